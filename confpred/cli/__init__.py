@@ -1,0 +1,1 @@
+"""The `confpred` command."""

@@ -1,0 +1,84 @@
+"""Everything confpred raises on purpose.
+
+ConfpredError
+|-- InvalidInput (also a ValueError)  a field holds a value that is not allowed
+|   |-- InvalidProblem                ... in a problem: a size, a dtype, a combination of sizes
+|   `-- UnknownDevice                 ... in a device name
+|-- DataError                         a measurement or suite file is missing, damaged or foreign
+|-- ModelError                        a model folder is missing, damaged or foreign
+|-- FolderBusy                        another sampler is writing to this folder
+|-- StorageError                      the disk refused a write (full, read-only, no permission)
+|-- CompileError                      NVRTC refused a kernel; `.log` holds its words
+|-- LaunchError                       the CUDA driver refused a launch
+`-- MissingExtra (also an ImportError)  an optional dependency is not installed
+"""
+
+from __future__ import annotations
+
+
+class ConfpredError(Exception):
+    """Base of every error that confpred raises on purpose; its text is fit for a user."""
+
+
+class InvalidInput(ConfpredError, ValueError):
+    """A named field holds a value that is not allowed.
+
+    Attributes:
+        field: name of the field, as the user wrote it.
+        value: the offending value.
+        allowed: what would have been accepted, in words.
+    """
+
+    def __init__(self, field: str, value: object, allowed: str) -> None:
+        self.field, self.value, self.allowed = field, value, allowed
+        shown = repr(value)
+        if len(shown) > 80:
+            shown = shown[:77] + "..."
+        super().__init__(f"{field}={shown} is not allowed; allowed: {allowed}")
+
+
+class InvalidProblem(InvalidInput):
+    """A problem's field, or a combination of fields, describes no convolution."""
+
+
+class UnknownDevice(InvalidInput):
+    """A device name is not one that confpred has a description of."""
+
+
+class DataError(ConfpredError):
+    """A measurement or suite file is missing, damaged, or not one of ours."""
+
+
+class ModelError(ConfpredError):
+    """A model folder is missing, damaged, or not one of ours."""
+
+
+class FolderBusy(ConfpredError):
+    """Another sampler holds the lock of this output folder."""
+
+
+class StorageError(ConfpredError):
+    """The file system refused a write; nothing half-written is left behind."""
+
+
+class CompileError(ConfpredError):
+    """NVRTC refused a kernel.
+
+    Attributes:
+        log: the compiler's own log.
+    """
+
+    def __init__(self, what: str, log: str) -> None:
+        self.log = log
+        super().__init__(f"{what} does not compile:\n{log}")
+
+
+class LaunchError(ConfpredError):
+    """The CUDA driver refused to load or launch a kernel."""
+
+
+class MissingExtra(ConfpredError, ImportError):
+    """An optional dependency is needed here and is not installed."""
+
+    def __init__(self, package: str, extra: str) -> None:
+        super().__init__(f"this needs {package}: pip install 'confpred[{extra}]'")

@@ -1,0 +1,1 @@
+"""The offline sampler: measures configs on GPUs, into Parquet files."""
