@@ -1,1 +1,49 @@
-"""The `confpred` command."""
+"""The `confpred` command. A subcommand's module is imported only when that subcommand runs."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+
+import click
+
+from confpred.errors import ConfpredError, InvalidInput
+
+#: Subcommand -> one-line help. Each lives in the module of its name, as `command`.
+COMMANDS = {
+    "predict": "Name the best config of a layer or a network.",
+    "sample": "Measure configs on this machine's GPUs.",
+    "train": "Train a model from measurements (retrain-predictor).",
+    "evaluate": "Judge configs chosen for networks that were not trained on.",
+    "serve": "Answer config queries over HTTP.",
+}
+
+
+class _LazyGroup(click.Group):
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        command: click.Command = import_module(f"{__name__}.{cmd_name}").command
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
+
+
+@click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="confpred")
+def cli() -> None:
+    """Learned kernel-configuration prediction for convolution on NVIDIA GPUs."""
+
+
+def main() -> None:
+    """Run the command line; expected errors end as one line on stderr and exit code 2 or 1."""
+    try:
+        cli(standalone_mode=True)
+    except ConfpredError as error:
+        click.echo(f"confpred: {error}", err=True)
+        sys.exit(2 if isinstance(error, InvalidInput) else 1)
