@@ -7,7 +7,7 @@ chance of a bad mistake.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,12 +24,16 @@ _UNSERVED = 2.0  # what a problem counts for while the portfolio has none of its
 def choose_portfolio(
     timings: Sequence[Timings], family: Family, device: Device
 ) -> NDArray[np.bool_]:
-    """Choose configs until each problem has one within ``TOLERANCE`` of its best measured one.
+    """Choose configs in rounds, until the median problem has ``MAX_CANDIDATES`` of them.
 
-    Greedy: the next config is the one that most lowers the mean logarithm of the regret of the best
-    config in the portfolio; that mean is a submodular function, so a config's gain never grows, and
-    only the configs on top of the list need to be looked at again (Minoux's accelerated greedy
-    algorithm). It stops early where the median problem has ``MAX_CANDIDATES`` legal configs.
+    Each round adds configs until each problem has a new one within ``TOLERANCE`` of the best of
+    its configs that are not chosen yet. One round serves the problems at hand; the further ones
+    make sure of others, for which the chosen configs may be illegal or ill-fitting.
+
+    A round is greedy: the next config is the one that most lowers the mean logarithm of the regret
+    of the best config of the round. That mean is a submodular function, so a config's gain never
+    grows, and only the configs on top of the list need to be looked at again (Minoux's accelerated
+    greedy algorithm).
 
     Args:
         timings: of `family` alone.
@@ -37,25 +41,36 @@ def choose_portfolio(
     Returns:
         A mask over the family's config table.
     """
-    regret = np.full((len(timings), len(family.configs)), np.inf)
+    time = np.full((len(timings), len(family.configs)), np.inf)
     for i, t in enumerate(timings):
-        regret[i, t.rows] = t.time_ms / t.time_ms.min()
-    cost = np.log(np.clip(regret, TOLERANCE, _UNSERVED))
+        time[i, t.rows] = t.time_ms
     legal = np.array([family.legal(t.problem, device) for t in timings])
-    left = np.full(len(timings), np.log(_UNSERVED))
-    gain = (left[:, None] - cost).sum(axis=0)  # an upper bound once `left` has fallen
     portfolio = np.zeros(len(family.configs), np.bool_)
-    candidates = np.zeros(len(timings))
-    while np.median(candidates) < MAX_CANDIDATES:
-        best = int(gain.argmax())
-        now = float((left - cost[:, best]).clip(0).sum())
-        if now < gain[best] - 1e-12:  # an old bound: correct it, and look again
-            gain[best] = now
-            continue
-        if now <= 1e-9:
-            break
-        portfolio[best] = True
-        left = np.minimum(left, cost[:, best])
-        candidates += legal[:, best]
-        gain[best] = 0.0
-    return portfolio
+    while True:
+        for best in _cover(time):
+            if np.median(legal[:, portfolio].sum(axis=1)) >= MAX_CANDIDATES:
+                return portfolio
+            portfolio[best] = True
+        if not np.isfinite(time[:, ~portfolio]).any():
+            return portfolio
+        time[:, portfolio] = np.inf
+
+
+def _cover(time: NDArray[np.float64]) -> Iterator[int]:
+    """Columns of `time`, the most useful first, until each row has one near its smallest value."""
+    best = time.min(axis=1, keepdims=True)
+    regret = np.divide(time, best, out=np.full_like(time, np.inf), where=np.isfinite(best))
+    cost = np.log(np.clip(regret, TOLERANCE, _UNSERVED))
+    left = np.full(len(time), np.log(_UNSERVED))
+    gain = (left[:, None] - cost).sum(axis=0)  # an upper bound once `left` has fallen
+    while True:
+        column = int(gain.argmax())
+        now = float((left - cost[:, column]).clip(0).sum())
+        if now < gain[column] - 1e-12:  # an old bound: correct it, and look again
+            gain[column] = now
+        elif now > 1e-9:
+            left = np.minimum(left, cost[:, column])
+            gain[column] = 0.0
+            yield column
+        else:
+            return
