@@ -52,9 +52,7 @@ class Predictor:
         self._answer = lru_cache(maxsize=_REMEMBERED)(self._work_out)
 
     @classmethod
-    def load(
-        cls, model: str | Path | None = None, *, plan: str | Path | None = None
-    ) -> Predictor:
+    def load(cls, model: str | Path | None = None, *, plan: str | Path | None = None) -> Predictor:
         """Load a model folder, or the newest model of each device that ships with the package.
 
         Args:
@@ -159,9 +157,7 @@ def _pytorch_s(problem: Problem, device: Device, model: Model | None) -> float |
     return float(np.exp(cost[0])) * device.roofline_s(problem)
 
 
-def _expected_s(
-    problem: Problem, device: Device, model: Model | None, pin: Pin
-) -> float | None:
+def _expected_s(problem: Problem, device: Device, model: Model | None, pin: Pin) -> float | None:
     """Seconds that the pinned config is expected to take."""
     if pin.family is None or pin.row is None:
         return _pytorch_s(problem, device, model)

@@ -19,7 +19,9 @@ from confpred.training.data import Timings
 from confpred.training.portfolio import choose_portfolio
 
 MIN_PYTORCH_PROBLEMS = 30  # fewer say nothing about where PyTorch's own operator wins
-_THREADS = 4  # fixed, so that the sums behind a split do not depend on the machine
+#: LightGBM's threads wait for one another by spinning, thousands of times a tree: with as many as
+#: there are cores, anything else on the machine makes a fit of 2 s take minutes.
+_THREADS = 1
 
 
 @dataclass(frozen=True, slots=True)

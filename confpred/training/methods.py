@@ -92,9 +92,7 @@ def _fixed(train: Sequence[Timings], device: Device, seed: int) -> Judge:
     """One order of all configs, by mean log regret over the training problems; the first that a
     problem can use is taken. A config counts as ``_UNSERVED`` times the best where it is illegal
     or was not measured."""
-    cost = {
-        name: np.zeros(len(family.configs)) for name, family in all_families().items()
-    }
+    cost = {name: np.zeros(len(family.configs)) for name, family in all_families().items()}
     for t in train:
         cost[t.family][t.rows] += np.log((t.time_ms / t.time_ms.min()).clip(max=_UNSERVED) / 2)
     return lambda t: Score(_regret(t, np.argsort(cost[t.family][t.rows], kind="stable")), 1)
@@ -136,7 +134,7 @@ def _ancestor(train: Sequence[Timings], device: Device, seed: int) -> Judge:
     models = {}
     for name in {t.family for t in train}:
         own = [t for t in train if t.family == name]
-        model = xgboost.XGBRegressor(n_estimators=300, random_state=seed, n_jobs=4)
+        model = xgboost.XGBRegressor(n_estimators=300, random_state=seed, n_jobs=1)
         model.fit(
             np.concatenate([_raw_features(t) for t in own]),
             np.concatenate([t.time_ms for t in own]),

@@ -37,9 +37,7 @@ def layer_of(problem: Problem) -> Problem:
     return replace(problem, n=1, dtype="float16", bias=False, activation="none")
 
 
-def without_networks(
-    timings: Sequence[Timings], networks: Collection[str]
-) -> tuple[Timings, ...]:
+def without_networks(timings: Sequence[Timings], networks: Collection[str]) -> tuple[Timings, ...]:
     """The timings of problems that share no layer with any of `networks`."""
     held_out = {layer_of(t.problem) for t in timings if not set(networks).isdisjoint(t.networks)}
     return tuple(t for t in timings if layer_of(t.problem) not in held_out)
