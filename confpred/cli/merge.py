@@ -19,5 +19,5 @@ def command(folders: tuple[Path, ...], file: Path) -> None:
     try:
         from confpred.sampler.store import merge
     except ImportError as error:
-        raise MissingExtra(str(error.name), "train") from error
+        raise MissingExtra(str(error.name), "gpu") from error
     click.echo(f"{merge(folders, file)} rows in {file}")

@@ -8,11 +8,18 @@ import shlex
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from confpred.errors import InvalidInput, MissingExtra
-from confpred.suite import read_suite
+from confpred.suite import Suite, read_suite
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from confpred.measurement import Run
+    from confpred.sampler.run import Settings
 
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 _PATH = click.Path(path_type=Path)
@@ -69,14 +76,12 @@ def command(
     if pytorch and find_spec("torch") is None:
         raise MissingExtra("torch (or --no-pytorch)", "gpu")
     try:
-        from rich.console import Console
+        import rich  # noqa: F401 -- missing packages are told before any work
 
         from confpred.sampler.gpus import find_gpus
-        from confpred.sampler.interrupts import count_interrupts
-        from confpred.sampler.progress import show_progress, summary
-        from confpred.sampler.run import Settings, sample
+        from confpred.sampler.run import Settings
     except ImportError as error:
-        raise MissingExtra(str(error.name), "train") from error
+        raise MissingExtra(str(error.name), "gpu") from error
 
     settings = Settings(
         seed=seed,
@@ -86,17 +91,30 @@ def command(
         budget_s=budget_s,
         silence_s=silence_s,
     )
-    runs = find_gpus(devices)
+    sys.exit(sample_and_report(suite, out, find_gpus(devices), settings))
+
+
+def sample_and_report(suite: Suite, out: Path, runs: Mapping[int, Run], settings: Settings) -> int:
+    """Sample with progress, Ctrl-C and a summary; returns the exit code.
+
+    Raises:
+        ConfpredError: see `confpred.sampler.run.sample`.
+    """
+    from rich.console import Console
+
+    from confpred.sampler.interrupts import count_interrupts
+    from confpred.sampler.progress import show_progress, summary
+    from confpred.sampler.run import sample
+
     with (
         count_interrupts() as interrupts,
-        show_progress(Console(stderr=True), budget_s) as show,
+        show_progress(Console(stderr=True), settings.budget_s) as show,
     ):
         tally = sample(suite, out, runs, settings, interrupts=lambda: interrupts.count, show=show)
     click.echo(summary(tally, out, len(runs)))
     if not tally.finished:
         click.echo(f"not finished; to go on: {shlex.join(['confpred', *sys.argv[1:]])}")
-    if interrupts.count:
-        sys.exit(128 + interrupts.signal)
+    return 128 + interrupts.signal if interrupts.count else 0
 
 
 def parse_duration(field: str, text: str) -> float:

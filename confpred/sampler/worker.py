@@ -153,7 +153,7 @@ def _serve(connection: Connection, function: str) -> None:
         try:
             run: JobFunction = getattr(import_module(module), name)
             message = ("done", run(job, lambda value: connection.send(("report", value))))
-        except Exception as error:  # noqa: BLE001 -- whatever a job raises is the job's end
+        except Exception as error:  # whatever a job raises is how it ends
             message = ("error", f"{type(error).__name__}: {error}")
         connection.send(message)
 
