@@ -1,4 +1,4 @@
-"""One GPU and its worker process: measures tasks one after the other, and survives their crashes."""
+"""One GPU and its worker process: measures one task after the other, and survives crashes."""
 
 from __future__ import annotations
 

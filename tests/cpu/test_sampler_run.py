@@ -124,7 +124,7 @@ def test_a_gpu_that_fails_everything_ends_the_run(tmp_path, monkeypatch):
     monkeypatch.setenv("FAULTS", '{"start": "crash"}')
     layers = [Problem(n, 64, 14, 14, 64, 3, 3, padding=1, groups=8) for n in (1, 2, 3, 4)]
     suite = Suite("four", tuple(Entry(layer) for layer in layers))
-    with pytest.raises(LaunchError, match="device 0 failed 3 problems in a row.*SIGSEGV"):
+    with pytest.raises(LaunchError, match=r"device 0 failed 3 problems in a row.*SIGSEGV"):
         run(tmp_path, suite=suite, configs=1)
 
 
@@ -152,7 +152,7 @@ def test_two_gpus_share_the_work(tmp_path):
 
 
 def test_gpus_of_two_kinds_are_refused(tmp_path):
-    with pytest.raises(InvalidInput, match="devices=.*GPUs of one kind"):
+    with pytest.raises(InvalidInput, match=r"devices=.*GPUs of one kind"):
         run(tmp_path, "h100", "a100")
 
 
