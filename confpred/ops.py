@@ -105,8 +105,8 @@ def conv2d(
 
 def use_predictor(predictor: Predictor) -> None:
     """Let `predictor` choose from now on, in place of the newest model of the package."""
-    global _predictor  # noqa: PLW0603 -- the process has one
-    _predictor = lambda: predictor  # noqa: E731
+    global _predictor
+    _predictor = lambda: predictor
     _plans.clear()
 
 
