@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import secrets
 import subprocess
@@ -48,7 +49,9 @@ def find_gpus(devices: str) -> dict[int, Run]:
 
 
 def _project() -> str:
-    """The version, with the commit where this is a checkout."""
+    """The version and the commit: ``$CONFPRED_COMMIT``, or that of the checkout if this is one."""
+    if commit := os.environ.get("CONFPRED_COMMIT"):
+        return f"{confpred.__version__}+{commit}"
     folder = Path(confpred.__file__).parent
     git = ["git", "-C", str(folder)]
     try:

@@ -52,7 +52,7 @@ def measure_job(job: Bench, report: Callable[[int], None]) -> list[Outcome]:
     """Measure one task; reports each config just before its first launch."""
     task = job.task
     if task.family == PYTORCH:
-        from confpred.cuda.measure import measure_pytorch
+        from confpred.cuda.peer import measure_pytorch  # needs PyTorch, which may be absent
 
         report(PYTORCH_ROW)
         return [measure_pytorch(task.problem, ordinal=job.ordinal, seed=job.seed)]
