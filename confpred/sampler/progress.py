@@ -7,7 +7,8 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from rich.console import Console
+from rich.console import Console, Group
+from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.text import Text
 
@@ -23,16 +24,16 @@ def show_progress(console: Console, budget_s: float | None) -> Iterator[Callable
         yield _log_lines(console, budget_s)
         return
     columns = ("{task.description}", BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, TextColumn("{task.fields[note]}"), console=console) as bars:
-        kernels = bars.add_task("kernels", total=None, note="")
-        rows = bars.add_task("rows", total=None, note="")
-        problem = bars.add_task("", total=None, note="", visible=False)
+    bars = Progress(*columns, TextColumn("{task.fields[note]}"))
+    kernels = bars.add_task("kernels", total=None, note="")
+    rows = bars.add_task("rows", total=None, note="")
+    with Live(bars, console=console) as live:
 
         def update(tally: Tally) -> None:
             bars.update(kernels, completed=tally.kernels, total=tally.total_kernels)
             note = state(tally, budget_s)
             bars.update(rows, completed=tally.rows, total=tally.total_rows, note=note)
-            bars.update(problem, visible=tally.current is not None, note=str(tally.current))
+            live.update(Group(bars, Text(str(tally.current or ""), style="dim")))
 
         yield update
 
@@ -69,10 +70,11 @@ def _log_lines(console: Console, budget_s: float | None) -> Callable[[Tally], No
         if time.monotonic() < next_line:
             return
         next_line += _LINE_SECONDS
-        line = (
-            f"[{duration(tally.elapsed_s)}] kernels {tally.kernels}/{tally.total_kernels},"
-            f" rows {tally.rows}/{tally.total_rows}, {state(tally, budget_s)}; {tally.current}"
+        counts = (
+            f"kernels {tally.kernels}/{tally.total_kernels}, rows {tally.rows}/{tally.total_rows}"
         )
+        parts = [counts, state(tally, budget_s), str(tally.current or "")]
+        line = f"[{duration(tally.elapsed_s)}] {'; '.join(part for part in parts if part)}"
         console.print(Text(line), soft_wrap=True)
 
     return update

@@ -9,7 +9,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from test_sampler_store import ROW, fill
+from sampler_rows import ROW, fill
 
 from confpred.cli.sample import parse_duration
 from confpred.errors import InvalidInput

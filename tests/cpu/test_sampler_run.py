@@ -99,14 +99,14 @@ def test_crash_hang_and_error_cost_one_config_each(tmp_path, monkeypatch):
     crash, hang, error = planned_rows(tmp_path)[1:4]
     faults = {str(crash): "crash", str(hang): "hang", str(error): "error"}
     monkeypatch.setenv("FAULTS", json.dumps(faults))
-    tally = run(tmp_path, silence_s=5.0)
+    tally = run(tmp_path, silence_s=8.0)
     assert tally.statuses == {"ok": CONFIGS - 3, "launch_error": 2, "timeout": 1}
     assert not tally.given_up
     failed = {row["message"]: row["status"] for row in rows(tmp_path) if row["status"] != "ok"}
     assert failed == {
         "the worker process died (SIGSEGV)": "launch_error",
         "RuntimeError: an illegal memory access was encountered": "launch_error",
-        "no sign of life for 5 s: killed": "timeout",
+        "no sign of life for 8 s: killed": "timeout",
     }
 
 

@@ -12,31 +12,12 @@ from dataclasses import replace
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from sampler_rows import LAYER, ROW, RUN, fill, other
 
 from confpred.errors import DataError, FolderBusy, InvalidInput, StorageError
-from confpred.measurement import Measurement, Run, problem_of_row
-from confpred.problem import Problem
+from confpred.measurement import problem_of_row
 from confpred.sampler.plan import Measured
 from confpred.sampler.store import FLUSH_ROWS, merge, open_store, read, schema
-
-LAYER = Problem(2, 64, 14, 14, 64, 3, 3, padding=(1, 2), groups=8, bias=True, activation="relu")
-RUN = Run("0a1b", "h100", "NVIDIA H100 80GB HBM3", "580.1", "13.4", "0.1.0")
-ROW = Measurement(
-    *(LAYER, ("a", "b"), "grouped_fprop", "block_n=2 bands=1", "f" * 16, RUN, "ok"),
-    *(0.25, 0.01, 7, 128, 0, 40_000, 1e-4, 1980, "", "2026-01-02T03:04:05+00:00"),
-)
-
-
-def other(n: int, config: str = "block_n=2 bands=1", **changes) -> Measurement:
-    return replace(ROW, problem=replace(LAYER, n=n), config=config, **changes)
-
-
-def fill(folder, *groups) -> None:
-    """One shard a group of rows."""
-    with open_store(folder, "r") as store:
-        for group in groups:
-            store.add(group)
-            store.flush()
 
 
 def test_a_row_comes_back_as_it_was(tmp_path):
@@ -120,7 +101,7 @@ FILL_THE_DISK = """
     import resource, sys
     from pathlib import Path
     sys.path.insert(0, sys.argv[2])
-    from test_sampler_store import ROW, other
+    from sampler_rows import ROW, other
     from confpred.errors import StorageError
     from confpred.sampler.store import open_store
     with open_store(Path(sys.argv[1]), "r") as store:
