@@ -25,7 +25,7 @@ _WHERE = {
     "conv2d": "confpred.ops",
     "get_device": "confpred.device",
 }
-__all__ = ["__version__", *_WHERE]  # noqa: PLE0604 -- the keys of _WHERE are strings
+__all__ = ["__version__", *_WHERE]
 
 
 def __getattr__(name: str) -> Any:

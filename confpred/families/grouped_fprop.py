@@ -106,7 +106,7 @@ class GroupedFprop:
             problem.c * max(problem.h * problem.w, problem.p * problem.q)
         )
         rows = -(-problem.p // t["bands"])
-        return (
+        legal: NDArray[np.bool_] = (
             shape.fits
             & (shape.smem_bytes <= device.smem_per_block)
             & (offset <= MAX_OFFSET)
@@ -121,6 +121,7 @@ class GroupedFprop:
             # Bands of one row would read R rows to make one; an empty band does nothing.
             & ((t["bands"] == 1) | ((rows >= 2) & (-(-problem.p // rows) == t["bands"])))
         )
+        return legal
 
     def estimate_s(self, problem: Problem, device: Device, rows: Rows) -> NDArray[np.float64]:
         return self._plan(problem, device, rows)["estimate"]
