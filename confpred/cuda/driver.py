@@ -132,7 +132,7 @@ def load(compiled: Compiled, smem_bytes: int) -> LoadedKernel:
         kernel = ObjectCode.from_cubin(compiled.cubin).get_kernel(compiled.entry)
         attributes = kernel.attributes
         if smem_bytes > _SMEM_WITHOUT_OPT_IN:
-            attributes.max_dynamic_shared_size_bytes = smem_bytes
+            _allow_smem(kernel, smem_bytes)
         return LoadedKernel(kernel, attributes.num_regs, attributes.local_size_bytes)
     except Exception as error:
         raise LaunchError(f"kernel {compiled.entry} cannot be loaded: {error}") from error
@@ -144,3 +144,14 @@ def bind(kernel: Kernel, launch: Launch) -> BoundLaunch:
 
     config = LaunchConfig(grid=launch.grid, block=launch.block, shmem_size=launch.smem_bytes)
     return BoundLaunch(kernel, config, tuple(np.int32(value) for value in launch.scalars))
+
+
+def _allow_smem(kernel: Kernel, smem_bytes: int) -> None:
+    """Opt in to more dynamic shared memory than a kernel gets by default, on the current device."""
+    from cuda.bindings import driver
+
+    attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    _, device = driver.cuCtxGetDevice()
+    (code,) = driver.cuKernelSetAttribute(attribute, smem_bytes, kernel.handle, device)
+    if code != driver.CUresult.CUDA_SUCCESS:
+        raise LaunchError(f"{smem_bytes} bytes of shared memory are refused: {code.name}")

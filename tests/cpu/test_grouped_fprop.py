@@ -39,8 +39,9 @@ def expected_legal(problem: Problem, device: Device, config: dict[str, int]) -> 
     tiles = ceil(block_n * block_q / 16)
     if tiles % config["warps_m"]:
         return False
-    # Paired taps at width 8 leave no 16-byte rows for ldmatrix to fetch the filter from.
-    if width == 8 and config["filter_shared"]:
+    # Paired taps at width 8 leave no 16-byte rows for ldmatrix to fetch the filter from; and a
+    # filter as small as 3x3x16 is better kept in registers.
+    if config["filter_shared"] and (width == 8 or width * r * s <= 3 * 3 * 16):
         return False
 
     # Shared memory: input stages, two finished rows, the filter; pixels padded to an odd number
@@ -87,10 +88,10 @@ def expected_legal(problem: Problem, device: Device, config: dict[str, int]) -> 
     if block_c >= 2 * problem.c and block_c > max(16, width):
         return False
 
-    # Bands of at least two rows, none of them empty.
+    # Bands of at least two rows, and not the bands that half as many would give.
     if config["bands"] > 1:
         rows = ceil(problem.p / config["bands"])
-        if rows < 2 or ceil(problem.p / rows) != config["bands"]:
+        if rows < 2 or rows == ceil(problem.p / (config["bands"] // 2)):
             return False
     return True
 

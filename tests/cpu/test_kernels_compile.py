@@ -98,10 +98,10 @@ def test_a_broken_kernel_raises_with_the_compilers_log(tmp_path: Path) -> None:
     family = FAMILIES["grouped_fprop"]
     problem, row = sample(family)[0]
     source = family.source(problem, row)
-    broken = replace(source, defines=(*source.defines, ("u16", "no_such_type")))
+    broken = replace(source, defines=(*source.defines, ("threadIdx", "no_such_name")))
     with pytest.raises(CompileError) as caught:
         compile_kernel(broken, "sm_90a", KernelCache(tmp_path))
-    assert "no_such_type" in caught.value.log
+    assert "no_such_name" in caught.value.log
     assert "grouped_fprop.cu" in str(caught.value)
     assert not list(tmp_path.rglob("*.cubin"))
 
