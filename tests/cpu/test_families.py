@@ -100,6 +100,7 @@ def test_feature_names_are_distinct_and_each_varies(family: Family) -> None:
         "n=32 c=64 h=56 w=56 k=64 r=3 s=3 groups=8 padding=1",
         "n=1 c=256 h=13 w=17 k=256 r=5 s=1 groups=16 bias=true activation=gelu",
         "n=128 c=528 h=9 w=28 k=528 r=1 s=3 groups=33 dtype=bfloat16 activation=relu",
+        "n=32 c=512 h=14 w=14 k=512 r=5 s=5 groups=16 padding=2",
     )
     matrices = []
     for layer in map(Problem.parse, layers):
