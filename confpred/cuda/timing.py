@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -50,15 +50,21 @@ def launches_a_replay(seconds: float) -> int:
 
 
 def time_interleaved(
-    device: Any, stream: Stream, graphs: Sequence[Replayable], launches: Sequence[int], seed: int
+    device: Any,
+    stream: Stream,
+    graphs: Sequence[Replayable],
+    launches: Sequence[int],
+    seed: int,
+    evict: Callable[[Any], None] | None = None,
 ) -> list[Timing]:
     """Time candidates against each other.
 
     The protocol:
 
-    1. Each candidate is a CUDA graph of ``launches[i]`` launches back to back. Successive launches
-       use successive slices of an arena of operands that is larger than the L2 cache (the caller
-       lays this out), so that operands come from device memory as they do in a large network.
+    1. Each candidate is a CUDA graph of ``launches[i]`` launches back to back. Operands come from
+       device memory, as they do in a large network: successive launches, also across graphs, use
+       successive slices of an arena larger than the L2 cache (the caller lays this out); or, where
+       the graphs are not ours to lay out, `evict` empties the cache before each replay.
     2. Every graph is replayed once unmeasured: module load, instruction caches, clocks.
     3. `REPLAYS` rounds follow. In each, every candidate is replayed once, in a fresh random order,
        so that drift of clocks or temperature falls on all candidates alike.
@@ -75,6 +81,7 @@ def time_interleaved(
         stream: an idle stream of it.
         graphs, launches: the candidates.
         seed: of the random orders.
+        evict: called with the stream before each replay, outside of the timed region.
     """
     for graph in graphs:
         graph.launch(stream)
@@ -87,6 +94,8 @@ def time_interleaved(
             shuffle(candidates)
             for index in candidates:
                 start, end = (device.create_event({"timing_enabled": True}) for _ in range(2))
+                if evict is not None:
+                    evict(stream)
                 stream.record(start)
                 graphs[index].launch(stream)
                 stream.record(end)
