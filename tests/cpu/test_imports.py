@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+import confpred
+
 HEAVY = (
     *("torch", "pandas", "sklearn", "scipy", "pyarrow", "lightgbm", "xgboost", "matplotlib"),
     *("cuda", "fastapi", "uvicorn", "pydantic", "rich"),
@@ -41,6 +43,13 @@ def test_predicting_loads_none_of_the_heavy_packages(program: str) -> None:
     loaded = run_fresh(f"{program}\n{listing}").splitlines()[-1].split()
     assert "confpred" in loaded
     assert sorted(set(HEAVY) & set(loaded)) == []
+
+
+def test_every_public_name_is_there() -> None:
+    missing = [name for name in confpred.__all__ if not hasattr(confpred, name)]
+    assert missing == []
+    with pytest.raises(AttributeError, match="no attribute 'conv3d'"):
+        confpred.conv3d  # noqa: B018 -- the access is the test
 
 
 def test_importing_makes_no_files_and_starts_no_threads(tmp_path: Path) -> None:

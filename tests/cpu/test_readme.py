@@ -35,11 +35,12 @@ def test_the_tables_are_those_of_the_results(repository: Path) -> None:
 
 
 def test_a_marked_table_is_made_from_its_result(tables: ModuleType, tmp_path: Path) -> None:
-    layer = {"layer": "N=8", "floor_ms": 0.5, "cudnn_ms": 1.5, "confpred_ms": 0.625}
-    (tmp_path / "speed.json").write_text(json.dumps({"layers": [layer]}))
-    text = "before\n<!-- table:speed -->\nstale\n<!-- /table -->\nafter\n"
+    trip = {"p50_ms": 0.251, "p99_ms": 0.5, "requests_per_s": 4321}
+    recorded = {"latency": {"a repeated problem": trip}}
+    (tmp_path / "service_latency.json").write_text(json.dumps(recorded))
+    text = "before\n<!-- table:service -->\nstale\n<!-- /table -->\nafter\n"
     made = tables.filled(text, tmp_path)
-    assert "| N=8 | 0.5000 | 1.5000 | 0.6250 | 0.80 | 2.40x |\n<!-- /table -->\nafter\n" in made
+    assert "| a repeated problem | 0.25 | 0.50 | 4,321 |\n<!-- /table -->\nafter\n" in made
     assert "stale" not in made
     assert tables.filled(made, tmp_path) == made
 
