@@ -19,13 +19,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
-from confpred.training.data import Timings, read_dataset
 from rich.console import Console
 from rich.table import Table
 
 from confpred import Predictor, Problem
 from confpred.choice import Choice
 from confpred.cuda.driver import device_count
+from confpred.training.data import Timings, read_dataset
 
 ROOT = Path(__file__).parents[1]
 DATA = sorted((ROOT / "datasets").glob("*.parquet"))
@@ -152,12 +152,12 @@ def sample(out: Path) -> None:
 def launch() -> None:
     """Run the suite's layers through the library's own operator, and time both it and cuDNN."""
     import torch
-    from confpred.suite import read_suite
 
     import confpred as cp
     from confpred.cuda.driver import device_of
     from confpred.cuda.measure import measure, measure_pytorch
     from confpred.families import all_families
+    from confpred.suite import read_suite
 
     heading("Launch the chosen kernels, beside cuDNN")
     predictor, device = Predictor.load(), device_of(0)
