@@ -169,7 +169,8 @@ def main() -> None:
     path = write("grouped_fprop_vs_cudnn", result, arguments.out)
     for row in layers:
         print(
-            f"{row['problem']:75s} ours {row['ours_ms']:.4f} ms  floor share {row['floor_share']:.2f}"
+            f"{row['problem']:75s} ours {row['ours_ms']:.4f} ms"
+            f"  floor share {row['floor_share']:.2f}"
             f"  cuDNN {row['cudnn_heuristics_ms']:.4f} / {row['cudnn_benchmark_ms']:.4f} ms"
             f"  speedup {row['speedup']:.2f}  noise {row['noise']:.3f}"
         )

@@ -282,7 +282,7 @@ class _Bench:
             raise LaunchError(f"reading results back failed: {code.name}")
 
     def _arena(self, name: str, size: int, random_dtype: str | None) -> int:
-        """Address of at least `size` bytes, grown as needed; filled with random numbers if asked."""
+        """Address of at least `size` bytes, grown as needed; random numbers in it if asked."""
         arena = self._arenas.get(name)
         if arena is None or arena.size < size:
             if arena is not None:

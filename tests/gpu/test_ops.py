@@ -23,7 +23,7 @@ def layer() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     x = torch.randn(4, 64, 28, 28, device="cuda", dtype=torch.float16)
     weight = torch.randn(64, 8, 3, 3, device="cuda", dtype=torch.float16)
     bias = torch.randn(64, device="cuda", dtype=torch.float16)
-    return tuple(t.to(memory_format=torch.channels_last) for t in (x, weight)) + (bias,)
+    return (*(t.to(memory_format=torch.channels_last) for t in (x, weight)), bias)
 
 
 def close(a: torch.Tensor, b: torch.Tensor) -> None:
