@@ -24,7 +24,9 @@ def write_whole(path: Path, write: Callable[[BinaryIO], object]) -> None:
     temporary = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(prefix=".", suffix=".tmp", dir=path.parent)
+        handle, temporary = tempfile.mkstemp(
+            prefix=f".{path.name}.", suffix=".tmp", dir=path.parent
+        )
         with open(handle, "wb") as file:
             write(file)
             file.flush()

@@ -69,6 +69,18 @@ def _cuda_device(ordinal: int) -> Any:
         raise LaunchError(f"CUDA device {ordinal} cannot be used: {error}") from error
 
 
+@lru_cache(maxsize=256)
+def stream_of(ordinal: int, handle: int) -> Any:
+    """Another library's stream on CUDA device `ordinal` as `cuda.core` knows it.
+
+    Kept, because making one costs more than a launch: meant for streams that live as long as the
+    process, as PyTorch's do.
+    """
+    from cuda.core import Stream
+
+    return Stream.from_handle(handle)
+
+
 def device_count() -> int:
     """How many CUDA devices this process can see; 0 without a driver or without `cuda-core`."""
     try:
@@ -132,7 +144,7 @@ def load(compiled: Compiled, smem_bytes: int) -> LoadedKernel:
         kernel = ObjectCode.from_cubin(compiled.cubin).get_kernel(compiled.entry)
         attributes = kernel.attributes
         if smem_bytes > _SMEM_WITHOUT_OPT_IN:
-            attributes.max_dynamic_shared_size_bytes = smem_bytes
+            _allow_smem(kernel, smem_bytes)
         return LoadedKernel(kernel, attributes.num_regs, attributes.local_size_bytes)
     except Exception as error:
         raise LaunchError(f"kernel {compiled.entry} cannot be loaded: {error}") from error
@@ -144,3 +156,14 @@ def bind(kernel: Kernel, launch: Launch) -> BoundLaunch:
 
     config = LaunchConfig(grid=launch.grid, block=launch.block, shmem_size=launch.smem_bytes)
     return BoundLaunch(kernel, config, tuple(np.int32(value) for value in launch.scalars))
+
+
+def _allow_smem(kernel: Kernel, smem_bytes: int) -> None:
+    """Opt in to more dynamic shared memory than a kernel gets by default, on the current device."""
+    from cuda.bindings import driver
+
+    attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    _, device = driver.cuCtxGetDevice()
+    (code,) = driver.cuKernelSetAttribute(attribute, smem_bytes, kernel.handle, device)
+    if code != driver.CUresult.CUDA_SUCCESS:
+        raise LaunchError(f"{smem_bytes} bytes of shared memory are refused: {code.name}")
