@@ -41,7 +41,7 @@ class FamilyModel:
     def rank(
         self, problem: Problem, device: Device, rows: Rows
     ) -> tuple[Rows, NDArray[np.float64]]:
-        """The best of `rows`, at most ``FINALISTS`` of them, and their predicted seconds, rising."""
+        """The best ``FINALISTS`` of `rows`, or fewer, and their predicted seconds, rising."""
         features = self.family.features(problem, device, rows)
         if len(rows) > FINALISTS:
             kept = np.argsort(self.trees.predict(features, PREFIX_TREES), kind="stable")[:FINALISTS]

@@ -55,7 +55,7 @@ class Trees:
         self.trees, self.features = trees.value, features.value
 
     def predict(self, matrix: NDArray[np.float32], trees: int = _ALL) -> NDArray[np.float64]:
-        """The ensemble's value of each row of `matrix`, by its first `trees` trees (all by default).
+        """The value of each row of `matrix`, by the first `trees` trees (by default, all).
 
         Args:
             matrix: float32, ``(rows, features)``, C order.

@@ -20,7 +20,7 @@ from confpred.training.split import Fold, split_by_network
 from confpred.trees import Trees
 
 MODEL = "model"
-MODEL_ALL = "model, no portfolio"
+MODEL_ALL = "no portfolio"
 
 
 @dataclass(frozen=True, slots=True)

@@ -108,7 +108,7 @@ def fit_pytorch(
     return _train(data, grow, hyper.pytorch_trees, seed)
 
 
-def _train(data: lightgbm.Dataset, grow: dict[str, float], trees: int, seed: int) -> str:
+def _train(data: lightgbm.Dataset, grow: Mapping[str, float], trees: int, seed: int) -> str:
     fixed = {
         "objective": "regression",
         "seed": seed,
@@ -117,5 +117,5 @@ def _train(data: lightgbm.Dataset, grow: dict[str, float], trees: int, seed: int
         "num_threads": _THREADS,
         "verbosity": -1,
     }
-    booster = lightgbm.train(grow | fixed, data, num_boost_round=trees)
+    booster = lightgbm.train({**grow, **fixed}, data, num_boost_round=trees)
     return str(booster.model_to_string())

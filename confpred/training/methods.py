@@ -48,9 +48,9 @@ Method = Callable[[Sequence[Timings], Device, int], Judge]
 def baselines() -> dict[str, Method]:
     """The methods to compare the model with, by the name that tables show."""
     return {
-        "one fixed config": _fixed,
-        "roofline heuristic": _estimate,
-        "XGBoost on raw sizes and times": _ancestor,
+        "fixed config": _fixed,
+        "roofline": _estimate,
+        "XGBoost, raw ms": _ancestor,
         "random": _random,
     }
 

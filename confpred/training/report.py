@@ -42,8 +42,8 @@ def print_evaluation(evaluation: Evaluation, console: Console) -> None:
 
 def _table(title: str, summaries: Mapping[str, Summary]) -> Table:
     table = Table(title=title, title_justify="left")
-    table.add_column("method")
-    columns = ("geomean", "p90", "p95", "worst", *(f"best of {k}" for k in TOPS[1:]), "candidates")
+    table.add_column("method", no_wrap=True)
+    columns = ("geomean", "p90", "p95", "worst", *(f"top-{k}" for k in TOPS[1:]), "configs")
     for column in columns:
         table.add_column(column, justify="right")
     for method, s in summaries.items():

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import confpred
-from confpred.errors import DataError, InvalidInput, StorageError
+from confpred.errors import InvalidInput, StorageError
 from confpred.families import all_families
 from confpred.features import PROBLEM_FEATURES
 from confpred.model import CARD, FORMAT, MEASURED, PYTORCH_TREES, table_digest
