@@ -17,18 +17,18 @@ from confpred.families.base import Family
 from confpred.training.data import Timings
 
 TOLERANCE = 1.005  # a config this close to a problem's best is as good as the best
-MAX_CANDIDATES = 200  # portfolio configs that are legal for the median problem
+ENOUGH = 80  # candidates of a problem; as one's serve others too, the median ends near 200
 _UNSERVED = 2.0  # what a problem counts for while the portfolio has none of its measured configs
 
 
 def choose_portfolio(
     timings: Sequence[Timings], family: Family, device: Device
 ) -> NDArray[np.bool_]:
-    """Choose configs in rounds, until the median problem has ``MAX_CANDIDATES`` of them.
+    """Choose configs in rounds, until each problem has ``ENOUGH`` legal ones.
 
     Each round adds configs until each problem has a new one within ``TOLERANCE`` of the best of
     its configs that are not chosen yet. One round serves the problems at hand; the further ones
-    make sure of others, for which the chosen configs may be illegal or ill-fitting.
+    make sure of others, for which the first choices may be illegal or ill-fitting.
 
     A round is greedy: the next config is the one that most lowers the mean logarithm of the regret
     of the best config of the round. That mean is a submodular function, so a config's gain never
@@ -46,14 +46,12 @@ def choose_portfolio(
         time[i, t.rows] = t.time_ms
     legal = np.array([family.legal(t.problem, device) for t in timings])
     portfolio = np.zeros(len(family.configs), np.bool_)
-    while True:
-        for best in _cover(time):
-            if np.median(legal[:, portfolio].sum(axis=1)) >= MAX_CANDIDATES:
-                return portfolio
-            portfolio[best] = True
-        if not np.isfinite(time[:, ~portfolio]).any():
-            return portfolio
+    while np.isfinite(time).any():
+        portfolio[list(_cover(time))] = True
+        served = (legal & portfolio).sum(axis=1) >= ENOUGH
+        time[served] = np.inf
         time[:, portfolio] = np.inf
+    return portfolio
 
 
 def _cover(time: NDArray[np.float64]) -> Iterator[int]:
