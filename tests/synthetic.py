@@ -10,13 +10,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from confpred.device import get_device
 from confpred.families import all_families, config_dict
 from confpred.measurement import PYTORCH, Measurement, Run, config_text
 from confpred.problem import Problem
 from confpred.source import source_digest
+from confpred.table import schema
 
 DEVICE = get_device("h100")
 FAMILY = all_families()["grouped_fprop"]
@@ -99,5 +101,5 @@ def _row(
 
 def write(path: Path, networks: int = 6, configs: int = 80, seed: int = 0) -> Path:
     """Write such measurements to the Parquet file `path`."""
-    pd.DataFrame(list(rows(networks, configs, seed))).to_parquet(path, index=False)
+    pq.write_table(pa.Table.from_pylist(list(rows(networks, configs, seed)), schema()), path)
     return path

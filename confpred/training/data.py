@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
-import pyarrow as pa
-import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from confpred.device import Device, get_device
@@ -20,16 +18,11 @@ from confpred.errors import DataError, InvalidProblem
 from confpred.families import all_families, config_dict
 from confpred.families.base import Rows
 from confpred.measurement import PYTORCH, STATUSES, config_text, problem_of_row
-from confpred.problem import PAIRS, Problem
+from confpred.problem import Problem
+from confpred.table import problem_columns, read
 
-_PROBLEM_COLUMNS = [
-    column
-    for field in fields(Problem)
-    for column in ((f"{field.name}_h", f"{field.name}_w") if field.name in PAIRS else (field.name,))
-]
 _TEXTS = ("networks", "family", "config", "source_digest", "device", "status")
 _TIMES = ("time_ms", "spread_ms")
-_COLUMNS = [*_PROBLEM_COLUMNS, *_TEXTS, *_TIMES]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -143,20 +136,9 @@ def _files(paths: Sequence[Path]) -> list[Path]:
 
 
 def _read_file(path: Path) -> pd.DataFrame:
-    try:
-        table = pq.read_table(path)
-    except OSError as error:  # pyarrow reports damage as a plain OSError without an errno, too
-        raise DataError(f"cannot read {path}: {error.strerror or error}") from error
-    except pa.ArrowException as error:
-        raise DataError(f"{path} is not a whole Parquet file: {error}") from error
-    missing = [name for name in _COLUMNS if name not in table.column_names]
-    if missing:
-        raise DataError(f"{path} is not a file of measurements: it lacks {', '.join(missing)}")
-    frame: pd.DataFrame = table.select(_COLUMNS).to_pandas()
-    for name in _TIMES:
-        if not pd.api.types.is_float_dtype(frame[name]):
-            raise DataError(f"{path}: column {name} must hold floating-point numbers")
-    _refuse(path, frame[[*_PROBLEM_COLUMNS, *_TEXTS]].isna().any(axis=1), "an empty field")
+    fields = [*problem_columns(), *_TEXTS]
+    frame: pd.DataFrame = read(path, [*fields, *_TIMES]).to_pandas()
+    _refuse(path, frame[fields].isna().any(axis=1), "an empty field")
     _refuse(path, ~frame["status"].isin(STATUSES), f"a status other than {', '.join(STATUSES)}")
     good = np.isfinite(frame["time_ms"]) & (frame["time_ms"] > 0)
     _refuse(path, (frame["status"] == "ok") & ~good, "status ok, and a time that is not positive")
@@ -175,7 +157,7 @@ def _timings(
     timings: list[Timings] = []
     pytorch_ms: dict[Problem, float] = {}
     used = 0
-    for _, rows in timed.groupby(_PROBLEM_COLUMNS, sort=False):
+    for _, rows in timed.groupby(problem_columns(), sort=False):
         problem = _problem(rows.iloc[0].to_dict())
         networks = {name for names in rows["networks"] for name in names.split(",") if name}
         for name, of_family in rows.groupby("family", sort=False):
