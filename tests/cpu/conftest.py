@@ -3,8 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Generator
+from pathlib import Path
 
 import pytest
+import synthetic
+
+from confpred.training.data import read_dataset
+from confpred.training.fit import Hyperparameters
+from confpred.training.train import train
+
+SMALL = Hyperparameters(trees=120, num_leaves=15, pytorch_trees=40)
+
+
+@pytest.fixture(scope="session")
+def measurements(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Parquet file of made-up measurements."""
+    return synthetic.write(tmp_path_factory.mktemp("data") / "made-up.parquet", networks=8)
+
+
+@pytest.fixture(scope="session")
+def model_folder(measurements: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small model trained on them, all but the network ``net0``."""
+    folder = tmp_path_factory.mktemp("models") / "made-up-1"
+    train(read_dataset([measurements]), folder, exclude=["net0"], hyper=SMALL)
+    return folder
 
 
 @pytest.hookimpl(wrapper=True)

@@ -1,0 +1,69 @@
+"""The C API answers as LightGBM's own Python package does, to the bit."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import lightgbm
+import numpy as np
+import pytest
+
+from confpred.errors import ModelError
+from confpred.trees import Trees
+
+FEATURES = 7
+
+
+@pytest.fixture(scope="module")
+def booster() -> lightgbm.Booster:
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(2000, FEATURES))
+    y = x[:, 0] * x[:, 1] + np.sin(x[:, 2])
+    parameters = {"objective": "regression", "num_leaves": 31, "verbosity": -1, "num_threads": 1}
+    return lightgbm.train(parameters, lightgbm.Dataset(x, y), 50)
+
+
+@pytest.fixture(scope="module")
+def trees(booster: lightgbm.Booster) -> Trees:
+    return Trees(booster.model_to_string())
+
+
+@pytest.fixture(scope="module")
+def matrix() -> np.ndarray:
+    return np.random.default_rng(1).normal(size=(500, FEATURES)).astype(np.float32)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 2, 63, 500])
+@pytest.mark.parametrize("prefix", [1, 20, 50, -1])
+def test_equals_lightgbm(booster, trees, matrix, rows, prefix):
+    expected = booster.predict(matrix[:rows], num_iteration=prefix) if rows else []
+    assert trees.predict(matrix[:rows], prefix).tolist() == list(expected)
+
+
+def test_layout_of_the_matrix_does_not_matter(trees, matrix):
+    expected = trees.predict(matrix).tolist()
+    assert trees.predict(np.asfortranarray(matrix)).tolist() == expected
+    assert trees.predict(np.repeat(matrix, 2, axis=0)[::2]).tolist() == expected
+
+
+def test_sizes(trees):
+    assert (trees.trees, trees.features) == (50, FEATURES)
+
+
+def test_threads_share_one_ensemble(trees, matrix):
+    expected = trees.predict(matrix).tolist()
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(lambda _: trees.predict(matrix).tolist(), range(200)))
+    assert answers == [expected] * 200
+
+
+@pytest.mark.parametrize("shape", [(3, FEATURES - 1), (3, FEATURES + 1), (FEATURES,)])
+def test_a_matrix_of_another_width_is_refused(trees, shape):
+    with pytest.raises(ModelError, match="takes 7 features a row"):
+        trees.predict(np.zeros(shape, np.float32))
+
+
+@pytest.mark.parametrize("text", ["", "foreign", "tree\nversion=v4\n"])
+def test_foreign_text_is_refused(text):
+    with pytest.raises(ModelError, match="LightGBM: "):
+        Trees(text)
