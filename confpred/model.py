@@ -16,6 +16,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -169,7 +170,7 @@ def _load(folder: Path, card: Mapping[str, Any]) -> Model:
         families=families,
         pytorch=pytorch,
         measured=_measured(_parse(folder / MEASURED, files[MEASURED])),
-        regret_bound=float(card["regret_bound"]),
+        regret_bound=_number("regret_bound", card["regret_bound"], least=1.0),
         stale=tuple(stale),
         card=card,
     )
@@ -205,8 +206,15 @@ def _stale(file: str, trained: list[str]) -> list[str]:
 def _measured(content: list[dict[str, Any]]) -> dict[Problem, Best]:
     best = {}
     for entry in content:
-        family, row, time_ms = entry["family"], entry["row"], float(entry["time_ms"])
-        if family is not None and not 0 <= row < len(all_families()[family].configs):
-            raise ModelError(f"{MEASURED} names row {row} of {family}, which does not exist")
+        family, row = entry["family"], entry["row"]
+        if family is not None and row not in range(len(all_families()[family].configs)):
+            raise ModelError(f"{MEASURED} names row {row!r} of {family}, which does not exist")
+        time_ms = _number("time_ms", entry["time_ms"], least=0.0)
         best[Problem.from_json(entry["problem"])] = Best(family, row, time_ms)
     return best
+
+
+def _number(name: str, value: object, least: float) -> float:
+    if not isinstance(value, float) or not least <= value < math.inf:
+        raise ValueError(f"{name} is {value!r}, not a number of at least {least:g}")
+    return value
