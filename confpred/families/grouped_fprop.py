@@ -28,13 +28,13 @@ _PIXEL_ROWS = (
     *((n, 8) for n in (2, 4, 8)),
     *((n, 14) for n in (1, 2, 4)),
     *((n, 16) for n in (1, 2, 4)),
-    *((n, 28) for n in (1, 2, 4)),
+    *((n, 28) for n in (1, 2)),
     *((n, 32) for n in (1, 2)),
-    *((n, 56) for n in (1, 2)),
-    *((n, 64) for n in (1, 2)),
-    (1, 112),
-    (1, 128),
+    (1, 56),
+    (1, 64),
 )
+#: Into how many bands the output's rows are cut, one a block.
+_BANDS = (1, 2, 4, 8, 16, 32)
 _FIELDS = (
     "block_n",
     "block_q",
@@ -57,9 +57,10 @@ def _config_table() -> NDArray[np.void]:
     ):
         tiles = -(-block_n * block_q // 16)
         warps = warps_c * warps_m
-        if tiles % warps_m or tiles // warps_m > 4 or not 2 <= warps <= 16:
+        warp_channels = block_c // warps_c
+        if tiles % warps_m or warps > 8 or not 8 <= warp_channels <= 32:
             continue
-        if block_c // warps_c < 8 or block_c // warps_c > 32:
+        if tiles // warps_m * warp_channels > 64:  # eight 16x8 tensor-core tiles a warp
             continue
         rows.append((block_n, block_q, block_c, warps_c, warps_m, stages, filter_shared, bands))
     table = np.array(rows, dtype=[(name, np.int32) for name in _FIELDS])
@@ -105,7 +106,8 @@ class GroupedFprop:
         offset = t["block_n"] * np.int64(
             problem.c * max(problem.h * problem.w, problem.p * problem.q)
         )
-        rows = -(-problem.p // t["bands"])
+        bands = t["bands"]
+        band_rows = -(-problem.p // bands)
         return (
             shape.fits
             & (shape.smem_bytes <= device.smem_per_block)
@@ -118,8 +120,9 @@ class GroupedFprop:
                 | (t["block_n"] * t["block_q"] <= 16)
             )
             & ((t["block_c"] < 2 * problem.c) | (t["block_c"] <= max(16, problem.group_width)))
-            # Bands of one row would read R rows to make one; an empty band does nothing.
-            & ((t["bands"] == 1) | ((rows >= 2) & (-(-problem.p // rows) == t["bands"])))
+            # Bands of one row would read R rows to make one. A count that gives bands as high as
+            # half the count does is the same launch again.
+            & ((bands == 1) | ((band_rows >= 2) & (band_rows < -(-problem.p // (bands // 2).clip(1)))))
         )
 
     def estimate_s(self, problem: Problem, device: Device, rows: Rows) -> NDArray[np.float64]:
@@ -170,16 +173,17 @@ class GroupedFprop:
         t = self.configs[row]
         shape = _shape(problem.group_width, problem.r, problem.s)
         band_rows = -(-problem.p // int(t["bands"]))
+        bands = -(-problem.p // band_rows)  # rounding up may have left the last ones empty
         q_tiles = -(-problem.q // int(t["block_q"]))
         c_tiles = -(-problem.c // int(t["block_c"]))
         n_tiles = -(-problem.n // int(t["block_n"]))
         return Launch(
-            grid=(n_tiles * int(t["bands"]) * q_tiles * c_tiles, 1, 1),
+            grid=(n_tiles * bands * q_tiles * c_tiles, 1, 1),
             block=(int(shape.threads[row]), 1, 1),
             smem_bytes=int(shape.smem_bytes[row]),
             scalars=(
                 *(problem.n, problem.c, problem.h, problem.w, problem.p, problem.q),
-                *(*problem.padding, band_rows, int(t["bands"]), q_tiles, c_tiles),
+                *(*problem.padding, band_rows, bands, q_tiles, c_tiles),
             ),
         )
 
@@ -288,6 +292,8 @@ def _shape(group_width: int, r: int, s: int) -> _Shape:
         (t["block_c"] % group_width == 0)
         & (groups > 0)
         & (groups % t["warps_c"] == 0)
+        # Registers hold small filters at no cost.
+        & ((group_width * r * s > 16 * 9) | (t["filter_shared"] == 0))
         & ((group_width > 8) | (t["filter_shared"] == 0))
         & (loads <= 32)
         & (registers <= MAX_REGISTERS)

@@ -1,0 +1,86 @@
+"""The compiled-kernel cache on disk: content-addressed, checksummed, private to the user.
+
+An entry is named by the SHA-256 of everything that decides its bytes, and holds the SHA-256 of its
+payload before the payload, because a damaged cubin that the driver still loads computes wrong
+results. Entries appear by atomic rename, so any number of processes may share the folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import stat
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import platformdirs
+
+log = logging.getLogger(__name__)
+_DIGEST_BYTES = 32
+
+
+def default_folder() -> Path:
+    """``$CONFPRED_CACHE_DIR``, or the user's cache folder as the operating system names it."""
+    chosen = os.environ.get("CONFPRED_CACHE_DIR")
+    return Path(chosen) if chosen else Path(platformdirs.user_cache_dir("confpred")) / "kernels"
+
+
+@dataclass(frozen=True, slots=True)
+class KernelCache:
+    """Compiled kernels by key.
+
+    A cache that cannot be read or written only costs a compilation: `get` then returns None and
+    `put` logs a warning. Nothing is read from a folder that another user could have written to.
+
+    Attributes:
+        folder: made at the first write, readable by its owner alone.
+    """
+
+    folder: Path
+
+    def get(self, key: str) -> bytes | None:
+        """The payload stored under `key`; None if absent, damaged (then removed) or untrusted."""
+        path = self._path(key)
+        try:
+            if not _private(path.parent):
+                return None
+            content = path.read_bytes()
+        except OSError:
+            return None
+        digest, payload = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
+        if payload and hashlib.sha256(payload).digest() == digest:
+            return payload
+        log.warning("damaged kernel cache entry %s: removed, compiling again", path)
+        path.unlink(missing_ok=True)
+        return None
+
+    def put(self, key: str, payload: bytes) -> None:
+        """Store `payload` under `key`; an entry is either whole or absent."""
+        path = self._path(key)
+        temporary = None
+        try:
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+                temporary = file.name
+                file.write(hashlib.sha256(payload).digest() + payload)
+            os.replace(temporary, path)
+        except OSError as error:
+            log.warning("kernel cache %s is not writable (%s)", self.folder, error)
+            if temporary is not None:
+                Path(temporary).unlink(missing_ok=True)
+
+    def _path(self, key: str) -> Path:
+        return self.folder / key[:2] / f"{key}.cubin"
+
+
+def _private(folder: Path) -> bool:
+    """Whether only this user can put files in `folder`."""
+    if not hasattr(os, "geteuid"):  # Windows: the profile's folder is the user's own
+        return True
+    status = folder.stat()
+    safe = status.st_uid == os.geteuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    if not safe:
+        log.warning("kernel cache %s can be written by other users: not used", folder)
+    return safe

@@ -1,0 +1,118 @@
+"""CUDA source to cubin, by NVRTC through `cuda.core`, with a cache on disk. Needs no GPU."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from typing import TYPE_CHECKING
+
+from confpred.cuda.cache import KernelCache, default_folder
+from confpred.errors import CompileError, MissingExtra
+from confpred.families.base import KernelSource
+
+if TYPE_CHECKING:
+    from cuda.core import ProgramOptions
+
+_STANDARD = "c++17"
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """A kernel ready to load.
+
+    Attributes:
+        cubin: machine code for one architecture.
+        entry: the kernel's name in it.
+        cached: whether it came from the cache.
+    """
+
+    cubin: bytes
+    entry: str
+    cached: bool
+
+
+@cache
+def nvrtc_version() -> str:
+    """The compiler's version, such as ``13.0``.
+
+    Raises:
+        MissingExtra: `cuda.bindings` or NVRTC is not installed.
+    """
+    try:
+        from cuda.bindings import nvrtc
+
+        _, major, minor = nvrtc.nvrtcVersion()
+    except (ImportError, RuntimeError) as error:
+        raise MissingExtra("cuda-core and nvidia-cuda-nvrtc", "gpu") from error
+    return f"{major}.{minor}"
+
+
+@cache
+def supported_archs() -> tuple[str, ...]:
+    """The targets that the installed NVRTC compiles for, such as ``sm_80``, oldest first."""
+    nvrtc_version()
+    from cuda.bindings import nvrtc
+
+    _, archs = nvrtc.nvrtcGetSupportedArchs()
+    return tuple(f"sm_{arch}" for arch in sorted(archs))
+
+
+@cache
+def _file_text(name: str) -> str:
+    """A source of ``confpred.kernels`` with its quoted includes put in place."""
+    text = (resources.files("confpred.kernels") / name).read_text(encoding="utf-8")
+    return re.sub(r'#include "([\w.]+)"\n', lambda match: _file_text(match[1]), text).replace(
+        "#pragma once\n", ""
+    )
+
+
+def source_text(source: KernelSource) -> str:
+    """The whole program that NVRTC is given: the config as macros, then the kernel."""
+    header = "".join(f"#define {name} {value}\n" for name, value in source.defines)
+    return f'{header}#line 1 "{source.file}"\n{_file_text(source.file)}'
+
+
+@cache
+def source_digest(file: str) -> str:
+    """Identity of a CUDA source with its includes, whatever the config: 16 hex digits."""
+    return hashlib.sha256(_file_text(file).encode()).hexdigest()[:16]
+
+
+def compile_kernel(
+    source: KernelSource, arch: str, kernel_cache: KernelCache | None = None
+) -> Compiled:
+    """Compile `source` for `arch` (such as ``sm_90a``), or take it from the cache.
+
+    Raises:
+        CompileError: NVRTC refused it; the error carries the compiler's log.
+        MissingExtra: the compiler is not installed.
+    """
+    store = kernel_cache or KernelCache(default_folder())
+    text = source_text(source)
+    parts = (nvrtc_version(), _STANDARD, arch, source.entry, text)
+    key = hashlib.sha256("\0".join(parts).encode()).hexdigest()
+    cubin = store.get(key)
+    if cubin is not None:
+        return Compiled(cubin, source.entry, cached=True)
+    cubin = _compile(text, source, _options(source, arch))
+    store.put(key, cubin)
+    return Compiled(cubin, source.entry, cached=False)
+
+
+def _options(source: KernelSource, arch: str) -> ProgramOptions:
+    from cuda.core import ProgramOptions
+
+    return ProgramOptions(arch=arch, std=_STANDARD, name=source.entry)
+
+
+def _compile(text: str, source: KernelSource, options: ProgramOptions) -> bytes:
+    from cuda.core import Program
+
+    try:
+        return bytes(Program(text, "c++", options).compile("cubin").code)
+    except Exception as error:  # cuda.core has several classes for what NVRTC refuses
+        what = f"{source.file} with {dict(source.defines)} for {options.arch}"
+        raise CompileError(what, str(error)) from error

@@ -1,0 +1,157 @@
+"""Loading and launching compiled kernels on one GPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from confpred.cuda.compiler import Compiled
+from confpred.device import Device, get_device
+from confpred.errors import LaunchError, MissingExtra
+from confpred.families.base import Launch
+
+if TYPE_CHECKING:
+    from cuda.core import Kernel, LaunchConfig
+
+_SMEM_WITHOUT_OPT_IN = 48 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedKernel:
+    """A kernel in one device's context.
+
+    Attributes:
+        registers, local_bytes: of one thread, as compiled.
+    """
+
+    kernel: Kernel
+    registers: int
+    local_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class BoundLaunch:
+    """A kernel with its grid and scalars; only pointers are missing.
+
+    `enqueue` is the hot path of the library: everything that can be is worked out beforehand.
+    """
+
+    kernel: Kernel
+    config: LaunchConfig
+    scalars: tuple[np.int32, ...]
+
+    def enqueue(self, stream: Any, *pointers: int) -> None:
+        """Launch on `stream` (a `cuda.core` stream or graph builder, or any object with
+        ``__cuda_stream__``) with the device addresses `pointers`, 0 for an absent operand.
+
+        Raises:
+            LaunchError: the driver refused.
+        """
+        from cuda.core import launch
+
+        try:
+            launch(stream, self.config, self.kernel, *pointers, *self.scalars)
+        except Exception as error:
+            raise LaunchError(f"launch failed: {error}") from error
+
+
+def _cuda_device(ordinal: int) -> Any:
+    try:
+        from cuda.core import Device as CudaDevice
+    except ImportError as error:
+        raise MissingExtra("cuda-core", "gpu") from error
+    try:
+        return CudaDevice(ordinal)
+    except Exception as error:
+        raise LaunchError(f"CUDA device {ordinal} cannot be used: {error}") from error
+
+
+def device_count() -> int:
+    """How many CUDA devices this process can see; 0 without a driver or without `cuda-core`."""
+    try:
+        from cuda.core import Device as CudaDevice
+
+        return len(CudaDevice.get_all_devices())
+    except Exception:  # no cuda-core, no driver, or a driver that refuses
+        return 0
+
+
+def make_current(ordinal: int) -> Any:
+    """The `cuda.core` device `ordinal`, its primary context current in this thread.
+
+    Raises:
+        MissingExtra: `cuda-core` is not installed.
+        LaunchError: there is no such device.
+    """
+    device = _cuda_device(ordinal)
+    device.set_current()
+    return device
+
+
+@lru_cache
+def device_of(ordinal: int) -> Device:
+    """The description of CUDA device `ordinal`.
+
+    Raises:
+        UnknownDevice: it is a GPU that confpred has no description of.
+    """
+    return get_device(_cuda_device(ordinal).name)
+
+
+def describe(ordinal: int) -> tuple[str, str]:
+    """Name of CUDA device `ordinal`, and the driver's version."""
+    from cuda.core import system
+
+    version = ".".join(map(str, system.get_kernel_mode_driver_version()))
+    return str(_cuda_device(ordinal).name), version
+
+
+def sm_clock_mhz(ordinal: int) -> int:
+    """Current multiprocessor clock of CUDA device `ordinal`, or 0 where it cannot be read."""
+    from cuda.core import system
+
+    try:
+        clock = _cuda_device(ordinal).to_system_device().get_clock(system.typing.ClockType.SM)
+        return int(clock.get_current_mhz())
+    except Exception:  # NVML is optional: a clock that cannot be read is recorded as 0
+        return 0
+
+
+def load(compiled: Compiled, smem_bytes: int) -> LoadedKernel:
+    """Load a cubin into the current context and allow it `smem_bytes` of dynamic shared memory.
+
+    Raises:
+        LaunchError: the driver refused the cubin or the size.
+    """
+    from cuda.core import ObjectCode
+
+    try:
+        kernel = ObjectCode.from_cubin(compiled.cubin).get_kernel(compiled.entry)
+        attributes = kernel.attributes
+        if smem_bytes > _SMEM_WITHOUT_OPT_IN:
+            _allow_smem(kernel, smem_bytes)
+        return LoadedKernel(kernel, attributes.num_regs, attributes.local_size_bytes)
+    except Exception as error:
+        raise LaunchError(f"kernel {compiled.entry} cannot be loaded: {error}") from error
+
+
+def bind(kernel: Kernel, launch: Launch) -> BoundLaunch:
+    """Prepare `launch` of `kernel`."""
+    from cuda.core import LaunchConfig
+
+    config = LaunchConfig(grid=launch.grid, block=launch.block, shmem_size=launch.smem_bytes)
+    return BoundLaunch(kernel, config, tuple(np.int32(value) for value in launch.scalars))
+
+
+def _allow_smem(kernel: Kernel, smem_bytes: int) -> None:
+    """Opt in to more dynamic shared memory than a kernel gets by default, on the current device."""
+    from cuda.bindings import driver
+
+    attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    _, device = driver.cuCtxGetDevice()
+    (code,) = driver.cuKernelSetAttribute(attribute, smem_bytes, kernel.handle, device)
+    if code != driver.CUresult.CUDA_SUCCESS:
+        raise LaunchError(f"{smem_bytes} bytes of shared memory are refused: {code.name}")
