@@ -96,8 +96,10 @@ def install(app: FastAPI) -> None:
         status = HTTPStatus(error.status_code)
         code = status.phrase.lower().replace(" ", "_")
         allowed = error.headers.get("Allow") if error.headers else None
-        path = request.scope["path"]
-        field, value = ("method", request.method) if allowed else ("path", path)
-        message = f"{status.phrase}: {request.method} {shorten(path)}"
-        found = Error(code, message, field, shorten(value), allowed)
+        path = shorten(request.scope["path"])
+        message = f"{status.phrase}: {request.method} {path}"
+        if allowed:
+            found = Error(code, message, "method", request.method, allowed)
+        else:
+            found = Error(code, message, "path", path, "a path that /openapi.json lists")
         return reply(status, found, error.headers)

@@ -53,8 +53,7 @@ async def read_body(request: Request, settings: Settings) -> bytes:
                 raise _too_large(size, settings)
             chunks.append(chunk)
     except ClientDisconnect:
-        error = Error("incomplete_body", "the connection closed before the body was complete")
-        raise RequestError(400, error) from None
+        raise _malformed("the connection closed before its end") from None
     return b"".join(chunks)
 
 
@@ -78,8 +77,8 @@ def parse(body: bytes, settings: Settings) -> PredictRequest:
         raise _malformed(f"{error.msg} at character {error.pos}") from None
     except InvalidInput:
         raise
-    except ValueError as error:  # json's own refusal of an integer with thousands of digits
-        raise _malformed(str(error)) from None
+    except ValueError:  # Python refuses to read an integer of thousands of digits
+        raise _malformed("it has an integer of thousands of digits") from None
 
 
 def _request(fields: Any, settings: Settings) -> PredictRequest:
@@ -125,11 +124,11 @@ def _check_type(request: Request) -> None:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        name = next(name for name in names if names.count(name) > 1)
-        raise _malformed(f"the key {shorten(name)!r} occurs twice in one object")
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise _malformed(f"the key {shorten(name)!r} occurs twice in one object")
+        found[name] = value
     return found
 
 

@@ -24,7 +24,7 @@ from .metrics import SHARED_FOLDER
 from .settings import Settings
 
 #: Hands the settings to the server processes, which uvicorn starts by an import string.
-_HANDOVER = "CONFPRED_SERVE_HANDOVER"
+_HANDOVER = "_CONFPRED_SERVER_SETTINGS"
 _SHUTDOWN_S = 30  # for requests under way, once the server is told to stop
 
 

@@ -122,7 +122,10 @@ class GroupedFprop:
             & ((t["block_c"] < 2 * problem.c) | (t["block_c"] <= max(16, problem.group_width)))
             # Bands of one row would read R rows to make one. A count that gives bands as high as
             # half the count does is the same launch again.
-            & ((bands == 1) | ((band_rows >= 2) & (band_rows < -(-problem.p // (bands // 2).clip(1)))))
+            & (
+                (bands == 1)
+                | ((band_rows >= 2) & (band_rows < -(-problem.p // (bands // 2).clip(1))))
+            )
         )
 
     def estimate_s(self, problem: Problem, device: Device, rows: Rows) -> NDArray[np.float64]:
