@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import reprlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from http import HTTPStatus
@@ -71,8 +72,8 @@ def _shown(value: Any) -> Any:
     """`value` itself if it is short and can be written as JSON, else the start of its text."""
     try:
         text = json.dumps(value, allow_nan=False)
-    except (TypeError, ValueError):
-        text = repr(value)
+    except (TypeError, ValueError, RecursionError):
+        text = reprlib.repr(value)  # which does not follow deep nesting
     else:
         if len(text) <= _LONGEST:
             return value
