@@ -81,7 +81,7 @@ def problem(rng: random.Random) -> dict[str, int]:
 
 
 def ask(count: int, client: Client, bodies: Iterator[dict[str, Any] | None]) -> dict[str, Any]:
-    """`count` requests, one after the other, after a warm-up; milliseconds and requests a second."""
+    """The latency of `count` requests, one after the other, after a warm-up."""
     for _ in range(min(20, count)):
         client.seconds(next(bodies))
     times = [client.seconds(next(bodies)) * 1e3 for _ in range(count)]

@@ -125,12 +125,7 @@ async def metrics(request: Request) -> Response:
 def _answer(predictor: Predictor, settings: Settings, metrics: Metrics, body: bytes) -> bytes:
     """The reply to the request in `body`; the choices are the library's own, as it writes them."""
     asked = parse(body, settings)
-    answers = [
-        [predictor.choose(problem, asked.device)]
-        if asked.top == 1
-        else predictor.rank(problem, asked.device, asked.top)
-        for problem in asked.problems
-    ]
+    answers = [predictor.rank(problem, asked.device, asked.top) for problem in asked.problems]
     for source, count in Counter(choices[0].source for choices in answers).items():
         metrics.problems.labels(source).inc(count)
     reply = {"choices": [[choice.to_json() for choice in choices] for choices in answers]}

@@ -103,4 +103,4 @@ def install(app: FastAPI) -> None:
             found = Error(code, message, "method", request.method, allowed)
         else:
             found = Error(code, message, "path", path, "a path that /openapi.json lists")
-        return reply(status, found, error.headers)
+        return reply(error.status_code, found, error.headers)

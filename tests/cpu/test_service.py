@@ -86,13 +86,14 @@ def test_fields_left_out_have_the_defaults_of_the_library(client: TestClient) ->
 def test_top_gives_that_many_distinct_configs_best_first(client: TestClient) -> None:
     body = {"device": "h100", "problem": EXAMPLE.to_json(), "top": MAX_TOP}
     (choices,) = client.post("/v1/predict", json=body).json()["choices"]
-    assert len(choices) == MAX_TOP == len({(c["family"], c["config_id"]) for c in choices})
+    assert 3 < len(choices) <= MAX_TOP
+    assert len({(c["family"], c["config_id"]) for c in choices}) == len(choices)
     best = client.post("/v1/predict", json={**body, "top": 1}).json()["choices"]
     assert choices[:1] == best[0]
 
 
 def test_a_layer_without_a_kernel_falls_back(client: TestClient) -> None:
-    strided = {**EXAMPLE.to_json(), "stride": 2}
+    strided = {**EXAMPLE.to_json(), "stride": 3}
     body = {"device": "h100", "problem": strided, "top": 5}
     ((choice,),) = client.post("/v1/predict", json=body).json()["choices"]
     assert (choice["source"], choice["family"], choice["config"]) == ("fallback", None, None)
@@ -127,7 +128,7 @@ def test_ready_only_while_a_model_is_loaded() -> None:
 
 def test_metrics_count_requests_and_sources() -> None:
     with TestClient(create_app(Settings(), PREDICTOR)) as client:
-        strided = {**EXAMPLE.to_json(), "stride": 2}
+        strided = {**EXAMPLE.to_json(), "stride": 3}
         body = {"device": "h100", "problems": [strided, strided]}
         assert client.post("/v1/predict", json=body).status_code == 200
         assert client.post("/v1/predict", json={}).status_code == 422

@@ -192,19 +192,19 @@ def test_any_host_header_and_path_are_survived(client: TestClient) -> None:
 
 
 class Faulty(Predictor):
-    """A predictor with a bug that one batch size brings out."""
+    """A predictor with a bug that one problem size brings out."""
 
-    def choose(self, problem: Problem, device: str | Device) -> Choice:
+    def rank(self, problem: Problem, device: str | Device, top: int = 5) -> list[Choice]:
         if problem.n == 13:
             raise RuntimeError("the inner secret")
-        return super().choose(problem, device)
+        return super().rank(problem, device, top)
 
 
 @pytest.mark.parametrize("count", [1, 15], ids=["on the loop", "in the thread"])
 def test_a_bug_is_a_500_with_an_id_that_the_log_explains(
     caplog: pytest.LogCaptureFixture, count: int
 ) -> None:
-    with TestClient(create_app(SETTINGS, Faulty())) as client:
+    with TestClient(create_app(SETTINGS, Faulty.load())) as client:
         body = {"device": "h100", "problems": [{**LAYER, "n": 13}] * count}
         with caplog.at_level(logging.ERROR, "confpred"):
             reply = client.post("/v1/predict", json=body)
