@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from confpred.device import Device as Device
     from confpred.device import get_device as get_device
     from confpred.ops import conv2d as conv2d
+    from confpred.ops import use_predictor as use_predictor
     from confpred.predictor import Predictor as Predictor
     from confpred.problem import Problem as Problem
 
@@ -24,8 +25,9 @@ _WHERE = {
     "Problem": "confpred.problem",
     "conv2d": "confpred.ops",
     "get_device": "confpred.device",
+    "use_predictor": "confpred.ops",
 }
-__all__ = ["__version__", *_WHERE]  # noqa: PLE0604 -- the keys of _WHERE are strings
+__all__ = ["__version__", *_WHERE]
 
 
 def __getattr__(name: str) -> Any:

@@ -31,10 +31,7 @@ class InvalidInput(ConfpredError, ValueError):
 
     def __init__(self, field: str, value: object, allowed: str) -> None:
         self.field, self.value, self.allowed = field, value, allowed
-        shown = repr(value)
-        if len(shown) > 80:
-            shown = shown[:77] + "..."
-        super().__init__(f"{field}={shown} is not allowed; allowed: {allowed}")
+        super().__init__(f"{field}={_shown(value)} is not allowed; allowed: {allowed}")
 
 
 class InvalidProblem(InvalidInput):
@@ -82,3 +79,12 @@ class MissingExtra(ConfpredError, ImportError):
 
     def __init__(self, package: str, extra: str) -> None:
         super().__init__(f"this needs {package}: pip install 'confpred[{extra}]'")
+
+
+def _shown(value: object) -> str:
+    """`value` in at most 80 characters; Python itself prints no number of 4,300 digits."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):
+        text = f"<{type(value).__name__} too large to print>"
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -108,7 +108,7 @@ def problem_of_row(row: Mapping[str, Any]) -> Problem:
     Raises:
         InvalidProblem: the row's values describe none.
     """
-    fields = {}
+    fields: dict[str, Any] = {}
     for field in dataclasses.fields(Problem):
         if field.name in PAIRS:
             fields[field.name] = (int(row[f"{field.name}_h"]), int(row[f"{field.name}_w"]))

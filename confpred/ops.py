@@ -14,24 +14,32 @@ launch itself.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
-
-import torch
-import torch.nn.functional as F
-from torch import Tensor
 
 from confpred.cuda import driver
 from confpred.cuda.compiler import compile_kernel
-from confpred.errors import ConfpredError, InvalidInput
+from confpred.errors import ConfpredError, InvalidInput, MissingExtra
 from confpred.families import Family, all_families
 from confpred.predictor import Predictor
 from confpred.problem import ACTIVATIONS, Problem
 
+try:
+    import torch
+    import torch.nn.functional as F
+    from torch import Tensor
+except ImportError as error:
+    raise MissingExtra("torch", "gpu") from error
+
 log = logging.getLogger(__name__)
 
-_ACTIVATE = {"none": lambda x: x, "relu": F.relu, "silu": F.silu, "gelu": F.gelu}
+_ACTIVATE: dict[str, Callable[[Tensor], Tensor]] = {
+    "none": lambda x: x,
+    "relu": F.relu,
+    "silu": F.silu,
+    "gelu": F.gelu,
+}
 _DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
 _ALIGNMENT = 16  # bytes; the kernels load this much at a time
 _MAX_PLANS = 65_536
@@ -47,6 +55,7 @@ class _Plan:
 
 
 _plans: dict[Any, _Plan | None] = {}
+_predictor: Predictor | None = None  # loaded when it is first needed
 
 
 def conv2d(
@@ -59,7 +68,7 @@ def conv2d(
     groups: int = 1,
     activation: str | None = None,
 ) -> Tensor:
-    """``activation(torch.nn.functional.conv2d(x, weight, bias, ...))``, by the fastest known kernel.
+    """``activation(torch.nn.functional.conv2d(x, weight, bias, ...))``, by the fastest kernel.
 
     Our kernels serve channels-last float16 and bfloat16 CUDA tensors; everything else, and every
     layer where PyTorch's operator is predicted to be faster, goes to PyTorch (logged at level
@@ -105,17 +114,16 @@ def conv2d(
 
 def use_predictor(predictor: Predictor) -> None:
     """Let `predictor` choose from now on, in place of the newest model of the package."""
-    global _predictor  # noqa: PLW0603 -- the process has one
-    _predictor = lambda: predictor  # noqa: E731
+    global _predictor
+    _predictor = predictor
     _plans.clear()
 
 
-@lru_cache(maxsize=1)
-def _default_predictor() -> Predictor:
-    return Predictor.load()
-
-
-_predictor = _default_predictor
+def _current_predictor() -> Predictor:
+    global _predictor
+    if _predictor is None:
+        _predictor = Predictor.load()
+    return _predictor
 
 
 def _pair(field: str, value: int | _Pair) -> _Pair:
@@ -173,7 +181,7 @@ def _launch(plan: _Plan, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tens
     if bias is not None:
         bias = bias.contiguous()
     out = torch.empty(plan.out_shape, dtype=x.dtype, device=x.device)
-    stream = _stream(device, torch.cuda.current_stream().cuda_stream)
+    stream = driver.stream_of(device, torch.cuda.current_stream().cuda_stream)
     plan.bound.enqueue(
         stream,
         out.data_ptr(),
@@ -182,14 +190,6 @@ def _launch(plan: _Plan, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tens
         0 if bias is None else bias.data_ptr(),
     )
     return out.permute(0, 3, 1, 2)
-
-
-@lru_cache(maxsize=256)
-def _stream(device: int, handle: int) -> Any:
-    """PyTorch's stream as `cuda.core` knows it; PyTorch's streams live as long as the process."""
-    from cuda.core import Stream
-
-    return Stream.from_handle(handle)
 
 
 def _make_plan(
@@ -217,7 +217,7 @@ def _make_plan(
             bias=bias is not None,
             activation=activation,
         )
-        choice = _predictor().choose(problem, driver.device_of(ordinal))
+        choice = _current_predictor().choose(problem, driver.device_of(ordinal))
         if choice.family is None or choice.source == "heuristic":
             log.debug("%s: PyTorch's own operator (%s)", problem, choice.source)
             return None

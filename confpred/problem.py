@@ -207,7 +207,7 @@ def _span(low: int, high: int) -> str:
 
 
 def _integer(name: str, value: object, limits: tuple[int, int]) -> int:
-    """`value` as an int within `limits`; booleans, floats and text are refused, NumPy ints taken."""
+    """`value` as an int within `limits`: NumPy integers too, but no boolean, float or text."""
     allowed = f"an integer {_span(*limits)}"
     if isinstance(value, (bool, str, float)):
         raise InvalidProblem(name, value, allowed)

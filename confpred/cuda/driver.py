@@ -69,6 +69,18 @@ def _cuda_device(ordinal: int) -> Any:
         raise LaunchError(f"CUDA device {ordinal} cannot be used: {error}") from error
 
 
+@lru_cache(maxsize=256)
+def stream_of(ordinal: int, handle: int) -> Any:
+    """Another library's stream on CUDA device `ordinal` as `cuda.core` knows it.
+
+    Kept, because making one costs more than a launch: meant for streams that live as long as the
+    process, as PyTorch's do.
+    """
+    from cuda.core import Stream
+
+    return Stream.from_handle(handle)
+
+
 def device_count() -> int:
     """How many CUDA devices this process can see; 0 without a driver or without `cuda-core`."""
     try:

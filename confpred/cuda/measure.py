@@ -80,21 +80,43 @@ def measure(
     """
     bench = _bench(ordinal)
     operands = bench.operands(problem)
+    candidates, outcomes = _check(bench, problem, family, rows, operands, report)
+    outcomes |= bench.time(candidates, operands, seed)
+    return [outcomes[row] for row in rows]
+
+
+def check(problem: Problem, family: Family, rows: Sequence[int], *, ordinal: int) -> list[Outcome]:
+    """The first half of `measure`: are the configs correct? Outcomes have no times."""
+    bench = _bench(ordinal)
+    operands = bench.operands(problem)
+    candidates, outcomes = _check(bench, problem, family, rows, operands, lambda _row: None)
+    outcomes |= {c.row: Outcome(c.row, "ok", error=c.error) for c in candidates}
+    return [outcomes[row] for row in rows]
+
+
+def _check(
+    bench: _Bench,
+    problem: Problem,
+    family: Family,
+    rows: Sequence[int],
+    operands: _Operands,
+    report: Callable[[int], None],
+) -> tuple[list[_Candidate], dict[int, Outcome]]:
+    """The correct configs, and what became of the others."""
     reference = bench.reference(problem, operands)
-    outcomes: dict[int, Outcome] = {}
     candidates: list[_Candidate] = []
+    failures: dict[int, Outcome] = {}
     for row in rows:
         report(row)
         try:
             candidates.append(bench.check(problem, family, row, operands, reference))
         except CompileError as error:
-            outcomes[row] = Outcome(row, "compile_error", message=str(error))
+            failures[row] = Outcome(row, "compile_error", message=str(error))
         except LaunchError as error:
-            outcomes[row] = Outcome(row, "launch_error", message=str(error))
+            failures[row] = Outcome(row, "launch_error", message=str(error))
         except _WrongResult as error:
-            outcomes[row] = error.outcome
-    outcomes |= bench.time(candidates, operands, seed)
-    return [outcomes[row] for row in rows]
+            failures[row] = error.outcome
+    return candidates, failures
 
 
 class _WrongResult(Exception):
@@ -260,7 +282,7 @@ class _Bench:
             raise LaunchError(f"reading results back failed: {code.name}")
 
     def _arena(self, name: str, size: int, random_dtype: str | None) -> int:
-        """Address of at least `size` bytes, grown as needed; filled with random numbers if asked."""
+        """Address of at least `size` bytes, grown as needed; random numbers in it if asked."""
         arena = self._arenas.get(name)
         if arena is None or arena.size < size:
             if arena is not None:

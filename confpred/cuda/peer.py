@@ -64,7 +64,7 @@ def operands(problem: Problem, copies: int) -> list[tuple[torch.Tensor, ...]]:
         return torch.empty(shape, dtype=dtype, device="cuda").uniform_(-1, 1)
 
     p = problem
-    sets = []
+    sets: list[tuple[torch.Tensor, ...]] = []
     for _ in range(copies):
         x = random(p.n, p.h, p.w, p.c).permute(0, 3, 1, 2)
         weight = random(p.k, p.r, p.s, p.group_width).permute(0, 3, 1, 2)

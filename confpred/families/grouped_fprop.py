@@ -104,7 +104,7 @@ class GroupedFprop:
         )
         bands = t["bands"]
         band_rows = -(-problem.p // bands)
-        return (
+        legal: NDArray[np.bool_] = (
             shape.fits
             & (shape.smem_bytes <= device.smem_per_block)
             & (offset <= MAX_OFFSET)
@@ -123,6 +123,7 @@ class GroupedFprop:
                 | ((band_rows >= 2) & (band_rows < -(-problem.p // (bands // 2).clip(1))))
             )
         )
+        return legal
 
     def estimate_s(self, problem: Problem, device: Device, rows: Rows) -> NDArray[np.float64]:
         return self._plan(problem, device, rows)["estimate"]

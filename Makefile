@@ -1,0 +1,50 @@
+# Every target sets up what it needs, in .venv, once; again when the dependencies change.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
+TREE   := build/tree
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint tree serve clean
+
+help:  ## show this list
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
+
+setup: $(READY)  ## create .venv with everything that development needs
+
+$(READY): pyproject.toml constraints-dev.txt
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' || { \
+	  echo "confpred needs Python 3.10 to 3.13, and '$(PYTHON)' is not: choose one, as in" \
+	       "'make PYTHON=python3.12 setup'" >&2; exit 1; }
+	@echo "Setting up $(VENV), some minutes the first time ..."
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade 'pip>=23.2'
+	PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --constraint constraints-dev.txt --editable '.[dev]'
+	@touch $@
+
+demo: $(READY)  ## retrain, judge, predict and serve; on a GPU machine sample and launch too
+	$(BIN)/python examples/demo.py
+
+test: lint  ## lint, types, import direction, and every test that this machine can run
+	@if nvidia-smi --list-gpus >/dev/null 2>&1; then $(BIN)/python -m pytest tests/gpu; fi
+	$(BIN)/python -m pytest --numprocesses auto --dist loadgroup tests/cpu
+
+lint: $(READY) tree  ## ruff, mypy --strict and the import contracts
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	cd $(TREE) && $(CURDIR)/$(BIN)/mypy --config-file $(CURDIR)/pyproject.toml
+	cd $(TREE) && $(CURDIR)/$(BIN)/lint-imports --config $(CURDIR)/pyproject.toml --no-cache
+
+# The package as it is installed: service, kernels and models lie beside confpred in the repository
+# and inside it in an installation, which is where their imports make sense.
+tree:
+	@rm -rf $(TREE) && mkdir -p $(TREE) && cp -R confpred $(TREE)/
+	@cp -R service kernels models $(TREE)/confpred/
+
+serve: $(READY)  ## answer config queries over HTTP on 127.0.0.1:8000
+	$(BIN)/confpred serve
+
+clean:  ## remove everything that was built here
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

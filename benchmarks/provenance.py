@@ -1,0 +1,62 @@
+"""Where and when a result was measured; stored in every file of ``benchmarks/results/``."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def _commit() -> str:
+    """The commit that is measured; ``$CONFPRED_COMMIT`` where the checkout has no history."""
+    given = os.environ.get("CONFPRED_COMMIT")
+    if given:
+        return given
+    here = Path(__file__).parent
+    command = ["git", "-C", str(here), "rev-parse", "--short=12", "HEAD"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    return result.stdout.strip() or "unknown"
+
+
+def provenance(*packages: str, gpu: bool) -> dict[str, Any]:
+    """Date, commit, machine and the versions of `packages`; with `gpu`, device and driver too."""
+    facts: dict[str, Any] = {
+        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+        "commit": _commit(),
+        "python": platform.python_version(),
+        "processor": _processor(),
+        "versions": {name: importlib.metadata.version(name) for name in packages},
+    }
+    if gpu:
+        from confpred.cuda.compiler import nvrtc_version
+        from confpred.cuda.driver import describe
+
+        facts["device"], facts["driver"] = describe(0)
+        facts["nvrtc"] = nvrtc_version()
+    return facts
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        name = next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        name = platform.processor()
+    return f"{name}, {os.cpu_count()} cores"
+
+
+def write(name: str, result: dict[str, Any], folder: Path = RESULTS) -> Path:
+    """Write ``folder/name.json`` whole or not at all."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}.json"
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(result, indent=1) + "\n")
+    temporary.replace(path)
+    return path

@@ -1,0 +1,104 @@
+"""Fill the README's tables from ``benchmarks/results``, so that no figure in it is typed by hand.
+
+    python benchmarks/readme_tables.py           # rewrite README.md
+    python benchmarks/readme_tables.py --check   # exit 1 if it would change
+
+A table stands between ``<!-- table:NAME -->`` and ``<!-- /table -->``; `TABLES` says what each NAME
+is made from.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+_MARKED = re.compile(r"(<!-- table:([\w-]+) -->\n).*?(<!-- /table -->)", re.DOTALL)
+
+
+def markdown(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table; the first column is text, the others are numbers."""
+    rule = ["---"] + ["---:"] * (len(heads) - 1)
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in (heads, rule, *rows))
+
+
+def evaluation(result: dict[str, Any]) -> str:
+    """Regret of the model and of each baseline (``confpred evaluate --json``)."""
+    heads = ("method", "geomean", "p90", "p95", "worst", "best of 3", "best of 8", "candidates")
+    rows = []
+    for method, m in result["methods"].items():
+        regrets = (m["geomean"], m["p90"], m["p95"], m["worst"], m["top"]["3"], m["top"]["8"])
+        rows.append((method, *(f"{value:.3f}" for value in regrets), f"{m['candidates']:.0f}"))
+    return markdown(heads, rows)
+
+
+def speed(result: dict[str, Any]) -> str:
+    """Kernel times beside cuDNN's and the memory floor's."""
+    heads = (
+        *("layer", "floor, ms", "cuDNN, heuristics, ms", "cuDNN, benchmark mode, ms"),
+        *("confpred, ms", "share of floor", "over cuDNN's better"),
+    )
+    keys = ("floor_ms", "cudnn_heuristics_ms", "cudnn_benchmark_ms", "ours_ms")
+    rows = []
+    for layer in result["layers"]:
+        ratios = (f"{layer['floor_share']:.2f}", f"{layer['speedup']:.2f}x")
+        rows.append((f"`{layer['problem']}`", *(f"{layer[key]:.4f}" for key in keys), *ratios))
+    return markdown(heads, rows)
+
+
+def service(result: dict[str, Any]) -> str:
+    """Round trips of the HTTP service."""
+    heads = ("request", "p50, ms", "p99, ms", "requests a second")
+    return markdown(
+        heads,
+        [
+            (name, f"{t['p50_ms']:.2f}", f"{t['p99_ms']:.2f}", f"{t['requests_per_s']:,}")
+            for name, t in result["latency"].items()
+        ],
+    )
+
+
+#: Table -> result file and what makes the table of it.
+TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
+    "evaluation": ("evaluation.json", evaluation),
+    "speed": ("grouped_fprop_vs_cudnn.json", speed),
+    "service": ("service_latency.json", service),
+}
+
+
+def filled(text: str, results: Path = RESULTS) -> str:
+    """`text` with every marked table made anew.
+
+    Raises:
+        KeyError: a marker's name is not in `TABLES`, or a result lacks a figure.
+        OSError: a marked table's result file cannot be read.
+    """
+
+    def table(match: re.Match[str]) -> str:
+        file, make = TABLES[match[2]]
+        return match[1] + make(json.loads((results / file).read_text())) + match[3]
+
+    return _MARKED.sub(table, text)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Fill the README's tables from the results.")
+    parser.add_argument("--check", action="store_true", help="change nothing; exit 1 if stale")
+    check = parser.parse_args().check
+    readme = ROOT / "README.md"
+    old = readme.read_text(encoding="utf-8")
+    new = filled(old)
+    if check and new != old:
+        sys.exit("README.md is stale: run python benchmarks/readme_tables.py")
+    if new != old:
+        readme.write_text(new, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

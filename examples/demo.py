@@ -1,0 +1,204 @@
+"""The whole of confpred in a few minutes: retrain, judge, predict, serve; with a GPU also launch.
+
+    make demo
+
+Everything that this script makes goes to a temporary folder.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from confpred import Predictor, Problem
+from confpred.choice import Choice
+from confpred.cuda.driver import device_count
+from confpred.training.data import Timings, read_dataset
+
+ROOT = Path(__file__).parents[1]
+DATA = sorted((ROOT / "datasets").glob("*.parquet"))
+SUITE = ROOT / "datasets" / "suites" / "smoke.json"
+NETWORK = "resnext50_32x4d"  # left out of the training, then predicted
+DEVICE = "h100"
+SHOWN = 20
+
+console = Console()
+
+
+def main() -> None:
+    if not DATA:
+        sys.exit("demo: datasets/ holds no measurements (*.parquet)")
+    with tempfile.TemporaryDirectory(prefix="confpred-demo-") as folder:
+        model = retrain(Path(folder) / "model")
+        judge()
+        layer = predict_network(model)
+        ask_over_http(model, layer)
+        if device_count():
+            sample(Path(folder) / "measurements")
+            launch()
+        else:
+            console.print("\nNo CUDA device here, so nothing is sampled or launched.")
+
+
+def heading(text: str) -> None:
+    console.rule(f"[bold]{text}", align="left")
+
+
+def confpred(*arguments: str | Path) -> None:
+    """Show a confpred command and run it; its failure ends the demo."""
+    console.print(f"$ confpred {shlex.join(map(str, arguments))}", highlight=False, soft_wrap=True)
+    finished = subprocess.run([program(), *arguments])
+    if finished.returncode:
+        sys.exit(finished.returncode)
+
+
+def program() -> Path:
+    return Path(sys.executable).with_name("confpred")
+
+
+def retrain(model: Path) -> Path:
+    heading(f"Retrain from the committed measurements, without {NETWORK}")
+    confpred("train", *DATA, "--exclude-network", NETWORK, "--out", model)
+    return model
+
+
+def judge() -> None:
+    heading("Judge the choices on networks that were not trained on")
+    confpred("evaluate", *DATA)
+
+
+def predict_network(model: Path) -> Problem:
+    """Predict the left-out network's grouped layers, beside what was measured; returns a layer."""
+    heading(f"Predict the grouped layers of {NETWORK} for {DEVICE}")
+    predictor = Predictor.load(model)
+    dataset = read_dataset(DATA, DEVICE)
+    timings = [t for t in dataset.timings if NETWORK in t.networks]
+    table = Table("layer", *("predicted, ms", "measured, ms", "fastest, ms", "regret"))
+    for column in table.columns[1:]:
+        column.justify = "right"
+    regrets = []
+    for t in timings:
+        choice = best_of_family(predictor, t)
+        measured = float(t.time_ms[t.rows == choice.config_id][0])
+        fastest = float(t.time_ms.min())
+        regrets.append(measured / fastest)
+        if len(regrets) <= SHOWN:
+            times = (f"{ms:.4f}" for ms in (choice.predicted_ms, measured, fastest))
+            table.add_row(str(t.problem), *times, f"{regrets[-1]:.3f}")
+    console.print(table)
+    mean = np.exp(np.log(regrets).mean())
+    console.print(
+        f"{len(regrets)} layers, {min(SHOWN, len(regrets))} shown; regret "
+        f"{mean:.3f} in the geometric mean, {max(regrets):.3f} at worst"
+    )
+    return timings[0].problem
+
+
+def best_of_family(predictor: Predictor, timings: Timings) -> Choice:
+    """The best-ranked measured config: the choice, unless PyTorch's own operator comes first."""
+    measured = set(timings.rows.tolist())
+    return next(
+        choice
+        for choice in predictor.rank(timings.problem, DEVICE, top=len(measured) + 1)
+        if choice.config_id in measured
+    )
+
+
+@contextmanager
+def serving(model: Path) -> Iterator[str]:
+    """The address of `confpred serve` on a free port, stopped at the end."""
+    command = [program(), "serve", "--port", "0", "--model", str(model)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            for line in process.stderr or ():
+                if found := re.search(r"running on (http://\S+)", line):
+                    yield found[1]
+                    break
+            else:
+                sys.exit("demo: the service did not start")
+        finally:
+            process.terminate()
+
+
+def ask_over_http(model: Path, layer: Problem) -> None:
+    heading("Ask the service")
+    body = json.dumps({"device": DEVICE, "problem": layer.to_json()})
+    with serving(model) as address:
+        console.print(f"POST {address}/v1/predict\n{body}", highlight=False)
+        header = {"content-type": "application/json"}
+        request = urllib.request.Request(f"{address}/v1/predict", body.encode(), header)
+        with urllib.request.urlopen(request, timeout=30) as reply:
+            console.print(f"{reply.status} {reply.reason}")
+            console.print_json(reply.read().decode())
+
+
+def sample(out: Path) -> None:
+    heading("Sample a small suite on this machine's GPU")
+    confpred("sample", "--suite", SUITE, "--out", out, "--budget", "2m")
+
+
+def launch() -> None:
+    """Run the suite's layers through the library's own operator, and time both it and cuDNN."""
+    import torch
+
+    import confpred as cp
+    from confpred.cuda.driver import device_of
+    from confpred.cuda.measure import measure, measure_pytorch
+    from confpred.families import all_families
+    from confpred.suite import read_suite
+
+    heading("Launch the chosen kernels, beside cuDNN")
+    predictor, device = Predictor.load(), device_of(0)
+    table = Table("layer", "source", *("confpred, ms", "cuDNN, ms", "speed-up", "error"))
+    for entry in read_suite(SUITE).entries:
+        problem = entry.problem
+        choice = predictor.choose(problem, device)
+        theirs = measure_pytorch(problem, ordinal=0, seed=0)
+        if choice.family is None or choice.config_id is None:
+            table.add_row(str(problem), "PyTorch's own", "", f"{theirs.time_ms:.4f}", "", "")
+            continue
+        family = all_families()[choice.family]
+        (ours,) = measure(
+            problem, family, [choice.config_id], ordinal=0, seed=0, report=lambda row: None
+        )
+        x, weight, bias = operands(problem)
+        options = {"stride": problem.stride, "padding": problem.padding, "groups": problem.groups}
+        y = cp.conv2d(x, weight, bias, activation=problem.activation, **options)
+        plain = torch.nn.functional.conv2d(
+            x.float(), weight.float(), None if bias is None else bias.float(), **options
+        )
+        act = {"none": lambda t: t, "relu": torch.relu, "silu": torch.nn.functional.silu}
+        expected = act.get(problem.activation, torch.nn.functional.gelu)(plain)
+        error = ((y.float() - expected).norm() / expected.norm()).item()
+        times = (f"{ours.time_ms:.4f}", f"{theirs.time_ms:.4f}")
+        speed_up = f"{theirs.time_ms / ours.time_ms:.2f}x"
+        table.add_row(str(problem), choice.source, *times, speed_up, f"{error:.1e}")
+    console.print(table)
+
+
+def operands(problem: Problem):
+    import torch
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device="cuda", dtype=getattr(torch, problem.dtype))
+
+    x = random(problem.n, problem.c, problem.h, problem.w)
+    weight = random(problem.k, problem.group_width, problem.r, problem.s)
+    bias = random(problem.k) if problem.bias else None
+    return x.to(memory_format=torch.channels_last), weight, bias
+
+
+if __name__ == "__main__":
+    main()

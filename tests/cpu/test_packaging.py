@@ -1,0 +1,98 @@
+"""The package as a user gets it: a wheel, installed without extras."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+LAYER = "n=32 c=64 h=56 w=56 k=64 r=3 s=3 padding=1 groups=8"
+pytestmark = pytest.mark.xdist_group("packaging")
+
+
+def run(*command: str | Path, cwd: Path) -> str:
+    """Standard output; standard error becomes part of the failure."""
+    result = subprocess.run(command, cwd=cwd, capture_output=True, text=True)
+    assert result.returncode == 0, f"{command}\n{result.stdout}\n{result.stderr}"
+    return result.stdout
+
+
+@pytest.fixture(scope="module")
+def wheel(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    # Built from a copy, so that setuptools leaves nothing of its own in the repository.
+    source = tmp_path_factory.mktemp("source")
+    for name in ("confpred", "service", "kernels", "models"):
+        shutil.copytree(repository / name, source / name)
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(repository / name, source)
+    out = tmp_path_factory.mktemp("wheel")
+    options = ("--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", out)
+    run(sys.executable, "-m", "pip", "wheel", *options, source, cwd=out)
+    (built,) = out.glob("*.whl")
+    return built
+
+
+@pytest.fixture(scope="module")
+def bare(repository: Path, wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The ``bin`` folder of an environment that holds the wheel and what it requires, no more."""
+    folder = tmp_path_factory.mktemp("bare")
+    venv.create(folder, with_pip=True)
+    pip = (folder / "bin" / "python", "-m", "pip", "--quiet", "--disable-pip-version-check")
+    run(*pip, "install", "--constraint", repository / "constraints-dev.txt", wheel, cwd=folder)
+    return folder / "bin"
+
+
+def test_the_wheel_holds_sources_and_models_and_nothing_else(wheel: Path, repository: Path) -> None:
+    names = zipfile.ZipFile(wheel).namelist()
+    assert {name.partition("/")[0].partition("-")[0] for name in names} == {"confpred"}
+    assert {"confpred/py.typed", "confpred/kernels/common.cuh"} <= set(names)
+    for source in (*repository.glob("kernels/*.cu*"), *repository.glob("models/*/*")):
+        assert f"confpred/{source.relative_to(repository).as_posix()}" in names
+    assert any(name.endswith("licenses/LICENSE") for name in names)
+
+
+def test_every_python_module_is_in_the_wheel(wheel: Path, repository: Path) -> None:
+    names = set(zipfile.ZipFile(wheel).namelist())
+    for folder, package in (("confpred", "confpred"), ("service", "confpred/service")):
+        for module in (repository / folder).rglob("*.py"):
+            assert f"{package}/{module.relative_to(repository / folder).as_posix()}" in names
+
+
+@pytest.mark.timeout(600)
+def test_a_bare_installation_predicts_and_serves(bare: Path, tmp_path: Path) -> None:
+    """No GPU, torch, scikit-learn or pandas: the base dependencies are enough."""
+    installed = json.loads(run(bare / "python", "-m", "pip", "list", "--format=json", cwd=tmp_path))
+    names = {package["name"].lower() for package in installed}
+    assert names.isdisjoint({"torch", "scikit-learn", "pandas", "pyarrow", "cuda-core"})
+    run(bare / "python", "-c", "import confpred.service, confpred.kernels", cwd=tmp_path)
+    choice = run(
+        bare / "confpred", "predict", "--layer", LAYER, "--gpu", "h100", "--json", cwd=tmp_path
+    )
+    assert json.loads(choice)
+    assert "serve" in run(bare / "confpred", "--help", cwd=tmp_path)
+    assert "--port" in run(bare / "confpred", "serve", "--help", cwd=tmp_path)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("program", "extra"),
+    [
+        ("from confpred.cuda.compiler import nvrtc_version; nvrtc_version()", "confpred[gpu]"),
+        ("import confpred; confpred.conv2d", "confpred[gpu]"),
+    ],
+)
+def test_what_is_missing_is_named_with_its_extra(
+    bare: Path, tmp_path: Path, program: str, extra: str
+) -> None:
+    result = subprocess.run(
+        [bare / "python", "-c", program], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert result.returncode == 1
+    assert "MissingExtra" in result.stderr
+    assert extra in result.stderr

@@ -1,0 +1,42 @@
+"""GPU tests skip, and say why, where the driver reports no CUDA device; nowhere else."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+import pytest
+
+from confpred.cuda import driver
+from confpred.device import Device
+
+
+def _cuda_devices() -> int:
+    """How many devices the CUDA driver reports.
+
+    Asked of the driver itself, so that a GPU machine with a broken installation fails its tests
+    instead of skipping them.
+    """
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return 0
+    count = ctypes.c_int(0)
+    if driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
+        return 0
+    return count.value
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if _cuda_devices():
+        return
+    here = Path(__file__).parent
+    for item in items:
+        if here in item.path.parents:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device: the driver reports none"))
+
+
+@pytest.fixture(scope="session")
+def device() -> Device:
+    """The description of the GPU that the tests run on."""
+    return driver.device_of(0)
