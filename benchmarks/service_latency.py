@@ -22,6 +22,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime, timezone
@@ -109,6 +110,12 @@ def unseen(rng: random.Random, batch: int) -> Iterator[dict[str, Any]]:
             yield {"device": "h100", "problems": [problem(rng) for _ in range(batch)]}
 
 
+def models(port: int) -> dict[str, str]:
+    """The version of each device's model; a device without one is answered by the heuristic."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/models") as reply:
+        return {model["device"]: model["version"] for model in json.load(reply)["models"]}
+
+
 def measure(port: int, requests: int) -> dict[str, Any]:
     rng = random.Random(0)
     client, repeated = Client(port), one({"device": "h100", "problem": problem(rng)})
@@ -159,11 +166,13 @@ def main() -> None:
     arguments = parser.parse_args()
     where = machine()
     with server(*(("--model", arguments.model) if arguments.model else ())) as port:
-        found = measure(port, arguments.requests)
+        served, found = models(port), measure(port, arguments.requests)
     for name, figures in found.items():
         print(f"{name:40}", *(f"{key} {value}" for key, value in figures.items()))
     partial = RESULT.with_suffix(".partial")
-    partial.write_text(json.dumps({"machine": where, "latency": found}, indent=2) + "\n")
+    partial.write_text(
+        json.dumps({"machine": where, "models": served, "latency": found}, indent=2) + "\n"
+    )
     partial.replace(RESULT)
 
 

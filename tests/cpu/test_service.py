@@ -7,36 +7,19 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from confpred.service.app import create_app
-from confpred.service.schema import EXAMPLE, EXAMPLES
-from confpred.service.settings import MAX_TOP, Settings
 from fastapi.testclient import TestClient
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from strategies import grouped_problems, problems
 
 from confpred import Predictor
 from confpred.device import KNOWN
-from confpred.problem import ACTIVATIONS, CHOICES, DTYPES, LIMITS, PAIRS, Problem
+from confpred.problem import CHOICES, LIMITS, PAIRS, Problem
+from confpred.service.app import create_app
+from confpred.service.schema import EXAMPLE, EXAMPLES
+from confpred.service.settings import MAX_TOP, Settings
 
 PREDICTOR = Predictor.load()
-
-problems = st.builds(
-    lambda width, groups, **sizes: Problem(
-        c=width * groups, k=width * groups, groups=groups, **sizes
-    ),
-    width=st.sampled_from((8, 16, 24, 32)),
-    groups=st.integers(1, 32),
-    n=st.integers(1, 300),
-    h=st.integers(7, 130),
-    w=st.integers(7, 130),
-    r=st.integers(1, 7),
-    s=st.integers(1, 7),
-    stride=st.sampled_from((1, (1, 1), 2)),
-    padding=st.integers(0, 3) | st.tuples(st.integers(0, 3), st.integers(0, 3)),
-    dtype=st.sampled_from(DTYPES),
-    bias=st.booleans(),
-    activation=st.sampled_from(ACTIVATIONS),
-)
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +39,10 @@ def as_sent(answers: list[Any]) -> bytes:
 
 
 @settings(max_examples=40, deadline=None)
-@given(asked=st.lists(problems, min_size=1, max_size=6), device=st.sampled_from(sorted(KNOWN)))
+@given(
+    asked=st.lists(problems() | grouped_problems(), min_size=1, max_size=6),
+    device=st.sampled_from(sorted(KNOWN)),
+)
 def test_library_and_http_agree_to_the_bit(
     client: TestClient, asked: list[Problem], device: str
 ) -> None:

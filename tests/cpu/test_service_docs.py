@@ -10,14 +10,14 @@ from pathlib import Path
 import click
 import pytest
 from click.testing import CliRunner
-from confpred.service.metrics import Metrics
-from confpred.service.schema import EXAMPLE
-from confpred.service.settings import Settings
 from test_service_errors import REFUSALS
 
 from confpred import Predictor
 from confpred.cli import cli
 from confpred.cli.serve import command
+from confpred.service.metrics import Metrics
+from confpred.service.schema import EXAMPLE
+from confpred.service.settings import Settings
 
 PAGE = (Path(__file__).parents[2] / "docs" / "service.md").read_text()
 ROWS = [

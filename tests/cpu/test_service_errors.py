@@ -10,15 +10,15 @@ from typing import Any
 
 import httpx
 import pytest
-from confpred.service.app import create_app
-from confpred.service.schema import EXAMPLE
-from confpred.service.settings import MAX_TOP, Settings
 from fastapi.testclient import TestClient
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from confpred import Choice, Device, Predictor
 from confpred.problem import CHOICES, LIMITS, PAIRS, Problem
+from confpred.service.app import create_app
+from confpred.service.schema import EXAMPLE
+from confpred.service.settings import MAX_TOP, Settings
 
 PREDICTOR = Predictor.load()
 LAYER = EXAMPLE.to_json()

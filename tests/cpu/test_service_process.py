@@ -17,6 +17,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+
 from confpred.service.schema import EXAMPLE
 
 LAYER = EXAMPLE.to_json()
