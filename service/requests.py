@@ -100,7 +100,7 @@ def _request(fields: Any, settings: Settings) -> PredictRequest:
     if not isinstance(many, list) or not 1 <= len(many) <= settings.max_batch:
         shown = f"{len(many)} problems" if isinstance(many, list) else many
         raise InvalidInput("problems", shown, f"a list of 1 to {settings.max_batch} problems")
-    problems = tuple(_problem(f"problems[{i}]", fields) for i, fields in enumerate(many))
+    problems = tuple(_problem(f"problems[{i}]", entry) for i, entry in enumerate(many))
     return PredictRequest(device, problems, top)
 
 
