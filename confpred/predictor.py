@@ -16,7 +16,7 @@ class Predictor:
     """Chooses configs. Immutable after loading; safe to share between threads."""
 
     @classmethod
-    def load(cls, model: str | Path | None = None) -> Predictor:
+    def load(cls, model: str | Path | None = None, *, plan: str | Path | None = None) -> Predictor:
         """Load a model folder, or the newest model that ships with the package."""
         return cls()
 
