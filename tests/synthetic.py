@@ -19,11 +19,15 @@ from confpred.measurement import PYTORCH, Measurement, Run, config_text
 from confpred.problem import Problem
 from confpred.source import source_digest
 from confpred.table import schema
+from confpred.training.fit import Hyperparameters
 
 DEVICE = get_device("h100")
 FAMILY = all_families()["grouped_fprop"]
 _RUN = Run("test", DEVICE.key, DEVICE.product, "0", "13.0", "test")
 _NOISE = 0.01
+
+#: Enough for a few thousand rows.
+SMALL = Hyperparameters(trees=120, num_leaves=15, pytorch_trees=40)
 
 
 def problems(networks: int, seed: int = 0) -> list[tuple[Problem, tuple[str, ...]]]:

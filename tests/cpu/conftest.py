@@ -9,10 +9,7 @@ import pytest
 import synthetic
 
 from confpred.training.data import read_dataset
-from confpred.training.fit import Hyperparameters
 from confpred.training.train import train
-
-SMALL = Hyperparameters(trees=120, num_leaves=15, pytorch_trees=40)
 
 
 @pytest.fixture(scope="session")
@@ -25,7 +22,7 @@ def measurements(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def model_folder(measurements: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small model trained on them, all but the network ``net0``."""
     folder = tmp_path_factory.mktemp("models") / "made-up-1"
-    train(read_dataset([measurements]), folder, exclude=["net0"], hyper=SMALL)
+    train(read_dataset([measurements]), folder, exclude=["net0"], hyper=synthetic.SMALL)
     return folder
 
 

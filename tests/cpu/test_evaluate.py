@@ -9,7 +9,7 @@ import sys
 
 import numpy as np
 import pytest
-from conftest import SMALL
+from synthetic import SMALL
 
 from confpred.device import get_device
 from confpred.problem import Problem
