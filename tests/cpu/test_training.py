@@ -108,7 +108,7 @@ def test_a_refused_write_leaves_nothing_behind(measurements, tmp_path, limit):
     program = (
         "import resource, signal, sys\n"
         "from pathlib import Path\n"
-        "from conftest import SMALL\n"
+        "from synthetic import SMALL\n"
         "from confpred.training.data import read_dataset\n"
         "from confpred.training.train import train\n"
         "data = read_dataset([Path(sys.argv[1])])\n"
