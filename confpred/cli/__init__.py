@@ -13,6 +13,7 @@ from confpred.errors import ConfpredError, InvalidInput
 COMMANDS = {
     "predict": "Name the best config of a layer or a network.",
     "sample": "Measure configs on this machine's GPUs.",
+    "merge": "Join measurements into one file.",
     "train": "Train a model from measurements (retrain-predictor).",
     "evaluate": "Judge configs chosen for networks that were not trained on.",
     "serve": "Answer config queries over HTTP.",

@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from confpred.cuda import driver
+from confpred.device import Device
+
 
 def _cuda_devices() -> int:
     """How many devices the CUDA driver reports.
@@ -31,3 +34,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if here in item.path.parents:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device: the driver reports none"))
+
+
+@pytest.fixture(scope="session")
+def device() -> Device:
+    """The description of the GPU that the tests run on."""
+    return driver.device_of(0)

@@ -1,0 +1,130 @@
+"""``confpred sample``."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from confpred.errors import InvalidInput, MissingExtra
+from confpred.suite import Suite, read_suite
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from confpred.measurement import Run
+    from confpred.sampler.run import Settings
+
+_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
+_PATH = click.Path(path_type=Path)
+
+
+@click.command()
+@click.option("--suite", "suite_file", type=_PATH, required=True, help="Problem suite (JSON).")
+@click.option("--out", type=_PATH, required=True, help="Folder of the measurements.")
+@click.option("--devices", default="all", show_default=True, help="CUDA devices, such as 0,1.")
+@click.option("--budget", help="Begin no problem after this long, such as 90s, 8m or 1.5h.")
+@click.option(
+    "--configs",
+    type=click.IntRange(min=1),
+    help="Measure a random choice of this many configs a problem.  [default: all]",
+)
+@click.option(
+    "--seed",
+    type=click.IntRange(0, 2**32 - 1),
+    default=0,
+    show_default=True,
+    help="Of the order of problems, the choice of configs and the timed rounds.",
+)
+@click.option(
+    "--jobs", type=click.IntRange(1, 1024), help="Compilations at a time.  [default: the cores]"
+)
+@click.option(
+    "--pytorch/--no-pytorch",
+    default=True,
+    show_default=True,
+    help="Time PyTorch's own operator as well.",
+)
+@click.option(
+    "--timeout", default="60s", show_default=True, help="Kill a GPU worker silent for longer."
+)
+def command(
+    suite_file: Path,
+    out: Path,
+    devices: str,
+    budget: str | None,
+    configs: int | None,
+    seed: int,
+    jobs: int | None,
+    pytorch: bool,
+    timeout: str,
+) -> None:
+    """Measure configs of a suite's problems on this machine's GPUs.
+
+    What the output folder holds is not measured again, so the same command resumes a run. Ctrl-C
+    ends a run after the problems in flight, and a second one at once.
+    """
+    budget_s = None if budget is None else parse_duration("budget", budget)
+    silence_s = parse_duration("timeout", timeout)
+    suite = read_suite(suite_file)
+    if pytorch and find_spec("torch") is None:
+        raise MissingExtra("torch (or --no-pytorch)", "gpu")
+    try:
+        import rich  # noqa: F401 -- missing packages are told before any work
+
+        from confpred.sampler.gpus import find_gpus
+        from confpred.sampler.run import Settings
+    except ImportError as error:
+        raise MissingExtra(str(error.name), "gpu") from error
+
+    settings = Settings(
+        seed=seed,
+        configs=configs,
+        pytorch=pytorch,
+        processes=jobs or len(os.sched_getaffinity(0)),
+        budget_s=budget_s,
+        silence_s=silence_s,
+    )
+    sys.exit(sample_and_report(suite, out, find_gpus(devices), settings))
+
+
+def sample_and_report(suite: Suite, out: Path, runs: Mapping[int, Run], settings: Settings) -> int:
+    """Sample with progress, Ctrl-C and a summary; returns the exit code.
+
+    Raises:
+        ConfpredError: see `confpred.sampler.run.sample`.
+    """
+    from rich.console import Console
+
+    from confpred.sampler.interrupts import count_interrupts
+    from confpred.sampler.progress import show_progress, summary
+    from confpred.sampler.run import sample
+
+    with (
+        count_interrupts() as interrupts,
+        show_progress(Console(stderr=True), settings.budget_s) as show,
+    ):
+        tally = sample(suite, out, runs, settings, interrupts=lambda: interrupts.count, show=show)
+    click.echo(summary(tally, out, len(runs)))
+    if not tally.finished:
+        click.echo(f"not finished; to go on: {shlex.join(['confpred', *sys.argv[1:]])}")
+    return 128 + interrupts.signal if interrupts.count else 0
+
+
+def parse_duration(field: str, text: str) -> float:
+    """Seconds in a text such as ``90s``, ``8m`` or ``1.5h``.
+
+    Raises:
+        InvalidInput: it is not one, or is not more than zero.
+    """
+    match = re.fullmatch(r"([0-9]{1,6}(?:\.[0-9]{1,3})?)([smh])", text.strip())
+    seconds = float(match[1]) * _UNITS[match[2]] if match else 0.0
+    if seconds <= 0:
+        raise InvalidInput(field, text, "a number above 0 with s, m or h, such as 90s, 8m or 1.5h")
+    return seconds

@@ -1,0 +1,62 @@
+"""What the worker processes run: compilations, and measurements on a GPU."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from confpred.cuda.compiler import compile_kernel
+from confpred.cuda.measure import Outcome, measure
+from confpred.errors import CompileError
+from confpred.families import KernelSource, all_families
+from confpred.measurement import PYTORCH
+from confpred.sampler.plan import PYTORCH_ROW, Task
+
+#: Import paths of the two job functions.
+COMPILE = f"{__name__}:compile_job"
+MEASURE = f"{__name__}:measure_job"
+
+_NICE = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Compilation:
+    """A kernel to be compiled for `arch` into the kernel cache."""
+
+    source: KernelSource
+    arch: str
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """A task to be measured on CUDA device `ordinal`; `seed` orders its timed rounds."""
+
+    task: Task
+    ordinal: int
+    seed: int
+
+
+def compile_job(job: Compilation, report: Callable[[int], None]) -> str | None:
+    """Compile one kernel; returns the compiler's log if it refuses, else None."""
+    if os.getpriority(os.PRIO_PROCESS, 0) < _NICE:  # a GPU worker that waits leaves its GPU idle
+        os.setpriority(os.PRIO_PROCESS, 0, _NICE)
+    try:
+        compile_kernel(job.source, job.arch)
+    except CompileError as error:
+        return str(error)
+    return None
+
+
+def measure_job(job: Bench, report: Callable[[int], None]) -> list[Outcome]:
+    """Measure one task; reports each config just before its first launch."""
+    task = job.task
+    if task.family == PYTORCH:
+        from confpred.cuda.peer import measure_pytorch  # needs PyTorch, which may be absent
+
+        report(PYTORCH_ROW)
+        return [measure_pytorch(task.problem, ordinal=job.ordinal, seed=job.seed)]
+    family = all_families()[task.family]
+    return measure(
+        task.problem, family, task.rows, ordinal=job.ordinal, seed=job.seed, report=report
+    )

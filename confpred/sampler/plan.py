@@ -1,0 +1,119 @@
+"""What is left to measure: a suite's problems, their legal configs, less what is in the folder."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+
+from confpred.cuda.compiler import source_digest
+from confpred.device import Device
+from confpred.families import Family, KernelSource, all_families, config_dict
+from confpred.measurement import PYTORCH, config_text
+from confpred.problem import Problem
+from confpred.suite import Suite
+
+PYTORCH_ROW = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """Configs of one family to be measured together on one problem, in one piece.
+
+    Attributes:
+        problem: the layer.
+        networks: the networks that it comes from.
+        family: name of a kernel family, or ``PYTORCH``.
+        source_digest: of the family's kernel as it is today; empty for ``PYTORCH``.
+        rows: of the family's config table; ``(PYTORCH_ROW,)`` for ``PYTORCH``.
+    """
+
+    problem: Problem
+    networks: tuple[str, ...]
+    family: str
+    source_digest: str
+    rows: tuple[int, ...]
+
+    def kernels(self) -> list[KernelSource]:
+        """The kernel of each of `rows`; none for ``PYTORCH``."""
+        if self.family == PYTORCH:
+            return []
+        family = all_families()[self.family]
+        return [family.source(self.problem, row) for row in self.rows]
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What rows in the folder have in common; a kernel that has changed since is measured again."""
+
+    problem: Problem
+    family: str
+    source_digest: str
+
+
+def plan(
+    suite: Suite,
+    device: Device,
+    *,
+    seed: int,
+    configs: int | None,
+    pytorch: bool,
+    measured: Mapping[Measured, AbstractSet[str]],
+) -> list[Task]:
+    """The tasks left, problems in random order so that a run cut short leaves a fair sample.
+
+    Args:
+        suite: the problems; one that occurs twice counts once, with the networks of both.
+        device: decides which configs are legal.
+        seed: of the order, and of the choice of configs.
+        configs: a random choice of this many configs a problem and family; None for all. It
+            depends on the seed and the problem alone, so that a resumed run chooses the same.
+        pytorch: whether to time PyTorch's own operator too.
+        measured: the texts (see `config_text`) of the configs that need no measurement.
+    """
+    networks: dict[Problem, tuple[str, ...]] = {}
+    for entry in suite.entries:
+        known = networks.get(entry.problem, ())
+        networks[entry.problem] = tuple(dict.fromkeys(known + entry.networks))
+    tasks = []
+    problems = list(networks)
+    for index in np.random.default_rng(seed).permutation(len(problems)):
+        problem = problems[index]
+        for family in all_families().values():
+            rows = _choose(family, problem, device, configs, seed)
+            if not len(rows):
+                continue
+            digest = source_digest(family.source(problem, rows[0]).file)
+            have = measured.get(Measured(problem, family.name, digest), frozenset())
+            left = tuple(row for row in rows if config_name(family.name, row) not in have)
+            if left:
+                tasks.append(Task(problem, networks[problem], family.name, digest, left))
+        if pytorch and Measured(problem, PYTORCH, "") not in measured:
+            tasks.append(Task(problem, networks[problem], PYTORCH, "", (PYTORCH_ROW,)))
+    return tasks
+
+
+def _choose(
+    family: Family, problem: Problem, device: Device, configs: int | None, seed: int
+) -> list[int]:
+    rows = np.flatnonzero(family.legal(problem, device))
+    if configs is not None and configs < len(rows):
+        name = zlib.crc32(f"{family.name} {problem}".encode())
+        chosen = np.random.default_rng([seed, name]).choice(rows, configs, replace=False)
+        rows = np.sort(chosen)
+    return [int(row) for row in rows]
+
+
+@cache
+def _config_names(family_name: str) -> tuple[str, ...]:
+    family = all_families()[family_name]
+    return tuple(config_text(config_dict(family, row)) for row in range(len(family.configs)))
+
+
+def config_name(family_name: str, row: int) -> str:
+    """The ``config`` column of config `row`; empty for ``PYTORCH``."""
+    return "" if family_name == PYTORCH else _config_names(family_name)[row]

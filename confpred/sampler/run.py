@@ -1,0 +1,223 @@
+"""The sampler's one loop: compilers and GPUs are kept busy, and what they answer is stored."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from multiprocessing.connection import wait
+from pathlib import Path
+
+from confpred.cuda.measure import Outcome
+from confpred.device import get_device
+from confpred.errors import InvalidInput
+from confpred.measurement import Measurement, Run
+from confpred.problem import Problem
+from confpred.sampler import jobs
+from confpred.sampler.compiling import Compilers
+from confpred.sampler.lane import Finished, Lane
+from confpred.sampler.plan import Task, config_name, plan
+from confpred.sampler.store import Store, open_store
+from confpred.suite import Suite
+
+_TICK_SECONDS = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How to sample.
+
+    Attributes:
+        seed: of the order of problems, the choice of configs, and the order of timed rounds.
+        configs: a random choice of this many a problem and family; None for all legal ones.
+        pytorch: whether to time PyTorch's own operator too.
+        processes: compilations at a time.
+        budget_s: no problem is begun after this many seconds; None for no limit.
+        silence_s: a worker that reports nothing for longer is killed.
+        compile, measure: import paths of the job functions of the worker processes.
+    """
+
+    seed: int = 0
+    configs: int | None = None
+    pytorch: bool = True
+    processes: int = 1
+    budget_s: float | None = None
+    silence_s: float = 60.0
+    compile: str = jobs.COMPILE
+    measure: str = jobs.MEASURE
+
+
+@dataclass(slots=True)
+class Tally:
+    """How far a run is; it is updated while the run goes on.
+
+    Attributes:
+        rows, total_rows: rows got, and planned to be got, in this run.
+        tasks, total_tasks: the same for pairs of a problem and a family.
+        kernels, total_kernels: distinct kernels, compiled or refused.
+        statuses: rows by status.
+        given_up: tasks that too many processes died of, with the last failure.
+        current: the problem begun last.
+        measured_rows, measuring_s: rows of the tasks that went well, and the seconds that all GPUs
+            together spent on them: no waiting for the compiler, but the loading of CUDA.
+        elapsed_s: seconds since the start.
+    """
+
+    total_rows: int = 0
+    total_tasks: int = 0
+    total_kernels: int = 0
+    rows: int = 0
+    tasks: int = 0
+    kernels: int = 0
+    statuses: Counter[str] = field(default_factory=Counter)
+    given_up: list[str] = field(default_factory=list)
+    current: Problem | None = None
+    measured_rows: int = 0
+    measuring_s: float = 0.0
+    elapsed_s: float = 0.0
+
+    @property
+    def finished(self) -> bool:
+        """Whether all that was planned is done."""
+        return self.tasks == self.total_tasks
+
+    def take(self, finished: Finished) -> None:
+        """Count a finished task."""
+        self.tasks += 1
+        self.rows += len(finished.outcomes)
+        self.statuses.update(outcome.status for outcome in finished.outcomes)
+        if finished.seconds:
+            self.measuring_s += finished.seconds
+            self.measured_rows += len(finished.outcomes)
+        if finished.given_up:
+            self.given_up.append(f"{finished.task.problem}: {finished.message}")
+
+
+def sample(
+    suite: Suite,
+    folder: Path,
+    runs: Mapping[int, Run],
+    settings: Settings,
+    *,
+    interrupts: Callable[[], int] = lambda: 0,
+    show: Callable[[Tally], None] = lambda tally: None,
+) -> Tally:
+    """Measure what `folder` lacks of `suite`.
+
+    Args:
+        suite: the problems.
+        folder: of Parquet shards; made if missing. What it holds is not measured again.
+        runs: CUDA device -> what its rows share. All of them GPUs of one kind.
+        settings: see there.
+        interrupts: how often the user has asked to stop: once ends the run after the problems in
+            flight, twice at once.
+        show: called about ten times a second.
+
+    Returns:
+        The tally; everything that it counts is on disk.
+
+    Raises:
+        InvalidInput: the GPUs are not of one kind.
+        FolderBusy, StorageError, DataError: the folder cannot be used; see `open_store`.
+        LaunchError: a GPU fails whatever it is given. What was measured is on disk.
+        ConfpredError: the compiler cannot be used.
+    """
+    begun = time.monotonic()
+    keys = {run.device for run in runs.values()}
+    if len(keys) != 1:
+        raise InvalidInput("devices", sorted(keys), "GPUs of one kind in one run")
+    device = get_device(next(iter(keys)))
+    run_id = next(iter(runs.values())).run_id
+    with open_store(folder, run_id) as store:
+        tasks = plan(
+            suite,
+            device,
+            seed=settings.seed,
+            configs=settings.configs,
+            pytorch=settings.pytorch,
+            measured=store.measured(device.key),
+        )
+        compilers = Compilers(tasks, device.arch, settings.processes, settings.compile)
+        lanes = [
+            Lane(run, ordinal, settings.measure, settings.silence_s, settings.seed)
+            for ordinal, run in runs.items()
+        ]
+        tally = Tally(sum(len(task.rows) for task in tasks), len(tasks), compilers.total)
+        try:
+            while True:
+                tally.elapsed_s = time.monotonic() - begun
+                over = settings.budget_s is not None and tally.elapsed_s >= settings.budget_s
+                _collect(lanes, store, tally)
+                if interrupts() > 1:
+                    break
+                if interrupts() or over:
+                    compilers.stop()
+                else:
+                    compilers.step()
+                    _feed(lanes, compilers, tally)
+                tally.kernels = compilers.finished
+                show(tally)
+                if tally.finished or ((interrupts() or over) and not any(x.task for x in lanes)):
+                    break
+                busy = compilers.connections() + [c for x in lanes for c in x.connections()]
+                wait(busy, _TICK_SECONDS)
+        finally:
+            compilers.stop()
+            for lane in lanes:
+                lane.stop(kill=lane.task is not None)
+            store.flush()
+    return tally
+
+
+def _feed(lanes: list[Lane], compilers: Compilers, tally: Tally) -> None:
+    """Give each free GPU the next task whose kernels are compiled."""
+    for lane in lanes:
+        if lane.task is None and (task := compilers.next_ready()) is not None:
+            lane.start(task, _refused(task, compilers))
+            tally.current = task.problem
+
+
+def _collect(lanes: list[Lane], store: Store, tally: Tally) -> None:
+    """Store what the GPUs have finished."""
+    for lane in lanes:
+        if (finished := lane.poll()) is not None:
+            tally.take(finished)
+            now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+            store.add([_row(finished.task, o, lane.run, now) for o in finished.outcomes])
+    store.flush(only_if_due=True)
+
+
+def _refused(task: Task, compilers: Compilers) -> list[Outcome]:
+    """The configs of `task` whose kernels do not compile."""
+    if not compilers.errors:
+        return []
+    pairs = zip(task.rows, task.kernels(), strict=False)  # PyTorch's operator has no kernel
+    return [
+        Outcome(row, "compile_error", message=compilers.errors[kernel])
+        for row, kernel in pairs
+        if kernel in compilers.errors
+    ]
+
+
+def _row(task: Task, outcome: Outcome, run: Run, now: str) -> Measurement:
+    return Measurement(
+        problem=task.problem,
+        networks=task.networks,
+        family=task.family,
+        config=config_name(task.family, outcome.row),
+        source_digest=task.source_digest,
+        run=run,
+        status=outcome.status,
+        time_ms=outcome.time_ms,
+        spread_ms=outcome.spread_ms,
+        samples=outcome.samples,
+        registers=outcome.registers,
+        local_bytes=outcome.local_bytes,
+        smem_bytes=outcome.smem_bytes,
+        error=outcome.error,
+        sm_clock_mhz=outcome.sm_clock_mhz,
+        message=outcome.message,
+        time=now,
+    )

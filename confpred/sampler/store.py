@@ -1,0 +1,182 @@
+"""Measurements on disk: a folder of Parquet shards that is written by one sampler at a time.
+
+A shard is written whole or not at all, every few seconds, so a process killed at any moment loses
+only those seconds. `merge` makes the one sorted file that is committed and trained on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from filelock import FileLock, Timeout
+
+from confpred.errors import DataError, FolderBusy, InvalidInput, StorageError
+from confpred.files import write_whole
+from confpred.measurement import Measurement, Run, problem_of_row
+from confpred.problem import PAIRS, Problem
+from confpred.sampler.plan import Measured
+
+FLUSH_ROWS = 20_000
+FLUSH_SECONDS = 5.0
+_SHARDS = "rows-*.parquet"
+_TYPES = {
+    "int": pa.int32(),
+    "float": pa.float64(),
+    "bool": pa.bool_(),
+    "str": pa.string(),
+    "Status": pa.string(),
+}
+
+
+def schema() -> pa.Schema:
+    """Names and types of the columns, in the order of `Measurement.to_row`."""
+    columns: list[tuple[str, pa.DataType]] = []
+    for field in dataclasses.fields(Problem):
+        names = (f"{field.name}_h", f"{field.name}_w") if field.name in PAIRS else (field.name,)
+        columns += [
+            (name, _TYPES["int" if field.name in PAIRS else str(field.type)]) for name in names
+        ]
+    columns.append(("networks", pa.string()))
+    for record, nested in ((Measurement, ("problem", "networks", "run")), (Run, ())):
+        columns += [
+            (field.name, _TYPES[str(field.type)])
+            for field in dataclasses.fields(record)
+            if field.name not in nested
+        ]
+    return pa.schema(columns)
+
+
+@contextlib.contextmanager
+def open_store(folder: Path, run_id: str) -> Iterator[Store]:
+    """The store of `folder`, held by this process alone while the `with` block lasts.
+
+    Raises:
+        FolderBusy: another sampler holds the folder (a lock of a dead process does not count).
+        StorageError: the folder cannot be made or written to.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(folder / ".lock")
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise FolderBusy(f"another sampler is writing to {folder}") from None
+    except OSError as error:
+        raise StorageError(f"cannot use {folder}: {error.strerror or error}") from error
+    try:
+        for stale in folder.glob(".rows-*.tmp"):  # of a sampler that was killed while writing
+            stale.unlink(missing_ok=True)
+        yield Store(folder, run_id)
+    finally:
+        lock.release()
+
+
+class Store:
+    """Reads and appends the shards of a folder; made by `open_store`."""
+
+    def __init__(self, folder: Path, run_id: str) -> None:
+        self.folder = folder
+        self._run_id = run_id
+        self._rows: list[Measurement] = []
+        self._shards = 0
+        self._flushed = time.monotonic()
+
+    def measured(self, device: str) -> dict[Measured, set[str]]:
+        """The configs that have a row of the device with this key, whatever its status.
+
+        Raises:
+            DataError: a shard is damaged or foreign.
+        """
+        keys = [*_problem_columns(), "family", "source_digest"]
+        table = _read_shards(self.folder, [*keys, "config", "device"])
+        table = table.filter(pc.field("device") == device)
+        found: dict[Measured, set[str]] = {}
+        for row in table.group_by(keys).aggregate([("config", "distinct")]).to_pylist():
+            key = Measured(problem_of_row(row), row["family"], row["source_digest"])
+            found[key] = set(row["config_distinct"])
+        return found
+
+    def add(self, rows: Sequence[Measurement]) -> None:
+        """Keep `rows` for the next flush."""
+        self._rows += rows
+
+    def flush(self, *, only_if_due: bool = False) -> None:
+        """Write what was added as one shard.
+
+        Args:
+            only_if_due: do nothing until there are many rows, or the last flush is a while ago.
+
+        Raises:
+            StorageError: the file system refused; no part of the shard is left behind.
+        """
+        waited = time.monotonic() - self._flushed
+        if only_if_due and len(self._rows) < FLUSH_ROWS and waited < FLUSH_SECONDS:
+            return
+        self._flushed = time.monotonic()
+        if not self._rows:
+            return
+        rows, self._rows = self._rows, []
+        table = pa.Table.from_pylist([row.to_row() for row in rows], schema())
+        path = self.folder / f"rows-{self._run_id}-{self._shards:05d}.parquet"
+        self._shards += 1
+        _write(table, path)
+
+
+def read(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
+    """The rows of one file, or those of `columns`.
+
+    Raises:
+        DataError: the file is missing, truncated, or lacks a column.
+    """
+    try:
+        table = pq.read_table(
+            path, columns=None if columns is None else list(columns), partitioning=None
+        )
+        return table.select(columns or schema().names).cast(
+            pa.schema([schema().field(name) for name in columns or schema().names])
+        )
+    except (OSError, pa.ArrowException, KeyError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise DataError(f"{path} is not a whole file of measurements: {reason}") from error
+
+
+def merge(folders: Sequence[Path], file: Path) -> int:
+    """Write the rows of all shards of `folders` to one `file`, sorted by problem; returns how many.
+
+    Raises:
+        DataError: a shard is damaged, or a folder has none.
+        StorageError: the file system refused; `file` is then as it was.
+    """
+    tables = []
+    for folder in folders:
+        table = _read_shards(folder, schema().names)
+        if not table.num_rows:
+            raise DataError(f"{folder} holds no measurements ({_SHARDS})")
+        tables.append(table)
+    table = pa.concat_tables(tables)
+    order = ["device", *_problem_columns(), "family", "config", "time"]
+    indices = pc.sort_indices(table, [(name, "ascending") for name in order])
+    _write(table.take(indices), file)
+    return int(table.num_rows)
+
+
+def _problem_columns() -> list[str]:
+    names: list[str] = schema().names
+    return names[: names.index("networks")]
+
+
+def _read_shards(folder: Path, columns: Sequence[str]) -> pa.Table:
+    if not folder.is_dir():
+        raise InvalidInput("folder", str(folder), "a folder of measurements")
+    empty = pa.schema([schema().field(name) for name in columns]).empty_table()
+    return pa.concat_tables([empty, *(read(p, columns) for p in sorted(folder.glob(_SHARDS)))])
+
+
+def _write(table: pa.Table, path: Path) -> None:
+    write_whole(path, lambda file: pq.write_table(table, file, compression="zstd"))

@@ -1,0 +1,173 @@
+"""A process that runs jobs and can be killed.
+
+A sticky CUDA error, a crash or a hang of one job costs the process, not the run: the supervisor
+learns how it ended and what it had last reported, and starts another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from multiprocessing import resource_tracker
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from typing import Any, Literal
+
+#: What a worker runs: a job, and the function to call with each sign of life. It names a
+#: module-level function as ``"package.module:function"``, so that a spawned process can find it.
+JobFunction = Callable[[Any, Callable[[int], None]], Any]
+
+_STOP_SECONDS = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """A job's result, and the seconds that it took."""
+
+    result: Any
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """How a job ended without a result; its process is gone.
+
+    Attributes:
+        how: ``error`` (the job raised), ``died`` (the process ended) or ``silent`` (it was killed
+            because it reported nothing for too long).
+        message: for the user.
+        reported: what the job reported last; None if nothing.
+    """
+
+    how: Literal["error", "died", "silent"]
+    message: str
+    reported: int | None
+
+
+class Worker:
+    """One spawned process, started at its first job and again after each failure.
+
+    Args:
+        function: the import path of a `JobFunction`.
+        silence_s: a job that reports nothing for longer is taken to hang; the start of the process
+            counts, and is where CUDA and PyTorch are loaded.
+    """
+
+    def __init__(self, function: str, silence_s: float) -> None:
+        self.connection: Connection | None = None
+        self._function = function
+        self._silence_s = silence_s
+        self._process: BaseProcess | None = None
+        self._job: Any = None
+        self._started = self._heard = 0.0
+        self._reported: int | None = None
+
+    @property
+    def job(self) -> Any:
+        """The job in flight; None when the worker is free."""
+        return self._job
+
+    def start(self, job: Any) -> None:
+        """Give a free worker a job (picklable, and not None)."""
+        if self.connection is None:
+            self.connection = self._spawn()
+        self._job, self._reported = job, None
+        self._started = self._heard = time.monotonic()
+        with contextlib.suppress(OSError):  # a dead process is noticed by `poll`
+            self.connection.send(job)
+
+    def poll(self) -> Done | Failed | None:
+        """How the job in flight has ended, None while it goes on; never waits."""
+        if self._job is None or self.connection is None:
+            return None
+        try:
+            while self.connection.poll():
+                kind, value = self.connection.recv()
+                self._heard = time.monotonic()
+                if kind == "report":
+                    self._reported = value
+                elif kind == "done":
+                    self._job = None
+                    return Done(value, self._heard - self._started)
+                else:
+                    return self._fail("error", value)
+        except (EOFError, OSError):
+            return self._fail("died", "the worker process died")
+        if time.monotonic() - self._heard > self._silence_s:
+            return self._fail("silent", f"no sign of life for {self._silence_s:g} s: killed")
+        return None
+
+    def stop(self, *, kill: bool = False) -> None:
+        """End the process: when idle by asking it, else, or if `kill`, at once."""
+        process, connection = self._process, self.connection
+        self._process = self.connection = None
+        if process is None or connection is None:
+            return
+        connection.close()  # an idle worker ends when its pipe does
+        if not kill and self._job is None:
+            process.join(_STOP_SECONDS)
+        process.kill()
+        process.join()
+        self._job = None
+
+    def _fail(self, how: Literal["error", "died", "silent"], message: str) -> Failed:
+        process, reported = self._process, self._reported
+        if how == "died" and process is not None:
+            process.join(_STOP_SECONDS)
+            message += f" ({_exit_text(process.exitcode)})"
+        self.stop(kill=True)
+        return Failed(how, message, reported)
+
+    def _spawn(self) -> Connection:
+        context = multiprocessing.get_context("spawn")
+        ours, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, self._function), daemon=True)
+        # The terminal sends Ctrl-C to children too. They inherit the blocked signal and never see
+        # it; the supervisor decides what becomes of their jobs. (The resource tracker unblocks the
+        # signal when it starts, so it is started first.)
+        resource_tracker.ensure_running()
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            self._process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        theirs.close()
+        return ours
+
+
+def _serve(connection: Connection, function: str) -> None:
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    module, _, name = function.partition(":")
+    while True:
+        try:
+            job = connection.recv()
+        except EOFError:
+            return
+        try:
+            run: JobFunction = getattr(import_module(module), name)
+            message = ("done", run(job, lambda value: connection.send(("report", value))))
+        except Exception as error:  # whatever a job raises is how it ends
+            message = ("error", f"{type(error).__name__}: {error}")
+        connection.send(message)
+
+
+def _end_with_parent() -> None:
+    """No worker outlives a supervisor that was killed, not even one that hangs in the driver."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
+def _exit_text(code: int | None) -> str:
+    if code is not None and code < 0:
+        with contextlib.suppress(ValueError):
+            return signal.Signals(-code).name
+    return f"exit code {code}"

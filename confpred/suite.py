@@ -1,0 +1,104 @@
+"""A *suite*: a list of problems in a JSON file, each with the networks that it comes from.
+
+The file is one object::
+
+    {"format": "confpred-suite/1", "name": "resnext",
+     "problems": [{"n": 32, "c": 128, "h": 56, "w": 56, "k": 128, "r": 3, "s": 3, "padding": 1,
+                   "groups": 32, "networks": ["resnext50_32x4d"]}, ...]}
+
+A problem's fields are those of `confpred.problem.Problem`; ``networks`` may be left out.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from confpred.errors import DataError, InvalidProblem
+from confpred.files import write_whole
+from confpred.problem import Problem
+
+FORMAT = "confpred-suite/1"
+MAX_PROBLEMS = 100_000
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One problem, and the names of the networks that have it; none for a coverage problem."""
+
+    problem: Problem
+    networks: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Suite:
+    """A named list of problems."""
+
+    name: str
+    entries: tuple[Entry, ...]
+
+
+def read_suite(path: Path) -> Suite:
+    """The suite in the file at `path`.
+
+    Raises:
+        DataError: the file cannot be read, is not a suite, or holds no or too many problems.
+        InvalidProblem: a problem's field is not allowed; the error names file, index and field.
+    """
+    try:
+        content = json.loads(path.read_bytes())
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path} is not JSON: {error}") from error
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise DataError(f'{path} is not a problem suite: it lacks "format": "{FORMAT}"')
+    name, problems = content.get("name"), content.get("problems")
+    if not isinstance(name, str) or not name:
+        raise DataError(f'{path}: "name" must be a text that is not empty')
+    if not isinstance(problems, list) or not 1 <= len(problems) <= MAX_PROBLEMS:
+        raise DataError(f'{path}: "problems" must be a list of 1 to {MAX_PROBLEMS} problems')
+    return Suite(name, tuple(_entry(path, i, fields) for i, fields in enumerate(problems)))
+
+
+def write_suite(suite: Suite, path: Path) -> None:
+    """Write `suite` to `path`, one problem a line so that versions compare well.
+
+    Raises:
+        StorageError: the file system refused the write.
+    """
+    lines = ",\n".join(
+        "  " + json.dumps(_fields(entry.problem) | {"networks": list(entry.networks)})
+        for entry in suite.entries
+    )
+    head = f'{{"format": {json.dumps(FORMAT)}, "name": {json.dumps(suite.name)}, "problems": [\n'
+    write_whole(path, lambda file: file.write(f"{head}{lines}\n]}}\n".encode()))
+
+
+def _fields(problem: Problem) -> dict[str, Any]:
+    """A problem for a file that people read: a pair of equal members as one integer."""
+    return {
+        name: value[0] if isinstance(value, list) and value[0] == value[1] else value
+        for name, value in problem.to_json().items()
+    }
+
+
+def _entry(path: Path, index: int, fields: object) -> Entry:
+    where = f"{path}: problems[{index}]"
+    if not isinstance(fields, Mapping):
+        raise DataError(f"{where} must be an object of fields such as n, c, h, w, k")
+    networks = fields.get("networks", [])
+    if not isinstance(networks, list) or not all(_is_name(n) for n in networks):
+        raise DataError(f"{where}.networks must be a list of names without commas")
+    try:
+        problem = Problem.from_json({k: v for k, v in fields.items() if k != "networks"})
+    except InvalidProblem as error:
+        raise InvalidProblem(f"{where}.{error.field}", error.value, error.allowed) from None
+    return Entry(problem, tuple(networks))
+
+
+def _is_name(value: object) -> bool:
+    return isinstance(value, str) and bool(value) and "," not in value

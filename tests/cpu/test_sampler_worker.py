@@ -1,0 +1,117 @@
+"""One worker process: every way that a job can end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+
+from confpred.sampler.worker import Done, Failed, Worker
+
+
+def double(job, report):
+    report(job)
+    return 2 * job
+
+
+def crash(job, report):
+    report(job)
+    os.kill(os.getpid(), job)
+
+
+def leave(job, report):
+    os._exit(job)
+
+
+def hang(job, report):
+    report(job)
+    time.sleep(3600)
+
+
+def chatter(job, report):
+    for value in range(job):
+        time.sleep(0.2)
+        report(value)
+    return "said"
+
+
+def fail(job, report):
+    raise ValueError(f"bad {job}")
+
+
+def pid(job, report):
+    return os.getpid()
+
+
+@pytest.fixture
+def worker_of():
+    workers = []
+
+    def make(function, silence_s=30.0):
+        workers.append(Worker(f"{__name__}:{function.__name__}", silence_s))
+        return workers[-1]
+
+    yield make
+    for worker in workers:
+        worker.stop(kill=True)
+
+
+def run(worker, job):
+    worker.start(job)
+    deadline = time.monotonic() + 60
+    while (ended := worker.poll()) is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return ended
+
+
+def test_a_job_ends_with_its_result(worker_of):
+    worker = worker_of(double)
+    for job in (21, 4):
+        ended = run(worker, job)
+        assert isinstance(ended, Done)
+        assert ended.result == 2 * job
+        assert worker.job is None
+
+
+def test_one_process_serves_many_jobs_until_it_is_stopped(worker_of):
+    worker = worker_of(pid)
+    first, second = run(worker, 1).result, run(worker, 2).result
+    assert first == second != os.getpid()
+    worker.stop()
+    with pytest.raises(ProcessLookupError):
+        os.kill(first, 0)
+    assert run(worker, 3).result != first
+
+
+@pytest.mark.parametrize(
+    ("number", "name"), [(signal.SIGSEGV, "SIGSEGV"), (signal.SIGKILL, "SIGKILL")]
+)
+def test_a_crash_names_the_signal_and_the_last_report(worker_of, number, name):
+    ended = run(worker_of(crash), int(number))
+    assert ended == Failed("died", f"the worker process died ({name})", int(number))
+
+
+def test_an_exit_names_its_code(worker_of):
+    assert run(worker_of(leave), 3) == Failed("died", "the worker process died (exit code 3)", None)
+
+
+def test_an_exception_ends_the_process_too(worker_of):
+    worker = worker_of(fail)
+    for job in (1, 2):
+        assert run(worker, job) == Failed("error", f"ValueError: bad {job}", None)
+        assert worker.connection is None
+
+
+def test_silence_is_taken_for_a_hang(worker_of):
+    ended = run(worker_of(hang, silence_s=5.0), 5)
+    assert ended == Failed("silent", "no sign of life for 5 s: killed", 5)
+
+
+def test_a_job_that_reports_may_last_longer_than_the_silence(worker_of):
+    ended = run(worker_of(chatter, silence_s=5.0), 30)
+    assert isinstance(ended, Done)
+    assert ended.result == "said"
+    assert ended.seconds > 5.9
