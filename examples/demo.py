@@ -17,6 +17,7 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -25,6 +26,7 @@ from rich.table import Table
 from confpred import Predictor, Problem
 from confpred.choice import Choice
 from confpred.cuda.driver import device_count
+from confpred.suite import read_suite
 from confpred.training.data import Timings, read_dataset
 
 ROOT = Path(__file__).parents[1]
@@ -150,54 +152,44 @@ def sample(out: Path) -> None:
 
 
 def launch() -> None:
-    """Run the suite's layers through the library's own operator, and time both it and cuDNN."""
+    """Run the suite's layers through the library's own operator, and time it beside cuDNN."""
     import torch
 
-    import confpred as cp
+    from confpred.cuda import peer
     from confpred.cuda.driver import device_of
-    from confpred.cuda.measure import measure, measure_pytorch
+    from confpred.cuda.measure import measure
     from confpred.families import all_families
-    from confpred.suite import read_suite
 
     heading("Launch the chosen kernels, beside cuDNN")
     predictor, device = Predictor.load(), device_of(0)
-    table = Table("layer", "source", *("confpred, ms", "cuDNN, ms", "speed-up", "error"))
+    table = Table("layer", "source", *("confpred, ms", "cuDNN, ms", "speed-up", "difference"))
     for entry in read_suite(SUITE).entries:
         problem = entry.problem
         choice = predictor.choose(problem, device)
-        theirs = measure_pytorch(problem, ordinal=0, seed=0)
+        cudnn = peer.measure_pytorch(problem, ordinal=0, seed=0)
         if choice.family is None or choice.config_id is None:
-            table.add_row(str(problem), "PyTorch's own", "", f"{theirs.time_ms:.4f}", "", "")
+            table.add_row(str(problem), "PyTorch's own", "", f"{cudnn.time_ms:.4f}", "", "")
             continue
-        family = all_families()[choice.family]
-        (ours,) = measure(
-            problem, family, [choice.config_id], ordinal=0, seed=0, report=lambda row: None
-        )
-        x, weight, bias = operands(problem)
-        options = {"stride": problem.stride, "padding": problem.padding, "groups": problem.groups}
-        y = cp.conv2d(x, weight, bias, activation=problem.activation, **options)
-        plain = torch.nn.functional.conv2d(
-            x.float(), weight.float(), None if bias is None else bias.float(), **options
-        )
-        act = {"none": lambda t: t, "relu": torch.relu, "silu": torch.nn.functional.silu}
-        expected = act.get(problem.activation, torch.nn.functional.gelu)(plain)
-        error = ((y.float() - expected).norm() / expected.norm()).item()
-        times = (f"{ours.time_ms:.4f}", f"{theirs.time_ms:.4f}")
-        speed_up = f"{theirs.time_ms / ours.time_ms:.2f}x"
-        table.add_row(str(problem), choice.source, *times, speed_up, f"{error:.1e}")
+        family, rows = all_families()[choice.family], [choice.config_id]
+        (ours,) = measure(problem, family, rows, ordinal=0, seed=0, report=lambda row: None)
+        (tensors,) = peer.operands(problem, 1)
+        out = library_call(problem, *tensors).double()
+        expected = peer.pytorch_call(problem, tensors).double()
+        difference = torch.linalg.norm(out - expected) / torch.linalg.norm(expected)
+        times = (f"{ours.time_ms:.4f}", f"{cudnn.time_ms:.4f}")
+        ratio = f"{cudnn.time_ms / ours.time_ms:.2f}x"
+        table.add_row(str(problem), choice.source, *times, ratio, f"{difference.item():.1e}")
     console.print(table)
 
 
-def operands(problem: Problem):
-    import torch
+def library_call(problem: Problem, *tensors: Any) -> Any:
+    """What a user of confpred writes for `problem`."""
+    from confpred import conv2d
 
-    def random(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, device="cuda", dtype=getattr(torch, problem.dtype))
-
-    x = random(problem.n, problem.c, problem.h, problem.w)
-    weight = random(problem.k, problem.group_width, problem.r, problem.s)
-    bias = random(problem.k) if problem.bias else None
-    return x.to(memory_format=torch.channels_last), weight, bias
+    p = problem
+    activation = None if p.activation == "none" else p.activation
+    options = {"stride": p.stride, "padding": p.padding, "groups": p.groups}
+    return conv2d(*tensors, activation=activation, **options)
 
 
 if __name__ == "__main__":
