@@ -1,50 +1,187 @@
-"""From a problem to a choice: candidates -> features -> cost -> compare."""
+"""From a problem to a choice: what is pinned or measured, else candidates -> cost -> compare."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 
-from confpred.choice import Choice
+from confpred.choice import Choice, Source
 from confpred.device import Device, get_device
+from confpred.errors import InvalidInput
 from confpred.families import all_families, config_dict
+from confpred.features import problem_features
+from confpred.model import Model, default_models, load_model
+from confpred.plan import Pin, read_plan
 from confpred.problem import Problem
+from confpred.ranking import rank_by_estimate
+
+MAX_TOP = 32
+_REMEMBERED = 8_192  # answers, of about a kilobyte each
+
+
+@dataclass(frozen=True, slots=True)
+class _Option:
+    """One way to compute a problem, before it is spelled out as a `Choice`."""
+
+    source: Source
+    family: str | None
+    row: int | None
+    seconds: float | None
 
 
 class Predictor:
-    """Chooses configs. Immutable after loading; safe to share between threads."""
+    """Chooses configs. Immutable after loading; safe to share between threads.
+
+    The same problem and device always get the same answer, to the bit; the latest answers are
+    remembered.
+    """
+
+    def __init__(
+        self,
+        models: Mapping[str, Model],
+        plan: Mapping[tuple[Problem, Device], Pin] | None = None,
+    ) -> None:
+        """Use `models`, by device key, and the pins of `plan`."""
+        self._models = MappingProxyType(dict(models))
+        self._plan = dict(plan or {})
+        self._answer = lru_cache(maxsize=_REMEMBERED)(self._work_out)
 
     @classmethod
-    def load(cls, model: str | Path | None = None) -> Predictor:
-        """Load a model folder, or the newest model that ships with the package."""
-        return cls()
+    def load(cls, model: str | Path | None = None, *, plan: str | Path | None = None) -> Predictor:
+        """Load a model folder, or the newest model of each device that ships with the package.
+
+        Args:
+            model: a folder that ``confpred train`` wrote.
+            plan: a file of pinned configs (`confpred.plan`).
+
+        Raises:
+            ModelError: the folder is missing, damaged or foreign.
+            DataError, InvalidInput: the plan is.
+        """
+        if model is None:
+            models = default_models()
+        else:
+            loaded = load_model(Path(model))
+            models = {loaded.device.key: loaded}
+        return cls(models, None if plan is None else read_plan(Path(plan)))
+
+    @property
+    def models(self) -> Mapping[str, Model]:
+        """The models in use, by device key."""
+        return self._models
 
     def choose(self, problem: Problem, device: str | Device) -> Choice:
-        """The best config known for `problem` on `device`; never fails for a valid problem."""
-        return self.rank(problem, device, top=1)[0]
+        """The best config known for `problem` on `device`; never fails for a valid problem.
+
+        Raises:
+            UnknownDevice: no description of `device` is known.
+        """
+        return self._answer(problem, get_device(device), 1)[0]
+
+    def choose_many(self, problems: Iterable[Problem], device: str | Device) -> list[Choice]:
+        """`choose` for each of `problems`, in order."""
+        known = get_device(device)
+        return [self._answer(problem, known, 1)[0] for problem in problems]
 
     def rank(self, problem: Problem, device: str | Device, top: int = 5) -> list[Choice]:
-        """The best `top` configs, best first; one ``fallback`` choice if no kernel is legal."""
-        device = get_device(device)
-        found: list[tuple[float, str, int]] = []
-        for family in all_families().values():
-            rows = np.flatnonzero(family.legal(problem, device))
-            seconds = family.estimate_s(problem, device, rows)
-            best = np.argsort(seconds, kind="stable")[:top]
-            found += [(float(seconds[i]), family.name, int(rows[i])) for i in best]
-        found.sort()
-        if not found:
-            return [Choice(problem, device.key, "fallback")]
-        return [
-            Choice(
-                problem,
-                device.key,
-                "heuristic",
-                family=name,
-                config_id=row,
-                config=config_dict(all_families()[name], row),
-                predicted_ms=seconds * 1e3,
-            )
-            for seconds, name, row in found[:top]
-        ]
+        """The best `top` choices, best first; one ``fallback`` choice if no kernel is legal.
+
+        Raises:
+            InvalidInput: `top` is not an integer from 1 to ``MAX_TOP``.
+            UnknownDevice: no description of `device` is known.
+        """
+        if isinstance(top, bool) or not isinstance(top, int) or not 1 <= top <= MAX_TOP:
+            raise InvalidInput("top", top, f"an integer from 1 to {MAX_TOP}")
+        return list(self._answer(problem, get_device(device), top))
+
+    def _work_out(self, problem: Problem, device: Device, top: int) -> tuple[Choice, ...]:
+        model = self._models.get(device.key)
+        options = [*self._settled(problem, device, model)]
+        settled = {(o.family, o.row) for o in options}
+        if len(options) < top:
+            predicted = _predicted(problem, device, model)
+            options += (o for o in predicted if (o.family, o.row) not in settled)
+        if not options:
+            options = [_Option("fallback", None, None, None)]
+        bound = model.regret_bound if model and options[0].source == "predicted" else None
+        return tuple(
+            _choice(problem, device, option, model, bound if index == 0 else None)
+            for index, option in enumerate(options[:top])
+        )
+
+    def _settled(self, problem: Problem, device: Device, model: Model | None) -> Iterator[_Option]:
+        """What needs no prediction: the user's pin, and the best measured config."""
+        pin = self._plan.get((problem, device))
+        best = model.measured.get(problem) if model else None
+        if pin is not None:
+            yield _Option("plan", pin.family, pin.row, _expected_s(problem, device, model, pin))
+        if best is not None and (pin is None or (pin.family, pin.row) != (best.family, best.row)):
+            yield _Option("measured", best.family, best.row, best.time_ms * 1e-3)
+
+
+def _predicted(problem: Problem, device: Device, model: Model | None) -> list[_Option]:
+    """All families' finalists and PyTorch's own operator, fastest first; empty if nothing of ours
+    is legal."""
+    found: list[tuple[float, str, int, Source]] = []
+    for name, family in all_families().items():
+        learned = model.families.get(name) if model else None
+        if learned is None:
+            rows, seconds = rank_by_estimate(family, problem, device)
+            source: Source = "heuristic"
+        else:
+            candidates = learned.candidates(problem, device)
+            rows, seconds = learned.rank(problem, device, candidates)
+            source = "predicted"
+        for row, value in zip(rows[:MAX_TOP].tolist(), seconds[:MAX_TOP].tolist(), strict=True):
+            found.append((value, name, row, source))
+    if not found:
+        return []
+    options = [_Option(source, name, row, seconds) for seconds, name, row, source in sorted(found)]
+    theirs = _pytorch_s(problem, device, model)
+    if theirs is not None:
+        place = sum(o.seconds is not None and o.seconds <= theirs for o in options)
+        options.insert(place, _Option("predicted", None, None, theirs))
+    return options
+
+
+def _pytorch_s(problem: Problem, device: Device, model: Model | None) -> float | None:
+    """Seconds that PyTorch's own operator is predicted to take, where that was learned."""
+    if model is None or model.pytorch is None:
+        return None
+    cost = model.pytorch.predict(problem_features(problem, device))
+    return float(np.exp(cost[0])) * device.roofline_s(problem)
+
+
+def _expected_s(problem: Problem, device: Device, model: Model | None, pin: Pin) -> float | None:
+    """Seconds that the pinned config is expected to take."""
+    if pin.family is None or pin.row is None:
+        return _pytorch_s(problem, device, model)
+    row = np.array([pin.row], np.intp)
+    learned = model.families.get(pin.family) if model else None
+    if learned is None:
+        return float(all_families()[pin.family].estimate_s(problem, device, row)[0])
+    return float(learned.rank(problem, device, row)[1][0])
+
+
+def _choice(
+    problem: Problem, device: Device, option: _Option, model: Model | None, bound: float | None
+) -> Choice:
+    config = None
+    if option.family is not None and option.row is not None:
+        config = MappingProxyType(config_dict(all_families()[option.family], option.row))
+    return Choice(
+        problem,
+        device.key,
+        option.source,
+        family=option.family,
+        config_id=option.row,
+        config=config,
+        predicted_ms=None if option.seconds is None else option.seconds * 1e3,
+        regret_bound=bound,
+        model=model.version if model and option.source in ("predicted", "measured") else None,
+    )

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-import re
 from dataclasses import dataclass
 from functools import cache
-from importlib import resources
 from typing import TYPE_CHECKING
 
 from confpred.cuda.cache import KernelCache, default_folder
 from confpred.errors import CompileError, MissingExtra
 from confpred.families.base import KernelSource
+from confpred.source import file_text
+from confpred.source import source_digest as source_digest
 
 if TYPE_CHECKING:
     from cuda.core import ProgramOptions
@@ -60,25 +60,10 @@ def supported_archs() -> tuple[str, ...]:
     return tuple(f"sm_{arch}" for arch in sorted(archs))
 
 
-@cache
-def _file_text(name: str) -> str:
-    """A source of ``confpred.kernels`` with its quoted includes put in place."""
-    text = (resources.files("confpred.kernels") / name).read_text(encoding="utf-8")
-    return re.sub(r'#include "([\w.]+)"\n', lambda match: _file_text(match[1]), text).replace(
-        "#pragma once\n", ""
-    )
-
-
 def source_text(source: KernelSource) -> str:
     """The whole program that NVRTC is given: the config as macros, then the kernel."""
     header = "".join(f"#define {name} {value}\n" for name, value in source.defines)
-    return f'{header}#line 1 "{source.file}"\n{_file_text(source.file)}'
-
-
-@cache
-def source_digest(file: str) -> str:
-    """Identity of a CUDA source with its includes, whatever the config: 16 hex digits."""
-    return hashlib.sha256(_file_text(file).encode()).hexdigest()[:16]
+    return f'{header}#line 1 "{source.file}"\n{file_text(source.file)}'
 
 
 def compile_kernel(

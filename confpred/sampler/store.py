@@ -7,7 +7,6 @@ only those seconds. `merge` makes the one sorted file that is committed and trai
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -19,38 +18,13 @@ from filelock import FileLock, Timeout
 
 from confpred.errors import DataError, FolderBusy, InvalidInput, StorageError
 from confpred.files import write_whole
-from confpred.measurement import Measurement, Run, problem_of_row
-from confpred.problem import PAIRS, Problem
+from confpred.measurement import Measurement, problem_of_row
 from confpred.sampler.plan import Measured
+from confpred.table import problem_columns, read, schema
 
 FLUSH_ROWS = 20_000
 FLUSH_SECONDS = 5.0
 _SHARDS = "rows-*.parquet"
-_TYPES = {
-    "int": pa.int32(),
-    "float": pa.float64(),
-    "bool": pa.bool_(),
-    "str": pa.string(),
-    "Status": pa.string(),
-}
-
-
-def schema() -> pa.Schema:
-    """Names and types of the columns, in the order of `Measurement.to_row`."""
-    columns: list[tuple[str, pa.DataType]] = []
-    for field in dataclasses.fields(Problem):
-        names = (f"{field.name}_h", f"{field.name}_w") if field.name in PAIRS else (field.name,)
-        columns += [
-            (name, _TYPES["int" if field.name in PAIRS else str(field.type)]) for name in names
-        ]
-    columns.append(("networks", pa.string()))
-    for record, nested in ((Measurement, ("problem", "networks", "run")), (Run, ())):
-        columns += [
-            (field.name, _TYPES[str(field.type)])
-            for field in dataclasses.fields(record)
-            if field.name not in nested
-        ]
-    return pa.schema(columns)
 
 
 @contextlib.contextmanager
@@ -93,7 +67,7 @@ class Store:
         Raises:
             DataError: a shard is damaged or foreign.
         """
-        keys = [*_problem_columns(), "family", "source_digest"]
+        keys = [*problem_columns(), "family", "source_digest"]
         table = _read_shards(self.folder, [*keys, "config", "device"])
         table = table.filter(pc.field("device") == device)
         found: dict[Measured, set[str]] = {}
@@ -128,24 +102,6 @@ class Store:
         _write(table, path)
 
 
-def read(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
-    """The rows of one file, or those of `columns`.
-
-    Raises:
-        DataError: the file is missing, truncated, or lacks a column.
-    """
-    try:
-        table = pq.read_table(
-            path, columns=None if columns is None else list(columns), partitioning=None
-        )
-        return table.select(columns or schema().names).cast(
-            pa.schema([schema().field(name) for name in columns or schema().names])
-        )
-    except (OSError, pa.ArrowException, KeyError, ValueError) as error:
-        reason = str(error).splitlines()[0]
-        raise DataError(f"{path} is not a whole file of measurements: {reason}") from error
-
-
 def merge(folders: Sequence[Path], file: Path) -> int:
     """Write the rows of all shards of `folders` to one `file`, sorted by problem; returns how many.
 
@@ -160,15 +116,10 @@ def merge(folders: Sequence[Path], file: Path) -> int:
             raise DataError(f"{folder} holds no measurements ({_SHARDS})")
         tables.append(table)
     table = pa.concat_tables(tables)
-    order = ["device", *_problem_columns(), "family", "config", "time"]
+    order = ["device", *problem_columns(), "family", "config", "time"]
     indices = pc.sort_indices(table, [(name, "ascending") for name in order])
     _write(table.take(indices), file)
     return int(table.num_rows)
-
-
-def _problem_columns() -> list[str]:
-    names: list[str] = schema().names
-    return names[: names.index("networks")]
 
 
 def _read_shards(folder: Path, columns: Sequence[str]) -> pa.Table:

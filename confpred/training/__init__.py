@@ -1,1 +1,20 @@
 """Training and judging models. The only part of the library that needs pandas or pyarrow."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+from confpred.errors import MissingExtra
+
+_PACKAGES = ("pandas", "pyarrow", "rich", "matplotlib")
+
+
+def require_packages() -> None:
+    """See that what training needs is installed, before its modules are imported.
+
+    Raises:
+        MissingExtra: something is not.
+    """
+    missing = [name for name in _PACKAGES if find_spec(name) is None]
+    if missing:
+        raise MissingExtra(" and ".join(missing), "train")

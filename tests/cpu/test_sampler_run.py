@@ -19,8 +19,9 @@ from confpred.errors import ConfpredError, FolderBusy, InvalidInput, LaunchError
 from confpred.measurement import problem_of_row
 from confpred.problem import Problem
 from confpred.sampler.run import Settings, Tally, sample
-from confpred.sampler.store import open_store, read
+from confpred.sampler.store import open_store
 from confpred.suite import Entry, Suite, write_suite
+from confpred.table import read
 
 LAYER = Problem(2, 64, 14, 14, 64, 3, 3, padding=1, groups=8)
 DENSE = Problem(2, 64, 14, 14, 64, 3, 3, padding=1)

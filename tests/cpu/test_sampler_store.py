@@ -17,7 +17,8 @@ from sampler_rows import LAYER, ROW, RUN, fill, other
 from confpred.errors import DataError, FolderBusy, InvalidInput, StorageError
 from confpred.measurement import problem_of_row
 from confpred.sampler.plan import Measured
-from confpred.sampler.store import FLUSH_ROWS, merge, open_store, read, schema
+from confpred.sampler.store import FLUSH_ROWS, merge, open_store
+from confpred.table import read, schema
 
 
 def test_a_row_comes_back_as_it_was(tmp_path):

@@ -1,0 +1,100 @@
+"""`confpred predict`: the best config of a layer or a network."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from confpred.choice import Choice
+
+_HEADINGS = ("layer", "rank", "source", "kernel", "ms", "config")
+
+
+@click.command()
+@click.option(
+    "--layer",
+    "layers",
+    multiple=True,
+    metavar="WORDS",
+    help="A layer as field=value words; may be repeated.",
+)
+@click.option("--network", type=click.Path(path_type=Path), help="A suite file of many layers.")
+@click.option("--gpu", required=True, help="Device, such as h100.")
+@click.option(
+    "--top",
+    type=click.IntRange(1, 32),
+    default=1,
+    show_default=True,
+    help="How many configs to name for each layer, best first.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print what the HTTP service would reply.")
+@click.option("--model", type=click.Path(path_type=Path), help="Model folder; default: the newest.")
+@click.option("--plan", type=click.Path(path_type=Path), help="File of pinned configs.")
+def command(
+    layers: tuple[str, ...],
+    network: Path | None,
+    gpu: str,
+    top: int,
+    as_json: bool,
+    model: Path | None,
+    plan: Path | None,
+) -> None:
+    """Name the best config of a layer or a network.
+
+    A layer needs n c h w k r s; stride, padding, dilation, groups, dtype, bias and activation have
+    PyTorch's defaults. A pair such as padding is one integer, or two joined by x.
+
+    \b
+    confpred predict --gpu h100 \\
+      --layer "n=32 c=64 h=56 w=56 k=64 r=3 s=3 groups=8 padding=1"
+    confpred predict --gpu h100 --top 5 \\
+      --layer "n=8 c=256 h=28 w=28 k=256 r=3 s=3 groups=32 padding=1 bias=true activation=relu"
+    confpred predict --gpu h100 --network datasets/suites/smoke.json --json
+    """
+    from confpred.predictor import Predictor
+    from confpred.problem import Problem
+    from confpred.suite import read_suite
+
+    if bool(layers) == (network is not None):
+        raise click.UsageError("give either --layer or --network")
+    problems = [Problem.parse(layer) for layer in layers]
+    if network is not None:
+        problems = [entry.problem for entry in read_suite(network).entries]
+    predictor = Predictor.load(model, plan=plan)
+    answers = [predictor.rank(problem, gpu, top) for problem in problems]
+    if as_json:
+        click.echo(json.dumps({"choices": [[c.to_json() for c in found] for found in answers]}))
+    else:
+        for line in _table(answers):
+            click.echo(line)
+
+
+def _table(answers: Sequence[Sequence[Choice]]) -> Iterable[str]:
+    """The answers in aligned columns, and what they are worth."""
+    rows = [_HEADINGS]
+    for choices in answers:
+        for rank, choice in enumerate(choices, 1):
+            rows.append(
+                (
+                    str(choice.problem) if rank == 1 else "",
+                    str(rank),
+                    choice.source,
+                    choice.family or "PyTorch's own",
+                    "" if choice.predicted_ms is None else f"{choice.predicted_ms:.4f}",
+                    " ".join(f"{k}={v}" for k, v in (choice.config or {}).items()),
+                )
+            )
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+    first = answers[0][0]
+    if first.regret_bound is not None:
+        yield (
+            f"model {first.model}: with 95 % confidence at most {first.regret_bound:.3f} times as "
+            "slow as the best config"
+        )

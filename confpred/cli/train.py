@@ -1,0 +1,53 @@
+"""`confpred train`: a new model from measurements."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from confpred.training import require_packages
+
+
+@click.command()
+@click.argument("data", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option(
+    "--out",
+    required=True,
+    type=click.Path(path_type=Path),
+    help="Folder to make; its name is the model's version.",
+)
+@click.option("--device", help="Device whose rows to use, where the data is of several.")
+@click.option("--seed", type=click.IntRange(0, 2**31 - 1), default=0, show_default=True)
+@click.option(
+    "--exclude-network",
+    "exclude",
+    multiple=True,
+    metavar="NAME",
+    help="Keep this network's layers out, to try the model on it later; may be repeated.",
+)
+def command(
+    data: tuple[Path, ...], out: Path, device: str | None, seed: int, exclude: tuple[str, ...]
+) -> None:
+    """Train a model from measurements (retrain-predictor).
+
+    DATA are Parquet files of measurements, or folders of them. The model is first judged on
+    networks held out of its training, which calibrates the bound on regret that its answers carry;
+    then it learns from everything.
+
+    \b
+    confpred train datasets/h100.parquet --out models/h100-2
+    confpred train datasets/ runs/ --out /tmp/trial --exclude-network resnext101_32x8d
+    confpred predict --model models/h100-2 --gpu h100 --layer "n=32 c=64 ..."
+    """
+    require_packages()
+    from confpred.training.data import read_dataset
+    from confpred.training.train import train
+
+    dataset = read_dataset(data, device)
+    regret = train(dataset, out, seed=seed, exclude=exclude)
+    click.echo(
+        f"{out}: trained on {dataset.device.key}; regret on held-out networks: geomean "
+        f"{regret.geomean:.3f}, p95 {regret.p95:.3f}, worst {regret.worst:.3f} "
+        f"({regret.problems} problems)"
+    )

@@ -1,0 +1,212 @@
+"""A trained model: one folder of text files, and no pickles.
+
+    card.json        what it is: format, device, data, kernels, features, portfolio, metrics, and
+                     the SHA-256 of every other file
+    <family>.txt     LightGBM's text form of a family's regressor
+    pytorch.txt      the same for PyTorch's own operator, where enough of it was measured
+    measured.json    the best measured config of each problem in the data
+
+Reading a folder checks all that prediction relies on, so that a damaged or foreign folder is an
+error here and never a wrong answer later. A kernel that has changed since is only a warning: the
+model's order of its configs is likely to hold.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import confpred.models
+from confpred.device import Device, get_device
+from confpred.errors import ConfpredError, ModelError
+from confpred.families import all_families
+from confpred.families.base import Family
+from confpred.features import PROBLEM_FEATURES
+from confpred.problem import Problem
+from confpred.ranking import FamilyModel
+from confpred.source import source_digest
+from confpred.trees import Trees
+
+log = logging.getLogger(__name__)
+
+FORMAT = "confpred-model/1"
+CARD, MEASURED, PYTORCH_TREES = "card.json", "measured.json", "pytorch.txt"
+
+
+@dataclass(frozen=True, slots=True)
+class Best:
+    """The fastest measured way to compute a problem.
+
+    Attributes:
+        family, row: the kernel family and the row of its config table; None for PyTorch's own
+            operator.
+        time_ms: its measured time, milliseconds.
+    """
+
+    family: str | None
+    row: int | None
+    time_ms: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Model:
+    """A model folder, read and checked.
+
+    Attributes:
+        version: the folder's name.
+        device: what it was trained for.
+        families: what was learned of each kernel family, by name.
+        pytorch: regressor of log(time / roofline time) of PyTorch's own operator, or None.
+        measured: the best measured config of each problem in the training data.
+        regret_bound: 95 % quantile of the regret on networks held out of training.
+        stale: in words, what has changed since the model was trained.
+        card: the content of ``card.json``.
+    """
+
+    version: str
+    device: Device
+    families: Mapping[str, FamilyModel]
+    pytorch: Trees | None
+    measured: Mapping[Problem, Best]
+    regret_bound: float
+    stale: tuple[str, ...]
+    card: Mapping[str, Any]
+
+
+def table_digest(family: Family) -> str:
+    """Identity of a family's config table: 16 hex digits of SHA-256."""
+    table = family.configs
+    names = ",".join(table.dtype.names or ())
+    return hashlib.sha256(names.encode() + table.tobytes()).hexdigest()[:16]
+
+
+def load_model(folder: Path) -> Model:
+    """Read and check a model folder.
+
+    Raises:
+        ModelError: a file is missing, damaged or foreign, or the model was trained for other
+            features or configs than this version has; the text names the file and the reason.
+    """
+    card = _read_card(folder)
+    try:
+        model = _load(folder, card)
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        if isinstance(error, ConfpredError):
+            raise ModelError(f"{folder}: {error}") from error
+        raise ModelError(f"{folder / CARD} is damaged: {error!r}") from error
+    for note in model.stale:
+        log.warning("model %s: %s", model.version, note)
+    return model
+
+
+def default_models() -> dict[str, Model]:
+    """The newest model that ships with the package for each device, by the device's key.
+
+    Raises:
+        ModelError: one of them is damaged.
+    """
+    newest: dict[str, tuple[str, Path]] = {}
+    for path in sorted(Path(confpred.models.__path__[0]).glob(f"*/{CARD}")):
+        card = _read_card(path.parent)
+        device, created = str(card.get("device")), str(card.get("created"))
+        newest[device] = max(newest.get(device, ("", path.parent)), (created, path.parent))
+    return {device: load_model(folder) for device, (_, folder) in newest.items()}
+
+
+def _read_card(folder: Path) -> dict[str, Any]:
+    path = folder / CARD
+    card = _parse(path, _read(path))
+    if not isinstance(card, dict) or card.get("format") != FORMAT:
+        raise ModelError(f'{path} is not a model card: it lacks "format": "{FORMAT}"')
+    return card
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ModelError(f"cannot read {path}: {error.strerror or error}") from error
+
+
+def _parse(path: Path, content: bytes) -> Any:
+    try:
+        return json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{path} is not JSON: {error}") from error
+
+
+def _load(folder: Path, card: Mapping[str, Any]) -> Model:
+    files: dict[str, bytes] = {}
+    for name, digest in card["files"].items():
+        files[name] = _read(folder / name)
+        if hashlib.sha256(files[name]).hexdigest() != digest:
+            raise ModelError(f"{folder / name} is damaged: its SHA-256 is not the card's")
+    families, stale = {}, []
+    for name, entry in card["families"].items():
+        if name not in all_families():
+            raise ModelError(f"{folder} is for kernel family {name!r}, which is not installed")
+        family = all_families()[name]
+        if entry["table"] != table_digest(family):
+            raise ModelError(f"{folder} was trained for other configs of {name}: train it again")
+        portfolio = np.zeros(len(family.configs), np.bool_)
+        portfolio[np.array(entry["portfolio"], np.intp)] = True
+        trees = _trees(folder, files, f"{name}.txt", entry["features"], family.feature_names)
+        families[name] = FamilyModel(family, trees, portfolio)
+        stale += _stale(entry["source"], entry["source_digests"])
+    pytorch = None
+    if PYTORCH_TREES in files:
+        pytorch = _trees(folder, files, PYTORCH_TREES, card["pytorch"], PROBLEM_FEATURES)
+    return Model(
+        version=folder.resolve().name,
+        device=get_device(card["device"]),
+        families=families,
+        pytorch=pytorch,
+        measured=_measured(_parse(folder / MEASURED, files[MEASURED])),
+        regret_bound=float(card["regret_bound"]),
+        stale=tuple(stale),
+        card=card,
+    )
+
+
+def _trees(
+    folder: Path,
+    files: Mapping[str, bytes],
+    name: str,
+    trained: list[str],
+    features: tuple[str, ...],
+) -> Trees:
+    if tuple(trained) != features:
+        raise ModelError(f"{folder / name} was trained on other features: train it again")
+    trees = Trees(files[name].decode())
+    if trees.features != len(features):
+        raise ModelError(
+            f"{folder / name} takes {trees.features} features; the card has {len(features)}"
+        )
+    return trees
+
+
+def _stale(file: str, trained: list[str]) -> list[str]:
+    try:
+        current = source_digest(file)
+    except OSError:
+        current = "gone"
+    if current in trained:
+        return []
+    return [f"{file} is {current}; the measurements are of {' and '.join(trained)}"]
+
+
+def _measured(content: list[dict[str, Any]]) -> dict[Problem, Best]:
+    best = {}
+    for entry in content:
+        family, row, time_ms = entry["family"], entry["row"], float(entry["time_ms"])
+        if family is not None and not 0 <= row < len(all_families()[family].configs):
+            raise ModelError(f"{MEASURED} names row {row} of {family}, which does not exist")
+        best[Problem.from_json(entry["problem"])] = Best(family, row, time_ms)
+    return best

@@ -1,0 +1,61 @@
+"""One family's part of a choice: candidates -> features -> cost -> compare."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from confpred.device import Device
+from confpred.families.base import Family, Rows
+from confpred.problem import Problem
+from confpred.trees import Trees
+
+#: The first trees correct the most, so they pick the finalists that the whole ensemble then orders:
+#: a third of the work, and the same winner (`benchmarks/predict_latency.py` counts the exceptions).
+PREFIX_TREES = 60
+FINALISTS = 48
+
+
+@dataclass(frozen=True, slots=True)
+class FamilyModel:
+    """What training makes of one kernel family.
+
+    Attributes:
+        family: the kernel family.
+        trees: regressor of log(time / roofline time) from the family's features.
+        portfolio: mask over the family's config table: the configs worth offering.
+    """
+
+    family: Family
+    trees: Trees
+    portfolio: NDArray[np.bool_]
+
+    def candidates(self, problem: Problem, device: Device) -> Rows:
+        """Configs worth comparing: the portfolio's legal ones, or all legal ones if it has none."""
+        legal = self.family.legal(problem, device)
+        offered = np.flatnonzero(legal & self.portfolio)
+        return offered if len(offered) else np.flatnonzero(legal)
+
+    def rank(
+        self, problem: Problem, device: Device, rows: Rows
+    ) -> tuple[Rows, NDArray[np.float64]]:
+        """The best ``FINALISTS`` of `rows`, or fewer, and their predicted seconds, rising."""
+        features = self.family.features(problem, device, rows)
+        if len(rows) > FINALISTS:
+            kept = np.argsort(self.trees.predict(features, PREFIX_TREES), kind="stable")[:FINALISTS]
+            rows, features = rows[kept], features[kept]
+        cost = self.trees.predict(features)
+        order = np.lexsort((rows, cost))
+        return rows[order], np.exp(cost[order]) * device.roofline_s(problem)
+
+
+def rank_by_estimate(
+    family: Family, problem: Problem, device: Device
+) -> tuple[Rows, NDArray[np.float64]]:
+    """All legal configs and their seconds by the family's analytic estimate, rising."""
+    rows = np.flatnonzero(family.legal(problem, device))
+    seconds = family.estimate_s(problem, device, rows)
+    order = np.argsort(seconds, kind="stable")
+    return rows[order], seconds[order]

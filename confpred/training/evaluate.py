@@ -1,0 +1,223 @@
+"""Cross-validation by network, and the figures that it comes to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from confpred.device import Device
+from confpred.errors import MissingExtra
+from confpred.features import problem_features
+from confpred.problem import Problem
+from confpred.training.data import Dataset, Timings
+from confpred.training.fit import Hyperparameters, fit_pytorch
+from confpred.training.methods import TOPS, Method, Score, baselines, model_method
+from confpred.training.split import Fold, split_by_network
+from confpred.trees import Trees
+
+MODEL = "model"
+MODEL_ALL = "no portfolio"
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """A method's regret over the judged problems: time of its choice / time of the best config.
+
+    Attributes:
+        geomean, p90, p95, worst: of the first choice.
+        top: geometric mean of the best of the first k choices, by k.
+        candidates: mean number of configs chosen from.
+    """
+
+    problems: int
+    geomean: float
+    p90: float
+    p95: float
+    worst: float
+    top: Mapping[str, float]
+    candidates: float
+
+    @classmethod
+    def of(cls, regret: NDArray[np.float64], candidates: Sequence[int]) -> Summary:
+        """Summarise regrets of shape ``(problems, len(TOPS))``."""
+        first = regret[:, 0]
+        mean = np.exp(np.log(regret).mean(axis=0))
+        return cls(
+            problems=len(regret),
+            geomean=float(mean[0]),
+            p90=float(np.quantile(first, 0.90)),
+            p95=float(np.quantile(first, 0.95)),
+            worst=float(first.max()),
+            top={str(k): float(value) for k, value in zip(TOPS, mean, strict=True)},
+            candidates=float(np.mean(candidates)),
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Judged:
+    """Every judged problem, with each method's score on it, in one order."""
+
+    timings: tuple[Timings, ...]
+    scores: Mapping[str, tuple[Score, ...]]
+    missing: Mapping[str, str]  # methods that could not run, and why
+
+    def summary(self, method: str, family: str | None = None) -> Summary:
+        """The figures of one method, over all problems or those of one family."""
+        scores = [
+            score
+            for t, score in zip(self.timings, self.scores[method], strict=True)
+            if family in (None, t.family)
+        ]
+        return Summary.of(np.array([s.regret for s in scores]), [s.candidates for s in scores])
+
+    def regret(self, method: str) -> NDArray[np.float64]:
+        """Regret of the method's first choice on each problem."""
+        return np.array([score.regret[0] for score in self.scores[method]])
+
+
+def judge(
+    folds: Sequence[Fold], methods: Mapping[str, Method], device: Device, seed: int
+) -> Judged:
+    """Let each method learn from each fold's training part and judge it on the other part."""
+    scores: dict[str, tuple[Score, ...]] = {}
+    missing: dict[str, str] = {}
+    for name, method in methods.items():
+        found: list[Score] = []
+        try:
+            for fold in folds:
+                found += map(method(fold.train, device, seed), fold.test)
+        except MissingExtra as error:
+            missing[name] = str(error)
+        else:
+            scores[name] = tuple(found)
+    return Judged(tuple(t for fold in folds for t in fold.test), scores, missing)
+
+
+def judge_model(dataset: Dataset, hyper: Hyperparameters, folds: int, seed: int) -> Judged:
+    """Cross-validate the deployed model alone, as training does to calibrate it."""
+    split = split_by_network(dataset.timings, folds, seed)
+    return judge(split, {MODEL: model_method(hyper)}, dataset.device, seed)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Evaluation:
+    """What `evaluate` finds.
+
+    Attributes:
+        judged: problems and scores.
+        operator: how the choice between our kernel and PyTorch's own operator does, against the
+            better of the two's measured times; empty where PyTorch's was not measured.
+        noise: median and 95 % quantile of a timing's interquartile range over its median.
+    """
+
+    dataset: Dataset
+    folds: tuple[Fold, ...]
+    seed: int
+    judged: Judged
+    operator: Mapping[str, Summary]
+    noise: tuple[float, float]
+
+    def to_json(self) -> dict[str, Any]:
+        """The figures as plain data."""
+        judged, names = self.judged, sorted({t.family for t in self.judged.timings})
+        return {
+            "format": "confpred-evaluation/1",
+            "device": self.dataset.device.key,
+            "data": self.dataset.digest,
+            "rows": self.dataset.rows,
+            "problems": len(self.dataset.timings),
+            "statuses": dict(self.dataset.statuses),
+            "seed": self.seed,
+            "folds": [
+                {"networks": fold.networks, "train": len(fold.train), "test": len(fold.test)}
+                for fold in self.folds
+            ],
+            "noise": {"median": self.noise[0], "p95": self.noise[1]},
+            "methods": {m: asdict(judged.summary(m)) for m in judged.scores},
+            "families": {
+                family: {m: asdict(judged.summary(m, family)) for m in judged.scores}
+                for family in names
+            },
+            "missing": dict(judged.missing),
+            "operator": {m: asdict(summary) for m, summary in self.operator.items()},
+            "judged": [
+                {
+                    "problem": str(t.problem),
+                    "networks": t.networks,
+                    "family": t.family,
+                    "oracle_ms": float(t.time_ms.min()),
+                    "regret": score.regret[0],
+                    "candidates": score.candidates,
+                }
+                for t, score in zip(judged.timings, judged.scores[MODEL], strict=True)
+            ],
+        }
+
+
+def evaluate(dataset: Dataset, hyper: Hyperparameters, folds: int, seed: int) -> Evaluation:
+    """Judge the model and every baseline on networks that they did not learn from.
+
+    Raises:
+        DataError: the data cannot be split by network.
+    """
+    split = split_by_network(dataset.timings, folds, seed)
+    methods = {
+        MODEL: model_method(hyper),
+        MODEL_ALL: model_method(hyper, portfolio=False),
+        **baselines(),
+    }
+    judged = judge(split, methods, dataset.device, seed)
+    spread = np.concatenate([t.spread_ms / t.time_ms for t in dataset.timings])
+    return Evaluation(
+        dataset=dataset,
+        folds=split,
+        seed=seed,
+        judged=judged,
+        operator=_operator(dataset, split, judged, hyper, seed),
+        noise=(float(np.nanmedian(spread)), float(np.nanquantile(spread, 0.95))),
+    )
+
+
+def _operator(
+    dataset: Dataset,
+    folds: Sequence[Fold],
+    judged: Judged,
+    hyper: Hyperparameters,
+    seed: int,
+) -> dict[str, Summary]:
+    """Regret of choosing between our best predicted config and PyTorch's own operator."""
+    expected: dict[Problem, float] = {}  # PyTorch's time, predicted without having seen the layer
+    for fold in folds:
+        known = {t.problem for t in fold.train}
+        text = fit_pytorch(
+            {p: ms for p, ms in dataset.pytorch_ms.items() if p in known},
+            dataset.device,
+            hyper,
+            seed,
+        )
+        if text is None:
+            return {}
+        trees = Trees(text)
+        for t in fold.test:
+            cost = trees.predict(problem_features(t.problem, dataset.device))[0]
+            expected[t.problem] = float(np.exp(cost)) * dataset.device.roofline_s(t.problem) * 1e3
+    regrets: dict[str, list[float]] = {"the predicted faster": [], "ours": [], "PyTorch's": []}
+    for t, score in zip(judged.timings, judged.scores[MODEL], strict=True):
+        theirs = dataset.pytorch_ms.get(t.problem)
+        if theirs is None:
+            continue
+        oracle, ours = t.time_ms.min(), score.regret[0] * t.time_ms.min()
+        wins = score.predicted_ms is not None and score.predicted_ms <= expected[t.problem]
+        best = min(oracle, theirs)
+        regrets["the predicted faster"].append((ours if wins else theirs) / best)
+        regrets["ours"].append(ours / best)
+        regrets["PyTorch's"].append(theirs / best)
+    return {
+        name: Summary.of(np.repeat(np.array(values)[:, None], len(TOPS), axis=1), [2] * len(values))
+        for name, values in regrets.items()
+        if values
+    }

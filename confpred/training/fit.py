@@ -1,0 +1,121 @@
+"""From timings to a regressor and a portfolio for each family, and a regressor for PyTorch's op."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+import lightgbm
+import numpy as np
+from numpy.typing import NDArray
+
+from confpred.device import Device
+from confpred.errors import DataError
+from confpred.families import all_families
+from confpred.families.base import Family
+from confpred.features import PROBLEM_FEATURES, problem_features
+from confpred.problem import Problem
+from confpred.training.data import Timings
+from confpred.training.portfolio import choose_portfolio
+
+MIN_PYTORCH_PROBLEMS = 30  # fewer say nothing about where PyTorch's own operator wins
+#: LightGBM's threads wait for one another by spinning, thousands of times a tree: with as many as
+#: there are cores, anything else on the machine makes a fit of 2 s take minutes.
+_THREADS = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Hyperparameters:
+    """How the trees grow; the field names are LightGBM's where it has one.
+
+    Attributes:
+        trees, num_leaves, learning_rate, min_data_in_leaf, lambda_l2: of the configs' regressor.
+        focus: a config weighs (best time of its problem / its time) to this power, because it is
+            the order among the good configs that decides.
+        pytorch_trees, pytorch_leaves: of the regressor of PyTorch's own operator, which has one row
+            a problem to learn from.
+    """
+
+    trees: int = 300
+    num_leaves: int = 47
+    learning_rate: float = 0.08
+    min_data_in_leaf: int = 10
+    lambda_l2: float = 1.0
+    focus: float = 2.0
+    pytorch_trees: int = 120
+    pytorch_leaves: int = 8
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Fitted:
+    """LightGBM's text form of a regressor, and the portfolio that goes with it."""
+
+    text: str
+    portfolio: NDArray[np.bool_]
+
+
+def fit_families(
+    timings: Sequence[Timings], device: Device, hyper: Hyperparameters, seed: int
+) -> dict[str, Fitted]:
+    """Fit each family that `timings` has. The same input gives the same bytes.
+
+    Raises:
+        DataError: there are no timings.
+    """
+    if not timings:
+        raise DataError("no measurements are left to train on")
+    fitted = {}
+    for name in sorted({t.family for t in timings}):
+        own, family = [t for t in timings if t.family == name], all_families()[name]
+        fitted[name] = Fitted(
+            text=_fit_configs(own, family, device, hyper, seed),
+            portfolio=choose_portfolio(own, family, device),
+        )
+    return fitted
+
+
+def _fit_configs(
+    timings: Sequence[Timings],
+    family: Family,
+    device: Device,
+    hyper: Hyperparameters,
+    seed: int,
+) -> str:
+    features = np.concatenate([family.features(t.problem, device, t.rows) for t in timings])
+    target = np.concatenate(
+        [np.log(t.time_ms * 1e-3 / device.roofline_s(t.problem)) for t in timings]
+    )
+    weight = np.concatenate([(t.time_ms.min() / t.time_ms) ** hyper.focus for t in timings])
+    data = lightgbm.Dataset(
+        features, target, weight=weight, feature_name=list(family.feature_names)
+    )
+    own = ("num_leaves", "learning_rate", "min_data_in_leaf", "lambda_l2")
+    grow = {name: value for name, value in asdict(hyper).items() if name in own}
+    return _train(data, grow, hyper.trees, seed)
+
+
+def fit_pytorch(
+    pytorch_ms: Mapping[Problem, float], device: Device, hyper: Hyperparameters, seed: int
+) -> str | None:
+    """Fit log(time of PyTorch's own operator / roofline time); None if too few were measured."""
+    if len(pytorch_ms) < MIN_PYTORCH_PROBLEMS:
+        return None
+    problems = sorted(pytorch_ms, key=str)
+    features = np.concatenate([problem_features(p, device) for p in problems])
+    target = [np.log(pytorch_ms[p] * 1e-3 / device.roofline_s(p)) for p in problems]
+    data = lightgbm.Dataset(features, target, feature_name=list(PROBLEM_FEATURES))
+    grow = {"num_leaves": hyper.pytorch_leaves, "min_data_in_leaf": 3}
+    return _train(data, grow, hyper.pytorch_trees, seed)
+
+
+def _train(data: lightgbm.Dataset, grow: Mapping[str, float], trees: int, seed: int) -> str:
+    fixed = {
+        "objective": "regression",
+        "seed": seed,
+        "deterministic": True,
+        "force_row_wise": True,
+        "num_threads": _THREADS,
+        "verbosity": -1,
+    }
+    booster = lightgbm.train({**grow, **fixed}, data, num_boost_round=trees)
+    return str(booster.model_to_string())

@@ -1,0 +1,162 @@
+"""Ways to choose a config: the model, and the baselines that it has to beat.
+
+A *method* learns from training timings and returns a *judge*, which says what that method would
+have cost on a problem: the measured regret of its choice among the problem's measured configs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from math import comb
+
+import numpy as np
+from numpy.typing import NDArray
+
+from confpred.device import Device
+from confpred.errors import MissingExtra
+from confpred.families import all_families
+from confpred.problem import CHOICES, PAIRS, Problem
+from confpred.ranking import FamilyModel
+from confpred.training.data import Timings
+from confpred.training.fit import Fitted, Hyperparameters, fit_families
+from confpred.trees import Trees
+
+TOPS = (1, 3, 8)
+_UNSERVED = 2.0  # the regret that a fixed config is charged where it was not measured
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """How a method did on one problem.
+
+    Attributes:
+        regret: for each k of ``TOPS``, that of the best of the method's first k choices.
+        candidates: configs that it chose from.
+        predicted_ms: what it expected of its first choice; None where it expects nothing.
+    """
+
+    regret: tuple[float, ...]
+    candidates: int
+    predicted_ms: float | None = None
+
+
+Judge = Callable[[Timings], Score]
+Method = Callable[[Sequence[Timings], Device, int], Judge]
+
+
+def baselines() -> dict[str, Method]:
+    """The methods to compare the model with, by the name that tables show."""
+    return {
+        "fixed config": _fixed,
+        "roofline": _estimate,
+        "XGBoost, raw ms": _ancestor,
+        "random": _random,
+    }
+
+
+def family_models(fitted: Mapping[str, Fitted]) -> dict[str, FamilyModel]:
+    """What was fitted, ready to predict, through the same code as a saved model."""
+    return {
+        name: FamilyModel(all_families()[name], Trees(f.text), f.portfolio)
+        for name, f in fitted.items()
+    }
+
+
+def model_method(hyper: Hyperparameters, *, portfolio: bool = True) -> Method:
+    """The model as it is deployed, or with every measured config as a candidate."""
+
+    def method(train: Sequence[Timings], device: Device, seed: int) -> Judge:
+        models = family_models(fit_families(train, device, hyper, seed))
+
+        def judge(t: Timings) -> Score:
+            model = models[t.family]
+            offered = t.rows[model.portfolio[t.rows]] if portfolio else t.rows
+            candidates = offered if len(offered) else t.rows
+            rows, seconds = model.rank(t.problem, device, candidates)
+            order = np.searchsorted(t.rows, rows)
+            return Score(_regret(t, order), len(candidates), float(seconds[0]) * 1e3)
+
+        return judge
+
+    return method
+
+
+def _regret(t: Timings, order: NDArray[np.intp]) -> tuple[float, ...]:
+    """Regret of the best of the first k of `order` (positions in `t`), for each k of ``TOPS``."""
+    best = t.time_ms.min()
+    return tuple(float(t.time_ms[order[:k]].min() / best) for k in TOPS)
+
+
+def _fixed(train: Sequence[Timings], device: Device, seed: int) -> Judge:
+    """One order of all configs, by mean log regret over the training problems; the first that a
+    problem can use is taken. A config counts as ``_UNSERVED`` times the best where it is illegal
+    or was not measured."""
+    cost = {name: np.zeros(len(family.configs)) for name, family in all_families().items()}
+    for t in train:
+        cost[t.family][t.rows] += np.log((t.time_ms / t.time_ms.min()).clip(max=_UNSERVED) / 2)
+    return lambda t: Score(_regret(t, np.argsort(cost[t.family][t.rows], kind="stable")), 1)
+
+
+def _estimate(train: Sequence[Timings], device: Device, seed: int) -> Judge:
+    """The family's own analytic model, which learns nothing."""
+
+    def judge(t: Timings) -> Score:
+        seconds = all_families()[t.family].estimate_s(t.problem, device, t.rows)
+        order = np.argsort(seconds, kind="stable")
+        return Score(_regret(t, order), len(t.rows), float(seconds[order[0]]) * 1e3)
+
+    return judge
+
+
+def _random(train: Sequence[Timings], device: Device, seed: int) -> Judge:
+    """The expectation over uniformly random choices without replacement."""
+
+    def judge(t: Timings) -> Score:
+        times, count = np.sort(t.time_ms), len(t.rows)
+        expected = []
+        for top in TOPS:
+            k = min(top, count)  # the i-th best leads if the other k - 1 are among the worse ones
+            chance = [comb(count - i - 1, k - 1) / comb(count, k) for i in range(count)]
+            expected.append(float(times @ chance / times[0]))
+        return Score(tuple(expected), count)
+
+    return judge
+
+
+def _ancestor(train: Sequence[Timings], device: Device, seed: int) -> Judge:
+    """The recipe of earlier work: XGBoost's defaults on the raw sizes and config values, squared
+    error on raw milliseconds."""
+    try:
+        import xgboost
+    except ImportError:
+        raise MissingExtra("xgboost", "dev") from None
+    models = {}
+    for name in {t.family for t in train}:
+        own = [t for t in train if t.family == name]
+        model = xgboost.XGBRegressor(n_estimators=300, random_state=seed, n_jobs=1)
+        model.fit(
+            np.concatenate([_raw_features(t) for t in own]),
+            np.concatenate([t.time_ms for t in own]),
+        )
+        models[name] = model
+
+    def judge(t: Timings) -> Score:
+        order = np.argsort(models[t.family].predict(_raw_features(t)), kind="stable")
+        return Score(_regret(t, order), len(t.rows))
+
+    return judge
+
+
+def _raw_features(t: Timings) -> NDArray[np.float64]:
+    """Problem and config as plain numbers, one row a config of `t`."""
+    sizes: list[float] = []
+    for field in fields(Problem):
+        value = getattr(t.problem, field.name)
+        if field.name in CHOICES:
+            sizes.append(CHOICES[field.name].index(value))
+        else:
+            sizes += value if field.name in PAIRS else (value,)
+    configs = all_families()[t.family].configs[t.rows]
+    columns = [configs[name] for name in configs.dtype.names or ()]
+    return np.column_stack([np.broadcast_to(sizes, (len(t.rows), len(sizes))), *columns])

@@ -1,0 +1,99 @@
+"""An evaluation as tables for people and as a plot."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from confpred.files import write_whole
+from confpred.training.evaluate import MODEL, Evaluation, Summary
+from confpred.training.methods import TOPS
+
+_LARGEST_SHOWN = 4.0  # regret at the right edge of the plot
+
+
+def print_evaluation(evaluation: Evaluation, console: Console) -> None:
+    """Print the tables of `evaluation`."""
+    data, judged = evaluation.dataset, evaluation.judged
+    statuses = ", ".join(f"{count} {status}" for status, count in data.statuses.items())
+    console.print(
+        f"{data.device.key}: {data.rows} configs timed over {len(data.timings)} problems "
+        f"(rows: {statuses}); {len(judged.timings)} problems judged in {len(evaluation.folds)} "
+        f"folds, each by models that saw none of its layers",
+        f"timing noise (interquartile range / median): {evaluation.noise[0]:.2%} median, "
+        f"{evaluation.noise[1]:.2%} at the 95 % quantile",
+        sep="\n",
+    )
+    if data.skipped:
+        console.print(f"{data.skipped} timed rows are of configs that this version does not have")
+    families = sorted({t.family for t in judged.timings})
+    for family in families:
+        summaries = {m: judged.summary(m, family) for m in judged.scores}
+        console.print(_table(f"{family}: time of the choice / time of the best config", summaries))
+    for method, reason in judged.missing.items():
+        console.print(f"{method}: not installed ({reason})")
+    if evaluation.operator:
+        console.print(_operator_table(evaluation.operator))
+
+
+def _table(title: str, summaries: Mapping[str, Summary]) -> Table:
+    table = Table(title=title, title_justify="left")
+    table.add_column("method", no_wrap=True)
+    columns = ("geomean", "p90", "p95", "worst", *(f"top-{k}" for k in TOPS[1:]), "configs")
+    for column in columns:
+        table.add_column(column, justify="right")
+    for method, s in summaries.items():
+        figures = (s.geomean, s.p90, s.p95, s.worst, *(s.top[str(k)] for k in TOPS[1:]))
+        cells = (method, *(f"{value:.3f}" for value in figures), f"{s.candidates:.0f}")
+        table.add_row(*cells, style="bold" if method == MODEL else None)
+    return table
+
+
+def _operator_table(summaries: Mapping[str, Summary]) -> Table:
+    title = "our kernel or PyTorch's operator: time / time of the faster one"
+    table = Table(title=title, title_justify="left")
+    table.add_column("always choose")
+    for column in ("problems", "geomean", "p95", "worst"):
+        table.add_column(column, justify="right")
+    for name, s in summaries.items():
+        table.add_row(
+            name, str(s.problems), *(f"{value:.3f}" for value in (s.geomean, s.p95, s.worst))
+        )
+    return table
+
+
+def plot_regret(evaluation: Evaluation, path: Path) -> None:
+    """Write a PNG: for each method, the share of problems whose regret is at most x.
+
+    Raises:
+        StorageError: the file system refused the write.
+    """
+    from matplotlib.figure import Figure  # without pyplot, which looks for a display
+
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    for method in evaluation.judged.scores:
+        regret = np.sort(evaluation.judged.regret(method))
+        share = np.arange(1, len(regret) + 1) / len(regret)
+        axes.step(
+            [1.0, *regret, _LARGEST_SHOWN],
+            [0.0, *share, 1.0],
+            where="post",
+            label=method,
+            linewidth=2.5 if method == MODEL else 1.2,
+        )
+    axes.set_xscale("log")
+    axes.set_xlim(1.0, _LARGEST_SHOWN)
+    axes.set_ylim(0.0, 1.0)
+    ticks = [1.0, 1.05, 1.1, 1.2, 1.5, 2.0, 3.0, 4.0]
+    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.minorticks_off()
+    axes.set_xlabel("regret: time of the choice / time of the best config")
+    axes.set_ylabel("share of problems of held-out networks")
+    axes.grid(alpha=0.3)
+    axes.legend(loc="lower right")
+    write_whole(path, lambda file: figure.savefig(file, format="png", dpi=150))

@@ -1,0 +1,83 @@
+"""Splitting measurements by network, so that a model is judged on networks it has never seen.
+
+Networks share layers, and a suite has a layer at several batch sizes, dtypes and epilogues. So what
+is held out of training is every problem that has the same *layer* as a problem of a held-out
+network, wherever else that layer occurs.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+
+from confpred.errors import DataError
+from confpred.problem import Problem
+from confpred.training.data import Timings
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Fold:
+    """One split.
+
+    Attributes:
+        networks: held out.
+        train: timings without any layer of those networks.
+        test: timings to judge by. Over all folds, each problem that some network has is judged
+            once: in the fold that holds out the first of its networks.
+    """
+
+    networks: tuple[str, ...]
+    train: tuple[Timings, ...]
+    test: tuple[Timings, ...]
+
+
+def layer_of(problem: Problem) -> Problem:
+    """`problem` with batch size, dtype and epilogue made all the same."""
+    return replace(problem, n=1, dtype="float16", bias=False, activation="none")
+
+
+def without_networks(timings: Sequence[Timings], networks: Collection[str]) -> tuple[Timings, ...]:
+    """The timings of problems that share no layer with any of `networks`."""
+    held_out = {layer_of(t.problem) for t in timings if not set(networks).isdisjoint(t.networks)}
+    return tuple(t for t in timings if layer_of(t.problem) not in held_out)
+
+
+def split_by_network(timings: Sequence[Timings], folds: int, seed: int) -> tuple[Fold, ...]:
+    """Divide the networks into `folds` parts of about as many problems each.
+
+    Args:
+        timings: a whole dataset's.
+        folds: at least 2; at most one a network is made.
+        seed: of the order in which equally large networks are dealt out.
+
+    Raises:
+        DataError: the data has fewer than two networks.
+    """
+    of_network: dict[str, list[Timings]] = {}  # each problem under the first of its networks
+    for t in timings:
+        for network in t.networks:
+            of_network.setdefault(network, [])
+        if t.networks:
+            of_network[t.networks[0]].append(t)
+    if len(of_network) < 2:
+        raise DataError(
+            f"splitting by network needs problems of at least 2 networks; found {len(of_network)}"
+        )
+    names = sorted(of_network)
+    random.Random(seed).shuffle(names)
+    names.sort(key=lambda name: -len(of_network[name]))
+    parts: list[list[str]] = [[] for _ in range(min(folds, len(names)))]
+    sizes = [0] * len(parts)
+    for name in names:
+        smallest = sizes.index(min(sizes))
+        parts[smallest].append(name)
+        sizes[smallest] += len(of_network[name])
+    return tuple(
+        Fold(
+            networks=tuple(sorted(part)),
+            train=without_networks(timings, part),
+            test=tuple(t for name in sorted(part) for t in of_network[name]),
+        )
+        for part in parts
+    )

@@ -1,0 +1,161 @@
+"""The whole of training: cross-validate, fit on everything, write the model folder."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, replace
+from datetime import datetime, timezone
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import confpred
+from confpred.errors import InvalidInput, StorageError
+from confpred.families import all_families
+from confpred.features import PROBLEM_FEATURES
+from confpred.model import CARD, FORMAT, MEASURED, PYTORCH_TREES, table_digest
+from confpred.problem import Problem
+from confpred.training.data import Dataset, Timings
+from confpred.training.evaluate import MODEL, Summary, judge_model
+from confpred.training.fit import Fitted, Hyperparameters, fit_families, fit_pytorch
+from confpred.training.split import without_networks
+
+FOLDS = 5
+_MIN_MEASURED = 32  # configs of a problem that make its best one worth keeping, or all legal ones
+
+
+def train(
+    dataset: Dataset,
+    out: Path,
+    *,
+    seed: int = 0,
+    exclude: Collection[str] = (),
+    hyper: Hyperparameters | None = None,
+) -> Summary:
+    """Write a model folder; the same data and seed give the same files, but for the date.
+
+    Args:
+        dataset: what to learn from.
+        out: the folder to make; its name is the model's version.
+        seed: of the trees and of the cross-validation's split.
+        exclude: networks whose layers are kept out of everything.
+
+    Returns:
+        The regret on held-out networks, as in the card.
+
+    Raises:
+        InvalidInput: `out` exists, or the data has no network of a name in `exclude`.
+        DataError: the data is of fewer than two networks.
+        StorageError: the disk refused a write; then `out` does not exist.
+    """
+    hyper = hyper or Hyperparameters()
+    if out.exists():
+        raise InvalidInput("out", str(out), "a folder that does not exist yet")
+    dataset = _without(dataset, exclude)
+    regret = judge_model(dataset, hyper, FOLDS, seed).summary(MODEL)
+    fitted = fit_families(dataset.timings, dataset.device, hyper, seed)
+    pytorch = fit_pytorch(dataset.pytorch_ms, dataset.device, hyper, seed)
+    files = {f"{name}.txt": f.text for name, f in fitted.items()}
+    if pytorch is not None:
+        files[PYTORCH_TREES] = pytorch
+    files[MEASURED] = _lines(_best(dataset))
+    card = {
+        "format": FORMAT,
+        "device": dataset.device.key,
+        "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "seed": seed,
+        "data": {
+            "digest": dataset.digest,
+            "rows": dataset.rows,
+            "problems": len(dataset.timings),
+            "networks": len({name for t in dataset.timings for name in t.networks}),
+            "excluded_networks": sorted(exclude),
+            "statuses": dict(dataset.statuses),
+        },
+        "families": {name: _family_card(name, f, dataset) for name, f in fitted.items()},
+        "pytorch": PROBLEM_FEATURES,
+        "hyperparameters": asdict(hyper),
+        "metrics": {"folds": FOLDS, "regret": asdict(regret)},
+        "regret_bound": regret.p95,
+        "libraries": {
+            "confpred": confpred.__version__,
+            **{name: version(name) for name in ("lightgbm", "numpy")},
+        },
+        "files": {name: hashlib.sha256(t.encode()).hexdigest() for name, t in files.items()},
+    }
+    _write_folder(out, {CARD: json.dumps(card, indent=1) + "\n", **files})
+    return regret
+
+
+def _without(dataset: Dataset, networks: Collection[str]) -> Dataset:
+    known = {name for t in dataset.timings for name in t.networks}
+    for name in networks:
+        if name not in known:
+            raise InvalidInput("exclude-network", name, f"one of {', '.join(sorted(known))}")
+    timings = without_networks(dataset.timings, networks)
+    kept = {t.problem for t in timings}
+    pytorch_ms = {p: ms for p, ms in dataset.pytorch_ms.items() if p in kept}
+    return replace(dataset, timings=timings, pytorch_ms=pytorch_ms)
+
+
+def _family_card(name: str, fitted: Fitted, dataset: Dataset) -> dict[str, Any]:
+    family = all_families()[name]
+    example = next(t for t in dataset.timings if t.family == name)
+    return {
+        "source": family.source(example.problem, int(example.rows[0])).file,
+        "source_digests": dataset.kernels[name],
+        "table": table_digest(family),
+        "features": family.feature_names,
+        "portfolio": fitted.portfolio.nonzero()[0].tolist(),
+    }
+
+
+def _best(dataset: Dataset) -> list[dict[str, Any]]:
+    """The fastest measured way to compute each problem that enough configs were measured of."""
+    best: dict[Problem, tuple[float, str | None, int | None]] = {}
+    for t in dataset.timings:
+        if len(t.rows) < _MIN_MEASURED and not _complete(t, dataset):
+            continue
+        i = int(t.time_ms.argmin())
+        found = (float(t.time_ms[i]), t.family, int(t.rows[i]))
+        best[t.problem] = min(best.get(t.problem, found), found)
+        theirs = dataset.pytorch_ms.get(t.problem)
+        if theirs is not None and theirs < best[t.problem][0]:
+            best[t.problem] = (theirs, None, None)
+    return [
+        {"problem": problem.to_json(), "family": family, "row": row, "time_ms": time_ms}
+        for problem, (time_ms, family, row) in best.items()
+    ]
+
+
+def _complete(t: Timings, dataset: Dataset) -> bool:
+    legal = all_families()[t.family].legal(t.problem, dataset.device)
+    return len(t.rows) == int(legal.sum())
+
+
+def _lines(entries: list[dict[str, Any]]) -> str:
+    """A JSON list with one entry a line, so that versions compare well."""
+    return "[\n" + ",\n".join(json.dumps(entry) for entry in entries) + "\n]\n"
+
+
+def _write_folder(out: Path, files: Mapping[str, str]) -> None:
+    """Make the folder `out` whole or not at all."""
+    temporary = None
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+        for name, text in files.items():
+            (temporary / name).write_text(text, encoding="utf-8")
+        temporary.chmod(0o755)
+        os.rename(temporary, out)
+        temporary = None
+    except OSError as error:
+        raise StorageError(f"cannot write {out}: {error.strerror or error}") from error
+    finally:
+        if temporary is not None:
+            shutil.rmtree(temporary, ignore_errors=True)

@@ -1,0 +1,105 @@
+"""Made-up measurements for tests of the trainer: plausible, smooth in the features, a little noisy.
+
+A config's time is the family's own estimate, bent by a fixed random function of the features; so
+the estimate alone ranks badly, and there is something to learn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from confpred.device import get_device
+from confpred.families import all_families, config_dict
+from confpred.measurement import PYTORCH, Measurement, Run, config_text
+from confpred.problem import Problem
+from confpred.source import source_digest
+from confpred.table import schema
+
+DEVICE = get_device("h100")
+FAMILY = all_families()["grouped_fprop"]
+_RUN = Run("test", DEVICE.key, DEVICE.product, "0", "13.0", "test")
+_NOISE = 0.01
+
+
+def problems(networks: int, seed: int = 0) -> list[tuple[Problem, tuple[str, ...]]]:
+    """Problems of made-up networks that share some layers, and coverage problems of none."""
+    rng = np.random.default_rng(seed)
+    found: dict[Problem, set[str]] = {}
+    for i in range(networks):
+        width = int(rng.choice([8, 16, 32]))
+        base = int(rng.choice([64, 96, 128])) // width * width
+        for stage in range(4):
+            size = (56, 28, 14, 7)[stage]
+            c = base << stage
+            for n in rng.choice([1, 8, 32, 128], 2, replace=False):
+                layer = Problem(
+                    int(n), c, size, size, c, 3, 3, padding=1, groups=c // width,
+                    bias=bool(rng.random() < 0.3),
+                )  # fmt: skip
+                found.setdefault(layer, set()).add(f"net{i}")
+    for _ in range(networks):
+        width = int(rng.choice([8, 16, 32]))
+        c = width * int(rng.integers(1, 40))
+        r = int(rng.integers(1, 6))
+        size = int(rng.integers(8, 60))
+        layer = Problem(
+            int(rng.integers(1, 100)), c, size, size, c, r, r, padding=r // 2, groups=c // width
+        )
+        found.setdefault(layer, set())
+    return [(problem, tuple(sorted(names))) for problem, names in found.items()]
+
+
+def rows(networks: int = 6, configs: int = 80, seed: int = 0) -> Iterator[dict[str, object]]:
+    """Measurements of `problems`: the first `configs` legal ones in one shuffled order, PyTorch's
+    own operator, and a failure for each problem."""
+    rng = np.random.default_rng(seed)
+    order = np.random.default_rng(1).permutation(len(FAMILY.configs))
+    weights = np.random.default_rng(2).normal(size=(len(FAMILY.feature_names), 24))
+    for problem, names in problems(networks, seed):
+        legal = order[FAMILY.legal(problem, DEVICE)[order]][: configs + 1]
+        *chosen, failed = (int(row) for row in legal)
+        ids = np.array(chosen, np.intp)
+        features = FAMILY.features(problem, DEVICE, ids).astype(np.float64)
+        squashed = np.sign(features) * np.log1p(np.abs(features)) / 4
+        bend = np.tanh(squashed @ weights / 3).mean(axis=1) * 1.5
+        ms = FAMILY.estimate_s(problem, DEVICE, ids) * np.exp(bend) * 1e3
+        ms *= np.exp(rng.normal(scale=_NOISE, size=len(ids)))
+        for row, time_ms in zip(chosen, ms, strict=True):
+            yield _row(problem, names, FAMILY.name, row, float(time_ms))
+        yield _row(problem, names, FAMILY.name, failed, None)
+        yield _row(problem, names, PYTORCH, None, float(ms.min() * rng.choice([0.8, 2.0])))
+
+
+def _row(
+    problem: Problem, networks: tuple[str, ...], family: str, row: int | None, ms: float | None
+) -> dict[str, object]:
+    return Measurement(
+        problem=problem,
+        networks=networks,
+        family=family,
+        config="" if row is None else config_text(config_dict(FAMILY, row)),
+        source_digest="" if row is None else source_digest("grouped_fprop.cu"),
+        run=_RUN,
+        status="ok" if ms is not None else "wrong_result",
+        time_ms=ms if ms is not None else float("nan"),
+        spread_ms=ms * _NOISE if ms is not None else float("nan"),
+        samples=20,
+        registers=64,
+        local_bytes=0,
+        smem_bytes=0,
+        error=1e-3,
+        sm_clock_mhz=1980,
+        message="",
+        time="2025-01-01T00:00:00Z",
+    ).to_row()
+
+
+def write(path: Path, networks: int = 6, configs: int = 80, seed: int = 0) -> Path:
+    """Write such measurements to the Parquet file `path`."""
+    pq.write_table(pa.Table.from_pylist(list(rows(networks, configs, seed)), schema()), path)
+    return path
