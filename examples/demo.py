@@ -8,6 +8,7 @@ Everything that this script makes goes to a temporary folder.
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -26,22 +27,22 @@ from rich.table import Table
 from confpred import Predictor, Problem
 from confpred.choice import Choice
 from confpred.cuda.driver import device_count
+from confpred.predictor import MAX_TOP
 from confpred.suite import read_suite
 from confpred.training.data import Timings, read_dataset
 
 ROOT = Path(__file__).parents[1]
-DATA = sorted((ROOT / "datasets").glob("*.parquet"))
-SUITE = ROOT / "datasets" / "suites" / "smoke.json"
+DATA = Path("datasets")
+SUITE = DATA / "suites" / "smoke.json"
 NETWORK = "resnext50_32x4d"  # left out of the training, then predicted
 DEVICE = "h100"
 SHOWN = 20
 
-console = Console()
+console = Console(width=None if sys.stdout.isatty() else 120)
 
 
 def main() -> None:
-    if not DATA:
-        sys.exit("demo: datasets/ holds no measurements (*.parquet)")
+    os.chdir(ROOT)
     with tempfile.TemporaryDirectory(prefix="confpred-demo-") as folder:
         model = retrain(Path(folder) / "model")
         judge()
@@ -72,27 +73,27 @@ def program() -> Path:
 
 def retrain(model: Path) -> Path:
     heading(f"Retrain from the committed measurements, without {NETWORK}")
-    confpred("train", *DATA, "--exclude-network", NETWORK, "--out", model)
+    confpred("train", DATA, "--exclude-network", NETWORK, "--out", model)
     return model
 
 
 def judge() -> None:
     heading("Judge the choices on networks that were not trained on")
-    confpred("evaluate", *DATA)
+    confpred("evaluate", DATA)
 
 
 def predict_network(model: Path) -> Problem:
     """Predict the left-out network's grouped layers, beside what was measured; returns a layer."""
     heading(f"Predict the grouped layers of {NETWORK} for {DEVICE}")
     predictor = Predictor.load(model)
-    dataset = read_dataset(DATA, DEVICE)
+    dataset = read_dataset([DATA], DEVICE)
     timings = [t for t in dataset.timings if NETWORK in t.networks]
     table = Table("layer", *("predicted, ms", "measured, ms", "fastest, ms", "regret"))
     for column in table.columns[1:]:
         column.justify = "right"
     regrets = []
     for t in timings:
-        choice = best_of_family(predictor, t)
+        choice = best_measured(predictor, t)
         measured = float(t.time_ms[t.rows == choice.config_id][0])
         fastest = float(t.time_ms.min())
         regrets.append(measured / fastest)
@@ -108,20 +109,16 @@ def predict_network(model: Path) -> Problem:
     return timings[0].problem
 
 
-def best_of_family(predictor: Predictor, timings: Timings) -> Choice:
-    """The best-ranked measured config: the choice, unless PyTorch's own operator comes first."""
-    measured = set(timings.rows.tolist())
-    return next(
-        choice
-        for choice in predictor.rank(timings.problem, DEVICE, top=len(measured) + 1)
-        if choice.config_id in measured
-    )
+def best_measured(predictor: Predictor, timings: Timings) -> Choice:
+    """The choice; or the best-ranked config with a time to compare, where the choice has none."""
+    ranked = predictor.rank(timings.problem, DEVICE, top=MAX_TOP)
+    return next(choice for choice in ranked if choice.config_id in timings.rows)
 
 
 @contextmanager
 def serving(model: Path) -> Iterator[str]:
     """The address of `confpred serve` on a free port, stopped at the end."""
-    command = [program(), "serve", "--port", "0", "--model", str(model)]
+    command = [program(), "serve", "--port", "0", "--no-access-log", "--model", str(model)]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         try:
             for line in process.stderr or ():
@@ -143,7 +140,7 @@ def ask_over_http(model: Path, layer: Problem) -> None:
         request = urllib.request.Request(f"{address}/v1/predict", body.encode(), header)
         with urllib.request.urlopen(request, timeout=30) as reply:
             console.print(f"{reply.status} {reply.reason}")
-            console.print_json(reply.read().decode())
+            console.print(reply.read().decode(), highlight=False)
 
 
 def sample(out: Path) -> None:
