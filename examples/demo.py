@@ -26,7 +26,9 @@ from rich.table import Table
 
 from confpred import Predictor, Problem
 from confpred.choice import Choice
-from confpred.cuda.driver import device_count
+from confpred.cuda.driver import device_count, device_of
+from confpred.device import Device
+from confpred.errors import UnknownDevice
 from confpred.predictor import MAX_TOP
 from confpred.suite import read_suite
 from confpred.training.data import Timings, read_dataset
@@ -48,11 +50,10 @@ def main() -> None:
         judge()
         layer = predict_network(model)
         ask_over_http(model, layer)
-        if device_count():
+        device = gpu()
+        if device is not None:
             sample(Path(folder) / "measurements")
-            launch()
-        else:
-            console.print("\nNo CUDA device here, so nothing is sampled or launched.")
+            launch(device)
 
 
 def heading(text: str) -> None:
@@ -143,22 +144,33 @@ def ask_over_http(model: Path, layer: Problem) -> None:
             console.print(reply.read().decode(), highlight=False)
 
 
+def gpu() -> Device | None:
+    """This machine's first GPU; None, saying why, where there is none that confpred knows."""
+    if not device_count():
+        console.print("No CUDA device here, so nothing is sampled or launched.")
+        return None
+    try:
+        return device_of(0)
+    except UnknownDevice as error:
+        console.print(f"Nothing is sampled or launched: {error}")
+        return None
+
+
 def sample(out: Path) -> None:
     heading("Sample a small suite on this machine's GPU")
-    confpred("sample", "--suite", SUITE, "--out", out, "--budget", "2m")
+    confpred("sample", "--suite", SUITE, "--out", out, "--configs", "50", "--budget", "2m")
 
 
-def launch() -> None:
+def launch(device: Device) -> None:
     """Run the suite's layers through the library's own operator, and time it beside cuDNN."""
     import torch
 
     from confpred.cuda import peer
-    from confpred.cuda.driver import device_of
     from confpred.cuda.measure import measure
     from confpred.families import all_families
 
     heading("Launch the chosen kernels, beside cuDNN")
-    predictor, device = Predictor.load(), device_of(0)
+    predictor = Predictor.load()
     table = Table("layer", "source", *("confpred, ms", "cuDNN, ms", "speed-up", "difference"))
     for entry in read_suite(SUITE).entries:
         problem = entry.problem
