@@ -28,7 +28,7 @@ demo: $(READY)  ## retrain, judge, predict and serve; on a GPU machine sample an
 
 test: lint  ## lint, types, import direction, and every test that this machine can run
 	@if nvidia-smi --list-gpus >/dev/null 2>&1; then $(BIN)/python -m pytest tests/gpu; fi
-	$(BIN)/python -m pytest --numprocesses auto --dist loadgroup tests/cpu
+	$(BIN)/python -m pytest --numprocesses auto --dist loadfile tests/cpu
 
 lint: $(READY) tree  ## ruff, mypy --strict and the import contracts
 	$(BIN)/ruff check .

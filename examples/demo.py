@@ -8,6 +8,7 @@ Everything that this script makes goes to a temporary folder.
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -17,6 +18,7 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -24,32 +26,34 @@ from rich.table import Table
 
 from confpred import Predictor, Problem
 from confpred.choice import Choice
-from confpred.cuda.driver import device_count
+from confpred.cuda.driver import device_count, device_of
+from confpred.device import Device
+from confpred.errors import UnknownDevice
+from confpred.predictor import MAX_TOP
+from confpred.suite import read_suite
 from confpred.training.data import Timings, read_dataset
 
 ROOT = Path(__file__).parents[1]
-DATA = sorted((ROOT / "datasets").glob("*.parquet"))
-SUITE = ROOT / "datasets" / "suites" / "smoke.json"
+DATA = Path("datasets")
+SUITE = DATA / "suites" / "smoke.json"
 NETWORK = "resnext50_32x4d"  # left out of the training, then predicted
 DEVICE = "h100"
 SHOWN = 20
 
-console = Console()
+console = Console(width=None if sys.stdout.isatty() else 120)
 
 
 def main() -> None:
-    if not DATA:
-        sys.exit("demo: datasets/ holds no measurements (*.parquet)")
+    os.chdir(ROOT)
     with tempfile.TemporaryDirectory(prefix="confpred-demo-") as folder:
         model = retrain(Path(folder) / "model")
         judge()
         layer = predict_network(model)
         ask_over_http(model, layer)
-        if device_count():
+        device = gpu()
+        if device is not None:
             sample(Path(folder) / "measurements")
-            launch()
-        else:
-            console.print("\nNo CUDA device here, so nothing is sampled or launched.")
+            launch(device)
 
 
 def heading(text: str) -> None:
@@ -70,27 +74,27 @@ def program() -> Path:
 
 def retrain(model: Path) -> Path:
     heading(f"Retrain from the committed measurements, without {NETWORK}")
-    confpred("train", *DATA, "--exclude-network", NETWORK, "--out", model)
+    confpred("train", DATA, "--exclude-network", NETWORK, "--out", model)
     return model
 
 
 def judge() -> None:
     heading("Judge the choices on networks that were not trained on")
-    confpred("evaluate", *DATA)
+    confpred("evaluate", DATA)
 
 
 def predict_network(model: Path) -> Problem:
     """Predict the left-out network's grouped layers, beside what was measured; returns a layer."""
     heading(f"Predict the grouped layers of {NETWORK} for {DEVICE}")
     predictor = Predictor.load(model)
-    dataset = read_dataset(DATA, DEVICE)
+    dataset = read_dataset([DATA], DEVICE)
     timings = [t for t in dataset.timings if NETWORK in t.networks]
     table = Table("layer", *("predicted, ms", "measured, ms", "fastest, ms", "regret"))
     for column in table.columns[1:]:
         column.justify = "right"
     regrets = []
     for t in timings:
-        choice = best_of_family(predictor, t)
+        choice = best_measured(predictor, t)
         measured = float(t.time_ms[t.rows == choice.config_id][0])
         fastest = float(t.time_ms.min())
         regrets.append(measured / fastest)
@@ -106,20 +110,16 @@ def predict_network(model: Path) -> Problem:
     return timings[0].problem
 
 
-def best_of_family(predictor: Predictor, timings: Timings) -> Choice:
-    """The best-ranked measured config: the choice, unless PyTorch's own operator comes first."""
-    measured = set(timings.rows.tolist())
-    return next(
-        choice
-        for choice in predictor.rank(timings.problem, DEVICE, top=len(measured) + 1)
-        if choice.config_id in measured
-    )
+def best_measured(predictor: Predictor, timings: Timings) -> Choice:
+    """The choice; or the best-ranked config with a time to compare, where the choice has none."""
+    ranked = predictor.rank(timings.problem, DEVICE, top=MAX_TOP)
+    return next(choice for choice in ranked if choice.config_id in timings.rows)
 
 
 @contextmanager
 def serving(model: Path) -> Iterator[str]:
     """The address of `confpred serve` on a free port, stopped at the end."""
-    command = [program(), "serve", "--port", "0", "--model", str(model)]
+    command = [program(), "serve", "--port", "0", "--no-access-log", "--model", str(model)]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         try:
             for line in process.stderr or ():
@@ -141,63 +141,64 @@ def ask_over_http(model: Path, layer: Problem) -> None:
         request = urllib.request.Request(f"{address}/v1/predict", body.encode(), header)
         with urllib.request.urlopen(request, timeout=30) as reply:
             console.print(f"{reply.status} {reply.reason}")
-            console.print_json(reply.read().decode())
+            console.print(reply.read().decode(), highlight=False)
+
+
+def gpu() -> Device | None:
+    """This machine's first GPU; None, saying why, where there is none that confpred knows."""
+    if not device_count():
+        console.print("No CUDA device here, so nothing is sampled or launched.")
+        return None
+    try:
+        return device_of(0)
+    except UnknownDevice as error:
+        console.print(f"Nothing is sampled or launched: {error}")
+        return None
 
 
 def sample(out: Path) -> None:
     heading("Sample a small suite on this machine's GPU")
-    confpred("sample", "--suite", SUITE, "--out", out, "--budget", "2m")
+    confpred("sample", "--suite", SUITE, "--out", out, "--configs", "50", "--budget", "2m")
 
 
-def launch() -> None:
-    """Run the suite's layers through the library's own operator, and time both it and cuDNN."""
+def launch(device: Device) -> None:
+    """Run the suite's layers through the library's own operator, and time it beside cuDNN."""
     import torch
 
-    import confpred as cp
-    from confpred.cuda.driver import device_of
-    from confpred.cuda.measure import measure, measure_pytorch
+    from confpred.cuda import peer
+    from confpred.cuda.measure import measure
     from confpred.families import all_families
-    from confpred.suite import read_suite
 
     heading("Launch the chosen kernels, beside cuDNN")
-    predictor, device = Predictor.load(), device_of(0)
-    table = Table("layer", "source", *("confpred, ms", "cuDNN, ms", "speed-up", "error"))
+    predictor = Predictor.load()
+    table = Table("layer", "source", *("confpred, ms", "cuDNN, ms", "speed-up", "difference"))
     for entry in read_suite(SUITE).entries:
         problem = entry.problem
         choice = predictor.choose(problem, device)
-        theirs = measure_pytorch(problem, ordinal=0, seed=0)
+        cudnn = peer.measure_pytorch(problem, ordinal=0, seed=0)
         if choice.family is None or choice.config_id is None:
-            table.add_row(str(problem), "PyTorch's own", "", f"{theirs.time_ms:.4f}", "", "")
+            table.add_row(str(problem), "PyTorch's own", "", f"{cudnn.time_ms:.4f}", "", "")
             continue
-        family = all_families()[choice.family]
-        (ours,) = measure(
-            problem, family, [choice.config_id], ordinal=0, seed=0, report=lambda row: None
-        )
-        x, weight, bias = operands(problem)
-        options = {"stride": problem.stride, "padding": problem.padding, "groups": problem.groups}
-        y = cp.conv2d(x, weight, bias, activation=problem.activation, **options)
-        plain = torch.nn.functional.conv2d(
-            x.float(), weight.float(), None if bias is None else bias.float(), **options
-        )
-        act = {"none": lambda t: t, "relu": torch.relu, "silu": torch.nn.functional.silu}
-        expected = act.get(problem.activation, torch.nn.functional.gelu)(plain)
-        error = ((y.float() - expected).norm() / expected.norm()).item()
-        times = (f"{ours.time_ms:.4f}", f"{theirs.time_ms:.4f}")
-        speed_up = f"{theirs.time_ms / ours.time_ms:.2f}x"
-        table.add_row(str(problem), choice.source, *times, speed_up, f"{error:.1e}")
+        family, rows = all_families()[choice.family], [choice.config_id]
+        (ours,) = measure(problem, family, rows, ordinal=0, seed=0, report=lambda row: None)
+        (tensors,) = peer.operands(problem, 1)
+        out = library_call(problem, *tensors).double()
+        expected = peer.pytorch_call(problem, tensors).double()
+        difference = torch.linalg.norm(out - expected) / torch.linalg.norm(expected)
+        times = (f"{ours.time_ms:.4f}", f"{cudnn.time_ms:.4f}")
+        ratio = f"{cudnn.time_ms / ours.time_ms:.2f}x"
+        table.add_row(str(problem), choice.source, *times, ratio, f"{difference.item():.1e}")
     console.print(table)
 
 
-def operands(problem: Problem):
-    import torch
+def library_call(problem: Problem, *tensors: Any) -> Any:
+    """What a user of confpred writes for `problem`."""
+    from confpred import conv2d
 
-    def random(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, device="cuda", dtype=getattr(torch, problem.dtype))
-
-    x = random(problem.n, problem.c, problem.h, problem.w)
-    weight = random(problem.k, problem.group_width, problem.r, problem.s)
-    bias = random(problem.k) if problem.bias else None
-    return x.to(memory_format=torch.channels_last), weight, bias
+    p = problem
+    activation = None if p.activation == "none" else p.activation
+    options = {"stride": p.stride, "padding": p.padding, "groups": p.groups}
+    return conv2d(*tensors, activation=activation, **options)
 
 
 if __name__ == "__main__":

@@ -60,7 +60,7 @@ def sample(family: Family) -> list[tuple[Problem, int]]:
                 activation=next(activations),
             )
             rows = np.flatnonzero(family.legal(problem, get_device("h100")))
-            chosen += [(problem, int(row)) for row in rng.permutation(rows)[:2]]
+            chosen += [(problem, int(row)) for row in rng.permutation(rows)[:1]]
     return chosen
 
 
@@ -68,7 +68,7 @@ def sample(family: Family) -> list[tuple[Problem, int]]:
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
 def test_samples_compile(family: Family, arch: str, tmp_path: Path) -> None:
     cache = KernelCache(tmp_path)
-    for problem, row in sample(family)[::4]:
+    for problem, row in sample(family)[::3]:
         compiled = compile_kernel(family.source(problem, row), arch, cache)
         assert compiled.cubin.startswith(b"\x7fELF")
         assert compiled.entry.encode() in compiled.cubin

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 LAYER = "n=32 c=64 h=56 w=56 k=64 r=3 s=3 padding=1 groups=8"
-pytestmark = pytest.mark.xdist_group("packaging")
 
 
 def run(*command: str | Path, cwd: Path) -> str:
