@@ -35,10 +35,14 @@ FORMAT = "confpred-networks/1"
 MODEL_SECONDS = 30
 #: Windows of coverage problems. Each costs the sampler a kernel for each config and group width.
 WINDOWS = ((1, 1), (2, 2), (3, 3), (4, 4), (5, 5), (6, 6), (7, 7), (1, 7), (7, 1), (3, 5), (5, 2))
+#: Heights and windows of typical problems; windows by how often networks have them.
+SIZES = (7, 8, 10, 12, 14, 15, 16, 18, 20, 24, 28, 30, 32, 36, 40, 44, 48, 56, 64, 72, 80, 96, 112)
+TYPICAL_WINDOWS = (*((3, 3),) * 13, *((5, 5),) * 3, (1, 1), (1, 1), (7, 7), (2, 2))
 #: Shares of float16 without epilogue, bfloat16, and a bias with relu, silu, gelu or no activation.
 VARIANTS = (0.6, 0.15, 0.1, 0.08, 0.04, 0.03)
 
-NETWORK_PROBLEMS = 350
+NETWORK_PROBLEMS = 600
+TYPICAL_PROBLEMS = 400
 COVERAGE_PROBLEMS = 110
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 #: What a sampler can afford for each of hundreds of configs.
@@ -160,6 +164,7 @@ def build(seed: int) -> None:
     generator = np.random.default_rng(seed)
     entries = [
         *network_entries(content["networks"], generator),
+        *typical_entries(generator),
         *coverage_entries(generator),
     ]
     for suite in (Suite("grouped_fprop", tuple(entries)), Suite("smoke", smoke_entries())):
@@ -187,6 +192,24 @@ def network_entries(
         for n in sorted(generator.choice(batches, share, replace=False)):
             fields = json.loads(layer) | {"n": int(n)} | _variant(generator)
             yield Entry(Problem.from_json(fields), tuple(users[layer]))
+
+
+def typical_entries(generator: np.random.Generator) -> Iterator[Entry]:
+    """Layers of no known network that look as if they were: a network not yet made has them."""
+    made = 0
+    while made < TYPICAL_PROBLEMS:
+        width = int(generator.choice([8, 16, 32]))
+        c = width * _log_uniform(generator, 1, 2048 // width)
+        r, s = (int(v) for v in generator.choice(TYPICAL_WINDOWS))
+        size = int(generator.choice(SIZES))
+        fields = {
+            **{"n": int(generator.choice(BATCHES)), "c": c, "h": size, "w": size, "k": c},
+            **{"r": r, "s": s, "padding": [r // 2, s // 2], "groups": c // width},
+            **_variant(generator),
+        }
+        if _served(fields) and (problem := Problem.from_json(fields)).minimum_bytes >= MIN_BYTES:
+            made += 1
+            yield Entry(problem)
 
 
 def coverage_entries(generator: np.random.Generator) -> Iterator[Entry]:

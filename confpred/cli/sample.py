@@ -18,6 +18,9 @@ from confpred.suite import Suite, read_suite
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    import numpy as np
+    from numpy.typing import NDArray
+
     from confpred.measurement import Run
     from confpred.sampler.run import Settings
 
@@ -34,6 +37,12 @@ _PATH = click.Path(path_type=Path)
     "--configs",
     type=click.IntRange(min=1),
     help="Measure a random choice of this many configs a problem.  [default: all]",
+)
+@click.option(
+    "--model",
+    "model_folder",
+    type=_PATH,
+    help="Measure only what this model offers: its portfolio of configs.",
 )
 @click.option(
     "--seed",
@@ -60,6 +69,7 @@ def command(
     devices: str,
     budget: str | None,
     configs: int | None,
+    model_folder: Path | None,
     seed: int,
     jobs: int | None,
     pytorch: bool,
@@ -86,12 +96,25 @@ def command(
     settings = Settings(
         seed=seed,
         configs=configs,
+        offered=None if model_folder is None else offered_by(model_folder),
         pytorch=pytorch,
         processes=jobs or len(os.sched_getaffinity(0)),
         budget_s=budget_s,
         silence_s=silence_s,
     )
     sys.exit(sample_and_report(suite, out, find_gpus(devices), settings))
+
+
+def offered_by(model_folder: Path) -> dict[str, NDArray[np.bool_]]:
+    """The portfolios of a model, by family.
+
+    Raises:
+        ModelError: the folder is missing, damaged or foreign.
+    """
+    from confpred.model import load_model
+
+    families = load_model(model_folder).families
+    return {name: family.portfolio for name, family in families.items()}
 
 
 def sample_and_report(suite: Suite, out: Path, runs: Mapping[int, Run], settings: Settings) -> int:

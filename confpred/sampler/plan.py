@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
+from numpy.typing import NDArray
 
 from confpred.cuda.compiler import source_digest
 from confpred.device import Device
@@ -61,6 +62,7 @@ def plan(
     *,
     seed: int,
     configs: int | None,
+    offered: Mapping[str, NDArray[np.bool_]] | None = None,
     pytorch: bool,
     measured: Mapping[Measured, AbstractSet[str]],
 ) -> list[Task]:
@@ -72,6 +74,8 @@ def plan(
         seed: of the order, and of the choice of configs.
         configs: a random choice of this many configs a problem and family; None for all. It
             depends on the seed and the problem alone, so that a resumed run chooses the same.
+        offered: masks over the config tables of the families to measure, by family; None for all
+            of every family.
         pytorch: whether to time PyTorch's own operator too.
         measured: the texts (see `config_text`) of the configs that need no measurement.
     """
@@ -84,7 +88,8 @@ def plan(
     for index in np.random.default_rng(seed).permutation(len(problems)):
         problem = problems[index]
         for family in all_families().values():
-            rows = _choose(family, problem, device, configs, seed)
+            mask = offered.get(family.name, np.False_) if offered is not None else np.True_
+            rows = _choose(family, problem, device, mask, configs, seed)
             if not len(rows):
                 continue
             digest = source_digest(family.source(problem, rows[0]).file)
@@ -98,9 +103,14 @@ def plan(
 
 
 def _choose(
-    family: Family, problem: Problem, device: Device, configs: int | None, seed: int
+    family: Family,
+    problem: Problem,
+    device: Device,
+    offered: NDArray[np.bool_] | np.bool_,
+    configs: int | None,
+    seed: int,
 ) -> list[int]:
-    rows = np.flatnonzero(family.legal(problem, device))
+    rows = np.flatnonzero(family.legal(problem, device) & offered)
     if configs is not None and configs < len(rows):
         name = zlib.crc32(f"{family.name} {problem}".encode())
         chosen = np.random.default_rng([seed, name]).choice(rows, configs, replace=False)

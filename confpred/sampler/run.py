@@ -10,6 +10,9 @@ from datetime import datetime, timezone
 from multiprocessing.connection import wait
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
+
 from confpred.cuda.measure import Outcome
 from confpred.device import get_device
 from confpred.errors import InvalidInput
@@ -32,6 +35,7 @@ class Settings:
     Attributes:
         seed: of the order of problems, the choice of configs, and the order of timed rounds.
         configs: a random choice of this many a problem and family; None for all legal ones.
+        offered: masks of the configs to measure, by family; None for all.
         pytorch: whether to time PyTorch's own operator too.
         processes: compilations at a time.
         budget_s: no problem is begun after this many seconds; None for no limit.
@@ -41,6 +45,7 @@ class Settings:
 
     seed: int = 0
     configs: int | None = None
+    offered: Mapping[str, NDArray[np.bool_]] | None = None
     pytorch: bool = True
     processes: int = 1
     budget_s: float | None = None
@@ -136,6 +141,7 @@ def sample(
             device,
             seed=settings.seed,
             configs=settings.configs,
+            offered=settings.offered,
             pytorch=settings.pytorch,
             measured=store.measured(device.key),
         )
