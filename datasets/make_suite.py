@@ -41,8 +41,9 @@ TYPICAL_WINDOWS = (*((3, 3),) * 13, *((5, 5),) * 3, (1, 1), (1, 1), (7, 7), (2, 
 #: Shares of float16 without epilogue, bfloat16, and a bias with relu, silu, gelu or no activation.
 VARIANTS = (0.6, 0.15, 0.1, 0.08, 0.04, 0.03)
 
-NETWORK_PROBLEMS = 600
-TYPICAL_PROBLEMS = 400
+NETWORK_PROBLEMS = 350
+MORE_NETWORK_PROBLEMS = 500
+TYPICAL_PROBLEMS = 350
 COVERAGE_PROBLEMS = 110
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 #: What a sampler can afford for each of hundreds of configs.
@@ -157,23 +158,30 @@ def _layer(module: Any, inputs: tuple[int, ...], outputs: tuple[int, ...]) -> La
 @main.command()
 @click.option("--seed", default=0, show_default=True, help="Of every random choice.")
 def build(seed: int) -> None:
-    """Write suites/grouped_fprop.json and suites/smoke.json from networks.json."""
+    """Write suites/*.json from networks.json."""
     content = json.loads(NETWORKS.read_text())
     if content.get("format") != FORMAT:
         raise click.ClickException(f'{NETWORKS} lacks "format": "{FORMAT}"')
     generator = np.random.default_rng(seed)
     entries = [
-        *network_entries(content["networks"], generator),
-        *typical_entries(generator),
+        *network_entries(content["networks"], NETWORK_PROBLEMS, generator),
         *coverage_entries(generator),
     ]
-    for suite in (Suite("grouped_fprop", tuple(entries)), Suite("smoke", smoke_entries())):
+    more = [
+        *network_entries(content["networks"], MORE_NETWORK_PROBLEMS, generator),
+        *typical_entries(generator),
+    ]
+    for suite in (
+        Suite("grouped_fprop", tuple(entries)),
+        Suite("grouped_fprop_more", tuple(more)),
+        Suite("smoke", smoke_entries()),
+    ):
         write_suite(suite, HERE / "suites" / f"{suite.name}.json")
         click.echo(f"{suite.name}: {len(suite.entries)} problems")
 
 
 def network_entries(
-    networks: Mapping[str, list[Layer]], generator: np.random.Generator
+    networks: Mapping[str, list[Layer]], count: int, generator: np.random.Generator
 ) -> Iterator[Entry]:
     """Every layer of the networks that we can compute, at a few batch sizes."""
     users: dict[str, list[str]] = {}
@@ -185,7 +193,7 @@ def network_entries(
     layers = list(users)
     # As even a number of batch sizes a layer as adds up to the total.
     turns = [layers[i] for i in generator.permutation(len(layers))]
-    shares = Counter(turns[i % len(turns)] for i in range(NETWORK_PROBLEMS))
+    shares = Counter(turns[i % len(turns)] for i in range(count))
     for layer in layers:
         batches = [n for n in BATCHES if _served(json.loads(layer) | {"n": n})]
         share = min(shares[layer], len(batches))
@@ -203,8 +211,15 @@ def typical_entries(generator: np.random.Generator) -> Iterator[Entry]:
         r, s = (int(v) for v in generator.choice(TYPICAL_WINDOWS))
         size = int(generator.choice(SIZES))
         fields = {
-            **{"n": int(generator.choice(BATCHES)), "c": c, "h": size, "w": size, "k": c},
-            **{"r": r, "s": s, "padding": [r // 2, s // 2], "groups": c // width},
+            "n": int(generator.choice(BATCHES)),
+            "c": c,
+            "h": size,
+            "w": size,
+            "k": c,
+            "r": r,
+            "s": s,
+            "padding": [r // 2, s // 2],
+            "groups": c // width,
             **_variant(generator),
         }
         if _served(fields) and (problem := Problem.from_json(fields)).minimum_bytes >= MIN_BYTES:
