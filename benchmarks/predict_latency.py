@@ -34,7 +34,7 @@ from confpred.predictor import Predictor
 from confpred.problem import ACTIVATIONS, DTYPES, Problem
 
 CANDIDATES = range(190, 211)
-DRAWN, PROBLEMS, REPEATS, COLD_RUNS = 10_000, 300, 20, 20
+DRAWN, PROBLEMS, REPEATS, COLD_RUNS = 20_000, 300, 20, 20
 BUDGETS = {"unseen_p50_ms": 2.0, "repeated_p50_us": 10.0, "cold_p50_s": 0.4}
 
 
@@ -102,9 +102,9 @@ def cascade_exceptions(model: Model, device: Device, problems: Sequence[Problem]
     for problem in problems:
         for name, learned in model.families.items():
             rows = learned.candidates(problem, device)
-            whole = learned.trees.predict(all_families()[name].features(problem, device, rows))
-            best = float(np.exp(whole.min())) * device.roofline_s(problem)
-            cost.append(float(learned.rank(problem, device, rows)[1][0]) / best)
+            whole = learned.order.predict(all_families()[name].features(problem, device, rows))
+            chosen = learned.rank(problem, device, rows)[0][0]
+            cost.append(float(np.exp(whole[rows == chosen][0] - whole.min())))
     return {"share": float(np.mean(np.array(cost) > 1)), "worst_predicted_regret": max(cost)}
 
 

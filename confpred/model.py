@@ -1,10 +1,11 @@
 """A trained model: one folder of text files, and no pickles.
 
-    card.json        what it is: format, device, data, kernels, features, portfolio, metrics, and
-                     the SHA-256 of every other file
-    <family>.txt     LightGBM's text form of a family's regressor
-    pytorch.txt      the same for PyTorch's own operator, where enough of it was measured
-    measured.json    the best measured config of each problem in the data
+    card.json            what it is: format, device, data, kernels, features, portfolio, metrics,
+                         and the SHA-256 of every other file
+    <family>.order.txt   LightGBM's text form of the regressor that orders a family's configs
+    <family>.time.txt    the same, of the one that tells their times
+    pytorch.txt          the same, for PyTorch's own operator where enough of it was measured
+    measured.json        the best measured config of each problem in the data
 
 Reading a folder checks all that prediction relies on, so that a damaged or foreign folder is an
 error here and never a wrong answer later. A kernel that has changed since is only a warning: the
@@ -38,7 +39,8 @@ from confpred.trees import Trees
 log = logging.getLogger(__name__)
 
 FORMAT = "confpred-model/1"
-CARD, MEASURED, PYTORCH_TREES = "card.json", "measured.json", "pytorch.txt"
+CARD, MEASURED = "card.json", "measured.json"
+ORDER_TREES, TIME_TREES, PYTORCH_TREES = "{}.order.txt", "{}.time.txt", "pytorch.txt"
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,8 +160,11 @@ def _load(folder: Path, card: Mapping[str, Any]) -> Model:
             raise ModelError(f"{folder} was trained for other configs of {name}: train it again")
         portfolio = np.zeros(len(family.configs), np.bool_)
         portfolio[np.array(entry["portfolio"], np.intp)] = True
-        trees = _trees(folder, files, f"{name}.txt", entry["features"], family.feature_names)
-        families[name] = FamilyModel(family, trees, portfolio)
+        order, time = (
+            _trees(folder, files, file.format(name), entry["features"], family.feature_names)
+            for file in (ORDER_TREES, TIME_TREES)
+        )
+        families[name] = FamilyModel(family, order, time, portfolio)
         stale += _stale(entry["source"], entry["source_digests"])
     pytorch = None
     if PYTORCH_TREES in files:

@@ -24,12 +24,16 @@ class FamilyModel:
 
     Attributes:
         family: the kernel family.
-        trees: regressor of log(time / roofline time) from the family's features.
+        order: regressor of log(time / time of the problem's best config), from the family's
+            features. It need not know how fast a layer is, only what makes one config slower than
+            another, and orders them better than `time` does.
+        time: regressor of log(time / roofline time), from the same features.
         portfolio: mask over the family's config table: the configs worth offering.
     """
 
     family: Family
-    trees: Trees
+    order: Trees
+    time: Trees
     portfolio: NDArray[np.bool_]
 
     def candidates(self, problem: Problem, device: Device) -> Rows:
@@ -41,14 +45,19 @@ class FamilyModel:
     def rank(
         self, problem: Problem, device: Device, rows: Rows
     ) -> tuple[Rows, NDArray[np.float64]]:
-        """The best ``FINALISTS`` of `rows`, or fewer, and their predicted seconds, rising."""
+        """The best ``FINALISTS`` of `rows`, or fewer, and their predicted seconds, rising.
+
+        The best one's time is what `time` says; the others' follow by the ratios of `order`.
+        """
         features = self.family.features(problem, device, rows)
         if len(rows) > FINALISTS:
-            kept = np.argsort(self.trees.predict(features, PREFIX_TREES), kind="stable")[:FINALISTS]
+            kept = np.argsort(self.order.predict(features, PREFIX_TREES), kind="stable")[:FINALISTS]
             rows, features = rows[kept], features[kept]
-        cost = self.trees.predict(features)
-        order = np.lexsort((rows, cost))
-        return rows[order], np.exp(cost[order]) * device.roofline_s(problem)
+        cost = self.order.predict(features)
+        ranked = np.lexsort((rows, cost))
+        rows, features, cost = rows[ranked], features[ranked], cost[ranked]
+        best = self.time.predict(features[:1])
+        return rows, np.exp(best + cost - cost[:1]) * device.roofline_s(problem)
 
 
 def rank_by_estimate(

@@ -27,7 +27,9 @@ _RUN = Run("test", DEVICE.key, DEVICE.product, "0", "13.0", "test")
 _NOISE = 0.01
 
 #: Enough for a few thousand rows.
-SMALL = Hyperparameters(trees=120, num_leaves=15, pytorch_trees=40)
+SMALL = Hyperparameters(
+    trees=120, num_leaves=15, min_data_in_leaf=20, time_trees=60, time_leaves=15, pytorch_trees=40
+)
 
 
 def problems(networks: int, seed: int = 0) -> list[tuple[Problem, tuple[str, ...]]]:
@@ -70,7 +72,7 @@ def rows(networks: int = 6, configs: int = 80, seed: int = 0) -> Iterator[dict[s
         ids = np.array(chosen, np.intp)
         features = FAMILY.features(problem, DEVICE, ids).astype(np.float64)
         squashed = np.sign(features) * np.log1p(np.abs(features)) / 4
-        bend = np.tanh(squashed @ weights / 3).mean(axis=1) * 1.5
+        bend = np.tanh(squashed @ weights / 3).mean(axis=1) * 4
         ms = FAMILY.estimate_s(problem, DEVICE, ids) * np.exp(bend) * 1e3
         ms *= np.exp(rng.normal(scale=_NOISE, size=len(ids)))
         for row, time_ms in zip(chosen, ms, strict=True):

@@ -1,9 +1,9 @@
-"""From timings to a regressor and a portfolio for each family, and a regressor for PyTorch's op."""
+"""From timings to regressors and a portfolio for each family, and a regressor for PyTorch's op."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import lightgbm
 import numpy as np
@@ -29,7 +29,9 @@ class Hyperparameters:
     """How the trees grow; the field names are LightGBM's where it has one.
 
     Attributes:
-        trees, num_leaves, learning_rate, min_data_in_leaf, lambda_l2: of the configs' regressor.
+        trees, num_leaves, learning_rate, min_data_in_leaf, feature_fraction: of the regressor that
+            orders configs.
+        time_trees, time_leaves: of the one of their times; the rest as above.
         focus: a config weighs (best time of its problem / its time) to this power, because it is
             the order among the good configs that decides.
         pytorch_trees, pytorch_leaves: of the regressor of PyTorch's own operator, which has one row
@@ -37,20 +39,23 @@ class Hyperparameters:
     """
 
     trees: int = 300
-    num_leaves: int = 47
+    num_leaves: int = 127
     learning_rate: float = 0.08
-    min_data_in_leaf: int = 10
-    lambda_l2: float = 1.0
-    focus: float = 2.0
+    min_data_in_leaf: int = 200
+    feature_fraction: float = 0.5
+    time_trees: int = 200
+    time_leaves: int = 31
+    focus: float = 8.0
     pytorch_trees: int = 120
     pytorch_leaves: int = 8
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fitted:
-    """LightGBM's text form of a regressor, and the portfolio that goes with it."""
+    """A `confpred.ranking.FamilyModel`, with its regressors in LightGBM's text form."""
 
-    text: str
+    order: str
+    time: str
     portfolio: NDArray[np.bool_]
 
 
@@ -64,34 +69,45 @@ def fit_families(
     """
     if not timings:
         raise DataError("no measurements are left to train on")
-    fitted = {}
-    for name in sorted({t.family for t in timings}):
-        own, family = [t for t in timings if t.family == name], all_families()[name]
-        fitted[name] = Fitted(
-            text=_fit_configs(own, family, device, hyper, seed),
-            portfolio=choose_portfolio(own, family, device),
+    return {
+        name: _fit_family(
+            [t for t in timings if t.family == name], all_families()[name], device, hyper, seed
         )
-    return fitted
+        for name in sorted({t.family for t in timings})
+    }
 
 
-def _fit_configs(
+def _fit_family(
     timings: Sequence[Timings],
     family: Family,
     device: Device,
     hyper: Hyperparameters,
     seed: int,
-) -> str:
+) -> Fitted:
     features = np.concatenate([family.features(t.problem, device, t.rows) for t in timings])
-    target = np.concatenate(
-        [np.log(t.time_ms * 1e-3 / device.roofline_s(t.problem)) for t in timings]
+    regret = np.concatenate([t.time_ms / t.time_ms.min() for t in timings])
+    slowdown = np.concatenate([t.time_ms * 1e-3 / device.roofline_s(t.problem) for t in timings])
+
+    def fit(target: NDArray[np.float64], trees: int, leaves: int) -> str:
+        data = lightgbm.Dataset(
+            features,
+            np.log(target),
+            weight=regret**-hyper.focus,
+            feature_name=list(family.feature_names),
+        )
+        grow = {
+            "num_leaves": leaves,
+            "learning_rate": hyper.learning_rate,
+            "min_data_in_leaf": hyper.min_data_in_leaf,
+            "feature_fraction": hyper.feature_fraction,
+        }
+        return _train(data, grow, trees, seed)
+
+    return Fitted(
+        order=fit(regret, hyper.trees, hyper.num_leaves),
+        time=fit(slowdown, hyper.time_trees, hyper.time_leaves),
+        portfolio=choose_portfolio(timings, family, device),
     )
-    weight = np.concatenate([(t.time_ms.min() / t.time_ms) ** hyper.focus for t in timings])
-    data = lightgbm.Dataset(
-        features, target, weight=weight, feature_name=list(family.feature_names)
-    )
-    own = ("num_leaves", "learning_rate", "min_data_in_leaf", "lambda_l2")
-    grow = {name: value for name, value in asdict(hyper).items() if name in own}
-    return _train(data, grow, hyper.trees, seed)
 
 
 def fit_pytorch(

@@ -58,7 +58,7 @@ def baselines() -> dict[str, Method]:
 def family_models(fitted: Mapping[str, Fitted]) -> dict[str, FamilyModel]:
     """What was fitted, ready to predict, through the same code as a saved model."""
     return {
-        name: FamilyModel(all_families()[name], Trees(f.text), f.portfolio)
+        name: FamilyModel(all_families()[name], Trees(f.order), Trees(f.time), f.portfolio)
         for name, f in fitted.items()
     }
 

@@ -18,7 +18,15 @@ import confpred
 from confpred.errors import InvalidInput, StorageError
 from confpred.families import all_families
 from confpred.features import PROBLEM_FEATURES
-from confpred.model import CARD, FORMAT, MEASURED, PYTORCH_TREES, table_digest
+from confpred.model import (
+    CARD,
+    FORMAT,
+    MEASURED,
+    ORDER_TREES,
+    PYTORCH_TREES,
+    TIME_TREES,
+    table_digest,
+)
 from confpred.problem import Problem
 from confpred.training.data import Dataset, Timings
 from confpred.training.evaluate import MODEL, Summary, judge_model
@@ -60,7 +68,8 @@ def train(
     regret = judge_model(dataset, hyper, FOLDS, seed).summary(MODEL)
     fitted = fit_families(dataset.timings, dataset.device, hyper, seed)
     pytorch = fit_pytorch(dataset.pytorch_ms, dataset.device, hyper, seed)
-    files = {f"{name}.txt": f.text for name, f in fitted.items()}
+    files = {ORDER_TREES.format(name): f.order for name, f in fitted.items()}
+    files |= {TIME_TREES.format(name): f.time for name, f in fitted.items()}
     if pytorch is not None:
         files[PYTORCH_TREES] = pytorch
     files[MEASURED] = _lines(_best(dataset))

@@ -40,7 +40,13 @@ def test_a_sound_folder_is_read(model_folder):
     )
 
 
-FILES = ("card.json", "grouped_fprop.txt", "pytorch.txt", "measured.json")
+FILES = (
+    "card.json",
+    "grouped_fprop.order.txt",
+    "grouped_fprop.time.txt",
+    "pytorch.txt",
+    "measured.json",
+)
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -69,11 +75,11 @@ def test_a_damaged_file_is_named(folder, name, damage):
         (lambda card: card.update(device="tpu"), "device='tpu' is not allowed"),
         (lambda card: card.pop("files"), "is damaged: KeyError"),
         (lambda card: card["files"].pop("measured.json"), "is damaged: KeyError"),
-        (lambda card: card["files"].pop("grouped_fprop.txt"), "is damaged: KeyError"),
+        (lambda card: card["files"].pop("grouped_fprop.order.txt"), "is damaged: KeyError"),
         (lambda card: card["pytorch"].pop(), "pytorch.txt was trained on other features"),
         (
             lambda card: card["families"]["grouped_fprop"]["features"].reverse(),
-            "grouped_fprop.txt was trained on other features",
+            "grouped_fprop.order.txt was trained on other features",
         ),
         (
             lambda card: card["families"]["grouped_fprop"].update(table="0" * 16),
@@ -98,7 +104,7 @@ def test_a_foreign_card_is_refused(folder, change, message):
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("grouped_fprop.txt", "nonsense", "LightGBM: "),
+        ("grouped_fprop.order.txt", "nonsense", "LightGBM: "),
         ("measured.json", '[{"problem": {"n": 0}, "family": null, "row": null}]', "is damaged"),
         ("measured.json", "[" * 100_000, "is not JSON"),
         ("measured.json", '{"a": 1}', "is damaged"),
@@ -114,9 +120,9 @@ def test_a_foreign_file_with_a_right_digest_is_refused(folder, name, text, messa
 
 def test_another_familys_trees_are_refused(folder):
     text = (folder / "pytorch.txt").read_text()
-    (folder / "grouped_fprop.txt").write_text(text)
+    (folder / "grouped_fprop.order.txt").write_text(text)
     digest = hashlib.sha256(text.encode()).hexdigest()
-    edit(folder, lambda card: card["files"].update({"grouped_fprop.txt": digest}))
+    edit(folder, lambda card: card["files"].update({"grouped_fprop.order.txt": digest}))
     with pytest.raises(ModelError, match=r"takes 21 features; the card has \d+"):
         load_model(folder)
 

@@ -29,7 +29,13 @@ def test_the_same_data_and_seed_give_the_same_model(measurements, model_folder, 
     train(dataset, tmp_path / "again", exclude=["net0"], hyper=SMALL)
     names = sorted(path.name for path in model_folder.iterdir())
     assert names == sorted(path.name for path in (tmp_path / "again").iterdir())
-    assert names == ["card.json", "grouped_fprop.txt", "measured.json", "pytorch.txt"]
+    assert names == [
+        "card.json",
+        "grouped_fprop.order.txt",
+        "grouped_fprop.time.txt",
+        "measured.json",
+        "pytorch.txt",
+    ]
     for name in names[1:]:
         assert (tmp_path / "again" / name).read_bytes() == (model_folder / name).read_bytes()
     first, second = card_of(model_folder), card_of(tmp_path / "again")
