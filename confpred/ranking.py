@@ -14,8 +14,8 @@ from confpred.trees import Trees
 
 #: The first trees correct the most, so they pick the finalists that the whole ensemble then orders:
 #: a third of the work, and the same winner (`benchmarks/predict_latency.py` counts the exceptions).
-PREFIX_TREES = 60
-FINALISTS = 48
+PREFIX_TREES = 40
+FINALISTS = 32
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,7 +39,7 @@ class Hyperparameters:
     """
 
     trees: int = 300
-    num_leaves: int = 127
+    num_leaves: int = 95
     learning_rate: float = 0.08
     min_data_in_leaf: int = 200
     feature_fraction: float = 0.5
