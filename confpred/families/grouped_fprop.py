@@ -91,6 +91,8 @@ class GroupedFprop:
         *("threads", "warp_tiles", "warp_groups", "smem_bytes", "registers", "loads", "products"),
         *("blocks_per_sm", "warps_per_sm", "log_blocks", "waves", "wave_waste"),
         *("q_waste", "n_waste", "c_waste", "halo_rows", "halo_columns", "steps", "bytes_in_flight"),
+        *("q_tail", "n_tail", "c_tail", "row_tail", "c_tiles", "bands_cut", "band_rows"),
+        *("log_blocks_an_sm", "rounds", "log_images_at_once", "pixel_alignment"),
         *("log_load_bytes", "log_products", "log_estimate"),
     )
 
@@ -143,6 +145,8 @@ class GroupedFprop:
             "bfloat16": DTYPES.index(problem.dtype),
             "bias": problem.bias,
             "activation": ACTIVATIONS.index(problem.activation),
+            # Rows of pixels that do not begin at a cache line are read and written in pieces.
+            "pixel_alignment": np.gcd(2 * problem.c, 128),
             "log_estimate": np.log2(plan["estimate"] / device.roofline_s(problem)),
             **{field: self.configs[field][rows] for field in _FIELDS},
             **plan,
@@ -205,7 +209,9 @@ class GroupedFprop:
     def _blocks(self, problem: Problem) -> NDArray[np.int64]:
         t = self.configs
         blocks = -(-problem.n // t["block_n"].astype(np.int64)) * -(-problem.q // t["block_q"])
-        return np.asarray(blocks * -(-problem.c // t["block_c"]) * t["bands"], np.int64)
+        band_rows = -(-problem.p // t["bands"])
+        bands = -(-problem.p // band_rows)  # rounding up may have left the last ones empty
+        return np.asarray(blocks * -(-problem.c // t["block_c"]) * bands, np.int64)
 
     def _plan(self, problem: Problem, device: Device, rows: Rows) -> dict[str, NDArray[np.float64]]:
         """How each config would run `problem`: the derived features, and the estimated seconds.
@@ -228,7 +234,11 @@ class GroupedFprop:
         waves = blocks / (device.sm_count * per_sm)
         wave_waste = np.ceil(waves) / waves
         band_rows = -(-problem.p // t["bands"])
+        bands = -(-problem.p // band_rows)
+        c_tiles = -(-problem.c // t["block_c"])
+        image_blocks = c_tiles * -(-problem.q // t["block_q"]) * bands
         steps = band_rows + problem.r - 1
+        sm_blocks = np.ceil(blocks / device.sm_count)
         loaded = blocks * steps * t["block_n"] * (t["block_q"] + problem.s - 1.0) * t["block_c"] * 2
         products = blocks * steps * shape.products[rows] * (threads // 32.0)
         seconds = np.maximum(
@@ -254,6 +264,19 @@ class GroupedFprop:
             "q_waste": -(-problem.q // t["block_q"]) * t["block_q"] / problem.q,
             "n_waste": -(-problem.n // t["block_n"]) * t["block_n"] / problem.n,
             "c_waste": -(-problem.c // t["block_c"]) * t["block_c"] / problem.c,
+            # What is left for the last block of each dimension, as a part of a whole one.
+            "q_tail": problem.q % t["block_q"] / t["block_q"],
+            "n_tail": problem.n % t["block_n"] / t["block_n"],
+            "c_tail": problem.c % t["block_c"] / t["block_c"],
+            "row_tail": (problem.p - (bands - 1) * band_rows) / band_rows,
+            "c_tiles": c_tiles,
+            "bands_cut": bands,
+            "band_rows": band_rows,
+            "log_blocks_an_sm": np.log2(sm_blocks),
+            "rounds": sm_blocks / np.minimum(sm_blocks, per_sm),
+            "log_images_at_once": np.log2(
+                np.minimum(device.sm_count * per_sm, blocks) / image_blocks
+            ),
             "halo_rows": steps / band_rows,
             "halo_columns": (t["block_q"] + problem.s - 1) / t["block_q"],
             "steps": steps,
