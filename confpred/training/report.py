@@ -89,7 +89,7 @@ def plot_regret(evaluation: Evaluation, path: Path) -> None:
     axes.set_xscale("log")
     axes.set_xlim(1.0, _LARGEST_SHOWN)
     axes.set_ylim(0.0, 1.0)
-    ticks = [1.0, 1.05, 1.1, 1.2, 1.5, 2.0, 3.0, 4.0]
+    ticks = [1.0, 1.1, 1.2, 1.5, 2.0, 3.0, 4.0]
     axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     axes.minorticks_off()
     axes.set_xlabel("regret: time of the choice / time of the best config")
