@@ -83,7 +83,7 @@ def compare(problem: Problem, bandwidth: float) -> dict[str, Any]:
         out = torch.empty(
             (problem.n, problem.p, problem.q, problem.k), dtype=tensors[0].dtype, device="cuda"
         )
-        stream = driver_stream(torch.cuda.current_stream().cuda_stream)
+        stream = driver.stream_of(0, torch.cuda.current_stream().cuda_stream)
         bias = tensors[2].data_ptr() if problem.bias else 0
         bound.enqueue(stream, out.data_ptr(), tensors[0].data_ptr(), tensors[1].data_ptr(), bias)
         return out.permute(0, 3, 1, 2)
@@ -110,12 +110,6 @@ def compare(problem: Problem, bandwidth: float) -> dict[str, Any]:
         "ours_again_ms": times[1].median_ms,
         "cudnn_ms": times[2].median_ms,
     }
-
-
-def driver_stream(handle: int) -> Any:
-    from cuda.core import Stream
-
-    return Stream.from_handle(handle)
 
 
 def run_mode(mode: str) -> dict[str, Any]:

@@ -14,13 +14,18 @@ launch itself.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from confpred.cuda import driver
 from confpred.cuda.compiler import compile_kernel
-from confpred.errors import ConfpredError, InvalidInput, MissingExtra
+from confpred.errors import (
+    ConfpredError,
+    InvalidInput,
+    InvalidProblem,
+    MissingExtra,
+    UnknownDevice,
+)
 from confpred.families import Family, all_families
 from confpred.predictor import Predictor
 from confpred.problem import ACTIVATIONS, Problem
@@ -29,17 +34,13 @@ try:
     import torch
     import torch.nn.functional as F
     from torch import Tensor
+
+    from confpred.cuda.peer import ACTIVATE
 except ImportError as error:
     raise MissingExtra("torch", "gpu") from error
 
 log = logging.getLogger(__name__)
 
-_ACTIVATE: dict[str, Callable[[Tensor], Tensor]] = {
-    "none": lambda x: x,
-    "relu": F.relu,
-    "silu": F.silu,
-    "gelu": F.gelu,
-}
 _DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
 _ALIGNMENT = 16  # bytes; the kernels load this much at a time
 _MAX_PLANS = 65_536
@@ -90,7 +91,7 @@ def conv2d(
         RuntimeError: PyTorch refuses the arguments.
     """
     name = "none" if activation is None else activation
-    if name not in _ACTIVATE:
+    if name not in ACTIVATE:
         raise InvalidInput("activation", activation, f"None or one of {', '.join(ACTIVATIONS)}")
     for field, tensor, rank in (("x", x, 4), ("weight", weight, 4), ("bias", bias, 1)):
         if tensor is not None and tensor.dim() != rank:
@@ -105,7 +106,7 @@ def conv2d(
     ):
         # The activation's gradient needs its input, so it is not fused.
         out: Tensor = _conv2d_op(x, weight, bias, strides, paddings, groups, "none")
-        return _ACTIVATE[name](out)
+        return ACTIVATE[name](out)
     if torch.compiler.is_compiling() or type(x) is not Tensor:
         out = _conv2d_op(x, weight, bias, strides, paddings, groups, name)
         return out
@@ -167,7 +168,7 @@ def _run(
         if plan is not None:
             return _launch(plan, x, weight, bias)
     out = F.conv2d(x, weight, bias, stride, padding, 1, groups)
-    return _ACTIVATE[activation](out)
+    return ACTIVATE[activation](out)
 
 
 def _launch(plan: _Plan, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -223,9 +224,11 @@ def _make_plan(
             return None
         log.debug("%s: %s %s (%s)", problem, choice.family, choice.config, choice.source)
         return _load(problem, all_families()[choice.family], choice.config_id or 0, ordinal)
-    except ConfpredError as error:
+    except (InvalidProblem, UnknownDevice) as error:
         log.debug("PyTorch's own operator: %s", error)
-        return None
+    except ConfpredError as error:  # a damaged model, a driver that refuses: worth a look
+        log.warning("PyTorch's own operator: %s", error)
+    return None
 
 
 def _load(problem: Problem, family: Family, row: int, ordinal: int) -> _Plan:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -39,21 +40,20 @@ class BoundLaunch:
     `enqueue` is the hot path of the library: everything that can be is worked out beforehand.
     """
 
-    kernel: Kernel
+    launch: Callable[..., None]
     config: LaunchConfig
+    kernel: Kernel
     scalars: tuple[np.int32, ...]
 
     def enqueue(self, stream: Any, *pointers: int) -> None:
-        """Launch on `stream` (a `cuda.core` stream or graph builder, or any object with
-        ``__cuda_stream__``) with the device addresses `pointers`, 0 for an absent operand.
+        """Launch on `stream` (a `cuda.core` stream or graph builder) with the device addresses
+        `pointers`, 0 for an absent operand.
 
         Raises:
             LaunchError: the driver refused.
         """
-        from cuda.core import launch
-
         try:
-            launch(stream, self.config, self.kernel, *pointers, *self.scalars)
+            self.launch(stream, self.config, self.kernel, *pointers, *self.scalars)
         except Exception as error:
             raise LaunchError(f"launch failed: {error}") from error
 
@@ -153,9 +153,10 @@ def load(compiled: Compiled, smem_bytes: int) -> LoadedKernel:
 def bind(kernel: Kernel, launch: Launch) -> BoundLaunch:
     """Prepare `launch` of `kernel`."""
     from cuda.core import LaunchConfig
+    from cuda.core import launch as cuda_launch
 
     config = LaunchConfig(grid=launch.grid, block=launch.block, shmem_size=launch.smem_bytes)
-    return BoundLaunch(kernel, config, tuple(np.int32(value) for value in launch.scalars))
+    return BoundLaunch(cuda_launch, config, kernel, tuple(map(np.int32, launch.scalars)))
 
 
 def _allow_smem(kernel: Kernel, smem_bytes: int) -> None:

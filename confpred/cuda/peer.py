@@ -14,7 +14,7 @@ from confpred.cuda.measure import Outcome
 from confpred.cuda.timing import launches_a_replay, time_interleaved
 from confpred.problem import Problem
 
-_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+ACTIVATE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "none": lambda x: x,
     "relu": F.relu,
     "silu": F.silu,
@@ -77,7 +77,7 @@ def pytorch_call(problem: Problem, tensors: tuple[torch.Tensor, ...]) -> torch.T
     p = problem
     bias = tensors[2] if p.bias else None
     out = F.conv2d(tensors[0], tensors[1], bias, p.stride, p.padding, p.dilation, p.groups)
-    return _ACTIVATIONS[p.activation](out)
+    return ACTIVATE[p.activation](out)
 
 
 def copies_for(problem: Problem, launches: int, l2_bytes: int) -> int:

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
+from joblib import Parallel, cpu_count, delayed
 from numpy.typing import NDArray
 
 from confpred.device import Device
@@ -82,19 +83,30 @@ class Judged:
 def judge(
     folds: Sequence[Fold], methods: Mapping[str, Method], device: Device, seed: int
 ) -> Judged:
-    """Let each method learn from each fold's training part and judge it on the other part."""
+    """Let each method learn from each fold's training part and judge it on the other part.
+
+    Folds and methods run side by side, a process for each core, as each learns in one thread.
+    """
+    pairs = [(name, fold) for name in methods for fold in folds]
+    parts = Parallel(n_jobs=min(cpu_count(), len(pairs)))(
+        delayed(_judge_fold)(methods[name], fold, device, seed) for name, fold in pairs
+    )
     scores: dict[str, tuple[Score, ...]] = {}
     missing: dict[str, str] = {}
-    for name, method in methods.items():
-        found: list[Score] = []
-        try:
-            for fold in folds:
-                found += map(method(fold.train, device, seed), fold.test)
-        except MissingExtra as error:
-            missing[name] = str(error)
+    for (name, _), part in zip(pairs, parts, strict=True):
+        if isinstance(part, str):
+            missing[name] = part
         else:
-            scores[name] = tuple(found)
+            scores[name] = scores.get(name, ()) + part
     return Judged(tuple(t for fold in folds for t in fold.test), scores, missing)
+
+
+def _judge_fold(method: Method, fold: Fold, device: Device, seed: int) -> tuple[Score, ...] | str:
+    """One method's scores on one fold, or why it cannot run."""
+    try:
+        return tuple(map(method(fold.train, device, seed), fold.test))
+    except MissingExtra as error:
+        return str(error)
 
 
 def judge_model(dataset: Dataset, hyper: Hyperparameters, folds: int, seed: int) -> Judged:
