@@ -1,15 +1,17 @@
-"""The table of measurements in a Parquet file: its columns, and how a file is read."""
+"""The table of measurements in a Parquet file: its columns, reading and writing."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from confpred.errors import DataError
+from confpred.files import write_whole
 from confpred.measurement import Measurement, Run
 from confpred.problem import PAIRS, Problem
 
@@ -50,15 +52,28 @@ def read(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
     """The rows of one file, or those of `columns`.
 
     Raises:
-        DataError: the file is missing, truncated, or lacks a column.
+        DataError: the file is missing, truncated or damaged, or lacks a column.
     """
+    names = schema().names if columns is None else list(columns)
     try:
-        table = pq.read_table(
-            path, columns=None if columns is None else list(columns), partitioning=None
-        )
-        return table.select(columns or schema().names).cast(
-            pa.schema([schema().field(name) for name in columns or schema().names])
-        )
+        with path.open("rb") as file:
+            found = pq.read_table(file, columns=names, page_checksum_verification=True)
+        table = found.select(names).cast(pa.schema([schema().field(name) for name in names]))
+        table.validate(full=True)  # a text that is no UTF-8, say
     except (OSError, pa.ArrowException, KeyError, ValueError) as error:
-        reason = str(error).splitlines()[0]
+        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
         raise DataError(f"{path} is not a whole file of measurements: {reason}") from error
+    return table
+
+
+def write(table: pa.Table, path: Path) -> None:
+    """Write `table` to `path`, whole or not at all, with checksums that `read` verifies.
+
+    Raises:
+        StorageError: the file system refused.
+    """
+
+    def fill(file: BinaryIO) -> None:
+        pq.write_table(table, file, compression="zstd", write_page_checksum=True)
+
+    write_whole(path, fill)

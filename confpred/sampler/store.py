@@ -13,14 +13,12 @@ from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 from filelock import FileLock, Timeout
 
 from confpred.errors import DataError, FolderBusy, InvalidInput, StorageError
-from confpred.files import write_whole
 from confpred.measurement import Measurement, problem_of_row
 from confpred.sampler.plan import Measured
-from confpred.table import problem_columns, read, schema
+from confpred.table import problem_columns, read, schema, write
 
 FLUSH_ROWS = 20_000
 FLUSH_SECONDS = 5.0
@@ -99,7 +97,7 @@ class Store:
         table = pa.Table.from_pylist([row.to_row() for row in rows], schema())
         path = self.folder / f"rows-{self._run_id}-{self._shards:05d}.parquet"
         self._shards += 1
-        _write(table, path)
+        write(table, path)
 
 
 def merge(folders: Sequence[Path], file: Path) -> int:
@@ -118,7 +116,7 @@ def merge(folders: Sequence[Path], file: Path) -> int:
     table = pa.concat_tables(tables)
     order = ["device", *problem_columns(), "family", "config", "time"]
     indices = pc.sort_indices(table, [(name, "ascending") for name in order])
-    _write(table.take(indices), file)
+    write(table.take(indices), file)
     return int(table.num_rows)
 
 
@@ -127,7 +125,3 @@ def _read_shards(folder: Path, columns: Sequence[str]) -> pa.Table:
         raise InvalidInput("folder", str(folder), "a folder of measurements")
     empty = pa.schema([schema().field(name) for name in columns]).empty_table()
     return pa.concat_tables([empty, *(read(p, columns) for p in sorted(folder.glob(_SHARDS)))])
-
-
-def _write(table: pa.Table, path: Path) -> None:
-    write_whole(path, lambda file: pq.write_table(table, file, compression="zstd"))

@@ -158,6 +158,31 @@ def test_a_damaged_shard_is_named(tmp_path, damage):
     assert not (tmp_path / "merged.parquet").exists()
 
 
+def test_any_changed_byte_is_found_or_changes_nothing(tmp_path):
+    """Data pages carry checksums; what they do not cover is structure, padding and statistics."""
+    fill(tmp_path, [other(n, message=f"{n} " * n) for n in range(1, 60)])
+    (path,) = tmp_path.glob("rows-*.parquet")
+    whole, table = path.read_bytes(), read(path)
+    refused = 0
+    for at in range(0, len(whole), 23):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 0x55]) + whole[at + 1 :])
+        try:
+            assert read(path).equals(table)
+        except DataError:
+            refused += 1
+    assert refused > 100
+
+
+def test_a_text_that_is_no_utf8_is_refused(tmp_path):
+    fill(tmp_path, [ROW])
+    (path,) = tmp_path.glob("rows-*.parquet")
+    table = read(path)
+    texts = pa.array([b"\xff"]).view(pa.string())
+    pq.write_table(table.set_column(table.column_names.index("config"), "config", texts), path)
+    with pytest.raises(DataError, match=path.name):
+        read(path)
+
+
 def test_a_damaged_shard_stops_a_resumed_run(tmp_path):
     fill(tmp_path, [ROW])
     (path,) = tmp_path.glob("rows-*.parquet")
