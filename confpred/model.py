@@ -148,6 +148,8 @@ def _parse(path: Path, content: bytes) -> Any:
 def _load(folder: Path, card: Mapping[str, Any]) -> Model:
     files: dict[str, bytes] = {}
     for name, digest in card["files"].items():
+        if Path(name).name != name:
+            raise ModelError(f"{folder / CARD} names {name!r}, which is no file beside it")
         files[name] = _read(folder / name)
         if hashlib.sha256(files[name]).hexdigest() != digest:
             raise ModelError(f"{folder / name} is damaged: its SHA-256 is not the card's")
@@ -159,7 +161,7 @@ def _load(folder: Path, card: Mapping[str, Any]) -> Model:
         if entry["table"] != table_digest(family):
             raise ModelError(f"{folder} was trained for other configs of {name}: train it again")
         portfolio = np.zeros(len(family.configs), np.bool_)
-        portfolio[np.array(entry["portfolio"], np.intp)] = True
+        portfolio[[_row(folder / CARD, row, family) for row in entry["portfolio"]]] = True
         order, time = (
             _trees(folder, files, file.format(name), entry["features"], family.feature_names)
             for file in (ORDER_TREES, TIME_TREES)
@@ -174,7 +176,7 @@ def _load(folder: Path, card: Mapping[str, Any]) -> Model:
         device=get_device(card["device"]),
         families=families,
         pytorch=pytorch,
-        measured=_measured(_parse(folder / MEASURED, files[MEASURED])),
+        measured=_measured(folder / MEASURED, files[MEASURED]),
         regret_bound=_number("regret_bound", card["regret_bound"], least=1.0),
         stale=tuple(stale),
         card=card,
@@ -208,15 +210,21 @@ def _stale(file: str, trained: list[str]) -> list[str]:
     return [f"{file} is {current}; the measurements are of {' and '.join(trained)}"]
 
 
-def _measured(content: list[dict[str, Any]]) -> dict[Problem, Best]:
+def _measured(path: Path, content: bytes) -> dict[Problem, Best]:
     best = {}
-    for entry in content:
+    for entry in _parse(path, content):
         family, row = entry["family"], entry["row"]
-        if family is not None and row not in range(len(all_families()[family].configs)):
-            raise ModelError(f"{MEASURED} names row {row!r} of {family}, which does not exist")
+        if family is not None:
+            row = _row(path, row, all_families()[family])
         time_ms = _number("time_ms", entry["time_ms"], least=0.0)
         best[Problem.from_json(entry["problem"])] = Best(family, row, time_ms)
     return best
+
+
+def _row(path: Path, value: object, family: Family) -> int:
+    if type(value) is not int or not 0 <= value < len(family.configs):
+        raise ModelError(f"{path} is damaged: {family.name} has no config {value!r}")
+    return value
 
 
 def _number(name: str, value: object, least: float) -> float:

@@ -89,10 +89,15 @@ def test_a_damaged_file_is_named(folder, name, damage):
             lambda card: card["families"].update(winograd=card["families"]["grouped_fprop"]),
             "kernel family 'winograd', which is not installed",
         ),
-        (
-            lambda card: card["families"]["grouped_fprop"]["portfolio"].append(10**9),
-            "is damaged: IndexError",
+        *(
+            (
+                lambda card, row=row: card["families"]["grouped_fprop"]["portfolio"].append(row),
+                r"card\.json is damaged: grouped_fprop has no config",
+            )
+            for row in (10**9, 10**30, -1, 1.5, True, "1", [1])
         ),
+        (lambda card: card["files"].update({"../card.json": "0"}), "no file beside it"),
+        (lambda card: card["files"].update({"/dev/zero": "0"}), "no file beside it"),
     ],
 )
 def test_a_foreign_card_is_refused(folder, change, message):
@@ -108,6 +113,11 @@ def test_a_foreign_card_is_refused(folder, change, message):
         ("measured.json", '[{"problem": {"n": 0}, "family": null, "row": null}]', "is damaged"),
         ("measured.json", "[" * 100_000, "is not JSON"),
         ("measured.json", '{"a": 1}', "is damaged"),
+        (
+            "measured.json",
+            '[{"problem": {}, "family": "grouped_fprop", "row": -1}]',
+            r"measured\.json is damaged: grouped_fprop has no config -1",
+        ),
     ],
 )
 def test_a_foreign_file_with_a_right_digest_is_refused(folder, name, text, message):
