@@ -7,6 +7,7 @@ results. Entries appear by atomic rename, so any number of processes may share t
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import os
@@ -53,7 +54,8 @@ class KernelCache:
         if payload and hashlib.sha256(payload).digest() == digest:
             return payload
         log.warning("damaged kernel cache entry %s: removed, compiling again", path)
-        path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # on a read-only disk it stays, and is found again
+            path.unlink()
         return None
 
     def put(self, key: str, payload: bytes) -> None:
@@ -69,7 +71,8 @@ class KernelCache:
         except OSError as error:
             log.warning("kernel cache %s is not writable (%s)", self.folder, error)
             if temporary is not None:
-                Path(temporary).unlink(missing_ok=True)
+                with contextlib.suppress(OSError):
+                    os.unlink(temporary)
 
     def _path(self, key: str) -> Path:
         return self.folder / key[:2] / f"{key}.cubin"
