@@ -208,7 +208,7 @@ def _span(low: int, high: int) -> str:
 
 def _integer(name: str, value: object, limits: tuple[int, int]) -> int:
     """`value` as an int within `limits`: NumPy integers too, but no boolean, float or text."""
-    allowed = f"an integer {_span(*limits)}"
+    allowed = f"an integer {_span(*limits)}" + (", or a pair of them" if name in PAIRS else "")
     if isinstance(value, (bool, str, float)):
         raise InvalidProblem(name, value, allowed)
     try:
