@@ -78,8 +78,9 @@ def _free_port(host: str, port: int) -> int:
         with socket.create_server((host, port), family=family) as probe:
             found: int = probe.getsockname()[1]
             return found
-    except OSError as error:
-        raise ConfpredError(f"cannot listen on {host}, port {port}: {error.strerror}") from None
+    except (OSError, UnicodeError) as error:  # UnicodeError: the name breaks the rules of names
+        reason = getattr(error, "strerror", "no such host")
+        raise ConfpredError(f"cannot listen on {host}, port {port}: {reason}") from None
 
 
 def _log_config() -> dict[str, Any]:

@@ -78,6 +78,21 @@ def test_what_is_wrong_is_named(words, message):
     assert done.stdout == ""
 
 
+def test_a_full_disk_under_the_output_is_one_line():
+    program = "from confpred.cli import main; main()"
+    words = ("predict", "--gpu", "h100", "--layer", LAYER)
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", program, *words],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    assert done.returncode != 0
+    assert done.stderr.splitlines() == ["confpred: [Errno 28] No space left on device"]
+
+
 @pytest.mark.parametrize("command", ["predict", "train", "evaluate"])
 def test_help_teaches_by_example(command):
     program = "from confpred.cli import main; main()"

@@ -220,6 +220,13 @@ def test_a_taken_port_is_one_clear_line() -> None:
     assert len(said.splitlines()) == 1
 
 
+def test_a_name_that_cannot_be_one_is_one_clear_line() -> None:
+    assert refused("--host", "a..b", "--port", "0") == (
+        1,
+        "confpred: cannot listen on a..b, port 0: no such host\n",
+    )
+
+
 def test_an_address_of_another_machine_is_one_clear_line() -> None:
     code, said = refused("--host", "192.0.2.1", "--port", "0")
     assert (code, len(said.splitlines())) == (1, 1)
