@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from confpred.errors import InvalidInput
 from confpred.problem import Problem
 
+MAX_TOP = 32  # choices that one answer may have
 Source = Literal["plan", "measured", "predicted", "heuristic", "fallback"]
 
 
@@ -54,3 +57,20 @@ class Choice:
             "regret_bound": self.regret_bound,
             "model": self.model,
         }
+
+
+def check_top(top: object) -> int:
+    """`top` itself.
+
+    Raises:
+        InvalidInput: it is not an integer from 1 to ``MAX_TOP``.
+    """
+    if not isinstance(top, int) or isinstance(top, bool) or not 1 <= top <= MAX_TOP:
+        raise InvalidInput("top", top, f"an integer from 1 to {MAX_TOP}")
+    return top
+
+
+def answers_json(answers: Iterable[Sequence[Choice]]) -> str:
+    """The choices of several problems as the CLI prints and the service sends them."""
+    plain = {"choices": [[choice.to_json() for choice in choices] for choices in answers]}
+    return json.dumps(plain, separators=(",", ":"), allow_nan=False)

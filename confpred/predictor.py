@@ -10,7 +10,7 @@ from types import MappingProxyType
 
 import numpy as np
 
-from confpred.choice import Choice, Source
+from confpred.choice import MAX_TOP, Choice, Source, check_top
 from confpred.device import Device, get_device
 from confpred.errors import InvalidInput
 from confpred.families import all_families, config_dict
@@ -20,8 +20,9 @@ from confpred.plan import Pin, read_plan
 from confpred.problem import Problem
 from confpred.ranking import rank_by_estimate
 
-MAX_TOP = 32
-_REMEMBERED = 8_192  # answers, of about a kilobyte each
+#: How many answers are remembered: best choices, of 1.5 kB each, and rankings, of up to 16 kB.
+BEST_KEPT = 8_192
+RANKINGS_KEPT = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,8 @@ class Predictor:
         """Use `models`, by device key, and the pins of `plan`."""
         self._models = MappingProxyType(dict(models))
         self._plan = dict(plan or {})
-        self._answer = lru_cache(maxsize=_REMEMBERED)(self._work_out)
+        self._best = lru_cache(BEST_KEPT)(self._work_out)
+        self._ranking = lru_cache(RANKINGS_KEPT)(self._work_out)
 
     @classmethod
     def load(cls, model: str | Path | None = None, *, plan: str | Path | None = None) -> Predictor:
@@ -79,6 +81,7 @@ class Predictor:
         """The best config known for `problem` on `device`; never fails for a valid problem.
 
         Raises:
+            InvalidInput: `problem` is not a `Problem`.
             UnknownDevice: no description of `device` is known.
         """
         return self._answer(problem, get_device(device), 1)[0]
@@ -95,9 +98,13 @@ class Predictor:
             InvalidInput: `top` is not an integer from 1 to ``MAX_TOP``.
             UnknownDevice: no description of `device` is known.
         """
-        if isinstance(top, bool) or not isinstance(top, int) or not 1 <= top <= MAX_TOP:
-            raise InvalidInput("top", top, f"an integer from 1 to {MAX_TOP}")
-        return list(self._answer(problem, get_device(device), top))
+        return list(self._answer(problem, get_device(device), check_top(top)))
+
+    def _answer(self, problem: Problem, device: Device, top: int) -> tuple[Choice, ...]:
+        if not isinstance(problem, Problem):
+            raise InvalidInput("problem", problem, "a confpred.Problem")
+        remembered = self._best if top == 1 else self._ranking
+        return remembered(problem, device, top)
 
     def _work_out(self, problem: Problem, device: Device, top: int) -> tuple[Choice, ...]:
         model = self._models.get(device.key)

@@ -25,11 +25,10 @@ from rich.console import Console
 from rich.table import Table
 
 from confpred import Predictor, Problem
-from confpred.choice import Choice
+from confpred.choice import MAX_TOP, Choice
 from confpred.cuda.driver import device_count, device_of
 from confpred.device import Device
 from confpred.errors import UnknownDevice
-from confpred.predictor import MAX_TOP
 from confpred.suite import read_suite
 from confpred.training.data import Timings, read_dataset
 

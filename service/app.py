@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import json
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import Any
@@ -17,7 +16,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 import confpred
+from confpred.choice import answers_json
 from confpred.device import KNOWN, Device
+from confpred.model import Model
 from confpred.predictor import Predictor
 
 from . import errors, schema
@@ -93,15 +94,15 @@ async def predict(request: Request) -> Response:
 
 @_router.get("/v1/devices", summary="The devices that can be asked for", responses=_refusals(503))
 async def devices(request: Request) -> schema.DevicesReply:
-    models = _models(_predictor(request))
+    models = _predictor(request).models
     return schema.DevicesReply([_served(device, models.get(key)) for key, device in KNOWN.items()])
 
 
 @_router.get("/v1/models", summary="The models that are loaded", responses=_refusals(503))
 async def models(request: Request) -> schema.ModelsReply:
-    loaded = _models(_predictor(request))
+    loaded = _predictor(request).models
     return schema.ModelsReply(
-        [schema.ServedModel(device, m.version, m.card) for device, m in loaded.items()]
+        [schema.ServedModel(device, m.version, dict(m.card)) for device, m in loaded.items()]
     )
 
 
@@ -128,8 +129,7 @@ def _answer(predictor: Predictor, settings: Settings, metrics: Metrics, body: by
     answers = [predictor.rank(problem, asked.device, asked.top) for problem in asked.problems]
     for source, count in Counter(choices[0].source for choices in answers).items():
         metrics.problems.labels(source).inc(count)
-    reply = {"choices": [[choice.to_json() for choice in choices] for choices in answers]}
-    return json.dumps(reply, separators=(",", ":"), allow_nan=False).encode()
+    return answers_json(answers).encode()
 
 
 def _predictor(request: Request) -> Predictor:
@@ -141,12 +141,6 @@ def _predictor(request: Request) -> Predictor:
     return predictor
 
 
-def _models(predictor: Predictor) -> Mapping[str, Any]:
-    """The loaded models by device key; each has a `version` and a `card`."""
-    models: Mapping[str, Any] = getattr(predictor, "models", {})
-    return models
-
-
-def _served(device: Device, model: Any) -> schema.ServedDevice:
+def _served(device: Device, model: Model | None) -> schema.ServedDevice:
     version = None if model is None else model.version
     return schema.ServedDevice(**dataclasses.asdict(device), model=version)

@@ -9,12 +9,13 @@ from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
 
+from confpred.choice import check_top
 from confpred.device import Device, get_device
 from confpred.errors import InvalidInput
 from confpred.problem import Problem
 
 from .errors import Error, RequestError, shorten
-from .settings import MAX_TOP, Settings
+from .settings import Settings
 
 _FIELDS = ("device", "problem", "problems", "top")
 
@@ -88,9 +89,7 @@ def _request(fields: Any, settings: Settings) -> PredictRequest:
         if name not in _FIELDS:
             raise InvalidInput(shorten(name), fields[name], f"a field among {', '.join(_FIELDS)}")
     device = get_device(fields.get("device"))  # type: ignore[arg-type]  # it refuses all but names
-    top = fields.get("top", 1)
-    if type(top) is not int or not 1 <= top <= MAX_TOP:
-        raise InvalidInput("top", top, f"an integer from 1 to {MAX_TOP}")
+    top = check_top(fields.get("top", 1))
     if ("problem" in fields) == ("problems" in fields):
         given = [name for name in ("problem", "problems") if name in fields]
         raise InvalidInput("problem", given or None, "exactly one of problem and problems")

@@ -10,11 +10,11 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
-from confpred.choice import Choice
+from confpred.choice import MAX_TOP, Choice
 from confpred.device import KNOWN, Device
 from confpred.problem import CHOICES, LIMITS, PAIRS, Problem
 
-from .settings import MAX_TOP, Settings
+from .settings import Settings
 
 EXAMPLE = Problem(
     n=32, c=64, h=56, w=56, k=64, r=3, s=3, padding=(1, 1), groups=8, activation="relu"

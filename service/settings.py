@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-MAX_TOP = 32
-
 
 def _setting(default: Any, help: str) -> Any:
     return field(default=default, metadata={"help": help})

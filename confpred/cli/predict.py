@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
-if TYPE_CHECKING:
-    from confpred.choice import Choice
+from confpred.choice import MAX_TOP, Choice, answers_json
 
 _HEADINGS = ("layer", "rank", "source", "kernel", "ms", "config")
 
@@ -27,7 +24,7 @@ _HEADINGS = ("layer", "rank", "source", "kernel", "ms", "config")
 @click.option("--gpu", required=True, help="Device, such as h100.")
 @click.option(
     "--top",
-    type=click.IntRange(1, 32),
+    type=click.IntRange(1, MAX_TOP),
     default=1,
     show_default=True,
     help="How many configs to name for each layer, best first.",
@@ -68,7 +65,7 @@ def command(
     predictor = Predictor.load(model, plan=plan)
     answers = [predictor.rank(problem, gpu, top) for problem in problems]
     if as_json:
-        click.echo(json.dumps({"choices": [[c.to_json() for c in found] for found in answers]}))
+        click.echo(answers_json(answers))
     else:
         for line in _table(answers):
             click.echo(line)

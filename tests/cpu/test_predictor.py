@@ -16,12 +16,12 @@ import strategies
 from hypothesis import given
 from synthetic import SMALL
 
-from confpred.choice import Choice
+from confpred.choice import MAX_TOP, Choice
 from confpred.device import get_device
 from confpred.errors import DataError, InvalidInput, ModelError, UnknownDevice
 from confpred.families import all_families, config_dict
 from confpred.measurement import PYTORCH
-from confpred.predictor import MAX_TOP, Predictor
+from confpred.predictor import RANKINGS_KEPT, Predictor
 from confpred.problem import Problem
 from confpred.table import schema
 from confpred.training.data import read_dataset
@@ -158,6 +158,26 @@ def test_a_repeated_question_is_remembered(predictor):
     assert predictor.choose(UNSEEN, "h100") is predictor.choose(
         replace(UNSEEN), "NVIDIA H100 80GB HBM3"
     )
+
+
+def test_rankings_are_remembered_too_but_fewer_of_them(predictor):
+    fresh = Predictor(predictor.models)
+    best, ranked = fresh.choose(UNSEEN, "h100"), fresh.rank(UNSEEN, "h100", MAX_TOP)
+    assert fresh.rank(UNSEEN, "h100", MAX_TOP)[0] is ranked[0]
+    for problem in neighbours(RANKINGS_KEPT):
+        fresh.rank(problem, "h100", 2)
+    assert fresh.choose(UNSEEN, "h100") is best
+    again = fresh.rank(UNSEEN, "h100", MAX_TOP)
+    assert again == ranked
+    assert again[0] is not ranked[0]
+
+
+@pytest.mark.parametrize("problem", [None, str(UNSEEN), UNSEEN.to_json()])
+def test_what_is_no_problem_is_named(predictor, problem):
+    with pytest.raises(InvalidInput, match=r"problem=.* allowed: a confpred\.Problem"):
+        predictor.choose(problem, "h100")
+    with pytest.raises(InvalidInput, match="problem="):
+        predictor.choose_many([problem], "h100")
 
 
 def test_a_choice_cannot_be_changed_by_its_reader(predictor):

@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 from strategies import grouped_problems, problems
 
 from confpred import Predictor
+from confpred.choice import MAX_TOP
 from confpred.device import KNOWN
 from confpred.problem import CHOICES, LIMITS, PAIRS, Problem
 from confpred.service.app import create_app
 from confpred.service.schema import EXAMPLE, EXAMPLES
-from confpred.service.settings import MAX_TOP, Settings
+from confpred.service.settings import Settings
 
 PREDICTOR = Predictor.load()
 

@@ -12,10 +12,11 @@ import pytest
 from fastapi.testclient import TestClient
 
 from confpred import Choice, Device, Predictor
+from confpred.choice import MAX_TOP
 from confpred.problem import CHOICES, LIMITS, PAIRS, Problem
 from confpred.service.app import create_app
 from confpred.service.schema import EXAMPLE
-from confpred.service.settings import MAX_TOP, Settings
+from confpred.service.settings import Settings
 
 PREDICTOR = Predictor.load()
 LAYER = EXAMPLE.to_json()
