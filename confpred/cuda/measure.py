@@ -147,6 +147,7 @@ class _Bench:
         self.cuda = driver.make_current(ordinal)
         self.device = driver.device_of(ordinal)
         self.stream = self.cuda.create_stream()
+        self.handle = int(self.stream.handle)
         self._arenas: dict[str, Any] = {}
         self._filled: dict[str, str] = {}
         self._kernels: dict[KernelSource, driver.LoadedKernel] = {}
@@ -189,7 +190,7 @@ class _Bench:
         )
         kernel = self._helper("reference_fprop", problem.dtype)
         launch = Launch((blocks, 1, 1), (256, 1, 1), 0, scalars)
-        driver.bind(kernel, launch).enqueue(self.stream, out, *operands.slot(0)[1:])
+        driver.BoundLaunch(kernel, launch).enqueue(self.handle, out, *operands.slot(0)[1:])
         return out
 
     def check(
@@ -204,11 +205,11 @@ class _Bench:
         launch = family.launch(problem, row)
         source = family.source(problem, row)
         loaded = self._load(source, launch.smem_bytes)
-        bound = driver.bind(loaded.kernel, launch)
+        bound = driver.BoundLaunch(loaded.kernel, launch)
         self._arenas["out"].fill(_POISON, stream=self.stream)
         start, end = (self.cuda.create_event({"timing_enabled": True}) for _ in range(2))
         self.stream.record(start)
-        bound.enqueue(self.stream, *operands.slot(0))
+        bound.enqueue(self.handle, *operands.slot(0))
         self.stream.record(end)
         error, outside = self._compare(problem, operands.bases[0], reference)
         if outside:
@@ -232,8 +233,9 @@ class _Bench:
         for candidate in candidates:
             count = launches_a_replay(candidate.seconds)
             builder = self.stream.create_graph_builder().begin_building()
+            capturing = int(builder.stream.handle)
             for _ in range(count):
-                candidate.bound.enqueue(builder, *operands.slot(self._slot))
+                candidate.bound.enqueue(capturing, *operands.slot(self._slot))
                 self._slot += 1
             graphs.append(builder.end_building().complete())
             launches.append(count)
@@ -311,9 +313,9 @@ class _Bench:
         return self._load(KernelSource("reference.cu", entry, defines), 0).kernel
 
     def _enqueue(self, entry: str, dtype: str, arguments: tuple[Any, ...]) -> None:
-        kernel = self._helper(entry, dtype)
-        launch = driver.bind(kernel, Launch((_GRID, 1, 1), (256, 1, 1), 0, ()))
-        launch.enqueue(self.stream, *arguments)
+        from cuda.core import LaunchConfig, launch
+
+        launch(self.stream, LaunchConfig(_GRID, 256), self._helper(entry, dtype), *arguments)
 
 
 @lru_cache(maxsize=1)
