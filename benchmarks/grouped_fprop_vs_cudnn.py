@@ -77,13 +77,13 @@ def compare(problem: Problem, bandwidth: float) -> dict[str, Any]:
     family, row = all_families()[str(choice.family)], int(choice.config_id or 0)
     launch = family.launch(problem, row)
     loaded = driver.load(compile_kernel(family.source(problem, row), facts.arch), launch.smem_bytes)
-    bound = driver.bind(loaded.kernel, launch)
+    bound = driver.BoundLaunch(loaded.kernel, launch)
 
     def ours(tensors: tuple[torch.Tensor, ...]) -> torch.Tensor:
         out = torch.empty(
             (problem.n, problem.p, problem.q, problem.k), dtype=tensors[0].dtype, device="cuda"
         )
-        stream = driver.stream_of(0, torch.cuda.current_stream().cuda_stream)
+        stream = torch.cuda.current_stream().cuda_stream
         bias = tensors[2].data_ptr() if problem.bias else 0
         bound.enqueue(stream, out.data_ptr(), tensors[0].data_ptr(), tensors[1].data_ptr(), bias)
         return out.permute(0, 3, 1, 2)

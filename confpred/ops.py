@@ -52,7 +52,8 @@ class _Plan:
     """A ready launch for one shape: nothing is left to decide."""
 
     bound: driver.BoundLaunch
-    out_shape: tuple[int, int, int, int]  # N P Q K
+    out_shape: tuple[int, int, int, int]  # N K P Q
+    out_strides: tuple[int, int, int, int]  # channels last
 
 
 _plans: dict[Any, _Plan | None] = {}
@@ -176,21 +177,21 @@ def _launch(plan: _Plan, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tens
     if device != torch.cuda.current_device():
         with torch.cuda.device(device):
             return _launch(plan, x, weight, bias)
-    weight = weight.contiguous(memory_format=torch.channels_last)
+    if not weight.is_contiguous(memory_format=torch.channels_last):
+        weight = weight.contiguous(memory_format=torch.channels_last)
     if weight.data_ptr() % _ALIGNMENT:
         weight = weight.clone(memory_format=torch.channels_last)
-    if bias is not None:
+    if bias is not None and not bias.is_contiguous():
         bias = bias.contiguous()
-    out = torch.empty(plan.out_shape, dtype=x.dtype, device=x.device)
-    stream = driver.stream_of(device, torch.cuda.current_stream().cuda_stream)
+    out = torch.empty_strided(plan.out_shape, plan.out_strides, dtype=x.dtype, device=x.device)
     plan.bound.enqueue(
-        stream,
+        torch._C._cuda_getCurrentRawStream(device),  # what Triton calls too: no stream object
         out.data_ptr(),
         x.data_ptr(),
         weight.data_ptr(),
         0 if bias is None else bias.data_ptr(),
     )
-    return out.permute(0, 3, 1, 2)
+    return out
 
 
 def _make_plan(
@@ -237,8 +238,12 @@ def _load(problem: Problem, family: Family, row: int, ordinal: int) -> _Plan:
     with torch.cuda.device(ordinal):
         driver.make_current(ordinal)
         loaded = driver.load(compiled, launch.smem_bytes)
-    out_shape = (problem.n, problem.p, problem.q, problem.k)
-    return _Plan(driver.bind(loaded.kernel, launch), out_shape)
+    k, p, q = problem.k, problem.p, problem.q
+    return _Plan(
+        driver.BoundLaunch(loaded.kernel, launch),
+        out_shape=(problem.n, k, p, q),
+        out_strides=(p * q * k, 1, q * k, k),
+    )
 
 
 @torch.library.custom_op("confpred::conv2d", mutates_args=())

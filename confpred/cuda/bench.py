@@ -50,7 +50,7 @@ class Bench:
         ordinal: CUDA device.
         cuda: the same as `cuda.core` knows it, current in this thread.
         device: its description.
-        stream: where everything happens.
+        stream, handle: where everything happens, and its CUDA handle.
     """
 
     def __init__(self, ordinal: int) -> None:
@@ -58,6 +58,7 @@ class Bench:
         self.cuda = driver.make_current(ordinal)
         self.device = driver.device_of(ordinal)
         self.stream = self.cuda.create_stream()
+        self.handle = int(self.stream.handle)
         self._arenas: dict[str, Any] = {}
         self._filled: dict[str, str] = {}
         self._kernels: dict[KernelSource, driver.LoadedKernel] = {}
@@ -98,7 +99,7 @@ class Bench:
         )
         kernel = self._helper("reference_fprop", problem.dtype)
         launch = Launch((blocks, 1, 1), (256, 1, 1), 0, scalars)
-        driver.bind(kernel, launch).enqueue(self.stream, out, *operands.slot(0)[1:])
+        driver.BoundLaunch(kernel, launch).enqueue(self.handle, out, *operands.slot(0)[1:])
         return out
 
     def poison_output(self) -> None:
@@ -166,9 +167,9 @@ class Bench:
         return self.load(KernelSource("reference.cu", entry, defines)).kernel
 
     def _enqueue(self, entry: str, dtype: str, arguments: tuple[Any, ...]) -> None:
-        kernel = self._helper(entry, dtype)
-        launch = driver.bind(kernel, Launch((_GRID, 1, 1), (256, 1, 1), 0, ()))
-        launch.enqueue(self.stream, *arguments)
+        from cuda.core import LaunchConfig, launch
+
+        launch(self.stream, LaunchConfig(_GRID, 256), self._helper(entry, dtype), *arguments)
 
 
 @lru_cache(maxsize=1)

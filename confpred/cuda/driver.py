@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import ctypes
+import threading
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from confpred.cuda.compiler import Compiled
 from confpred.device import Device, get_device
@@ -15,8 +14,10 @@ from confpred.errors import LaunchError, MissingExtra
 from confpred.families.base import Launch
 
 if TYPE_CHECKING:
-    from cuda.core import Kernel, LaunchConfig
+    from cuda.core import Kernel
 
+#: What every kernel's parameters begin with: output, input, filter and bias (see `Launch`).
+POINTERS = 4
 _SMEM_WITHOUT_OPT_IN = 48 * 1024
 
 
@@ -33,29 +34,46 @@ class LoadedKernel:
     local_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
 class BoundLaunch:
-    """A kernel with its grid and scalars; only pointers are missing.
+    """A kernel with its grid and scalars; only the operands' addresses are missing.
 
-    `enqueue` is the hot path of the library: everything that can be is worked out beforehand.
+    `enqueue` is the hot path of the library. It hands the driver an array of arguments that was
+    laid out beforehand, where `cuda.core.launch` would work out the type of each of sixteen
+    arguments at each launch.
     """
 
-    launch: Callable[..., None]
-    config: LaunchConfig
-    kernel: Kernel
-    scalars: tuple[np.int32, ...]
+    __slots__ = ("_arguments", "_dimensions", "_function", "_kept", "_launch", "_lock", "_pointers")
 
-    def enqueue(self, stream: Any, *pointers: int) -> None:
-        """Launch on `stream` (a `cuda.core` stream or graph builder) with the device addresses
-        `pointers`, 0 for an absent operand.
+    def __init__(self, kernel: Kernel, launch: Launch) -> None:
+        from cuda.bindings import driver
+
+        self._launch = driver.cuLaunchKernel
+        # The driver takes a library's kernel in place of a function (CUDA driver API, "CUkernel").
+        self._function = driver.CUfunction(int(kernel.handle))
+        self._dimensions = (*launch.grid, *launch.block, launch.smem_bytes)
+        self._pointers = (ctypes.c_uint64 * POINTERS)()
+        scalars = (ctypes.c_int32 * len(launch.scalars))(*launch.scalars)
+        starts = [
+            ctypes.addressof(array) + i * ctypes.sizeof(array._type_)
+            for array in (self._pointers, scalars)
+            for i in range(len(array))
+        ]
+        self._kept = (scalars, (ctypes.c_void_p * len(starts))(*starts))
+        self._arguments = ctypes.addressof(self._kept[1])
+        self._lock = threading.Lock()  # the array of arguments is one, the callers may be many
+
+    def enqueue(self, stream: int, out: int, x: int, weight: int, bias: int = 0) -> None:
+        """Launch on the CUDA stream of handle `stream` with the operands' device addresses, 0 for
+        an absent bias. The current context must be the kernel's.
 
         Raises:
             LaunchError: the driver refused.
         """
-        try:
-            self.launch(stream, self.config, self.kernel, *pointers, *self.scalars)
-        except Exception as error:
-            raise LaunchError(f"launch failed: {error}") from error
+        with self._lock:
+            self._pointers[:] = (out, x, weight, bias)
+            (code,) = self._launch(self._function, *self._dimensions, stream, self._arguments, 0)
+        if code:
+            raise LaunchError(f"launch failed: {code.name}")
 
 
 def _cuda_device(ordinal: int) -> Any:
@@ -67,18 +85,6 @@ def _cuda_device(ordinal: int) -> Any:
         return CudaDevice(ordinal)
     except Exception as error:
         raise LaunchError(f"CUDA device {ordinal} cannot be used: {error}") from error
-
-
-@lru_cache(maxsize=256)
-def stream_of(ordinal: int, handle: int) -> Any:
-    """Another library's stream on CUDA device `ordinal` as `cuda.core` knows it.
-
-    Kept, because making one costs more than a launch: meant for streams that live as long as the
-    process, as PyTorch's do.
-    """
-    from cuda.core import Stream
-
-    return Stream.from_handle(handle)
 
 
 def device_count() -> int:
@@ -148,15 +154,6 @@ def load(compiled: Compiled, smem_bytes: int) -> LoadedKernel:
         return LoadedKernel(kernel, attributes.num_regs, attributes.local_size_bytes)
     except Exception as error:
         raise LaunchError(f"kernel {compiled.entry} cannot be loaded: {error}") from error
-
-
-def bind(kernel: Kernel, launch: Launch) -> BoundLaunch:
-    """Prepare `launch` of `kernel`."""
-    from cuda.core import LaunchConfig
-    from cuda.core import launch as cuda_launch
-
-    config = LaunchConfig(grid=launch.grid, block=launch.block, shmem_size=launch.smem_bytes)
-    return BoundLaunch(cuda_launch, config, kernel, tuple(map(np.int32, launch.scalars)))
 
 
 def _allow_smem(kernel: Kernel, smem_bytes: int) -> None:

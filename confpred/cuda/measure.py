@@ -129,11 +129,11 @@ def _check_one(
     """
     launch = family.launch(problem, row)
     loaded = bench.load(family.source(problem, row))
-    bound = driver.bind(loaded.kernel, launch)
+    bound = driver.BoundLaunch(loaded.kernel, launch)
     bench.poison_output()
     start, end = (bench.cuda.create_event({"timing_enabled": True}) for _ in range(2))
     bench.stream.record(start)
-    bound.enqueue(bench.stream, *operands.slot(0))
+    bound.enqueue(bench.handle, *operands.slot(0))
     bench.stream.record(end)
     error, outside = bench.compare(problem, operands.bases[0], reference)
     if outside:
@@ -159,8 +159,9 @@ def _time(
     for candidate in candidates:
         count = launches_a_replay(candidate.seconds)
         builder = bench.stream.create_graph_builder().begin_building()
+        capturing = int(builder.stream.handle)
         for _ in range(count):
-            candidate.bound.enqueue(builder, *operands.slot(slot))
+            candidate.bound.enqueue(capturing, *operands.slot(slot))
             slot += 1
         graphs.append(builder.end_building().complete())
         launches.append(count)

@@ -87,8 +87,8 @@ def run(
         (guard + problem.output_elements + guard,), float("nan"), dtype=x.dtype, device="cuda"
     )
     out = memory[guard:-guard]
-    driver.bind(loaded.kernel, launch).enqueue(
-        driver.make_current(0).default_stream,
+    driver.BoundLaunch(loaded.kernel, launch).enqueue(
+        torch.cuda.current_stream().cuda_stream,
         *(t.data_ptr() if t is not None else 0 for t in (out, x, weight, bias)),
     )
     torch.cuda.synchronize()

@@ -6,6 +6,7 @@ import logging
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -91,6 +92,24 @@ def test_runs_on_the_current_stream(layer) -> None:
         out = confpred.conv2d(doubled, weight, **SHAPE)
     stream.synchronize()
     close(out, 2 * expected)
+
+
+def test_many_threads_may_launch_one_kernel(layer) -> None:
+    x, weight, _ = layer
+    inputs = [torch.randn_like(x) for _ in range(8)]
+    expected = [F.conv2d(t, weight, **SHAPE) for t in inputs]
+
+    def launch(index: int) -> list[torch.Tensor]:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            outs = [confpred.conv2d(inputs[index], weight, **SHAPE) for _ in range(50)]
+            torch.cuda.current_stream().synchronize()
+        return outs
+
+    torch.cuda.synchronize()
+    with ThreadPoolExecutor(len(inputs)) as threads:
+        for outs, right in zip(threads.map(launch, range(len(inputs))), expected, strict=True):
+            for out in outs:
+                close(out, right)
 
 
 def test_is_captured_by_a_cuda_graph(layer) -> None:
