@@ -11,7 +11,7 @@ from joblib import Parallel, cpu_count, delayed
 from numpy.typing import NDArray
 
 from confpred.device import Device
-from confpred.errors import MissingExtra
+from confpred.errors import MissingExtra, StorageError
 from confpred.features import problem_features
 from confpred.problem import Problem
 from confpred.training.data import Dataset, Timings
@@ -86,11 +86,18 @@ def judge(
     """Let each method learn from each fold's training part and judge it on the other part.
 
     Folds and methods run side by side, a process for each core, as each learns in one thread.
+
+    Raises:
+        StorageError: the disk has no room for what the processes share.
     """
     pairs = [(name, fold) for name in methods for fold in folds]
-    parts = Parallel(n_jobs=min(cpu_count(), len(pairs)))(
-        delayed(_judge_fold)(methods[name], fold, device, seed) for name, fold in pairs
-    )
+    try:
+        parts = Parallel(n_jobs=min(cpu_count(), len(pairs)))(
+            delayed(_judge_fold)(methods[name], fold, device, seed) for name, fold in pairs
+        )
+    except OSError as error:
+        reason = error.strerror or error
+        raise StorageError(f"cannot write what processes share: {reason}") from error
     scores: dict[str, tuple[Score, ...]] = {}
     missing: dict[str, str] = {}
     for (name, _), part in zip(pairs, parts, strict=True):

@@ -134,15 +134,16 @@ def _ancestor(train: Sequence[Timings], device: Device, seed: int) -> Judge:
     models = {}
     for name in {t.family for t in train}:
         own = [t for t in train if t.family == name]
-        model = xgboost.XGBRegressor(n_estimators=300, random_state=seed, n_jobs=1)
-        model.fit(
+        data = xgboost.DMatrix(
             np.concatenate([_raw_features(t) for t in own]),
             np.concatenate([t.time_ms for t in own]),
         )
-        models[name] = model
+        grow = {"objective": "reg:squarederror", "seed": seed, "nthread": 1}
+        models[name] = xgboost.train(grow, data, num_boost_round=300)
 
     def judge(t: Timings) -> Score:
-        order = np.argsort(models[t.family].predict(_raw_features(t)), kind="stable")
+        expected = models[t.family].inplace_predict(_raw_features(t))
+        order = np.argsort(expected, kind="stable")
         return Score(_regret(t, order), len(t.rows))
 
     return judge

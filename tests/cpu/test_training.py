@@ -108,8 +108,10 @@ def test_data_of_one_network_is_refused(tmp_path):
         train(read_dataset([data]), tmp_path / "model", hyper=SMALL)
 
 
-@pytest.mark.parametrize("limit", [0, 5_000])
-def test_a_refused_write_leaves_nothing_behind(measurements, tmp_path, limit):
+@pytest.mark.parametrize(
+    ("limit", "what"), [(0, "what processes share"), (100, "{out}"), (5_000, "{out}")]
+)
+def test_a_refused_write_leaves_nothing_behind(measurements, tmp_path, limit, what):
     """The limit on file sizes ends a write as a full disk does."""
     program = (
         "import resource, signal, sys\n"
@@ -131,8 +133,9 @@ def test_a_refused_write_leaves_nothing_behind(measurements, tmp_path, limit):
         check=True,
         env={"PYTHONPATH": str(Path(__file__).parents[1])},
     )
-    assert done.stdout.startswith(f"StorageError cannot write {out}: File too large")
-    assert list((tmp_path / "models").iterdir()) == []
+    said = f"StorageError cannot write {what.format(out=out)}: File too large"
+    assert done.stdout.startswith(said)
+    assert [path for path in tmp_path.rglob("*") if path.name != "models"] == []
 
 
 def test_a_file_in_the_way_is_an_error(measurements, tmp_path):
