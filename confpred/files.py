@@ -1,15 +1,16 @@
-"""Files that appear whole or not at all."""
+"""Files that appear whole or not at all, and JSON files that say what they are."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
-from confpred.errors import StorageError
+from confpred.errors import DataError, StorageError
 
 
 def write_whole(path: Path, write: Callable[[BinaryIO], object]) -> None:
@@ -40,3 +41,20 @@ def write_whole(path: Path, write: Callable[[BinaryIO], object]) -> None:
         if temporary is not None:
             with contextlib.suppress(OSError):
                 os.unlink(temporary)
+
+
+def read_json(path: Path, kind: str, form: str) -> dict[str, Any]:
+    """The JSON object in the file at `path`, which must say ``"format": form``.
+
+    Raises:
+        DataError: it cannot be read, is not JSON, or is not `kind` (such as "a plan").
+    """
+    try:
+        content = json.loads(path.read_bytes())
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path} is not JSON: {error}") from error
+    if not isinstance(content, dict) or content.get("format") != form:
+        raise DataError(f'{path} is not {kind}: it lacks "format": "{form}"')
+    return content

@@ -27,10 +27,11 @@ import numpy as np
 
 import confpred.models
 from confpred.device import Device, get_device
-from confpred.errors import ConfpredError, ModelError
+from confpred.errors import ConfpredError, DataError, ModelError
 from confpred.families import all_families
 from confpred.families.base import Family
 from confpred.features import PROBLEM_FEATURES
+from confpred.files import read_json
 from confpred.problem import Problem
 from confpred.ranking import FamilyModel
 from confpred.source import source_digest
@@ -124,11 +125,10 @@ def default_models() -> dict[str, Model]:
 
 
 def _read_card(folder: Path) -> dict[str, Any]:
-    path = folder / CARD
-    card = _parse(path, _read(path))
-    if not isinstance(card, dict) or card.get("format") != FORMAT:
-        raise ModelError(f'{path} is not a model card: it lacks "format": "{FORMAT}"')
-    return card
+    try:
+        return read_json(folder / CARD, "a model card", FORMAT)
+    except DataError as error:
+        raise ModelError(str(error)) from error
 
 
 def _read(path: Path) -> bytes:

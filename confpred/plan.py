@@ -13,7 +13,6 @@ A pin whose ``family`` and ``config`` are null keeps PyTorch's own operator.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +24,7 @@ from confpred.device import Device, get_device
 from confpred.errors import DataError, InvalidInput
 from confpred.families import all_families
 from confpred.families.base import Family
+from confpred.files import read_json
 from confpred.problem import Problem
 
 FORMAT = "confpred-plan/1"
@@ -47,14 +47,7 @@ def read_plan(path: Path) -> dict[tuple[Problem, Device], Pin]:
         InvalidInput: a pin's field is not allowed, or its config is not legal for its problem; the
             error names file, index and field.
     """
-    try:
-        content = json.loads(path.read_bytes())
-    except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror or error}") from error
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{path} is not JSON: {error}") from error
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise DataError(f'{path} is not a plan: it lacks "format": "{FORMAT}"')
+    content = read_json(path, "a plan", FORMAT)
     if not isinstance(content.get("pins"), list):
         raise DataError(f'{path}: "pins" must be a list')
     plan: dict[tuple[Problem, Device], Pin] = {}

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from confpred.errors import DataError, InvalidProblem
-from confpred.files import write_whole
+from confpred.files import read_json, write_whole
 from confpred.problem import Problem
 
 FORMAT = "confpred-suite/1"
@@ -48,14 +48,7 @@ def read_suite(path: Path) -> Suite:
         DataError: the file cannot be read, is not a suite, or holds no or too many problems.
         InvalidProblem: a problem's field is not allowed; the error names file, index and field.
     """
-    try:
-        content = json.loads(path.read_bytes())
-    except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror or error}") from error
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{path} is not JSON: {error}") from error
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise DataError(f'{path} is not a problem suite: it lacks "format": "{FORMAT}"')
+    content = read_json(path, "a problem suite", FORMAT)
     name, problems = content.get("name"), content.get("problems")
     if not isinstance(name, str) or not name:
         raise DataError(f'{path}: "name" must be a text that is not empty')
