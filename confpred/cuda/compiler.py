@@ -11,7 +11,6 @@ from confpred.cuda.cache import KernelCache, default_folder
 from confpred.errors import CompileError, MissingExtra
 from confpred.families.base import KernelSource
 from confpred.source import file_text
-from confpred.source import source_digest as source_digest
 
 if TYPE_CHECKING:
     from cuda.core import ProgramOptions

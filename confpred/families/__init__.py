@@ -8,8 +8,9 @@ from functools import cache
 from types import MappingProxyType
 
 from confpred.families.base import Family, KernelSource, Launch, config_dict
+from confpred.measurement import config_text
 
-__all__ = ["Family", "KernelSource", "Launch", "all_families", "config_dict"]
+__all__ = ["Family", "KernelSource", "Launch", "all_families", "config_dict", "config_texts"]
 
 
 @cache
@@ -21,3 +22,10 @@ def all_families() -> MappingProxyType[str, Family]:
         if family is not None:
             found[family.name] = family
     return MappingProxyType(found)
+
+
+@cache
+def config_texts(family: str) -> tuple[str, ...]:
+    """Each row of a family's config table as the ``config`` column of measurements holds it."""
+    table = all_families()[family]
+    return tuple(config_text(config_dict(table, row)) for row in range(len(table.configs)))

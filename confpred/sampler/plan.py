@@ -6,16 +6,15 @@ import zlib
 from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
 
-from confpred.cuda.compiler import source_digest
 from confpred.device import Device
-from confpred.families import Family, KernelSource, all_families, config_dict
-from confpred.measurement import PYTORCH, config_text
+from confpred.families import Family, KernelSource, all_families, config_texts
+from confpred.measurement import PYTORCH
 from confpred.problem import Problem
+from confpred.source import source_digest
 from confpred.suite import Suite
 
 PYTORCH_ROW = -1
@@ -77,7 +76,7 @@ def plan(
         offered: masks over the config tables of the families to measure, by family; None for all
             of every family.
         pytorch: whether to time PyTorch's own operator too.
-        measured: the texts (see `config_text`) of the configs that need no measurement.
+        measured: the texts (see `config_name`) of the configs that need no measurement.
     """
     networks: dict[Problem, tuple[str, ...]] = {}
     for entry in suite.entries:
@@ -118,12 +117,6 @@ def _choose(
     return [int(row) for row in rows]
 
 
-@cache
-def _config_names(family_name: str) -> tuple[str, ...]:
-    family = all_families()[family_name]
-    return tuple(config_text(config_dict(family, row)) for row in range(len(family.configs)))
-
-
-def config_name(family_name: str, row: int) -> str:
+def config_name(family: str, row: int) -> str:
     """The ``config`` column of config `row`; empty for ``PYTORCH``."""
-    return "" if family_name == PYTORCH else _config_names(family_name)[row]
+    return "" if family == PYTORCH else config_texts(family)[row]

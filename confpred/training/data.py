@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 
 from confpred.device import Device, get_device
 from confpred.errors import DataError, InvalidProblem
-from confpred.families import all_families, config_dict
+from confpred.families import all_families, config_texts
 from confpred.families.base import Rows
-from confpred.measurement import PYTORCH, STATUSES, config_text, problem_of_row
+from confpred.measurement import PYTORCH, STATUSES, problem_of_row
 from confpred.problem import Problem
 from confpred.table import problem_columns, read
 
@@ -194,5 +194,4 @@ def _problem(row: Mapping[str, Any]) -> Problem:
 @cache
 def _config_ids(family: str) -> dict[str, int]:
     """Row of a family's config table by the text of the ``config`` column."""
-    table = all_families()[family]
-    return {config_text(config_dict(table, row)): row for row in range(len(table.configs))}
+    return {text: row for row, text in enumerate(config_texts(family))}

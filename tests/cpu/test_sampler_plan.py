@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from confpred.cuda.compiler import source_digest
 from confpred.device import get_device
 from confpred.families import all_families
 from confpred.measurement import PYTORCH
 from confpred.problem import Problem
 from confpred.sampler.plan import PYTORCH_ROW, Measured, config_name, plan
+from confpred.source import source_digest
 from confpred.suite import Entry, Suite
 
 DEVICE = get_device("h100")
