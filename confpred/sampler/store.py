@@ -85,7 +85,8 @@ class Store:
             only_if_due: do nothing until there are many rows, or the last flush is a while ago.
 
         Raises:
-            StorageError: the file system refused; no part of the shard is left behind.
+            StorageError: the file system refused; no part of the shard is left behind, and the
+                next flush tries again.
         """
         waited = time.monotonic() - self._flushed
         if only_if_due and len(self._rows) < FLUSH_ROWS and waited < FLUSH_SECONDS:
@@ -93,11 +94,10 @@ class Store:
         self._flushed = time.monotonic()
         if not self._rows:
             return
-        rows, self._rows = self._rows, []
-        table = pa.Table.from_pylist([row.to_row() for row in rows], schema())
-        path = self.folder / f"rows-{self._run_id}-{self._shards:05d}.parquet"
+        table = pa.Table.from_pylist([row.to_row() for row in self._rows], schema())
+        write(table, self.folder / f"rows-{self._run_id}-{self._shards:05d}.parquet")
         self._shards += 1
-        write(table, path)
+        self._rows = []
 
 
 def merge(folders: Sequence[Path], file: Path) -> int:
