@@ -50,8 +50,8 @@ class Device:
 
 
 # Sizes are from the vendor's data sheets and the CUDA Programming Guide. The H100's and H200's two
-# rates are measured (DESIGN notes: device copy 3.0 and 4.3 TB/s, 8192^3 half-precision products at
-# 750 to 798 TFLOP/s); the A100's are 85 % of its data sheet.
+# rates are measured (device copy at 3.0 and 4.3 TB/s, 8192^3 half-precision products at 750 to
+# 798 TFLOP/s); the A100's are 85 % of its data sheet.
 KNOWN: Mapping[str, Device] = MappingProxyType(
     {
         d.key: d
