@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 from sampler_rows import ROW, fill
 
-from confpred.cli.sample import parse_duration
+from confpred.cli.sample import command, parse_duration
 from confpred.errors import InvalidInput
 from confpred.sampler.progress import duration, state, summary
 from confpred.sampler.run import Tally
@@ -27,6 +28,12 @@ def confpred(*words: object) -> subprocess.CompletedProcess[str]:
         check=False,
         env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
     )
+
+
+def test_every_option_is_documented(repository):
+    text = (repository / "docs" / "sampling.md").read_text()
+    documented = re.findall(r"^\| `(--[^ `]+)", text, re.MULTILINE)
+    assert sorted(documented) == sorted(param.opts[0] for param in command.params)
 
 
 @pytest.fixture
