@@ -70,7 +70,7 @@ class BoundLaunch:
             LaunchError: the driver refused.
         """
         with self._lock:
-            self._pointers[:] = (out, x, weight, bias)
+            self._pointers[:] = [out, x, weight, bias]
             (code,) = self._launch(self._function, *self._dimensions, stream, self._arguments, 0)
         if code:
             raise LaunchError(f"launch failed: {code.name}")
