@@ -120,13 +120,15 @@ def serving(model: Path) -> Iterator[str]:
     """The address of `confpred serve` on a free port, stopped at the end."""
     command = [program(), "serve", "--port", "0", "--no-access-log", "--model", str(model)]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        said = []
         try:
             for line in process.stderr or ():
+                said.append(line)
                 if found := re.search(r"running on (http://\S+)", line):
                     yield found[1]
                     break
             else:
-                sys.exit("demo: the service did not start")
+                sys.exit("".join([*said, "demo: the service did not start"]))
         finally:
             process.terminate()
 
