@@ -169,7 +169,8 @@ class Bench:
     def _enqueue(self, entry: str, dtype: str, arguments: tuple[Any, ...]) -> None:
         from cuda.core import LaunchConfig, launch
 
-        launch(self.stream, LaunchConfig(_GRID, 256), self._helper(entry, dtype), *arguments)
+        config = LaunchConfig(grid=_GRID, block=256)
+        launch(self.stream, config, self._helper(entry, dtype), *arguments)
 
 
 @lru_cache(maxsize=1)
