@@ -42,12 +42,12 @@ def speed(result: dict[str, Any]) -> str:
     """Kernel times beside cuDNN's and the memory floor's."""
     heads = (
         *("layer", "floor, ms", "cuDNN, heuristics, ms", "cuDNN, benchmark mode, ms"),
-        *("confpred, ms", "share of floor", "over cuDNN's better"),
+        *("confpred, ms", "share of floor", "over cuDNN's better", "source"),
     )
     keys = ("floor_ms", "cudnn_heuristics_ms", "cudnn_benchmark_ms", "ours_ms")
     rows = []
     for layer in result["layers"]:
-        ratios = (f"{layer['floor_share']:.2f}", f"{layer['speedup']:.2f}x")
+        ratios = (f"{layer['floor_share']:.2f}", f"{layer['speedup']:.2f}x", layer["source"])
         rows.append((f"`{layer['problem']}`", *(f"{layer[key]:.4f}" for key in keys), *ratios))
     return markdown(heads, rows)
 
@@ -64,10 +64,39 @@ def service(result: dict[str, Any]) -> str:
     )
 
 
+def latency(result: dict[str, Any]) -> str:
+    """How long an answer takes on one core, beside its budget."""
+    budgets = result["budgets"]
+    names = {
+        "unseen_p50_ms": f"unseen problem, {result['candidates']:.0f} candidates, ms",
+        "repeated_p50_us": "repeated problem, us",
+        "cold_p50_s": "cold process, from start to exit, s",
+    }
+    rows = [(name, f"{result[key]:.3g}", f"{budgets[key]:g}") for key, name in names.items()]
+    return markdown(("p50 of", "measured", "budget"), rows)
+
+
+def host(result: dict[str, Any]) -> str:
+    """Host time of a call, and of the first one of a shape in a process."""
+    rows = [(name, f"{us:.1f} us") for name, us in result["call_us"].items()]
+    rows += [(f"first call: {name}", f"{s:.2f} s") for name, s in result["first_call_s"].items()]
+    return markdown(("call", "host time"), rows)
+
+
+def sampling(result: dict[str, Any]) -> str:
+    """The sampler's rate."""
+    heads = ("rows", "problems", "seconds", "rows a second")
+    row = (str(result["rows"]), str(result["problems"]), f"{result['seconds']:.1f}")
+    return markdown(heads, [(*row, f"{result['rows_per_s']:.0f}")])
+
+
 #: Table -> result file and what makes the table of it.
 TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "evaluation": ("evaluation.json", evaluation),
     "speed": ("grouped_fprop_vs_cudnn.json", speed),
+    "latency": ("predict_latency.json", latency),
+    "host": ("host_overhead.json", host),
+    "sampling": ("sampling_rate.json", sampling),
     "service": ("service_latency.json", service),
 }
 

@@ -2,8 +2,8 @@
 
     python benchmarks/sampling_rate.py [--out FOLDER]
 
-Runs ``confpred sample`` twice on the same problems: the first run compiles; the second, into
-another folder, finds every kernel in the cache. The rate is rows over the seconds of the second
+Runs ``confpred sample`` twice on the same problems, with a kernel cache of its own: the first run
+compiles; the second, into another folder, finds every kernel in the cache. The rate is rows over the seconds of the second
 run, start of the processes included.
 """
 
@@ -42,7 +42,8 @@ def main() -> None:
             command = [sys.executable, "-c", _COMMAND, "sample", "--suite", str(small)]
             command += ["--out", f"{folder}/{run}", "--configs", str(CONFIGS)]
             start = time.perf_counter()
-            subprocess.run(command, check=True, env=os.environ)
+            environment = os.environ | {"CONFPRED_CACHE_DIR": f"{folder}/kernels"}
+            subprocess.run(command, check=True, env=environment)
             seconds.append(time.perf_counter() - start)
         rows = sum(read(path).num_rows for path in Path(folder, "second").glob("*.parquet"))
     result = provenance("cuda-core", gpu=True) | {
