@@ -3,8 +3,8 @@
     python benchmarks/sampling_rate.py [--out FOLDER]
 
 Runs ``confpred sample`` twice on the same problems, with a kernel cache of its own: the first run
-compiles; the second, into another folder, finds every kernel in the cache. The rate is rows over the seconds of the second
-run, start of the processes included.
+compiles; the second, into another folder, finds every kernel in the cache. The rate is rows over
+the seconds of the second run, start of the processes included.
 """
 
 from __future__ import annotations
