@@ -18,7 +18,7 @@ from confpred.features import problem_features
 from confpred.model import Model, default_models, load_model
 from confpred.plan import Pin, read_plan
 from confpred.problem import Problem
-from confpred.ranking import rank_by_estimate
+from confpred.ranking import PYTORCH_MARGIN, rank_by_estimate
 
 #: How many answers are remembered: best choices, of 1.5 kB each, and rankings, of up to 16 kB.
 BEST_KEPT = 8_192
@@ -132,8 +132,8 @@ class Predictor:
 
 
 def _predicted(problem: Problem, device: Device, model: Model | None) -> list[_Option]:
-    """All families' finalists and PyTorch's own operator, fastest first; empty if nothing of ours
-    is legal."""
+    """All families' finalists, fastest first, and PyTorch's own operator before those that do not
+    beat it by ``PYTORCH_MARGIN``; empty if nothing of ours is legal."""
     found: list[tuple[float, str, int, Source]] = []
     for name, family in all_families().items():
         learned = model.families.get(name) if model else None
@@ -151,7 +151,7 @@ def _predicted(problem: Problem, device: Device, model: Model | None) -> list[_O
     options = [_Option(source, name, row, seconds) for seconds, name, row, source in sorted(found)]
     theirs = _pytorch_s(problem, device, model)
     if theirs is not None:
-        place = sum(o.seconds is not None and o.seconds <= theirs for o in options)
+        place = sum(o.seconds is not None and o.seconds * PYTORCH_MARGIN <= theirs for o in options)
         options.insert(place, _Option("predicted", None, None, theirs))
     return options
 

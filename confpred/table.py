@@ -57,7 +57,15 @@ def read(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
     names = schema().names if columns is None else list(columns)
     try:
         with path.open("rb") as file:
-            found = pq.read_table(file, columns=names, page_checksum_verification=True)
+            # One thread: a process that ends soon after, with an error say, would now and then be
+            # aborted over threads that Arrow is still starting.
+            found = pq.read_table(
+                file,
+                columns=names,
+                use_threads=False,
+                pre_buffer=False,
+                page_checksum_verification=True,
+            )
         table = found.select(names).cast(pa.schema([schema().field(name) for name in names]))
         table.validate(full=True)  # a text that is no UTF-8, say
     except (OSError, pa.ArrowException, KeyError, ValueError) as error:

@@ -8,6 +8,7 @@ milliseconds, and answers to the same bit.
 from __future__ import annotations
 
 import ctypes
+import threading
 import weakref
 from functools import cache
 from importlib.util import find_spec
@@ -53,6 +54,9 @@ class Trees:
         weakref.finalize(self, library.LGBM_BoosterFree, self._handle)
         _check(library.LGBM_BoosterGetNumFeature(self._handle, ctypes.byref(features)))
         self.trees, self.features = trees.value, features.value
+        # LightGBM notes in the booster how many trees to use before it reads them back, under a
+        # lock that readers share: calls side by side with other counts would use each other's.
+        self._lock = threading.Lock()
 
     def predict(self, matrix: NDArray[np.float32], trees: int = _ALL) -> NDArray[np.float64]:
         """The value of each row of `matrix`, by the first `trees` trees (by default, all).
@@ -69,22 +73,23 @@ class Trees:
                 f"the model takes {self.features} features a row; got an array of {matrix.shape}"
             )
         values = np.empty(len(matrix), np.float64)
-        _check(
-            _library().LGBM_BoosterPredictForMat(
-                self._handle,
-                ctypes.c_void_p(matrix.ctypes.data),
-                _DTYPE_FLOAT32,
-                ctypes.c_int32(len(matrix)),
-                ctypes.c_int32(self.features),
-                1,  # row-major
-                _PREDICT_RAW_SCORE,
-                0,  # from the first tree
-                trees,
-                _PARAMETERS,
-                ctypes.byref(ctypes.c_int64()),
-                ctypes.c_void_p(values.ctypes.data),
+        with self._lock:
+            _check(
+                _library().LGBM_BoosterPredictForMat(
+                    self._handle,
+                    ctypes.c_void_p(matrix.ctypes.data),
+                    _DTYPE_FLOAT32,
+                    ctypes.c_int32(len(matrix)),
+                    ctypes.c_int32(self.features),
+                    1,  # row-major
+                    _PREDICT_RAW_SCORE,
+                    0,  # from the first tree
+                    trees,
+                    _PARAMETERS,
+                    ctypes.byref(ctypes.c_int64()),
+                    ctypes.c_void_p(values.ctypes.data),
+                )
             )
-        )
         return values
 
 

@@ -14,6 +14,7 @@ from confpred.device import Device
 from confpred.errors import MissingExtra, StorageError
 from confpred.features import problem_features
 from confpred.problem import Problem
+from confpred.ranking import PYTORCH_MARGIN
 from confpred.training.data import Dataset, Timings
 from confpred.training.fit import Hyperparameters, fit_pytorch
 from confpred.training.methods import TOPS, Method, Score, baselines, model_method
@@ -230,7 +231,10 @@ def _operator(
         if theirs is None:
             continue
         oracle, ours = t.time_ms.min(), score.regret[0] * t.time_ms.min()
-        wins = score.predicted_ms is not None and score.predicted_ms <= expected[t.problem]
+        wins = (
+            score.predicted_ms is not None
+            and score.predicted_ms * PYTORCH_MARGIN <= expected[t.problem]
+        )
         best = min(oracle, theirs)
         regrets["the predicted faster"].append((ours if wins else theirs) / best)
         regrets["ours"].append(ours / best)

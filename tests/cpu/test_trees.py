@@ -67,3 +67,16 @@ def test_a_matrix_of_another_width_is_refused(trees, shape):
 def test_foreign_text_is_refused(text):
     with pytest.raises(ModelError, match="LightGBM: "):
         Trees(text)
+
+
+def test_threads_may_ask_for_other_numbers_of_trees(trees, matrix):
+    """LightGBM keeps the number in the booster, where a call beside this one would change it."""
+    counts = (1, trees.trees // 2, trees.trees)
+    expected = {count: trees.predict(matrix, count) for count in counts}
+
+    def ask(index: int) -> bool:
+        count = counts[index % len(counts)]
+        return np.array_equal(trees.predict(matrix, count), expected[count])
+
+    with ThreadPoolExecutor(8) as threads:
+        assert all(threads.map(ask, range(900)))
