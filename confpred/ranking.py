@@ -17,7 +17,7 @@ from confpred.trees import Trees
 PREFIX_TREES = 40
 FINALISTS = 32
 #: How many times as fast as PyTorch's operator ours has to be predicted to be preferred: PyTorch's
-#: time is foreseen to some 12 % on layers not trained on, and a user must not lose by asking.
+#: time is learned from one row a layer and known less well, and a user must not lose by asking.
 PYTORCH_MARGIN = 1.1
 
 
