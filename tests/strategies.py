@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from hypothesis import strategies as st
+from layers import random_layer
 
-from confpred.problem import ACTIVATIONS, DTYPES, Problem
+from confpred.families import Family
+from confpred.problem import ACTIVATIONS, DIRECTIONS, DTYPES, Problem
 
 small = st.integers(1, 7)
 pairs = st.tuples(st.integers(1, 4), st.integers(1, 4))
@@ -12,7 +14,7 @@ pairs = st.tuples(st.integers(1, 4), st.integers(1, 4))
 
 @st.composite
 def problems(draw: st.DrawFn) -> Problem:
-    """Any layer that PyTorch would compute, of moderate size."""
+    """Any layer that PyTorch would compute, of moderate size, in any direction."""
     groups = draw(st.sampled_from((1, 2, 3, 8, 32)))
     r, s = draw(small), draw(small)
     stride, dilation = draw(pairs), draw(pairs)
@@ -20,6 +22,8 @@ def problems(draw: st.DrawFn) -> Problem:
     # The smallest input that a dilated window still fits into, once padded.
     least_h = max(1, dilation[0] * (r - 1) + 1 - 2 * padding[0])
     least_w = max(1, dilation[1] * (s - 1) + 1 - 2 * padding[1])
+    direction = draw(st.sampled_from(DIRECTIONS))
+    forward, wgrad = direction == "fprop", direction == "wgrad"
     return Problem(
         n=draw(st.integers(1, 256)),
         c=groups * draw(st.integers(1, 64)),
@@ -33,29 +37,14 @@ def problems(draw: st.DrawFn) -> Problem:
         dilation=dilation,
         groups=groups,
         dtype=draw(st.sampled_from(DTYPES)),
-        bias=draw(st.booleans()),
-        activation=draw(st.sampled_from(ACTIVATIONS)),
+        direction=direction,
+        bias=(forward or wgrad) and draw(st.booleans()),
+        activation=draw(st.sampled_from(ACTIVATIONS)) if forward else "none",
+        residual=forward and draw(st.booleans()),
+        deterministic=wgrad and draw(st.booleans()),
     )
 
 
-@st.composite
-def grouped_problems(draw: st.DrawFn, *, largest: int = 120, images: int = 64) -> Problem:
-    """Layers that the grouped forward family handles; sides up to `largest`, batch to `images`."""
-    width = draw(st.sampled_from((8, 16, 32)))
-    groups = draw(st.integers(1, 1024 // width))
-    r, s = draw(small), draw(small)
-    padding = draw(st.tuples(st.integers(0, r), st.integers(0, s)))
-    return Problem(
-        n=draw(st.integers(1, images)),
-        c=groups * width,
-        h=draw(st.integers(max(1, r - 2 * padding[0]), largest)),
-        w=draw(st.integers(max(1, s - 2 * padding[1]), largest)),
-        k=groups * width,
-        r=r,
-        s=s,
-        padding=padding,
-        groups=groups,
-        dtype=draw(st.sampled_from(DTYPES)),
-        bias=draw(st.booleans()),
-        activation=draw(st.sampled_from(ACTIVATIONS)),
-    )
+def problems_of(family: Family) -> st.SearchStrategy[Problem]:
+    """Layers of the directions and group widths that `family` computes."""
+    return st.randoms(use_true_random=False).map(lambda rng: random_layer(rng, family))

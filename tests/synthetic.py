@@ -12,7 +12,9 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from layers import first_kernel
 
+from confpred.convolution import CONVOLUTION
 from confpred.device import get_device
 from confpred.families import all_families, config_dict
 from confpred.measurement import PYTORCH, Measurement, Run, config_text
@@ -23,6 +25,7 @@ from confpred.training.fit import Hyperparameters
 
 DEVICE = get_device("h100")
 FAMILY = all_families()["grouped_fprop"]
+SOURCE = first_kernel(FAMILY).file
 _RUN = Run("test", DEVICE.key, DEVICE.product, "0", "13.0", "test")
 _NOISE = 0.01
 
@@ -89,7 +92,7 @@ def _row(
         networks=networks,
         family=family,
         config="" if row is None else config_text(config_dict(FAMILY, row)),
-        source_digest="" if row is None else source_digest("grouped_fprop.cu"),
+        source_digest="" if row is None else source_digest(SOURCE),
         run=_RUN,
         status="ok" if ms is not None else "wrong_result",
         time_ms=ms if ms is not None else float("nan"),
@@ -107,5 +110,6 @@ def _row(
 
 def write(path: Path, networks: int = 6, configs: int = 80, seed: int = 0) -> Path:
     """Write such measurements to the Parquet file `path`."""
-    pq.write_table(pa.Table.from_pylist(list(rows(networks, configs, seed)), schema()), path)
+    table = pa.Table.from_pylist(list(rows(networks, configs, seed)), schema(CONVOLUTION))
+    pq.write_table(table, path)
     return path

@@ -11,12 +11,14 @@ import os
 import signal
 import statistics
 import time
+import zlib
 from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 
 from confpred.cuda.measure import Outcome
+from confpred.families import KernelSource
 from confpred.sampler.jobs import Bench, Compilation, compile_job
 
 COMPILE = f"{__name__}:compile_job"
@@ -28,12 +30,16 @@ __all__ = ["compile_job"]
 
 
 def compile_or_refuse(job: Compilation, report: Callable[[int], None]) -> str | None:
-    """Asks the compiler for warps that do not divide the tile, where BLOCK_C is 32."""
+    """Gives the compiler a name that it does not know, for every second kernel."""
     source = job.source
-    if dict(source.defines)["BLOCK_C"] == 32:
-        defines = tuple((n, 7 if n == "WARPS_M" else v) for n, v in source.defines)
-        source = replace(source, defines=defines)
+    if refused(source):
+        source = replace(source, defines=(*source.defines, ("threadIdx", "no_such_name")))
     return compile_job(replace(job, source=source), report)
+
+
+def refused(source: KernelSource) -> bool:
+    """Which kernels `compile_or_refuse` breaks."""
+    return zlib.crc32(repr(source).encode()) % 2 == 1
 
 
 def measure(job: Bench, report: Callable[[int], None]) -> list[Outcome]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from confpred.convolution import CONVOLUTION
 from confpred.measurement import Measurement, Run
 from confpred.problem import Problem
 from confpred.sampler.store import open_store
@@ -23,7 +24,7 @@ def other(n: int, config: str = "block_n=2 bands=1", **changes) -> Measurement:
 
 def fill(folder: Path, *groups: list[Measurement]) -> None:
     """One shard a group of rows."""
-    with open_store(folder, "r") as store:
+    with open_store(folder, "r", CONVOLUTION) as store:
         for group in groups:
             store.add(group)
             store.flush()

@@ -49,7 +49,7 @@ def layers(repository: Path, predictor: Predictor) -> list[str]:
     entries = read_suite(repository / "datasets" / "suites" / "grouped_fprop.json").entries[::10]
     texts = [str(entry.problem) for entry in entries]
     unseen = [text.replace("n=", "n=7", 1) for text in texts[:20]]
-    strided = [text + " stride=2" for text in texts[:3]]
+    strided = [text + " stride=3" for text in texts[:3]]
     ours = [str(problem) for problem in list(predictor.models["h100"].measured)[::50]]
     return [*texts, *unseen, *strided, *ours]
 

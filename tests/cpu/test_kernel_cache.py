@@ -11,18 +11,17 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
+from layers import first_kernel
 
 from confpred.cuda.cache import KernelCache, default_folder
 from confpred.cuda.compiler import Compiled, compile_kernel
 from confpred.families import KernelSource, all_families
-from confpred.problem import Problem
 
 ARCH = "sm_90a"
-LAYER = "n=32 c=64 h=56 w=56 k=64 r=1 s=1 groups=8"
 
 
 def some_source() -> KernelSource:
-    return all_families()["grouped_fprop"].source(Problem.parse(LAYER), 0)
+    return first_kernel(all_families()["grouped_fprop"])
 
 
 def compile_into(folder: Path) -> Compiled:
@@ -40,10 +39,9 @@ def test_a_second_process_does_not_compile(tmp_path: Path) -> None:
     program = (
         "import sys, hashlib\n"
         "from confpred.cuda.compiler import compile_kernel\n"
-        "from confpred.families import all_families\n"
-        "from confpred.problem import Problem\n"
-        f"source = all_families()['grouped_fprop'].source(Problem.parse('{LAYER}'), 0)\n"
-        f"compiled = compile_kernel(source, '{ARCH}')\n"
+        "from confpred.families import KernelSource\n"
+        f"compiled = compile_kernel({some_source()!r}, '{ARCH}')\n"
+        f"compiled = compile_kernel(launch.steps[0].source, '{ARCH}')\n"
         "assert compiled.cached\n"
         "sys.stdout.buffer.write(compiled.cubin)\n"
     )

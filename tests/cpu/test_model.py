@@ -9,6 +9,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import synthetic
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -133,7 +134,7 @@ def test_another_familys_trees_are_refused(folder):
     (folder / "grouped_fprop.order.txt").write_text(text)
     digest = hashlib.sha256(text.encode()).hexdigest()
     edit(folder, lambda card: card["files"].update({"grouped_fprop.order.txt": digest}))
-    with pytest.raises(ModelError, match=r"takes 21 features; the card has \d+"):
+    with pytest.raises(ModelError, match=r"takes 24 features; the card has \d+"):
         load_model(folder)
 
 
@@ -173,7 +174,7 @@ def test_a_changed_kernel_is_a_warning(folder, caplog):
     with caplog.at_level(logging.WARNING, "confpred"):
         model = load_model(folder)
     (note,) = model.stale
-    assert "grouped_fprop.cu" in note
+    assert synthetic.SOURCE in note
     assert note in caplog.text
 
 

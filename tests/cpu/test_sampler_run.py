@@ -15,7 +15,9 @@ import pytest
 import sampler_jobs
 import sampler_run
 
+from confpred.convolution import CONVOLUTION
 from confpred.errors import ConfpredError, FolderBusy, InvalidInput, LaunchError
+from confpred.families import all_families, config_texts
 from confpred.measurement import problem_of_row
 from confpred.problem import Problem
 from confpred.sampler.run import Settings, Tally, sample
@@ -26,6 +28,7 @@ from confpred.table import read
 LAYER = Problem(2, 64, 14, 14, 64, 3, 3, padding=1, groups=8)
 DENSE = Problem(2, 64, 14, 14, 64, 3, 3, padding=1)
 SUITE = Suite("test", (Entry(LAYER, ("net",)), Entry(DENSE)))
+FAMILY = all_families()["grouped_fprop"]
 CONFIGS = 6
 
 
@@ -49,12 +52,12 @@ def run(folder: Path, *devices: str, suite: Suite = SUITE, **settings) -> Tally:
 
 
 def rows(folder: Path) -> list[dict]:
-    tables = [read(path) for path in sorted(folder.glob("rows-*.parquet"))]
+    tables = [read(path, CONVOLUTION) for path in sorted(folder.glob("rows-*.parquet"))]
     return pa.concat_tables(tables).to_pylist() if tables else []
 
 
 def names(found: list[dict]) -> list[tuple]:
-    return [(problem_of_row(row), row["config"], row["status"]) for row in found]
+    return [(problem_of_row(row, Problem), row["config"], row["status"]) for row in found]
 
 
 def planned_rows(folder: Path) -> list[int]:
@@ -75,13 +78,13 @@ def test_every_planned_config_gets_a_complete_row(tmp_path):
     ours = [row for row in found if row["family"] == "grouped_fprop"]
     assert len({row["config"] for row in ours}) == CONFIGS
     for row in ours:
-        assert problem_of_row(row) == LAYER
+        assert problem_of_row(row, Problem) == LAYER
         assert row["networks"] == "net"
         assert row["time_ms"] > 0
         assert len(row["source_digest"]) == 16
         assert row["device"] == "h100"
     theirs = [row for row in found if row["family"] == "pytorch"]
-    assert {problem_of_row(row) for row in theirs} == {LAYER, DENSE}
+    assert {problem_of_row(row, Problem) for row in theirs} == {LAYER, DENSE}
     assert {row["config"] for row in theirs} == {""}
 
 
@@ -135,9 +138,11 @@ def test_a_kernel_that_does_not_compile_is_a_row_with_the_log(tmp_path):
     assert {row["status"] for row in found} == {"ok", "compile_error"}
     assert len(found) == tally.rows == 12
     for row in found:
-        refused = "block_c=32" in row["config"].split()
+        config = config_texts(FAMILY.name).index(row["config"])
+        (step,) = FAMILY.launch(LAYER, config).steps
+        refused = sampler_jobs.refused(step.source)
         assert row["status"] == ("compile_error" if refused else "ok")
-        assert ("warps must divide the tile" in row["message"]) == refused
+        assert ("no_such_name" in row["message"]) == refused
 
 
 def test_a_compiler_that_cannot_run_ends_the_run(tmp_path):
@@ -212,7 +217,7 @@ def test_kill_loses_only_the_last_seconds_and_frees_the_folder(tmp_path):
     assert not children, "a worker outlives the sampler"
     assert names(rows(folder))[: len(stored)] == stored
     assert stored
-    with open_store(folder, "next") as store:
+    with open_store(folder, "next", CONVOLUTION) as store:
         assert store.measured("h100")
         assert not stale.exists()
 

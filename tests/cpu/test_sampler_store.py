@@ -14,8 +14,10 @@ import pyarrow.parquet as pq
 import pytest
 from sampler_rows import LAYER, ROW, RUN, fill, other
 
+from confpred.convolution import CONVOLUTION
 from confpred.errors import DataError, FolderBusy, InvalidInput, StorageError
 from confpred.measurement import problem_of_row
+from confpred.problem import Problem
 from confpred.sampler.plan import Measured
 from confpred.sampler.store import FLUSH_ROWS, merge, open_store
 from confpred.table import read, schema
@@ -24,15 +26,17 @@ from confpred.table import read, schema
 def test_a_row_comes_back_as_it_was(tmp_path):
     fill(tmp_path, [ROW])
     (path,) = tmp_path.glob("rows-*.parquet")
-    assert read(path).to_pylist() == [ROW.to_row()]
-    assert problem_of_row(read(path).to_pylist()[0]) == LAYER
-    assert list(ROW.to_row()) == schema().names
+    assert read(path, CONVOLUTION).to_pylist() == [ROW.to_row()]
+    assert problem_of_row(read(path, CONVOLUTION).to_pylist()[0], Problem) == LAYER
+    assert list(ROW.to_row()) == schema(CONVOLUTION).names
 
 
 def test_the_readme_lists_exactly_the_columns(repository):
     text = (repository / "datasets" / "README.md").read_text()
     table = re.findall(r"^\| `(\w+)` \| (\w+) \| ([^|]*)\| ([^|]+) \|$", text, re.MULTILINE)
-    assert [(name, kind) for name, kind, _, _ in table] == [(f.name, str(f.type)) for f in schema()]
+    assert [(name, kind) for name, kind, _, _ in table] == [
+        (f.name, str(f.type)) for f in schema(CONVOLUTION)
+    ]
 
 
 def test_the_readme_tells_of_every_file(repository):
@@ -51,11 +55,11 @@ def test_shards_are_compressed_and_dictionary_encoded(tmp_path):
     for index in range(columns.num_columns):
         column = columns.column(index)
         assert column.compression == "ZSTD"
-        assert column.path_in_schema == "bias" or column.has_dictionary_page
+        assert column.physical_type == "BOOLEAN" or column.has_dictionary_page
 
 
 def test_rows_wait_for_a_shard_of_some_size(tmp_path):
-    with open_store(tmp_path, "r") as store:
+    with open_store(tmp_path, "r", CONVOLUTION) as store:
         store.add([ROW])
         store.flush(only_if_due=True)
         assert not list(tmp_path.glob("rows-*"))
@@ -75,7 +79,7 @@ def test_measured_configs_are_found_by_device_and_kernel(tmp_path):
     ]
     elsewhere = other(4, run=replace(RUN, device="a100"))
     fill(tmp_path, rows[:2], [*rows[2:], elsewhere])
-    with open_store(tmp_path, "r") as store:
+    with open_store(tmp_path, "r", CONVOLUTION) as store:
         found = store.measured("h100")
     three = replace(LAYER, n=3)
     assert found == {
@@ -88,8 +92,9 @@ def test_measured_configs_are_found_by_device_and_kernel(tmp_path):
 HOLD = """
     import sys
     from pathlib import Path
+    from confpred.convolution import CONVOLUTION
     from confpred.sampler.store import open_store
-    with open_store(Path(sys.argv[1]), "a"):
+    with open_store(Path(sys.argv[1]), "a", CONVOLUTION):
         print("held", flush=True)
         sys.stdin.read()
 """
@@ -99,11 +104,11 @@ def test_a_folder_is_held_by_one_process_and_freed_by_its_death(tmp_path):
     program = [sys.executable, "-c", textwrap.dedent(HOLD), str(tmp_path)]
     with subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
         assert holder.stdout.readline() == b"held\n"
-        with pytest.raises(FolderBusy, match=str(tmp_path)), open_store(tmp_path, "b"):
+        with pytest.raises(FolderBusy, match=str(tmp_path)), open_store(tmp_path, "b", CONVOLUTION):
             pass
         holder.kill()
         holder.wait()
-        with open_store(tmp_path, "b") as store:
+        with open_store(tmp_path, "b", CONVOLUTION) as store:
             assert store.measured("h100") == {}
 
 
@@ -113,8 +118,9 @@ FILL_THE_DISK = """
     sys.path.insert(0, sys.argv[2])
     from sampler_rows import ROW, other
     from confpred.errors import StorageError
+    from confpred.convolution import CONVOLUTION
     from confpred.sampler.store import open_store
-    with open_store(Path(sys.argv[1]), "r") as store:
+    with open_store(Path(sys.argv[1]), "r", CONVOLUTION) as store:
         store.add([ROW])
         store.flush()
         _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -138,13 +144,16 @@ def test_a_full_disk_is_an_error_that_leaves_nothing_half_written(tmp_path):
     assert done.stdout.startswith(f"cannot write {tmp_path}")
     assert "File too large" in done.stdout
     assert done.stdout.splitlines()[-1] == "['.lock', 'rows-r-00000.parquet']"
-    assert read(tmp_path / "rows-r-00000.parquet").to_pylist() == [ROW.to_row()]
-    assert read(tmp_path / "rows-r-00001.parquet").num_rows == 299, "nothing is lost"
+    assert read(tmp_path / "rows-r-00000.parquet", CONVOLUTION).to_pylist() == [ROW.to_row()]
+    assert read(tmp_path / "rows-r-00001.parquet", CONVOLUTION).num_rows == 299, "nothing is lost"
 
 
 def test_a_folder_that_is_a_file_is_a_storage_error(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(StorageError, match="cannot use"), open_store(tmp_path / "file", "r"):
+    with (
+        pytest.raises(StorageError, match="cannot use"),
+        open_store(tmp_path / "file", "r", CONVOLUTION),
+    ):
         pass
 
 
@@ -152,7 +161,7 @@ def test_a_folder_that_is_a_file_is_a_storage_error(tmp_path):
 def test_a_damaged_shard_is_named(tmp_path, damage):
     fill(tmp_path, [ROW])
     (path,) = tmp_path.glob("rows-*.parquet")
-    table = read(path)
+    table = read(path, CONVOLUTION)
     if damage == "truncated":
         path.write_bytes(path.read_bytes()[:-100])
     elif damage == "empty":
@@ -162,9 +171,10 @@ def test_a_damaged_shard_is_named(tmp_path, damage):
     elif damage == "text":
         pq.write_table(table.set_column(0, "n", pa.array(["many"])), path)
     else:
-        pq.write_table(table.set_column(23, "time_ms", pa.array([[1.0]])), path)
+        at = table.column_names.index("time_ms")
+        pq.write_table(table.set_column(at, "time_ms", pa.array([[1.0]])), path)
     with pytest.raises(DataError, match=path.name):
-        read(path)
+        read(path, CONVOLUTION)
     with pytest.raises(DataError, match=path.name):
         merge([tmp_path], tmp_path / "merged.parquet")
     assert not (tmp_path / "merged.parquet").exists()
@@ -174,12 +184,12 @@ def test_any_changed_byte_is_found_or_changes_nothing(tmp_path):
     """Data pages carry checksums; what they do not cover is structure, padding and statistics."""
     fill(tmp_path, [other(n, message=f"{n} " * n) for n in range(1, 60)])
     (path,) = tmp_path.glob("rows-*.parquet")
-    whole, table = path.read_bytes(), read(path)
+    whole, table = path.read_bytes(), read(path, CONVOLUTION)
     refused = 0
     for at in range(0, len(whole), 23):
         path.write_bytes(whole[:at] + bytes([whole[at] ^ 0x55]) + whole[at + 1 :])
         try:
-            assert read(path).equals(table)
+            assert read(path, CONVOLUTION).equals(table)
         except DataError:
             refused += 1
     assert refused > 100
@@ -188,18 +198,18 @@ def test_any_changed_byte_is_found_or_changes_nothing(tmp_path):
 def test_a_text_that_is_no_utf8_is_refused(tmp_path):
     fill(tmp_path, [ROW])
     (path,) = tmp_path.glob("rows-*.parquet")
-    table = read(path)
+    table = read(path, CONVOLUTION)
     texts = pa.array([b"\xff"]).view(pa.string())
     pq.write_table(table.set_column(table.column_names.index("config"), "config", texts), path)
     with pytest.raises(DataError, match=path.name):
-        read(path)
+        read(path, CONVOLUTION)
 
 
 def test_a_damaged_shard_stops_a_resumed_run(tmp_path):
     fill(tmp_path, [ROW])
     (path,) = tmp_path.glob("rows-*.parquet")
     path.write_bytes(path.read_bytes()[:-100])
-    with open_store(tmp_path, "r") as store, pytest.raises(DataError, match=path.name):
+    with open_store(tmp_path, "r", CONVOLUTION) as store, pytest.raises(DataError, match=path.name):
         store.measured("h100")
 
 
@@ -208,7 +218,7 @@ def test_merge_sorts_the_rows_of_all_folders(tmp_path):
     fill(tmp_path / "b", [other(2)])
     file = tmp_path / "merged.parquet"
     assert merge([tmp_path / "a", tmp_path / "b"], file) == 4
-    rows = read(file).to_pylist()
+    rows = read(file, CONVOLUTION).to_pylist()
     assert [(row["n"], row["config"].split()[0]) for row in rows] == [
         (1, "block_n=2"),
         (1, "block_n=4"),

@@ -16,7 +16,6 @@ from confpred.errors import DataError, InvalidInput, StorageError
 from confpred.families import all_families
 from confpred.model import load_model
 from confpred.training.data import read_dataset
-from confpred.training.split import layer_of
 from confpred.training.train import train
 
 
@@ -48,7 +47,7 @@ def test_the_card_says_what_the_model_is(measurements, model_folder):
     assert card["device"] == "h100"
     assert card["data"]["excluded_networks"] == ["net0"]
     assert 0 < card["data"]["rows"] < dataset.rows
-    assert card["families"]["grouped_fprop"]["source"] == "grouped_fprop.cu"
+    assert card["families"]["grouped_fprop"]["source"] == synthetic.SOURCE
     assert card["families"]["grouped_fprop"]["source_digests"] == list(
         dataset.kernels["grouped_fprop"]
     )
@@ -59,9 +58,9 @@ def test_the_card_says_what_the_model_is(measurements, model_folder):
 def test_excluded_layers_are_in_no_part_of_the_model(measurements, model_folder):
     model = load_model(model_folder)
     dataset = read_dataset([measurements])
-    hidden = {layer_of(t.problem) for t in dataset.timings if "net0" in t.networks}
+    hidden = {t.problem.layer() for t in dataset.timings if "net0" in t.networks}
     assert hidden
-    assert not hidden & {layer_of(problem) for problem in model.measured}
+    assert not hidden & {problem.layer() for problem in model.measured}
 
 
 def test_measured_configs_are_the_fastest(measurements, model_folder):

@@ -10,9 +10,11 @@ import pyarrow.parquet as pq
 import pytest
 import synthetic
 
+from confpred.convolution import CONVOLUTION
 from confpred.errors import DataError, UnknownDevice
 from confpred.families import config_dict
 from confpred.measurement import PYTORCH, config_text, problem_of_row
+from confpred.problem import Problem
 from confpred.table import schema
 from confpred.training.data import read_dataset
 
@@ -20,7 +22,7 @@ ROWS = [r for r in synthetic.rows(networks=1, configs=6) if r["networks"]]
 
 
 def write(path: Path, rows: list[dict[str, object]]) -> Path:
-    pq.write_table(pa.Table.from_pylist(rows, schema()), path)
+    pq.write_table(pa.Table.from_pylist(rows, schema(CONVOLUTION)), path)
     return path
 
 
@@ -31,7 +33,7 @@ def changed(index: int, **columns: object) -> list[dict[str, object]]:
 def test_every_timed_row_is_there(tmp_path):
     dataset = read_dataset([write(tmp_path / "rows.parquet", ROWS)])
     expected = {
-        (problem_of_row(row), row["config"]): row["time_ms"]
+        (problem_of_row(row, Problem), row["config"]): row["time_ms"]
         for row in ROWS
         if row["status"] == "ok" and row["family"] != PYTORCH
     }
@@ -43,7 +45,7 @@ def test_every_timed_row_is_there(tmp_path):
     assert found == expected
     assert dataset.rows == len(expected)
     assert dataset.pytorch_ms == {
-        problem_of_row(row): row["time_ms"] for row in ROWS if row["family"] == PYTORCH
+        problem_of_row(row, Problem): row["time_ms"] for row in ROWS if row["family"] == PYTORCH
     }
     assert dataset.statuses == {
         status: sum(row["status"] == status for row in ROWS) for status in ("ok", "wrong_result")
@@ -81,7 +83,7 @@ def test_networks_of_repeated_measurements_are_joined(tmp_path):
 @pytest.mark.parametrize(
     "columns",
     [
-        {"family": "grouped_wgrad"},
+        {"family": "winograd"},
         {"config": "block_n=3"},
         {"config": ROWS[0]["config"] + " more=1"},
         {"groups": 1},  # a layer that the family does not handle

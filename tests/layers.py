@@ -1,0 +1,135 @@
+"""Layers of the kinds that kernel families compute: random ones, and a list that has everything."""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+from itertools import cycle, product
+
+import numpy as np
+
+from confpred.device import Device, get_device
+from confpred.families import Family, KernelSource
+from confpred.problem import ACTIVATIONS, DIRECTIONS, DTYPES, Problem
+
+H100 = get_device("h100")
+WIDTHS = (1, 2, 4, 8, 16, 32, 64)
+#: As many as no other list here has a common divisor with, so that going around all of them
+#: together meets every pair.
+WINDOWS = (
+    *((1, 1), (3, 3), (5, 5), (7, 7), (9, 9), (11, 11)),
+    *((1, 7), (7, 1), (2, 4), (1, 11), (11, 1)),
+)
+#: Stride and dilation.
+STEPS = ((1, 1), (2, 1), (1, 2), (2, 2))
+_MOST_FLOPS = 2**27  # of a random layer: the float64 reference of a test takes tens of milliseconds
+
+
+@cache
+def served(family: Family) -> tuple[tuple[str, int], ...]:
+    """The directions and group widths of which `family` has configs."""
+    return tuple(
+        (direction, width)
+        for direction, width in product(DIRECTIONS, WIDTHS)
+        if family.legal(_layer(direction, width, (3, 3), (1, 1), "float16"), H100).any()
+    )
+
+
+def representative(family: Family) -> list[Problem]:
+    """Layers of `family` that meet every pair of a group width, window, stride and dilation, dtype
+    and epilogue that it has kernels for."""
+    steps, dtypes, flags = cycle(STEPS), cycle(DTYPES), cycle((True, False, True, True, False))
+    activations = cycle((*ACTIVATIONS, "none"))
+    found = []
+    for (direction, width), window in product(served(family), WINDOWS):
+        epilogue = (next(flags), next(activations), next(flags))
+        step, dtype = next(steps), next(dtypes)
+        for other in (dtype, *DTYPES):  # the next one where the family lacks this one
+            problem = _layer(direction, width, window, step, other, epilogue)
+            if family.legal(problem, H100).any():
+                found.append(problem)
+                break
+    return found
+
+
+def _layer(
+    direction: str,
+    width: int,
+    window: tuple[int, int],
+    step: tuple[int, int],
+    dtype: str,
+    epilogue: tuple[bool, str, bool] = (False, "none", False),
+) -> Problem:
+    bias, activation, residual = epilogue
+    dilation = step[1]
+    return Problem(
+        *(32, 128, 28, 28, 128, *window),
+        stride=step[0],
+        padding=tuple(dilation * (size // 2) for size in window),
+        dilation=dilation,
+        groups=128 // width,
+        dtype=dtype,
+        direction=direction,
+        **_epilogue(direction, bias, activation, residual, deterministic=bias),
+    )
+
+
+def _epilogue(
+    direction: str, bias: bool, activation: str, residual: bool, deterministic: bool
+) -> dict[str, object]:
+    """What of the epilogue `direction` has."""
+    return {
+        "fprop": {"bias": bias, "activation": activation, "residual": residual},
+        "dgrad": {},
+        "wgrad": {"bias": bias, "deterministic": deterministic},
+    }[direction]
+
+
+def first_kernel(family: Family) -> KernelSource:
+    """The kernel of the first config that is legal for the first layer of `representative`."""
+    problem = representative(family)[0]
+    row = int(np.flatnonzero(family.legal(problem, H100))[0])
+    return family.launch(problem, row).steps[0].source
+
+
+def random_layer(rng: random.Random, family: Family) -> Problem:
+    """An odd-shaped layer of a direction and group width of `family`, which need not have a legal
+    config: one image, one group, tiles larger than the image, padding larger than the window."""
+    direction, width = rng.choice(served(family))
+    groups = rng.choice([g for g in (1, 2, 3, 5, 8, 13, 16, 24, 40) if g * width <= 192])
+    multiplier = rng.choice((1, 1, 1, 1, 2, 3))
+    largest = 11 if width == 1 else 7
+    window = [rng.choice((3, 3, rng.randint(1, 7), rng.randint(1, largest))) for _ in range(2)]
+    padding = [rng.randint(0, size + 1) for size in window]
+    stride, dilation = ([rng.choice((1, 1, 2)) for _ in range(2)] for _ in range(2))
+    least = [max(1, d * (f - 1) + 1 - 2 * z) for d, f, z in zip(dilation, window, padding)]
+    return Problem(
+        n=rng.choice((1, 1, 2, 3, 5, 9)),
+        c=width * groups,
+        h=least[0] + rng.randint(0, 40),
+        w=least[1] + rng.randint(0, 70),
+        k=width * groups * multiplier,
+        r=window[0],
+        s=window[1],
+        stride=tuple(stride),
+        padding=tuple(padding),
+        dilation=tuple(dilation),
+        groups=groups,
+        dtype=rng.choice(DTYPES),
+        direction=direction,
+        **_epilogue(
+            direction,
+            bias=rng.random() < 0.5,
+            activation=rng.choice(ACTIVATIONS),
+            residual=rng.random() < 0.5,
+            deterministic=rng.random() < 0.5,
+        ),
+    )
+
+
+def random_legal_layer(rng: random.Random, family: Family, device: Device) -> Problem:
+    """A small `random_layer` that `family` has configs for."""
+    while True:
+        problem = random_layer(rng, family)
+        if problem.flops <= _MOST_FLOPS and family.legal(problem, device).any():
+            return problem
