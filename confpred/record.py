@@ -135,14 +135,13 @@ class Record:
 
     @classmethod
     def _value(cls, name: str, text: str) -> Any:
-        known = {f.name for f in dataclasses.fields(cls)}
-        if name in cls.LIMITS:
-            if name in cls.PAIRS and re.fullmatch(r"[0-9]{1,18}x[0-9]{1,18}", text):
-                return [int(part) for part in text.split("x")]
-            return int(text) if re.fullmatch(r"[+-]?[0-9]{1,18}", text) else text
-        if name in known and name not in cls.CHOICES:
+        if name in cls.CHOICES:
+            return text
+        if name not in cls.LIMITS and any(f.name == name for f in dataclasses.fields(cls)):
             return {"true": True, "1": True, "false": False, "0": False}.get(text.lower(), text)
-        return text
+        if name in cls.PAIRS and re.fullmatch(r"[0-9]{1,18}x[0-9]{1,18}", text):
+            return [int(part) for part in text.split("x")]
+        return int(text) if re.fullmatch(r"[+-]?[0-9]{1,18}", text) else text
 
     def __str__(self) -> str:
         """The words that `parse` reads, defaults left out."""
