@@ -63,7 +63,7 @@ def _layer(
     bias, activation, residual = epilogue
     dilation = step[1]
     return Problem(
-        *(32, 128, 28, 28, 128, *window),
+        *(32, 128, 112, 112, 128, *window),
         stride=step[0],
         padding=tuple(dilation * (size // 2) for size in window),
         dilation=dilation,
@@ -102,7 +102,9 @@ def random_layer(rng: random.Random, family: Family) -> Problem:
     window = [rng.choice((3, 3, rng.randint(1, 7), rng.randint(1, largest))) for _ in range(2)]
     padding = [rng.randint(0, size + 1) for size in window]
     stride, dilation = ([rng.choice((1, 1, 2)) for _ in range(2)] for _ in range(2))
-    least = [max(1, d * (f - 1) + 1 - 2 * z) for d, f, z in zip(dilation, window, padding)]
+    least = [
+        max(1, d * (f - 1) + 1 - 2 * z) for d, f, z in zip(dilation, window, padding, strict=True)
+    ]
     return Problem(
         n=rng.choice((1, 1, 2, 3, 5, 9)),
         c=width * groups,

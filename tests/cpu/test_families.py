@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import random
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from strategies import grouped_problems, problems
+from layers import random_legal_layer, representative, served
+from strategies import problems, problems_of
 
 from confpred.device import KNOWN, Device, get_device
 from confpred.families import Family, all_families, config_dict
-from confpred.problem import Problem
+from confpred.operation import SCRATCH, ZEROED
+from confpred.source import file_text
 
 FAMILIES = all_families()
+NAMES = {"bias", "residual", "bias_grad"}
 every_family = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
 devices = st.sampled_from(list(KNOWN.values()))
 
@@ -35,38 +40,57 @@ def test_the_config_table_is_a_constant_of_distinct_rows(family: Family) -> None
 
 
 @every_family
-@given(problem=problems() | grouped_problems(), device=devices)
+@given(data=st.data(), device=devices)
 def test_legality_is_a_mask_over_the_table(
-    family: Family, problem: Problem, device: Device
+    family: Family, data: st.DataObject, device: Device
 ) -> None:
+    problem = data.draw(problems() | problems_of(family))
     mask = family.legal(problem, device)
     assert mask.dtype == np.bool_
     assert mask.shape == family.configs.shape
+    if problem.direction not in {direction for direction, _ in served(family)}:
+        assert not mask.any()
 
 
 @every_family
-@given(problem=grouped_problems(), device=devices)
+@given(data=st.data(), device=devices)
 def test_every_legal_config_can_be_launched(
-    family: Family, problem: Problem, device: Device
+    family: Family, data: st.DataObject, device: Device
 ) -> None:
+    problem = data.draw(problems_of(family))
+    operands = {o.name for o in family.operation.operands(problem)}
+    outputs = {o.name for o in family.operation.operands(problem) if o.terms}
     rows = np.flatnonzero(family.legal(problem, device))
     for row in rows[:: max(1, len(rows) // 50)]:
         launch = family.launch(problem, int(row))
-        threads = int(np.prod(launch.block))
-        assert threads % 32 == 0
-        assert 32 <= threads <= 1024
-        assert 0 <= launch.smem_bytes <= device.smem_per_block
-        assert 1 <= launch.grid[0] < 2**31
-        assert all(1 <= size < 2**16 for size in launch.grid[1:])
-        assert all(type(value) is int and 0 <= value < 2**31 for value in launch.scalars)
-        assert family.workspace_bytes(problem, int(row)) >= 0
+        assert launch == family.launch(problem, int(row))
+        assert launch.zeroed_bytes >= 0
+        assert launch.scratch_bytes >= 0
+        used = {name for step in launch.steps for name in step.operands}
+        assert outputs <= used
+        # Names of operands that the problem lacks, as a null bias, are known all the same.
+        assert used <= operands | NAMES | {ZEROED, SCRATCH}
+        assert (ZEROED in used) == (launch.zeroed_bytes > 0)
+        assert (SCRATCH in used) == (launch.scratch_bytes > 0)
+        for step in launch.steps:
+            threads = int(np.prod(step.block))
+            assert threads % 32 == 0
+            assert 32 <= threads <= 1024
+            assert 0 <= step.smem_bytes <= device.smem_per_block
+            assert 1 <= step.grid[0] < 2**31
+            assert all(1 <= size < 2**16 for size in step.grid[1:])
+            assert all(type(n) is int for n in (*step.grid, *step.block, *step.scalars))
+            assert all(-(2**31) <= value < 2**31 for value in step.scalars)
+            assert file_text(step.source.file)
+            assert len(dict(step.source.defines)) == len(step.source.defines)
 
 
 @every_family
-@given(problem=grouped_problems(), device=devices)
+@given(data=st.data(), device=devices)
 def test_features_and_estimates_are_finite(
-    family: Family, problem: Problem, device: Device
+    family: Family, data: st.DataObject, device: Device
 ) -> None:
+    problem = data.draw(problems_of(family))
     rows = np.flatnonzero(family.legal(problem, device))
     matrix = family.features(problem, device, rows)
     assert matrix.shape == (len(rows), len(family.feature_names))
@@ -80,11 +104,12 @@ def test_features_and_estimates_are_finite(
 
 
 @every_family
-@given(problem=grouped_problems(), device=devices, seed=st.integers(0, 2**32 - 1))
+@given(data=st.data(), device=devices, seed=st.integers(0, 2**32 - 1))
 @settings(max_examples=30)
 def test_a_config_is_described_alike_whatever_it_is_asked_with(
-    family: Family, problem: Problem, device: Device, seed: int
+    family: Family, data: st.DataObject, device: Device, seed: int
 ) -> None:
+    problem = data.draw(problems_of(family))
     rows = np.flatnonzero(family.legal(problem, device))
     some = np.random.default_rng(seed).permutation(len(rows))[:20]
     alone = family.features(problem, device, rows[some])
@@ -96,14 +121,10 @@ def test_feature_names_are_distinct_and_each_varies(family: Family) -> None:
     """A column that is constant over many layers would teach a model nothing."""
     assert len(set(family.feature_names)) == len(family.feature_names)
     device = get_device("h100")
-    layers = (
-        "n=32 c=64 h=56 w=56 k=64 r=3 s=3 groups=8 padding=1",
-        "n=1 c=256 h=13 w=17 k=256 r=5 s=1 groups=16 bias=true activation=gelu",
-        "n=128 c=528 h=9 w=28 k=528 r=1 s=3 groups=33 dtype=bfloat16 activation=relu",
-        "n=32 c=512 h=14 w=14 k=512 r=5 s=5 groups=16 padding=2",
-    )
+    rng = random.Random(0)
+    odd = [random_legal_layer(rng, family, device) for _ in range(10)]
     matrices = []
-    for layer in map(Problem.parse, layers):
+    for layer in representative(family) + odd:
         rows = np.flatnonzero(family.legal(layer, device))
         matrices.append(family.features(layer, device, rows))
     spans = np.ptp(np.concatenate(matrices), axis=0)

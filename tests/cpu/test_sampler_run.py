@@ -163,7 +163,8 @@ def test_gpus_of_two_kinds_are_refused(tmp_path):
 
 
 def test_a_folder_in_use_is_refused(tmp_path):
-    with open_store(tmp_path, "other"), pytest.raises(FolderBusy, match="another sampler"):
+    refused = pytest.raises(FolderBusy, match="another sampler")
+    with open_store(tmp_path, "other", CONVOLUTION), refused:
         run(tmp_path)
 
 

@@ -187,5 +187,5 @@ def test_described_words_are_accepted(
     client: TestClient, schemas: dict[str, Any], name: str, word: str
 ) -> None:
     assert word in schemas["Problem"]["properties"][name]["enum"]
-    body = {"device": "h100", "problem": {**EXAMPLE.to_json(), name: word}}
+    body = {"device": "h100", "problem": {**EXAMPLE.to_json(), "activation": "none", name: word}}
     assert client.post("/v1/predict", json=body).status_code == 200
