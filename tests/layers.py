@@ -41,7 +41,8 @@ def representative(family: Family) -> list[Problem]:
     steps, dtypes, flags = cycle(STEPS), cycle(DTYPES), cycle((True, False, True, True, False))
     activations = cycle((*ACTIVATIONS, "none"))
     found = []
-    for (direction, width), window in product(served(family), WINDOWS):
+    rounds = -(-len(WIDTHS) // len(served(family)))  # more for a family of one width
+    for _, (direction, width), window in product(range(rounds), served(family), WINDOWS):
         epilogue = (next(flags), next(activations), next(flags))
         step, dtype = next(steps), next(dtypes)
         for other in (dtype, *DTYPES):  # the next one where the family lacks this one

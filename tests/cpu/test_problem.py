@@ -53,8 +53,10 @@ def test_sizes_are_those_of_pytorch(problem: Problem) -> None:
     assert x.numel() == problem.input_elements
     assert weight.numel() == problem.filter_elements
     assert y.numel() == problem.output_elements
-    operands = x.numel() + weight.numel() + y.numel() + problem.k * problem.bias
-    assert problem.minimum_bytes == 2 * operands
+    elements = x.numel() + weight.numel() + y.numel() + problem.k * problem.bias
+    elements += y.numel() * problem.residual
+    assert problem.itemsize == getattr(torch, problem.dtype).itemsize
+    assert problem.minimum_bytes == problem.itemsize * elements
     assert problem.flops == 2 * y.numel() * problem.group_width * problem.r * problem.s
 
 
@@ -64,6 +66,37 @@ def test_a_problem_is_a_value() -> None:
     assert hash(problem) == hash(Problem(**BASE, stride=(1, 1)))
     with pytest.raises(dataclasses.FrozenInstanceError):
         problem.n = 1  # type: ignore[misc]
+
+
+@given(problems())
+def test_a_layer_is_what_its_network_fixes(problem: Problem) -> None:
+    chosen = {
+        "n": problem.n + 1,
+        "dtype": "float32",
+        "direction": "wgrad",
+        "bias": not problem.bias,
+        "activation": "none",
+        "residual": False,
+        "deterministic": True,
+    }
+    assert problem.layer() == dataclasses.replace(problem, **chosen).layer()
+    assert problem.layer().layer() == problem.layer()
+    assert problem.layer() != dataclasses.replace(problem, h=problem.h + 100).layer()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "direction=wgrad bias=true deterministic=true dtype=float32",
+        "direction=dgrad stride=2 dilation=1x2",
+        "residual=true activation=hardswish bias=true",
+        "activation=relu6 residual=1 dtype=bfloat16",
+    ],
+)
+def test_each_direction_has_its_own_fields(words: str) -> None:
+    problem = Problem.parse(f"n=2 c=8 h=9 w=9 k=8 r=3 s=3 groups=8 {words}")
+    assert Problem.parse(str(problem)) == problem
+    assert all(word.split("=")[0] in str(problem) for word in words.split())
 
 
 def test_numpy_integers_become_plain_ones() -> None:
@@ -109,6 +142,15 @@ def test_choices_are_named(name: str) -> None:
         ({"n": 16384, "h": 1024, "w": 1024, "k": 128}, "k", str(MAX_ELEMENTS)),
         ({"bias": 1}, "bias", "true or false"),
         ({"bias": "yes"}, "bias", "true or false"),
+        ({"residual": 0}, "residual", "true or false"),
+        ({"deterministic": None}, "deterministic", "true or false"),
+        ({"direction": "dgrad", "bias": True}, "bias", "false in direction dgrad"),
+        ({"direction": "dgrad", "activation": "relu"}, "activation", "none in direction dgrad"),
+        ({"direction": "wgrad", "activation": "gelu"}, "activation", "none in direction wgrad"),
+        ({"direction": "dgrad", "residual": True}, "residual", "false in direction dgrad"),
+        ({"direction": "wgrad", "residual": True}, "residual", "false in direction wgrad"),
+        ({"deterministic": True}, "deterministic", "false in direction fprop"),
+        ({"direction": "dgrad", "deterministic": True}, "deterministic", "direction dgrad"),
         ({"depth": 3}, "depth", "a field among n, c, h"),
     ],
 )
