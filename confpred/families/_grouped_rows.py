@@ -15,6 +15,7 @@ from math import gcd
 import numpy as np
 from numpy.typing import NDArray
 
+from confpred.convolution import CONVOLUTION
 from confpred.device import Device
 from confpred.families.base import KernelSource, Launch, Rows, Step
 from confpred.problem import ACTIVATIONS, Problem
@@ -216,6 +217,7 @@ class GroupedRows:
         feature_names: of its problems and configs.
     """
 
+    operation = CONVOLUTION
     configs = CONFIGS
 
     def __init__(self, name: str, direction: str, operands: tuple[str, ...]) -> None:
