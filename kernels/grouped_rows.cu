@@ -72,6 +72,9 @@ constexpr int N_TILES = WARP_CHANNELS / WARP_GROUPS / 8;  // tensor-core tiles o
 constexpr int K_STEPS = (WIDTH + 15) / 16;       // steps of 16 input channels
 // At width 8 two neighbouring shifts share a 16-deep step.
 constexpr int TAPS = WIDTH == 8 ? (SHIFTS + 1) / 2 : SHIFTS;
+// A filter that stays in registers comes through shared memory where that is the shorter way: where
+// it is wide, and in dgrad, whose fragments are columns of the filter and would be loaded by the element.
+constexpr bool FILTER_STAGED = FILTER_SHARED || GW >= (DGRAD ? 8 : 32);
 constexpr int FILTER_CHUNKS = R * S * GW / 8;
 constexpr int FILTER_BYTES = 16 * (FILTER_CHUNKS | 1);  // of one channel, in shared memory
 constexpr int LOADS = (BLOCK_N * ROW_X * CHUNKS + THREADS - 1) / THREADS;
@@ -101,19 +104,24 @@ __device__ __forceinline__ void load_matrix_x4_transposed(u32 (&d)[4], u32 from)
                  : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3]) : "r"(from) : "memory");
 }
 
-// The filter's element between two channels, for row r and column s in the order of the streamed
-// rows. k: channel of `out`; c: channel of `in`, counted from the first of k's WIDTH channels.
-__device__ __forceinline__ u16 filter_element(const u16* filter, int k, int c, int r, int s) {
-    if (c / GW != k % WIDTH / GW) return 0;  // of different groups
-    const int index = DGRAD ? (((k / WIDTH * WIDTH + c) * R + R - 1 - r) * S + S - 1 - s) * GW + k % GW
-                            : ((k * R + r) * S + s) * GW + c % GW;
-    return filter[index];
+// The same for one matrix, transposed or not.
+template <bool TRANSPOSED>
+__device__ __forceinline__ u32 load_matrix_x1(u32 from) {
+    u32 d;
+    if (TRANSPOSED) asm volatile("ldmatrix.sync.aligned.m8n8.x1.trans.shared.b16 {%0}, [%1];\n" : "=r"(d) : "r"(from) : "memory");
+    else asm volatile("ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%0}, [%1];\n" : "=r"(d) : "r"(from) : "memory");
+    return d;
 }
-// The elements of channels c (even) and c + 1.
-__device__ __forceinline__ u32 filter_pair(const u16* filter, int k, int c, int r, int s) {
-    if (DGRAD || GW == 1) return filter_element(filter, k, c, r, s) | filter_element(filter, k, c + 1, r, s) << 16;
-    if (c / GW != k % WIDTH / GW) return 0;
-    return *reinterpret_cast<const u32*>(filter + ((k * R + r) * S + s) * GW + c % GW);
+
+// From global memory: the filter's elements between channel k of `out` and channels c (even) and
+// c + 1 of `in`, counted from the first of k's WIDTH channels; zero between different groups.
+__device__ __forceinline__ u32 filter_pair(const u16* filter, int k, int c, int tap) {
+    constexpr int SPAN = GW == 1 ? 2 : GW;  // a pair of channels is two groups of one
+    if (c / SPAN != k % WIDTH / SPAN) return 0;
+    if (GW == 1) return static_cast<u32>(filter[k * R * S + tap]) << 16 * (k % 2);
+    if (!DGRAD) return *reinterpret_cast<const u32*>(filter + (k * R * S + tap) * GW + c % GW);
+    const u16* const from = filter + ((k / WIDTH * WIDTH + c) * R * S + tap) * GW + k % GW;
+    return from[0] | static_cast<u32>(from[R * S * GW]) << 16;
 }
 
 // Along each axis, with `lattice` below the lattice's number (0 where there is one only):
@@ -190,18 +198,21 @@ extern "C" __global__ void __launch_bounds__(THREADS) grouped_rows(
     const i64 out_row_elements = static_cast<i64>(out_step_h) * q * c;
     const int out_from = tid / CHUNKS * PIXEL_BYTES + piece * 16;
 
+    const auto input_row = [&](int step) { return in_y0 + step * in_step_h; };
+    const auto inside = [&](int y) { return y >= 0 && y < h; };  // other rows are padding: neither read nor multiplied
     auto load_row = [&](int step, int slot) {
         if (step < steps) {
-            const int y = in_y0 + step * in_step_h;
-            const bool inside = y >= 0 && y < h;
-            const u16* const row = in_block + static_cast<i64>(inside ? y : 0) * w * c;
+            const int y = input_row(step);
+            if (inside(y)) {
+                const u16* const row = in_block + static_cast<i64>(y) * w * c;
 #pragma unroll
-            for (int l = 0; l < LOADS; ++l)
-                if ((l + 1) * THREADS <= BLOCK_N * ROW_X * CHUNKS || tid + l * THREADS < BLOCK_N * ROW_X * CHUNKS) {
-                    const bool valid = inside && (load_valid >> l & 1);
-                    copy_async_16(load_to + slot * STAGE_BYTES + l * (THREADS / CHUNKS) * PIXEL_BYTES,
-                                  valid ? row + load_offset[l] : in, valid);
-                }
+                for (int l = 0; l < LOADS; ++l)
+                    if ((l + 1) * THREADS <= BLOCK_N * ROW_X * CHUNKS || tid + l * THREADS < BLOCK_N * ROW_X * CHUNKS) {
+                        const bool valid = load_valid >> l & 1;
+                        copy_async_16(load_to + slot * STAGE_BYTES + l * (THREADS / CHUNKS) * PIXEL_BYTES,
+                                      valid ? row + load_offset[l] : in, valid);
+                    }
+            }
 #if HAS_RESIDUAL
             // The residual of the row that this step will finish comes along.
             if (step >= R - 1 && meets(step, R - 1)) {
@@ -217,7 +228,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) grouped_rows(
         copy_async_commit();  // an empty group keeps the count of pending groups in step
     };
 
-    if (FILTER_SHARED)
+    if (FILTER_STAGED)
         for (int e = tid; e < BLOCK_C * FILTER_CHUNKS; e += THREADS) {
             const int channel = e / FILTER_CHUNKS, chunk = e % FILTER_CHUNKS;
             const bool valid = c0 + channel < c;
@@ -235,11 +246,14 @@ extern "C" __global__ void __launch_bounds__(THREADS) grouped_rows(
     u32 filter_regs[FILTER_SHARED ? 1 : WARP_GROUPS][FILTER_SHARED ? 1 : R][UP_W][FILTER_SHARED ? 1 : TAPS]
                    [FILTER_SHARED ? 1 : K_STEPS][FILTER_SHARED ? 1 : N_TILES][2];
     if (!FILTER_SHARED) {
+        if (FILTER_STAGED) {
+            copy_async_wait<STAGES - 2>();  // the filter came with the first row
+            __syncthreads();
+        }
 #pragma unroll
         for (int g = 0; g < WARP_GROUPS; ++g)
 #pragma unroll
-            for (int nt = 0; nt < N_TILES; ++nt) {
-                const int k = c0 + warp_channel + g * WIDTH + nt * 8 + fragment_row;
+            for (int nt = 0; nt < N_TILES; ++nt)
 #pragma unroll
                 for (int r = 0; r < R; ++r)
 #pragma unroll
@@ -251,11 +265,20 @@ extern "C" __global__ void __launch_bounds__(THREADS) grouped_rows(
 #pragma unroll
                                 for (int half = 0; half < 2; ++half) {
                                     const int s = filter_column(WIDTH == 8 ? 2 * tap + half : tap, parity);
-                                    const int channel = (WIDTH == 8 ? 0 : 16 * ks + 8 * half) + fragment_column;
-                                    filter_regs[g][r][parity][tap][ks][nt][half] =
-                                        k < c && s < S ? filter_pair(filter, k, channel, r, s) : 0;
+                                    const int turned = DGRAD ? (R - 1 - r) * S + S - 1 - s : r * S + s;
+                                    const int to = (warp_channel - warp_group) + nt * 8;  // channels, in the group
+                                    const int from = WIDTH == 8 ? 0 : 16 * ks + 8 * half;
+                                    u32& regs = filter_regs[g][r][parity][tap][ks][nt][half];
+                                    if (s >= S) {
+                                        regs = 0;
+                                    } else if (FILTER_STAGED) {
+                                        const int row = warp_group + g * WIDTH + (DGRAD ? from : to) + lane % 8;
+                                        regs = load_matrix_x1<DGRAD>(filter_shared + row * FILTER_BYTES + (turned * GW + (DGRAD ? to : from)) * 2);
+                                    } else {
+                                        const int k = c0 + warp_channel + g * WIDTH + nt * 8 + fragment_row;
+                                        regs = k < c ? filter_pair(filter, k, from + fragment_column, turned) : 0;
+                                    }
                                 }
-            }
     }
 #if HAS_BIAS
     float bias_regs[WARP_GROUPS][N_TILES][2];
@@ -360,51 +383,53 @@ extern "C" __global__ void __launch_bounds__(THREADS) grouped_rows(
 #pragma unroll
                                     for (int e = 0; e < 4; ++e) acc[live_row(j, r)][parity][g][t][nt][e] = 0.0f;
 
+            if (inside(input_row(step))) {
 #pragma unroll
-            for (int tap = 0; tap < TAPS; ++tap)
+                for (int tap = 0; tap < TAPS; ++tap)
 #pragma unroll
-                for (int g = 0; g < WARP_GROUPS; ++g)
+                    for (int g = 0; g < WARP_GROUPS; ++g)
 #pragma unroll
-                    for (int ks = 0; ks < K_STEPS; ++ks) {
-                        const int shift = WIDTH == 8 ? 2 * tap : tap;
-                        const int column = DOWN_W == 2 ? shift % 2 * EVEN_X + shift / 2 : shift;
-                        u32 a[WARP_TILES][4];
+                        for (int ks = 0; ks < K_STEPS; ++ks) {
+                            const int shift = WIDTH == 8 ? 2 * tap : tap;
+                            const int column = DOWN_W == 2 ? shift % 2 * EVEN_X + shift / 2 : shift;
+                            u32 a[WARP_TILES][4];
 #pragma unroll
-                        for (int t = 0; t < WARP_TILES; ++t) {
-                            const u32 from = fragment_from[t] + slot * STAGE_BYTES + column * PIXEL_BYTES + g * WIDTH * 2 + ks * 32;
-                            if (WIDTH > 8 || shift + 1 < SHIFTS) load_matrix_x4(a[t], from);
-                            else load_matrix_x2(a[t], from);
-                        }
+                            for (int t = 0; t < WARP_TILES; ++t) {
+                                const u32 from = fragment_from[t] + slot * STAGE_BYTES + column * PIXEL_BYTES + g * WIDTH * 2 + ks * 32;
+                                if (WIDTH > 8 || shift + 1 < SHIFTS) load_matrix_x4(a[t], from);
+                                else load_matrix_x2(a[t], from);
+                            }
 #pragma unroll
-                        for (int r = 0; r < R; ++r)
+                            for (int r = 0; r < R; ++r)
 #pragma unroll
-                            for (int parity = 0; parity < UP_W; ++parity) {
-                                const int s = filter_column(shift, parity);
-                                // At width 8, does this parity have both shifts?
-                                const bool pair = WIDTH == 8 && shift + 1 < SHIFTS && filter_column(shift + 1, parity) < S;
-                                if (!meets(j, r) || s >= S) continue;
+                                for (int parity = 0; parity < UP_W; ++parity) {
+                                    const int s = filter_column(shift, parity);
+                                    // At width 8, does this parity have both shifts?
+                                    const bool pair = WIDTH == 8 && shift + 1 < SHIFTS && filter_column(shift + 1, parity) < S;
+                                    if (!meets(j, r) || s >= S) continue;
 #pragma unroll
-                                for (int nt = 0; nt < N_TILES; nt += (WIDTH == 8 ? 1 : 2)) {
-                                    u32 b[4];  // of output-channel tiles nt and nt + 1
-                                    if (!FILTER_SHARED) {
+                                    for (int nt = 0; nt < N_TILES; nt += (WIDTH == 8 ? 1 : 2)) {
+                                        u32 b[4];  // of output-channel tiles nt and nt + 1
+                                        if (!FILTER_SHARED) {
 #pragma unroll
-                                        for (int e = 0; e < (WIDTH == 8 ? 2 : 4); ++e) b[e] = filter_regs[g][r][parity][tap][ks][nt + e / 2][e % 2];
-                                    } else if (DGRAD) {
-                                        load_matrix_x4_transposed(b, filter_from + (g * GW + ks * 16) * FILTER_BYTES +
-                                                                         (((R - 1 - r) * S + S - 1 - s) * GW + nt * 8) * 2);
-                                    } else {
-                                        load_matrix_x4(b, filter_from + (g * GW + nt * 8) * FILTER_BYTES + ((r * S + s) * GW + ks * 16) * 2);
-                                    }
+                                            for (int e = 0; e < (WIDTH == 8 ? 2 : 4); ++e) b[e] = filter_regs[g][r][parity][tap][ks][nt + e / 2][e % 2];
+                                        } else if (DGRAD) {
+                                            load_matrix_x4_transposed(b, filter_from + (g * GW + ks * 16) * FILTER_BYTES +
+                                                                             (((R - 1 - r) * S + S - 1 - s) * GW + nt * 8) * 2);
+                                        } else {
+                                            load_matrix_x4(b, filter_from + (g * GW + nt * 8) * FILTER_BYTES + ((r * S + s) * GW + ks * 16) * 2);
+                                        }
 #pragma unroll
-                                    for (int t = 0; t < WARP_TILES; ++t) {
-                                        auto& row = acc[live_row(j, r)][parity][g][t];
-                                        if (WIDTH == 8 && !pair) mma_k8(row[nt], a[t], b[0]);
-                                        else mma_k16(row[nt], a[t], b[0], b[1]);
-                                        if (WIDTH > 8) mma_k16(row[nt + (WIDTH == 8 ? 0 : 1)], a[t], b[2], b[3]);
+                                        for (int t = 0; t < WARP_TILES; ++t) {
+                                            auto& row = acc[live_row(j, r)][parity][g][t];
+                                            if (WIDTH == 8 && !pair) mma_k8(row[nt], a[t], b[0]);
+                                            else mma_k16(row[nt], a[t], b[0], b[1]);
+                                            if (WIDTH > 8) mma_k16(row[nt + (WIDTH == 8 ? 0 : 1)], a[t], b[2], b[3]);
+                                        }
                                     }
                                 }
-                            }
-                    }
+                        }
+            }
 
             if (meets(j, R - 1))
 #pragma unroll

@@ -451,18 +451,28 @@ def _blocks(problem: Problem) -> NDArray[np.int64]:
 def _shape_of(problem: Problem) -> _Shape:
     rows, columns = axis_of(problem, 0), axis_of(problem, 1)
     return _shape(
-        max(8, problem.group_width),
+        problem.group_width,
         *(problem.r, rows.down, rows.up),
         *(problem.s, columns.down, columns.up),
+        problem.direction == "dgrad",
         problem.residual,
     )
 
 
 @lru_cache(maxsize=1024)
 def _shape(
-    width: int, r: int, down_h: int, up_h: int, s: int, down_w: int, up_w: int, residual: bool
+    group_width: int,
+    r: int,
+    down_h: int,
+    up_h: int,
+    s: int,
+    down_w: int,
+    up_w: int,
+    dgrad: bool,
+    residual: bool,
 ) -> _Shape:
-    """Mirrors the constants at the top of the kernel; `width` is at least 8."""
+    """Mirrors the constants at the top of the kernel."""
+    width = max(8, group_width)
     t = {name: CONFIGS[name].astype(np.int64) for name in FIELDS}
     threads = 32 * t["warps_c"] * t["warps_m"]
     chunks = t["block_c"] // 8
@@ -483,7 +493,8 @@ def _shape(
     used = [-(-(s - parity) // up_w) for parity in range(up_w)]
     taps = sum(-(-count // 2) if width == 8 else count for count in used)
     filter_chunks = r * s * width // 8
-    filter_bytes = np.where(t["filter_shared"], 16 * (filter_chunks | 1) * t["block_c"], 0)
+    staged = (t["filter_shared"] == 1) | (group_width >= (8 if dgrad else 32))
+    filter_bytes = np.where(staged, 16 * (filter_chunks | 1) * t["block_c"], 0)
     loads = -(-row_pixels * chunks // threads)
     stores = -(-((up_w - 1) * m_tiles * 16 + pixels) * chunks // threads)
     live = (r - 1) // down_h + 1
@@ -497,8 +508,7 @@ def _shape(
     wins = (
         ((t["warps_m"] < 4) & (warp_tiles * warp_channels <= 32) | (width >= 32))
         & ((t["warps_m"] == 1) | (warp_channels <= width))
-        & (t["block_q"] != 28)
-        & ((t["block_q"] != 14) | (t["block_n"] < 4))
+        & ((t["block_q"] != 28) & ((t["block_q"] != 14) | (t["block_n"] < 4)) | (width == 64))
     )
     fits = (
         (t["block_c"] % width == 0)
