@@ -508,6 +508,7 @@ def _shape(
     wins = (
         ((t["warps_m"] < 4) & (warp_tiles * warp_channels <= 32) | (width >= 32))
         & ((t["warps_m"] == 1) | (warp_channels <= width))
+        & (warp_channels <= 2 * width)
         & ((t["block_q"] != 28) & ((t["block_q"] != 14) | (t["block_n"] < 4)) | (width == 64))
     )
     fits = (
