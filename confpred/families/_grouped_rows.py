@@ -50,8 +50,8 @@ FIELDS = (
 def config_table() -> NDArray[np.void]:
     """The config space. What is left out never won by a percent where everything was measured.
 
-    Blocks of eight warps come last: they are for width 64, whose filter takes most of a block's
-    shared memory and leaves room for few blocks.
+    Blocks of eight warps come last: they are for the windows above 3x3 of width 64, whose filter
+    takes most of a multiprocessor's shared memory and leaves room for one block.
     """
     few: list[tuple[int, ...]] = []
     many: list[tuple[int, ...]] = []
@@ -509,13 +509,14 @@ def _shape(
         ((t["warps_m"] < 4) & (warp_tiles * warp_channels <= 32) | (width >= 32))
         & ((t["warps_m"] == 1) | (warp_channels <= width))
         & (warp_channels <= 2 * width)
+        & ((width < 64) | (t["filter_shared"] == 0) | (warp_tiles > 1))
         & ((t["block_q"] != 28) & ((t["block_q"] != 14) | (t["block_n"] < 4)) | (width == 64))
     )
     fits = (
         (t["block_c"] % width == 0)
         # Warps hold whole groups or, at width 64, divide one in pieces of at least 16 channels.
         & ((warp_channels % width == 0) | ((width == 64) & (warp_channels >= 16)))
-        & ((threads <= 128) | (width == 64))
+        & ((threads <= 128) | ((width == 64) & (r * s > 9)))
         & wins
         # Registers hold small filters at no cost.
         & ((width * r * s > 16 * 9) | (t["filter_shared"] == 0))

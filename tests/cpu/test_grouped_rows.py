@@ -6,17 +6,21 @@ The restatements below follow the kernel's source, not the vectorised Python.
 
 from __future__ import annotations
 
+import io
+import re
 from math import ceil
 
 import numpy as np
 import pytest
+from cuda.core import Program, ProgramOptions
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from strategies import problems
 
+from confpred.cuda.compiler import source_text, supported_archs
 from confpred.device import KNOWN, Device, get_device
 from confpred.families import all_families, config_dict
-from confpred.families._grouped_rows import axis_of
+from confpred.families._grouped_rows import _shape_of, axis_of
 from confpred.problem import ACTIVATIONS, Problem
 
 FAMILIES = {direction: all_families()[f"grouped_{direction}"] for direction in ("fprop", "dgrad")}
@@ -92,7 +96,7 @@ def expected_legal(problem: Problem, device: Device, config: dict[str, int]) -> 
     if block_c % width or (warp_channels % width and not (width == 64 and warp_channels >= 16)):
         return False
     tiles = ceil(block_n * block_q / 16)
-    if tiles % warps_m or (warps > 4 and width < 64):
+    if tiles % warps_m or (warps > 4 and (width < 64 or r * s <= 9)):
         return False
     # Paired taps at width 8 leave no 16-byte rows for ldmatrix to fetch the filter from; and a
     # filter as small as 3x3x16 is better kept in registers.
@@ -103,6 +107,8 @@ def expected_legal(problem: Problem, device: Device, config: dict[str, int]) -> 
     if width < 32 and (warps_m == 4 or warp_tiles * warp_channels > 32):
         return False
     if warp_channels > (2 * width if warps_m == 1 else width):
+        return False
+    if width == 64 and config["filter_shared"] and warp_tiles == 1:
         return False
     if width < 64 and (block_q == 28 or (block_q == 14 and block_n == 4)):
         return False
@@ -321,3 +327,46 @@ def test_one_kernel_serves_every_size(problem: Problem, data: st.DataObject) -> 
         if {**config_dict(family, int(i)), "bands": 0} == {**config, "bands": 0}
     ]
     assert {family.launch(problem, i).steps[0].source for i in same_tile} == {source}
+
+
+def _ptxas_report(problem: Problem, row: int, arch: str) -> tuple[int, int]:
+    """Registers of a thread, and bytes of its stack, of a legal config's kernel."""
+    log = io.StringIO()
+    options = ProgramOptions(arch=arch, std="c++17", ptxas_options=["-v"])
+    (step,) = FAMILIES[problem.direction].launch(problem, row).steps
+    Program(source_text(step.source), "c++", options).compile("cubin", logs=log)
+    found = [
+        re.search(pattern, log.getvalue())
+        for pattern in (r"Used (\d+) registers", r"(\d+) bytes stack frame")
+    ]
+    registers, stack = (int(match[1]) for match in found if match)
+    return registers, stack
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", supported_archs()[-1]])
+def test_registers_are_near_the_estimate_and_hardly_spill(arch: str) -> None:
+    """Legality trusts the estimate; a kernel that spills much would be a wrong estimate."""
+    rng = np.random.default_rng(0)
+    ratios = []
+    for direction, family in FAMILIES.items():
+        for width, r, s, stride in (
+            *((1, 3, 3, 1), (1, 5, 5, 2), (1, 7, 7, 1), (2, 1, 7, 1), (4, 3, 3, 2), (8, 3, 3, 1)),
+            *((8, 5, 5, 1), (16, 3, 3, 2), (16, 4, 2, 1), (32, 3, 3, 1), (64, 3, 3, 1)),
+            *((32, 1, 1, 2), (64, 3, 3, 2)),
+        ):
+            problem = Problem(
+                *(32, 256, 56, 56, 256, r, s),
+                stride=(stride, stride),
+                padding=(r // 2, s // 2),
+                groups=256 // width,
+                direction=direction,
+                activation="silu" if direction == "fprop" else "none",
+                residual=direction == "fprop" and width % 3 == 1,
+            )
+            row = int(rng.choice(np.flatnonzero(family.legal(problem, H100))))
+            registers, stack = _ptxas_report(problem, row, arch)
+            assert stack <= 192, (str(problem), config_dict(family, row))
+            ratios.append(registers / _shape_of(problem).registers[row])
+    assert min(ratios) > 0.5
+    assert max(ratios) < 1.6
+    assert 0.85 < np.median(ratios) < 1.15
