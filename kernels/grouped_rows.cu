@@ -7,7 +7,7 @@
 // where k and c run over the same group of GW channels. In dgrad `in` is the gradient of the layer's
 // output and `out` that of its input: both directions read rows of `in` and write rows of `out`.
 // Groups of fewer than 8 channels are computed 8 channels at a time, with a filter that is zero
-// between different groups.
+// between different groups (so that a NaN or an infinity spreads over those 8).
 //
 // The layer's sizes are run-time arguments. Compile-time: the direction (DGRAD), the filter window
 // R x S, the group width GW, STRIDE_H, STRIDE_W, DTYPE, ACTIVATION, HAS_BIAS, HAS_RESIDUAL, and the
@@ -28,8 +28,9 @@
 //                        +---- filter row 1 --> output row i - 1
 //                        +---- filter row 2 --> output row i - 2    (finished by this step)
 //
-// The finished row is staged in shared memory and written, 16 bytes a thread, coalesced over
-// channels, during the next step: one barrier a step orders loads, arithmetic and stores.
+// Input rows outside the image are neither read nor multiplied. The finished row is staged in shared
+// memory and written, 16 bytes a thread, coalesced over channels, during the next step: one barrier a
+// step orders loads, arithmetic and stores.
 //
 // What a stride changes (each axis by itself; the drawing's window has R = 3):
 //
@@ -199,7 +200,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) grouped_rows(
     const int out_from = tid / CHUNKS * PIXEL_BYTES + piece * 16;
 
     const auto input_row = [&](int step) { return in_y0 + step * in_step_h; };
-    const auto inside = [&](int y) { return y >= 0 && y < h; };  // other rows are padding: neither read nor multiplied
+    const auto inside = [&](int y) { return y >= 0 && y < h; };
     auto load_row = [&](int step, int slot) {
         if (step < steps) {
             const int y = input_row(step);

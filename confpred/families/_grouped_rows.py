@@ -279,7 +279,7 @@ class GroupedRows:
             "group_width": problem.group_width,
             "log_bytes": np.log2(problem.minimum_bytes),
             "log_intensity": np.log2(problem.flops / problem.minimum_bytes),
-            "bfloat16": DTYPES.index(problem.dtype),
+            "bfloat16": problem.dtype == "bfloat16",
             "bias": problem.bias,
             "activation": ACTIVATIONS.index(problem.activation),
             "residual": problem.residual,
