@@ -78,6 +78,7 @@ constexpr int TAPS = WIDTH == 8 ? (SHIFTS + 1) / 2 : SHIFTS;
 constexpr bool FILTER_STAGED = FILTER_SHARED || GW >= (DGRAD ? 8 : 32);
 constexpr int FILTER_CHUNKS = R * S * GW / 8;
 constexpr int FILTER_BYTES = 16 * (FILTER_CHUNKS | 1);  // of one channel, in shared memory
+constexpr int PASS_BYTES = THREADS / CHUNKS * PIXEL_BYTES;  // between the pieces that a thread copies
 constexpr int LOADS = (BLOCK_N * ROW_X * CHUNKS + THREADS - 1) / THREADS;
 constexpr int STORES = (OUT_PIXELS * CHUNKS + THREADS - 1) / THREADS;
 
@@ -92,7 +93,8 @@ static_assert(LOADS <= 32 && STORES <= 32, "validity bits are kept in one word")
 
 using Accumulators = float[UP_W][WARP_GROUPS][WARP_TILES][N_TILES][4];
 
-// Step `step` and filter row r make output row output_row(step, r), if they meet at all.
+// Step `step` and filter row r make output row output_row(step, r), if they meet at all; it lives in
+// live_row(step, r) of the circular buffer.
 __device__ __forceinline__ constexpr bool meets(int step, int r) { return (step + r) % DOWN_H == 0; }
 __device__ __forceinline__ constexpr int output_row(int step, int r) { return (UP_H * step + UP_H - 1 - r) / DOWN_H; }
 __device__ __forceinline__ constexpr int live_row(int step, int r) { return output_row(step + R * PERIOD, r) % LIVE; }
@@ -198,6 +200,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) grouped_rows(
     }
     const i64 out_row_elements = static_cast<i64>(out_step_h) * q * c;
     const int out_from = tid / CHUNKS * PIXEL_BYTES + piece * 16;
+#if HAS_RESIDUAL
+    const u32 residual_to = shared_address(residual_shared) + out_from;
+#endif
 
     const auto input_row = [&](int step) { return in_y0 + step * in_step_h; };
     const auto inside = [&](int y) { return y >= 0 && y < h; };
@@ -210,7 +215,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) grouped_rows(
                 for (int l = 0; l < LOADS; ++l)
                     if ((l + 1) * THREADS <= BLOCK_N * ROW_X * CHUNKS || tid + l * THREADS < BLOCK_N * ROW_X * CHUNKS) {
                         const bool valid = load_valid >> l & 1;
-                        copy_async_16(load_to + slot * STAGE_BYTES + l * (THREADS / CHUNKS) * PIXEL_BYTES,
+                        copy_async_16(load_to + slot * STAGE_BYTES + l * PASS_BYTES,
                                       valid ? row + load_offset[l] : in, valid);
                     }
             }
@@ -221,8 +226,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) grouped_rows(
 #pragma unroll
                 for (int l = 0; l < STORES; ++l)
                     if (store_valid >> l & 1)
-                        copy_async_16(shared_address(residual_shared) + slot * OUT_BYTES + out_from + l * (THREADS / CHUNKS) * PIXEL_BYTES,
-                                      from + store_offset[l], true);
+                        copy_async_16(residual_to + slot * OUT_BYTES + l * PASS_BYTES, from + store_offset[l], true);
             }
 #endif
         }
@@ -274,7 +278,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) grouped_rows(
                                         regs = 0;
                                     } else if (FILTER_STAGED) {
                                         const int row = warp_group + g * WIDTH + (DGRAD ? from : to) + lane % 8;
-                                        regs = load_matrix_x1<DGRAD>(filter_shared + row * FILTER_BYTES + (turned * GW + (DGRAD ? to : from)) * 2);
+                                        const int column = turned * GW + (DGRAD ? to : from);
+                                        regs = load_matrix_x1<DGRAD>(filter_shared + row * FILTER_BYTES + column * 2);
                                     } else {
                                         const int k = c0 + warp_channel + g * WIDTH + nt * 8 + fragment_row;
                                         regs = k < c ? filter_pair(filter, k, from + fragment_column, turned) : 0;
@@ -319,7 +324,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) grouped_rows(
         for (int l = 0; l < STORES; ++l)
             if (store_valid >> l & 1)
                 *reinterpret_cast<uint4*>(to + store_offset[l]) =
-                    *reinterpret_cast<const uint4*>(from + l * (THREADS / CHUNKS) * PIXEL_BYTES);
+                    *reinterpret_cast<const uint4*>(from + l * PASS_BYTES);
     };
     auto store_rows = [&](int step) {  // what `step` has finished
 #pragma unroll
@@ -343,7 +348,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) grouped_rows(
                         for (int half = 0; half < 2; ++half) {
                             const int m = (parity * M_TILES + warp_m * WARP_TILES + t) * 16 + fragment_row + 8 * half;
                             const int at = m * PIXEL_BYTES + 2 * (warp_channel + g * WIDTH + nt * 8 + fragment_column);
-                            const u32 added = HAS_RESIDUAL ? *reinterpret_cast<const u32*>(residual_shared + slot * OUT_BYTES + at) : 0;
+                            const u8* const added_from = residual_shared + slot * OUT_BYTES + at;
+                            const u32 added = HAS_RESIDUAL ? *reinterpret_cast<const u32*>(added_from) : 0;
                             float x[2];
 #pragma unroll
                             for (int e = 0; e < 2; ++e) {
@@ -351,7 +357,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) grouped_rows(
 #if HAS_BIAS
                                 x[e] += bias_regs[g][nt][e];
 #endif
-                                if (HAS_RESIDUAL) x[e] += to_float(static_cast<u16>(added >> 16 * e));  // before the only rounding
+                                // Before the only rounding.
+                                if (HAS_RESIDUAL) x[e] += to_float(static_cast<u16>(added >> 16 * e));
                                 x[e] = activate<ACTIVATION>(x[e]);
                             }
                             *reinterpret_cast<u32*>(out_shared + buffer * OUT_BYTES + at) = pack(x[0], x[1]);
@@ -396,7 +403,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) grouped_rows(
                             u32 a[WARP_TILES][4];
 #pragma unroll
                             for (int t = 0; t < WARP_TILES; ++t) {
-                                const u32 from = fragment_from[t] + slot * STAGE_BYTES + column * PIXEL_BYTES + g * WIDTH * 2 + ks * 32;
+                                const u32 from = fragment_from[t] + slot * STAGE_BYTES + column * PIXEL_BYTES +
+                                                 g * WIDTH * 2 + ks * 32;
                                 if (WIDTH > 8 || shift + 1 < SHIFTS) load_matrix_x4(a[t], from);
                                 else load_matrix_x2(a[t], from);
                             }
@@ -413,12 +421,15 @@ extern "C" __global__ void __launch_bounds__(THREADS) grouped_rows(
                                         u32 b[4];  // of output-channel tiles nt and nt + 1
                                         if (!FILTER_SHARED) {
 #pragma unroll
-                                            for (int e = 0; e < (WIDTH == 8 ? 2 : 4); ++e) b[e] = filter_regs[g][r][parity][tap][ks][nt + e / 2][e % 2];
+                                            for (int e = 0; e < (WIDTH == 8 ? 2 : 4); ++e)
+                                                b[e] = filter_regs[g][r][parity][tap][ks][nt + e / 2][e % 2];
                                         } else if (DGRAD) {
+                                            const int turned = (R - 1 - r) * S + S - 1 - s;
                                             load_matrix_x4_transposed(b, filter_from + (g * GW + ks * 16) * FILTER_BYTES +
-                                                                             (((R - 1 - r) * S + S - 1 - s) * GW + nt * 8) * 2);
+                                                                             (turned * GW + nt * 8) * 2);
                                         } else {
-                                            load_matrix_x4(b, filter_from + (g * GW + nt * 8) * FILTER_BYTES + ((r * S + s) * GW + ks * 16) * 2);
+                                            load_matrix_x4(b, filter_from + (g * GW + nt * 8) * FILTER_BYTES +
+                                                                  ((r * S + s) * GW + ks * 16) * 2);
                                         }
 #pragma unroll
                                         for (int t = 0; t < WARP_TILES; ++t) {
@@ -435,7 +446,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) grouped_rows(
             if (meets(j, R - 1))
 #pragma unroll
                 for (int r = R - UP_H; r < R; ++r)
-                    if (UP_H * step + UP_H - 1 >= r) stage_row(acc[live_row(j, r)], (step * UP_H + r - (R - UP_H)) % OUT_ROWS, slot);
+                    if (UP_H * step + UP_H - 1 >= r)
+                        stage_row(acc[live_row(j, r)], (step * UP_H + r - (R - UP_H)) % OUT_ROWS, slot);
             slot = slot == STAGES - 1 ? 0 : slot + 1;
         }
     }
