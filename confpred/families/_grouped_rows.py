@@ -505,7 +505,7 @@ def _shape(
     registers = accumulators + filter_registers + 5 * warp_tiles + loads + stores + 32
     # Without what is left out here, half of the kernels to compile, the best config of a layer is
     # 0.2 % slower on average and 5 % at worst (1,257 measured layers). At width 64 a filter
-    # fragment from shared memory has to serve two pixel tiles to be worth its fetch, where they fit.
+    # fragment from shared memory must serve two pixel tiles to be worth its fetch, where they fit.
     wins = (
         ((t["warps_m"] < 4) & (warp_tiles * warp_channels <= 32) | (width >= 32))
         & ((t["warps_m"] == 1) | (warp_channels <= width))
