@@ -13,7 +13,7 @@ from confpred.predictor import Predictor
 from confpred.suite import read_suite
 
 LAYER = "n=24 c=160 h=30 w=30 k=160 r=3 s=3 groups=20 padding=1"
-STRIDED = LAYER + " stride=2"
+STRIDED = LAYER + " stride=3"
 
 
 def predict(*words: object) -> subprocess.CompletedProcess[str]:

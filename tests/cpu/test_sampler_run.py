@@ -26,7 +26,7 @@ from confpred.suite import Entry, Suite, write_suite
 from confpred.table import read
 
 LAYER = Problem(2, 64, 14, 14, 64, 3, 3, padding=1, groups=8)
-DENSE = Problem(2, 64, 14, 14, 64, 3, 3, padding=1)
+DENSE = Problem(2, 128, 14, 14, 128, 3, 3, padding=1)
 SUITE = Suite("test", (Entry(LAYER, ("net",)), Entry(DENSE)))
 FAMILY = all_families()["grouped_fprop"]
 CONFIGS = 6
