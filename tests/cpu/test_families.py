@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from confpred.operation import SCRATCH, ZEROED
 from confpred.source import file_text
 
 FAMILIES = all_families()
+WGRAD = [f for f in FAMILIES.values() if ("wgrad" in dict(served(f)))]
 NAMES = {"bias", "residual", "bias_grad"}
 every_family = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
 devices = st.sampled_from(list(KNOWN.values()))
@@ -130,3 +132,15 @@ def test_feature_names_are_distinct_and_each_varies(family: Family) -> None:
     spans = np.ptp(np.concatenate(matrices), axis=0)
     constant = [name for name, span in zip(family.feature_names, spans, strict=True) if not span]
     assert constant == []
+
+
+@pytest.mark.parametrize("family", WGRAD, ids=lambda family: family.name)
+@given(data=st.data(), device=devices)
+def test_what_is_deterministic_is_legal_whether_asked_for_or_not(
+    family: Family, data: st.DataObject, device: Device
+) -> None:
+    problem = data.draw(problems_of(family))
+    fast = family.legal(replace(problem, deterministic=False), device)
+    repeatable = family.legal(replace(problem, deterministic=True), device)
+    assert not np.any(repeatable & ~fast)
+    assert repeatable.any() == fast.any()

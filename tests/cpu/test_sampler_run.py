@@ -94,7 +94,7 @@ def test_a_second_run_measures_only_what_is_missing(tmp_path):
     more = run(tmp_path, configs=None, budget_s=1e-9)
     again = run(tmp_path, configs=2)
     assert len(first) == 2
-    assert more.total_rows > 200
+    assert more.total_rows > 100
     assert again.total_rows == again.rows == again.kernels == 0
     assert {row["config"] for row in rows(tmp_path)} == first
 

@@ -1,4 +1,5 @@
-"""NVIDIA's compute-sanitizer over a sample of configs: no stray access, no race."""
+"""NVIDIA's compute-sanitizer over a sample of each family's configs: no stray access, no race, no
+read of memory that nobody wrote."""
 
 from __future__ import annotations
 
@@ -9,15 +10,19 @@ from pathlib import Path
 
 import pytest
 
+from confpred.families import all_families
+
 SANITIZER = shutil.which("compute-sanitizer")
 SCRIPT = Path(__file__).with_name("launch_sample.py")
 
 
 @pytest.mark.skipif(SANITIZER is None, reason="compute-sanitizer is not on the PATH")
-@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
-def test_a_sample_of_configs_is_clean(tool: str) -> None:
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck", "initcheck"])
+@pytest.mark.parametrize("family", all_families())
+def test_a_sample_of_configs_is_clean(family: str, tool: str) -> None:
+    options = ("--tool", tool, "--error-exitcode", "9")
     result = subprocess.run(
-        [str(SANITIZER), "--tool", tool, "--error-exitcode", "9", sys.executable, str(SCRIPT)],
+        [str(SANITIZER), *options, sys.executable, str(SCRIPT), family],
         capture_output=True,
         text=True,
         check=False,
