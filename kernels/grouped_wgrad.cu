@@ -10,7 +10,7 @@
 //   BLOCK_N, BLOCK_Q   images and output columns of a block's tile: one *pixel row* is
 //                      BLOCK_N * BLOCK_Q output pixels, cut in 16-pixel tiles for the tensor cores
 //   BLOCK_K, WARP_K    gradient channels of a block and of a warp
-//   WARPS_S, WARPS_M   how many warps share the filter columns, and the pixel tiles
+//   WARPS_M            how many warps share the pixel tiles
 //   STAGES             steps in flight in shared memory
 //
 // The sum over pixels is the inner extent of the tensor-core product, 16 pixels at a time, so both
@@ -49,7 +49,8 @@ constexpr int WARP_N = WARP_K / 8;                    // tensor-core tiles of 8 
 constexpr int WARPS_C = NARROW ? 1 : GW / 16;         // warps that share gradient channels: 16 input channels each
 constexpr int WARPS_K = BLOCK_K / WARP_K;
 constexpr int THREADS = 32 * WARPS_K * WARPS_C * WARPS_S * WARPS_M;
-constexpr int WARP_S = (S + WARPS_S - 1) / WARPS_S;   // filter columns of a warp
+constexpr int WARPS_S = !NARROW && R * S > 27 ? 2 : 1;  // warps that share filter columns, where one's registers do not hold all
+constexpr int WARP_S = (S + WARPS_S - 1) / WARPS_S;
 constexpr int LIVE = (R + STRIDE_H - 1) / STRIDE_H;   // gradient rows that an input row overlaps
 constexpr int M = BLOCK_N * BLOCK_Q;
 constexpr int M_TILES = (M + 15) / 16;
@@ -69,7 +70,7 @@ constexpr int FILTER_VECTORS = R * S * TAP_VECTORS;
 constexpr int VECTORS = FILTER_VECTORS + (HAS_BIAS ? BLOCK_K / 4 : 0);
 
 static_assert(M_TILES % WARPS_M == 0 && BLOCK_K % WARP_K == 0, "warps must divide the tile");
-static_assert(NARROW ? WARPS_S == 1 : GW % WARP_K == 0, "a warp's gradient channels share one group's input");
+static_assert(NARROW || GW % WARP_K == 0, "a warp's gradient channels share one group's input");
 static_assert(IN_LOADS <= 32 && GRAD_LOADS <= 32, "validity bits are kept in one word");
 static_assert(STAGES * STRIDE_H <= 32, "so are the rows in flight");
 
