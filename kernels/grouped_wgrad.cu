@@ -48,9 +48,9 @@ constexpr int BLOCK_C = GW > BLOCK_K ? GW : BLOCK_K;  // input channels of a blo
 constexpr int WARP_N = WARP_K / 8;                    // tensor-core tiles of 8 gradient channels
 constexpr int WARPS_C = NARROW ? 1 : GW / 16;         // warps that share gradient channels: 16 input channels each
 constexpr int WARPS_K = BLOCK_K / WARP_K;
+// Warps that share filter columns, where the registers of one do not hold all of a large window.
+constexpr int WARPS_S = !NARROW && R * S > 27 ? 2 : 1, WARP_S = (S + WARPS_S - 1) / WARPS_S;
 constexpr int THREADS = 32 * WARPS_K * WARPS_C * WARPS_S * WARPS_M;
-constexpr int WARPS_S = !NARROW && R * S > 27 ? 2 : 1;  // warps that share filter columns, where one's registers do not hold all
-constexpr int WARP_S = (S + WARPS_S - 1) / WARPS_S;
 constexpr int LIVE = (R + STRIDE_H - 1) / STRIDE_H;   // gradient rows that an input row overlaps
 constexpr int M = BLOCK_N * BLOCK_Q;
 constexpr int M_TILES = (M + 15) / 16;
