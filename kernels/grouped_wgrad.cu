@@ -99,6 +99,22 @@ __device__ __forceinline__ float4 load_from_l2(const float* from) {
     return x;
 }
 
+// Visits the calling thread's vectors of the block's sums: visit(index, offset in global memory). There
+// the sums of all blocks together are [r][s][k][c of its group], then the bias.
+template <typename Visit>
+__device__ __forceinline__ void each_vector(int k0, int c, const Visit& visit) {
+    const int tap_elements = c * GW;
+    for (int v = threadIdx.x; v < VECTORS; v += THREADS) {
+        if (v < FILTER_VECTORS) {
+            const int element = k0 * GW + v % TAP_VECTORS * 4;
+            if (element < tap_elements) visit(v, v / TAP_VECTORS * tap_elements + element);
+        } else {
+            const int k = k0 + (v - FILTER_VECTORS) * 4;
+            if (k < c) visit(v, R * S * tap_elements + k);
+        }
+    }
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS) grouped_wgrad(
     u16* __restrict__ filter_grad, u16* __restrict__ bias_grad, const u16* __restrict__ out_grad,
     const u16* __restrict__ in, float* scratch, u8* zeroed, int n, int c, int h, int w, int p, int q, int pad_h, int pad_w,
@@ -352,20 +368,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) grouped_wgrad(
         __syncthreads();
     }
 
-    // All blocks' sums in global memory, floats: [r][s][k][c of its group], then the bias.
-    const int tap_elements = c * GW, elements = R * S * tap_elements + (HAS_BIAS ? c : 0);
+    const int elements = R * S * c * GW + (HAS_BIAS ? c : 0);
     const float4* const vectors = reinterpret_cast<const float4*>(shared);
-    auto each_vector = [&](auto&& visit) {  // visit(index in the tile, offset among `elements`)
-        for (int v = tid; v < VECTORS; v += THREADS) {
-            if (v < FILTER_VECTORS) {
-                const int element = k0 * GW + v % TAP_VECTORS * 4;
-                if (element < tap_elements) visit(v, v / TAP_VECTORS * tap_elements + element);
-            } else {
-                const int k = k0 + (v - FILTER_VECTORS) * 4;
-                if (k < c) visit(v, R * S * tap_elements + k);
-            }
-        }
-    };
     auto write = [&](int v, float4 x) {
         const u32 packed[2] = {pack(x.x, x.y), pack(x.z, x.w)};
 #pragma unroll
@@ -377,16 +381,16 @@ extern "C" __global__ void __launch_bounds__(THREADS) grouped_wgrad(
         }
     };
     if (reduction == 0) {
-        each_vector([&](int v, int) { write(v, vectors[v]); });
+        each_vector(k0, c, [&](int v, int) { write(v, vectors[v]); });
         return;
     }
     u32* const tickets = reinterpret_cast<u32*>(zeroed);
     float* const sums = reinterpret_cast<float*>(zeroed + (k_tiles + 3) / 4 * 16);
     if (reduction == 3) {
-        each_vector([&](int v, int offset) { add_at_l2(sums + offset, vectors[v]); });
+        each_vector(k0, c, [&](int v, int offset) { add_at_l2(sums + offset, vectors[v]); });
     } else {
         float* const mine = scratch + static_cast<i64>(part) * elements;
-        each_vector([&](int v, int offset) { *reinterpret_cast<float4*>(mine + offset) = vectors[v]; });
+        each_vector(k0, c, [&](int v, int offset) { *reinterpret_cast<float4*>(mine + offset) = vectors[v]; });
         if (reduction == 1) return;
     }
 
@@ -399,7 +403,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) grouped_wgrad(
     __syncthreads();
     if (!is_last) return;
     __threadfence();
-    each_vector([&](int v, int offset) {
+    each_vector(k0, c, [&](int v, int offset) {
         float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
         if (reduction == 3) {
             total = load_from_l2(sums + offset);
