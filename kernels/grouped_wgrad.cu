@@ -396,12 +396,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) grouped_wgrad(
 
     // The last block to draw a ticket knows that the others' sums are in memory. The counter wraps to
     // zero by itself.
-    __shared__ bool is_last;
+    volatile u32* const ticket = reinterpret_cast<u32*>(shared);
     __threadfence();
     __syncthreads();
-    if (tid == 0) is_last = atomicInc(&tickets[k_tile], parts - 1) == parts - 1;
+    if (tid == 0) *ticket = atomicInc(&tickets[k_tile], parts - 1);
     __syncthreads();
-    if (!is_last) return;
+    if (*ticket != parts - 1) return;
     __threadfence();
     each_vector(k0, c, [&](int v, int offset) {
         float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f);

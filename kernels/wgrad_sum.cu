@@ -12,7 +12,7 @@ constexpr int WARPS = 8;
 extern "C" __global__ void __launch_bounds__(32 * WARPS) wgrad_sum(
     u16* __restrict__ filter_grad, u16* __restrict__ bias_grad, const float* __restrict__ sums,
     int parts, int elements, int taps, int channels, int group_width) {
-    __shared__ float4 found[WARPS][32];
+    extern __shared__ float4 found[];  // [WARPS][32]
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int first = (blockIdx.x * 32 + lane) * 4;
     float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
@@ -21,11 +21,11 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) wgrad_sum(
 #pragma unroll 8
         for (int part = warp; part < parts; part += WARPS)
             add(*reinterpret_cast<const float4*>(sums + static_cast<i64>(part) * elements + first));
-    found[warp][lane] = total;
+    found[threadIdx.x] = total;
     __syncthreads();
     if (warp > 0 || first >= elements) return;
 #pragma unroll
-    for (int i = 1; i < WARPS; ++i) add(found[i][lane]);
+    for (int i = 1; i < WARPS; ++i) add(found[32 * i + lane]);
 
     const u32 packed[2] = {pack(total.x, total.y), pack(total.z, total.w)};
     const int tap_elements = channels * group_width;

@@ -289,7 +289,7 @@ class GroupedWgrad:
             KernelSource(file="wgrad_sum.cu", entry="wgrad_sum", defines=(dtype,)),
             grid=(-(-elements // _SUM_COLUMNS), 1, 1),
             block=(_SUM_THREADS, 1, 1),
-            smem_bytes=0,
+            smem_bytes=16 * _SUM_THREADS,
             operands=("filter_grad", "bias_grad", "scratch"),
             scalars=(parts, elements, problem.r * problem.s, problem.c, problem.group_width),
         )
