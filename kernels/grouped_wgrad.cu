@@ -42,6 +42,9 @@
 //   3  every block adds its sums to those in `zeroed`, in the order of their arrival, so that the result
 //      is not repeatable to the bit; the tile's last block writes the result and clears the sums.
 #include "common.cuh"
+#ifndef EXTRA_REGISTERS
+#define EXTRA_REGISTERS 40
+#endif
 
 constexpr bool NARROW = GW <= 8;
 constexpr int BLOCK_C = GW > BLOCK_K ? GW : BLOCK_K;  // input channels of a block: whole groups
@@ -64,6 +67,16 @@ constexpr int GRAD_BYTES = M_TILES * 16 * GRAD_PIXEL;
 constexpr int STAGE_BYTES = STRIDE_H * IN_BYTES + GRAD_BYTES;
 constexpr int IN_COPIES = BLOCK_N * ROW_X * IN_CHUNKS, GRAD_COPIES = M * GRAD_CHUNKS;  // of 16 bytes
 constexpr int IN_LOADS = (IN_COPIES + THREADS - 1) / THREADS, GRAD_LOADS = (GRAD_COPIES + THREADS - 1) / THREADS;
+// Products of a warp: [r][tap or pair of taps][gradient tile], and where S is odd and GW narrow the last
+// tap's: of the filter rows that input row i meets, [i][pair of them][gradient tile].
+constexpr int TAPS = NARROW ? S / 2 : WARP_S;
+constexpr bool LAST_TAP = NARROW && S % 2;
+constexpr int ROW_PAIRS = (LIVE + 1) / 2;
+// Left alone, the compiler takes twice the registers that hiding latency within a warp is worth; more
+// blocks hide more.
+constexpr int REGISTERS = 4 * WARP_N * (R * TAPS + (LAST_TAP ? STRIDE_H * ROW_PAIRS : 0) + HAS_BIAS) +
+                          2 * LIVE * WARP_TILES * WARP_N + EXTRA_REGISTERS;
+constexpr int MIN_BLOCKS = 65536 / (THREADS * REGISTERS) > 0 ? 65536 / (THREADS * REGISTERS) : 1;
 // The block's sums in shared memory, [r][s][k][c] and the bias behind, in pieces of four.
 constexpr int TAP_VECTORS = BLOCK_K * GW / 4;
 constexpr int FILTER_VECTORS = R * S * TAP_VECTORS;
@@ -115,7 +128,7 @@ __device__ __forceinline__ void each_vector(int k0, int c, const Visit& visit) {
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) grouped_wgrad(
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) grouped_wgrad(
     u16* __restrict__ filter_grad, u16* __restrict__ bias_grad, const u16* __restrict__ out_grad,
     const u16* __restrict__ in, float* scratch, u8* zeroed, int n, int c, int h, int w, int p, int q, int pad_h, int pad_w,
     int row_step, int column_step, int phases, int phase_step, int rows, int slice_rows, int slices, int q_tiles, int k_tiles,
@@ -152,20 +165,24 @@ extern "C" __global__ void __launch_bounds__(THREADS) grouped_wgrad(
         grad_offset[l] = (pixel / BLOCK_Q * p * q + q0 + pixel % BLOCK_Q) * c;
     }
 
-    // The lattice that is being loaded: its images and phase, the row that comes next and the last one.
+    // The lattice that is being loaded: its first image and phase; the row that comes next, the end of the
+    // rows that this block sums, of which `rows_inside` are in the image.
     const int last_row = min(first_row + slice_rows, (n + BLOCK_N - 1) / BLOCK_N * phases * rows);
-    int lattice = first_row / rows, row = first_row % rows;
-    int rows_left = last_row - first_row, row_end, first_y;
-    int steps = rows_left + ((last_row - 1) / rows - lattice + 1) * (LIVE - 1), steps_left = steps;
-    const u16 *in_lattice, *grad_lattice;
+    const int lattices = (last_row - 1) / rows - first_row / rows + 1;
+    int n0 = first_row / rows / phases * BLOCK_N, phase = first_row / rows % phases, row = first_row % rows;
+    int rows_left = last_row - first_row, row_end, rows_inside, y;
+    const int steps = rows_left + lattices * (LIVE - 1);
+    int steps_left = steps;
+    const i64 in_pitch = static_cast<i64>(row_step) * w * c, grad_pitch = static_cast<i64>(phases) * q * c;
+    const u16 *in_row, *grad_row;
     u32 in_valid, grad_valid;
     auto enter_lattice = [&]() {
-        const int n0 = lattice / phases * BLOCK_N, phase = lattice % phases;
         row_end = min(rows, row + rows_left);
         rows_left -= row_end - row;
-        first_y = phase * phase_step - pad_h;
-        in_lattice = in + static_cast<i64>(n0) * h * w * c + c0 + 8 * in_piece;
-        grad_lattice = out_grad + (static_cast<i64>(n0) * p + phase) * q * c + k0 + 8 * grad_piece;
+        rows_inside = min(row_end, phases == 1 ? p : (p - phase + 1) / 2);
+        y = phase * phase_step - pad_h + row * STRIDE_H * row_step;
+        in_row = in + (static_cast<i64>(n0) * h + y) * w * c + c0 + 8 * in_piece;
+        grad_row = out_grad + (static_cast<i64>(n0) * p + phase + row * phases) * q * c + k0 + 8 * grad_piece;
         in_valid = grad_valid = 0;
 #pragma unroll
         for (int l = 0; l < IN_LOADS; ++l) {
@@ -191,32 +208,33 @@ extern "C" __global__ void __launch_bounds__(THREADS) grouped_wgrad(
             const u32 to = stages + slot * STAGE_BYTES;
 #pragma unroll
             for (int i = 0; i < STRIDE_H; ++i) {
-                const int y = first_y + (row * STRIDE_H + i) * row_step;
                 // Below the last gradient row, only what its window still reaches.
-                const bool row_inside = y >= 0 && y < h && (row < row_end || (row - row_end + 1) * STRIDE_H + i < R);
-                if (row_inside) {
+                if (y >= 0 && y < h && (row < row_end || (row - row_end + 1) * STRIDE_H + i < R)) {
                     inside |= 1u << i;
-                    const u16* const from = in_lattice + static_cast<i64>(y) * w * c;
 #pragma unroll
                     for (int l = 0; l < IN_LOADS; ++l)
                         if ((l + 1) * THREADS <= IN_COPIES || tid + l * THREADS < IN_COPIES) {
                             const bool valid = in_valid >> l & 1;
                             copy_async_16(to + i * IN_BYTES + (tid / IN_CHUNKS + l * (THREADS / IN_CHUNKS)) * IN_PIXEL + in_piece * 16,
-                                          valid ? from + in_offset[l] : in, valid);
+                                          valid ? in_row + in_offset[l] : in, valid);
                         }
                 }
+                y += row_step;
+                in_row += in_pitch;
             }
-            const bool row_valid = row < row_end && (phases == 1 || row * phases + lattice % phases < p);
-            const u16* const from = grad_lattice + static_cast<i64>(row_valid ? row : 0) * phases * q * c;
 #pragma unroll
             for (int l = 0; l < GRAD_LOADS; ++l)
                 if ((l + 1) * THREADS <= GRAD_COPIES || tid + l * THREADS < GRAD_COPIES) {
-                    const bool valid = row_valid && (grad_valid >> l & 1);
+                    const bool valid = row < rows_inside && (grad_valid >> l & 1);
                     copy_async_16(to + STRIDE_H * IN_BYTES + (tid / GRAD_CHUNKS + l * (THREADS / GRAD_CHUNKS)) * GRAD_PIXEL + grad_piece * 16,
-                                  valid ? from + grad_offset[l] : out_grad, valid);
+                                  valid ? grad_row + grad_offset[l] : out_grad, valid);
                 }
+            grad_row += grad_pitch;
             if (++row == row_end + LIVE - 1) {
-                ++lattice;
+                if (++phase == phases) {
+                    phase = 0;
+                    n0 += BLOCK_N;
+                }
                 row = 0;
                 enter_lattice();
             }
@@ -235,25 +253,26 @@ extern "C" __global__ void __launch_bounds__(THREADS) grouped_wgrad(
                 make_uint4(0, 0, 0, 0);
         }
 
-    // Where this lane's rows of each fragment start: lanes 0-15 name the 16 pixels of the first 8x8
-    // column, lanes 16-31 those of the second, which is the next tap or the next 8 channels.
+    // Where this lane's rows of each fragment start. Lanes 0-7 and 16-23 name the 16 pixels of the first 8
+    // input channels, lanes 8-15 and 24-31 those of the next tap or of the next 8 channels; in the
+    // gradient and the last tap, lanes 0-15 name the 16 pixels.
     const int first_s = warp_s * WARP_S;
-    u32 in_from[WARP_TILES], grad_from[WARP_TILES];
+    const int in_channel = NARROW ? warp_k * WARP_K : warp_c * 16 + (GW > BLOCK_K ? 0 : warp_k * WARP_K / GW * GW);
+    u32 in_from[WARP_TILES], last_from[WARP_TILES], grad_from[WARP_TILES];
 #pragma unroll
     for (int t = 0; t < WARP_TILES; ++t) {
-        const int m = (warp_m * WARP_TILES + t) * 16 + lane % 16;
-        const int pixel = m < M ? m / BLOCK_Q * ROW_X + m % BLOCK_Q * STRIDE_W : 0;  // any: its gradient is zero
-        const int channel = GW > BLOCK_K ? warp_c * 16 : warp_k * WARP_K / GW * GW + warp_c * 16;
-        in_from[t] = stages + (pixel + first_s * DILATION_W) * IN_PIXEL + 2 * (NARROW ? warp_k * WARP_K : channel) +
-                     lane / 16 * (NARROW ? DILATION_W * IN_PIXEL : 16);
-        grad_from[t] = stages + STRIDE_H * IN_BYTES + m * GRAD_PIXEL + 2 * warp_k * WARP_K + (WARP_N > 1 ? lane / 16 * 16 : 0);
+        auto in_pixel = [&](int m) {
+            m += (warp_m * WARP_TILES + t) * 16;
+            const int pixel = m < M ? m / BLOCK_Q * ROW_X + m % BLOCK_Q * STRIDE_W : 0;  // any: its gradient is zero
+            return stages + pixel * IN_PIXEL + 2 * in_channel;
+        };
+        in_from[t] = in_pixel(lane % 8 + lane / 16 * 8) + first_s * DILATION_W * IN_PIXEL +
+                     lane / 8 % 2 * (NARROW ? DILATION_W * IN_PIXEL : 16);
+        last_from[t] = in_pixel(lane % 16) + (S - 1) * DILATION_W * IN_PIXEL;
+        grad_from[t] = stages + STRIDE_H * IN_BYTES + ((warp_m * WARP_TILES + t) * 16 + lane % 16) * GRAD_PIXEL +
+                       2 * warp_k * WARP_K + (WARP_N > 1 ? lane / 16 * 16 : 0);
     }
 
-    // Products [r][tap or pair of taps][gradient tile], and where S is odd and GW narrow the last tap's:
-    // of the filter rows that input row i meets, [i][pair of them][gradient tile].
-    constexpr int TAPS = NARROW ? S / 2 : WARP_S;
-    constexpr bool LAST_TAP = NARROW && S % 2;
-    constexpr int ROW_PAIRS = (LIVE + 1) / 2;
     float acc[R][TAPS ? TAPS : 1][WARP_N][4] = {};
     float last[LAST_TAP ? STRIDE_H : 1][ROW_PAIRS][WARP_N][4] = {};
     float bias[WARP_N][4] = {};
@@ -269,7 +288,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) grouped_wgrad(
             copy_async_wait<STAGES - 2>();
             __syncthreads();
             load_step(slot == 0 ? STAGES - 1 : slot - 1);
-            const u32 rows_inside = inside >> (STAGES - 1) * STRIDE_H;
+            const u32 in_inside = inside >> (STAGES - 1) * STRIDE_H;
 
 #pragma unroll
             for (int t = 0; t < WARP_TILES; ++t) {
@@ -291,18 +310,17 @@ extern "C" __global__ void __launch_bounds__(THREADS) grouped_wgrad(
             }
 #pragma unroll
             for (int i = 0; i < STRIDE_H; ++i) {
-                if (!(rows_inside >> i & 1)) continue;  // a row of padding
+                if (!(in_inside >> i & 1)) continue;  // a row of padding
 #pragma unroll
                 for (int t = 0; t < WARP_TILES; ++t) {
-                    const u32 from = in_from[t] + slot * STAGE_BYTES + i * IN_BYTES;
+                    const u32 row_from = slot * STAGE_BYTES + i * IN_BYTES;
 #pragma unroll
                     for (int it = 0; it < (NARROW ? WARP_N : 1); ++it) {  // a narrow gradient tile has its own input
 #pragma unroll
                         for (int tap = 0; tap < TAPS; ++tap)
                             if (WARPS_S * WARP_S == S || first_s + tap < S) {
-                                u32 d[4];
-                                load_transposed_x4(d, from + it * 16 + (NARROW ? 2 : 1) * tap * DILATION_W * IN_PIXEL);
-                                const u32 a[4] = {d[0], d[2], d[1], d[3]};
+                                u32 a[4];
+                                load_transposed_x4(a, in_from[t] + row_from + it * 16 + (NARROW ? 2 : 1) * tap * DILATION_W * IN_PIXEL);
 #pragma unroll
                                 for (int r = i; r < R; r += STRIDE_H)
 #pragma unroll
@@ -313,7 +331,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) grouped_wgrad(
                             }
                         if (LAST_TAP) {
                             u32 b[2];
-                            load_transposed_x2(b, from + it * 16 + (S - 1) * DILATION_W * IN_PIXEL);
+                            load_transposed_x2(b, last_from[t] + row_from + it * 16);
 #pragma unroll
                             for (int r = i; r < R; r += 2 * STRIDE_H) {
                                 const bool pair = r + STRIDE_H < R;
