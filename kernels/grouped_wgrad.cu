@@ -29,8 +29,9 @@
 //                        +---- gradient row i - 1  --> filter row 1
 //                        +---- gradient row i - 2  --> filter row 2   (for the last time)
 //
-// After an image's last gradient row come LIVE - 1 steps without one, which also empty the buffer for
-// the next image. The accumulators stay in registers from the first step to the last.
+// After an image's last gradient row come `flush` steps without one, for the input rows that it still
+// meets, and so that the next image finds the buffer empty. The accumulators stay in registers from the
+// first step to the last.
 //
 // A vertical dilation needs no code: the rows that a dilated window touches form a lattice, and on it
 // the window is not dilated. One gradient image is `phases` such lattices, walked one after another.
@@ -42,9 +43,6 @@
 //   3  every block adds its sums to those in `zeroed`, in the order of their arrival, so that the result
 //      is not repeatable to the bit; the tile's last block writes the result and clears the sums.
 #include "common.cuh"
-#ifndef EXTRA_REGISTERS
-#define EXTRA_REGISTERS 40
-#endif
 
 constexpr bool NARROW = GW <= 8;
 constexpr int BLOCK_C = GW > BLOCK_K ? GW : BLOCK_K;  // input channels of a block: whole groups
@@ -72,11 +70,6 @@ constexpr int IN_LOADS = (IN_COPIES + THREADS - 1) / THREADS, GRAD_LOADS = (GRAD
 constexpr int TAPS = NARROW ? S / 2 : WARP_S;
 constexpr bool LAST_TAP = NARROW && S % 2;
 constexpr int ROW_PAIRS = (LIVE + 1) / 2;
-// Left alone, the compiler takes twice the registers that hiding latency within a warp is worth; more
-// blocks hide more.
-constexpr int REGISTERS = 4 * WARP_N * (R * TAPS + (LAST_TAP ? STRIDE_H * ROW_PAIRS : 0) + HAS_BIAS) +
-                          2 * LIVE * WARP_TILES * WARP_N + EXTRA_REGISTERS;
-constexpr int MIN_BLOCKS = 65536 / (THREADS * REGISTERS) > 0 ? 65536 / (THREADS * REGISTERS) : 1;
 // The block's sums in shared memory, [r][s][k][c] and the bias behind, in pieces of four.
 constexpr int TAP_VECTORS = BLOCK_K * GW / 4;
 constexpr int FILTER_VECTORS = R * S * TAP_VECTORS;
@@ -128,10 +121,10 @@ __device__ __forceinline__ void each_vector(int k0, int c, const Visit& visit) {
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) grouped_wgrad(
+extern "C" __global__ void __launch_bounds__(THREADS) grouped_wgrad(
     u16* __restrict__ filter_grad, u16* __restrict__ bias_grad, const u16* __restrict__ out_grad,
     const u16* __restrict__ in, float* scratch, u8* zeroed, int n, int c, int h, int w, int p, int q, int pad_h, int pad_w,
-    int row_step, int column_step, int phases, int phase_step, int rows, int slice_rows, int slices, int q_tiles, int k_tiles,
+    int row_step, int column_step, int phases, int phase_step, int rows, int flush, int slice_rows, int slices, int q_tiles, int k_tiles,
     int reduction) {
     extern __shared__ __align__(16) u8 shared[];
     const u32 stages = shared_address(shared);
@@ -165,13 +158,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) grouped_wgrad(
         grad_offset[l] = (pixel / BLOCK_Q * p * q + q0 + pixel % BLOCK_Q) * c;
     }
 
-    // The lattice that is being loaded: its first image and phase; the row that comes next, the end of the
-    // rows that this block sums, of which `rows_inside` are in the image.
+    // The lattice that is being loaded: its first image and phase; the row that comes next, the end of those
+    // that this block sums (of which `rows_inside` are in the image) and of the steps without one.
     const int last_row = min(first_row + slice_rows, (n + BLOCK_N - 1) / BLOCK_N * phases * rows);
     const int lattices = (last_row - 1) / rows - first_row / rows + 1;
     int n0 = first_row / rows / phases * BLOCK_N, phase = first_row / rows % phases, row = first_row % rows;
-    int rows_left = last_row - first_row, row_end, rows_inside, y;
-    const int steps = rows_left + lattices * (LIVE - 1);
+    int rows_left = last_row - first_row, row_end, rows_inside, row_flushed, y;
+    const int steps = rows_left + (lattices - 1) * flush + (last_row % rows == 0 ? flush : LIVE - 1);
     int steps_left = steps;
     const i64 in_pitch = static_cast<i64>(row_step) * w * c, grad_pitch = static_cast<i64>(phases) * q * c;
     const u16 *in_row, *grad_row;
@@ -179,6 +172,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) grouped_wgrad(
     auto enter_lattice = [&]() {
         row_end = min(rows, row + rows_left);
         rows_left -= row_end - row;
+        row_flushed = row_end + (row_end == rows ? flush : LIVE - 1);
         rows_inside = min(row_end, phases == 1 ? p : (p - phase + 1) / 2);
         y = phase * phase_step - pad_h + row * STRIDE_H * row_step;
         in_row = in + (static_cast<i64>(n0) * h + y) * w * c + c0 + 8 * in_piece;
@@ -230,7 +224,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) grouped_wgrad(
                                   valid ? grad_row + grad_offset[l] : out_grad, valid);
                 }
             grad_row += grad_pitch;
-            if (++row == row_end + LIVE - 1) {
+            if (++row == row_flushed) {
                 if (++phase == phases) {
                     phase = 0;
                     n0 += BLOCK_N;

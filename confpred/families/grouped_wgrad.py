@@ -36,9 +36,10 @@ _SUM_THREADS = 256
 _MAX_LAST_BLOCK_PARTS = 32
 
 #: (images, output columns) of a block: tensor-core tiles of 16 pixels that real widths fill well.
+#: Narrow images are padded to 8 or 16 columns, for a tile's rows to lie one after another.
 _PIXEL_ROWS = (
-    *((n, q) for q in (7, 8) for n in (2, 4, 8)),
-    *((n, q) for q in (14, 16) for n in (1, 2, 4)),
+    *((n, 8) for n in (2, 4, 8)),
+    *((n, 16) for n in (1, 2, 4)),
     *((n, q) for q in (28, 32) for n in (1, 2)),
     *((1, q) for q in (56, 64)),
 )
@@ -60,7 +61,7 @@ _COMPILED = _FIELDS[:-2]
 def _config_table() -> NDArray[np.void]:
     rows = []
     for (block_n, block_q), block_k, warp_k, warps_m, stages in itertools.product(
-        _PIXEL_ROWS, (8, 16, 32, 64), (8, 16), (1, 2, 4), (3, 5)
+        _PIXEL_ROWS, (8, 16, 32, 64), (8, 16), (1, 2), (3, 5)
     ):
         tiles = -(-block_n * block_q // 16)
         if tiles % warps_m or tiles // warps_m > 4 or warp_k > block_k:
@@ -122,6 +123,28 @@ def _window(problem: Problem) -> _Window:
     )
 
 
+def _flush(problem: Problem) -> int:
+    """Steps without a gradient row after an image's last one.
+
+    The input rows that this row still meets need some. The next image needs the others, to find no
+    row of this one in the buffer; but above an image as many steps pass as padding hides, before
+    the first input row meets what the buffer holds.
+    """
+    axis = _window(problem).vertical
+    live = -(-problem.r // axis.stride)
+    rows = -(-problem.p // axis.dilation)
+    flush = 0
+    for phase in range(axis.dilation):
+        # Input rows begin at `top`; a step takes `stride` of them, `pitch` apart.
+        top = phase * problem.stride[0] - problem.padding[0]
+        pitch = axis.step * axis.dilation
+        hidden = min(live - 1, max(0, -(-(-top - (axis.stride - 1) * pitch) // (axis.stride * pitch))))
+        below = problem.h - top - rows * axis.stride * pitch
+        met = min(live - 1, max(0, -(-below // (axis.stride * pitch))))
+        flush = max(flush, live - 1 - hidden, met)
+    return flush
+
+
 @dataclass(frozen=True, slots=True)
 class _Shape:
     """What a window makes of each config; arrays over the config table."""
@@ -171,7 +194,6 @@ class GroupedWgrad:
         parts = q_tiles * -(-rows // slice_rows)
         blocks = k_tiles * parts
         reduction = t["reduction"]
-        narrowest = 7 if problem.q <= 7 else 8
         legal: NDArray[np.bool_] = (
             shape.fits
             & (shape.smem_bytes <= device.smem_per_block)
@@ -179,10 +201,17 @@ class GroupedWgrad:
             & (blocks <= MAX_OFFSET)
             & (_elements(problem) <= MAX_OFFSET)
             # A tile twice as large as what it covers does the work of a smaller tile, slower; and
-            # images share a tile only where one alone does not fill it.
-            & ((t["block_q"] < 2 * problem.q) | (t["block_q"] <= narrowest))
+            # images share a tile only where one alone does not fill it, or is narrow.
+            & ((t["block_q"] < 2 * problem.q) | (t["block_q"] == 8))
             & ((t["block_n"] < 2 * problem.n) | (t["block_n"] * t["block_q"] <= 16))
-            & ((t["block_n"] == 1) | (t["block_q"] >= problem.q) | (t["block_q"] <= 8))
+            & (
+                (t["block_n"] == 1)
+                | (t["block_q"] >= problem.q)
+                | ((t["block_q"] == 8) & (problem.q <= 16))
+            )
+            # A block of 16 pixels a step waits more than it computes.
+            & ((t["block_n"] * t["block_q"] > 16) | (problem.n * problem.q <= 28))
+            & (q_tiles * t["block_q"] < 1.2 * problem.q + 8)
             & ((t["block_k"] < 2 * problem.c) | (t["block_k"] == 16))
             # A count of slices that makes them as high as the next smaller count does is the same
             # launch again; slices lower than two windows read more halo than rows.
@@ -277,7 +306,7 @@ class GroupedWgrad:
                 *(problem.n, problem.c, problem.h, problem.w, problem.p, problem.q),
                 *problem.padding,
                 *(vertical.step * vertical.dilation, horizontal.step, phases, problem.stride[0]),
-                *(lattice_rows, slice_rows, slices, q_tiles, k_tiles, reduction),
+                *(lattice_rows, _flush(problem), slice_rows, slices, q_tiles, k_tiles, reduction),
             ),
         )
         scratch = 4 * parts * elements if reduction in (TWO_KERNELS, LAST_BLOCK) else 0
@@ -322,8 +351,8 @@ class GroupedWgrad:
     def _plan(self, problem: Problem, device: Device, rows: Rows) -> dict[str, NDArray[np.float64]]:
         """How each config would run `problem`: the derived features, and the estimated seconds.
 
-        The estimate is the largest of three times, stretched by the waste of the last wave: device
-        memory, the copies into shared memory with their halos (at an assumed 2x the memory rate,
+        The estimate is the largest of three times, stretched by the waste of the last wave (or, in
+        the first, of the multiprocessors with fewer blocks than others): device memory, the copies into shared memory with their halos (at an assumed 2x the memory rate,
         which is what L2 sustains), and the tensor cores at the half of their rate that `mma.sync`
         reaches; plus a fixed latency for each row of a block that cannot be hidden, and the time to
         add the blocks' sums.
@@ -347,7 +376,8 @@ class GroupedWgrad:
         waves = blocks / (device.sm_count * per_sm)
         wave_waste = np.ceil(waves) / waves
         sm_blocks = np.ceil(blocks / device.sm_count)
-        flush = -(-problem.r // window.vertical.stride) - 1
+        stretch = np.where(waves <= 1, sm_blocks * device.sm_count / blocks, wave_waste)
+        flush = _flush(problem)
         lattice_rows = -(-problem.p // window.vertical.dilation)
         steps = slice_rows + np.maximum(1.0, slice_rows / lattice_rows) * flush
         loaded = blocks * slice_rows * (shape.stage_bytes[rows] + 0.0)
@@ -400,7 +430,7 @@ class GroupedWgrad:
             "log_sum_bytes": np.log2(1 + sum_bytes),
             "log_load_bytes": np.log2(loaded / problem.minimum_bytes),
             "log_products": np.log2(products),
-            "estimate": seconds * wave_waste + np.ceil(waves) * (2e-6 + steps * 2e-7) + adding,
+            "estimate": seconds * stretch + np.ceil(waves) * (2e-6 + steps * 2e-7) + adding,
         }
 
 
