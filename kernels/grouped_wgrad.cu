@@ -173,7 +173,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) grouped_wgrad(
         row_end = min(rows, row + rows_left);
         rows_left -= row_end - row;
         row_flushed = row_end + (row_end == rows ? flush : LIVE - 1);
-        rows_inside = min(row_end, phases == 1 ? p : (p - phase + 1) / 2);
+        rows_inside = min(row_end, phases == 1 ? p : (p - phase + 1) / 2);  // `phases` is 1 or 2
         y = phase * phase_step - pad_h + row * STRIDE_H * row_step;
         in_row = in + (static_cast<i64>(n0) * h + y) * w * c + c0 + 8 * in_piece;
         grad_row = out_grad + (static_cast<i64>(n0) * p + phase + row * phases) * q * c + k0 + 8 * grad_piece;

@@ -135,12 +135,13 @@ def _flush(problem: Problem) -> int:
     rows = -(-problem.p // axis.dilation)
     flush = 0
     for phase in range(axis.dilation):
-        # Input rows begin at `top`; a step takes `stride` of them, `pitch` apart.
+        # Input rows begin at `top`; a step brings in `stride` of them, `pitch` apart.
         top = phase * problem.stride[0] - problem.padding[0]
         pitch = axis.step * axis.dilation
-        hidden = min(live - 1, max(0, -(-(-top - (axis.stride - 1) * pitch) // (axis.stride * pitch))))
-        below = problem.h - top - rows * axis.stride * pitch
-        met = min(live - 1, max(0, -(-below // (axis.stride * pitch))))
+        step = axis.stride * pitch
+        hidden = -((top + step - pitch) // step)  # steps whose last row is above the image
+        met = -((top + rows * step - problem.h) // step)  # those whose first one is not below it
+        hidden, met = (min(max(0, steps), live - 1) for steps in (hidden, met))
         flush = max(flush, live - 1 - hidden, met)
     return flush
 
@@ -156,7 +157,6 @@ class _Shape:
     registers: NDArray[np.int64]  # an estimate: accumulators, gradient rows, fragments, offsets
     loads: NDArray[np.int64]  # 16-byte copies a thread and step
     products: NDArray[np.int64]  # tensor-core instructions a warp and step
-    in_bytes: NDArray[np.int64]  # of one step's input
     fits: NDArray[np.bool_]  # what does not depend on the layer's sizes or the device
 
 
@@ -351,11 +351,12 @@ class GroupedWgrad:
     def _plan(self, problem: Problem, device: Device, rows: Rows) -> dict[str, NDArray[np.float64]]:
         """How each config would run `problem`: the derived features, and the estimated seconds.
 
-        The estimate is the largest of three times, stretched by the waste of the last wave (or, in
-        the first, of the multiprocessors with fewer blocks than others): device memory, the copies into shared memory with their halos (at an assumed 2x the memory rate,
-        which is what L2 sustains), and the tensor cores at the half of their rate that `mma.sync`
-        reaches; plus a fixed latency for each row of a block that cannot be hidden, and the time to
-        add the blocks' sums.
+        The estimate is the largest of three times, stretched by the waste of the last wave or, in
+        the first, of the multiprocessors with fewer blocks than others: device memory, the copies
+        into shared memory with their halos (at an assumed 2x the memory rate, which is what L2
+        sustains), and the tensor cores at the half of their rate that `mma.sync` reaches; plus a
+        fixed latency for each row of a block that cannot be hidden, and the time to add the blocks'
+        sums.
         """
         t = self.configs[rows]
         window = _window(problem)
@@ -494,7 +495,6 @@ def _shape(window: _Window) -> _Shape:
         registers=registers,
         loads=window.vertical.stride * in_loads + grad_loads,
         products=warp_tiles * warp_n * (tap_products + window.bias),
-        in_bytes=in_bytes,
         fits=fits,
     )
 
