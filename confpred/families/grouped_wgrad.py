@@ -9,6 +9,7 @@ sweep.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from math import gcd
@@ -77,6 +78,14 @@ def _config_table() -> NDArray[np.void]:
     table = np.array(rows, dtype=[(name, np.int32) for name in _FIELDS])
     table.setflags(write=False)
     return table
+
+
+_TABLE = _config_table()
+#: The table's fields, contiguous and wide enough for products of sizes.
+_COLUMNS = {name: _TABLE[name].astype(np.int64) for name in _FIELDS}
+#: By count of slices, the next smaller count; 1 for 1.
+_FEWER = np.ones(_SPLITS[-1] + 1, np.int64)
+_FEWER[list(_SPLITS[1:])] = _SPLITS[:-1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +174,7 @@ class GroupedWgrad:
 
     name = "grouped_wgrad"
     operation = CONVOLUTION
-    configs = _config_table()
+    configs = _TABLE
     feature_names: tuple[str, ...] = (
         *("log_n", "log_c", "log_p", "log_q", "r", "s", "group_width", "log_bytes"),
         *("stride_h", "stride_w", "dilation_h", "dilation_w"),
@@ -180,26 +189,20 @@ class GroupedWgrad:
     )
 
     def legal(self, problem: Problem, device: Device) -> NDArray[np.bool_]:
-        t = self.configs
-        if not self._handles(problem):
-            return np.zeros(len(t), np.bool_)
-        window = _window(problem)
-        shape = _shape(window)
+        legal = np.zeros(len(self.configs), np.bool_)
+        if not self._handles(problem) or _elements(problem) > MAX_OFFSET:
+            return legal
+        shape = _shape(_window(problem))
+        t = {name: column[shape.fits] for name, column in _COLUMNS.items()}
         # Columns to the right of the image are addressed, though not read.
         columns = max(problem.w, problem.q) + 2 * MAX_STRIDE * (t["block_q"] + MAX_WINDOW)
-        offset = t["block_n"] * np.int64(problem.c) * max(problem.h, problem.p) * columns
-        rows = self._rows(problem)
-        slice_rows = -(-rows // t["splits"])
-        q_tiles, k_tiles = self._tiles(problem)
-        parts = q_tiles * -(-rows // slice_rows)
-        blocks = k_tiles * parts
+        offset = t["block_n"] * (problem.c * max(problem.h, problem.p)) * columns
+        cut = _cut(problem, t)
         reduction = t["reduction"]
-        legal: NDArray[np.bool_] = (
-            shape.fits
-            & (shape.smem_bytes <= device.smem_per_block)
+        legal[shape.fits] = (
+            (shape.smem_bytes[shape.fits] <= device.smem_per_block)
             & (offset <= MAX_OFFSET)
-            & (blocks <= MAX_OFFSET)
-            & (_elements(problem) <= MAX_OFFSET)
+            & (cut.blocks <= MAX_OFFSET)
             # A tile twice as large as what it covers does the work of a smaller tile, slower; and
             # images share a tile only where one alone does not fill it, or is narrow.
             & ((t["block_q"] < 2 * problem.q) | (t["block_q"] == 8))
@@ -211,28 +214,27 @@ class GroupedWgrad:
             )
             # A block of 16 pixels a step waits more than it computes.
             & ((t["block_n"] * t["block_q"] > 16) | (problem.n * problem.q <= 28))
-            & (q_tiles * t["block_q"] < 1.2 * problem.q + 8)
+            & (cut.q_tiles * t["block_q"] < 1.2 * problem.q + 8)
             & ((t["block_k"] < 2 * problem.c) | (t["block_k"] == 16))
             # A count of slices that makes them as high as the next smaller count does is the same
             # launch again; slices lower than two windows read more halo than rows.
             & (
                 (t["splits"] == 1)
                 | (
-                    (slice_rows >= 2 * problem.r)
-                    & (slice_rows < -(-rows // _next_smaller(t["splits"])))
+                    (cut.slice_rows >= 2 * problem.r)
+                    & (cut.slice_rows < -(-cut.rows // _FEWER[t["splits"]]))
+                    # More blocks than keep the device busy start and end in vain.
+                    & (cut.blocks <= 16 * device.sm_count)
                 )
             )
-            # Blocks for half of the device at least, unless that few are done soon; and no more
-            # of them than keep it busy, each of which starts and ends anew.
-            & ((2 * blocks >= device.sm_count) | (slice_rows <= 64))
-            & ((blocks <= 16 * device.sm_count) | (t["splits"] == 1))
-            & np.where(reduction == DIRECT, parts == 1, parts > 1)
-            & ((reduction != LAST_BLOCK) | (parts <= _MAX_LAST_BLOCK_PARTS))
+            # Blocks for half of the device at least, unless that few are done soon.
+            & ((2 * cut.blocks >= device.sm_count) | (cut.slice_rows <= 64))
+            & ((reduction == DIRECT) == (cut.parts == 1))
+            & ((reduction != LAST_BLOCK) | (cut.parts <= _MAX_LAST_BLOCK_PARTS))
+            & ((reduction != ATOMICS) | (not problem.deterministic))
             # Partial sums that outweigh the layer are written and read for longer than it is.
-            & (4 * parts * _elements(problem) <= max(problem.minimum_bytes, 2**20))
+            & (4 * cut.parts * _elements(problem) <= max(problem.minimum_bytes, 2**20))
         )
-        if problem.deterministic:
-            legal &= reduction != ATOMICS
         return legal
 
     def estimate_s(self, problem: Problem, device: Device, rows: Rows) -> NDArray[np.float64]:
@@ -259,7 +261,7 @@ class GroupedWgrad:
             # Rows of pixels that do not begin at a cache line are read in pieces.
             "pixel_alignment": np.gcd(2 * problem.c, 128),
             "log_estimate": np.log2(plan["estimate"] / device.roofline_s(problem)),
-            **{field: self.configs[field][rows] for field in _FIELDS},
+            **{field: column[rows] for field, column in _COLUMNS.items()},
             **plan,
         }
         matrix = np.empty((len(rows), len(self.feature_names)), np.float32)
@@ -274,12 +276,10 @@ class GroupedWgrad:
         dtype = ("DTYPE", f"DTYPE_{problem.dtype.upper()}")
         vertical, horizontal = window.vertical, window.horizontal
         phases = vertical.dilation
-        lattice_rows = -(-problem.p // phases)
-        rows = -(-problem.n // int(t["block_n"])) * phases * lattice_rows
-        slice_rows = -(-rows // int(t["splits"]))
-        slices = -(-rows // slice_rows)  # rounding up may have left the last ones empty
-        q_tiles = -(-problem.q // int(t["block_q"]))
-        k_tiles = -(-problem.c // int(t["block_k"]))
+        cut = _cut(problem, {name: column[row : row + 1] for name, column in _COLUMNS.items()})
+        slice_rows, slices, q_tiles, k_tiles = (
+            int(sizes[0]) for sizes in (cut.slice_rows, cut.slices, cut.q_tiles, cut.k_tiles)
+        )
         parts, elements = q_tiles * slices, _elements(problem)
         reduction = int(t["reduction"])
         sweep = Step(
@@ -306,7 +306,15 @@ class GroupedWgrad:
                 *(problem.n, problem.c, problem.h, problem.w, problem.p, problem.q),
                 *problem.padding,
                 *(vertical.step * vertical.dilation, horizontal.step, phases, problem.stride[0]),
-                *(lattice_rows, _flush(problem), slice_rows, slices, q_tiles, k_tiles, reduction),
+                *(
+                    -(-problem.p // phases),
+                    _flush(problem),
+                    slice_rows,
+                    slices,
+                    q_tiles,
+                    k_tiles,
+                    reduction,
+                ),
             ),
         )
         scratch = 4 * parts * elements if reduction in (TWO_KERNELS, LAST_BLOCK) else 0
@@ -336,18 +344,6 @@ class GroupedWgrad:
             and max(*problem.stride, *problem.dilation) <= MAX_STRIDE
         )
 
-    def _rows(self, problem: Problem) -> NDArray[np.int64]:
-        """Gradient rows of all the images together, images of a tile counted once."""
-        phases = _window(problem).vertical.dilation
-        images = -(-problem.n // self.configs["block_n"].astype(np.int64))
-        return np.asarray(images * (phases * -(-problem.p // phases)), np.int64)
-
-    def _tiles(self, problem: Problem) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Along the output's columns and along the channels."""
-        t = self.configs
-        q_tiles = -(-problem.q // t["block_q"].astype(np.int64))
-        return q_tiles, -(-problem.c // t["block_k"].astype(np.int64))
-
     def _plan(self, problem: Problem, device: Device, rows: Rows) -> dict[str, NDArray[np.float64]]:
         """How each config would run `problem`: the derived features, and the estimated seconds.
 
@@ -358,7 +354,7 @@ class GroupedWgrad:
         fixed latency for each row of a block that cannot be hidden, and the time to add the blocks'
         sums.
         """
-        t = self.configs[rows]
+        t = {name: column[rows] for name, column in _COLUMNS.items()}
         window = _window(problem)
         shape = _shape(window)
         threads = shape.threads[rows]
@@ -368,12 +364,9 @@ class GroupedWgrad:
             np.minimum(device.smem_per_sm // smem, device.regs_per_sm // (threads * registers)),
             np.minimum(device.warps_per_sm * 32 // threads, device.blocks_per_sm),
         ).clip(1)
-        all_rows = self._rows(problem)[rows]
-        slice_rows = -(-all_rows // t["splits"])
-        slices = -(-all_rows // slice_rows)
-        q_tiles, k_tiles = (tiles[rows] for tiles in self._tiles(problem))
-        parts = q_tiles * slices
-        blocks = k_tiles * parts
+        cut = _cut(problem, t)
+        slice_rows, q_tiles, k_tiles = cut.slice_rows, cut.q_tiles, cut.k_tiles
+        parts, blocks = cut.parts, cut.blocks
         waves = blocks / (device.sm_count * per_sm)
         wave_waste = np.ceil(waves) / waves
         sm_blocks = np.ceil(blocks / device.sm_count)
@@ -417,7 +410,7 @@ class GroupedWgrad:
             "q_tail": problem.q % t["block_q"] / t["block_q"],
             "n_tail": problem.n % t["block_n"] / t["block_n"],
             "k_tail": problem.c % t["block_k"] / t["block_k"],
-            "slice_tail": (all_rows - (slices - 1) * slice_rows) / slice_rows,
+            "slice_tail": (cut.rows - (cut.slices - 1) * slice_rows) / slice_rows,
             "k_tiles": k_tiles,
             "q_tiles": q_tiles,
             "slice_rows": slice_rows,
@@ -435,21 +428,55 @@ class GroupedWgrad:
         }
 
 
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """How configs cut a problem into blocks; arrays over those configs.
+
+    Attributes:
+        rows: gradient rows of all the images together, images of a tile counted once.
+        slice_rows, slices: of a block; how many slices.
+        q_tiles, k_tiles: along the output's columns and along the channels.
+    """
+
+    rows: NDArray[np.int64]
+    slice_rows: NDArray[np.int64]
+    slices: NDArray[np.int64]
+    q_tiles: NDArray[np.int64]
+    k_tiles: NDArray[np.int64]
+
+    @property
+    def parts(self) -> NDArray[np.int64]:
+        """Blocks that sum the same tile of the filter."""
+        return self.q_tiles * self.slices
+
+    @property
+    def blocks(self) -> NDArray[np.int64]:
+        return self.k_tiles * self.parts
+
+
+def _cut(problem: Problem, t: Mapping[str, NDArray[np.int64]]) -> _Cut:
+    """Of the configs whose fields are the columns `t`."""
+    phases = _window(problem).vertical.dilation
+    rows = -(-problem.n // t["block_n"]) * (phases * -(-problem.p // phases))
+    slice_rows = -(-rows // t["splits"])
+    return _Cut(
+        rows=rows,
+        slice_rows=slice_rows,
+        slices=-(-rows // slice_rows),  # rounding up may have left the last ones empty
+        q_tiles=-(-problem.q // t["block_q"]),
+        k_tiles=-(-problem.c // t["block_k"]),
+    )
+
+
 def _elements(problem: Problem) -> int:
     """Float32 sums of one block for each tile of the filter."""
     return problem.filter_elements + (problem.k if problem.bias else 0)
 
 
-def _next_smaller(splits: NDArray[np.int32]) -> NDArray[np.int64]:
-    """The count of slices before each of `splits`, 1 before the first."""
-    counts = np.array(_SPLITS)
-    return np.asarray(counts[(np.searchsorted(counts, splits) - 1).clip(0)], np.int64)
-
-
 @lru_cache(maxsize=256)
 def _shape(window: _Window) -> _Shape:
     """Mirrors the constants at the top of the kernel."""
-    t = {name: GroupedWgrad.configs[name].astype(np.int64) for name in _FIELDS}
+    t = _COLUMNS
     width, r, s = window.group_width, window.r, window.s
     narrow = width <= 8
     live = -(-r // window.vertical.stride)
