@@ -198,11 +198,11 @@ class GroupedWgrad:
         columns = max(problem.w, problem.q) + 2 * MAX_STRIDE * (t["block_q"] + MAX_WINDOW)
         offset = t["block_n"] * (problem.c * max(problem.h, problem.p)) * columns
         cut = _cut(problem, t)
-        reduction = t["reduction"]
+        parts, blocks, reduction = cut.parts, cut.blocks, t["reduction"]
         legal[shape.fits] = (
             (shape.smem_bytes[shape.fits] <= device.smem_per_block)
             & (offset <= MAX_OFFSET)
-            & (cut.blocks <= MAX_OFFSET)
+            & (blocks <= MAX_OFFSET)
             # A tile twice as large as what it covers does the work of a smaller tile, slower; and
             # images share a tile only where one alone does not fill it, or is narrow.
             & ((t["block_q"] < 2 * problem.q) | (t["block_q"] == 8))
@@ -224,16 +224,16 @@ class GroupedWgrad:
                     (cut.slice_rows >= 2 * problem.r)
                     & (cut.slice_rows < -(-cut.rows // _FEWER[t["splits"]]))
                     # More blocks than keep the device busy start and end in vain.
-                    & (cut.blocks <= 16 * device.sm_count)
+                    & (blocks <= 16 * device.sm_count)
                 )
             )
             # Blocks for half of the device at least, unless that few are done soon.
-            & ((2 * cut.blocks >= device.sm_count) | (cut.slice_rows <= 64))
-            & ((reduction == DIRECT) == (cut.parts == 1))
-            & ((reduction != LAST_BLOCK) | (cut.parts <= _MAX_LAST_BLOCK_PARTS))
+            & ((2 * blocks >= device.sm_count) | (cut.slice_rows <= 64))
+            & ((reduction == DIRECT) == (parts == 1))
+            & ((reduction != LAST_BLOCK) | (parts <= _MAX_LAST_BLOCK_PARTS))
             & ((reduction != ATOMICS) | (not problem.deterministic))
             # Partial sums that outweigh the layer are written and read for longer than it is.
-            & (4 * cut.parts * _elements(problem) <= max(problem.minimum_bytes, 2**20))
+            & (4 * parts * _elements(problem) <= max(problem.minimum_bytes, 2**20))
         )
         return legal
 
