@@ -12,9 +12,8 @@ from numpy.typing import NDArray
 
 from confpred.device import Device
 from confpred.errors import MissingExtra, StorageError
-from confpred.features import problem_features
-from confpred.problem import Problem
 from confpred.ranking import PYTORCH_MARGIN
+from confpred.record import Record
 from confpred.training.data import Dataset, Timings
 from confpred.training.fit import Hyperparameters, fit_pytorch
 from confpred.training.methods import TOPS, Method, Score, baselines, model_method
@@ -210,11 +209,12 @@ def _operator(
     seed: int,
 ) -> dict[str, Summary]:
     """Regret of choosing between our best predicted config and PyTorch's own operator."""
-    expected: dict[Problem, float] = {}  # PyTorch's time, predicted without having seen the layer
+    expected: dict[Record, float] = {}  # PyTorch's time, predicted without having seen the layer
     for fold in folds:
         known = {t.problem for t in fold.train}
         text = fit_pytorch(
             {p: ms for p, ms in dataset.pytorch_ms.items() if p in known},
+            dataset.operation,
             dataset.device,
             hyper,
             seed,
@@ -223,7 +223,7 @@ def _operator(
             return {}
         trees = Trees(text)
         for t in fold.test:
-            cost = trees.predict(problem_features(t.problem, dataset.device))[0]
+            cost = trees.predict(dataset.operation.features(t.problem, dataset.device))[0]
             expected[t.problem] = float(np.exp(cost)) * dataset.device.roofline_s(t.problem) * 1e3
     regrets: dict[str, list[float]] = {"the predicted faster": [], "ours": [], "PyTorch's": []}
     for t, score in zip(judged.timings, judged.scores[MODEL], strict=True):
