@@ -30,8 +30,8 @@
 //
 // The next step's input is loaded before this step's arithmetic. The halo that neighbouring threads
 // share is read again by each, out of the L1 cache. Threads of a block run along channels first
-// (lanes_c of them), then along tiles: columns, bands and images in one count, so no lane idles at a
-// ragged edge.
+// (lanes_c of them), then along tiles (tiles_at_once): columns, bands and images in one count, so that
+// no thread idles at a ragged edge.
 #include "depthwise.cuh"
 
 constexpr int PERIOD_H = UP_H * DOWN_H;
@@ -51,7 +51,7 @@ extern "C" __global__ void __launch_bounds__(256) depthwise(
     Element* __restrict__ out, const Element* __restrict__ in, const Element* __restrict__ filter,
     const Element* __restrict__ bias, const Element* __restrict__ residual, int n, int k, int multiplier,
     int h, int w, int p, int q, int origin_h, int origin_w, int shift_h, int shift_w,
-    int band_groups, int bands, int q_tiles, int c_tiles, int lanes_c) {
+    int band_groups, int bands, int q_tiles, int c_tiles, int lanes_c, int tiles_at_once) {
     extern __shared__ __align__(16) float filter_shared[];
 
     const int lane_c = threadIdx.x % lanes_c, c_tile = blockIdx.x % c_tiles;
@@ -66,10 +66,11 @@ extern "C" __global__ void __launch_bounds__(256) depthwise(
     }
     __syncthreads();
 
-    int tile = blockIdx.x / c_tiles * (blockDim.x / lanes_c) + threadIdx.x / lanes_c;
+    const int lane_tile = threadIdx.x / lanes_c;
+    int tile = blockIdx.x / c_tiles * tiles_at_once + lane_tile;
     const int column0 = tile % q_tiles * TILE_Q - shift_w; tile /= q_tiles;
     const int group0 = tile % bands * band_groups; tile /= bands;
-    if (tile >= n || k0 >= k) return;
+    if (lane_tile >= tiles_at_once || tile >= n || k0 >= k) return;
     const int groups = min(band_groups, (p + shift_h + UP_H - 1) / UP_H - group0);
     const int in_channels = k / multiplier;
 

@@ -19,7 +19,7 @@
 //                        +---- window[1]: output row i - 1  --> sums of filter row 1
 //                        +---- window[2]: output row i - 2  --> sums of filter row 2    (leaves after it)
 //
-// Threads of a block run along channels first (lanes_c of them), then along row groups, then tiles.
+// Threads of a block run along channels first (lanes_c of them), then row groups, then tiles.
 // At the end the block adds its threads' sums in shared memory, and the blocks (`splits` of them
 // share a channel) add theirs in the way that the argument `reduction` says:
 //
@@ -46,19 +46,19 @@ enum { DIRECT, TWO_LAUNCHES, LAST_BLOCK, ATOMIC };
 extern "C" __global__ void __launch_bounds__(256) depthwise_wgrad(
     Element* __restrict__ filter_grad, Element* __restrict__ bias_grad, const Element* __restrict__ out_grad,
     const Element* __restrict__ in, float* sums, float* partials, int n, int c, int h, int w, int p, int q,
-    int pad_h, int pad_w, int band_rows, int bands, int q_tiles, int c_tiles, int lanes_c, int splits,
-    int reduction) {
+    int pad_h, int pad_w, int band_rows, int bands, int q_tiles, int c_tiles, int lanes_c, int tiles_at_once,
+    int splits, int reduction) {
     extern __shared__ __align__(16) float shared[];
 
     const int tid = threadIdx.x, lane_c = tid % lanes_c;
     const int c_tile = blockIdx.x % c_tiles, split = blockIdx.x / c_tiles;
     const int c_first = c_tile * lanes_c * VEC, c0 = c_first + lane_c * VEC;
     const int r0 = tid / lanes_c % ROW_GROUPS * BLOCK_R;
-    const int lanes = lanes_c * ROW_GROUPS, tiles_at_once = blockDim.x / lanes;
-    const i64 channel_tiles = static_cast<i64>(n) * bands * q_tiles;
+    const int lanes = lanes_c * ROW_GROUPS, lane_tile = tid / lanes;
+    const int tiles = lane_tile < tiles_at_once && c0 < c ? n * bands * q_tiles : 0;
 
     float acc[BLOCK_R][S][VEC] = {}, bias_acc[VEC] = {};
-    for (i64 tile = split * tiles_at_once + tid / lanes; tile < channel_tiles && c0 < c; tile += splits * tiles_at_once) {
+    for (int tile = split * tiles_at_once + lane_tile; tile < tiles; tile += splits * tiles_at_once) {
         const int q0 = tile % q_tiles * TILE_Q, band = tile / q_tiles % bands, image = tile / q_tiles / bands;
         const int p0 = band * band_rows, rows = min(band_rows, p - p0);
         const int x0 = q0 * STRIDE_W - pad_w, y0 = p0 * STRIDE_H - pad_h + DILATION_H * r0;
