@@ -137,42 +137,34 @@ extern "C" __global__ void __launch_bounds__(256) depthwise_wgrad(
         }
     }
 
-    // The block's sums, `count` of them a lane, over the threads that go through different tiles.
+    // The block's sums: over the threads that go through different tiles.
     const i64 filter_elements = static_cast<i64>(c) * TAPS;
     const i64 elements = filter_elements + (HAS_BIAS ? c : 0);
     auto write = [&](i64 element, float value) {
         if (element < filter_elements) filter_grad[element] = element_from_float(value);
         else bias_grad[element - filter_elements] = element_from_float(value);
     };
-    auto reduce = [&](int count, auto value_of, auto element_of) {
-        __syncthreads();  // what the last call left in shared memory has been read
 #pragma unroll
-        for (int e = 0; e < count; ++e) shared[e * blockDim.x + tid] = value_of(e);
+    for (int r = 0; r < BLOCK_R + HAS_BIAS; ++r) {  // a filter row at a time, then the bias
+        const bool is_bias = r == BLOCK_R;
+        const int count = is_bias ? VEC : S * VEC;
+        __syncthreads();  // the last turn has read what it left in shared memory
+#pragma unroll
+        for (int e = 0; e < count; ++e)
+            shared[e * blockDim.x + tid] = is_bias ? bias_acc[e % VEC] : acc[is_bias ? 0 : r][e / VEC][e % VEC];
         __syncthreads();
         for (int o = tid; o < count * lanes; o += blockDim.x) {
-            const int e = o / lanes, lane = o % lanes;
-            const i64 element = element_of(e, lane);
-            if (element < 0) continue;
+            const int e = o / lanes, lane = o % lanes, row = lane / lanes_c * BLOCK_R + r;
+            const int channel = c_first + lane % lanes_c * VEC + e % VEC;
+            if (channel >= c || (is_bias ? lane >= lanes_c : row >= R)) continue;
+            const i64 element = is_bias ? filter_elements + channel : static_cast<i64>(channel) * TAPS + row * S + e / VEC;
             float sum = 0.0f;
             for (int t = 0; t < tiles_at_once; ++t) sum += shared[e * blockDim.x + t * lanes + lane];
             if (reduction == DIRECT) write(element, sum);
             else if (reduction == ATOMIC) atomicAdd(sums + element, sum);
             else partials[split * elements + element] = sum;
         }
-    };
-#pragma unroll
-    for (int r = 0; r < BLOCK_R; ++r)
-        reduce(S * VEC, [&](int e) { return acc[r][e / VEC][e % VEC]; },
-               [&](int e, int lane) {
-                   const int row = lane / lanes_c * BLOCK_R + r, channel = c_first + lane % lanes_c * VEC + e % VEC;
-                   return row < R && channel < c ? static_cast<i64>(channel) * TAPS + row * S + e / VEC : -1;
-               });
-    if (HAS_BIAS)
-        reduce(VEC, [&](int e) { return bias_acc[e]; },
-               [&](int e, int lane) {
-                   const int channel = c_first + lane % lanes_c * VEC + e;
-                   return lane < lanes_c && channel < c ? filter_elements + channel : -1;
-               });
+    }
     if (reduction == DIRECT || reduction == TWO_LAUNCHES) return;
 
     // The last of the blocks that share these channels finishes the sums.
