@@ -18,6 +18,7 @@
 //   VEC            channels of a thread: one access to memory
 //   TILE_Q         output columns of a thread
 //   FILTER_SHARED  the filter stays in shared memory (1) or in registers (0), in float32
+//   PREFETCH       steps by which the input is loaded ahead of its arithmetic, into registers
 //
 // A thread owns VEC channels and TILE_Q columns and walks down a band of output rows. Each input row
 // is loaded and converted once, and meets all the output rows that it overlaps: DEPTH groups of UP
@@ -28,8 +29,7 @@
 //                        +---- filter row 1 --> acc[1]: output row i - 1
 //                        +---- filter row 2 --> acc[2]: output row i - 2    (finished by this step)
 //
-// The next step's input is loaded before this step's arithmetic. The halo that neighbouring threads
-// share is read again by each, out of the L1 cache. Threads of a block run along channels first
+// The halo that neighbouring threads share is read again by each, out of the L1 cache. Threads of a block run along channels first
 // (lanes_c of them), then along tiles (tiles_at_once): columns, bands and images in one count, so that
 // no thread idles at a ragged edge.
 #include "depthwise.cuh"
@@ -56,7 +56,48 @@ extern "C" __global__ void __launch_bounds__(256) depthwise(
 
     const int lane_c = threadIdx.x % lanes_c, c_tile = blockIdx.x % c_tiles;
     const int k0 = (c_tile * lanes_c + lane_c) * VEC;
-    {
+    const int lane_tile = threadIdx.x / lanes_c;
+    int tile = blockIdx.x / c_tiles * tiles_at_once + lane_tile;
+    const int column0 = tile % q_tiles * TILE_Q - shift_w; tile /= q_tiles;
+    const int group0 = tile % bands * band_groups; tile /= bands;
+    const bool active = lane_tile < tiles_at_once && tile < n && k0 < k;
+    const int groups = min(band_groups, (p + shift_h + UP_H - 1) / UP_H - group0);
+    const int in_channels = k / multiplier;
+
+    // Column j of the tile needs the input columns that UP_W * i = DOWN_W * j + DILATION_W * s gives.
+    const int x0 = (column0 + shift_w) * DOWN_W / UP_W - origin_w;
+    u32 in_columns = 0, out_columns = 0;
+#pragma unroll
+    for (int i = 0; i < IN_X; ++i) in_columns |= static_cast<u32>(active && x0 + i >= 0 && x0 + i < w) << i;
+#pragma unroll
+    for (int j = 0; j < TILE_Q; ++j) out_columns |= static_cast<u32>(column0 + j >= 0 && column0 + j < q) << j;
+    const Element* const in_image = in + static_cast<i64>(tile) * h * w * in_channels + k0 / multiplier;
+    const i64 out_offset = static_cast<i64>(tile) * p * q * k + k0;
+
+    auto load_rows = [&](Vector<IN_VEC> (&to)[DOWN_H][IN_X], int group) {
+#pragma unroll
+        for (int a = 0; a < DOWN_H; ++a) {
+            const int y = DOWN_H * group + a - origin_h;
+            const u32 columns = y >= 0 && y < h ? in_columns : 0;
+            const Element* const row = in_image + (y * w + x0) * in_channels;
+#pragma unroll
+            for (int i = 0; i < IN_X; ++i) {
+                to[a][i] = {};
+                if (columns >> i & 1) to[a][i].load(pixel(row, i, in_channels));
+            }
+        }
+    };
+
+    // Rows of padding add nothing: the steps above the image, with which no output is finished, are
+    // left out, and those below it only finish outputs.
+    const int steps = groups + DEPTH - 1;
+    const int first_step = min(max(origin_h / DOWN_H - group0, 0), DEPTH - 1);
+    const int last_step = min(max((h + origin_h + DOWN_H - 1) / DOWN_H - group0, first_step), steps);
+    Vector<IN_VEC> ahead[PREFETCH][DOWN_H][IN_X];
+#pragma unroll
+    for (int i = 0; i < PREFETCH; ++i) load_rows(ahead[i], group0 + first_step + i);
+
+    {  // while the first rows are on their way
         const int first = c_tile * lanes_c * VEC, count = min(lanes_c * VEC, k - first) * TAPS;
         const Element* const from = filter + static_cast<i64>(first) * TAPS;
         for (int e = threadIdx.x; e < count; e += blockDim.x) {
@@ -66,14 +107,7 @@ extern "C" __global__ void __launch_bounds__(256) depthwise(
     }
     __syncthreads();
 
-    const int lane_tile = threadIdx.x / lanes_c;
-    int tile = blockIdx.x / c_tiles * tiles_at_once + lane_tile;
-    const int column0 = tile % q_tiles * TILE_Q - shift_w; tile /= q_tiles;
-    const int group0 = tile % bands * band_groups; tile /= bands;
-    if (lane_tile >= tiles_at_once || tile >= n || k0 >= k) return;
-    const int groups = min(band_groups, (p + shift_h + UP_H - 1) / UP_H - group0);
-    const int in_channels = k / multiplier;
-
+    if (!active) return;
     const float* const taps_shared = filter_shared + lane_c * FILTER_PITCH;
     float taps[FILTER_SHARED ? 1 : TAPS][VEC];
     auto load_tap = [&](int tap, float (&f)[VEC]) {
@@ -95,81 +129,25 @@ extern "C" __global__ void __launch_bounds__(256) depthwise(
         b.to_floats(bias_values);
     }
 
-    // Column j of the tile needs the input columns that UP_W * i = DOWN_W * j + DILATION_W * s gives.
-    const int x0 = (column0 + shift_w) * DOWN_W / UP_W - origin_w;
-    u32 in_columns = 0, out_columns = 0;
-#pragma unroll
-    for (int i = 0; i < IN_X; ++i) in_columns |= static_cast<u32>(x0 + i >= 0 && x0 + i < w) << i;
-#pragma unroll
-    for (int j = 0; j < TILE_Q; ++j) out_columns |= static_cast<u32>(column0 + j >= 0 && column0 + j < q) << j;
-    const Element* const in_image = in + static_cast<i64>(tile) * h * w * in_channels + k0 / multiplier;
-    const i64 out_offset = static_cast<i64>(tile) * p * q * k + k0;
-
-    Vector<IN_VEC> next[DOWN_H][IN_X];
-    auto load_rows = [&](int group) {
-#pragma unroll
-        for (int a = 0; a < DOWN_H; ++a) {
-            const int y = DOWN_H * group + a - origin_h;
-            const u32 columns = y >= 0 && y < h ? in_columns : 0;
-            const Element* const row = in_image + (y * w + x0) * in_channels;
-#pragma unroll
-            for (int i = 0; i < IN_X; ++i) {
-                next[a][i] = {};
-                if (columns >> i & 1) next[a][i].load(pixel(row, i, in_channels));
-            }
-        }
-    };
-
     float acc[DEPTH][UP_H][TILE_Q][VEC] = {};
-    load_rows(group0);
-    for (int step = 0; step < groups + DEPTH - 1; ++step) {
-        float x[DOWN_H][IN_X][IN_VEC];
-#pragma unroll
-        for (int a = 0; a < DOWN_H; ++a)
-#pragma unroll
-            for (int i = 0; i < IN_X; ++i) next[a][i].to_floats(x[a][i]);
-        if (step + 1 < groups + DEPTH - 1) load_rows(group0 + step + 1);
-
-        const int finished = step - (DEPTH - 1);
-        const int row0 = UP_H * (group0 + finished) - shift_h;
-        auto row_valid = [&](int e) { return finished >= 0 && row0 + e >= 0 && row0 + e < p; };
-        Vector<VEC> added[UP_H][TILE_Q];
-        if (HAS_RESIDUAL)
-#pragma unroll
-            for (int e = 0; e < UP_H; ++e)
-#pragma unroll
-                for (int j = 0; j < TILE_Q; ++j)
-                    if (row_valid(e) && out_columns >> j & 1)
-                        added[e][j].load(pixel(residual + out_offset + ((row0 + e) * q + column0) * k, j, k));
-
-#pragma unroll
-        for (int a = 0; a < DOWN_H; ++a)
-#pragma unroll
-            for (int depth = DEPTH - 1; depth >= 0; --depth)
-#pragma unroll
-                for (int e = 0; e < UP_H; ++e) {
-                    const int dilated_r = PERIOD_H * depth + UP_H * a - DOWN_H * e;
-                    if (dilated_r < 0 || dilated_r % DILATION_H || dilated_r / DILATION_H >= R) continue;
-#pragma unroll
-                    for (int s = 0; s < S; ++s) {
-                        const int tap = dilated_r / DILATION_H * S + s;
-                        float f[VEC];
-                        if (FILTER_SHARED) load_tap(tap, f);
-#pragma unroll
-                        for (int j = 0; j < TILE_Q; ++j) {
-                            if ((DOWN_W * j + DILATION_W * s) % UP_W) continue;
-#pragma unroll
-                            for (int v = 0; v < VEC; ++v)
-                                acc[depth][e][j][v] += x[a][(DOWN_W * j + DILATION_W * s) / UP_W][v / REPEAT] *
-                                                       (FILTER_SHARED ? f[v] : taps[FILTER_SHARED ? 0 : tap][v]);
-                        }
-                    }
-                }
-
+    auto row_of = [&](int step) { return UP_H * (group0 + step - (DEPTH - 1)) - shift_h; };
+    auto row_valid = [&](int step, int e) { return step >= DEPTH - 1 && row_of(step) + e >= 0 && row_of(step) + e < p; };
+    Vector<VEC> added[UP_H][TILE_Q];
+    auto load_residual = [&](int step) {
 #pragma unroll
         for (int e = 0; e < UP_H; ++e) {
-            if (!row_valid(e)) continue;
-            Element* const row = out + out_offset + ((row0 + e) * q + column0) * k;
+            const u32 columns = row_valid(step, e) ? out_columns : 0;
+            const Element* const row = residual + out_offset + ((row_of(step) + e) * q + column0) * k;
+#pragma unroll
+            for (int j = 0; j < TILE_Q; ++j)
+                if (columns >> j & 1) added[e][j].load(pixel(row, j, k));
+        }
+    };
+    auto finish_rows = [&](int step) {
+#pragma unroll
+        for (int e = 0; e < UP_H; ++e) {
+            if (!row_valid(step, e)) continue;
+            Element* const row = out + out_offset + ((row_of(step) + e) * q + column0) * k;
 #pragma unroll
             for (int j = 0; j < TILE_Q; ++j) {
                 float sum[VEC], plus[VEC];
@@ -186,7 +164,6 @@ extern "C" __global__ void __launch_bounds__(256) depthwise(
                 if (out_columns >> j & 1) packed.store(pixel(row, j, k));
             }
         }
-
 #pragma unroll
         for (int depth = DEPTH - 1; depth >= 0; --depth)
 #pragma unroll
@@ -195,5 +172,47 @@ extern "C" __global__ void __launch_bounds__(256) depthwise(
                 for (int j = 0; j < TILE_Q; ++j)
 #pragma unroll
                     for (int v = 0; v < VEC; ++v) acc[depth][e][j][v] = depth ? acc[depth - 1][e][j][v] : 0.0f;
+    };
+
+    for (int first = first_step; first < last_step; first += PREFETCH)
+#pragma unroll
+        for (int u = 0; u < PREFETCH; ++u) {  // unrolled, so that what is loaded ahead is not moved
+            const int step = first + u;
+            if (step >= last_step) break;
+            float x[DOWN_H][IN_X][IN_VEC];
+#pragma unroll
+            for (int a = 0; a < DOWN_H; ++a)
+#pragma unroll
+                for (int i = 0; i < IN_X; ++i) ahead[u][a][i].to_floats(x[a][i]);
+            if (step + PREFETCH < last_step) load_rows(ahead[u], group0 + step + PREFETCH);
+            if (HAS_RESIDUAL) load_residual(step);
+#pragma unroll
+            for (int a = 0; a < DOWN_H; ++a)
+#pragma unroll
+                for (int depth = DEPTH - 1; depth >= 0; --depth)
+#pragma unroll
+                    for (int e = 0; e < UP_H; ++e) {
+                        const int dilated_r = PERIOD_H * depth + UP_H * a - DOWN_H * e;
+                        if (dilated_r < 0 || dilated_r % DILATION_H || dilated_r / DILATION_H >= R) continue;
+#pragma unroll
+                        for (int s = 0; s < S; ++s) {
+                            const int tap = dilated_r / DILATION_H * S + s;
+                            float f[VEC];
+                            if (FILTER_SHARED) load_tap(tap, f);
+#pragma unroll
+                            for (int j = 0; j < TILE_Q; ++j) {
+                                if ((DOWN_W * j + DILATION_W * s) % UP_W) continue;
+#pragma unroll
+                                for (int v = 0; v < VEC; ++v)
+                                    acc[depth][e][j][v] += x[a][(DOWN_W * j + DILATION_W * s) / UP_W][v / REPEAT] *
+                                                           (FILTER_SHARED ? f[v] : taps[FILTER_SHARED ? 0 : tap][v]);
+                            }
+                        }
+                    }
+            finish_rows(step);
+        }
+    for (int step = last_step; step < steps; ++step) {
+        if (HAS_RESIDUAL) load_residual(step);
+        finish_rows(step);
     }
 }

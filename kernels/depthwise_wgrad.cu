@@ -94,7 +94,8 @@ extern "C" __global__ void __launch_bounds__(256) depthwise_wgrad(
 
         float window[DEPTH][TILE_Q][VEC] = {};
         load_rows(0);
-        const int steps = rows + DEPTH - 1;
+        // Steps below the image add nothing; but the bias needs every output row.
+        const int steps = max(min(rows + DEPTH - 1, ceil_div(h - y0, STRIDE_H)), HAS_BIAS ? rows : 0);
         for (int first = 0; first < steps; first += UNROLL) {
 #pragma unroll
             for (int u = 0; u < UNROLL; ++u) {
@@ -117,8 +118,6 @@ extern "C" __global__ void __launch_bounds__(256) depthwise_wgrad(
                         for (int v = 0; v < VEC; ++v) bias_acc[v] += window[0][j][v];
                 }
                 if (step + 1 < steps) load_rows(step + 1);
-                const int y = y0 + STRIDE_H * step;
-                if (y + STRIDE_H <= 0 || y >= h) continue;  // padding adds nothing
 #pragma unroll
                 for (int a = 0; a < STRIDE_H; ++a)
 #pragma unroll
@@ -168,15 +167,15 @@ extern "C" __global__ void __launch_bounds__(256) depthwise_wgrad(
     if (reduction == DIRECT || reduction == TWO_LAUNCHES) return;
 
     // The last of the blocks that share these channels finishes the sums.
-    __shared__ bool last;
     __threadfence();
     __syncthreads();
     if (tid == 0) {
         u32* const tickets = reinterpret_cast<u32*>(sums + (reduction == ATOMIC ? elements : 0));
-        last = atomicInc(tickets + c_tile, splits - 1) == splits - 1;  // the last one leaves it zero again
+        const u32 ticket = atomicInc(tickets + c_tile, splits - 1);  // the last one leaves it zero again
+        shared[0] = ticket == splits - 1 ? 1.0f : 0.0f;
     }
     __syncthreads();
-    if (!last) return;
+    if (shared[0] == 0.0f) return;
     __threadfence();
     const int channels = min(lanes_c * VEC, c - c_first);
     for (int o = tid; o < channels * (TAPS + HAS_BIAS); o += blockDim.x) {

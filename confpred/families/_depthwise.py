@@ -37,12 +37,19 @@ def handles(problem: Problem) -> bool:
     )
 
 
-def accessible(vec: Array, channels: int, itemsize: int) -> NDArray[np.bool_]:
+def accessible(vec: Array, problem: Problem) -> NDArray[np.bool_]:
     """Which vector widths are one access each to memory, and worth it: narrower than 4 bytes only
-    where an odd count of channels leaves nothing else."""
-    narrow = vec * itemsize < 4
-    fits: NDArray[np.bool_] = (vec * itemsize <= 16) & (channels % vec == 0)
-    return fits & (~narrow | (channels % 2 == 1))
+    where odd counts of channels leave nothing else. The output channels of a vector share either
+    one input channel, or whole vectors of them."""
+    multiplier = problem.k // problem.c
+    odd = problem.k % 2 == 1 or (multiplier > 1 and multiplier % 2 == 1)
+    fits: NDArray[np.bool_] = (
+        (vec * problem.itemsize <= 16)
+        & (problem.k % vec == 0)
+        & ((vec % multiplier == 0) | (multiplier % vec == 0))
+        & ((vec * problem.itemsize >= 4) | odd)
+    )
+    return fits
 
 
 @dataclass(frozen=True, slots=True)

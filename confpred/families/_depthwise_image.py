@@ -17,7 +17,7 @@ from confpred.families._depthwise import Array, Lanes
 from confpred.families.base import KernelSource, Launch, Rows, Step
 from confpred.problem import ACTIVATIONS, Problem
 
-_FIELDS = ("vec", "tile_q", "filter_shared", "lanes_c", "threads", "bands")
+_FIELDS = ("vec", "tile_q", "filter_shared", "prefetch", "lanes_c", "threads", "bands")
 _OPERANDS = {
     "fprop": ("out", "in", "filter", "bias", "residual"),
     "dgrad": ("in_grad", "out_grad", "filter", "bias", "residual"),
@@ -26,7 +26,7 @@ _OPERANDS = {
 
 def _config_table() -> NDArray[np.void]:
     rows = itertools.product(
-        (1, 2, 4, 8), (1, 2, 4, 7, 8), (0, 1), (8, 16, 32, 64), (64, 128, 256), (1, 2, 4, 8, 16)
+        (1, 2, 4, 8), (2, 4, 7, 8), (0, 1), (1, 2), (8, 32, 64), (128, 256), (1, 2, 4, 8, 16)
     )
     table = np.array(list(rows), dtype=[(name, np.int32) for name in _FIELDS])
     table.setflags(write=False)
@@ -119,8 +119,7 @@ class DepthwiseImage:
         t = self.configs
         if problem.direction != self._direction or not depthwise.handles(problem):
             return np.zeros(len(t), np.bool_)
-        multiplier = problem.k // problem.c
-        if self._direction == "dgrad" and multiplier > 1:
+        if self._direction == "dgrad" and problem.k > problem.c:
             return np.zeros(len(t), np.bool_)
         vertical, horizontal = _axes(problem)
         plan = self._plan(problem, np.arange(len(t)))
@@ -128,12 +127,12 @@ class DepthwiseImage:
         vectors = -(-problem.k // vec)
         tiles = plan.blocks * plan.lanes.tiles_at_once
         legal: NDArray[np.bool_] = (
-            depthwise.accessible(vec, problem.k, problem.itemsize)
-            & ((vec % multiplier == 0) | (multiplier % vec == 0))
+            depthwise.accessible(vec, problem)
             & (t["tile_q"] % horizontal.up == 0)
             # A tile twice as wide as the image does the work of a smaller one, slower.
-            & ((t["tile_q"] < 2 * horizontal.size_out) | (t["tile_q"] <= horizontal.up))
-            & ((t["tile_q"] > 1) | (horizontal.size_out == 1))
+            & ((t["tile_q"] < 2 * horizontal.size_out) | (t["tile_q"] == 2))
+            # Arithmetic hides the latency of memory in large windows.
+            & ((t["prefetch"] == 1) | (problem.r * problem.s <= 25))
             & (plan.in_x <= depthwise.MAX_COLUMNS)
             & (plan.registers <= 232)
             & (plan.smem_bytes <= device.smem_per_block)
@@ -208,6 +207,7 @@ class DepthwiseImage:
                 ("VEC", int(t["vec"])),
                 ("TILE_Q", int(t["tile_q"])),
                 ("FILTER_SHARED", int(t["filter_shared"])),
+                ("PREFETCH", int(t["prefetch"])),
             ),
         )
         lanes = plan.lanes
@@ -248,7 +248,7 @@ class DepthwiseImage:
         packed = problem.itemsize / 4
         registers = (
             depth * outputs
-            + inputs * (1 + packed)
+            + inputs * (1 + packed * t["prefetch"])
             + np.where(t["filter_shared"], 4, taps) * vec
             + outputs * packed * problem.residual
             + 28
@@ -325,7 +325,7 @@ class DepthwiseImage:
             "steps": steps,
             "lane_waste": lanes.threads / (lanes.lanes_c * lanes.tiles_at_once),
             "run_bytes": lanes.lanes_c * t["vec"] * problem.itemsize,
-            "bytes_in_flight": busy * per_sm * lanes.threads * load_bytes,
+            "bytes_in_flight": busy * per_sm * lanes.threads * load_bytes * t["prefetch"],
             "work": plan.work / (vertical.up * t["tile_q"] * t["vec"]),
             "log_work": np.log2(threads * steps * plan.work),
             "log_load_bytes": np.log2(threads * steps * load_bytes / problem.minimum_bytes),

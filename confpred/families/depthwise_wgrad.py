@@ -36,7 +36,7 @@ def _config_table() -> NDArray[np.void]:
     rows = [
         (*tile, *reduction)
         for *tile, reduction in itertools.product(
-            (1, 2, 4, 8), (1, 2, 4, 8), (1, 2, 4), (8, 16, 32), (128, 256), (1, 4, 16), reductions
+            (1, 2, 4, 8), (2, 4, 8), (1, 2, 4), (8, 32), (128, 256), (1, 4, 16), reductions
         )
     ]
     table = np.array(rows, dtype=[(name, np.int32) for name in _FIELDS])
@@ -90,9 +90,8 @@ class DepthwiseWgrad:
         splits, lanes = t["splits"], plan.lanes
         half = -(-problem.r // (t["row_groups"] // 2).clip(1))  # rows of a thread, in half as many
         legal: NDArray[np.bool_] = (
-            depthwise.accessible(vec, problem.c, problem.itemsize)
-            & ((t["tile_q"] < 2 * problem.q) | (t["tile_q"] == 1))
-            & ((t["tile_q"] > 1) | (problem.q == 1))
+            depthwise.accessible(vec, problem)
+            & ((t["tile_q"] < 2 * problem.q) | (t["tile_q"] == 2))
             & (plan.in_x <= depthwise.MAX_COLUMNS)
             & (plan.sums <= MAX_SUMS)
             # Each group of filter rows reads the whole input again: only for large windows.
@@ -199,7 +198,7 @@ class DepthwiseWgrad:
                 KernelSource("depthwise_wgrad_sum.cu", "depthwise_wgrad_sum", (dtype,)),
                 grid=(-(-elements // SUM_COLUMNS), 1, 1),
                 block=(SUM_THREADS, 1, 1),
-                smem_bytes=0,
+                smem_bytes=4 * SUM_THREADS,
                 operands=("filter_grad", "bias_grad", "scratch"),
                 scalars=(problem.filter_elements, elements, splits),
             )
