@@ -79,12 +79,10 @@ class Lanes:
         return cls(c_tiles, lanes, tiles_at_once, whole)
 
 
-def distinct_lanes(vectors: Array, lanes_c: Array, vector_bytes: Array) -> NDArray[np.bool_]:
-    """Which limits of lanes give a launch of their own, and reads of a sector (32 bytes) or more."""
-    least = lanes_c.min(initial=MAX_THREADS)
-    result: NDArray[np.bool_] = ((lanes_c < 2 * vectors) | (lanes_c == least)) & (
-        (lanes_c * vector_bytes >= 32) | (lanes_c >= vectors)
-    )
+def distinct_lanes(vectors: Array, lanes_c: Array) -> NDArray[np.bool_]:
+    """Which limits of lanes are not more than twice what `vectors` accesses to a pixel need, or the
+    least that there is."""
+    result: NDArray[np.bool_] = (lanes_c < 2 * vectors) | (lanes_c == lanes_c.min())
     return result
 
 

@@ -137,7 +137,7 @@ class DepthwiseImage:
             & (plan.registers <= 232)
             & (plan.smem_bytes <= device.smem_per_block)
             & (np.maximum(plan.blocks, tiles) <= depthwise.MAX_COUNT)
-            & depthwise.distinct_lanes(vectors, t["lanes_c"], vec * problem.itemsize)
+            & depthwise.distinct_lanes(vectors, t["lanes_c"])
             & depthwise.distinct_bands(vertical.groups, t["bands"])
             # Registers hold small filters at no cost, shared memory large ones.
             & np.where(

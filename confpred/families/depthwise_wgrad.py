@@ -104,7 +104,7 @@ class DepthwiseWgrad:
             & (lanes.lanes_c * plan.row_groups <= t["threads"])
             & (np.maximum(plan.blocks, plan.tiles + splits * t["threads"]) <= depthwise.MAX_COUNT)
             & (problem.filter_elements + problem.c <= depthwise.MAX_COUNT)
-            & depthwise.distinct_lanes(problem.c // vec, t["lanes_c"], vec * problem.itemsize)
+            & depthwise.distinct_lanes(problem.c // vec, t["lanes_c"])
             & depthwise.distinct_bands(problem.p, t["bands"])
             & ((t["reduction"] != ATOMIC) | (not problem.deterministic))
             # Blocks enough for half of the device and no more than sixteen to a multiprocessor, as
