@@ -19,9 +19,7 @@ from confpred.problem import Problem
 
 #: How the blocks that share a channel add up their sums; the kernel's own numbers.
 DIRECT, TWO_LAUNCHES, LAST_BLOCK, ATOMIC = range(4)
-_FIELDS = (
-    *("vec", "tile_q", "row_groups", "lanes_c", "threads", "bands", "splits", "reduction"),
-)
+_FIELDS = (*("vec", "tile_q", "row_groups", "lanes_c", "threads", "bands", "splits", "reduction"),)
 MAX_SUMS = 128  # of a thread: more would leave too few registers for the window
 SUM_COLUMNS = 32  # elements of a block of the second launch
 SUM_THREADS = 256
