@@ -18,6 +18,7 @@
 //   VEC            channels of a thread: one access to memory
 //   TILE_Q         output columns of a thread
 //   FILTER_SHARED  the filter stays in shared memory (1) or in registers (0), in float32
+//   MIN_BLOCKS     blocks of 256 threads that a multiprocessor must hold: bounds the registers
 //   PREFETCH       steps by which the input is loaded ahead of its arithmetic, into registers
 //
 // A thread owns VEC channels and TILE_Q columns and walks down a band of output rows. Each input row
@@ -47,7 +48,7 @@ static_assert(UP_H == 1 || DOWN_H == 1, "one of them is the stride");
 static_assert(TILE_Q % UP_W == 0, "tiles begin at a column that tap 0 meets");
 static_assert(IN_X <= 32, "validity bits are kept in one word");
 
-extern "C" __global__ void __launch_bounds__(256) depthwise(
+extern "C" __global__ void __launch_bounds__(256, MIN_BLOCKS) depthwise(
     Element* __restrict__ out, const Element* __restrict__ in, const Element* __restrict__ filter,
     const Element* __restrict__ bias, const Element* __restrict__ residual, int n, int k, int multiplier,
     int h, int w, int p, int q, int origin_h, int origin_w, int shift_h, int shift_w,

@@ -9,6 +9,7 @@
 //   VEC       channels of a thread: one access to memory
 //   TILE_Q    output columns of a thread
 //   BLOCK_R   filter rows of a thread; ROW_GROUPS threads share a window that has more
+//   PREFETCH  steps by which both images are loaded ahead of their arithmetic, into registers
 //
 // A thread owns VEC channels and BLOCK_R x S taps, whose sums stay in its registers, and goes through
 // tiles of the images: TILE_Q columns of a band of output rows. It walks down such a tile; each input row
@@ -23,25 +24,25 @@
 // At the end the block adds its threads' sums in shared memory, and the blocks (`splits` of them
 // share a channel) add theirs in the way that the argument `reduction` says:
 //
-//   0  one block has all: it writes the result
-//   1  each writes its sums to `partials`; another kernel adds them up in a fixed order
-//   2  the same, and the last block to finish adds them up in a fixed order
-//   3  each adds its sums atomically to `sums`; the last block to finish writes the result
+//   DIRECT        one block has all: it writes the result
+//   TWO_LAUNCHES  each writes its sums to `partials`; depthwise_wgrad_sum adds them up in a fixed order
+//   ATOMIC        each adds its sums atomically to `sums`, and the last block to finish writes the result;
+//                 a ticket for each tile of channels, behind the sums, tells which that is
 //
-// All but 3 give the same bits every time. Where `sums` and `tickets` are used they are zero before
-// the launch and zero after it.
+// All but ATOMIC give the same bits every time. Sums and tickets are zero before the launch and after it.
 #include "depthwise.cuh"
 
 constexpr int TAPS = R * S;
 constexpr int ROW_GROUPS = ceil_div(R, BLOCK_R);
 constexpr int DEPTH = DILATION_H * (BLOCK_R - 1) / STRIDE_H + 1;
 constexpr int IN_X = STRIDE_W * (TILE_Q - 1) + DILATION_W * (S - 1) + 1;  // input columns of a tile
-// The window slides by renaming registers where its whole turn is unrolled, and by moves otherwise.
-constexpr int UNROLL = DEPTH * BLOCK_R * S * TILE_Q * VEC <= 1024 ? DEPTH : 1;
+// The window slides by renaming registers within an unrolled turn, and by moves from one to the next.
+constexpr int PRODUCTS = BLOCK_R * S * TILE_Q * VEC * PREFETCH;
+constexpr int UNROLL = PREFETCH * (DEPTH * PRODUCTS <= 1024 ? DEPTH : PRODUCTS <= 512 ? 2 : 1);
 
 static_assert(IN_X <= 32, "validity bits are kept in one word");
 
-enum { DIRECT, TWO_LAUNCHES, LAST_BLOCK, ATOMIC };
+enum { DIRECT = 0, TWO_LAUNCHES = 1, ATOMIC = 3 };
 
 extern "C" __global__ void __launch_bounds__(256) depthwise_wgrad(
     Element* __restrict__ filter_grad, Element* __restrict__ bias_grad, const Element* __restrict__ out_grad,
@@ -70,8 +71,8 @@ extern "C" __global__ void __launch_bounds__(256) depthwise_wgrad(
         const Element* const in_image = in + static_cast<i64>(image) * h * w * c + c0;
         const Element* const out_image = out_grad + static_cast<i64>(image) * p * q * c + c0;
 
-        Vector<VEC> next_in[STRIDE_H][IN_X], next_out[TILE_Q];
-        auto load_rows = [&](int step) {
+        Vector<VEC> ahead_in[PREFETCH][STRIDE_H][IN_X], ahead_out[PREFETCH][TILE_Q];
+        auto load_rows = [&](Vector<VEC> (&in_rows)[STRIDE_H][IN_X], Vector<VEC> (&out_row)[TILE_Q], int step) {
 #pragma unroll
             for (int a = 0; a < STRIDE_H; ++a) {
                 const int y = y0 + STRIDE_H * step + a;
@@ -79,45 +80,46 @@ extern "C" __global__ void __launch_bounds__(256) depthwise_wgrad(
                 const Element* const row = in_image + (y * w + x0) * c;
 #pragma unroll
                 for (int i = 0; i < IN_X; ++i) {
-                    next_in[a][i] = {};
-                    if (columns >> i & 1) next_in[a][i].load(pixel(row, i, c));
+                    in_rows[a][i] = {};
+                    if (columns >> i & 1) in_rows[a][i].load(pixel(row, i, c));
                 }
             }
             const u32 columns = step < rows ? out_columns : 0;
             const Element* const row = out_image + ((p0 + step) * q + q0) * c;
 #pragma unroll
             for (int j = 0; j < TILE_Q; ++j) {
-                next_out[j] = {};
-                if (columns >> j & 1) next_out[j].load(pixel(row, j, c));
+                out_row[j] = {};
+                if (columns >> j & 1) out_row[j].load(pixel(row, j, c));
             }
         };
 
         float window[DEPTH][TILE_Q][VEC] = {};
-        load_rows(0);
+#pragma unroll
+        for (int step = 0; step < PREFETCH; ++step) load_rows(ahead_in[step], ahead_out[step], step);
         // Steps below the image add nothing; but the bias needs every output row.
         const int steps = max(min(rows + DEPTH - 1, ceil_div(h - y0, STRIDE_H)), HAS_BIAS ? rows : 0);
         for (int first = 0; first < steps; first += UNROLL) {
 #pragma unroll
             for (int u = 0; u < UNROLL; ++u) {
-                const int step = first + u;
+                const int step = first + u, slot = u % PREFETCH;
                 if (step >= steps) break;
                 float x[STRIDE_H][IN_X][VEC];
 #pragma unroll
                 for (int a = 0; a < STRIDE_H; ++a)
 #pragma unroll
-                    for (int i = 0; i < IN_X; ++i) next_in[a][i].to_floats(x[a][i]);
+                    for (int i = 0; i < IN_X; ++i) ahead_in[slot][a][i].to_floats(x[a][i]);
 #pragma unroll
                 for (int j = 0; j < TILE_Q; ++j) {
 #pragma unroll
                     for (int depth = DEPTH - 1; depth > 0; --depth)
 #pragma unroll
                         for (int v = 0; v < VEC; ++v) window[depth][j][v] = window[depth - 1][j][v];
-                    next_out[j].to_floats(window[0][j]);
+                    ahead_out[slot][j].to_floats(window[0][j]);
                     if (HAS_BIAS)
 #pragma unroll
                         for (int v = 0; v < VEC; ++v) bias_acc[v] += window[0][j][v];
                 }
-                if (step + 1 < steps) load_rows(step + 1);
+                if (step + PREFETCH < steps) load_rows(ahead_in[slot], ahead_out[slot], step + PREFETCH);
 #pragma unroll
                 for (int a = 0; a < STRIDE_H; ++a)
 #pragma unroll
@@ -164,13 +166,12 @@ extern "C" __global__ void __launch_bounds__(256) depthwise_wgrad(
             else partials[split * elements + element] = sum;
         }
     }
-    if (reduction == DIRECT || reduction == TWO_LAUNCHES) return;
+    if (reduction != ATOMIC) return;
 
-    // The last of the blocks that share these channels finishes the sums.
     __threadfence();
     __syncthreads();
     if (tid == 0) {
-        u32* const tickets = reinterpret_cast<u32*>(sums + (reduction == ATOMIC ? elements : 0));
+        u32* const tickets = reinterpret_cast<u32*>(sums + elements);
         const u32 ticket = atomicInc(tickets + c_tile, splits - 1);  // the last one leaves it zero again
         shared[0] = ticket == splits - 1 ? 1.0f : 0.0f;
     }
@@ -181,13 +182,7 @@ extern "C" __global__ void __launch_bounds__(256) depthwise_wgrad(
     for (int o = tid; o < channels * (TAPS + HAS_BIAS); o += blockDim.x) {
         const i64 element = o < channels * TAPS ? static_cast<i64>(c_first) * TAPS + o
                                                 : filter_elements + c_first + (o - channels * TAPS);
-        float sum = 0.0f;
-        if (reduction == ATOMIC) {
-            sum = __ldcg(sums + element);
-            sums[element] = 0.0f;
-        } else {
-            for (int from = 0; from < splits; ++from) sum += __ldcg(partials + from * elements + element);
-        }
-        write(element, sum);
+        write(element, __ldcg(sums + element));
+        sums[element] = 0.0f;
     }
 }

@@ -39,15 +39,16 @@ def handles(problem: Problem) -> bool:
 
 def accessible(vec: Array, problem: Problem) -> NDArray[np.bool_]:
     """Which vector widths are one access each to memory, and worth it: narrower than 4 bytes only
-    where odd counts of channels leave nothing else. The output channels of a vector share either
-    one input channel, or whole vectors of them."""
+    where odd counts of channels leave nothing else, or a large window no registers for two. The
+    output channels of a vector share either one input channel, or whole vectors of them."""
     multiplier = problem.k // problem.c
     odd = problem.k % 2 == 1 or (multiplier > 1 and multiplier % 2 == 1)
+    large = problem.r * problem.s > 64
     fits: NDArray[np.bool_] = (
         (vec * problem.itemsize <= 16)
         & (problem.k % vec == 0)
         & ((vec % multiplier == 0) | (multiplier % vec == 0))
-        & ((vec * problem.itemsize >= 4) | odd)
+        & ((vec * problem.itemsize >= 4) | odd | large)
     )
     return fits
 
@@ -72,6 +73,7 @@ class Lanes:
     def of(cls, vectors: Array, lanes_c: Array, threads: Array, groups: Array | int = 1) -> Lanes:
         """For `vectors` accesses to a pixel, at most `lanes_c` of them in a block of about
         `threads`, each `groups` times."""
+        vectors = np.maximum(vectors, 1)  # of widths that are not legal, but still counted
         c_tiles = -(-vectors // lanes_c)
         lanes = -(-vectors // c_tiles)
         tiles_at_once = (threads // (lanes * groups)).clip(1)

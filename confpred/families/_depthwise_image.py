@@ -17,7 +17,9 @@ from confpred.families._depthwise import Array, Lanes
 from confpred.families.base import KernelSource, Launch, Rows, Step
 from confpred.problem import ACTIVATIONS, Problem
 
-_FIELDS = ("vec", "tile_q", "filter_shared", "prefetch", "lanes_c", "threads", "bands")
+_FIELDS = (
+    *("vec", "tile_q", "filter_shared", "min_blocks", "prefetch", "lanes_c", "threads", "bands"),
+)
 _OPERANDS = {
     "fprop": ("out", "in", "filter", "bias", "residual"),
     "dgrad": ("in_grad", "out_grad", "filter", "bias", "residual"),
@@ -26,7 +28,7 @@ _OPERANDS = {
 
 def _config_table() -> NDArray[np.void]:
     rows = itertools.product(
-        (1, 2, 4, 8), (2, 4, 7, 8), (0, 1), (1, 2), (8, 32, 64), (128, 256), (1, 2, 4, 8, 16)
+        (1, 2, 4), (2, 4, 7, 8), (0, 1), (1, 2), (1, 2), (8, 32, 64), (128, 256), (1, 2, 4, 8, 16)
     )
     table = np.array(list(rows), dtype=[(name, np.int32) for name in _FIELDS])
     table.setflags(write=False)
@@ -135,6 +137,9 @@ class DepthwiseImage:
             & ((t["prefetch"] == 1) | (problem.r * problem.s <= 25))
             & (plan.in_x <= depthwise.MAX_COLUMNS)
             & (plan.registers <= 232)
+            # A bound on the registers that two blocks leave changes nothing where few are needed,
+            # and makes them spill where many are.
+            & ((t["min_blocks"] == 1) | ((plan.registers > 100) & (plan.registers <= 132)))
             & (plan.smem_bytes <= device.smem_per_block)
             & (np.maximum(plan.blocks, tiles) <= depthwise.MAX_COUNT)
             & depthwise.distinct_lanes(vectors, t["lanes_c"])
@@ -207,6 +212,7 @@ class DepthwiseImage:
                 ("VEC", int(t["vec"])),
                 ("TILE_Q", int(t["tile_q"])),
                 ("FILTER_SHARED", int(t["filter_shared"])),
+                ("MIN_BLOCKS", int(t["min_blocks"])),
                 ("PREFETCH", int(t["prefetch"])),
             ),
         )
@@ -249,7 +255,8 @@ class DepthwiseImage:
         registers = (
             depth * outputs
             + inputs * (1 + packed * t["prefetch"])
-            + np.where(t["filter_shared"], 4, taps) * vec
+            # Unrolled steps share what they read of the filter, so that it stays in registers.
+            + np.where(t["filter_shared"] & (t["prefetch"] == 1), 4, taps) * vec
             + outputs * packed * problem.residual
             + 28
         ).astype(np.int64)
@@ -290,7 +297,9 @@ class DepthwiseImage:
         vertical, horizontal = _axes(problem)
         plan = self._plan(problem, rows)
         lanes = plan.lanes
-        registers = np.minimum(plan.registers, depthwise.MAX_REGISTERS)
+        registers = np.minimum(
+            plan.registers, np.where(t["min_blocks"] == 2, 128, depthwise.MAX_REGISTERS)
+        )
         per_sm = depthwise.blocks_per_sm(device, lanes.threads, registers, plan.smem_bytes)
         waves = plan.blocks / (device.sm_count * per_sm)
         wave_waste = np.ceil(waves) / waves

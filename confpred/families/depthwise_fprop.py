@@ -1,4 +1,4 @@
-"""Depthwise convolution, forward, with any channel multiplier and a fused bias, residual and activation."""
+"""Depthwise convolution, forward: any channel multiplier, fused bias, residual and activation."""
 
 from __future__ import annotations
 

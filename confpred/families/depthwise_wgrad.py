@@ -18,8 +18,11 @@ from confpred.families.base import KernelSource, Launch, Rows, Step
 from confpred.problem import Problem
 
 #: How the blocks that share a channel add up their sums; the kernel's own numbers.
-DIRECT, TWO_LAUNCHES, LAST_BLOCK, ATOMIC = range(4)
-_FIELDS = (*("vec", "tile_q", "row_groups", "lanes_c", "threads", "bands", "splits", "reduction"),)
+DIRECT, TWO_LAUNCHES, ATOMIC = 0, 1, 3
+_FIELDS = (
+    *("vec", "tile_q", "row_groups", "prefetch", "lanes_c", "threads", "bands", "splits"),
+    "reduction",
+)
 MAX_SUMS = 128  # of a thread: more would leave too few registers for the window
 SUM_COLUMNS = 32  # elements of a block of the second launch
 SUM_THREADS = 256
@@ -27,14 +30,12 @@ SUM_THREADS = 256
 
 def _config_table() -> NDArray[np.void]:
     reductions = [(1, DIRECT)] + [
-        (splits, how)
-        for splits in (2, 4, 8, 16, 32, 64, 128, 256, 512)
-        for how in (TWO_LAUNCHES, LAST_BLOCK, ATOMIC)
+        (splits, how) for splits in (4, 8, 16, 32, 64, 128, 256) for how in (TWO_LAUNCHES, ATOMIC)
     ]
     rows = [
         (*tile, *reduction)
         for *tile, reduction in itertools.product(
-            (1, 2, 4, 8), (2, 4, 8), (1, 2, 4), (8, 32), (128, 256), (1, 4, 16), reductions
+            (1, 2, 4), (4, 8), (1, 2, 4), (1, 2), (8, 32), (128, 256), (1, 4, 16), reductions
         )
     ]
     table = np.array(rows, dtype=[(name, np.int32) for name in _FIELDS])
@@ -89,7 +90,9 @@ class DepthwiseWgrad:
         half = -(-problem.r // (t["row_groups"] // 2).clip(1))  # rows of a thread, in half as many
         legal: NDArray[np.bool_] = (
             depthwise.accessible(vec, problem)
-            & ((t["tile_q"] < 2 * problem.q) | (t["tile_q"] == 2))
+            & ((t["tile_q"] < 2 * problem.q) | (t["tile_q"] == 4))
+            # Arithmetic hides the latency of memory in large windows.
+            & ((t["prefetch"] == 1) | (problem.r * problem.s <= 25))
             & (plan.in_x <= depthwise.MAX_COLUMNS)
             & (plan.sums <= MAX_SUMS)
             # Each group of filter rows reads the whole input again: only for large windows.
@@ -172,6 +175,7 @@ class DepthwiseWgrad:
                 ("VEC", int(t["vec"])),
                 ("TILE_Q", int(t["tile_q"])),
                 ("BLOCK_R", int(plan.block_r[0])),
+                ("PREFETCH", int(t["prefetch"])),
             ),
         )
         step = Step(
@@ -189,8 +193,6 @@ class DepthwiseWgrad:
             ),
         )
         elements = problem.filter_elements + (problem.c if problem.bias else 0)
-        tickets = 4 * int(lanes.c_tiles[0])
-        partials = 4 * splits * elements
         if reduction == TWO_LAUNCHES:
             total = Step(
                 KernelSource("depthwise_wgrad_sum.cu", "depthwise_wgrad_sum", (dtype,)),
@@ -200,11 +202,9 @@ class DepthwiseWgrad:
                 operands=("filter_grad", "bias_grad", "scratch"),
                 scalars=(problem.filter_elements, elements, splits),
             )
-            return Launch((step, total), scratch_bytes=partials)
-        if reduction == LAST_BLOCK:
-            return Launch((step,), zeroed_bytes=tickets, scratch_bytes=partials)
+            return Launch((step, total), scratch_bytes=4 * splits * elements)
         if reduction == ATOMIC:
-            return Launch((step,), zeroed_bytes=4 * elements + tickets)
+            return Launch((step,), zeroed_bytes=4 * (elements + int(lanes.c_tiles[0])))
         return Launch((step,))
 
     def _plan(self, problem: Problem, rows: Rows) -> _Plan:
@@ -223,7 +223,12 @@ class DepthwiseWgrad:
         inputs, outputs = stride_h * in_x * vec, tile_q * vec
         packed = problem.itemsize / 4
         registers = (
-            sums + depth * outputs + inputs + (inputs + outputs) * packed + problem.bias * vec + 32
+            sums
+            + depth * outputs
+            + inputs
+            + (inputs + outputs) * packed * t["prefetch"]
+            + problem.bias * vec
+            + 32
         ).astype(np.int64)
         # Products, conversions, addresses, and the window's slide.
         work = sums * tile_q + inputs + 2 * outputs + 4 * (stride_h * in_x + tile_q) + 30
@@ -273,10 +278,8 @@ class DepthwiseWgrad:
             instructions / (device.simt_flops / 2),
         )
         sum_bytes = 4.0 * problem.filter_elements * t["splits"]
-        reduction = np.select(
-            [t["reduction"] == TWO_LAUNCHES, t["reduction"] == LAST_BLOCK],
-            [3e-6 + 2 * sum_bytes / device.dram_bytes_per_s, 1e-6 + t["splits"] * 1e-7],
-            1e-6,
+        reduction = np.where(
+            t["reduction"] == TWO_LAUNCHES, 3e-6 + 2 * sum_bytes / device.dram_bytes_per_s, 1e-6
         )
         return {
             "lanes": lanes.lanes_c,
@@ -302,7 +305,7 @@ class DepthwiseWgrad:
             "round_waste": rounds / ideal_rounds,
             "steps": steps,
             "run_bytes": lanes.lanes_c * t["vec"] * problem.itemsize,
-            "bytes_in_flight": busy * per_sm * lanes.threads * load_bytes,
+            "bytes_in_flight": busy * per_sm * lanes.threads * load_bytes * t["prefetch"],
             "work": plan.work / (t["tile_q"] * t["vec"]),
             "log_work": np.log2(instructions),
             "log_load_bytes": np.log2(

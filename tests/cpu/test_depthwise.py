@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from confpred.device import KNOWN, Device, get_device
 from confpred.families import Family, all_families, config_dict
 from confpred.families._depthwise_image import _axes
-from confpred.families.depthwise_wgrad import ATOMIC, DIRECT, LAST_BLOCK, TWO_LAUNCHES
+from confpred.families.depthwise_wgrad import ATOMIC, DIRECT, TWO_LAUNCHES
 from confpred.problem import ACTIVATIONS, DIRECTIONS, DTYPES, Problem
 
 H100 = get_device("h100")
@@ -196,10 +196,9 @@ def test_the_splits_share_the_gradients_sum(problem: Problem, seed: int) -> None
         assert (bands - 1) * band_rows < problem.p <= bands * band_rows
         assert (q_tiles - 1) * config["tile_q"] < problem.q <= q_tiles * config["tile_q"]
         sums = problem.filter_elements + (problem.c if problem.bias else 0)
-        partials = 4 * splits * sums if how in (TWO_LAUNCHES, LAST_BLOCK) else 0
-        tickets = 4 * c_tiles if how in (LAST_BLOCK, ATOMIC) else 0
+        partials = 4 * splits * sums if how == TWO_LAUNCHES else 0
         assert launch.scratch_bytes == partials
-        assert launch.zeroed_bytes == tickets + (4 * sums if how == ATOMIC else 0)
+        assert launch.zeroed_bytes == (4 * (sums + c_tiles) if how == ATOMIC else 0)
         assert (how == DIRECT) == (splits == 1)
         assert len(launch.steps) == (2 if how == TWO_LAUNCHES else 1)
 
