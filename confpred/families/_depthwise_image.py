@@ -242,8 +242,8 @@ class DepthwiseImage:
         taps = problem.r * problem.s
         reach = vertical.dilation * (vertical.window - 1) + (vertical.up - 1) * vertical.down
         depth = reach // (vertical.up * vertical.down) + 1
-        reach = horizontal.down * (tile_q - 1) + horizontal.dilation * (horizontal.window - 1)
-        in_x = reach // horizontal.up + 1
+        width = horizontal.down * (tile_q - 1) + horizontal.dilation * (horizontal.window - 1)
+        in_x = width // horizontal.up + 1
         access = np.minimum(vec, 4)
         pitch = (taps * vec // access | 1) * access
         lanes = Lanes.of(-(-problem.k // vec), t["lanes_c"], t["threads"])
