@@ -35,7 +35,20 @@ def _config_table() -> NDArray[np.void]:
     return table
 
 
-_CONFIGS = _config_table()
+_COMMON = (
+    *("log_n", "log_k", "log_p", "log_q", "r", "s", "stride_h", "stride_w"),
+    *("dilation_h", "dilation_w", "itemsize", "log_bytes", "log_intensity"),
+    *_FIELDS,
+    *("lanes", "c_tiles", "tiles_at_once", "block_threads", "in_x", "registers", "smem_bytes"),
+    *("blocks_per_sm", "warps_per_sm", "log_blocks", "waves", "wave_waste", "q_waste"),
+    *("band_groups", "bands_cut", "row_tail", "halo_rows", "halo_columns", "steps"),
+    *("lane_waste", "run_bytes", "pixel_alignment", "bytes_in_flight", "work", "log_work"),
+    *("log_load_bytes", "log_estimate"),
+)
+_FEATURES = {
+    "fprop": (*_COMMON, "multiplier", "bias", "residual", "activation"),
+    "dgrad": _COMMON,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,21 +113,11 @@ class DepthwiseImage:
     """See the module's docstring and ``kernels/depthwise.cu``."""
 
     operation = CONVOLUTION
-    configs = _CONFIGS
-    feature_names: tuple[str, ...] = (
-        *("log_n", "log_k", "log_p", "log_q", "r", "s", "stride_h", "stride_w"),
-        *("dilation_h", "dilation_w", "multiplier", "itemsize", "log_bytes", "log_intensity"),
-        *("bias", "residual", "activation"),
-        *_FIELDS,
-        *("lanes", "c_tiles", "tiles_at_once", "block_threads", "in_x", "registers", "smem_bytes"),
-        *("blocks_per_sm", "warps_per_sm", "log_blocks", "waves", "wave_waste", "q_waste"),
-        *("band_groups", "bands_cut", "row_tail", "halo_rows", "halo_columns", "steps"),
-        *("lane_waste", "run_bytes", "pixel_alignment", "bytes_in_flight", "work", "log_work"),
-        *("log_load_bytes", "log_estimate"),
-    )
+    configs = _config_table()
 
     def __init__(self, direction: str) -> None:
         self.name = f"depthwise_{direction}"
+        self.feature_names = _FEATURES[direction]
         self._direction = direction
 
     def legal(self, problem: Problem, device: Device) -> NDArray[np.bool_]:

@@ -113,6 +113,25 @@ def test_other_layers_have_none(change: str, direction: str) -> None:
     assert not legal_rows(problem)
 
 
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_each_feature_varies(direction: str) -> None:
+    """A column that is constant over many layers would teach a model nothing."""
+    layers = [*TYPICAL, "n=2 c=24 h=9 w=17 k=24 r=3 s=5 groups=24 dilation=2"]
+    if direction == "fprop":
+        layers.append("n=2 c=24 h=9 w=9 k=48 r=3 s=3 groups=24 bias=1 residual=1 activation=relu6")
+    if direction == "wgrad":
+        layers.append("n=2 c=24 h=9 w=9 k=24 r=3 s=3 groups=24 bias=1")
+    matrices = []
+    for layer in layers:
+        problem = Problem.parse(f"{layer} direction={direction}")
+        rows = np.array(legal_rows(problem))
+        matrices.append(family_of(problem).features(problem, H100, rows))
+    spans = np.ptp(np.concatenate(matrices), axis=0)
+    names = family_of(problem).feature_names
+    assert np.isfinite(spans).all()
+    assert [name for name, span in zip(names, spans, strict=True) if not span] == []
+
+
 @given(depthwise_problems())
 @settings(max_examples=60)
 def test_the_axes_describe_the_convolution(problem: Problem) -> None:
