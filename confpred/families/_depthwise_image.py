@@ -293,8 +293,10 @@ class DepthwiseImage:
     ) -> dict[str, NDArray[np.float64]]:
         """How each config would run `problem`: the derived features, and the estimated seconds.
 
-        The estimate is the larger of the time of device memory, and of the instructions, stretched
-        by the waste of the last wave; plus a fixed latency for each row that cannot be hidden.
+        The estimate is the larger of two times, plus a latency for each wave and step: that of
+        device memory, whose rate what is in flight may bound (a load takes about 0.8 us under
+        load), and that of the instructions of the multiprocessor with the most blocks, of which it
+        issues about 60 % of what it could.
         """
         t = {name: self.configs[name][rows].astype(np.int64) for name in _FIELDS}
         vertical, horizontal = _axes(problem)
@@ -309,11 +311,17 @@ class DepthwiseImage:
         steps = plan.band_groups + plan.depth - 1
         load_bytes = vertical.down * plan.in_x * (t["vec"] // plan.repeat) * problem.itemsize
         threads = plan.blocks * lanes.threads
-        seconds = np.maximum(
-            problem.minimum_bytes / device.dram_bytes_per_s,
-            threads * steps * plan.work / (device.simt_flops / 2),
-        )
         busy = np.minimum(waves, 1.0)  # a part-filled device draws on a part of its rates
+        in_flight = busy * per_sm * lanes.threads * load_bytes * t["prefetch"]
+        # Steps of padding only finish rows.
+        computed = np.minimum(steps, -(-vertical.size_in // vertical.down))
+        thread_work = computed * plan.work + (steps - computed) * 0.25 * plan.work + 300
+        fullest = np.ceil(plan.blocks / device.sm_count) * device.sm_count * lanes.threads
+        seconds = np.maximum(
+            problem.minimum_bytes
+            / np.minimum(device.dram_bytes_per_s, device.sm_count * in_flight / 0.8e-6),
+            fullest * thread_work / (0.6 * device.simt_flops / 2),
+        )
         return {
             "lanes": lanes.lanes_c,
             "c_tiles": lanes.c_tiles,
@@ -337,9 +345,9 @@ class DepthwiseImage:
             "steps": steps,
             "lane_waste": lanes.threads / (lanes.lanes_c * lanes.tiles_at_once),
             "run_bytes": lanes.lanes_c * t["vec"] * problem.itemsize,
-            "bytes_in_flight": busy * per_sm * lanes.threads * load_bytes * t["prefetch"],
+            "bytes_in_flight": in_flight,
             "work": plan.work / (vertical.up * t["tile_q"] * t["vec"]),
-            "log_work": np.log2(threads * steps * plan.work),
+            "log_work": np.log2(threads * thread_work),
             "log_load_bytes": np.log2(threads * steps * load_bytes / problem.minimum_bytes),
-            "estimate": seconds * wave_waste + np.ceil(waves) * (2e-6 + steps * 3e-7),
+            "estimate": seconds + 2e-6 + np.ceil(waves) * (1.5e-6 + steps * 1.5e-7),
         }
