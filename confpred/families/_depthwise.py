@@ -84,7 +84,14 @@ class Lanes:
 def distinct_lanes(vectors: Array, lanes_c: Array) -> NDArray[np.bool_]:
     """Which limits of lanes are not more than twice what `vectors` accesses to a pixel need, or the
     least that there is."""
-    result: NDArray[np.bool_] = (lanes_c < 2 * vectors) | (lanes_c == lanes_c.min())
+    least = lanes_c.min(initial=MAX_THREADS)
+    result: NDArray[np.bool_] = (lanes_c < 2 * vectors) | (lanes_c == least)
+    return result
+
+
+def worth_loading_ahead(prefetch: Array, taps: int) -> NDArray[np.bool_]:
+    """Which distances hide latency that the arithmetic of a window of `taps` does not hide."""
+    result: NDArray[np.bool_] = (prefetch == 1) | (prefetch * taps <= 50)
     return result
 
 

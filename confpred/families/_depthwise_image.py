@@ -28,7 +28,14 @@ _OPERANDS = {
 
 def _config_table() -> NDArray[np.void]:
     rows = itertools.product(
-        (1, 2, 4), (2, 4, 7, 8), (0, 1), (1, 2), (1, 2), (8, 32, 64), (128, 256), (1, 2, 4, 8, 16)
+        (1, 2, 4),
+        (2, 4, 7, 8),
+        (0, 1),
+        (1, 2),
+        (1, 2, 4),
+        (8, 32, 64),
+        (128, 256),
+        (1, 2, 4, 8, 16),
     )
     table = np.array(list(rows), dtype=[(name, np.int32) for name in _FIELDS])
     table.setflags(write=False)
@@ -121,38 +128,35 @@ class DepthwiseImage:
         self._direction = direction
 
     def legal(self, problem: Problem, device: Device) -> NDArray[np.bool_]:
-        t = self.configs
+        legal = np.zeros(len(self.configs), np.bool_)
         if problem.direction != self._direction or not depthwise.handles(problem):
-            return np.zeros(len(t), np.bool_)
+            return legal
         if self._direction == "dgrad" and problem.k > problem.c:
-            return np.zeros(len(t), np.bool_)
+            return legal
         vertical, horizontal = _axes(problem)
-        plan = self._plan(problem, np.arange(len(t)))
-        vec = t["vec"].astype(np.int64)
-        vectors = -(-problem.k // vec)
-        tiles = plan.blocks * plan.lanes.tiles_at_once
-        legal: NDArray[np.bool_] = (
-            depthwise.accessible(vec, problem)
-            & (t["tile_q"] % horizontal.up == 0)
+        taps, width = problem.r * problem.s, horizontal.size_out
+        rows = np.flatnonzero(  # what needs no plan, first: it spares most rows theirs
+            depthwise.accessible(self.configs["vec"], problem)
+            & (self.configs["tile_q"] % horizontal.up == 0)
             # A tile twice as wide as the image does the work of a smaller one, slower.
-            & ((t["tile_q"] < 2 * horizontal.size_out) | (t["tile_q"] == 2))
-            # Arithmetic hides the latency of memory in large windows.
-            & ((t["prefetch"] == 1) | (problem.r * problem.s <= 25))
-            & (plan.in_x <= depthwise.MAX_COLUMNS)
+            & ((self.configs["tile_q"] < 2 * width) | (self.configs["tile_q"] == 2))
+            & depthwise.worth_loading_ahead(self.configs["prefetch"], taps)
+            & depthwise.distinct_bands(vertical.groups, self.configs["bands"])
+        )
+        t = {name: self.configs[name][rows].astype(np.int64) for name in _FIELDS}
+        plan = self._plan(problem, rows)
+        tiles = plan.blocks * plan.lanes.tiles_at_once
+        legal[rows] = (
+            (plan.in_x <= depthwise.MAX_COLUMNS)
             & (plan.registers <= 232)
             # A bound on the registers that two blocks leave changes nothing where few are needed,
             # and makes them spill where many are.
             & ((t["min_blocks"] == 1) | ((plan.registers > 100) & (plan.registers <= 132)))
             & (plan.smem_bytes <= device.smem_per_block)
             & (np.maximum(plan.blocks, tiles) <= depthwise.MAX_COUNT)
-            & depthwise.distinct_lanes(vectors, t["lanes_c"])
-            & depthwise.distinct_bands(vertical.groups, t["bands"])
+            & depthwise.distinct_lanes(problem.k // t["vec"], t["lanes_c"])
             # Registers hold small filters at no cost, shared memory large ones.
-            & np.where(
-                t["filter_shared"],
-                problem.r * problem.s * vec >= 24,
-                problem.r * problem.s * vec <= 100,
-            )
+            & np.where(t["filter_shared"], taps * t["vec"] >= 24, taps * t["vec"] <= 100)
         )
         return legal
 

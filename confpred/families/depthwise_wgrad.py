@@ -35,7 +35,7 @@ def _config_table() -> NDArray[np.void]:
     rows = [
         (*tile, *reduction)
         for *tile, reduction in itertools.product(
-            (1, 2, 4), (4, 8), (1, 2, 4), (1, 2), (8, 32), (128, 256), (1, 4, 16), reductions
+            (1, 2, 4), (4, 8), (1, 2, 4), (1, 2, 4), (8, 32), (128, 256), (1, 4, 16), reductions
         )
     ]
     table = np.array(rows, dtype=[(name, np.int32) for name in _FIELDS])
@@ -81,19 +81,23 @@ class DepthwiseWgrad:
     )
 
     def legal(self, problem: Problem, device: Device) -> NDArray[np.bool_]:
-        t = self.configs
+        legal = np.zeros(len(self.configs), np.bool_)
         if problem.direction != "wgrad" or problem.k != problem.c or not depthwise.handles(problem):
-            return np.zeros(len(t), np.bool_)
-        plan = self._plan(problem, np.arange(len(t)))
-        vec = t["vec"].astype(np.int64)
-        splits, lanes = t["splits"], plan.lanes
+            return legal
+        taps = problem.r * problem.s
+        rows = np.flatnonzero(  # what needs no plan, first: it spares most rows theirs
+            depthwise.accessible(self.configs["vec"], problem)
+            & ((self.configs["tile_q"] < 2 * problem.q) | (self.configs["tile_q"] == 4))
+            & depthwise.worth_loading_ahead(self.configs["prefetch"], taps)
+            & depthwise.distinct_bands(problem.p, self.configs["bands"])
+            & ((self.configs["reduction"] != ATOMIC) | (not problem.deterministic))
+        )
+        t = {name: self.configs[name][rows].astype(np.int64) for name in _FIELDS}
+        plan = self._plan(problem, rows)
+        vec, splits, lanes = t["vec"], t["splits"], plan.lanes
         half = -(-problem.r // (t["row_groups"] // 2).clip(1))  # rows of a thread, in half as many
-        legal: NDArray[np.bool_] = (
-            depthwise.accessible(vec, problem)
-            & ((t["tile_q"] < 2 * problem.q) | (t["tile_q"] == 4))
-            # Arithmetic hides the latency of memory in large windows.
-            & ((t["prefetch"] == 1) | (problem.r * problem.s <= 25))
-            & (plan.in_x <= depthwise.MAX_COLUMNS)
+        legal[rows] = (
+            (plan.in_x <= depthwise.MAX_COLUMNS)
             & (plan.sums <= MAX_SUMS)
             # Each group of filter rows reads the whole input again: only for large windows.
             & (
@@ -106,8 +110,6 @@ class DepthwiseWgrad:
             & (np.maximum(plan.blocks, plan.tiles + splits * t["threads"]) <= depthwise.MAX_COUNT)
             & (problem.filter_elements + problem.c <= depthwise.MAX_COUNT)
             & depthwise.distinct_lanes(problem.c // vec, t["lanes_c"])
-            & depthwise.distinct_bands(problem.p, t["bands"])
-            & ((t["reduction"] != ATOMIC) | (not problem.deterministic))
             # Blocks enough for half of the device and no more than sixteen to a multiprocessor, as
             # far as there are tiles for their threads.
             & (
