@@ -113,7 +113,7 @@ def grouped_layers(name: str) -> list[Layer]:
     with torch.device("meta"), torch.no_grad():
         model = timm.create_model(name).eval()
         convolutions = [m for m in model.modules() if isinstance(m, torch.nn.Conv2d)]
-        if not any(1 < m.groups < m.in_channels for m in convolutions):
+        if not any(m.groups > 1 for m in convolutions):
             return []
         for module in convolutions:
             module.register_forward_hook(note)
@@ -127,7 +127,7 @@ def _layer(module: Any, inputs: tuple[int, ...], outputs: tuple[int, ...]) -> La
     A network may pad outside of the convolution itself ("same" padding), so the padding is what
     the sizes say where the module's own does not explain them.
     """
-    if not 1 < module.groups < module.in_channels:
+    if module.groups == 1:
         return None
     padding = []
     for axis in (0, 1):
