@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from confpred.errors import InvalidInput
-from confpred.problem import Problem
+from confpred.record import Record
 
 MAX_TOP = 32  # choices that one answer may have
 Source = Literal["plan", "measured", "predicted", "heuristic", "fallback"]
@@ -34,7 +34,7 @@ class Choice:
         model: version of the model that answered, or None.
     """
 
-    problem: Problem
+    problem: Record
     device: str
     source: Source
     family: str | None = None

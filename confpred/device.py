@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from confpred.errors import UnknownDevice
-from confpred.problem import Problem
+from confpred.record import Record
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +24,7 @@ class Device:
         smem_per_block: largest shared memory of one block (opt-in), bytes.
         dram_bytes_per_s: copy bandwidth, bytes read plus bytes written.
         tensor_flops: dense half-precision matrix rate with float32 accumulation.
+        simt_flops: float32 rate of ordinary arithmetic.
     """
 
     key: str
@@ -35,6 +36,7 @@ class Device:
     smem_per_block: int
     dram_bytes_per_s: float
     tensor_flops: float
+    simt_flops: float
 
     # The same on every architecture from sm_80 to sm_90 (CUDA C++ Programming Guide, "Compute
     # Capabilities"): limits of a multiprocessor, and what the driver takes of each block's share.
@@ -43,39 +45,50 @@ class Device:
     blocks_per_sm = 32
     smem_reserved_per_block = 1_024
 
-    def roofline_s(self, problem: Problem) -> float:
-        """Seconds below which no kernel can go: the larger of its memory and its matrix time."""
+    def roofline_s(self, problem: Record) -> float:
+        """Seconds below which no kernel can go: the larger of its memory and its arithmetic time,
+        on tensor cores in half precision and without them in float32."""
         memory = problem.minimum_bytes / self.dram_bytes_per_s
-        return max(memory, problem.flops / self.tensor_flops)
+        rate = self.simt_flops if problem.dtype == "float32" else self.tensor_flops
+        return max(memory, problem.flops / rate)
 
 
-# Sizes are from the vendor's data sheets and the CUDA Programming Guide. The H100's and H200's two
-# rates are measured (device copy at 3.0 and 4.3 TB/s, 8192^3 half-precision products at 750 to
-# 798 TFLOP/s); the A100's are 85 % of its data sheet.
-KNOWN: Mapping[str, Device] = MappingProxyType(
-    {
-        d.key: d
-        for d in (
-            Device(
-                "h100",
-                "NVIDIA H100 80GB HBM3",
-                "sm_90a",
-                132,
-                52_428_800,
-                233_472,
-                232_448,
-                3.0e12,
-                770e12,
-            ),
-            Device(
-                "h200", "NVIDIA H200", "sm_90a", 132, 62_914_560, 233_472, 232_448, 4.3e12, 790e12
-            ),
-            Device(
-                "a100", "NVIDIA A100", "sm_80", 108, 41_943_040, 167_936, 166_912, 1.7e12, 265e12
-            ),
-        )
-    }
+# Sizes are from the vendor's data sheets and the CUDA Programming Guide. Of the rates, bandwidth
+# and tensor rate of the H100 and H200 are measured (device copy at 3.0 and 4.3 TB/s, 8192^3
+# half-precision products at 750 to 798 TFLOP/s); the others are 85 to 90 % of the data sheets.
+_H100 = Device(
+    key="h100",
+    product="NVIDIA H100 80GB HBM3",
+    arch="sm_90a",
+    sm_count=132,
+    l2_bytes=52_428_800,
+    smem_per_sm=233_472,
+    smem_per_block=232_448,
+    dram_bytes_per_s=3.0e12,
+    tensor_flops=770e12,
+    simt_flops=60e12,
 )
+_H200 = replace(
+    _H100,
+    key="h200",
+    product="NVIDIA H200",
+    l2_bytes=62_914_560,
+    dram_bytes_per_s=4.3e12,
+    tensor_flops=790e12,
+)
+_A100 = Device(
+    key="a100",
+    product="NVIDIA A100",
+    arch="sm_80",
+    sm_count=108,
+    l2_bytes=41_943_040,
+    smem_per_sm=167_936,
+    smem_per_block=166_912,
+    dram_bytes_per_s=1.7e12,
+    tensor_flops=265e12,
+    simt_flops=17e12,
+)
+KNOWN: Mapping[str, Device] = MappingProxyType({d.key: d for d in (_H100, _H200, _A100)})
 
 
 def get_device(name: str | Device) -> Device:

@@ -9,9 +9,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
-from confpred.problem import PAIRS, Problem
+from confpred.record import Record
+
+_R = TypeVar("_R", bound=Record)
 
 Status = Literal["ok", "illegal", "compile_error", "launch_error", "wrong_result", "timeout"]
 STATUSES: tuple[Status, ...] = (
@@ -68,7 +70,7 @@ class Measurement:
         time: when, UTC, ISO 8601.
     """
 
-    problem: Problem
+    problem: Record
     networks: tuple[str, ...]
     family: str
     config: str
@@ -91,7 +93,7 @@ class Measurement:
         row: dict[str, Any] = {}
         for field in dataclasses.fields(self.problem):
             value = getattr(self.problem, field.name)
-            if field.name in PAIRS:
+            if field.name in self.problem.PAIRS:
                 row[f"{field.name}_h"], row[f"{field.name}_w"] = value
             else:
                 row[field.name] = value
@@ -102,15 +104,15 @@ class Measurement:
         return row | dataclasses.asdict(self.run)
 
 
-def problem_of_row(row: Mapping[str, Any]) -> Problem:
-    """The problem in a flat row.
+def problem_of_row(row: Mapping[str, Any], kind: type[_R]) -> _R:
+    """The problem of class `kind` in a flat row.
 
     Raises:
         InvalidProblem: the row's values describe none.
     """
     fields: dict[str, Any] = {}
-    for field in dataclasses.fields(Problem):
-        if field.name in PAIRS:
+    for field in dataclasses.fields(kind):
+        if field.name in kind.PAIRS:
             fields[field.name] = (int(row[f"{field.name}_h"]), int(row[f"{field.name}_w"]))
         elif field.type == "int":
             fields[field.name] = int(row[field.name])
@@ -118,7 +120,7 @@ def problem_of_row(row: Mapping[str, Any]) -> Problem:
             fields[field.name] = bool(row[field.name])
         else:
             fields[field.name] = str(row[field.name])
-    return Problem(**fields)
+    return kind(**fields)
 
 
 def config_text(config: Mapping[str, int]) -> str:

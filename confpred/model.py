@@ -28,18 +28,18 @@ import numpy as np
 import confpred.models
 from confpred.device import Device, get_device
 from confpred.errors import ConfpredError, DataError, ModelError
-from confpred.families import all_families
+from confpred.families import all_families, all_operations
 from confpred.families.base import Family
-from confpred.features import PROBLEM_FEATURES
 from confpred.files import read_json
-from confpred.problem import Problem
+from confpred.operation import Operation
 from confpred.ranking import FamilyModel
+from confpred.record import Record
 from confpred.source import source_digest
 from confpred.trees import Trees
 
 log = logging.getLogger(__name__)
 
-FORMAT = "confpred-model/1"
+FORMAT = "confpred-model/2"
 CARD, MEASURED = "card.json", "measured.json"
 ORDER_TREES, TIME_TREES, PYTORCH_TREES = "{}.order.txt", "{}.time.txt", "pytorch.txt"
 
@@ -66,6 +66,7 @@ class Model:
     Attributes:
         version: the folder's name.
         device: what it was trained for.
+        operation: what its families compute.
         families: what was learned of each kernel family, by name.
         pytorch: regressor of log(time / roofline time) of PyTorch's own operator, or None.
         measured: the best measured config of each problem in the training data.
@@ -76,9 +77,10 @@ class Model:
 
     version: str
     device: Device
+    operation: Operation
     families: Mapping[str, FamilyModel]
     pytorch: Trees | None
-    measured: Mapping[Problem, Best]
+    measured: Mapping[Record, Best]
     regret_bound: float
     stale: tuple[str, ...]
     card: Mapping[str, Any]
@@ -153,6 +155,9 @@ def _load(folder: Path, card: Mapping[str, Any]) -> Model:
         files[name] = _read(folder / name)
         if hashlib.sha256(files[name]).hexdigest() != digest:
             raise ModelError(f"{folder / name} is damaged: its SHA-256 is not the card's")
+    if card["operation"] not in all_operations():
+        raise ModelError(f"{folder} is for operation {card['operation']!r}, which no family has")
+    operation = all_operations()[card["operation"]]
     families, stale = {}, []
     for name, entry in card["families"].items():
         if name not in all_families():
@@ -170,13 +175,14 @@ def _load(folder: Path, card: Mapping[str, Any]) -> Model:
         stale += _stale(entry["source"], entry["source_digests"])
     pytorch = None
     if PYTORCH_TREES in files:
-        pytorch = _trees(folder, files, PYTORCH_TREES, card["pytorch"], PROBLEM_FEATURES)
+        pytorch = _trees(folder, files, PYTORCH_TREES, card["pytorch"], operation.feature_names)
     return Model(
         version=folder.resolve().name,
         device=get_device(card["device"]),
+        operation=operation,
         families=families,
         pytorch=pytorch,
-        measured=_measured(folder / MEASURED, files[MEASURED]),
+        measured=_measured(folder / MEASURED, files[MEASURED], operation),
         regret_bound=_number("regret_bound", card["regret_bound"], least=1.0),
         stale=tuple(stale),
         card=card,
@@ -210,14 +216,14 @@ def _stale(file: str, trained: list[str]) -> list[str]:
     return [f"{file} is {current}; the measurements are of {' and '.join(trained)}"]
 
 
-def _measured(path: Path, content: bytes) -> dict[Problem, Best]:
+def _measured(path: Path, content: bytes, operation: Operation) -> dict[Record, Best]:
     best = {}
     for entry in _parse(path, content):
         family, row = entry["family"], entry["row"]
         if family is not None:
             row = _row(path, row, all_families()[family])
         time_ms = _number("time_ms", entry["time_ms"], least=0.0)
-        best[Problem.from_json(entry["problem"])] = Best(family, row, time_ms)
+        best[operation.problem.from_json(entry["problem"])] = Best(family, row, time_ms)
     return best
 
 

@@ -26,6 +26,7 @@ from confpred.families import all_families
 from confpred.families.base import Family
 from confpred.files import read_json
 from confpred.problem import Problem
+from confpred.record import Record
 
 FORMAT = "confpred-plan/1"
 _FIELDS = ("device", "problem", "family", "config")
@@ -39,7 +40,7 @@ class Pin:
     row: int | None
 
 
-def read_plan(path: Path) -> dict[tuple[Problem, Device], Pin]:
+def read_plan(path: Path) -> dict[tuple[Record, Device], Pin]:
     """The pins in the file at `path`.
 
     Raises:
@@ -50,7 +51,7 @@ def read_plan(path: Path) -> dict[tuple[Problem, Device], Pin]:
     content = read_json(path, "a plan", FORMAT)
     if not isinstance(content.get("pins"), list):
         raise DataError(f'{path}: "pins" must be a list')
-    plan: dict[tuple[Problem, Device], Pin] = {}
+    plan: dict[tuple[Record, Device], Pin] = {}
     for index, fields in enumerate(content["pins"]):
         where = f"{path}: pins[{index}]"
         if not isinstance(fields, dict) or sorted(fields) != sorted(_FIELDS):

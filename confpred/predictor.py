@@ -13,12 +13,11 @@ import numpy as np
 from confpred.choice import MAX_TOP, Choice, Source, check_top
 from confpred.device import Device, get_device
 from confpred.errors import InvalidInput
-from confpred.families import all_families, config_dict
-from confpred.features import problem_features
+from confpred.families import all_families, config_dict, families_of
 from confpred.model import Model, default_models, load_model
 from confpred.plan import Pin, read_plan
-from confpred.problem import Problem
 from confpred.ranking import PYTORCH_MARGIN, rank_by_estimate
+from confpred.record import Record
 
 #: How many answers are remembered: best choices, of 1.5 kB each, and rankings, of up to 16 kB.
 BEST_KEPT = 8_192
@@ -45,7 +44,7 @@ class Predictor:
     def __init__(
         self,
         models: Mapping[str, Model],
-        plan: Mapping[tuple[Problem, Device], Pin] | None = None,
+        plan: Mapping[tuple[Record, Device], Pin] | None = None,
     ) -> None:
         """Use `models`, by device key, and the pins of `plan`."""
         self._models = MappingProxyType(dict(models))
@@ -77,21 +76,21 @@ class Predictor:
         """The models in use, by device key."""
         return self._models
 
-    def choose(self, problem: Problem, device: str | Device) -> Choice:
+    def choose(self, problem: Record, device: str | Device) -> Choice:
         """The best config known for `problem` on `device`; never fails for a valid problem.
 
         Raises:
-            InvalidInput: `problem` is not a `Problem`.
+            InvalidInput: `problem` is not a `Problem`, or another operation's record.
             UnknownDevice: no description of `device` is known.
         """
         return self._answer(problem, get_device(device), 1)[0]
 
-    def choose_many(self, problems: Iterable[Problem], device: str | Device) -> list[Choice]:
+    def choose_many(self, problems: Iterable[Record], device: str | Device) -> list[Choice]:
         """`choose` for each of `problems`, in order."""
         known = get_device(device)
         return [self._answer(problem, known, 1)[0] for problem in problems]
 
-    def rank(self, problem: Problem, device: str | Device, top: int = 5) -> list[Choice]:
+    def rank(self, problem: Record, device: str | Device, top: int = 5) -> list[Choice]:
         """The best `top` choices, best first; one ``fallback`` choice if no kernel is legal.
 
         Raises:
@@ -100,14 +99,16 @@ class Predictor:
         """
         return list(self._answer(problem, get_device(device), check_top(top)))
 
-    def _answer(self, problem: Problem, device: Device, top: int) -> tuple[Choice, ...]:
-        if not isinstance(problem, Problem):
+    def _answer(self, problem: Record, device: Device, top: int) -> tuple[Choice, ...]:
+        if not isinstance(problem, Record):
             raise InvalidInput("problem", problem, "a confpred.Problem")
         remembered = self._best if top == 1 else self._ranking
         return remembered(problem, device, top)
 
-    def _work_out(self, problem: Problem, device: Device, top: int) -> tuple[Choice, ...]:
+    def _work_out(self, problem: Record, device: Device, top: int) -> tuple[Choice, ...]:
         model = self._models.get(device.key)
+        if model is not None and model.operation.problem is not type(problem):
+            model = None
         options = [*self._settled(problem, device, model)]
         settled = {(o.family, o.row) for o in options}
         if len(options) < top:
@@ -121,7 +122,7 @@ class Predictor:
             for index, option in enumerate(options[:top])
         )
 
-    def _settled(self, problem: Problem, device: Device, model: Model | None) -> Iterator[_Option]:
+    def _settled(self, problem: Record, device: Device, model: Model | None) -> Iterator[_Option]:
         """What needs no prediction: the user's pin, and the best measured config."""
         pin = self._plan.get((problem, device))
         best = model.measured.get(problem) if model else None
@@ -131,11 +132,11 @@ class Predictor:
             yield _Option("measured", best.family, best.row, best.time_ms * 1e-3)
 
 
-def _predicted(problem: Problem, device: Device, model: Model | None) -> list[_Option]:
+def _predicted(problem: Record, device: Device, model: Model | None) -> list[_Option]:
     """All families' finalists, fastest first, and PyTorch's own operator before those that do not
     beat it by ``PYTORCH_MARGIN``; empty if nothing of ours is legal."""
     found: list[tuple[float, str, int, Source]] = []
-    for name, family in all_families().items():
+    for name, family in families_of(problem).items():
         learned = model.families.get(name) if model else None
         if learned is None:
             rows, seconds = rank_by_estimate(family, problem, device)
@@ -156,15 +157,15 @@ def _predicted(problem: Problem, device: Device, model: Model | None) -> list[_O
     return options
 
 
-def _pytorch_s(problem: Problem, device: Device, model: Model | None) -> float | None:
+def _pytorch_s(problem: Record, device: Device, model: Model | None) -> float | None:
     """Seconds that PyTorch's own operator is predicted to take, where that was learned."""
     if model is None or model.pytorch is None:
         return None
-    cost = model.pytorch.predict(problem_features(problem, device))
+    cost = model.pytorch.predict(model.operation.features(problem, device))
     return float(np.exp(cost[0])) * device.roofline_s(problem)
 
 
-def _expected_s(problem: Problem, device: Device, model: Model | None, pin: Pin) -> float | None:
+def _expected_s(problem: Record, device: Device, model: Model | None, pin: Pin) -> float | None:
     """Seconds that the pinned config is expected to take."""
     if pin.family is None or pin.row is None:
         return _pytorch_s(problem, device, model)
@@ -176,7 +177,7 @@ def _expected_s(problem: Problem, device: Device, model: Model | None, pin: Pin)
 
 
 def _choice(
-    problem: Problem, device: Device, option: _Option, model: Model | None, bound: float | None
+    problem: Record, device: Device, option: _Option, model: Model | None, bound: float | None
 ) -> Choice:
     config = None
     if option.family is not None and option.row is not None:

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from confpred.device import Device
 from confpred.families.base import Family, Rows
-from confpred.problem import Problem
+from confpred.record import Record
 from confpred.trees import Trees
 
 #: The first trees correct the most, so they pick the finalists that the whole ensemble then orders:
@@ -39,15 +39,13 @@ class FamilyModel:
     time: Trees
     portfolio: NDArray[np.bool_]
 
-    def candidates(self, problem: Problem, device: Device) -> Rows:
+    def candidates(self, problem: Record, device: Device) -> Rows:
         """Configs worth comparing: the portfolio's legal ones, or all legal ones if it has none."""
         legal = self.family.legal(problem, device)
         offered = np.flatnonzero(legal & self.portfolio)
         return offered if len(offered) else np.flatnonzero(legal)
 
-    def rank(
-        self, problem: Problem, device: Device, rows: Rows
-    ) -> tuple[Rows, NDArray[np.float64]]:
+    def rank(self, problem: Record, device: Device, rows: Rows) -> tuple[Rows, NDArray[np.float64]]:
         """The best ``FINALISTS`` of `rows`, or fewer, and their predicted seconds, rising.
 
         The best one's time is what `time` says; the others' follow by the ratios of `order`.
@@ -64,7 +62,7 @@ class FamilyModel:
 
 
 def rank_by_estimate(
-    family: Family, problem: Problem, device: Device
+    family: Family, problem: Record, device: Device
 ) -> tuple[Rows, NDArray[np.float64]]:
     """All legal configs and their seconds by the family's analytic estimate, rising."""
     rows = np.flatnonzero(family.legal(problem, device))

@@ -12,7 +12,8 @@ import confpred.kernels
 
 @cache
 def file_text(name: str) -> str:
-    """A source of ``confpred.kernels`` with its quoted includes put in place."""
+    """A source of ``confpred.kernels``, or at a path elsewhere, with its quoted includes (which are
+    always of ``confpred.kernels``) put in place."""
     text = (Path(confpred.kernels.__path__[0]) / name).read_text(encoding="utf-8")
     return re.sub(r'#include "([\w.]+)"\n', lambda match: file_text(match[1]), text).replace(
         "#pragma once\n", ""

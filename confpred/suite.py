@@ -2,11 +2,12 @@
 
 The file is one object::
 
-    {"format": "confpred-suite/1", "name": "resnext",
+    {"format": "confpred-suite/1", "name": "resnext", "operation": "conv2d",
      "problems": [{"n": 32, "c": 128, "h": 56, "w": 56, "k": 128, "r": 3, "s": 3, "padding": 1,
                    "groups": 32, "networks": ["resnext50_32x4d"]}, ...]}
 
-A problem's fields are those of `confpred.problem.Problem`; ``networks`` may be left out.
+A problem's fields are those of the operation's record, `confpred.problem.Problem` for ``conv2d``;
+``operation`` and ``networks`` may be left out.
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from confpred.convolution import CONVOLUTION
 from confpred.errors import DataError, InvalidProblem
+from confpred.families import all_operations, operation_of
 from confpred.files import read_json, write_whole
-from confpred.problem import Problem
+from confpred.record import Record
 
 FORMAT = "confpred-suite/1"
 MAX_PROBLEMS = 100_000
@@ -29,13 +32,13 @@ MAX_PROBLEMS = 100_000
 class Entry:
     """One problem, and the names of the networks that have it; none for a coverage problem."""
 
-    problem: Problem
+    problem: Record
     networks: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Suite:
-    """A named list of problems."""
+    """A named list of problems of one operation."""
 
     name: str
     entries: tuple[Entry, ...]
@@ -52,9 +55,14 @@ def read_suite(path: Path) -> Suite:
     name, problems = content.get("name"), content.get("problems")
     if not isinstance(name, str) or not name:
         raise DataError(f'{path}: "name" must be a text that is not empty')
+    operation = content.get("operation", CONVOLUTION.name)
+    if not isinstance(operation, str) or operation not in all_operations():
+        known = " or ".join(all_operations())
+        raise DataError(f'{path}: "operation" must be {known}, not {operation!r}')
     if not isinstance(problems, list) or not 1 <= len(problems) <= MAX_PROBLEMS:
         raise DataError(f'{path}: "problems" must be a list of 1 to {MAX_PROBLEMS} problems')
-    return Suite(name, tuple(_entry(path, i, fields) for i, fields in enumerate(problems)))
+    kind = all_operations()[operation].problem
+    return Suite(name, tuple(_entry(path, i, fields, kind) for i, fields in enumerate(problems)))
 
 
 def write_suite(suite: Suite, path: Path) -> None:
@@ -67,11 +75,15 @@ def write_suite(suite: Suite, path: Path) -> None:
         "  " + json.dumps(_fields(entry.problem) | {"networks": list(entry.networks)})
         for entry in suite.entries
     )
-    head = f'{{"format": {json.dumps(FORMAT)}, "name": {json.dumps(suite.name)}, "problems": [\n'
+    names = {"format": FORMAT, "name": suite.name}
+    operation = operation_of(suite.entries[0].problem).name
+    if operation != CONVOLUTION.name:
+        names["operation"] = operation
+    head = f'{json.dumps(names)[:-1]}, "problems": [\n'
     write_whole(path, lambda file: file.write(f"{head}{lines}\n]}}\n".encode()))
 
 
-def _fields(problem: Problem) -> dict[str, Any]:
+def _fields(problem: Record) -> dict[str, Any]:
     """A problem for a file that people read: a pair of equal members as one integer."""
     return {
         name: value[0] if isinstance(value, list) and value[0] == value[1] else value
@@ -79,7 +91,7 @@ def _fields(problem: Problem) -> dict[str, Any]:
     }
 
 
-def _entry(path: Path, index: int, fields: object) -> Entry:
+def _entry(path: Path, index: int, fields: object, kind: type[Record]) -> Entry:
     where = f"{path}: problems[{index}]"
     if not isinstance(fields, Mapping):
         raise DataError(f"{where} must be an object of fields such as n, c, h, w, k")
@@ -87,7 +99,7 @@ def _entry(path: Path, index: int, fields: object) -> Entry:
     if not isinstance(networks, list) or not all(_is_name(n) for n in networks):
         raise DataError(f"{where}.networks must be a list of names without commas")
     try:
-        problem = Problem.from_json({k: v for k, v in fields.items() if k != "networks"})
+        problem = kind.from_json({k: v for k, v in fields.items() if k != "networks"})
     except InvalidProblem as error:
         raise InvalidProblem(f"{where}.{error.field}", error.value, error.allowed) from None
     return Entry(problem, tuple(networks))

@@ -1,4 +1,7 @@
-"""The table of measurements in a Parquet file: its columns, reading and writing."""
+"""The table of measurements in a Parquet file: its columns, reading and writing.
+
+A file holds problems of one operation, whose name is in its metadata.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,9 @@ import pyarrow.parquet as pq
 from confpred.errors import DataError
 from confpred.files import write_whole
 from confpred.measurement import Measurement, Run
-from confpred.problem import PAIRS, Problem
+from confpred.operation import Operation
 
+_OPERATION = "operation"
 _TYPES = {
     "int": pa.int32(),
     "float": pa.float64(),
@@ -24,14 +28,14 @@ _TYPES = {
 }
 
 
-def schema() -> pa.Schema:
+def schema(operation: Operation) -> pa.Schema:
     """Names and types of the columns, in the order of `Measurement.to_row`."""
     columns: list[tuple[str, pa.DataType]] = []
-    for field in dataclasses.fields(Problem):
-        names = (f"{field.name}_h", f"{field.name}_w") if field.name in PAIRS else (field.name,)
-        columns += [
-            (name, _TYPES["int" if field.name in PAIRS else str(field.type)]) for name in names
-        ]
+    for field in dataclasses.fields(operation.problem):
+        if field.name in operation.problem.PAIRS:
+            columns += [(f"{field.name}_{axis}", _TYPES["int"]) for axis in "hw"]
+        else:
+            columns.append((field.name, _TYPES[str(field.type)]))
     columns.append(("networks", pa.string()))
     for record, nested in ((Measurement, ("problem", "networks", "run")), (Run, ())):
         columns += [
@@ -39,22 +43,39 @@ def schema() -> pa.Schema:
             for field in dataclasses.fields(record)
             if field.name not in nested
         ]
-    return pa.schema(columns)
+    return pa.schema(columns, metadata={_OPERATION: operation.name})
 
 
-def problem_columns() -> list[str]:
+def problem_columns(operation: Operation) -> list[str]:
     """Names of the columns that tell a problem."""
-    names: list[str] = schema().names
+    names: list[str] = schema(operation).names
     return names[: names.index("networks")]
 
 
-def read(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
+def operation_in(path: Path) -> str:
+    """Name of the operation whose problems are in a file.
+
+    Raises:
+        DataError: the file is missing, truncated or damaged.
+    """
+    try:
+        metadata = pq.read_schema(path).metadata or {}
+    except (OSError, pa.ArrowException) as error:
+        raise _not_whole(path, error) from error
+    return str(metadata.get(_OPERATION.encode(), b"").decode(errors="replace"))
+
+
+def read(path: Path, operation: Operation, columns: Sequence[str] | None = None) -> pa.Table:
     """The rows of one file, or those of `columns`.
 
     Raises:
-        DataError: the file is missing, truncated or damaged, or lacks a column.
+        DataError: the file is missing, truncated or damaged, is of another operation, or lacks a
+            column.
     """
-    names = schema().names if columns is None else list(columns)
+    if (found := operation_in(path)) != operation.name:
+        raise DataError(f"{path} holds measurements of {found!r}, not of {operation.name!r}")
+    known = schema(operation)
+    names = known.names if columns is None else list(columns)
     try:
         with path.open("rb") as file:
             # One thread: a process that ends soon after, with an error say, would now and then be
@@ -66,12 +87,18 @@ def read(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
                 pre_buffer=False,
                 page_checksum_verification=True,
             )
-        table = found.select(names).cast(pa.schema([schema().field(name) for name in names]))
+        table = found.select(names).cast(
+            pa.schema([known.field(name) for name in names], known.metadata)
+        )
         table.validate(full=True)  # a text that is no UTF-8, say
     except (OSError, pa.ArrowException, KeyError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
-        raise DataError(f"{path} is not a whole file of measurements: {reason}") from error
+        raise _not_whole(path, error) from error
     return table
+
+
+def _not_whole(path: Path, error: Exception) -> DataError:
+    reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+    return DataError(f"{path} is not a whole file of measurements: {reason}")
 
 
 def write(table: pa.Table, path: Path) -> None:

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,11 +26,12 @@ from rich.table import Table
 
 from confpred import Predictor, Problem
 from confpred.choice import MAX_TOP, Choice
+from confpred.convolution import CONVOLUTION
 from confpred.cuda.driver import device_count, device_of
 from confpred.device import Device
 from confpred.errors import UnknownDevice
 from confpred.suite import read_suite
-from confpred.training.data import Timings, read_dataset
+from confpred.training.data import read_dataset
 
 ROOT = Path(__file__).parents[1]
 DATA = Path("datasets")
@@ -38,6 +39,9 @@ SUITE = DATA / "suites" / "smoke.json"
 NETWORK = "resnext50_32x4d"  # left out of the training, then predicted
 DEVICE = "h100"
 SHOWN = 20
+
+#: Milliseconds by kernel family and row of its config table; None and None are PyTorch's operator.
+Measured = dict[tuple[str | None, int | None], float]
 
 console = Console(width=None if sys.stdout.isatty() else 120)
 
@@ -83,36 +87,48 @@ def judge() -> None:
 
 
 def predict_network(model: Path) -> Problem:
-    """Predict the left-out network's grouped layers, beside what was measured; returns a layer."""
+    """Predict the left-out network's layers, beside what was measured; returns one of them."""
     heading(f"Predict the grouped layers of {NETWORK} for {DEVICE}")
     predictor = Predictor.load(model)
-    dataset = read_dataset([DATA], DEVICE)
-    timings = [t for t in dataset.timings if NETWORK in t.networks]
-    table = Table("layer", *("predicted, ms", "measured, ms", "fastest, ms", "regret"))
-    for column in table.columns[1:]:
+    measured = measured_of(NETWORK)
+    table = Table("layer", "kernel", *("predicted, ms", "measured, ms", "fastest, ms", "regret"))
+    for column in table.columns[2:]:
         column.justify = "right"
     regrets = []
-    for t in timings:
-        choice = best_measured(predictor, t)
-        measured = float(t.time_ms[t.rows == choice.config_id][0])
-        fastest = float(t.time_ms.min())
-        regrets.append(measured / fastest)
+    for problem, times in measured.items():
+        choice = best_measured(predictor, problem, times)
+        ours, fastest = times[choice.family, choice.config_id], min(times.values())
+        regrets.append(ours / fastest)
         if len(regrets) <= SHOWN:
-            times = (f"{ms:.4f}" for ms in (choice.predicted_ms, measured, fastest))
-            table.add_row(str(t.problem), *times, f"{regrets[-1]:.3f}")
+            figures = (f"{ms:.4f}" for ms in (choice.predicted_ms, ours, fastest))
+            kernel = choice.family or "PyTorch's own"
+            table.add_row(str(problem), kernel, *figures, f"{regrets[-1]:.3f}")
     console.print(table)
     mean = np.exp(np.log(regrets).mean())
     console.print(
         f"{len(regrets)} layers, {min(SHOWN, len(regrets))} shown; regret "
         f"{mean:.3f} in the geometric mean, {max(regrets):.3f} at worst"
     )
-    return timings[0].problem
+    return next(iter(measured))
 
 
-def best_measured(predictor: Predictor, timings: Timings) -> Choice:
+def measured_of(network: str) -> dict[Problem, Measured]:
+    """Every measured way to compute each problem of `network`, PyTorch's own among them."""
+    dataset = read_dataset([DATA], DEVICE)
+    found: dict[Problem, Measured] = {}
+    for t in dataset.timings:
+        if network in t.networks:
+            times = found.setdefault(t.problem, {})
+            times |= {(t.family, int(r)): ms for r, ms in zip(t.rows, t.time_ms, strict=True)}
+            if t.problem in dataset.pytorch_ms:
+                times[None, None] = dataset.pytorch_ms[t.problem]
+    return found
+
+
+def best_measured(predictor: Predictor, problem: Problem, times: Measured) -> Choice:
     """The choice; or the best-ranked config with a time to compare, where the choice has none."""
-    ranked = predictor.rank(timings.problem, DEVICE, top=MAX_TOP)
-    return next(choice for choice in ranked if choice.config_id in timings.rows)
+    ranked = predictor.rank(problem, DEVICE, top=MAX_TOP)
+    return next(choice for choice in ranked if (choice.family, choice.config_id) in times)
 
 
 @contextmanager
@@ -176,15 +192,15 @@ def launch(device: Device) -> None:
     for entry in read_suite(SUITE).entries:
         problem = entry.problem
         choice = predictor.choose(problem, device)
-        cudnn = peer.measure_pytorch(problem, ordinal=0, seed=0)
+        cudnn = peer.measure_pytorch(CONVOLUTION, problem, ordinal=0, seed=0)
         if choice.family is None or choice.config_id is None:
             table.add_row(str(problem), "PyTorch's own", "", f"{cudnn.time_ms:.4f}", "", "")
             continue
         family, rows = all_families()[choice.family], [choice.config_id]
         (ours,) = measure(problem, family, rows, ordinal=0, seed=0, report=lambda row: None)
-        (tensors,) = peer.operands(problem, 1)
-        out = library_call(problem, *tensors).double()
-        expected = peer.pytorch_call(problem, tensors).double()
+        (tensors,) = peer.operands(CONVOLUTION, problem, 1)
+        out = library_call(problem, tensors).double()
+        expected = CONVOLUTION.pytorch(problem, tensors).double()
         difference = torch.linalg.norm(out - expected) / torch.linalg.norm(expected)
         times = (f"{ours.time_ms:.4f}", f"{cudnn.time_ms:.4f}")
         ratio = f"{cudnn.time_ms / ours.time_ms:.2f}x"
@@ -192,14 +208,20 @@ def launch(device: Device) -> None:
     console.print(table)
 
 
-def library_call(problem: Problem, *tensors: Any) -> Any:
-    """What a user of confpred writes for `problem`."""
+def library_call(p: Problem, tensors: Mapping[str, Any]) -> Any:
+    """What a user of confpred writes for the forward problem `p`."""
     from confpred import conv2d
 
-    p = problem
-    activation = None if p.activation == "none" else p.activation
-    options = {"stride": p.stride, "padding": p.padding, "groups": p.groups}
-    return conv2d(*tensors, activation=activation, **options)
+    t = {name: x.permute(0, 3, 1, 2) if x.dim() == 4 else x for name, x in tensors.items()}
+    return conv2d(
+        *(t["in"], t["filter"], t.get("bias")),
+        stride=p.stride,
+        padding=p.padding,
+        dilation=p.dilation,
+        groups=p.groups,
+        activation=None if p.activation == "none" else p.activation,
+        residual=t.get("residual"),
+    )
 
 
 if __name__ == "__main__":

@@ -8,11 +8,14 @@ typedef long long i64;
 
 #define DTYPE_FLOAT16 0
 #define DTYPE_BFLOAT16 1
+#define DTYPE_FLOAT32 2
 
 #define ACTIVATION_NONE 0
 #define ACTIVATION_RELU 1
 #define ACTIVATION_SILU 2
 #define ACTIVATION_GELU 3
+#define ACTIVATION_RELU6 4
+#define ACTIVATION_HARDSWISH 5
 
 __device__ __forceinline__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
@@ -85,5 +88,10 @@ __device__ __forceinline__ float activate(float x) {
     if (KIND == ACTIVATION_RELU) return x < 0.0f ? 0.0f : x;  // written so that NaN stays NaN
     if (KIND == ACTIVATION_SILU) return __fdividef(x, 1.0f + __expf(-x));  // an exact division would cost more than the convolution
     if (KIND == ACTIVATION_GELU) return 0.5f * x * (1.0f + erff(x * 0.70710678118654752f));
+    if (KIND == ACTIVATION_RELU6) return x < 0.0f ? 0.0f : x > 6.0f ? 6.0f : x;
+    if (KIND == ACTIVATION_HARDSWISH) {
+        const float y = x + 3.0f;
+        return x * ((y < 0.0f ? 0.0f : y > 6.0f ? 6.0f : y) * (1.0f / 6.0f));
+    }
     return x;
 }

@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from confpred.choice import MAX_TOP, Choice, answers_json
+from confpred.record import Record
 
 _HEADINGS = ("layer", "rank", "source", "kernel", "ms", "config")
 
@@ -43,8 +44,9 @@ def command(
 ) -> None:
     """Name the best config of a layer or a network.
 
-    A layer needs n c h w k r s; stride, padding, dilation, groups, dtype, bias and activation have
-    PyTorch's defaults. A pair such as padding is one integer, or two joined by x.
+    A layer needs n c h w k r s; stride, padding, dilation, groups, dtype, direction, bias,
+    activation, residual and deterministic have defaults, PyTorch's where it has the argument. A
+    pair such as padding is one integer, or two joined by x.
 
     \b
     confpred predict --gpu h100 \\
@@ -59,7 +61,7 @@ def command(
 
     if bool(layers) == (network is not None):
         raise click.UsageError("give either --layer or --network")
-    problems = [Problem.parse(layer) for layer in layers]
+    problems: list[Record] = [Problem.parse(layer) for layer in layers]
     if network is not None:
         problems = [entry.problem for entry in read_suite(network).entries]
     predictor = Predictor.load(model, plan=plan)

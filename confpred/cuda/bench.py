@@ -1,7 +1,8 @@
-"""What checking and timing need on a GPU: operands, the reference, and room for both."""
+"""What checking and timing need on a GPU: operands, references, workspaces, and room for them."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -11,15 +12,25 @@ import numpy as np
 from confpred.cuda import driver
 from confpred.cuda.compiler import compile_kernel
 from confpred.errors import LaunchError
-from confpred.families.base import KernelSource, Launch
-from confpred.problem import ACTIVATIONS, Problem
+from confpred.operation import (
+    REFERENCE,
+    SCRATCH,
+    ZEROED,
+    KernelSource,
+    Launch,
+    Operand,
+    Operation,
+)
+from confpred.record import Record
 
 _ALIGN = 256
 _L2_MULTIPLE = 3  # operands cycle through this many times the L2 cache
 #: Largest relative error of one rounding to the dtype (half a unit in the last place), doubled for
 #: a sum that rounds to the neighbour.
-_ROUNDING = {"float16": 2.0**-10, "bfloat16": 2.0**-7}
-_POISON = 0xFF  # every byte: NaN in float16 and bfloat16
+_ROUNDING = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-22}
+#: Sums of products of values in [-1, 1), in float32: the error grows with their number.
+_ABSOLUTE, _ABSOLUTE_A_TERM = 1e-5, 4e-7
+_POISON = 0xFF  # every byte: NaN in all the dtypes
 _GRID = 132 * 8  # blocks of the helper kernels that stride over their elements
 
 
@@ -28,19 +39,26 @@ class Operands:
     """A problem's operands in device memory, many times over.
 
     Attributes:
-        bases: addresses of the first output, input, filter and bias (0 if absent).
-        strides: bytes from each to the next of its kind.
+        names: of the operation's operands, then ``zeroed`` and ``scratch``.
+        bases: address of the first of each; 0 for a workspace that nothing needs.
+        strides: bytes from each to the next of its kind; 0 for the workspaces, which launches of
+            one stream share as they do in a program.
         slots: how many there are of each.
     """
 
-    bases: tuple[int, int, int, int]
-    strides: tuple[int, int, int, int]
+    names: tuple[str, ...]
+    bases: tuple[int, ...]
+    strides: tuple[int, ...]
     slots: int
 
-    def slot(self, index: int) -> tuple[int, ...]:
+    def slot(self, index: int) -> list[int]:
         """Addresses of the operands of launch `index`; after the last slot comes the first."""
         index %= self.slots
-        return tuple(b + index * s for b, s in zip(self.bases, self.strides, strict=True))
+        return [b + index * s for b, s in zip(self.bases, self.strides, strict=True)]
+
+    def base(self, name: str) -> int:
+        """Address of the first operand `name`."""
+        return self.bases[self.names.index(name)]
 
 
 class Bench:
@@ -63,64 +81,69 @@ class Bench:
         self._filled: dict[str, str] = {}
         self._kernels: dict[KernelSource, driver.LoadedKernel] = {}
 
-    def operands(self, problem: Problem) -> Operands:
-        """Random inputs, sliced so that successive slices do not fit in L2 together."""
-        sizes = [
-            -(-2 * elements // _ALIGN) * _ALIGN
-            for elements in (
-                problem.output_elements,
-                problem.input_elements,
-                problem.filter_elements,
-                problem.k if problem.bias else 0,
-            )
-        ]
+    def operands(
+        self, operation: Operation, problem: Record, launches: Sequence[Launch]
+    ) -> Operands:
+        """Random inputs, sliced so that successive slices do not fit in L2 together, and the
+        workspaces that any of `launches` needs."""
+        tensors = operation.operands(problem)
+        sizes = [_aligned(t.bytes) for t in tensors]
         slots = -(-_L2_MULTIPLE * self.device.l2_bytes // sum(sizes))
-        names = ("out", "in", "filter", "bias")
         bases = [
-            self._arena(name, slots * size, None if name == "out" else problem.dtype)
-            for name, size in zip(names, sizes, strict=True)
+            self._arena(t.name, slots * size, None if t.terms else t.dtype)
+            for t, size in zip(tensors, sizes, strict=True)
         ]
-        if not problem.bias:
-            bases[3] = 0
+        for name, size in (
+            (ZEROED, max((launch.zeroed_bytes for launch in launches), default=0)),
+            (SCRATCH, max((launch.scratch_bytes for launch in launches), default=0)),
+        ):
+            bases.append(self._arena(name, size, None) if size else 0)
         return Operands(
-            tuple(bases),  # type: ignore[arg-type]
-            tuple(sizes),  # type: ignore[arg-type]
-            slots,
+            names=(*(t.name for t in tensors), ZEROED, SCRATCH),
+            bases=tuple(bases),
+            strides=(*sizes, 0, 0),
+            slots=slots,
         )
 
-    def reference(self, problem: Problem, operands: Operands) -> int:
-        """Address of the float64 output of slice 0."""
-        out = self._arena("reference", 8 * problem.output_elements, None)
-        blocks = -(-problem.output_elements // 256)
-        scalars = (
-            *(ACTIVATIONS.index(problem.activation), problem.n, problem.c, problem.h, problem.w),
-            *(problem.k, problem.r, problem.s, problem.p, problem.q),
-            *(*problem.stride, *problem.padding, *problem.dilation, problem.groups),
+    def reference(
+        self, operation: Operation, problem: Record, output: Operand, operands: Operands
+    ) -> int:
+        """Address of `output` in float64, for the inputs of slice 0."""
+        name = f"{REFERENCE} {output.name}"
+        address = self._arena(name, 8 * output.elements, None)
+        self._arenas[name].fill(0, stream=self.stream)
+        step = operation.reference(problem, output.name)
+        launch = Launch((step,))
+        bound = driver.BoundLaunch(
+            [self.load(step.source).kernel], launch, (*operands.names, REFERENCE)
         )
-        kernel = self._helper("reference_fprop", problem.dtype)
-        launch = Launch((blocks, 1, 1), (256, 1, 1), 0, scalars)
-        driver.BoundLaunch(kernel, launch).enqueue(self.handle, out, *operands.slot(0)[1:])
-        return out
+        bound.enqueue(self.handle, [*operands.slot(0), address])
+        return address
 
-    def poison_output(self) -> None:
-        """Fill all outputs with NaN, so that an element that is not written is seen."""
-        self._arenas["out"].fill(_POISON, stream=self.stream)
+    def poison(self, outputs: Sequence[Operand]) -> None:
+        """Fill all outputs and the scratch with NaN, so that an element that is not written, or is
+        read before it is, is seen; and the zeroed workspace with zeros."""
+        for name in (*(o.name for o in outputs), SCRATCH):
+            if name in self._arenas:
+                self._arenas[name].fill(_POISON, stream=self.stream)
+        if ZEROED in self._arenas:
+            self._arenas[ZEROED].fill(0, stream=self.stream)
 
-    def compare(self, problem: Problem, out: int, reference: int) -> tuple[float, int]:
-        """Relative error of `out` in the 2-norm, and how many elements are outside the bound."""
-        totals = self._arena("totals", 24, None)
-        self._arenas["totals"].fill(0, stream=self.stream)
-        # Products of values in [-1, 1) summed in float32: the error grows with their number.
-        terms = problem.group_width * problem.r * problem.s
-        arguments = (
-            *(totals, out, reference, np.int64(problem.output_elements)),
-            *(np.float64(_ROUNDING[problem.dtype]), np.float64(1e-5 + 2e-6 * terms)),
+    def compare(self, output: Operand, operands: Operands, reference: int) -> tuple[float, int]:
+        """Relative error of `output` in the 2-norm, and how many elements are outside the bound."""
+        absolute = _ABSOLUTE + _ABSOLUTE_A_TERM * output.terms
+        error, norm, outside = self._totals(
+            *("compare", output.dtype, operands.base(output.name), reference),
+            *(np.int64(output.elements), np.float64(_ROUNDING[output.dtype]), np.float64(absolute)),
         )
-        self._enqueue("compare", problem.dtype, arguments)
-        host = np.empty(3)
-        self._read(host)
-        error, norm, outside = host
         return float(np.sqrt(error / norm)) if norm else float(np.sqrt(error)), int(outside)
+
+    def left_zero(self, operands: Operands, size: int) -> bool:
+        """Whether the first `size` bytes of the zeroed workspace are zero again."""
+        if not size:
+            return True
+        words = np.int64(-(-size // 4))
+        return not any(self._totals("count_nonzero", "float32", operands.base(ZEROED), words))
 
     def load(self, source: KernelSource) -> driver.LoadedKernel:
         """The kernel of `source`, loaded once, as problems share kernels; with all the shared
@@ -136,15 +159,20 @@ class Bench:
             self._kernels[source] = loaded
         return loaded
 
-    def _read(self, host: np.ndarray[Any, np.dtype[np.float64]]) -> None:
+    def _totals(self, entry: str, dtype: str, *arguments: Any) -> Any:
+        """The three float64 sums that a helper kernel comes to."""
         from cuda.bindings import runtime
 
-        kind = runtime.cudaMemcpyKind.cudaMemcpyDeviceToHost
-        address = int(self._arenas["totals"].handle)
+        address = self._arena("totals", 24, None)
+        self._arenas["totals"].fill(0, stream=self.stream)
+        self._enqueue(entry, dtype, (address, *arguments))
+        host = np.empty(3)
         self.stream.sync()
+        kind = runtime.cudaMemcpyKind.cudaMemcpyDeviceToHost
         (code,) = runtime.cudaMemcpy(host.ctypes.data, address, host.nbytes, kind)
         if code != runtime.cudaError_t.cudaSuccess:
             raise LaunchError(f"reading results back failed: {code.name}")
+        return host
 
     def _arena(self, name: str, size: int, random_dtype: str | None) -> int:
         """Address of at least `size` bytes, grown as needed; random numbers in it if asked."""
@@ -153,24 +181,26 @@ class Bench:
             if arena is not None:
                 self.stream.sync()
                 arena.close()
-            arena = self._arenas[name] = self.cuda.allocate(max(size, _ALIGN), stream=self.stream)
+            size = _aligned(max(size, _ALIGN))
+            arena = self._arenas[name] = self.cuda.allocate(size, stream=self.stream)
             self._filled.pop(name, None)
         if random_dtype is not None and self._filled.get(name) != random_dtype:
             seed = np.uint32(sum(name.encode()))
-            arguments = (int(arena.handle), np.int64(arena.size // 2), seed)
-            self._enqueue("fill_random", random_dtype, arguments)
+            words = np.int64(arena.size // (4 if random_dtype == "float32" else 2))
+            self._enqueue("fill_random", random_dtype, (int(arena.handle), words, seed))
             self._filled[name] = random_dtype
         return int(arena.handle)
-
-    def _helper(self, entry: str, dtype: str) -> Any:
-        defines = (("DTYPE", f"DTYPE_{dtype.upper()}"),)
-        return self.load(KernelSource("reference.cu", entry, defines)).kernel
 
     def _enqueue(self, entry: str, dtype: str, arguments: tuple[Any, ...]) -> None:
         from cuda.core import LaunchConfig, launch
 
+        source = KernelSource("reference.cu", entry, (("DTYPE", f"DTYPE_{dtype.upper()}"),))
         config = LaunchConfig(grid=_GRID, block=256)
-        launch(self.stream, config, self._helper(entry, dtype), *arguments)
+        launch(self.stream, config, self.load(source).kernel, *arguments)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGN) * _ALIGN
 
 
 @lru_cache(maxsize=1)

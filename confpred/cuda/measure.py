@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from confpred.cuda import driver
 from confpred.cuda.bench import Bench, Operands, bench_of
@@ -11,7 +11,8 @@ from confpred.cuda.timing import launches_a_replay, time_interleaved
 from confpred.errors import CompileError, LaunchError
 from confpred.families.base import Family
 from confpred.measurement import Status
-from confpred.problem import Problem
+from confpred.operation import Launch, Operand
+from confpred.record import Record
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,17 +37,27 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True)
+class _Task:
+    """What the configs of one problem share."""
+
+    bench: Bench
+    problem: Record
+    family: Family
+    outputs: tuple[Operand, ...]
+    operands: Operands
+    references: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class _Candidate:
     row: int
     bound: driver.BoundLaunch
-    loaded: driver.LoadedKernel
-    smem_bytes: int
-    error: float
+    outcome: Outcome  # as far as it is known before it is timed
     seconds: float
 
 
 def measure(
-    problem: Problem,
+    problem: Record,
     family: Family,
     rows: Sequence[int],
     *,
@@ -66,118 +77,109 @@ def measure(
     Returns:
         One outcome a row, in the order of `rows`.
     """
-    bench = bench_of(ordinal)
-    operands = bench.operands(problem)
-    candidates, outcomes = _check(bench, problem, family, rows, operands, report)
-    outcomes |= _time(bench, candidates, operands, seed)
+    task, launches = _prepare(problem, family, rows, ordinal)
+    candidates, outcomes = _check(task, launches, report)
+    outcomes |= _time(task, candidates, seed)
     return [outcomes[row] for row in rows]
 
 
-def check(problem: Problem, family: Family, rows: Sequence[int], *, ordinal: int) -> list[Outcome]:
+def check(problem: Record, family: Family, rows: Sequence[int], *, ordinal: int) -> list[Outcome]:
     """The first half of `measure`: are the configs correct? Outcomes have no times."""
-    bench = bench_of(ordinal)
-    operands = bench.operands(problem)
-    candidates, outcomes = _check(bench, problem, family, rows, operands, lambda _row: None)
-    outcomes |= {c.row: Outcome(c.row, "ok", error=c.error) for c in candidates}
+    task, launches = _prepare(problem, family, rows, ordinal)
+    candidates, outcomes = _check(task, launches, lambda _row: None)
+    outcomes |= {c.row: c.outcome for c in candidates}
     return [outcomes[row] for row in rows]
+
+
+def _prepare(
+    problem: Record, family: Family, rows: Sequence[int], ordinal: int
+) -> tuple[_Task, dict[int, Launch]]:
+    bench, operation = bench_of(ordinal), family.operation
+    launches = {row: family.launch(problem, row) for row in rows}
+    operands = bench.operands(operation, problem, list(launches.values()))
+    outputs = tuple(o for o in operation.operands(problem) if o.terms)
+    references = tuple(bench.reference(operation, problem, o, operands) for o in outputs)
+    return _Task(bench, problem, family, outputs, operands, references), launches
 
 
 def _check(
-    bench: Bench,
-    problem: Problem,
-    family: Family,
-    rows: Sequence[int],
-    operands: Operands,
-    report: Callable[[int], None],
+    task: _Task, launches: Mapping[int, Launch], report: Callable[[int], None]
 ) -> tuple[list[_Candidate], dict[int, Outcome]]:
     """The correct configs, and what became of the others."""
-    reference = bench.reference(problem, operands)
     candidates: list[_Candidate] = []
     failures: dict[int, Outcome] = {}
-    for row in rows:
+    for row, launch in launches.items():
         report(row)
         try:
-            candidates.append(_check_one(bench, problem, family, row, operands, reference))
+            candidate = _check_one(task, row, launch)
         except CompileError as error:
             failures[row] = Outcome(row, "compile_error", message=str(error))
         except LaunchError as error:
             failures[row] = Outcome(row, "launch_error", message=str(error))
-        except _WrongResult as error:
-            failures[row] = error.outcome
+        else:
+            if candidate.outcome.status == "ok":
+                candidates.append(candidate)
+            else:
+                failures[row] = candidate.outcome
     return candidates, failures
 
 
-class _WrongResult(Exception):
-    def __init__(self, outcome: Outcome) -> None:
-        self.outcome = outcome
-        super().__init__(outcome.message)
-
-
-def _check_one(
-    bench: Bench,
-    problem: Problem,
-    family: Family,
-    row: int,
-    operands: Operands,
-    reference: int,
-) -> _Candidate:
-    """Launch one config once on poisoned output and compare it with the reference.
+def _check_one(task: _Task, row: int, launch: Launch) -> _Candidate:
+    """Launch one config once on poisoned outputs and compare them with the references: each element
+    must be within the dtype's rounding.
 
     Raises:
         CompileError, LaunchError: it cannot run.
-        _WrongResult: an element is outside the dtype's rounding of the reference.
     """
-    launch = family.launch(problem, row)
-    loaded = bench.load(family.source(problem, row))
-    bound = driver.BoundLaunch(loaded.kernel, launch)
-    bench.poison_output()
+    bench = task.bench
+    loaded = [bench.load(step.source) for step in launch.steps]
+    bound = driver.BoundLaunch([k.kernel for k in loaded], launch, task.operands.names)
+    bench.poison(task.outputs)
     start, end = (bench.cuda.create_event({"timing_enabled": True}) for _ in range(2))
     bench.stream.record(start)
-    bound.enqueue(bench.handle, *operands.slot(0))
+    bound.enqueue(bench.handle, task.operands.slot(0))
     bench.stream.record(end)
-    error, outside = bench.compare(problem, operands.bases[0], reference)
-    if outside:
-        raise _WrongResult(
-            Outcome(
-                row,
-                "wrong_result",
-                registers=loaded.registers,
-                local_bytes=loaded.local_bytes,
-                smem_bytes=launch.smem_bytes,
-                error=error,
-                message=f"{outside} of {problem.output_elements} elements are off",
-            )
-        )
-    return _Candidate(row, bound, loaded, launch.smem_bytes, error, (end - start) * 1e-3)
+    errors, faults = [], []
+    for output, reference in zip(task.outputs, task.references, strict=True):
+        error, outside = bench.compare(output, task.operands, reference)
+        errors.append(error)
+        if outside:
+            faults.append(f"{outside} of {output.elements} elements of {output.name} are off")
+    if not bench.left_zero(task.operands, launch.zeroed_bytes):
+        faults.append("the zeroed workspace is not zero again")
+    outcome = Outcome(
+        row,
+        "wrong_result" if faults else "ok",
+        registers=max(k.registers for k in loaded),
+        local_bytes=max(k.local_bytes for k in loaded),
+        smem_bytes=max(step.smem_bytes for step in launch.steps),
+        error=max(errors),
+        message="; ".join(faults),
+    )
+    return _Candidate(row, bound, outcome, (end - start) * 1e-3)
 
 
-def _time(
-    bench: Bench, candidates: Sequence[_Candidate], operands: Operands, seed: int
-) -> dict[int, Outcome]:
+def _time(task: _Task, candidates: Sequence[_Candidate], seed: int) -> dict[int, Outcome]:
     """The outcomes of the correct configs, by row."""
+    bench = task.bench
     graphs, launches, slot = [], [], 0
     for candidate in candidates:
         count = launches_a_replay(candidate.seconds)
         builder = bench.stream.create_graph_builder().begin_building()
         capturing = int(builder.stream.handle)
         for _ in range(count):
-            candidate.bound.enqueue(capturing, *operands.slot(slot))
+            candidate.bound.enqueue(capturing, task.operands.slot(slot))
             slot += 1
         graphs.append(builder.end_building().complete())
         launches.append(count)
     timings = time_interleaved(bench.cuda, bench.stream, graphs, launches, seed)
     clock = driver.sm_clock_mhz(bench.ordinal)
     return {
-        c.row: Outcome(
-            c.row,
-            "ok",
+        c.row: replace(
+            c.outcome,
             time_ms=t.median_ms,
             spread_ms=t.spread_ms,
             samples=t.samples,
-            registers=c.loaded.registers,
-            local_bytes=c.loaded.local_bytes,
-            smem_bytes=c.smem_bytes,
-            error=c.error,
             sm_clock_mhz=clock,
         )
         for c, t in zip(candidates, timings, strict=True)

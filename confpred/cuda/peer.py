@@ -7,19 +7,12 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from confpred.cuda import driver
 from confpred.cuda.measure import Outcome
 from confpred.cuda.timing import launches_a_replay, time_interleaved
-from confpred.problem import Problem
-
-ACTIVATE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "none": lambda x: x,
-    "relu": F.relu,
-    "silu": F.silu,
-    "gelu": F.gelu,
-}
+from confpred.operation import Operation
+from confpred.record import Record
 
 
 class TorchGraph:
@@ -30,7 +23,7 @@ class TorchGraph:
             is kept, so that their outputs are distinct too.
     """
 
-    def __init__(self, calls: list[Callable[[], torch.Tensor]]) -> None:
+    def __init__(self, calls: list[Callable[[], Any]]) -> None:
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -56,36 +49,27 @@ class Evictor:
             self._buffer.sum()
 
 
-def operands(problem: Problem, copies: int) -> list[tuple[torch.Tensor, ...]]:
-    """`copies` sets of random (input, filter[, bias]), channels last, on the current device."""
-    dtype = getattr(torch, problem.dtype)
-
-    def random(*shape: int) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device="cuda").uniform_(-1, 1)
-
-    p = problem
-    sets: list[tuple[torch.Tensor, ...]] = []
-    for _ in range(copies):
-        x = random(p.n, p.h, p.w, p.c).permute(0, 3, 1, 2)
-        weight = random(p.k, p.r, p.s, p.group_width).permute(0, 3, 1, 2)
-        sets.append((x, weight, random(p.k)) if p.bias else (x, weight))
-    return sets
-
-
-def pytorch_call(problem: Problem, tensors: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    """What a user of PyTorch writes for `problem`: a convolution, then the activation."""
-    p = problem
-    bias = tensors[2] if p.bias else None
-    out = F.conv2d(tensors[0], tensors[1], bias, p.stride, p.padding, p.dilation, p.groups)
-    return ACTIVATE[p.activation](out)
+def operands(operation: Operation, problem: Record, copies: int) -> list[dict[str, torch.Tensor]]:
+    """`copies` sets of random inputs by name, as `operation` lays them out, on the current
+    device."""
+    inputs = [o for o in operation.operands(problem) if not o.terms]
+    return [
+        {
+            o.name: torch.empty(o.shape, dtype=getattr(torch, o.dtype), device="cuda").uniform_(
+                -1, 1
+            )
+            for o in inputs
+        }
+        for _ in range(copies)
+    ]
 
 
-def copies_for(problem: Problem, launches: int, l2_bytes: int) -> int:
+def copies_for(problem: Record, launches: int, l2_bytes: int) -> int:
     """Operand sets that keep a replay of `launches` from finding its operands in L2."""
     return max(1, min(launches, -(-3 * l2_bytes // problem.minimum_bytes)))
 
 
-def measure_pytorch(problem: Problem, *, ordinal: int, seed: int) -> Outcome:
+def measure_pytorch(operation: Operation, problem: Record, *, ordinal: int, seed: int) -> Outcome:
     """Time PyTorch's operator with cuDNN's benchmark mode on: the best that a user can get of it.
 
     Returns:
@@ -96,17 +80,17 @@ def measure_pytorch(problem: Problem, *, ordinal: int, seed: int) -> Outcome:
     torch.backends.cudnn.benchmark = True
     l2_bytes = driver.device_of(ordinal).l2_bytes
     try:
-        (first,) = operands(problem, 1)
-        pytorch_call(problem, first)
+        (first,) = operands(operation, problem, 1)
+        operation.pytorch(problem, first)
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
-        pytorch_call(problem, first)
+        operation.pytorch(problem, first)
         end.record()
         end.synchronize()
         launches = launches_a_replay(start.elapsed_time(end) * 1e-3)
-        sets = operands(problem, copies_for(problem, launches, l2_bytes))
+        sets = operands(operation, problem, copies_for(problem, launches, l2_bytes))
         turns = [sets[i % len(sets)] for i in range(launches)]
-        graph = TorchGraph([partial(pytorch_call, problem, tensors) for tensors in turns])
+        graph = TorchGraph([partial(operation.pytorch, problem, tensors) for tensors in turns])
         evict = Evictor(l2_bytes)
         torch.cuda.synchronize()
         stream = device.create_stream()

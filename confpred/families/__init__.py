@@ -1,27 +1,85 @@
-"""The registry of kernel families: every module of this package that defines ``FAMILY``."""
+"""The registry of kernel families: every module of this package that defines ``FAMILY``, and the
+modules elsewhere that the environment variable ``CONFPRED_FAMILIES`` names, separated by commas.
+"""
 
 from __future__ import annotations
 
 import importlib
+import os
 import pkgutil
 from functools import cache
 from types import MappingProxyType
 
-from confpred.families.base import Family, KernelSource, Launch, config_dict
+from confpred.errors import InvalidInput
+from confpred.families.base import Family, KernelSource, Launch, Step, config_dict
 from confpred.measurement import config_text
+from confpred.operation import Operation
+from confpred.record import Record
 
-__all__ = ["Family", "KernelSource", "Launch", "all_families", "config_dict", "config_texts"]
+__all__ = [
+    "Family",
+    "KernelSource",
+    "Launch",
+    "Step",
+    "all_families",
+    "all_operations",
+    "config_dict",
+    "config_texts",
+    "families_of",
+    "operation_of",
+]
+
+PLUGINS = "CONFPRED_FAMILIES"
 
 
 @cache
 def all_families() -> MappingProxyType[str, Family]:
-    """Every family by name, in the order of their names."""
+    """Every family by name, this package's first, in the order of their names.
+
+    Raises:
+        InvalidInput: a plug-in cannot be imported, has no ``FAMILY``, or takes a name that is used.
+    """
     found: dict[str, Family] = {}
     for info in sorted(pkgutil.iter_modules(__path__), key=lambda i: i.name):
         family = getattr(importlib.import_module(f"{__name__}.{info.name}"), "FAMILY", None)
         if family is not None:
             found[family.name] = family
+    for module in filter(None, os.environ.get(PLUGINS, "").split(",")):
+        try:
+            family = importlib.import_module(module).FAMILY
+        except (ImportError, AttributeError) as error:
+            allowed = f"a module that can be imported and defines FAMILY ({error})"
+            raise InvalidInput(PLUGINS, module, allowed) from error
+        if not isinstance(family, Family) or family.name in found:
+            allowed = "a module whose FAMILY is a kernel family of a new name"
+            raise InvalidInput(PLUGINS, module, allowed)
+        found[family.name] = family
     return MappingProxyType(found)
+
+
+def families_of(problem: Record) -> dict[str, Family]:
+    """The families of `problem`'s operation, by name."""
+    kind = type(problem)
+    return {n: f for n, f in all_families().items() if f.operation.problem is kind}
+
+
+@cache
+def all_operations() -> dict[str, Operation]:
+    """Every operation that some family computes, by name."""
+    return {family.operation.name: family.operation for family in all_families().values()}
+
+
+def operation_of(problem: Record) -> Operation:
+    """The operation that `problem` is a problem of.
+
+    Raises:
+        InvalidInput: no family computes such problems.
+    """
+    for operation in all_operations().values():
+        if operation.problem is type(problem):
+            return operation
+    known = " or ".join(o.problem.__name__ for o in all_operations().values())
+    raise InvalidInput("problem", problem, f"a {known}")
 
 
 @cache

@@ -13,8 +13,9 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
+from confpred.convolution import CONVOLUTION
 from confpred.device import Device
-from confpred.families.base import KernelSource, Launch, Rows
+from confpred.families.base import KernelSource, Launch, Rows, Step
 from confpred.problem import ACTIVATIONS, DTYPES, Problem
 
 GROUP_WIDTHS = (8, 16, 32)
@@ -83,6 +84,7 @@ class GroupedFprop:
     """See the module's docstring and ``kernels/grouped_fprop.cu``."""
 
     name = "grouped_fprop"
+    operation = CONVOLUTION
     configs = _config_table()
     feature_names: tuple[str, ...] = (
         *("log_n", "log_c", "log_p", "log_q", "r", "s", "group_width", "log_bytes"),
@@ -156,10 +158,11 @@ class GroupedFprop:
             matrix[:, index] = columns[feature]
         return matrix
 
-    def source(self, problem: Problem, row: int) -> KernelSource:
-        t = self.configs
-        tile = tuple((f.upper(), int(t[f][row])) for f in _FIELDS if f != "bands")
-        return KernelSource(
+    def launch(self, problem: Problem, row: int) -> Launch:
+        t = self.configs[row]
+        shape = _shape(problem.group_width, problem.r, problem.s)
+        tile = tuple((f.upper(), int(t[f])) for f in _FIELDS if f != "bands")
+        source = KernelSource(
             file="grouped_fprop.cu",
             entry="grouped_fprop",
             defines=(
@@ -172,33 +175,30 @@ class GroupedFprop:
                 *tile,
             ),
         )
-
-    def launch(self, problem: Problem, row: int) -> Launch:
-        t = self.configs[row]
-        shape = _shape(problem.group_width, problem.r, problem.s)
         band_rows = -(-problem.p // int(t["bands"]))
         bands = -(-problem.p // band_rows)  # rounding up may have left the last ones empty
         q_tiles = -(-problem.q // int(t["block_q"]))
         c_tiles = -(-problem.c // int(t["block_c"]))
         n_tiles = -(-problem.n // int(t["block_n"]))
-        return Launch(
+        step = Step(
+            source,
             grid=(n_tiles * bands * q_tiles * c_tiles, 1, 1),
             block=(int(shape.threads[row]), 1, 1),
             smem_bytes=int(shape.smem_bytes[row]),
+            operands=("out", "in", "filter", "bias"),
             scalars=(
                 *(problem.n, problem.c, problem.h, problem.w, problem.p, problem.q),
                 *(*problem.padding, band_rows, bands, q_tiles, c_tiles),
             ),
         )
-
-    def workspace_bytes(self, problem: Problem, row: int) -> int:
-        return 0
+        return Launch((step,))
 
     @staticmethod
     def _handles(problem: Problem) -> bool:
         return (
             problem.direction == "fprop"
-            and problem.dtype in DTYPES
+            and problem.dtype != "float32"
+            and not problem.residual
             and problem.group_width in GROUP_WIDTHS
             and problem.k == problem.c
             and max(problem.r, problem.s) <= MAX_WINDOW

@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 from collections import Counter, deque
 from collections.abc import Sequence
+from itertools import chain
 from multiprocessing.connection import Connection
 
 from confpred.errors import ConfpredError
@@ -38,7 +39,7 @@ class Compilers:
         self._waiting: dict[KernelSource, list[int]] = {}
         self._missing: Counter[int] = Counter()
         for index, task in enumerate(tasks):
-            for kernel in dict.fromkeys(task.kernels()):
+            for kernel in dict.fromkeys(chain.from_iterable(task.kernels())):
                 self._waiting.setdefault(kernel, []).append(index)
                 self._missing[index] += 1
         self.total = len(self._waiting)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from confpred.cuda.compiler import compile_kernel
 from confpred.cuda.measure import Outcome, measure
 from confpred.errors import CompileError
-from confpred.families import KernelSource, all_families
+from confpred.families import KernelSource, all_families, operation_of
 from confpred.measurement import PYTORCH
 from confpred.sampler.plan import PYTORCH_ROW, Task
 
@@ -55,7 +55,8 @@ def measure_job(job: Bench, report: Callable[[int], None]) -> list[Outcome]:
         from confpred.cuda.peer import measure_pytorch  # needs PyTorch, which may be absent
 
         report(PYTORCH_ROW)
-        return [measure_pytorch(task.problem, ordinal=job.ordinal, seed=job.seed)]
+        operation = operation_of(task.problem)
+        return [measure_pytorch(operation, task.problem, ordinal=job.ordinal, seed=job.seed)]
     family = all_families()[task.family]
     return measure(
         task.problem, family, task.rows, ordinal=job.ordinal, seed=job.seed, report=report

@@ -11,9 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from confpred.device import Device
-from confpred.families import Family, KernelSource, all_families, config_texts
+from confpred.families import Family, KernelSource, all_families, config_texts, families_of
 from confpred.measurement import PYTORCH
-from confpred.problem import Problem
+from confpred.record import Record
 from confpred.source import source_digest
 from confpred.suite import Suite
 
@@ -32,25 +32,26 @@ class Task:
         rows: of the family's config table; ``(PYTORCH_ROW,)`` for ``PYTORCH``.
     """
 
-    problem: Problem
+    problem: Record
     networks: tuple[str, ...]
     family: str
     source_digest: str
     rows: tuple[int, ...]
 
-    def kernels(self) -> list[KernelSource]:
-        """The kernel of each of `rows`; none for ``PYTORCH``."""
+    def kernels(self) -> list[tuple[KernelSource, ...]]:
+        """The kernels of each of `rows`; none for ``PYTORCH``."""
         if self.family == PYTORCH:
-            return []
+            return [() for _ in self.rows]
         family = all_families()[self.family]
-        return [family.source(self.problem, row) for row in self.rows]
+        launches = (family.launch(self.problem, row) for row in self.rows)
+        return [tuple(step.source for step in launch.steps) for launch in launches]
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
     """What rows in the folder have in common; a kernel that has changed since is measured again."""
 
-    problem: Problem
+    problem: Record
     family: str
     source_digest: str
 
@@ -78,7 +79,7 @@ def plan(
         pytorch: whether to time PyTorch's own operator too.
         measured: the texts (see `config_name`) of the configs that need no measurement.
     """
-    networks: dict[Problem, tuple[str, ...]] = {}
+    networks: dict[Record, tuple[str, ...]] = {}
     for entry in suite.entries:
         known = networks.get(entry.problem, ())
         networks[entry.problem] = tuple(dict.fromkeys(known + entry.networks))
@@ -86,12 +87,12 @@ def plan(
     problems = list(networks)
     for index in np.random.default_rng(seed).permutation(len(problems)):
         problem = problems[index]
-        for family in all_families().values():
+        for family in families_of(problem).values():
             mask = offered.get(family.name, np.False_) if offered is not None else np.True_
             rows = _choose(family, problem, device, mask, configs, seed)
             if not len(rows):
                 continue
-            digest = source_digest(family.source(problem, rows[0]).file)
+            digest = source_digest(family.launch(problem, rows[0]).steps[0].source.file)
             have = measured.get(Measured(problem, family.name, digest), frozenset())
             left = tuple(row for row in rows if config_name(family.name, row) not in have)
             if left:
@@ -103,7 +104,7 @@ def plan(
 
 def _choose(
     family: Family,
-    problem: Problem,
+    problem: Record,
     device: Device,
     offered: NDArray[np.bool_] | np.bool_,
     configs: int | None,

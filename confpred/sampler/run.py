@@ -16,8 +16,9 @@ from numpy.typing import NDArray
 from confpred.cuda.measure import Outcome
 from confpred.device import get_device
 from confpred.errors import InvalidInput
+from confpred.families import operation_of
 from confpred.measurement import Measurement, Run
-from confpred.problem import Problem
+from confpred.record import Record
 from confpred.sampler import jobs
 from confpred.sampler.compiling import Compilers
 from confpred.sampler.lane import Finished, Lane
@@ -78,7 +79,7 @@ class Tally:
     kernels: int = 0
     statuses: Counter[str] = field(default_factory=Counter)
     given_up: list[str] = field(default_factory=list)
-    current: Problem | None = None
+    current: Record | None = None
     measured_rows: int = 0
     measuring_s: float = 0.0
     elapsed_s: float = 0.0
@@ -135,7 +136,8 @@ def sample(
         raise InvalidInput("devices", sorted(keys), "GPUs of one kind in one run")
     device = get_device(next(iter(keys)))
     run_id = next(iter(runs.values())).run_id
-    with open_store(folder, run_id) as store:
+    operation = operation_of(suite.entries[0].problem)
+    with open_store(folder, run_id, operation) as store:
         tasks = plan(
             suite,
             device,
@@ -199,11 +201,10 @@ def _refused(task: Task, compilers: Compilers) -> list[Outcome]:
     """The configs of `task` whose kernels do not compile."""
     if not compilers.errors:
         return []
-    pairs = zip(task.rows, task.kernels(), strict=False)  # PyTorch's operator has no kernel
     return [
-        Outcome(row, "compile_error", message=compilers.errors[kernel])
-        for row, kernel in pairs
-        if kernel in compilers.errors
+        Outcome(row, "compile_error", message=refused[0])
+        for row, kernels in zip(task.rows, task.kernels(), strict=True)
+        if (refused := [compilers.errors[k] for k in kernels if k in compilers.errors])
     ]
 
 

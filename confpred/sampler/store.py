@@ -15,10 +15,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from filelock import FileLock, Timeout
 
+from confpred.convolution import CONVOLUTION
 from confpred.errors import DataError, FolderBusy, InvalidInput, StorageError
+from confpred.families import all_operations
 from confpred.measurement import Measurement, problem_of_row
+from confpred.operation import Operation
 from confpred.sampler.plan import Measured
-from confpred.table import problem_columns, read, schema, write
+from confpred.table import operation_in, problem_columns, read, schema, write
 
 FLUSH_ROWS = 20_000
 FLUSH_SECONDS = 5.0
@@ -26,8 +29,9 @@ _SHARDS = "rows-*.parquet"
 
 
 @contextlib.contextmanager
-def open_store(folder: Path, run_id: str) -> Iterator[Store]:
-    """The store of `folder`, held by this process alone while the `with` block lasts.
+def open_store(folder: Path, run_id: str, operation: Operation) -> Iterator[Store]:
+    """The store of `folder` for problems of `operation`, held by this process alone while the
+    `with` block lasts.
 
     Raises:
         FolderBusy: another sampler holds the folder (a lock of a dead process does not count).
@@ -44,7 +48,7 @@ def open_store(folder: Path, run_id: str) -> Iterator[Store]:
     try:
         for stale in folder.glob(".rows-*.tmp"):  # of a sampler that was killed while writing
             stale.unlink(missing_ok=True)
-        yield Store(folder, run_id)
+        yield Store(folder, run_id, operation)
     finally:
         lock.release()
 
@@ -52,8 +56,9 @@ def open_store(folder: Path, run_id: str) -> Iterator[Store]:
 class Store:
     """Reads and appends the shards of a folder; made by `open_store`."""
 
-    def __init__(self, folder: Path, run_id: str) -> None:
+    def __init__(self, folder: Path, run_id: str, operation: Operation) -> None:
         self.folder = folder
+        self._operation = operation
         self._run_id = run_id
         self._rows: list[Measurement] = []
         self._shards = 0
@@ -65,12 +70,13 @@ class Store:
         Raises:
             DataError: a shard is damaged or foreign.
         """
-        keys = [*problem_columns(), "family", "source_digest"]
-        table = _read_shards(self.folder, [*keys, "config", "device"])
+        keys = [*problem_columns(self._operation), "family", "source_digest"]
+        table = _read_shards(self.folder, self._operation, [*keys, "config", "device"])
         table = table.filter(pc.field("device") == device)
+        kind = self._operation.problem
         found: dict[Measured, set[str]] = {}
         for row in table.group_by(keys).aggregate([("config", "distinct")]).to_pylist():
-            key = Measured(problem_of_row(row), row["family"], row["source_digest"])
+            key = Measured(problem_of_row(row, kind), row["family"], row["source_digest"])
             found[key] = set(row["config_distinct"])
         return found
 
@@ -94,7 +100,7 @@ class Store:
         self._flushed = time.monotonic()
         if not self._rows:
             return
-        table = pa.Table.from_pylist([row.to_row() for row in self._rows], schema())
+        table = pa.Table.from_pylist([row.to_row() for row in self._rows], schema(self._operation))
         write(table, self.folder / f"rows-{self._run_id}-{self._shards:05d}.parquet")
         self._shards += 1
         self._rows = []
@@ -107,21 +113,34 @@ def merge(folders: Sequence[Path], file: Path) -> int:
         DataError: a shard is damaged, or a folder has none.
         StorageError: the file system refused; `file` is then as it was.
     """
+    operation = _operation_of(folders)
     tables = []
     for folder in folders:
-        table = _read_shards(folder, schema().names)
+        table = _read_shards(folder, operation, schema(operation).names)
         if not table.num_rows:
             raise DataError(f"{folder} holds no measurements ({_SHARDS})")
         tables.append(table)
     table = pa.concat_tables(tables)
-    order = ["device", *problem_columns(), "family", "config", "time"]
+    order = ["device", *problem_columns(operation), "family", "config", "time"]
     indices = pc.sort_indices(table, [(name, "ascending") for name in order])
     write(table.take(indices), file)
     return int(table.num_rows)
 
 
-def _read_shards(folder: Path, columns: Sequence[str]) -> pa.Table:
+def _operation_of(folders: Sequence[Path]) -> Operation:
+    """The operation of the first shard; `read` refuses those of another."""
+    for shard in (shard for folder in folders for shard in sorted(folder.glob(_SHARDS))):
+        name = operation_in(shard)
+        if name not in all_operations():
+            raise DataError(f"{shard} is of operation {name!r}, which no family computes")
+        return all_operations()[name]
+    return CONVOLUTION
+
+
+def _read_shards(folder: Path, operation: Operation, columns: Sequence[str]) -> pa.Table:
     if not folder.is_dir():
         raise InvalidInput("folder", str(folder), "a folder of measurements")
-    empty = pa.schema([schema().field(name) for name in columns]).empty_table()
-    return pa.concat_tables([empty, *(read(p, columns) for p in sorted(folder.glob(_SHARDS)))])
+    known = schema(operation)
+    empty = pa.schema([known.field(name) for name in columns], known.metadata).empty_table()
+    shards = (read(path, operation, columns) for path in sorted(folder.glob(_SHARDS)))
+    return pa.concat_tables([empty, *shards])

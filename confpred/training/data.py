@@ -15,11 +15,12 @@ from numpy.typing import NDArray
 
 from confpred.device import Device, get_device
 from confpred.errors import DataError, InvalidProblem
-from confpred.families import all_families, config_texts
+from confpred.families import all_families, all_operations, config_texts
 from confpred.families.base import Rows
 from confpred.measurement import PYTORCH, STATUSES, problem_of_row
-from confpred.problem import Problem
-from confpred.table import problem_columns, read
+from confpred.operation import Operation
+from confpred.record import Record
+from confpred.table import operation_in, problem_columns, read
 
 _TEXTS = ("networks", "family", "config", "source_digest", "device", "status")
 _TIMES = ("time_ms", "spread_ms")
@@ -38,7 +39,7 @@ class Timings:
         spread_ms: interquartile range of that time, milliseconds.
     """
 
-    problem: Problem
+    problem: Record
     networks: tuple[str, ...]
     family: str
     rows: Rows
@@ -52,6 +53,7 @@ class Dataset:
 
     Attributes:
         device: where.
+        operation: of what.
         timings: one a problem and family, in a fixed order.
         pytorch_ms: median time of PyTorch's own operator, milliseconds, where it was measured.
         statuses: rows read, by status; only the ``ok`` ones are in `timings`.
@@ -61,8 +63,9 @@ class Dataset:
     """
 
     device: Device
+    operation: Operation
     timings: tuple[Timings, ...]
-    pytorch_ms: Mapping[Problem, float]
+    pytorch_ms: Mapping[Record, float]
     statuses: Mapping[str, int]
     skipped: int
     kernels: Mapping[str, tuple[str, ...]]
@@ -97,7 +100,9 @@ def read_dataset(paths: Sequence[Path], device: str | None = None) -> Dataset:
             value; or nothing is left to train on.
         UnknownDevice: the data's device, or the one asked for, has no description.
     """
-    table = pd.concat([_read_file(file) for file in _files(paths)], ignore_index=True)
+    files = _files(paths)
+    operation = _operation(files[0])
+    table = pd.concat([_read_file(file, operation) for file in files], ignore_index=True)
     found = sorted(table["device"].unique())
     if device is not None:
         wanted = get_device(device).key
@@ -108,7 +113,7 @@ def read_dataset(paths: Sequence[Path], device: str | None = None) -> Dataset:
         raise DataError(f"the data is of {' and '.join(found)}: choose one device")
     where = get_device(str(table["device"].iloc[0]))
     timed = table[table["status"] == "ok"]
-    timings, pytorch_ms, skipped = _timings(timed, where)
+    timings, pytorch_ms, skipped = _timings(timed, where, operation)
     if not timings:
         raise DataError(
             f"nothing to learn from: {len(table)} rows, {len(timed)} timed, {skipped} of configs "
@@ -117,6 +122,7 @@ def read_dataset(paths: Sequence[Path], device: str | None = None) -> Dataset:
     kernels = timed[timed["family"] != PYTORCH].groupby("family")["source_digest"].unique()
     return Dataset(
         device=where,
+        operation=operation,
         timings=timings,
         pytorch_ms=pytorch_ms,
         statuses={s: int(n) for s in STATUSES if (n := (table["status"] == s).sum())},
@@ -135,9 +141,16 @@ def _files(paths: Sequence[Path]) -> list[Path]:
     return files
 
 
-def _read_file(path: Path) -> pd.DataFrame:
-    fields = [*problem_columns(), *_TEXTS]
-    frame: pd.DataFrame = read(path, [*fields, *_TIMES]).to_pandas()
+def _operation(path: Path) -> Operation:
+    name = operation_in(path)
+    if name not in all_operations():
+        raise DataError(f"{path} is of operation {name!r}, which no family computes")
+    return all_operations()[name]
+
+
+def _read_file(path: Path, operation: Operation) -> pd.DataFrame:
+    fields = [*problem_columns(operation), *_TEXTS]
+    frame: pd.DataFrame = read(path, operation, [*fields, *_TIMES]).to_pandas()
     _refuse(path, frame[fields].isna().any(axis=1), "an empty field")
     _refuse(path, ~frame["status"].isin(STATUSES), f"a status other than {', '.join(STATUSES)}")
     good = np.isfinite(frame["time_ms"]) & (frame["time_ms"] > 0)
@@ -151,14 +164,14 @@ def _refuse(path: Path, bad: pd.Series[bool], what: str) -> None:
 
 
 def _timings(
-    timed: pd.DataFrame, device: Device
-) -> tuple[tuple[Timings, ...], dict[Problem, float], int]:
+    timed: pd.DataFrame, device: Device, operation: Operation
+) -> tuple[tuple[Timings, ...], dict[Record, float], int]:
     """The timings, PyTorch's times, and how many rows were left out."""
     timings: list[Timings] = []
-    pytorch_ms: dict[Problem, float] = {}
+    pytorch_ms: dict[Record, float] = {}
     used = 0
-    for _, rows in timed.groupby(problem_columns(), sort=False):
-        problem = _problem(rows.iloc[0].to_dict())
+    for _, rows in timed.groupby(problem_columns(operation), sort=False):
+        problem = _problem(rows.iloc[0].to_dict(), operation)
         networks = {name for names in rows["networks"] for name in names.split(",") if name}
         for name, of_family in rows.groupby("family", sort=False):
             if name == PYTORCH:
@@ -184,9 +197,9 @@ def _timings(
     return tuple(timings), pytorch_ms, len(timed) - used
 
 
-def _problem(row: Mapping[str, Any]) -> Problem:
+def _problem(row: Mapping[str, Any], operation: Operation) -> Record:
     try:
-        return problem_of_row(row)
+        return problem_of_row(row, operation.problem)
     except (InvalidProblem, ValueError) as error:
         raise DataError(f"a measured problem is impossible: {error}") from error
 

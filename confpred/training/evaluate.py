@@ -12,9 +12,8 @@ from numpy.typing import NDArray
 
 from confpred.device import Device
 from confpred.errors import MissingExtra, StorageError
-from confpred.features import problem_features
-from confpred.problem import Problem
 from confpred.ranking import PYTORCH_MARGIN
+from confpred.record import Record
 from confpred.training.data import Dataset, Timings
 from confpred.training.fit import Hyperparameters, fit_pytorch
 from confpred.training.methods import TOPS, Method, Score, baselines, model_method
@@ -23,6 +22,8 @@ from confpred.trees import Trees
 
 MODEL = "model"
 MODEL_ALL = "no portfolio"
+CHOSEN = "the predicted fastest"
+SLOWER = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,8 +130,9 @@ class Evaluation:
 
     Attributes:
         judged: problems and scores.
-        operator: how the choice between our kernel and PyTorch's own operator does, against the
-            better of the two's measured times; empty where PyTorch's was not measured.
+        whole: how the whole choice, among all families and PyTorch's own operator, does against
+            the best of their measured times; empty where PyTorch's was not measured.
+        slower: on how many problems that choice is slower than PyTorch's by more than ``SLOWER``.
         noise: median and 95 % quantile of a timing's interquartile range over its median.
     """
 
@@ -138,7 +140,8 @@ class Evaluation:
     folds: tuple[Fold, ...]
     seed: int
     judged: Judged
-    operator: Mapping[str, Summary]
+    whole: Mapping[str, Summary]
+    slower: int
     noise: tuple[float, float]
 
     def to_json(self) -> dict[str, Any]:
@@ -163,7 +166,8 @@ class Evaluation:
                 for family in names
             },
             "missing": dict(judged.missing),
-            "operator": {m: asdict(summary) for m, summary in self.operator.items()},
+            "slower_than_pytorch": self.slower,
+            "whole": {m: asdict(summary) for m, summary in self.whole.items()},
             "judged": [
                 {
                     "problem": str(t.problem),
@@ -191,56 +195,71 @@ def evaluate(dataset: Dataset, hyper: Hyperparameters, folds: int, seed: int) ->
         **baselines(),
     }
     judged = judge(split, methods, dataset.device, seed)
+    whole, slower = _whole(dataset, split, judged, hyper, seed)
     spread = np.concatenate([t.spread_ms / t.time_ms for t in dataset.timings])
     return Evaluation(
         dataset=dataset,
         folds=split,
         seed=seed,
         judged=judged,
-        operator=_operator(dataset, split, judged, hyper, seed),
+        whole=whole,
+        slower=slower,
         noise=(float(np.nanmedian(spread)), float(np.nanquantile(spread, 0.95))),
     )
 
 
-def _operator(
+def _whole(
     dataset: Dataset,
     folds: Sequence[Fold],
     judged: Judged,
     hyper: Hyperparameters,
     seed: int,
-) -> dict[str, Summary]:
-    """Regret of choosing between our best predicted config and PyTorch's own operator."""
-    expected: dict[Problem, float] = {}  # PyTorch's time, predicted without having seen the layer
-    for fold in folds:
-        known = {t.problem for t in fold.train}
-        text = fit_pytorch(
-            {p: ms for p, ms in dataset.pytorch_ms.items() if p in known},
-            dataset.device,
-            hyper,
-            seed,
-        )
-        if text is None:
-            return {}
-        trees = Trees(text)
-        for t in fold.test:
-            cost = trees.predict(problem_features(t.problem, dataset.device))[0]
-            expected[t.problem] = float(np.exp(cost)) * dataset.device.roofline_s(t.problem) * 1e3
-    regrets: dict[str, list[float]] = {"the predicted faster": [], "ours": [], "PyTorch's": []}
+) -> tuple[dict[str, Summary], int]:
+    """Regret of the whole choice, among all families and PyTorch's own operator, by problem; and
+    how often it is slower than PyTorch's by more than ``SLOWER``."""
+    expected = _expected_pytorch_ms(dataset, folds, hyper, seed)
+    if expected is None:
+        return {}, 0
+    slower = 0
+    ours: dict[Record, list[tuple[float, float, float]]] = {}  # predicted, its true time, best
     for t, score in zip(judged.timings, judged.scores[MODEL], strict=True):
-        theirs = dataset.pytorch_ms.get(t.problem)
+        best = float(t.time_ms.min())
+        predicted = np.inf if score.predicted_ms is None else score.predicted_ms
+        ours.setdefault(t.problem, []).append((predicted, score.regret[0] * best, best))
+    regrets: dict[str, list[float]] = {CHOSEN: [], "always ours": [], "always PyTorch's": []}
+    for problem, families in ours.items():
+        theirs = dataset.pytorch_ms.get(problem)
         if theirs is None:
             continue
-        oracle, ours = t.time_ms.min(), score.regret[0] * t.time_ms.min()
-        wins = (
-            score.predicted_ms is not None
-            and score.predicted_ms * PYTORCH_MARGIN <= expected[t.problem]
-        )
-        best = min(oracle, theirs)
-        regrets["the predicted faster"].append((ours if wins else theirs) / best)
-        regrets["ours"].append(ours / best)
-        regrets["PyTorch's"].append(theirs / best)
-    return {
+        best = min(theirs, *(oracle for _, _, oracle in families))
+        predicted, chosen, _ = min(families)
+        wins = predicted * PYTORCH_MARGIN <= expected[problem]
+        slower += wins and chosen > theirs * (1 + SLOWER)
+        regrets[CHOSEN].append((chosen if wins else theirs) / best)
+        regrets["always ours"].append(chosen / best)
+        regrets["always PyTorch's"].append(theirs / best)
+    summaries = {
         name: Summary.of(np.repeat(np.array(values)[:, None], len(TOPS), axis=1), [2] * len(values))
         for name, values in regrets.items()
         if values
     }
+    return summaries, slower
+
+
+def _expected_pytorch_ms(
+    dataset: Dataset, folds: Sequence[Fold], hyper: Hyperparameters, seed: int
+) -> dict[Record, float] | None:
+    """PyTorch's time of each judged problem, predicted without having seen its layer."""
+    expected: dict[Record, float] = {}
+    for fold in folds:
+        known = {t.problem for t in fold.train}
+        measured = {p: ms for p, ms in dataset.pytorch_ms.items() if p in known}
+        text = fit_pytorch(measured, dataset.operation, dataset.device, hyper, seed)
+        if text is None:
+            return None
+        trees = Trees(text)
+        for problem in {t.problem for t in fold.test}:
+            cost = trees.predict(dataset.operation.features(problem, dataset.device))[0]
+            roofline_ms = dataset.device.roofline_s(problem) * 1e3
+            expected[problem] = float(np.exp(cost)) * roofline_ms
+    return expected

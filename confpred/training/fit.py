@@ -13,8 +13,8 @@ from confpred.device import Device
 from confpred.errors import DataError
 from confpred.families import all_families
 from confpred.families.base import Family
-from confpred.features import PROBLEM_FEATURES, problem_features
-from confpred.problem import Problem
+from confpred.operation import Operation
+from confpred.record import Record
 from confpred.training.data import Timings
 from confpred.training.portfolio import choose_portfolio
 
@@ -111,15 +111,19 @@ def _fit_family(
 
 
 def fit_pytorch(
-    pytorch_ms: Mapping[Problem, float], device: Device, hyper: Hyperparameters, seed: int
+    pytorch_ms: Mapping[Record, float],
+    operation: Operation,
+    device: Device,
+    hyper: Hyperparameters,
+    seed: int,
 ) -> str | None:
     """Fit log(time of PyTorch's own operator / roofline time); None if too few were measured."""
     if len(pytorch_ms) < MIN_PYTORCH_PROBLEMS:
         return None
     problems = sorted(pytorch_ms, key=str)
-    features = np.concatenate([problem_features(p, device) for p in problems])
+    features = np.concatenate([operation.features(p, device) for p in problems])
     target = [np.log(pytorch_ms[p] * 1e-3 / device.roofline_s(p)) for p in problems]
-    data = lightgbm.Dataset(features, target, feature_name=list(PROBLEM_FEATURES))
+    data = lightgbm.Dataset(features, target, feature_name=list(operation.feature_names))
     grow = {"num_leaves": hyper.pytorch_leaves, "min_data_in_leaf": 3}
     return _train(data, grow, hyper.pytorch_trees, seed)
 

@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from confpred.device import Device
 from confpred.errors import MissingExtra
 from confpred.families import all_families
-from confpred.problem import CHOICES, PAIRS, Problem
 from confpred.ranking import FamilyModel
 from confpred.training.data import Timings
 from confpred.training.fit import Fitted, Hyperparameters, fit_families
@@ -152,12 +151,12 @@ def _ancestor(train: Sequence[Timings], device: Device, seed: int) -> Judge:
 def _raw_features(t: Timings) -> NDArray[np.float64]:
     """Problem and config as plain numbers, one row a config of `t`."""
     sizes: list[float] = []
-    for field in fields(Problem):
+    for field in fields(t.problem):
         value = getattr(t.problem, field.name)
-        if field.name in CHOICES:
-            sizes.append(CHOICES[field.name].index(value))
+        if field.name in t.problem.CHOICES:
+            sizes.append(t.problem.CHOICES[field.name].index(value))
         else:
-            sizes += value if field.name in PAIRS else (value,)
+            sizes += value if field.name in t.problem.PAIRS else (value,)
     configs = all_families()[t.family].configs[t.rows]
     columns = [configs[name] for name in configs.dtype.names or ()]
     return np.column_stack([np.broadcast_to(sizes, (len(t.rows), len(sizes))), *columns])

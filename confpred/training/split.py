@@ -1,6 +1,7 @@
 """Splitting measurements by network, so that a model is judged on networks it has never seen.
 
-Networks share layers, and a suite has a layer at several batch sizes, dtypes and epilogues. So what
+Networks share layers, and a suite has a layer at several batch sizes, dtypes and epilogues,
+and in several directions. So what
 is held out of training is every problem that has the same *layer* as a problem of a held-out
 network, wherever else that layer occurs.
 """
@@ -9,10 +10,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from confpred.errors import DataError
-from confpred.problem import Problem
 from confpred.training.data import Timings
 
 
@@ -32,15 +32,10 @@ class Fold:
     test: tuple[Timings, ...]
 
 
-def layer_of(problem: Problem) -> Problem:
-    """`problem` with batch size, dtype and epilogue made all the same."""
-    return replace(problem, n=1, dtype="float16", bias=False, activation="none")
-
-
 def without_networks(timings: Sequence[Timings], networks: Collection[str]) -> tuple[Timings, ...]:
     """The timings of problems that share no layer with any of `networks`."""
-    held_out = {layer_of(t.problem) for t in timings if not set(networks).isdisjoint(t.networks)}
-    return tuple(t for t in timings if layer_of(t.problem) not in held_out)
+    held_out = {t.problem.layer() for t in timings if not set(networks).isdisjoint(t.networks)}
+    return tuple(t for t in timings if t.problem.layer() not in held_out)
 
 
 def split_by_network(timings: Sequence[Timings], folds: int, seed: int) -> tuple[Fold, ...]:

@@ -17,7 +17,6 @@ from typing import Any
 import confpred
 from confpred.errors import InvalidInput, StorageError
 from confpred.families import all_families
-from confpred.features import PROBLEM_FEATURES
 from confpred.model import (
     CARD,
     FORMAT,
@@ -27,7 +26,7 @@ from confpred.model import (
     TIME_TREES,
     table_digest,
 )
-from confpred.problem import Problem
+from confpred.record import Record
 from confpred.training.data import Dataset, Timings
 from confpred.training.evaluate import MODEL, Summary, judge_model
 from confpred.training.fit import Fitted, Hyperparameters, fit_families, fit_pytorch
@@ -67,7 +66,8 @@ def train(
     dataset = _without(dataset, exclude)
     regret = judge_model(dataset, hyper, FOLDS, seed).summary(MODEL)
     fitted = fit_families(dataset.timings, dataset.device, hyper, seed)
-    pytorch = fit_pytorch(dataset.pytorch_ms, dataset.device, hyper, seed)
+    operation = dataset.operation
+    pytorch = fit_pytorch(dataset.pytorch_ms, operation, dataset.device, hyper, seed)
     files = {ORDER_TREES.format(name): f.order for name, f in fitted.items()}
     files |= {TIME_TREES.format(name): f.time for name, f in fitted.items()}
     if pytorch is not None:
@@ -75,6 +75,7 @@ def train(
     files[MEASURED] = _lines(_best(dataset))
     card = {
         "format": FORMAT,
+        "operation": operation.name,
         "device": dataset.device.key,
         "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "seed": seed,
@@ -87,7 +88,7 @@ def train(
             "statuses": dict(dataset.statuses),
         },
         "families": {name: _family_card(name, f, dataset) for name, f in fitted.items()},
-        "pytorch": PROBLEM_FEATURES,
+        "pytorch": operation.feature_names,
         "hyperparameters": asdict(hyper),
         "metrics": {"folds": FOLDS, "regret": asdict(regret)},
         "regret_bound": regret.p95,
@@ -116,7 +117,7 @@ def _family_card(name: str, fitted: Fitted, dataset: Dataset) -> dict[str, Any]:
     family = all_families()[name]
     example = next(t for t in dataset.timings if t.family == name)
     return {
-        "source": family.source(example.problem, int(example.rows[0])).file,
+        "source": family.launch(example.problem, int(example.rows[0])).steps[0].source.file,
         "source_digests": dataset.kernels[name],
         "table": table_digest(family),
         "features": family.feature_names,
@@ -126,7 +127,7 @@ def _family_card(name: str, fitted: Fitted, dataset: Dataset) -> dict[str, Any]:
 
 def _best(dataset: Dataset) -> list[dict[str, Any]]:
     """The fastest measured way to compute each problem that enough configs were measured of."""
-    best: dict[Problem, tuple[float, str | None, int | None]] = {}
+    best: dict[Record, tuple[float, str | None, int | None]] = {}
     for t in dataset.timings:
         if len(t.rows) < _MIN_MEASURED and not _complete(t, dataset):
             continue

@@ -1,0 +1,161 @@
+"""A *record*: the frozen dataclass that describes a problem, with its limits and its text forms.
+
+An operation's problem is a subclass that lists, beside its fields, what each may hold; reading
+from JSON, from the words of a command line, and refusing bad values then need no code of its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+from confpred.errors import InvalidProblem
+
+_R = TypeVar("_R", bound="Record")
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """Base of all problems. Fields are integers, pairs of integers, texts or booleans; one of the
+    texts is ``dtype``: ``float16``, ``bfloat16`` or ``float32``.
+
+    Attributes:
+        LIMITS: smallest and largest value of every integer field; a pair obeys it in both members.
+        PAIRS: the integer fields that are pairs ``(vertical, horizontal)``.
+        CHOICES: the allowed texts of every text field.
+
+    Raises:
+        InvalidProblem: a field is out of range.
+    """
+
+    LIMITS: ClassVar[Mapping[str, tuple[int, int]]] = {}
+    PAIRS: ClassVar[tuple[str, ...]] = ()
+    CHOICES: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            name, value = field.name, getattr(self, field.name)
+            if name in self.PAIRS:
+                pair = value if isinstance(value, (tuple, list)) else (value, value)
+                if len(pair) != 2:
+                    raise InvalidProblem(name, value, "one integer or a pair of them")
+                object.__setattr__(self, name, tuple(self._integer(name, v) for v in pair))
+            elif name in self.LIMITS:
+                object.__setattr__(self, name, self._integer(name, value))
+            elif name in self.CHOICES:
+                choices = self.CHOICES[name]
+                if not isinstance(value, str) or value not in choices:
+                    raise InvalidProblem(name, value, " or ".join(choices))
+            elif not isinstance(value, bool):
+                raise InvalidProblem(name, value, "true or false")
+
+    @classmethod
+    def _integer(cls, name: str, value: object) -> int:
+        """`value` as an int within limits: NumPy integers too, but no boolean, float or text."""
+        low, high = cls.LIMITS[name]
+        allowed = f"an integer {_span(low, high)}" + (
+            ", or a pair of them" if name in cls.PAIRS else ""
+        )
+        if isinstance(value, (bool, str, float)):
+            raise InvalidProblem(name, value, allowed)
+        try:
+            number = int(value.__index__())  # type: ignore[attr-defined]
+        except (AttributeError, TypeError):
+            raise InvalidProblem(name, value, allowed) from None
+        if not low <= number <= high:
+            raise InvalidProblem(name, value, allowed)
+        return number
+
+    if TYPE_CHECKING:
+
+        @property
+        def dtype(self) -> str: ...
+
+    @property
+    def minimum_bytes(self) -> int:
+        """Bytes that must cross device memory: every operand read or written once."""
+        raise NotImplementedError
+
+    @property
+    def flops(self) -> int:
+        """Multiplications plus additions."""
+        raise NotImplementedError
+
+    def layer(self: _R) -> _R:
+        """What of the problem a network's design fixes: problems that differ only in what its user
+        chooses (batch, dtype) have the same layer, and are held out of training together."""
+        return self
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain dictionary that `from_json` accepts; pairs become lists."""
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return {k: list(v) if isinstance(v, tuple) else v for k, v in fields.items()}
+
+    @classmethod
+    def from_json(cls: type[_R], fields: Mapping[str, Any]) -> _R:
+        """Build a problem from a mapping of field names.
+
+        Raises:
+            InvalidProblem: a field is unknown, missing or out of range.
+        """
+        known = {f.name: f for f in dataclasses.fields(cls)}
+        if not isinstance(fields, Mapping):
+            names = ", ".join(list(known)[:5])
+            raise InvalidProblem("problem", fields, f"an object of fields such as {names}")
+        for name in fields:
+            if name not in known:
+                raise InvalidProblem(str(name), fields[name], f"a field among {', '.join(known)}")
+        for name, field in known.items():
+            if field.default is dataclasses.MISSING and name not in fields:
+                span = _span(*cls.LIMITS[name])
+                raise InvalidProblem(name, None, f"an integer {span} (required)")
+        return cls(**fields)
+
+    @classmethod
+    def parse(cls: type[_R], text: str) -> _R:
+        """Build a problem from words such as ``"n=32 c=64 h=56 w=56 k=64 r=3 s=3 padding=1x2"``.
+
+        A pair is one integer, or two joined by ``x``.
+
+        Raises:
+            InvalidProblem: a word is not ``field=value``, or `from_json` refuses the fields.
+        """
+        fields: dict[str, Any] = {}
+        for word in text.split():
+            name, equals, value = word.partition("=")
+            if not equals:
+                raise InvalidProblem("layer", word, "words of the form field=value")
+            if name in fields:
+                raise InvalidProblem(name, value, "one value a field")
+            fields[name] = cls._value(name, value)
+        return cls.from_json(fields)
+
+    @classmethod
+    def _value(cls, name: str, text: str) -> Any:
+        known = {f.name for f in dataclasses.fields(cls)}
+        if name in cls.LIMITS:
+            if name in cls.PAIRS and re.fullmatch(r"[0-9]{1,18}x[0-9]{1,18}", text):
+                return [int(part) for part in text.split("x")]
+            return int(text) if re.fullmatch(r"[+-]?[0-9]{1,18}", text) else text
+        if name in known and name not in cls.CHOICES:
+            return {"true": True, "1": True, "false": False, "0": False}.get(text.lower(), text)
+        return text
+
+    def __str__(self) -> str:
+        """The words that `parse` reads, defaults left out."""
+        words = []
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if value == field.default:
+                continue
+            if isinstance(value, tuple):
+                value = value[0] if value[0] == value[1] else "x".join(map(str, value))
+            words.append(f"{field.name}={str(value).lower()}")
+        return " ".join(words)
+
+
+def _span(low: int, high: int) -> str:
+    return f"from {low} to {high}"
