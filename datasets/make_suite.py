@@ -112,7 +112,7 @@ VARIANTS: Mapping[str, Mapping[str, Mapping[tuple[int, int, int], tuple[Layer, .
         "wgrad": {(3, 3, 1): (_BIAS, _BFLOAT16), (3, 3, 2): (_BFLOAT16,)},
     },
 }
-PLAIN_SHARE = 0.6
+PLAIN_SHARES = {"fprop": 0.6, "dgrad": 0.75, "wgrad": 0.7}
 DETERMINISTIC_SHARE = 0.2
 
 #: What a sampler can afford for each of hundreds of configs.
@@ -390,7 +390,7 @@ def _variant(
     """A dtype, an epilogue, a mode: mostly float16, none, and what is fastest."""
     chosen: Layer = {}
     menu = VARIANTS[kind][direction].get((fields["r"], fields["s"], fields["stride"]), ())
-    if menu and fields.get("dilation", 1) == 1 and generator.random() >= PLAIN_SHARE:
+    if menu and fields.get("dilation", 1) == 1 and generator.random() >= PLAIN_SHARES[direction]:
         chosen |= menu[generator.integers(len(menu))]
     if direction == "wgrad" and generator.random() < DETERMINISTIC_SHARE:
         chosen |= {"deterministic": True}
