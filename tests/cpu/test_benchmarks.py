@@ -57,7 +57,10 @@ def test_the_smaller_of_the_two_ratios_counts(conv_vs_cudnn):
 
 def test_pytorchs_operator_is_as_fast_as_cudnns_best(conv_vs_cudnn):
     row = {"problem": "n=64 c=8 h=9 w=9 k=8 r=3 s=3 groups=8", "family": None}
-    times = {mode: {"floor_ms": 0.5, "cudnn_ms": ms} for mode, ms in (("heuristics", 3.0), ("benchmark", 2.0))}
+    times = {
+        mode: {"floor_ms": 0.5, "cudnn_ms": ms}
+        for mode, ms in (("heuristics", 3.0), ("benchmark", 2.0))
+    }
     found = conv_vs_cudnn.joined(row, times)
     assert (found["ours_ms"], found["speedup"], found["floor_share"]) == (2.0, 1.0, 0.25)
 
