@@ -30,9 +30,9 @@
 //                        +---- filter row 1 --> acc[1]: output row i - 1
 //                        +---- filter row 2 --> acc[2]: output row i - 2    (finished by this step)
 //
-// The halo that neighbouring threads share is read again by each, out of the L1 cache. Threads of a block run along channels first
-// (lanes_c of them), then along tiles (tiles_at_once): columns, bands and images in one count, so that
-// no thread idles at a ragged edge.
+// The halo that neighbouring threads share is read again by each, out of the L1 cache. Threads of a
+// block run along channels first (lanes_c of them), then along tiles (tiles_at_once): columns, bands
+// and images in one count, so that no thread idles at a ragged edge.
 #include "depthwise.cuh"
 
 constexpr int PERIOD_H = UP_H * DOWN_H;
