@@ -18,6 +18,7 @@ from confpred.record import Record
 from confpred.training.data import Timings
 from confpred.training.portfolio import choose_portfolio
 
+MIN_LEAVES = 20  # that a tree of a few hundred rows may have, whatever the least rows of a leaf
 MIN_PYTORCH_PROBLEMS = 30  # fewer say nothing about where PyTorch's own operator wins
 #: LightGBM's threads wait for one another by spinning, thousands of times a tree: with as many as
 #: there are cores, anything else on the machine makes a fit of 2 s take minutes.
@@ -98,7 +99,7 @@ def _fit_family(
         grow = {
             "num_leaves": leaves,
             "learning_rate": hyper.learning_rate,
-            "min_data_in_leaf": hyper.min_data_in_leaf,
+            "min_data_in_leaf": min(hyper.min_data_in_leaf, len(features) // MIN_LEAVES),
             "feature_fraction": hyper.feature_fraction,
         }
         return _train(data, grow, trees, seed)
