@@ -1,8 +1,11 @@
-"""Layer norm of PyTorch tensors by the config that a model chooses, beside PyTorch's own."""
+"""Layer norm of PyTorch tensors by the config that a model chooses, beside PyTorch's own.
+
+python examples/layer_norm/launch.py MODEL
+"""
 
 from __future__ import annotations
 
-from pathlib import Path
+import sys
 
 import torch
 import torch.nn.functional as F
@@ -11,8 +14,6 @@ from layer_norm import FAMILY, LayerNormProblem
 from confpred import Predictor
 from confpred.cuda import driver
 from confpred.cuda.compiler import compile_kernel
-
-MODEL = Path(__file__).with_name("h100-layer-norm")
 
 
 def layer_norm(
@@ -38,8 +39,8 @@ def layer_norm(
     return out
 
 
-def main() -> None:
-    predictor = Predictor.load(MODEL)
+def main(model: str) -> None:
+    predictor = Predictor.load(model)
     for rows, columns, dtype in (
         (25_088, 192, torch.float16),
         (8_192, 4_096, torch.bfloat16),
@@ -54,4 +55,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1])
