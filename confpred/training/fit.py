@@ -18,7 +18,7 @@ from confpred.record import Record
 from confpred.training.data import Timings
 from confpred.training.portfolio import choose_portfolio
 
-MIN_LEAVES = 20  # that a tree of a few hundred rows may have, whatever the least rows of a leaf
+MIN_LEAVES = 20  # that a tree can have, however few rows there are
 MIN_PYTORCH_PROBLEMS = 30  # fewer say nothing about where PyTorch's own operator wins
 #: LightGBM's threads wait for one another by spinning, thousands of times a tree: with as many as
 #: there are cores, anything else on the machine makes a fit of 2 s take minutes.
@@ -31,7 +31,7 @@ class Hyperparameters:
 
     Attributes:
         trees, num_leaves, learning_rate, min_data_in_leaf, feature_fraction: of the regressor that
-            orders configs.
+            orders configs. A leaf needs no more than one in ``MIN_LEAVES`` of the rows.
         time_trees, time_leaves: of the one of their times; the rest as above.
         focus: a config weighs (best time of its problem / its time) to this power, because it is
             the order among the good configs that decides.
