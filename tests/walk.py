@@ -9,6 +9,11 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+#: The commands are those of the interpreter that runs the tests, wherever it is installed.
+_COMMANDS = """
+python() { "$TESTED_PYTHON" "$@"; }
+confpred() { python -c 'from confpred.cli import main; main()' "$@"; }
+"""
 _BLOCK = re.compile(r"<!-- (.+?) -->\n```(\w+)\n(.*?)```", re.DOTALL)
 
 
@@ -39,11 +44,11 @@ def run(block: Block, repository: Path, folder: Path) -> str:
     script = block.text
     if block.language == "python":
         script = f"python - <<'END'\n{block.text}END\n"
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     result = subprocess.run(
-        ["sh", "-ec", environment + script],
+        ["sh", "-ec", _COMMANDS + environment + script],
         cwd=folder,
-        env=os.environ | {"PATH": path, "CONFPRED_CACHE_DIR": str(folder / "kernels")},
+        env=os.environ
+        | {"TESTED_PYTHON": sys.executable, "CONFPRED_CACHE_DIR": str(folder / "kernels")},
         capture_output=True,
         text=True,
     )
