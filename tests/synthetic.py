@@ -89,7 +89,7 @@ def _row(
         networks=networks,
         family=family,
         config="" if row is None else config_text(config_dict(FAMILY, row)),
-        source_digest="" if row is None else source_digest("grouped_fprop.cu"),
+        source_digest="" if row is None else source_digest("grouped_rows.cu"),
         run=_RUN,
         status="ok" if ms is not None else "wrong_result",
         time_ms=ms if ms is not None else float("nan"),

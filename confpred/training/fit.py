@@ -18,7 +18,9 @@ from confpred.record import Record
 from confpred.training.data import Timings
 from confpred.training.portfolio import choose_portfolio
 
-MIN_LEAVES = 20  # that a tree can have, however few rows there are
+#: That a tree can have, however few rows there are: from 471 rows of layer norm (`examples/`) it
+#: learned choices of regret 2.18 with leaves of 200 rows, of 1.07 with a twentieth of the rows.
+MIN_LEAVES = 20
 MIN_PYTORCH_PROBLEMS = 30  # fewer say nothing about where PyTorch's own operator wins
 #: LightGBM's threads wait for one another by spinning, thousands of times a tree: with as many as
 #: there are cores, anything else on the machine makes a fit of 2 s take minutes.

@@ -13,16 +13,35 @@
 //   thread      0      1      2      3      0      1      2      3      ROW_THREADS 4,
 //            |vector|vector|vector|vector|vector|vector|vector|      |  PIECES 2 for 7 vectors
 //   piece    '----------- 0 -----------' '----------- 1 -----------'
-#include "common.cuh"
+typedef long long i64;
 
+#define DTYPE_FLOAT16 0
+#define DTYPE_BFLOAT16 1
+#define DTYPE_FLOAT32 2
 #if DTYPE == DTYPE_FLOAT32
 typedef float Element;
 __device__ __forceinline__ float load(Element x) { return x; }
 __device__ __forceinline__ Element store(float x) { return x; }
+#elif DTYPE == DTYPE_BFLOAT16
+typedef unsigned short Element;
+__device__ __forceinline__ float load(Element x) { return __uint_as_float(static_cast<unsigned>(x) << 16); }
+__device__ __forceinline__ Element store(float x) {
+    Element rounded;
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(rounded) : "f"(x));
+    return rounded;
+}
 #else
-typedef u16 Element;
-__device__ __forceinline__ float load(Element x) { return to_float(x); }
-__device__ __forceinline__ Element store(float x) { return static_cast<u16>(pack(x, 0.0f)); }
+typedef unsigned short Element;
+__device__ __forceinline__ float load(Element x) {
+    float value;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(x));
+    return value;
+}
+__device__ __forceinline__ Element store(float x) {
+    Element rounded;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(rounded) : "f"(x));
+    return rounded;
+}
 #endif
 
 #ifdef VECTOR  // a config; without one, the reference below is compiled

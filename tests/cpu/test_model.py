@@ -173,7 +173,7 @@ def test_a_changed_kernel_is_a_warning(folder, caplog):
     with caplog.at_level(logging.WARNING, "confpred"):
         model = load_model(folder)
     (note,) = model.stale
-    assert "grouped_fprop.cu" in note
+    assert "grouped_rows.cu" in note
     assert note in caplog.text
 
 

@@ -26,13 +26,13 @@ def tasks(suite=SUITE, *, seed=0, configs=None, pytorch=False, measured=None):
 def test_all_legal_configs_of_all_problems_are_planned():
     for task in tasks():
         assert list(task.rows) == np.flatnonzero(FAMILY.legal(task.problem, DEVICE)).tolist()
-        assert task.source_digest == source_digest("grouped_fprop.cu")
+        assert task.source_digest == source_digest("grouped_rows.cu")
         assert len(task.kernels()) == len(task.rows)
     assert {task.problem for task in tasks()} == set(LAYERS)
 
 
 def test_a_problem_without_legal_configs_is_left_to_pytorch():
-    dense = Problem(8, 64, 28, 28, 64, 3, 3)
+    dense = Problem(8, 128, 28, 28, 128, 3, 3)
     found = tasks(Suite("dense", (Entry(dense),)), pytorch=True)
     assert [(t.family, t.rows, t.kernels()) for t in found] == [(PYTORCH, (PYTORCH_ROW,), [])]
 

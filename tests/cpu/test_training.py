@@ -48,7 +48,7 @@ def test_the_card_says_what_the_model_is(measurements, model_folder):
     assert card["device"] == "h100"
     assert card["data"]["excluded_networks"] == ["net0"]
     assert 0 < card["data"]["rows"] < dataset.rows
-    assert card["families"]["grouped_fprop"]["source"] == "grouped_fprop.cu"
+    assert card["families"]["grouped_fprop"]["source"] == "grouped_rows.cu"
     assert card["families"]["grouped_fprop"]["source_digests"] == list(
         dataset.kernels["grouped_fprop"]
     )
