@@ -12,6 +12,7 @@ A problem's fields are those of the operation's record, `confpred.problem.Proble
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -107,7 +108,8 @@ def _fields(problem: Record) -> dict[str, Any]:
 def _entry(path: Path, index: int, fields: object, kind: type[Record]) -> Entry:
     where = f"{path}: problems[{index}]"
     if not isinstance(fields, Mapping):
-        raise DataError(f"{where} must be an object of fields such as n, c, h, w, k")
+        names = ", ".join([f.name for f in dataclasses.fields(kind)][:5])
+        raise DataError(f"{where} must be an object of fields such as {names}")
     networks = fields.get("networks", [])
     if not isinstance(networks, list) or not all(_is_name(n) for n in networks):
         raise DataError(f"{where}.networks must be a list of names without commas")
