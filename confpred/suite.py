@@ -13,13 +13,13 @@ A problem's fields are those of the operation's record, `confpred.problem.Proble
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from confpred.convolution import CONVOLUTION
-from confpred.errors import DataError, InvalidProblem
+from confpred.errors import DataError, InvalidInput, InvalidProblem
 from confpred.families import all_operations, operation_of
 from confpred.files import read_json, write_whole
 from confpred.record import Record
@@ -63,6 +63,19 @@ def read_suite(path: Path) -> Suite:
         raise DataError(f'{path}: "problems" must be a list of 1 to {MAX_PROBLEMS} problems')
     kind = all_operations()[operation].problem
     return Suite(name, tuple(_entry(path, i, fields, kind) for i, fields in enumerate(problems)))
+
+
+def join(suites: Sequence[Suite]) -> Suite:
+    """One suite of the problems of several, in their order.
+
+    Raises:
+        InvalidInput: they are of different operations.
+    """
+    entries = tuple(entry for suite in suites for entry in suite.entries)
+    kinds = {type(entry.problem).__name__ for entry in entries}
+    if len(kinds) > 1:
+        raise InvalidInput("suite", sorted(kinds), "suites of one operation")
+    return Suite("+".join(suite.name for suite in suites), entries)
 
 
 def write_suite(suite: Suite, path: Path) -> None:
