@@ -38,7 +38,7 @@
 //
 // The blocks' sums are added in one of four ways, `reduction`:
 //   0  there is one block for each tile of the filter: it writes the result;
-//   1  every block writes its sums to `scratch`, and another kernel (wgrad_sum.cu) adds them;
+//   1  every block writes its sums to `scratch`, and another kernel (grouped_wgrad_sum.cu) adds them;
 //   2  the same, but the tile's last block adds them, in the order of the blocks;
 //   3  every block adds its sums to those in `zeroed`, in the order of their arrival, so that the result
 //      is not repeatable to the bit; the tile's last block writes the result and clears the sums.

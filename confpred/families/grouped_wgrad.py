@@ -31,7 +31,7 @@ MAX_THREADS = 512
 
 #: How the sums of the blocks of a filter tile are added; see the kernel.
 DIRECT, TWO_KERNELS, LAST_BLOCK, ATOMICS = range(4)
-_SUM_COLUMNS = 128  # elements a block of ``wgrad_sum.cu``
+_SUM_COLUMNS = 128  # elements a block of ``grouped_wgrad_sum.cu``
 _SUM_THREADS = 256
 #: Beyond so many partial sums, the last block alone would be the slowest of all.
 _MAX_LAST_BLOCK_PARTS = 32
@@ -323,7 +323,7 @@ class GroupedWgrad:
         if reduction != TWO_KERNELS:
             return Launch((sweep,), zeroed_bytes=tickets + sums, scratch_bytes=scratch)
         add = Step(
-            KernelSource(file="wgrad_sum.cu", entry="wgrad_sum", defines=(dtype,)),
+            KernelSource(file="grouped_wgrad_sum.cu", entry="grouped_wgrad_sum", defines=(dtype,)),
             grid=(-(-elements // _SUM_COLUMNS), 1, 1),
             block=(_SUM_THREADS, 1, 1),
             smem_bytes=16 * _SUM_THREADS,

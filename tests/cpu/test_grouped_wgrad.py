@@ -306,6 +306,32 @@ def test_workspace_holds_the_sums(problem: Problem, seed: int) -> None:
             assert 128 * launch.steps[1].grid[0] >= elements
 
 
+@given(layers(), devices)
+def test_features_and_estimates_are_finite(problem: Problem, device: Device) -> None:
+    rows = np.flatnonzero(FAMILY.legal(problem, device))
+    matrix = FAMILY.features(problem, device, rows)
+    assert matrix.shape == (len(rows), len(FAMILY.feature_names))
+    assert np.isfinite(matrix).all()
+    seconds = FAMILY.estimate_s(problem, device, rows)
+    assert np.isfinite(seconds).all()
+    assert (seconds >= device.roofline_s(problem)).all()
+
+
+def test_each_feature_varies() -> None:
+    device = get_device("h100")
+    matrices = []
+    for layer in (
+        "n=32 c=64 h=56 w=56 k=64 r=3 s=3 groups=8 padding=1",
+        "n=33 c=528 h=17 w=13 k=528 r=5 s=1 groups=33 bias=true stride=2",
+        "n=31 c=72 h=14 w=28 k=72 r=3 s=5 groups=72 padding=2 dilation=2 dtype=bfloat16",
+    ):
+        problem = Problem.parse(f"{layer} direction=wgrad")
+        rows = np.flatnonzero(FAMILY.legal(problem, device))
+        matrices.append(FAMILY.features(problem, device, rows))
+    spans = np.ptp(np.concatenate(matrices), axis=0)
+    assert [n for n, span in zip(FAMILY.feature_names, spans, strict=True) if not span] == []
+
+
 @given(layers(), pairs, st.data())
 def test_one_kernel_serves_every_size(
     problem: Problem, more: tuple[int, int], data: st.DataObject

@@ -9,7 +9,7 @@
 
 constexpr int WARPS = 8;
 
-extern "C" __global__ void __launch_bounds__(32 * WARPS) wgrad_sum(
+extern "C" __global__ void __launch_bounds__(32 * WARPS) grouped_wgrad_sum(
     u16* __restrict__ filter_grad, u16* __restrict__ bias_grad, const float* __restrict__ sums,
     int parts, int elements, int taps, int channels, int group_width) {
     extern __shared__ float4 found[];  // [WARPS][32]
