@@ -52,6 +52,44 @@ def speed(result: dict[str, Any]) -> str:
     return markdown(heads, rows)
 
 
+def cudnn(result: dict[str, Any]) -> str:
+    """Our choice against cuDNN's best, by kind of layer and direction."""
+    heads = (
+        *("layers", "problems", "over cuDNN's better", "worst", "slower by more than 5 %"),
+        *("PyTorch's operator chosen", "share of floor", "cuDNN's share"),
+    )
+    rows = []
+    for part in result["summary"]:
+        speeds = (f"{part['speedup']:.2f}x", f"{part['worst']:.2f}x")
+        counts = (str(part["slower"]), str(part["pytorch_chosen"]))
+        shares = (f"{part['floor_share']:.2f}", f"{part['cudnn_floor_share']:.2f}")
+        name = f"{part['kind']}, {part['direction']}"
+        rows.append((name, str(part["problems"]), *speeds, *counts, *shares))
+    return markdown(heads, rows)
+
+
+def in_situ(result: dict[str, Any]) -> str:
+    """Whether times alone rank configs as times inside a network do."""
+    heads = (
+        *("layer", "configs", "Spearman's rho", "Kendall's tau"),
+        *("in-situ regret of the fastest alone", "of the predicted"),
+    )
+    agreements = ("spearman", "kendall")
+    regrets = ("regret_of_fastest_alone", "regret_of_predicted")
+    rows = [
+        (
+            f"{layer['network']}: `{layer['problem']}`",
+            str(len(layer["configs"])),
+            *(f"{layer[key]:.2f}" for key in agreements),
+            *(f"{layer[key]:.3f}" for key in regrets),
+        )
+        for layer in result["layers"]
+    ]
+    means = (*(f"{result[f'mean_{key}']:.2f}" for key in agreements),)
+    means += (*(f"{result[f'geomean_{key}']:.3f}" for key in regrets),)
+    return markdown(heads, [*rows, ("mean (regrets: geomean)", "", *means)])
+
+
 def service(result: dict[str, Any]) -> str:
     """Round trips of the HTTP service."""
     heads = ("request", "p50, ms", "p99, ms", "requests a second")
@@ -94,6 +132,8 @@ def sampling(result: dict[str, Any]) -> str:
 TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "evaluation": ("evaluation.json", evaluation),
     "speed": ("grouped_fprop_vs_cudnn.json", speed),
+    "cudnn": ("conv_vs_cudnn.json", cudnn),
+    "in-situ": ("in_situ.json", in_situ),
     "latency": ("predict_latency.json", latency),
     "host": ("host_overhead.json", host),
     "sampling": ("sampling_rate.json", sampling),

@@ -35,7 +35,7 @@ class InvalidInput(ConfpredError, ValueError):
 
 
 class InvalidProblem(InvalidInput):
-    """A problem's field, or a combination of fields, describes no convolution."""
+    """A problem's field, or a combination of fields, describes nothing that can be computed."""
 
 
 class UnknownDevice(InvalidInput):

@@ -32,7 +32,7 @@ class KernelSource:
     """All that decides a compiled kernel, save the compiler and the target.
 
     Attributes:
-        file: name of the CUDA source in ``kernels/``, or the path of one elsewhere.
+        file: name of the CUDA source in ``kernels/``, or of one on Python's module path.
         entry: name of the ``extern "C"`` kernel in it.
         defines: macro definitions, ``(name, value)`` in a fixed order.
     """

@@ -2,13 +2,14 @@
 
 The file is one object::
 
-    {"format": "confpred-plan/1",
+    {"format": "confpred-plan/1", "operation": "conv2d",
      "pins": [{"device": "h100",
                "problem": {"n": 32, "c": 64, "h": 56, "w": 56, "k": 64, "r": 3, "s": 3,
                            "padding": 1, "groups": 8},
                "family": "grouped_fprop", "config": {"block_n": 1, "block_q": 56, ...}}, ...]}
 
-A pin whose ``family`` and ``config`` are null keeps PyTorch's own operator.
+A pin whose ``family`` and ``config`` are null keeps PyTorch's own operator. ``operation`` may be
+left out; a problem's fields are those of its record.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from typing import Any
 
 import numpy as np
 
+from confpred.convolution import CONVOLUTION
 from confpred.device import Device, get_device
 from confpred.errors import DataError, InvalidInput
-from confpred.families import all_families
+from confpred.families import families_of, operation_named
 from confpred.families.base import Family
 from confpred.files import read_json
-from confpred.problem import Problem
 from confpred.record import Record
 
 FORMAT = "confpred-plan/1"
@@ -45,19 +46,23 @@ def read_plan(path: Path) -> dict[tuple[Record, Device], Pin]:
 
     Raises:
         DataError: the file cannot be read or is not a plan.
-        InvalidInput: a pin's field is not allowed, or its config is not legal for its problem; the
+        InvalidInput: a field is not allowed, or a pin's config is not legal for its problem; the
             error names file, index and field.
     """
     content = read_json(path, "a plan", FORMAT)
     if not isinstance(content.get("pins"), list):
         raise DataError(f'{path}: "pins" must be a list')
+    try:
+        kind = operation_named(content.get("operation", CONVOLUTION.name)).problem
+    except InvalidInput as error:
+        raise InvalidInput(f"{path}: {error.field}", error.value, error.allowed) from None
     plan: dict[tuple[Record, Device], Pin] = {}
     for index, fields in enumerate(content["pins"]):
         where = f"{path}: pins[{index}]"
         if not isinstance(fields, dict) or sorted(fields) != sorted(_FIELDS):
             raise DataError(f"{where} must be an object of {', '.join(_FIELDS)}")
         try:
-            key, pin = _pin(fields)
+            key, pin = _pin(fields, kind)
         except InvalidInput as error:
             raise InvalidInput(f"{where}.{error.field}", error.value, error.allowed) from None
         if key in plan:
@@ -66,19 +71,20 @@ def read_plan(path: Path) -> dict[tuple[Record, Device], Pin]:
     return plan
 
 
-def _pin(fields: Mapping[str, Any]) -> tuple[tuple[Problem, Device], Pin]:
-    device, problem = get_device(fields["device"]), Problem.from_json(fields["problem"])
+def _pin(fields: Mapping[str, Any], kind: type[Record]) -> tuple[tuple[Record, Device], Pin]:
+    device, problem = get_device(fields["device"]), kind.from_json(fields["problem"])
     name, config = fields["family"], fields["config"]
     if name is None:
         if config is not None:
             raise InvalidInput("config", config, "null where family is null")
         return (problem, device), Pin(None, None)
-    if not isinstance(name, str) or name not in all_families():
-        raise InvalidInput("family", name, f"null or {' or '.join(all_families())}")
-    row = _row_of(all_families()[name], config)
+    families = families_of(problem)
+    if not isinstance(name, str) or name not in families:
+        raise InvalidInput("family", name, f"null or {' or '.join(families)}")
+    row = _row_of(families[name], config)
     if row is None:
         raise InvalidInput("config", config, f"a config of {name}, each field an integer")
-    if not all_families()[name].legal(problem, device)[row]:
+    if not families[name].legal(problem, device)[row]:
         raise InvalidInput("config", config, "a config that is legal for the problem")
     return (problem, device), Pin(name, row)
 

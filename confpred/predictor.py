@@ -80,7 +80,7 @@ class Predictor:
         """The best config known for `problem` on `device`; never fails for a valid problem.
 
         Raises:
-            InvalidInput: `problem` is not a `Problem`, or another operation's record.
+            InvalidInput: `problem` is not a `Problem`, or the record of another operation.
             UnknownDevice: no description of `device` is known.
         """
         return self._answer(problem, get_device(device), 1)[0]
@@ -101,7 +101,7 @@ class Predictor:
 
     def _answer(self, problem: Record, device: Device, top: int) -> tuple[Choice, ...]:
         if not isinstance(problem, Record):
-            raise InvalidInput("problem", problem, "a confpred.Problem")
+            raise InvalidInput("problem", problem, "a problem, such as a confpred.Problem")
         remembered = self._best if top == 1 else self._ranking
         return remembered(problem, device, top)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import sys
 from functools import cache
 from pathlib import Path
 
@@ -12,9 +13,19 @@ import confpred.kernels
 
 @cache
 def file_text(name: str) -> str:
-    """A source of ``confpred.kernels``, or at a path elsewhere, with its quoted includes (which are
-    always of ``confpred.kernels``) put in place."""
-    text = (Path(confpred.kernels.__path__[0]) / name).read_text(encoding="utf-8")
+    """The CUDA source `name` with its quoted includes put in place.
+
+    It is looked for in ``confpred.kernels``, then where Python looks for modules: the source of a
+    family from elsewhere lies beside its module, and needs no path that another machine lacks.
+
+    Raises:
+        FileNotFoundError: it is in none of these folders.
+    """
+    paths = (Path(folder) / name for folder in (confpred.kernels.__path__[0], *sys.path))
+    found = next(filter(Path.is_file, paths), None)
+    if found is None:
+        raise FileNotFoundError(f"no CUDA source {name} in confpred.kernels or on Python's path")
+    text = found.read_text(encoding="utf-8")
     return re.sub(r'#include "([\w.]+)"\n', lambda match: file_text(match[1]), text).replace(
         "#pragma once\n", ""
     )

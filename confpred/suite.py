@@ -12,14 +12,15 @@ A problem's fields are those of the operation's record, `confpred.problem.Proble
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from confpred.convolution import CONVOLUTION
-from confpred.errors import DataError, InvalidProblem
+from confpred.errors import DataError, InvalidInput, InvalidProblem
 from confpred.families import all_operations, operation_of
 from confpred.files import read_json, write_whole
 from confpred.record import Record
@@ -65,6 +66,19 @@ def read_suite(path: Path) -> Suite:
     return Suite(name, tuple(_entry(path, i, fields, kind) for i, fields in enumerate(problems)))
 
 
+def join(suites: Sequence[Suite]) -> Suite:
+    """One suite of the problems of several, in their order.
+
+    Raises:
+        InvalidInput: they are of different operations.
+    """
+    entries = tuple(entry for suite in suites for entry in suite.entries)
+    kinds = {type(entry.problem).__name__ for entry in entries}
+    if len(kinds) > 1:
+        raise InvalidInput("suite", sorted(kinds), "suites of one operation")
+    return Suite("+".join(suite.name for suite in suites), entries)
+
+
 def write_suite(suite: Suite, path: Path) -> None:
     """Write `suite` to `path`, one problem a line so that versions compare well.
 
@@ -94,7 +108,8 @@ def _fields(problem: Record) -> dict[str, Any]:
 def _entry(path: Path, index: int, fields: object, kind: type[Record]) -> Entry:
     where = f"{path}: problems[{index}]"
     if not isinstance(fields, Mapping):
-        raise DataError(f"{where} must be an object of fields such as n, c, h, w, k")
+        names = ", ".join([f.name for f in dataclasses.fields(kind)][:5])
+        raise DataError(f"{where} must be an object of fields such as {names}")
     networks = fields.get("networks", [])
     if not isinstance(networks, list) or not all(_is_name(n) for n in networks):
         raise DataError(f"{where}.networks must be a list of names without commas")

@@ -1,11 +1,15 @@
-"""Makes the problem suites: real networks' grouped layers, and coverage of the sizes between them.
+"""Makes the problem suites: real networks' layers, and coverage of the sizes between them.
 
     python datasets/make_suite.py extract    networks.json, from timm's models; needs timm, no GPU
     python datasets/make_suite.py build      suites/*.json, from networks.json
 
-``networks.json`` maps each network that has grouped convolutions (1 < groups < channels) to its
-distinct grouped layers at the network's own input size: the fields of a problem without the batch,
-and ``count``, how often the layer occurs.
+``networks.json`` maps each network that has grouped or depthwise convolutions to its distinct
+layers of that kind at the network's own input size: the fields of a problem without the batch, and
+``count``, how often the layer occurs.
+
+There is one suite of each direction to train on. Sampling is mostly compiling: every window,
+stride, dilation, group width, dtype and epilogue needs kernels of its own, of as many tiles as are
+measured. So these come from a limited menu, and the sizes, which need none, are drawn freely.
 """
 
 from __future__ import annotations
@@ -24,35 +28,98 @@ import numpy as np
 
 from confpred.device import get_device
 from confpred.errors import InvalidProblem
-from confpred.families import all_families
 from confpred.files import write_whole
-from confpred.problem import Problem
+from confpred.problem import DIRECTIONS, Problem
 from confpred.suite import Entry, Suite, write_suite
+
+Layer = dict[str, Any]
 
 HERE = Path(__file__).parent
 NETWORKS = HERE / "networks.json"
 FORMAT = "confpred-networks/1"
 MODEL_SECONDS = 30
-#: Windows of coverage problems. Each costs the sampler a kernel for each config and group width.
-WINDOWS = ((1, 1), (2, 2), (3, 3), (4, 4), (5, 5), (6, 6), (7, 7), (1, 7), (7, 1), (3, 5), (5, 2))
-#: Heights and windows of typical problems; windows by how often networks have them.
-SIZES = (7, 8, 10, 12, 14, 15, 16, 18, 20, 24, 28, 30, 32, 36, 40, 44, 48, 56, 64, 72, 80, 96, 112)
-TYPICAL_WINDOWS = (*((3, 3),) * 13, *((5, 5),) * 3, (1, 1), (1, 1), (7, 7), (2, 2))
-#: Shares of float16 without epilogue, bfloat16, and a bias with relu, silu, gelu or no activation.
-VARIANTS = (0.6, 0.15, 0.1, 0.08, 0.04, 0.03)
 
-NETWORK_PROBLEMS = 350
-MORE_NETWORK_PROBLEMS = 500
-TYPICAL_PROBLEMS = 350
-COVERAGE_PROBLEMS = 110
+#: Problems of one direction, by kind of layer and by where they come from.
+PROBLEMS = {
+    "depthwise": {"network": 150, "typical": 60, "coverage": 50},
+    "grouped": {"network": 110, "typical": 55, "coverage": 45},
+}
+GROUP_WIDTHS = (4, 8, 16, 32, 64)
+#: Of the networks' layers, those whose kernels fewer distinct layers share are left out.
+MIN_LAYERS = 8
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+BATCH_SHARES = (0.08, 0.04, 0.06, 0.1, 0.1, 0.16, 0.18, 0.18, 0.1)
+#: Heights of typical layers, and their (window, stride), about as often as networks have them.
+SIZES = (7, 8, 10, 12, 14, 15, 16, 18, 20, 24, 28, 30, 32, 36, 40, 44, 48, 56, 64, 72, 80, 96, 112)
+TYPICAL = {
+    "depthwise": (*((3, 1),) * 8, *((3, 2),) * 4, *((5, 1),) * 4, *((5, 2),) * 2, *((7, 1),) * 4),
+    "grouped": (*((3, 1),) * 10, *((3, 2),) * 6),
+}
+#: (multiplier, group width, r, s, stride, dilation) of coverage layers.
+COVERAGE = {
+    "depthwise": (
+        *((1, 1, r, r, 1, 1) for r in (1, 2, 3, 4, 5, 7, 9, 11)),
+        *((1, 1, r, r, 2, 1) for r in (3, 5, 6, 7)),
+        *((1, 1, r, s, 1, 1) for r, s in ((1, 5), (5, 1), (1, 11), (11, 1), (3, 5))),
+        *((1, 1, r, r, 1, 2) for r in (3, 5, 7)),
+        *((1, 1, 3, 3, 2, 2), (2, 1, 3, 3, 2, 1), (2, 1, 7, 7, 2, 1), (4, 1, 5, 5, 1, 1)),
+    ),
+    "grouped": (
+        *((1, width, 3, 3, stride, 1) for width in GROUP_WIDTHS for stride in (1, 2)),
+        *((1, width, 5, 5, 1, 1) for width in (8, 16, 32)),
+        *((1, 8, 5, 5, 2, 1), (1, 4, 7, 7, 1, 1), (1, 16, 7, 7, 1, 1), (1, 16, 6, 6, 1, 1)),
+        *((1, 4, 4, 4, 1, 1), (1, 16, 1, 1, 1, 1), (1, 64, 1, 1, 1, 1), (1, 32, 2, 2, 2, 1)),
+        *((1, 8, 1, 7, 1, 1), (1, 16, 7, 1, 1, 1)),
+        *((1, width, 3, 3, 1, 2) for width in (8, 16, 64)),
+        (1, 32, 3, 3, 2, 2),
+    ),
+}
+
+_BFLOAT16, _FLOAT32, _BIAS = {"dtype": "bfloat16"}, {"dtype": "float32"}, {"bias": True}
+_RELU, _RELU6, _SILU, _GELU, _HARDSWISH = (
+    _BIAS | {"activation": name} for name in ("relu", "relu6", "silu", "gelu", "hardswish")
+)
+#: What a layer of window (r, s) and a stride can be, other than plain float16, by kind and
+#: direction: the epilogues that networks give it, and the other dtypes.
+VARIANTS: Mapping[str, Mapping[str, Mapping[tuple[int, int, int], tuple[Layer, ...]]]] = {
+    "depthwise": {
+        "fprop": {
+            (3, 3, 1): (_SILU, _RELU6, _HARDSWISH, _BIAS | {"residual": True}, _BFLOAT16, _FLOAT32),
+            (3, 3, 2): (_SILU, _RELU6, _BFLOAT16),
+            (5, 5, 1): (_SILU, _HARDSWISH, _BFLOAT16),
+            (5, 5, 2): (_HARDSWISH,),
+            (7, 7, 1): (_BIAS, _GELU, _BFLOAT16, _FLOAT32),
+        },
+        "dgrad": {
+            (3, 3, 1): (_BFLOAT16, _FLOAT32),
+            (3, 3, 2): (_BFLOAT16,),
+            (5, 5, 1): (_BFLOAT16,),
+            (7, 7, 1): (_BFLOAT16, _FLOAT32),
+        },
+        "wgrad": {
+            (3, 3, 1): (_BIAS, _BFLOAT16, _FLOAT32),
+            (3, 3, 2): (_BFLOAT16,),
+            (5, 5, 1): (_BFLOAT16,),
+            (7, 7, 1): (_BIAS, _BFLOAT16, _FLOAT32),
+        },
+    },
+    "grouped": {
+        "fprop": {
+            (3, 3, 1): (_RELU, _SILU, _RELU | _BFLOAT16 | {"residual": True}),
+            (3, 3, 2): (_RELU, _BFLOAT16),
+        },
+        "dgrad": {(3, 3, 1): (_BFLOAT16,), (3, 3, 2): (_BFLOAT16,)},
+        "wgrad": {(3, 3, 1): (_BIAS, _BFLOAT16), (3, 3, 2): (_BFLOAT16,)},
+    },
+}
+PLAIN_SHARES = {"fprop": 0.6, "dgrad": 0.75, "wgrad": 0.7}
+DETERMINISTIC_SHARE = 0.2
+
 #: What a sampler can afford for each of hundreds of configs.
 MAX_BYTES = 2**30
 MAX_SECONDS = 0.5e-3
-#: Of a coverage problem: below, every config takes the time of an empty launch.
+#: Of a problem of no network: below, every config takes the time of an empty launch.
 MIN_BYTES = 2**18
-
-Layer = dict[str, Any]
 
 
 @click.group()
@@ -100,7 +167,7 @@ def _with_time_limit(name: str) -> list[Layer]:
 
 
 def grouped_layers(name: str) -> list[Layer]:
-    """The distinct grouped layers that a forward pass of timm's model `name` computes."""
+    """The distinct layers of several groups that a forward pass of timm's model `name` computes."""
     import timm
     import torch
 
@@ -113,7 +180,7 @@ def grouped_layers(name: str) -> list[Layer]:
     with torch.device("meta"), torch.no_grad():
         model = timm.create_model(name).eval()
         convolutions = [m for m in model.modules() if isinstance(m, torch.nn.Conv2d)]
-        if not any(1 < m.groups < m.in_channels for m in convolutions):
+        if not any(m.groups > 1 for m in convolutions):
             return []
         for module in convolutions:
             module.register_forward_hook(note)
@@ -122,12 +189,13 @@ def grouped_layers(name: str) -> list[Layer]:
 
 
 def _layer(module: Any, inputs: tuple[int, ...], outputs: tuple[int, ...]) -> Layer | None:
-    """A problem's fields without the batch; None unless grouped, with the same padding all round.
+    """A problem's fields without the batch; None unless of several groups, with the same
+    padding on opposite sides.
 
     A network may pad outside of the convolution itself ("same" padding), so the padding is what
     the sizes say where the module's own does not explain them.
     """
-    if not 1 < module.groups < module.in_channels:
+    if module.groups == 1:
         return None
     padding = []
     for axis in (0, 1):
@@ -162,98 +230,121 @@ def build(seed: int) -> None:
     content = json.loads(NETWORKS.read_text())
     if content.get("format") != FORMAT:
         raise click.ClickException(f'{NETWORKS} lacks "format": "{FORMAT}"')
-    generator = np.random.default_rng(seed)
-    entries = [
-        *network_entries(content["networks"], NETWORK_PROBLEMS, generator),
-        *coverage_entries(generator),
-    ]
-    more = [
-        *network_entries(content["networks"], MORE_NETWORK_PROBLEMS, generator),
-        *typical_entries(generator),
-    ]
-    for suite in (
-        Suite("grouped_fprop", tuple(entries)),
-        Suite("grouped_fprop_more", tuple(more)),
-        Suite("smoke", smoke_entries()),
-    ):
+    users = users_of_layers(content["networks"])
+    suites = [Suite("smoke", smoke_entries())]
+    for index, direction in enumerate(DIRECTIONS):
+        generator = np.random.default_rng([seed, index])
+        entries = [
+            entry
+            for kind in PROBLEMS
+            for entry in training_entries(users, kind, direction, generator)
+        ]
+        suites.append(Suite(direction, tuple(entries)))
+    for suite in suites:
         write_suite(suite, HERE / "suites" / f"{suite.name}.json")
-        click.echo(f"{suite.name}: {len(suite.entries)} problems")
+        kernels = {_compiled_in(entry.problem) for entry in suite.entries}
+        click.echo(f"{suite.name}: {len(suite.entries)} problems, {len(kernels)} kernel variants")
 
 
-def network_entries(
-    networks: Mapping[str, list[Layer]], count: int, generator: np.random.Generator
-) -> Iterator[Entry]:
-    """Every layer of the networks that we can compute, at a few batch sizes."""
+def users_of_layers(networks: Mapping[str, list[Layer]]) -> dict[str, list[str]]:
+    """The networks of each layer, which is the text of its JSON, in our scope and not too rare."""
     users: dict[str, list[str]] = {}
+    variant: dict[str, tuple[Any, ...]] = {}
     for name, layers in networks.items():
         for layer in layers:
             fields = {k: v for k, v in layer.items() if k != "count"}
-            if _served(fields | {"n": 1}):
-                users.setdefault(json.dumps(fields), []).append(name)
-    layers = list(users)
-    # As even a number of batch sizes a layer as adds up to the total.
-    turns = [layers[i] for i in generator.permutation(len(layers))]
-    shares = Counter(turns[i % len(turns)] for i in range(count))
-    for layer in layers:
-        batches = [n for n in BATCHES if _served(json.loads(layer) | {"n": n})]
-        share = min(shares[layer], len(batches))
-        for n in sorted(generator.choice(batches, share, replace=False)):
-            fields = json.loads(layer) | {"n": int(n)} | _variant(generator)
-            yield Entry(Problem.from_json(fields), tuple(users[layer]))
+            problem = Problem.from_json(fields | {"n": 1})
+            if in_scope(problem):
+                text = json.dumps(fields)
+                users.setdefault(text, []).append(name)
+                variant[text] = _compiled_in(problem)
+    common = Counter(variant.values())
+    return {text: names for text, names in users.items() if common[variant[text]] >= MIN_LAYERS}
 
 
-def typical_entries(generator: np.random.Generator) -> Iterator[Entry]:
-    """Layers of no known network that look as if they were: a network not yet made has them."""
-    made = 0
-    while made < TYPICAL_PROBLEMS:
-        width = int(generator.choice([8, 16, 32]))
-        c = width * _log_uniform(generator, 1, 2048 // width)
-        r, s = (int(v) for v in generator.choice(TYPICAL_WINDOWS))
-        size = int(generator.choice(SIZES))
-        fields = {
-            "n": int(generator.choice(BATCHES)),
-            "c": c,
-            "h": size,
-            "w": size,
-            "k": c,
-            "r": r,
-            "s": s,
-            "padding": [r // 2, s // 2],
-            "groups": c // width,
-            **_variant(generator),
-        }
-        if _served(fields) and (problem := Problem.from_json(fields)).minimum_bytes >= MIN_BYTES:
-            made += 1
-            yield Entry(problem)
+def training_entries(
+    users: Mapping[str, list[str]], kind: str, direction: str, generator: np.random.Generator
+) -> Iterator[Entry]:
+    """`PROBLEMS` different ones of a kind of layer and a direction."""
+    seen: set[Problem] = set()
+    for origin, count in PROBLEMS[kind].items():
+        for fields in _proposals(origin, kind, users, generator):
+            networks = fields.pop("networks", ())
+            fields |= {"direction": direction} | _variant(kind, direction, fields, generator)
+            try:
+                problem = Problem.from_json(fields)
+            except InvalidProblem:  # a window larger than the image
+                continue
+            small = origin != "network" and problem.minimum_bytes < MIN_BYTES
+            if problem not in seen and not small and in_scope(problem) and _affordable(problem):
+                seen.add(problem)
+                yield Entry(problem, tuple(networks))
+                count -= 1
+            if not count:
+                break
 
 
-def coverage_entries(generator: np.random.Generator) -> Iterator[Entry]:
-    """Layers of no network: odd sizes, few and many channels, all kinds of windows."""
-    made = 0
-    while made < COVERAGE_PROBLEMS:
-        width = int(generator.choice([8, 16, 32]))
-        c = width * _log_uniform(generator, 1, 4096 // width)
-        r, s = (int(v) for v in generator.choice(WINDOWS))
-        h, w = _log_uniform(generator, 4, 256), _log_uniform(generator, 4, 256)
-        if generator.random() < 0.5:
-            w = h
-        padding = [r // 2, s // 2]
-        if generator.random() < 0.3:
-            padding = [int(generator.integers(0, r)), int(generator.integers(0, s))]
-        fields = {
-            "n": _log_uniform(generator, 1, 256),
-            "c": c,
-            "h": h,
-            "w": w,
-            "k": c,
-            "r": r,
-            "s": s,
-            "padding": padding,
-            "groups": c // width,
-        }
-        if _served(fields) and (problem := Problem.from_json(fields)).minimum_bytes >= MIN_BYTES:
-            made += 1
-            yield Entry(problem)
+def _proposals(
+    origin: str, kind: str, users: Mapping[str, list[str]], generator: np.random.Generator
+) -> Iterator[Layer]:
+    """Endless fields of problems, some of them impossible; plain float16 forward ones."""
+    if origin == "network":
+        layers = [
+            text for text in users if _kind(Problem.from_json(json.loads(text) | {"n": 1})) == kind
+        ]
+        # A layer of many networks is met more often, but one of a single network teaches as much.
+        shares = np.sqrt([len(users[text]) for text in layers])
+        while True:
+            text = str(generator.choice(layers, p=shares / shares.sum()))
+            yield json.loads(text) | {"n": _batch(generator), "networks": users[text]}
+    while True:
+        yield typical(kind, generator) if origin == "typical" else coverage(kind, generator)
+
+
+def typical(kind: str, generator: np.random.Generator) -> Layer:
+    """A layer of no known network that looks as if it were: a network not yet made has it."""
+    window, stride = (int(v) for v in generator.choice(TYPICAL[kind]))
+    width = 1 if kind == "depthwise" else int(generator.choice(GROUP_WIDTHS))
+    step = max(width, 8)  # channels are multiples of 8 in all but a few networks
+    c = step * _log_uniform(generator, 1, 2048 // step)
+    size = int(generator.choice(SIZES))
+    return {
+        "n": _batch(generator),
+        "c": c,
+        "h": size,
+        "w": size,
+        "k": c,
+        "r": window,
+        "s": window,
+        "stride": stride,
+        "padding": window // 2,
+        "groups": c // width,
+    }
+
+
+def coverage(kind: str, generator: np.random.Generator) -> Layer:
+    """A layer of no network: odd sizes, few and many channels, all kinds of windows."""
+    multiplier, width, r, s, stride, dilation = (int(v) for v in generator.choice(COVERAGE[kind]))
+    c = width * _log_uniform(generator, 1, 4096 // width)
+    h, w = _log_uniform(generator, 4, 256), _log_uniform(generator, 4, 256)
+    if generator.random() < 0.5:
+        w = h
+    padding = [dilation * (r // 2), dilation * (s // 2)]
+    if generator.random() < 0.3:
+        padding = [int(generator.integers(0, size)) for size in (r, s)]
+    return {
+        "n": _log_uniform(generator, 1, 256),
+        "c": c,
+        "h": h,
+        "w": w,
+        "k": multiplier * c,
+        "r": r,
+        "s": s,
+        "stride": stride,
+        "dilation": dilation,
+        "padding": padding,
+        "groups": c // width,
+    }
 
 
 def smoke_entries() -> tuple[Entry, ...]:
@@ -266,29 +357,57 @@ def smoke_entries() -> tuple[Entry, ...]:
     )
 
 
-def _variant(generator: np.random.Generator) -> Layer:
-    """A dtype or an epilogue: mostly float16 and none. Not both at once: the sampler would have to
-    compile every kernel for every pair."""
-    kind = generator.choice(["plain", "bfloat16", "relu", "silu", "gelu", "none"], p=VARIANTS)
-    if kind == "plain":
-        return {}
-    if kind == "bfloat16":
-        return {"dtype": "bfloat16"}
-    return {"bias": True, "activation": str(kind)}
-
-
-def _served(fields: Layer) -> bool:
-    """Whether some family can compute the layer, within what a sampler can spend."""
-    try:
-        problem = Problem.from_json(fields)
-    except InvalidProblem:
-        return False
-    device = get_device("h100")
+def in_scope(problem: Problem) -> bool:
+    """Whether the kernel families are meant for the problem."""
+    depthwise = problem.group_width == 1
+    multiplied = depthwise and problem.direction == "fprop"
     return (
-        2 * (problem.input_elements + problem.output_elements) <= MAX_BYTES
-        and device.roofline_s(problem) <= MAX_SECONDS
-        and any(family.legal(problem, device).any() for family in all_families().values())
+        problem.groups > 1
+        and (depthwise or problem.group_width in GROUP_WIDTHS)
+        and (problem.k == problem.c or multiplied)
+        and max(problem.r, problem.s) <= (11 if depthwise else 7)
+        and set(problem.stride) <= {1, 2}
+        and set(problem.dilation) <= {1, 2}
+        and (depthwise or problem.dtype != "float32")
     )
+
+
+def _affordable(problem: Problem) -> bool:
+    sizes = problem.input_elements + problem.output_elements
+    return (
+        problem.itemsize * sizes <= MAX_BYTES
+        and get_device("h100").roofline_s(problem) <= MAX_SECONDS
+    )
+
+
+def _kind(problem: Problem) -> str:
+    return "depthwise" if problem.group_width == 1 else "grouped"
+
+
+def _variant(
+    kind: str, direction: str, fields: Mapping[str, Any], generator: np.random.Generator
+) -> Layer:
+    """A dtype, an epilogue, a mode: mostly float16, none, and what is fastest."""
+    chosen: Layer = {}
+    menu = VARIANTS[kind][direction].get((fields["r"], fields["s"], fields["stride"]), ())
+    if menu and fields.get("dilation", 1) == 1 and generator.random() >= PLAIN_SHARES[direction]:
+        chosen |= menu[generator.integers(len(menu))]
+    if direction == "wgrad" and generator.random() < DETERMINISTIC_SHARE:
+        chosen |= {"deterministic": True}
+    return chosen
+
+
+def _compiled_in(problem: Problem) -> tuple[Any, ...]:
+    """What of a problem is compiled into a kernel: each combination costs the sampler a table."""
+    p = problem
+    return (
+        *(p.group_width, p.k // p.c, p.r, p.s, p.stride, p.dilation),
+        *(p.dtype, p.bias, p.activation, p.residual),
+    )
+
+
+def _batch(generator: np.random.Generator) -> int:
+    return int(generator.choice(BATCHES, p=BATCH_SHARES))
 
 
 def _log_uniform(generator: np.random.Generator, low: int, high: int) -> int:

@@ -21,6 +21,9 @@ _HEADINGS = ("layer", "rank", "source", "kernel", "ms", "config")
     metavar="WORDS",
     help="A layer as field=value words; may be repeated.",
 )
+@click.option(
+    "--operation", default="conv2d", show_default=True, help="What the layers of --layer are."
+)
 @click.option("--network", type=click.Path(path_type=Path), help="A suite file of many layers.")
 @click.option("--gpu", required=True, help="Device, such as h100.")
 @click.option(
@@ -35,6 +38,7 @@ _HEADINGS = ("layer", "rank", "source", "kernel", "ms", "config")
 @click.option("--plan", type=click.Path(path_type=Path), help="File of pinned configs.")
 def command(
     layers: tuple[str, ...],
+    operation: str,
     network: Path | None,
     gpu: str,
     top: int,
@@ -44,9 +48,10 @@ def command(
 ) -> None:
     """Name the best config of a layer or a network.
 
-    A layer needs n c h w k r s; stride, padding, dilation, groups, dtype, direction, bias,
+    A convolution needs n c h w k r s; stride, padding, dilation, groups, dtype, direction, bias,
     activation, residual and deterministic have defaults, PyTorch's where it has the argument. A
-    pair such as padding is one integer, or two joined by x.
+    pair such as padding is one integer, or two joined by x. Another operation, of a family named by
+    CONFPRED_FAMILIES, has fields of its own.
 
     \b
     confpred predict --gpu h100 \\
@@ -55,13 +60,13 @@ def command(
       --layer "n=8 c=256 h=28 w=28 k=256 r=3 s=3 groups=32 padding=1 bias=true activation=relu"
     confpred predict --gpu h100 --network datasets/suites/smoke.json --json
     """
+    from confpred.families import operation_named
     from confpred.predictor import Predictor
-    from confpred.problem import Problem
     from confpred.suite import read_suite
 
     if bool(layers) == (network is not None):
         raise click.UsageError("give either --layer or --network")
-    problems: list[Record] = [Problem.parse(layer) for layer in layers]
+    problems: list[Record] = [operation_named(operation).problem.parse(text) for text in layers]
     if network is not None:
         problems = [entry.problem for entry in read_suite(network).entries]
     predictor = Predictor.load(model, plan=plan)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import click
 
 from confpred.errors import InvalidInput, MissingExtra
-from confpred.suite import Suite, read_suite
+from confpred.suite import Suite, join, read_suite
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -29,7 +29,14 @@ _PATH = click.Path(path_type=Path)
 
 
 @click.command()
-@click.option("--suite", "suite_file", type=_PATH, required=True, help="Problem suite (JSON).")
+@click.option(
+    "--suite",
+    "suite_files",
+    type=_PATH,
+    required=True,
+    multiple=True,
+    help="Problem suite (JSON); may be repeated.",
+)
 @click.option("--out", type=_PATH, required=True, help="Folder of the measurements.")
 @click.option("--devices", default="all", show_default=True, help="CUDA devices, such as 0,1.")
 @click.option("--budget", help="Begin no problem after this long, such as 90s, 8m or 1.5h.")
@@ -64,7 +71,7 @@ _PATH = click.Path(path_type=Path)
     "--timeout", default="60s", show_default=True, help="Kill a GPU worker silent for longer."
 )
 def command(
-    suite_file: Path,
+    suite_files: tuple[Path, ...],
     out: Path,
     devices: str,
     budget: str | None,
@@ -82,7 +89,7 @@ def command(
     """
     budget_s = None if budget is None else parse_duration("budget", budget)
     silence_s = parse_duration("timeout", timeout)
-    suite = read_suite(suite_file)
+    suite = join([read_suite(file) for file in suite_files])
     if pytorch and find_spec("torch") is None:
         raise MissingExtra("torch (or --no-pytorch)", "gpu")
     try:

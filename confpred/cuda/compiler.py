@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from confpred.cuda.cache import KernelCache, default_folder
@@ -63,7 +62,7 @@ def supported_archs() -> tuple[str, ...]:
 def source_text(source: KernelSource) -> str:
     """The whole program that NVRTC is given: the config as macros, then the kernel."""
     header = "".join(f"#define {name} {value}\n" for name, value in source.defines)
-    return f'{header}#line 1 "{Path(source.file).name}"\n{file_text(source.file)}'
+    return f'{header}#line 1 "{source.file}"\n{file_text(source.file)}'
 
 
 def compile_kernel(

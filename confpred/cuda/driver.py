@@ -148,7 +148,8 @@ def sm_clock_mhz(ordinal: int) -> int:
 
 
 def load(compiled: Compiled, smem_bytes: int) -> LoadedKernel:
-    """Load a cubin into the current context and allow it `smem_bytes` of dynamic shared memory.
+    """Load a cubin into the current context and allow it `smem_bytes` of dynamic shared memory, or
+    what the arrays that it declares itself leave of a block's.
 
     Raises:
         LaunchError: the driver refused the cubin or the size.
@@ -159,18 +160,21 @@ def load(compiled: Compiled, smem_bytes: int) -> LoadedKernel:
         kernel = ObjectCode.from_cubin(compiled.cubin).get_kernel(compiled.entry)
         attributes = kernel.attributes
         if smem_bytes > _SMEM_WITHOUT_OPT_IN:
-            _allow_smem(kernel, smem_bytes)
+            _allow_smem(kernel, smem_bytes, attributes.shared_size_bytes)
         return LoadedKernel(kernel, attributes.num_regs, attributes.local_size_bytes)
     except Exception as error:
         raise LaunchError(f"kernel {compiled.entry} cannot be loaded: {error}") from error
 
 
-def _allow_smem(kernel: Kernel, smem_bytes: int) -> None:
+def _allow_smem(kernel: Kernel, smem_bytes: int, declared_bytes: int) -> None:
     """Opt in to more dynamic shared memory than a kernel gets by default, on the current device."""
     from cuda.bindings import driver
 
+    limit = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
     attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
     _, device = driver.cuCtxGetDevice()
-    (code,) = driver.cuKernelSetAttribute(attribute, smem_bytes, kernel.handle, device)
+    _, most = driver.cuDeviceGetAttribute(limit, device)
+    allowed = min(smem_bytes, most - declared_bytes)
+    (code,) = driver.cuKernelSetAttribute(attribute, allowed, kernel.handle, device)
     if code != driver.CUresult.CUDA_SUCCESS:
-        raise LaunchError(f"{smem_bytes} bytes of shared memory are refused: {code.name}")
+        raise LaunchError(f"{allowed} bytes of shared memory are refused: {code.name}")

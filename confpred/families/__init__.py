@@ -26,6 +26,7 @@ __all__ = [
     "config_dict",
     "config_texts",
     "families_of",
+    "operation_named",
     "operation_of",
 ]
 
@@ -67,6 +68,17 @@ def families_of(problem: Record) -> dict[str, Family]:
 def all_operations() -> dict[str, Operation]:
     """Every operation that some family computes, by name."""
     return {family.operation.name: family.operation for family in all_families().values()}
+
+
+def operation_named(name: object) -> Operation:
+    """The operation called `name`.
+
+    Raises:
+        InvalidInput: no family computes one of that name.
+    """
+    if not isinstance(name, str) or name not in all_operations():
+        raise InvalidInput("operation", name, " or ".join(all_operations()))
+    return all_operations()[name]
 
 
 def operation_of(problem: Record) -> Operation:

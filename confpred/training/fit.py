@@ -18,6 +18,9 @@ from confpred.record import Record
 from confpred.training.data import Timings
 from confpred.training.portfolio import choose_portfolio
 
+#: That a tree can have, however few rows there are: from 471 rows of layer norm (`examples/`) it
+#: learned choices of regret 2.18 with leaves of 200 rows, of 1.07 with a twentieth of the rows.
+MIN_LEAVES = 20
 MIN_PYTORCH_PROBLEMS = 30  # fewer say nothing about where PyTorch's own operator wins
 #: LightGBM's threads wait for one another by spinning, thousands of times a tree: with as many as
 #: there are cores, anything else on the machine makes a fit of 2 s take minutes.
@@ -30,7 +33,7 @@ class Hyperparameters:
 
     Attributes:
         trees, num_leaves, learning_rate, min_data_in_leaf, feature_fraction: of the regressor that
-            orders configs.
+            orders configs. A leaf needs no more than one in ``MIN_LEAVES`` of the rows.
         time_trees, time_leaves: of the one of their times; the rest as above.
         focus: a config weighs (best time of its problem / its time) to this power, because it is
             the order among the good configs that decides.
@@ -98,7 +101,7 @@ def _fit_family(
         grow = {
             "num_leaves": leaves,
             "learning_rate": hyper.learning_rate,
-            "min_data_in_leaf": hyper.min_data_in_leaf,
+            "min_data_in_leaf": min(hyper.min_data_in_leaf, len(features) // MIN_LEAVES),
             "feature_fraction": hyper.feature_fraction,
         }
         return _train(data, grow, trees, seed)

@@ -6,18 +6,16 @@ The restatements below follow the kernel's source, not the vectorised Python.
 
 from __future__ import annotations
 
-import io
-import re
 from math import ceil
 
 import numpy as np
 import pytest
-from cuda.core import Program, ProgramOptions
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from ptxas import resources
 from strategies import problems
 
-from confpred.cuda.compiler import source_text, supported_archs
+from confpred.cuda.compiler import supported_archs
 from confpred.device import KNOWN, Device, get_device
 from confpred.families import all_families, config_dict
 from confpred.families._grouped_rows import _shape_of, axis_of
@@ -330,20 +328,6 @@ def test_one_kernel_serves_every_size(problem: Problem, data: st.DataObject) -> 
     assert {family.launch(problem, i).steps[0].source for i in same_tile} == {source}
 
 
-def _ptxas_report(problem: Problem, row: int, arch: str) -> tuple[int, int]:
-    """Registers of a thread, and bytes of its stack, of a legal config's kernel."""
-    log = io.StringIO()
-    options = ProgramOptions(arch=arch, std="c++17", ptxas_options=["-v"])
-    (step,) = FAMILIES[problem.direction].launch(problem, row).steps
-    Program(source_text(step.source), "c++", options).compile("cubin", logs=log)
-    found = [
-        re.search(pattern, log.getvalue())
-        for pattern in (r"Used (\d+) registers", r"(\d+) bytes stack frame")
-    ]
-    registers, stack = (int(match[1]) for match in found if match)
-    return registers, stack
-
-
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a", supported_archs()[-1]])
 def test_registers_are_near_the_estimate_and_hardly_spill(arch: str) -> None:
     """Legality trusts the estimate; a kernel that spills much would be a wrong estimate."""
@@ -365,7 +349,8 @@ def test_registers_are_near_the_estimate_and_hardly_spill(arch: str) -> None:
                 residual=direction == "fprop" and width % 3 == 1,
             )
             row = int(rng.choice(np.flatnonzero(family.legal(problem, H100))))
-            registers, stack = _ptxas_report(problem, row, arch)
+            (step,) = family.launch(problem, row).steps
+            registers, stack = resources(step.source, arch)
             assert stack <= 192, (str(problem), config_dict(family, row))
             ratios.append(registers / _shape_of(problem).registers[row])
     assert min(ratios) > 0.5

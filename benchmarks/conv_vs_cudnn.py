@@ -1,0 +1,407 @@
+"""Our choice for real networks' layers against cuDNN's best, in all three directions.
+
+    python benchmarks/conv_vs_cudnn.py [--model FOLDER] [--minutes 6] [--out FOLDER]
+    python benchmarks/conv_vs_cudnn.py --render         # table and plot of the recorded result
+
+The layers are the distinct grouped and depthwise ones of `NETWORKS` that our kernels are meant for,
+in float16 at each batch of `BATCHES`. cuDNN is timed with its heuristics and with PyTorch's
+benchmark mode, each in a process of its own because PyTorch keeps the first plan that it made for a
+shape; in each process ours is timed in the same rounds, twice, which shows the noise. Where the
+choice is PyTorch's own operator, ours is cuDNN's best by definition. The floor is the layer's
+roofline, with the bandwidth of a large copy measured in the same process.
+
+How good is the choice for a network that nobody has measured? For that, train without these:
+
+    exclusions=$(python benchmarks/conv_vs_cudnn.py --exclusions)
+    confpred train datasets/*.parquet --out /tmp/holdout $exclusions
+    python benchmarks/conv_vs_cudnn.py --model /tmp/holdout
+
+The result says of each problem whether the model's data had it (``seen``: ``problem``), had the
+layer in another batch, direction or dtype (``layer``), or neither (``no``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import multiprocessing
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from provenance import RESULTS, provenance, write
+
+from confpred.convolution import CONVOLUTION
+from confpred.cuda.compiler import compile_kernel
+from confpred.families import all_families
+from confpred.operation import SCRATCH, ZEROED, KernelSource, Launch
+from confpred.problem import DIRECTIONS, Problem
+
+if TYPE_CHECKING:
+    import torch
+
+    from confpred.device import Device
+    from confpred.predictor import Predictor
+
+NAME = "conv_vs_cudnn"
+DATASETS = Path(__file__).parents[1] / "datasets"
+NETWORKS = (
+    *("efficientnet_b0", "efficientnet_b4", "mobilenetv2_100", "mobilenetv3_large_100"),
+    *("mobilenetv4_conv_medium", "mnasnet_100", "convnext_tiny", "fastvit_t8"),
+    *("regnety_004", "regnetx_008", "regnety_040"),
+    *("resnext50_32x4d", "resnext101_32x8d"),
+)
+BATCHES = (32, 128)
+GROUP_WIDTHS = (1, 4, 8, 16, 32, 64)
+MODES = ("benchmark", "heuristics")
+SLOWER = 1.05  # a layer this many times as slow as cuDNN's best counts as lost
+SHARE_BATCH = 64  # from here on a layer can be expected to come near the floor
+
+
+def problems() -> dict[Problem, list[str]]:
+    """What is timed, and the networks that have it."""
+    content = json.loads((DATASETS / "networks.json").read_text())["networks"]
+    found: dict[Problem, list[str]] = {}
+    for name in NETWORKS:
+        for fields in content[name]:
+            sizes = {field: value for field, value in fields.items() if field != "count"}
+            layer = Problem.from_json(sizes | {"n": 1})
+            if layer.group_width not in GROUP_WIDTHS:
+                continue
+            for direction in DIRECTIONS:
+                if direction == "fprop" or layer.k == layer.c:
+                    for n in BATCHES:
+                        problem = replace(layer, n=n, direction=direction)
+                        found.setdefault(problem, []).append(name)
+    return found
+
+
+def choices(predictor: Predictor, device: Device, deadline: float) -> list[dict[str, Any]]:
+    """The choice for each problem, its kernels compiled; in random order, so that a run cut short
+    leaves a fair sample."""
+    of_networks = problems()
+    order = list(of_networks)
+    random.Random(0).shuffle(order)
+    model = predictor.models.get(device.key)
+    measured = model.measured if model else {}
+    layers = {problem.layer() for problem in measured}
+    rows, sources = [], {}
+    for problem in order:
+        choice = predictor.choose(problem, device)
+        if choice.family is not None:
+            launch = all_families()[choice.family].launch(problem, choice.config_id or 0)
+            sources |= dict.fromkeys(step.source for step in launch.steps)
+        seen = "problem" if problem in measured else "layer" if problem.layer() in layers else "no"
+        answer = choice.to_json()
+        rows.append(
+            {key: answer[key] for key in ("source", "family", "config_id", "config")}
+            | {"problem": str(problem), "networks": of_networks[problem], "seen": seen}
+        )
+    compile_all(sources, device.arch)
+    print(f"{len(rows)} problems, {len(sources)} kernels, {deadline - time.time():.0f} s left")
+    return rows
+
+
+def compile_all(sources: Iterable[KernelSource], arch: str) -> None:
+    """Fill the kernel cache, in as many processes as there are cores."""
+    with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
+        list(pool.map(partial(compile_kernel, arch=arch), sources, chunksize=4))
+
+
+def copy_bandwidth() -> float:
+    """Bytes read plus bytes written a second, of a 1 GiB device-to-device copy; median."""
+    import torch
+
+    source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda").random_()
+    target = torch.empty_like(source)
+    times = []
+    for _ in range(12):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        target.copy_(source)
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e-3)
+    return 2 * source.numel() / statistics.median(times[2:])
+
+
+def our_call(
+    problem: Problem, launch: Launch, device: Device
+) -> Callable[[Mapping[str, torch.Tensor]], list[torch.Tensor]]:
+    """The launch as a function of the problem's inputs, by name, that returns new outputs."""
+    import torch
+
+    from confpred.cuda import driver
+
+    kernels = [
+        driver.load(compile_kernel(step.source, device.arch), step.smem_bytes).kernel
+        for step in launch.steps
+    ]
+    operands = CONVOLUTION.operands(problem)
+    bound = driver.BoundLaunch(kernels, launch, (*(o.name for o in operands), ZEROED, SCRATCH))
+    zeroed = torch.zeros(launch.zeroed_bytes, dtype=torch.uint8, device="cuda")
+    scratch = torch.empty(launch.scratch_bytes, dtype=torch.uint8, device="cuda")
+
+    def call(inputs: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+        outputs = {
+            o.name: torch.empty(o.shape, dtype=getattr(torch, o.dtype), device="cuda")
+            for o in operands
+            if o.terms
+        }
+        tensors = outputs | dict(inputs)
+        bound.enqueue(
+            torch.cuda.current_stream().cuda_stream,
+            [t.data_ptr() for t in (*(tensors[o.name] for o in operands), zeroed, scratch)],
+        )
+        return list(outputs.values())
+
+    return call
+
+
+def compare(row: dict[str, Any], bandwidth: float, evict: Any) -> dict[str, Any]:
+    """One problem in this process: ours, ours again and cuDNN's, milliseconds."""
+    import torch
+
+    from confpred.cuda import driver, peer, timing
+
+    problem = Problem.parse(row["problem"])
+    device, facts = driver.make_current(0), driver.device_of(0)
+    floor_s = replace(facts, dram_bytes_per_s=bandwidth).roofline_s(problem)
+    launches = timing.launches_a_replay(2 * floor_s)
+    copies = peer.copies_for(problem, launches, facts.l2_bytes)
+    sets = peer.operands(CONVOLUTION, problem, copies)
+    turns = [sets[i % len(sets)] for i in range(launches)]
+    theirs = partial(CONVOLUTION.pytorch, problem)
+    calls: list[Callable[..., Any]] = [theirs]
+    found: dict[str, Any] = {"floor_ms": floor_s * 1e3}
+    if row["family"] is not None:
+        launch = all_families()[row["family"]].launch(problem, row["config_id"])
+        ours = our_call(problem, launch, facts)
+        found["difference"] = _difference(ours(sets[0])[0], theirs(sets[0]), problem)
+        calls += [ours, ours]
+    graphs = [peer.TorchGraph([partial(call, turn) for turn in turns]) for call in calls]
+    torch.cuda.synchronize()
+    stream = device.create_stream()
+    times = timing.time_interleaved(device, stream, graphs, [launches] * len(graphs), 0, evict)
+    names = ("cudnn_ms", "ours_ms", "ours_again_ms")
+    return found | {name: t.median_ms for name, t in zip(names, times, strict=False)}
+
+
+def _difference(ours: torch.Tensor, theirs: Any, problem: Problem) -> float:
+    """Relative difference of the two in the 2-norm."""
+    if problem.direction != "fprop":
+        theirs = theirs[DIRECTIONS.index(problem.direction) - 1]
+    theirs = theirs.permute(0, 2, 3, 1).float()
+    return float((ours.float() - theirs).norm() / theirs.norm())
+
+
+def run_mode(mode: str, rows: list[dict[str, Any]], seconds: float) -> dict[str, Any]:
+    """The times of `rows`, of as many as there is time for."""
+    import torch
+
+    from confpred.cuda import driver, peer
+
+    end = time.time() + seconds
+    torch.backends.cudnn.benchmark = mode == "benchmark"
+    driver.make_current(0)
+    bandwidth, evict = copy_bandwidth(), peer.Evictor(driver.device_of(0).l2_bytes)
+    times: list[dict[str, Any]] = []
+    for row in rows:
+        if time.time() > end:
+            break
+        times.append(compare(row, bandwidth, evict))
+        torch.cuda.empty_cache()  # the next problem's tensors have other sizes
+    return {
+        "copy_bytes_per_s": bandwidth,
+        "cudnn": torch.backends.cudnn.version(),
+        "times": times,
+    }
+
+
+def joined(row: dict[str, Any], times: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """One problem of the result, of what both processes measured.
+
+    Where the choice is ours, each process compares it with its own cuDNN, and the smaller ratio
+    counts.
+    """
+    cudnn = {f"cudnn_{mode}_ms": times[mode]["cudnn_ms"] for mode in MODES}
+    floor = times["heuristics"]["floor_ms"]
+    if row["family"] is None:
+        best = min(cudnn.values())
+        figures = {"ours_ms": best, "speedup": 1.0, "floor_share": floor / best}
+    else:
+        both = [times[mode] for mode in MODES]
+        figures = {
+            "ours_ms": statistics.mean(t["ours_ms"] for t in both),
+            "speedup": min(t["cudnn_ms"] / t["ours_ms"] for t in both),
+            "floor_share": min(t["floor_ms"] / t["ours_ms"] for t in both),
+            "noise": max(abs(t["ours_again_ms"] / t["ours_ms"] - 1) for t in both),
+            "difference": max(t["difference"] for t in both),
+        }
+    return row | {"floor_ms": floor} | cudnn | figures
+
+
+def kind_of(layer: Mapping[str, Any]) -> str:
+    """``depthwise`` or ``grouped``."""
+    return "depthwise" if Problem.parse(layer["problem"]).group_width == 1 else "grouped"
+
+
+def summary(layers: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Geomeans by kind of layer and direction."""
+    parts: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
+    for layer in layers:
+        parts[kind_of(layer), Problem.parse(layer["problem"]).direction].append(layer)
+    return [
+        {
+            "kind": kind,
+            "direction": direction,
+            "problems": len(part),
+            "speedup": _geomean(layer["speedup"] for layer in part),
+            "cudnn_floor_share": _geomean(
+                layer["floor_ms"] / min(layer[f"cudnn_{mode}_ms"] for mode in MODES)
+                for layer in part
+                if Problem.parse(layer["problem"]).n >= SHARE_BATCH
+            ),
+            "floor_share": _geomean(
+                layer["floor_share"]
+                for layer in part
+                if Problem.parse(layer["problem"]).n >= SHARE_BATCH
+            ),
+            "pytorch_chosen": sum(layer["family"] is None for layer in part),
+            "slower": sum(layer["speedup"] < 1 / SLOWER for layer in part),
+            "worst": min(layer["speedup"] for layer in part),
+        }
+        for (kind, direction), part in sorted(
+            parts.items(), key=lambda item: (item[0][0], DIRECTIONS.index(item[0][1]))
+        )
+    ]
+
+
+def _geomean(values: Iterable[float]) -> float | None:
+    logs = [math.log(value) for value in values]
+    return math.exp(statistics.mean(logs)) if logs else None
+
+
+def show(result: Mapping[str, Any]) -> None:
+    """Print the table of the result."""
+    print(
+        f"{'':20s} {'problems':>8s} {'speedup':>8s} {'floor share':>12s} {'cuDNN share':>12s}"
+        f" {'PyTorch':>8s} {'slower':>7s} {'worst':>6s}"
+    )
+    for part in result["summary"]:
+        shares = (part["floor_share"] or math.nan, part["cudnn_floor_share"] or math.nan)
+        print(
+            f"{part['kind'] + ' ' + part['direction']:20s} {part['problems']:8d}"
+            f" {part['speedup']:7.2f}x {shares[0]:12.2f} {shares[1]:12.2f}"
+            f" {part['pytorch_chosen']:8d} {part['slower']:7d} {part['worst']:6.2f}"
+        )
+
+
+def plot(result: Mapping[str, Any], path: Path) -> None:
+    """Speedup over cuDNN's best of each layer beside its share of the floor, by direction."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 3.6), layout="constrained")
+    axes = figure.subplots(1, len(DIRECTIONS), sharey=True)
+    for ax, direction in zip(axes, DIRECTIONS, strict=True):
+        for kind, marker in (("depthwise", "o"), ("grouped", "^")):
+            part = [
+                layer
+                for layer in result["layers"]
+                if Problem.parse(layer["problem"]).direction == direction and kind_of(layer) == kind
+            ]
+            ax.scatter(
+                *([layer[key] for layer in part] for key in ("floor_share", "speedup")),
+                marker=marker,
+                s=14,
+                alpha=0.7,
+                label=kind,
+            )
+        ax.axhline(1, color="gray", linewidth=0.8)
+        ax.set(title=direction, xlabel="share of the roofline floor", yscale="log", xlim=(0, 1.05))
+    axes[0].set_ylabel("times as fast as cuDNN's best")
+    axes[0].legend()
+    figure.savefig(path, dpi=130)
+
+
+def measure(model: Path | None, minutes: float) -> dict[str, Any]:
+    """The whole benchmark, in about `minutes`."""
+    from confpred.cuda import driver
+    from confpred.predictor import Predictor
+
+    deadline = time.time() + 60 * minutes
+    predictor, device = Predictor.load(model), driver.device_of(0)
+    rows = choices(predictor, device, deadline)
+    runs: dict[str, Any] = {}
+    for left, mode in zip((2, 1), MODES, strict=True):  # processes still to run, this one included
+        job = {"rows": rows, "seconds": (deadline - time.time()) / left}
+        command = [sys.executable, __file__, "--mode", mode]
+        done = subprocess.run(
+            command, input=json.dumps(job), check=True, stdout=subprocess.PIPE, text=True
+        )
+        runs[mode] = json.loads(done.stdout.splitlines()[-1])
+        rows = rows[: len(runs[mode]["times"])]
+    layers = [
+        joined(row, {mode: runs[mode]["times"][index] for mode in MODES})
+        for index, row in enumerate(rows)
+    ]
+    known = predictor.models.get(device.key)
+    return provenance("torch", gpu=True) | {
+        "cudnn": runs[MODES[0]]["cudnn"],
+        "model": known.version if known else None,
+        "excluded_networks": known.card["data"]["excluded_networks"] if known else [],
+        "networks": NETWORKS,
+        "problems_left_out": len(problems()) - len(layers),
+        "copy_bytes_per_s": {mode: runs[mode]["copy_bytes_per_s"] for mode in MODES},
+        "summary": summary(layers),
+        "layers": sorted(layers, key=lambda layer: str(layer["problem"])),
+    }
+
+
+def exclusions() -> str:
+    """Options of ``confpred train`` that keep the benchmark's networks out of a model."""
+    suites = [json.loads((DATASETS / "suites" / f"{d}.json").read_text()) for d in DIRECTIONS]
+    known = {name for suite in suites for p in suite["problems"] for name in p["networks"]}
+    return " ".join(f"--exclude-network {name}" for name in NETWORKS if name in known)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--model", type=Path, help="a model folder, in place of the package's")
+    parser.add_argument("--minutes", type=float, default=6.0, help="stop after about this long")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--render", action="store_true", help="measure nothing")
+    parser.add_argument("--exclusions", action="store_true", help="options for a hold-out model")
+    parser.add_argument("--mode", choices=MODES, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.exclusions:
+        print(exclusions())
+        return
+    if arguments.mode:
+        job = json.load(sys.stdin)
+        print(json.dumps(run_mode(arguments.mode, job["rows"], job["seconds"])))
+        return
+    if arguments.render:
+        result = json.loads((arguments.out / f"{NAME}.json").read_text())
+    else:
+        result = measure(arguments.model, arguments.minutes)
+        print(f"written: {write(NAME, result, arguments.out)}")
+    show(result)
+    try:
+        plot(result, arguments.out / f"{NAME}.png")
+    except ImportError:
+        print("no matplotlib here: --render draws the plot where there is")
+
+
+if __name__ == "__main__":
+    main()

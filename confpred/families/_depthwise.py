@@ -1,0 +1,121 @@
+"""What the depthwise families share: the limits of their kernels, axes, and the shape of a block.
+
+Layers of group width 1 with windows up to 11x11, stride and dilation 1 or 2 (in each axis), any
+padding, any of the dtypes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from confpred.device import Device
+from confpred.problem import Problem
+
+MAX_WINDOW = 11
+MAX_STEP = 2  # of stride and of dilation
+MAX_COUNT = 2**31 - 1  # of blocks, and of tiles, which the kernels count in 32 bits
+#: Elements of one image, within which the kernels address by 32-bit offsets; the rows of padding
+#: that they count past it stay in range.
+MAX_IMAGE = 2**30
+MAX_COLUMNS = 32  # input columns of a tile: the kernels keep their validity in one word
+MAX_THREADS = 256  # of a block: what the kernels are compiled for
+MAX_REGISTERS = 255
+
+Array = NDArray[np.int64]
+
+
+def handles(problem: Problem) -> bool:
+    """Whether `problem` is a depthwise layer that the kernels compute."""
+    return (
+        problem.group_width == 1
+        and max(problem.r, problem.s) <= MAX_WINDOW
+        and max(*problem.stride, *problem.dilation) <= MAX_STEP
+        and max(problem.c * problem.h * problem.w, problem.k * problem.p * problem.q) <= MAX_IMAGE
+    )
+
+
+def accessible(vec: Array, problem: Problem) -> NDArray[np.bool_]:
+    """Which vector widths are one access each to memory, and worth it: narrower than 4 bytes only
+    where odd counts of channels leave nothing else, or a large window no registers for two. The
+    output channels of a vector share either one input channel, or whole vectors of them."""
+    multiplier = problem.k // problem.c
+    odd = problem.k % 2 == 1 or (multiplier > 1 and multiplier % 2 == 1)
+    large = problem.r * problem.s > 64
+    fits: NDArray[np.bool_] = (
+        (vec * problem.itemsize <= 16)
+        & (problem.k % vec == 0)
+        & ((vec % multiplier == 0) | (multiplier % vec == 0))
+        & ((vec * problem.itemsize >= 4) | odd | large)
+    )
+    return fits
+
+
+@dataclass(frozen=True, slots=True)
+class Lanes:
+    """How threads cover channels; arrays over the rows of a config table.
+
+    Attributes:
+        c_tiles: blocks that share the channels.
+        lanes_c: neighbouring threads of a block that run along them, as evenly as possible.
+        tiles_at_once: tiles that a block has threads for beside that.
+        threads: of a block, whole warps.
+    """
+
+    c_tiles: Array
+    lanes_c: Array
+    tiles_at_once: Array
+    threads: Array
+
+    @classmethod
+    def of(cls, vectors: Array, lanes_c: Array, threads: Array, groups: Array | int = 1) -> Lanes:
+        """For `vectors` accesses to a pixel, at most `lanes_c` of them in a block of about
+        `threads`, each `groups` times."""
+        vectors = np.maximum(vectors, 1)  # of widths that are not legal, but still counted
+        c_tiles = -(-vectors // lanes_c)
+        lanes = -(-vectors // c_tiles)
+        tiles_at_once = (threads // (lanes * groups)).clip(1)
+        whole = -(-lanes * groups * tiles_at_once // 32) * 32
+        return cls(c_tiles, lanes, tiles_at_once, whole)
+
+
+def distinct_lanes(vectors: Array, lanes_c: Array) -> NDArray[np.bool_]:
+    """Which limits of lanes are not more than twice what `vectors` accesses to a pixel need, or the
+    least that there is."""
+    least = lanes_c.min(initial=MAX_THREADS)
+    result: NDArray[np.bool_] = (lanes_c < 2 * vectors) | (lanes_c == least)
+    return result
+
+
+def worth_loading_ahead(prefetch: Array, taps: int) -> NDArray[np.bool_]:
+    """Which distances hide latency that the arithmetic of a window of `taps` does not hide."""
+    result: NDArray[np.bool_] = (prefetch == 1) | (prefetch * taps <= 50)
+    return result
+
+
+def cut(size: int, bands: Array) -> tuple[Array, Array]:
+    """Rows of a band, and bands, when `size` rows are cut into about `bands`."""
+    rows = -(-size // bands)
+    return rows, -(-size // rows)
+
+
+def distinct_bands(size: int, bands: Array) -> NDArray[np.bool_]:
+    """Which counts of bands leave two rows each, as a band of one reads a window to make it, and
+    differ from half the count."""
+    rows = -(-size // bands)
+    result: NDArray[np.bool_] = (bands == 1) | (
+        (rows >= 2) & (rows < -(-size // (bands // 2).clip(1)))
+    )
+    return result
+
+
+def blocks_per_sm(device: Device, threads: Array, registers: Array, smem_bytes: Array) -> Array:
+    """Blocks that a multiprocessor holds at once."""
+    smem = smem_bytes + device.smem_reserved_per_block
+    held: Array = np.minimum(
+        np.minimum(device.smem_per_sm // smem, device.regs_per_sm // (threads * registers)),
+        np.minimum(device.warps_per_sm * 32 // threads, device.blocks_per_sm),
+    ).clip(1)
+    return held

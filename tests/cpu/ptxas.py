@@ -1,0 +1,24 @@
+"""What the assembler reports of a kernel."""
+
+from __future__ import annotations
+
+import io
+import re
+
+from cuda.core import Program, ProgramOptions
+
+from confpred.cuda.compiler import source_text
+from confpred.families import KernelSource
+
+
+def resources(source: KernelSource, arch: str) -> tuple[int, int]:
+    """Registers of a thread, and bytes of its stack, which is where spilled registers go."""
+    log = io.StringIO()
+    options = ProgramOptions(arch=arch, std="c++17", ptxas_options=["-v"])
+    Program(source_text(source), "c++", options).compile("cubin", logs=log)
+    found = [
+        re.search(pattern, log.getvalue())
+        for pattern in (r"Used (\d+) registers", r"(\d+) bytes stack frame")
+    ]
+    registers, stack = (int(match[1]) for match in found if match)
+    return registers, stack
