@@ -17,7 +17,7 @@ from multiprocessing import get_context
 
 import numpy as np
 from layers import H100, representative
-from resources import ARCHS, Resources, resources_of
+from ptxas import ARCHS, resources
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
 from rich.table import Table
@@ -29,12 +29,13 @@ SHOWN = 5  # failures
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Of one kernel and target; `resources` or the compiler's `error`."""
+    """Of one kernel and target: registers and stack of a thread, or the compiler's `error`."""
 
     family: str
     source: KernelSource
     arch: str
-    resources: Resources | None
+    registers: int = 0
+    stack_bytes: int = 0
     error: str = ""
 
 
@@ -51,9 +52,9 @@ def kernels_of(family: Family) -> tuple[list[KernelSource], int]:
 
 def compile_one(family: str, source: KernelSource, arch: str) -> Result:
     try:
-        return Result(family, source, arch, resources_of(source, arch))
+        return Result(family, source, arch, *resources(source, arch))
     except Exception as error:  # whatever the compiler raises is a result here
-        return Result(family, source, arch, None, str(error))
+        return Result(family, source, arch, error=str(error))
 
 
 def results(work: list[tuple[str, KernelSource, str]], processes: int) -> Iterator[Result]:
@@ -68,16 +69,17 @@ def results(work: list[tuple[str, KernelSource, str]], processes: int) -> Iterat
 
 
 def report(found: list[Result], console: Console) -> int:
-    """Print what became of the kernels; returns how many do not compile."""
-    table = Table("family", "target", "kernels", "most registers", "spilling", "most spilled bytes")
+    """Print what became of the kernels, with the stacks that spilled registers go to; returns how
+    many do not compile."""
+    table = Table("family", "target", "kernels", "most registers", "with a stack", "most bytes")
     for family, arch in dict.fromkeys((r.family, r.arch) for r in found):
-        of = [r.resources for r in found if (r.family, r.arch) == (family, arch) and r.resources]
-        spilled = [r.spilled_bytes for r in of if r.spilled_bytes]
-        registers = max((r.registers for r in of), default=0)
-        cells = (len(of), registers, len(spilled), max(spilled, default=0))
+        good = [r for r in found if (r.family, r.arch) == (family, arch) and not r.error]
+        stacks = [r.stack_bytes for r in good if r.stack_bytes]
+        registers = max((r.registers for r in good), default=0)
+        cells = (len(good), registers, len(stacks), max(stacks, default=0))
         table.add_row(family, arch, *map(str, cells))
     console.print(table)
-    failed = [r for r in found if r.resources is None]
+    failed = [r for r in found if r.error]
     for result in failed[:SHOWN]:
         console.print(f"{result.source} for {result.arch}:\n{result.error}", style="red")
     console.print(f"{len(found) - len(failed)} kernels compiled, {len(failed)} did not")

@@ -22,6 +22,8 @@ WINDOWS = (
 )
 #: Stride and dilation.
 STEPS = ((1, 1), (2, 1), (1, 2), (2, 2))
+#: Batch, channels, and height and width, between them reason enough for each tile.
+SIZES = ((32, 128, 112), (1, 576, 14), (128, 1024, 7), (5, 99, 45))
 _MOST_FLOPS = 2**27  # of a random layer: the float64 reference of a test takes tens of milliseconds
 
 
@@ -31,13 +33,13 @@ def served(family: Family) -> tuple[tuple[str, int], ...]:
     return tuple(
         (direction, width)
         for direction, width in product(DIRECTIONS, WIDTHS)
-        if family.legal(_layer(direction, width, (3, 3), (1, 1), "float16"), H100).any()
+        if family.legal(_layer(SIZES[0], direction, width, (3, 3), (1, 1), "float16"), H100).any()
     )
 
 
 def representative(family: Family) -> list[Problem]:
-    """Layers of `family` that meet every pair of a group width, window, stride and dilation, dtype
-    and epilogue that it has kernels for."""
+    """Layers of `family`, in each of ``SIZES``, that meet every pair of a group width, window,
+    stride and dilation, dtype and epilogue that it has kernels for."""
     steps, dtypes, flags = cycle(STEPS), cycle(DTYPES), cycle((True, False, True, True, False))
     activations = cycle((*ACTIVATIONS, "none"))
     found = []
@@ -46,14 +48,20 @@ def representative(family: Family) -> list[Problem]:
         epilogue = (next(flags), next(activations), next(flags))
         step, dtype = next(steps), next(dtypes)
         for other in (dtype, *DTYPES):  # the next one where the family lacks this one
-            problem = _layer(direction, width, window, step, other, epilogue)
-            if family.legal(problem, H100).any():
-                found.append(problem)
+            layers = [
+                _layer(size, direction, width, window, step, other, epilogue)
+                for size in SIZES
+                if size[1] % width == 0
+            ]
+            legal = [layer for layer in layers if family.legal(layer, H100).any()]
+            if legal:
+                found += legal
                 break
     return found
 
 
 def _layer(
+    size: tuple[int, int, int],
     direction: str,
     width: int,
     window: tuple[int, int],
@@ -61,17 +69,16 @@ def _layer(
     dtype: str,
     epilogue: tuple[bool, str, bool] = (False, "none", False),
 ) -> Problem:
-    bias, activation, residual = epilogue
-    dilation = step[1]
+    (n, c, side), (bias, activation, residual), dilation = size, epilogue, step[1]
     return Problem(
-        *(32, 128, 112, 112, 128, *window),
+        *(n, c, side, side, c, *window),
         stride=step[0],
-        padding=tuple(dilation * (size // 2) for size in window),
+        padding=tuple(dilation * (taps // 2) for taps in window),
         dilation=dilation,
-        groups=128 // width,
+        groups=c // width,
         dtype=dtype,
         direction=direction,
-        **_epilogue(direction, bias, activation, residual, deterministic=bias),
+        **_epilogue(direction, bias, activation, residual, deterministic=residual),
     )
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from layers import H100, first_kernel, representative
-from resources import ARCHS, resources_of
+from ptxas import ARCHS, resources
 
 from confpred.cuda.cache import KernelCache
 from confpred.cuda.compiler import compile_kernel
@@ -36,9 +36,9 @@ def sample(family: Family, seed: int) -> list[KernelSource]:
 def test_samples_compile_and_hardly_spill(family: Family, arch: str) -> None:
     """Legality trusts an estimate of registers; a kernel that spills much shows a wrong one."""
     for source in sample(family, seed=ARCHS.index(arch)):
-        resources = resources_of(source, arch)
-        assert 16 <= resources.registers <= 255
-        assert resources.spilled_bytes <= 256, source
+        registers, stack_bytes = resources(source, arch)
+        assert 16 <= registers <= 255
+        assert stack_bytes <= 256, source
 
 
 @pytest.mark.parametrize("arch", ARCHS)

@@ -7,8 +7,11 @@ import re
 
 from cuda.core import Program, ProgramOptions
 
-from confpred.cuda.compiler import source_text
+from confpred.cuda.compiler import source_text, supported_archs
 from confpred.families import KernelSource
+
+#: The oldest target that we support, the one that was measured, and the newest that NVRTC knows.
+ARCHS = ("sm_80", "sm_90a", supported_archs()[-1])
 
 
 def resources(source: KernelSource, arch: str) -> tuple[int, int]:
