@@ -93,7 +93,7 @@ def choices(predictor: Predictor, device: Device, deadline: float) -> list[dict[
     order = list(of_networks)
     random.Random(0).shuffle(order)
     model = predictor.models.get(device.key)
-    measured = model.measured if model else {}
+    measured = {Problem.parse(words) for words in model.measured} if model else set()
     layers = {problem.layer() for problem in measured}
     rows, sources = [], {}
     for problem in order:

@@ -65,7 +65,7 @@ def unseen(model: Model) -> list[Problem]:
     found = [
         problem
         for problem in drawn
-        if len(candidates(model, problem)) in CANDIDATES and problem not in model.measured
+        if len(candidates(model, problem)) in CANDIDATES and str(problem) not in model.measured
     ]
     if len(found) < PROBLEMS:
         sys.exit(f"only {len(found)} of {DRAWN} problems have {CANDIDATES} candidates")

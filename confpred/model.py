@@ -33,7 +33,6 @@ from confpred.families.base import Family
 from confpred.files import read_json
 from confpred.operation import Operation
 from confpred.ranking import FamilyModel
-from confpred.record import Record
 from confpred.source import source_digest
 from confpred.trees import Trees
 
@@ -69,7 +68,8 @@ class Model:
         operation: what its families compute.
         families: what was learned of each kernel family, by name.
         pytorch: regressor of log(time / roofline time) of PyTorch's own operator, or None.
-        measured: the best measured config of each problem in the training data.
+        measured: the best measured config of each problem in the training data, by the problem's
+            words (``str(problem)``), as most of them are never asked for.
         regret_bound: 95 % quantile of the regret on networks held out of training.
         stale: in words, what has changed since the model was trained.
         card: the content of ``card.json``.
@@ -80,7 +80,7 @@ class Model:
     operation: Operation
     families: Mapping[str, FamilyModel]
     pytorch: Trees | None
-    measured: Mapping[Record, Best]
+    measured: Mapping[str, Best]
     regret_bound: float
     stale: tuple[str, ...]
     card: Mapping[str, Any]
@@ -182,7 +182,7 @@ def _load(folder: Path, card: Mapping[str, Any]) -> Model:
         operation=operation,
         families=families,
         pytorch=pytorch,
-        measured=_measured(folder / MEASURED, files[MEASURED], operation),
+        measured=_measured(folder / MEASURED, files[MEASURED]),
         regret_bound=_number("regret_bound", card["regret_bound"], least=1.0),
         stale=tuple(stale),
         card=card,
@@ -216,14 +216,14 @@ def _stale(file: str, trained: list[str]) -> list[str]:
     return [f"{file} is {current}; the measurements are of {' and '.join(trained)}"]
 
 
-def _measured(path: Path, content: bytes, operation: Operation) -> dict[Record, Best]:
+def _measured(path: Path, content: bytes) -> dict[str, Best]:
     best = {}
     for entry in _parse(path, content):
         family, row = entry["family"], entry["row"]
         if family is not None:
             row = _row(path, row, all_families()[family])
         time_ms = _number("time_ms", entry["time_ms"], least=0.0)
-        best[operation.problem.from_json(entry["problem"])] = Best(family, row, time_ms)
+        best[str(entry["problem"])] = Best(family, row, time_ms)
     return best
 
 

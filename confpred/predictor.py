@@ -125,7 +125,7 @@ class Predictor:
     def _settled(self, problem: Record, device: Device, model: Model | None) -> Iterator[_Option]:
         """What needs no prediction: the user's pin, and the best measured config."""
         pin = self._plan.get((problem, device))
-        best = model.measured.get(problem) if model else None
+        best = model.measured.get(str(problem)) if model else None
         if pin is not None:
             yield _Option("plan", pin.family, pin.row, _expected_s(problem, device, model, pin))
         if best is not None and (pin is None or (pin.family, pin.row) != (best.family, best.row)):

@@ -138,7 +138,7 @@ def _best(dataset: Dataset) -> list[dict[str, Any]]:
         if theirs is not None and theirs < best[t.problem][0]:
             best[t.problem] = (theirs, None, None)
     return [
-        {"problem": problem.to_json(), "family": family, "row": row, "time_ms": time_ms}
+        {"problem": str(problem), "family": family, "row": row, "time_ms": time_ms}
         for problem, (time_ms, family, row) in best.items()
     ]
 

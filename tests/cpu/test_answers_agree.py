@@ -50,7 +50,7 @@ def layers(repository: Path, predictor: Predictor) -> list[str]:
     texts = [str(entry.problem) for entry in entries]
     unseen = [text.replace("n=", "n=7", 1) for text in texts[:20]]
     strided = [text + " stride=3" for text in texts[:3]]
-    ours = [str(problem) for problem in list(predictor.models["h100"].measured)[::50]]
+    ours = list(predictor.models["h100"].measured)[::50]
     return [*texts, *unseen, *strided, *ours]
 
 

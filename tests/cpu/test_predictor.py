@@ -41,7 +41,7 @@ def predictor(model_folder: Path) -> Predictor:
 
 @pytest.fixture(scope="module")
 def measured(predictor: Predictor) -> list[Problem]:
-    return list(predictor.models["h100"].measured)
+    return [Problem.parse(words) for words in predictor.models["h100"].measured]
 
 
 def neighbours(count: int) -> list[Problem]:
@@ -51,7 +51,7 @@ def neighbours(count: int) -> list[Problem]:
 
 def test_a_measured_problem_gets_its_best_config(predictor, measured):
     for problem in measured:
-        best = predictor.models["h100"].measured[problem]
+        best = predictor.models["h100"].measured[str(problem)]
         choice = predictor.choose(problem, "h100")
         assert choice.source == "measured"
         assert (choice.family, choice.config_id) == (best.family, best.row)

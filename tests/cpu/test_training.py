@@ -15,6 +15,7 @@ from synthetic import SMALL
 from confpred.errors import DataError, InvalidInput, StorageError
 from confpred.families import all_families
 from confpred.model import load_model
+from confpred.problem import Problem
 from confpred.training.data import read_dataset
 from confpred.training.train import train
 
@@ -60,7 +61,7 @@ def test_excluded_layers_are_in_no_part_of_the_model(measurements, model_folder)
     dataset = read_dataset([measurements])
     hidden = {t.problem.layer() for t in dataset.timings if "net0" in t.networks}
     assert hidden
-    assert not hidden & {problem.layer() for problem in model.measured}
+    assert not hidden & {Problem.parse(words).layer() for words in model.measured}
 
 
 def test_measured_configs_are_the_fastest(measurements, model_folder):
@@ -68,7 +69,8 @@ def test_measured_configs_are_the_fastest(measurements, model_folder):
     dataset = read_dataset([measurements])
     by_problem = {t.problem: t for t in dataset.timings}
     assert {best.family for best in model.measured.values()} == {None, "grouped_fprop"}
-    for problem, best in model.measured.items():
+    for words, best in model.measured.items():
+        problem = Problem.parse(words)
         ours, theirs = by_problem[problem].time_ms.min(), dataset.pytorch_ms[problem]
         assert best.time_ms == min(ours, theirs)
         if best.family is not None:
@@ -79,7 +81,8 @@ def test_measured_configs_are_the_fastest(measurements, model_folder):
 def test_problems_with_few_configs_measured_do_not_count_as_measured(tmp_path):
     data = synthetic.write(tmp_path / "few.parquet", networks=3, configs=10)
     train(read_dataset([data]), tmp_path / "model", hyper=SMALL)
-    for problem in load_model(tmp_path / "model").measured:
+    for words in load_model(tmp_path / "model").measured:
+        problem = Problem.parse(words)
         assert all_families()["grouped_fprop"].legal(problem, synthetic.DEVICE).sum() <= 10
 
 
