@@ -18,7 +18,7 @@ PREFIX_TREES = 40
 FINALISTS = 32
 #: How many times as fast as PyTorch's operator ours has to be predicted to be preferred: PyTorch's
 #: time is learned from one row a layer and known less well, and a user must not lose by asking.
-PYTORCH_MARGIN = 1.1
+PYTORCH_MARGIN = 1.2
 
 
 @dataclass(frozen=True, slots=True)

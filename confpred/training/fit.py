@@ -41,8 +41,8 @@ class Hyperparameters:
             a problem to learn from.
     """
 
-    trees: int = 300
-    num_leaves: int = 95
+    trees: int = 200
+    num_leaves: int = 63
     learning_rate: float = 0.08
     min_data_in_leaf: int = 200
     feature_fraction: float = 0.5

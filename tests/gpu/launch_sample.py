@@ -67,7 +67,7 @@ def main() -> None:
     """Launch configs of the family that the command line names."""
     family = all_families()[sys.argv[1]]
     device = driver.device_of(0)
-    stream = int(driver.make_current(0).create_stream().handle)
+    stream = driver.make_current(0).create_stream()  # kept: it is destroyed with its object
     rng = random.Random(0)
     launched = 0
     for index in range(LAYERS):
@@ -77,7 +77,7 @@ def main() -> None:
             problem = replace(problem, deterministic=bool(index % 2))
         rows = np.flatnonzero(family.legal(problem, device)).tolist()
         for row in rng.sample(rows, min(CONFIGS, len(rows))):
-            launch(family, problem, row, stream)
+            launch(family, problem, row, int(stream.handle))
             launched += 1
     print(f"launched {launched}")
 
