@@ -38,20 +38,6 @@ def evaluation(result: dict[str, Any]) -> str:
     return markdown(heads, rows)
 
 
-def speed(result: dict[str, Any]) -> str:
-    """Kernel times beside cuDNN's and the memory floor's."""
-    heads = (
-        *("layer", "floor, ms", "cuDNN, heuristics, ms", "cuDNN, benchmark mode, ms"),
-        *("confpred, ms", "share of floor", "over cuDNN's better", "source"),
-    )
-    keys = ("floor_ms", "cudnn_heuristics_ms", "cudnn_benchmark_ms", "ours_ms")
-    rows = []
-    for layer in result["layers"]:
-        ratios = (f"{layer['floor_share']:.2f}", f"{layer['speedup']:.2f}x", layer["source"])
-        rows.append((f"`{layer['problem']}`", *(f"{layer[key]:.4f}" for key in keys), *ratios))
-    return markdown(heads, rows)
-
-
 def cudnn(result: dict[str, Any]) -> str:
     """Our choice against cuDNN's best, by kind of layer and direction."""
     heads = (
@@ -131,7 +117,6 @@ def sampling(result: dict[str, Any]) -> str:
 #: Table -> result file and what makes the table of it.
 TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "evaluation": ("evaluation.json", evaluation),
-    "speed": ("grouped_fprop_vs_cudnn.json", speed),
     "cudnn": ("conv_vs_cudnn.json", cudnn),
     "in-situ": ("in_situ.json", in_situ),
     "latency": ("predict_latency.json", latency),
