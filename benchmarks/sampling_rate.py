@@ -23,7 +23,7 @@ from provenance import RESULTS, provenance, write
 from confpred.suite import read_suite, write_suite
 from confpred.table import read
 
-SUITE = Path(__file__).parents[1] / "datasets" / "suites" / "grouped_fprop.json"
+SUITE = Path(__file__).parents[1] / "datasets" / "suites" / "fprop.json"
 PROBLEMS, CONFIGS = 24, 250
 _COMMAND = "from confpred.cli import main; main()"
 
