@@ -97,6 +97,8 @@ def predict_network(model: Path) -> Problem:
     regrets = []
     for problem, times in measured.items():
         choice = best_measured(predictor, problem, times)
+        if choice is None:
+            continue
         ours, fastest = times[choice.family, choice.config_id], min(times.values())
         regrets.append(ours / fastest)
         if len(regrets) <= SHOWN:
@@ -125,10 +127,10 @@ def measured_of(network: str) -> dict[Problem, Measured]:
     return found
 
 
-def best_measured(predictor: Predictor, problem: Problem, times: Measured) -> Choice:
-    """The choice; or the best-ranked config with a time to compare, where the choice has none."""
+def best_measured(predictor: Predictor, problem: Problem, times: Measured) -> Choice | None:
+    """The best-ranked config with a time to compare; None where no such config was measured."""
     ranked = predictor.rank(problem, DEVICE, top=MAX_TOP)
-    return next(choice for choice in ranked if (choice.family, choice.config_id) in times)
+    return next((c for c in ranked if (c.family, c.config_id) in times), None)
 
 
 @contextmanager
