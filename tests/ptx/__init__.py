@@ -8,8 +8,8 @@ each for all threads at once as NumPy arrays, and what a GPU's tools check is ch
   (compute-sanitizer's memcheck and initcheck);
 - no two threads touch the same element of shared memory between two barriers where one of them
   writes it, and nothing is read while an asynchronous copy to it is under way (racecheck);
-- no element of an output is stored by two threads; barriers are met by all threads of a block, and
-  warp-wide instructions by all lanes of a warp.
+- no element of an output is stored by two threads; the threads of a block meet at one barrier, and
+  all lanes of a warp at a warp-wide instruction.
 
 Shared memory that was never written, and a register that was never set, read as NaN. Asynchronous
 copies arrive as late as they may: in the wait that asks for them. What this cannot show is how fast

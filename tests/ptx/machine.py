@@ -113,8 +113,6 @@ class Machine:
             position = min(self._waiting)
             lanes = np.sort(np.concatenate(self._waiting.pop(position)))
             self._go_on(position, lanes)
-        if self._at_barrier.any():
-            raise PtxError("some threads wait at a barrier that others never reach")
 
     def _go_on(self, position: int, lanes: Lanes) -> None:
         """From `position`, until the group meets others, parts or ends."""
@@ -177,6 +175,9 @@ class Machine:
         self.shared.block_barriers[np.unique(freed // self._threads)] += 1
         exits = self._barrier_exit[freed]
         for position in np.unique(exits).tolist():
+            block = freed[exits == position] // self._threads
+            if np.isin(block, freed[exits != position] // self._threads).any():
+                raise PtxError("threads of a block meet at different barriers")
             self._wait(position, freed[exits == position])
 
     def whole_warps(self, lanes: Lanes) -> None:

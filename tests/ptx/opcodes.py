@@ -368,8 +368,12 @@ def _same_address(modifiers: list[str], operands: list[str]) -> Step:
 # Memory.
 
 
+_SPACES = ("global", "shared", "local", "param")
+
+
 def _load(modifiers: list[str], operands: list[str]) -> Step:
-    space, *_, kind = modifiers
+    kind = modifiers[-1]
+    space = modifiers[0] if modifiers[0] in _SPACES else "global"  # what generic addresses are here
     registers = elements(operands[0])
 
     def step(machine: Machine, lanes: Lanes) -> None:
@@ -409,7 +413,8 @@ def _shared_address(machine: Machine, operand: str, lanes: Lanes) -> Any:
 
 
 def _store(modifiers: list[str], operands: list[str]) -> Step:
-    space, *_, kind = modifiers
+    kind = modifiers[-1]
+    space = modifiers[0] if modifiers[0] in _SPACES else "global"
     size = SIZES[kind]
 
     def step(machine: Machine, lanes: Lanes) -> None:
@@ -615,6 +620,7 @@ def _shuffle(modifiers: list[str], operands: list[str]) -> Step:
             np.broadcast_to(machine.read(o, "u32", lanes), len(lanes)).astype(np.int64)
             for o in operands[2:4]
         )
+        amount &= 31
         own, segment = lanes % WARP, clamp >> 8 & 31
         least, most = own & segment, (own & segment) | (clamp & 31 & ~segment)
         source = {
