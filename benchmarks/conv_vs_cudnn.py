@@ -1,6 +1,6 @@
 """Our choice for real networks' layers against cuDNN's best, in all three directions.
 
-    python benchmarks/conv_vs_cudnn.py [--model FOLDER] [--minutes 6] [--out FOLDER]
+    python benchmarks/conv_vs_cudnn.py [--model FOLDER] [--minutes 6] [--out FOLDER] [--resume]
     python benchmarks/conv_vs_cudnn.py --render         # table and plot of the recorded result
 
 The layers are the distinct grouped and depthwise ones of `NETWORKS` that our kernels are meant for,
@@ -8,7 +8,8 @@ in float16 at each batch of `BATCHES`. cuDNN is timed with its heuristics and wi
 benchmark mode, each in a process of its own because PyTorch keeps the first plan that it made for a
 shape; in each process ours is timed in the same rounds, twice, which shows the noise. Where the
 choice is PyTorch's own operator, ours is cuDNN's best by definition. The floor is the layer's
-roofline, with the bandwidth of a large copy measured in the same process.
+roofline, with the bandwidth of a large copy measured in the same process. A run that ended before
+all problems were timed goes on with ``--resume``: each problem's figures are still of one run.
 
 How good is the choice for a network that nobody has measured? For that, train without these:
 
@@ -32,7 +33,7 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -86,12 +87,15 @@ def problems() -> dict[Problem, list[str]]:
     return found
 
 
-def choices(predictor: Predictor, device: Device, deadline: float) -> list[dict[str, Any]]:
-    """The choice for each problem, its kernels compiled; in random order, so that a run cut short
-    leaves a fair sample."""
+def choices(
+    predictor: Predictor, device: Device, timed: Collection[str], deadline: float
+) -> list[dict[str, Any]]:
+    """The choice for each problem but those in `timed`, its kernels compiled; in random order, so
+    that a run cut short leaves a fair sample."""
     of_networks = problems()
     order = list(of_networks)
     random.Random(0).shuffle(order)
+    order = [problem for problem in order if str(problem) not in timed]
     model = predictor.models.get(device.key)
     measured = {Problem.parse(words) for words in model.measured} if model else set()
     layers = {problem.layer() for problem in measured}
@@ -223,7 +227,6 @@ def run_mode(mode: str, rows: list[dict[str, Any]], seconds: float) -> dict[str,
         torch.cuda.empty_cache()  # the next problem's tensors have other sizes
     return {
         "copy_bytes_per_s": bandwidth,
-        "cudnn": torch.backends.cudnn.version(),
         "times": times,
     }
 
@@ -334,14 +337,37 @@ def plot(result: Mapping[str, Any], path: Path) -> None:
     figure.savefig(path, dpi=130)
 
 
-def measure(model: Path | None, minutes: float) -> dict[str, Any]:
-    """The whole benchmark, in about `minutes`."""
+def earlier_layers(earlier: Mapping[str, Any], facts: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The layers of an `earlier` result, if `facts` say that it is of the same code and machine.
+
+    Raises:
+        SystemExit: it is not.
+    """
+    for name in ("commit", "device", "driver", "nvrtc", "cudnn", "versions", "model"):
+        if earlier[name] != facts[name]:
+            raise SystemExit(
+                f"--resume: the result is of {name} {earlier[name]}, not {facts[name]}"
+            )
+    layers: list[dict[str, Any]] = earlier["layers"]
+    return layers
+
+
+def measure(model: Path | None, minutes: float, earlier: Mapping[str, Any] | None) -> Any:
+    """The whole benchmark, or what `earlier` lacks of it, in about `minutes`."""
+    import torch
+
     from confpred.cuda import driver
     from confpred.predictor import Predictor
 
     deadline = time.time() + 60 * minutes
     predictor, device = Predictor.load(model), driver.device_of(0)
-    rows = choices(predictor, device, deadline)
+    known = predictor.models.get(device.key)
+    facts = provenance("torch", gpu=True) | {
+        "cudnn": torch.backends.cudnn.version(),
+        "model": known.version if known else None,
+    }
+    before = earlier_layers(earlier, facts) if earlier else []
+    rows = choices(predictor, device, {layer["problem"] for layer in before}, deadline)
     runs: dict[str, Any] = {}
     for left, mode in zip((2, 1), MODES, strict=True):  # processes still to run, this one included
         job = {"rows": rows, "seconds": (deadline - time.time()) / left}
@@ -351,14 +377,11 @@ def measure(model: Path | None, minutes: float) -> dict[str, Any]:
         )
         runs[mode] = json.loads(done.stdout.splitlines()[-1])
         rows = rows[: len(runs[mode]["times"])]
-    layers = [
+    layers = before + [
         joined(row, {mode: runs[mode]["times"][index] for mode in MODES})
         for index, row in enumerate(rows)
     ]
-    known = predictor.models.get(device.key)
-    return provenance("torch", gpu=True) | {
-        "cudnn": runs[MODES[0]]["cudnn"],
-        "model": known.version if known else None,
+    return facts | {
         "excluded_networks": known.card["data"]["excluded_networks"] if known else [],
         "networks": NETWORKS,
         "problems_left_out": len(problems()) - len(layers),
@@ -380,6 +403,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, help="a model folder, in place of the package's")
     parser.add_argument("--minutes", type=float, default=6.0, help="stop after about this long")
     parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--resume", action="store_true", help="measure what the result lacks")
     parser.add_argument("--render", action="store_true", help="measure nothing")
     parser.add_argument("--exclusions", action="store_true", help="options for a hold-out model")
     parser.add_argument("--mode", choices=MODES, help=argparse.SUPPRESS)
@@ -391,10 +415,13 @@ def main() -> None:
         job = json.load(sys.stdin)
         print(json.dumps(run_mode(arguments.mode, job["rows"], job["seconds"])))
         return
+    recorded = None
+    if arguments.render or arguments.resume:
+        recorded = json.loads((arguments.out / f"{NAME}.json").read_text())
     if arguments.render:
-        result = json.loads((arguments.out / f"{NAME}.json").read_text())
+        result = recorded
     else:
-        result = measure(arguments.model, arguments.minutes)
+        result = measure(arguments.model, arguments.minutes, recorded)
         print(f"written: {write(NAME, result, arguments.out)}")
     show(result)
     try:

@@ -81,6 +81,13 @@ def test_the_summary_is_by_kind_and_direction(conv_vs_cudnn):
     assert (grouped["kind"], grouped["direction"], grouped["slower"]) == ("grouped", "wgrad", 1)
 
 
+def test_a_run_goes_on_only_with_its_like(conv_vs_cudnn, repository):
+    recorded = json.loads((repository / "benchmarks/results/conv_vs_cudnn.json").read_text())
+    assert conv_vs_cudnn.earlier_layers(recorded, recorded) == recorded["layers"]
+    with pytest.raises(SystemExit, match="is of driver"):
+        conv_vs_cudnn.earlier_layers(recorded, recorded | {"driver": "1.0"})
+
+
 def test_the_layers_in_situ_are_the_networks_own(repository, in_situ):
     networks = json.loads((repository / "datasets" / "networks.json").read_text())["networks"]
     for name, text in in_situ.LAYERS:
