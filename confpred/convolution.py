@@ -83,11 +83,7 @@ class Convolution:
             "bias_grad": (("out_grad",), p.k, _SLICES),
         }[output]
         return Step(
-            KernelSource(
-                "reference.cu",
-                f"reference_{output}",
-                (("DTYPE", f"DTYPE_{p.dtype.upper()}"),),
-            ),
+            KernelSource("reference.cu", f"reference_{output}", (dtype_macro(p),)),
             grid=(-(-elements // _THREADS), slices, 1),
             block=(_THREADS, 1, 1),
             smem_bytes=0,
@@ -127,6 +123,11 @@ class Convolution:
                 *(t["out_grad"], x, weight, [p.k] if p.bias else None),
                 *(p.stride, p.padding, p.dilation, False, (0, 0), p.groups, mask),
             )
+
+
+def dtype_macro(problem: Problem) -> tuple[str, str]:
+    """``DTYPE``, as ``kernels/common.cuh`` knows it."""
+    return "DTYPE", f"DTYPE_{problem.dtype.upper()}"
 
 
 CONVOLUTION = Convolution()

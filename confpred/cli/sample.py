@@ -11,14 +11,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+import numpy as np
 
 from confpred.errors import InvalidInput, MissingExtra
+from confpred.families import families_of
 from confpred.suite import Suite, join, read_suite
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
-    import numpy as np
     from numpy.typing import NDArray
 
     from confpred.measurement import Run
@@ -41,9 +42,16 @@ _PATH = click.Path(path_type=Path)
 @click.option("--devices", default="all", show_default=True, help="CUDA devices, such as 0,1.")
 @click.option("--budget", help="Begin no problem after this long, such as 90s, 8m or 1.5h.")
 @click.option(
+    "--family",
+    "families",
+    multiple=True,
+    metavar="NAME",
+    help="Measure configs of this kernel family only; may be repeated.  [default: all]",
+)
+@click.option(
     "--configs",
     type=click.IntRange(min=1),
-    help="Measure a random choice of this many configs a problem.  [default: all]",
+    help="Measure a random choice of this many configs a problem and family.  [default: all]",
 )
 @click.option(
     "--model",
@@ -75,6 +83,7 @@ def command(
     out: Path,
     devices: str,
     budget: str | None,
+    families: tuple[str, ...],
     configs: int | None,
     model_folder: Path | None,
     seed: int,
@@ -90,6 +99,7 @@ def command(
     budget_s = None if budget is None else parse_duration("budget", budget)
     silence_s = parse_duration("timeout", timeout)
     suite = join([read_suite(file) for file in suite_files])
+    offered = offered_configs(suite, families, model_folder)
     if pytorch and find_spec("torch") is None:
         raise MissingExtra("torch (or --no-pytorch)", "gpu")
     try:
@@ -103,7 +113,7 @@ def command(
     settings = Settings(
         seed=seed,
         configs=configs,
-        offered=None if model_folder is None else offered_by(model_folder),
+        offered=offered,
         pytorch=pytorch,
         processes=jobs or len(os.sched_getaffinity(0)),
         budget_s=budget_s,
@@ -112,16 +122,35 @@ def command(
     sys.exit(sample_and_report(suite, out, find_gpus(devices), settings))
 
 
-def offered_by(model_folder: Path) -> dict[str, NDArray[np.bool_]]:
-    """The portfolios of a model, by family.
+def offered_configs(
+    suite: Suite, families: Sequence[str], model_folder: Path | None
+) -> dict[str, NDArray[np.bool_]]:
+    """Masks of the configs to measure, by family.
+
+    Args:
+        suite: the problems, whose operation's families can be measured.
+        families: the only ones to measure; empty for all.
+        model_folder: a model, whose portfolios are all that is measured; None for whole tables.
 
     Raises:
-        ModelError: the folder is missing, damaged or foreign.
+        InvalidInput: there is no such family, or the model has none of its configs.
+        ModelError: the model's folder is missing, damaged or foreign.
     """
     from confpred.model import load_model
 
-    families = load_model(model_folder).families
-    return {name: family.portfolio for name, family in families.items()}
+    known = families_of(suite.entries[0].problem)
+    _check_families(families, known)
+    masks = {name: np.ones(len(family.configs), np.bool_) for name, family in known.items()}
+    if model_folder is not None:
+        masks = {n: model.portfolio for n, model in load_model(model_folder).families.items()}
+        _check_families(families, masks)
+    return {name: masks[name] for name in families or masks}
+
+
+def _check_families(named: Sequence[str], known: Mapping[str, object]) -> None:
+    for name in named:
+        if name not in known:
+            raise InvalidInput("family", name, " or ".join(known))
 
 
 def sample_and_report(suite: Suite, out: Path, runs: Mapping[int, Run], settings: Settings) -> int:

@@ -11,20 +11,16 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from confpred.device import Device
+from confpred.families._common import Array
 from confpred.problem import Problem
 
 MAX_WINDOW = 11
 MAX_STEP = 2  # of stride and of dilation
-MAX_COUNT = 2**31 - 1  # of blocks, and of tiles, which the kernels count in 32 bits
 #: Elements of one image, within which the kernels address by 32-bit offsets; the rows of padding
 #: that they count past it stay in range.
 MAX_IMAGE = 2**30
 MAX_COLUMNS = 32  # input columns of a tile: the kernels keep their validity in one word
 MAX_THREADS = 256  # of a block: what the kernels are compiled for
-MAX_REGISTERS = 255
-
-Array = NDArray[np.int64]
 
 
 def handles(problem: Problem) -> bool:
@@ -35,6 +31,12 @@ def handles(problem: Problem) -> bool:
         and max(*problem.stride, *problem.dilation) <= MAX_STEP
         and max(problem.c * problem.h * problem.w, problem.k * problem.p * problem.q) <= MAX_IMAGE
     )
+
+
+def dilation(problem: Problem) -> tuple[int, int]:
+    """The layer's, or 1 where there is nothing to dilate, which makes for fewer kernels."""
+    vertical, horizontal = problem.dilation
+    return vertical if problem.r > 1 else 1, horizontal if problem.s > 1 else 1
 
 
 def accessible(vec: Array, problem: Problem) -> NDArray[np.bool_]:
@@ -80,6 +82,15 @@ class Lanes:
         whole = -(-lanes * groups * tiles_at_once // 32) * 32
         return cls(c_tiles, lanes, tiles_at_once, whole)
 
+    def features(self) -> dict[str, Array]:
+        """By name."""
+        return {
+            "lanes": self.lanes_c,
+            "c_tiles": self.c_tiles,
+            "tiles_at_once": self.tiles_at_once,
+            "block_threads": self.threads,
+        }
+
 
 def distinct_lanes(vectors: Array, lanes_c: Array) -> NDArray[np.bool_]:
     """Which limits of lanes are not more than twice what `vectors` accesses to a pixel need, or the
@@ -93,29 +104,3 @@ def worth_loading_ahead(prefetch: Array, taps: int) -> NDArray[np.bool_]:
     """Which distances hide latency that the arithmetic of a window of `taps` does not hide."""
     result: NDArray[np.bool_] = (prefetch == 1) | (prefetch * taps <= 50)
     return result
-
-
-def cut(size: int, bands: Array) -> tuple[Array, Array]:
-    """Rows of a band, and bands, when `size` rows are cut into about `bands`."""
-    rows = -(-size // bands)
-    return rows, -(-size // rows)
-
-
-def distinct_bands(size: int, bands: Array) -> NDArray[np.bool_]:
-    """Which counts of bands leave two rows each, as a band of one reads a window to make it, and
-    differ from half the count."""
-    rows = -(-size // bands)
-    result: NDArray[np.bool_] = (bands == 1) | (
-        (rows >= 2) & (rows < -(-size // (bands // 2).clip(1)))
-    )
-    return result
-
-
-def blocks_per_sm(device: Device, threads: Array, registers: Array, smem_bytes: Array) -> Array:
-    """Blocks that a multiprocessor holds at once."""
-    smem = smem_bytes + device.smem_reserved_per_block
-    held: Array = np.minimum(
-        np.minimum(device.smem_per_sm // smem, device.regs_per_sm // (threads * registers)),
-        np.minimum(device.warps_per_sm * 32 // threads, device.blocks_per_sm),
-    ).clip(1)
-    return held

@@ -10,16 +10,17 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from confpred.convolution import CONVOLUTION
+from confpred.convolution import CONVOLUTION, dtype_macro
 from confpred.device import Device
+from confpred.families import _common as common
 from confpred.families import _depthwise as depthwise
-from confpred.families._depthwise import Array, Lanes
+from confpred.families._common import Array, Occupancy
+from confpred.families._depthwise import Lanes
 from confpred.families.base import KernelSource, Launch, Rows, Step
-from confpred.problem import ACTIVATIONS, Problem
+from confpred.problem import Problem
 
-_FIELDS = (
-    *("vec", "tile_q", "filter_shared", "min_blocks", "prefetch", "lanes_c", "threads", "bands"),
-)
+_COMPILED = ("vec", "tile_q", "filter_shared", "min_blocks", "prefetch")
+_FIELDS = (*_COMPILED, "lanes_c", "threads", "bands")
 _OPERANDS = {
     "fprop": ("out", "in", "filter", "bias", "residual"),
     "dgrad": ("in_grad", "out_grad", "filter", "bias", "residual"),
@@ -37,12 +38,10 @@ def _config_table() -> NDArray[np.void]:
         (128, 256),
         (1, 2, 4, 8, 16),
     )
-    table = np.array(list(rows), dtype=[(name, np.int32) for name in _FIELDS])
-    table.setflags(write=False)
-    return table
+    return common.config_table(_FIELDS, rows)
 
 
-_COMMON = (
+_SHARED = (
     *("log_n", "log_k", "log_p", "log_q", "r", "s", "stride_h", "stride_w"),
     *("dilation_h", "dilation_w", "itemsize", "log_bytes", "log_intensity"),
     *_FIELDS,
@@ -53,8 +52,8 @@ _COMMON = (
     *("log_load_bytes", "log_estimate"),
 )
 _FEATURES = {
-    "fprop": (*_COMMON, "multiplier", "bias", "residual", "activation"),
-    "dgrad": _COMMON,
+    "fprop": (*_SHARED, "multiplier", "bias", "residual", "activation"),
+    "dgrad": _SHARED,
 }
 
 
@@ -84,10 +83,8 @@ def _axes(problem: Problem) -> tuple[_Axis, _Axis]:
     sizes = ((p.h, p.p, p.r), (p.w, p.q, p.s))
     axes = []
     for (size, result, window), stride, pad, dilation in zip(
-        sizes, p.stride, p.padding, p.dilation, strict=True
+        sizes, p.stride, p.padding, depthwise.dilation(p), strict=True
     ):
-        if window == 1:
-            dilation = 1  # nothing to dilate: fewer kernels
         if p.direction == "fprop":
             axes.append(_Axis(size, result, window, 1, stride, dilation, pad, 0))
         else:
@@ -141,9 +138,9 @@ class DepthwiseImage:
             # A tile twice as wide as the image does the work of a smaller one, slower.
             & ((self.configs["tile_q"] < 2 * width) | (self.configs["tile_q"] == 2))
             & depthwise.worth_loading_ahead(self.configs["prefetch"], taps)
-            & depthwise.distinct_bands(vertical.groups, self.configs["bands"])
+            & common.distinct_bands(vertical.groups, self.configs["bands"])
         )
-        t = {name: self.configs[name][rows].astype(np.int64) for name in _FIELDS}
+        t = common.config_columns(self.configs, rows)
         plan = self._plan(problem, rows)
         tiles = plan.blocks * plan.lanes.tiles_at_once
         legal[rows] = (
@@ -153,7 +150,7 @@ class DepthwiseImage:
             # and makes them spill where many are.
             & ((t["min_blocks"] == 1) | ((plan.registers > 100) & (plan.registers <= 132)))
             & (plan.smem_bytes <= device.smem_per_block)
-            & (np.maximum(plan.blocks, tiles) <= depthwise.MAX_COUNT)
+            & (np.maximum(plan.blocks, tiles) <= common.MAX_INT)
             & depthwise.distinct_lanes(problem.k // t["vec"], t["lanes_c"])
             # Registers hold small filters at no cost, shared memory large ones.
             & np.where(t["filter_shared"], taps * t["vec"] >= 24, taps * t["vec"] <= 100)
@@ -165,37 +162,9 @@ class DepthwiseImage:
 
     def features(self, problem: Problem, device: Device, rows: Rows) -> NDArray[np.float32]:
         derived = self._derived(problem, device, rows)
-        columns = {
-            "log_n": np.log2(problem.n),
-            "log_k": np.log2(problem.k),
-            "log_p": np.log2(problem.p),
-            "log_q": np.log2(problem.q),
-            "r": problem.r,
-            "s": problem.s,
-            "stride_h": problem.stride[0],
-            "stride_w": problem.stride[1],
-            "dilation_h": problem.dilation[0],
-            "dilation_w": problem.dilation[1],
-            "multiplier": problem.k // problem.c,
-            "itemsize": problem.itemsize,
-            "log_bytes": np.log2(problem.minimum_bytes),
-            "log_intensity": np.log2(problem.flops / problem.minimum_bytes),
-            "bias": problem.bias,
-            "residual": problem.residual,
-            "activation": ACTIVATIONS.index(problem.activation),
-            # Rows of pixels that do not begin at a cache line are read and written in pieces.
-            "pixel_alignment": np.gcd(problem.itemsize * problem.k, 128),
-            "log_estimate": np.log2(derived["estimate"] / device.roofline_s(problem)),
-            **{field: self.configs[field][rows] for field in _FIELDS},
-            **derived,
-        }
-        matrix = np.empty((len(rows), len(self.feature_names)), np.float32)
-        for index, feature in enumerate(self.feature_names):
-            matrix[:, index] = columns[feature]
-        return matrix
+        return common.feature_matrix(self, problem, device, rows, derived)
 
     def launch(self, problem: Problem, row: int) -> Launch:
-        t = self.configs[row]
         plan = self._plan(problem, np.array([row]))
         vertical, horizontal = _axes(problem)
         source = KernelSource(
@@ -211,16 +180,10 @@ class DepthwiseImage:
                 ("DILATION_H", vertical.dilation),
                 ("DILATION_W", horizontal.dilation),
                 ("FLIP", int(self._direction == "dgrad")),
-                ("DTYPE", f"DTYPE_{problem.dtype.upper()}"),
-                ("ACTIVATION", f"ACTIVATION_{problem.activation.upper()}"),
-                ("HAS_BIAS", int(problem.bias)),
-                ("HAS_RESIDUAL", int(problem.residual)),
+                dtype_macro(problem),
+                *common.epilogue_macros(problem),
                 ("REPEAT", int(plan.repeat[0])),
-                ("VEC", int(t["vec"])),
-                ("TILE_Q", int(t["tile_q"])),
-                ("FILTER_SHARED", int(t["filter_shared"])),
-                ("MIN_BLOCKS", int(t["min_blocks"])),
-                ("PREFETCH", int(t["prefetch"])),
+                *common.config_macros(self.configs[row], _COMPILED),
             ),
         )
         lanes = plan.lanes
@@ -242,7 +205,7 @@ class DepthwiseImage:
 
     def _plan(self, problem: Problem, rows: Rows) -> _Plan:
         """Mirrors the constants at the top of the kernel."""
-        t = {name: self.configs[name][rows].astype(np.int64) for name in _FIELDS}
+        t = common.config_columns(self.configs, rows)
         vertical, horizontal = _axes(problem)
         vec, tile_q = t["vec"], t["tile_q"]
         repeat = np.minimum(vec, problem.k // problem.c)
@@ -254,7 +217,7 @@ class DepthwiseImage:
         access = np.minimum(vec, 4)
         pitch = (taps * vec // access | 1) * access
         lanes = Lanes.of(-(-problem.k // vec), t["lanes_c"], t["threads"])
-        band_groups, bands = depthwise.cut(vertical.groups, t["bands"])
+        band_groups, bands = common.cut(vertical.groups, t["bands"])
         q_tiles = -(-(horizontal.size_out + horizontal.shift) // tile_q)
         outputs = vertical.up * tile_q * vec
         inputs = vertical.down * in_x * vec // repeat
@@ -302,43 +265,33 @@ class DepthwiseImage:
         load), and that of the instructions of the multiprocessor with the most blocks, of which it
         issues about 60 % of what it could.
         """
-        t = {name: self.configs[name][rows].astype(np.int64) for name in _FIELDS}
+        t = common.config_columns(self.configs, rows)
         vertical, horizontal = _axes(problem)
         plan = self._plan(problem, rows)
         lanes = plan.lanes
         registers = np.minimum(
-            plan.registers, np.where(t["min_blocks"] == 2, 128, depthwise.MAX_REGISTERS)
+            plan.registers, np.where(t["min_blocks"] == 2, 128, common.MAX_REGISTERS)
         )
-        per_sm = depthwise.blocks_per_sm(device, lanes.threads, registers, plan.smem_bytes)
-        waves = plan.blocks / (device.sm_count * per_sm)
-        wave_waste = np.ceil(waves) / waves
+        occupancy = Occupancy.of(device, plan.blocks, lanes.threads, registers, plan.smem_bytes)
         steps = plan.band_groups + plan.depth - 1
         load_bytes = vertical.down * plan.in_x * (t["vec"] // plan.repeat) * problem.itemsize
         threads = plan.blocks * lanes.threads
-        busy = np.minimum(waves, 1.0)  # a part-filled device draws on a part of its rates
-        in_flight = busy * per_sm * lanes.threads * load_bytes * t["prefetch"]
+        in_flight = occupancy.resident * lanes.threads * load_bytes * t["prefetch"]
         # Steps of padding only finish rows.
         computed = np.minimum(steps, -(-vertical.size_in // vertical.down))
         thread_work = computed * plan.work + (steps - computed) * 0.25 * plan.work + 300
-        fullest = np.ceil(plan.blocks / device.sm_count) * device.sm_count * lanes.threads
+        fullest = occupancy.sm_blocks * device.sm_count * lanes.threads
         seconds = np.maximum(
             problem.minimum_bytes
             / np.minimum(device.dram_bytes_per_s, device.sm_count * in_flight / 0.8e-6),
             fullest * thread_work / (0.6 * device.simt_flops / 2),
         )
         return {
-            "lanes": lanes.lanes_c,
-            "c_tiles": lanes.c_tiles,
-            "tiles_at_once": lanes.tiles_at_once,
-            "block_threads": lanes.threads,
+            **lanes.features(),
             "in_x": plan.in_x,
             "registers": plan.registers,
             "smem_bytes": plan.smem_bytes,
-            "blocks_per_sm": per_sm,
-            "warps_per_sm": busy * per_sm * lanes.threads / 32,
-            "log_blocks": np.log2(plan.blocks),
-            "waves": waves,
-            "wave_waste": wave_waste,
+            **occupancy.features(),
             "q_waste": plan.q_tiles * t["tile_q"] / horizontal.size_out,
             "band_groups": plan.band_groups,
             "bands_cut": plan.bands,
@@ -353,5 +306,5 @@ class DepthwiseImage:
             "work": plan.work / (vertical.up * t["tile_q"] * t["vec"]),
             "log_work": np.log2(threads * thread_work),
             "log_load_bytes": np.log2(threads * steps * load_bytes / problem.minimum_bytes),
-            "estimate": seconds + 2e-6 + np.ceil(waves) * (1.5e-6 + steps * 1.5e-7),
+            "estimate": seconds + 2e-6 + np.ceil(occupancy.waves) * (1.5e-6 + steps * 1.5e-7),
         }

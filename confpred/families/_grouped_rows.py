@@ -1,13 +1,9 @@
-"""What the families of ``kernels/grouped_rows.cu`` share: configs, legality, features, launch.
-
-A layer is served with as many filters as channels, group width 1 to 64 (below 8 in whole pieces of
-8 channels), any window up to 7x7, stride and dilation 1 or 2 along each axis, any padding, float16
-or bfloat16.
-"""
+"""What the families of ``kernels/grouped_rows.cu`` share: configs, legality, features, launch."""
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from math import gcd
@@ -15,17 +11,13 @@ from math import gcd
 import numpy as np
 from numpy.typing import NDArray
 
-from confpred.convolution import CONVOLUTION
+from confpred.convolution import CONVOLUTION, dtype_macro
 from confpred.device import Device
+from confpred.families import _common as common
+from confpred.families import _grouped as grouped
+from confpred.families._common import Array, Occupancy
 from confpred.families.base import KernelSource, Launch, Rows, Step
-from confpred.problem import ACTIVATIONS, Problem
-
-DTYPES = ("float16", "bfloat16")
-GROUP_WIDTHS = (1, 2, 4, 8, 16, 32, 64)
-MAX_WINDOW = 7
-MAX_STEP = 2  # the largest stride and dilation
-MAX_OFFSET = 2**31 - 1  # the kernel addresses within a block's images by 32-bit offsets
-MAX_REGISTERS = 255
+from confpred.problem import Problem
 
 #: (images, columns) of a block: tensor-core tiles of 16 pixels that real widths fill well.
 _PIXEL_ROWS = (
@@ -35,19 +27,11 @@ _PIXEL_ROWS = (
 )
 #: Into how many bands the output's rows are cut, one a block.
 _BANDS = (1, 2, 4, 8, 16, 32)
-FIELDS = (
-    "block_n",
-    "block_q",
-    "block_c",
-    "warps_c",
-    "warps_m",
-    "stages",
-    "filter_shared",
-    "bands",
-)
+_COMPILED = ("block_n", "block_q", "block_c", "warps_c", "warps_m", "stages", "filter_shared")
+_FIELDS = (*_COMPILED, "bands")
 
 
-def config_table() -> NDArray[np.void]:
+def _config_table() -> NDArray[np.void]:
     """The config space. What is left out never won by a percent where everything was measured.
 
     Blocks of eight warps come last: they are for the windows above 3x3 of width 64, whose filter
@@ -70,12 +54,11 @@ def config_table() -> NDArray[np.void]:
             continue
         rows = many if warps > 4 else few
         rows.append((block_n, block_q, block_c, warps_c, warps_m, stages, filter_shared, bands))
-    table = np.array(few + many, dtype=[(name, np.int32) for name in FIELDS])
-    table.setflags(write=False)
-    return table
+    return common.config_table(_FIELDS, few + many)
 
 
-CONFIGS = config_table()
+_TABLE = _config_table()
+_COLUMNS = common.config_columns(_TABLE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,14 +165,14 @@ def axis_of(problem: Problem, axis: int) -> Axis:
 class _Shape:
     """What a window and a group width make of each config; arrays over the config table."""
 
-    threads: NDArray[np.int64]
-    warp_tiles: NDArray[np.int64]
-    warp_groups: NDArray[np.int64]
-    row_x: NDArray[np.int64]  # input columns of an image's tile
-    stage_bytes: NDArray[np.int64]
-    smem_bytes: NDArray[np.int64]
-    registers: NDArray[np.int64]  # an estimate: accumulators, filter, fragments, offsets
-    loads: NDArray[np.int64]  # 16-byte copies a thread and step
+    threads: Array
+    warp_tiles: Array
+    warp_groups: Array
+    row_x: Array  # input columns of an image's tile
+    stage_bytes: Array
+    smem_bytes: Array
+    registers: Array  # an estimate: accumulators, filter, fragments, offsets
+    loads: Array  # 16-byte copies a thread and step
     products: NDArray[np.float64]  # tensor-core instructions a warp and step
     fits: NDArray[np.bool_]  # what does not depend on the layer's sizes or the device
 
@@ -197,7 +180,7 @@ class _Shape:
 _SHARED_FEATURES = (
     *("log_n", "log_c", "log_p", "log_q", "r", "s", "group_width", "log_bytes"),
     *("log_intensity", "bfloat16", "stride_h", "stride_w", "dilation_h", "dilation_w"),
-    *FIELDS,
+    *_FIELDS,
     *("threads", "warp_tiles", "warp_groups", "smem_bytes", "registers", "loads", "products"),
     *("blocks_per_sm", "warps_per_sm", "log_blocks", "waves", "wave_waste"),
     *("q_waste", "n_waste", "c_waste", "halo_rows", "halo_columns", "steps", "bytes_in_flight"),
@@ -218,7 +201,7 @@ class GroupedRows:
     """
 
     operation = CONVOLUTION
-    configs = CONFIGS
+    configs = _TABLE
 
     def __init__(self, name: str, direction: str, operands: tuple[str, ...]) -> None:
         self.name = name
@@ -228,21 +211,17 @@ class GroupedRows:
         self.feature_names: tuple[str, ...] = (*_SHARED_FEATURES, *epilogue)
 
     def legal(self, problem: Problem, device: Device) -> NDArray[np.bool_]:
-        t = self.configs
-        if not self._handles(problem):
-            return np.zeros(len(t), np.bool_)
+        if problem.direction != self.direction or not grouped.handles(problem):
+            return np.zeros(len(self.configs), np.bool_)
+        t = _COLUMNS
         shape = _shape_of(problem)
         rows, columns = axis_of(problem, 0), axis_of(problem, 1)
-        offset = t["block_n"] * np.int64(
-            problem.c * max(problem.h * problem.w, problem.p * problem.q)
-        )
-        bands = t["bands"]
-        band_rows = -(-rows.positions // bands)
+        offset = t["block_n"] * (problem.c * max(problem.h * problem.w, problem.p * problem.q))
         legal: NDArray[np.bool_] = (
             shape.fits
             & (shape.smem_bytes <= device.smem_per_block)
-            & (offset <= MAX_OFFSET)
-            & (_blocks(problem) <= MAX_OFFSET)
+            & (offset <= common.MAX_INT)
+            & (_cut(problem, t).blocks <= common.MAX_INT)
             # A tile twice as large as what it covers does the work of a smaller tile, slower; the
             # smallest tiles serve whatever is smaller still.
             & (
@@ -250,12 +229,7 @@ class GroupedRows:
                 | (t["block_n"] * t["block_q"] <= 16)
             )
             & ((t["block_c"] < 2 * problem.c) | (t["block_c"] <= max(16, problem.group_width)))
-            # Bands of one row would read R rows to make one. A count that gives bands as high as
-            # half the count does is the same launch again.
-            & (
-                (bands == 1)
-                | ((band_rows >= 2) & (band_rows < -(-rows.positions // (bands // 2).clip(1))))
-            )
+            & common.distinct_bands(rows.positions, t["bands"])
         )
         return legal
 
@@ -263,51 +237,17 @@ class GroupedRows:
         return self._plan(problem, device, rows)["estimate"]
 
     def features(self, problem: Problem, device: Device, rows: Rows) -> NDArray[np.float32]:
-        plan = self._plan(problem, device, rows)
-        out_h, out_w = _out_size(problem)
-        columns = {
-            "log_n": np.log2(problem.n),
-            "log_c": np.log2(problem.c),
-            "log_p": np.log2(out_h),
-            "log_q": np.log2(out_w),
-            "r": problem.r,
-            "s": problem.s,
-            "stride_h": problem.stride[0],
-            "stride_w": problem.stride[1],
-            "dilation_h": problem.dilation[0],
-            "dilation_w": problem.dilation[1],
-            "group_width": problem.group_width,
-            "log_bytes": np.log2(problem.minimum_bytes),
-            "log_intensity": np.log2(problem.flops / problem.minimum_bytes),
-            "bfloat16": problem.dtype == "bfloat16",
-            "bias": problem.bias,
-            "activation": ACTIVATIONS.index(problem.activation),
-            "residual": problem.residual,
-            # Rows of pixels that do not begin at a cache line are read and written in pieces.
-            "pixel_alignment": np.gcd(2 * problem.c, 128),
-            "log_estimate": np.log2(plan["estimate"] / device.roofline_s(problem)),
-            **{field: self.configs[field][rows] for field in FIELDS},
-            **plan,
-        }
-        matrix = np.empty((len(rows), len(self.feature_names)), np.float32)
-        for index, feature in enumerate(self.feature_names):
-            matrix[:, index] = columns[feature]
-        return matrix
+        return common.feature_matrix(self, problem, device, rows, self._plan(problem, device, rows))
 
     def launch(self, problem: Problem, row: int) -> Launch:
-        t = self.configs[row]
         shape = _shape_of(problem)
         rows, columns = axis_of(problem, 0), axis_of(problem, 1)
-        band_rows = -(-rows.positions // int(t["bands"]))
-        bands = -(-rows.positions // band_rows)  # rounding up may have left the last ones empty
-        q_tiles = -(-columns.positions // int(t["block_q"]))
-        c_tiles = -(-problem.c // int(t["block_c"]))
-        n_tiles = -(-problem.n // int(t["block_n"]))
+        cut = _cut(problem, {name: column[row : row + 1] for name, column in _COLUMNS.items()})
         sizes = ((problem.h, problem.w), (problem.p, problem.q))
         (h, w), (p, q) = sizes if self.direction == "fprop" else sizes[::-1]
         step = Step(
             source=_source(problem, row),
-            grid=(n_tiles * bands * rows.out_step * q_tiles * columns.out_step * c_tiles, 1, 1),
+            grid=(int(cut.blocks[0]), 1, 1),
             block=(int(shape.threads[row]), 1, 1),
             smem_bytes=int(shape.smem_bytes[row]),
             operands=self.operands,
@@ -315,21 +255,11 @@ class GroupedRows:
                 *(problem.n, problem.c, h, w, p, q),
                 *rows.scalars,
                 *columns.scalars,
-                *(band_rows * rows.up, bands, q_tiles, c_tiles),
+                *(int(cut.band_rows[0]) * rows.up, int(cut.bands[0])),
+                *(int(cut.q_tiles[0]), int(cut.c_tiles[0])),
             ),
         )
         return Launch(steps=(step,))
-
-    def _handles(self, problem: Problem) -> bool:
-        return (
-            problem.direction == self.direction
-            and problem.dtype in DTYPES
-            and problem.group_width in GROUP_WIDTHS
-            and problem.k == problem.c
-            and problem.c % 8 == 0
-            and max(problem.r, problem.s) <= MAX_WINDOW
-            and max(*problem.stride, *problem.dilation) <= MAX_STEP
-        )
 
     def _plan(self, problem: Problem, device: Device, rows: Rows) -> dict[str, NDArray[np.float64]]:
         """How each config would run `problem`: the derived features, and the estimated seconds.
@@ -339,27 +269,16 @@ class GroupedRows:
         which is what L2 sustains), and the tensor cores at the half of their rate that `mma.sync`
         reaches; plus a fixed latency for each row of a block that cannot be hidden.
         """
-        t = self.configs[rows]
+        t = {name: column[rows] for name, column in _COLUMNS.items()}
         shape = _shape_of(problem)
         down, across = axis_of(problem, 0), axis_of(problem, 1)
-        threads = shape.threads[rows]
-        smem = shape.smem_bytes[rows] + device.smem_reserved_per_block
-        registers = np.minimum(shape.registers[rows], MAX_REGISTERS)
-        per_sm = np.minimum(
-            np.minimum(device.smem_per_sm // smem, device.regs_per_sm // (threads * registers)),
-            np.minimum(device.warps_per_sm * 32 // threads, device.blocks_per_sm),
-        ).clip(1)
-        blocks = _blocks(problem)[rows]
-        waves = blocks / (device.sm_count * per_sm)
-        wave_waste = np.ceil(waves) / waves
-        band_rows = -(-down.positions // t["bands"])
-        bands = -(-down.positions // band_rows)
-        c_tiles = -(-problem.c // t["block_c"])
-        q_tiles = -(-across.positions // t["block_q"])
-        image_blocks = c_tiles * q_tiles * bands * across.out_step * down.out_step
+        cut = _cut(problem, t)
+        blocks, bands, band_rows = cut.blocks, cut.bands, cut.band_rows
+        threads, smem_bytes = shape.threads[rows], shape.smem_bytes[rows]
+        registers = np.minimum(shape.registers[rows], common.MAX_REGISTERS)
+        occupancy = Occupancy.of(device, blocks, threads, registers, smem_bytes)
         first_steps = -(-(problem.r - 1) // down.up)  # before the first row of a band is finished
         steps = down.down * (band_rows - 1) + 1 + first_steps
-        sm_blocks = np.ceil(blocks / device.sm_count)
         loaded = blocks * steps * (t["block_n"] * shape.row_x[rows] * t["block_c"] * 2.0)
         products = blocks * steps * shape.products[rows] * (threads // 32.0)
         seconds = np.maximum(
@@ -371,43 +290,42 @@ class GroupedRows:
         # Padding narrow groups to 8 channels may need fewer operations than are counted where one
         # window covers the whole image; no promise goes below the roofline.
         seconds = np.maximum(seconds, device.roofline_s(problem))
-        busy = np.minimum(waves, 1.0)  # a part-filled device draws on a part of its rates
+        height, width = _out_size(problem)
         return {
+            "log_p": np.log2(height),
+            "log_q": np.log2(width),
             "threads": threads,
             "warp_tiles": shape.warp_tiles[rows],
             "warp_groups": shape.warp_groups[rows],
-            "smem_bytes": shape.smem_bytes[rows],
+            "smem_bytes": smem_bytes,
             "registers": registers,
             "loads": shape.loads[rows],
             "products": shape.products[rows],
-            "blocks_per_sm": per_sm,
-            "warps_per_sm": np.minimum(waves, 1.0) * per_sm * threads / 32,
-            "log_blocks": np.log2(blocks),
-            "waves": waves,
-            "wave_waste": wave_waste,
-            "q_waste": q_tiles * t["block_q"] / across.positions,
-            "n_waste": -(-problem.n // t["block_n"]) * t["block_n"] / problem.n,
-            "c_waste": c_tiles * t["block_c"] / problem.c,
+            **occupancy.features(),
+            "q_waste": cut.q_tiles * t["block_q"] / across.positions,
+            "n_waste": cut.n_tiles * t["block_n"] / problem.n,
+            "c_waste": cut.c_tiles * t["block_c"] / problem.c,
             # What is left for the last block of each dimension, as a part of a whole one.
             "q_tail": across.positions % t["block_q"] / t["block_q"],
             "n_tail": problem.n % t["block_n"] / t["block_n"],
             "c_tail": problem.c % t["block_c"] / t["block_c"],
             "row_tail": (down.positions - (bands - 1) * band_rows) / band_rows,
-            "c_tiles": c_tiles,
+            "c_tiles": cut.c_tiles,
             "bands_cut": bands,
             "band_rows": band_rows,
-            "log_blocks_an_sm": np.log2(sm_blocks),
-            "rounds": sm_blocks / np.minimum(sm_blocks, per_sm),
+            "log_blocks_an_sm": np.log2(occupancy.sm_blocks),
+            "rounds": occupancy.rounds,
             "log_images_at_once": np.log2(
-                np.minimum(device.sm_count * per_sm, blocks) / image_blocks
+                np.minimum(device.sm_count * occupancy.per_sm, blocks) / cut.image_blocks
             ),
             "halo_rows": steps / (band_rows * down.down),
             "halo_columns": shape.row_x[rows] / (t["block_q"] * across.down),
             "steps": steps,
-            "bytes_in_flight": busy * per_sm * (t["stages"] - 1) * shape.stage_bytes[rows],
+            "bytes_in_flight": occupancy.resident * (t["stages"] - 1) * shape.stage_bytes[rows],
             "log_load_bytes": np.log2(loaded / problem.minimum_bytes),
             "log_products": np.log2(products),
-            "estimate": seconds * wave_waste + np.ceil(waves) * (2e-6 + steps * 2e-7),
+            "estimate": seconds * occupancy.wave_waste
+            + np.ceil(occupancy.waves) * (2e-6 + steps * 2e-7),
         }
 
 
@@ -418,7 +336,6 @@ def _out_size(problem: Problem) -> tuple[int, int]:
 
 def _source(problem: Problem, row: int) -> KernelSource:
     rows, columns = axis_of(problem, 0), axis_of(problem, 1)
-    t = CONFIGS[row]
     return KernelSource(
         file="grouped_rows.cu",
         entry="grouped_rows",
@@ -429,23 +346,52 @@ def _source(problem: Problem, row: int) -> KernelSource:
             ("S", problem.s),
             ("STRIDE_H", max(rows.down, rows.up)),
             ("STRIDE_W", max(columns.down, columns.up)),
-            ("DTYPE", f"DTYPE_{problem.dtype.upper()}"),
-            ("ACTIVATION", f"ACTIVATION_{problem.activation.upper()}"),
-            ("HAS_BIAS", int(problem.bias)),
-            ("HAS_RESIDUAL", int(problem.residual)),
-            *((field.upper(), int(t[field])) for field in FIELDS if field != "bands"),
+            dtype_macro(problem),
+            *common.epilogue_macros(problem),
+            *common.config_macros(_TABLE[row], _COMPILED),
         ),
     )
 
 
-def _blocks(problem: Problem) -> NDArray[np.int64]:
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """How configs cut a problem into blocks; arrays over those configs.
+
+    Attributes:
+        band_rows, bands: positions of a band, and how many bands each lattice of rows has.
+        n_tiles, q_tiles, c_tiles: along the images, a lattice of columns, and the channels.
+        lattices: of a pixel grid, each with blocks of its own.
+    """
+
+    band_rows: Array
+    bands: Array
+    n_tiles: Array
+    q_tiles: Array
+    c_tiles: Array
+    lattices: int
+
+    @property
+    def image_blocks(self) -> Array:
+        """Blocks that share the images of a tile."""
+        return self.bands * self.q_tiles * self.c_tiles * self.lattices
+
+    @property
+    def blocks(self) -> Array:
+        return self.n_tiles * self.image_blocks
+
+
+def _cut(problem: Problem, t: Mapping[str, Array]) -> _Cut:
+    """Of the configs whose fields are the columns `t`."""
     rows, columns = axis_of(problem, 0), axis_of(problem, 1)
-    t = CONFIGS
-    band_rows = -(-rows.positions // t["bands"])
-    bands = -(-rows.positions // band_rows)  # rounding up may have left the last ones empty
-    tiles = -(-problem.n // t["block_n"].astype(np.int64)) * -(-columns.positions // t["block_q"])
-    lattices = rows.out_step * columns.out_step
-    return np.asarray(tiles * -(-problem.c // t["block_c"]) * bands * lattices, np.int64)
+    band_rows, bands = common.cut(rows.positions, t["bands"])
+    return _Cut(
+        band_rows=band_rows,
+        bands=bands,
+        n_tiles=-(-problem.n // t["block_n"]),
+        q_tiles=-(-columns.positions // t["block_q"]),
+        c_tiles=-(-problem.c // t["block_c"]),
+        lattices=rows.out_step * columns.out_step,
+    )
 
 
 def _shape_of(problem: Problem) -> _Shape:
@@ -473,7 +419,7 @@ def _shape(
 ) -> _Shape:
     """Mirrors the constants at the top of the kernel."""
     width = max(8, group_width)
-    t = {name: CONFIGS[name].astype(np.int64) for name in FIELDS}
+    t = _COLUMNS
     threads = 32 * t["warps_c"] * t["warps_m"]
     chunks = t["block_c"] // 8
     pixel_bytes = 16 * (chunks | 1)
@@ -526,7 +472,7 @@ def _shape(
         & ((width > 8) | (t["filter_shared"] == 0))
         & (loads <= 32)
         & (stores <= 32)
-        & (registers <= MAX_REGISTERS)
+        & (registers <= common.MAX_REGISTERS)
         & (registers * threads <= Device.regs_per_sm)
     )
     return _Shape(

@@ -10,10 +10,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from confpred.convolution import CONVOLUTION
+from confpred.convolution import CONVOLUTION, dtype_macro
 from confpred.device import Device
+from confpred.families import _common as common
 from confpred.families import _depthwise as depthwise
-from confpred.families._depthwise import Array, Lanes
+from confpred.families._common import Array, Occupancy
+from confpred.families._depthwise import Lanes
 from confpred.families.base import KernelSource, Launch, Rows, Step
 from confpred.problem import Problem
 
@@ -32,15 +34,10 @@ def _config_table() -> NDArray[np.void]:
     reductions = [(1, DIRECT)] + [
         (splits, how) for splits in (4, 8, 16, 32, 64, 128, 256) for how in (TWO_LAUNCHES, ATOMIC)
     ]
-    rows = [
-        (*tile, *reduction)
-        for *tile, reduction in itertools.product(
-            (1, 2, 4), (4, 8), (1, 2, 4), (1, 2, 4), (8, 32), (128, 256), (1, 4, 16), reductions
-        )
-    ]
-    table = np.array(rows, dtype=[(name, np.int32) for name in _FIELDS])
-    table.setflags(write=False)
-    return table
+    rows = itertools.product(
+        (1, 2, 4), (4, 8), (1, 2, 4), (1, 2, 4), (8, 32), (128, 256), (1, 4, 16), reductions
+    )
+    return common.config_table(_FIELDS, ((*tile, *reduction) for *tile, reduction in rows))
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,10 +86,10 @@ class DepthwiseWgrad:
             depthwise.accessible(self.configs["vec"], problem)
             & ((self.configs["tile_q"] < 2 * problem.q) | (self.configs["tile_q"] == 4))
             & depthwise.worth_loading_ahead(self.configs["prefetch"], taps)
-            & depthwise.distinct_bands(problem.p, self.configs["bands"])
+            & common.distinct_bands(problem.p, self.configs["bands"])
             & ((self.configs["reduction"] != ATOMIC) | (not problem.deterministic))
         )
-        t = {name: self.configs[name][rows].astype(np.int64) for name in _FIELDS}
+        t = common.config_columns(self.configs, rows)
         plan = self._plan(problem, rows)
         vec, splits, lanes = t["vec"], t["splits"], plan.lanes
         half = -(-problem.r // (t["row_groups"] // 2).clip(1))  # rows of a thread, in half as many
@@ -107,8 +104,8 @@ class DepthwiseWgrad:
             & (plan.registers <= 232)
             & (plan.smem_bytes <= device.smem_per_block)
             & (lanes.lanes_c * plan.row_groups <= t["threads"])
-            & (np.maximum(plan.blocks, plan.tiles + splits * t["threads"]) <= depthwise.MAX_COUNT)
-            & (problem.filter_elements + problem.c <= depthwise.MAX_COUNT)
+            & (np.maximum(plan.blocks, plan.tiles + splits * t["threads"]) <= common.MAX_INT)
+            & (problem.filter_elements + problem.c <= common.MAX_INT)
             & depthwise.distinct_lanes(problem.c // vec, t["lanes_c"])
             # Blocks enough for half of the device and no more than sixteen to a multiprocessor, as
             # far as there are tiles for their threads.
@@ -131,37 +128,14 @@ class DepthwiseWgrad:
 
     def features(self, problem: Problem, device: Device, rows: Rows) -> NDArray[np.float32]:
         derived = self._derived(problem, device, rows)
-        columns = {
-            "log_n": np.log2(problem.n),
-            "log_c": np.log2(problem.c),
-            "log_p": np.log2(problem.p),
-            "log_q": np.log2(problem.q),
-            "r": problem.r,
-            "s": problem.s,
-            "stride_h": problem.stride[0],
-            "stride_w": problem.stride[1],
-            "dilation_h": problem.dilation[0],
-            "dilation_w": problem.dilation[1],
-            "itemsize": problem.itemsize,
-            "log_bytes": np.log2(problem.minimum_bytes),
-            "log_intensity": np.log2(problem.flops / problem.minimum_bytes),
-            "bias": problem.bias,
-            # Rows of pixels that do not begin at a cache line are read in pieces.
-            "pixel_alignment": np.gcd(problem.itemsize * problem.c, 128),
-            "log_estimate": np.log2(derived["estimate"] / device.roofline_s(problem)),
-            **{field: self.configs[field][rows] for field in _FIELDS},
-            **derived,
-        }
-        matrix = np.empty((len(rows), len(self.feature_names)), np.float32)
-        for index, feature in enumerate(self.feature_names):
-            matrix[:, index] = columns[feature]
-        return matrix
+        return common.feature_matrix(self, problem, device, rows, derived)
 
     def launch(self, problem: Problem, row: int) -> Launch:
         t = self.configs[row]
         plan = self._plan(problem, np.array([row]))
         lanes, splits, reduction = plan.lanes, int(t["splits"]), int(t["reduction"])
-        dtype = ("DTYPE", f"DTYPE_{problem.dtype.upper()}")
+        dilation_h, dilation_w = depthwise.dilation(problem)
+        dtype = dtype_macro(problem)
         source = KernelSource(
             file="depthwise_wgrad.cu",
             entry="depthwise_wgrad",
@@ -170,8 +144,8 @@ class DepthwiseWgrad:
                 ("S", problem.s),
                 ("STRIDE_H", problem.stride[0]),
                 ("STRIDE_W", problem.stride[1]),
-                ("DILATION_H", _dilation(problem)[0]),
-                ("DILATION_W", _dilation(problem)[1]),
+                ("DILATION_H", dilation_h),
+                ("DILATION_W", dilation_w),
                 dtype,
                 ("HAS_BIAS", int(problem.bias)),
                 ("VEC", int(t["vec"])),
@@ -211,16 +185,16 @@ class DepthwiseWgrad:
 
     def _plan(self, problem: Problem, rows: Rows) -> _Plan:
         """Mirrors the constants at the top of the kernel."""
-        t = {name: self.configs[name][rows].astype(np.int64) for name in _FIELDS}
+        t = common.config_columns(self.configs, rows)
         vec, tile_q, (stride_h, stride_w) = t["vec"], t["tile_q"], problem.stride
-        dilation_h, dilation_w = _dilation(problem)
+        dilation_h, dilation_w = depthwise.dilation(problem)
         block_r = -(-problem.r // t["row_groups"])
         row_groups = -(-problem.r // block_r)
         depth = dilation_h * (block_r - 1) // stride_h + 1
         in_x = stride_w * (tile_q - 1) + dilation_w * (problem.s - 1) + 1
         sums = block_r * problem.s * vec
         lanes = Lanes.of(problem.c // vec, t["lanes_c"], t["threads"], row_groups)
-        band_rows, bands = depthwise.cut(problem.p, t["bands"])
+        band_rows, bands = common.cut(problem.p, t["bands"])
         q_tiles = -(-problem.q // tile_q)
         inputs, outputs = stride_h * in_x * vec, tile_q * vec
         packed = problem.itemsize / 4
@@ -260,13 +234,11 @@ class DepthwiseWgrad:
         by the waste of the last wave and of the threads' last tile; plus a fixed latency for each
         row that cannot be hidden, and the time of the reduction.
         """
-        t = {name: self.configs[name][rows].astype(np.int64) for name in _FIELDS}
+        t = common.config_columns(self.configs, rows)
         plan = self._plan(problem, rows)
         lanes = plan.lanes
-        registers = np.minimum(plan.registers, depthwise.MAX_REGISTERS)
-        per_sm = depthwise.blocks_per_sm(device, lanes.threads, registers, plan.smem_bytes)
-        waves = plan.blocks / (device.sm_count * per_sm)
-        wave_waste = np.ceil(waves) / waves
+        registers = np.minimum(plan.registers, common.MAX_REGISTERS)
+        occupancy = Occupancy.of(device, plan.blocks, lanes.threads, registers, plan.smem_bytes)
         ideal_rounds = plan.tiles / (t["splits"] * lanes.tiles_at_once)
         rounds = np.ceil(ideal_rounds)
         steps = plan.band_rows + plan.depth - 1
@@ -274,7 +246,6 @@ class DepthwiseWgrad:
         load_bytes = pixels * t["vec"] * problem.itemsize
         threads = plan.blocks * lanes.threads
         instructions = threads * rounds * steps * plan.work
-        busy = np.minimum(waves, 1.0)  # a part-filled device draws on a part of its rates
         seconds = np.maximum(
             problem.minimum_bytes / device.dram_bytes_per_s,
             instructions / (device.simt_flops / 2),
@@ -284,20 +255,13 @@ class DepthwiseWgrad:
             t["reduction"] == TWO_LAUNCHES, 3e-6 + 2 * sum_bytes / device.dram_bytes_per_s, 1e-6
         )
         return {
-            "lanes": lanes.lanes_c,
-            "c_tiles": lanes.c_tiles,
-            "tiles_at_once": lanes.tiles_at_once,
-            "block_threads": lanes.threads,
+            **lanes.features(),
             "block_r": plan.block_r,
             "in_x": plan.in_x,
             "sums": plan.sums,
             "registers": plan.registers,
             "smem_bytes": plan.smem_bytes,
-            "blocks_per_sm": per_sm,
-            "warps_per_sm": busy * per_sm * lanes.threads / 32,
-            "log_blocks": np.log2(plan.blocks),
-            "waves": waves,
-            "wave_waste": wave_waste,
+            **occupancy.features(),
             "q_waste": plan.q_tiles * t["tile_q"] / problem.q,
             "band_rows": plan.band_rows,
             "bands_cut": plan.bands,
@@ -307,23 +271,17 @@ class DepthwiseWgrad:
             "round_waste": rounds / ideal_rounds,
             "steps": steps,
             "run_bytes": lanes.lanes_c * t["vec"] * problem.itemsize,
-            "bytes_in_flight": busy * per_sm * lanes.threads * load_bytes * t["prefetch"],
+            "bytes_in_flight": occupancy.resident * lanes.threads * load_bytes * t["prefetch"],
             "work": plan.work / (t["tile_q"] * t["vec"]),
             "log_work": np.log2(instructions),
             "log_load_bytes": np.log2(
                 threads * rounds * steps * load_bytes / problem.minimum_bytes
             ),
             "log_sum_bytes": np.log2(sum_bytes),
-            "estimate": seconds * wave_waste
-            + np.ceil(waves) * (2e-6 + rounds * steps * 3e-7)
+            "estimate": seconds * occupancy.wave_waste
+            + np.ceil(occupancy.waves) * (2e-6 + rounds * steps * 3e-7)
             + reduction,
         }
-
-
-def _dilation(problem: Problem) -> tuple[int, int]:
-    """The layer's, or 1 where there is nothing to dilate, which makes for fewer kernels."""
-    vertical, horizontal = problem.dilation
-    return vertical if problem.r > 1 else 1, horizontal if problem.s > 1 else 1
 
 
 FAMILY = DepthwiseWgrad()

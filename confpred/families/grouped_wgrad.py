@@ -1,9 +1,5 @@
-"""Gradient of a grouped convolution's filter: configs, legality, features and launch of
-``grouped_wgrad.cu``.
-
-Layers of as many filters as channels, group width 1 (depthwise) to 64, any window up to 7x7, stride
-and dilation 1 or 2, any padding, float16 or bfloat16, with the gradient of the bias from the same
-sweep.
+"""Gradient of a grouped convolution's filter, with that of the bias from the same sweep: configs,
+legality, features and launch of ``grouped_wgrad.cu``.
 """
 
 from __future__ import annotations
@@ -17,16 +13,14 @@ from math import gcd
 import numpy as np
 from numpy.typing import NDArray
 
-from confpred.convolution import CONVOLUTION
+from confpred.convolution import CONVOLUTION, dtype_macro
 from confpred.device import Device
+from confpred.families import _common as common
+from confpred.families import _grouped as grouped
+from confpred.families._common import Array, Occupancy
 from confpred.families.base import KernelSource, Launch, Rows, Step
-from confpred.problem import DTYPES, Problem
+from confpred.problem import Problem
 
-GROUP_WIDTHS = (1, 2, 4, 8, 16, 32, 64)
-MAX_WINDOW = 7
-MAX_STRIDE = 2
-MAX_OFFSET = 2**31 - 1  # the kernel addresses within a block's images by 32-bit offsets
-MAX_REGISTERS = 255
 MAX_THREADS = 512
 
 #: How the sums of the blocks of a filter tile are added; see the kernel.
@@ -46,17 +40,8 @@ _PIXEL_ROWS = (
 )
 #: Into how many slices the rows of all images are cut.
 _SPLITS = (1, *itertools.chain.from_iterable((2 << i, 3 << i) for i in range(8)))
-_FIELDS = (
-    "block_n",
-    "block_q",
-    "block_k",
-    "warp_k",
-    "warps_m",
-    "stages",
-    "splits",
-    "reduction",
-)
-_COMPILED = _FIELDS[:-2]
+_COMPILED = ("block_n", "block_q", "block_k", "warp_k", "warps_m", "stages")
+_FIELDS = (*_COMPILED, "splits", "reduction")
 
 
 def _config_table() -> NDArray[np.void]:
@@ -75,14 +60,11 @@ def _config_table() -> NDArray[np.void]:
             if reduction == LAST_BLOCK and splits > _MAX_LAST_BLOCK_PARTS:
                 continue
             rows.append((block_n, block_q, block_k, warp_k, warps_m, stages, splits, reduction))
-    table = np.array(rows, dtype=[(name, np.int32) for name in _FIELDS])
-    table.setflags(write=False)
-    return table
+    return common.config_table(_FIELDS, rows)
 
 
 _TABLE = _config_table()
-#: The table's fields, contiguous and wide enough for products of sizes.
-_COLUMNS = {name: _TABLE[name].astype(np.int64) for name in _FIELDS}
+_COLUMNS = common.config_columns(_TABLE)
 #: By count of slices, the next smaller count; 1 for 1.
 _FEWER = np.ones(_SPLITS[-1] + 1, np.int64)
 _FEWER[list(_SPLITS[1:])] = _SPLITS[:-1]
@@ -159,13 +141,13 @@ def _flush(problem: Problem) -> int:
 class _Shape:
     """What a window makes of each config; arrays over the config table."""
 
-    threads: NDArray[np.int64]
-    warp_tiles: NDArray[np.int64]
-    stage_bytes: NDArray[np.int64]
-    smem_bytes: NDArray[np.int64]
-    registers: NDArray[np.int64]  # an estimate: accumulators, gradient rows, fragments, offsets
-    loads: NDArray[np.int64]  # 16-byte copies a thread and step
-    products: NDArray[np.int64]  # tensor-core instructions a warp and step
+    threads: Array
+    warp_tiles: Array
+    stage_bytes: Array
+    smem_bytes: Array
+    registers: Array  # an estimate: accumulators, gradient rows, fragments, offsets
+    loads: Array  # 16-byte copies a thread and step
+    products: Array  # tensor-core instructions a warp and step
     fits: NDArray[np.bool_]  # what does not depend on the layer's sizes or the device
 
 
@@ -190,19 +172,22 @@ class GroupedWgrad:
 
     def legal(self, problem: Problem, device: Device) -> NDArray[np.bool_]:
         legal = np.zeros(len(self.configs), np.bool_)
-        if not self._handles(problem) or _elements(problem) > MAX_OFFSET:
+        if problem.direction != "wgrad" or not grouped.handles(problem):
+            return legal
+        if _elements(problem) > common.MAX_INT:
             return legal
         shape = _shape(_window(problem))
         t = {name: column[shape.fits] for name, column in _COLUMNS.items()}
         # Columns to the right of the image are addressed, though not read.
-        columns = max(problem.w, problem.q) + 2 * MAX_STRIDE * (t["block_q"] + MAX_WINDOW)
+        reach = 2 * grouped.MAX_STEP * (t["block_q"] + grouped.MAX_WINDOW)
+        columns = max(problem.w, problem.q) + reach
         offset = t["block_n"] * (problem.c * max(problem.h, problem.p)) * columns
         cut = _cut(problem, t)
         parts, blocks, reduction = cut.parts, cut.blocks, t["reduction"]
         legal[shape.fits] = (
             (shape.smem_bytes[shape.fits] <= device.smem_per_block)
-            & (offset <= MAX_OFFSET)
-            & (blocks <= MAX_OFFSET)
+            & (offset <= common.MAX_INT)
+            & (blocks <= common.MAX_INT)
             # A tile twice as large as what it covers does the work of a smaller tile, slower; and
             # images share a tile only where one alone does not fill it, or is narrow.
             & ((t["block_q"] < 2 * problem.q) | (t["block_q"] == 8))
@@ -241,39 +226,13 @@ class GroupedWgrad:
         return self._plan(problem, device, rows)["estimate"]
 
     def features(self, problem: Problem, device: Device, rows: Rows) -> NDArray[np.float32]:
-        plan = self._plan(problem, device, rows)
-        columns = {
-            "log_n": np.log2(problem.n),
-            "log_c": np.log2(problem.c),
-            "log_p": np.log2(problem.p),
-            "log_q": np.log2(problem.q),
-            "r": problem.r,
-            "s": problem.s,
-            "group_width": problem.group_width,
-            "log_bytes": np.log2(problem.minimum_bytes),
-            "stride_h": problem.stride[0],
-            "stride_w": problem.stride[1],
-            "dilation_h": problem.dilation[0],
-            "dilation_w": problem.dilation[1],
-            "log_intensity": np.log2(problem.flops / problem.minimum_bytes),
-            "bfloat16": DTYPES.index(problem.dtype),
-            "bias": problem.bias,
-            # Rows of pixels that do not begin at a cache line are read in pieces.
-            "pixel_alignment": np.gcd(2 * problem.c, 128),
-            "log_estimate": np.log2(plan["estimate"] / device.roofline_s(problem)),
-            **{field: column[rows] for field, column in _COLUMNS.items()},
-            **plan,
-        }
-        matrix = np.empty((len(rows), len(self.feature_names)), np.float32)
-        for index, feature in enumerate(self.feature_names):
-            matrix[:, index] = columns[feature]
-        return matrix
+        return common.feature_matrix(self, problem, device, rows, self._plan(problem, device, rows))
 
     def launch(self, problem: Problem, row: int) -> Launch:
         t = self.configs[row]
         window = _window(problem)
         shape = _shape(window)
-        dtype = ("DTYPE", f"DTYPE_{problem.dtype.upper()}")
+        dtype = dtype_macro(problem)
         vertical, horizontal = window.vertical, window.horizontal
         phases = vertical.dilation
         cut = _cut(problem, {name: column[row : row + 1] for name, column in _COLUMNS.items()})
@@ -295,7 +254,7 @@ class GroupedWgrad:
                     ("DILATION_W", horizontal.dilation),
                     dtype,
                     ("HAS_BIAS", int(problem.bias)),
-                    *((f.upper(), int(t[f])) for f in _COMPILED),
+                    *common.config_macros(t, _COMPILED),
                 ),
             ),
             grid=(k_tiles * parts, 1, 1),
@@ -332,18 +291,6 @@ class GroupedWgrad:
         )
         return Launch((sweep, add), scratch_bytes=scratch)
 
-    @staticmethod
-    def _handles(problem: Problem) -> bool:
-        return (
-            problem.direction == "wgrad"
-            and problem.dtype != "float32"
-            and problem.group_width in GROUP_WIDTHS
-            and problem.k == problem.c
-            and problem.c % 8 == 0
-            and max(problem.r, problem.s) <= MAX_WINDOW
-            and max(*problem.stride, *problem.dilation) <= MAX_STRIDE
-        )
-
     def _plan(self, problem: Problem, device: Device, rows: Rows) -> dict[str, NDArray[np.float64]]:
         """How each config would run `problem`: the derived features, and the estimated seconds.
 
@@ -357,26 +304,22 @@ class GroupedWgrad:
         t = {name: column[rows] for name, column in _COLUMNS.items()}
         window = _window(problem)
         shape = _shape(window)
-        threads = shape.threads[rows]
-        smem = shape.smem_bytes[rows] + device.smem_reserved_per_block
-        registers = np.minimum(shape.registers[rows], MAX_REGISTERS)
-        per_sm = np.minimum(
-            np.minimum(device.smem_per_sm // smem, device.regs_per_sm // (threads * registers)),
-            np.minimum(device.warps_per_sm * 32 // threads, device.blocks_per_sm),
-        ).clip(1)
         cut = _cut(problem, t)
         slice_rows, q_tiles, k_tiles = cut.slice_rows, cut.q_tiles, cut.k_tiles
         parts, blocks = cut.parts, cut.blocks
-        waves = blocks / (device.sm_count * per_sm)
-        wave_waste = np.ceil(waves) / waves
-        sm_blocks = np.ceil(blocks / device.sm_count)
-        stretch = np.where(waves <= 1, sm_blocks * device.sm_count / blocks, wave_waste)
+        threads, smem_bytes = shape.threads[rows], shape.smem_bytes[rows]
+        registers = np.minimum(shape.registers[rows], common.MAX_REGISTERS)
+        occupancy = Occupancy.of(device, blocks, threads, registers, smem_bytes)
+        stretch = np.where(
+            occupancy.waves <= 1,
+            occupancy.sm_blocks * device.sm_count / blocks,
+            occupancy.wave_waste,
+        )
         flush = _flush(problem)
         lattice_rows = -(-problem.p // window.vertical.dilation)
         steps = slice_rows + np.maximum(1.0, slice_rows / lattice_rows) * flush
         loaded = blocks * slice_rows * (shape.stage_bytes[rows] + 0.0)
         products = blocks * steps * (threads / 32) * shape.products[rows]
-        busy = np.minimum(blocks, device.sm_count * per_sm) / (device.sm_count * per_sm)
         sum_bytes = np.where(t["reduction"] == DIRECT, 0, 4.0 * parts * _elements(problem))
         seconds = np.maximum(
             np.maximum(
@@ -394,15 +337,11 @@ class GroupedWgrad:
         return {
             "threads": threads,
             "warp_tiles": shape.warp_tiles[rows],
-            "smem_bytes": shape.smem_bytes[rows],
+            "smem_bytes": smem_bytes,
             "registers": registers,
             "loads": shape.loads[rows],
             "products": shape.products[rows],
-            "blocks_per_sm": per_sm,
-            "warps_per_sm": np.minimum(waves, 1.0) * per_sm * threads / 32,
-            "log_blocks": np.log2(blocks),
-            "waves": waves,
-            "wave_waste": wave_waste,
+            **occupancy.features(),
             "q_waste": q_tiles * t["block_q"] / problem.q,
             "n_waste": -(-problem.n // t["block_n"]) * t["block_n"] / problem.n,
             "k_waste": k_tiles * t["block_k"] / problem.c,
@@ -415,16 +354,18 @@ class GroupedWgrad:
             "q_tiles": q_tiles,
             "slice_rows": slice_rows,
             "parts": parts,
-            "log_blocks_an_sm": np.log2(sm_blocks),
-            "rounds": sm_blocks / np.minimum(sm_blocks, per_sm),
+            "log_blocks_an_sm": np.log2(occupancy.sm_blocks),
+            "rounds": occupancy.rounds,
             "halo_rows": steps / slice_rows,
             "halo_columns": 1 + (window.s - 1) * window.horizontal.dilation / t["block_q"],
             "steps": steps,
-            "bytes_in_flight": busy * per_sm * (t["stages"] - 1) * shape.stage_bytes[rows],
+            "bytes_in_flight": occupancy.resident * (t["stages"] - 1) * shape.stage_bytes[rows],
             "log_sum_bytes": np.log2(1 + sum_bytes),
             "log_load_bytes": np.log2(loaded / problem.minimum_bytes),
             "log_products": np.log2(products),
-            "estimate": seconds * stretch + np.ceil(waves) * (2e-6 + steps * 2e-7) + adding,
+            "estimate": seconds * stretch
+            + np.ceil(occupancy.waves) * (2e-6 + steps * 2e-7)
+            + adding,
         }
 
 
@@ -438,31 +379,31 @@ class _Cut:
         q_tiles, k_tiles: along the output's columns and along the channels.
     """
 
-    rows: NDArray[np.int64]
-    slice_rows: NDArray[np.int64]
-    slices: NDArray[np.int64]
-    q_tiles: NDArray[np.int64]
-    k_tiles: NDArray[np.int64]
+    rows: Array
+    slice_rows: Array
+    slices: Array
+    q_tiles: Array
+    k_tiles: Array
 
     @property
-    def parts(self) -> NDArray[np.int64]:
+    def parts(self) -> Array:
         """Blocks that sum the same tile of the filter."""
         return self.q_tiles * self.slices
 
     @property
-    def blocks(self) -> NDArray[np.int64]:
+    def blocks(self) -> Array:
         return self.k_tiles * self.parts
 
 
-def _cut(problem: Problem, t: Mapping[str, NDArray[np.int64]]) -> _Cut:
+def _cut(problem: Problem, t: Mapping[str, Array]) -> _Cut:
     """Of the configs whose fields are the columns `t`."""
     phases = _window(problem).vertical.dilation
     rows = -(-problem.n // t["block_n"]) * (phases * -(-problem.p // phases))
-    slice_rows = -(-rows // t["splits"])
+    slice_rows, slices = common.cut(rows, t["splits"])
     return _Cut(
         rows=rows,
         slice_rows=slice_rows,
-        slices=-(-rows // slice_rows),  # rounding up may have left the last ones empty
+        slices=slices,
         q_tiles=-(-problem.q // t["block_q"]),
         k_tiles=-(-problem.c // t["block_k"]),
     )

@@ -12,10 +12,12 @@ from pathlib import Path
 import pytest
 from sampler_rows import ROW, fill
 
-from confpred.cli.sample import command, parse_duration
+from confpred.cli.sample import command, offered_configs, parse_duration
 from confpred.errors import InvalidInput
+from confpred.families import all_families
 from confpred.sampler.progress import duration, state, summary
 from confpred.sampler.run import Tally
+from confpred.suite import read_suite
 
 
 def confpred(*words: object) -> subprocess.CompletedProcess[str]:
@@ -53,6 +55,11 @@ def suite(repository: Path) -> Path:
         (("--jobs", "0"), "0 is not in the range"),
         (("--seed", "-1"), "-1 is not in the range"),
         (("--suite", "none.json"), "cannot read none.json"),
+        (
+            ("--family", "grouped_fprop", "--family", "grouped"),
+            f"family='grouped' is not allowed; allowed: {' or '.join(all_families())}",
+        ),
+        (("--model", "none"), "none"),
     ],
 )
 def test_bad_options_are_named(suite, tmp_path, words, message):
@@ -61,6 +68,19 @@ def test_bad_options_are_named(suite, tmp_path, words, message):
     assert message in done.stderr
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "out").exists()
+
+
+def test_family_and_model_narrow_what_is_measured(suite, model_folder):
+    whole = offered_configs(read_suite(suite), (), None)
+    assert {name: mask.all() for name, mask in whole.items()} == dict.fromkeys(all_families(), True)
+    two = ("grouped_fprop", "grouped_wgrad")
+    assert list(offered_configs(read_suite(suite), two, None)) == list(two)
+    for families in (), ("grouped_fprop",):  # the model knows only this one
+        (portfolio,) = offered_configs(read_suite(suite), families, model_folder).items()
+        assert portfolio[0] == "grouped_fprop"
+        assert 0 < portfolio[1].sum() < portfolio[1].size
+    with pytest.raises(InvalidInput, match=r"family='grouped_wgrad' .* allowed: grouped_fprop$"):
+        offered_configs(read_suite(suite), two, model_folder)
 
 
 def test_without_a_gpu_the_error_says_so(suite, tmp_path):

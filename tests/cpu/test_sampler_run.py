@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pytest
 import sampler_jobs
 import sampler_run
+from layers import H100
 
 from confpred.convolution import CONVOLUTION
 from confpred.errors import ConfpredError, FolderBusy, InvalidInput, LaunchError
@@ -21,7 +25,7 @@ from confpred.families import all_families, config_texts
 from confpred.measurement import problem_of_row
 from confpred.problem import Problem
 from confpred.sampler.run import Settings, Tally, sample
-from confpred.sampler.store import open_store
+from confpred.sampler.store import merge, open_store
 from confpred.suite import Entry, Suite, write_suite
 from confpred.table import read
 
@@ -48,7 +52,8 @@ def run(folder: Path, *devices: str, suite: Suite = SUITE, **settings) -> Tally:
         "compile": sampler_jobs.COMPILE,
         "measure": sampler_jobs.MEASURE,
     } | settings
-    return sample(suite, folder, sampler_run.runs("r1", *(devices or ["h100"])), Settings(**chosen))
+    runs = sampler_run.runs(secrets.token_hex(4), *(devices or ["h100"]))  # as those of find_gpus
+    return sample(suite, folder, runs, Settings(**chosen))
 
 
 def rows(folder: Path) -> list[dict]:
@@ -97,6 +102,27 @@ def test_a_second_run_measures_only_what_is_missing(tmp_path):
     assert more.total_rows > 100
     assert again.total_rows == again.rows == again.kernels == 0
     assert {row["config"] for row in rows(tmp_path)} == first
+
+
+def test_a_portfolio_is_measured_on_top_of_a_random_round(tmp_path):
+    random_round = run(tmp_path / "a", pytorch=True)
+    first = {row["config"] for row in rows(tmp_path / "a") if row["config"]}
+    legal = [config_texts(FAMILY.name)[row] for row in np.flatnonzero(FAMILY.legal(LAYER, H100))]
+    others = [config for config in legal if config not in first][:4]
+    wanted = {*others, *sorted(first)[:2]}
+    mask = np.array([config in wanted for config in config_texts(FAMILY.name)])
+    # In the folder of the first round, or in another one that its merged file is copied to.
+    merge([tmp_path / "a"], tmp_path / "merged.parquet")
+    (tmp_path / "b").mkdir()
+    shutil.copy(tmp_path / "merged.parquet", tmp_path / "b" / "rows-first.parquet")
+    portfolio = {"configs": None, "offered": {FAMILY.name: mask}, "pytorch": True}
+    for folder in (tmp_path / "a", tmp_path / "b"):
+        second = run(folder, **portfolio)
+        assert second.rows == second.total_rows == len(others)
+        assert merge([folder], tmp_path / "all.parquet") == random_round.rows + second.rows
+        found = read(tmp_path / "all.parquet", CONVOLUTION).to_pylist()
+        assert {row["config"] for row in found if row["config"]} == first | wanted
+        assert run(folder, **portfolio).total_rows == 0
 
 
 def test_crash_hang_and_error_cost_one_config_each(tmp_path, monkeypatch):
