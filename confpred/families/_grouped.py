@@ -7,6 +7,10 @@ bfloat16.
 
 from __future__ import annotations
 
+import numpy as np
+from numpy.typing import NDArray
+
+from confpred.families._common import Array
 from confpred.problem import Problem
 
 DTYPES = ("float16", "bfloat16")
@@ -25,3 +29,13 @@ def handles(problem: Problem) -> bool:
         and max(problem.r, problem.s) <= MAX_WINDOW
         and max(*problem.stride, *problem.dilation) <= MAX_STEP
     )
+
+
+def fits_odd_channels(block: Array, channels: int) -> NDArray[np.bool_]:
+    """Which blocks of channels that are no power of two to offer for a layer: those that divide its
+    channels where 64 does not; less than 48 of them, a piece of a pixel that is no whole number of
+    32-byte sectors, only to narrow layers."""
+    result: NDArray[np.bool_] = (
+        (channels % 64 != 0) & (channels % block == 0) & ((block >= 48) | (channels < 4 * block))
+    )
+    return result

@@ -25,6 +25,9 @@ _PIXEL_ROWS = (
     *((n, q) for q in (28, 32) for n in (1, 2)),
     (1, 64),
 )
+#: (channels, warps along them) of blocks for layers whose channels are no multiple of 64, as in
+#: many networks for small devices: a part of the blocks of 64 would be idle.
+_ODD_CHANNELS = ((24, 3), (40, 5), (48, 3), (80, 5), (96, 3), (96, 6))
 #: Into how many bands the output's rows are cut, one a block.
 _BANDS = (1, 2, 4, 8, 16, 32)
 _COMPILED = ("block_n", "block_q", "block_c", "warps_c", "warps_m", "stages", "filter_shared")
@@ -34,8 +37,9 @@ _FIELDS = (*_COMPILED, "bands")
 def _config_table() -> NDArray[np.void]:
     """The config space. What is left out never won by a percent where everything was measured.
 
-    Blocks of eight warps come last: they are for the windows above 3x3 of width 64, whose filter
-    takes most of a multiprocessor's shared memory and leaves room for one block.
+    Blocks of eight warps are for the windows above 3x3 of width 64, whose filter takes most of a
+    multiprocessor's shared memory and leaves room for one block. Behind them come those of an odd
+    count of channels.
     """
     few: list[tuple[int, ...]] = []
     many: list[tuple[int, ...]] = []
@@ -54,11 +58,19 @@ def _config_table() -> NDArray[np.void]:
             continue
         rows = many if warps > 4 else few
         rows.append((block_n, block_q, block_c, warps_c, warps_m, stages, filter_shared, bands))
-    return common.config_table(_FIELDS, few + many)
+    odd = [
+        (block_n, block_q, block_c, warps_c, 1, stages, filter_shared, bands)
+        for (block_n, block_q), (block_c, warps_c), stages, filter_shared, bands in (
+            itertools.product(_PIXEL_ROWS, _ODD_CHANNELS, (3, 5), (0, 1), _BANDS)
+        )
+        if -(-block_n * block_q // 16) * (block_c // warps_c) <= 64
+    ]
+    return common.config_table(_FIELDS, few + many + odd)
 
 
 _TABLE = _config_table()
 _COLUMNS = common.config_columns(_TABLE)
+_ODD = _COLUMNS["block_c"] & (_COLUMNS["block_c"] - 1) > 0  # no power of two
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,6 +241,7 @@ class GroupedRows:
                 | (t["block_n"] * t["block_q"] <= 16)
             )
             & ((t["block_c"] < 2 * problem.c) | (t["block_c"] <= max(16, problem.group_width)))
+            & (~_ODD | grouped.fits_odd_channels(t["block_c"], problem.c))
             & common.distinct_bands(rows.positions, t["bands"])
         )
         return legal
@@ -465,7 +478,7 @@ def _shape(
         # Warps hold whole groups or, where a group has too many accumulators, divide one in pieces
         # of at least 16 channels.
         & ((warp_channels % width == 0) | (divided & (warp_channels >= 16)))
-        & ((threads <= 128) | ((width == 64) & (r * s > 9)))
+        & ((threads <= 128) | ((width == 64) & (r * s > 9)) | _ODD)
         & wins
         # Registers hold small filters at no cost.
         & ((width * r * s > 16 * 9) | (t["filter_shared"] == 0))

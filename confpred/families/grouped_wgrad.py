@@ -40,15 +40,19 @@ _PIXEL_ROWS = (
 )
 #: Into how many slices the rows of all images are cut.
 _SPLITS = (1, *itertools.chain.from_iterable((2 << i, 3 << i) for i in range(8)))
+#: (gradient channels of a block, of a warp) where 64 does not divide the layer's channels.
+_ODD_CHANNELS = ((24, 8), (40, 8), (48, 16), (80, 16), (96, 16))
 _COMPILED = ("block_n", "block_q", "block_k", "warp_k", "warps_m", "stages")
 _FIELDS = (*_COMPILED, "splits", "reduction")
 
 
 def _config_table() -> NDArray[np.void]:
+    even = itertools.product(
+        _PIXEL_ROWS, itertools.product((8, 16, 32, 64), (8, 16)), (1, 2), (3, 5)
+    )
+    odd = itertools.product(_PIXEL_ROWS, _ODD_CHANNELS, (1,), (3, 5))
     rows = []
-    for (block_n, block_q), block_k, warp_k, warps_m, stages in itertools.product(
-        _PIXEL_ROWS, (8, 16, 32, 64), (8, 16), (1, 2), (3, 5)
-    ):
+    for (block_n, block_q), (block_k, warp_k), warps_m, stages in (*even, *odd):
         tiles = -(-block_n * block_q // 16)
         if tiles % warps_m or tiles // warps_m > 4 or warp_k > block_k:
             continue
@@ -65,6 +69,7 @@ def _config_table() -> NDArray[np.void]:
 
 _TABLE = _config_table()
 _COLUMNS = common.config_columns(_TABLE)
+_ODD = _COLUMNS["block_k"] & (_COLUMNS["block_k"] - 1) > 0  # no power of two
 #: By count of slices, the next smaller count; 1 for 1.
 _FEWER = np.ones(_SPLITS[-1] + 1, np.int64)
 _FEWER[list(_SPLITS[1:])] = _SPLITS[:-1]
@@ -201,6 +206,7 @@ class GroupedWgrad:
             & ((t["block_n"] * t["block_q"] > 16) | (problem.n * problem.q <= 28))
             & (cut.q_tiles * t["block_q"] < 1.2 * problem.q + 8)
             & ((t["block_k"] < 2 * problem.c) | (t["block_k"] == 16))
+            & (~_ODD[shape.fits] | grouped.fits_odd_channels(t["block_k"], problem.c))
             # A count of slices that makes them as high as the next smaller count does is the same
             # launch again; slices lower than two windows read more halo than rows.
             & (
@@ -446,6 +452,7 @@ def _shape(window: _Window) -> _Shape:
     registers = accumulators + gradient + 2 * warp_tiles + in_loads + grad_loads + 48
     fits = (
         (narrow | (width % t["warp_k"] == 0))
+        & (~_ODD | (t["block_k"] % width == 0))
         # So few gradient channels to a whole group of input only where more sums do not fit.
         & ((t["block_k"] > 8) | (width * r * s > 9 * 64))
         & (threads >= 64)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from layers import serves_channels
 from ptxas import resources
 from strategies import problems
 
@@ -95,7 +96,10 @@ def expected_legal(problem: Problem, device: Device, config: dict[str, int]) -> 
     if block_c % width or (warp_channels % width and not (divided and warp_channels >= 16)):
         return False
     tiles = ceil(block_n * block_q / 16)
-    if tiles % warps_m or (warps > 4 and (width < 64 or r * s <= 9)):
+    odd = block_c not in (8, 16, 32, 64)
+    if tiles % warps_m or (warps > 4 and not odd and (width < 64 or r * s <= 9)):
+        return False
+    if not serves_channels(block_c, problem.c):
         return False
     # Paired taps at width 8 leave no 16-byte rows for ldmatrix to fetch the filter from; and a
     # filter as small as 3x3x16 is better kept in registers.
