@@ -18,21 +18,26 @@ from confpred.problem import Problem
 
 PROBLEMS = 8
 KERNELS, CONFIGS = 2, 2  # of a problem, and of a kernel
-MOST_FLOPS = 2**22
+MOST_FLOPS = 2**21
 
 FAMILIES = all_families()
 every_family = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
 
 
 def interpret(
-    family: Family, problem: Problem, row: int, inputs: dict[str, torch.Tensor]
+    family: Family,
+    problem: Problem,
+    row: int,
+    inputs: dict[str, torch.Tensor],
+    arch: str = H100.arch,
 ) -> dict[str, torch.Tensor]:
-    """The outputs of config `row`."""
+    """The outputs of config `row`, as compiled for `arch`."""
     operands = {o.name: o for o in family.operation.operands(problem)}
     found = run(
         family.launch(problem, row),
         {name: x.contiguous().view(torch.uint8).numpy().ravel() for name, x in inputs.items()},
         {o.name: o.bytes for o in operands.values() if o.terms},
+        arch,
     )
     return {
         name: torch.from_numpy(content.copy())
@@ -50,8 +55,9 @@ def test_random_configs_of_a_random_problem_are_correct(family: Family, seed: in
     inputs = random_inputs(family, problem, seed)
     expected = reference(problem, inputs)
     outputs = [o for o in family.operation.operands(problem) if o.terms]
+    arch = ("sm_80", H100.arch)[seed % 2]
     for row in some_rows(family, problem, H100, rng, KERNELS, CONFIGS):
-        wrong = outside(outputs, interpret(family, problem, row, inputs), expected)
+        wrong = outside(outputs, interpret(family, problem, row, inputs, arch), expected)
         assert not wrong, f"{wrong}: {problem} {config_dict(family, row)}"
 
 
@@ -74,15 +80,14 @@ def test_a_wrong_result_is_seen(family: Family) -> None:
     assert outside(outputs, results, expected) == {outputs[0].name: 1}
 
 
-@every_family
-def test_deterministic_configs_do_not_depend_on_the_blocks_that_run_together(
-    family: Family, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name.endswith("wgrad")])
+def test_repeatable_sums_do_not_depend_on_the_blocks_that_run_together(
+    name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rng = random.Random(4)
+    family, rng = FAMILIES[name], random.Random(4)
     while True:
         problem = random_legal_layer(rng, family, H100, MOST_FLOPS)
-        if problem.direction == "wgrad":
-            problem = replace(problem, deterministic=True)
+        problem = replace(problem, deterministic=True)
         if family.legal(problem, H100).any():
             break
     inputs = random_inputs(family, problem, 0)

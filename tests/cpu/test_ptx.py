@@ -28,7 +28,7 @@ def launch(case: str) -> NDArray[np.uint32]:
         scalars=(2 * THREADS * 4,),
     )
     inputs = {"in": WORDS[:THREADS].view(np.uint8)}
-    found = run(Launch((step,), 4, 4 * THREADS), inputs, {"out": 4 * THREADS})
+    found = run(Launch((step,), 4, 4 * THREADS), inputs, {"out": 4 * THREADS}, "sm_80")
     return found["out"].view(np.uint32)
 
 
@@ -141,7 +141,9 @@ def operations() -> tuple[NDArray[np.uint32], NDArray[np.uint32], NDArray[np.uin
         KernelSource(FILE, "operations", ()), (1, 1, 1), (THREADS, 1, 1), 0, ("out", "in"), ()
     )
     count = len(EXPECTED) + 5
-    found = run(Launch((step,)), {"in": words.view(np.uint8)}, {"out": 4 * THREADS * count})
+    found = run(
+        Launch((step,)), {"in": words.view(np.uint8)}, {"out": 4 * THREADS * count}, "sm_80"
+    )
     results = found["out"].view(np.uint32).reshape(count, THREADS)
     return words[:THREADS], words[THREADS:], results
 

@@ -23,7 +23,7 @@ Bytes = NDArray[np.uint8]
 
 
 def run(
-    launch: Launch, inputs: Mapping[str, Bytes], outputs: Mapping[str, int], arch: str = "sm_80"
+    launch: Launch, inputs: Mapping[str, Bytes], outputs: Mapping[str, int], arch: str
 ) -> dict[str, Bytes]:
     """Launch on a copy of `inputs`.
 

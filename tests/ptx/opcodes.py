@@ -440,19 +440,22 @@ def _store(modifiers: list[str], operands: list[str]) -> Step:
 
 
 def _atomic(modifiers: list[str], operands: list[str]) -> Step:
-    """``atom`` returns the value before, ``red`` does not."""
-    space, operation, kind = modifiers
-    returns = len(operands) == 3
+    """``atom`` returns the value before, ``red`` does not, and may add a vector."""
+    space, operation, *_, kind = modifiers
+    *to, address, value = operands
     if space != "global" or operation not in ("add", "inc") or SIZES[kind] != 4:
         return _refuse(modifiers)
 
     def step(machine: Machine, lanes: Lanes) -> None:
-        address, value = operands[-2:]
-        values = np.broadcast_to(machine.read(value, kind, lanes), len(lanes))
         where = machine.address(address, "u64", lanes)
-        before = machine.memory.atomic(where, operation, values)
-        if returns:
-            machine.write(operands[0], before, lanes)
+        registers = elements(value)
+        if (where % np.uint64(4 * len(registers))).any():
+            raise PtxError("an atomic operation is not aligned")
+        for i, register in enumerate(registers):
+            values = np.broadcast_to(machine.read(register, kind, lanes), len(lanes))
+            before = machine.memory.atomic(where + np.uint64(4 * i), operation, values)
+            if to:
+                machine.write(to[0], before, lanes)
 
     return step
 
