@@ -23,7 +23,10 @@ WINDOWS = (
 #: Stride and dilation.
 STEPS = ((1, 1), (2, 1), (1, 2), (2, 2))
 #: Batch, channels, and height and width, between them reason enough for each tile.
-SIZES = ((32, 128, 112), (1, 576, 14), (128, 1024, 7), (5, 99, 45))
+SIZES = (
+    *((32, 128, 112), (1, 576, 14), (128, 1024, 7), (5, 99, 45)),
+    *((64, 480, 56), (64, 72, 56)),  # blocks of 48, 80 and 96 channels, and of 24
+)
 _MOST_FLOPS = 2**27  # of a random layer: the float64 reference of a test takes tens of milliseconds
 
 

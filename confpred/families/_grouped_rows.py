@@ -27,7 +27,7 @@ _PIXEL_ROWS = (
 )
 #: (channels, warps along them) of blocks for layers whose channels are no multiple of 64, as in
 #: many networks for small devices: a part of the blocks of 64 would be idle.
-_ODD_CHANNELS = ((24, 3), (40, 5), (48, 3), (80, 5), (96, 3), (96, 6))
+_ODD_CHANNELS = ((24, 3), (48, 3), (80, 5), (96, 6))
 #: Into how many bands the output's rows are cut, one a block.
 _BANDS = (1, 2, 4, 8, 16, 32)
 _COMPILED = ("block_n", "block_q", "block_c", "warps_c", "warps_m", "stages", "filter_shared")

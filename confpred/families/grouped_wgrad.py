@@ -41,7 +41,7 @@ _PIXEL_ROWS = (
 #: Into how many slices the rows of all images are cut.
 _SPLITS = (1, *itertools.chain.from_iterable((2 << i, 3 << i) for i in range(8)))
 #: (gradient channels of a block, of a warp) where 64 does not divide the layer's channels.
-_ODD_CHANNELS = ((24, 8), (40, 8), (48, 16), (80, 16), (96, 16))
+_ODD_CHANNELS = ((24, 8), (48, 16), (80, 16), (96, 16))
 _COMPILED = ("block_n", "block_q", "block_k", "warp_k", "warps_m", "stages")
 _FIELDS = (*_COMPILED, "splits", "reduction")
 
