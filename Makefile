@@ -30,8 +30,8 @@ test: lint  ## lint, types, import direction, and every test that this machine c
 	@if nvidia-smi --list-gpus >/dev/null 2>&1; then $(BIN)/python -m pytest tests/gpu; fi
 	$(BIN)/python -m pytest --numprocesses auto --dist loadfile tests/cpu
 
-kernels: $(READY)  ## compile every kernel of every family for every target; some CPU-hours
-	$(BIN)/python tests/compile_kernels.py
+kernels: $(READY)  ## compile every kernel of every family for every target; some CPU-hours, resumable
+	$(BIN)/python tests/compile_kernels.py --out build/kernels.jsonl
 
 lint: $(READY) tree  ## ruff, mypy --strict and the import contracts
 	$(BIN)/ruff check .

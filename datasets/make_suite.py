@@ -10,6 +10,9 @@ layers of that kind at the network's own input size: the fields of a problem wit
 There is one suite of each direction to train on. Sampling is mostly compiling: every window,
 stride, dilation, group width, dtype and epilogue needs kernels of its own, of as many tiles as are
 measured. So these come from a limited menu, and the sizes, which need none, are drawn freely.
+
+Each suite is two draws, one after the other: whatever the second is, the first stays as it was
+measured. The second takes its windows, strides, widths, dtypes and epilogues from the first.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ import json
 import signal
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -39,10 +42,15 @@ NETWORKS = HERE / "networks.json"
 FORMAT = "confpred-networks/1"
 MODEL_SECONDS = 30
 
-#: Problems of one direction, by kind of layer and by where they come from.
-PROBLEMS = {
+#: Problems of one direction, by kind of layer and by where they come from: of the first draw, and
+#: of the second, which is for sizes that the first has few of.
+FIRST = {
     "depthwise": {"network": 150, "typical": 60, "coverage": 50},
     "grouped": {"network": 110, "typical": 55, "coverage": 45},
+}
+SECOND = {
+    "depthwise": {"network": 90, "resized": 70, "thin": 100},
+    "grouped": {"network": 55, "resized": 55, "thin": 100},
 }
 GROUP_WIDTHS = (4, 8, 16, 32, 64)
 #: Of the networks' layers, those whose kernels fewer distinct layers share are left out.
@@ -74,6 +82,21 @@ COVERAGE = {
         (1, 32, 3, 3, 2, 2),
     ),
 }
+
+#: (group width, r, s, stride, heights) of layers that the first draw has few of, and that networks
+#: to come may well have.
+THIN = {
+    "depthwise": (
+        *((1, r, r, 1, sizes) for r in (5, 7) for sizes in ((7,), (14,))),
+        *((1, r, r, 2, (7, 14)) for r in (5, 7)),
+        *((1, 3, 3, 2, SIZES), (1, 5, 5, 2, SIZES), (1, 7, 7, 2, SIZES)),
+        *((1, r, s, 1, SIZES) for r, s in ((11, 11), (1, 11), (11, 1))),
+    ),
+    "grouped": tuple((width, 3, 3, stride, SIZES) for width in (32, 64) for stride in (1, 2)),
+}
+#: Heights of a network's layers at an input of 224, and what becomes of 7 at 128 to 384.
+HEIGHTS = (7, 14, 28, 56, 112)
+SEVENTHS = (4, 5, 6, 8, 9, 10, 12)
 
 _BFLOAT16, _FLOAT32, _BIAS = {"dtype": "bfloat16"}, {"dtype": "float32"}, {"bias": True}
 _RELU, _RELU6, _SILU, _GELU, _HARDSWISH = (
@@ -232,14 +255,7 @@ def build(seed: int) -> None:
         raise click.ClickException(f'{NETWORKS} lacks "format": "{FORMAT}"')
     users = users_of_layers(content["networks"])
     suites = [Suite("smoke", smoke_entries())]
-    for index, direction in enumerate(DIRECTIONS):
-        generator = np.random.default_rng([seed, index])
-        entries = [
-            entry
-            for kind in PROBLEMS
-            for entry in training_entries(users, kind, direction, generator)
-        ]
-        suites.append(Suite(direction, tuple(entries)))
+    suites += [Suite(d, training_entries(users, d, seed)) for d in DIRECTIONS]
     for suite in suites:
         write_suite(suite, HERE / "suites" / f"{suite.name}.json")
         kernels = {_compiled_in(entry.problem) for entry in suite.entries}
@@ -263,11 +279,36 @@ def users_of_layers(networks: Mapping[str, list[Layer]]) -> dict[str, list[str]]
 
 
 def training_entries(
-    users: Mapping[str, list[str]], kind: str, direction: str, generator: np.random.Generator
-) -> Iterator[Entry]:
-    """`PROBLEMS` different ones of a kind of layer and a direction."""
-    seen: set[Problem] = set()
-    for origin, count in PROBLEMS[kind].items():
+    users: Mapping[str, list[str]], direction: str, seed: int
+) -> tuple[Entry, ...]:
+    """The problems of `FIRST`, then those of `SECOND`, all of them different."""
+    index = DIRECTIONS.index(direction)
+    generator = np.random.default_rng([seed, index])
+    found: dict[Problem, Entry] = {}
+    for kind, counts in FIRST.items():
+        _draw(found, counts, users, kind, direction, generator)
+    variants = {_compiled_in(problem) for problem in found}
+    for menu in THIN.values():
+        for width, r, s, stride, _ in menu:
+            fields = _square(1, 8 * width, 28, width, r, s, stride)
+            variants.add(_compiled_in(Problem.from_json(fields | {"direction": direction})))
+    generator = np.random.default_rng([seed, index, 1])
+    for kind, counts in SECOND.items():
+        _draw(found, counts, users, kind, direction, generator, variants)
+    return tuple(found.values())
+
+
+def _draw(
+    found: dict[Problem, Entry],
+    counts: Mapping[str, int],
+    users: Mapping[str, list[str]],
+    kind: str,
+    direction: str,
+    generator: np.random.Generator,
+    variants: Collection[tuple[Any, ...]] | None = None,
+) -> None:
+    """Add `counts` problems, by where they come from, to `found`; None stands for any variant."""
+    for origin, count in counts.items():
         for fields in _proposals(origin, kind, users, generator):
             networks = fields.pop("networks", ())
             fields |= {"direction": direction} | _variant(kind, direction, fields, generator)
@@ -275,10 +316,11 @@ def training_entries(
                 problem = Problem.from_json(fields)
             except InvalidProblem:  # a window larger than the image
                 continue
-            small = origin != "network" and problem.minimum_bytes < MIN_BYTES
-            if problem not in seen and not small and in_scope(problem) and _affordable(problem):
-                seen.add(problem)
-                yield Entry(problem, tuple(networks))
+            small = not networks and problem.minimum_bytes < MIN_BYTES
+            if problem in found or small or not in_scope(problem) or not _affordable(problem):
+                continue
+            if variants is None or _compiled_in(problem) in variants:
+                found[problem] = Entry(problem, tuple(networks))
                 count -= 1
             if not count:
                 break
@@ -288,7 +330,7 @@ def _proposals(
     origin: str, kind: str, users: Mapping[str, list[str]], generator: np.random.Generator
 ) -> Iterator[Layer]:
     """Endless fields of problems, some of them impossible; plain float16 forward ones."""
-    if origin == "network":
+    if origin in ("network", "resized"):
         layers = [
             text for text in users if _kind(Problem.from_json(json.loads(text) | {"n": 1})) == kind
         ]
@@ -296,28 +338,52 @@ def _proposals(
         shares = np.sqrt([len(users[text]) for text in layers])
         while True:
             text = str(generator.choice(layers, p=shares / shares.sum()))
-            yield json.loads(text) | {"n": _batch(generator), "networks": users[text]}
+            layer = json.loads(text) | {"n": _batch(generator), "networks": users[text]}
+            if origin == "network":
+                yield layer
+            elif layer["h"] == layer["w"] and layer["h"] in HEIGHTS:
+                size = layer["h"] // 7 * int(generator.choice(SEVENTHS))
+                yield layer | {"h": size, "w": size}
+    draw = {"typical": typical, "coverage": coverage, "thin": thin}[origin]
     while True:
-        yield typical(kind, generator) if origin == "typical" else coverage(kind, generator)
+        yield draw(kind, generator)
 
 
 def typical(kind: str, generator: np.random.Generator) -> Layer:
     """A layer of no known network that looks as if it were: a network not yet made has it."""
     window, stride = (int(v) for v in generator.choice(TYPICAL[kind]))
     width = 1 if kind == "depthwise" else int(generator.choice(GROUP_WIDTHS))
-    step = max(width, 8)  # channels are multiples of 8 in all but a few networks
-    c = step * _log_uniform(generator, 1, 2048 // step)
+    c = _channels(width, generator)
     size = int(generator.choice(SIZES))
+    return _square(_batch(generator), c, size, width, window, window, stride)
+
+
+def thin(kind: str, generator: np.random.Generator) -> Layer:
+    """A layer of no known network, of a sort that the first draw has few of."""
+    menu = THIN[kind]
+    width, r, s, stride, sizes = menu[generator.integers(len(menu))]
+    size = int(generator.choice(sizes))
+    return _square(_batch(generator), _channels(width, generator), size, width, r, s, stride)
+
+
+def _channels(width: int, generator: np.random.Generator) -> int:
+    """Up to 2048; multiples of 8, as in all but a few networks."""
+    step = max(width, 8)
+    return step * _log_uniform(generator, 1, 2048 // step)
+
+
+def _square(n: int, c: int, size: int, width: int, r: int, s: int, stride: int) -> Layer:
+    """The fields of a layer of as many filters as channels, padded by half its window."""
     return {
-        "n": _batch(generator),
+        "n": n,
         "c": c,
         "h": size,
         "w": size,
         "k": c,
-        "r": window,
-        "s": window,
+        "r": r,
+        "s": s,
         "stride": stride,
-        "padding": window // 2,
+        "padding": [r // 2, s // 2],
         "groups": c // width,
     }
 

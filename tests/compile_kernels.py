@@ -2,18 +2,24 @@
 
 The layers are those of `layers.representative`, which meet every group width, window, stride,
 dilation, dtype and epilogue that a family has kernels for; of each, all legal configs.
+
+That takes CPU-hours. With ``--out`` each result becomes a line of a file as soon as it is there,
+and a second run leaves out what the file has of the same sources and compiler.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import random
 import sys
 from argparse import ArgumentParser
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from multiprocessing import get_context
+from pathlib import Path
 
 import numpy as np
 from layers import H100, representative
@@ -22,18 +28,37 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
 from rich.table import Table
 
+from confpred.cuda.compiler import nvrtc_version
 from confpred.families import Family, KernelSource, all_families
+from confpred.source import source_digest
 
 SHOWN = 5  # failures
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
-    """Of one kernel and target: registers and stack of a thread, or the compiler's `error`."""
+class Kernel:
+    """What is compiled, and with what: whatever changes a result.
+
+    Attributes:
+        family: that launches it.
+        source: file, entry and macros.
+        digest: of the file as it is today.
+        arch: the target.
+        nvrtc: the compiler's version.
+    """
 
     family: str
     source: KernelSource
+    digest: str
     arch: str
+    nvrtc: str
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """Registers and stack of a thread of `kernel`, or the compiler's `error`."""
+
+    kernel: Kernel
     registers: int = 0
     stack_bytes: int = 0
     error: str = ""
@@ -50,30 +75,48 @@ def kernels_of(family: Family) -> tuple[list[KernelSource], int]:
     return list(kernels), len(met)
 
 
-def compile_one(family: str, source: KernelSource, arch: str) -> Result:
+def compile_one(kernel: Kernel) -> Result:
     try:
-        return Result(family, source, arch, *resources(source, arch))
+        return Result(kernel, *resources(kernel.source, kernel.arch))
     except Exception as error:  # whatever the compiler raises is a result here
-        return Result(family, source, arch, error=str(error))
+        return Result(kernel, error=str(error))
 
 
-def results(work: list[tuple[str, KernelSource, str]], processes: int) -> Iterator[Result]:
-    """`work` in parallel: NVRTC scales with processes, not with threads."""
-    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
-        jobs = [pool.submit(compile_one, *one) for one in work]
+def results(kernels: Sequence[Kernel], processes: int) -> Iterator[Result]:
+    """Of `kernels`, in parallel: NVRTC scales with processes, not with threads."""
+    pool = ProcessPoolExecutor(processes, mp_context=get_context("spawn"))
+    try:
+        jobs = [pool.submit(compile_one, kernel) for kernel in kernels]
         with Progress(
             *Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeRemainingColumn()
         ) as bar:
             for job in bar.track(as_completed(jobs), total=len(jobs), description="kernels"):
                 yield job.result()
+    finally:
+        pool.shutdown(cancel_futures=True)  # of a run that is interrupted
 
 
-def report(found: list[Result], console: Console) -> int:
+def read_results(path: Path) -> dict[Kernel, Result]:
+    """The results in a file, if there is one, the last one of each kernel. Kernels that did not
+    compile are left out, to be tried again, and so is a line that a kill cut short."""
+    found = {}
+    for line in path.read_bytes().splitlines() if path.exists() else ():
+        with contextlib.suppress(ValueError):
+            fields = json.loads(line)
+            source = fields["kernel"].pop("source")
+            defines = tuple((name, value) for name, value in source.pop("defines"))
+            kernel = Kernel(source=KernelSource(**source, defines=defines), **fields.pop("kernel"))
+            found[kernel] = Result(kernel, **fields)
+    return {kernel: result for kernel, result in found.items() if not result.error}
+
+
+def report(found: Sequence[Result], console: Console) -> int:
     """Print what became of the kernels, with the stacks that spilled registers go to; returns how
     many do not compile."""
     table = Table("family", "target", "kernels", "most registers", "with a stack", "most bytes")
-    for family, arch in dict.fromkeys((r.family, r.arch) for r in found):
-        good = [r for r in found if (r.family, r.arch) == (family, arch) and not r.error]
+    for family, arch in dict.fromkeys((r.kernel.family, r.kernel.arch) for r in found):
+        here = [r for r in found if (r.kernel.family, r.kernel.arch) == (family, arch)]
+        good = [r for r in here if not r.error]
         stacks = [r.stack_bytes for r in good if r.stack_bytes]
         registers = max((r.registers for r in good), default=0)
         cells = (len(good), registers, len(stacks), max(stacks, default=0))
@@ -81,28 +124,45 @@ def report(found: list[Result], console: Console) -> int:
     console.print(table)
     failed = [r for r in found if r.error]
     for result in failed[:SHOWN]:
-        console.print(f"{result.source} for {result.arch}:\n{result.error}", style="red")
+        kernel = result.kernel
+        console.print(f"{kernel.source} for {kernel.arch}:\n{result.error}", style="red")
     console.print(f"{len(found) - len(failed)} kernels compiled, {len(failed)} did not")
     return len(failed)
 
 
-def main() -> int:
+def main(words: Sequence[str] | None = None) -> int:
     parser = ArgumentParser(description=__doc__)
     parser.add_argument("--family", action="append", choices=list(all_families()))
     parser.add_argument("--arch", action="append", help=f"instead of {', '.join(ARCHS)}")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--sample", type=int, help="a random choice of so many kernels a family")
-    options = parser.parse_args()
+    parser.add_argument("--out", type=Path, default=Path(os.devnull), help="keep results here")
+    options = parser.parse_args(words)
     console = Console()
-    work = []
+    wanted: list[Kernel] = []
     for name in options.family or all_families():
         family = all_families()[name]
-        kernels, met = kernels_of(family)
-        console.print(f"{name}: {len(kernels)} kernels; {met} of {len(family.configs)} configs")
+        sources, met = kernels_of(family)
+        console.print(f"{name}: {len(sources)} kernels; {met} of {len(family.configs)} configs")
         if options.sample:
-            kernels = random.Random(0).sample(kernels, min(options.sample, len(kernels)))
-        work += [(name, kernel, arch) for kernel in kernels for arch in options.arch or ARCHS]
-    return 1 if report(list(results(work, options.jobs)), console) else 0
+            sources = random.Random(0).sample(sources, min(options.sample, len(sources)))
+        wanted += [
+            Kernel(name, source, source_digest(source.file), arch, nvrtc_version())
+            for source in sources
+            for arch in options.arch or ARCHS
+        ]
+    known = read_results(options.out)
+    found = {kernel: known[kernel] for kernel in wanted if kernel in known}
+    left = [kernel for kernel in wanted if kernel not in found]
+    console.print(f"{len(left)} of {len(wanted)} results are not in {options.out} yet")
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    with options.out.open("a", encoding="utf-8") as file:
+        file.write("\n")  # ends a line that a kill cut short
+        for result in results(left, options.jobs):
+            found[result.kernel] = result
+            file.write(json.dumps(asdict(result)) + "\n")
+            file.flush()
+    return 1 if report(list(found.values()), console) else 0
 
 
 if __name__ == "__main__":

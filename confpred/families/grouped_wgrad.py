@@ -204,7 +204,7 @@ class GroupedWgrad:
             )
             # A block of 16 pixels a step waits more than it computes.
             & ((t["block_n"] * t["block_q"] > 16) | (problem.n * problem.q <= 28))
-            & (cut.q_tiles * t["block_q"] < 1.2 * problem.q + 8)
+            & _few_idle_columns(problem.q, cut.q_tiles * t["block_q"])
             & ((t["block_k"] < 2 * problem.c) | (t["block_k"] == 16))
             & (~_ODD[shape.fits] | grouped.fits_odd_channels(t["block_k"], problem.c))
             # A count of slices that makes them as high as the next smaller count does is the same
@@ -373,6 +373,14 @@ class GroupedWgrad:
             + np.ceil(occupancy.waves) * (2e-6 + steps * 2e-7)
             + adding,
         }
+
+
+def _few_idle_columns(q: int, padded: Array) -> NDArray[np.bool_]:
+    """Which tiles, `padded` columns together, leave few of them idle, or no more than the smallest
+    that suit a wide image: between 33 and 40 columns all leave many."""
+    least = min(-(-q // width) * width for width in (28, 32))
+    result: NDArray[np.bool_] = (padded < 1.2 * q + 8) | (padded == least)
+    return result
 
 
 @dataclass(frozen=True, slots=True)

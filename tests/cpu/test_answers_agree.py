@@ -46,7 +46,7 @@ def command(*words: object) -> subprocess.CompletedProcess[str]:
 
 def layers(repository: Path, predictor: Predictor) -> list[str]:
     """Layers of every source: measured ones, their neighbours, and layers without a kernel."""
-    entries = read_suite(repository / "datasets" / "suites" / "fprop.json").entries[::10]
+    entries = read_suite(repository / "datasets" / "suites" / "fprop.json").entries[::20]
     texts = [str(entry.problem) for entry in entries]
     unseen = [text.replace("n=", "n=7", 1) for text in texts[:20]]
     strided = [text + " stride=3" for text in texts if "stride" not in text][:3]

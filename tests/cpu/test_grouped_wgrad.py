@@ -6,6 +6,7 @@ The restatements below follow ``kernels/grouped_wgrad.cu``, not the vectorised P
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from itertools import product
 from math import ceil, gcd
 
@@ -142,7 +143,8 @@ def expected_legal(problem: Problem, device: Device, config: dict[str, int]) -> 
         return False
     if block_n * block_q <= 16 and problem.n * problem.q > 28:
         return False
-    if q_tiles * block_q >= 1.2 * problem.q + 8:
+    least = min(28 * ceil(problem.q / 28), 32 * ceil(problem.q / 32))
+    if q_tiles * block_q >= 1.2 * problem.q + 8 and q_tiles * block_q != least:
         return False
     if block_k >= 2 * problem.c and block_k != 16:
         return False
@@ -211,6 +213,14 @@ def test_every_width_and_window_is_served(width: int, window: tuple[int, int]) -
         direction="wgrad",
     )
     assert FAMILY.legal(problem, get_device("h100")).any()
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_every_size_of_image_is_served(width: int) -> None:
+    problem = Problem.parse(f"n=64 c=128 h=28 w=28 k=128 r=3 s=3 padding=1 groups={128 // width}")
+    for size in range(2, 129):
+        image = replace(problem, h=size, w=size, direction="wgrad")
+        assert FAMILY.legal(image, get_device("h100")).any(), size
 
 
 @pytest.mark.parametrize(
