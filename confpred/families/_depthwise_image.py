@@ -38,7 +38,15 @@ def _config_table() -> NDArray[np.void]:
         (128, 256),
         (1, 2, 4, 8, 16),
     )
-    return common.config_table(_FIELDS, rows)
+    return common.config_table(
+        _FIELDS,
+        (
+            (vec, tile_q, filter_shared, min_blocks, prefetch, *rest)
+            for vec, tile_q, filter_shared, min_blocks, prefetch, *rest in rows
+            # No window has 24 taps to share and 12 to load so far ahead.
+            if (vec, filter_shared, prefetch) != (1, 1, 4)
+        ),
+    )
 
 
 _SHARED = (

@@ -56,6 +56,14 @@ def _config_table() -> NDArray[np.void]:
             continue  # a warp computes one to eight tensor-core tiles of 16 pixels x 8 channels
         if warps > 4 and (block_c < 64 or not filter_shared):
             continue
+        # What no window makes legal, by the rules at `_shape`: a block has whole groups, so fewer
+        # channels mean narrower groups.
+        if block_c < 64 and (block_q == 28 or pixel_row == (4, 14)):
+            continue
+        if block_c < 32 and (warps_m == 4 or tiles // warps_m * warp_channels > 32):
+            continue
+        if warp_channels == 8 and filter_shared:
+            continue
         rows = many if warps > 4 else few
         rows.append((block_n, block_q, block_c, warps_c, warps_m, stages, filter_shared, bands))
     odd = [

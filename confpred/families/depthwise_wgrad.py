@@ -37,7 +37,16 @@ def _config_table() -> NDArray[np.void]:
     rows = itertools.product(
         (1, 2, 4), (4, 8), (1, 2, 4), (1, 2, 4), (8, 32), (128, 256), (1, 4, 16), reductions
     )
-    return common.config_table(_FIELDS, ((*tile, *reduction) for *tile, reduction in rows))
+    return common.config_table(
+        _FIELDS,
+        (
+            (vec, tile_q, row_groups, prefetch, *rest, *reduction)
+            for vec, tile_q, row_groups, prefetch, *rest, reduction in rows
+            # No window has so few taps that loading ahead is worth it, and so many that filter rows
+            # are divided among threads.
+            if min(row_groups, prefetch) == 1 or 50 // prefetch * vec > 16 * row_groups
+        ),
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,6 +61,8 @@ def _config_table() -> NDArray[np.void]:
         for splits, reduction in itertools.product(_SPLITS, range(4)):
             if reduction == DIRECT and splits > 1:
                 continue
+            if reduction != DIRECT and splits == 1 and block_n > 1 and block_q > 8:
+                continue  # one tile is as wide as the image, so one block has a whole sum
             if reduction == LAST_BLOCK and splits > _MAX_LAST_BLOCK_PARTS:
                 continue
             rows.append((block_n, block_q, block_k, warp_k, warps_m, stages, splits, reduction))
