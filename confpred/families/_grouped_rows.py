@@ -43,36 +43,34 @@ def _config_table() -> NDArray[np.void]:
     """
     few: list[tuple[int, ...]] = []
     many: list[tuple[int, ...]] = []
-    for pixel_row, block_c, warps_c, warps_m, stages, filter_shared, bands in itertools.product(
-        _PIXEL_ROWS, (16, 32, 64), (1, 2, 4), (1, 2, 4), (3, 5), (0, 1), _BANDS
+    odd: list[tuple[int, ...]] = []
+    channels = (*itertools.product((16, 32, 64), (1, 2, 4)), *_ODD_CHANNELS)
+    for pixel_row, (block_c, warps_c), warps_m, stages, filter_shared, bands in itertools.product(
+        _PIXEL_ROWS, channels, (1, 2, 4), (3, 5), (0, 1), _BANDS
     ):
         block_n, block_q = pixel_row
         tiles = -(-block_n * block_q // 16)
         warps = warps_c * warps_m
         warp_channels = block_c // warps_c
+        is_odd = (block_c, warps_c) in _ODD_CHANNELS
+        if is_odd and warps_m > 1:
+            continue
         if tiles % warps_m or warps > 8 or (warps == 1 and tiles > 1):
             continue
         if not 8 <= warp_channels <= 32 or tiles // warps_m * warp_channels > 64:
             continue  # a warp computes one to eight tensor-core tiles of 16 pixels x 8 channels
-        if warps > 4 and (block_c < 64 or not filter_shared):
+        if warps > 4 and not is_odd and (block_c < 64 or not filter_shared):
             continue
         # What no window makes legal, by the rules at `_shape`: a block has whole groups, so fewer
-        # channels mean narrower groups.
-        if block_c < 64 and (block_q == 28 or pixel_row == (4, 14)):
+        # channels, or an odd count of them, mean narrower groups.
+        if (block_c < 64 or is_odd) and (block_q == 28 or pixel_row == (4, 14)):
             continue
         if block_c < 32 and (warps_m == 4 or tiles // warps_m * warp_channels > 32):
             continue
         if warp_channels == 8 and filter_shared:
             continue
-        rows = many if warps > 4 else few
+        rows = odd if is_odd else many if warps > 4 else few
         rows.append((block_n, block_q, block_c, warps_c, warps_m, stages, filter_shared, bands))
-    odd = [
-        (block_n, block_q, block_c, warps_c, 1, stages, filter_shared, bands)
-        for (block_n, block_q), (block_c, warps_c), stages, filter_shared, bands in (
-            itertools.product(_PIXEL_ROWS, _ODD_CHANNELS, (3, 5), (0, 1), _BANDS)
-        )
-        if -(-block_n * block_q // 16) * (block_c // warps_c) <= 64
-    ]
     return common.config_table(_FIELDS, few + many + odd)
 
 
