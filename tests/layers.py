@@ -137,9 +137,11 @@ def random_layer(rng: random.Random, family: Family) -> Problem:
     )
 
 
-def random_legal_layer(rng: random.Random, family: Family, device: Device) -> Problem:
+def random_legal_layer(
+    rng: random.Random, family: Family, device: Device, most_flops: int = _MOST_FLOPS
+) -> Problem:
     """A small `random_layer` that `family` has configs for."""
     while True:
         problem = random_layer(rng, family)
-        if problem.flops <= _MOST_FLOPS and family.legal(problem, device).any():
+        if problem.flops <= most_flops and family.legal(problem, device).any():
             return problem

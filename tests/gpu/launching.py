@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-import random
-
-import numpy as np
+import references
 import torch
-import torch.nn.functional as F
-from torch.nn import grad as gradients
 
 from confpred.cuda import driver
 from confpred.cuda.compiler import compile_kernel
-from confpred.device import Device
 from confpred.families import Family, Launch
 from confpred.operation import SCRATCH, ZEROED
 from confpred.problem import Problem
 
 GUARD = 4096  # bytes before and behind each operand
 POISON = 0xFF  # every byte: NaN in all the dtypes
-
-#: Largest relative error of rounding to the dtype and to its neighbour, and what sums of products
-#: of values in [-1, 1) in float32 add: as much for each term.
-ROUNDING = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-22}
-ABSOLUTE, ABSOLUTE_A_TERM = 1e-5, 4e-7
 
 
 class Guarded:
@@ -96,59 +86,6 @@ class Config:
         }
 
 
-def random_inputs(family: Family, problem: Problem, seed: int) -> dict[str, torch.Tensor]:
-    """Inputs in [-1, 1), on the CPU."""
-    generator = torch.Generator().manual_seed(seed)
-    return {
-        o.name: (torch.rand(o.shape, generator=generator) * 2 - 1).to(getattr(torch, o.dtype))
-        for o in family.operation.operands(problem)
-        if not o.terms
-    }
-
-
-def reference(problem: Problem, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """PyTorch's answer in float64, on the CPU: no code in common with ours."""
-    p = problem
-    layer = (p.stride, p.padding, p.dilation, p.groups)
-    t = {
-        name: x.double().permute(0, 3, 1, 2) if x.dim() == 4 else x.double()
-        for name, x in inputs.items()
-    }
-    if p.direction == "fprop":
-        out = F.conv2d(t["in"], t["filter"], t.get("bias"), *layer) + t.get("residual", 0)
-        found = {"out": out if p.activation == "none" else getattr(F, p.activation)(out)}
-    elif p.direction == "dgrad":
-        shape = (p.n, p.c, p.h, p.w)
-        found = {"in_grad": gradients.conv2d_input(shape, t["filter"], t["out_grad"], *layer)}
-    else:
-        shape = (p.k, p.group_width, p.r, p.s)
-        found = {"filter_grad": gradients.conv2d_weight(t["in"], shape, t["out_grad"], *layer)}
-        if p.bias:
-            found["bias_grad"] = t["out_grad"].sum((0, 2, 3))
-    return {name: x.permute(0, 2, 3, 1) if x.dim() == 4 else x for name, x in found.items()}
-
-
 def outside(config: Config, expected: dict[str, torch.Tensor]) -> dict[str, int]:
-    """How many elements of each output are not within its dtype's rounding of `expected`."""
-    results = config.results()
-    found = {}
-    for output in config.outputs:
-        right = expected[output.name]
-        bound = ROUNDING[output.dtype] * right.abs() + ABSOLUTE + ABSOLUTE_A_TERM * output.terms
-        wrong = ~((results[output.name].double() - right).abs() <= bound)  # NaN is wrong too
-        found[output.name] = int(wrong.sum())
-    return {name: count for name, count in found.items() if count}
-
-
-def some_rows(
-    family: Family, problem: Problem, device: Device, rng: random.Random, kernels: int, each: int
-) -> list[int]:
-    """Legal configs of a few random kernels: for each, some of those that differ at run time."""
-    rows = np.flatnonzero(family.legal(problem, device)).tolist()
-    rng.shuffle(rows)
-    found: dict[tuple[object, ...], list[int]] = {}
-    for row in rows[:500]:
-        sources = tuple(step.source for step in family.launch(problem, row).steps)
-        if sources in found or len(found) < kernels:
-            found.setdefault(sources, []).append(row)
-    return [row for rows in found.values() for row in rows[:each]]
+    """How many elements of each of its outputs are not what is `expected`."""
+    return references.outside(config.outputs, config.results(), expected)

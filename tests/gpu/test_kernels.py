@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from launching import Config, outside, random_inputs, reference, some_rows
+from launching import Config, outside
 from layers import random_legal_layer
+from references import random_inputs, reference, some_rows
 
 from confpred.cuda.measure import check
 from confpred.device import Device

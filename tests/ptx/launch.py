@@ -1,0 +1,103 @@
+"""An operation's launch on NumPy operands."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+
+import numpy as np
+from cuda.bindings import nvrtc
+from numpy.typing import NDArray
+
+from confpred.cuda.compiler import source_text
+from confpred.operation import SCRATCH, ZEROED, KernelSource, Launch, Step
+from ptx.machine import Machine
+from ptx.memory import DeviceMemory, Operand
+from ptx.opcodes import decode
+from ptx.text import Kernel, PtxError, parse
+
+#: Side by side: more threads make each instruction's overhead smaller, and its arrays larger.
+THREADS = 8192
+
+Bytes = NDArray[np.uint8]
+
+
+def run(
+    launch: Launch, inputs: Mapping[str, Bytes], outputs: Mapping[str, int], arch: str = "sm_80"
+) -> dict[str, Bytes]:
+    """Launch on a copy of `inputs`.
+
+    Args:
+        launch: what a family makes of a config and a problem.
+        inputs: the bytes of each input.
+        outputs: how many bytes each output has; they are poisoned.
+        arch: target of the PTX.
+
+    Returns:
+        The bytes of each output.
+
+    Raises:
+        PtxError: a check failed (see the package), or the zeroed workspace is left dirty.
+    """
+    operands = [Operand(name, data, written=True, once=False) for name, data in inputs.items()]
+    for name, size in outputs.items():
+        operands.append(Operand(name, np.empty(size, np.uint8), written=False, once=True))
+    if launch.zeroed_bytes:
+        zeros = np.zeros(launch.zeroed_bytes, np.uint8)
+        operands.append(Operand(ZEROED, zeros, written=True, once=False))
+    if launch.scratch_bytes:
+        scratch = np.empty(launch.scratch_bytes, np.uint8)
+        operands.append(Operand(SCRATCH, scratch, written=False, once=False))
+    memory = DeviceMemory(operands)
+    for step in launch.steps:
+        memory.forget_writers()
+        run_step(step, memory, arch)
+    found = {operand.name: operand.content for operand in operands}
+    if found.get(ZEROED, np.zeros(1)).any():
+        raise PtxError("the zeroed workspace is left dirty")
+    return {name: found[name] for name in outputs}
+
+
+def run_step(step: Step, memory: DeviceMemory, arch: str) -> None:
+    """One kernel launch, some blocks at a time, in their order."""
+    kernel = _kernel(step.source, arch)
+    arguments = [*map(memory.address, step.operands), *step.scalars]
+    blocks = step.grid[0] * step.grid[1] * step.grid[2]
+    threads = step.block[0] * step.block[1] * step.block[2]
+    at_once = max(1, THREADS // threads)
+    with np.errstate(all="ignore"):
+        for first in range(0, blocks, at_once):
+            some = range(first, min(first + at_once, blocks))
+            Machine(
+                *(kernel, decode, memory, arguments, step.grid, step.block),
+                *(some, step.smem_bytes),
+            ).run()
+
+
+@cache
+def _kernel(source: KernelSource, arch: str) -> Kernel:
+    return parse(ptx_of(source, arch), source.entry)
+
+
+def ptx_of(source: KernelSource, arch: str) -> str:
+    """What NVRTC makes of `source` before the assembler; needs no GPU.
+
+    Raises:
+        PtxError: NVRTC refuses it.
+    """
+    _, program = nvrtc.nvrtcCreateProgram(source_text(source).encode(), b"kernel.cu", 0, [], [])
+    options = [f"--gpu-architecture=compute_{arch[3:]}".encode(), b"--std=c++17"]
+    (status,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
+    size_of, read = (
+        (nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog)
+        if status
+        else (nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX)
+    )
+    _, size = size_of(program)
+    text = bytearray(size)
+    read(program, text)
+    nvrtc.nvrtcDestroyProgram(program)
+    found = text.rstrip(b"\0").decode()
+    if status:
+        raise PtxError(f"{source.file}: {found}")
+    return found
