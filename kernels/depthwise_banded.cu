@@ -29,6 +29,7 @@
 //   WARP_C           channels of a warp; it computes 16 strips
 //   OCTETS           eights of output columns of a strip
 //   ROWS             input rows of a step
+//   MIN_BLOCKS       blocks that a multiprocessor must hold: bounds the registers
 //
 // A block walks down its strips. Each step brings in ROWS input rows; each row is read from shared memory
 // once and meets all R filter rows, so feeds the R output rows that it overlaps. Their accumulators
@@ -110,7 +111,7 @@ __device__ __forceinline__ void join(const u32 (&pairs)[8], uint4 (&pixels)[2]) 
     for (int i = 0; i < 2; ++i) pixels[i] = make_uint4(words[i][0], words[i][1], words[i][2], words[i][3]);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) depthwise_banded(
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_banded(
     u16* __restrict__ out, const u16* __restrict__ in, const u16* __restrict__ filter,
     const u16* __restrict__ bias, const u16* __restrict__ residual,
     int n, int c, int h, int w, int p, int q,  // h x w: of `in`; p x q: of `out`
