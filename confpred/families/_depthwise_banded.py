@@ -40,17 +40,16 @@ _WARPS = (4, 8, 16)  # of a block
 
 
 def _config_table() -> NDArray[np.void]:
-    rows = itertools.product(
-        (16, 32, 64), (1, 2, 4), (16, 32), (1, 2, 4, 7), (1, 2, 4), (1, 2, 3), (1, 2, 4, 8, 16, 32)
-    )
-    return common.config_table(
-        _FIELDS,
-        (
-            (block_c, warp_c, strips, *rest)
-            for block_c, warp_c, strips, *rest in rows
-            if block_c // warp_c * strips // 16 in _WARPS
-        ),
-    )
+    """The config space, without what no window leaves registers for."""
+    rows = []
+    for block_c, warp_c, strips, octets, *rest in itertools.product(
+        *((16, 32, 64), (1, 2, 4), (16, 32), (1, 2, 4, 7)),
+        *((1, 2, 4), (1, 2, 3), (1, 2, 4, 8, 16, 32)),
+    ):
+        warps, min_blocks = block_c // warp_c * strips // 16, rest[1]
+        if warps in _WARPS and warps * min_blocks <= 32 and warp_c * octets <= 8:
+            rows.append((block_c, warp_c, strips, octets, *rest))
+    return common.config_table(_FIELDS, rows)
 
 
 _SHARED = (
@@ -210,11 +209,13 @@ class DepthwiseBanded:
         pieces = t["block_c"] // 8
 
         def plane_bytes(units: Array) -> Array:
-            channels = 8 * strips * 16 * (units | 1)
-            return t["rows"] * pieces * (channels + 128 // pieces)
+            found: Array = pieces * (8 * strips * 16 * (units | 1) + 128 // pieces)
+            return found * t["rows"]
 
         def items(columns: Array) -> Array:
-            return -(-t["rows"] * strips * -(-columns // 2) * pieces // threads)
+            pairs = t["rows"] * strips * pieces * -(-columns // 2)
+            found: Array = -(-pairs // threads)
+            return found
 
         in_items, out_items = items(in_x), items(8 * octets)
         a_warp = t["warp_c"] * octets * t["rows"]  # fragments of a step
