@@ -209,8 +209,7 @@ class DepthwiseBanded:
         pieces = t["block_c"] // 8
 
         def plane_bytes(units: Array) -> Array:
-            found: Array = pieces * (8 * strips * 16 * (units | 1) + 128 // pieces)
-            return found * t["rows"]
+            return t["rows"] * (t["block_c"] * strips * 16 * (units | 1) + 128)
 
         def items(columns: Array) -> Array:
             pairs = t["rows"] * strips * pieces * -(-columns // 2)
