@@ -50,32 +50,15 @@
 //
 // Zeros of the band are multiplied too: an infinity or NaN makes NaN of the outputs of its channel
 // whose 16 columns it lies in.
-#include "common.cuh"
+#include "depthwise_banded.cuh"
 
-constexpr int THREADS = BLOCK_C / WARP_C * (STRIPS / 16) * 32;
-constexpr int GROUPS = BLOCK_C / 8;        // 16-byte pieces of a pixel
 constexpr int SPAN = (S + 14) / 8;         // eights of input columns that eight outputs are made of
 constexpr int UNITS = OCTETS + SPAN - 1;   // of a strip; 16 bytes each in a plane
 constexpr int IN_X = 8 * OCTETS + S - 1;   // input columns that a strip needs; the rest stay zero
 
-// A strip in a plane is an odd number of units from the next, and the planes of 8 channels are
-// 32 / GROUPS words from a multiple of all banks: ldmatrix meets no bank twice, and nor do the threads of
-// a warp that store neighbouring pairs of GROUPS pieces.
-template <int LENGTH, int COLUMNS>
-struct Planes {
-    static constexpr int PAIRS = (COLUMNS + 1) / 2;             // of pixels, of a strip
-    static constexpr int STRIP = 16 * (LENGTH | 1);             // bytes
-    static constexpr int CHANNEL = STRIPS * STRIP;
-    static constexpr int GROUP = 8 * CHANNEL + 128 / GROUPS;
-    static constexpr int ROW = GROUPS * GROUP;
-    static constexpr int BUFFER = ROWS * ROW;
-    static constexpr int TOTAL = ROWS * STRIPS * PAIRS * GROUPS;  // pairs of 8 channels, of a step
-    static constexpr int ITEMS = (TOTAL + THREADS - 1) / THREADS;  // of them, a thread's
-};
 typedef Planes<UNITS, IN_X> In;
 typedef Planes<OCTETS, 8 * OCTETS> Out;
 
-static_assert(BLOCK_C % 8 == 0 && 8 % WARP_C == 0 && STRIPS % 16 == 0, "warps divide planes of 8 channels");
 static_assert(In::ITEMS <= 16, "validity bits are kept in one word");
 
 // d = a * b + c; common.cuh's add to d.
@@ -88,27 +71,6 @@ __device__ __forceinline__ void multiply_k8(float (&d)[4], const u32 (&a)[4], u3
     asm("mma.sync.aligned.m16n8k8.row.col." MMA_TYPES " {%0,%1,%2,%3}, {%4,%5}, {%6}, {%7,%8,%9,%10};\n"
         : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
         : "r"(a[0]), "r"(a[1]), "r"(b0), "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3]));
-}
-
-// Two pixels of 8 channels each <-> 8 channels of two pixels each.
-__device__ __forceinline__ void split(const uint4 (&pixels)[2], u32 (&pairs)[8]) {
-    const u32 left[4] = {pixels[0].x, pixels[0].y, pixels[0].z, pixels[0].w};
-    const u32 right[4] = {pixels[1].x, pixels[1].y, pixels[1].z, pixels[1].w};
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-        pairs[2 * e] = __byte_perm(left[e], right[e], 0x5410);
-        pairs[2 * e + 1] = __byte_perm(left[e], right[e], 0x7632);
-    }
-}
-__device__ __forceinline__ void join(const u32 (&pairs)[8], uint4 (&pixels)[2]) {
-    u32 words[2][4];
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-        words[0][e] = __byte_perm(pairs[2 * e], pairs[2 * e + 1], 0x5410);
-        words[1][e] = __byte_perm(pairs[2 * e], pairs[2 * e + 1], 0x7632);
-    }
-#pragma unroll
-    for (int i = 0; i < 2; ++i) pixels[i] = make_uint4(words[i][0], words[i][1], words[i][2], words[i][3]);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_banded(
@@ -137,26 +99,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_band
     const int last = bands == 1 ? min(max(h + pad_h, first), all) : all;
     const int steps = ceil_div(all - first, ROWS), computed = ceil_div(last - first, ROWS);
 
-    // The place of item `l` of this thread: 8 channels of a pair of columns of a row of a strip.
-    struct Place {
-        int piece, pair, strip, row, image, p0, q0;
-        bool valid;
+    const auto place = [&](int item, int pairs) {
+        return place_of(item, pairs, strip0, image0, n, c - c0, band_rows, bands, q_tiles);
     };
-    auto place = [&](int l, int pairs) {
-        Place at;
-        int rest = tid + l * THREADS;
-        at.piece = rest % GROUPS; rest /= GROUPS;
-        at.pair = rest % pairs; rest /= pairs;
-        at.strip = rest % STRIPS;
-        at.row = rest / STRIPS;
-        rest = strip0 + at.strip;
-        at.q0 = rest % q_tiles * 8 * OCTETS; rest /= q_tiles;
-        at.p0 = rest % bands * band_rows; rest /= bands;
-        at.image = rest - image0;
-        at.valid = at.row < ROWS && rest < n && c0 + 8 * at.piece < c;
-        return at;
-    };
-
     int in_offset[In::ITEMS], in_y[In::ITEMS], in_to[In::ITEMS];
     u32 in_valid = 0;  // two columns an item
 #pragma unroll
@@ -183,8 +128,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_band
 #pragma unroll
         for (int i = 0; i < 2; ++i) out_valid |= static_cast<u32>(at.valid && x + i < q) << (2 * l + i);
     }
-    // Are there so many items? The last ones of some threads may not be.
-    const auto is_item = [&](int l, int total) { return (l + 1) * THREADS <= total || tid + l * THREADS < total; };
     const auto is_stored = [&](int step, int l) {
         const int row = step * ROWS + out_row[l];
         return row >= 0 && row < out_rows[l];
@@ -220,37 +163,27 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_band
             }
         }
     };
-    auto put_item = [](u8* to, int channel_bytes, const uint4 (&pixels)[2]) {
-        u32 pairs[8];
-        split(pixels, pairs);
-#pragma unroll
-        for (int e = 0; e < 8; ++e) *reinterpret_cast<u32*>(to + e * channel_bytes) = pairs[e];
-    };
     auto put = [&](int step) {
         if (step < computed)
 #pragma unroll
             for (int l = 0; l < In::ITEMS; ++l)
                 if (is_item(l, In::TOTAL))
-                    put_item(in_shared + step % 2 * In::BUFFER + in_to[l], In::CHANNEL, ahead[l]);
+                    In::put(in_shared + step % 2 * In::BUFFER + in_to[l], ahead[l]);
         // The residual lies where the results will, which is where this thread has just read what is
         // finished two steps before.
         if (HAS_RESIDUAL)
 #pragma unroll
             for (int l = 0; l < Out::ITEMS; ++l)
                 if (is_item(l, Out::TOTAL))
-                    put_item(out_shared + step % 2 * Out::BUFFER + out_from[l], Out::CHANNEL, added[l]);
+                    Out::put(out_shared + step % 2 * Out::BUFFER + out_from[l], added[l]);
     };
     auto store = [&](int step) {
         u16* const rows = out + out_block + static_cast<i64>(step * ROWS) * q * c;
 #pragma unroll
         for (int l = 0; l < Out::ITEMS; ++l) {
             if (!is_stored(step, l)) continue;
-            const u8* const from = out_shared + step % 2 * Out::BUFFER + out_from[l];
-            u32 pairs[8];
-#pragma unroll
-            for (int e = 0; e < 8; ++e) pairs[e] = *reinterpret_cast<const u32*>(from + e * Out::CHANNEL);
             uint4 pixels[2];
-            join(pairs, pixels);
+            Out::get(out_shared + step % 2 * Out::BUFFER + out_from[l], pixels);
 #pragma unroll
             for (int i = 0; i < 2; ++i)
                 if (out_valid >> (2 * l + i) & 1) *reinterpret_cast<uint4*>(rows + out_offset[l] + i * c) = pixels[i];

@@ -209,7 +209,8 @@ class DepthwiseBanded:
         pieces = t["block_c"] // 8
 
         def plane_bytes(units: Array) -> Array:
-            return t["rows"] * (t["block_c"] * strips * 16 * (units | 1) + 128)
+            found: Array = t["rows"] * (t["block_c"] * strips * 16 * (units | 1) + 128)
+            return found
 
         def items(columns: Array) -> Array:
             pairs = t["rows"] * strips * pieces * -(-columns // 2)
