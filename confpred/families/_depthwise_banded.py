@@ -17,6 +17,7 @@ fragments of its filter (3 R from S = 10 on) and 4 R accumulators an eight of co
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -50,6 +51,79 @@ def _config_table() -> NDArray[np.void]:
         if warps in _WARPS and warps * min_blocks <= 32 and warp_c * octets <= 8:
             rows.append((block_c, warp_c, strips, octets, *rest))
     return common.config_table(_FIELDS, rows)
+
+
+def handles(problem: Problem) -> bool:
+    """Whether `problem` is a layer that the kernels compute, whatever its direction."""
+    return (
+        problem.dtype != "float32"
+        and depthwise.handles(problem)
+        and problem.stride == (1, 1)
+        and depthwise.dilation(problem) == (1, 1)
+        and problem.k == problem.c
+        and problem.c % 8 == 0  # copies of 16 bytes
+    )
+
+
+# Mirrors of the constants in ``depthwise_banded.cuh``; `t` has the columns of some configs.
+
+
+def threads_of(t: Mapping[str, Array]) -> Array:
+    """Threads of a block."""
+    return t["block_c"] // t["warp_c"] * (t["strips"] // 16) * 32
+
+
+def items(t: Mapping[str, Array], columns: Array) -> Array:
+    """Pairs of pixels of 8 channels that a thread copies in a step, for `columns` of a strip."""
+    pairs = t["rows"] * t["strips"] * (t["block_c"] // 8) * -(-columns // 2)
+    found: Array = -(-pairs // threads_of(t))
+    return found
+
+
+def buffer_bytes(t: Mapping[str, Array], units: Array) -> Array:
+    """Shared memory of a step's rows, of `units` eights of columns a strip."""
+    found: Array = t["rows"] * (t["block_c"] * t["strips"] * 16 * (units | 1) + 128)
+    return found
+
+
+def most_registers(t: Mapping[str, Array]) -> Array:
+    """Registers that the blocks of a multiprocessor leave a thread."""
+    share = Device.regs_per_sm // (threads_of(t) * t["min_blocks"]) // 8 * 8
+    return np.minimum(share, common.MAX_REGISTERS)
+
+
+def fits(
+    t: Mapping[str, Array], registers: Array, smem_bytes: Array, device: Device
+) -> NDArray[np.bool_]:
+    """Which configs a multiprocessor has room for, as many blocks as they ask for.
+
+    The compiler makes do with an eighth fewer registers than it would take and spills few or none;
+    where it would take fewer anyhow, a bound changes nothing.
+    """
+    most, blocks = most_registers(t), t["min_blocks"]
+    found: NDArray[np.bool_] = (
+        (registers <= 1.15 * most)
+        & ((blocks == 1) | (registers > 0.95 * most))
+        & (smem_bytes <= device.smem_per_block)
+        & (blocks * (smem_bytes + device.smem_reserved_per_block) <= device.smem_per_sm)
+    )
+    return found
+
+
+def addressable(t: Mapping[str, Array], problem: Problem, image_strips: Array) -> NDArray[np.bool_]:
+    """Which configs can count the offsets from a block's first image in 32 bits, padding included.
+
+    Args:
+        t: the configs.
+        problem: the layer.
+        image_strips: how many strips an image has.
+    """
+    p = problem
+    images = -(-t["strips"] // image_strips) + 1
+    found: NDArray[np.bool_] = (
+        images * (p.c * (max(p.h, p.p) + 256) * (max(p.w, p.q) + 256)) <= common.MAX_INT
+    )
+    return found
 
 
 _SHARED = (
@@ -121,35 +195,16 @@ class DepthwiseBanded:
         self._direction = direction
 
     def legal(self, problem: Problem, device: Device) -> NDArray[np.bool_]:
-        if (
-            problem.direction != self._direction
-            or problem.dtype == "float32"
-            or not depthwise.handles(problem)
-            or problem.stride != (1, 1)
-            or depthwise.dilation(problem) != (1, 1)
-            or problem.k != problem.c
-            or problem.c % 8  # copies of 16 bytes
-        ):
+        if problem.direction != self._direction or not handles(problem):
             return np.zeros(len(self.configs), np.bool_)
         t = common.config_columns(self.configs)
         plan = self._plan(problem, np.arange(len(self.configs)))
         image = _image(problem)
         height, width = image.size_out
-        # Offsets from a block's first image are counted in 32 bits, padding included.
-        images = -(-t["strips"] // (plan.q_tiles * plan.bands)) + 1
-        padded = [max(sizes) + 256 for sizes in zip(image.size_in, image.size_out, strict=True)]
         strips = problem.n * plan.bands * plan.q_tiles
         legal: NDArray[np.bool_] = (
-            # The compiler makes do with an eighth fewer registers than it would take and spills few
-            # or none; where it would take fewer anyhow, a bound changes nothing.
-            (plan.registers <= 1.15 * plan.most_registers)
-            & ((t["min_blocks"] == 1) | (plan.registers > 0.95 * plan.most_registers))
-            & (plan.smem_bytes <= device.smem_per_block)
-            & (
-                t["min_blocks"] * (plan.smem_bytes + device.smem_reserved_per_block)
-                <= device.smem_per_sm
-            )
-            & (images * (problem.c * padded[0] * padded[1]) <= common.MAX_INT)
+            fits(t, plan.registers, plan.smem_bytes, device)
+            & addressable(t, problem, plan.q_tiles * plan.bands)
             & (np.maximum(plan.blocks, strips + t["strips"]) <= common.MAX_INT)
             # What is twice as large as the image does the work of something smaller, slower.
             & ((8 * t["octets"] < 2 * width) | (t["octets"] == 1))
@@ -201,23 +256,12 @@ class DepthwiseBanded:
         t = common.config_columns(self.configs, rows)
         r, s, octets, strips = problem.r, problem.s, t["octets"], t["strips"]
         height, width = _image(problem).size_out
-        threads = t["block_c"] // t["warp_c"] * (strips // 16) * 32
+        threads = threads_of(t)
         span = (s + 14) // 8
         in_x = 8 * octets + s - 1
         band_rows, bands = common.cut(height, t["bands"])
         q_tiles = -(-width // (8 * octets))
-        pieces = t["block_c"] // 8
-
-        def plane_bytes(units: Array) -> Array:
-            found: Array = t["rows"] * (t["block_c"] * strips * 16 * (units | 1) + 128)
-            return found
-
-        def items(columns: Array) -> Array:
-            pairs = t["rows"] * strips * pieces * -(-columns // 2)
-            found: Array = -(-pairs // threads)
-            return found
-
-        in_items, out_items = items(in_x), items(8 * octets)
+        in_items, out_items = items(t, in_x), items(t, 8 * octets)
         a_warp = t["warp_c"] * octets * t["rows"]  # fragments of a step
         products = a_warp * r * (1 if span < 3 else 2)
         registers = (  # fitted to what the assembler reports of 70 kernels
@@ -226,15 +270,12 @@ class DepthwiseBanded:
             + (1 + 8 * problem.residual) * out_items
             + 28
         )
-        most_registers = np.minimum(
-            Device.regs_per_sm // (threads * t["min_blocks"]) // 8 * 8, common.MAX_REGISTERS
-        )
         work = products + a_warp * 14 + in_items * 28 + out_items * 28 + 20
         return _Plan(
             threads=threads,
             registers=registers,
-            most_registers=most_registers,
-            smem_bytes=2 * (plane_bytes(octets + span - 1) + plane_bytes(octets))
+            most_registers=most_registers(t),
+            smem_bytes=2 * (buffer_bytes(t, octets + span - 1) + buffer_bytes(t, octets))
             + t["block_c"] * r * s * 2,
             in_items=in_items,
             out_items=out_items,
