@@ -1,5 +1,6 @@
-"""The depthwise families on tensor cores: configs, legality, features and launches of
-``depthwise_banded.cu``, for the forward direction and for the gradient of the input.
+"""The depthwise families on tensor cores whose result is an image: configs, legality, features and
+launches of ``depthwise_banded.cu``, for the forward direction and for the gradient of the input.
+What ``depthwise_banded_wgrad.py`` shares with them is here too.
 
 Layers of group width 1, unit stride and dilation, as many filters as channels, windows up to
 11x11, any padding, float16 and bfloat16, channels in eights; the ordinary depthwise families serve
@@ -70,7 +71,8 @@ def handles(problem: Problem) -> bool:
 
 def threads_of(t: Mapping[str, Array]) -> Array:
     """Threads of a block."""
-    return t["block_c"] // t["warp_c"] * (t["strips"] // 16) * 32
+    found: Array = t["block_c"] // t["warp_c"] * (t["strips"] // 16) * 32
+    return found
 
 
 def items(t: Mapping[str, Array], columns: Array) -> Array:

@@ -186,8 +186,11 @@ class DepthwiseBandedWgrad:
         # Fragments, products, and the window's slide.
         fragments = warp_c * octets * t["rows"]
         products = fragments * (r + problem.bias)
-        registers = (
-            warp_c * (r * (4 + 2 * octets) + 4 * problem.bias) + 16 * (in_items + grad_items) + 40
+        registers = (  # fitted to what the assembler reports of 40 kernels
+            warp_c * (r * (4 + 2 * octets) + 4 * problem.bias)
+            + 22 * in_items
+            + 15 * grad_items
+            + 34
         )
         work = products + fragments * (4 + 2 * r) + 28 * (in_items + grad_items) + 20
         return _Plan(
