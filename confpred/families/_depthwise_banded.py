@@ -91,7 +91,8 @@ def buffer_bytes(t: Mapping[str, Array], units: Array) -> Array:
 def most_registers(t: Mapping[str, Array]) -> Array:
     """Registers that the blocks of a multiprocessor leave a thread."""
     share = Device.regs_per_sm // (threads_of(t) * t["min_blocks"]) // 8 * 8
-    return np.minimum(share, common.MAX_REGISTERS)
+    found: Array = np.minimum(share, common.MAX_REGISTERS)
+    return found
 
 
 def fits(
@@ -167,7 +168,6 @@ class _Plan:
 
     threads: Array
     registers: Array  # an estimate of what the compiler would take
-    most_registers: Array  # that the blocks of a multiprocessor leave it
     smem_bytes: Array
     in_items: Array  # pairs of pixels of 8 channels, that a thread loads a step
     out_items: Array  # ... and stores
@@ -276,7 +276,6 @@ class DepthwiseBanded:
         return _Plan(
             threads=threads,
             registers=registers,
-            most_registers=most_registers(t),
             smem_bytes=2 * (buffer_bytes(t, octets + span - 1) + buffer_bytes(t, octets))
             + t["block_c"] * r * s * 2,
             in_items=in_items,
@@ -306,7 +305,7 @@ class DepthwiseBanded:
         plan = self._plan(problem, rows)
         image = _image(problem)
         (height, width), size_in = image.size_out, image.size_in
-        registers = np.minimum(plan.registers, plan.most_registers)
+        registers = np.minimum(plan.registers, most_registers(t))
         occupancy = Occupancy.of(device, plan.blocks, plan.threads, registers, plan.smem_bytes)
         # With one band, rows of padding are left out, above the image altogether, below it but for
         # what finishes the rows above.
