@@ -1,0 +1,355 @@
+"""The depthwise families on tensor cores whose result is an image: configs, legality, features and
+launches of ``depthwise_banded.cu``, for the forward direction and for the gradient of the input.
+What ``depthwise_banded_wgrad.py`` shares with them is here too.
+
+Layers of group width 1, unit stride and dilation, as many filters as channels, windows up to
+11x11, any padding, float16 and bfloat16, channels in eights; the ordinary depthwise families serve
+the others. Compiled for every target and checked by interpreting the compiled PTX, but not yet run
+or timed on a GPU: a model offers these families once it is trained on measurements of them.
+
+On paper, an output of an R x S window takes 16 R multiply-adds of the tensor cores (24 R from
+S = 10 on, as zeros of the band are multiplied too) where ordinary arithmetic takes R S: 7x7 is 112
+of at least 1,024 a clock and multiprocessor against 49 of 128, so 0.11 clocks against 0.38, and the
+memory of an H100 needs 0.3 for the output's 4 bytes. Shared memory moves 2 bytes of an output in,
+4 out as fragments and 4 for the result: 0.08 clocks. In registers a channel of a warp has 2 R
+fragments of its filter (3 R from S = 10 on) and 4 R accumulators an eight of columns.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from confpred.convolution import CONVOLUTION, dtype_macro
+from confpred.device import Device
+from confpred.families import _common as common
+from confpred.families import _depthwise as depthwise
+from confpred.families._common import Array, Occupancy
+from confpred.families.base import KernelSource, Launch, Rows, Step
+from confpred.problem import Problem
+
+_COMPILED = ("block_c", "warp_c", "strips", "octets", "rows", "min_blocks")
+_FIELDS = (*_COMPILED, "bands")
+_OPERANDS = {
+    "fprop": ("out", "in", "filter", "bias", "residual"),
+    "dgrad": ("in_grad", "out_grad", "filter", "bias", "residual"),
+}
+_WARPS = (4, 8, 16)  # of a block
+
+
+def _config_table() -> NDArray[np.void]:
+    """The config space, without what no window leaves registers for."""
+    rows = []
+    for block_c, warp_c, strips, octets, *rest in itertools.product(
+        *((16, 32, 64), (1, 2, 4), (16, 32), (1, 2, 4, 7)),
+        *((1, 2, 4), (1, 2, 3), (1, 2, 4, 8, 16, 32)),
+    ):
+        warps, min_blocks = block_c // warp_c * strips // 16, rest[1]
+        if warps in _WARPS and warps * min_blocks <= 32 and warp_c * octets <= 8:
+            rows.append((block_c, warp_c, strips, octets, *rest))
+    return common.config_table(_FIELDS, rows)
+
+
+def handles(problem: Problem) -> bool:
+    """Whether `problem` is a layer that the kernels compute, whatever its direction."""
+    return (
+        problem.dtype != "float32"
+        and depthwise.handles(problem)
+        and problem.stride == (1, 1)
+        and depthwise.dilation(problem) == (1, 1)
+        and problem.k == problem.c
+        and problem.c % 8 == 0  # copies of 16 bytes
+    )
+
+
+# Mirrors of the constants in ``depthwise_banded.cuh``; `t` has the columns of some configs.
+
+
+def threads_of(t: Mapping[str, Array]) -> Array:
+    """Threads of a block."""
+    found: Array = t["block_c"] // t["warp_c"] * (t["strips"] // 16) * 32
+    return found
+
+
+def items(t: Mapping[str, Array], columns: Array) -> Array:
+    """Pairs of pixels of 8 channels that a thread copies in a step, for `columns` of a strip."""
+    pairs = t["rows"] * t["strips"] * (t["block_c"] // 8) * -(-columns // 2)
+    found: Array = -(-pairs // threads_of(t))
+    return found
+
+
+def buffer_bytes(t: Mapping[str, Array], units: Array) -> Array:
+    """Shared memory of a step's rows, of `units` eights of columns a strip."""
+    found: Array = t["rows"] * (t["block_c"] * t["strips"] * 16 * (units | 1) + 128)
+    return found
+
+
+def most_registers(t: Mapping[str, Array]) -> Array:
+    """Registers that the blocks of a multiprocessor leave a thread."""
+    share = Device.regs_per_sm // (threads_of(t) * t["min_blocks"]) // 8 * 8
+    found: Array = np.minimum(share, common.MAX_REGISTERS)
+    return found
+
+
+def fits(
+    t: Mapping[str, Array], registers: Array, smem_bytes: Array, device: Device
+) -> NDArray[np.bool_]:
+    """Which configs a multiprocessor has room for, as many blocks as they ask for.
+
+    The compiler makes do with an eighth fewer registers than it would take and spills few or none;
+    where it would take fewer anyhow, a bound changes nothing.
+    """
+    most, blocks = most_registers(t), t["min_blocks"]
+    found: NDArray[np.bool_] = (
+        (registers <= 1.15 * most)
+        & ((blocks == 1) | (registers > 0.95 * most))
+        & (smem_bytes <= device.smem_per_block)
+        & (blocks * (smem_bytes + device.smem_reserved_per_block) <= device.smem_per_sm)
+    )
+    return found
+
+
+def addressable(t: Mapping[str, Array], problem: Problem, image_strips: Array) -> NDArray[np.bool_]:
+    """Which configs can count the offsets from a block's first image in 32 bits, padding included.
+
+    Args:
+        t: the configs.
+        problem: the layer.
+        image_strips: how many strips an image has.
+    """
+    p = problem
+    images = -(-t["strips"] // image_strips) + 1
+    found: NDArray[np.bool_] = (
+        images * (p.c * (max(p.h, p.p) + 256) * (max(p.w, p.q) + 256)) <= common.MAX_INT
+    )
+    return found
+
+
+_SHARED = (
+    *("log_n", "log_k", "log_p", "log_q", "r", "s", "bfloat16", "log_bytes", "log_intensity"),
+    *_FIELDS,
+    *("threads", "registers", "smem_bytes", "in_items", "out_items", "products"),
+    *("blocks_per_sm", "warps_per_sm", "log_blocks", "waves", "wave_waste", "q_waste", "c_waste"),
+    *("strip_waste", "band_rows", "bands_cut", "row_tail", "halo_rows", "halo_columns", "steps"),
+    *("run_bytes", "pixel_alignment", "bytes_in_flight", "log_work", "log_load_bytes"),
+    "log_estimate",
+)
+_FEATURES = {
+    "fprop": (*_SHARED, "bias", "residual", "activation"),
+    "dgrad": _SHARED,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Image:
+    """A layer as ``depthwise_banded.cu`` sees it: what it reads, what it writes, and the padding,
+    which is negative where an input gradient leaves the border of the output's gradient unread."""
+
+    size_in: tuple[int, int]
+    size_out: tuple[int, int]
+    padding: tuple[int, int]
+
+
+def _image(problem: Problem) -> _Image:
+    p = problem
+    if p.direction == "fprop":
+        return _Image((p.h, p.w), (p.p, p.q), p.padding)
+    turned = (p.r - 1 - p.padding[0], p.s - 1 - p.padding[1])
+    return _Image((p.p, p.q), (p.h, p.w), turned)
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What a problem makes of some configs; arrays over them."""
+
+    threads: Array
+    registers: Array  # an estimate of what the compiler would take
+    smem_bytes: Array
+    in_items: Array  # pairs of pixels of 8 channels, that a thread loads a step
+    out_items: Array  # ... and stores
+    products: Array  # tensor-core instructions of a warp and step
+    work: Array  # instructions that a warp issues in a step
+    in_x: Array  # input columns of a strip
+    band_rows: Array
+    bands: Array
+    q_tiles: Array
+    c_tiles: Array
+    strip_tiles: Array
+
+    @property
+    def blocks(self) -> Array:
+        return self.strip_tiles * self.c_tiles
+
+
+class DepthwiseBanded:
+    """See the module's docstring and ``kernels/depthwise_banded.cu``."""
+
+    operation = CONVOLUTION
+    configs = _config_table()
+
+    def __init__(self, direction: str) -> None:
+        self.name = f"depthwise_banded_{direction}"
+        self.feature_names = _FEATURES[direction]
+        self._direction = direction
+
+    def legal(self, problem: Problem, device: Device) -> NDArray[np.bool_]:
+        if problem.direction != self._direction or not handles(problem):
+            return np.zeros(len(self.configs), np.bool_)
+        t = common.config_columns(self.configs)
+        plan = self._plan(problem, np.arange(len(self.configs)))
+        image = _image(problem)
+        height, width = image.size_out
+        strips = problem.n * plan.bands * plan.q_tiles
+        legal: NDArray[np.bool_] = (
+            fits(t, plan.registers, plan.smem_bytes, device)
+            & addressable(t, problem, plan.q_tiles * plan.bands)
+            & (np.maximum(plan.blocks, strips + t["strips"]) <= common.MAX_INT)
+            # What is twice as large as the image does the work of something smaller, slower.
+            & ((8 * t["octets"] < 2 * width) | (t["octets"] == 1))
+            & ((t["block_c"] < 2 * problem.c) | (t["block_c"] == 16))
+            & ((t["strips"] < 2 * strips) | (t["strips"] == 16))
+            & ((t["rows"] < 2 * plan.band_rows) | (t["rows"] == 1))
+            & common.distinct_bands(height, t["bands"])
+        )
+        return legal
+
+    def estimate_s(self, problem: Problem, device: Device, rows: Rows) -> NDArray[np.float64]:
+        return self._derived(problem, device, rows)["estimate"]
+
+    def features(self, problem: Problem, device: Device, rows: Rows) -> NDArray[np.float32]:
+        derived = self._derived(problem, device, rows)
+        return common.feature_matrix(self, problem, device, rows, derived)
+
+    def launch(self, problem: Problem, row: int) -> Launch:
+        plan = self._plan(problem, np.array([row]))
+        image = _image(problem)
+        source = KernelSource(
+            file="depthwise_banded.cu",
+            entry="depthwise_banded",
+            defines=(
+                ("R", problem.r),
+                ("S", problem.s),
+                ("FLIP", int(self._direction == "dgrad")),
+                dtype_macro(problem),
+                *common.epilogue_macros(problem),
+                *common.config_macros(self.configs[row], _COMPILED),
+            ),
+        )
+        step = Step(
+            source,
+            grid=(int(plan.blocks[0]), 1, 1),
+            block=(int(plan.threads[0]), 1, 1),
+            smem_bytes=int(plan.smem_bytes[0]),
+            operands=_OPERANDS[self._direction],
+            scalars=(
+                *(problem.n, problem.c, *image.size_in, *image.size_out, *image.padding),
+                *(int(plan.band_rows[0]), int(plan.bands[0])),
+                *(int(plan.q_tiles[0]), int(plan.c_tiles[0])),
+            ),
+        )
+        return Launch((step,))
+
+    def _plan(self, problem: Problem, rows: Rows) -> _Plan:
+        """Mirrors the constants at the top of the kernel."""
+        t = common.config_columns(self.configs, rows)
+        r, s, octets, strips = problem.r, problem.s, t["octets"], t["strips"]
+        height, width = _image(problem).size_out
+        threads = threads_of(t)
+        span = (s + 14) // 8
+        in_x = 8 * octets + s - 1
+        band_rows, bands = common.cut(height, t["bands"])
+        q_tiles = -(-width // (8 * octets))
+        in_items, out_items = items(t, in_x), items(t, 8 * octets)
+        a_warp = t["warp_c"] * octets * t["rows"]  # fragments of a step
+        products = a_warp * r * (1 if span < 3 else 2)
+        registers = (  # fitted to what the assembler reports of 70 kernels
+            t["warp_c"] * r * (span + 4 * octets)
+            + 19 * in_items
+            + (1 + 8 * problem.residual) * out_items
+            + 28
+        )
+        work = products + a_warp * 14 + in_items * 28 + out_items * 28 + 20
+        return _Plan(
+            threads=threads,
+            registers=registers,
+            smem_bytes=2 * (buffer_bytes(t, octets + span - 1) + buffer_bytes(t, octets))
+            + t["block_c"] * r * s * 2,
+            in_items=in_items,
+            out_items=out_items,
+            products=products,
+            work=work,
+            in_x=in_x,
+            band_rows=band_rows,
+            bands=bands,
+            q_tiles=q_tiles,
+            c_tiles=-(-problem.c // t["block_c"]),
+            strip_tiles=-(-problem.n * bands * q_tiles // strips),
+        )
+
+    def _derived(
+        self, problem: Problem, device: Device, rows: Rows
+    ) -> dict[str, NDArray[np.float64]]:
+        """How each config would run `problem`: the derived features, and the estimated seconds.
+
+        The estimate is the largest of three times, plus a latency for each wave and step: that of
+        device memory, whose rate what is in flight may bound (a load takes about 0.8 us under
+        load), and those of the multiprocessor with the most blocks: of the tensor cores at half
+        their rate, which is what `mma.sync` reaches, and of the instructions, of which it issues
+        about 60 % of what it could.
+        """
+        t = common.config_columns(self.configs, rows)
+        plan = self._plan(problem, rows)
+        image = _image(problem)
+        (height, width), size_in = image.size_out, image.size_in
+        registers = np.minimum(plan.registers, most_registers(t))
+        occupancy = Occupancy.of(device, plan.blocks, plan.threads, registers, plan.smem_bytes)
+        # With one band, rows of padding are left out, above the image altogether, below it but for
+        # what finishes the rows above.
+        whole, above = plan.bands == 1, min(max(image.padding[0], 0), problem.r - 1)
+        walked = plan.band_rows + problem.r - 1 - whole * above
+        steps = -(-walked // t["rows"])
+        inside = np.where(whole, np.minimum(size_in[0] + image.padding[0] - above, walked), walked)
+        computed = np.minimum(-(-inside // t["rows"]), steps)
+        step_bytes = t["rows"] * t["strips"] * plan.in_x * t["block_c"] * problem.itemsize
+        in_flight = occupancy.resident * step_bytes
+        fullest = occupancy.sm_blocks * device.sm_count * plan.threads / 32
+        block_work = computed * plan.work + (steps - computed) * 0.5 * plan.work + 300
+        seconds = np.maximum(
+            problem.minimum_bytes
+            / np.minimum(device.dram_bytes_per_s, device.sm_count * in_flight / 0.8e-6),
+            np.maximum(
+                fullest * computed * plan.products * 4096 / (device.tensor_flops / 2),
+                fullest * block_work * 32 / (0.6 * device.simt_flops / 2),
+            ),
+        )
+        strips = problem.n * plan.bands * plan.q_tiles
+        return {
+            "log_p": np.log2(height),
+            "log_q": np.log2(width),
+            "threads": plan.threads,
+            "registers": plan.registers,
+            "smem_bytes": plan.smem_bytes,
+            "in_items": plan.in_items,
+            "out_items": plan.out_items,
+            "products": plan.products,
+            **occupancy.features(),
+            "q_waste": plan.q_tiles * t["octets"] * 8 / width,
+            "c_waste": plan.c_tiles * t["block_c"] / problem.c,
+            "strip_waste": plan.strip_tiles * t["strips"] / strips,
+            "band_rows": plan.band_rows,
+            "bands_cut": plan.bands,
+            # What is left for the last band, as a part of a whole one.
+            "row_tail": (height - (plan.bands - 1) * plan.band_rows) / plan.band_rows,
+            "halo_rows": walked / plan.band_rows,
+            "halo_columns": plan.in_x / (8 * t["octets"]),
+            "steps": steps,
+            "run_bytes": t["block_c"] * problem.itemsize,
+            "bytes_in_flight": in_flight,
+            "log_work": np.log2(plan.blocks * (plan.threads / 32) * block_work),
+            "log_load_bytes": np.log2(plan.blocks * computed * step_bytes / problem.minimum_bytes),
+            "estimate": seconds + 2e-6 + np.ceil(occupancy.waves) * (1.5e-6 + steps * 2e-7),
+        }

@@ -1,0 +1,280 @@
+"""Depthwise convolution on tensor cores, gradient of the filter and of the bias: configs, legality,
+features and launches of ``depthwise_banded_wgrad.cu``.
+
+Layers as in ``_depthwise_banded.py``, with windows up to 9 wide; like the families there, compiled
+and interpreted, but not yet run or timed on a GPU. On paper an output pixel takes 16 R
+multiply-adds of the tensor cores, as it does forward; a channel of a warp has 4 R accumulators in
+registers, and 2 R fragments of the gradient an eight of columns.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from confpred.convolution import CONVOLUTION, dtype_macro
+from confpred.device import Device
+from confpred.families import _common as common
+from confpred.families import _depthwise_banded as banded
+from confpred.families._common import Array, Occupancy
+from confpred.families.base import KernelSource, Launch, Rows, Step
+from confpred.families.depthwise_wgrad import (
+    ATOMIC,
+    DIRECT,
+    SUM_COLUMNS,
+    SUM_THREADS,
+    TWO_LAUNCHES,
+)
+from confpred.problem import Problem
+
+_COMPILED = ("block_c", "warp_c", "strips", "octets", "rows", "min_blocks")
+_FIELDS = (*_COMPILED, "bands", "splits", "reduction")
+_MAX_WIDTH = 9  # of a window: a diagonal has eight elements
+
+
+def _config_table() -> NDArray[np.void]:
+    reductions = [(1, DIRECT)] + [
+        (splits, how) for splits in (4, 8, 16, 32, 64, 128) for how in (TWO_LAUNCHES, ATOMIC)
+    ]
+    rows = []
+    for block_c, warp_c, strips, octets, step_rows, min_blocks, bands in itertools.product(
+        (16, 32, 64), (1, 2, 4), (16, 32), (1, 2, 4), (1, 2), (1, 2), (1, 4, 16)
+    ):
+        warps = block_c // warp_c * strips // 16
+        if warps in (4, 8, 16) and warp_c * octets <= 8:
+            config = (block_c, warp_c, strips, octets, step_rows, min_blocks, bands)
+            rows += [(*config, *reduction) for reduction in reductions]
+    return common.config_table(_FIELDS, rows)
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What a problem makes of some configs; arrays over them."""
+
+    threads: Array
+    registers: Array  # an estimate of what the compiler would take
+    smem_bytes: Array
+    in_items: Array  # pairs of pixels of 8 channels, that a thread loads a step
+    grad_items: Array
+    products: Array  # tensor-core instructions of a warp and step
+    work: Array  # instructions that a warp issues in a step
+    in_x: Array  # input columns of a strip
+    band_rows: Array
+    bands: Array
+    q_tiles: Array
+    c_tiles: Array
+    strip_tiles: Array
+    blocks: Array
+
+
+class DepthwiseBandedWgrad:
+    """See the module's docstring and ``kernels/depthwise_banded_wgrad.cu``."""
+
+    name = "depthwise_banded_wgrad"
+    operation = CONVOLUTION
+    configs = _config_table()
+    feature_names: tuple[str, ...] = (
+        *("log_n", "log_c", "log_p", "log_q", "r", "s", "bfloat16", "bias", "log_bytes"),
+        "log_intensity",
+        *_FIELDS,
+        *("threads", "registers", "smem_bytes", "in_items", "grad_items", "products"),
+        *("blocks_per_sm", "warps_per_sm", "log_blocks", "waves", "wave_waste", "q_waste"),
+        *("c_waste", "strip_waste", "band_rows", "bands_cut", "halo_rows", "halo_columns"),
+        *("rounds", "round_waste", "steps", "run_bytes", "pixel_alignment", "bytes_in_flight"),
+        *("log_work", "log_load_bytes", "log_sum_bytes", "log_estimate"),
+    )
+
+    def legal(self, problem: Problem, device: Device) -> NDArray[np.bool_]:
+        legal = np.zeros(len(self.configs), np.bool_)
+        if (
+            problem.direction != "wgrad"
+            or not banded.handles(problem)
+            or problem.s > _MAX_WIDTH
+            or problem.filter_elements + problem.c > common.MAX_INT
+        ):
+            return legal
+        rows = np.flatnonzero(  # what needs no plan, first: it spares most rows theirs
+            common.distinct_bands(problem.p, self.configs["bands"])
+            & ((self.configs["reduction"] != ATOMIC) | (not problem.deterministic))
+        )
+        t = common.config_columns(self.configs, rows)
+        plan = self._plan(problem, rows)
+        strips, splits = problem.n * plan.bands * plan.q_tiles, t["splits"]
+        legal[rows] = (
+            banded.fits(t, plan.registers, plan.smem_bytes, device)
+            & banded.addressable(t, problem, plan.q_tiles * plan.bands)
+            & (np.maximum(plan.blocks, strips + splits * t["strips"]) <= common.MAX_INT)
+            # What is twice as large as the image does the work of something smaller, slower.
+            & ((8 * t["octets"] < 2 * problem.q) | (t["octets"] == 1))
+            & ((t["block_c"] < 2 * problem.c) | (t["block_c"] == 16))
+            & ((t["strips"] < 2 * strips) | (t["strips"] == 16))
+            & ((t["rows"] < 2 * plan.band_rows) | (t["rows"] == 1))
+            # Each block has a tile; blocks enough for half of the device, and no more than eight
+            # to a multiprocessor, as far as there are tiles for them.
+            & (splits <= plan.strip_tiles)
+            & ((splits == 1) | (plan.blocks <= 8 * device.sm_count))
+            & ((2 * plan.blocks >= device.sm_count) | (2 * splits >= plan.strip_tiles))
+        )
+        return legal
+
+    def estimate_s(self, problem: Problem, device: Device, rows: Rows) -> NDArray[np.float64]:
+        return self._derived(problem, device, rows)["estimate"]
+
+    def features(self, problem: Problem, device: Device, rows: Rows) -> NDArray[np.float32]:
+        derived = self._derived(problem, device, rows)
+        return common.feature_matrix(self, problem, device, rows, derived)
+
+    def launch(self, problem: Problem, row: int) -> Launch:
+        t = self.configs[row]
+        plan = self._plan(problem, np.array([row]))
+        splits, reduction = int(t["splits"]), int(t["reduction"])
+        dtype = dtype_macro(problem)
+        source = KernelSource(
+            file="depthwise_banded_wgrad.cu",
+            entry="depthwise_banded_wgrad",
+            defines=(
+                ("R", problem.r),
+                ("S", problem.s),
+                dtype,
+                ("HAS_BIAS", int(problem.bias)),
+                *common.config_macros(t, _COMPILED),
+            ),
+        )
+        step = Step(
+            source,
+            grid=(int(plan.blocks[0]), 1, 1),
+            block=(int(plan.threads[0]), 1, 1),
+            smem_bytes=int(plan.smem_bytes[0]),
+            operands=("filter_grad", "bias_grad", "out_grad", "in", "zeroed", "scratch"),
+            scalars=(
+                *(problem.n, problem.c, problem.h, problem.w, problem.p, problem.q),
+                *problem.padding,
+                *(int(plan.band_rows[0]), int(plan.bands[0]), int(plan.q_tiles[0])),
+                *(int(plan.c_tiles[0]), int(plan.strip_tiles[0]), splits, reduction),
+            ),
+        )
+        elements = problem.filter_elements + (problem.c if problem.bias else 0)
+        if reduction == TWO_LAUNCHES:
+            total = Step(
+                KernelSource("depthwise_wgrad_sum.cu", "depthwise_wgrad_sum", (dtype,)),
+                grid=(-(-elements // SUM_COLUMNS), 1, 1),
+                block=(SUM_THREADS, 1, 1),
+                smem_bytes=4 * SUM_THREADS,
+                operands=("filter_grad", "bias_grad", "scratch"),
+                scalars=(problem.filter_elements, elements, splits),
+            )
+            return Launch((step, total), scratch_bytes=4 * splits * elements)
+        if reduction == ATOMIC:
+            return Launch((step,), zeroed_bytes=4 * (elements + int(plan.c_tiles[0])))
+        return Launch((step,))
+
+    def _plan(self, problem: Problem, rows: Rows) -> _Plan:
+        """Mirrors the constants at the top of the kernel."""
+        t = common.config_columns(self.configs, rows)
+        r, octets, warp_c, strips = problem.r, t["octets"], t["warp_c"], t["strips"]
+        threads = banded.threads_of(t)
+        in_x = 8 * octets + problem.s - 1
+        band_rows, bands = common.cut(problem.p, t["bands"])
+        q_tiles = -(-problem.q // (8 * octets))
+        c_tiles = -(-problem.c // t["block_c"])
+        in_items, grad_items = banded.items(t, in_x), banded.items(t, 8 * octets)
+        planes = 2 * (banded.buffer_bytes(t, octets + 1) + banded.buffer_bytes(t, octets))
+        sums = strips // 16 * t["block_c"] * (r * problem.s + problem.bias)
+        # Fragments, products, and the window's slide.
+        fragments = warp_c * octets * t["rows"]
+        products = fragments * (r + problem.bias)
+        registers = (  # fitted to what the assembler reports of 40 kernels
+            warp_c * (r * (4 + 2 * octets) + 4 * problem.bias)
+            + 22 * in_items
+            + 15 * grad_items
+            + 34
+        )
+        work = products + fragments * (4 + 2 * r) + 28 * (in_items + grad_items) + 20
+        return _Plan(
+            threads=threads,
+            registers=registers,
+            smem_bytes=np.maximum(planes, threads // 32 * 16 * 9 * 4 + 4 * sums),
+            in_items=in_items,
+            grad_items=grad_items,
+            products=products,
+            work=work,
+            in_x=in_x,
+            band_rows=band_rows,
+            bands=bands,
+            q_tiles=q_tiles,
+            c_tiles=c_tiles,
+            strip_tiles=-(-problem.n * bands * q_tiles // strips),
+            blocks=c_tiles * t["splits"],
+        )
+
+    def _derived(
+        self, problem: Problem, device: Device, rows: Rows
+    ) -> dict[str, NDArray[np.float64]]:
+        """How each config would run `problem`: the derived features, and the estimated seconds.
+
+        The estimate is that of `DepthwiseBanded`, for the multiprocessor with the most blocks and a
+        block with the most tiles, plus the time of the reduction.
+        """
+        t = common.config_columns(self.configs, rows)
+        plan = self._plan(problem, rows)
+        registers = np.minimum(plan.registers, banded.most_registers(t))
+        occupancy = Occupancy.of(device, plan.blocks, plan.threads, registers, plan.smem_bytes)
+        ideal_rounds = plan.strip_tiles / t["splits"]
+        rounds = np.ceil(ideal_rounds)
+        walked = plan.band_rows + problem.r - 1
+        whole = max(problem.h + problem.padding[0], problem.p * problem.bias)
+        walked = np.where(plan.bands == 1, np.minimum(walked, whole), walked)
+        steps = -(-walked // t["rows"])
+        pixels = plan.in_x + 8 * t["octets"]
+        step_bytes = t["rows"] * t["strips"] * pixels * t["block_c"] * problem.itemsize
+        in_flight = occupancy.resident * step_bytes
+        fullest = occupancy.sm_blocks * device.sm_count * plan.threads / 32 * rounds * steps
+        seconds = np.maximum(
+            problem.minimum_bytes
+            / np.minimum(device.dram_bytes_per_s, device.sm_count * in_flight / 0.8e-6),
+            np.maximum(
+                fullest * plan.products * 4096 / (device.tensor_flops / 2),
+                fullest * plan.work * 32 / (0.6 * device.simt_flops / 2),
+            ),
+        )
+        sum_bytes = 4.0 * problem.filter_elements * t["splits"]
+        reduction = np.where(
+            t["reduction"] == TWO_LAUNCHES, 3e-6 + 2 * sum_bytes / device.dram_bytes_per_s, 1e-6
+        )
+        strips = problem.n * plan.bands * plan.q_tiles
+        return {
+            "threads": plan.threads,
+            "registers": plan.registers,
+            "smem_bytes": plan.smem_bytes,
+            "in_items": plan.in_items,
+            "grad_items": plan.grad_items,
+            "products": plan.products,
+            **occupancy.features(),
+            "q_waste": plan.q_tiles * t["octets"] * 8 / problem.q,
+            "c_waste": plan.c_tiles * t["block_c"] / problem.c,
+            "strip_waste": plan.strip_tiles * t["strips"] / strips,
+            "band_rows": plan.band_rows,
+            "bands_cut": plan.bands,
+            "halo_rows": walked / plan.band_rows,
+            "halo_columns": plan.in_x / (8 * t["octets"]),
+            "rounds": rounds,
+            "round_waste": rounds / ideal_rounds,
+            "steps": steps,
+            "run_bytes": t["block_c"] * problem.itemsize,
+            "bytes_in_flight": in_flight,
+            "log_work": np.log2(plan.blocks * (plan.threads / 32) * rounds * steps * plan.work),
+            "log_load_bytes": np.log2(
+                plan.blocks * rounds * steps * step_bytes / problem.minimum_bytes
+            ),
+            "log_sum_bytes": np.log2(sum_bytes),
+            "estimate": seconds
+            + 2e-6
+            + np.ceil(occupancy.waves) * (1.5e-6 + rounds * steps * 2e-7)
+            + reduction,
+        }
+
+
+FAMILY = DepthwiseBandedWgrad()

@@ -1,0 +1,316 @@
+// Depthwise convolution of unit stride, forward and its input gradient, NHWC, on tensor cores (sm_80
+// and later).
+//
+//   out[n, y, x, c] = activation(residual[n, y, x, c] + bias[c]
+//                       + sum over r, s of in[n, y + r - pad_h, x + s - pad_w, c] * filter[c, r, s])
+//
+// Input gradient: `in` is the output's gradient, the filter is turned by half a turn (FLIP), and the
+// padding is R - 1 and S - 1 less the layer's.
+//
+// Within one channel and one filter row, eight neighbouring outputs are the product of the 16 input
+// columns that they are made of (24 from S = 10 on) with a banded matrix of the filter row's taps:
+//
+//                                        outputs 0 ... 7            of S = 3
+//                              column 0 | f0                     |
+//   strip 0   | in0 ... in15 |        1 | f1 f0                  |     B, in registers: two of them a
+//   strip 1   | in0 ... in15 |        2 | f2 f1 f0               |     filter row, whatever S is
+//   ...       |              |  x     3 |    f2 f1 f0            |
+//   strip 15  | in0 ... in15 |        : |        .  .  .         |
+//                                     9 |                     f2 |
+//               A, by ldmatrix     : 15 |           0            |
+//
+// The 16 rows of A are *strips*: 8 * OCTETS output columns of a band of rows of an image. Columns, bands
+// and images are one count, so that 16 strips may be two rows' worth of a large image or 16 small images.
+//
+// The layer's sizes are run-time arguments. Compile-time: the window R x S, FLIP, DTYPE, ACTIVATION,
+// HAS_BIAS, HAS_RESIDUAL, and the config:
+//
+//   BLOCK_C, STRIPS  channels and strips of a block
+//   WARP_C           channels of a warp; it computes 16 strips
+//   OCTETS           eights of output columns of a strip
+//   ROWS             input rows of a step
+//   MIN_BLOCKS       blocks that a multiprocessor must hold: bounds the registers
+//
+// A block walks down its strips. Each step brings in ROWS input rows; each row is read from shared memory
+// once and meets all R filter rows, so feeds the R output rows that it overlaps. Their accumulators
+// move down by one a row, for free: a product reads one output row's and writes the next one's.
+//
+//        input row i ----+---- filter row 0 --> acc[0]: output row i        (opened by this row)
+//                        +---- filter row 1 --> acc[1]: output row i - 1
+//                        +---- filter row 2 --> acc[2]: output row i - 2    (finished by this row)
+//
+// In memory channels lie together, in A and in the accumulators columns do. So a thread loads 8 channels of
+// two neighbouring pixels and stores 8 pairs of pixels into planes of one channel each in shared memory
+//
+//   [channel][strip][column]
+//
+// and finished rows go back the same way. In step i, behind its one barrier, a thread stores to device
+// memory what step i - 1 has finished, puts into shared memory what it has loaded for step i + 1, loads for
+// step i + 2 into registers, and multiplies: a load has a whole step to arrive.
+//
+// Zeros of the band are multiplied too: an infinity or NaN makes NaN of the outputs of its channel
+// whose 16 columns it lies in.
+#include "depthwise_banded.cuh"
+
+constexpr int SPAN = (S + 14) / 8;         // eights of input columns that eight outputs are made of
+constexpr int UNITS = OCTETS + SPAN - 1;   // of a strip; 16 bytes each in a plane
+constexpr int IN_X = 8 * OCTETS + S - 1;   // input columns that a strip needs; the rest stay zero
+
+typedef Planes<UNITS, IN_X> In;
+typedef Planes<OCTETS, 8 * OCTETS> Out;
+
+static_assert(In::ITEMS <= 16, "validity bits are kept in one word");
+
+// d = a * b + c; common.cuh's add to d.
+__device__ __forceinline__ void multiply_k16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, const float (&c)[4]) {
+    asm("mma.sync.aligned.m16n8k16.row.col." MMA_TYPES " {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%11,%12,%13};\n"
+        : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3]));
+}
+__device__ __forceinline__ void multiply_k8(float (&d)[4], const u32 (&a)[4], u32 b0, const float (&c)[4]) {
+    asm("mma.sync.aligned.m16n8k8.row.col." MMA_TYPES " {%0,%1,%2,%3}, {%4,%5}, {%6}, {%7,%8,%9,%10};\n"
+        : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(b0), "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3]));
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_banded(
+    u16* __restrict__ out, const u16* __restrict__ in, const u16* __restrict__ filter,
+    const u16* __restrict__ bias, const u16* __restrict__ residual,
+    int n, int c, int h, int w, int p, int q,  // h x w: of `in`; p x q: of `out`
+    int pad_h, int pad_w, int band_rows, int bands, int q_tiles, int c_tiles) {
+    extern __shared__ __align__(16) u8 shared[];
+    u8* const in_shared = shared;
+    u8* const out_shared = in_shared + 2 * In::BUFFER;
+    u8* const filter_shared = out_shared + 2 * Out::BUFFER;
+
+    const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32;
+    // Neighbouring blocks take neighbouring channels, then columns, then bands: what they share of a
+    // DRAM page or of a halo is then still in L2.
+    const int c0 = blockIdx.x % c_tiles * BLOCK_C;
+    const int strip0 = blockIdx.x / c_tiles * STRIPS;
+    const int image0 = strip0 / q_tiles / bands;
+    const u16* const in_block = in + static_cast<i64>(image0) * h * w * c + c0;
+    const i64 out_block = static_cast<i64>(image0) * p * q * c + c0;
+
+    // Row `i` of a strip is the input row that filter row 0 multiplies for output row i; R - 1 rows more
+    // finish it. With one band all strips agree which rows are padding above and below the image:
+    // they are not computed.
+    const int first = bands == 1 ? min(max(pad_h, 0), R - 1) : 0, all = band_rows + R - 1;
+    const int last = bands == 1 ? min(max(h + pad_h, first), all) : all;
+    const int steps = ceil_div(all - first, ROWS), computed = ceil_div(last - first, ROWS);
+
+    const auto place = [&](int item, int pairs) {
+        return place_of(item, pairs, strip0, image0, n, c - c0, band_rows, bands, q_tiles);
+    };
+    int in_offset[In::ITEMS], in_y[In::ITEMS], in_to[In::ITEMS];
+    u32 in_valid = 0;  // two columns an item
+#pragma unroll
+    for (int l = 0; l < In::ITEMS; ++l) {
+        const Place at = place(l, In::PAIRS);
+        const int x = at.q0 - pad_w + 2 * at.pair;
+        in_y[l] = at.p0 - pad_h + first + at.row;
+        in_offset[l] = ((at.image * h + in_y[l]) * w + x) * c + 8 * at.piece;
+        in_to[l] = at.row * In::ROW + at.piece * In::GROUP + at.strip * In::STRIP + at.pair * 4;
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+            in_valid |= static_cast<u32>(at.valid && 2 * at.pair + i < IN_X && x + i >= 0 && x + i < w) << (2 * l + i);
+    }
+    int out_offset[Out::ITEMS], out_row[Out::ITEMS], out_rows[Out::ITEMS], out_from[Out::ITEMS];
+    u32 out_valid = 0;
+#pragma unroll
+    for (int l = 0; l < Out::ITEMS; ++l) {
+        const Place at = place(l, Out::PAIRS);
+        const int x = at.q0 + 2 * at.pair;
+        out_row[l] = first - (R - 1) + at.row;
+        out_rows[l] = at.valid ? min(band_rows, p - at.p0) : 0;
+        out_offset[l] = ((at.image * p + at.p0 + out_row[l]) * q + x) * c + 8 * at.piece;
+        out_from[l] = at.row * Out::ROW + at.piece * Out::GROUP + at.strip * Out::STRIP + at.pair * 4;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) out_valid |= static_cast<u32>(at.valid && x + i < q) << (2 * l + i);
+    }
+    const auto is_stored = [&](int step, int l) {
+        const int row = step * ROWS + out_row[l];
+        return row >= 0 && row < out_rows[l];
+    };
+
+    uint4 ahead[In::ITEMS][2], added[HAS_RESIDUAL ? Out::ITEMS : 1][2];
+    auto load = [&](int step) {
+        if (step < computed) {
+            const u16* const rows = in_block + static_cast<i64>(step * ROWS) * w * c;
+#pragma unroll
+            for (int l = 0; l < In::ITEMS; ++l) {
+                const int y = step * ROWS + in_y[l];
+                const u32 columns = y >= 0 && y < h ? in_valid >> 2 * l : 0;
+#pragma unroll
+                for (int i = 0; i < 2; ++i) {
+                    ahead[l][i] = make_uint4(0, 0, 0, 0);
+                    if (columns >> i & 1)
+                        ahead[l][i] = *reinterpret_cast<const uint4*>(rows + in_offset[l] + i * c);
+                }
+            }
+        }
+        if (HAS_RESIDUAL) {
+            const u16* const rows = residual + out_block + static_cast<i64>(step * ROWS) * q * c;
+#pragma unroll
+            for (int l = 0; l < Out::ITEMS; ++l) {
+                const u32 columns = is_stored(step, l) ? out_valid >> 2 * l : 0;
+#pragma unroll
+                for (int i = 0; i < 2; ++i) {
+                    added[l][i] = make_uint4(0, 0, 0, 0);
+                    if (columns >> i & 1)
+                        added[l][i] = *reinterpret_cast<const uint4*>(rows + out_offset[l] + i * c);
+                }
+            }
+        }
+    };
+    auto put = [&](int step) {
+        if (step < computed)
+#pragma unroll
+            for (int l = 0; l < In::ITEMS; ++l)
+                if (is_item(l, In::TOTAL))
+                    In::put(in_shared + step % 2 * In::BUFFER + in_to[l], ahead[l]);
+        // The residual lies where the results will, which is where this thread has just read what is
+        // finished two steps before.
+        if (HAS_RESIDUAL)
+#pragma unroll
+            for (int l = 0; l < Out::ITEMS; ++l)
+                if (is_item(l, Out::TOTAL))
+                    Out::put(out_shared + step % 2 * Out::BUFFER + out_from[l], added[l]);
+    };
+    auto store = [&](int step) {
+        u16* const rows = out + out_block + static_cast<i64>(step * ROWS) * q * c;
+#pragma unroll
+        for (int l = 0; l < Out::ITEMS; ++l) {
+            if (!is_stored(step, l)) continue;
+            uint4 pixels[2];
+            Out::get(out_shared + step % 2 * Out::BUFFER + out_from[l], pixels);
+#pragma unroll
+            for (int i = 0; i < 2; ++i)
+                if (out_valid >> (2 * l + i) & 1) *reinterpret_cast<uint4*>(rows + out_offset[l] + i * c) = pixels[i];
+        }
+    };
+
+    constexpr int FILTER_PIECES = BLOCK_C * R * S / 8;  // of 16 bytes
+    load(0);
+    for (int e = tid; e < FILTER_PIECES; e += THREADS) {
+        const bool valid = e * 8 < (c - c0) * R * S;
+        const u16* const from = filter + static_cast<i64>(c0) * R * S + e * 8;
+        copy_async_16(shared_address(filter_shared) + e * 16, valid ? from : filter, valid);
+    }
+    copy_async_commit();
+    if (2 * In::PAIRS < 8 * UNITS) {  // columns that are read, but that nothing is ever put into
+        for (int e = tid; e < 2 * In::BUFFER / 16; e += THREADS)
+            reinterpret_cast<uint4*>(in_shared)[e] = make_uint4(0, 0, 0, 0);
+        __syncthreads();
+    }
+    put(0);
+    load(1);
+    copy_async_wait<0>();
+    __syncthreads();
+
+    // Fragment layouts are those of the PTX manual, "Matrix Fragments for mma.m16n8k16".
+    const int channel0 = warp % (BLOCK_C / WARP_C) * WARP_C, warp_strip = warp / (BLOCK_C / WARP_C) * 16;
+    u32 taps[WARP_C][R][SPAN];
+    float bias_values[WARP_C];
+#pragma unroll
+    for (int channel = 0; channel < WARP_C; ++channel) {
+        const u16* const from = reinterpret_cast<const u16*>(filter_shared) + (channel0 + channel) * R * S;
+#pragma unroll
+        for (int r = 0; r < R; ++r)
+#pragma unroll
+            for (int unit = 0; unit < SPAN; ++unit) {
+                taps[channel][r][unit] = 0;
+#pragma unroll
+                for (int i = 0; i < 2; ++i) {
+                    const int s = 8 * unit + lane % 4 * 2 + i - lane / 4;
+                    const int tap = r * S + s;
+                    if (s >= 0 && s < S)
+                        taps[channel][r][unit] |= static_cast<u32>(from[FLIP ? R * S - 1 - tap : tap]) << 16 * i;
+                }
+            }
+        if (HAS_BIAS) {
+            const int k = c0 + channel0 + channel;
+            bias_values[channel] = k < c ? to_float(bias[k]) : 0.0f;
+        }
+    }
+    const u32 fragment_from = shared_address(in_shared) + channel0 / 8 * In::GROUP + channel0 % 8 * In::CHANNEL +
+                              (warp_strip + lane % 16) * In::STRIP + lane / 16 * 16;
+    u8* const result_to = out_shared + channel0 / 8 * Out::GROUP + channel0 % 8 * Out::CHANNEL +
+                          (warp_strip + lane / 4) * Out::STRIP + lane % 4 * 4;
+
+    float acc[WARP_C][R][OCTETS][4] = {};
+    auto multiply = [&](u32 from, int channel, int octet) {
+        u32 a[SPAN / 2 + 1][4];
+#pragma unroll
+        for (int unit = 0; unit < SPAN; unit += 2) {
+            if (unit + 1 < SPAN) load_matrix_x4(a[unit / 2], from + unit * 16);
+            else load_matrix_x2(a[unit / 2], from + unit * 16);
+        }
+#pragma unroll
+        for (int r = R - 1; r >= 0; --r) {
+            float (&d)[4] = acc[channel][r][octet];
+            float before[4];
+#pragma unroll
+            for (int e = 0; e < 4; ++e) before[e] = r ? acc[channel][r ? r - 1 : 0][octet][e] : 0.0f;
+            const u32 (&b)[SPAN] = taps[channel][r];
+            if (SPAN == 1) multiply_k8(d, a[0], b[0], before);
+            else multiply_k16(d, a[0], b[0], b[SPAN > 1 ? 1 : 0], before);
+            if (SPAN == 3) mma_k8(d, a[SPAN / 2], b[SPAN - 1]);
+        }
+    };
+    auto move_down = [&] {  // as products with a row of padding would
+#pragma unroll
+        for (int channel = 0; channel < WARP_C; ++channel)
+#pragma unroll
+            for (int r = R - 1; r >= 0; --r)
+#pragma unroll
+                for (int octet = 0; octet < OCTETS; ++octet)
+#pragma unroll
+                    for (int e = 0; e < 4; ++e) acc[channel][r][octet][e] = r ? acc[channel][r ? r - 1 : 0][octet][e] : 0.0f;
+    };
+    auto finish = [&](u8* to) {
+#pragma unroll
+        for (int channel = 0; channel < WARP_C; ++channel)
+#pragma unroll
+            for (int octet = 0; octet < OCTETS; ++octet)
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    u32* const word = reinterpret_cast<u32*>(to + channel * Out::CHANNEL + octet * 16 + half * 8 * Out::STRIP);
+                    const u32 plus = HAS_RESIDUAL ? *word : 0;
+                    float x[2];
+#pragma unroll
+                    for (int e = 0; e < 2; ++e) {
+                        x[e] = acc[channel][R - 1][octet][2 * half + e];
+                        if (HAS_BIAS) x[e] += bias_values[channel];
+                        if (HAS_RESIDUAL) x[e] += to_float(static_cast<u16>(plus >> 16 * e));  // before the only rounding
+                        x[e] = activate<ACTIVATION>(x[e]);
+                    }
+                    *word = pack(x[0], x[1]);
+                }
+    };
+
+    for (int step = 0; step < steps; ++step) {
+        if (step > 0) {
+            __syncthreads();
+            store(step - 1);
+        }
+        if (step + 1 < steps) put(step + 1);
+        if (step + 2 < steps) load(step + 2);
+#pragma unroll
+        for (int row = 0; row < ROWS; ++row) {
+            if (step < computed) {
+                const u32 from = fragment_from + step % 2 * In::BUFFER + row * In::ROW;
+#pragma unroll
+                for (int channel = 0; channel < WARP_C; ++channel)
+#pragma unroll
+                    for (int octet = 0; octet < OCTETS; ++octet)
+                        multiply(from + channel * In::CHANNEL + octet * 16, channel, octet);
+            } else {
+                move_down();
+            }
+            if (first + step * ROWS + row >= R - 1) finish(result_to + step % 2 * Out::BUFFER + row * Out::ROW);
+        }
+    }
+    __syncthreads();
+    store(steps - 1);
+}

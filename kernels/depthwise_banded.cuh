@@ -1,0 +1,87 @@
+// What the depthwise kernels on tensor cores share: how a block's warps and threads divide its channels
+// and strips, and the way of pixels between device memory, where channels lie together, and shared memory,
+// where the columns of a channel do. A strip is 8 * OCTETS output columns of a band of rows of an image.
+#pragma once
+#include "common.cuh"
+
+constexpr int THREADS = BLOCK_C / WARP_C * (STRIPS / 16) * 32;
+constexpr int GROUPS = BLOCK_C / 8;  // 16-byte pieces of a pixel
+
+static_assert(BLOCK_C % 8 == 0 && 8 % WARP_C == 0 && STRIPS % 16 == 0, "warps divide planes of 8 channels");
+
+// Two pixels of 8 channels each <-> 8 channels of two pixels each.
+__device__ __forceinline__ void split(const uint4 (&pixels)[2], u32 (&pairs)[8]) {
+    const u32 left[4] = {pixels[0].x, pixels[0].y, pixels[0].z, pixels[0].w};
+    const u32 right[4] = {pixels[1].x, pixels[1].y, pixels[1].z, pixels[1].w};
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+        pairs[2 * e] = __byte_perm(left[e], right[e], 0x5410);
+        pairs[2 * e + 1] = __byte_perm(left[e], right[e], 0x7632);
+    }
+}
+__device__ __forceinline__ void join(const u32 (&pairs)[8], uint4 (&pixels)[2]) {
+    u32 words[2][4];
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+        words[0][e] = __byte_perm(pairs[2 * e], pairs[2 * e + 1], 0x5410);
+        words[1][e] = __byte_perm(pairs[2 * e], pairs[2 * e + 1], 0x7632);
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) pixels[i] = make_uint4(words[i][0], words[i][1], words[i][2], words[i][3]);
+}
+
+// A strip in a plane is an odd number of units from the next, and the planes of 8 channels are
+// 32 / GROUPS words from a multiple of all banks: ldmatrix meets no bank twice, and nor do the threads of
+// a warp that store neighbouring pairs of GROUPS pieces.
+template <int LENGTH, int COLUMNS>
+struct Planes {
+    static constexpr int PAIRS = (COLUMNS + 1) / 2;             // of pixels, of a strip
+    static constexpr int STRIP = 16 * (LENGTH | 1);             // bytes
+    static constexpr int CHANNEL = STRIPS * STRIP;
+    static constexpr int GROUP = 8 * CHANNEL + 128 / GROUPS;
+    static constexpr int ROW = GROUPS * GROUP;
+    static constexpr int BUFFER = ROWS * ROW;
+    static constexpr int TOTAL = ROWS * STRIPS * PAIRS * GROUPS;  // pairs of 8 channels, of a step
+    static constexpr int ITEMS = (TOTAL + THREADS - 1) / THREADS;  // of them, a thread's
+
+    // 8 channels of a pair of pixels, into the planes and out of them.
+    static __device__ __forceinline__ void put(u8* to, const uint4 (&pixels)[2]) {
+        u32 pairs[8];
+        split(pixels, pairs);
+#pragma unroll
+        for (int e = 0; e < 8; ++e) *reinterpret_cast<u32*>(to + e * CHANNEL) = pairs[e];
+    }
+    static __device__ __forceinline__ void get(const u8* from, uint4 (&pixels)[2]) {
+        u32 pairs[8];
+#pragma unroll
+        for (int e = 0; e < 8; ++e) pairs[e] = *reinterpret_cast<const u32*>(from + e * CHANNEL);
+        join(pairs, pixels);
+    }
+};
+
+// What a thread copies at once: 8 channels (`piece`) of a pair of columns of a row of a strip.
+struct Place {
+    int piece, pair, strip, row;
+    int image, p0, q0;  // of the strip: the image counted from image0, its first row and column
+    bool valid;         // is there such a strip, and are there such channels?
+};
+__device__ __forceinline__ Place place_of(int item, int pairs, int strip0, int image0, int n, int channels,
+                                          int band_rows, int bands, int q_tiles) {
+    Place at;
+    int rest = threadIdx.x + item * THREADS;
+    at.piece = rest % GROUPS; rest /= GROUPS;
+    at.pair = rest % pairs; rest /= pairs;
+    at.strip = rest % STRIPS;
+    at.row = rest / STRIPS;
+    rest = strip0 + at.strip;
+    at.q0 = rest % q_tiles * 8 * OCTETS; rest /= q_tiles;
+    at.p0 = rest % bands * band_rows; rest /= bands;
+    at.image = rest - image0;
+    at.valid = at.row < ROWS && rest < n && 8 * at.piece < channels;
+    return at;
+}
+
+// Are there so many items of a thread? The last ones of some may not be.
+__device__ __forceinline__ bool is_item(int item, int total) {
+    return (item + 1) * THREADS <= total || threadIdx.x + item * THREADS < total;
+}
