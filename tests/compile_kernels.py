@@ -3,7 +3,8 @@
 The layers are those of `layers.representative`, which meet every group width, window, stride,
 dilation, dtype and epilogue that a family has kernels for; of each, all legal configs.
 
-That takes CPU-hours. With ``--out`` each result becomes a line of a file as soon as it is there,
+That takes CPU-hours; ``--each 2`` compiles every config for two windows, steps, dtypes and epilogues
+only, in some tens of minutes. With ``--out`` each result becomes a line of a file as soon as it is there,
 and a second run leaves out what the file has of the same sources and compiler.
 """
 
@@ -75,6 +76,19 @@ def kernels_of(family: Family) -> tuple[list[KernelSource], int]:
     return list(kernels), len(met)
 
 
+def of_each_config(
+    family: Family, kernels: Sequence[KernelSource], count: int
+) -> list[KernelSource]:
+    """A random choice of `count` kernels, or fewer, for each config: of those that differ only in
+    what the layer asks for."""
+    fields = {name.upper() for name in family.configs.dtype.names or ()}
+    of_config: dict[tuple[object, ...], list[KernelSource]] = {}
+    for kernel in random.Random(0).sample(kernels, len(kernels)):
+        config = (kernel.file, *(define for define in kernel.defines if define[0] in fields))
+        of_config.setdefault(config, []).append(kernel)
+    return [kernel for same in of_config.values() for kernel in same[:count]]
+
+
 def compile_one(kernel: Kernel) -> Result:
     try:
         return Result(kernel, *resources(kernel.source, kernel.arch))
@@ -135,6 +149,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--family", action="append", choices=list(all_families()))
     parser.add_argument("--arch", action="append", help=f"instead of {', '.join(ARCHS)}")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--each", type=int, help="so many kernels a config, instead of all")
     parser.add_argument("--sample", type=int, help="a random choice of so many kernels a family")
     parser.add_argument("--out", type=Path, default=Path(os.devnull), help="keep results here")
     options = parser.parse_args(words)
@@ -144,6 +159,8 @@ def main(words: Sequence[str] | None = None) -> int:
         family = all_families()[name]
         sources, met = kernels_of(family)
         console.print(f"{name}: {len(sources)} kernels; {met} of {len(family.configs)} configs")
+        if options.each:
+            sources = of_each_config(family, sources, options.each)
         if options.sample:
             sources = random.Random(0).sample(sources, min(options.sample, len(sources)))
         wanted += [

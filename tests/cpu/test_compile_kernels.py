@@ -71,3 +71,16 @@ def test_the_report_counts_by_family_and_target_and_shows_failures():
     assert "no_such_name" in text
     (row,) = (line for line in text.splitlines() if H100.arch in line and FAMILY.name in line)
     assert [cell.strip() for cell in row.strip("│ ").split("│")][2:] == ["2", "128", "1", "16"]
+
+
+def test_each_config_is_compiled_for_some_layers():
+    kernels, _ = compile_kernels.kernels_of(FAMILY)
+    fields = {name.upper() for name in FAMILY.configs.dtype.names}
+
+    def configs(sources):
+        return {tuple(d for d in source.defines if d[0] in fields) for source in sources}
+
+    for count in (1, 2):
+        some = compile_kernels.of_each_config(FAMILY, kernels, count)
+        assert configs(some) == configs(kernels)
+        assert len(set(some)) == len(some) <= count * len(configs(kernels))
