@@ -4,7 +4,8 @@
                          and the SHA-256 of every other file
     <family>.order.txt   LightGBM's text form of the regressor that orders a family's configs
     <family>.time.txt    the same, of the one that tells their times
-    pytorch.txt          the same, for PyTorch's own operator where enough of it was measured
+    pytorch.txt          the same, of how PyTorch's own operator compares with ours, where enough of
+                         it was measured
     measured.json        the best measured config of each problem in the data
 
 Reading a folder checks all that prediction relies on, so that a damaged or foreign folder is an
@@ -32,13 +33,13 @@ from confpred.families import all_families, all_operations
 from confpred.families.base import Family
 from confpred.files import read_json
 from confpred.operation import Operation
-from confpred.ranking import FamilyModel
+from confpred.ranking import FamilyModel, PytorchModel
 from confpred.source import source_digest
 from confpred.trees import Trees
 
 log = logging.getLogger(__name__)
 
-FORMAT = "confpred-model/2"
+FORMAT = "confpred-model/3"
 CARD, MEASURED = "card.json", "measured.json"
 ORDER_TREES, TIME_TREES, PYTORCH_TREES = "{}.order.txt", "{}.time.txt", "pytorch.txt"
 
@@ -67,7 +68,7 @@ class Model:
         device: what it was trained for.
         operation: what its families compute.
         families: what was learned of each kernel family, by name.
-        pytorch: regressor of log(time / roofline time) of PyTorch's own operator, or None.
+        pytorch: what was learned of PyTorch's own operator, or None.
         measured: the best measured config of each problem in the training data, by the problem's
             words (``str(problem)``), as most of them are never asked for.
         regret_bound: 95 % quantile of the regret on networks held out of training.
@@ -79,7 +80,7 @@ class Model:
     device: Device
     operation: Operation
     families: Mapping[str, FamilyModel]
-    pytorch: Trees | None
+    pytorch: PytorchModel | None
     measured: Mapping[str, Best]
     regret_bound: float
     stale: tuple[str, ...]
@@ -175,7 +176,10 @@ def _load(folder: Path, card: Mapping[str, Any]) -> Model:
         stale += _stale(entry["source"], entry["source_digests"])
     pytorch = None
     if PYTORCH_TREES in files:
-        pytorch = _trees(folder, files, PYTORCH_TREES, card["pytorch"], operation.feature_names)
+        entry = card["pytorch"]
+        ratio = _trees(folder, files, PYTORCH_TREES, entry["features"], operation.feature_names)
+        margin = _number("margin", entry["margin"], least=0.0)
+        pytorch = PytorchModel(operation, ratio, margin)
     return Model(
         version=folder.resolve().name,
         device=get_device(card["device"]),

@@ -18,7 +18,7 @@ from confpred.families import all_families, config_dict, families_of
 from confpred.families.base import Rows
 from confpred.model import Model, default_models, load_model
 from confpred.plan import Pin, read_plan
-from confpred.ranking import PYTORCH_MARGIN, rank_by_estimate
+from confpred.ranking import rank_by_estimate
 from confpred.record import Record
 
 #: How many answers are remembered: best choices, of 1.5 kB each, and rankings, of up to 16 kB.
@@ -137,17 +137,19 @@ class Predictor:
 
 def _predicted(problem: Record, device: Device, model: Model) -> list[_Option]:
     """The finalists of the families that `model` knows, fastest first, and PyTorch's own operator
-    before those that do not beat it by ``PYTORCH_MARGIN``; empty if none of theirs is legal."""
+    before those that do not beat it even if it was overestimated; empty if nothing is legal."""
     ranked = {}
     for name, learned in model.families.items():
         candidates = learned.candidates(problem, device)
         if len(candidates):
             ranked[name] = learned.rank(problem, device, candidates)
-    options = _fastest("predicted", ranked)
-    theirs = _pytorch_s(problem, device, model) if options else None
-    if theirs is not None:
-        place = sum(o.seconds is not None and o.seconds * PYTORCH_MARGIN <= theirs for o in options)
-        options.insert(place, _Option("predicted", None, None, theirs))
+    found = _fastest(ranked)
+    options = [_Option("predicted", name, row, seconds) for seconds, name, row in found]
+    if found and model.pytorch is not None:
+        best = found[0][0]
+        expected, least = (best * times for times in model.pytorch.slowdown(problem, device))
+        place = sum(seconds <= least for seconds, _, _ in found)
+        options.insert(place, _Option("predicted", None, None, expected))
     return options
 
 
@@ -157,33 +159,27 @@ def _estimated(problem: Record, device: Device) -> list[_Option]:
     Estimates are too rough to be compared with anything but one another.
     """
     families = families_of(problem).items()
-    return _fastest("heuristic", {n: rank_by_estimate(f, problem, device) for n, f in families})
+    found = _fastest({name: rank_by_estimate(f, problem, device) for name, f in families})
+    return [_Option("heuristic", name, row, seconds) for seconds, name, row in found]
 
 
 def _fastest(
-    source: Source, ranked: Mapping[str, tuple[Rows, NDArray[np.float64]]]
-) -> list[_Option]:
-    """The first ``MAX_TOP`` configs of each family, of rows and rising seconds, in one order."""
-    found = (
+    ranked: Mapping[str, tuple[Rows, NDArray[np.float64]]],
+) -> list[tuple[float, str, int]]:
+    """The first ``MAX_TOP`` rows of each family in one order, as seconds, family and row; `ranked`
+    holds each family's rows and their rising seconds."""
+    return sorted(
         (value, name, row)
         for name, (rows, seconds) in ranked.items()
         for row, value in zip(rows[:MAX_TOP].tolist(), seconds[:MAX_TOP].tolist(), strict=True)
     )
-    return [_Option(source, name, row, seconds) for seconds, name, row in sorted(found)]
-
-
-def _pytorch_s(problem: Record, device: Device, model: Model | None) -> float | None:
-    """Seconds that PyTorch's own operator is predicted to take, where that was learned."""
-    if model is None or model.pytorch is None:
-        return None
-    cost = model.pytorch.predict(model.operation.features(problem, device))
-    return float(np.exp(cost[0])) * device.roofline_s(problem)
 
 
 def _expected_s(problem: Record, device: Device, model: Model | None, pin: Pin) -> float | None:
     """Seconds that the pinned config is expected to take."""
     if pin.family is None or pin.row is None:
-        return _pytorch_s(problem, device, model)
+        predicted = _predicted(problem, device, model) if model else []
+        return next((option.seconds for option in predicted if option.family is None), None)
     row = np.array([pin.row], np.intp)
     learned = model.families.get(pin.family) if model else None
     if learned is None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import exp
 
 import numpy as np
 from numpy.typing import NDArray
 
 from confpred.device import Device
 from confpred.families.base import Family, Rows
+from confpred.operation import Operation
 from confpred.record import Record
 from confpred.trees import Trees
 
@@ -16,9 +18,6 @@ from confpred.trees import Trees
 #: a third of the work, and the same winner (`benchmarks/predict_latency.py` counts the exceptions).
 PREFIX_TREES = 40
 FINALISTS = 32
-#: How many times as fast as PyTorch's operator ours has to be predicted to be preferred: PyTorch's
-#: time is learned from one row a layer and known less well, and a user must not lose by asking.
-PYTORCH_MARGIN = 1.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +58,29 @@ class FamilyModel:
         rows, features, cost = rows[ranked], features[ranked], cost[ranked]
         best = self.time.predict(features[:1])
         return rows, np.exp(best + cost - cost[:1]) * device.roofline_s(problem)
+
+
+@dataclass(frozen=True, slots=True)
+class PytorchModel:
+    """What training makes of PyTorch's own operator, which has no configs.
+
+    Attributes:
+        operation: what it computes.
+        ratio: regressor of log(its time / time of our fastest config), from the operation's
+            features; it tells large ratios apart no further than is of use
+            (`confpred.training.pytorch`).
+        margin: by how much that logarithm may be too large: as calibrated on layers that the
+            regressor was not trained on.
+    """
+
+    operation: Operation
+    ratio: Trees
+    margin: float
+
+    def slowdown(self, problem: Record, device: Device) -> tuple[float, float]:
+        """How many times as long as our fastest config it takes: expected, and at least."""
+        ratio = float(self.ratio.predict(self.operation.features(problem, device))[0])
+        return exp(ratio), exp(ratio - self.margin)
 
 
 def rank_by_estimate(

@@ -1,4 +1,4 @@
-"""From timings to regressors and a portfolio for each family, and a regressor for PyTorch's op."""
+"""From timings to regressors and a portfolio for each family."""
 
 from __future__ import annotations
 
@@ -13,15 +13,12 @@ from confpred.device import Device
 from confpred.errors import DataError
 from confpred.families import all_families
 from confpred.families.base import Family
-from confpred.operation import Operation
-from confpred.record import Record
 from confpred.training.data import Timings
 from confpred.training.portfolio import choose_portfolio
 
 #: That a tree can have, however few rows there are: from 471 rows of layer norm (`examples/`) it
 #: learned choices of regret 2.18 with leaves of 200 rows, of 1.07 with a twentieth of the rows.
 MIN_LEAVES = 20
-MIN_PYTORCH_PROBLEMS = 30  # fewer say nothing about where PyTorch's own operator wins
 #: LightGBM's threads wait for one another by spinning, thousands of times a tree: with as many as
 #: there are cores, anything else on the machine makes a fit of 2 s take minutes.
 _THREADS = 1
@@ -37,8 +34,8 @@ class Hyperparameters:
         time_trees, time_leaves: of the one of their times; the rest as above.
         focus: a config weighs (best time of its problem / its time) to this power, because it is
             the order among the good configs that decides.
-        pytorch_trees, pytorch_leaves: of the regressor of PyTorch's own operator, which has one row
-            a problem to learn from.
+        pytorch_trees, pytorch_leaves: of the regressor of PyTorch's own operator
+            (`confpred.training.pytorch`).
     """
 
     trees: int = 200
@@ -49,8 +46,8 @@ class Hyperparameters:
     time_trees: int = 200
     time_leaves: int = 31
     focus: float = 8.0
-    pytorch_trees: int = 120
-    pytorch_leaves: int = 8
+    pytorch_trees: int = 200
+    pytorch_leaves: int = 16
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -104,7 +101,7 @@ def _fit_family(
             "min_data_in_leaf": min(hyper.min_data_in_leaf, len(features) // MIN_LEAVES),
             "feature_fraction": hyper.feature_fraction,
         }
-        return _train(data, grow, trees, seed)
+        return boost(data, grow, trees, seed)
 
     return Fitted(
         order=fit(regret, hyper.trees, hyper.num_leaves),
@@ -113,25 +110,8 @@ def _fit_family(
     )
 
 
-def fit_pytorch(
-    pytorch_ms: Mapping[Record, float],
-    operation: Operation,
-    device: Device,
-    hyper: Hyperparameters,
-    seed: int,
-) -> str | None:
-    """Fit log(time of PyTorch's own operator / roofline time); None if too few were measured."""
-    if len(pytorch_ms) < MIN_PYTORCH_PROBLEMS:
-        return None
-    problems = sorted(pytorch_ms, key=str)
-    features = np.concatenate([operation.features(p, device) for p in problems])
-    target = [np.log(pytorch_ms[p] * 1e-3 / device.roofline_s(p)) for p in problems]
-    data = lightgbm.Dataset(features, target, feature_name=list(operation.feature_names))
-    grow = {"num_leaves": hyper.pytorch_leaves, "min_data_in_leaf": 3}
-    return _train(data, grow, hyper.pytorch_trees, seed)
-
-
-def _train(data: lightgbm.Dataset, grow: Mapping[str, float], trees: int, seed: int) -> str:
+def boost(data: lightgbm.Dataset, grow: Mapping[str, float], trees: int, seed: int) -> str:
+    """Regression trees in LightGBM's text form; `grow` are its parameters."""
     fixed = {
         "objective": "regression",
         "seed": seed,

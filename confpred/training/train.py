@@ -29,7 +29,8 @@ from confpred.model import (
 from confpred.record import Record
 from confpred.training.data import Dataset, Timings
 from confpred.training.evaluate import MODEL, Summary, judge_model
-from confpred.training.fit import Fitted, Hyperparameters, fit_families, fit_pytorch
+from confpred.training.fit import Fitted, Hyperparameters, fit_families
+from confpred.training.pytorch import fit_pytorch
 from confpred.training.split import without_networks
 
 FOLDS = 5
@@ -67,11 +68,13 @@ def train(
     regret = judge_model(dataset, hyper, FOLDS, seed).summary(MODEL)
     fitted = fit_families(dataset.timings, dataset.device, hyper, seed)
     operation = dataset.operation
-    pytorch = fit_pytorch(dataset.pytorch_ms, operation, dataset.device, hyper, seed)
+    pytorch = fit_pytorch(
+        dataset.timings, dataset.pytorch_ms, operation, dataset.device, hyper, seed
+    )
     files = {ORDER_TREES.format(name): f.order for name, f in fitted.items()}
     files |= {TIME_TREES.format(name): f.time for name, f in fitted.items()}
     if pytorch is not None:
-        files[PYTORCH_TREES] = pytorch
+        files[PYTORCH_TREES] = pytorch.ratio
     files[MEASURED] = _lines(_best(dataset))
     card = {
         "format": FORMAT,
@@ -88,7 +91,7 @@ def train(
             "statuses": dict(dataset.statuses),
         },
         "families": {name: _family_card(name, f, dataset) for name, f in fitted.items()},
-        "pytorch": operation.feature_names,
+        "pytorch": pytorch and {"features": operation.feature_names, "margin": pytorch.margin},
         "hyperparameters": asdict(hyper),
         "metrics": {"folds": FOLDS, "regret": asdict(regret)},
         "regret_bound": regret.p95,

@@ -72,12 +72,15 @@ def test_a_damaged_file_is_named(folder, name, damage):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda card: card.update(format="confpred-model/1"), "is not a model card"),
+        (lambda card: card.update(format="confpred-model/2"), "is not a model card"),
         (lambda card: card.update(device="tpu"), "device='tpu' is not allowed"),
         (lambda card: card.pop("files"), "is damaged: KeyError"),
         (lambda card: card["files"].pop("measured.json"), "is damaged: KeyError"),
         (lambda card: card["files"].pop("grouped_fprop.order.txt"), "is damaged: KeyError"),
-        (lambda card: card["pytorch"].pop(), "pytorch.txt was trained on other features"),
+        (
+            lambda card: card["pytorch"]["features"].pop(),
+            "pytorch.txt was trained on other features",
+        ),
         (
             lambda card: card["families"]["grouped_fprop"]["features"].reverse(),
             "grouped_fprop.order.txt was trained on other features",
@@ -159,10 +162,14 @@ def test_a_card_with_junk_in_a_field_is_refused_or_harmless(folder, model_folder
         assert field in ("families", "regret_bound")
 
 
-@pytest.mark.parametrize("bound", [0.5, float("nan"), float("inf"), "1.2", None, True])
-def test_an_impossible_bound_is_refused(folder, bound):
-    edit(folder, lambda card: card.update(regret_bound=bound))
-    with pytest.raises(ModelError, match=r"card\.json"):
+@pytest.mark.parametrize("value", [-0.5, float("nan"), float("inf"), "1.2", None, True])
+@pytest.mark.parametrize("name", ["margin", "regret_bound"])
+def test_an_impossible_bound_is_refused(folder, name, value):
+    def change(card: dict) -> None:
+        (card["pytorch"] if name == "margin" else card)[name] = value
+
+    edit(folder, change)
+    with pytest.raises(ModelError, match=rf"card\.json is damaged: .*{name} is"):
         load_model(folder)
 
 
