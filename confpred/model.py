@@ -202,11 +202,12 @@ def _trees(
 ) -> Trees:
     if tuple(trained) != features:
         raise ModelError(f"{folder / name} was trained on other features: train it again")
-    trees = Trees(files[name].decode())
-    if trees.features != len(features):
-        raise ModelError(
-            f"{folder / name} takes {trees.features} features; the card has {len(features)}"
-        )
+    try:
+        trees = Trees(files[name].decode())
+    except ModelError as error:
+        raise ModelError(f"{folder / name} is damaged: {error}") from error
+    if trees.features != features:
+        raise ModelError(f"{folder / name} takes other features than the card says")
     return trees
 
 
