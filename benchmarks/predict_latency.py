@@ -28,7 +28,6 @@ import numpy as np
 from provenance import RESULTS, provenance, write
 
 from confpred.device import Device
-from confpred.families import all_families
 from confpred.model import Model
 from confpred.predictor import Predictor
 from confpred.problem import ACTIVATIONS, DTYPES, Problem
@@ -100,9 +99,11 @@ def cascade_exceptions(model: Model, device: Device, problems: Sequence[Problem]
     """Share of problems where the cascade misses the ensemble's own best, and what that costs."""
     cost = []
     for problem in problems:
-        for name, learned in model.families.items():
+        for learned in model.families.values():
             rows = learned.candidates(problem, device)
-            whole = learned.order.predict(all_families()[name].features(problem, device, rows))
+            whole = learned.order.predict(
+                learned.pool.features(learned.family, problem, device, rows)
+            )
             chosen = learned.rank(problem, device, rows)[0][0]
             cost.append(float(np.exp(whole[rows == chosen][0] - whole.min())))
     return {"share": float(np.mean(np.array(cost) > 1)), "worst_predicted_regret": max(cost)}

@@ -2,8 +2,9 @@
 
     card.json            what it is: format, device, data, kernels, features, portfolio, metrics,
                          and the SHA-256 of every other file
-    <family>.order.txt   LightGBM's text form of the regressor that orders a family's configs
-    <family>.time.txt    the same, of the one that tells their times
+    <pool>.order.txt     LightGBM's text form of the regressor that orders the configs of a family,
+                         or of several that learn from each other (`confpred.pool`)
+    <pool>.time.txt      the same, of the one that tells their times
     pytorch.txt          the same, of how PyTorch's own operator compares with ours, where enough of
                          it was measured
     measured.json        the best measured config of each problem in the data
@@ -33,6 +34,7 @@ from confpred.families import all_families, all_operations
 from confpred.families.base import Family
 from confpred.files import read_json
 from confpred.operation import Operation
+from confpred.pool import Pool, table_digest
 from confpred.ranking import FamilyModel, PytorchModel
 from confpred.source import source_digest
 from confpred.trees import Trees
@@ -85,13 +87,6 @@ class Model:
     regret_bound: float
     stale: tuple[str, ...]
     card: Mapping[str, Any]
-
-
-def table_digest(family: Family) -> str:
-    """Identity of a family's config table: 16 hex digits of SHA-256."""
-    table = family.configs
-    names = ",".join(table.dtype.names or ())
-    return hashlib.sha256(names.encode() + table.tobytes()).hexdigest()[:16]
 
 
 def load_model(folder: Path) -> Model:
@@ -159,26 +154,34 @@ def _load(folder: Path, card: Mapping[str, Any]) -> Model:
     if card["operation"] not in all_operations():
         raise ModelError(f"{folder} is for operation {card['operation']!r}, which no family has")
     operation = all_operations()[card["operation"]]
-    families, stale = {}, []
+    members: dict[str, list[Family]] = {}
     for name, entry in card["families"].items():
         if name not in all_families():
             raise ModelError(f"{folder} is for kernel family {name!r}, which is not installed")
-        family = all_families()[name]
-        if entry["table"] != table_digest(family):
-            raise ModelError(f"{folder} was trained for other configs of {name}: train it again")
-        portfolio = np.zeros(len(family.configs), np.bool_)
-        portfolio[[_row(folder / CARD, row, family) for row in entry["portfolio"]]] = True
+        members.setdefault(entry["pool"], []).append(all_families()[name])
+    families, stale = {}, []
+    for name, together in members.items():
+        pool = Pool(together)
+        if pool.name != name:
+            raise ValueError(f"pool {name!r} is of {pool.name}")
         order, time = (
-            _trees(folder, files, file.format(name), entry["features"], family.feature_names)
+            _trees(folder, files, file.format(name), pool.feature_names)
             for file in (ORDER_TREES, TIME_TREES)
         )
-        families[name] = FamilyModel(family, order, time, portfolio)
-        stale += _stale(entry["source"], entry["source_digests"])
+        for family in pool.families:
+            entry = card["families"][family.name]
+            if entry["table"] != table_digest(family):
+                raise ModelError(
+                    f"{folder} was trained for other configs of {family.name}: train it again"
+                )
+            portfolio = np.zeros(len(family.configs), np.bool_)
+            portfolio[[_row(folder / CARD, row, family) for row in entry["portfolio"]]] = True
+            families[family.name] = FamilyModel(family, pool, order, time, portfolio)
+            stale += _stale(entry["source"], entry["source_digests"])
     pytorch = None
     if PYTORCH_TREES in files:
-        entry = card["pytorch"]
-        ratio = _trees(folder, files, PYTORCH_TREES, entry["features"], operation.feature_names)
-        margin = _number("margin", entry["margin"], least=0.0)
+        ratio = _trees(folder, files, PYTORCH_TREES, operation.feature_names)
+        margin = _number("margin", card["pytorch"]["margin"], least=0.0)
         pytorch = PytorchModel(operation, ratio, margin)
     return Model(
         version=folder.resolve().name,
@@ -193,21 +196,13 @@ def _load(folder: Path, card: Mapping[str, Any]) -> Model:
     )
 
 
-def _trees(
-    folder: Path,
-    files: Mapping[str, bytes],
-    name: str,
-    trained: list[str],
-    features: tuple[str, ...],
-) -> Trees:
-    if tuple(trained) != features:
-        raise ModelError(f"{folder / name} was trained on other features: train it again")
+def _trees(folder: Path, files: Mapping[str, bytes], name: str, features: tuple[str, ...]) -> Trees:
     try:
         trees = Trees(files[name].decode())
     except ModelError as error:
         raise ModelError(f"{folder / name} is damaged: {error}") from error
     if trees.features != features:
-        raise ModelError(f"{folder / name} takes other features than the card says")
+        raise ModelError(f"{folder / name} was trained on other features: train it again")
     return trees
 
 

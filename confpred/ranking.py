@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from confpred.device import Device
 from confpred.families.base import Family, Rows
 from confpred.operation import Operation
+from confpred.pool import Pool
 from confpred.record import Record
 from confpred.trees import Trees
 
@@ -26,7 +27,8 @@ class FamilyModel:
 
     Attributes:
         family: the kernel family.
-        order: regressor of log(time / time of the problem's best config), from the family's
+        pool: the families that it shares `order` and `time` with.
+        order: regressor of log(time / time of the problem's best config), from the pool's
             features. It need not know how fast a layer is, only what makes one config slower than
             another, and orders them better than `time` does.
         time: regressor of log(time / roofline time), from the same features.
@@ -34,6 +36,7 @@ class FamilyModel:
     """
 
     family: Family
+    pool: Pool
     order: Trees
     time: Trees
     portfolio: NDArray[np.bool_]
@@ -49,7 +52,7 @@ class FamilyModel:
 
         The best one's time is what `time` says; the others' follow by the ratios of `order`.
         """
-        features = self.family.features(problem, device, rows)
+        features = self.pool.features(self.family, problem, device, rows)
         if len(rows) > FINALISTS:
             kept = np.argsort(self.order.predict(features, PREFIX_TREES), kind="stable")[:FINALISTS]
             rows, features = rows[kept], features[kept]

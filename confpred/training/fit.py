@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from confpred.device import Device
 from confpred.errors import DataError
 from confpred.families import all_families
-from confpred.families.base import Family
+from confpred.pool import Pool, pools
 from confpred.training.data import Timings
 from confpred.training.portfolio import choose_portfolio
 
@@ -59,16 +59,23 @@ class Hyperparameters:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fitted:
-    """A `confpred.ranking.FamilyModel`, with its regressors in LightGBM's text form."""
+    """What makes the `confpred.ranking.FamilyModel` of each of a pool's families.
 
+    Attributes:
+        pool: the families.
+        order, time: their regressors in LightGBM's text form.
+        portfolios: each family's, by its name.
+    """
+
+    pool: Pool
     order: str
     time: str
-    portfolio: NDArray[np.bool_]
+    portfolios: Mapping[str, NDArray[np.bool_]]
 
 
 def fit_families(
     timings: Sequence[Timings], device: Device, hyper: Hyperparameters, seed: int
-) -> dict[str, Fitted]:
+) -> tuple[Fitted, ...]:
     """Fit each family that `timings` has. The same input gives the same bytes.
 
     Raises:
@@ -76,22 +83,21 @@ def fit_families(
     """
     if not timings:
         raise DataError("no measurements are left to train on")
-    return {
-        name: _fit_family(
-            [t for t in timings if t.family == name], all_families()[name], device, hyper, seed
+    measured = {t.family: all_families()[t.family] for t in timings}
+    return tuple(
+        _fit_pool(
+            [t for t in timings if measured[t.family] in pool.families], pool, device, hyper, seed
         )
-        for name in sorted({t.family for t in timings})
-    }
+        for pool in pools(measured.values())
+    )
 
 
-def _fit_family(
-    timings: Sequence[Timings],
-    family: Family,
-    device: Device,
-    hyper: Hyperparameters,
-    seed: int,
+def _fit_pool(
+    timings: Sequence[Timings], pool: Pool, device: Device, hyper: Hyperparameters, seed: int
 ) -> Fitted:
-    features = np.concatenate([family.features(t.problem, device, t.rows) for t in timings])
+    features = np.concatenate(
+        [pool.features(all_families()[t.family], t.problem, device, t.rows) for t in timings]
+    )
     regret = np.concatenate([t.time_ms / t.time_ms.min() for t in timings])
     slowdown = np.concatenate([t.time_ms * 1e-3 / device.roofline_s(t.problem) for t in timings])
 
@@ -100,7 +106,7 @@ def _fit_family(
             features,
             np.log(target),
             weight=regret**-hyper.focus,
-            feature_name=list(family.feature_names),
+            feature_name=list(pool.feature_names),
         )
         grow = {
             "num_leaves": leaves,
@@ -111,9 +117,15 @@ def _fit_family(
         return boost(data, grow, trees, seed)
 
     return Fitted(
+        pool=pool,
         order=fit(regret, hyper.trees, hyper.num_leaves),
         time=fit(slowdown, hyper.time_trees, hyper.time_leaves),
-        portfolio=choose_portfolio(timings, family, device),
+        portfolios={
+            family.name: choose_portfolio(
+                [t for t in timings if t.family == family.name], family, device
+            )
+            for family in pool.families
+        },
     )
 
 
