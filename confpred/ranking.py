@@ -16,8 +16,9 @@ from confpred.record import Record
 from confpred.trees import Trees
 
 #: The first trees correct the most, so they pick the finalists that the whole ensemble then orders:
-#: a third of the work, and the same winner (`benchmarks/predict_latency.py` counts the exceptions).
-PREFIX_TREES = 40
+#: a fifth of the work, and nearly always the same winner (`benchmarks/predict_latency.py` counts
+#: the exceptions, and tells what they cost).
+PREFIX_TREES = 20
 FINALISTS = 32
 
 

@@ -48,11 +48,11 @@ class Hyperparameters:
     trees: int = 200
     num_leaves: int = 63
     learning_rate: float = 0.08
-    min_data_in_leaf: int = 200
-    feature_fraction: float = 0.5
+    min_data_in_leaf: int = 50
+    feature_fraction: float = 0.8
     time_trees: int = 200
     time_leaves: int = 31
-    focus: float = 8.0
+    focus: float = 4.0
     pytorch_trees: int = 200
     pytorch_leaves: int = 16
 
