@@ -52,24 +52,25 @@ class Trees:
             raise ModelError("not LightGBM's text form of an ensemble")
         self.features = tuple(header[1].split())
         self._text: str | None = text
-        self._handle = ctypes.c_void_p()
+        self._handle: ctypes.c_void_p | None = None
         # Guards the parsing, and each prediction: LightGBM notes in the booster how many trees to
         # use before it reads them back, under a lock that readers share, so that calls side by side
         # with other counts would use each other's.
         self._lock = threading.Lock()
 
     def _parse(self, text: str) -> None:
-        library, trees, features = _library(), ctypes.c_int(), ctypes.c_int()
+        library, handle = _library(), ctypes.c_void_p()
+        trees, features = ctypes.c_int(), ctypes.c_int()
         _check(
             library.LGBM_BoosterLoadModelFromString(
-                text.encode(), ctypes.byref(trees), ctypes.byref(self._handle)
+                text.encode(), ctypes.byref(trees), ctypes.byref(handle)
             )
         )
-        weakref.finalize(self, library.LGBM_BoosterFree, self._handle)
-        _check(library.LGBM_BoosterGetNumFeature(self._handle, ctypes.byref(features)))
+        weakref.finalize(self, library.LGBM_BoosterFree, handle)
+        _check(library.LGBM_BoosterGetNumFeature(handle, ctypes.byref(features)))
         if features.value != len(self.features):
             raise ModelError(f"{features.value} features, of which {len(self.features)} have names")
-        self._text = None
+        self._handle, self._text = handle, None
 
     def predict(self, matrix: NDArray[np.float32], trees: int = _ALL) -> NDArray[np.float64]:
         """The value of each row of `matrix`, by the first `trees` trees (by default, all).
