@@ -38,6 +38,39 @@ def evaluation(result: dict[str, Any]) -> str:
     return markdown(heads, rows)
 
 
+def families(result: dict[str, Any]) -> str:
+    """Regret of the model, family by family, with and without its portfolio."""
+    heads = (
+        "kernel family",
+        "problems",
+        "geomean",
+        "p95",
+        "worst",
+        "of all configs: geomean",
+        "p95",
+    )
+    rows = []
+    for family, methods in result["families"].items():
+        model, every = methods["model"], methods["no portfolio"]
+        figures = (*(model[key] for key in ("geomean", "p95", "worst")), every["geomean"])
+        cells = (*(f"{value:.3f}" for value in figures), f"{every['p95']:.3f}")
+        rows.append((family, str(model["problems"]), *cells))
+    return markdown(heads, rows)
+
+
+def whole(result: dict[str, Any]) -> str:
+    """The whole choice, PyTorch's own operator included (``confpred evaluate --json``)."""
+    part = result["whole"]
+    heads = (
+        *("problems", "over PyTorch's operator", "worst", "slower by more than 5 %"),
+        *("left to PyTorch's operator", "regret", "worst regret"),
+    )
+    regret = part["regret"]["the predicted fastest"]
+    speeds = (f"{part['speed']:.2f}x", f"{part['worst_speed']:.2f}x")
+    row = (str(regret["problems"]), *speeds, str(part["slower"]), str(part["pytorch"]))
+    return markdown(heads, [(*row, f"{regret['geomean']:.3f}", f"{regret['worst']:.2f}")])
+
+
 def cudnn(result: dict[str, Any]) -> str:
     """Our choice against cuDNN's best, by kind of layer and direction."""
     heads = (
@@ -91,12 +124,20 @@ def service(result: dict[str, Any]) -> str:
 def latency(result: dict[str, Any]) -> str:
     """How long an answer takes on one core, beside its budget."""
     budgets = result["budgets"]
-    names = {
-        "unseen_p50_ms": f"unseen problem, {result['candidates']:.0f} candidates, ms",
-        "repeated_p50_us": "repeated problem, us",
-        "cold_p50_s": "cold process, from start to exit, s",
-    }
-    rows = [(name, f"{result[key]:.3g}", f"{budgets[key]:g}") for key, name in names.items()]
+    rows = [
+        (
+            f"unseen problem, {kind} ({times['candidates']:.0f} candidates), ms",
+            f"{times['p50_ms']:.3g}",
+            f"{budgets['unseen_p50_ms']:g}",
+        )
+        for kind, times in result["unseen"].items()
+    ]
+    for name, part, unit in (
+        ("repeated problem", "repeated", "us"),
+        ("cold process, from start to exit", "cold", "s"),
+    ):
+        figure, budget = result[part][f"p50_{unit}"], budgets[f"{part}_p50_{unit}"]
+        rows.append((f"{name}, {unit}", f"{figure:.3g}", f"{budget:g}"))
     return markdown(("p50 of", "measured", "budget"), rows)
 
 
@@ -117,6 +158,8 @@ def sampling(result: dict[str, Any]) -> str:
 #: Table -> result file and what makes the table of it.
 TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "evaluation": ("evaluation.json", evaluation),
+    "families": ("evaluation.json", families),
+    "whole": ("evaluation.json", whole),
     "cudnn": ("conv_vs_cudnn.json", cudnn),
     "in-situ": ("in_situ.json", in_situ),
     "latency": ("predict_latency.json", latency),

@@ -22,8 +22,8 @@ class Choice:
         problem: what was asked.
         device: key of the device it was asked for.
         source: ``plan`` (pinned by the user), ``measured`` (this problem is in the training data),
-            ``predicted`` (the model), ``heuristic`` (no model for this device) or ``fallback``
-            (no kernel is legal).
+            ``predicted`` (the model), ``heuristic`` (no model for this device, or for any of the
+            families that are legal) or ``fallback`` (no kernel is legal).
         family: the kernel family, or None for PyTorch's own operator.
         config_id: row of the family's config table, or None.
         config: that row by field name, or None.

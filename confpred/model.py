@@ -2,9 +2,11 @@
 
     card.json            what it is: format, device, data, kernels, features, portfolio, metrics,
                          and the SHA-256 of every other file
-    <family>.order.txt   LightGBM's text form of the regressor that orders a family's configs
-    <family>.time.txt    the same, of the one that tells their times
-    pytorch.txt          the same, for PyTorch's own operator where enough of it was measured
+    <pool>.order.txt     LightGBM's text form of the regressor that orders the configs of a family,
+                         or of several that learn from each other (`confpred.pool`)
+    <pool>.time.txt      the same, of the one that tells their times
+    pytorch.txt          the same, of how PyTorch's own operator compares with ours, where enough of
+                         it was measured
     measured.json        the best measured config of each problem in the data
 
 Reading a folder checks all that prediction relies on, so that a damaged or foreign folder is an
@@ -32,13 +34,14 @@ from confpred.families import all_families, all_operations
 from confpred.families.base import Family
 from confpred.files import read_json
 from confpred.operation import Operation
-from confpred.ranking import FamilyModel
+from confpred.pool import Pool, table_digest
+from confpred.ranking import FamilyModel, PytorchModel
 from confpred.source import source_digest
 from confpred.trees import Trees
 
 log = logging.getLogger(__name__)
 
-FORMAT = "confpred-model/2"
+FORMAT = "confpred-model/3"
 CARD, MEASURED = "card.json", "measured.json"
 ORDER_TREES, TIME_TREES, PYTORCH_TREES = "{}.order.txt", "{}.time.txt", "pytorch.txt"
 
@@ -67,7 +70,7 @@ class Model:
         device: what it was trained for.
         operation: what its families compute.
         families: what was learned of each kernel family, by name.
-        pytorch: regressor of log(time / roofline time) of PyTorch's own operator, or None.
+        pytorch: what was learned of PyTorch's own operator, or None.
         measured: the best measured config of each problem in the training data, by the problem's
             words (``str(problem)``), as most of them are never asked for.
         regret_bound: 95 % quantile of the regret on networks held out of training.
@@ -79,18 +82,11 @@ class Model:
     device: Device
     operation: Operation
     families: Mapping[str, FamilyModel]
-    pytorch: Trees | None
+    pytorch: PytorchModel | None
     measured: Mapping[str, Best]
     regret_bound: float
     stale: tuple[str, ...]
     card: Mapping[str, Any]
-
-
-def table_digest(family: Family) -> str:
-    """Identity of a family's config table: 16 hex digits of SHA-256."""
-    table = family.configs
-    names = ",".join(table.dtype.names or ())
-    return hashlib.sha256(names.encode() + table.tobytes()).hexdigest()[:16]
 
 
 def load_model(folder: Path) -> Model:
@@ -158,24 +154,35 @@ def _load(folder: Path, card: Mapping[str, Any]) -> Model:
     if card["operation"] not in all_operations():
         raise ModelError(f"{folder} is for operation {card['operation']!r}, which no family has")
     operation = all_operations()[card["operation"]]
-    families, stale = {}, []
+    members: dict[str, list[Family]] = {}
     for name, entry in card["families"].items():
         if name not in all_families():
             raise ModelError(f"{folder} is for kernel family {name!r}, which is not installed")
-        family = all_families()[name]
-        if entry["table"] != table_digest(family):
-            raise ModelError(f"{folder} was trained for other configs of {name}: train it again")
-        portfolio = np.zeros(len(family.configs), np.bool_)
-        portfolio[[_row(folder / CARD, row, family) for row in entry["portfolio"]]] = True
+        members.setdefault(entry["pool"], []).append(all_families()[name])
+    families, stale = {}, []
+    for name, together in members.items():
+        pool = Pool(together)
+        if pool.name != name:
+            raise ValueError(f"pool {name!r} is of {pool.name}")
         order, time = (
-            _trees(folder, files, file.format(name), entry["features"], family.feature_names)
+            _trees(folder, files, file.format(name), pool.feature_names)
             for file in (ORDER_TREES, TIME_TREES)
         )
-        families[name] = FamilyModel(family, order, time, portfolio)
-        stale += _stale(entry["source"], entry["source_digests"])
+        for family in pool.families:
+            entry = card["families"][family.name]
+            if entry["table"] != table_digest(family):
+                raise ModelError(
+                    f"{folder} was trained for other configs of {family.name}: train it again"
+                )
+            portfolio = np.zeros(len(family.configs), np.bool_)
+            portfolio[[_row(folder / CARD, row, family) for row in entry["portfolio"]]] = True
+            families[family.name] = FamilyModel(family, pool, order, time, portfolio)
+            stale += _stale(entry["source"], entry["source_digests"])
     pytorch = None
     if PYTORCH_TREES in files:
-        pytorch = _trees(folder, files, PYTORCH_TREES, card["pytorch"], operation.feature_names)
+        ratio = _trees(folder, files, PYTORCH_TREES, operation.feature_names)
+        margin = _number("margin", card["pytorch"]["margin"], least=0.0)
+        pytorch = PytorchModel(operation, ratio, margin)
     return Model(
         version=folder.resolve().name,
         device=get_device(card["device"]),
@@ -189,20 +196,13 @@ def _load(folder: Path, card: Mapping[str, Any]) -> Model:
     )
 
 
-def _trees(
-    folder: Path,
-    files: Mapping[str, bytes],
-    name: str,
-    trained: list[str],
-    features: tuple[str, ...],
-) -> Trees:
-    if tuple(trained) != features:
+def _trees(folder: Path, files: Mapping[str, bytes], name: str, features: tuple[str, ...]) -> Trees:
+    try:
+        trees = Trees(files[name].decode())
+    except ModelError as error:
+        raise ModelError(f"{folder / name} is damaged: {error}") from error
+    if trees.features != features:
         raise ModelError(f"{folder / name} was trained on other features: train it again")
-    trees = Trees(files[name].decode())
-    if trees.features != len(features):
-        raise ModelError(
-            f"{folder / name} takes {trees.features} features; the card has {len(features)}"
-        )
     return trees
 
 

@@ -9,14 +9,16 @@ from pathlib import Path
 from types import MappingProxyType
 
 import numpy as np
+from numpy.typing import NDArray
 
 from confpred.choice import MAX_TOP, Choice, Source, check_top
 from confpred.device import Device, get_device
 from confpred.errors import InvalidInput
 from confpred.families import all_families, config_dict, families_of
+from confpred.families.base import Rows
 from confpred.model import Model, default_models, load_model
 from confpred.plan import Pin, read_plan
-from confpred.ranking import PYTORCH_MARGIN, rank_by_estimate
+from confpred.ranking import rank_by_estimate
 from confpred.record import Record
 
 #: How many answers are remembered: best choices, of 1.5 kB each, and rankings, of up to 16 kB.
@@ -112,8 +114,9 @@ class Predictor:
         options = [*self._settled(problem, device, model)]
         settled = {(o.family, o.row) for o in options}
         if len(options) < top:
-            predicted = _predicted(problem, device, model)
-            options += (o for o in predicted if (o.family, o.row) not in settled)
+            found = _predicted(problem, device, model) if model else []
+            found = found or _estimated(problem, device)
+            options += (o for o in found if (o.family, o.row) not in settled)
         if not options:
             options = [_Option("fallback", None, None, None)]
         bound = model.regret_bound if model and options[0].source == "predicted" else None
@@ -132,43 +135,51 @@ class Predictor:
             yield _Option("measured", best.family, best.row, best.time_ms * 1e-3)
 
 
-def _predicted(problem: Record, device: Device, model: Model | None) -> list[_Option]:
-    """All families' finalists, fastest first, and PyTorch's own operator before those that do not
-    beat it by ``PYTORCH_MARGIN``; empty if nothing of ours is legal."""
-    found: list[tuple[float, str, int, Source]] = []
-    for name, family in families_of(problem).items():
-        learned = model.families.get(name) if model else None
-        if learned is None:
-            rows, seconds = rank_by_estimate(family, problem, device)
-            source: Source = "heuristic"
-        else:
-            candidates = learned.candidates(problem, device)
-            rows, seconds = learned.rank(problem, device, candidates)
-            source = "predicted"
-        for row, value in zip(rows[:MAX_TOP].tolist(), seconds[:MAX_TOP].tolist(), strict=True):
-            found.append((value, name, row, source))
-    if not found:
-        return []
-    options = [_Option(source, name, row, seconds) for seconds, name, row, source in sorted(found)]
-    theirs = _pytorch_s(problem, device, model)
-    if theirs is not None:
-        place = sum(o.seconds is not None and o.seconds * PYTORCH_MARGIN <= theirs for o in options)
-        options.insert(place, _Option("predicted", None, None, theirs))
+def _predicted(problem: Record, device: Device, model: Model) -> list[_Option]:
+    """The finalists of the families that `model` knows, fastest first, and PyTorch's own operator
+    before those that do not beat it even if it was overestimated; empty if nothing is legal."""
+    ranked = {}
+    for name, learned in model.families.items():
+        candidates = learned.candidates(problem, device)
+        if len(candidates):
+            ranked[name] = learned.rank(problem, device, candidates)
+    found = _fastest(ranked)
+    options = [_Option("predicted", name, row, seconds) for seconds, name, row in found]
+    if found and model.pytorch is not None:
+        best = found[0][0]
+        expected, least = (best * times for times in model.pytorch.slowdown(problem, device))
+        place = sum(seconds <= least for seconds, _, _ in found)
+        options.insert(place, _Option("predicted", None, None, expected))
     return options
 
 
-def _pytorch_s(problem: Record, device: Device, model: Model | None) -> float | None:
-    """Seconds that PyTorch's own operator is predicted to take, where that was learned."""
-    if model is None or model.pytorch is None:
-        return None
-    cost = model.pytorch.predict(model.operation.features(problem, device))
-    return float(np.exp(cost[0])) * device.roofline_s(problem)
+def _estimated(problem: Record, device: Device) -> list[_Option]:
+    """The configs of all families by their own estimates, fastest first; empty if none is legal.
+
+    Estimates are too rough to be compared with anything but one another.
+    """
+    families = families_of(problem).items()
+    found = _fastest({name: rank_by_estimate(f, problem, device) for name, f in families})
+    return [_Option("heuristic", name, row, seconds) for seconds, name, row in found]
+
+
+def _fastest(
+    ranked: Mapping[str, tuple[Rows, NDArray[np.float64]]],
+) -> list[tuple[float, str, int]]:
+    """The first ``MAX_TOP`` rows of each family in one order, as seconds, family and row; `ranked`
+    holds each family's rows and their rising seconds."""
+    return sorted(
+        (value, name, row)
+        for name, (rows, seconds) in ranked.items()
+        for row, value in zip(rows[:MAX_TOP].tolist(), seconds[:MAX_TOP].tolist(), strict=True)
+    )
 
 
 def _expected_s(problem: Record, device: Device, model: Model | None, pin: Pin) -> float | None:
     """Seconds that the pinned config is expected to take."""
     if pin.family is None or pin.row is None:
-        return _pytorch_s(problem, device, model)
+        predicted = _predicted(problem, device, model) if model else []
+        return next((option.seconds for option in predicted if option.family is None), None)
     row = np.array([pin.row], np.intp)
     learned = model.families.get(pin.family) if model else None
     if learned is None:

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import exp
 
 import numpy as np
 from numpy.typing import NDArray
 
 from confpred.device import Device
 from confpred.families.base import Family, Rows
+from confpred.operation import Operation
+from confpred.pool import Pool
 from confpred.record import Record
 from confpred.trees import Trees
 
 #: The first trees correct the most, so they pick the finalists that the whole ensemble then orders:
-#: a third of the work, and the same winner (`benchmarks/predict_latency.py` counts the exceptions).
-PREFIX_TREES = 40
+#: a fifth of the work, and nearly always the same winner (`benchmarks/predict_latency.py` counts
+#: the exceptions, and tells what they cost).
+PREFIX_TREES = 20
 FINALISTS = 32
-#: How many times as fast as PyTorch's operator ours has to be predicted to be preferred: PyTorch's
-#: time is learned from one row a layer and known less well, and a user must not lose by asking.
-PYTORCH_MARGIN = 1.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +28,8 @@ class FamilyModel:
 
     Attributes:
         family: the kernel family.
-        order: regressor of log(time / time of the problem's best config), from the family's
+        pool: the families that it shares `order` and `time` with.
+        order: regressor of log(time / time of the problem's best config), from the pool's
             features. It need not know how fast a layer is, only what makes one config slower than
             another, and orders them better than `time` does.
         time: regressor of log(time / roofline time), from the same features.
@@ -35,6 +37,7 @@ class FamilyModel:
     """
 
     family: Family
+    pool: Pool
     order: Trees
     time: Trees
     portfolio: NDArray[np.bool_]
@@ -50,7 +53,7 @@ class FamilyModel:
 
         The best one's time is what `time` says; the others' follow by the ratios of `order`.
         """
-        features = self.family.features(problem, device, rows)
+        features = self.pool.features(self.family, problem, device, rows)
         if len(rows) > FINALISTS:
             kept = np.argsort(self.order.predict(features, PREFIX_TREES), kind="stable")[:FINALISTS]
             rows, features = rows[kept], features[kept]
@@ -59,6 +62,29 @@ class FamilyModel:
         rows, features, cost = rows[ranked], features[ranked], cost[ranked]
         best = self.time.predict(features[:1])
         return rows, np.exp(best + cost - cost[:1]) * device.roofline_s(problem)
+
+
+@dataclass(frozen=True, slots=True)
+class PytorchModel:
+    """What training makes of PyTorch's own operator, which has no configs.
+
+    Attributes:
+        operation: what it computes.
+        ratio: regressor of log(its time / time of our fastest config), from the operation's
+            features; it tells large ratios apart no further than is of use
+            (`confpred.training.pytorch`).
+        margin: by how much that logarithm may be too large: as calibrated on layers that the
+            regressor was not trained on.
+    """
+
+    operation: Operation
+    ratio: Trees
+    margin: float
+
+    def slowdown(self, problem: Record, device: Device) -> tuple[float, float]:
+        """How many times as long as our fastest config it takes: expected, and at least."""
+        ratio = float(self.ratio.predict(self.operation.features(problem, device))[0])
+        return exp(ratio), exp(ratio - self.margin)
 
 
 def rank_by_estimate(

@@ -3,9 +3,9 @@
 The layers are those of `layers.representative`, which meet every group width, window, stride,
 dilation, dtype and epilogue that a family has kernels for; of each, all legal configs.
 
-That takes CPU-hours; ``--each 2`` compiles every config for two windows, steps, dtypes and epilogues
-only, in some tens of minutes. With ``--out`` each result becomes a line of a file as soon as it is there,
-and a second run leaves out what the file has of the same sources and compiler.
+That takes CPU-hours; ``--each 2`` compiles every config for two random ones of these layers, which
+takes some tens of minutes. With ``--out`` each result becomes a line of a file as soon as it is
+there, and a second run leaves out what the file has of the same sources and compiler.
 """
 
 from __future__ import annotations

@@ -12,11 +12,12 @@ from numpy.typing import NDArray
 
 from confpred.device import Device
 from confpred.errors import MissingExtra, StorageError
-from confpred.ranking import PYTORCH_MARGIN
+from confpred.ranking import PytorchModel
 from confpred.record import Record
 from confpred.training.data import Dataset, Timings
-from confpred.training.fit import Hyperparameters, fit_pytorch
+from confpred.training.fit import Hyperparameters
 from confpred.training.methods import TOPS, Method, Score, baselines, model_method
+from confpred.training.pytorch import fit_pytorch
 from confpred.training.split import Fold, split_by_network
 from confpred.trees import Trees
 
@@ -125,14 +126,30 @@ def judge_model(dataset: Dataset, hyper: Hyperparameters, folds: int, seed: int)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Whole:
+    """The whole choice, among all families and PyTorch's own operator.
+
+    Attributes:
+        regret: against the best of all their measured times; also of always choosing one side.
+        speed, worst_speed: PyTorch's time over that of the choice: geometric mean, and least.
+        slower: problems on which the choice is slower than PyTorch's by more than ``SLOWER``.
+        pytorch: problems left to PyTorch's operator.
+    """
+
+    regret: Mapping[str, Summary]
+    speed: float
+    worst_speed: float
+    slower: int
+    pytorch: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Evaluation:
     """What `evaluate` finds.
 
     Attributes:
         judged: problems and scores.
-        whole: how the whole choice, among all families and PyTorch's own operator, does against
-            the best of their measured times; empty where PyTorch's was not measured.
-        slower: on how many problems that choice is slower than PyTorch's by more than ``SLOWER``.
+        whole: the choice that a user gets; None where PyTorch's own operator was not measured.
         noise: median and 95 % quantile of a timing's interquartile range over its median.
     """
 
@@ -140,15 +157,14 @@ class Evaluation:
     folds: tuple[Fold, ...]
     seed: int
     judged: Judged
-    whole: Mapping[str, Summary]
-    slower: int
+    whole: Whole | None
     noise: tuple[float, float]
 
     def to_json(self) -> dict[str, Any]:
         """The figures as plain data."""
         judged, names = self.judged, sorted({t.family for t in self.judged.timings})
         return {
-            "format": "confpred-evaluation/1",
+            "format": "confpred-evaluation/2",
             "device": self.dataset.device.key,
             "data": self.dataset.digest,
             "rows": self.dataset.rows,
@@ -166,8 +182,7 @@ class Evaluation:
                 for family in names
             },
             "missing": dict(judged.missing),
-            "slower_than_pytorch": self.slower,
-            "whole": {m: asdict(summary) for m, summary in self.whole.items()},
+            "whole": self.whole and asdict(self.whole),
             "judged": [
                 {
                     "problem": str(t.problem),
@@ -195,15 +210,13 @@ def evaluate(dataset: Dataset, hyper: Hyperparameters, folds: int, seed: int) ->
         **baselines(),
     }
     judged = judge(split, methods, dataset.device, seed)
-    whole, slower = _whole(dataset, split, judged, hyper, seed)
     spread = np.concatenate([t.spread_ms / t.time_ms for t in dataset.timings])
     return Evaluation(
         dataset=dataset,
         folds=split,
         seed=seed,
         judged=judged,
-        whole=whole,
-        slower=slower,
+        whole=_whole(dataset, split, judged, hyper, seed),
         noise=(float(np.nanmedian(spread)), float(np.nanquantile(spread, 0.95))),
     )
 
@@ -214,52 +227,44 @@ def _whole(
     judged: Judged,
     hyper: Hyperparameters,
     seed: int,
-) -> tuple[dict[str, Summary], int]:
-    """Regret of the whole choice, among all families and PyTorch's own operator, by problem; and
-    how often it is slower than PyTorch's by more than ``SLOWER``."""
-    expected = _expected_pytorch_ms(dataset, folds, hyper, seed)
-    if expected is None:
-        return {}, 0
-    slower = 0
+) -> Whole | None:
+    """How the whole choice does, judged as it is made: each fold's own model and margin."""
     ours: dict[Record, list[tuple[float, float, float]]] = {}  # predicted, its true time, best
     for t, score in zip(judged.timings, judged.scores[MODEL], strict=True):
         best = float(t.time_ms.min())
         predicted = np.inf if score.predicted_ms is None else score.predicted_ms
         ours.setdefault(t.problem, []).append((predicted, score.regret[0] * best, best))
     regrets: dict[str, list[float]] = {CHOSEN: [], "always ours": [], "always PyTorch's": []}
-    for problem, families in ours.items():
-        theirs = dataset.pytorch_ms.get(problem)
-        if theirs is None:
-            continue
-        best = min(theirs, *(oracle for _, _, oracle in families))
-        predicted, chosen, _ = min(families)
-        wins = predicted * PYTORCH_MARGIN <= expected[problem]
-        slower += wins and chosen > theirs * (1 + SLOWER)
-        regrets[CHOSEN].append((chosen if wins else theirs) / best)
-        regrets["always ours"].append(chosen / best)
-        regrets["always PyTorch's"].append(theirs / best)
-    summaries = {
-        name: Summary.of(np.repeat(np.array(values)[:, None], len(TOPS), axis=1), [2] * len(values))
-        for name, values in regrets.items()
-        if values
-    }
-    return summaries, slower
-
-
-def _expected_pytorch_ms(
-    dataset: Dataset, folds: Sequence[Fold], hyper: Hyperparameters, seed: int
-) -> dict[Record, float] | None:
-    """PyTorch's time of each judged problem, predicted without having seen its layer."""
-    expected: dict[Record, float] = {}
+    speeds = []
     for fold in folds:
-        known = {t.problem for t in fold.train}
-        measured = {p: ms for p, ms in dataset.pytorch_ms.items() if p in known}
-        text = fit_pytorch(measured, dataset.operation, dataset.device, hyper, seed)
-        if text is None:
+        fitted = fit_pytorch(
+            fold.train, dataset.pytorch_ms, dataset.operation, dataset.device, hyper, seed
+        )
+        if fitted is None:
             return None
-        trees = Trees(text)
-        for problem in {t.problem for t in fold.test}:
-            cost = trees.predict(dataset.operation.features(problem, dataset.device))[0]
-            roofline_ms = dataset.device.roofline_s(problem) * 1e3
-            expected[problem] = float(np.exp(cost)) * roofline_ms
-    return expected
+        pytorch = PytorchModel(dataset.operation, Trees(fitted.ratio), fitted.margin)
+        for problem in dict.fromkeys(t.problem for t in fold.test):
+            theirs = dataset.pytorch_ms.get(problem)
+            if theirs is None:
+                continue
+            _, mine, _ = min(ours[problem])
+            best = min(theirs, *(oracle for _, _, oracle in ours[problem]))
+            _, least = pytorch.slowdown(problem, dataset.device)
+            chosen = mine if least >= 1 else theirs
+            speeds.append(theirs / chosen)
+            regrets[CHOSEN].append(chosen / best)
+            regrets["always ours"].append(mine / best)
+            regrets["always PyTorch's"].append(theirs / best)
+    if not speeds:
+        return None
+    speed = np.array(speeds)
+    return Whole(
+        regret={
+            name: Summary.of(np.repeat(np.array(values)[:, None], len(TOPS), axis=1), [2])
+            for name, values in regrets.items()
+        },
+        speed=float(np.exp(np.log(speed).mean())),
+        worst_speed=float(speed.min()),
+        slower=int((speed < 1 / (1 + SLOWER)).sum()),
+        pytorch=int((speed == 1).sum()),
+    )

@@ -1,7 +1,8 @@
-"""From timings to regressors and a portfolio for each family, and a regressor for PyTorch's op."""
+"""From timings to regressors and a portfolio for each family."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -12,19 +13,22 @@ from numpy.typing import NDArray
 from confpred.device import Device
 from confpred.errors import DataError
 from confpred.families import all_families
-from confpred.families.base import Family
-from confpred.operation import Operation
-from confpred.record import Record
+from confpred.pool import Pool, pools
 from confpred.training.data import Timings
 from confpred.training.portfolio import choose_portfolio
 
 #: That a tree can have, however few rows there are: from 471 rows of layer norm (`examples/`) it
 #: learned choices of regret 2.18 with leaves of 200 rows, of 1.07 with a twentieth of the rows.
 MIN_LEAVES = 20
-MIN_PYTORCH_PROBLEMS = 30  # fewer say nothing about where PyTorch's own operator wins
 #: LightGBM's threads wait for one another by spinning, thousands of times a tree: with as many as
 #: there are cores, anything else on the machine makes a fit of 2 s take minutes.
 _THREADS = 1
+#: What LightGBM writes of a tree for continued training and for explanations; with shorter trees,
+#: the lengths that it writes of them are wrong.
+_UNUSED = re.compile(
+    r"^(?:split_gain|(?:leaf|internal)_(?:weight|count)|internal_value|tree_sizes)=.*\n",
+    re.MULTILINE,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,34 +41,41 @@ class Hyperparameters:
         time_trees, time_leaves: of the one of their times; the rest as above.
         focus: a config weighs (best time of its problem / its time) to this power, because it is
             the order among the good configs that decides.
-        pytorch_trees, pytorch_leaves: of the regressor of PyTorch's own operator, which has one row
-            a problem to learn from.
+        pytorch_trees, pytorch_leaves: of the regressor of PyTorch's own operator
+            (`confpred.training.pytorch`).
     """
 
     trees: int = 200
     num_leaves: int = 63
     learning_rate: float = 0.08
-    min_data_in_leaf: int = 200
-    feature_fraction: float = 0.5
+    min_data_in_leaf: int = 50
+    feature_fraction: float = 0.8
     time_trees: int = 200
     time_leaves: int = 31
-    focus: float = 8.0
-    pytorch_trees: int = 120
-    pytorch_leaves: int = 8
+    focus: float = 4.0
+    pytorch_trees: int = 200
+    pytorch_leaves: int = 16
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fitted:
-    """A `confpred.ranking.FamilyModel`, with its regressors in LightGBM's text form."""
+    """What makes the `confpred.ranking.FamilyModel` of each of a pool's families.
 
+    Attributes:
+        pool: the families.
+        order, time: their regressors in LightGBM's text form.
+        portfolios: each family's, by its name.
+    """
+
+    pool: Pool
     order: str
     time: str
-    portfolio: NDArray[np.bool_]
+    portfolios: Mapping[str, NDArray[np.bool_]]
 
 
 def fit_families(
     timings: Sequence[Timings], device: Device, hyper: Hyperparameters, seed: int
-) -> dict[str, Fitted]:
+) -> tuple[Fitted, ...]:
     """Fit each family that `timings` has. The same input gives the same bytes.
 
     Raises:
@@ -72,22 +83,21 @@ def fit_families(
     """
     if not timings:
         raise DataError("no measurements are left to train on")
-    return {
-        name: _fit_family(
-            [t for t in timings if t.family == name], all_families()[name], device, hyper, seed
+    measured = {t.family: all_families()[t.family] for t in timings}
+    return tuple(
+        _fit_pool(
+            [t for t in timings if measured[t.family] in pool.families], pool, device, hyper, seed
         )
-        for name in sorted({t.family for t in timings})
-    }
+        for pool in pools(measured.values())
+    )
 
 
-def _fit_family(
-    timings: Sequence[Timings],
-    family: Family,
-    device: Device,
-    hyper: Hyperparameters,
-    seed: int,
+def _fit_pool(
+    timings: Sequence[Timings], pool: Pool, device: Device, hyper: Hyperparameters, seed: int
 ) -> Fitted:
-    features = np.concatenate([family.features(t.problem, device, t.rows) for t in timings])
+    features = np.concatenate(
+        [pool.features(all_families()[t.family], t.problem, device, t.rows) for t in timings]
+    )
     regret = np.concatenate([t.time_ms / t.time_ms.min() for t in timings])
     slowdown = np.concatenate([t.time_ms * 1e-3 / device.roofline_s(t.problem) for t in timings])
 
@@ -96,7 +106,7 @@ def _fit_family(
             features,
             np.log(target),
             weight=regret**-hyper.focus,
-            feature_name=list(family.feature_names),
+            feature_name=list(pool.feature_names),
         )
         grow = {
             "num_leaves": leaves,
@@ -104,34 +114,26 @@ def _fit_family(
             "min_data_in_leaf": min(hyper.min_data_in_leaf, len(features) // MIN_LEAVES),
             "feature_fraction": hyper.feature_fraction,
         }
-        return _train(data, grow, trees, seed)
+        return boost(data, grow, trees, seed)
 
     return Fitted(
+        pool=pool,
         order=fit(regret, hyper.trees, hyper.num_leaves),
         time=fit(slowdown, hyper.time_trees, hyper.time_leaves),
-        portfolio=choose_portfolio(timings, family, device),
+        portfolios={
+            family.name: choose_portfolio(
+                [t for t in timings if t.family == family.name], family, device
+            )
+            for family in pool.families
+        },
     )
 
 
-def fit_pytorch(
-    pytorch_ms: Mapping[Record, float],
-    operation: Operation,
-    device: Device,
-    hyper: Hyperparameters,
-    seed: int,
-) -> str | None:
-    """Fit log(time of PyTorch's own operator / roofline time); None if too few were measured."""
-    if len(pytorch_ms) < MIN_PYTORCH_PROBLEMS:
-        return None
-    problems = sorted(pytorch_ms, key=str)
-    features = np.concatenate([operation.features(p, device) for p in problems])
-    target = [np.log(pytorch_ms[p] * 1e-3 / device.roofline_s(p)) for p in problems]
-    data = lightgbm.Dataset(features, target, feature_name=list(operation.feature_names))
-    grow = {"num_leaves": hyper.pytorch_leaves, "min_data_in_leaf": 3}
-    return _train(data, grow, hyper.pytorch_trees, seed)
+def boost(data: lightgbm.Dataset, grow: Mapping[str, float], trees: int, seed: int) -> str:
+    """Regression trees in LightGBM's text form; `grow` are its parameters.
 
-
-def _train(data: lightgbm.Dataset, grow: Mapping[str, float], trees: int, seed: int) -> str:
+    The text holds what predictions need, and is half as long as LightGBM writes it.
+    """
     fixed = {
         "objective": "regression",
         "seed": seed,
@@ -141,4 +143,5 @@ def _train(data: lightgbm.Dataset, grow: Mapping[str, float], trees: int, seed: 
         "verbosity": -1,
     }
     booster = lightgbm.train({**grow, **fixed}, data, num_boost_round=trees)
-    return str(booster.model_to_string())
+    text, end, _ = str(booster.model_to_string()).partition("end of trees\n")
+    return _UNUSED.sub("", text) + end

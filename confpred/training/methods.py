@@ -6,7 +6,7 @@ have cost on a problem: the measured regret of its choice among the problem's me
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from math import comb
 
@@ -54,12 +54,15 @@ def baselines() -> dict[str, Method]:
     }
 
 
-def family_models(fitted: Mapping[str, Fitted]) -> dict[str, FamilyModel]:
+def family_models(fitted: Sequence[Fitted]) -> dict[str, FamilyModel]:
     """What was fitted, ready to predict, through the same code as a saved model."""
-    return {
-        name: FamilyModel(all_families()[name], Trees(f.order), Trees(f.time), f.portfolio)
-        for name, f in fitted.items()
-    }
+    models = {}
+    for f in fitted:
+        order, time = Trees(f.order), Trees(f.time)
+        for family in f.pool.families:
+            portfolio = f.portfolios[family.name]
+            models[family.name] = FamilyModel(family, f.pool, order, time, portfolio)
+    return models
 
 
 def model_method(hyper: Hyperparameters, *, portfolio: bool = True) -> Method:

@@ -17,7 +17,7 @@ from confpred.families.base import Family
 from confpred.training.data import Timings
 
 TOLERANCE = 1.01  # a config this close to a problem's best is as good as the best
-ENOUGH = 60  # candidates of a problem; as one's serve others too, the mean ends near 200
+ENOUGH = 100  # candidates of a problem; as one serves others too, the mean ends near 300
 _UNSERVED = 2.0  # what a problem counts for while the portfolio has none of its measured configs
 
 

@@ -36,11 +36,12 @@ def print_evaluation(evaluation: Evaluation, console: Console) -> None:
         console.print(_table(f"{family}: time of the choice / time of the best config", summaries))
     for method, reason in judged.missing.items():
         console.print(f"{method}: not installed ({reason})")
-    if evaluation.whole:
+    if whole := evaluation.whole:
         console.print(
-            _whole_table(evaluation.whole),
-            f"slower than PyTorch's own operator by more than {SLOWER:.0%}: {evaluation.slower} "
-            f"of {evaluation.whole[CHOSEN].problems} problems",
+            _whole_table(whole.regret),
+            f"over PyTorch's own operator: {whole.speed:.3f}x, worst {whole.worst_speed:.2f}x; "
+            f"slower by more than {SLOWER:.0%}: {whole.slower} of {whole.regret[CHOSEN].problems} "
+            f"problems; left to it: {whole.pytorch}",
             sep="\n",
         )
 

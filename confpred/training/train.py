@@ -17,6 +17,7 @@ from typing import Any
 import confpred
 from confpred.errors import InvalidInput, StorageError
 from confpred.families import all_families
+from confpred.families.base import Family
 from confpred.model import (
     CARD,
     FORMAT,
@@ -24,12 +25,13 @@ from confpred.model import (
     ORDER_TREES,
     PYTORCH_TREES,
     TIME_TREES,
-    table_digest,
 )
+from confpred.pool import table_digest
 from confpred.record import Record
 from confpred.training.data import Dataset, Timings
 from confpred.training.evaluate import MODEL, Summary, judge_model
-from confpred.training.fit import Fitted, Hyperparameters, fit_families, fit_pytorch
+from confpred.training.fit import Fitted, Hyperparameters, fit_families
+from confpred.training.pytorch import fit_pytorch
 from confpred.training.split import without_networks
 
 FOLDS = 5
@@ -67,11 +69,13 @@ def train(
     regret = judge_model(dataset, hyper, FOLDS, seed).summary(MODEL)
     fitted = fit_families(dataset.timings, dataset.device, hyper, seed)
     operation = dataset.operation
-    pytorch = fit_pytorch(dataset.pytorch_ms, operation, dataset.device, hyper, seed)
-    files = {ORDER_TREES.format(name): f.order for name, f in fitted.items()}
-    files |= {TIME_TREES.format(name): f.time for name, f in fitted.items()}
+    pytorch = fit_pytorch(
+        dataset.timings, dataset.pytorch_ms, operation, dataset.device, hyper, seed
+    )
+    files = {ORDER_TREES.format(f.pool.name): f.order for f in fitted}
+    files |= {TIME_TREES.format(f.pool.name): f.time for f in fitted}
     if pytorch is not None:
-        files[PYTORCH_TREES] = pytorch
+        files[PYTORCH_TREES] = pytorch.ratio
     files[MEASURED] = _lines(_best(dataset))
     card = {
         "format": FORMAT,
@@ -87,8 +91,12 @@ def train(
             "excluded_networks": sorted(exclude),
             "statuses": dict(dataset.statuses),
         },
-        "families": {name: _family_card(name, f, dataset) for name, f in fitted.items()},
-        "pytorch": operation.feature_names,
+        "families": {
+            family.name: _family_card(family, f, dataset)
+            for f in fitted
+            for family in f.pool.families
+        },
+        "pytorch": pytorch and {"margin": pytorch.margin},
         "hyperparameters": asdict(hyper),
         "metrics": {"folds": FOLDS, "regret": asdict(regret)},
         "regret_bound": regret.p95,
@@ -113,15 +121,14 @@ def _without(dataset: Dataset, networks: Collection[str]) -> Dataset:
     return replace(dataset, timings=timings, pytorch_ms=pytorch_ms)
 
 
-def _family_card(name: str, fitted: Fitted, dataset: Dataset) -> dict[str, Any]:
-    family = all_families()[name]
-    example = next(t for t in dataset.timings if t.family == name)
+def _family_card(family: Family, fitted: Fitted, dataset: Dataset) -> dict[str, Any]:
+    example = next(t for t in dataset.timings if t.family == family.name)
     return {
         "source": family.launch(example.problem, int(example.rows[0])).steps[0].source.file,
-        "source_digests": dataset.kernels[name],
+        "source_digests": dataset.kernels[family.name],
         "table": table_digest(family),
-        "features": family.feature_names,
-        "portfolio": fitted.portfolio.nonzero()[0].tolist(),
+        "pool": fitted.pool.name,
+        "portfolio": fitted.portfolios[family.name].nonzero()[0].tolist(),
     }
 
 

@@ -1,12 +1,15 @@
-"""The benchmarks that need a GPU: what they ask for exists, and what they record is summed up."""
+"""The benchmarks: what they ask for exists, and what they record is summed up."""
 
 from __future__ import annotations
 
 import json
+from itertools import islice
 from types import ModuleType
 
 import pytest
 
+from confpred.device import get_device
+from confpred.families import all_families
 from confpred.problem import DIRECTIONS, Problem
 
 
@@ -21,6 +24,22 @@ def conv_vs_cudnn(repository, monkeypatch) -> ModuleType:
 @pytest.fixture
 def in_situ(conv_vs_cudnn) -> ModuleType:
     return __import__("in_situ")
+
+
+@pytest.fixture
+def predict_latency(repository, monkeypatch) -> ModuleType:
+    monkeypatch.syspath_prepend(repository / "benchmarks")
+    return __import__("predict_latency")
+
+
+def test_latency_is_of_layers_of_every_kind_and_direction(predict_latency):
+    assert {kind.partition(", ")[2] for kind in predict_latency.KINDS} == set(DIRECTIONS)
+    for kind in predict_latency.KINDS:
+        family, h100 = all_families()[kind.replace(", ", "_")], get_device("h100")
+        found = list(islice(predict_latency.random_problems(kind, seed=0), 20))
+        assert {p.direction for p in found} == {kind.partition(", ")[2]}
+        assert {p.group_width == 1 for p in found} == {kind.startswith("depthwise")}
+        assert sum(family.legal(p, h100).any() for p in found) > 10
 
 
 def _times(cudnn_ms: float, ours_ms: float) -> dict[str, float]:

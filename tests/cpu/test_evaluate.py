@@ -81,13 +81,18 @@ def test_noise_is_the_relative_spread(evaluation):
     assert evaluation.noise == pytest.approx((0.01, 0.01))  # as the measurements were made up
 
 
-def test_always_choosing_one_operator_is_worse_than_the_better_one(evaluation):
-    ours = evaluation.whole["always ours"]
-    theirs = evaluation.whole["always PyTorch's"]
-    chosen = evaluation.whole["the predicted fastest"]
+def test_choosing_among_operators_is_better_than_always_one(evaluation):
+    whole = evaluation.whole
+    chosen = whole.regret["the predicted fastest"]
+    ours, theirs = whole.regret["always ours"], whole.regret["always PyTorch's"]
     assert ours.problems == theirs.problems == chosen.problems
     assert theirs.worst == pytest.approx(2.0, rel=0.05)  # as they were made up
-    assert chosen.geomean < theirs.geomean
+    assert chosen.geomean < min(ours.geomean, theirs.geomean)
+    assert whole.speed == pytest.approx(theirs.geomean / chosen.geomean)
+    wide = [p for p in evaluation.dataset.pytorch_ms if p.group_width == 32]
+    assert 0 < whole.pytorch <= len(wide)
+    assert whole.slower <= 0.1 * chosen.problems
+    assert whole.worst_speed < 1 / 1.05 or whole.slower == 0
 
 
 def test_evaluation_is_reproducible(evaluation, measurements):

@@ -118,6 +118,25 @@ def test_a_device_without_a_model_gets_the_heuristic(predictor):
     assert ranked[0].config_id == rows[estimate.argmin()]
 
 
+def test_families_that_the_model_does_not_know_do_not_compete(predictor):
+    """Both kernels compute this layer; the model knows the grouped one only."""
+    problem = Problem.parse("n=24 c=160 h=30 w=30 k=160 r=3 s=3 groups=160 padding=1")
+    legal = {name for name, family in all_families().items() if family.legal(problem, H100).any()}
+    assert {"grouped_fprop", "depthwise_fprop"} <= legal
+    ranked = predictor.rank(problem, "h100", MAX_TOP)
+    assert {c.source for c in ranked} == {"predicted"}
+    assert {c.family for c in ranked} <= {"grouped_fprop", None}
+
+
+def test_families_that_the_model_does_not_know_stand_in_where_none_of_its_own_is_legal(predictor):
+    problem = Problem.parse("n=24 c=160 h=30 w=30 k=160 r=3 s=3 groups=160 padding=1 dtype=float32")
+    ranked = predictor.rank(problem, "h100", 5)
+    assert {(c.source, c.family, c.model) for c in ranked} == {
+        ("heuristic", "depthwise_fprop", None)
+    }
+    assert all(c.regret_bound is None for c in ranked)
+
+
 @pytest.fixture(scope="module")
 def by_pytorch(measurements: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Models of the same data, but for the time of PyTorch's own operator."""

@@ -1,0 +1,108 @@
+"""PyTorch's own operator: how its time compares with ours, and how far that may err."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import lightgbm
+import numpy as np
+from numpy.typing import NDArray
+
+from confpred.device import Device
+from confpred.operation import Operation
+from confpred.record import Record
+from confpred.training.data import Timings
+from confpred.training.fit import Hyperparameters, boost
+from confpred.trees import Trees
+
+MIN_PROBLEMS = 30  # fewer say nothing about where PyTorch's own operator wins
+#: Logarithms of ratios end here, at 2.7 times as fast or slow: which is the faster is the question,
+#: and it is not answered better by learning that cuDNN now and then takes 30 times as long.
+CAP = 1.0
+#: Where the prediction says no more than a factor of 1.6, the faster one is in doubt, and there the
+#: share of layers on which ours may be preferred although it is the slower one.
+DOUBT, RISK = 0.5, 0.15
+_PARTS = 5  # of the cross-validation that calibrates
+#: One row a problem is little: each tree sees another half of them.
+_GROW = {
+    "learning_rate": 0.05,
+    "min_data_in_leaf": 3,
+    "feature_fraction": 0.6,
+    "bagging_fraction": 0.5,
+    "bagging_freq": 1,
+}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FittedPytorch:
+    """A `confpred.ranking.PytorchModel`, with its regressor in LightGBM's text form."""
+
+    ratio: str
+    margin: float
+
+
+def fit_pytorch(
+    timings: Sequence[Timings],
+    pytorch_ms: Mapping[Record, float],
+    operation: Operation,
+    device: Device,
+    hyper: Hyperparameters,
+    seed: int,
+) -> FittedPytorch | None:
+    """Fit the logarithm of (PyTorch's time / that of our fastest measured config).
+
+    The margin is conformal: it is the quantile of how far the prediction exceeds the truth on the
+    doubtful problems, each predicted by trees that saw no problem of its layer.
+
+    Args:
+        timings: what to learn from.
+        pytorch_ms: milliseconds of PyTorch's own operator; problems that `timings` lacks are left
+            out.
+
+    Returns:
+        None if fewer than ``MIN_PROBLEMS`` were measured.
+    """
+    ours: dict[Record, float] = {}
+    for t in timings:
+        ours[t.problem] = min(ours.get(t.problem, np.inf), float(t.time_ms.min()))
+    problems = sorted(ours.keys() & pytorch_ms.keys(), key=str)
+    if len(problems) < MIN_PROBLEMS:
+        return None
+    features = np.concatenate([operation.features(p, device) for p in problems])
+    ratio = np.log([pytorch_ms[p] / ours[p] for p in problems]).clip(-CAP, CAP)
+
+    def fit(rows: NDArray[np.bool_]) -> str:
+        names = list(operation.feature_names)
+        data = lightgbm.Dataset(features[rows], ratio[rows], feature_name=names)
+        grow = {**_GROW, "num_leaves": hyper.pytorch_leaves}
+        return boost(data, grow, hyper.pytorch_trees, seed)
+
+    part = _parts(problems, seed)
+    expected = np.empty(len(problems))
+    for number in set(part.tolist()):
+        held_out = part == number
+        expected[held_out] = Trees(fit(~held_out)).predict(features[held_out])
+    doubtful = np.abs(expected) < DOUBT
+    return FittedPytorch(
+        ratio=fit(np.ones(len(problems), np.bool_)),
+        margin=_upper_quantile((expected - ratio)[doubtful], RISK),
+    )
+
+
+def _upper_quantile(errors: NDArray[np.float64], risk: float) -> float:
+    """What one more error exceeds with a chance of at most `risk`, if it is like `errors`; at least
+    0, and ``CAP`` where they are too few to tell."""
+    level = (1 - risk) * (1 + 1 / max(len(errors), 1))
+    if level > 1 or not len(errors):
+        return CAP
+    return max(0.0, float(np.quantile(errors, level, method="higher")))
+
+
+def _parts(problems: Sequence[Record], seed: int) -> NDArray[np.intp]:
+    """A number below ``_PARTS`` for each problem, the same for all of a layer."""
+    layers = sorted({str(p.layer()) for p in problems})
+    random.Random(seed).shuffle(layers)
+    number = {layer: i % _PARTS for i, layer in enumerate(layers)}
+    return np.array([number[str(p.layer())] for p in problems])
