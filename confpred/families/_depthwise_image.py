@@ -121,11 +121,15 @@ class _Plan:
     work: Array  # instructions that a thread issues in one step
 
 
+_TABLE = _config_table()
+_COLUMNS = common.config_columns(_TABLE)
+
+
 class DepthwiseImage:
     """See the module's docstring and ``kernels/depthwise.cu``."""
 
     operation = CONVOLUTION
-    configs = _config_table()
+    configs = _TABLE
 
     def __init__(self, direction: str) -> None:
         self.name = f"depthwise_{direction}"
@@ -140,15 +144,18 @@ class DepthwiseImage:
             return legal
         vertical, horizontal = _axes(problem)
         taps, width = problem.r * problem.s, horizontal.size_out
+        t = _COLUMNS
         rows = np.flatnonzero(  # what needs no plan, first: it spares most rows theirs
-            depthwise.accessible(self.configs["vec"], problem)
-            & (self.configs["tile_q"] % horizontal.up == 0)
+            depthwise.accessible(t["vec"], problem)
+            & (t["tile_q"] % horizontal.up == 0)
             # A tile twice as wide as the image does the work of a smaller one, slower.
-            & ((self.configs["tile_q"] < 2 * width) | (self.configs["tile_q"] == 2))
-            & depthwise.worth_loading_ahead(self.configs["prefetch"], taps)
-            & common.distinct_bands(vertical.groups, self.configs["bands"])
+            & ((t["tile_q"] < 2 * width) | (t["tile_q"] == 2))
+            & depthwise.worth_loading_ahead(t["prefetch"], taps)
+            & common.distinct_bands(vertical.groups, t["bands"])
+            & depthwise.distinct_lanes(problem.k // t["vec"], t["lanes_c"])
+            # Registers hold small filters at no cost, shared memory large ones.
+            & np.where(t["filter_shared"], taps * t["vec"] >= 24, taps * t["vec"] <= 100)
         )
-        t = common.config_columns(self.configs, rows)
         plan = self._plan(problem, rows)
         tiles = plan.blocks * plan.lanes.tiles_at_once
         legal[rows] = (
@@ -156,12 +163,9 @@ class DepthwiseImage:
             & (plan.registers <= 232)
             # A bound on the registers that two blocks leave changes nothing where few are needed,
             # and makes them spill where many are.
-            & ((t["min_blocks"] == 1) | ((plan.registers > 100) & (plan.registers <= 132)))
+            & ((t["min_blocks"][rows] == 1) | ((plan.registers > 100) & (plan.registers <= 132)))
             & (plan.smem_bytes <= device.smem_per_block)
             & (np.maximum(plan.blocks, tiles) <= common.MAX_INT)
-            & depthwise.distinct_lanes(problem.k // t["vec"], t["lanes_c"])
-            # Registers hold small filters at no cost, shared memory large ones.
-            & np.where(t["filter_shared"], taps * t["vec"] >= 24, taps * t["vec"] <= 100)
         )
         return legal
 
@@ -213,7 +217,7 @@ class DepthwiseImage:
 
     def _plan(self, problem: Problem, rows: Rows) -> _Plan:
         """Mirrors the constants at the top of the kernel."""
-        t = common.config_columns(self.configs, rows)
+        t = {name: column[rows] for name, column in _COLUMNS.items()}
         vertical, horizontal = _axes(problem)
         vec, tile_q = t["vec"], t["tile_q"]
         repeat = np.minimum(vec, problem.k // problem.c)
@@ -273,7 +277,7 @@ class DepthwiseImage:
         load), and that of the instructions of the multiprocessor with the most blocks, of which it
         issues about 60 % of what it could.
         """
-        t = common.config_columns(self.configs, rows)
+        t = {name: column[rows] for name, column in _COLUMNS.items()}
         vertical, horizontal = _axes(problem)
         plan = self._plan(problem, rows)
         lanes = plan.lanes

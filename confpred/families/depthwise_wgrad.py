@@ -69,12 +69,16 @@ class _Plan:
     work: Array  # instructions that a thread issues in one step
 
 
+_TABLE = _config_table()
+_COLUMNS = common.config_columns(_TABLE)
+
+
 class DepthwiseWgrad:
     """See the module's docstring and ``kernels/depthwise_wgrad.cu``."""
 
     name = "depthwise_wgrad"
     operation = CONVOLUTION
-    configs = _config_table()
+    configs = _TABLE
     feature_names: tuple[str, ...] = (
         *("log_n", "log_c", "log_p", "log_q", "r", "s", "stride_h", "stride_w"),
         *("dilation_h", "dilation_w", "itemsize", "log_bytes", "log_intensity", "bias"),
@@ -91,14 +95,16 @@ class DepthwiseWgrad:
         if problem.direction != "wgrad" or problem.k != problem.c or not depthwise.handles(problem):
             return legal
         taps = problem.r * problem.s
+        t = _COLUMNS
         rows = np.flatnonzero(  # what needs no plan, first: it spares most rows theirs
-            depthwise.accessible(self.configs["vec"], problem)
-            & ((self.configs["tile_q"] < 2 * problem.q) | (self.configs["tile_q"] == 4))
-            & depthwise.worth_loading_ahead(self.configs["prefetch"], taps)
-            & common.distinct_bands(problem.p, self.configs["bands"])
-            & ((self.configs["reduction"] != ATOMIC) | (not problem.deterministic))
+            depthwise.accessible(t["vec"], problem)
+            & ((t["tile_q"] < 2 * problem.q) | (t["tile_q"] == 4))
+            & depthwise.worth_loading_ahead(t["prefetch"], taps)
+            & common.distinct_bands(problem.p, t["bands"])
+            & ((t["reduction"] != ATOMIC) | (not problem.deterministic))
+            & depthwise.distinct_lanes(problem.c // t["vec"], t["lanes_c"])
         )
-        t = common.config_columns(self.configs, rows)
+        t = {name: column[rows] for name, column in _COLUMNS.items()}
         plan = self._plan(problem, rows)
         vec, splits, lanes = t["vec"], t["splits"], plan.lanes
         half = -(-problem.r // (t["row_groups"] // 2).clip(1))  # rows of a thread, in half as many
@@ -115,7 +121,6 @@ class DepthwiseWgrad:
             & (lanes.lanes_c * plan.row_groups <= t["threads"])
             & (np.maximum(plan.blocks, plan.tiles + splits * t["threads"]) <= common.MAX_INT)
             & (problem.filter_elements + problem.c <= common.MAX_INT)
-            & depthwise.distinct_lanes(problem.c // vec, t["lanes_c"])
             # Blocks enough for half of the device and no more than sixteen to a multiprocessor, as
             # far as there are tiles for their threads.
             & (
@@ -194,7 +199,7 @@ class DepthwiseWgrad:
 
     def _plan(self, problem: Problem, rows: Rows) -> _Plan:
         """Mirrors the constants at the top of the kernel."""
-        t = common.config_columns(self.configs, rows)
+        t = {name: column[rows] for name, column in _COLUMNS.items()}
         vec, tile_q, (stride_h, stride_w) = t["vec"], t["tile_q"], problem.stride
         dilation_h, dilation_w = depthwise.dilation(problem)
         block_r = -(-problem.r // t["row_groups"])
@@ -243,7 +248,7 @@ class DepthwiseWgrad:
         by the waste of the last wave and of the threads' last tile; plus a fixed latency for each
         row that cannot be hidden, and the time of the reduction.
         """
-        t = common.config_columns(self.configs, rows)
+        t = {name: column[rows] for name, column in _COLUMNS.items()}
         plan = self._plan(problem, rows)
         lanes = plan.lanes
         registers = np.minimum(plan.registers, common.MAX_REGISTERS)

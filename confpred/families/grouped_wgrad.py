@@ -183,18 +183,10 @@ class GroupedWgrad:
             return legal
         if _elements(problem) > common.MAX_INT:
             return legal
-        shape = _shape(_window(problem))
-        t = {name: column[shape.fits] for name, column in _COLUMNS.items()}
-        # Columns to the right of the image are addressed, though not read.
-        reach = 2 * grouped.MAX_STEP * (t["block_q"] + grouped.MAX_WINDOW)
-        columns = max(problem.w, problem.q) + reach
-        offset = t["block_n"] * (problem.c * max(problem.h, problem.p)) * columns
-        cut = _cut(problem, t)
-        parts, blocks, reduction = cut.parts, cut.blocks, t["reduction"]
-        legal[shape.fits] = (
-            (shape.smem_bytes[shape.fits] <= device.smem_per_block)
-            & (offset <= common.MAX_INT)
-            & (blocks <= common.MAX_INT)
+        shape, t = _shape(_window(problem)), _COLUMNS
+        rows = np.flatnonzero(  # what needs no division, first: it spares most rows theirs
+            shape.fits
+            & (shape.smem_bytes <= device.smem_per_block)
             # A tile twice as large as what it covers does the work of a smaller tile, slower; and
             # images share a tile only where one alone does not fill it, or is narrow.
             & ((t["block_q"] < 2 * problem.q) | (t["block_q"] == 8))
@@ -206,9 +198,21 @@ class GroupedWgrad:
             )
             # A block of 16 pixels a step waits more than it computes.
             & ((t["block_n"] * t["block_q"] > 16) | (problem.n * problem.q <= 28))
-            & _few_idle_columns(problem.q, cut.q_tiles * t["block_q"])
             & ((t["block_k"] < 2 * problem.c) | (t["block_k"] == 16))
-            & (~_ODD[shape.fits] | grouped.fits_odd_channels(t["block_k"], problem.c))
+            & ((t["reduction"] != ATOMICS) | (not problem.deterministic))
+        )
+        t = {name: column[rows] for name, column in _COLUMNS.items()}
+        # Columns to the right of the image are addressed, though not read.
+        reach = 2 * grouped.MAX_STEP * (t["block_q"] + grouped.MAX_WINDOW)
+        columns = max(problem.w, problem.q) + reach
+        offset = t["block_n"] * (problem.c * max(problem.h, problem.p)) * columns
+        cut = _cut(problem, t)
+        parts, blocks, reduction = cut.parts, cut.blocks, t["reduction"]
+        legal[rows] = (
+            (offset <= common.MAX_INT)
+            & (blocks <= common.MAX_INT)
+            & _few_idle_columns(problem.q, cut.q_tiles * t["block_q"])
+            & (~_ODD[rows] | grouped.fits_odd_channels(t["block_k"], problem.c))
             # A count of slices that makes them as high as the next smaller count does is the same
             # launch again; slices lower than two windows read more halo than rows.
             & (
@@ -224,7 +228,6 @@ class GroupedWgrad:
             & ((2 * blocks >= device.sm_count) | (cut.slice_rows <= 64))
             & ((reduction == DIRECT) == (parts == 1))
             & ((reduction != LAST_BLOCK) | (parts <= _MAX_LAST_BLOCK_PARTS))
-            & ((reduction != ATOMICS) | (not problem.deterministic))
             # Partial sums that outweigh the layer are written and read for longer than it is.
             & (4 * parts * _elements(problem) <= max(problem.minimum_bytes, 2**20))
         )
