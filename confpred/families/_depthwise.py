@@ -1,4 +1,5 @@
-"""What the depthwise families share: the limits of their kernels, axes, and the shape of a block.
+"""What the depthwise families share: the limits of their kernels, the shape of a block, and how
+blocks add up the filter's gradient.
 
 Layers of group width 1 with windows up to 11x11, stride and dilation 1 or 2 (in each axis), any
 padding, any of the dtypes.
@@ -6,12 +7,16 @@ padding, any of the dtypes.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from confpred.convolution import dtype_macro
 from confpred.families._common import Array
+from confpred.families.base import KernelSource, Launch, Step
 from confpred.problem import Problem
 
 MAX_WINDOW = 11
@@ -104,3 +109,36 @@ def worth_loading_ahead(prefetch: Array, taps: int) -> NDArray[np.bool_]:
     """Which distances hide latency that the arithmetic of a window of `taps` does not hide."""
     result: NDArray[np.bool_] = (prefetch == 1) | (prefetch * taps <= 50)
     return result
+
+
+#: How the blocks that share a channel of the filter's gradient add up their sums; the kernels' own
+#: numbers.
+DIRECT, TWO_LAUNCHES, ATOMIC = 0, 1, 3
+#: A filter's gradient's pointers, in the order of its kernels.
+WGRAD_OPERANDS = ("filter_grad", "bias_grad", "out_grad", "in", "zeroed", "scratch")
+_SUM_COLUMNS = 32  # elements of a block of ``depthwise_wgrad_sum.cu``
+_SUM_THREADS = 256
+
+
+def reductions(splits: Iterable[int]) -> list[tuple[int, int]]:
+    """Counts of blocks that share a channel, and how they add up: one alone, and `splits`."""
+    return [(1, DIRECT), *itertools.product(splits, (TWO_LAUNCHES, ATOMIC))]
+
+
+def with_sums(step: Step, problem: Problem, splits: int, reduction: int, c_tiles: int) -> Launch:
+    """The launch whose `step` leaves the sums of `splits` blocks of each of `c_tiles` pieces of the
+    channels, with what adds them up."""
+    elements = problem.filter_elements + (problem.c if problem.bias else 0)
+    if reduction == TWO_LAUNCHES:
+        total = Step(
+            KernelSource("depthwise_wgrad_sum.cu", "depthwise_wgrad_sum", (dtype_macro(problem),)),
+            grid=(-(-elements // _SUM_COLUMNS), 1, 1),
+            block=(_SUM_THREADS, 1, 1),
+            smem_bytes=4 * _SUM_THREADS,
+            operands=("filter_grad", "bias_grad", "scratch"),
+            scalars=(problem.filter_elements, elements, splits),
+        )
+        return Launch((step, total), scratch_bytes=4 * splits * elements)
+    if reduction == ATOMIC:
+        return Launch((step,), zeroed_bytes=4 * (elements + c_tiles))
+    return Launch((step,))

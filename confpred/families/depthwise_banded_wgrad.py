@@ -18,16 +18,11 @@ from numpy.typing import NDArray
 from confpred.convolution import CONVOLUTION, dtype_macro
 from confpred.device import Device
 from confpred.families import _common as common
+from confpred.families import _depthwise as depthwise
 from confpred.families import _depthwise_banded as banded
 from confpred.families._common import Array, Occupancy
+from confpred.families._depthwise import ATOMIC, TWO_LAUNCHES
 from confpred.families.base import KernelSource, Launch, Rows, Step
-from confpred.families.depthwise_wgrad import (
-    ATOMIC,
-    DIRECT,
-    SUM_COLUMNS,
-    SUM_THREADS,
-    TWO_LAUNCHES,
-)
 from confpred.problem import Problem
 
 _COMPILED = ("block_c", "warp_c", "strips", "octets", "rows", "min_blocks")
@@ -36,9 +31,7 @@ _MAX_WIDTH = 9  # of a window: a diagonal has eight elements
 
 
 def _config_table() -> NDArray[np.void]:
-    reductions = [(1, DIRECT)] + [
-        (splits, how) for splits in (4, 8, 16, 32, 64, 128) for how in (TWO_LAUNCHES, ATOMIC)
-    ]
+    reductions = depthwise.reductions((4, 8, 16, 32, 64, 128))
     rows = []
     for block_c, warp_c, strips, octets, step_rows, min_blocks, bands in itertools.product(
         (16, 32, 64), (1, 2, 4), (16, 32), (1, 2, 4), (1, 2), (1, 2), (1, 4, 16)
@@ -131,14 +124,13 @@ class DepthwiseBandedWgrad:
         t = self.configs[row]
         plan = self._plan(problem, np.array([row]))
         splits, reduction = int(t["splits"]), int(t["reduction"])
-        dtype = dtype_macro(problem)
         source = KernelSource(
             file="depthwise_banded_wgrad.cu",
             entry="depthwise_banded_wgrad",
             defines=(
                 ("R", problem.r),
                 ("S", problem.s),
-                dtype,
+                dtype_macro(problem),
                 ("HAS_BIAS", int(problem.bias)),
                 *common.config_macros(t, _COMPILED),
             ),
@@ -148,7 +140,7 @@ class DepthwiseBandedWgrad:
             grid=(int(plan.blocks[0]), 1, 1),
             block=(int(plan.threads[0]), 1, 1),
             smem_bytes=int(plan.smem_bytes[0]),
-            operands=("filter_grad", "bias_grad", "out_grad", "in", "zeroed", "scratch"),
+            operands=depthwise.WGRAD_OPERANDS,
             scalars=(
                 *(problem.n, problem.c, problem.h, problem.w, problem.p, problem.q),
                 *problem.padding,
@@ -156,20 +148,7 @@ class DepthwiseBandedWgrad:
                 *(int(plan.c_tiles[0]), int(plan.strip_tiles[0]), splits, reduction),
             ),
         )
-        elements = problem.filter_elements + (problem.c if problem.bias else 0)
-        if reduction == TWO_LAUNCHES:
-            total = Step(
-                KernelSource("depthwise_wgrad_sum.cu", "depthwise_wgrad_sum", (dtype,)),
-                grid=(-(-elements // SUM_COLUMNS), 1, 1),
-                block=(SUM_THREADS, 1, 1),
-                smem_bytes=4 * SUM_THREADS,
-                operands=("filter_grad", "bias_grad", "scratch"),
-                scalars=(problem.filter_elements, elements, splits),
-            )
-            return Launch((step, total), scratch_bytes=4 * splits * elements)
-        if reduction == ATOMIC:
-            return Launch((step,), zeroed_bytes=4 * (elements + int(plan.c_tiles[0])))
-        return Launch((step,))
+        return depthwise.with_sums(step, problem, splits, reduction, int(plan.c_tiles[0]))
 
     def _plan(self, problem: Problem, rows: Rows) -> _Plan:
         """Mirrors the constants at the top of the kernel."""

@@ -15,25 +15,19 @@ from confpred.device import Device
 from confpred.families import _common as common
 from confpred.families import _depthwise as depthwise
 from confpred.families._common import Array, Occupancy
-from confpred.families._depthwise import Lanes
+from confpred.families._depthwise import ATOMIC, TWO_LAUNCHES, Lanes
 from confpred.families.base import KernelSource, Launch, Rows, Step
 from confpred.problem import Problem
 
-#: How the blocks that share a channel add up their sums; the kernel's own numbers.
-DIRECT, TWO_LAUNCHES, ATOMIC = 0, 1, 3
 _FIELDS = (
     *("vec", "tile_q", "row_groups", "prefetch", "lanes_c", "threads", "bands", "splits"),
     "reduction",
 )
 MAX_SUMS = 128  # of a thread: more would leave too few registers for the window
-SUM_COLUMNS = 32  # elements of a block of the second launch
-SUM_THREADS = 256
 
 
 def _config_table() -> NDArray[np.void]:
-    reductions = [(1, DIRECT)] + [
-        (splits, how) for splits in (4, 8, 16, 32, 64, 128, 256) for how in (TWO_LAUNCHES, ATOMIC)
-    ]
+    reductions = depthwise.reductions((4, 8, 16, 32, 64, 128, 256))
     rows = itertools.product(
         (1, 2, 4), (4, 8), (1, 2, 4), (1, 2, 4), (8, 32), (128, 256), (1, 4, 16), reductions
     )
@@ -149,7 +143,6 @@ class DepthwiseWgrad:
         plan = self._plan(problem, np.array([row]))
         lanes, splits, reduction = plan.lanes, int(t["splits"]), int(t["reduction"])
         dilation_h, dilation_w = depthwise.dilation(problem)
-        dtype = dtype_macro(problem)
         source = KernelSource(
             file="depthwise_wgrad.cu",
             entry="depthwise_wgrad",
@@ -160,7 +153,7 @@ class DepthwiseWgrad:
                 ("STRIDE_W", problem.stride[1]),
                 ("DILATION_H", dilation_h),
                 ("DILATION_W", dilation_w),
-                dtype,
+                dtype_macro(problem),
                 ("HAS_BIAS", int(problem.bias)),
                 ("VEC", int(t["vec"])),
                 ("TILE_Q", int(t["tile_q"])),
@@ -173,7 +166,7 @@ class DepthwiseWgrad:
             grid=(int(plan.blocks[0]), 1, 1),
             block=(int(lanes.threads[0]), 1, 1),
             smem_bytes=int(plan.smem_bytes[0]),
-            operands=("filter_grad", "bias_grad", "out_grad", "in", "zeroed", "scratch"),
+            operands=depthwise.WGRAD_OPERANDS,
             scalars=(
                 *(problem.n, problem.c, problem.h, problem.w, problem.p, problem.q),
                 *problem.padding,
@@ -182,20 +175,7 @@ class DepthwiseWgrad:
                 *(splits, reduction),
             ),
         )
-        elements = problem.filter_elements + (problem.c if problem.bias else 0)
-        if reduction == TWO_LAUNCHES:
-            total = Step(
-                KernelSource("depthwise_wgrad_sum.cu", "depthwise_wgrad_sum", (dtype,)),
-                grid=(-(-elements // SUM_COLUMNS), 1, 1),
-                block=(SUM_THREADS, 1, 1),
-                smem_bytes=4 * SUM_THREADS,
-                operands=("filter_grad", "bias_grad", "scratch"),
-                scalars=(problem.filter_elements, elements, splits),
-            )
-            return Launch((step, total), scratch_bytes=4 * splits * elements)
-        if reduction == ATOMIC:
-            return Launch((step,), zeroed_bytes=4 * (elements + int(lanes.c_tiles[0])))
-        return Launch((step,))
+        return depthwise.with_sums(step, problem, splits, reduction, int(lanes.c_tiles[0]))
 
     def _plan(self, problem: Problem, rows: Rows) -> _Plan:
         """Mirrors the constants at the top of the kernel."""

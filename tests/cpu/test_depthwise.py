@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from confpred.device import KNOWN, Device, get_device
 from confpred.families import Family, all_families, config_dict
+from confpred.families._depthwise import ATOMIC, DIRECT, TWO_LAUNCHES
 from confpred.families._depthwise_image import _axes
-from confpred.families.depthwise_wgrad import ATOMIC, DIRECT, TWO_LAUNCHES
 from confpred.problem import ACTIVATIONS, DIRECTIONS, DTYPES, Problem
 
 H100 = get_device("h100")

@@ -14,9 +14,9 @@ from ptxas import ARCHS, resources
 from confpred.device import KNOWN, Device, get_device
 from confpred.families import all_families, config_dict
 from confpred.families._common import config_columns
+from confpred.families._depthwise import ATOMIC, DIRECT, TWO_LAUNCHES
 from confpred.families._depthwise_banded import DepthwiseBanded, most_registers
 from confpred.families.depthwise_banded_wgrad import DepthwiseBandedWgrad
-from confpred.families.depthwise_wgrad import ATOMIC, DIRECT, TWO_LAUNCHES
 from confpred.problem import ACTIVATIONS, Problem
 
 H100 = get_device("h100")
