@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 import torch
 from layers import H100, random_legal_layer
-from ptx.launch import run
+from ptx.launch import interpret
 from references import outside, random_inputs, reference, some_rows
 
 from confpred.families import Family, all_families, config_dict
-from confpred.problem import Problem
 
 PROBLEMS = 8
 KERNELS, CONFIGS = 2, 2  # of a problem, and of a kernel
@@ -22,29 +21,6 @@ MOST_FLOPS = 2**21
 
 FAMILIES = all_families()
 every_family = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
-
-
-def interpret(
-    family: Family,
-    problem: Problem,
-    row: int,
-    inputs: dict[str, torch.Tensor],
-    arch: str = H100.arch,
-) -> dict[str, torch.Tensor]:
-    """The outputs of config `row`, as compiled for `arch`."""
-    operands = {o.name: o for o in family.operation.operands(problem)}
-    found = run(
-        family.launch(problem, row),
-        {name: x.contiguous().view(torch.uint8).numpy().ravel() for name, x in inputs.items()},
-        {o.name: o.bytes for o in operands.values() if o.terms},
-        arch,
-    )
-    return {
-        name: torch.from_numpy(content.copy())
-        .view(getattr(torch, operands[name].dtype))
-        .view(operands[name].shape)
-        for name, content in found.items()
-    }
 
 
 @pytest.mark.parametrize("seed", range(PROBLEMS))
@@ -69,7 +45,7 @@ def test_a_wrong_result_is_seen(family: Family) -> None:
     (row, *_) = some_rows(family, problem, H100, rng, 1, 1)
     inputs = random_inputs(family, problem, 0)
     outputs = [o for o in family.operation.operands(problem) if o.terms]
-    results = interpret(family, problem, row, inputs)
+    results = interpret(family, problem, row, inputs, H100.arch)
     expected = reference(problem, inputs)
     assert not outside(outputs, results, expected)
     for name, tensor in inputs.items():
@@ -92,10 +68,10 @@ def test_repeatable_sums_do_not_depend_on_the_blocks_that_run_together(
             break
     inputs = random_inputs(family, problem, 0)
     for row in some_rows(family, problem, H100, rng, 2, 2):
-        together = interpret(family, problem, row, inputs)
+        together = interpret(family, problem, row, inputs, H100.arch)
         with monkeypatch.context() as patch:
             patch.setattr("ptx.launch.THREADS", 512)  # a few blocks at a time
-            apart = interpret(family, problem, row, inputs)
+            apart = interpret(family, problem, row, inputs, H100.arch)
         for name, result in together.items():
             same = np.array_equal(result.view(torch.uint8), apart[name].view(torch.uint8))
             assert same, f"{name}: {problem} {config_dict(family, row)}"

@@ -1,4 +1,4 @@
-"""An operation's launch on NumPy operands."""
+"""A family's config, or an operation's launch, on operands on the CPU."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ from collections.abc import Mapping
 from functools import cache
 
 import numpy as np
+import torch
 from cuda.bindings import nvrtc
 from numpy.typing import NDArray
 
 from confpred.cuda.compiler import source_text
+from confpred.families import Family
 from confpred.operation import SCRATCH, ZEROED, KernelSource, Launch, Step
+from confpred.record import Record
 from ptx.machine import Machine
 from ptx.memory import DeviceMemory, Operand
 from ptx.opcodes import decode
@@ -20,6 +23,32 @@ from ptx.text import Kernel, PtxError, parse
 THREADS = 8192
 
 Bytes = NDArray[np.uint8]
+
+
+def interpret(
+    family: Family, problem: Record, row: int, inputs: Mapping[str, torch.Tensor], arch: str
+) -> dict[str, torch.Tensor]:
+    """The outputs of config `row` of `family`, as compiled for `arch`, by name.
+
+    Args:
+        inputs: on the CPU, by operand name, in the shapes and dtype of the operation's operands.
+
+    Raises:
+        PtxError: see `run`.
+    """
+    operands = {o.name: o for o in family.operation.operands(problem)}
+    found = run(
+        family.launch(problem, row),
+        {name: x.contiguous().view(torch.uint8).numpy().ravel() for name, x in inputs.items()},
+        {o.name: o.bytes for o in operands.values() if o.terms},
+        arch,
+    )
+    return {
+        name: torch.from_numpy(content.copy())
+        .view(getattr(torch, operands[name].dtype))
+        .view(operands[name].shape)
+        for name, content in found.items()
+    }
 
 
 def run(
