@@ -32,13 +32,13 @@ from confpred.families._common import Array, Occupancy
 from confpred.families.base import KernelSource, Launch, Rows, Step
 from confpred.problem import Problem
 
-_COMPILED = ("block_c", "warp_c", "strips", "octets", "rows", "min_blocks")
-_FIELDS = (*_COMPILED, "bands")
+COMPILED = ("block_c", "warp_c", "strips", "octets", "rows", "min_blocks")
+_FIELDS = (*COMPILED, "bands")
 _OPERANDS = {
     "fprop": ("out", "in", "filter", "bias", "residual"),
     "dgrad": ("in_grad", "out_grad", "filter", "bias", "residual"),
 }
-_WARPS = (4, 8, 16)  # of a block
+WARPS = (4, 8, 16)  # of a block
 
 
 def _config_table() -> NDArray[np.void]:
@@ -49,7 +49,7 @@ def _config_table() -> NDArray[np.void]:
         *((1, 2, 4), (1, 2, 3), (1, 2, 4, 8, 16, 32)),
     ):
         warps, min_blocks = block_c // warp_c * strips // 16, rest[1]
-        if warps in _WARPS and warps * min_blocks <= 32 and warp_c * octets <= 8:
+        if warps in WARPS and warps * min_blocks <= 32 and warp_c * octets <= 8:
             rows.append((block_c, warp_c, strips, octets, *rest))
     return common.config_table(_FIELDS, rows)
 
@@ -125,6 +125,28 @@ def addressable(t: Mapping[str, Array], problem: Problem, image_strips: Array) -
     images = -(-t["strips"] // image_strips) + 1
     found: NDArray[np.bool_] = (
         images * (p.c * (max(p.h, p.p) + 256) * (max(p.w, p.q) + 256)) <= common.MAX_INT
+    )
+    return found
+
+
+def not_oversized(
+    t: Mapping[str, Array], channels: int, width: int, strips: Array, band_rows: Array
+) -> NDArray[np.bool_]:
+    """Which configs are less than twice as large as what they cover, or the smallest that there
+    are: larger ones do the work of something smaller, slower.
+
+    Args:
+        t: the configs.
+        channels: of the layer.
+        width: columns that strips are cut of.
+        strips: of all images.
+        band_rows: rows of a band.
+    """
+    found: NDArray[np.bool_] = (
+        ((8 * t["octets"] < 2 * width) | (t["octets"] == 1))
+        & ((t["block_c"] < 2 * channels) | (t["block_c"] == 16))
+        & ((t["strips"] < 2 * strips) | (t["strips"] == 16))
+        & ((t["rows"] < 2 * band_rows) | (t["rows"] == 1))
     )
     return found
 
@@ -208,11 +230,7 @@ class DepthwiseBanded:
             fits(t, plan.registers, plan.smem_bytes, device)
             & addressable(t, problem, plan.q_tiles * plan.bands)
             & (np.maximum(plan.blocks, strips + t["strips"]) <= common.MAX_INT)
-            # What is twice as large as the image does the work of something smaller, slower.
-            & ((8 * t["octets"] < 2 * width) | (t["octets"] == 1))
-            & ((t["block_c"] < 2 * problem.c) | (t["block_c"] == 16))
-            & ((t["strips"] < 2 * strips) | (t["strips"] == 16))
-            & ((t["rows"] < 2 * plan.band_rows) | (t["rows"] == 1))
+            & not_oversized(t, problem.c, width, strips, plan.band_rows)
             & common.distinct_bands(height, t["bands"])
         )
         return legal
@@ -236,7 +254,7 @@ class DepthwiseBanded:
                 ("FLIP", int(self._direction == "dgrad")),
                 dtype_macro(problem),
                 *common.epilogue_macros(problem),
-                *common.config_macros(self.configs[row], _COMPILED),
+                *common.config_macros(self.configs[row], COMPILED),
             ),
         )
         step = Step(

@@ -25,8 +25,7 @@ from confpred.families._depthwise import ATOMIC, TWO_LAUNCHES
 from confpred.families.base import KernelSource, Launch, Rows, Step
 from confpred.problem import Problem
 
-_COMPILED = ("block_c", "warp_c", "strips", "octets", "rows", "min_blocks")
-_FIELDS = (*_COMPILED, "bands", "splits", "reduction")
+_FIELDS = (*banded.COMPILED, "bands", "splits", "reduction")
 _MAX_WIDTH = 9  # of a window: a diagonal has eight elements
 
 
@@ -37,7 +36,7 @@ def _config_table() -> NDArray[np.void]:
         (16, 32, 64), (1, 2, 4), (16, 32), (1, 2, 4), (1, 2), (1, 2), (1, 4, 16)
     ):
         warps = block_c // warp_c * strips // 16
-        if warps in (4, 8, 16) and warp_c * octets <= 8:
+        if warps in banded.WARPS and warp_c * octets <= 8:
             config = (block_c, warp_c, strips, octets, step_rows, min_blocks, bands)
             rows += [(*config, *reduction) for reduction in reductions]
     return common.config_table(_FIELDS, rows)
@@ -100,11 +99,7 @@ class DepthwiseBandedWgrad:
             banded.fits(t, plan.registers, plan.smem_bytes, device)
             & banded.addressable(t, problem, plan.q_tiles * plan.bands)
             & (np.maximum(plan.blocks, strips + splits * t["strips"]) <= common.MAX_INT)
-            # What is twice as large as the image does the work of something smaller, slower.
-            & ((8 * t["octets"] < 2 * problem.q) | (t["octets"] == 1))
-            & ((t["block_c"] < 2 * problem.c) | (t["block_c"] == 16))
-            & ((t["strips"] < 2 * strips) | (t["strips"] == 16))
-            & ((t["rows"] < 2 * plan.band_rows) | (t["rows"] == 1))
+            & banded.not_oversized(t, problem.c, problem.q, strips, plan.band_rows)
             # Each block has a tile; blocks enough for half of the device, and no more than eight
             # to a multiprocessor, as far as there are tiles for them.
             & (splits <= plan.strip_tiles)
@@ -132,7 +127,7 @@ class DepthwiseBandedWgrad:
                 ("S", problem.s),
                 dtype_macro(problem),
                 ("HAS_BIAS", int(problem.bias)),
-                *common.config_macros(t, _COMPILED),
+                *common.config_macros(t, banded.COMPILED),
             ),
         )
         step = Step(
