@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from hypothesis import strategies as st
 from layers import random_layer
 
@@ -43,6 +45,17 @@ def problems(draw: st.DrawFn) -> Problem:
         residual=forward and draw(st.booleans()),
         deterministic=wgrad and draw(st.booleans()),
     )
+
+
+def epilogue(draw: st.DrawFn, direction: str) -> dict[str, Any]:
+    """Any bias, residual, activation and demand to be repeatable that `direction` has."""
+    forward = direction == "fprop"
+    return {
+        "bias": direction != "dgrad" and draw(st.booleans()),
+        "residual": forward and draw(st.booleans()),
+        "activation": draw(st.sampled_from(ACTIVATIONS)) if forward else "none",
+        "deterministic": direction == "wgrad" and draw(st.booleans()),
+    }
 
 
 def problems_of(family: Family) -> st.SearchStrategy[Problem]:

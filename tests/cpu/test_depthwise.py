@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from strategies import epilogue
 
 from confpred.device import KNOWN, Device, get_device
 from confpred.families import Family, all_families, config_dict
 from confpred.families._depthwise import ATOMIC, DIRECT, TWO_LAUNCHES
 from confpred.families._depthwise_image import _axes
-from confpred.problem import ACTIVATIONS, DIRECTIONS, DTYPES, Problem
+from confpred.problem import DIRECTIONS, DTYPES, Problem
 
 H100 = get_device("h100")
 TYPICAL = (
@@ -60,10 +61,7 @@ def depthwise_problems(draw: st.DrawFn, *, largest: int = 40, images: int = 9) -
         groups=c,
         dtype=draw(st.sampled_from(DTYPES)),
         direction=direction,
-        bias=direction != "dgrad" and draw(st.booleans()),
-        residual=forward and draw(st.booleans()),
-        activation=draw(st.sampled_from(ACTIVATIONS)) if forward else "none",
-        deterministic=direction == "wgrad" and draw(st.booleans()),
+        **epilogue(draw, direction),
     )
 
 

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from ptxas import ARCHS, resources
+from strategies import epilogue
 
 from confpred.device import KNOWN, Device, get_device
 from confpred.families import all_families, config_dict
@@ -17,7 +18,7 @@ from confpred.families._common import config_columns
 from confpred.families._depthwise import ATOMIC, DIRECT, TWO_LAUNCHES
 from confpred.families._depthwise_banded import DepthwiseBanded, most_registers
 from confpred.families.depthwise_banded_wgrad import DepthwiseBandedWgrad
-from confpred.problem import ACTIVATIONS, Problem
+from confpred.problem import Problem
 
 H100 = get_device("h100")
 DIRECTIONS = ("fprop", "dgrad", "wgrad")
@@ -49,7 +50,6 @@ def banded_problems(draw: st.DrawFn, *, largest: int = 40, images: int = 40) -> 
     r, s = draw(st.integers(1, 11)), draw(st.integers(1, 9 if direction == "wgrad" else 11))
     padding = draw(st.tuples(st.integers(0, 12), st.integers(0, 12)))
     least = [max(1, size - 2 * pad) for size, pad in zip((r, s), padding, strict=True)]
-    forward = direction == "fprop"
     return Problem(
         n=draw(st.integers(1, images)),
         c=c,
@@ -62,10 +62,7 @@ def banded_problems(draw: st.DrawFn, *, largest: int = 40, images: int = 40) -> 
         groups=c,
         dtype=draw(half),
         direction=direction,
-        bias=direction != "dgrad" and draw(st.booleans()),
-        residual=forward and draw(st.booleans()),
-        activation=draw(st.sampled_from(ACTIVATIONS)) if forward else "none",
-        deterministic=direction == "wgrad" and draw(st.booleans()),
+        **epilogue(draw, direction),
     )
 
 
