@@ -19,15 +19,16 @@
 //                                     9 |                     f2 |
 //               A, by ldmatrix     : 15 |           0            |
 //
-// The 16 rows of A are *strips*: 8 * OCTETS output columns of a band of rows of an image. Columns, bands
-// and images are one count, so that 16 strips may be two rows' worth of a large image or 16 small images.
+// The 16 rows of A are *strips*: 8 output columns of a band of rows of an image. RUN neighbouring strips
+// are a run: they lie in one row of columns in shared memory, where the rows of A overlap. Runs, bands and
+// images are one count, so that 16 strips may be one row of a large image or rows of 16 small images.
 //
 // The layer's sizes are run-time arguments. Compile-time: the window R x S, FLIP, DTYPE, ACTIVATION,
 // HAS_BIAS, HAS_RESIDUAL, and the config:
 //
 //   BLOCK_C, STRIPS  channels and strips of a block
 //   WARP_C           channels of a warp; it computes 16 strips
-//   OCTETS           eights of output columns of a strip
+//   RUN              strips of a run
 //   ROWS             input rows of a step
 //   MIN_BLOCKS       blocks that a multiprocessor must hold: bounds the registers
 //
@@ -42,7 +43,7 @@
 // In memory channels lie together, in A and in the accumulators columns do. So a thread loads 8 channels of
 // two neighbouring pixels and stores 8 pairs of pixels into planes of one channel each in shared memory
 //
-//   [channel][strip][column]
+//   [channel][run][column]
 //
 // and finished rows go back the same way. In step i, behind its one barrier, a thread stores to device
 // memory what step i - 1 has finished, puts into shared memory what it has loaded for step i + 1, loads for
@@ -52,12 +53,12 @@
 // whose 16 columns it lies in.
 #include "depthwise_banded.cuh"
 
-constexpr int SPAN = (S + 14) / 8;         // eights of input columns that eight outputs are made of
-constexpr int UNITS = OCTETS + SPAN - 1;   // of a strip; 16 bytes each in a plane
-constexpr int IN_X = 8 * OCTETS + S - 1;   // input columns that a strip needs; the rest stay zero
+constexpr int SPAN = (S + 14) / 8;     // eights of input columns that eight outputs are made of
+constexpr int UNITS = RUN + SPAN - 1;  // of a run; 16 bytes each in a plane
+constexpr int IN_X = 8 * RUN + S - 1;  // input columns that a run needs; the rest stay zero
 
-typedef Planes<UNITS, IN_X> In;
-typedef Planes<OCTETS, 8 * OCTETS> Out;
+typedef Planes<UNITS, IN_X, IDLE ? IDLE + SPAN - 1 : 0> In;
+typedef Planes<RUN, 8 * RUN, IDLE> Out;
 
 static_assert(In::ITEMS <= 16, "validity bits are kept in one word");
 
@@ -87,20 +88,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_band
     // Neighbouring blocks take neighbouring channels, then columns, then bands: what they share of a
     // DRAM page or of a halo is then still in L2.
     const int c0 = blockIdx.x % c_tiles * BLOCK_C;
-    const int strip0 = blockIdx.x / c_tiles * STRIPS;
-    const int image0 = strip0 / q_tiles / bands;
+    const int run0 = blockIdx.x / c_tiles * RUNS;
+    const int image0 = run0 / q_tiles / bands;
     const u16* const in_block = in + static_cast<i64>(image0) * h * w * c + c0;
     const i64 out_block = static_cast<i64>(image0) * p * q * c + c0;
 
-    // Row `i` of a strip is the input row that filter row 0 multiplies for output row i; R - 1 rows more
-    // finish it. With one band all strips agree which rows are padding above and below the image:
+    // Row `i` of a run is the input row that filter row 0 multiplies for output row i; R - 1 rows more
+    // finish it. With one band all runs agree which rows are padding above and below the image:
     // they are not computed.
     const int first = bands == 1 ? min(max(pad_h, 0), R - 1) : 0, all = band_rows + R - 1;
     const int last = bands == 1 ? min(max(h + pad_h, first), all) : all;
     const int steps = ceil_div(all - first, ROWS), computed = ceil_div(last - first, ROWS);
 
     const auto place = [&](int item, int pairs) {
-        return place_of(item, pairs, strip0, image0, n, c - c0, band_rows, bands, q_tiles);
+        return place_of(item, pairs, run0, image0, n, c - c0, band_rows, bands, q_tiles);
     };
     int in_offset[In::ITEMS], in_y[In::ITEMS], in_to[In::ITEMS];
     u32 in_valid = 0;  // two columns an item
@@ -110,7 +111,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_band
         const int x = at.q0 - pad_w + 2 * at.pair;
         in_y[l] = at.p0 - pad_h + first + at.row;
         in_offset[l] = ((at.image * h + in_y[l]) * w + x) * c + 8 * at.piece;
-        in_to[l] = at.row * In::ROW + at.piece * In::GROUP + at.strip * In::STRIP + at.pair * 4;
+        in_to[l] = at.row * In::ROW + at.piece * In::GROUP + at.run * In::PITCH + at.pair * 4;
 #pragma unroll
         for (int i = 0; i < 2; ++i)
             in_valid |= static_cast<u32>(at.valid && 2 * at.pair + i < IN_X && x + i >= 0 && x + i < w) << (2 * l + i);
@@ -124,7 +125,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_band
         out_row[l] = first - (R - 1) + at.row;
         out_rows[l] = at.valid ? min(band_rows, p - at.p0) : 0;
         out_offset[l] = ((at.image * p + at.p0 + out_row[l]) * q + x) * c + 8 * at.piece;
-        out_from[l] = at.row * Out::ROW + at.piece * Out::GROUP + at.strip * Out::STRIP + at.pair * 4;
+        out_from[l] = at.row * Out::ROW + at.piece * Out::GROUP + at.run * Out::PITCH + at.pair * 4;
 #pragma unroll
         for (int i = 0; i < 2; ++i) out_valid |= static_cast<u32>(at.valid && x + i < q) << (2 * l + i);
     }
@@ -198,7 +199,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_band
         copy_async_16(shared_address(filter_shared) + e * 16, valid ? from : filter, valid);
     }
     copy_async_commit();
-    if (2 * In::PAIRS < 8 * UNITS) {  // columns that are read, but that nothing is ever put into
+    if (2 * In::PAIRS < 8 * UNITS || IDLE) {  // columns that are read, but that nothing is ever put into
         for (int e = tid; e < 2 * In::BUFFER / 16; e += THREADS)
             reinterpret_cast<uint4*>(in_shared)[e] = make_uint4(0, 0, 0, 0);
         __syncthreads();
@@ -234,12 +235,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_band
         }
     }
     const u32 fragment_from = shared_address(in_shared) + channel0 / 8 * In::GROUP + channel0 % 8 * In::CHANNEL +
-                              (warp_strip + lane % 16) * In::STRIP + lane / 16 * 16;
+                              In::strip(warp_strip + lane % 16) + lane / 16 * 16;
     u8* const result_to = out_shared + channel0 / 8 * Out::GROUP + channel0 % 8 * Out::CHANNEL +
-                          (warp_strip + lane / 4) * Out::STRIP + lane % 4 * 4;
+                          (warp_strip + lane / 4) * 16 + lane % 4 * 4;
 
-    float acc[WARP_C][R][OCTETS][4] = {};
-    auto multiply = [&](u32 from, int channel, int octet) {
+    float acc[WARP_C][R][4] = {};
+    auto multiply = [&](u32 from, int channel) {
         u32 a[SPAN / 2 + 1][4];
 #pragma unroll
         for (int unit = 0; unit < SPAN; unit += 2) {
@@ -248,10 +249,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_band
         }
 #pragma unroll
         for (int r = R - 1; r >= 0; --r) {
-            float (&d)[4] = acc[channel][r][octet];
+            float (&d)[4] = acc[channel][r];
             float before[4];
 #pragma unroll
-            for (int e = 0; e < 4; ++e) before[e] = r ? acc[channel][r ? r - 1 : 0][octet][e] : 0.0f;
+            for (int e = 0; e < 4; ++e) before[e] = r ? acc[channel][r ? r - 1 : 0][e] : 0.0f;
             const u32 (&b)[SPAN] = taps[channel][r];
             if (SPAN == 1) multiply_k8(d, a[0], b[0], before);
             else multiply_k16(d, a[0], b[0], b[SPAN > 1 ? 1 : 0], before);
@@ -264,29 +265,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_band
 #pragma unroll
             for (int r = R - 1; r >= 0; --r)
 #pragma unroll
-                for (int octet = 0; octet < OCTETS; ++octet)
-#pragma unroll
-                    for (int e = 0; e < 4; ++e) acc[channel][r][octet][e] = r ? acc[channel][r ? r - 1 : 0][octet][e] : 0.0f;
+                for (int e = 0; e < 4; ++e) acc[channel][r][e] = r ? acc[channel][r ? r - 1 : 0][e] : 0.0f;
     };
     auto finish = [&](u8* to) {
 #pragma unroll
         for (int channel = 0; channel < WARP_C; ++channel)
 #pragma unroll
-            for (int octet = 0; octet < OCTETS; ++octet)
+            for (int half = 0; half < 2; ++half) {
+                u32* const word = reinterpret_cast<u32*>(to + channel * Out::CHANNEL + half * 8 * 16);
+                const u32 plus = HAS_RESIDUAL ? *word : 0;
+                float x[2];
 #pragma unroll
-                for (int half = 0; half < 2; ++half) {
-                    u32* const word = reinterpret_cast<u32*>(to + channel * Out::CHANNEL + octet * 16 + half * 8 * Out::STRIP);
-                    const u32 plus = HAS_RESIDUAL ? *word : 0;
-                    float x[2];
-#pragma unroll
-                    for (int e = 0; e < 2; ++e) {
-                        x[e] = acc[channel][R - 1][octet][2 * half + e];
-                        if (HAS_BIAS) x[e] += bias_values[channel];
-                        if (HAS_RESIDUAL) x[e] += to_float(static_cast<u16>(plus >> 16 * e));  // before the only rounding
-                        x[e] = activate<ACTIVATION>(x[e]);
-                    }
-                    *word = pack(x[0], x[1]);
+                for (int e = 0; e < 2; ++e) {
+                    x[e] = acc[channel][R - 1][2 * half + e];
+                    if (HAS_BIAS) x[e] += bias_values[channel];
+                    if (HAS_RESIDUAL) x[e] += to_float(static_cast<u16>(plus >> 16 * e));  // before the only rounding
+                    x[e] = activate<ACTIVATION>(x[e]);
                 }
+                *word = pack(x[0], x[1]);
+            }
     };
 
     for (int step = 0; step < steps; ++step) {
@@ -301,10 +298,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_band
             if (step < computed) {
                 const u32 from = fragment_from + step % 2 * In::BUFFER + row * In::ROW;
 #pragma unroll
-                for (int channel = 0; channel < WARP_C; ++channel)
-#pragma unroll
-                    for (int octet = 0; octet < OCTETS; ++octet)
-                        multiply(from + channel * In::CHANNEL + octet * 16, channel, octet);
+                for (int channel = 0; channel < WARP_C; ++channel) multiply(from + channel * In::CHANNEL, channel);
             } else {
                 move_down();
             }

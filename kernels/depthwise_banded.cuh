@@ -1,11 +1,14 @@
 // What the depthwise kernels on tensor cores share: how a block's warps and threads divide its channels
 // and strips, and the way of pixels between device memory, where channels lie together, and shared memory,
-// where the columns of a channel do. A strip is 8 * OCTETS output columns of a band of rows of an image.
+// where the columns of a channel do. A strip is 8 output columns of a band of rows of an image; RUN
+// neighbouring ones are a run, which shares the input columns of its strips.
 #pragma once
 #include "common.cuh"
 
 constexpr int THREADS = BLOCK_C / WARP_C * (STRIPS / 16) * 32;
 constexpr int GROUPS = BLOCK_C / 8;  // 16-byte pieces of a pixel
+constexpr int RUNS = STRIPS / RUN;   // of a block
+constexpr int IDLE = STRIPS % RUN;   // strips left over: they compute what nobody reads
 
 static_assert(BLOCK_C % 8 == 0 && 8 % WARP_C == 0 && STRIPS % 16 == 0, "warps divide planes of 8 channels");
 
@@ -30,19 +33,24 @@ __device__ __forceinline__ void join(const u32 (&pairs)[8], uint4 (&pixels)[2]) 
     for (int i = 0; i < 2; ++i) pixels[i] = make_uint4(words[i][0], words[i][1], words[i][2], words[i][3]);
 }
 
-// A strip in a plane is an odd number of units from the next, and the planes of 8 channels are
-// 32 / GROUPS words from a multiple of all banks: ldmatrix meets no bank twice, and nor do the threads of
-// a warp that store neighbouring pairs of GROUPS pieces.
-template <int LENGTH, int COLUMNS>
+// The planes of a step's rows: [row][8 channels][channel][run][column], UNITS eights of columns a run. The
+// planes of 8 channels are 32 / GROUPS words from a multiple of all banks: the threads of a warp that
+// store neighbouring pairs of GROUPS pieces meet no bank twice. Nor does ldmatrix where runs are of 1 or
+// 8 strips; in others two strips of eight may share banks. Behind all runs there are SPARE eights
+// of columns, that idle strips read.
+template <int UNITS, int COLUMNS, int SPARE>
 struct Planes {
-    static constexpr int PAIRS = (COLUMNS + 1) / 2;             // of pixels, of a strip
-    static constexpr int STRIP = 16 * (LENGTH | 1);             // bytes
-    static constexpr int CHANNEL = STRIPS * STRIP;
+    static constexpr int PAIRS = (COLUMNS + 1) / 2;             // of pixels, of a run
+    static constexpr int PITCH = 16 * (RUN == 1 ? UNITS | 1 : UNITS);  // bytes, of a run
+    static constexpr int CHANNEL = RUNS * PITCH + SPARE * 16;
     static constexpr int GROUP = 8 * CHANNEL + 128 / GROUPS;
     static constexpr int ROW = GROUPS * GROUP;
     static constexpr int BUFFER = ROWS * ROW;
-    static constexpr int TOTAL = ROWS * STRIPS * PAIRS * GROUPS;  // pairs of 8 channels, of a step
+    static constexpr int TOTAL = ROWS * RUNS * PAIRS * GROUPS;  // pairs of 8 channels, of a step
     static constexpr int ITEMS = (TOTAL + THREADS - 1) / THREADS;  // of them, a thread's
+
+    // Where a strip's columns begin.
+    static __device__ __forceinline__ int strip(int index) { return index / RUN * PITCH + index % RUN * 16; }
 
     // 8 channels of a pair of pixels, into the planes and out of them.
     static __device__ __forceinline__ void put(u8* to, const uint4 (&pixels)[2]) {
@@ -59,22 +67,22 @@ struct Planes {
     }
 };
 
-// What a thread copies at once: 8 channels (`piece`) of a pair of columns of a row of a strip.
+// What a thread copies at once: 8 channels (`piece`) of a pair of columns of a row of a run.
 struct Place {
-    int piece, pair, strip, row;
-    int image, p0, q0;  // of the strip: the image counted from image0, its first row and column
-    bool valid;         // is there such a strip, and are there such channels?
+    int piece, pair, run, row;
+    int image, p0, q0;  // of the run: the image counted from image0, its first row and column
+    bool valid;         // is there such a run, and are there such channels?
 };
-__device__ __forceinline__ Place place_of(int item, int pairs, int strip0, int image0, int n, int channels,
+__device__ __forceinline__ Place place_of(int item, int pairs, int run0, int image0, int n, int channels,
                                           int band_rows, int bands, int q_tiles) {
     Place at;
     int rest = threadIdx.x + item * THREADS;
     at.piece = rest % GROUPS; rest /= GROUPS;
     at.pair = rest % pairs; rest /= pairs;
-    at.strip = rest % STRIPS;
-    at.row = rest / STRIPS;
-    rest = strip0 + at.strip;
-    at.q0 = rest % q_tiles * 8 * OCTETS; rest /= q_tiles;
+    at.run = rest % RUNS;
+    at.row = rest / RUNS;
+    rest = run0 + at.run;
+    at.q0 = rest % q_tiles * 8 * RUN; rest /= q_tiles;
     at.p0 = rest % bands * band_rows; rest /= bands;
     at.image = rest - image0;
     at.valid = at.row < ROWS && rest < n && 8 * at.piece < channels;

@@ -14,9 +14,9 @@
 //              15  |               |         15   |                |         | s2 s1 s0        |  S = 3
 //                                                                            |    :  :  .      |
 //
-// Strips, planes in shared memory, what a thread copies, and the config (BLOCK_C, STRIPS, WARP_C, OCTETS, ROWS,
+// Strips, planes in shared memory, what a thread copies, and the config (BLOCK_C, STRIPS, WARP_C, RUN, ROWS,
 // MIN_BLOCKS) are those of depthwise_banded.cu; S <= 9, and HAS_BIAS adds a product with ones. A block
-// goes through tiles of STRIPS strips, `splits` of which blocks share them, and walks down each.
+// goes through tiles of STRIPS strips, which `splits` blocks share, and walks down each.
 // Input row i meets the R gradient rows that it overlaps, a sliding window of fragments in registers:
 //
 //        input row i ----+---- window[0]: gradient row i      --> sums of filter row 0    (entered by this row)
@@ -35,12 +35,12 @@
 // All but ATOMIC give the same bits every time. Sums and tickets are zero before the launch and after it.
 #include "depthwise_banded.cuh"
 
-constexpr int UNITS = OCTETS + 1;          // of a strip of input; 16 bytes each in a plane
-constexpr int IN_X = 8 * OCTETS + S - 1;   // input columns that a strip needs; the rest stay zero
-constexpr int SUMS = R * S + HAS_BIAS;     // of a channel
+constexpr int UNITS = RUN + 1;         // of a run of input; 16 bytes each in a plane
+constexpr int IN_X = 8 * RUN + S - 1;  // input columns that a run needs; the rest stay zero
+constexpr int SUMS = R * S + HAS_BIAS;  // of a channel
 
-typedef Planes<UNITS, IN_X> In;
-typedef Planes<OCTETS, 8 * OCTETS> Grad;
+typedef Planes<UNITS, IN_X, IDLE ? IDLE + 1 : 0> In;  // idle strips are zeros, so add nothing
+typedef Planes<RUN, 8 * RUN, IDLE> Grad;
 
 constexpr int MATRIX = 16 * 9;  // floats of a 16 x 8 matrix in shared memory, on whose diagonals banks differ
 
@@ -62,7 +62,7 @@ __device__ __forceinline__ void load_transposed_x2(u32 (&d)[2], u32 from) {
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_banded_wgrad(
     u16* __restrict__ filter_grad, u16* __restrict__ bias_grad, const u16* __restrict__ out_grad,
     const u16* __restrict__ in, float* sums, float* partials, int n, int c, int h, int w, int p, int q,
-    int pad_h, int pad_w, int band_rows, int bands, int q_tiles, int c_tiles, int strip_tiles, int splits,
+    int pad_h, int pad_w, int band_rows, int bands, int q_tiles, int c_tiles, int tiles, int splits,
     int reduction) {
     extern __shared__ __align__(16) u8 shared[];
     u8* const in_shared = shared;
@@ -76,7 +76,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_band
     const int all = band_rows + R - 1;
     const int rows = bands == 1 ? min(all, max(h + pad_h, HAS_BIAS ? p : 1)) : all;
     const int tile_steps = ceil_div(rows, ROWS);
-    const int steps = (strip_tiles - split + splits - 1) / splits * tile_steps;
+    const int steps = (tiles - split + splits - 1) / splits * tile_steps;
 
     // The tile and step that are loaded next, and the places of this thread's items in that tile.
     int load_tile = split, load_step = 0;
@@ -84,11 +84,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_band
     int in_offset[In::ITEMS], in_y[In::ITEMS], grad_offset[Grad::ITEMS], grad_row[Grad::ITEMS], grad_rows[Grad::ITEMS];
     u32 in_valid = 0, grad_valid = 0;  // two columns an item
     auto enter_tile = [&] {
-        const int strip0 = load_tile * STRIPS, image0 = strip0 / q_tiles / bands;
+        const int run0 = load_tile * RUNS, image0 = run0 / q_tiles / bands;
         in_tile = in + static_cast<i64>(image0) * h * w * c + c0;
         grad_tile = out_grad + static_cast<i64>(image0) * p * q * c + c0;
         const auto place = [&](int item, int pairs) {
-            return place_of(item, pairs, strip0, image0, n, c - c0, band_rows, bands, q_tiles);
+            return place_of(item, pairs, run0, image0, n, c - c0, band_rows, bands, q_tiles);
         };
         in_valid = grad_valid = 0;
 #pragma unroll
@@ -116,12 +116,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_band
 #pragma unroll
     for (int l = 0; l < In::ITEMS; ++l) {
         const Place at = place_of(l, In::PAIRS, 0, 0, n, c, 1, 1, 1);
-        in_to[l] = at.row * In::ROW + at.piece * In::GROUP + at.strip * In::STRIP + at.pair * 4;
+        in_to[l] = at.row * In::ROW + at.piece * In::GROUP + at.run * In::PITCH + at.pair * 4;
     }
 #pragma unroll
     for (int l = 0; l < Grad::ITEMS; ++l) {
         const Place at = place_of(l, Grad::PAIRS, 0, 0, n, c, 1, 1, 1);
-        grad_to[l] = at.row * Grad::ROW + at.piece * Grad::GROUP + at.strip * Grad::STRIP + at.pair * 4;
+        grad_to[l] = at.row * Grad::ROW + at.piece * Grad::GROUP + at.run * Grad::PITCH + at.pair * 4;
     }
 
     uint4 in_ahead[In::ITEMS][2], grad_ahead[Grad::ITEMS][2];
@@ -160,8 +160,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_band
     };
 
     load();
-    if (2 * In::PAIRS < 8 * UNITS) {  // columns that are read, but that nothing is ever put into
-        for (int e = tid; e < 2 * In::BUFFER / 16; e += THREADS)
+    if (2 * In::PAIRS < 8 * UNITS || IDLE) {  // columns that are read, but that nothing is ever put into
+        for (int e = tid; e < 2 * (In::BUFFER + (IDLE ? Grad::BUFFER : 0)) / 16; e += THREADS)
             reinterpret_cast<uint4*>(in_shared)[e] = make_uint4(0, 0, 0, 0);
         __syncthreads();
     }
@@ -172,14 +172,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_band
     // the sum runs over strips, which are the rows of what ldmatrix fetches and transposes.
     const int channel0 = warp % (BLOCK_C / WARP_C) * WARP_C, warp_n = warp / (BLOCK_C / WARP_C);
     const u32 in_from = shared_address(in_shared) + channel0 / 8 * In::GROUP + channel0 % 8 * In::CHANNEL +
-                        (warp_n * 16 + lane % 8 + lane / 16 * 8) * In::STRIP + lane / 8 % 2 * 16;
+                        In::strip(warp_n * 16 + lane % 8 + lane / 16 * 8) + lane / 8 % 2 * 16;
     const u32 grad_from = shared_address(grad_shared) + channel0 / 8 * Grad::GROUP + channel0 % 8 * Grad::CHANNEL +
-                          (warp_n * 16 + lane % 16) * Grad::STRIP;
+                          (warp_n * 16 + lane % 16) * 16;
     constexpr u32 ONES = DTYPE == DTYPE_BFLOAT16 ? 0x3F803F80 : 0x3C003C00;
     const u32 ones[4] = {ONES, ONES, ONES, ONES};
 
     float acc[WARP_C][R][4] = {}, bias_acc[WARP_C][4] = {};
-    u32 window[WARP_C][R][OCTETS][2];
+    u32 window[WARP_C][R][2];
     int step_of_tile = 0;
     for (int step = 0; step < steps; ++step) {
         __syncthreads();
@@ -189,30 +189,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_band
 #pragma unroll
             for (int channel = 0; channel < WARP_C; ++channel)
 #pragma unroll
-                for (int r = 0; r < R; ++r)
-#pragma unroll
-                    for (int octet = 0; octet < OCTETS; ++octet)
-                        window[channel][r][octet][0] = window[channel][r][octet][1] = 0;
+                for (int r = 0; r < R; ++r) window[channel][r][0] = window[channel][r][1] = 0;
         step_of_tile = step_of_tile + 1 == tile_steps ? 0 : step_of_tile + 1;
 #pragma unroll
         for (int row = 0; row < ROWS; ++row)
 #pragma unroll
-            for (int channel = 0; channel < WARP_C; ++channel)
+            for (int channel = 0; channel < WARP_C; ++channel) {
+                u32 a[4];
+                load_transposed_x4(a, in_from + step % 2 * In::BUFFER + row * In::ROW + channel * In::CHANNEL);
 #pragma unroll
-                for (int octet = 0; octet < OCTETS; ++octet) {
-                    u32 a[4];
-                    load_transposed_x4(a, in_from + step % 2 * In::BUFFER + row * In::ROW + channel * In::CHANNEL + octet * 16);
+                for (int r = R - 1; r > 0; --r)
 #pragma unroll
-                    for (int r = R - 1; r > 0; --r)
+                    for (int i = 0; i < 2; ++i) window[channel][r][i] = window[channel][r - 1][i];
+                u32 (&b)[2] = window[channel][0];
+                load_transposed_x2(b, grad_from + step % 2 * Grad::BUFFER + row * Grad::ROW + channel * Grad::CHANNEL);
 #pragma unroll
-                        for (int i = 0; i < 2; ++i) window[channel][r][octet][i] = window[channel][r - 1][octet][i];
-                    u32 (&b)[2] = window[channel][0][octet];
-                    load_transposed_x2(b, grad_from + step % 2 * Grad::BUFFER + row * Grad::ROW + channel * Grad::CHANNEL + octet * 16);
-#pragma unroll
-                    for (int r = 0; r < R; ++r)
-                        mma_k16(acc[channel][r], a, window[channel][r][octet][0], window[channel][r][octet][1]);
-                    if (HAS_BIAS) mma_k16(bias_acc[channel], ones, b[0], b[1]);
-                }
+                for (int r = 0; r < R; ++r) mma_k16(acc[channel][r], a, window[channel][r][0], window[channel][r][1]);
+                if (HAS_BIAS) mma_k16(bias_acc[channel], ones, b[0], b[1]);
+            }
     }
 
     // The sums of a warp's diagonals, then of the warps of a channel, in shared memory.

@@ -18,7 +18,7 @@ fragments of its filter (3 R from S = 10 on) and 4 R accumulators an eight of co
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,7 +32,7 @@ from confpred.families._common import Array, Occupancy
 from confpred.families.base import KernelSource, Launch, Rows, Step
 from confpred.problem import Problem
 
-COMPILED = ("block_c", "warp_c", "strips", "octets", "rows", "min_blocks")
+COMPILED = ("block_c", "warp_c", "strips", "run", "rows", "min_blocks")
 _FIELDS = (*COMPILED, "bands")
 _OPERANDS = {
     "fprop": ("out", "in", "filter", "bias", "residual"),
@@ -41,16 +41,25 @@ _OPERANDS = {
 WARPS = (4, 8, 16)  # of a block
 
 
-def _config_table() -> NDArray[np.void]:
-    """The config space, without what no window leaves registers for."""
-    rows = []
-    for block_c, warp_c, strips, octets, *rest in itertools.product(
-        *((16, 32, 64), (1, 2, 4), (16, 32), (1, 2, 4, 7)),
-        *((1, 2, 4), (1, 2, 3), (1, 2, 4, 8, 16, 32)),
+def tiles(strips: Iterable[int]) -> Iterator[tuple[int, int, int, int]]:
+    """What blocks compute: their channels, a warp's, their strips, and a run's. An eighth of the
+    strips may be idle."""
+    for block_c, warp_c, block_strips, run in itertools.product(
+        (16, 32, 64), (1, 2, 4), strips, (1, 2, 3, 4, 5, 7, 8, 14, 16)
     ):
-        warps, min_blocks = block_c // warp_c * strips // 16, rest[1]
-        if warps in WARPS and warps * min_blocks <= 32 and warp_c * octets <= 8:
-            rows.append((block_c, warp_c, strips, octets, *rest))
+        warps, idle = block_c // warp_c * block_strips // 16, block_strips % run
+        if warps in WARPS and 8 * idle <= block_strips:
+            yield block_c, warp_c, block_strips, run
+
+
+def _config_table() -> NDArray[np.void]:
+    rows = [
+        (block_c, warp_c, strips, run, step_rows, min_blocks, bands)
+        for (block_c, warp_c, strips, run), step_rows, min_blocks, bands in itertools.product(
+            tiles((16, 32, 64)), (1, 2, 4), (1, 2, 3, 4), (1, 2, 4, 8, 16)
+        )
+        if block_c // warp_c * strips // 16 * min_blocks <= 48
+    ]
     return common.config_table(_FIELDS, rows)
 
 
@@ -75,16 +84,26 @@ def threads_of(t: Mapping[str, Array]) -> Array:
     return found
 
 
+def runs(t: Mapping[str, Array]) -> Array:
+    """Runs of a block."""
+    found: Array = t["strips"] // t["run"]
+    return found
+
+
 def items(t: Mapping[str, Array], columns: Array) -> Array:
-    """Pairs of pixels of 8 channels that a thread copies in a step, for `columns` of a strip."""
-    pairs = t["rows"] * t["strips"] * (t["block_c"] // 8) * -(-columns // 2)
+    """Pairs of pixels of 8 channels that a thread copies in a step, for `columns` of a run."""
+    pairs = t["rows"] * runs(t) * (t["block_c"] // 8) * -(-columns // 2)
     found: Array = -(-pairs // threads_of(t))
     return found
 
 
-def buffer_bytes(t: Mapping[str, Array], units: Array) -> Array:
-    """Shared memory of a step's rows, of `units` eights of columns a strip."""
-    found: Array = t["rows"] * (t["block_c"] * t["strips"] * 16 * (units | 1) + 128)
+def buffer_bytes(t: Mapping[str, Array], units: Array, spare: int) -> Array:
+    """Shared memory of a step's rows, of `units` eights of columns a run and, for each idle strip
+    and `spare` times more, one behind them."""
+    pitch = np.where(t["run"] == 1, units | 1, units)
+    idle = t["strips"] % t["run"]
+    eights = runs(t) * pitch + np.where(idle > 0, idle + spare, 0)
+    found: Array = t["rows"] * (t["block_c"] * 16 * eights + 128)
     return found
 
 
@@ -113,16 +132,16 @@ def fits(
     return found
 
 
-def addressable(t: Mapping[str, Array], problem: Problem, image_strips: Array) -> NDArray[np.bool_]:
+def addressable(t: Mapping[str, Array], problem: Problem, image_runs: Array) -> NDArray[np.bool_]:
     """Which configs can count the offsets from a block's first image in 32 bits, padding included.
 
     Args:
         t: the configs.
         problem: the layer.
-        image_strips: how many strips an image has.
+        image_runs: how many runs an image has.
     """
     p = problem
-    images = -(-t["strips"] // image_strips) + 1
+    images = -(-runs(t) // image_runs) + 1
     found: NDArray[np.bool_] = (
         images * (p.c * (max(p.h, p.p) + 256) * (max(p.w, p.q) + 256)) <= common.MAX_INT
     )
@@ -130,22 +149,24 @@ def addressable(t: Mapping[str, Array], problem: Problem, image_strips: Array) -
 
 
 def not_oversized(
-    t: Mapping[str, Array], channels: int, width: int, strips: Array, band_rows: Array
+    t: Mapping[str, Array], channels: int, width: int, all_runs: Array, band_rows: Array
 ) -> NDArray[np.bool_]:
     """Which configs are less than twice as large as what they cover, or the smallest that there
-    are: larger ones do the work of something smaller, slower.
+    are, and compute at most a quarter more columns than they must: others do the work of something
+    smaller, slower.
 
     Args:
         t: the configs.
         channels: of the layer.
-        width: columns that strips are cut of.
-        strips: of all images.
+        width: columns that runs are cut of.
+        all_runs: of all images.
         band_rows: rows of a band.
     """
+    columns = -(-width // (8 * t["run"])) * t["run"]
     found: NDArray[np.bool_] = (
-        ((8 * t["octets"] < 2 * width) | (t["octets"] == 1))
+        ((4 * columns <= 5 * -(-width // 8)) | (t["run"] == 1))
         & ((t["block_c"] < 2 * channels) | (t["block_c"] == 16))
-        & ((t["strips"] < 2 * strips) | (t["strips"] == 16))
+        & ((runs(t) < 2 * all_runs) | (t["strips"] == 16))
         & ((t["rows"] < 2 * band_rows) | (t["rows"] == 1))
     )
     return found
@@ -195,16 +216,16 @@ class _Plan:
     out_items: Array  # ... and stores
     products: Array  # tensor-core instructions of a warp and step
     work: Array  # instructions that a warp issues in a step
-    in_x: Array  # input columns of a strip
+    in_x: Array  # input columns of a run
     band_rows: Array
     bands: Array
     q_tiles: Array
     c_tiles: Array
-    strip_tiles: Array
+    tiles: Array
 
     @property
     def blocks(self) -> Array:
-        return self.strip_tiles * self.c_tiles
+        return self.tiles * self.c_tiles
 
 
 class DepthwiseBanded:
@@ -225,12 +246,12 @@ class DepthwiseBanded:
         plan = self._plan(problem, np.arange(len(self.configs)))
         image = _image(problem)
         height, width = image.size_out
-        strips = problem.n * plan.bands * plan.q_tiles
+        all_runs = problem.n * plan.bands * plan.q_tiles
         legal: NDArray[np.bool_] = (
             fits(t, plan.registers, plan.smem_bytes, device)
             & addressable(t, problem, plan.q_tiles * plan.bands)
-            & (np.maximum(plan.blocks, strips + t["strips"]) <= common.MAX_INT)
-            & not_oversized(t, problem.c, width, strips, plan.band_rows)
+            & (np.maximum(plan.blocks, all_runs + t["strips"]) <= common.MAX_INT)
+            & not_oversized(t, problem.c, width, all_runs, plan.band_rows)
             & common.distinct_bands(height, t["bands"])
         )
         return legal
@@ -274,27 +295,27 @@ class DepthwiseBanded:
     def _plan(self, problem: Problem, rows: Rows) -> _Plan:
         """Mirrors the constants at the top of the kernel."""
         t = common.config_columns(self.configs, rows)
-        r, s, octets, strips = problem.r, problem.s, t["octets"], t["strips"]
+        r, s, run = problem.r, problem.s, t["run"]
         height, width = _image(problem).size_out
         threads = threads_of(t)
         span = (s + 14) // 8
-        in_x = 8 * octets + s - 1
+        in_x = 8 * run + s - 1
         band_rows, bands = common.cut(height, t["bands"])
-        q_tiles = -(-width // (8 * octets))
-        in_items, out_items = items(t, in_x), items(t, 8 * octets)
-        a_warp = t["warp_c"] * octets * t["rows"]  # fragments of a step
+        q_tiles = -(-width // (8 * run))
+        in_items, out_items = items(t, in_x), items(t, 8 * run)
+        a_warp = t["warp_c"] * t["rows"]  # fragments of a step
         products = a_warp * r * (1 if span < 3 else 2)
-        registers = (  # fitted to what the assembler reports of 70 kernels
-            t["warp_c"] * r * (span + 4 * octets)
-            + 19 * in_items
-            + (1 + 8 * problem.residual) * out_items
-            + 28
+        registers = (  # fitted to what the assembler reports of 55 kernels
+            t["warp_c"] * (r * (span + 4) - 2)
+            + 18 * in_items
+            + (5 + 8 * problem.residual) * out_items
+            + 26
         )
         work = products + a_warp * 14 + in_items * 28 + out_items * 28 + 20
         return _Plan(
             threads=threads,
             registers=registers,
-            smem_bytes=2 * (buffer_bytes(t, octets + span - 1) + buffer_bytes(t, octets))
+            smem_bytes=2 * (buffer_bytes(t, run + span - 1, span - 1) + buffer_bytes(t, run, 0))
             + t["block_c"] * r * s * 2,
             in_items=in_items,
             out_items=out_items,
@@ -305,7 +326,7 @@ class DepthwiseBanded:
             bands=bands,
             q_tiles=q_tiles,
             c_tiles=-(-problem.c // t["block_c"]),
-            strip_tiles=-(-problem.n * bands * q_tiles // strips),
+            tiles=-(-problem.n * bands * q_tiles // runs(t)),
         )
 
     def _derived(
@@ -332,7 +353,7 @@ class DepthwiseBanded:
         steps = -(-walked // t["rows"])
         inside = np.where(whole, np.minimum(size_in[0] + image.padding[0] - above, walked), walked)
         computed = np.minimum(-(-inside // t["rows"]), steps)
-        step_bytes = t["rows"] * t["strips"] * plan.in_x * t["block_c"] * problem.itemsize
+        step_bytes = t["rows"] * runs(t) * plan.in_x * t["block_c"] * problem.itemsize
         in_flight = occupancy.resident * step_bytes
         fullest = occupancy.sm_blocks * device.sm_count * plan.threads / 32
         block_work = computed * plan.work + (steps - computed) * 0.5 * plan.work + 300
@@ -344,7 +365,7 @@ class DepthwiseBanded:
                 fullest * block_work * 32 / (0.6 * device.simt_flops / 2),
             ),
         )
-        strips = problem.n * plan.bands * plan.q_tiles
+        all_runs = problem.n * plan.bands * plan.q_tiles
         return {
             "log_p": np.log2(height),
             "log_q": np.log2(width),
@@ -355,15 +376,15 @@ class DepthwiseBanded:
             "out_items": plan.out_items,
             "products": plan.products,
             **occupancy.features(),
-            "q_waste": plan.q_tiles * t["octets"] * 8 / width,
+            "q_waste": plan.q_tiles * t["run"] * 8 / width,
             "c_waste": plan.c_tiles * t["block_c"] / problem.c,
-            "strip_waste": plan.strip_tiles * t["strips"] / strips,
+            "strip_waste": plan.tiles * t["strips"] / (all_runs * t["run"]),
             "band_rows": plan.band_rows,
             "bands_cut": plan.bands,
             # What is left for the last band, as a part of a whole one.
             "row_tail": (height - (plan.bands - 1) * plan.band_rows) / plan.band_rows,
             "halo_rows": walked / plan.band_rows,
-            "halo_columns": plan.in_x / (8 * t["octets"]),
+            "halo_columns": plan.in_x / (8 * t["run"]),
             "steps": steps,
             "run_bytes": t["block_c"] * problem.itemsize,
             "bytes_in_flight": in_flight,

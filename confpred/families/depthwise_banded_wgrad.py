@@ -31,14 +31,12 @@ _MAX_WIDTH = 9  # of a window: a diagonal has eight elements
 
 def _config_table() -> NDArray[np.void]:
     reductions = depthwise.reductions((4, 8, 16, 32, 64, 128))
-    rows = []
-    for block_c, warp_c, strips, octets, step_rows, min_blocks, bands in itertools.product(
-        (16, 32, 64), (1, 2, 4), (16, 32), (1, 2, 4), (1, 2), (1, 2), (1, 4, 16)
-    ):
-        warps = block_c // warp_c * strips // 16
-        if warps in banded.WARPS and warp_c * octets <= 8:
-            config = (block_c, warp_c, strips, octets, step_rows, min_blocks, bands)
-            rows += [(*config, *reduction) for reduction in reductions]
+    rows = [
+        (*tile, step_rows, min_blocks, bands, *reduction)
+        for tile, step_rows, min_blocks, bands, reduction in itertools.product(
+            banded.tiles((16, 32)), (1, 2, 4), (1, 2), (1, 4, 16), reductions
+        )
+    ]
     return common.config_table(_FIELDS, rows)
 
 
@@ -53,12 +51,12 @@ class _Plan:
     grad_items: Array
     products: Array  # tensor-core instructions of a warp and step
     work: Array  # instructions that a warp issues in a step
-    in_x: Array  # input columns of a strip
+    in_x: Array  # input columns of a run
     band_rows: Array
     bands: Array
     q_tiles: Array
     c_tiles: Array
-    strip_tiles: Array
+    tiles: Array
     blocks: Array
 
 
@@ -94,17 +92,17 @@ class DepthwiseBandedWgrad:
         )
         t = common.config_columns(self.configs, rows)
         plan = self._plan(problem, rows)
-        strips, splits = problem.n * plan.bands * plan.q_tiles, t["splits"]
+        all_runs, splits = problem.n * plan.bands * plan.q_tiles, t["splits"]
         legal[rows] = (
             banded.fits(t, plan.registers, plan.smem_bytes, device)
             & banded.addressable(t, problem, plan.q_tiles * plan.bands)
-            & (np.maximum(plan.blocks, strips + splits * t["strips"]) <= common.MAX_INT)
-            & banded.not_oversized(t, problem.c, problem.q, strips, plan.band_rows)
+            & (np.maximum(plan.blocks, all_runs + splits * t["strips"]) <= common.MAX_INT)
+            & banded.not_oversized(t, problem.c, problem.q, all_runs, plan.band_rows)
             # Each block has a tile; blocks enough for half of the device, and no more than eight
             # to a multiprocessor, as far as there are tiles for them.
-            & (splits <= plan.strip_tiles)
+            & (splits <= plan.tiles)
             & ((splits == 1) | (plan.blocks <= 8 * device.sm_count))
-            & ((2 * plan.blocks >= device.sm_count) | (2 * splits >= plan.strip_tiles))
+            & ((2 * plan.blocks >= device.sm_count) | (4 * splits > plan.tiles))
         )
         return legal
 
@@ -140,7 +138,7 @@ class DepthwiseBandedWgrad:
                 *(problem.n, problem.c, problem.h, problem.w, problem.p, problem.q),
                 *problem.padding,
                 *(int(plan.band_rows[0]), int(plan.bands[0]), int(plan.q_tiles[0])),
-                *(int(plan.c_tiles[0]), int(plan.strip_tiles[0]), splits, reduction),
+                *(int(plan.c_tiles[0]), int(plan.tiles[0]), splits, reduction),
             ),
         )
         return depthwise.with_sums(step, problem, splits, reduction, int(plan.c_tiles[0]))
@@ -148,23 +146,20 @@ class DepthwiseBandedWgrad:
     def _plan(self, problem: Problem, rows: Rows) -> _Plan:
         """Mirrors the constants at the top of the kernel."""
         t = common.config_columns(self.configs, rows)
-        r, octets, warp_c, strips = problem.r, t["octets"], t["warp_c"], t["strips"]
+        r, run, warp_c = problem.r, t["run"], t["warp_c"]
         threads = banded.threads_of(t)
-        in_x = 8 * octets + problem.s - 1
+        in_x = 8 * run + problem.s - 1
         band_rows, bands = common.cut(problem.p, t["bands"])
-        q_tiles = -(-problem.q // (8 * octets))
+        q_tiles = -(-problem.q // (8 * run))
         c_tiles = -(-problem.c // t["block_c"])
-        in_items, grad_items = banded.items(t, in_x), banded.items(t, 8 * octets)
-        planes = 2 * (banded.buffer_bytes(t, octets + 1) + banded.buffer_bytes(t, octets))
-        sums = strips // 16 * t["block_c"] * (r * problem.s + problem.bias)
+        in_items, grad_items = banded.items(t, in_x), banded.items(t, 8 * run)
+        planes = 2 * (banded.buffer_bytes(t, run + 1, 1) + banded.buffer_bytes(t, run, 0))
+        sums = t["strips"] // 16 * t["block_c"] * (r * problem.s + problem.bias)
         # Fragments, products, and the window's slide.
-        fragments = warp_c * octets * t["rows"]
+        fragments = warp_c * t["rows"]
         products = fragments * (r + problem.bias)
-        registers = (  # fitted to what the assembler reports of 40 kernels
-            warp_c * (r * (4 + 2 * octets) + 4 * problem.bias)
-            + 22 * in_items
-            + 15 * grad_items
-            + 34
+        registers = (  # fitted to what the assembler reports of 55 kernels
+            warp_c * (5 * r + 7 + 4 * problem.bias) + 20 * in_items + 15 * grad_items + 35
         )
         work = products + fragments * (4 + 2 * r) + 28 * (in_items + grad_items) + 20
         return _Plan(
@@ -180,7 +175,7 @@ class DepthwiseBandedWgrad:
             bands=bands,
             q_tiles=q_tiles,
             c_tiles=c_tiles,
-            strip_tiles=-(-problem.n * bands * q_tiles // strips),
+            tiles=-(-problem.n * bands * q_tiles // banded.runs(t)),
             blocks=c_tiles * t["splits"],
         )
 
@@ -196,14 +191,14 @@ class DepthwiseBandedWgrad:
         plan = self._plan(problem, rows)
         registers = np.minimum(plan.registers, banded.most_registers(t))
         occupancy = Occupancy.of(device, plan.blocks, plan.threads, registers, plan.smem_bytes)
-        ideal_rounds = plan.strip_tiles / t["splits"]
+        ideal_rounds = plan.tiles / t["splits"]
         rounds = np.ceil(ideal_rounds)
         walked = plan.band_rows + problem.r - 1
         whole = max(problem.h + problem.padding[0], problem.p * problem.bias)
         walked = np.where(plan.bands == 1, np.minimum(walked, whole), walked)
         steps = -(-walked // t["rows"])
-        pixels = plan.in_x + 8 * t["octets"]
-        step_bytes = t["rows"] * t["strips"] * pixels * t["block_c"] * problem.itemsize
+        pixels = plan.in_x + 8 * t["run"]
+        step_bytes = t["rows"] * banded.runs(t) * pixels * t["block_c"] * problem.itemsize
         in_flight = occupancy.resident * step_bytes
         fullest = occupancy.sm_blocks * device.sm_count * plan.threads / 32 * rounds * steps
         seconds = np.maximum(
@@ -218,7 +213,7 @@ class DepthwiseBandedWgrad:
         reduction = np.where(
             t["reduction"] == TWO_LAUNCHES, 3e-6 + 2 * sum_bytes / device.dram_bytes_per_s, 1e-6
         )
-        strips = problem.n * plan.bands * plan.q_tiles
+        all_runs = problem.n * plan.bands * plan.q_tiles
         return {
             "threads": plan.threads,
             "registers": plan.registers,
@@ -227,13 +222,13 @@ class DepthwiseBandedWgrad:
             "grad_items": plan.grad_items,
             "products": plan.products,
             **occupancy.features(),
-            "q_waste": plan.q_tiles * t["octets"] * 8 / problem.q,
+            "q_waste": plan.q_tiles * t["run"] * 8 / problem.q,
             "c_waste": plan.c_tiles * t["block_c"] / problem.c,
-            "strip_waste": plan.strip_tiles * t["strips"] / strips,
+            "strip_waste": plan.tiles * t["strips"] / (all_runs * t["run"]),
             "band_rows": plan.band_rows,
             "bands_cut": plan.bands,
             "halo_rows": walked / plan.band_rows,
-            "halo_columns": plan.in_x / (8 * t["octets"]),
+            "halo_columns": plan.in_x / (8 * t["run"]),
             "rounds": rounds,
             "round_waste": rounds / ideal_rounds,
             "steps": steps,
