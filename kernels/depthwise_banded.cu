@@ -27,9 +27,10 @@
 // HAS_BIAS, HAS_RESIDUAL, and the config:
 //
 //   BLOCK_C, STRIPS  channels and strips of a block
-//   WARP_C           channels of a warp; it computes 16 strips
+//   WARP_C, WARP_STRIPS  those of a warp
 //   RUN              strips of a run
 //   ROWS             input rows of a step
+//   STAGES           steps that are copied ahead
 //   MIN_BLOCKS       blocks that a multiprocessor must hold: bounds the registers
 //
 // A block walks down its strips. Each step brings in ROWS input rows; each row is read from shared memory
@@ -40,14 +41,16 @@
 //                        +---- filter row 1 --> acc[1]: output row i - 1
 //                        +---- filter row 2 --> acc[2]: output row i - 2    (finished by this row)
 //
-// In memory channels lie together, in A and in the accumulators columns do. So a thread loads 8 channels of
-// two neighbouring pixels and stores 8 pairs of pixels into planes of one channel each in shared memory
+// In memory channels lie together, in A and in the accumulators columns do. So a thread copies 8 channels of
+// two neighbouring pixels into a stage of its own, STAGES steps ahead, and from there puts 8 pairs of pixels
+// into planes of one channel each
 //
 //   [channel][run][column]
 //
-// and finished rows go back the same way. In step i, behind its one barrier, a thread stores to device
-// memory what step i - 1 has finished, puts into shared memory what it has loaded for step i + 1, loads for
-// step i + 2 into registers, and multiplies: a load has a whole step to arrive.
+// and finished rows go back the same way. In step i, between two barriers, a thread stores to device
+// memory what step i - 1 has finished, puts step i + 1 into the planes, starts the copy of step
+// i + 1 + STAGES, and multiplies: one half of the warps in this order, the other multiplies first, so
+// that neither memory nor the tensor cores wait for the other.
 //
 // Zeros of the band are multiplied too: an infinity or NaN makes NaN of the outputs of its channel
 // whose 16 columns it lies in.
@@ -82,7 +85,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_band
     extern __shared__ __align__(16) u8 shared[];
     u8* const in_shared = shared;
     u8* const out_shared = in_shared + 2 * In::BUFFER;
-    u8* const filter_shared = out_shared + 2 * Out::BUFFER;
+    u8* const stages = out_shared + 2 * Out::BUFFER;
+    u8* const filter_shared = stages + STAGES * In::STAGE;
 
     const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32;
     // Neighbouring blocks take neighbouring channels, then columns, then bands: what they share of a
@@ -134,8 +138,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_band
         return row >= 0 && row < out_rows[l];
     };
 
-    uint4 ahead[In::ITEMS][2], added[HAS_RESIDUAL ? Out::ITEMS : 1][2];
-    auto load = [&](int step) {
+    uint4 added[HAS_RESIDUAL ? Out::ITEMS : 1][2];
+    auto load_residual = [&](int step) {
+        if (!HAS_RESIDUAL) return;
+        const u16* const rows = residual + out_block + static_cast<i64>(step * ROWS) * q * c;
+#pragma unroll
+        for (int l = 0; l < Out::ITEMS; ++l) {
+            const u32 columns = is_stored(step, l) ? out_valid >> 2 * l : 0;
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                added[l][i] = make_uint4(0, 0, 0, 0);
+                if (columns >> i & 1) added[l][i] = *reinterpret_cast<const uint4*>(rows + out_offset[l] + i * c);
+            }
+        }
+    };
+    auto load = [&](int step, int stage) {
         if (step < computed) {
             const u16* const rows = in_block + static_cast<i64>(step * ROWS) * w * c;
 #pragma unroll
@@ -144,32 +161,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_band
                 const u32 columns = y >= 0 && y < h ? in_valid >> 2 * l : 0;
 #pragma unroll
                 for (int i = 0; i < 2; ++i) {
-                    ahead[l][i] = make_uint4(0, 0, 0, 0);
-                    if (columns >> i & 1)
-                        ahead[l][i] = *reinterpret_cast<const uint4*>(rows + in_offset[l] + i * c);
+                    const bool valid = columns >> i & 1;
+                    copy_async_16(shared_address(stages + stage * In::STAGE + In::staged(l, i)),
+                                  valid ? rows + in_offset[l] + i * c : in, valid);
                 }
             }
         }
-        if (HAS_RESIDUAL) {
-            const u16* const rows = residual + out_block + static_cast<i64>(step * ROWS) * q * c;
-#pragma unroll
-            for (int l = 0; l < Out::ITEMS; ++l) {
-                const u32 columns = is_stored(step, l) ? out_valid >> 2 * l : 0;
-#pragma unroll
-                for (int i = 0; i < 2; ++i) {
-                    added[l][i] = make_uint4(0, 0, 0, 0);
-                    if (columns >> i & 1)
-                        added[l][i] = *reinterpret_cast<const uint4*>(rows + out_offset[l] + i * c);
-                }
-            }
-        }
+        copy_async_commit();
     };
-    auto put = [&](int step) {
+    auto put = [&](int step, int stage) {
+        copy_async_wait<STAGES - 1>();  // for what this thread itself has copied
         if (step < computed)
 #pragma unroll
             for (int l = 0; l < In::ITEMS; ++l)
                 if (is_item(l, In::TOTAL))
-                    In::put(in_shared + step % 2 * In::BUFFER + in_to[l], ahead[l]);
+                    In::put(in_shared + step % 2 * In::BUFFER + in_to[l], stages + stage * In::STAGE, l);
         // The residual lies where the results will, which is where this thread has just read what is
         // finished two steps before.
         if (HAS_RESIDUAL)
@@ -192,25 +198,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_band
     };
 
     constexpr int FILTER_PIECES = BLOCK_C * R * S / 8;  // of 16 bytes
-    load(0);
     for (int e = tid; e < FILTER_PIECES; e += THREADS) {
         const bool valid = e * 8 < (c - c0) * R * S;
         const u16* const from = filter + static_cast<i64>(c0) * R * S + e * 8;
         copy_async_16(shared_address(filter_shared) + e * 16, valid ? from : filter, valid);
     }
-    copy_async_commit();
+#pragma unroll
+    for (int step = 0; step < STAGES; ++step) load(step, step);
+    load_residual(0);
     if (2 * In::PAIRS < 8 * UNITS || IDLE) {  // columns that are read, but that nothing is ever put into
         for (int e = tid; e < 2 * In::BUFFER / 16; e += THREADS)
             reinterpret_cast<uint4*>(in_shared)[e] = make_uint4(0, 0, 0, 0);
         __syncthreads();
     }
-    put(0);
-    load(1);
-    copy_async_wait<0>();
+    put(0, 0);
+    load(STAGES, 0);
+    load_residual(1);
     __syncthreads();
 
     // Fragment layouts are those of the PTX manual, "Matrix Fragments for mma.m16n8k16".
-    const int channel0 = warp % (BLOCK_C / WARP_C) * WARP_C, warp_strip = warp / (BLOCK_C / WARP_C) * 16;
+    const int channel0 = warp % (BLOCK_C / WARP_C) * WARP_C, warp_strip = warp / (BLOCK_C / WARP_C) * WARP_STRIPS;
     u32 taps[WARP_C][R][SPAN];
     float bias_values[WARP_C];
 #pragma unroll
@@ -234,13 +241,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_band
             bias_values[channel] = k < c ? to_float(bias[k]) : 0.0f;
         }
     }
-    const u32 fragment_from = shared_address(in_shared) + channel0 / 8 * In::GROUP + channel0 % 8 * In::CHANNEL +
-                              In::strip(warp_strip + lane % 16) + lane / 16 * 16;
+    u32 fragment_from[TILES];
+#pragma unroll
+    for (int tile = 0; tile < TILES; ++tile)
+        fragment_from[tile] = shared_address(in_shared) + channel0 / 8 * In::GROUP + channel0 % 8 * In::CHANNEL +
+                              In::strip(warp_strip + tile * 16 + lane % 16) + lane / 16 * 16;
     u8* const result_to = out_shared + channel0 / 8 * Out::GROUP + channel0 % 8 * Out::CHANNEL +
                           (warp_strip + lane / 4) * 16 + lane % 4 * 4;
 
-    float acc[WARP_C][R][4] = {};
-    auto multiply = [&](u32 from, int channel) {
+    float acc[WARP_C][R][TILES][4] = {};
+    auto multiply = [&](u32 from, int channel, int tile) {
         u32 a[SPAN / 2 + 1][4];
 #pragma unroll
         for (int unit = 0; unit < SPAN; unit += 2) {
@@ -249,10 +259,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_band
         }
 #pragma unroll
         for (int r = R - 1; r >= 0; --r) {
-            float (&d)[4] = acc[channel][r];
+            float (&d)[4] = acc[channel][r][tile];
             float before[4];
 #pragma unroll
-            for (int e = 0; e < 4; ++e) before[e] = r ? acc[channel][r ? r - 1 : 0][e] : 0.0f;
+            for (int e = 0; e < 4; ++e) before[e] = r ? acc[channel][r ? r - 1 : 0][tile][e] : 0.0f;
             const u32 (&b)[SPAN] = taps[channel][r];
             if (SPAN == 1) multiply_k8(d, a[0], b[0], before);
             else multiply_k16(d, a[0], b[0], b[SPAN > 1 ? 1 : 0], before);
@@ -265,19 +275,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_band
 #pragma unroll
             for (int r = R - 1; r >= 0; --r)
 #pragma unroll
-                for (int e = 0; e < 4; ++e) acc[channel][r][e] = r ? acc[channel][r ? r - 1 : 0][e] : 0.0f;
+                for (int tile = 0; tile < TILES; ++tile)
+#pragma unroll
+                    for (int e = 0; e < 4; ++e) acc[channel][r][tile][e] = r ? acc[channel][r ? r - 1 : 0][tile][e] : 0.0f;
     };
     auto finish = [&](u8* to) {
 #pragma unroll
         for (int channel = 0; channel < WARP_C; ++channel)
 #pragma unroll
-            for (int half = 0; half < 2; ++half) {
+            for (int half = 0; half < 2 * TILES; ++half) {
                 u32* const word = reinterpret_cast<u32*>(to + channel * Out::CHANNEL + half * 8 * 16);
                 const u32 plus = HAS_RESIDUAL ? *word : 0;
                 float x[2];
 #pragma unroll
                 for (int e = 0; e < 2; ++e) {
-                    x[e] = acc[channel][R - 1][2 * half + e];
+                    x[e] = acc[channel][R - 1][half / 2][half % 2 * 2 + e];
                     if (HAS_BIAS) x[e] += bias_values[channel];
                     if (HAS_RESIDUAL) x[e] += to_float(static_cast<u16>(plus >> 16 * e));  // before the only rounding
                     x[e] = activate<ACTIVATION>(x[e]);
@@ -285,25 +297,38 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_band
                 *word = pack(x[0], x[1]);
             }
     };
-
-    for (int step = 0; step < steps; ++step) {
-        if (step > 0) {
-            __syncthreads();
-            store(step - 1);
-        }
-        if (step + 1 < steps) put(step + 1);
-        if (step + 2 < steps) load(step + 2);
+    auto compute = [&](int step) {
 #pragma unroll
         for (int row = 0; row < ROWS; ++row) {
             if (step < computed) {
-                const u32 from = fragment_from + step % 2 * In::BUFFER + row * In::ROW;
 #pragma unroll
-                for (int channel = 0; channel < WARP_C; ++channel) multiply(from + channel * In::CHANNEL, channel);
+                for (int channel = 0; channel < WARP_C; ++channel)
+#pragma unroll
+                    for (int tile = 0; tile < TILES; ++tile)
+                        multiply(fragment_from[tile] + step % 2 * In::BUFFER + row * In::ROW + channel * In::CHANNEL, channel, tile);
             } else {
                 move_down();
             }
             if (first + step * ROWS + row >= R - 1) finish(result_to + step % 2 * Out::BUFFER + row * Out::ROW);
         }
+    };
+
+    int stage = STAGES > 1 ? 1 : 0;  // of the next step
+    const auto exchange = [&](int step) {
+        if (step > 0) store(step - 1);
+        if (step + 1 < steps) {
+            put(step + 1, stage);
+            load(step + 1 + STAGES, stage);
+            if (step + 2 < steps) load_residual(step + 2);
+        }
+        stage = stage + 1 == STAGES ? 0 : stage + 1;
+    };
+    const bool exchanges_first = warp / 4 % 2 == 0;
+    for (int step = 0; step < steps; ++step) {
+        if (step > 0) __syncthreads();
+        if (exchanges_first) exchange(step);
+        compute(step);
+        if (!exchanges_first) exchange(step);
     }
     __syncthreads();
     store(steps - 1);

@@ -5,12 +5,14 @@
 #pragma once
 #include "common.cuh"
 
-constexpr int THREADS = BLOCK_C / WARP_C * (STRIPS / 16) * 32;
+constexpr int TILES = WARP_STRIPS / 16;  // rows of operand tiles of a warp
+constexpr int THREADS = BLOCK_C / WARP_C * (STRIPS / WARP_STRIPS) * 32;
 constexpr int GROUPS = BLOCK_C / 8;  // 16-byte pieces of a pixel
 constexpr int RUNS = STRIPS / RUN;   // of a block
 constexpr int IDLE = STRIPS % RUN;   // strips left over: they compute what nobody reads
 
-static_assert(BLOCK_C % 8 == 0 && 8 % WARP_C == 0 && STRIPS % 16 == 0, "warps divide planes of 8 channels");
+static_assert(BLOCK_C % 8 == 0 && 8 % WARP_C == 0, "warps divide planes of 8 channels");
+static_assert(STRIPS % WARP_STRIPS == 0 && WARP_STRIPS % 16 == 0, "warps divide strips");
 
 // Two pixels of 8 channels each <-> 8 channels of two pixels each.
 __device__ __forceinline__ void split(const uint4 (&pixels)[2], u32 (&pairs)[8]) {
@@ -48,11 +50,21 @@ struct Planes {
     static constexpr int BUFFER = ROWS * ROW;
     static constexpr int TOTAL = ROWS * RUNS * PAIRS * GROUPS;  // pairs of 8 channels, of a step
     static constexpr int ITEMS = (TOTAL + THREADS - 1) / THREADS;  // of them, a thread's
+    static constexpr int STAGE = ITEMS * THREADS * 32;          // bytes of a step's pairs as they come from memory
 
     // Where a strip's columns begin.
     static __device__ __forceinline__ int strip(int index) { return index / RUN * PITCH + index % RUN * 16; }
 
+    // Pixel `i` of an item of this thread in a stage: neighbouring threads', side by side.
+    static __device__ __forceinline__ int staged(int item, int i) { return ((2 * item + i) * THREADS + threadIdx.x) * 16; }
+
     // 8 channels of a pair of pixels, into the planes and out of them.
+    static __device__ __forceinline__ void put(u8* to, const u8* stage, int item) {
+        uint4 pixels[2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) pixels[i] = *reinterpret_cast<const uint4*>(stage + staged(item, i));
+        put(to, pixels);
+    }
     static __device__ __forceinline__ void put(u8* to, const uint4 (&pixels)[2]) {
         u32 pairs[8];
         split(pixels, pairs);

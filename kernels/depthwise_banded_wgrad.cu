@@ -14,8 +14,8 @@
 //              15  |               |         15   |                |         | s2 s1 s0        |  S = 3
 //                                                                            |    :  :  .      |
 //
-// Strips, planes in shared memory, what a thread copies, and the config (BLOCK_C, STRIPS, WARP_C, RUN, ROWS,
-// MIN_BLOCKS) are those of depthwise_banded.cu; S <= 9, and HAS_BIAS adds a product with ones. A block
+// Strips, planes in shared memory, what a thread copies, and the config (BLOCK_C, STRIPS, WARP_C, WARP_STRIPS,
+// RUN, ROWS, STAGES, MIN_BLOCKS) are those of depthwise_banded.cu; S <= 9, and HAS_BIAS adds a product with ones. A block
 // goes through tiles of STRIPS strips, which `splits` blocks share, and walks down each.
 // Input row i meets the R gradient rows that it overlaps, a sliding window of fragments in registers:
 //
@@ -42,6 +42,7 @@ constexpr int SUMS = R * S + HAS_BIAS;  // of a channel
 typedef Planes<UNITS, IN_X, IDLE ? IDLE + 1 : 0> In;  // idle strips are zeros, so add nothing
 typedef Planes<RUN, 8 * RUN, IDLE> Grad;
 
+constexpr int STAGE = In::STAGE + Grad::STAGE;
 constexpr int MATRIX = 16 * 9;  // floats of a 16 x 8 matrix in shared memory, on whose diagonals banks differ
 
 static_assert(S <= 9, "a diagonal has eight elements");
@@ -67,6 +68,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_band
     extern __shared__ __align__(16) u8 shared[];
     u8* const in_shared = shared;
     u8* const grad_shared = in_shared + 2 * In::BUFFER;
+    u8* const stages = grad_shared + 2 * Grad::BUFFER;
 
     const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32;
     const int c_tile = blockIdx.x % c_tiles, split = blockIdx.x / c_tiles;
@@ -124,89 +126,116 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_band
         grad_to[l] = at.row * Grad::ROW + at.piece * Grad::GROUP + at.run * Grad::PITCH + at.pair * 4;
     }
 
-    uint4 in_ahead[In::ITEMS][2], grad_ahead[Grad::ITEMS][2];
-    auto load_pair = [&](uint4 (&to)[2], const u16* from, u32 columns) {
+    const auto copy_pair = [&](u8* stage, int to_left, int to_right, const u16* from, u32 columns) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            to[i] = make_uint4(0, 0, 0, 0);
-            if (columns >> i & 1) to[i] = *reinterpret_cast<const uint4*>(from + i * c);
+            const bool valid = columns >> i & 1;
+            copy_async_16(shared_address(stage + (i ? to_right : to_left)), valid ? from + i * c : in, valid);
         }
     };
-    auto load = [&] {
-        if (load_step == 0) enter_tile();
-        const int row = load_step * ROWS;
-        const u16* const in_rows = in_tile + static_cast<i64>(row) * w * c;
-        const u16* const grad_rows_from = grad_tile + static_cast<i64>(row) * q * c;
+    auto load = [&](int step, u8* stage) {
+        if (step < steps) {
+            if (load_step == 0) enter_tile();
+            const int row = load_step * ROWS;
+            const u16* const in_rows = in_tile + static_cast<i64>(row) * w * c;
+            const u16* const grad_rows_from = grad_tile + static_cast<i64>(row) * q * c;
 #pragma unroll
-        for (int l = 0; l < In::ITEMS; ++l) {
-            const int y = row + in_y[l];
-            load_pair(in_ahead[l], in_rows + in_offset[l], y >= 0 && y < h ? in_valid >> 2 * l : 0);
-        }
+            for (int l = 0; l < In::ITEMS; ++l) {
+                const int y = row + in_y[l];
+                copy_pair(stage, In::staged(l, 0), In::staged(l, 1), in_rows + in_offset[l], y >= 0 && y < h ? in_valid >> 2 * l : 0);
+            }
 #pragma unroll
-        for (int l = 0; l < Grad::ITEMS; ++l)
-            load_pair(grad_ahead[l], grad_rows_from + grad_offset[l], row + grad_row[l] < grad_rows[l] ? grad_valid >> 2 * l : 0);
-        if (++load_step == tile_steps) {
-            load_step = 0;
-            load_tile += splits;
+            for (int l = 0; l < Grad::ITEMS; ++l)
+                copy_pair(stage + In::STAGE, Grad::staged(l, 0), Grad::staged(l, 1), grad_rows_from + grad_offset[l],
+                          row + grad_row[l] < grad_rows[l] ? grad_valid >> 2 * l : 0);
+            if (++load_step == tile_steps) {
+                load_step = 0;
+                load_tile += splits;
+            }
         }
+        copy_async_commit();
     };
-    auto put = [&](int step) {
+    auto put = [&](int step, const u8* stage) {
+        copy_async_wait<STAGES - 1>();  // for what this thread itself has copied
 #pragma unroll
         for (int l = 0; l < In::ITEMS; ++l)
-            if (is_item(l, In::TOTAL)) In::put(in_shared + step % 2 * In::BUFFER + in_to[l], in_ahead[l]);
+            if (is_item(l, In::TOTAL)) In::put(in_shared + step % 2 * In::BUFFER + in_to[l], stage, l);
 #pragma unroll
         for (int l = 0; l < Grad::ITEMS; ++l)
-            if (is_item(l, Grad::TOTAL)) Grad::put(grad_shared + step % 2 * Grad::BUFFER + grad_to[l], grad_ahead[l]);
+            if (is_item(l, Grad::TOTAL)) Grad::put(grad_shared + step % 2 * Grad::BUFFER + grad_to[l], stage + In::STAGE, l);
     };
 
-    load();
+#pragma unroll
+    for (int step = 0; step < STAGES; ++step) load(step, stages + step * STAGE);
     if (2 * In::PAIRS < 8 * UNITS || IDLE) {  // columns that are read, but that nothing is ever put into
         for (int e = tid; e < 2 * (In::BUFFER + (IDLE ? Grad::BUFFER : 0)) / 16; e += THREADS)
             reinterpret_cast<uint4*>(in_shared)[e] = make_uint4(0, 0, 0, 0);
         __syncthreads();
     }
-    put(0);
-    if (steps > 1) load();
+    put(0, stages);
+    load(STAGES, stages);
+    __syncthreads();
 
     // Fragment layouts are those of the PTX manual, "Matrix Fragments for mma.m16n8k16": in both operands
     // the sum runs over strips, which are the rows of what ldmatrix fetches and transposes.
     const int channel0 = warp % (BLOCK_C / WARP_C) * WARP_C, warp_n = warp / (BLOCK_C / WARP_C);
-    const u32 in_from = shared_address(in_shared) + channel0 / 8 * In::GROUP + channel0 % 8 * In::CHANNEL +
-                        In::strip(warp_n * 16 + lane % 8 + lane / 16 * 8) + lane / 8 % 2 * 16;
-    const u32 grad_from = shared_address(grad_shared) + channel0 / 8 * Grad::GROUP + channel0 % 8 * Grad::CHANNEL +
-                          (warp_n * 16 + lane % 16) * 16;
+    const u32 in_planes = shared_address(in_shared) + channel0 / 8 * In::GROUP + channel0 % 8 * In::CHANNEL;
+    const u32 grad_planes = shared_address(grad_shared) + channel0 / 8 * Grad::GROUP + channel0 % 8 * Grad::CHANNEL;
+    u32 in_from[TILES], grad_from[TILES];
+#pragma unroll
+    for (int tile = 0; tile < TILES; ++tile) {
+        const int strip = warp_n * WARP_STRIPS + tile * 16;
+        in_from[tile] = in_planes + In::strip(strip + lane % 8 + lane / 16 * 8) + lane / 8 % 2 * 16;
+        grad_from[tile] = grad_planes + (strip + lane % 16) * 16;
+    }
     constexpr u32 ONES = DTYPE == DTYPE_BFLOAT16 ? 0x3F803F80 : 0x3C003C00;
     const u32 ones[4] = {ONES, ONES, ONES, ONES};
 
     float acc[WARP_C][R][4] = {}, bias_acc[WARP_C][4] = {};
-    u32 window[WARP_C][R][2];
+    u32 window[WARP_C][R][TILES][2];
     int step_of_tile = 0;
-    for (int step = 0; step < steps; ++step) {
-        __syncthreads();
-        if (step + 1 < steps) put(step + 1);
-        if (step + 2 < steps) load();
+    auto compute = [&](int step) {
         if (step_of_tile == 0)
 #pragma unroll
             for (int channel = 0; channel < WARP_C; ++channel)
 #pragma unroll
-                for (int r = 0; r < R; ++r) window[channel][r][0] = window[channel][r][1] = 0;
+                for (int r = 0; r < R; ++r)
+#pragma unroll
+                    for (int tile = 0; tile < TILES; ++tile) window[channel][r][tile][0] = window[channel][r][tile][1] = 0;
         step_of_tile = step_of_tile + 1 == tile_steps ? 0 : step_of_tile + 1;
 #pragma unroll
         for (int row = 0; row < ROWS; ++row)
 #pragma unroll
-            for (int channel = 0; channel < WARP_C; ++channel) {
-                u32 a[4];
-                load_transposed_x4(a, in_from + step % 2 * In::BUFFER + row * In::ROW + channel * In::CHANNEL);
+            for (int channel = 0; channel < WARP_C; ++channel)
 #pragma unroll
-                for (int r = R - 1; r > 0; --r)
+                for (int tile = 0; tile < TILES; ++tile) {
+                    u32 a[4];
+                    load_transposed_x4(a, in_from[tile] + step % 2 * In::BUFFER + row * In::ROW + channel * In::CHANNEL);
 #pragma unroll
-                    for (int i = 0; i < 2; ++i) window[channel][r][i] = window[channel][r - 1][i];
-                u32 (&b)[2] = window[channel][0];
-                load_transposed_x2(b, grad_from + step % 2 * Grad::BUFFER + row * Grad::ROW + channel * Grad::CHANNEL);
+                    for (int r = R - 1; r > 0; --r)
 #pragma unroll
-                for (int r = 0; r < R; ++r) mma_k16(acc[channel][r], a, window[channel][r][0], window[channel][r][1]);
-                if (HAS_BIAS) mma_k16(bias_acc[channel], ones, b[0], b[1]);
-            }
+                        for (int i = 0; i < 2; ++i) window[channel][r][tile][i] = window[channel][r - 1][tile][i];
+                    u32 (&b)[2] = window[channel][0][tile];
+                    load_transposed_x2(b, grad_from[tile] + step % 2 * Grad::BUFFER + row * Grad::ROW + channel * Grad::CHANNEL);
+#pragma unroll
+                    for (int r = 0; r < R; ++r) mma_k16(acc[channel][r], a, window[channel][r][tile][0], window[channel][r][tile][1]);
+                    if (HAS_BIAS) mma_k16(bias_acc[channel], ones, b[0], b[1]);
+                }
+    };
+    u8* stage = stages + (STAGES > 1 ? STAGE : 0);  // of the next step
+    const auto exchange = [&](int step) {
+        if (step + 1 < steps) {
+            put(step + 1, stage);
+            load(step + 1 + STAGES, stage);
+        }
+        stage = stage == stages + (STAGES - 1) * STAGE ? stages : stage + STAGE;
+    };
+    const bool exchanges_first = warp / 4 % 2 == 0;
+    for (int step = 0; step < steps; ++step) {
+        if (step > 0) __syncthreads();
+        if (exchanges_first) exchange(step);
+        compute(step);
+        if (!exchanges_first) exchange(step);
     }
 
     // The sums of a warp's diagonals, then of the warps of a channel, in shared memory.
@@ -246,7 +275,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_band
     for (int o = tid; o < count; o += THREADS) {
         float sum = 0.0f;
 #pragma unroll
-        for (int other = 0; other < STRIPS / 16; ++other) sum += block_sums[other * BLOCK_C * SUMS + o];
+        for (int other = 0; other < STRIPS / WARP_STRIPS; ++other) sum += block_sums[other * BLOCK_C * SUMS + o];
         const int element = element_of(o);
         if (reduction == DIRECT) write(element, sum);
         else if (reduction == ATOMIC) atomicAdd(sums + element, sum);

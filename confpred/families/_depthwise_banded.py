@@ -18,7 +18,7 @@ fragments of its filter (3 R from S = 10 on) and 4 R accumulators an eight of co
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,7 +32,10 @@ from confpred.families._common import Array, Occupancy
 from confpred.families.base import KernelSource, Launch, Rows, Step
 from confpred.problem import Problem
 
-COMPILED = ("block_c", "warp_c", "strips", "run", "rows", "min_blocks")
+COMPILED = (
+    *("block_c", "warp_c", "strips", "warp_strips", "run"),
+    *("rows", "stages", "min_blocks"),
+)
 _FIELDS = (*COMPILED, "bands")
 _OPERANDS = {
     "fprop": ("out", "in", "filter", "bias", "residual"),
@@ -41,24 +44,24 @@ _OPERANDS = {
 WARPS = (4, 8, 16)  # of a block
 
 
-def tiles(strips: Iterable[int]) -> Iterator[tuple[int, int, int, int]]:
-    """What blocks compute: their channels, a warp's, their strips, and a run's. An eighth of the
-    strips may be idle."""
-    for block_c, warp_c, block_strips, run in itertools.product(
-        (16, 32, 64), (1, 2, 4), strips, (1, 2, 3, 4, 5, 7, 8, 14, 16)
+def tiles(most: int) -> Iterator[tuple[int, ...]]:
+    """What blocks compute: their channels, a warp's, their strips, a warp's, and a run's. A warp
+    has up to `most` pairs of a channel and 16 strips, and an eighth of the strips may be idle."""
+    for block_c, warp_c, strips, warp_strips, run in itertools.product(
+        (16, 32, 64), (1, 2, 4), (16, 32, 64), (16, 32), (1, 2, 3, 4, 5, 7, 8, 14, 16)
     ):
-        warps, idle = block_c // warp_c * block_strips // 16, block_strips % run
-        if warps in WARPS and 8 * idle <= block_strips:
-            yield block_c, warp_c, block_strips, run
+        if strips % warp_strips:
+            continue
+        warps = block_c // warp_c * (strips // warp_strips)
+        if warps in WARPS and warp_c * warp_strips // 16 <= most and 8 * (strips % run) <= strips:
+            yield block_c, warp_c, strips, warp_strips, run
 
 
 def _config_table() -> NDArray[np.void]:
     rows = [
-        (block_c, warp_c, strips, run, step_rows, min_blocks, bands)
-        for (block_c, warp_c, strips, run), step_rows, min_blocks, bands in itertools.product(
-            tiles((16, 32, 64)), (1, 2, 4), (1, 2, 3, 4), (1, 2, 4, 8, 16)
-        )
-        if block_c // warp_c * strips // 16 * min_blocks <= 48
+        (*tile, *rest)
+        for tile, *rest in itertools.product(tiles(4), (1, 2), (2, 4), (1, 2, 3), (1, 2, 4, 8, 16))
+        if tile[0] // tile[1] * (tile[2] // tile[3]) * rest[2] <= 32
     ]
     return common.config_table(_FIELDS, rows)
 
@@ -80,7 +83,7 @@ def handles(problem: Problem) -> bool:
 
 def threads_of(t: Mapping[str, Array]) -> Array:
     """Threads of a block."""
-    found: Array = t["block_c"] // t["warp_c"] * (t["strips"] // 16) * 32
+    found: Array = t["block_c"] // t["warp_c"] * (t["strips"] // t["warp_strips"]) * 32
     return found
 
 
@@ -104,6 +107,12 @@ def buffer_bytes(t: Mapping[str, Array], units: Array, spare: int) -> Array:
     idle = t["strips"] % t["run"]
     eights = runs(t) * pitch + np.where(idle > 0, idle + spare, 0)
     found: Array = t["rows"] * (t["block_c"] * 16 * eights + 128)
+    return found
+
+
+def stage_bytes(t: Mapping[str, Array], copied: Array) -> Array:
+    """Shared memory of what is copied ahead, `copied` items a thread and step."""
+    found: Array = t["stages"] * copied * threads_of(t) * 32
     return found
 
 
@@ -303,19 +312,21 @@ class DepthwiseBanded:
         band_rows, bands = common.cut(height, t["bands"])
         q_tiles = -(-width // (8 * run))
         in_items, out_items = items(t, in_x), items(t, 8 * run)
-        a_warp = t["warp_c"] * t["rows"]  # fragments of a step
+        a_warp = t["warp_c"] * (t["warp_strips"] // 16) * t["rows"]  # fragments of a step
         products = a_warp * r * (1 if span < 3 else 2)
-        registers = (  # fitted to what the assembler reports of 55 kernels
-            t["warp_c"] * (r * (span + 4) - 2)
-            + 18 * in_items
-            + (5 + 8 * problem.residual) * out_items
-            + 26
+        warp_tiles = t["warp_strips"] // 16
+        registers = (  # fitted to what the assembler reports of 88 kernels
+            t["warp_c"] * (r * (span + 4 * warp_tiles) - 3 * warp_tiles)
+            + 10 * in_items
+            + (9 + 8 * problem.residual) * out_items
+            + 31
         )
         work = products + a_warp * 14 + in_items * 28 + out_items * 28 + 20
         return _Plan(
             threads=threads,
             registers=registers,
             smem_bytes=2 * (buffer_bytes(t, run + span - 1, span - 1) + buffer_bytes(t, run, 0))
+            + stage_bytes(t, in_items)
             + t["block_c"] * r * s * 2,
             in_items=in_items,
             out_items=out_items,

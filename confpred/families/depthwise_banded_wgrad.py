@@ -32,10 +32,11 @@ _MAX_WIDTH = 9  # of a window: a diagonal has eight elements
 def _config_table() -> NDArray[np.void]:
     reductions = depthwise.reductions((4, 8, 16, 32, 64, 128))
     rows = [
-        (*tile, step_rows, min_blocks, bands, *reduction)
-        for tile, step_rows, min_blocks, bands, reduction in itertools.product(
-            banded.tiles((16, 32)), (1, 2, 4), (1, 2), (1, 4, 16), reductions
+        (*tile, *rest, *reduction)
+        for tile, *rest, reduction in itertools.product(
+            banded.tiles(4), (1, 2), (2, 4), (1, 2), (1, 4, 16), reductions
         )
+        if tile[2] < 64
     ]
     return common.config_table(_FIELDS, rows)
 
@@ -154,12 +155,17 @@ class DepthwiseBandedWgrad:
         c_tiles = -(-problem.c // t["block_c"])
         in_items, grad_items = banded.items(t, in_x), banded.items(t, 8 * run)
         planes = 2 * (banded.buffer_bytes(t, run + 1, 1) + banded.buffer_bytes(t, run, 0))
-        sums = t["strips"] // 16 * t["block_c"] * (r * problem.s + problem.bias)
+        planes += banded.stage_bytes(t, in_items + grad_items)
+        sums = t["strips"] // t["warp_strips"] * t["block_c"] * (r * problem.s + problem.bias)
         # Fragments, products, and the window's slide.
-        fragments = warp_c * t["rows"]
+        warp_tiles = t["warp_strips"] // 16
+        fragments = warp_c * warp_tiles * t["rows"]
         products = fragments * (r + problem.bias)
-        registers = (  # fitted to what the assembler reports of 55 kernels
-            warp_c * (5 * r + 7 + 4 * problem.bias) + 20 * in_items + 15 * grad_items + 35
+        registers = (  # fitted to what the assembler reports of 82 kernels
+            warp_c * (r * (9 + 3 * warp_tiles) // 2 - warp_tiles + 4 * problem.bias)
+            + 7 * in_items
+            + 20 * grad_items
+            + 42
         )
         work = products + fragments * (4 + 2 * r) + 28 * (in_items + grad_items) + 20
         return _Plan(
