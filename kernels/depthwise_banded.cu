@@ -34,12 +34,12 @@
 //   MIN_BLOCKS       blocks that a multiprocessor must hold: bounds the registers
 //
 // A block walks down its strips. Each step brings in ROWS input rows; each row is read from shared memory
-// once and meets all R filter rows, so feeds the R output rows that it overlaps. Their accumulators
-// move down by one a row, for free: a product reads one output row's and writes the next one's.
+// once and meets all R filter rows, so feeds the R output rows that it overlaps, each in accumulators
+// of its own:
 //
-//        input row i ----+---- filter row 0 --> acc[0]: output row i        (opened by this row)
-//                        +---- filter row 1 --> acc[1]: output row i - 1
-//                        +---- filter row 2 --> acc[2]: output row i - 2    (finished by this row)
+//        input row i ----+---- filter row 0 --> output row i        (opened by this row)
+//                        +---- filter row 1 --> output row i - 1
+//                        +---- filter row 2 --> output row i - 2    (finished by this row)
 //
 // In memory channels lie together, in A and in the accumulators columns do. So a thread copies 8 channels of
 // two neighbouring pixels into a stage of its own, STAGES steps ahead, and from there puts 8 pairs of pixels
@@ -64,18 +64,6 @@ typedef Planes<UNITS, IN_X, IDLE ? IDLE + SPAN - 1 : 0> In;
 typedef Planes<RUN, 8 * RUN, IDLE> Out;
 
 static_assert(In::ITEMS <= 16, "validity bits are kept in one word");
-
-// d = a * b + c; common.cuh's add to d.
-__device__ __forceinline__ void multiply_k16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, const float (&c)[4]) {
-    asm("mma.sync.aligned.m16n8k16.row.col." MMA_TYPES " {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%11,%12,%13};\n"
-        : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3]));
-}
-__device__ __forceinline__ void multiply_k8(float (&d)[4], const u32 (&a)[4], u32 b0, const float (&c)[4]) {
-    asm("mma.sync.aligned.m16n8k8.row.col." MMA_TYPES " {%0,%1,%2,%3}, {%4,%5}, {%6}, {%7,%8,%9,%10};\n"
-        : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
-        : "r"(a[0]), "r"(a[1]), "r"(b0), "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3]));
-}
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_banded(
     u16* __restrict__ out, const u16* __restrict__ in, const u16* __restrict__ filter,
@@ -152,22 +140,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_band
             }
         }
     };
+    const u16* in_step = in_block;  // rows of the step that is loaded next
     auto load = [&](int step, int stage) {
-        if (step < computed) {
-            const u16* const rows = in_block + static_cast<i64>(step * ROWS) * w * c;
+        if (step < computed)
 #pragma unroll
-            for (int l = 0; l < In::ITEMS; ++l) {
-                const int y = step * ROWS + in_y[l];
-                const u32 columns = y >= 0 && y < h ? in_valid >> 2 * l : 0;
-#pragma unroll
-                for (int i = 0; i < 2; ++i) {
-                    const bool valid = columns >> i & 1;
-                    copy_async_16(shared_address(stages + stage * In::STAGE + In::staged(l, i)),
-                                  valid ? rows + in_offset[l] + i * c : in, valid);
+            for (int l = 0; l < In::ITEMS; ++l)
+                if (is_item(l, In::TOTAL)) {
+                    const u32 y = step * ROWS + in_y[l];
+                    In::copy(stages + stage * In::STAGE, l, in_step + in_offset[l], c, y < h ? in_valid >> 2 * l : 0);
                 }
-            }
-        }
         copy_async_commit();
+        in_step += static_cast<i64>(ROWS * w) * c;
     };
     auto put = [&](int step, int stage) {
         copy_async_wait<STAGES - 1>();  // for what this thread itself has copied
@@ -184,8 +167,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_band
                 if (is_item(l, Out::TOTAL))
                     Out::put(out_shared + step % 2 * Out::BUFFER + out_from[l], added[l]);
     };
+    u16* out_step = out + out_block;  // rows of the step that is stored next
     auto store = [&](int step) {
-        u16* const rows = out + out_block + static_cast<i64>(step * ROWS) * q * c;
 #pragma unroll
         for (int l = 0; l < Out::ITEMS; ++l) {
             if (!is_stored(step, l)) continue;
@@ -193,8 +176,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_band
             Out::get(out_shared + step % 2 * Out::BUFFER + out_from[l], pixels);
 #pragma unroll
             for (int i = 0; i < 2; ++i)
-                if (out_valid >> (2 * l + i) & 1) *reinterpret_cast<uint4*>(rows + out_offset[l] + i * c) = pixels[i];
+                if (out_valid >> (2 * l + i) & 1) *reinterpret_cast<uint4*>(out_step + out_offset[l] + i * c) = pixels[i];
         }
+        out_step += static_cast<i64>(ROWS * q) * c;
     };
 
     constexpr int FILTER_PIECES = BLOCK_C * R * S / 8;  // of 16 bytes
@@ -250,7 +234,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_band
                           (warp_strip + lane / 4) * 16 + lane % 4 * 4;
 
     float acc[WARP_C][R][TILES][4] = {};
-    auto multiply = [&](u32 from, int channel, int tile) {
+    auto multiply = [&](u32 from, int channel, int tile, int t) {
         u32 a[SPAN / 2 + 1][4];
 #pragma unroll
         for (int unit = 0; unit < SPAN; unit += 2) {
@@ -258,28 +242,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_band
             else load_matrix_x2(a[unit / 2], from + unit * 16);
         }
 #pragma unroll
-        for (int r = R - 1; r >= 0; --r) {
-            float (&d)[4] = acc[channel][r][tile];
-            float before[4];
-#pragma unroll
-            for (int e = 0; e < 4; ++e) before[e] = r ? acc[channel][r ? r - 1 : 0][tile][e] : 0.0f;
+        for (int r = 0; r < R; ++r) {
             const u32 (&b)[SPAN] = taps[channel][r];
-            if (SPAN == 1) multiply_k8(d, a[0], b[0], before);
-            else multiply_k16(d, a[0], b[0], b[SPAN > 1 ? 1 : 0], before);
+            float (&d)[4] = acc[channel][ring(r, t)][tile];
+#pragma unroll
+            for (int e = 0; e < 4; ++e)
+                if (r == 0) d[e] = 0.0f;
+            if (SPAN == 1) mma_k8(d, a[0], b[0]);
+            else mma_k16(d, a[0], b[0], b[SPAN > 1 ? 1 : 0]);
             if (SPAN == 3) mma_k8(d, a[SPAN / 2], b[SPAN - 1]);
         }
     };
-    auto move_down = [&] {  // as products with a row of padding would
-#pragma unroll
-        for (int channel = 0; channel < WARP_C; ++channel)
-#pragma unroll
-            for (int r = R - 1; r >= 0; --r)
-#pragma unroll
-                for (int tile = 0; tile < TILES; ++tile)
-#pragma unroll
-                    for (int e = 0; e < 4; ++e) acc[channel][r][tile][e] = r ? acc[channel][r ? r - 1 : 0][tile][e] : 0.0f;
-    };
-    auto finish = [&](u8* to) {
+    auto finish = [&](u8* to, int t) {
 #pragma unroll
         for (int channel = 0; channel < WARP_C; ++channel)
 #pragma unroll
@@ -289,7 +263,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_band
                 float x[2];
 #pragma unroll
                 for (int e = 0; e < 2; ++e) {
-                    x[e] = acc[channel][R - 1][half / 2][half % 2 * 2 + e];
+                    x[e] = acc[channel][ring(R - 1, t)][half / 2][half % 2 * 2 + e];
                     if (HAS_BIAS) x[e] += bias_values[channel];
                     if (HAS_RESIDUAL) x[e] += to_float(static_cast<u16>(plus >> 16 * e));  // before the only rounding
                     x[e] = activate<ACTIVATION>(x[e]);
@@ -297,19 +271,30 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_band
                 *word = pack(x[0], x[1]);
             }
     };
-    auto compute = [&](int step) {
+    auto skip = [&](int t) {  // as products with a row of padding would
+#pragma unroll
+        for (int channel = 0; channel < WARP_C; ++channel)
+#pragma unroll
+            for (int tile = 0; tile < TILES; ++tile)
+#pragma unroll
+                for (int e = 0; e < 4; ++e)  // volatile: else it is done in every row, before the branch
+                    asm volatile("mov.b32 %0, 0;" : "=f"(acc[channel][ring(0, t)][tile][e]));
+    };
+    auto compute = [&](int step, auto phase) {
 #pragma unroll
         for (int row = 0; row < ROWS; ++row) {
+            const int t = decltype(phase)::first_row + row;
             if (step < computed) {
+                const u32 offset = step % 2 * In::BUFFER + row * In::ROW;
 #pragma unroll
                 for (int channel = 0; channel < WARP_C; ++channel)
 #pragma unroll
                     for (int tile = 0; tile < TILES; ++tile)
-                        multiply(fragment_from[tile] + step % 2 * In::BUFFER + row * In::ROW + channel * In::CHANNEL, channel, tile);
+                        multiply(fragment_from[tile] + offset + channel * In::CHANNEL, channel, tile, t);
             } else {
-                move_down();
+                skip(t);
             }
-            if (first + step * ROWS + row >= R - 1) finish(result_to + step % 2 * Out::BUFFER + row * Out::ROW);
+            if (first + step * ROWS + row >= R - 1) finish(result_to + step % 2 * Out::BUFFER + row * Out::ROW, t);
         }
     };
 
@@ -324,10 +309,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_band
         stage = stage + 1 == STAGES ? 0 : stage + 1;
     };
     const bool exchanges_first = warp / 4 % 2 == 0;
+    int phase = 0;
     for (int step = 0; step < steps; ++step) {
         if (step > 0) __syncthreads();
         if (exchanges_first) exchange(step);
-        compute(step);
+        in_phase(phase, [&](auto constant) { compute(step, constant); });
+        phase = phase + 1 == PERIOD ? 0 : phase + 1;
         if (!exchanges_first) exchange(step);
     }
     __syncthreads();

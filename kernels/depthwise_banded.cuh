@@ -58,6 +58,13 @@ struct Planes {
     // Pixel `i` of an item of this thread in a stage: neighbouring threads', side by side.
     static __device__ __forceinline__ int staged(int item, int i) { return ((2 * item + i) * THREADS + threadIdx.x) * 16; }
 
+    // Copies them in the background: as bits of `columns` say, pixels or zeros.
+    static __device__ __forceinline__ void copy(u8* stage, int item, const u16* from, int channels, u32 columns) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+            copy_async_16(shared_address(stage) + staged(item, i), from + i * channels, columns >> i & 1);
+    }
+
     // 8 channels of a pair of pixels, into the planes and out of them.
     static __device__ __forceinline__ void put(u8* to, const u8* stage, int item) {
         uint4 pixels[2];
@@ -104,4 +111,25 @@ __device__ __forceinline__ Place place_of(int item, int pairs, int run0, int ima
 // Are there so many items of a thread? The last ones of some may not be.
 __device__ __forceinline__ bool is_item(int item, int total) {
     return (item + 1) * THREADS <= total || threadIdx.x + item * THREADS < total;
+}
+
+// What belongs to the R rows that a row of input overlaps lies in a ring of R places, so that nothing moves from
+// row to row. Row t finds at ring(r, t) what belongs to filter row r, and code in which t is a
+// constant repeats every PERIOD steps: one phase each.
+constexpr int PERIOD = ROWS % 2 == 0 && R % 2 == 0 ? R / 2 : R;
+static_assert(ROWS <= 2, "the period is that of one or two rows a step");
+
+__device__ __forceinline__ constexpr int ring(int r, int t) { return ((r - t) % R + R) % R; }
+
+template <int VALUE>
+struct Phase {
+    static constexpr int first_row = VALUE * ROWS;
+};
+// Calls run(Phase<phase>()).
+template <int VALUE = 0, class Run>
+__device__ __forceinline__ void in_phase(int phase, const Run& run) {
+    if constexpr (VALUE + 1 < PERIOD) {
+        if (phase != VALUE) return in_phase<VALUE + 1>(phase, run);
+    }
+    run(Phase<VALUE>());
 }

@@ -82,13 +82,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_band
 
     // The tile and step that are loaded next, and the places of this thread's items in that tile.
     int load_tile = split, load_step = 0;
-    const u16 *in_tile = in, *grad_tile = out_grad;
+    const u16 *in_step = in, *grad_step = out_grad;  // its rows, of the tile's first image
     int in_offset[In::ITEMS], in_y[In::ITEMS], grad_offset[Grad::ITEMS], grad_row[Grad::ITEMS], grad_rows[Grad::ITEMS];
     u32 in_valid = 0, grad_valid = 0;  // two columns an item
     auto enter_tile = [&] {
         const int run0 = load_tile * RUNS, image0 = run0 / q_tiles / bands;
-        in_tile = in + static_cast<i64>(image0) * h * w * c + c0;
-        grad_tile = out_grad + static_cast<i64>(image0) * p * q * c + c0;
+        in_step = in + static_cast<i64>(image0) * h * w * c + c0;
+        grad_step = out_grad + static_cast<i64>(image0) * p * q * c + c0;
         const auto place = [&](int item, int pairs) {
             return place_of(item, pairs, run0, image0, n, c - c0, band_rows, bands, q_tiles);
         };
@@ -126,28 +126,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_band
         grad_to[l] = at.row * Grad::ROW + at.piece * Grad::GROUP + at.run * Grad::PITCH + at.pair * 4;
     }
 
-    const auto copy_pair = [&](u8* stage, int to_left, int to_right, const u16* from, u32 columns) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const bool valid = columns >> i & 1;
-            copy_async_16(shared_address(stage + (i ? to_right : to_left)), valid ? from + i * c : in, valid);
-        }
-    };
     auto load = [&](int step, u8* stage) {
         if (step < steps) {
             if (load_step == 0) enter_tile();
             const int row = load_step * ROWS;
-            const u16* const in_rows = in_tile + static_cast<i64>(row) * w * c;
-            const u16* const grad_rows_from = grad_tile + static_cast<i64>(row) * q * c;
 #pragma unroll
-            for (int l = 0; l < In::ITEMS; ++l) {
-                const int y = row + in_y[l];
-                copy_pair(stage, In::staged(l, 0), In::staged(l, 1), in_rows + in_offset[l], y >= 0 && y < h ? in_valid >> 2 * l : 0);
-            }
+            for (int l = 0; l < In::ITEMS; ++l)
+                if (is_item(l, In::TOTAL)) {
+                    const u32 y = row + in_y[l];
+                    In::copy(stage, l, in_step + in_offset[l], c, y < h ? in_valid >> 2 * l : 0);
+                }
 #pragma unroll
             for (int l = 0; l < Grad::ITEMS; ++l)
-                copy_pair(stage + In::STAGE, Grad::staged(l, 0), Grad::staged(l, 1), grad_rows_from + grad_offset[l],
-                          row + grad_row[l] < grad_rows[l] ? grad_valid >> 2 * l : 0);
+                if (is_item(l, Grad::TOTAL))
+                    Grad::copy(stage + In::STAGE, l, grad_step + grad_offset[l], c,
+                               row + grad_row[l] < grad_rows[l] ? grad_valid >> 2 * l : 0);
+            in_step += static_cast<i64>(ROWS * w) * c;
+            grad_step += static_cast<i64>(ROWS * q) * c;
             if (++load_step == tile_steps) {
                 load_step = 0;
                 load_tile += splits;
@@ -194,33 +189,37 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_band
     float acc[WARP_C][R][4] = {}, bias_acc[WARP_C][4] = {};
     u32 window[WARP_C][R][TILES][2];
     int step_of_tile = 0;
-    auto compute = [&](int step) {
-        if (step_of_tile == 0)
+    auto compute = [&](int step, auto phase) {
 #pragma unroll
-            for (int channel = 0; channel < WARP_C; ++channel)
-#pragma unroll
-                for (int r = 0; r < R; ++r)
-#pragma unroll
-                    for (int tile = 0; tile < TILES; ++tile) window[channel][r][tile][0] = window[channel][r][tile][1] = 0;
-        step_of_tile = step_of_tile + 1 == tile_steps ? 0 : step_of_tile + 1;
-#pragma unroll
-        for (int row = 0; row < ROWS; ++row)
+        for (int row = 0; row < ROWS; ++row) {
+            const int t = decltype(phase)::first_row + row;
 #pragma unroll
             for (int channel = 0; channel < WARP_C; ++channel)
 #pragma unroll
                 for (int tile = 0; tile < TILES; ++tile) {
                     u32 a[4];
                     load_transposed_x4(a, in_from[tile] + step % 2 * In::BUFFER + row * In::ROW + channel * In::CHANNEL);
-#pragma unroll
-                    for (int r = R - 1; r > 0; --r)
-#pragma unroll
-                        for (int i = 0; i < 2; ++i) window[channel][r][tile][i] = window[channel][r - 1][tile][i];
-                    u32 (&b)[2] = window[channel][0][tile];
+                    u32 (&b)[2] = window[channel][ring(0, t)][tile];
                     load_transposed_x2(b, grad_from[tile] + step % 2 * Grad::BUFFER + row * Grad::ROW + channel * Grad::CHANNEL);
 #pragma unroll
-                    for (int r = 0; r < R; ++r) mma_k16(acc[channel][r], a, window[channel][r][tile][0], window[channel][r][tile][1]);
+                    for (int r = 0; r < R; ++r) {
+                        const u32 (&b)[2] = window[channel][ring(r, t)][tile];
+                        mma_k16(acc[channel][r], a, b[0], b[1]);
+                    }
                     if (HAS_BIAS) mma_k16(bias_acc[channel], ones, b[0], b[1]);
                 }
+        }
+    };
+    auto clear_window = [&] {
+#pragma unroll
+        for (int channel = 0; channel < WARP_C; ++channel)
+#pragma unroll
+            for (int r = 0; r < R; ++r)
+#pragma unroll
+                for (int tile = 0; tile < TILES; ++tile)
+#pragma unroll
+                    for (int i = 0; i < 2; ++i)  // volatile: else the compiler selects between old and new in every step
+                        asm volatile("mov.b32 %0, 0;" : "=r"(window[channel][r][tile][i]));
     };
     u8* stage = stages + (STAGES > 1 ? STAGE : 0);  // of the next step
     const auto exchange = [&](int step) {
@@ -231,10 +230,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_band
         stage = stage == stages + (STAGES - 1) * STAGE ? stages : stage + STAGE;
     };
     const bool exchanges_first = warp / 4 % 2 == 0;
+    int phase = 0;
     for (int step = 0; step < steps; ++step) {
         if (step > 0) __syncthreads();
         if (exchanges_first) exchange(step);
-        compute(step);
+        if (step_of_tile == 0) clear_window();
+        step_of_tile = step_of_tile + 1 == tile_steps ? 0 : step_of_tile + 1;
+        in_phase(phase, [&](auto constant) { compute(step, constant); });
+        phase = phase + 1 == PERIOD ? 0 : phase + 1;
         if (!exchanges_first) exchange(step);
     }
 

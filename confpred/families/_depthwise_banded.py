@@ -315,11 +315,11 @@ class DepthwiseBanded:
         a_warp = t["warp_c"] * (t["warp_strips"] // 16) * t["rows"]  # fragments of a step
         products = a_warp * r * (1 if span < 3 else 2)
         warp_tiles = t["warp_strips"] // 16
-        registers = (  # fitted to what the assembler reports of 88 kernels
-            t["warp_c"] * (r * (span + 4 * warp_tiles) - 3 * warp_tiles)
-            + 10 * in_items
-            + (9 + 8 * problem.residual) * out_items
-            + 31
+        registers = (  # fitted to what the assembler reports of 96 kernels
+            t["warp_c"] * (r * (span + 4 * warp_tiles) + warp_tiles)
+            + 3 * in_items
+            + (13 + 8 * problem.residual) * out_items
+            + 35
         )
         work = products + a_warp * 14 + in_items * 28 + out_items * 28 + 20
         return _Plan(

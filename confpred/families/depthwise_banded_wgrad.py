@@ -161,11 +161,11 @@ class DepthwiseBandedWgrad:
         warp_tiles = t["warp_strips"] // 16
         fragments = warp_c * warp_tiles * t["rows"]
         products = fragments * (r + problem.bias)
-        registers = (  # fitted to what the assembler reports of 82 kernels
-            warp_c * (r * (9 + 3 * warp_tiles) // 2 - warp_tiles + 4 * problem.bias)
-            + 7 * in_items
-            + 20 * grad_items
-            + 42
+        registers = (  # fitted to what the assembler reports of 96 kernels
+            warp_c * (r * (4 + 2 * warp_tiles) + warp_tiles + 4 * problem.bias)
+            + 4 * in_items
+            + 16 * grad_items
+            + 49
         )
         work = products + fragments * (4 + 2 * r) + 28 * (in_items + grad_items) + 20
         return _Plan(
