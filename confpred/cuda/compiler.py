@@ -89,7 +89,12 @@ def compile_kernel(
 def _options(source: KernelSource, arch: str) -> ProgramOptions:
     from cuda.core import ProgramOptions
 
-    return ProgramOptions(arch=arch, std=_STANDARD, name=source.entry)
+    return ProgramOptions(
+        arch=arch,
+        std=_STANDARD,
+        name=source.entry,
+        device_as_default_execution_space=True,  # NVRTC 13.0 takes a generic lambda for the host's
+    )
 
 
 def _compile(text: str, source: KernelSource, options: ProgramOptions) -> bytes:

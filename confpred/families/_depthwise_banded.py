@@ -319,7 +319,7 @@ class DepthwiseBanded:
             t["warp_c"] * (r * (span + 4 * warp_tiles) + warp_tiles)
             + 3 * in_items
             + (13 + 8 * problem.residual) * out_items
-            + 35
+            + 29
         )
         work = products + a_warp * 14 + in_items * 28 + out_items * 28 + 20
         return _Plan(
