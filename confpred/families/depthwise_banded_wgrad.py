@@ -29,14 +29,18 @@ _FIELDS = (*banded.COMPILED, "bands", "splits", "reduction")
 _MAX_WIDTH = 9  # of a window: a diagonal has eight elements
 
 
+# What the launch decides, not the kernel: bands, splits and the reduction.
+_LAUNCHES = tuple(
+    (bands, *reduction)
+    for bands in (1, 4, 16)
+    for reduction in depthwise.reductions((4, 8, 16, 32, 64, 128))
+)
+
+
 def _config_table() -> NDArray[np.void]:
-    reductions = depthwise.reductions((4, 8, 16, 32, 64, 128))
     rows = [
-        (*tile, *rest, *reduction)
-        for tile, *rest, reduction in itertools.product(
-            banded.tiles(4), (1, 2), (2, 4), (1, 2), (1, 4, 16), reductions
-        )
-        if tile[2] < 64
+        (*tile, *rest, *launch)
+        for tile, *rest, launch in itertools.product(banded.TILES, (1, 2), (2,), (1, 2), _LAUNCHES)
     ]
     return common.config_table(_FIELDS, rows)
 
@@ -87,18 +91,23 @@ class DepthwiseBandedWgrad:
             or problem.filter_elements + problem.c > common.MAX_INT
         ):
             return legal
-        rows = np.flatnonzero(  # what needs no plan, first: it spares most rows theirs
-            common.distinct_bands(problem.p, self.configs["bands"])
-            & ((self.configs["reduction"] != ATOMIC) | (not problem.deterministic))
+        kernels = np.arange(0, len(self.configs), len(_LAUNCHES))
+        t, plan = common.config_columns(self.configs, kernels), self._plan(problem, kernels)
+        kernels = kernels[
+            banded.kernels_for(t, plan.registers, plan.smem_bytes, problem.c, problem.q, device)
+        ]
+        bands, _, reduction = np.array(_LAUNCHES).T
+        launches = np.flatnonzero(
+            common.distinct_bands(problem.p, bands)
+            & ((reduction != ATOMIC) | (not problem.deterministic))
         )
-        t = common.config_columns(self.configs, rows)
-        plan = self._plan(problem, rows)
+        rows = (kernels[:, None] + launches).ravel()
+        t, plan = common.config_columns(self.configs, rows), self._plan(problem, rows)
         all_runs, splits = problem.n * plan.bands * plan.q_tiles, t["splits"]
         legal[rows] = (
-            banded.fits(t, plan.registers, plan.smem_bytes, device)
-            & banded.addressable(t, problem, plan.q_tiles * plan.bands)
+            banded.addressable(t, problem, plan.q_tiles * plan.bands)
             & (np.maximum(plan.blocks, all_runs + splits * t["strips"]) <= common.MAX_INT)
-            & banded.not_oversized(t, problem.c, problem.q, all_runs, plan.band_rows)
+            & banded.not_oversized(t, all_runs, plan.band_rows)
             # Each block has a tile; blocks enough for half of the device, and no more than eight
             # to a multiprocessor, as far as there are tiles for them.
             & (splits <= plan.tiles)
