@@ -26,12 +26,12 @@
 // The layer's sizes are run-time arguments. Compile-time: the window R x S, FLIP, DTYPE, ACTIVATION,
 // HAS_BIAS, HAS_RESIDUAL, and the config:
 //
-//   BLOCK_C, STRIPS  channels and strips of a block
+//   BLOCK_C, STRIPS      channels and strips of a block
 //   WARP_C, WARP_STRIPS  those of a warp
-//   RUN              strips of a run
-//   ROWS             input rows of a step
-//   STAGES           steps that are copied ahead
-//   MIN_BLOCKS       blocks that a multiprocessor must hold: bounds the registers
+//   RUN                  strips of a run
+//   ROWS                 input rows of a step
+//   STAGES               steps that are copied ahead
+//   MIN_BLOCKS           blocks that a multiprocessor must hold: bounds the registers
 //
 // A block walks down its strips. Each step brings in ROWS input rows; each row is read from shared memory
 // once and meets all R filter rows, so feeds the R output rows that it overlaps, each in accumulators
@@ -57,7 +57,7 @@
 #include "depthwise_banded.cuh"
 
 constexpr int SPAN = (S + 14) / 8;     // eights of input columns that eight outputs are made of
-constexpr int UNITS = RUN + SPAN - 1;  // of a run; 16 bytes each in a plane
+constexpr int UNITS = RUN + SPAN - 1;  // of them, of a run; 16 bytes each in a plane
 constexpr int IN_X = 8 * RUN + S - 1;  // input columns that a run needs; the rest stay zero
 
 typedef Planes<UNITS, IN_X, IDLE ? IDLE + SPAN - 1 : 0> In;

@@ -5,11 +5,11 @@
 #pragma once
 #include "common.cuh"
 
-constexpr int TILES = WARP_STRIPS / 16;  // rows of operand tiles of a warp
+constexpr int TILES = WARP_STRIPS / 16;  // of a warp: 16 strips are a tensor-core operand
 constexpr int THREADS = BLOCK_C / WARP_C * (STRIPS / WARP_STRIPS) * 32;
-constexpr int GROUPS = BLOCK_C / 8;  // 16-byte pieces of a pixel
-constexpr int RUNS = STRIPS / RUN;   // of a block
-constexpr int IDLE = STRIPS % RUN;   // strips left over: they compute what nobody reads
+constexpr int GROUPS = BLOCK_C / 8;      // 16-byte pieces of a pixel
+constexpr int RUNS = STRIPS / RUN;       // of a block
+constexpr int IDLE = STRIPS % RUN;       // strips left over: they compute what nobody reads
 
 static_assert(BLOCK_C % 8 == 0 && 8 % WARP_C == 0, "warps divide planes of 8 channels");
 static_assert(STRIPS % WARP_STRIPS == 0 && WARP_STRIPS % 16 == 0, "warps divide strips");
@@ -42,15 +42,15 @@ __device__ __forceinline__ void join(const u32 (&pairs)[8], uint4 (&pixels)[2]) 
 // of columns, that idle strips read.
 template <int UNITS, int COLUMNS, int SPARE>
 struct Planes {
-    static constexpr int PAIRS = (COLUMNS + 1) / 2;             // of pixels, of a run
+    static constexpr int PAIRS = (COLUMNS + 1) / 2;                    // of pixels, of a run
     static constexpr int PITCH = 16 * (RUN == 1 ? UNITS | 1 : UNITS);  // bytes, of a run
     static constexpr int CHANNEL = RUNS * PITCH + SPARE * 16;
     static constexpr int GROUP = 8 * CHANNEL + 128 / GROUPS;
     static constexpr int ROW = GROUPS * GROUP;
     static constexpr int BUFFER = ROWS * ROW;
-    static constexpr int TOTAL = ROWS * RUNS * PAIRS * GROUPS;  // pairs of 8 channels, of a step
-    static constexpr int ITEMS = (TOTAL + THREADS - 1) / THREADS;  // of them, a thread's
-    static constexpr int STAGE = ITEMS * THREADS * 32;          // bytes of a step's pairs as they come from memory
+    static constexpr int TOTAL = ROWS * RUNS * PAIRS * GROUPS;         // pairs of 8 channels, of a step
+    static constexpr int ITEMS = (TOTAL + THREADS - 1) / THREADS;      // of them, a thread's
+    static constexpr int STAGE = ITEMS * THREADS * 32;                 // bytes of them as they come from memory
 
     // Where a strip's columns begin.
     static __device__ __forceinline__ int strip(int index) { return index / RUN * PITCH + index % RUN * 16; }

