@@ -8,8 +8,9 @@ in float16 at each batch of `BATCHES`. cuDNN is timed with its heuristics and wi
 benchmark mode, each in a process of its own because PyTorch keeps the first plan that it made for a
 shape; in each process ours is timed in the same rounds, twice, which shows the noise. Where the
 choice is PyTorch's own operator, ours is cuDNN's best by definition. The floor is the layer's
-roofline, with the bandwidth of a large copy measured in the same process. A run that ended before
-all problems were timed goes on with ``--resume``: each problem's figures are still of one run.
+roofline, with the bandwidth of a large copy measured in the same process. Where there are several
+GPUs of one kind they share the problems. A run that ended before all problems were timed goes on
+with ``--resume``. Each problem's figures are of one run and one GPU all the same.
 
 How good is the choice for a network that nobody has measured? For that, train without these:
 
@@ -27,6 +28,7 @@ import argparse
 import json
 import math
 import multiprocessing
+import os
 import random
 import statistics
 import subprocess
@@ -34,7 +36,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -352,6 +354,38 @@ def earlier_layers(earlier: Mapping[str, Any], facts: Mapping[str, Any]) -> list
     return layers
 
 
+def visible_gpus() -> list[str]:
+    """The GPUs that may be used, as ``CUDA_VISIBLE_DEVICES`` names them."""
+    import torch
+
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return named.split(",") if named else [str(i) for i in range(torch.cuda.device_count())]
+
+
+def measure_on(gpu: str, rows: list[dict[str, Any]], deadline: float) -> dict[str, Any]:
+    """The layers of the result that one GPU has time for, and its bandwidth in each process."""
+    runs: dict[str, Any] = {}
+    for left, mode in zip((2, 1), MODES, strict=True):  # processes still to run, this one included
+        job = {"rows": rows, "seconds": (deadline - time.time()) / left}
+        done = subprocess.run(
+            [sys.executable, __file__, "--mode", mode],
+            input=json.dumps(job),
+            check=True,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": gpu},
+        )
+        runs[mode] = json.loads(done.stdout.splitlines()[-1])
+        rows = rows[: len(runs[mode]["times"])]
+    return {
+        "copy_bytes_per_s": {mode: runs[mode]["copy_bytes_per_s"] for mode in MODES},
+        "layers": [
+            joined(row, {mode: runs[mode]["times"][index] for mode in MODES})
+            for index, row in enumerate(rows)
+        ],
+    }
+
+
 def measure(model: Path | None, minutes: float, earlier: Mapping[str, Any] | None) -> Any:
     """The whole benchmark, or what `earlier` lacks of it, in about `minutes`."""
     import torch
@@ -368,24 +402,16 @@ def measure(model: Path | None, minutes: float, earlier: Mapping[str, Any] | Non
     }
     before = earlier_layers(earlier, facts) if earlier else []
     rows = choices(predictor, device, {layer["problem"] for layer in before}, deadline)
-    runs: dict[str, Any] = {}
-    for left, mode in zip((2, 1), MODES, strict=True):  # processes still to run, this one included
-        job = {"rows": rows, "seconds": (deadline - time.time()) / left}
-        command = [sys.executable, __file__, "--mode", mode]
-        done = subprocess.run(
-            command, input=json.dumps(job), check=True, stdout=subprocess.PIPE, text=True
-        )
-        runs[mode] = json.loads(done.stdout.splitlines()[-1])
-        rows = rows[: len(runs[mode]["times"])]
-    layers = before + [
-        joined(row, {mode: runs[mode]["times"][index] for mode in MODES})
-        for index, row in enumerate(rows)
-    ]
+    gpus = visible_gpus()
+    with ThreadPoolExecutor(len(gpus)) as pool:
+        shares = [rows[index :: len(gpus)] for index in range(len(gpus))]
+        done = list(pool.map(partial(measure_on, deadline=deadline), gpus, shares))
+    layers = before + [layer for part in done for layer in part["layers"]]
     return facts | {
         "excluded_networks": known.card["data"]["excluded_networks"] if known else [],
         "networks": NETWORKS,
         "problems_left_out": len(problems()) - len(layers),
-        "copy_bytes_per_s": {mode: runs[mode]["copy_bytes_per_s"] for mode in MODES},
+        "copy_bytes_per_s": [part["copy_bytes_per_s"] for part in done],
         "summary": summary(layers),
         "layers": sorted(layers, key=lambda layer: str(layer["problem"])),
     }

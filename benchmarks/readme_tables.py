@@ -155,17 +155,23 @@ def sampling(result: dict[str, Any]) -> str:
     return markdown(heads, [(*row, f"{result['rows_per_s']:.0f}")])
 
 
-#: Table -> result file and what makes the table of it.
-TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
+_OF_A_DEVICE: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "evaluation": ("evaluation.json", evaluation),
     "families": ("evaluation.json", families),
     "whole": ("evaluation.json", whole),
     "cudnn": ("conv_vs_cudnn.json", cudnn),
     "in-situ": ("in_situ.json", in_situ),
-    "latency": ("predict_latency.json", latency),
     "host": ("host_overhead.json", host),
     "sampling": ("sampling_rate.json", sampling),
+}
+#: Table -> result file and what makes the table of it.
+TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
+    "latency": ("predict_latency.json", latency),
     "service": ("service_latency.json", service),
+} | {
+    f"{device}-{name}": (f"{device}/{file}", make)
+    for device in ("h100", "h200")
+    for name, (file, make) in _OF_A_DEVICE.items()
 }
 
 

@@ -34,10 +34,10 @@ from confpred.suite import read_suite
 from confpred.training.data import read_dataset
 
 ROOT = Path(__file__).parents[1]
-DATA = Path("datasets")
-SUITE = DATA / "suites" / "smoke.json"
-NETWORK = "resnext50_32x4d"  # left out of the training, then predicted
 DEVICE = "h100"
+DATA = Path("datasets") / f"{DEVICE}.parquet"
+SUITE = Path("datasets") / "suites" / "smoke.json"
+NETWORK = "resnext50_32x4d"  # left out of the training, then predicted
 SHOWN = 20
 
 #: Milliseconds by kernel family and row of its config table; None and None are PyTorch's operator.

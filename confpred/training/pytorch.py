@@ -23,7 +23,7 @@ MIN_PROBLEMS = 30  # fewer say nothing about where PyTorch's own operator wins
 CAP = 1.0
 #: Where the prediction says no more than a factor of 1.6, the faster one is in doubt, and there the
 #: share of layers on which ours may be preferred although it is the slower one.
-DOUBT, RISK = 0.5, 0.15
+DOUBT, RISK = 0.5, 0.08
 _PARTS = 5  # of the cross-validation that calibrates
 #: One row a problem is little: each tree sees another half of them.
 _GROW = {

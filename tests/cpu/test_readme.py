@@ -46,7 +46,7 @@ def test_a_marked_table_is_made_from_its_result(tables: ModuleType, tmp_path: Pa
 
 
 def test_a_marked_table_without_its_result_is_an_error(tables: ModuleType, tmp_path: Path) -> None:
-    for name, error in (("cudnn", FileNotFoundError), ("no-such-table", KeyError)):
+    for name, error in (("h100-cudnn", FileNotFoundError), ("no-such-table", KeyError)):
         with pytest.raises(error):
             tables.filled(f"<!-- table:{name} -->\n<!-- /table -->", tmp_path)
 

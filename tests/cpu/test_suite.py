@@ -155,11 +155,13 @@ def test_the_second_draw_adds_sizes_and_hardly_a_kernel(repository, shipped, mon
     assert f"The first draws have {first} of them, both together {both}" in text
 
 
-def test_what_was_measured_is_in_the_suites(repository, shipped):
+@pytest.mark.parametrize(("device", "draws"), [("h100", 1), ("h200", 2)])
+def test_what_was_measured_is_in_the_suites(repository, shipped, device, draws):
     columns = problem_columns(CONVOLUTION)
-    table = read(repository / "datasets" / "h100.parquet", CONVOLUTION, columns)
+    table = read(repository / "datasets" / f"{device}.parquet", CONVOLUTION, columns)
     rows = table.group_by(columns).aggregate([]).to_pylist()
-    problems = {entry.problem for direction in DIRECTIONS for entry in shipped[direction][:470]}
+    of_draws = [entry for d in DIRECTIONS for entry in shipped[d][: 470 * draws]]
+    problems = {entry.problem for entry in of_draws}
     assert len(rows) > 1000
     assert {problem_of_row(row, Problem) for row in rows} <= problems
 
