@@ -26,6 +26,7 @@ from confpred.problem import Problem
 
 _FIELDS = (*banded.COMPILED, "bands", "splits", "reduction")
 _MAX_WIDTH = 9  # of a window: a diagonal has eight elements
+_STAGES = 2  # more were not faster, and take shared memory of blocks
 
 
 # What the launch decides, not the kernel: bands, splits and the reduction.
@@ -39,7 +40,9 @@ _LAUNCHES = tuple(
 def _config_table() -> NDArray[np.void]:
     rows = [
         (*tile, *rest, *launch)
-        for tile, *rest, launch in itertools.product(banded.TILES, (1, 2), (2,), (1, 2), _LAUNCHES)
+        for tile, *rest, launch in itertools.product(
+            banded.TILES, (1, 2), (_STAGES,), (1, 2), _LAUNCHES
+        )
     ]
     return common.config_table(_FIELDS, rows)
 
@@ -73,7 +76,7 @@ class DepthwiseBandedWgrad:
     feature_names: tuple[str, ...] = (
         *("log_n", "log_c", "log_p", "log_q", "r", "s", "bfloat16", "bias", "log_bytes"),
         "log_intensity",
-        *_FIELDS,
+        *(name for name in _FIELDS if name != "stages"),
         *("threads", "registers", "smem_bytes", "in_items", "grad_items", "products"),
         *("blocks_per_sm", "warps_per_sm", "log_blocks", "waves", "wave_waste", "q_waste"),
         *("c_waste", "strip_waste", "band_rows", "bands_cut", "halo_rows", "halo_columns"),

@@ -101,7 +101,7 @@ def test_the_summary_is_by_kind_and_direction(conv_vs_cudnn):
 
 
 def test_a_run_goes_on_only_with_its_like(conv_vs_cudnn, repository):
-    recorded = json.loads((repository / "benchmarks/results/conv_vs_cudnn.json").read_text())
+    recorded = json.loads((repository / "benchmarks/results/h100/conv_vs_cudnn.json").read_text())
     assert conv_vs_cudnn.earlier_layers(recorded, recorded) == recorded["layers"]
     with pytest.raises(SystemExit, match="is of driver"):
         conv_vs_cudnn.earlier_layers(recorded, recorded | {"driver": "1.0"})
