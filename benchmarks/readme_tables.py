@@ -162,11 +162,11 @@ _OF_A_DEVICE: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "cudnn": ("conv_vs_cudnn.json", cudnn),
     "in-situ": ("in_situ.json", in_situ),
     "host": ("host_overhead.json", host),
+    "latency": ("predict_latency.json", latency),
     "sampling": ("sampling_rate.json", sampling),
 }
 #: Table -> result file and what makes the table of it.
 TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
-    "latency": ("predict_latency.json", latency),
     "service": ("service_latency.json", service),
 } | {
     f"{device}-{name}": (f"{device}/{file}", make)

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from provenance import RESULTS, provenance, write
 
+from confpred.convolution import CONVOLUTION
 from confpred.suite import read_suite, write_suite
 from confpred.table import read
 
@@ -45,7 +46,8 @@ def main() -> None:
             environment = os.environ | {"CONFPRED_CACHE_DIR": f"{folder}/kernels"}
             subprocess.run(command, check=True, env=environment)
             seconds.append(time.perf_counter() - start)
-        rows = sum(read(path).num_rows for path in Path(folder, "second").glob("*.parquet"))
+        shards = Path(folder, "second").glob("*.parquet")
+        rows = sum(read(path, CONVOLUTION).num_rows for path in shards)
     result = provenance("cuda-core", gpu=True) | {
         "problems": PROBLEMS,
         "rows": rows,

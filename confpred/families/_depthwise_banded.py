@@ -41,7 +41,6 @@ _OPERANDS = {
     "dgrad": ("in_grad", "out_grad", "filter", "bias", "residual"),
 }
 
-
 # What blocks compute: their channels, a warp's, their strips, a warp's. Others that fit, such as
 # those of more strips, were hardly ever among the fastest of 25 layers (130 random configs each,
 # H200).
@@ -334,16 +333,16 @@ class DepthwiseBanded:
         band_rows, bands = common.cut(height, t["bands"])
         q_tiles = -(-width // (8 * run))
         in_items, out_items = items(t, in_x), items(t, 8 * run)
-        a_warp = t["warp_c"] * (t["warp_strips"] // 16) * t["rows"]  # fragments of a step
-        products = a_warp * r * (1 if span < 3 else 2)
         warp_tiles = t["warp_strips"] // 16
+        fragments = t["warp_c"] * warp_tiles * t["rows"]  # of a warp and step
+        products = fragments * r * (1 if span < 3 else 2)
         registers = (  # fitted to what the assembler reports of 96 kernels
             t["warp_c"] * (r * (span + 4 * warp_tiles) + warp_tiles)
             + 3 * in_items
             + (13 + 8 * problem.residual) * out_items
             + 29
         )
-        work = products + a_warp * 14 + in_items * 28 + out_items * 28 + 20
+        work = products + fragments * 14 + in_items * 28 + out_items * 28 + 20
         return _Plan(
             threads=threads,
             registers=registers,
