@@ -5,9 +5,9 @@ from __future__ import annotations
 import io
 import re
 
-from cuda.core import Program, ProgramOptions
+from cuda.core import Program
 
-from confpred.cuda.compiler import source_text, supported_archs
+from confpred.cuda.compiler import options, source_text, supported_archs
 from confpred.families import KernelSource
 
 #: The oldest target that we support, the one that was measured, and the newest that NVRTC knows.
@@ -17,8 +17,8 @@ ARCHS = ("sm_80", "sm_90a", supported_archs()[-1])
 def resources(source: KernelSource, arch: str) -> tuple[int, int]:
     """Registers of a thread, and bytes of its stack, which is where spilled registers go."""
     log = io.StringIO()
-    options = ProgramOptions(arch=arch, std="c++17", ptxas_options=["-v"])
-    Program(source_text(source), "c++", options).compile("cubin", logs=log)
+    told = options(arch, ptxas_options=["-v"])
+    Program(source_text(source), "c++", told).compile("cubin", logs=log)
     found = [
         re.search(pattern, log.getvalue())
         for pattern in (r"Used (\d+) registers", r"(\d+) bytes stack frame")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from confpred.cuda.cache import KernelCache, default_folder
 from confpred.errors import CompileError, MissingExtra
@@ -81,27 +81,28 @@ def compile_kernel(
     cubin = store.get(key)
     if cubin is not None:
         return Compiled(cubin, source.entry, cached=True)
-    cubin = _compile(text, source, _options(source, arch))
+    cubin = _compile(text, source, options(arch, name=source.entry))
     store.put(key, cubin)
     return Compiled(cubin, source.entry, cached=False)
 
 
-def _options(source: KernelSource, arch: str) -> ProgramOptions:
+def options(arch: str, **more: Any) -> ProgramOptions:
+    """What every kernel is compiled with for `arch`, and `more` of `cuda.core`'s options."""
     from cuda.core import ProgramOptions
 
     return ProgramOptions(
         arch=arch,
         std=_STANDARD,
-        name=source.entry,
         device_as_default_execution_space=True,  # NVRTC 13.0 takes a generic lambda for the host's
+        **more,
     )
 
 
-def _compile(text: str, source: KernelSource, options: ProgramOptions) -> bytes:
+def _compile(text: str, source: KernelSource, told: ProgramOptions) -> bytes:
     from cuda.core import Program
 
     try:
-        return bytes(Program(text, "c++", options).compile("cubin").code)
+        return bytes(Program(text, "c++", told).compile("cubin").code)
     except Exception as error:  # cuda.core has several classes for what NVRTC refuses
-        what = f"{source.file} with {dict(source.defines)} for {options.arch}"
+        what = f"{source.file} with {dict(source.defines)} for {told.arch}"
         raise CompileError(what, str(error)) from error

@@ -10,7 +10,7 @@ import torch
 from cuda.bindings import nvrtc
 from numpy.typing import NDArray
 
-from confpred.cuda.compiler import source_text
+from confpred.cuda.compiler import options, source_text
 from confpred.families import Family
 from confpred.operation import SCRATCH, ZEROED, KernelSource, Launch, Step
 from confpred.record import Record
@@ -115,8 +115,8 @@ def ptx_of(source: KernelSource, arch: str) -> str:
         PtxError: NVRTC refuses it.
     """
     _, program = nvrtc.nvrtcCreateProgram(source_text(source).encode(), b"kernel.cu", 0, [], [])
-    options = [f"--gpu-architecture=compute_{arch[3:]}".encode(), b"--std=c++17"]
-    (status,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
+    told = options(f"compute_{arch[3:]}").as_bytes("nvrtc", "ptx")
+    (status,) = nvrtc.nvrtcCompileProgram(program, len(told), told)
     size_of, read = (
         (nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog)
         if status
