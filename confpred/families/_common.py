@@ -37,6 +37,11 @@ def config_columns(configs: NDArray[np.void], rows: Rows | slice = slice(None)) 
     return {name: configs[name][rows].astype(np.int64) for name in names}
 
 
+def columns_at(columns: Mapping[str, Array], rows: Rows | slice) -> dict[str, Array]:
+    """Some rows of a table's columns."""
+    return {name: column[rows] for name, column in columns.items()}
+
+
 def config_macros(config: np.void, fields: Iterable[str]) -> tuple[tuple[str, int], ...]:
     """Those `fields` of a config that its kernel is compiled for, named in capitals."""
     return tuple((name.upper(), int(config[name])) for name in fields)

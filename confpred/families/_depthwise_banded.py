@@ -56,14 +56,22 @@ TILES = tuple(
     for run in (1, 2, 3, 4, 5, 7, 8)
     if block[2] % run <= block[2] // 8
 )
-BANDS = (1, 2, 4, 8, 16)
+_BANDS = np.array((1, 2, 4, 8, 16))
 
 
 def _config_table() -> NDArray[np.void]:
     rows = [
-        (*tile, *rest) for tile, *rest in itertools.product(TILES, (1, 2), (2, 4), (1, 2, 3), BANDS)
+        (*tile, *rest)
+        for tile, *rest in itertools.product(TILES, (1, 2), (2, 4), (1, 2, 3), _BANDS)
     ]
     return common.config_table(_FIELDS, rows)
+
+
+_TABLE = _config_table()
+_COLUMNS = common.config_columns(_TABLE)
+#: A config of each kernel; the bands, which the launch alone decides, are innermost in the table.
+_KERNELS = np.arange(0, len(_TABLE), len(_BANDS))
+_KERNEL_COLUMNS = common.columns_at(_COLUMNS, _KERNELS)
 
 
 def handles(problem: Problem) -> bool:
@@ -259,7 +267,7 @@ class DepthwiseBanded:
     """See the module's docstring and ``kernels/depthwise_banded.cu``."""
 
     operation = CONVOLUTION
-    configs = _config_table()
+    configs = _TABLE
 
     def __init__(self, direction: str) -> None:
         self.name = f"depthwise_banded_{direction}"
@@ -272,12 +280,13 @@ class DepthwiseBanded:
             return legal
         height, width = _image(problem).size_out
         # Kernels first: they spare most rows a plan.
-        kernels = np.arange(0, len(self.configs), len(BANDS))
-        t, plan = common.config_columns(self.configs, kernels), self._plan(problem, kernels)
-        kernels = kernels[kernels_for(t, plan.registers, plan.smem_bytes, problem.c, width, device)]
-        bands = np.flatnonzero(common.distinct_bands(height, np.array(BANDS)))
-        rows = (kernels[:, None] + bands).ravel()
-        t, plan = common.config_columns(self.configs, rows), self._plan(problem, rows)
+        plan = self._plan(problem, _KERNELS)
+        fit = kernels_for(
+            _KERNEL_COLUMNS, plan.registers, plan.smem_bytes, problem.c, width, device
+        )
+        bands = np.flatnonzero(common.distinct_bands(height, _BANDS))
+        rows = (_KERNELS[fit, None] + bands).ravel()
+        t, plan = common.columns_at(_COLUMNS, rows), self._plan(problem, rows)
         all_runs = problem.n * plan.bands * plan.q_tiles
         legal[rows] = (
             addressable(t, problem, plan.q_tiles * plan.bands)
@@ -324,7 +333,7 @@ class DepthwiseBanded:
 
     def _plan(self, problem: Problem, rows: Rows) -> _Plan:
         """Mirrors the constants at the top of the kernel."""
-        t = common.config_columns(self.configs, rows)
+        t = common.columns_at(_COLUMNS, rows)
         r, s, run = problem.r, problem.s, t["run"]
         height, width = _image(problem).size_out
         threads = threads_of(t)
@@ -372,7 +381,7 @@ class DepthwiseBanded:
         their rate, which is what `mma.sync` reaches, and of the instructions, of which it issues
         about 60 % of what it could.
         """
-        t = common.config_columns(self.configs, rows)
+        t = common.columns_at(_COLUMNS, rows)
         plan = self._plan(problem, rows)
         image = _image(problem)
         (height, width), size_in = image.size_out, image.size_in

@@ -217,7 +217,7 @@ class DepthwiseImage:
 
     def _plan(self, problem: Problem, rows: Rows) -> _Plan:
         """Mirrors the constants at the top of the kernel."""
-        t = {name: column[rows] for name, column in _COLUMNS.items()}
+        t = common.columns_at(_COLUMNS, rows)
         vertical, horizontal = _axes(problem)
         vec, tile_q = t["vec"], t["tile_q"]
         repeat = np.minimum(vec, problem.k // problem.c)
@@ -277,7 +277,7 @@ class DepthwiseImage:
         load), and that of the instructions of the multiprocessor with the most blocks, of which it
         issues about 60 % of what it could.
         """
-        t = {name: column[rows] for name, column in _COLUMNS.items()}
+        t = common.columns_at(_COLUMNS, rows)
         vertical, horizontal = _axes(problem)
         plan = self._plan(problem, rows)
         lanes = plan.lanes

@@ -261,7 +261,7 @@ class GroupedRows:
     def launch(self, problem: Problem, row: int) -> Launch:
         shape = _shape_of(problem)
         rows, columns = axis_of(problem, 0), axis_of(problem, 1)
-        cut = _cut(problem, {name: column[row : row + 1] for name, column in _COLUMNS.items()})
+        cut = _cut(problem, common.columns_at(_COLUMNS, slice(row, row + 1)))
         sizes = ((problem.h, problem.w), (problem.p, problem.q))
         (h, w), (p, q) = sizes if self.direction == "fprop" else sizes[::-1]
         step = Step(
@@ -288,7 +288,7 @@ class GroupedRows:
         which is what L2 sustains), and the tensor cores at the half of their rate that `mma.sync`
         reaches; plus a fixed latency for each row of a block that cannot be hidden.
         """
-        t = {name: column[rows] for name, column in _COLUMNS.items()}
+        t = common.columns_at(_COLUMNS, rows)
         shape = _shape_of(problem)
         down, across = axis_of(problem, 0), axis_of(problem, 1)
         cut = _cut(problem, t)

@@ -47,6 +47,14 @@ def _config_table() -> NDArray[np.void]:
     return common.config_table(_FIELDS, rows)
 
 
+_TABLE = _config_table()
+_COLUMNS = common.config_columns(_TABLE)
+_LAUNCH_BANDS, _, _LAUNCH_REDUCTIONS = np.array(_LAUNCHES).T
+#: A config of each kernel; what the launch alone decides is innermost in the table.
+_KERNELS = np.arange(0, len(_TABLE), len(_LAUNCHES))
+_KERNEL_COLUMNS = common.columns_at(_COLUMNS, _KERNELS)
+
+
 @dataclass(frozen=True, slots=True)
 class _Plan:
     """What a problem makes of some configs; arrays over them."""
@@ -72,7 +80,7 @@ class DepthwiseBandedWgrad:
 
     name = "depthwise_banded_wgrad"
     operation = CONVOLUTION
-    configs = _config_table()
+    configs = _TABLE
     feature_names: tuple[str, ...] = (
         *("log_n", "log_c", "log_p", "log_q", "r", "s", "bfloat16", "bias", "log_bytes"),
         "log_intensity",
@@ -93,18 +101,16 @@ class DepthwiseBandedWgrad:
             or problem.filter_elements + problem.c > common.MAX_INT
         ):
             return legal
-        kernels = np.arange(0, len(self.configs), len(_LAUNCHES))
-        t, plan = common.config_columns(self.configs, kernels), self._plan(problem, kernels)
-        kernels = kernels[
-            banded.kernels_for(t, plan.registers, plan.smem_bytes, problem.c, problem.q, device)
-        ]
-        bands, _, reduction = np.array(_LAUNCHES).T
-        launches = np.flatnonzero(
-            common.distinct_bands(problem.p, bands)
-            & ((reduction != ATOMIC) | (not problem.deterministic))
+        plan = self._plan(problem, _KERNELS)  # kernels first: they spare most rows a plan
+        fit = banded.kernels_for(
+            _KERNEL_COLUMNS, plan.registers, plan.smem_bytes, problem.c, problem.q, device
         )
-        rows = (kernels[:, None] + launches).ravel()
-        t, plan = common.config_columns(self.configs, rows), self._plan(problem, rows)
+        launches = np.flatnonzero(
+            common.distinct_bands(problem.p, _LAUNCH_BANDS)
+            & ((_LAUNCH_REDUCTIONS != ATOMIC) | (not problem.deterministic))
+        )
+        rows = (_KERNELS[fit, None] + launches).ravel()
+        t, plan = common.columns_at(_COLUMNS, rows), self._plan(problem, rows)
         all_runs, splits = problem.n * plan.bands * plan.q_tiles, t["splits"]
         legal[rows] = (
             banded.addressable(t, problem, plan.q_tiles * plan.bands)
@@ -157,7 +163,7 @@ class DepthwiseBandedWgrad:
 
     def _plan(self, problem: Problem, rows: Rows) -> _Plan:
         """Mirrors the constants at the top of the kernel."""
-        t = common.config_columns(self.configs, rows)
+        t = common.columns_at(_COLUMNS, rows)
         r, run, warp_c = problem.r, t["run"], t["warp_c"]
         threads = banded.threads_of(t)
         in_x = 8 * run + problem.s - 1
@@ -204,7 +210,7 @@ class DepthwiseBandedWgrad:
         The estimate is that of `DepthwiseBanded`, for the multiprocessor with the most blocks and a
         block with the most tiles, plus the time of the reduction.
         """
-        t = common.config_columns(self.configs, rows)
+        t = common.columns_at(_COLUMNS, rows)
         plan = self._plan(problem, rows)
         registers = np.minimum(plan.registers, banded.most_registers(t))
         occupancy = Occupancy.of(device, plan.blocks, plan.threads, registers, plan.smem_bytes)

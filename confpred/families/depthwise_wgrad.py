@@ -98,7 +98,7 @@ class DepthwiseWgrad:
             & ((t["reduction"] != ATOMIC) | (not problem.deterministic))
             & depthwise.distinct_lanes(problem.c // t["vec"], t["lanes_c"])
         )
-        t = {name: column[rows] for name, column in _COLUMNS.items()}
+        t = common.columns_at(_COLUMNS, rows)
         plan = self._plan(problem, rows)
         vec, splits, lanes = t["vec"], t["splits"], plan.lanes
         half = -(-problem.r // (t["row_groups"] // 2).clip(1))  # rows of a thread, in half as many
@@ -179,7 +179,7 @@ class DepthwiseWgrad:
 
     def _plan(self, problem: Problem, rows: Rows) -> _Plan:
         """Mirrors the constants at the top of the kernel."""
-        t = {name: column[rows] for name, column in _COLUMNS.items()}
+        t = common.columns_at(_COLUMNS, rows)
         vec, tile_q, (stride_h, stride_w) = t["vec"], t["tile_q"], problem.stride
         dilation_h, dilation_w = depthwise.dilation(problem)
         block_r = -(-problem.r // t["row_groups"])
@@ -228,7 +228,7 @@ class DepthwiseWgrad:
         by the waste of the last wave and of the threads' last tile; plus a fixed latency for each
         row that cannot be hidden, and the time of the reduction.
         """
-        t = {name: column[rows] for name, column in _COLUMNS.items()}
+        t = common.columns_at(_COLUMNS, rows)
         plan = self._plan(problem, rows)
         lanes = plan.lanes
         registers = np.minimum(plan.registers, common.MAX_REGISTERS)

@@ -201,7 +201,7 @@ class GroupedWgrad:
             & ((t["block_k"] < 2 * problem.c) | (t["block_k"] == 16))
             & ((t["reduction"] != ATOMICS) | (not problem.deterministic))
         )
-        t = {name: column[rows] for name, column in _COLUMNS.items()}
+        t = common.columns_at(_COLUMNS, rows)
         # Columns to the right of the image are addressed, though not read.
         reach = 2 * grouped.MAX_STEP * (t["block_q"] + grouped.MAX_WINDOW)
         columns = max(problem.w, problem.q) + reach
@@ -246,7 +246,7 @@ class GroupedWgrad:
         dtype = dtype_macro(problem)
         vertical, horizontal = window.vertical, window.horizontal
         phases = vertical.dilation
-        cut = _cut(problem, {name: column[row : row + 1] for name, column in _COLUMNS.items()})
+        cut = _cut(problem, common.columns_at(_COLUMNS, slice(row, row + 1)))
         slice_rows, slices, q_tiles, k_tiles = (
             int(sizes[0]) for sizes in (cut.slice_rows, cut.slices, cut.q_tiles, cut.k_tiles)
         )
@@ -312,7 +312,7 @@ class GroupedWgrad:
         fixed latency for each row of a block that cannot be hidden, and the time to add the blocks'
         sums.
         """
-        t = {name: column[rows] for name, column in _COLUMNS.items()}
+        t = common.columns_at(_COLUMNS, rows)
         window = _window(problem)
         shape = _shape(window)
         cut = _cut(problem, t)
