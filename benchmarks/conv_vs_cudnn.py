@@ -15,7 +15,7 @@ with ``--resume``. Each problem's figures are of one run and one GPU all the sam
 How good is the choice for a network that nobody has measured? For that, train without these:
 
     exclusions=$(python benchmarks/conv_vs_cudnn.py --exclusions)
-    confpred train datasets/*.parquet --out /tmp/holdout $exclusions
+    confpred train datasets/h200.parquet --out /tmp/holdout $exclusions
     python benchmarks/conv_vs_cudnn.py --model /tmp/holdout
 
 The result says of each problem whether the model's data had it (``seen``: ``problem``), had the
@@ -356,10 +356,10 @@ def earlier_layers(earlier: Mapping[str, Any], facts: Mapping[str, Any]) -> list
 
 def visible_gpus() -> list[str]:
     """The GPUs that may be used, as ``CUDA_VISIBLE_DEVICES`` names them."""
-    import torch
+    from confpred.cuda import driver
 
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return named.split(",") if named else [str(i) for i in range(torch.cuda.device_count())]
+    return named.split(",") if named else [str(i) for i in range(driver.device_count())]
 
 
 def measure_on(gpu: str, rows: list[dict[str, Any]], deadline: float) -> dict[str, Any]:

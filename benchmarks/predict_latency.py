@@ -1,6 +1,6 @@
 """How long an answer takes on one CPU core: unseen problem, repeated problem, cold process.
 
-    python benchmarks/predict_latency.py [--model FOLDER] [--out FOLDER]
+    python benchmarks/predict_latency.py [--model FOLDER] [--gpu h200] [--out FOLDER]
 
 Unseen problems are layers of random sizes, depthwise and grouped, in each direction; each costs
 legality, features and trees. The process pins itself to one core. The cold figure is the wall time
