@@ -44,17 +44,18 @@ from typing import TYPE_CHECKING, Any
 
 from provenance import RESULTS, provenance, write
 
-from confpred.convolution import CONVOLUTION
 from confpred.cuda.compiler import compile_kernel
-from confpred.families import all_families
-from confpred.operation import SCRATCH, ZEROED, KernelSource, Launch
-from confpred.problem import DIRECTIONS, Problem
+from confpred.cuda.launch import BoundLaunch
+from confpred.families.registry import all_families
+from confpred.problem.conv2d import DIRECTIONS, Problem
+from confpred.problem.conv2d_operation import CONVOLUTION
+from confpred.problem.operation import SCRATCH, ZEROED, KernelSource, Launch
 
 if TYPE_CHECKING:
     import torch
 
-    from confpred.device import Device
-    from confpred.predictor import Predictor
+    from confpred.predict.predictor import Predictor
+    from confpred.problem.device import Device
 
 NAME = "conv_vs_cudnn"
 DATASETS = Path(__file__).parents[1] / "datasets"
@@ -154,7 +155,7 @@ def our_call(
         for step in launch.steps
     ]
     operands = CONVOLUTION.operands(problem)
-    bound = driver.BoundLaunch(kernels, launch, (*(o.name for o in operands), ZEROED, SCRATCH))
+    bound = BoundLaunch(kernels, launch, (*(o.name for o in operands), ZEROED, SCRATCH))
     zeroed = torch.zeros(launch.zeroed_bytes, dtype=torch.uint8, device="cuda")
     scratch = torch.empty(launch.scratch_bytes, dtype=torch.uint8, device="cuda")
 
@@ -178,7 +179,9 @@ def compare(row: dict[str, Any], bandwidth: float, evict: Any) -> dict[str, Any]
     """One problem in this process: ours, ours again and cuDNN's, milliseconds."""
     import torch
 
-    from confpred.cuda import driver, peer, timing
+    from confpred.cuda import driver
+    from confpred.measure import pytorch as peer
+    from confpred.measure import timing
 
     problem = Problem.parse(row["problem"])
     device, facts = driver.make_current(0), driver.device_of(0)
@@ -215,7 +218,8 @@ def run_mode(mode: str, rows: list[dict[str, Any]], seconds: float) -> dict[str,
     """The times of `rows`, of as many as there is time for."""
     import torch
 
-    from confpred.cuda import driver, peer
+    from confpred.cuda import driver
+    from confpred.measure import pytorch as peer
 
     end = time.time() + seconds
     torch.backends.cudnn.benchmark = mode == "benchmark"
@@ -391,7 +395,7 @@ def measure(model: Path | None, minutes: float, earlier: Mapping[str, Any] | Non
     import torch
 
     from confpred.cuda import driver
-    from confpred.predictor import Predictor
+    from confpred.predict.predictor import Predictor
 
     deadline = time.time() + 60 * minutes
     predictor, device = Predictor.load(model), driver.device_of(0)

@@ -3,7 +3,7 @@
     python benchmarks/in_situ.py [--model FOLDER] [--out FOLDER]
     python benchmarks/in_situ.py --render               # table and plot of the recorded result
 
-Alone means our timing protocol (`confpred.cuda.timing`): launches back to back, operands from
+Alone means our timing protocol (`confpred.measure.timing`): launches back to back, operands from
 device memory. In situ, each layer stands in a stack of residual blocks (1x1 convolution, norm,
 activation, the layer, norm, activation, 1x1 convolution, sum), where its input was just written by
 another kernel, and its own kernels are timed one by one by CUPTI, through torch.profiler. The same
@@ -30,15 +30,15 @@ import numpy as np
 from conv_vs_cudnn import compile_all, our_call
 from provenance import RESULTS, provenance, write
 
-from confpred.convolution import CONVOLUTION
-from confpred.families import all_families
-from confpred.problem import Problem
+from confpred.families.registry import all_families
+from confpred.problem.conv2d import Problem
+from confpred.problem.conv2d_operation import CONVOLUTION
 
 if TYPE_CHECKING:
     import torch
 
-    from confpred.device import Device
-    from confpred.predictor import Predictor
+    from confpred.predict.predictor import Predictor
+    from confpred.problem.device import Device
 
 NAME = "in_situ"
 #: The networks' own layers, of unit stride, so that a block can add its input to its output.
@@ -86,7 +86,7 @@ def candidates(predictor: Predictor, problem: Problem, device: Device) -> list[C
 
 def alone(problem: Problem, configs: Sequence[Config]) -> dict[Config, float]:
     """Isolated time of each config that works, milliseconds."""
-    from confpred.cuda.measure import measure
+    from confpred.measure.kernels import measure
 
     times = {}
     for name in dict.fromkeys(name for name, _ in configs):
@@ -200,7 +200,7 @@ def examine(
     """One layer: both times of each config, and what follows from them."""
     import torch
 
-    from confpred.cuda.peer import measure_pytorch
+    from confpred.measure.pytorch import measure_pytorch
 
     isolated = alone(problem, configs)
     predicted = next(config for config in configs if config in isolated)
@@ -243,7 +243,7 @@ def agreement(a: Sequence[float], b: Sequence[float]) -> tuple[float, float]:
 def measure_all(model: Path | None) -> dict[str, Any]:
     """The whole check."""
     from confpred.cuda import driver
-    from confpred.predictor import Predictor
+    from confpred.predict.predictor import Predictor
 
     predictor, device = Predictor.load(model), driver.device_of(0)
     driver.make_current(0)

@@ -27,10 +27,10 @@ from typing import Any
 import numpy as np
 from provenance import RESULTS, provenance, write
 
-from confpred.device import Device
-from confpred.model import Model
-from confpred.predictor import Predictor
-from confpred.problem import ACTIVATIONS, DIRECTIONS, Problem
+from confpred.model.folder import Model
+from confpred.predict.predictor import Predictor
+from confpred.problem.conv2d import ACTIVATIONS, DIRECTIONS, Problem
+from confpred.problem.device import Device
 
 KINDS = [f"{kind}, {direction}" for kind in ("depthwise", "grouped") for direction in DIRECTIONS]
 PROBLEMS, REPEATS, COLD_RUNS = 100, 20, 20

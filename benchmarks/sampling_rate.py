@@ -20,9 +20,9 @@ from pathlib import Path
 
 from provenance import RESULTS, provenance, write
 
-from confpred.convolution import CONVOLUTION
-from confpred.suite import read_suite, write_suite
-from confpred.table import read
+from confpred.data.parquet import read
+from confpred.data.suites import read_suite, write_suite
+from confpred.problem.conv2d_operation import CONVOLUTION
 
 SUITE = Path(__file__).parents[1] / "datasets" / "suites" / "fprop.json"
 PROBLEMS, CONFIGS = 24, 250

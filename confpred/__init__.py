@@ -9,23 +9,23 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from confpred.choice import Choice as Choice
-    from confpred.device import Device as Device
-    from confpred.device import get_device as get_device
-    from confpred.ops import conv2d as conv2d
-    from confpred.ops import use_predictor as use_predictor
-    from confpred.predictor import Predictor as Predictor
-    from confpred.problem import Problem as Problem
+    from confpred.predict.choice import Choice as Choice
+    from confpred.predict.predictor import Predictor as Predictor
+    from confpred.problem.conv2d import Problem as Problem
+    from confpred.problem.device import Device as Device
+    from confpred.problem.device import get_device as get_device
+    from confpred.pytorch.conv2d import conv2d as conv2d
+    from confpred.pytorch.ready import use_predictor as use_predictor
 
 __version__ = "0.1.0"
 _WHERE = {
-    "Choice": "confpred.choice",
-    "Device": "confpred.device",
-    "Predictor": "confpred.predictor",
-    "Problem": "confpred.problem",
-    "conv2d": "confpred.ops",
-    "get_device": "confpred.device",
-    "use_predictor": "confpred.ops",
+    "Choice": "confpred.predict.choice",
+    "Device": "confpred.problem.device",
+    "Predictor": "confpred.predict.predictor",
+    "Problem": "confpred.problem.conv2d",
+    "conv2d": "confpred.pytorch.conv2d",
+    "get_device": "confpred.problem.device",
+    "use_predictor": "confpred.pytorch.ready",
 }
 __all__ = ["__version__", *_WHERE]
 

@@ -29,11 +29,11 @@ from typing import Any
 import click
 import numpy as np
 
-from confpred.device import get_device
+from confpred.data.suites import Entry, Suite, write_suite
 from confpred.errors import InvalidProblem
 from confpred.files import write_whole
-from confpred.problem import DIRECTIONS, Problem
-from confpred.suite import Entry, Suite, write_suite
+from confpred.problem.conv2d import DIRECTIONS, Problem
+from confpred.problem.device import get_device
 
 Layer = dict[str, Any]
 

@@ -25,13 +25,13 @@ from rich.console import Console
 from rich.table import Table
 
 from confpred import Predictor, Problem
-from confpred.choice import MAX_TOP, Choice
-from confpred.convolution import CONVOLUTION
 from confpred.cuda.driver import device_count, device_of
-from confpred.device import Device
+from confpred.data.suites import read_suite
 from confpred.errors import UnknownDevice
-from confpred.suite import read_suite
-from confpred.training.data import read_dataset
+from confpred.predict.choice import MAX_TOP, Choice
+from confpred.problem.conv2d_operation import CONVOLUTION
+from confpred.problem.device import Device
+from confpred.training.dataset import read_dataset
 
 ROOT = Path(__file__).parents[1]
 DEVICE = "h100"
@@ -184,9 +184,9 @@ def launch(device: Device) -> None:
     """Run the suite's layers through the library's own operator, and time it beside cuDNN."""
     import torch
 
-    from confpred.cuda import peer
-    from confpred.cuda.measure import measure
-    from confpred.families import all_families
+    from confpred.families.registry import all_families
+    from confpred.measure import pytorch as peer
+    from confpred.measure.kernels import measure
 
     heading("Launch the chosen kernels, beside cuDNN")
     predictor = Predictor.load()

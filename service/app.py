@@ -16,10 +16,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 import confpred
-from confpred.choice import answers_json
-from confpred.device import KNOWN, Device
-from confpred.model import Model
-from confpred.predictor import Predictor
+from confpred.model.folder import Model
+from confpred.predict.choice import answers_json
+from confpred.predict.predictor import Predictor
+from confpred.problem.device import KNOWN, Device
 
 from . import errors, schema
 from .metrics import Metrics, Telemetry

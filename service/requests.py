@@ -9,10 +9,10 @@ from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
 
-from confpred.choice import check_top
-from confpred.device import Device, get_device
 from confpred.errors import InvalidInput
-from confpred.problem import Problem
+from confpred.predict.choice import check_top
+from confpred.problem.conv2d import Problem
+from confpred.problem.device import Device, get_device
 
 from .errors import Error, RequestError, shorten
 from .settings import Settings

@@ -10,9 +10,9 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
-from confpred.choice import MAX_TOP, Choice
-from confpred.device import KNOWN, Device
-from confpred.problem import CHOICES, LIMITS, PAIRS, Problem
+from confpred.predict.choice import MAX_TOP, Choice
+from confpred.problem.conv2d import CHOICES, LIMITS, PAIRS, Problem
+from confpred.problem.device import KNOWN, Device
 
 from .settings import Settings
 

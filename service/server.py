@@ -17,7 +17,7 @@ import uvicorn.config
 from fastapi import FastAPI
 
 from confpred.errors import ConfpredError
-from confpred.predictor import Predictor
+from confpred.predict.predictor import Predictor
 
 from .app import create_app
 from .metrics import SHARED_FOLDER

@@ -30,8 +30,10 @@ from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
 from rich.table import Table
 
 from confpred.cuda.compiler import nvrtc_version
-from confpred.families import Family, KernelSource, all_families
-from confpred.source import source_digest
+from confpred.families.kernel_text import source_digest
+from confpred.families.protocol import Family
+from confpred.families.registry import all_families
+from confpred.problem.operation import KernelSource
 
 SHOWN = 5  # failures
 

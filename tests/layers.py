@@ -8,9 +8,10 @@ from itertools import cycle, product
 
 import numpy as np
 
-from confpred.device import Device, get_device
-from confpred.families import Family, KernelSource
-from confpred.problem import ACTIVATIONS, DIRECTIONS, DTYPES, Problem
+from confpred.families.protocol import Family
+from confpred.problem.conv2d import ACTIVATIONS, DIRECTIONS, DTYPES, Problem
+from confpred.problem.device import Device, get_device
+from confpred.problem.operation import KernelSource
 
 H100 = get_device("h100")
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)

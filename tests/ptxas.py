@@ -8,7 +8,7 @@ import re
 from cuda.core import Program
 
 from confpred.cuda.compiler import options, source_text, supported_archs
-from confpred.families import KernelSource
+from confpred.problem.operation import KernelSource
 
 #: The oldest target that we support, the one that was measured, and the newest that NVRTC knows.
 ARCHS = ("sm_80", "sm_90a", supported_archs()[-1])

@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch.nn import grad as gradients
 
-from confpred.device import Device
-from confpred.families import Family
-from confpred.operation import Operand
-from confpred.problem import Problem
+from confpred.families.protocol import Family
+from confpred.problem.conv2d import Problem
+from confpred.problem.device import Device
+from confpred.problem.operation import Operand
 
 #: Largest relative error of rounding to the dtype and to its neighbour, and what sums of products
 #: of values in [-1, 1) in float32 add: as much for each term.

@@ -7,8 +7,8 @@ from typing import Any
 from hypothesis import strategies as st
 from layers import random_layer
 
-from confpred.families import Family
-from confpred.problem import ACTIVATIONS, DIRECTIONS, DTYPES, Problem
+from confpred.families.protocol import Family
+from confpred.problem.conv2d import ACTIVATIONS, DIRECTIONS, DTYPES, Problem
 
 small = st.integers(1, 7)
 pairs = st.tuples(st.integers(1, 4), st.integers(1, 4))

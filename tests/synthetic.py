@@ -14,13 +14,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from layers import first_kernel
 
-from confpred.convolution import CONVOLUTION
-from confpred.device import get_device
-from confpred.families import all_families, config_dict
-from confpred.measurement import PYTORCH, Measurement, Run, config_text
-from confpred.problem import Problem
-from confpred.source import source_digest
-from confpred.table import schema
+from confpred.data.measurements import Measurement, Run
+from confpred.data.parquet import schema
+from confpred.families.candidate import PYTORCH, config_text
+from confpred.families.kernel_text import source_digest
+from confpred.families.protocol import config_dict
+from confpred.families.registry import all_families
+from confpred.problem.conv2d import Problem
+from confpred.problem.conv2d_operation import CONVOLUTION
+from confpred.problem.device import get_device
 from confpred.training.fit import Hyperparameters
 
 DEVICE = get_device("h100")

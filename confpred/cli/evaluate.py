@@ -40,7 +40,7 @@ def command(
     require_packages()
     from rich.console import Console
 
-    from confpred.training.data import read_dataset
+    from confpred.training.dataset import read_dataset
     from confpred.training.evaluate import evaluate
     from confpred.training.fit import Hyperparameters
     from confpred.training.report import plot_regret, print_evaluation

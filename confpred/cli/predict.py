@@ -7,8 +7,8 @@ from pathlib import Path
 
 import click
 
-from confpred.choice import MAX_TOP, Choice, answers_json
-from confpred.record import Record
+from confpred.predict.choice import MAX_TOP, Choice, answers_json
+from confpred.problem.record import Record
 
 _HEADINGS = ("layer", "rank", "source", "kernel", "ms", "config")
 
@@ -60,9 +60,9 @@ def command(
       --layer "n=8 c=256 h=28 w=28 k=256 r=3 s=3 groups=32 padding=1 bias=true activation=relu"
     confpred predict --gpu h100 --network datasets/suites/smoke.json --json
     """
-    from confpred.families import operation_named
-    from confpred.predictor import Predictor
-    from confpred.suite import read_suite
+    from confpred.data.suites import read_suite
+    from confpred.families.registry import operation_named
+    from confpred.predict.predictor import Predictor
 
     if bool(layers) == (network is not None):
         raise click.UsageError("give either --layer or --network")

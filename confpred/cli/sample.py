@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING
 import click
 import numpy as np
 
+from confpred.data.suites import Suite, join, read_suite
 from confpred.errors import InvalidInput, MissingExtra
-from confpred.families import families_of
-from confpred.suite import Suite, join, read_suite
+from confpred.families.registry import families_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from numpy.typing import NDArray
 
-    from confpred.measurement import Run
+    from confpred.data.measurements import Run
     from confpred.sampler.run import Settings
 
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
@@ -136,7 +136,7 @@ def offered_configs(
         InvalidInput: there is no such family, or the model has none of its configs.
         ModelError: the model's folder is missing, damaged or foreign.
     """
-    from confpred.model import load_model
+    from confpred.model.folder import load_model
 
     known = families_of(suite.entries[0].problem)
     _check_families(families, known)

@@ -41,7 +41,7 @@ def command(
     confpred predict --model models/h100-2 --gpu h100 --layer "n=32 c=64 ..."
     """
     require_packages()
-    from confpred.training.data import read_dataset
+    from confpred.training.dataset import read_dataset
     from confpred.training.train import train
 
     dataset = read_dataset(data, device)

@@ -1,1 +1,1 @@
-"""Compiling, caching and launching kernels. The only part of the library that touches a GPU."""
+"""From a kernel's text to a launch: NVRTC, the cache of compiled kernels, the CUDA driver."""

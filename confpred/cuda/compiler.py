@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from confpred.cuda.cache import KernelCache, default_folder
 from confpred.errors import CompileError, MissingExtra
-from confpred.operation import KernelSource
-from confpred.source import file_text
+from confpred.families.kernel_text import file_text
+from confpred.problem.operation import KernelSource
 
 if TYPE_CHECKING:
     from cuda.core import ProgramOptions

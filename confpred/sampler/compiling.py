@@ -13,9 +13,9 @@ from itertools import chain
 from multiprocessing.connection import Connection
 
 from confpred.errors import ConfpredError
-from confpred.families import KernelSource
+from confpred.problem.operation import KernelSource
 from confpred.sampler.jobs import Compilation
-from confpred.sampler.plan import Task
+from confpred.sampler.tasks import Task
 from confpred.sampler.worker import Failed, Worker
 
 #: Far above the seconds that the largest kernel takes.

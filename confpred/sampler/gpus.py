@@ -11,9 +11,9 @@ from pathlib import Path
 import confpred
 from confpred.cuda.compiler import nvrtc_version
 from confpred.cuda.driver import describe, device_count
-from confpred.device import get_device
+from confpred.data.measurements import Run
 from confpred.errors import InvalidInput, LaunchError
-from confpred.measurement import Run
+from confpred.problem.device import get_device
 
 
 def find_gpus(devices: str) -> dict[int, Run]:

@@ -7,11 +7,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from confpred.cuda.compiler import compile_kernel
-from confpred.cuda.measure import Outcome, measure
 from confpred.errors import CompileError
-from confpred.families import KernelSource, all_families, operation_of
-from confpred.measurement import PYTORCH
-from confpred.sampler.plan import PYTORCH_ROW, Task
+from confpred.families.candidate import PYTORCH
+from confpred.families.registry import all_families, operation_of
+from confpred.measure.kernels import measure
+from confpred.measure.outcome import Outcome
+from confpred.problem.operation import KernelSource
+from confpred.sampler.tasks import PYTORCH_ROW, Task
 
 #: Import paths of the two job functions.
 COMPILE = f"{__name__}:compile_job"
@@ -52,7 +54,7 @@ def measure_job(job: Bench, report: Callable[[int], None]) -> list[Outcome]:
     """Measure one task; reports each config just before its first launch."""
     task = job.task
     if task.family == PYTORCH:
-        from confpred.cuda.peer import measure_pytorch  # needs PyTorch, which may be absent
+        from confpred.measure.pytorch import measure_pytorch  # needs PyTorch, which may be absent
 
         report(PYTORCH_ROW)
         operation = operation_of(task.problem)

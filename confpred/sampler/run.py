@@ -13,18 +13,18 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from confpred.cuda.measure import Outcome
-from confpred.device import get_device
+from confpred.data.measurements import Measurement, Run
+from confpred.data.suites import Suite
 from confpred.errors import InvalidInput
-from confpred.families import operation_of
-from confpred.measurement import Measurement, Run
-from confpred.record import Record
+from confpred.families.registry import operation_of
+from confpred.measure.outcome import Outcome
+from confpred.problem.device import get_device
+from confpred.problem.record import Record
 from confpred.sampler import jobs
 from confpred.sampler.compiling import Compilers
-from confpred.sampler.lane import Finished, Lane
-from confpred.sampler.plan import Task, config_name, plan
+from confpred.sampler.gpu_worker import Finished, Lane
 from confpred.sampler.store import Store, open_store
-from confpred.suite import Suite
+from confpred.sampler.tasks import Task, config_name, plan
 
 _TICK_SECONDS = 0.1
 

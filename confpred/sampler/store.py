@@ -15,13 +15,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from filelock import FileLock, Timeout
 
-from confpred.convolution import CONVOLUTION
+from confpred.data.measurements import Measurement, problem_of_row
+from confpred.data.parquet import operation_in, problem_columns, read, schema, write
 from confpred.errors import DataError, FolderBusy, InvalidInput, StorageError
-from confpred.families import all_operations
-from confpred.measurement import Measurement, problem_of_row
-from confpred.operation import Operation
-from confpred.sampler.plan import Measured
-from confpred.table import operation_in, problem_columns, read, schema, write
+from confpred.families.registry import all_operations
+from confpred.problem.conv2d_operation import CONVOLUTION
+from confpred.problem.operation import Operation
+from confpred.sampler.tasks import Measured
 
 FLUSH_ROWS = 20_000
 FLUSH_SECONDS = 5.0

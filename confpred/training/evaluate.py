@@ -10,16 +10,16 @@ import numpy as np
 from joblib import Parallel, cpu_count, delayed
 from numpy.typing import NDArray
 
-from confpred.device import Device
 from confpred.errors import MissingExtra, StorageError
-from confpred.ranking import PytorchModel
-from confpred.record import Record
-from confpred.training.data import Dataset, Timings
+from confpred.model.ranking import PytorchModel
+from confpred.model.trees import Trees
+from confpred.problem.device import Device
+from confpred.problem.record import Record
+from confpred.training.dataset import Dataset, Timings
 from confpred.training.fit import Hyperparameters
 from confpred.training.methods import TOPS, Method, Score, baselines, model_method
 from confpred.training.pytorch import fit_pytorch
 from confpred.training.split import Fold, split_by_network
-from confpred.trees import Trees
 
 MODEL = "model"
 MODEL_ALL = "no portfolio"

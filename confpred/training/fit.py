@@ -10,11 +10,11 @@ import lightgbm
 import numpy as np
 from numpy.typing import NDArray
 
-from confpred.device import Device
 from confpred.errors import DataError
-from confpred.families import all_families
-from confpred.pool import Pool, pools
-from confpred.training.data import Timings
+from confpred.families.registry import all_families
+from confpred.model.pools import Pool, pools
+from confpred.problem.device import Device
+from confpred.training.dataset import Timings
 from confpred.training.portfolio import choose_portfolio
 
 #: That a tree can have, however few rows there are: from 471 rows of layer norm (`examples/`) it
@@ -59,7 +59,7 @@ class Hyperparameters:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fitted:
-    """What makes the `confpred.ranking.FamilyModel` of each of a pool's families.
+    """What makes the `confpred.model.ranking.FamilyModel` of each of a pool's families.
 
     Attributes:
         pool: the families.

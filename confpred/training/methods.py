@@ -13,13 +13,13 @@ from math import comb
 import numpy as np
 from numpy.typing import NDArray
 
-from confpred.device import Device
 from confpred.errors import MissingExtra
-from confpred.families import all_families
-from confpred.ranking import FamilyModel
-from confpred.training.data import Timings
+from confpred.families.registry import all_families
+from confpred.model.ranking import FamilyModel
+from confpred.model.trees import Trees
+from confpred.problem.device import Device
+from confpred.training.dataset import Timings
 from confpred.training.fit import Fitted, Hyperparameters, fit_families
-from confpred.trees import Trees
 
 TOPS = (1, 3, 8)
 _UNSERVED = 2.0  # the regret that a fixed config is charged where it was not measured

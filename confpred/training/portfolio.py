@@ -12,9 +12,9 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from confpred.device import Device
-from confpred.families.base import Family
-from confpred.training.data import Timings
+from confpred.families.protocol import Family
+from confpred.problem.device import Device
+from confpred.training.dataset import Timings
 
 TOLERANCE = 1.01  # a config this close to a problem's best is as good as the best
 ENOUGH = 100  # candidates of a problem; as one serves others too, the mean ends near 300

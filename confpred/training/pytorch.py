@@ -10,12 +10,12 @@ import lightgbm
 import numpy as np
 from numpy.typing import NDArray
 
-from confpred.device import Device
-from confpred.operation import Operation
-from confpred.record import Record
-from confpred.training.data import Timings
+from confpred.model.trees import Trees
+from confpred.problem.device import Device
+from confpred.problem.operation import Operation
+from confpred.problem.record import Record
+from confpred.training.dataset import Timings
 from confpred.training.fit import Hyperparameters, boost
-from confpred.trees import Trees
 
 MIN_PROBLEMS = 30  # fewer say nothing about where PyTorch's own operator wins
 #: Logarithms of ratios end here, at 2.7 times as fast or slow: which is the faster is the question,
@@ -37,7 +37,7 @@ _GROW = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FittedPytorch:
-    """A `confpred.ranking.PytorchModel`, with its regressor in LightGBM's text form."""
+    """A `confpred.model.ranking.PytorchModel`, with its regressor in LightGBM's text form."""
 
     ratio: str
     margin: float

@@ -13,7 +13,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from confpred.errors import DataError
-from confpred.training.data import Timings
+from confpred.training.dataset import Timings
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -16,19 +16,12 @@ from typing import Any
 
 import confpred
 from confpred.errors import InvalidInput, StorageError
-from confpred.families import all_families
-from confpred.families.base import Family
-from confpred.model import (
-    CARD,
-    FORMAT,
-    MEASURED,
-    ORDER_TREES,
-    PYTORCH_TREES,
-    TIME_TREES,
-)
-from confpred.pool import table_digest
-from confpred.record import Record
-from confpred.training.data import Dataset, Timings
+from confpred.families.protocol import Family
+from confpred.families.registry import all_families
+from confpred.model.folder import CARD, FORMAT, MEASURED, ORDER_TREES, PYTORCH_TREES, TIME_TREES
+from confpred.model.pools import table_digest
+from confpred.problem.record import Record
+from confpred.training.dataset import Dataset, Timings
 from confpred.training.evaluate import MODEL, Summary, judge_model
 from confpred.training.fit import Fitted, Hyperparameters, fit_families
 from confpred.training.pytorch import fit_pytorch

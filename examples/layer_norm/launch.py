@@ -14,6 +14,7 @@ from layer_norm import FAMILY, LayerNormProblem
 from confpred import Predictor
 from confpred.cuda import driver
 from confpred.cuda.compiler import compile_kernel
+from confpred.cuda.launch import BoundLaunch
 
 
 def layer_norm(
@@ -32,7 +33,7 @@ def layer_norm(
         driver.load(compile_kernel(step.source, device.arch), step.smem_bytes).kernel
         for step in launch.steps
     ]
-    bound = driver.BoundLaunch(kernels, launch, ("out", "in", "weight", "bias"))
+    bound = BoundLaunch(kernels, launch, ("out", "in", "weight", "bias"))
     out = torch.empty_like(x)
     addresses = [tensor.data_ptr() for tensor in (out, x, weight, bias)]
     bound.enqueue(torch.cuda.current_stream(x.device).cuda_stream, addresses)

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from confpred.device import Device
-from confpred.families.base import KernelSource, Launch, Rows, Step
-from confpred.operation import REFERENCE, Operand
-from confpred.record import Record
+from confpred.families.protocol import Rows
+from confpred.problem.device import Device
+from confpred.problem.operation import REFERENCE, KernelSource, Launch, Operand, Step
+from confpred.problem.record import Record
 
 if TYPE_CHECKING:
     import torch

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import synthetic
 
-from confpred.training.data import read_dataset
+from confpred.training.dataset import read_dataset
 from confpred.training.train import train
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from confpred.cuda import driver
-from confpred.device import Device
+from confpred.problem.device import Device
 
 
 def _cuda_devices() -> int:

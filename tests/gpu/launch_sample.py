@@ -20,9 +20,11 @@ from layers import random_legal_layer
 
 from confpred.cuda import driver
 from confpred.cuda.compiler import compile_kernel
-from confpred.families import Family, all_families
-from confpred.operation import SCRATCH, ZEROED
-from confpred.problem import Problem
+from confpred.cuda.launch import BoundLaunch
+from confpred.families.protocol import Family
+from confpred.families.registry import all_families
+from confpred.problem.conv2d import Problem
+from confpred.problem.operation import SCRATCH, ZEROED
 
 LAYERS, CONFIGS = 4, 4
 _ONES = 0x3C  # repeated, a small number in every dtype
@@ -55,7 +57,7 @@ def launch(family: Family, problem: Problem, row: int, stream: int) -> None:
         for step in plan.steps
     ]
     cuda.cuCtxSynchronize()  # the stream below does not wait for what filled the memory
-    driver.BoundLaunch(kernels, plan, list(operands)).enqueue(stream, list(operands.values()))
+    BoundLaunch(kernels, plan, list(operands)).enqueue(stream, list(operands.values()))
     (code,) = cuda.cuCtxSynchronize()
     if code:
         raise SystemExit(f"{family.name} row {row} of {problem}: {code.name}")

@@ -7,9 +7,10 @@ import torch
 
 from confpred.cuda import driver
 from confpred.cuda.compiler import compile_kernel
-from confpred.families import Family, Launch
-from confpred.operation import SCRATCH, ZEROED
-from confpred.problem import Problem
+from confpred.cuda.launch import BoundLaunch
+from confpred.families.protocol import Family
+from confpred.problem.conv2d import Problem
+from confpred.problem.operation import SCRATCH, ZEROED, Launch
 
 GUARD = 4096  # bytes before and behind each operand
 POISON = 0xFF  # every byte: NaN in all the dtypes
@@ -56,7 +57,7 @@ class Config:
             driver.load(compile_kernel(step.source, arch), step.smem_bytes).kernel
             for step in self.launch.steps
         ]
-        self._bound = driver.BoundLaunch(kernels, self.launch, list(self.operands))
+        self._bound = BoundLaunch(kernels, self.launch, list(self.operands))
 
     def enqueue(self) -> None:
         """Launch on the current stream."""

@@ -11,10 +11,11 @@ from launching import Config, outside
 from layers import random_legal_layer
 from references import random_inputs, reference, some_rows
 
-from confpred.cuda.measure import check
-from confpred.device import Device
-from confpred.families import Family, all_families, config_dict
-from confpred.problem import Problem
+from confpred.families.protocol import Family, config_dict
+from confpred.families.registry import all_families
+from confpred.measure.kernels import check
+from confpred.problem.conv2d import Problem
+from confpred.problem.device import Device
 
 PROBLEMS = 40
 KERNELS, CONFIGS = 3, 3  # of a problem, and of a kernel

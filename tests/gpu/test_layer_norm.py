@@ -12,8 +12,8 @@ import pytest
 import walk
 from layer_norm import FAMILY, LayerNormProblem
 
-from confpred.cuda.measure import check
-from confpred.device import Device
+from confpred.measure.kernels import check
+from confpred.problem.device import Device
 
 #: Of the relative difference to PyTorch's result, in the 2-norm: a few roundings to the dtype.
 _LARGEST = {"float16": 1e-3, "bfloat16": 1e-2, "float32": 1e-5}

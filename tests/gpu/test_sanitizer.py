@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from confpred.families import all_families
+from confpred.families.registry import all_families
 
 SANITIZER = shutil.which("compute-sanitizer")
 SCRIPT = Path(__file__).with_name("launch_sample.py")

@@ -11,9 +11,9 @@ from cuda.bindings import nvrtc
 from numpy.typing import NDArray
 
 from confpred.cuda.compiler import options, source_text
-from confpred.families import Family
-from confpred.operation import SCRATCH, ZEROED, KernelSource, Launch, Step
-from confpred.record import Record
+from confpred.families.protocol import Family
+from confpred.problem.operation import SCRATCH, ZEROED, KernelSource, Launch, Step
+from confpred.problem.record import Record
 from ptx.machine import Machine
 from ptx.memory import DeviceMemory, Operand
 from ptx.opcodes import decode

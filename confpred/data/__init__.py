@@ -1,0 +1,1 @@
+"""What is written to files: suites of problems, and measurements of them."""

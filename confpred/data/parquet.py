@@ -1,0 +1,114 @@
+"""The table of measurements in a Parquet file: its columns, reading and writing.
+
+A file holds problems of one operation, whose name is in its metadata.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from confpred.data.measurements import Measurement, Run
+from confpred.errors import DataError
+from confpred.files import write_whole
+from confpred.problem.operation import Operation
+
+_OPERATION = "operation"
+_TYPES = {
+    "int": pa.int32(),
+    "float": pa.float64(),
+    "bool": pa.bool_(),
+    "str": pa.string(),
+    "Status": pa.string(),
+}
+
+
+def schema(operation: Operation) -> pa.Schema:
+    """Names and types of the columns, in the order of `Measurement.to_row`."""
+    columns: list[tuple[str, pa.DataType]] = []
+    for field in dataclasses.fields(operation.problem):
+        if field.name in operation.problem.PAIRS:
+            columns += [(f"{field.name}_{axis}", _TYPES["int"]) for axis in "hw"]
+        else:
+            columns.append((field.name, _TYPES[str(field.type)]))
+    columns.append(("networks", pa.string()))
+    for record, nested in ((Measurement, ("problem", "networks", "run")), (Run, ())):
+        columns += [
+            (field.name, _TYPES[str(field.type)])
+            for field in dataclasses.fields(record)
+            if field.name not in nested
+        ]
+    return pa.schema(columns, metadata={_OPERATION: operation.name})
+
+
+def problem_columns(operation: Operation) -> list[str]:
+    """Names of the columns that tell a problem."""
+    names: list[str] = schema(operation).names
+    return names[: names.index("networks")]
+
+
+def operation_in(path: Path) -> str:
+    """Name of the operation whose problems are in a file.
+
+    Raises:
+        DataError: the file is missing, truncated or damaged.
+    """
+    try:
+        metadata = pq.read_schema(path).metadata or {}
+    except (OSError, pa.ArrowException) as error:
+        raise _not_whole(path, error) from error
+    return str(metadata.get(_OPERATION.encode(), b"").decode(errors="replace"))
+
+
+def read(path: Path, operation: Operation, columns: Sequence[str] | None = None) -> pa.Table:
+    """The rows of one file, or those of `columns`.
+
+    Raises:
+        DataError: the file is missing, truncated or damaged, is of another operation, or lacks a
+            column.
+    """
+    if (found := operation_in(path)) != operation.name:
+        raise DataError(f"{path} holds measurements of {found!r}, not of {operation.name!r}")
+    known = schema(operation)
+    names = known.names if columns is None else list(columns)
+    try:
+        with path.open("rb") as file:
+            # One thread: a process that ends soon after, with an error say, would now and then be
+            # aborted over threads that Arrow is still starting.
+            found = pq.read_table(
+                file,
+                columns=names,
+                use_threads=False,
+                pre_buffer=False,
+                page_checksum_verification=True,
+            )
+        table = found.select(names).cast(
+            pa.schema([known.field(name) for name in names], known.metadata)
+        )
+        table.validate(full=True)  # a text that is no UTF-8, say
+    except (OSError, pa.ArrowException, KeyError, ValueError) as error:
+        raise _not_whole(path, error) from error
+    return table
+
+
+def _not_whole(path: Path, error: Exception) -> DataError:
+    reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+    return DataError(f"{path} is not a whole file of measurements: {reason}")
+
+
+def write(table: pa.Table, path: Path) -> None:
+    """Write `table` to `path`, whole or not at all, with checksums that `read` verifies.
+
+    Raises:
+        StorageError: the file system refused.
+    """
+
+    def fill(file: BinaryIO) -> None:
+        pq.write_table(table, file, compression="zstd", write_page_checksum=True)
+
+    write_whole(path, fill)

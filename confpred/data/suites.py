@@ -1,0 +1,124 @@
+"""A *suite*: a list of problems in a JSON file, each with the networks that it comes from.
+
+The file is one object::
+
+    {"format": "confpred-suite/1", "name": "resnext", "operation": "conv2d",
+     "problems": [{"n": 32, "c": 128, "h": 56, "w": 56, "k": 128, "r": 3, "s": 3, "padding": 1,
+                   "groups": 32, "networks": ["resnext50_32x4d"]}, ...]}
+
+A problem's fields are those of the operation's record, for ``conv2d``
+`confpred.problem.conv2d.Problem`; ``operation`` and ``networks`` may be left out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from confpred.errors import DataError, InvalidInput, InvalidProblem
+from confpred.families.registry import all_operations, operation_of
+from confpred.files import read_json, write_whole
+from confpred.problem.conv2d_operation import CONVOLUTION
+from confpred.problem.record import Record
+
+FORMAT = "confpred-suite/1"
+MAX_PROBLEMS = 100_000
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One problem, and the names of the networks that have it; none for a coverage problem."""
+
+    problem: Record
+    networks: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Suite:
+    """A named list of problems of one operation."""
+
+    name: str
+    entries: tuple[Entry, ...]
+
+
+def read_suite(path: Path) -> Suite:
+    """The suite in the file at `path`.
+
+    Raises:
+        DataError: the file cannot be read, is not a suite, or holds no or too many problems.
+        InvalidProblem: a problem's field is not allowed; the error names file, index and field.
+    """
+    content = read_json(path, "a problem suite", FORMAT)
+    name, problems = content.get("name"), content.get("problems")
+    if not isinstance(name, str) or not name:
+        raise DataError(f'{path}: "name" must be a text that is not empty')
+    operation = content.get("operation", CONVOLUTION.name)
+    if not isinstance(operation, str) or operation not in all_operations():
+        known = " or ".join(all_operations())
+        raise DataError(f'{path}: "operation" must be {known}, not {operation!r}')
+    if not isinstance(problems, list) or not 1 <= len(problems) <= MAX_PROBLEMS:
+        raise DataError(f'{path}: "problems" must be a list of 1 to {MAX_PROBLEMS} problems')
+    kind = all_operations()[operation].problem
+    return Suite(name, tuple(_entry(path, i, fields, kind) for i, fields in enumerate(problems)))
+
+
+def join(suites: Sequence[Suite]) -> Suite:
+    """One suite of the problems of several, in their order.
+
+    Raises:
+        InvalidInput: they are of different operations.
+    """
+    entries = tuple(entry for suite in suites for entry in suite.entries)
+    kinds = {type(entry.problem).__name__ for entry in entries}
+    if len(kinds) > 1:
+        raise InvalidInput("suite", sorted(kinds), "suites of one operation")
+    return Suite("+".join(suite.name for suite in suites), entries)
+
+
+def write_suite(suite: Suite, path: Path) -> None:
+    """Write `suite` to `path`, one problem a line so that versions compare well.
+
+    Raises:
+        StorageError: the file system refused the write.
+    """
+    lines = ",\n".join(
+        "  " + json.dumps(_fields(entry.problem) | {"networks": list(entry.networks)})
+        for entry in suite.entries
+    )
+    names = {"format": FORMAT, "name": suite.name}
+    operation = operation_of(suite.entries[0].problem).name
+    if operation != CONVOLUTION.name:
+        names["operation"] = operation
+    head = f'{json.dumps(names)[:-1]}, "problems": [\n'
+    write_whole(path, lambda file: file.write(f"{head}{lines}\n]}}\n".encode()))
+
+
+def _fields(problem: Record) -> dict[str, Any]:
+    """A problem for a file that people read: a pair of equal members as one integer."""
+    return {
+        name: value[0] if isinstance(value, list) and value[0] == value[1] else value
+        for name, value in problem.to_json().items()
+    }
+
+
+def _entry(path: Path, index: int, fields: object, kind: type[Record]) -> Entry:
+    where = f"{path}: problems[{index}]"
+    if not isinstance(fields, Mapping):
+        names = ", ".join([f.name for f in dataclasses.fields(kind)][:5])
+        raise DataError(f"{where} must be an object of fields such as {names}")
+    networks = fields.get("networks", [])
+    if not isinstance(networks, list) or not all(_is_name(n) for n in networks):
+        raise DataError(f"{where}.networks must be a list of names without commas")
+    try:
+        problem = kind.from_json({k: v for k, v in fields.items() if k != "networks"})
+    except InvalidProblem as error:
+        raise InvalidProblem(f"{where}.{error.field}", error.value, error.allowed) from None
+    return Entry(problem, tuple(networks))
+
+
+def _is_name(value: object) -> bool:
+    return isinstance(value, str) and bool(value) and "," not in value

@@ -1,0 +1,194 @@
+"""What a family of convolution kernels need not write itself: small pure functions for its config
+table, its blocks, its features and its macros.
+
+`Occupancy` and what is vectorised here take arrays over the rows of a config table, and give them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from confpred.families.protocol import Family, Rows
+from confpred.problem.conv2d import ACTIVATIONS, Problem
+from confpred.problem.device import Device
+
+Array = NDArray[np.int64]
+_Count = TypeVar("_Count", int, Array)
+
+MAX_REGISTERS = 255  # of a thread
+MAX_INT = 2**31 - 1  # of the 32 bits in which kernels count, and address within a block's images
+
+
+def config_table(fields: Sequence[str], rows: Iterable[Sequence[int]]) -> NDArray[np.void]:
+    """A read-only table of configs, whose values are in the order of `fields`."""
+    table = np.array([tuple(row) for row in rows], dtype=[(name, np.int32) for name in fields])
+    table.setflags(write=False)
+    return table
+
+
+def config_columns(configs: NDArray[np.void], rows: Rows | slice = slice(None)) -> dict[str, Array]:
+    """The fields of some rows by name, contiguous and wide enough for products of sizes."""
+    names: Any = configs.dtype.names
+    return {name: configs[name][rows].astype(np.int64) for name in names}
+
+
+def columns_at(columns: Mapping[str, Array], rows: Rows | slice) -> dict[str, Array]:
+    """Some rows of a table's columns."""
+    return {name: column[rows] for name, column in columns.items()}
+
+
+def config_macros(config: np.void, fields: Iterable[str]) -> tuple[tuple[str, int], ...]:
+    """Those `fields` of a config that its kernel is compiled for, named in capitals."""
+    return tuple((name.upper(), int(config[name])) for name in fields)
+
+
+def epilogue_macros(problem: Problem) -> tuple[tuple[str, int | str], ...]:
+    """What is done with an image's sums before they are stored, as ``common.cuh`` knows it."""
+    return (
+        ("ACTIVATION", f"ACTIVATION_{problem.activation.upper()}"),
+        ("HAS_BIAS", int(problem.bias)),
+        ("HAS_RESIDUAL", int(problem.residual)),
+    )
+
+
+def cut(size: _Count | int, pieces: _Count) -> tuple[_Count, _Count]:
+    """The size of a piece, and how many there are, when `size` is cut into about `pieces`: rounding
+    up may leave the last ones empty."""
+    piece = -(-size // pieces)
+    return piece, -(-size // piece)
+
+
+def distinct_bands(size: int, bands: Array) -> NDArray[np.bool_]:
+    """Which counts of bands of `size` rows leave two rows each, as a band of one reads a window to
+    make it, and differ from half the count, which would be the same launch again."""
+    rows = -(-size // bands)
+    result: NDArray[np.bool_] = (bands == 1) | (
+        (rows >= 2) & (rows < -(-size // (bands // 2).clip(1)))
+    )
+    return result
+
+
+@dataclass(frozen=True, slots=True)
+class Occupancy:
+    """How the blocks of each config fill a device.
+
+    Attributes:
+        threads: of a block.
+        blocks: of the launch.
+        per_sm: blocks that a multiprocessor holds at once.
+        sm_blocks: of the multiprocessor that gets the most.
+        waves: how often the whole device is filled; a fraction.
+        wave_waste: whole waves over `waves`.
+        resident: blocks of a multiprocessor in the first wave, on average over the device: a part
+            of `per_sm` where there are fewer blocks than places, which then draw on a part of the
+            device's rates.
+    """
+
+    threads: Array
+    blocks: Array
+    per_sm: Array
+    sm_blocks: NDArray[np.float64]
+    waves: NDArray[np.float64]
+    wave_waste: NDArray[np.float64]
+    resident: NDArray[np.float64]
+
+    @classmethod
+    def of(
+        cls, device: Device, blocks: Array, threads: Array, registers: Array, smem_bytes: Array
+    ) -> Occupancy:
+        """Of `blocks` of `threads` with so many `registers` each, and so many bytes of shared
+        memory a block."""
+        smem = smem_bytes + device.smem_reserved_per_block
+        per_sm = np.minimum(
+            np.minimum(device.smem_per_sm // smem, device.regs_per_sm // (threads * registers)),
+            np.minimum(device.warps_per_sm * 32 // threads, device.blocks_per_sm),
+        ).clip(1)
+        waves = blocks / (device.sm_count * per_sm)
+        return cls(
+            threads=threads,
+            blocks=blocks,
+            per_sm=per_sm,
+            sm_blocks=np.ceil(blocks / device.sm_count),
+            waves=waves,
+            wave_waste=np.ceil(waves) / waves,
+            resident=np.minimum(waves, 1.0) * per_sm,
+        )
+
+    @property
+    def rounds(self) -> NDArray[np.float64]:
+        """Of the multiprocessor that gets the most blocks; a fraction."""
+        return self.sm_blocks / np.minimum(self.sm_blocks, self.per_sm)
+
+    def features(self) -> dict[str, NDArray[Any]]:
+        """By name. Logarithms are to base 2."""
+        return {
+            "blocks_per_sm": self.per_sm,
+            "warps_per_sm": self.resident * self.threads / 32,
+            "log_blocks": np.log2(self.blocks),
+            "waves": self.waves,
+            "wave_waste": self.wave_waste,
+        }
+
+
+def problem_features(problem: Problem) -> dict[str, float]:
+    """By name; a family lists those that vary among its problems. Logarithms are to base 2."""
+    p = problem
+    return {
+        "log_n": np.log2(p.n),
+        "log_c": np.log2(p.c),
+        "log_k": np.log2(p.k),
+        "log_p": np.log2(p.p),
+        "log_q": np.log2(p.q),
+        "r": p.r,
+        "s": p.s,
+        "stride_h": p.stride[0],
+        "stride_w": p.stride[1],
+        "dilation_h": p.dilation[0],
+        "dilation_w": p.dilation[1],
+        "group_width": p.group_width,
+        "multiplier": p.k // p.c,
+        "itemsize": p.itemsize,
+        "bfloat16": p.dtype == "bfloat16",
+        "bias": p.bias,
+        "activation": ACTIVATIONS.index(p.activation),
+        "residual": p.residual,
+        "log_bytes": np.log2(p.minimum_bytes),
+        "log_intensity": np.log2(p.flops / p.minimum_bytes),
+        # Rows of pixels that do not begin at a cache line are read and written in pieces.
+        "pixel_alignment": np.gcd(p.itemsize * p.k, 128),
+    }
+
+
+def feature_matrix(
+    family: Family,
+    problem: Problem,
+    device: Device,
+    rows: Rows,
+    derived: Mapping[str, NDArray[Any]],
+) -> NDArray[np.float32]:
+    """The features of `family` for some rows of its config table: a problem's, the configs' fields,
+    what is derived, and ``log_estimate``.
+
+    Args:
+        family: names them.
+        problem: the layer.
+        device: that the estimate is for.
+        rows: the configs.
+        derived: what `problem` makes of the configs, and ``estimate``, in seconds. It stands in for
+            a problem's feature of the same name.
+    """
+    columns: dict[str, Any] = {
+        **problem_features(problem),
+        **config_columns(family.configs, rows),
+        **derived,
+        "log_estimate": np.log2(derived["estimate"] / device.roofline_s(problem)),
+    }
+    matrix = np.empty((len(rows), len(family.feature_names)), np.float32)
+    for index, name in enumerate(family.feature_names):
+        matrix[:, index] = columns[name]
+    return matrix

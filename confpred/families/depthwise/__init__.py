@@ -1,0 +1,1 @@
+"""Depthwise convolution: on ordinary arithmetic, and, banded, on tensor cores."""

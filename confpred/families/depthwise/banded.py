@@ -1,0 +1,436 @@
+"""The depthwise families on tensor cores whose result is an image: configs, legality, features and
+launches of ``depthwise_banded.cu``, for the forward direction and for the gradient of the input.
+What ``depthwise_banded_wgrad.py`` shares with them is here too.
+
+Layers of group width 1, unit stride and dilation, as many filters as channels, windows up to
+11x11, any padding, float16 and bfloat16, channels in eights; the ordinary depthwise families serve
+the others.
+
+An output of an R x S window takes 16 R multiply-adds of the tensor cores (24 R from S = 10 on, as
+zeros of the band are multiplied too) where ordinary arithmetic takes R S: 7x7 is 112 of at least
+1,024 a clock and multiprocessor against 49 of 128, so 0.11 clocks against 0.38, and the memory of
+an H100 needs 0.3 for the output's 4 bytes. What then bounds them are instructions, most of them for
+the way of pixels into planes and out of them, and requests to L2: runs of 16 channels make them of
+32 bytes, half of what a slice could answer, so that wider blocks win where registers allow them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from confpred.families import common as common
+from confpred.families.common import Array, Occupancy
+from confpred.families.depthwise import common as depthwise
+from confpred.families.protocol import Rows
+from confpred.problem.conv2d import Problem
+from confpred.problem.conv2d_operation import CONVOLUTION, dtype_macro
+from confpred.problem.device import Device
+from confpred.problem.operation import KernelSource, Launch, Step
+
+COMPILED = (
+    *("block_c", "warp_c", "strips", "warp_strips", "run"),
+    *("rows", "stages", "min_blocks"),
+)
+_FIELDS = (*COMPILED, "bands")
+_OPERANDS = {
+    "fprop": ("out", "in", "filter", "bias", "residual"),
+    "dgrad": ("in_grad", "out_grad", "filter", "bias", "residual"),
+}
+
+# What blocks compute: their channels, a warp's, their strips, a warp's. Others that fit, such as
+# those of more strips, were hardly ever among the fastest of 25 layers (130 random configs each,
+# H200).
+BLOCKS = (
+    *((16, 1, 16, 16), (16, 1, 32, 32), (16, 2, 16, 16), (16, 2, 32, 32)),
+    *((16, 4, 16, 16), (16, 4, 32, 16), (32, 2, 16, 16), (32, 2, 32, 32)),
+    *((32, 4, 16, 16), (32, 4, 32, 16), (64, 4, 16, 16)),
+)
+# Strips of a run: at most an eighth of a block's are idle.
+TILES = tuple(
+    (*block, run)
+    for block in BLOCKS
+    for run in (1, 2, 3, 4, 5, 7, 8)
+    if block[2] % run <= block[2] // 8
+)
+_BANDS = np.array((1, 2, 4, 8, 16))
+
+
+def _config_table() -> NDArray[np.void]:
+    rows = [
+        (*tile, *rest)
+        for tile, *rest in itertools.product(TILES, (1, 2), (2, 4), (1, 2, 3), _BANDS)
+    ]
+    return common.config_table(_FIELDS, rows)
+
+
+_TABLE = _config_table()
+_COLUMNS = common.config_columns(_TABLE)
+#: A config of each kernel; the bands, which the launch alone decides, are innermost in the table.
+_KERNELS = np.arange(0, len(_TABLE), len(_BANDS))
+_KERNEL_COLUMNS = common.columns_at(_COLUMNS, _KERNELS)
+
+
+def handles(problem: Problem) -> bool:
+    """Whether `problem` is a layer that the kernels compute, whatever its direction."""
+    return (
+        problem.dtype != "float32"
+        and depthwise.handles(problem)
+        and problem.stride == (1, 1)
+        and depthwise.dilation(problem) == (1, 1)
+        and problem.k == problem.c
+        and problem.c % 8 == 0  # copies of 16 bytes
+    )
+
+
+# Mirrors of the constants in ``depthwise_banded.cuh``; `t` has the columns of some configs.
+
+
+def threads_of(t: Mapping[str, Array]) -> Array:
+    """Threads of a block."""
+    found: Array = t["block_c"] // t["warp_c"] * (t["strips"] // t["warp_strips"]) * 32
+    return found
+
+
+def runs(t: Mapping[str, Array]) -> Array:
+    """Runs of a block."""
+    found: Array = t["strips"] // t["run"]
+    return found
+
+
+def items(t: Mapping[str, Array], columns: Array) -> Array:
+    """Pairs of pixels of 8 channels that a thread copies in a step, for `columns` of a run."""
+    pairs = t["rows"] * runs(t) * (t["block_c"] // 8) * -(-columns // 2)
+    found: Array = -(-pairs // threads_of(t))
+    return found
+
+
+def buffer_bytes(t: Mapping[str, Array], units: Array, spare: int) -> Array:
+    """Shared memory of a step's rows, of `units` eights of columns a run and, for each idle strip
+    and `spare` times more, one behind them."""
+    pitch = np.where(t["run"] == 1, units | 1, units)
+    idle = t["strips"] % t["run"]
+    eights = runs(t) * pitch + np.where(idle > 0, idle + spare, 0)
+    found: Array = t["rows"] * (t["block_c"] * 16 * eights + 128)
+    return found
+
+
+def stage_bytes(t: Mapping[str, Array], copied: Array) -> Array:
+    """Shared memory of what is copied ahead, `copied` items a thread and step."""
+    found: Array = t["stages"] * copied * threads_of(t) * 32
+    return found
+
+
+def most_registers(t: Mapping[str, Array]) -> Array:
+    """Registers that the blocks of a multiprocessor leave a thread."""
+    share = Device.regs_per_sm // (threads_of(t) * t["min_blocks"]) // 8 * 8
+    found: Array = np.minimum(share, common.MAX_REGISTERS)
+    return found
+
+
+def fits(
+    t: Mapping[str, Array], registers: Array, smem_bytes: Array, device: Device
+) -> NDArray[np.bool_]:
+    """Which configs a multiprocessor has room for, as many blocks as they ask for.
+
+    The compiler makes do with an eighth fewer registers than it would take and spills few or none;
+    where it would take fewer anyhow, a bound changes nothing.
+    """
+    most, blocks = most_registers(t), t["min_blocks"]
+    found: NDArray[np.bool_] = (
+        (registers <= 1.15 * most)
+        & ((blocks == 1) | (registers > 0.95 * most))
+        & (smem_bytes <= device.smem_per_block)
+        & (blocks * (smem_bytes + device.smem_reserved_per_block) <= device.smem_per_sm)
+    )
+    return found
+
+
+def addressable(t: Mapping[str, Array], problem: Problem, image_runs: Array) -> NDArray[np.bool_]:
+    """Which configs can count the offsets from a block's first image in 32 bits, padding included.
+
+    Args:
+        t: the configs.
+        problem: the layer.
+        image_runs: how many runs an image has.
+    """
+    p = problem
+    images = -(-runs(t) // image_runs) + 1
+    found: NDArray[np.bool_] = (
+        images * (p.c * (max(p.h, p.p) + 256) * (max(p.w, p.q) + 256)) <= common.MAX_INT
+    )
+    return found
+
+
+def kernels_for(
+    t: Mapping[str, Array],
+    registers: Array,
+    smem_bytes: Array,
+    channels: int,
+    width: int,
+    device: Device,
+) -> NDArray[np.bool_]:
+    """Which kernels a multiprocessor has room for, and are not made for a larger layer: less than
+    twice as many channels, or the fewest that there are, and at most a quarter more columns
+    computed than there must be. Others do the work of something smaller, slower.
+
+    Args:
+        t: configs, one a kernel.
+        registers, smem_bytes: that they take of it.
+        channels: of the layer.
+        width: columns that runs are cut of.
+        device: the layer is computed on.
+    """
+    columns = -(-width // (8 * t["run"])) * t["run"]
+    found: NDArray[np.bool_] = (
+        fits(t, registers, smem_bytes, device)
+        & ((4 * columns <= 5 * -(-width // 8)) | (t["run"] == 1))
+        & ((t["block_c"] < 2 * channels) | (t["block_c"] == 16))
+    )
+    return found
+
+
+def not_oversized(t: Mapping[str, Array], all_runs: Array, band_rows: Array) -> NDArray[np.bool_]:
+    """Which configs are less than twice as large as what they cover, or the smallest.
+
+    Args:
+        t: the configs.
+        all_runs: of all images.
+        band_rows: rows of a band.
+    """
+    found: NDArray[np.bool_] = ((runs(t) < 2 * all_runs) | (t["strips"] == 16)) & (
+        (t["rows"] < 2 * band_rows) | (t["rows"] == 1)
+    )
+    return found
+
+
+_SHARED = (
+    *("log_n", "log_k", "log_p", "log_q", "r", "s", "bfloat16", "log_bytes", "log_intensity"),
+    *_FIELDS,
+    *("threads", "registers", "smem_bytes", "in_items", "out_items", "products"),
+    *("blocks_per_sm", "warps_per_sm", "log_blocks", "waves", "wave_waste", "q_waste", "c_waste"),
+    *("strip_waste", "band_rows", "bands_cut", "row_tail", "halo_rows", "halo_columns", "steps"),
+    *("run_bytes", "pixel_alignment", "bytes_in_flight", "log_work", "log_load_bytes"),
+    "log_estimate",
+)
+_FEATURES = {
+    "fprop": (*_SHARED, "bias", "residual", "activation"),
+    "dgrad": _SHARED,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Image:
+    """A layer as ``depthwise_banded.cu`` sees it: what it reads, what it writes, and the padding,
+    which is negative where an input gradient leaves the border of the output's gradient unread."""
+
+    size_in: tuple[int, int]
+    size_out: tuple[int, int]
+    padding: tuple[int, int]
+
+
+def _image(problem: Problem) -> _Image:
+    p = problem
+    if p.direction == "fprop":
+        return _Image((p.h, p.w), (p.p, p.q), p.padding)
+    turned = (p.r - 1 - p.padding[0], p.s - 1 - p.padding[1])
+    return _Image((p.p, p.q), (p.h, p.w), turned)
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What a problem makes of some configs; arrays over them."""
+
+    threads: Array
+    registers: Array  # an estimate of what the compiler would take
+    smem_bytes: Array
+    in_items: Array  # pairs of pixels of 8 channels, that a thread loads a step
+    out_items: Array  # ... and stores
+    products: Array  # tensor-core instructions of a warp and step
+    work: Array  # instructions that a warp issues in a step
+    in_x: Array  # input columns of a run
+    band_rows: Array
+    bands: Array
+    q_tiles: Array
+    c_tiles: Array
+    tiles: Array
+
+    @property
+    def blocks(self) -> Array:
+        return self.tiles * self.c_tiles
+
+
+class DepthwiseBanded:
+    """See the module's docstring and ``kernels/depthwise_banded.cu``."""
+
+    operation = CONVOLUTION
+    configs = _TABLE
+
+    def __init__(self, direction: str) -> None:
+        self.name = f"depthwise_banded_{direction}"
+        self.feature_names = _FEATURES[direction]
+        self._direction = direction
+
+    def legal(self, problem: Problem, device: Device) -> NDArray[np.bool_]:
+        legal = np.zeros(len(self.configs), np.bool_)
+        if problem.direction != self._direction or not handles(problem):
+            return legal
+        height, width = _image(problem).size_out
+        # Kernels first: they spare most rows a plan.
+        plan = self._plan(problem, _KERNELS)
+        fit = kernels_for(
+            _KERNEL_COLUMNS, plan.registers, plan.smem_bytes, problem.c, width, device
+        )
+        bands = np.flatnonzero(common.distinct_bands(height, _BANDS))
+        rows = (_KERNELS[fit, None] + bands).ravel()
+        t, plan = common.columns_at(_COLUMNS, rows), self._plan(problem, rows)
+        all_runs = problem.n * plan.bands * plan.q_tiles
+        legal[rows] = (
+            addressable(t, problem, plan.q_tiles * plan.bands)
+            & (np.maximum(plan.blocks, all_runs + t["strips"]) <= common.MAX_INT)
+            & not_oversized(t, all_runs, plan.band_rows)
+        )
+        return legal
+
+    def estimate_s(self, problem: Problem, device: Device, rows: Rows) -> NDArray[np.float64]:
+        return self._derived(problem, device, rows)["estimate"]
+
+    def features(self, problem: Problem, device: Device, rows: Rows) -> NDArray[np.float32]:
+        derived = self._derived(problem, device, rows)
+        return common.feature_matrix(self, problem, device, rows, derived)
+
+    def launch(self, problem: Problem, row: int) -> Launch:
+        plan = self._plan(problem, np.array([row]))
+        image = _image(problem)
+        source = KernelSource(
+            file="depthwise_banded.cu",
+            entry="depthwise_banded",
+            defines=(
+                ("R", problem.r),
+                ("S", problem.s),
+                ("FLIP", int(self._direction == "dgrad")),
+                dtype_macro(problem),
+                *common.epilogue_macros(problem),
+                *common.config_macros(self.configs[row], COMPILED),
+            ),
+        )
+        step = Step(
+            source,
+            grid=(int(plan.blocks[0]), 1, 1),
+            block=(int(plan.threads[0]), 1, 1),
+            smem_bytes=int(plan.smem_bytes[0]),
+            operands=_OPERANDS[self._direction],
+            scalars=(
+                *(problem.n, problem.c, *image.size_in, *image.size_out, *image.padding),
+                *(int(plan.band_rows[0]), int(plan.bands[0])),
+                *(int(plan.q_tiles[0]), int(plan.c_tiles[0])),
+            ),
+        )
+        return Launch((step,))
+
+    def _plan(self, problem: Problem, rows: Rows) -> _Plan:
+        """Mirrors the constants at the top of the kernel."""
+        t = common.columns_at(_COLUMNS, rows)
+        r, s, run = problem.r, problem.s, t["run"]
+        height, width = _image(problem).size_out
+        threads = threads_of(t)
+        span = (s + 14) // 8
+        in_x = 8 * run + s - 1
+        band_rows, bands = common.cut(height, t["bands"])
+        q_tiles = -(-width // (8 * run))
+        in_items, out_items = items(t, in_x), items(t, 8 * run)
+        warp_tiles = t["warp_strips"] // 16
+        fragments = t["warp_c"] * warp_tiles * t["rows"]  # of a warp and step
+        products = fragments * r * (1 if span < 3 else 2)
+        registers = (  # fitted to what the assembler reports of 96 kernels
+            t["warp_c"] * (r * (span + 4 * warp_tiles) + warp_tiles)
+            + 3 * in_items
+            + (13 + 8 * problem.residual) * out_items
+            + 29
+        )
+        work = products + fragments * 14 + in_items * 28 + out_items * 28 + 20
+        return _Plan(
+            threads=threads,
+            registers=registers,
+            smem_bytes=2 * (buffer_bytes(t, run + span - 1, span - 1) + buffer_bytes(t, run, 0))
+            + stage_bytes(t, in_items)
+            + t["block_c"] * r * s * 2,
+            in_items=in_items,
+            out_items=out_items,
+            products=products,
+            work=work,
+            in_x=in_x,
+            band_rows=band_rows,
+            bands=bands,
+            q_tiles=q_tiles,
+            c_tiles=-(-problem.c // t["block_c"]),
+            tiles=-(-problem.n * bands * q_tiles // runs(t)),
+        )
+
+    def _derived(
+        self, problem: Problem, device: Device, rows: Rows
+    ) -> dict[str, NDArray[np.float64]]:
+        """How each config would run `problem`: the derived features, and the estimated seconds.
+
+        The estimate is the largest of three times, plus a latency for each wave and step: that of
+        device memory, whose rate what is in flight may bound (a load takes about 0.8 us under
+        load), and those of the multiprocessor with the most blocks: of the tensor cores at half
+        their rate, which is what `mma.sync` reaches, and of the instructions, of which it issues
+        about 60 % of what it could.
+        """
+        t = common.columns_at(_COLUMNS, rows)
+        plan = self._plan(problem, rows)
+        image = _image(problem)
+        (height, width), size_in = image.size_out, image.size_in
+        registers = np.minimum(plan.registers, most_registers(t))
+        occupancy = Occupancy.of(device, plan.blocks, plan.threads, registers, plan.smem_bytes)
+        # With one band, rows of padding are left out, above the image altogether, below it but for
+        # what finishes the rows above.
+        whole, above = plan.bands == 1, min(max(image.padding[0], 0), problem.r - 1)
+        walked = plan.band_rows + problem.r - 1 - whole * above
+        steps = -(-walked // t["rows"])
+        inside = np.where(whole, np.minimum(size_in[0] + image.padding[0] - above, walked), walked)
+        computed = np.minimum(-(-inside // t["rows"]), steps)
+        step_bytes = t["rows"] * runs(t) * plan.in_x * t["block_c"] * problem.itemsize
+        in_flight = occupancy.resident * step_bytes
+        fullest = occupancy.sm_blocks * device.sm_count * plan.threads / 32
+        block_work = computed * plan.work + (steps - computed) * 0.5 * plan.work + 300
+        seconds = np.maximum(
+            problem.minimum_bytes
+            / np.minimum(device.dram_bytes_per_s, device.sm_count * in_flight / 0.8e-6),
+            np.maximum(
+                fullest * computed * plan.products * 4096 / (device.tensor_flops / 2),
+                fullest * block_work * 32 / (0.6 * device.simt_flops / 2),
+            ),
+        )
+        all_runs = problem.n * plan.bands * plan.q_tiles
+        return {
+            "log_p": np.log2(height),
+            "log_q": np.log2(width),
+            "threads": plan.threads,
+            "registers": plan.registers,
+            "smem_bytes": plan.smem_bytes,
+            "in_items": plan.in_items,
+            "out_items": plan.out_items,
+            "products": plan.products,
+            **occupancy.features(),
+            "q_waste": plan.q_tiles * t["run"] * 8 / width,
+            "c_waste": plan.c_tiles * t["block_c"] / problem.c,
+            "strip_waste": plan.tiles * t["strips"] / (all_runs * t["run"]),
+            "band_rows": plan.band_rows,
+            "bands_cut": plan.bands,
+            # What is left for the last band, as a part of a whole one.
+            "row_tail": (height - (plan.bands - 1) * plan.band_rows) / plan.band_rows,
+            "halo_rows": walked / plan.band_rows,
+            "halo_columns": plan.in_x / (8 * t["run"]),
+            "steps": steps,
+            "run_bytes": t["block_c"] * problem.itemsize,
+            "bytes_in_flight": in_flight,
+            "log_work": np.log2(plan.blocks * (plan.threads / 32) * block_work),
+            "log_load_bytes": np.log2(plan.blocks * computed * step_bytes / problem.minimum_bytes),
+            "estimate": seconds + 2e-6 + np.ceil(occupancy.waves) * (1.5e-6 + steps * 2e-7),
+        }

@@ -1,0 +1,273 @@
+"""Depthwise convolution on tensor cores, gradient of the filter and of the bias: configs, legality,
+features and launches of ``depthwise_banded_wgrad.cu``.
+
+Layers as in ``_depthwise_banded.py``, with windows up to 9 wide. An output pixel takes 16 R
+multiply-adds of the tensor cores, as it does forward; a channel of a warp has 4 R accumulators in
+registers, and 2 R fragments of the gradient for each 16 strips.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from confpred.families import common as common
+from confpred.families.common import Array, Occupancy
+from confpred.families.depthwise import banded as banded
+from confpred.families.depthwise import common as depthwise
+from confpred.families.depthwise.common import ATOMIC, TWO_LAUNCHES
+from confpred.families.protocol import Rows
+from confpred.problem.conv2d import Problem
+from confpred.problem.conv2d_operation import CONVOLUTION, dtype_macro
+from confpred.problem.device import Device
+from confpred.problem.operation import KernelSource, Launch, Step
+
+_FIELDS = (*banded.COMPILED, "bands", "splits", "reduction")
+_MAX_WIDTH = 9  # of a window: a diagonal has eight elements
+_STAGES = 2  # more were not faster, and take shared memory of blocks
+
+
+# What the launch decides, not the kernel: bands, splits and the reduction.
+_LAUNCHES = tuple(
+    (bands, *reduction)
+    for bands in (1, 4, 16)
+    for reduction in depthwise.reductions((4, 8, 16, 32, 64, 128))
+)
+
+
+def _config_table() -> NDArray[np.void]:
+    rows = [
+        (*tile, *rest, *launch)
+        for tile, *rest, launch in itertools.product(
+            banded.TILES, (1, 2), (_STAGES,), (1, 2), _LAUNCHES
+        )
+    ]
+    return common.config_table(_FIELDS, rows)
+
+
+_TABLE = _config_table()
+_COLUMNS = common.config_columns(_TABLE)
+_LAUNCH_BANDS, _, _LAUNCH_REDUCTIONS = np.array(_LAUNCHES).T
+#: A config of each kernel; what the launch alone decides is innermost in the table.
+_KERNELS = np.arange(0, len(_TABLE), len(_LAUNCHES))
+_KERNEL_COLUMNS = common.columns_at(_COLUMNS, _KERNELS)
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What a problem makes of some configs; arrays over them."""
+
+    threads: Array
+    registers: Array  # an estimate of what the compiler would take
+    smem_bytes: Array
+    in_items: Array  # pairs of pixels of 8 channels, that a thread loads a step
+    grad_items: Array
+    products: Array  # tensor-core instructions of a warp and step
+    work: Array  # instructions that a warp issues in a step
+    in_x: Array  # input columns of a run
+    band_rows: Array
+    bands: Array
+    q_tiles: Array
+    c_tiles: Array
+    tiles: Array
+    blocks: Array
+
+
+class DepthwiseBandedWgrad:
+    """See the module's docstring and ``kernels/depthwise_banded_wgrad.cu``."""
+
+    name = "depthwise_banded_wgrad"
+    operation = CONVOLUTION
+    configs = _TABLE
+    feature_names: tuple[str, ...] = (
+        *("log_n", "log_c", "log_p", "log_q", "r", "s", "bfloat16", "bias", "log_bytes"),
+        "log_intensity",
+        *(name for name in _FIELDS if name != "stages"),
+        *("threads", "registers", "smem_bytes", "in_items", "grad_items", "products"),
+        *("blocks_per_sm", "warps_per_sm", "log_blocks", "waves", "wave_waste", "q_waste"),
+        *("c_waste", "strip_waste", "band_rows", "bands_cut", "halo_rows", "halo_columns"),
+        *("rounds", "round_waste", "steps", "run_bytes", "pixel_alignment", "bytes_in_flight"),
+        *("log_work", "log_load_bytes", "log_sum_bytes", "log_estimate"),
+    )
+
+    def legal(self, problem: Problem, device: Device) -> NDArray[np.bool_]:
+        legal = np.zeros(len(self.configs), np.bool_)
+        if (
+            problem.direction != "wgrad"
+            or not banded.handles(problem)
+            or problem.s > _MAX_WIDTH
+            or problem.filter_elements + problem.c > common.MAX_INT
+        ):
+            return legal
+        plan = self._plan(problem, _KERNELS)  # kernels first: they spare most rows a plan
+        fit = banded.kernels_for(
+            _KERNEL_COLUMNS, plan.registers, plan.smem_bytes, problem.c, problem.q, device
+        )
+        launches = np.flatnonzero(
+            common.distinct_bands(problem.p, _LAUNCH_BANDS)
+            & ((_LAUNCH_REDUCTIONS != ATOMIC) | (not problem.deterministic))
+        )
+        rows = (_KERNELS[fit, None] + launches).ravel()
+        t, plan = common.columns_at(_COLUMNS, rows), self._plan(problem, rows)
+        all_runs, splits = problem.n * plan.bands * plan.q_tiles, t["splits"]
+        legal[rows] = (
+            banded.addressable(t, problem, plan.q_tiles * plan.bands)
+            & (np.maximum(plan.blocks, all_runs + splits * t["strips"]) <= common.MAX_INT)
+            & banded.not_oversized(t, all_runs, plan.band_rows)
+            # Each block has a tile; blocks enough for half of the device, and no more than eight
+            # to a multiprocessor, as far as there are tiles for them.
+            & (splits <= plan.tiles)
+            & ((splits == 1) | (plan.blocks <= 8 * device.sm_count))
+            & ((2 * plan.blocks >= device.sm_count) | (4 * splits > plan.tiles))
+        )
+        return legal
+
+    def estimate_s(self, problem: Problem, device: Device, rows: Rows) -> NDArray[np.float64]:
+        return self._derived(problem, device, rows)["estimate"]
+
+    def features(self, problem: Problem, device: Device, rows: Rows) -> NDArray[np.float32]:
+        derived = self._derived(problem, device, rows)
+        return common.feature_matrix(self, problem, device, rows, derived)
+
+    def launch(self, problem: Problem, row: int) -> Launch:
+        t = self.configs[row]
+        plan = self._plan(problem, np.array([row]))
+        splits, reduction = int(t["splits"]), int(t["reduction"])
+        source = KernelSource(
+            file="depthwise_banded_wgrad.cu",
+            entry="depthwise_banded_wgrad",
+            defines=(
+                ("R", problem.r),
+                ("S", problem.s),
+                dtype_macro(problem),
+                ("HAS_BIAS", int(problem.bias)),
+                *common.config_macros(t, banded.COMPILED),
+            ),
+        )
+        step = Step(
+            source,
+            grid=(int(plan.blocks[0]), 1, 1),
+            block=(int(plan.threads[0]), 1, 1),
+            smem_bytes=int(plan.smem_bytes[0]),
+            operands=depthwise.WGRAD_OPERANDS,
+            scalars=(
+                *(problem.n, problem.c, problem.h, problem.w, problem.p, problem.q),
+                *problem.padding,
+                *(int(plan.band_rows[0]), int(plan.bands[0]), int(plan.q_tiles[0])),
+                *(int(plan.c_tiles[0]), int(plan.tiles[0]), splits, reduction),
+            ),
+        )
+        return depthwise.with_sums(step, problem, splits, reduction, int(plan.c_tiles[0]))
+
+    def _plan(self, problem: Problem, rows: Rows) -> _Plan:
+        """Mirrors the constants at the top of the kernel."""
+        t = common.columns_at(_COLUMNS, rows)
+        r, run, warp_c = problem.r, t["run"], t["warp_c"]
+        threads = banded.threads_of(t)
+        in_x = 8 * run + problem.s - 1
+        band_rows, bands = common.cut(problem.p, t["bands"])
+        q_tiles = -(-problem.q // (8 * run))
+        c_tiles = -(-problem.c // t["block_c"])
+        in_items, grad_items = banded.items(t, in_x), banded.items(t, 8 * run)
+        planes = 2 * (banded.buffer_bytes(t, run + 1, 1) + banded.buffer_bytes(t, run, 0))
+        planes += banded.stage_bytes(t, in_items + grad_items)
+        sums = t["strips"] // t["warp_strips"] * t["block_c"] * (r * problem.s + problem.bias)
+        # Fragments, products, and the window's slide.
+        warp_tiles = t["warp_strips"] // 16
+        fragments = warp_c * warp_tiles * t["rows"]
+        products = fragments * (r + problem.bias)
+        registers = (  # fitted to what the assembler reports of 96 kernels
+            warp_c * (r * (4 + 2 * warp_tiles) + warp_tiles + 4 * problem.bias)
+            + 4 * in_items
+            + 16 * grad_items
+            + 49
+        )
+        work = products + fragments * (4 + 2 * r) + 28 * (in_items + grad_items) + 20
+        return _Plan(
+            threads=threads,
+            registers=registers,
+            smem_bytes=np.maximum(planes, threads // 32 * 16 * 9 * 4 + 4 * sums),
+            in_items=in_items,
+            grad_items=grad_items,
+            products=products,
+            work=work,
+            in_x=in_x,
+            band_rows=band_rows,
+            bands=bands,
+            q_tiles=q_tiles,
+            c_tiles=c_tiles,
+            tiles=-(-problem.n * bands * q_tiles // banded.runs(t)),
+            blocks=c_tiles * t["splits"],
+        )
+
+    def _derived(
+        self, problem: Problem, device: Device, rows: Rows
+    ) -> dict[str, NDArray[np.float64]]:
+        """How each config would run `problem`: the derived features, and the estimated seconds.
+
+        The estimate is that of `DepthwiseBanded`, for the multiprocessor with the most blocks and a
+        block with the most tiles, plus the time of the reduction.
+        """
+        t = common.columns_at(_COLUMNS, rows)
+        plan = self._plan(problem, rows)
+        registers = np.minimum(plan.registers, banded.most_registers(t))
+        occupancy = Occupancy.of(device, plan.blocks, plan.threads, registers, plan.smem_bytes)
+        ideal_rounds = plan.tiles / t["splits"]
+        rounds = np.ceil(ideal_rounds)
+        walked = plan.band_rows + problem.r - 1
+        whole = max(problem.h + problem.padding[0], problem.p * problem.bias)
+        walked = np.where(plan.bands == 1, np.minimum(walked, whole), walked)
+        steps = -(-walked // t["rows"])
+        pixels = plan.in_x + 8 * t["run"]
+        step_bytes = t["rows"] * banded.runs(t) * pixels * t["block_c"] * problem.itemsize
+        in_flight = occupancy.resident * step_bytes
+        fullest = occupancy.sm_blocks * device.sm_count * plan.threads / 32 * rounds * steps
+        seconds = np.maximum(
+            problem.minimum_bytes
+            / np.minimum(device.dram_bytes_per_s, device.sm_count * in_flight / 0.8e-6),
+            np.maximum(
+                fullest * plan.products * 4096 / (device.tensor_flops / 2),
+                fullest * plan.work * 32 / (0.6 * device.simt_flops / 2),
+            ),
+        )
+        sum_bytes = 4.0 * problem.filter_elements * t["splits"]
+        reduction = np.where(
+            t["reduction"] == TWO_LAUNCHES, 3e-6 + 2 * sum_bytes / device.dram_bytes_per_s, 1e-6
+        )
+        all_runs = problem.n * plan.bands * plan.q_tiles
+        return {
+            "threads": plan.threads,
+            "registers": plan.registers,
+            "smem_bytes": plan.smem_bytes,
+            "in_items": plan.in_items,
+            "grad_items": plan.grad_items,
+            "products": plan.products,
+            **occupancy.features(),
+            "q_waste": plan.q_tiles * t["run"] * 8 / problem.q,
+            "c_waste": plan.c_tiles * t["block_c"] / problem.c,
+            "strip_waste": plan.tiles * t["strips"] / (all_runs * t["run"]),
+            "band_rows": plan.band_rows,
+            "bands_cut": plan.bands,
+            "halo_rows": walked / plan.band_rows,
+            "halo_columns": plan.in_x / (8 * t["run"]),
+            "rounds": rounds,
+            "round_waste": rounds / ideal_rounds,
+            "steps": steps,
+            "run_bytes": t["block_c"] * problem.itemsize,
+            "bytes_in_flight": in_flight,
+            "log_work": np.log2(plan.blocks * (plan.threads / 32) * rounds * steps * plan.work),
+            "log_load_bytes": np.log2(
+                plan.blocks * rounds * steps * step_bytes / problem.minimum_bytes
+            ),
+            "log_sum_bytes": np.log2(sum_bytes),
+            "estimate": seconds
+            + 2e-6
+            + np.ceil(occupancy.waves) * (1.5e-6 + rounds * steps * 2e-7)
+            + reduction,
+        }
+
+
+FAMILY = DepthwiseBandedWgrad()

@@ -1,0 +1,323 @@
+"""The depthwise families whose result is an image: configs, legality, features and launches of
+``depthwise.cu``, for the forward direction and for the gradient of the input.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from confpred.families import common as common
+from confpred.families.common import Array, Occupancy
+from confpred.families.depthwise import common as depthwise
+from confpred.families.depthwise.common import Lanes
+from confpred.families.protocol import Rows
+from confpred.problem.conv2d import Problem
+from confpred.problem.conv2d_operation import CONVOLUTION, dtype_macro
+from confpred.problem.device import Device
+from confpred.problem.operation import KernelSource, Launch, Step
+
+_COMPILED = ("vec", "tile_q", "filter_shared", "min_blocks", "prefetch")
+_FIELDS = (*_COMPILED, "lanes_c", "threads", "bands")
+_OPERANDS = {
+    "fprop": ("out", "in", "filter", "bias", "residual"),
+    "dgrad": ("in_grad", "out_grad", "filter", "bias", "residual"),
+}
+
+
+def _config_table() -> NDArray[np.void]:
+    rows = itertools.product(
+        (1, 2, 4),
+        (2, 4, 7, 8),
+        (0, 1),
+        (1, 2),
+        (1, 2, 4),
+        (8, 32, 64),
+        (128, 256),
+        (1, 2, 4, 8, 16),
+    )
+    return common.config_table(
+        _FIELDS,
+        (
+            (vec, tile_q, filter_shared, min_blocks, prefetch, *rest)
+            for vec, tile_q, filter_shared, min_blocks, prefetch, *rest in rows
+            # No window has 24 taps to share and 12 to load so far ahead.
+            if (vec, filter_shared, prefetch) != (1, 1, 4)
+        ),
+    )
+
+
+_SHARED = (
+    *("log_n", "log_k", "log_p", "log_q", "r", "s", "stride_h", "stride_w"),
+    *("dilation_h", "dilation_w", "itemsize", "log_bytes", "log_intensity"),
+    *_FIELDS,
+    *("lanes", "c_tiles", "tiles_at_once", "block_threads", "in_x", "registers", "smem_bytes"),
+    *("blocks_per_sm", "warps_per_sm", "log_blocks", "waves", "wave_waste", "q_waste"),
+    *("band_groups", "bands_cut", "row_tail", "halo_rows", "halo_columns", "steps"),
+    *("lane_waste", "run_bytes", "pixel_alignment", "bytes_in_flight", "work", "log_work"),
+    *("log_load_bytes", "log_estimate"),
+)
+_FEATURES = {
+    "fprop": (*_SHARED, "multiplier", "bias", "residual", "activation"),
+    "dgrad": _SHARED,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Axis:
+    """One dimension of the image as ``depthwise.cu`` sees it: input ``i`` meets output ``o`` at tap
+    ``r`` where ``up * (i + origin) = down * (o + shift) + dilation * r``."""
+
+    size_in: int
+    size_out: int
+    window: int
+    up: int
+    down: int
+    dilation: int
+    origin: int
+    shift: int
+
+    @property
+    def groups(self) -> int:
+        """Groups of `up` outputs."""
+        return -(-(self.size_out + self.shift) // self.up)
+
+
+def _axes(problem: Problem) -> tuple[_Axis, _Axis]:
+    """The vertical and the horizontal one."""
+    p = problem
+    sizes = ((p.h, p.p, p.r), (p.w, p.q, p.s))
+    axes = []
+    for (size, result, window), stride, pad, dilation in zip(
+        sizes, p.stride, p.padding, depthwise.dilation(p), strict=True
+    ):
+        if p.direction == "fprop":
+            axes.append(_Axis(size, result, window, 1, stride, dilation, pad, 0))
+        else:
+            # The window turned round: what was a distance to the left is one to the right.
+            pad = dilation * (window - 1) - pad
+            shift = -pad % stride
+            origin = (pad + shift) // stride
+            axes.append(_Axis(result, size, window, stride, 1, dilation, origin, shift))
+    return axes[0], axes[1]
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What a problem makes of some configs; arrays over them."""
+
+    repeat: Array
+    in_x: Array  # input columns of a tile
+    depth: int  # groups of accumulators
+    registers: Array  # an estimate
+    smem_bytes: Array
+    lanes: Lanes
+    band_groups: Array
+    bands: Array
+    q_tiles: Array
+    blocks: Array
+    work: Array  # instructions that a thread issues in one step
+
+
+_TABLE = _config_table()
+_COLUMNS = common.config_columns(_TABLE)
+
+
+class DepthwiseImage:
+    """See the module's docstring and ``kernels/depthwise.cu``."""
+
+    operation = CONVOLUTION
+    configs = _TABLE
+
+    def __init__(self, direction: str) -> None:
+        self.name = f"depthwise_{direction}"
+        self.feature_names = _FEATURES[direction]
+        self._direction = direction
+
+    def legal(self, problem: Problem, device: Device) -> NDArray[np.bool_]:
+        legal = np.zeros(len(self.configs), np.bool_)
+        if problem.direction != self._direction or not depthwise.handles(problem):
+            return legal
+        if self._direction == "dgrad" and problem.k > problem.c:
+            return legal
+        vertical, horizontal = _axes(problem)
+        taps, width = problem.r * problem.s, horizontal.size_out
+        t = _COLUMNS
+        rows = np.flatnonzero(  # what needs no plan, first: it spares most rows theirs
+            depthwise.accessible(t["vec"], problem)
+            & (t["tile_q"] % horizontal.up == 0)
+            # A tile twice as wide as the image does the work of a smaller one, slower.
+            & ((t["tile_q"] < 2 * width) | (t["tile_q"] == 2))
+            & depthwise.worth_loading_ahead(t["prefetch"], taps)
+            & common.distinct_bands(vertical.groups, t["bands"])
+            & depthwise.distinct_lanes(problem.k // t["vec"], t["lanes_c"])
+            # Registers hold small filters at no cost, shared memory large ones.
+            & np.where(t["filter_shared"], taps * t["vec"] >= 24, taps * t["vec"] <= 100)
+        )
+        plan = self._plan(problem, rows)
+        tiles = plan.blocks * plan.lanes.tiles_at_once
+        legal[rows] = (
+            (plan.in_x <= depthwise.MAX_COLUMNS)
+            & (plan.registers <= 232)
+            # A bound on the registers that two blocks leave changes nothing where few are needed,
+            # and makes them spill where many are.
+            & ((t["min_blocks"][rows] == 1) | ((plan.registers > 100) & (plan.registers <= 132)))
+            & (plan.smem_bytes <= device.smem_per_block)
+            & (np.maximum(plan.blocks, tiles) <= common.MAX_INT)
+        )
+        return legal
+
+    def estimate_s(self, problem: Problem, device: Device, rows: Rows) -> NDArray[np.float64]:
+        return self._derived(problem, device, rows)["estimate"]
+
+    def features(self, problem: Problem, device: Device, rows: Rows) -> NDArray[np.float32]:
+        derived = self._derived(problem, device, rows)
+        return common.feature_matrix(self, problem, device, rows, derived)
+
+    def launch(self, problem: Problem, row: int) -> Launch:
+        plan = self._plan(problem, np.array([row]))
+        vertical, horizontal = _axes(problem)
+        source = KernelSource(
+            file="depthwise.cu",
+            entry="depthwise",
+            defines=(
+                ("R", problem.r),
+                ("S", problem.s),
+                ("UP_H", vertical.up),
+                ("UP_W", horizontal.up),
+                ("DOWN_H", vertical.down),
+                ("DOWN_W", horizontal.down),
+                ("DILATION_H", vertical.dilation),
+                ("DILATION_W", horizontal.dilation),
+                ("FLIP", int(self._direction == "dgrad")),
+                dtype_macro(problem),
+                *common.epilogue_macros(problem),
+                ("REPEAT", int(plan.repeat[0])),
+                *common.config_macros(self.configs[row], _COMPILED),
+            ),
+        )
+        lanes = plan.lanes
+        step = Step(
+            source,
+            grid=(int(plan.blocks[0]), 1, 1),
+            block=(int(lanes.threads[0]), 1, 1),
+            smem_bytes=int(plan.smem_bytes[0]),
+            operands=_OPERANDS[self._direction],
+            scalars=(
+                *(problem.n, problem.k, problem.k // problem.c),
+                *(vertical.size_in, horizontal.size_in, vertical.size_out, horizontal.size_out),
+                *(vertical.origin, horizontal.origin, vertical.shift, horizontal.shift),
+                *(int(plan.band_groups[0]), int(plan.bands[0]), int(plan.q_tiles[0])),
+                *(int(lanes.c_tiles[0]), int(lanes.lanes_c[0]), int(lanes.tiles_at_once[0])),
+            ),
+        )
+        return Launch((step,))
+
+    def _plan(self, problem: Problem, rows: Rows) -> _Plan:
+        """Mirrors the constants at the top of the kernel."""
+        t = common.columns_at(_COLUMNS, rows)
+        vertical, horizontal = _axes(problem)
+        vec, tile_q = t["vec"], t["tile_q"]
+        repeat = np.minimum(vec, problem.k // problem.c)
+        taps = problem.r * problem.s
+        reach = vertical.dilation * (vertical.window - 1) + (vertical.up - 1) * vertical.down
+        depth = reach // (vertical.up * vertical.down) + 1
+        width = horizontal.down * (tile_q - 1) + horizontal.dilation * (horizontal.window - 1)
+        in_x = width // horizontal.up + 1
+        access = np.minimum(vec, 4)
+        pitch = (taps * vec // access | 1) * access
+        lanes = Lanes.of(-(-problem.k // vec), t["lanes_c"], t["threads"])
+        band_groups, bands = common.cut(vertical.groups, t["bands"])
+        q_tiles = -(-(horizontal.size_out + horizontal.shift) // tile_q)
+        outputs = vertical.up * tile_q * vec
+        inputs = vertical.down * in_x * vec // repeat
+        packed = problem.itemsize / 4
+        registers = (
+            depth * outputs
+            + inputs * (1 + packed * t["prefetch"])
+            # Unrolled steps share what they read of the filter, so that it stays in registers.
+            + np.where(t["filter_shared"] & (t["prefetch"] == 1), 4, taps) * vec
+            + outputs * packed * problem.residual
+            + 28
+        ).astype(np.int64)
+        # Products, conversions and addresses; loads of the filter; stores.
+        products = taps * outputs // (vertical.up * horizontal.up)
+        work = (
+            products
+            + inputs
+            + 4 * vertical.down * in_x
+            + t["filter_shared"] * taps * -(-vec // 4)
+            + 2 * outputs
+            + 30
+        )
+        tiles = problem.n * bands * q_tiles
+        return _Plan(
+            repeat=repeat,
+            in_x=in_x,
+            depth=depth,
+            registers=registers,
+            smem_bytes=lanes.lanes_c * pitch * 4,
+            lanes=lanes,
+            band_groups=band_groups,
+            bands=bands,
+            q_tiles=q_tiles,
+            blocks=-(-tiles // lanes.tiles_at_once) * lanes.c_tiles,
+            work=work,
+        )
+
+    def _derived(
+        self, problem: Problem, device: Device, rows: Rows
+    ) -> dict[str, NDArray[np.float64]]:
+        """How each config would run `problem`: the derived features, and the estimated seconds.
+
+        The estimate is the larger of two times, plus a latency for each wave and step: that of
+        device memory, whose rate what is in flight may bound (a load takes about 0.8 us under
+        load), and that of the instructions of the multiprocessor with the most blocks, of which it
+        issues about 60 % of what it could.
+        """
+        t = common.columns_at(_COLUMNS, rows)
+        vertical, horizontal = _axes(problem)
+        plan = self._plan(problem, rows)
+        lanes = plan.lanes
+        registers = np.minimum(
+            plan.registers, np.where(t["min_blocks"] == 2, 128, common.MAX_REGISTERS)
+        )
+        occupancy = Occupancy.of(device, plan.blocks, lanes.threads, registers, plan.smem_bytes)
+        steps = plan.band_groups + plan.depth - 1
+        load_bytes = vertical.down * plan.in_x * (t["vec"] // plan.repeat) * problem.itemsize
+        threads = plan.blocks * lanes.threads
+        in_flight = occupancy.resident * lanes.threads * load_bytes * t["prefetch"]
+        # Steps of padding only finish rows.
+        computed = np.minimum(steps, -(-vertical.size_in // vertical.down))
+        thread_work = computed * plan.work + (steps - computed) * 0.25 * plan.work + 300
+        fullest = occupancy.sm_blocks * device.sm_count * lanes.threads
+        seconds = np.maximum(
+            problem.minimum_bytes
+            / np.minimum(device.dram_bytes_per_s, device.sm_count * in_flight / 0.8e-6),
+            fullest * thread_work / (0.6 * device.simt_flops / 2),
+        )
+        return {
+            **lanes.features(),
+            "in_x": plan.in_x,
+            "registers": plan.registers,
+            "smem_bytes": plan.smem_bytes,
+            **occupancy.features(),
+            "q_waste": plan.q_tiles * t["tile_q"] / horizontal.size_out,
+            "band_groups": plan.band_groups,
+            "bands_cut": plan.bands,
+            # What is left for the last band, as a part of a whole one.
+            "row_tail": (vertical.groups - (plan.bands - 1) * plan.band_groups) / plan.band_groups,
+            "halo_rows": steps / plan.band_groups,
+            "halo_columns": plan.in_x * horizontal.up / (horizontal.down * t["tile_q"]),
+            "steps": steps,
+            "lane_waste": lanes.threads / (lanes.lanes_c * lanes.tiles_at_once),
+            "run_bytes": lanes.lanes_c * t["vec"] * problem.itemsize,
+            "bytes_in_flight": in_flight,
+            "work": plan.work / (vertical.up * t["tile_q"] * t["vec"]),
+            "log_work": np.log2(threads * thread_work),
+            "log_load_bytes": np.log2(threads * steps * load_bytes / problem.minimum_bytes),
+            "estimate": seconds + 2e-6 + np.ceil(occupancy.waves) * (1.5e-6 + steps * 1.5e-7),
+        }

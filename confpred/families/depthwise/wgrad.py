@@ -1,0 +1,282 @@
+"""Depthwise convolution, gradient of the filter and of the bias: configs, legality, features and
+launches of ``depthwise_wgrad.cu``. As many filters as channels.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from confpred.families import common as common
+from confpred.families.common import Array, Occupancy
+from confpred.families.depthwise import common as depthwise
+from confpred.families.depthwise.common import ATOMIC, TWO_LAUNCHES, Lanes
+from confpred.families.protocol import Rows
+from confpred.problem.conv2d import Problem
+from confpred.problem.conv2d_operation import CONVOLUTION, dtype_macro
+from confpred.problem.device import Device
+from confpred.problem.operation import KernelSource, Launch, Step
+
+_FIELDS = (
+    *("vec", "tile_q", "row_groups", "prefetch", "lanes_c", "threads", "bands", "splits"),
+    "reduction",
+)
+MAX_SUMS = 128  # of a thread: more would leave too few registers for the window
+
+
+def _config_table() -> NDArray[np.void]:
+    reductions = depthwise.reductions((4, 8, 16, 32, 64, 128, 256))
+    rows = itertools.product(
+        (1, 2, 4), (4, 8), (1, 2, 4), (1, 2, 4), (8, 32), (128, 256), (1, 4, 16), reductions
+    )
+    return common.config_table(
+        _FIELDS,
+        (
+            (vec, tile_q, row_groups, prefetch, *rest, *reduction)
+            for vec, tile_q, row_groups, prefetch, *rest, reduction in rows
+            # No window has so few taps that loading ahead is worth it, and so many that filter rows
+            # are divided among threads.
+            if min(row_groups, prefetch) == 1 or 50 // prefetch * vec > 16 * row_groups
+        ),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What a problem makes of some configs; arrays over them."""
+
+    block_r: Array
+    row_groups: Array  # that have a filter row
+    in_x: Array  # input columns of a tile
+    depth: Array  # output rows of the window
+    sums: Array  # of a thread
+    registers: Array  # an estimate
+    smem_bytes: Array
+    lanes: Lanes
+    band_rows: Array
+    bands: Array
+    q_tiles: Array
+    tiles: Array  # that each channel has
+    blocks: Array
+    work: Array  # instructions that a thread issues in one step
+
+
+_TABLE = _config_table()
+_COLUMNS = common.config_columns(_TABLE)
+
+
+class DepthwiseWgrad:
+    """See the module's docstring and ``kernels/depthwise_wgrad.cu``."""
+
+    name = "depthwise_wgrad"
+    operation = CONVOLUTION
+    configs = _TABLE
+    feature_names: tuple[str, ...] = (
+        *("log_n", "log_c", "log_p", "log_q", "r", "s", "stride_h", "stride_w"),
+        *("dilation_h", "dilation_w", "itemsize", "log_bytes", "log_intensity", "bias"),
+        *_FIELDS,
+        *("lanes", "c_tiles", "tiles_at_once", "block_threads", "block_r", "in_x", "sums"),
+        *("registers", "smem_bytes", "blocks_per_sm", "warps_per_sm", "log_blocks", "waves"),
+        *("wave_waste", "q_waste", "band_rows", "bands_cut", "halo_rows", "halo_columns"),
+        *("rounds", "round_waste", "steps", "run_bytes", "pixel_alignment", "bytes_in_flight"),
+        *("work", "log_work", "log_load_bytes", "log_sum_bytes", "log_estimate"),
+    )
+
+    def legal(self, problem: Problem, device: Device) -> NDArray[np.bool_]:
+        legal = np.zeros(len(self.configs), np.bool_)
+        if problem.direction != "wgrad" or problem.k != problem.c or not depthwise.handles(problem):
+            return legal
+        taps = problem.r * problem.s
+        t = _COLUMNS
+        rows = np.flatnonzero(  # what needs no plan, first: it spares most rows theirs
+            depthwise.accessible(t["vec"], problem)
+            & ((t["tile_q"] < 2 * problem.q) | (t["tile_q"] == 4))
+            & depthwise.worth_loading_ahead(t["prefetch"], taps)
+            & common.distinct_bands(problem.p, t["bands"])
+            & ((t["reduction"] != ATOMIC) | (not problem.deterministic))
+            & depthwise.distinct_lanes(problem.c // t["vec"], t["lanes_c"])
+        )
+        t = common.columns_at(_COLUMNS, rows)
+        plan = self._plan(problem, rows)
+        vec, splits, lanes = t["vec"], t["splits"], plan.lanes
+        half = -(-problem.r // (t["row_groups"] // 2).clip(1))  # rows of a thread, in half as many
+        legal[rows] = (
+            (plan.in_x <= depthwise.MAX_COLUMNS)
+            & (plan.sums <= MAX_SUMS)
+            # Each group of filter rows reads the whole input again: only for large windows.
+            & (
+                (t["row_groups"] == 1)
+                | ((half * problem.s * vec > 32) & (plan.row_groups == t["row_groups"]))
+            )
+            & (plan.registers <= 232)
+            & (plan.smem_bytes <= device.smem_per_block)
+            & (lanes.lanes_c * plan.row_groups <= t["threads"])
+            & (np.maximum(plan.blocks, plan.tiles + splits * t["threads"]) <= common.MAX_INT)
+            & (problem.filter_elements + problem.c <= common.MAX_INT)
+            # Blocks enough for half of the device and no more than sixteen to a multiprocessor, as
+            # far as there are tiles for their threads.
+            & (
+                (splits == 1)
+                | (
+                    (splits * lanes.tiles_at_once < 2 * plan.tiles)
+                    & (plan.blocks <= 16 * device.sm_count)
+                )
+            )
+            & (
+                (2 * plan.blocks >= device.sm_count)
+                | (2 * splits * lanes.tiles_at_once >= plan.tiles)
+            )
+        )
+        return legal
+
+    def estimate_s(self, problem: Problem, device: Device, rows: Rows) -> NDArray[np.float64]:
+        return self._derived(problem, device, rows)["estimate"]
+
+    def features(self, problem: Problem, device: Device, rows: Rows) -> NDArray[np.float32]:
+        derived = self._derived(problem, device, rows)
+        return common.feature_matrix(self, problem, device, rows, derived)
+
+    def launch(self, problem: Problem, row: int) -> Launch:
+        t = self.configs[row]
+        plan = self._plan(problem, np.array([row]))
+        lanes, splits, reduction = plan.lanes, int(t["splits"]), int(t["reduction"])
+        dilation_h, dilation_w = depthwise.dilation(problem)
+        source = KernelSource(
+            file="depthwise_wgrad.cu",
+            entry="depthwise_wgrad",
+            defines=(
+                ("R", problem.r),
+                ("S", problem.s),
+                ("STRIDE_H", problem.stride[0]),
+                ("STRIDE_W", problem.stride[1]),
+                ("DILATION_H", dilation_h),
+                ("DILATION_W", dilation_w),
+                dtype_macro(problem),
+                ("HAS_BIAS", int(problem.bias)),
+                ("VEC", int(t["vec"])),
+                ("TILE_Q", int(t["tile_q"])),
+                ("BLOCK_R", int(plan.block_r[0])),
+                ("PREFETCH", int(t["prefetch"])),
+            ),
+        )
+        step = Step(
+            source,
+            grid=(int(plan.blocks[0]), 1, 1),
+            block=(int(lanes.threads[0]), 1, 1),
+            smem_bytes=int(plan.smem_bytes[0]),
+            operands=depthwise.WGRAD_OPERANDS,
+            scalars=(
+                *(problem.n, problem.c, problem.h, problem.w, problem.p, problem.q),
+                *problem.padding,
+                *(int(plan.band_rows[0]), int(plan.bands[0]), int(plan.q_tiles[0])),
+                *(int(lanes.c_tiles[0]), int(lanes.lanes_c[0]), int(lanes.tiles_at_once[0])),
+                *(splits, reduction),
+            ),
+        )
+        return depthwise.with_sums(step, problem, splits, reduction, int(lanes.c_tiles[0]))
+
+    def _plan(self, problem: Problem, rows: Rows) -> _Plan:
+        """Mirrors the constants at the top of the kernel."""
+        t = common.columns_at(_COLUMNS, rows)
+        vec, tile_q, (stride_h, stride_w) = t["vec"], t["tile_q"], problem.stride
+        dilation_h, dilation_w = depthwise.dilation(problem)
+        block_r = -(-problem.r // t["row_groups"])
+        row_groups = -(-problem.r // block_r)
+        depth = dilation_h * (block_r - 1) // stride_h + 1
+        in_x = stride_w * (tile_q - 1) + dilation_w * (problem.s - 1) + 1
+        sums = block_r * problem.s * vec
+        lanes = Lanes.of(problem.c // vec, t["lanes_c"], t["threads"], row_groups)
+        band_rows, bands = common.cut(problem.p, t["bands"])
+        q_tiles = -(-problem.q // tile_q)
+        inputs, outputs = stride_h * in_x * vec, tile_q * vec
+        packed = problem.itemsize / 4
+        registers = (
+            sums
+            + depth * outputs
+            + inputs
+            + (inputs + outputs) * packed * t["prefetch"]
+            + problem.bias * vec
+            + 32
+        ).astype(np.int64)
+        # Products, conversions, addresses, and the window's slide.
+        work = sums * tile_q + inputs + 2 * outputs + 4 * (stride_h * in_x + tile_q) + 30
+        return _Plan(
+            block_r=block_r,
+            row_groups=row_groups,
+            in_x=in_x,
+            depth=depth,
+            sums=sums,
+            registers=registers,
+            smem_bytes=problem.s * vec * lanes.threads * 4,
+            lanes=lanes,
+            band_rows=band_rows,
+            bands=bands,
+            q_tiles=q_tiles,
+            tiles=problem.n * bands * q_tiles,
+            blocks=lanes.c_tiles * t["splits"],
+            work=work,
+        )
+
+    def _derived(
+        self, problem: Problem, device: Device, rows: Rows
+    ) -> dict[str, NDArray[np.float64]]:
+        """How each config would run `problem`: the derived features, and the estimated seconds.
+
+        The estimate is the larger of the time of device memory, and of the instructions, stretched
+        by the waste of the last wave and of the threads' last tile; plus a fixed latency for each
+        row that cannot be hidden, and the time of the reduction.
+        """
+        t = common.columns_at(_COLUMNS, rows)
+        plan = self._plan(problem, rows)
+        lanes = plan.lanes
+        registers = np.minimum(plan.registers, common.MAX_REGISTERS)
+        occupancy = Occupancy.of(device, plan.blocks, lanes.threads, registers, plan.smem_bytes)
+        ideal_rounds = plan.tiles / (t["splits"] * lanes.tiles_at_once)
+        rounds = np.ceil(ideal_rounds)
+        steps = plan.band_rows + plan.depth - 1
+        pixels = problem.stride[0] * plan.in_x + t["tile_q"]
+        load_bytes = pixels * t["vec"] * problem.itemsize
+        threads = plan.blocks * lanes.threads
+        instructions = threads * rounds * steps * plan.work
+        seconds = np.maximum(
+            problem.minimum_bytes / device.dram_bytes_per_s,
+            instructions / (device.simt_flops / 2),
+        )
+        sum_bytes = 4.0 * problem.filter_elements * t["splits"]
+        reduction = np.where(
+            t["reduction"] == TWO_LAUNCHES, 3e-6 + 2 * sum_bytes / device.dram_bytes_per_s, 1e-6
+        )
+        return {
+            **lanes.features(),
+            "block_r": plan.block_r,
+            "in_x": plan.in_x,
+            "sums": plan.sums,
+            "registers": plan.registers,
+            "smem_bytes": plan.smem_bytes,
+            **occupancy.features(),
+            "q_waste": plan.q_tiles * t["tile_q"] / problem.q,
+            "band_rows": plan.band_rows,
+            "bands_cut": plan.bands,
+            "halo_rows": steps / plan.band_rows,
+            "halo_columns": plan.in_x / (problem.stride[1] * t["tile_q"]),
+            "rounds": rounds,
+            "round_waste": rounds / ideal_rounds,
+            "steps": steps,
+            "run_bytes": lanes.lanes_c * t["vec"] * problem.itemsize,
+            "bytes_in_flight": occupancy.resident * lanes.threads * load_bytes * t["prefetch"],
+            "work": plan.work / (t["tile_q"] * t["vec"]),
+            "log_work": np.log2(instructions),
+            "log_load_bytes": np.log2(
+                threads * rounds * steps * load_bytes / problem.minimum_bytes
+            ),
+            "log_sum_bytes": np.log2(sum_bytes),
+            "estimate": seconds * occupancy.wave_waste
+            + np.ceil(occupancy.waves) * (2e-6 + rounds * steps * 3e-7)
+            + reduction,
+        }
+
+
+FAMILY = DepthwiseWgrad()

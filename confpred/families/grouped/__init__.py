@@ -1,0 +1,1 @@
+"""Grouped convolution on tensor cores, group widths 1 to 64."""

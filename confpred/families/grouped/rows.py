@@ -1,0 +1,511 @@
+"""What the families of ``kernels/grouped_rows.cu`` share: configs, legality, features, launch."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from math import gcd
+
+import numpy as np
+from numpy.typing import NDArray
+
+from confpred.families import common as common
+from confpred.families.common import Array, Occupancy
+from confpred.families.grouped import common as grouped
+from confpred.families.protocol import Rows
+from confpred.problem.conv2d import Problem
+from confpred.problem.conv2d_operation import CONVOLUTION, dtype_macro
+from confpred.problem.device import Device
+from confpred.problem.operation import KernelSource, Launch, Step
+
+#: (images, columns) of a block: tensor-core tiles of 16 pixels that real widths fill well.
+_PIXEL_ROWS = (
+    *((n, q) for q in (8, 14, 16) for n in (1, 2, 4) if n * q >= 14),
+    *((n, q) for q in (28, 32) for n in (1, 2)),
+    (1, 64),
+)
+#: (channels, warps along them) of blocks for layers whose channels are no multiple of 64, as in
+#: many networks for small devices: a part of the blocks of 64 would be idle.
+_ODD_CHANNELS = ((24, 3), (48, 3), (80, 5), (96, 6))
+#: Into how many bands the output's rows are cut, one a block.
+_BANDS = (1, 2, 4, 8, 16, 32)
+_COMPILED = ("block_n", "block_q", "block_c", "warps_c", "warps_m", "stages", "filter_shared")
+_FIELDS = (*_COMPILED, "bands")
+
+
+def _config_table() -> NDArray[np.void]:
+    """The config space. What is left out never won by a percent where everything was measured.
+
+    Blocks of eight warps are for the windows above 3x3 of width 64, whose filter takes most of a
+    multiprocessor's shared memory and leaves room for one block. Behind them come those of an odd
+    count of channels.
+    """
+    few: list[tuple[int, ...]] = []
+    many: list[tuple[int, ...]] = []
+    odd: list[tuple[int, ...]] = []
+    channels = (*itertools.product((16, 32, 64), (1, 2, 4)), *_ODD_CHANNELS)
+    for pixel_row, (block_c, warps_c), warps_m, stages, filter_shared, bands in itertools.product(
+        _PIXEL_ROWS, channels, (1, 2, 4), (3, 5), (0, 1), _BANDS
+    ):
+        block_n, block_q = pixel_row
+        tiles = -(-block_n * block_q // 16)
+        warps = warps_c * warps_m
+        warp_channels = block_c // warps_c
+        is_odd = (block_c, warps_c) in _ODD_CHANNELS
+        if is_odd and warps_m > 1:
+            continue
+        if tiles % warps_m or warps > 8 or (warps == 1 and tiles > 1):
+            continue
+        if not 8 <= warp_channels <= 32 or tiles // warps_m * warp_channels > 64:
+            continue  # a warp computes one to eight tensor-core tiles of 16 pixels x 8 channels
+        if warps > 4 and not is_odd and (block_c < 64 or not filter_shared):
+            continue
+        # What no window makes legal, by the rules at `_shape`: a block has whole groups, so fewer
+        # channels, or an odd count of them, mean narrower groups.
+        if (block_c < 64 or is_odd) and (block_q == 28 or pixel_row == (4, 14)):
+            continue
+        if block_c < 32 and (warps_m == 4 or tiles // warps_m * warp_channels > 32):
+            continue
+        if warp_channels == 8 and filter_shared:
+            continue
+        rows = odd if is_odd else many if warps > 4 else few
+        rows.append((block_n, block_q, block_c, warps_c, warps_m, stages, filter_shared, bands))
+    return common.config_table(_FIELDS, few + many + odd)
+
+
+_TABLE = _config_table()
+_COLUMNS = common.config_columns(_TABLE)
+_ODD = _COLUMNS["block_c"] & (_COLUMNS["block_c"] - 1) > 0  # no power of two
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """How a layer's rows, or its columns, are walked; the kernel's words.
+
+    A position of a tile is an output of the kernel, or two neighbouring ones where an input feeds
+    twice as many outputs (``up``).
+
+    Attributes:
+        taps: R or S.
+        down, up: outputs (2: every second input) of an input (2: two outputs); one of them is 1.
+        in_origin, in_lattice, in_step: the input that the first tap of position 0 meets, how far
+            it moves from one lattice to the next, and the distance of one step.
+        out_origin, out_step: the output of position 0, and the distance of one step, which is
+            also the number of lattices.
+        positions: of one lattice.
+    """
+
+    taps: int
+    down: int
+    up: int
+    in_origin: int
+    in_lattice: int
+    in_step: int
+    out_origin: int
+    out_step: int
+    positions: int
+
+    @property
+    def scalars(self) -> tuple[int, ...]:
+        """As the kernel takes them."""
+        return (self.in_origin, self.in_lattice, self.in_step, self.out_origin, self.out_step)
+
+
+def axis_of(problem: Problem, axis: int) -> Axis:
+    """The rows (0) or the columns (1) of `problem`."""
+    taps = (problem.r, problem.s)[axis]
+    inputs, outputs = ((problem.h, problem.p), (problem.w, problem.q))[axis]
+    stride, padding = problem.stride[axis], problem.padding[axis]
+    # A window of one tap has no dilation; the stride's saves the kernel from the stride.
+    dilation = problem.dilation[axis] if taps > 1 else stride
+    if problem.direction == "fprop":
+        # input = stride * output + dilation * tap - padding
+        common = gcd(stride, dilation)
+        lattices = dilation // common
+        return Axis(
+            taps=taps,
+            down=stride // common,
+            up=1,
+            in_origin=-padding,
+            in_lattice=stride,
+            in_step=common * lattices,
+            out_origin=0,
+            out_step=lattices,
+            positions=-(-outputs // lattices),
+        )
+    # The kernel reads the gradient of the layer's output and writes that of its input, with its
+    # taps turned: w = stride * q + dilation * (taps - 1 - tap) - padding.
+    if stride == 1:
+        return Axis(
+            taps=taps,
+            down=1,
+            up=1,
+            in_origin=padding - dilation * (taps - 1),
+            in_lattice=1,
+            in_step=dilation,
+            out_origin=0,
+            out_step=dilation,
+            positions=-(-inputs // dilation),
+        )
+    if dilation == stride:
+        # Only every second column is met by any tap, as in a layer of unit stride. The other
+        # lattice reads from behind the last column, where there are zeros only.
+        live = padding % 2
+        met = (live + padding) // 2 - (taps - 1)
+        return Axis(
+            taps=taps,
+            down=1,
+            up=1,
+            in_origin=outputs if live else met,
+            in_lattice=met - outputs if live else outputs - met,
+            in_step=1,
+            out_origin=0,
+            out_step=2,
+            positions=-(-inputs // 2),
+        )
+    # Pairs of outputs begin where the last tap meets the first of a pair.
+    out_origin = -((padding + taps) % 2)
+    return Axis(
+        taps=taps,
+        down=1,
+        up=2,
+        in_origin=(out_origin + padding + 2 - taps) // 2,
+        in_lattice=0,
+        in_step=1,
+        out_origin=out_origin,
+        out_step=1,
+        positions=-(-(inputs - out_origin) // 2),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """What a window and a group width make of each config; arrays over the config table."""
+
+    threads: Array
+    warp_tiles: Array
+    warp_groups: Array
+    row_x: Array  # input columns of an image's tile
+    stage_bytes: Array
+    smem_bytes: Array
+    registers: Array  # an estimate: accumulators, filter, fragments, offsets
+    loads: Array  # 16-byte copies a thread and step
+    products: NDArray[np.float64]  # tensor-core instructions a warp and step
+    fits: NDArray[np.bool_]  # what does not depend on the layer's sizes or the device
+
+
+_SHARED_FEATURES = (
+    *("log_n", "log_c", "log_p", "log_q", "r", "s", "group_width", "log_bytes"),
+    *("log_intensity", "bfloat16", "stride_h", "stride_w", "dilation_h", "dilation_w"),
+    *_FIELDS,
+    *("threads", "warp_tiles", "warp_groups", "smem_bytes", "registers", "loads", "products"),
+    *("blocks_per_sm", "warps_per_sm", "log_blocks", "waves", "wave_waste"),
+    *("q_waste", "n_waste", "c_waste", "halo_rows", "halo_columns", "steps", "bytes_in_flight"),
+    *("q_tail", "n_tail", "c_tail", "row_tail", "c_tiles", "bands_cut", "band_rows"),
+    *("log_blocks_an_sm", "rounds", "log_images_at_once", "pixel_alignment"),
+    *("log_load_bytes", "log_products", "log_estimate"),
+)
+
+
+class GroupedRows:
+    """One direction of ``kernels/grouped_rows.cu``.
+
+    Attributes:
+        name: of the family.
+        direction: of the problems it serves.
+        operands: the kernel's pointers, in its order.
+        feature_names: of its problems and configs.
+    """
+
+    operation = CONVOLUTION
+    configs = _TABLE
+
+    def __init__(self, name: str, direction: str, operands: tuple[str, ...]) -> None:
+        self.name = name
+        self.direction = direction
+        self.operands = operands
+        epilogue = ("bias", "activation", "residual") if direction == "fprop" else ()
+        self.feature_names: tuple[str, ...] = (*_SHARED_FEATURES, *epilogue)
+
+    def legal(self, problem: Problem, device: Device) -> NDArray[np.bool_]:
+        if problem.direction != self.direction or not grouped.handles(problem):
+            return np.zeros(len(self.configs), np.bool_)
+        t = _COLUMNS
+        shape = _shape_of(problem)
+        rows, columns = axis_of(problem, 0), axis_of(problem, 1)
+        offset = t["block_n"] * (problem.c * max(problem.h * problem.w, problem.p * problem.q))
+        legal: NDArray[np.bool_] = (
+            shape.fits
+            & (shape.smem_bytes <= device.smem_per_block)
+            & (offset <= common.MAX_INT)
+            & (_cut(problem, t).blocks <= common.MAX_INT)
+            # A tile twice as large as what it covers does the work of a smaller tile, slower; the
+            # smallest tiles serve whatever is smaller still.
+            & (
+                ((t["block_n"] < 2 * problem.n) & (t["block_q"] < 2 * columns.positions))
+                | (t["block_n"] * t["block_q"] <= 16)
+            )
+            & ((t["block_c"] < 2 * problem.c) | (t["block_c"] <= max(16, problem.group_width)))
+            & (~_ODD | grouped.fits_odd_channels(t["block_c"], problem.c))
+            & common.distinct_bands(rows.positions, t["bands"])
+        )
+        return legal
+
+    def estimate_s(self, problem: Problem, device: Device, rows: Rows) -> NDArray[np.float64]:
+        return self._plan(problem, device, rows)["estimate"]
+
+    def features(self, problem: Problem, device: Device, rows: Rows) -> NDArray[np.float32]:
+        return common.feature_matrix(self, problem, device, rows, self._plan(problem, device, rows))
+
+    def launch(self, problem: Problem, row: int) -> Launch:
+        shape = _shape_of(problem)
+        rows, columns = axis_of(problem, 0), axis_of(problem, 1)
+        cut = _cut(problem, common.columns_at(_COLUMNS, slice(row, row + 1)))
+        sizes = ((problem.h, problem.w), (problem.p, problem.q))
+        (h, w), (p, q) = sizes if self.direction == "fprop" else sizes[::-1]
+        step = Step(
+            source=_source(problem, row),
+            grid=(int(cut.blocks[0]), 1, 1),
+            block=(int(shape.threads[row]), 1, 1),
+            smem_bytes=int(shape.smem_bytes[row]),
+            operands=self.operands,
+            scalars=(
+                *(problem.n, problem.c, h, w, p, q),
+                *rows.scalars,
+                *columns.scalars,
+                *(int(cut.band_rows[0]) * rows.up, int(cut.bands[0])),
+                *(int(cut.q_tiles[0]), int(cut.c_tiles[0])),
+            ),
+        )
+        return Launch(steps=(step,))
+
+    def _plan(self, problem: Problem, device: Device, rows: Rows) -> dict[str, NDArray[np.float64]]:
+        """How each config would run `problem`: the derived features, and the estimated seconds.
+
+        The estimate is the largest of three times, stretched by the waste of the last wave: device
+        memory, the copies into shared memory with their halos (at an assumed 2x the memory rate,
+        which is what L2 sustains), and the tensor cores at the half of their rate that `mma.sync`
+        reaches; plus a fixed latency for each row of a block that cannot be hidden.
+        """
+        t = common.columns_at(_COLUMNS, rows)
+        shape = _shape_of(problem)
+        down, across = axis_of(problem, 0), axis_of(problem, 1)
+        cut = _cut(problem, t)
+        blocks, bands, band_rows = cut.blocks, cut.bands, cut.band_rows
+        threads, smem_bytes = shape.threads[rows], shape.smem_bytes[rows]
+        registers = np.minimum(shape.registers[rows], common.MAX_REGISTERS)
+        occupancy = Occupancy.of(device, blocks, threads, registers, smem_bytes)
+        first_steps = -(-(problem.r - 1) // down.up)  # before the first row of a band is finished
+        steps = down.down * (band_rows - 1) + 1 + first_steps
+        loaded = blocks * steps * (t["block_n"] * shape.row_x[rows] * t["block_c"] * 2.0)
+        products = blocks * steps * shape.products[rows] * (threads // 32.0)
+        seconds = np.maximum(
+            problem.minimum_bytes / device.dram_bytes_per_s,
+            np.maximum(
+                loaded / (2 * device.dram_bytes_per_s), products * 4096 / (device.tensor_flops / 2)
+            ),
+        )
+        # Padding narrow groups to 8 channels may need fewer operations than are counted where one
+        # window covers the whole image; no promise goes below the roofline.
+        seconds = np.maximum(seconds, device.roofline_s(problem))
+        height, width = _out_size(problem)
+        return {
+            "log_p": np.log2(height),
+            "log_q": np.log2(width),
+            "threads": threads,
+            "warp_tiles": shape.warp_tiles[rows],
+            "warp_groups": shape.warp_groups[rows],
+            "smem_bytes": smem_bytes,
+            "registers": registers,
+            "loads": shape.loads[rows],
+            "products": shape.products[rows],
+            **occupancy.features(),
+            "q_waste": cut.q_tiles * t["block_q"] / across.positions,
+            "n_waste": cut.n_tiles * t["block_n"] / problem.n,
+            "c_waste": cut.c_tiles * t["block_c"] / problem.c,
+            # What is left for the last block of each dimension, as a part of a whole one.
+            "q_tail": across.positions % t["block_q"] / t["block_q"],
+            "n_tail": problem.n % t["block_n"] / t["block_n"],
+            "c_tail": problem.c % t["block_c"] / t["block_c"],
+            "row_tail": (down.positions - (bands - 1) * band_rows) / band_rows,
+            "c_tiles": cut.c_tiles,
+            "bands_cut": bands,
+            "band_rows": band_rows,
+            "log_blocks_an_sm": np.log2(occupancy.sm_blocks),
+            "rounds": occupancy.rounds,
+            "log_images_at_once": np.log2(
+                np.minimum(device.sm_count * occupancy.per_sm, blocks) / cut.image_blocks
+            ),
+            "halo_rows": steps / (band_rows * down.down),
+            "halo_columns": shape.row_x[rows] / (t["block_q"] * across.down),
+            "steps": steps,
+            "bytes_in_flight": occupancy.resident * (t["stages"] - 1) * shape.stage_bytes[rows],
+            "log_load_bytes": np.log2(loaded / problem.minimum_bytes),
+            "log_products": np.log2(products),
+            "estimate": seconds * occupancy.wave_waste
+            + np.ceil(occupancy.waves) * (2e-6 + steps * 2e-7),
+        }
+
+
+def _out_size(problem: Problem) -> tuple[int, int]:
+    """Height and width of what the kernel writes."""
+    return (problem.p, problem.q) if problem.direction == "fprop" else (problem.h, problem.w)
+
+
+def _source(problem: Problem, row: int) -> KernelSource:
+    rows, columns = axis_of(problem, 0), axis_of(problem, 1)
+    return KernelSource(
+        file="grouped_rows.cu",
+        entry="grouped_rows",
+        defines=(
+            ("DGRAD", int(problem.direction == "dgrad")),
+            ("GW", problem.group_width),
+            ("R", problem.r),
+            ("S", problem.s),
+            ("STRIDE_H", max(rows.down, rows.up)),
+            ("STRIDE_W", max(columns.down, columns.up)),
+            dtype_macro(problem),
+            *common.epilogue_macros(problem),
+            *common.config_macros(_TABLE[row], _COMPILED),
+        ),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """How configs cut a problem into blocks; arrays over those configs.
+
+    Attributes:
+        band_rows, bands: positions of a band, and how many bands each lattice of rows has.
+        n_tiles, q_tiles, c_tiles: along the images, a lattice of columns, and the channels.
+        lattices: of a pixel grid, each with blocks of its own.
+    """
+
+    band_rows: Array
+    bands: Array
+    n_tiles: Array
+    q_tiles: Array
+    c_tiles: Array
+    lattices: int
+
+    @property
+    def image_blocks(self) -> Array:
+        """Blocks that share the images of a tile."""
+        return self.bands * self.q_tiles * self.c_tiles * self.lattices
+
+    @property
+    def blocks(self) -> Array:
+        return self.n_tiles * self.image_blocks
+
+
+def _cut(problem: Problem, t: Mapping[str, Array]) -> _Cut:
+    """Of the configs whose fields are the columns `t`."""
+    rows, columns = axis_of(problem, 0), axis_of(problem, 1)
+    band_rows, bands = common.cut(rows.positions, t["bands"])
+    return _Cut(
+        band_rows=band_rows,
+        bands=bands,
+        n_tiles=-(-problem.n // t["block_n"]),
+        q_tiles=-(-columns.positions // t["block_q"]),
+        c_tiles=-(-problem.c // t["block_c"]),
+        lattices=rows.out_step * columns.out_step,
+    )
+
+
+def _shape_of(problem: Problem) -> _Shape:
+    rows, columns = axis_of(problem, 0), axis_of(problem, 1)
+    return _shape(
+        problem.group_width,
+        *(problem.r, rows.down, rows.up),
+        *(problem.s, columns.down, columns.up),
+        problem.direction == "dgrad",
+        problem.residual,
+    )
+
+
+@lru_cache(maxsize=1024)
+def _shape(
+    group_width: int,
+    r: int,
+    down_h: int,
+    up_h: int,
+    s: int,
+    down_w: int,
+    up_w: int,
+    dgrad: bool,
+    residual: bool,
+) -> _Shape:
+    """Mirrors the constants at the top of the kernel."""
+    width = max(8, group_width)
+    t = _COLUMNS
+    threads = 32 * t["warps_c"] * t["warps_m"]
+    chunks = t["block_c"] // 8
+    pixel_bytes = 16 * (chunks | 1)
+    row_x = down_w * (t["block_q"] - 1) + -(-s // up_w)
+    row_pixels = t["block_n"] * row_x
+    stage_bytes = row_pixels * pixel_bytes
+    pixels = t["block_n"] * t["block_q"]
+    m_tiles = -(-pixels // 16)
+    out_bytes = up_w * m_tiles * 16 * pixel_bytes
+    out_rows = up_h * (1 if down_h == 2 else 2)
+    warp_tiles = m_tiles // t["warps_m"]
+    warp_channels = t["block_c"] // t["warps_c"]
+    warp_groups = -(-warp_channels // width)
+    n_tiles = warp_channels // warp_groups // 8
+    k_steps = -(-width // 16)
+    # Filter columns that each parity of output columns uses; at width 8 two share an instruction.
+    used = [-(-(s - parity) // up_w) for parity in range(up_w)]
+    taps = sum(-(-count // 2) if width == 8 else count for count in used)
+    filter_chunks = r * s * width // 8
+    staged = (t["filter_shared"] == 1) | (group_width >= (8 if dgrad else 32))
+    filter_bytes = np.where(staged, 16 * (filter_chunks | 1) * t["block_c"], 0)
+    loads = -(-row_pixels * chunks // threads)
+    stores = -(-((up_w - 1) * m_tiles * 16 + pixels) * chunks // threads)
+    live = (r - 1) // down_h + 1
+    accumulators = live * up_w * warp_groups * warp_tiles * n_tiles * 4
+    filter_registers = np.where(
+        t["filter_shared"], 8, warp_groups * r * taps * k_steps * n_tiles * 2
+    )
+    registers = accumulators + filter_registers + 5 * warp_tiles + loads + stores + 32
+    # Without what is left out here, half of the kernels to compile, the best config of a layer is
+    # 0.2 % slower on average and 5 % at worst (1,257 measured layers). At width 64 a filter
+    # fragment from shared memory must serve two pixel tiles to be worth its fetch, where they fit.
+    wins = (
+        ((t["warps_m"] < 4) & (warp_tiles * warp_channels <= 32) | (width >= 32))
+        & ((t["warps_m"] == 1) | (warp_channels <= width))
+        & (warp_channels <= 2 * width)
+        & ((width < 64) | (r * s > 9) | (t["filter_shared"] == 0) | (warp_tiles > 1))
+        & ((t["block_q"] != 28) & ((t["block_q"] != 14) | (t["block_n"] < 4)) | (width == 64))
+    )
+    divided = width == 64 or (width == 32 and r * s > 25)
+    fits = (
+        (t["block_c"] % width == 0)
+        # Warps hold whole groups or, where a group has too many accumulators, divide one in pieces
+        # of at least 16 channels.
+        & ((warp_channels % width == 0) | (divided & (warp_channels >= 16)))
+        & ((threads <= 128) | ((width == 64) & (r * s > 9)) | _ODD)
+        & wins
+        # Registers hold small filters at no cost.
+        & ((width * r * s > 16 * 9) | (t["filter_shared"] == 0))
+        & ((width > 8) | (t["filter_shared"] == 0))
+        & (loads <= 32)
+        & (stores <= 32)
+        & (registers <= common.MAX_REGISTERS)
+        & (registers * threads <= Device.regs_per_sm)
+    )
+    return _Shape(
+        threads=threads,
+        warp_tiles=warp_tiles,
+        warp_groups=warp_groups,
+        row_x=row_x,
+        stage_bytes=stage_bytes,
+        smem_bytes=t["stages"] * (stage_bytes + (out_bytes if residual else 0))
+        + out_rows * out_bytes
+        + filter_bytes,
+        registers=registers,
+        loads=loads,
+        products=warp_groups * warp_tiles * n_tiles * k_steps * taps * r / down_h,
+        fits=fits,
+    )

@@ -1,0 +1,491 @@
+"""Gradient of a grouped convolution's filter, with that of the bias from the same sweep: configs,
+legality, features and launch of ``grouped_wgrad.cu``.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from math import gcd
+
+import numpy as np
+from numpy.typing import NDArray
+
+from confpred.families import common as common
+from confpred.families.common import Array, Occupancy
+from confpred.families.grouped import common as grouped
+from confpred.families.protocol import Rows
+from confpred.problem.conv2d import Problem
+from confpred.problem.conv2d_operation import CONVOLUTION, dtype_macro
+from confpred.problem.device import Device
+from confpred.problem.operation import KernelSource, Launch, Step
+
+MAX_THREADS = 512
+
+#: How the sums of the blocks of a filter tile are added; see the kernel.
+DIRECT, TWO_KERNELS, LAST_BLOCK, ATOMICS = range(4)
+_SUM_COLUMNS = 128  # elements a block of ``grouped_wgrad_sum.cu``
+_SUM_THREADS = 256
+#: Beyond so many partial sums, the last block alone would be the slowest of all.
+_MAX_LAST_BLOCK_PARTS = 32
+
+#: (images, output columns) of a block: tensor-core tiles of 16 pixels that real widths fill well.
+#: Narrow images are padded to 8 or 16 columns, for a tile's rows to lie one after another.
+_PIXEL_ROWS = (
+    *((n, 8) for n in (2, 4, 8)),
+    *((n, 16) for n in (1, 2, 4)),
+    *((n, q) for q in (28, 32) for n in (1, 2)),
+    *((1, q) for q in (56, 64)),
+)
+#: Into how many slices the rows of all images are cut.
+_SPLITS = (1, *itertools.chain.from_iterable((2 << i, 3 << i) for i in range(8)))
+#: (gradient channels of a block, of a warp) where 64 does not divide the layer's channels.
+_ODD_CHANNELS = ((24, 8), (48, 16), (80, 16), (96, 16))
+_COMPILED = ("block_n", "block_q", "block_k", "warp_k", "warps_m", "stages")
+_FIELDS = (*_COMPILED, "splits", "reduction")
+
+
+def _config_table() -> NDArray[np.void]:
+    even = itertools.product(
+        _PIXEL_ROWS, itertools.product((8, 16, 32, 64), (8, 16)), (1, 2), (3, 5)
+    )
+    odd = itertools.product(_PIXEL_ROWS, _ODD_CHANNELS, (1,), (3, 5))
+    rows = []
+    for (block_n, block_q), (block_k, warp_k), warps_m, stages in (*even, *odd):
+        tiles = -(-block_n * block_q // 16)
+        if tiles % warps_m or tiles // warps_m > 4 or warp_k > block_k:
+            continue
+        if not 512 <= block_n * block_q * max(16, block_k) <= 4096:
+            continue
+        for splits, reduction in itertools.product(_SPLITS, range(4)):
+            if reduction == DIRECT and splits > 1:
+                continue
+            if reduction != DIRECT and splits == 1 and block_n > 1 and block_q > 8:
+                continue  # one tile is as wide as the image, so one block has a whole sum
+            if reduction == LAST_BLOCK and splits > _MAX_LAST_BLOCK_PARTS:
+                continue
+            rows.append((block_n, block_q, block_k, warp_k, warps_m, stages, splits, reduction))
+    return common.config_table(_FIELDS, rows)
+
+
+_TABLE = _config_table()
+_COLUMNS = common.config_columns(_TABLE)
+_ODD = _COLUMNS["block_k"] & (_COLUMNS["block_k"] - 1) > 0  # no power of two
+#: By count of slices, the next smaller count; 1 for 1.
+_FEWER = np.ones(_SPLITS[-1] + 1, np.int64)
+_FEWER[list(_SPLITS[1:])] = _SPLITS[:-1]
+
+
+@dataclass(frozen=True, slots=True)
+class _Axis:
+    """A window's steps along one axis, once what stride and dilation have in common is divided out.
+
+    Attributes:
+        stride, dilation: what is left of them; either is 1.
+        step: what was divided out, in input elements.
+    """
+
+    stride: int
+    dilation: int
+    step: int
+
+
+def _axis(window: int, stride: int, dilation: int) -> _Axis:
+    if window == 1:
+        dilation = stride  # of one tap any dilation is the same: take the one that leaves no stride
+    step = gcd(stride, dilation)
+    return _Axis(stride // step, dilation // step, step)
+
+
+@dataclass(frozen=True, slots=True)
+class _Window:
+    """What decides a kernel apart from its config: window, group width, steps, bias gradient."""
+
+    group_width: int
+    r: int
+    s: int
+    vertical: _Axis
+    horizontal: _Axis
+    bias: bool
+
+
+def _window(problem: Problem) -> _Window:
+    return _Window(
+        problem.group_width,
+        problem.r,
+        problem.s,
+        _axis(problem.r, problem.stride[0], problem.dilation[0]),
+        _axis(problem.s, problem.stride[1], problem.dilation[1]),
+        problem.bias,
+    )
+
+
+def _flush(problem: Problem) -> int:
+    """Steps without a gradient row after an image's last one.
+
+    The input rows that this row still meets need some. The next image needs the others, to find no
+    row of this one in the buffer; but above an image as many steps pass as padding hides, before
+    the first input row meets what the buffer holds.
+    """
+    axis = _window(problem).vertical
+    live = -(-problem.r // axis.stride)
+    rows = -(-problem.p // axis.dilation)
+    flush = 0
+    for phase in range(axis.dilation):
+        # Input rows begin at `top`; a step brings in `stride` of them, `pitch` apart.
+        top = phase * problem.stride[0] - problem.padding[0]
+        pitch = axis.step * axis.dilation
+        step = axis.stride * pitch
+        hidden = -((top + step - pitch) // step)  # steps whose last row is above the image
+        met = -((top + rows * step - problem.h) // step)  # those whose first one is not below it
+        hidden, met = (min(max(0, steps), live - 1) for steps in (hidden, met))
+        flush = max(flush, live - 1 - hidden, met)
+    return flush
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """What a window makes of each config; arrays over the config table."""
+
+    threads: Array
+    warp_tiles: Array
+    stage_bytes: Array
+    smem_bytes: Array
+    registers: Array  # an estimate: accumulators, gradient rows, fragments, offsets
+    loads: Array  # 16-byte copies a thread and step
+    products: Array  # tensor-core instructions a warp and step
+    fits: NDArray[np.bool_]  # what does not depend on the layer's sizes or the device
+
+
+class GroupedWgrad:
+    """See the module's docstring and ``kernels/grouped_wgrad.cu``."""
+
+    name = "grouped_wgrad"
+    operation = CONVOLUTION
+    configs = _TABLE
+    feature_names: tuple[str, ...] = (
+        *("log_n", "log_c", "log_p", "log_q", "r", "s", "group_width", "log_bytes"),
+        *("stride_h", "stride_w", "dilation_h", "dilation_w"),
+        *("log_intensity", "bfloat16", "bias"),
+        *_FIELDS,
+        *("threads", "warp_tiles", "smem_bytes", "registers", "loads", "products"),
+        *("blocks_per_sm", "warps_per_sm", "log_blocks", "waves", "wave_waste"),
+        *("q_waste", "n_waste", "k_waste", "halo_rows", "halo_columns", "steps", "bytes_in_flight"),
+        *("q_tail", "n_tail", "k_tail", "slice_tail", "k_tiles", "q_tiles", "slice_rows", "parts"),
+        *("log_blocks_an_sm", "rounds", "pixel_alignment", "log_sum_bytes"),
+        *("log_load_bytes", "log_products", "log_estimate"),
+    )
+
+    def legal(self, problem: Problem, device: Device) -> NDArray[np.bool_]:
+        legal = np.zeros(len(self.configs), np.bool_)
+        if problem.direction != "wgrad" or not grouped.handles(problem):
+            return legal
+        if _elements(problem) > common.MAX_INT:
+            return legal
+        shape, t = _shape(_window(problem)), _COLUMNS
+        rows = np.flatnonzero(  # what needs no division, first: it spares most rows theirs
+            shape.fits
+            & (shape.smem_bytes <= device.smem_per_block)
+            # A tile twice as large as what it covers does the work of a smaller tile, slower; and
+            # images share a tile only where one alone does not fill it, or is narrow.
+            & ((t["block_q"] < 2 * problem.q) | (t["block_q"] == 8))
+            & ((t["block_n"] < 2 * problem.n) | (t["block_n"] * t["block_q"] <= 16))
+            & (
+                (t["block_n"] == 1)
+                | (t["block_q"] >= problem.q)
+                | ((t["block_q"] == 8) & (problem.q <= 16))
+            )
+            # A block of 16 pixels a step waits more than it computes.
+            & ((t["block_n"] * t["block_q"] > 16) | (problem.n * problem.q <= 28))
+            & ((t["block_k"] < 2 * problem.c) | (t["block_k"] == 16))
+            & ((t["reduction"] != ATOMICS) | (not problem.deterministic))
+        )
+        t = common.columns_at(_COLUMNS, rows)
+        # Columns to the right of the image are addressed, though not read.
+        reach = 2 * grouped.MAX_STEP * (t["block_q"] + grouped.MAX_WINDOW)
+        columns = max(problem.w, problem.q) + reach
+        offset = t["block_n"] * (problem.c * max(problem.h, problem.p)) * columns
+        cut = _cut(problem, t)
+        parts, blocks, reduction = cut.parts, cut.blocks, t["reduction"]
+        legal[rows] = (
+            (offset <= common.MAX_INT)
+            & (blocks <= common.MAX_INT)
+            & _few_idle_columns(problem.q, cut.q_tiles * t["block_q"])
+            & (~_ODD[rows] | grouped.fits_odd_channels(t["block_k"], problem.c))
+            # A count of slices that makes them as high as the next smaller count does is the same
+            # launch again; slices lower than two windows read more halo than rows.
+            & (
+                (t["splits"] == 1)
+                | (
+                    (cut.slice_rows >= 2 * problem.r)
+                    & (cut.slice_rows < -(-cut.rows // _FEWER[t["splits"]]))
+                    # More blocks than keep the device busy start and end in vain.
+                    & (blocks <= 16 * device.sm_count)
+                )
+            )
+            # Blocks for half of the device at least, unless that few are done soon.
+            & ((2 * blocks >= device.sm_count) | (cut.slice_rows <= 64))
+            & ((reduction == DIRECT) == (parts == 1))
+            & ((reduction != LAST_BLOCK) | (parts <= _MAX_LAST_BLOCK_PARTS))
+            # Partial sums that outweigh the layer are written and read for longer than it is.
+            & (4 * parts * _elements(problem) <= max(problem.minimum_bytes, 2**20))
+        )
+        return legal
+
+    def estimate_s(self, problem: Problem, device: Device, rows: Rows) -> NDArray[np.float64]:
+        return self._plan(problem, device, rows)["estimate"]
+
+    def features(self, problem: Problem, device: Device, rows: Rows) -> NDArray[np.float32]:
+        return common.feature_matrix(self, problem, device, rows, self._plan(problem, device, rows))
+
+    def launch(self, problem: Problem, row: int) -> Launch:
+        t = self.configs[row]
+        window = _window(problem)
+        shape = _shape(window)
+        dtype = dtype_macro(problem)
+        vertical, horizontal = window.vertical, window.horizontal
+        phases = vertical.dilation
+        cut = _cut(problem, common.columns_at(_COLUMNS, slice(row, row + 1)))
+        slice_rows, slices, q_tiles, k_tiles = (
+            int(sizes[0]) for sizes in (cut.slice_rows, cut.slices, cut.q_tiles, cut.k_tiles)
+        )
+        parts, elements = q_tiles * slices, _elements(problem)
+        reduction = int(t["reduction"])
+        sweep = Step(
+            KernelSource(
+                file="grouped_wgrad.cu",
+                entry="grouped_wgrad",
+                defines=(
+                    ("GW", problem.group_width),
+                    ("R", problem.r),
+                    ("S", problem.s),
+                    ("STRIDE_H", vertical.stride),
+                    ("STRIDE_W", horizontal.stride),
+                    ("DILATION_W", horizontal.dilation),
+                    dtype,
+                    ("HAS_BIAS", int(problem.bias)),
+                    *common.config_macros(t, _COMPILED),
+                ),
+            ),
+            grid=(k_tiles * parts, 1, 1),
+            block=(int(shape.threads[row]), 1, 1),
+            smem_bytes=int(shape.smem_bytes[row]),
+            operands=("filter_grad", "bias_grad", "out_grad", "in", "scratch", "zeroed"),
+            scalars=(
+                *(problem.n, problem.c, problem.h, problem.w, problem.p, problem.q),
+                *problem.padding,
+                *(vertical.step * vertical.dilation, horizontal.step, phases, problem.stride[0]),
+                *(
+                    -(-problem.p // phases),
+                    _flush(problem),
+                    slice_rows,
+                    slices,
+                    q_tiles,
+                    k_tiles,
+                    reduction,
+                ),
+            ),
+        )
+        scratch = 4 * parts * elements if reduction in (TWO_KERNELS, LAST_BLOCK) else 0
+        tickets = 16 * -(-k_tiles // 4) if reduction in (LAST_BLOCK, ATOMICS) else 0
+        sums = 4 * elements if reduction == ATOMICS else 0
+        if reduction != TWO_KERNELS:
+            return Launch((sweep,), zeroed_bytes=tickets + sums, scratch_bytes=scratch)
+        add = Step(
+            KernelSource(file="grouped_wgrad_sum.cu", entry="grouped_wgrad_sum", defines=(dtype,)),
+            grid=(-(-elements // _SUM_COLUMNS), 1, 1),
+            block=(_SUM_THREADS, 1, 1),
+            smem_bytes=16 * _SUM_THREADS,
+            operands=("filter_grad", "bias_grad", "scratch"),
+            scalars=(parts, elements, problem.r * problem.s, problem.c, problem.group_width),
+        )
+        return Launch((sweep, add), scratch_bytes=scratch)
+
+    def _plan(self, problem: Problem, device: Device, rows: Rows) -> dict[str, NDArray[np.float64]]:
+        """How each config would run `problem`: the derived features, and the estimated seconds.
+
+        The estimate is the largest of three times, stretched by the waste of the last wave or, in
+        the first, of the multiprocessors with fewer blocks than others: device memory, the copies
+        into shared memory with their halos (at an assumed 2x the memory rate, which is what L2
+        sustains), and the tensor cores at the half of their rate that `mma.sync` reaches; plus a
+        fixed latency for each row of a block that cannot be hidden, and the time to add the blocks'
+        sums.
+        """
+        t = common.columns_at(_COLUMNS, rows)
+        window = _window(problem)
+        shape = _shape(window)
+        cut = _cut(problem, t)
+        slice_rows, q_tiles, k_tiles = cut.slice_rows, cut.q_tiles, cut.k_tiles
+        parts, blocks = cut.parts, cut.blocks
+        threads, smem_bytes = shape.threads[rows], shape.smem_bytes[rows]
+        registers = np.minimum(shape.registers[rows], common.MAX_REGISTERS)
+        occupancy = Occupancy.of(device, blocks, threads, registers, smem_bytes)
+        stretch = np.where(
+            occupancy.waves <= 1,
+            occupancy.sm_blocks * device.sm_count / blocks,
+            occupancy.wave_waste,
+        )
+        flush = _flush(problem)
+        lattice_rows = -(-problem.p // window.vertical.dilation)
+        steps = slice_rows + np.maximum(1.0, slice_rows / lattice_rows) * flush
+        loaded = blocks * slice_rows * (shape.stage_bytes[rows] + 0.0)
+        products = blocks * steps * (threads / 32) * shape.products[rows]
+        sum_bytes = np.where(t["reduction"] == DIRECT, 0, 4.0 * parts * _elements(problem))
+        seconds = np.maximum(
+            np.maximum(
+                problem.minimum_bytes / device.dram_bytes_per_s,
+                loaded / (2 * device.dram_bytes_per_s),
+            ),
+            products * 4096 / (0.5 * device.tensor_flops),
+        )
+        adding = (
+            np.array((0.0, 2e-6, 1e-6, 1e-6))[t["reduction"]]
+            + np.array((0.0, 2.0, 1.0, 1.0))[t["reduction"]] * sum_bytes / device.dram_bytes_per_s
+            # The last block reads the parts of its tile alone.
+            + np.where(t["reduction"] == LAST_BLOCK, sum_bytes / k_tiles / 50e9, 0.0)
+        )
+        return {
+            "threads": threads,
+            "warp_tiles": shape.warp_tiles[rows],
+            "smem_bytes": smem_bytes,
+            "registers": registers,
+            "loads": shape.loads[rows],
+            "products": shape.products[rows],
+            **occupancy.features(),
+            "q_waste": q_tiles * t["block_q"] / problem.q,
+            "n_waste": -(-problem.n // t["block_n"]) * t["block_n"] / problem.n,
+            "k_waste": k_tiles * t["block_k"] / problem.c,
+            # What is left for the last block of each dimension, as a part of a whole one.
+            "q_tail": problem.q % t["block_q"] / t["block_q"],
+            "n_tail": problem.n % t["block_n"] / t["block_n"],
+            "k_tail": problem.c % t["block_k"] / t["block_k"],
+            "slice_tail": (cut.rows - (cut.slices - 1) * slice_rows) / slice_rows,
+            "k_tiles": k_tiles,
+            "q_tiles": q_tiles,
+            "slice_rows": slice_rows,
+            "parts": parts,
+            "log_blocks_an_sm": np.log2(occupancy.sm_blocks),
+            "rounds": occupancy.rounds,
+            "halo_rows": steps / slice_rows,
+            "halo_columns": 1 + (window.s - 1) * window.horizontal.dilation / t["block_q"],
+            "steps": steps,
+            "bytes_in_flight": occupancy.resident * (t["stages"] - 1) * shape.stage_bytes[rows],
+            "log_sum_bytes": np.log2(1 + sum_bytes),
+            "log_load_bytes": np.log2(loaded / problem.minimum_bytes),
+            "log_products": np.log2(products),
+            "estimate": seconds * stretch
+            + np.ceil(occupancy.waves) * (2e-6 + steps * 2e-7)
+            + adding,
+        }
+
+
+def _few_idle_columns(q: int, padded: Array) -> NDArray[np.bool_]:
+    """Which tiles, `padded` columns together, leave few of them idle, or no more than the smallest
+    that suit a wide image: between 33 and 40 columns all leave many."""
+    least = min(-(-q // width) * width for width in (28, 32))
+    result: NDArray[np.bool_] = (padded < 1.2 * q + 8) | (padded == least)
+    return result
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """How configs cut a problem into blocks; arrays over those configs.
+
+    Attributes:
+        rows: gradient rows of all the images together, images of a tile counted once.
+        slice_rows, slices: of a block; how many slices.
+        q_tiles, k_tiles: along the output's columns and along the channels.
+    """
+
+    rows: Array
+    slice_rows: Array
+    slices: Array
+    q_tiles: Array
+    k_tiles: Array
+
+    @property
+    def parts(self) -> Array:
+        """Blocks that sum the same tile of the filter."""
+        return self.q_tiles * self.slices
+
+    @property
+    def blocks(self) -> Array:
+        return self.k_tiles * self.parts
+
+
+def _cut(problem: Problem, t: Mapping[str, Array]) -> _Cut:
+    """Of the configs whose fields are the columns `t`."""
+    phases = _window(problem).vertical.dilation
+    rows = -(-problem.n // t["block_n"]) * (phases * -(-problem.p // phases))
+    slice_rows, slices = common.cut(rows, t["splits"])
+    return _Cut(
+        rows=rows,
+        slice_rows=slice_rows,
+        slices=slices,
+        q_tiles=-(-problem.q // t["block_q"]),
+        k_tiles=-(-problem.c // t["block_k"]),
+    )
+
+
+def _elements(problem: Problem) -> int:
+    """Float32 sums of one block for each tile of the filter."""
+    return problem.filter_elements + (problem.k if problem.bias else 0)
+
+
+@lru_cache(maxsize=256)
+def _shape(window: _Window) -> _Shape:
+    """Mirrors the constants at the top of the kernel."""
+    t = _COLUMNS
+    width, r, s = window.group_width, window.r, window.s
+    narrow = width <= 8
+    live = -(-r // window.vertical.stride)
+    block_c = np.maximum(t["block_k"], width)
+    warps_s = 2 if not narrow and r * s > 27 else 1
+    warps = t["block_k"] // t["warp_k"] * (1 if narrow else width // 16) * warps_s * t["warps_m"]
+    threads = 32 * warps
+    m = t["block_n"] * t["block_q"]
+    m_tiles = -(-m // 16)
+    warp_tiles = m_tiles // t["warps_m"]
+    row_x = (t["block_q"] - 1) * window.horizontal.stride
+    row_x += (s - 1) * window.horizontal.dilation + 1
+    in_chunks, grad_chunks = block_c // 8, t["block_k"] // 8
+    in_bytes = window.vertical.stride * t["block_n"] * row_x * 16 * (in_chunks | 1)
+    stage_bytes = in_bytes + m_tiles * 16 * 16 * (grad_chunks | 1)
+    sums_bytes = 4 * t["block_k"] * (r * s * width + window.bias)
+    in_loads = -(-t["block_n"] * row_x * in_chunks // threads)
+    grad_loads = -(-m * grad_chunks // threads)
+    warp_n = t["warp_k"] // 8
+    if narrow:  # products of a gradient tile: pairs of taps; the last tap's pairs of rows
+        tap_products = r * (s // 2) + s % 2 * window.vertical.stride * ((live + 1) // 2)
+    else:
+        tap_products = r * -(-s // warps_s)
+    accumulators = 4 * warp_n * (tap_products + window.bias)
+    gradient = 2 * live * warp_tiles * warp_n
+    registers = accumulators + gradient + 2 * warp_tiles + in_loads + grad_loads + 48
+    fits = (
+        (narrow | (width % t["warp_k"] == 0))
+        & (~_ODD | (t["block_k"] % width == 0))
+        # So few gradient channels to a whole group of input only where more sums do not fit.
+        & ((t["block_k"] > 8) | (width * r * s > 9 * 64))
+        & (threads >= 64)
+        & (threads <= MAX_THREADS)
+        & (in_loads <= 16)
+        & (grad_loads <= 16)
+        & (registers <= 232)
+        & (registers * threads <= Device.regs_per_sm)
+    )
+    return _Shape(
+        threads=threads,
+        warp_tiles=warp_tiles,
+        stage_bytes=stage_bytes,
+        smem_bytes=np.maximum(t["stages"] * stage_bytes, sums_bytes),
+        registers=registers,
+        loads=window.vertical.stride * in_loads + grad_loads,
+        products=warp_tiles * warp_n * (tap_products + window.bias),
+        fits=fits,
+    )
+
+
+FAMILY = GroupedWgrad()

@@ -1,0 +1,63 @@
+"""What a kernel family is: data and a few pure functions.
+
+A family is one module that defines ``FAMILY``, and one CUDA source.
+`confpred.families.registry.all_families` finds those of this package and those of plug-ins; nothing
+else is edited.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from confpred.problem.device import Device
+from confpred.problem.operation import Launch, Operation
+
+Rows = NDArray[np.intp]
+
+
+@runtime_checkable
+class Family(Protocol):
+    """One parametrised kernel. Every method is pure, and vectorised over the config table where it
+    answers for several rows. A ``problem`` is a record of the family's operation.
+
+    Attributes:
+        name: unique.
+        operation: what the kernel computes.
+        configs: the whole config space, a structured array of integer fields; a config is known
+            by its row everywhere (the table's digest is in measurements and model cards).
+        feature_names: the columns of `features`.
+    """
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def operation(self) -> Operation: ...
+    @property
+    def configs(self) -> NDArray[np.void]: ...
+    @property
+    def feature_names(self) -> tuple[str, ...]: ...
+
+    def legal(self, problem: Any, device: Device) -> NDArray[np.bool_]:
+        """Which rows of `configs` compute `problem` correctly on `device`; all False if none."""
+        ...
+
+    def estimate_s(self, problem: Any, device: Device, rows: Rows) -> NDArray[np.float64]:
+        """Seconds that an analytic model expects of each row; used where no model is trained."""
+        ...
+
+    def features(self, problem: Any, device: Device, rows: Rows) -> NDArray[np.float32]:
+        """The ``(len(rows), len(feature_names))`` matrix that the regressor is fed."""
+        ...
+
+    def launch(self, problem: Any, row: int) -> Launch:
+        """How config `row` computes `problem`: kernels, grids, arguments, workspace."""
+        ...
+
+
+def config_dict(family: Family, row: int) -> dict[str, int]:
+    """Config `row` as field names and plain integers."""
+    fields: Any = family.configs.dtype.names
+    return {name: int(family.configs[name][row]) for name in fields}

@@ -1,0 +1,89 @@
+"""The registry of kernel families: every module of a folder beside this file that defines
+``FAMILY``, and the modules elsewhere that the environment variable ``CONFPRED_FAMILIES`` names,
+separated by commas.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pkgutil
+from functools import cache
+from types import MappingProxyType
+
+import confpred.families
+from confpred.errors import InvalidInput
+from confpred.families.candidate import config_text
+from confpred.families.protocol import Family, config_dict
+from confpred.problem.operation import Operation
+from confpred.problem.record import Record
+
+PLUGINS = "CONFPRED_FAMILIES"
+
+
+@cache
+def all_families() -> MappingProxyType[str, Family]:
+    """Every family by name, this package's first, in the order of their names.
+
+    Raises:
+        InvalidInput: a plug-in cannot be imported, has no ``FAMILY``, or takes a name that is used.
+    """
+    package = confpred.families
+    modules = pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
+    ours = [getattr(importlib.import_module(info.name), "FAMILY", None) for info in modules]
+    known = [family for family in ours if family is not None]
+    found: dict[str, Family] = {f.name: f for f in sorted(known, key=lambda f: f.name)}
+    for module in filter(None, os.environ.get(PLUGINS, "").split(",")):
+        try:
+            family = importlib.import_module(module).FAMILY
+        except (ImportError, AttributeError) as error:
+            allowed = f"a module that can be imported and defines FAMILY ({error})"
+            raise InvalidInput(PLUGINS, module, allowed) from error
+        if not isinstance(family, Family) or family.name in found:
+            allowed = "a module whose FAMILY is a kernel family of a new name"
+            raise InvalidInput(PLUGINS, module, allowed)
+        found[family.name] = family
+    return MappingProxyType(found)
+
+
+def families_of(problem: Record) -> dict[str, Family]:
+    """The families of `problem`'s operation, by name."""
+    kind = type(problem)
+    return {n: f for n, f in all_families().items() if f.operation.problem is kind}
+
+
+@cache
+def all_operations() -> dict[str, Operation]:
+    """Every operation that some family computes, by name."""
+    return {family.operation.name: family.operation for family in all_families().values()}
+
+
+def operation_named(name: object) -> Operation:
+    """The operation called `name`.
+
+    Raises:
+        InvalidInput: no family computes one of that name.
+    """
+    if not isinstance(name, str) or name not in all_operations():
+        raise InvalidInput("operation", name, " or ".join(all_operations()))
+    return all_operations()[name]
+
+
+def operation_of(problem: Record) -> Operation:
+    """The operation that `problem` is a problem of.
+
+    Raises:
+        InvalidInput: no family computes such problems.
+    """
+    for operation in all_operations().values():
+        if operation.problem is type(problem):
+            return operation
+    known = " or ".join(o.problem.__name__ for o in all_operations().values())
+    raise InvalidInput("problem", problem, f"a {known}")
+
+
+@cache
+def config_texts(family: str) -> tuple[str, ...]:
+    """Each row of a family's config table as the ``config`` column of measurements holds it."""
+    table = all_families()[family]
+    return tuple(config_text(config_dict(table, row)) for row in range(len(table.configs)))

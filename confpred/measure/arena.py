@@ -1,0 +1,208 @@
+"""What checking and timing need on a GPU: operands, references, workspaces, and room for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from confpred.cuda import driver
+from confpred.cuda.compiler import compile_kernel
+from confpred.cuda.launch import BoundLaunch
+from confpred.errors import LaunchError
+from confpred.problem.operation import (
+    REFERENCE,
+    SCRATCH,
+    ZEROED,
+    KernelSource,
+    Launch,
+    Operand,
+    Operation,
+)
+from confpred.problem.record import Record
+
+_ALIGN = 256
+_L2_MULTIPLE = 3  # operands cycle through this many times the L2 cache
+#: Largest relative error of one rounding to the dtype (half a unit in the last place), doubled for
+#: a sum that rounds to the neighbour.
+_ROUNDING = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-22}
+#: Sums of products of values in [-1, 1), in float32: the error grows with their number.
+_ABSOLUTE, _ABSOLUTE_A_TERM = 1e-5, 4e-7
+_POISON = 0xFF  # every byte: NaN in all the dtypes
+_GRID = 132 * 8  # blocks of the helper kernels that stride over their elements
+
+
+@dataclass(frozen=True, slots=True)
+class Operands:
+    """A problem's operands in device memory, many times over.
+
+    Attributes:
+        names: of the operation's operands, then ``zeroed`` and ``scratch``.
+        bases: address of the first of each; 0 for a workspace that nothing needs.
+        strides: bytes from each to the next of its kind; 0 for the workspaces, which launches of
+            one stream share as they do in a program.
+        slots: how many there are of each.
+    """
+
+    names: tuple[str, ...]
+    bases: tuple[int, ...]
+    strides: tuple[int, ...]
+    slots: int
+
+    def slot(self, index: int) -> list[int]:
+        """Addresses of the operands of launch `index`; after the last slot comes the first."""
+        index %= self.slots
+        return [b + index * s for b, s in zip(self.bases, self.strides, strict=True)]
+
+    def base(self, name: str) -> int:
+        """Address of the first operand `name`."""
+        return self.bases[self.names.index(name)]
+
+
+class Bench:
+    """Device memory, stream and helper kernels of one GPU, kept between problems.
+
+    Attributes:
+        ordinal: CUDA device.
+        cuda: the same as `cuda.core` knows it, current in this thread.
+        device: its description.
+        stream, handle: where everything happens, and its CUDA handle.
+    """
+
+    def __init__(self, ordinal: int) -> None:
+        self.ordinal = ordinal
+        self.cuda = driver.make_current(ordinal)
+        self.device = driver.device_of(ordinal)
+        self.stream = self.cuda.create_stream()
+        self.handle = int(self.stream.handle)
+        self._arenas: dict[str, Any] = {}
+        self._filled: dict[str, str] = {}
+        self._kernels: dict[KernelSource, driver.LoadedKernel] = {}
+
+    def operands(
+        self, operation: Operation, problem: Record, launches: Sequence[Launch]
+    ) -> Operands:
+        """Random inputs, sliced so that successive slices do not fit in L2 together, and the
+        workspaces that any of `launches` needs."""
+        tensors = operation.operands(problem)
+        sizes = [_aligned(t.bytes) for t in tensors]
+        slots = -(-_L2_MULTIPLE * self.device.l2_bytes // sum(sizes))
+        bases = [
+            self._arena(t.name, slots * size, None if t.terms else t.dtype)
+            for t, size in zip(tensors, sizes, strict=True)
+        ]
+        for name, size in (
+            (ZEROED, max((launch.zeroed_bytes for launch in launches), default=0)),
+            (SCRATCH, max((launch.scratch_bytes for launch in launches), default=0)),
+        ):
+            bases.append(self._arena(name, size, None) if size else 0)
+        return Operands(
+            names=(*(t.name for t in tensors), ZEROED, SCRATCH),
+            bases=tuple(bases),
+            strides=(*sizes, 0, 0),
+            slots=slots,
+        )
+
+    def reference(
+        self, operation: Operation, problem: Record, output: Operand, operands: Operands
+    ) -> int:
+        """Address of `output` in float64, for the inputs of slice 0."""
+        name = f"{REFERENCE} {output.name}"
+        address = self._arena(name, 8 * output.elements, None)
+        self._arenas[name].fill(0, stream=self.stream)
+        step = operation.reference(problem, output.name)
+        launch = Launch((step,))
+        bound = BoundLaunch([self.load(step.source).kernel], launch, (*operands.names, REFERENCE))
+        bound.enqueue(self.handle, [*operands.slot(0), address])
+        return address
+
+    def poison(self, outputs: Sequence[Operand]) -> None:
+        """Fill all outputs and the scratch with NaN, so that an element that is not written, or is
+        read before it is, is seen; and the zeroed workspace with zeros."""
+        for name in (*(o.name for o in outputs), SCRATCH):
+            if name in self._arenas:
+                self._arenas[name].fill(_POISON, stream=self.stream)
+        if ZEROED in self._arenas:
+            self._arenas[ZEROED].fill(0, stream=self.stream)
+
+    def compare(self, output: Operand, operands: Operands, reference: int) -> tuple[float, int]:
+        """Relative error of `output` in the 2-norm, and how many elements are outside the bound."""
+        absolute = _ABSOLUTE + _ABSOLUTE_A_TERM * output.terms
+        error, norm, outside = self._totals(
+            *("compare", output.dtype, operands.base(output.name), reference),
+            *(np.int64(output.elements), np.float64(_ROUNDING[output.dtype]), np.float64(absolute)),
+        )
+        return float(np.sqrt(error / norm)) if norm else float(np.sqrt(error)), int(outside)
+
+    def left_zero(self, operands: Operands, size: int) -> bool:
+        """Whether the first `size` bytes of the zeroed workspace are zero again."""
+        if not size:
+            return True
+        words = np.int64(-(-size // 4))
+        return not any(self._totals("count_nonzero", "float32", operands.base(ZEROED), words))
+
+    def load(self, source: KernelSource) -> driver.LoadedKernel:
+        """The kernel of `source`, loaded once, as problems share kernels; with all the shared
+        memory that a block can have, as each launch needs another amount.
+
+        Raises:
+            CompileError, LaunchError: it cannot be compiled or loaded.
+        """
+        loaded = self._kernels.get(source)
+        if loaded is None:
+            compiled = compile_kernel(source, self.device.arch)
+            loaded = driver.load(compiled, self.device.smem_per_block)
+            self._kernels[source] = loaded
+        return loaded
+
+    def _totals(self, entry: str, dtype: str, *arguments: Any) -> Any:
+        """The three float64 sums that a helper kernel comes to."""
+        from cuda.bindings import runtime
+
+        address = self._arena("totals", 24, None)
+        self._arenas["totals"].fill(0, stream=self.stream)
+        self._enqueue(entry, dtype, (address, *arguments))
+        host = np.empty(3)
+        self.stream.sync()
+        kind = runtime.cudaMemcpyKind.cudaMemcpyDeviceToHost
+        (code,) = runtime.cudaMemcpy(host.ctypes.data, address, host.nbytes, kind)
+        if code != runtime.cudaError_t.cudaSuccess:
+            raise LaunchError(f"reading results back failed: {code.name}")
+        return host
+
+    def _arena(self, name: str, size: int, random_dtype: str | None) -> int:
+        """Address of at least `size` bytes, grown as needed; random numbers in it if asked."""
+        arena = self._arenas.get(name)
+        if arena is None or arena.size < size:
+            if arena is not None:
+                self.stream.sync()
+                arena.close()
+            size = _aligned(max(size, _ALIGN))
+            arena = self._arenas[name] = self.cuda.allocate(size, stream=self.stream)
+            self._filled.pop(name, None)
+        if random_dtype is not None and self._filled.get(name) != random_dtype:
+            seed = np.uint32(sum(name.encode()))
+            words = np.int64(arena.size // (4 if random_dtype == "float32" else 2))
+            self._enqueue("fill_random", random_dtype, (int(arena.handle), words, seed))
+            self._filled[name] = random_dtype
+        return int(arena.handle)
+
+    def _enqueue(self, entry: str, dtype: str, arguments: tuple[Any, ...]) -> None:
+        from cuda.core import LaunchConfig, launch
+
+        source = KernelSource("reference.cu", entry, (("DTYPE", f"DTYPE_{dtype.upper()}"),))
+        config = LaunchConfig(grid=_GRID, block=256)
+        launch(self.stream, config, self.load(source).kernel, *arguments)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGN) * _ALIGN
+
+
+@lru_cache(maxsize=1)
+def bench_of(ordinal: int) -> Bench:
+    """The bench of CUDA device `ordinal`; a process measures on one device."""
+    return Bench(ordinal)

@@ -1,0 +1,166 @@
+"""Checking and timing configs on a GPU: what a sampler's worker process does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from confpred.cuda import driver
+from confpred.cuda.launch import BoundLaunch
+from confpred.errors import CompileError, LaunchError
+from confpred.families.protocol import Family
+from confpred.measure.arena import Bench, Operands, bench_of
+from confpred.measure.outcome import Outcome
+from confpred.measure.timing import launches_a_replay, time_interleaved
+from confpred.problem.operation import Launch, Operand
+from confpred.problem.record import Record
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    """What the configs of one problem share."""
+
+    bench: Bench
+    problem: Record
+    family: Family
+    outputs: tuple[Operand, ...]
+    operands: Operands
+    references: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    row: int
+    bound: BoundLaunch
+    outcome: Outcome  # as far as it is known before it is timed
+    seconds: float
+
+
+def measure(
+    problem: Record,
+    family: Family,
+    rows: Sequence[int],
+    *,
+    ordinal: int,
+    seed: int,
+    report: Callable[[int], None],
+) -> list[Outcome]:
+    """Check each config of `rows` against the reference, then time the correct ones together.
+
+    Args:
+        problem, family, rows: the configs; each legal for the problem.
+        ordinal: CUDA device.
+        seed: of the order of the timed rounds.
+        report: called with a row just before its config is first launched, so that a supervisor
+            knows which config a process died of.
+
+    Returns:
+        One outcome a row, in the order of `rows`.
+    """
+    task, launches = _prepare(problem, family, rows, ordinal)
+    candidates, outcomes = _check(task, launches, report)
+    outcomes |= _time(task, candidates, seed)
+    return [outcomes[row] for row in rows]
+
+
+def check(problem: Record, family: Family, rows: Sequence[int], *, ordinal: int) -> list[Outcome]:
+    """The first half of `measure`: are the configs correct? Outcomes have no times."""
+    task, launches = _prepare(problem, family, rows, ordinal)
+    candidates, outcomes = _check(task, launches, lambda _row: None)
+    outcomes |= {c.row: c.outcome for c in candidates}
+    return [outcomes[row] for row in rows]
+
+
+def _prepare(
+    problem: Record, family: Family, rows: Sequence[int], ordinal: int
+) -> tuple[_Task, dict[int, Launch]]:
+    bench, operation = bench_of(ordinal), family.operation
+    launches = {row: family.launch(problem, row) for row in rows}
+    operands = bench.operands(operation, problem, list(launches.values()))
+    outputs = tuple(o for o in operation.operands(problem) if o.terms)
+    references = tuple(bench.reference(operation, problem, o, operands) for o in outputs)
+    return _Task(bench, problem, family, outputs, operands, references), launches
+
+
+def _check(
+    task: _Task, launches: Mapping[int, Launch], report: Callable[[int], None]
+) -> tuple[list[_Candidate], dict[int, Outcome]]:
+    """The correct configs, and what became of the others."""
+    candidates: list[_Candidate] = []
+    failures: dict[int, Outcome] = {}
+    for row, launch in launches.items():
+        report(row)
+        try:
+            candidate = _check_one(task, row, launch)
+        except CompileError as error:
+            failures[row] = Outcome(row, "compile_error", message=str(error))
+        except LaunchError as error:
+            failures[row] = Outcome(row, "launch_error", message=str(error))
+        else:
+            if candidate.outcome.status == "ok":
+                candidates.append(candidate)
+            else:
+                failures[row] = candidate.outcome
+    return candidates, failures
+
+
+def _check_one(task: _Task, row: int, launch: Launch) -> _Candidate:
+    """Launch one config once on poisoned outputs and compare them with the references: each element
+    must be within the dtype's rounding.
+
+    Raises:
+        CompileError, LaunchError: it cannot run.
+    """
+    bench = task.bench
+    loaded = [bench.load(step.source) for step in launch.steps]
+    bound = BoundLaunch([k.kernel for k in loaded], launch, task.operands.names)
+    bench.poison(task.outputs)
+    start, end = (bench.cuda.create_event({"timing_enabled": True}) for _ in range(2))
+    bench.stream.record(start)
+    bound.enqueue(bench.handle, task.operands.slot(0))
+    bench.stream.record(end)
+    errors, faults = [], []
+    for output, reference in zip(task.outputs, task.references, strict=True):
+        error, outside = bench.compare(output, task.operands, reference)
+        errors.append(error)
+        if outside:
+            faults.append(f"{outside} of {output.elements} elements of {output.name} are off")
+    if not bench.left_zero(task.operands, launch.zeroed_bytes):
+        faults.append("the zeroed workspace is not zero again")
+    outcome = Outcome(
+        row,
+        "wrong_result" if faults else "ok",
+        registers=max(k.registers for k in loaded),
+        local_bytes=max(k.local_bytes for k in loaded),
+        smem_bytes=max(step.smem_bytes for step in launch.steps),
+        error=max(errors),
+        message="; ".join(faults),
+    )
+    return _Candidate(row, bound, outcome, (end - start) * 1e-3)
+
+
+def _time(task: _Task, candidates: Sequence[_Candidate], seed: int) -> dict[int, Outcome]:
+    """The outcomes of the correct configs, by row."""
+    bench = task.bench
+    graphs, launches, slot = [], [], 0
+    for candidate in candidates:
+        count = launches_a_replay(candidate.seconds)
+        builder = bench.stream.create_graph_builder().begin_building()
+        capturing = int(builder.stream.handle)
+        for _ in range(count):
+            candidate.bound.enqueue(capturing, task.operands.slot(slot))
+            slot += 1
+        graphs.append(builder.end_building().complete())
+        launches.append(count)
+    timings = time_interleaved(bench.cuda, bench.stream, graphs, launches, seed)
+    clock = driver.sm_clock_mhz(bench.ordinal)
+    return {
+        c.row: replace(
+            c.outcome,
+            time_ms=t.median_ms,
+            spread_ms=t.spread_ms,
+            samples=t.samples,
+            sm_clock_mhz=clock,
+        )
+        for c, t in zip(candidates, timings, strict=True)
+    }

@@ -1,0 +1,110 @@
+"""Timing PyTorch's own operator, under the protocol that times our kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from confpred.cuda import driver
+from confpred.measure.outcome import Outcome
+from confpred.measure.timing import launches_a_replay, time_interleaved
+from confpred.problem.operation import Operation
+from confpred.problem.record import Record
+
+
+class TorchGraph:
+    """A PyTorch CUDA graph in the form that `time_interleaved` replays.
+
+    Args:
+        calls: the launches of one replay; each must use operands of its own, and what they return
+            is kept, so that their outputs are distinct too.
+    """
+
+    def __init__(self, calls: list[Callable[[], Any]]) -> None:
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            calls[0]()  # libraries choose algorithms and make handles outside of the capture
+        torch.cuda.current_stream().wait_stream(side)
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph):
+            self._outputs = [call() for call in calls]
+
+    def launch(self, stream: Any) -> None:
+        with torch.cuda.stream(torch.cuda.ExternalStream(int(stream.handle))):
+            self._graph.replay()
+
+
+class Evictor:
+    """Empties the L2 cache by reading a buffer larger than it; leaves no dirty lines behind."""
+
+    def __init__(self, l2_bytes: int) -> None:
+        self._buffer = torch.zeros(3 * l2_bytes // 4, device="cuda")
+
+    def __call__(self, stream: Any) -> None:
+        with torch.cuda.stream(torch.cuda.ExternalStream(int(stream.handle))):
+            self._buffer.sum()
+
+
+def operands(operation: Operation, problem: Record, copies: int) -> list[dict[str, torch.Tensor]]:
+    """`copies` sets of random inputs by name, as `operation` lays them out, on the current
+    device."""
+    inputs = [o for o in operation.operands(problem) if not o.terms]
+    return [
+        {
+            o.name: torch.empty(o.shape, dtype=getattr(torch, o.dtype), device="cuda").uniform_(
+                -1, 1
+            )
+            for o in inputs
+        }
+        for _ in range(copies)
+    ]
+
+
+def copies_for(problem: Record, launches: int, l2_bytes: int) -> int:
+    """Operand sets that keep a replay of `launches` from finding its operands in L2."""
+    return max(1, min(launches, -(-3 * l2_bytes // problem.minimum_bytes)))
+
+
+def measure_pytorch(operation: Operation, problem: Record, *, ordinal: int, seed: int) -> Outcome:
+    """Time PyTorch's operator with cuDNN's benchmark mode on: the best that a user can get of it.
+
+    Returns:
+        An outcome of row -1; ``launch_error`` where PyTorch refuses the problem.
+    """
+    device = driver.make_current(ordinal)
+    torch.cuda.set_device(ordinal)
+    torch.backends.cudnn.benchmark = True
+    l2_bytes = driver.device_of(ordinal).l2_bytes
+    try:
+        (first,) = operands(operation, problem, 1)
+        operation.pytorch(problem, first)
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        operation.pytorch(problem, first)
+        end.record()
+        end.synchronize()
+        launches = launches_a_replay(start.elapsed_time(end) * 1e-3)
+        sets = operands(operation, problem, copies_for(problem, launches, l2_bytes))
+        turns = [sets[i % len(sets)] for i in range(launches)]
+        graph = TorchGraph([partial(operation.pytorch, problem, tensors) for tensors in turns])
+        evict = Evictor(l2_bytes)
+        torch.cuda.synchronize()
+        stream = device.create_stream()
+        (timing,) = time_interleaved(device, stream, [graph], [launches], seed, evict)
+    except RuntimeError as error:
+        return Outcome(-1, "launch_error", message=str(error).splitlines()[0])
+    finally:
+        torch.cuda.empty_cache()
+    return Outcome(
+        -1,
+        "ok",
+        time_ms=timing.median_ms,
+        spread_ms=timing.spread_ms,
+        samples=timing.samples,
+        error=0.0,
+        sm_clock_mhz=driver.sm_clock_mhz(ordinal),
+    )

@@ -1,0 +1,239 @@
+"""A trained model: one folder of text files, and no pickles.
+
+    card.json            what it is: format, device, data, kernels, features, portfolio, metrics,
+                         and the SHA-256 of every other file
+    <pool>.order.txt     LightGBM's text form of the regressor that orders the configs of a family,
+                         or of several that learn from each other (`confpred.model.pools`)
+    <pool>.time.txt      the same, of the one that tells their times
+    pytorch.txt          the same, of how PyTorch's own operator compares with ours, where enough of
+                         it was measured
+    measured.json        the best measured config of each problem in the data
+
+Reading a folder checks all that prediction relies on, so that a damaged or foreign folder is an
+error here and never a wrong answer later. A kernel that has changed since is only a warning: the
+model's order of its configs is likely to hold.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import confpred.models
+from confpred.errors import ConfpredError, DataError, ModelError
+from confpred.families.kernel_text import source_digest
+from confpred.families.protocol import Family
+from confpred.families.registry import all_families, all_operations
+from confpred.files import read_json
+from confpred.model.pools import Pool, table_digest
+from confpred.model.ranking import FamilyModel, PytorchModel
+from confpred.model.trees import Trees
+from confpred.problem.device import Device, get_device
+from confpred.problem.operation import Operation
+
+log = logging.getLogger(__name__)
+
+FORMAT = "confpred-model/3"
+CARD, MEASURED = "card.json", "measured.json"
+ORDER_TREES, TIME_TREES, PYTORCH_TREES = "{}.order.txt", "{}.time.txt", "pytorch.txt"
+
+
+@dataclass(frozen=True, slots=True)
+class Best:
+    """The fastest measured way to compute a problem.
+
+    Attributes:
+        family, row: the kernel family and the row of its config table; None for PyTorch's own
+            operator.
+        time_ms: its measured time, milliseconds.
+    """
+
+    family: str | None
+    row: int | None
+    time_ms: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Model:
+    """A model folder, read and checked.
+
+    Attributes:
+        version: the folder's name.
+        device: what it was trained for.
+        operation: what its families compute.
+        families: what was learned of each kernel family, by name.
+        pytorch: what was learned of PyTorch's own operator, or None.
+        measured: the best measured config of each problem in the training data, by the problem's
+            words (``str(problem)``), as most of them are never asked for.
+        regret_bound: 95 % quantile of the regret on networks held out of training.
+        stale: in words, what has changed since the model was trained.
+        card: the content of ``card.json``.
+    """
+
+    version: str
+    device: Device
+    operation: Operation
+    families: Mapping[str, FamilyModel]
+    pytorch: PytorchModel | None
+    measured: Mapping[str, Best]
+    regret_bound: float
+    stale: tuple[str, ...]
+    card: Mapping[str, Any]
+
+
+def load_model(folder: Path) -> Model:
+    """Read and check a model folder.
+
+    Raises:
+        ModelError: a file is missing, damaged or foreign, or the model was trained for other
+            features or configs than this version has; the text names the file and the reason.
+    """
+    card = _read_card(folder)
+    try:
+        model = _load(folder, card)
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        if isinstance(error, ConfpredError):
+            raise ModelError(f"{folder}: {error}") from error
+        raise ModelError(f"{folder / CARD} is damaged: {error!r}") from error
+    for note in model.stale:
+        log.warning("model %s: %s", model.version, note)
+    return model
+
+
+def default_models() -> dict[str, Model]:
+    """The newest model that ships with the package for each device, by the device's key.
+
+    Raises:
+        ModelError: one of them is damaged.
+    """
+    newest: dict[str, tuple[str, Path]] = {}
+    for path in sorted(Path(confpred.models.__path__[0]).glob(f"*/{CARD}")):
+        card = _read_card(path.parent)
+        device, created = str(card.get("device")), str(card.get("created"))
+        newest[device] = max(newest.get(device, ("", path.parent)), (created, path.parent))
+    return {device: load_model(folder) for device, (_, folder) in newest.items()}
+
+
+def _read_card(folder: Path) -> dict[str, Any]:
+    try:
+        return read_json(folder / CARD, "a model card", FORMAT)
+    except DataError as error:
+        raise ModelError(str(error)) from error
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ModelError(f"cannot read {path}: {error.strerror or error}") from error
+
+
+def _parse(path: Path, content: bytes) -> Any:
+    try:
+        return json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{path} is not JSON: {error}") from error
+
+
+def _load(folder: Path, card: Mapping[str, Any]) -> Model:
+    files: dict[str, bytes] = {}
+    for name, digest in card["files"].items():
+        if Path(name).name != name:
+            raise ModelError(f"{folder / CARD} names {name!r}, which is no file beside it")
+        files[name] = _read(folder / name)
+        if hashlib.sha256(files[name]).hexdigest() != digest:
+            raise ModelError(f"{folder / name} is damaged: its SHA-256 is not the card's")
+    if card["operation"] not in all_operations():
+        raise ModelError(f"{folder} is for operation {card['operation']!r}, which no family has")
+    operation = all_operations()[card["operation"]]
+    members: dict[str, list[Family]] = {}
+    for name, entry in card["families"].items():
+        if name not in all_families():
+            raise ModelError(f"{folder} is for kernel family {name!r}, which is not installed")
+        members.setdefault(entry["pool"], []).append(all_families()[name])
+    families, stale = {}, []
+    for name, together in members.items():
+        pool = Pool(together)
+        if pool.name != name:
+            raise ValueError(f"pool {name!r} is of {pool.name}")
+        order, time = (
+            _trees(folder, files, file.format(name), pool.feature_names)
+            for file in (ORDER_TREES, TIME_TREES)
+        )
+        for family in pool.families:
+            entry = card["families"][family.name]
+            if entry["table"] != table_digest(family):
+                raise ModelError(
+                    f"{folder} was trained for other configs of {family.name}: train it again"
+                )
+            portfolio = np.zeros(len(family.configs), np.bool_)
+            portfolio[[_row(folder / CARD, row, family) for row in entry["portfolio"]]] = True
+            families[family.name] = FamilyModel(family, pool, order, time, portfolio)
+            stale += _stale(entry["source"], entry["source_digests"])
+    pytorch = None
+    if PYTORCH_TREES in files:
+        ratio = _trees(folder, files, PYTORCH_TREES, operation.feature_names)
+        margin = _number("margin", card["pytorch"]["margin"], least=0.0)
+        pytorch = PytorchModel(operation, ratio, margin)
+    return Model(
+        version=folder.resolve().name,
+        device=get_device(card["device"]),
+        operation=operation,
+        families=families,
+        pytorch=pytorch,
+        measured=_measured(folder / MEASURED, files[MEASURED]),
+        regret_bound=_number("regret_bound", card["regret_bound"], least=1.0),
+        stale=tuple(stale),
+        card=card,
+    )
+
+
+def _trees(folder: Path, files: Mapping[str, bytes], name: str, features: tuple[str, ...]) -> Trees:
+    try:
+        trees = Trees(files[name].decode())
+    except ModelError as error:
+        raise ModelError(f"{folder / name} is damaged: {error}") from error
+    if trees.features != features:
+        raise ModelError(f"{folder / name} was trained on other features: train it again")
+    return trees
+
+
+def _stale(file: str, trained: list[str]) -> list[str]:
+    try:
+        current = source_digest(file)
+    except OSError:
+        current = "gone"
+    if current in trained:
+        return []
+    return [f"{file} is {current}; the measurements are of {' and '.join(trained)}"]
+
+
+def _measured(path: Path, content: bytes) -> dict[str, Best]:
+    best = {}
+    for entry in _parse(path, content):
+        family, row = entry["family"], entry["row"]
+        if family is not None:
+            row = _row(path, row, all_families()[family])
+        time_ms = _number("time_ms", entry["time_ms"], least=0.0)
+        best[str(entry["problem"])] = Best(family, row, time_ms)
+    return best
+
+
+def _row(path: Path, value: object, family: Family) -> int:
+    if type(value) is not int or not 0 <= value < len(family.configs):
+        raise ModelError(f"{path} is damaged: {family.name} has no config {value!r}")
+    return value
+
+
+def _number(name: str, value: object, least: float) -> float:
+    if not isinstance(value, float) or not least <= value < math.inf:
+        raise ValueError(f"{name} is {value!r}, not a number of at least {least:g}")
+    return value

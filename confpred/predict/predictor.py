@@ -1,0 +1,206 @@
+"""From a problem to a choice: what is pinned or measured, else candidates -> cost -> compare."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from types import MappingProxyType
+
+import numpy as np
+from numpy.typing import NDArray
+
+from confpred.errors import InvalidInput
+from confpred.families.protocol import Rows, config_dict
+from confpred.families.registry import all_families, families_of
+from confpred.model.folder import Model, default_models, load_model
+from confpred.model.ranking import rank_by_estimate
+from confpred.predict.choice import MAX_TOP, Choice, Source, check_top
+from confpred.predict.pins import Pin, read_plan
+from confpred.problem.device import Device, get_device
+from confpred.problem.record import Record
+
+#: How many answers are remembered: best choices, of 1.5 kB each, and rankings, of up to 16 kB.
+BEST_KEPT = 8_192
+RANKINGS_KEPT = 512
+
+
+@dataclass(frozen=True, slots=True)
+class _Option:
+    """One way to compute a problem, before it is spelled out as a `Choice`."""
+
+    source: Source
+    family: str | None
+    row: int | None
+    seconds: float | None
+
+
+class Predictor:
+    """Chooses configs. Immutable after loading; safe to share between threads.
+
+    The same problem and device always get the same answer, to the bit; the latest answers are
+    remembered.
+    """
+
+    def __init__(
+        self,
+        models: Mapping[str, Model],
+        plan: Mapping[tuple[Record, Device], Pin] | None = None,
+    ) -> None:
+        """Use `models`, by device key, and the pins of `plan`."""
+        self._models = MappingProxyType(dict(models))
+        self._plan = dict(plan or {})
+        self._best = lru_cache(BEST_KEPT)(self._work_out)
+        self._ranking = lru_cache(RANKINGS_KEPT)(self._work_out)
+
+    @classmethod
+    def load(cls, model: str | Path | None = None, *, plan: str | Path | None = None) -> Predictor:
+        """Load a model folder, or the newest model of each device that ships with the package.
+
+        Args:
+            model: a folder that ``confpred train`` wrote.
+            plan: a file of pinned configs (`confpred.predict.pins`).
+
+        Raises:
+            ModelError: the folder is missing, damaged or foreign.
+            DataError, InvalidInput: the plan is.
+        """
+        if model is None:
+            models = default_models()
+        else:
+            loaded = load_model(Path(model))
+            models = {loaded.device.key: loaded}
+        return cls(models, None if plan is None else read_plan(Path(plan)))
+
+    @property
+    def models(self) -> Mapping[str, Model]:
+        """The models in use, by device key."""
+        return self._models
+
+    def choose(self, problem: Record, device: str | Device) -> Choice:
+        """The best config known for `problem` on `device`; never fails for a valid problem.
+
+        Raises:
+            InvalidInput: `problem` is not a `Problem`, or the record of another operation.
+            UnknownDevice: no description of `device` is known.
+        """
+        return self._answer(problem, get_device(device), 1)[0]
+
+    def choose_many(self, problems: Iterable[Record], device: str | Device) -> list[Choice]:
+        """`choose` for each of `problems`, in order."""
+        known = get_device(device)
+        return [self._answer(problem, known, 1)[0] for problem in problems]
+
+    def rank(self, problem: Record, device: str | Device, top: int = 5) -> list[Choice]:
+        """The best `top` choices, best first; one ``fallback`` choice if no kernel is legal.
+
+        Raises:
+            InvalidInput: `top` is not an integer from 1 to ``MAX_TOP``.
+            UnknownDevice: no description of `device` is known.
+        """
+        return list(self._answer(problem, get_device(device), check_top(top)))
+
+    def _answer(self, problem: Record, device: Device, top: int) -> tuple[Choice, ...]:
+        if not isinstance(problem, Record):
+            raise InvalidInput("problem", problem, "a problem, such as a confpred.Problem")
+        remembered = self._best if top == 1 else self._ranking
+        return remembered(problem, device, top)
+
+    def _work_out(self, problem: Record, device: Device, top: int) -> tuple[Choice, ...]:
+        model = self._models.get(device.key)
+        if model is not None and model.operation.problem is not type(problem):
+            model = None
+        options = [*self._settled(problem, device, model)]
+        settled = {(o.family, o.row) for o in options}
+        if len(options) < top:
+            found = _predicted(problem, device, model) if model else []
+            found = found or _estimated(problem, device)
+            options += (o for o in found if (o.family, o.row) not in settled)
+        if not options:
+            options = [_Option("fallback", None, None, None)]
+        bound = model.regret_bound if model and options[0].source == "predicted" else None
+        return tuple(
+            _choice(problem, device, option, model, bound if index == 0 else None)
+            for index, option in enumerate(options[:top])
+        )
+
+    def _settled(self, problem: Record, device: Device, model: Model | None) -> Iterator[_Option]:
+        """What needs no prediction: the user's pin, and the best measured config."""
+        pin = self._plan.get((problem, device))
+        best = model.measured.get(str(problem)) if model else None
+        if pin is not None:
+            yield _Option("plan", pin.family, pin.row, _expected_s(problem, device, model, pin))
+        if best is not None and (pin is None or (pin.family, pin.row) != (best.family, best.row)):
+            yield _Option("measured", best.family, best.row, best.time_ms * 1e-3)
+
+
+def _predicted(problem: Record, device: Device, model: Model) -> list[_Option]:
+    """The finalists of the families that `model` knows, fastest first, and PyTorch's own operator
+    before those that do not beat it even if it was overestimated; empty if nothing is legal."""
+    ranked = {}
+    for name, learned in model.families.items():
+        candidates = learned.candidates(problem, device)
+        if len(candidates):
+            ranked[name] = learned.rank(problem, device, candidates)
+    found = _fastest(ranked)
+    options = [_Option("predicted", name, row, seconds) for seconds, name, row in found]
+    if found and model.pytorch is not None:
+        best = found[0][0]
+        expected, least = (best * times for times in model.pytorch.slowdown(problem, device))
+        place = sum(seconds <= least for seconds, _, _ in found)
+        options.insert(place, _Option("predicted", None, None, expected))
+    return options
+
+
+def _estimated(problem: Record, device: Device) -> list[_Option]:
+    """The configs of all families by their own estimates, fastest first; empty if none is legal.
+
+    Estimates are too rough to be compared with anything but one another.
+    """
+    families = families_of(problem).items()
+    found = _fastest({name: rank_by_estimate(f, problem, device) for name, f in families})
+    return [_Option("heuristic", name, row, seconds) for seconds, name, row in found]
+
+
+def _fastest(
+    ranked: Mapping[str, tuple[Rows, NDArray[np.float64]]],
+) -> list[tuple[float, str, int]]:
+    """The first ``MAX_TOP`` rows of each family in one order, as seconds, family and row; `ranked`
+    holds each family's rows and their rising seconds."""
+    return sorted(
+        (value, name, row)
+        for name, (rows, seconds) in ranked.items()
+        for row, value in zip(rows[:MAX_TOP].tolist(), seconds[:MAX_TOP].tolist(), strict=True)
+    )
+
+
+def _expected_s(problem: Record, device: Device, model: Model | None, pin: Pin) -> float | None:
+    """Seconds that the pinned config is expected to take."""
+    if pin.family is None or pin.row is None:
+        predicted = _predicted(problem, device, model) if model else []
+        return next((option.seconds for option in predicted if option.family is None), None)
+    row = np.array([pin.row], np.intp)
+    learned = model.families.get(pin.family) if model else None
+    if learned is None:
+        return float(all_families()[pin.family].estimate_s(problem, device, row)[0])
+    return float(learned.rank(problem, device, row)[1][0])
+
+
+def _choice(
+    problem: Record, device: Device, option: _Option, model: Model | None, bound: float | None
+) -> Choice:
+    config = None
+    if option.family is not None and option.row is not None:
+        config = MappingProxyType(config_dict(all_families()[option.family], option.row))
+    return Choice(
+        problem,
+        device.key,
+        option.source,
+        family=option.family,
+        config_id=option.row,
+        config=config,
+        predicted_ms=None if option.seconds is None else option.seconds * 1e3,
+        regret_bound=bound,
+        model=model.version if model and option.source in ("predicted", "measured") else None,
+    )

@@ -1,0 +1,149 @@
+"""What is computed, whichever kernel computes it: an *operation*, its operands and its launches.
+
+Convolution is one (`confpred.problem.conv2d_operation`). Another one brings its own problem record,
+operands and reference kernels; sampling, training and prediction then serve it as they serve
+convolution (``docs/adding-a-kernel.md``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from confpred.problem.device import Device
+from confpred.problem.record import Record
+
+if TYPE_CHECKING:
+    import torch
+
+#: Operands that a launch may ask for beside its operation's: see `Launch`.
+ZEROED, SCRATCH = "zeroed", "scratch"
+#: The float64 output of a reference kernel.
+REFERENCE = "reference"
+
+
+@dataclass(frozen=True, slots=True)
+class KernelSource:
+    """All that decides a compiled kernel, save the compiler and the target.
+
+    Attributes:
+        file: name of the CUDA source in ``kernels/``, or of one on Python's module path.
+        entry: name of the ``extern "C"`` kernel in it.
+        defines: macro definitions, ``(name, value)`` in a fixed order.
+    """
+
+    file: str
+    entry: str
+    defines: tuple[tuple[str, int | str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One kernel launch.
+
+    Attributes:
+        source: the kernel.
+        grid, block: CUDA grid and block dimensions.
+        smem_bytes: dynamic shared memory of one block.
+        operands: the kernel's pointer parameters, by name, in order; one that the problem does not
+            have is null.
+        scalars: what follows them, as 32-bit integers: the problem's sizes.
+    """
+
+    source: KernelSource
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    smem_bytes: int
+    operands: tuple[str, ...]
+    scalars: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """How a config computes a problem.
+
+    Attributes:
+        steps: the launches, in stream order.
+        zeroed_bytes: of the operand ``zeroed``: device memory that is zero before the first step
+            and that the steps leave zero again, so that nobody has to clear it between calls.
+        scratch_bytes: of the operand ``scratch``: device memory of any content.
+    """
+
+    steps: tuple[Step, ...]
+    zeroed_bytes: int = 0
+    scratch_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """One tensor of a problem, contiguous in device memory, aligned to 16 bytes.
+
+    Attributes:
+        name: as `Step.operands` calls it.
+        shape: outermost dimension first.
+        dtype: ``float16``, ``bfloat16`` or ``float32``.
+        terms: of an output, how many products each element sums, which is what its rounding error
+            grows with; 0 for an input.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    terms: int = 0
+
+    @property
+    def elements(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def bytes(self) -> int:
+        return self.elements * (4 if self.dtype == "float32" else 2)
+
+
+@runtime_checkable
+class Operation(Protocol):
+    """A kind of problem. Every method is pure, save `pytorch`, which launches.
+
+    Attributes:
+        name: as files call it.
+        problem: the record of its problems.
+        feature_names: the columns of `features`.
+    """
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def problem(self) -> type[Record]: ...
+    @property
+    def feature_names(self) -> tuple[str, ...]: ...
+
+    def operands(self, problem: Any) -> tuple[Operand, ...]:
+        """The tensors that `problem` has, outputs first."""
+        ...
+
+    def features(self, problem: Any, device: Device) -> NDArray[np.float32]:
+        """The ``(1, len(feature_names))`` matrix of `problem` alone, whatever kernel serves it:
+        what the time of PyTorch's own operator depends on."""
+        ...
+
+    def reference(self, problem: Any, output: str) -> Step:
+        """The kernel that computes `output` in float64 and adds it to the zeros that it finds in
+        the operand ``reference``."""
+        ...
+
+    def pytorch(self, problem: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+        """What a user of PyTorch writes for `problem`.
+
+        Args:
+            problem: what to compute.
+            tensors: the inputs by name, of the shapes that `operands` gives.
+
+        Returns:
+            A new tensor, or several.
+        """
+        ...

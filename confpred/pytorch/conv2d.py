@@ -1,0 +1,98 @@
+"""`conv2d`: PyTorch's, by kernels that it picks by itself, compiles once and launches.
+
+    conv2d --+-- gradients, torch.compile --> torch.ops.confpred.conv2d ---------> forward
+             |                                    .conv2d_input_grad ------------> input_grad
+             |                                    .conv2d_filter_grad -----------> filter_grad
+             +-- eager inference ------------------------------------------------> forward
+
+         a kernel is legal and predicted to win: launched on PyTorch's current stream
+         else: PyTorch's own operator
+
+Eager calls do without the dispatcher where they can: a custom operator in Python costs more than
+the launch itself.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from confpred.errors import InvalidInput
+from confpred.problem.conv2d import ACTIVATIONS
+from confpred.pytorch.autograd import conv2d_op
+from confpred.pytorch.directions import activate, forward
+from confpred.pytorch.ready import Pair
+
+
+def conv2d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    stride: int | Pair = 1,
+    padding: int | Pair = 0,
+    dilation: int | Pair = 1,
+    groups: int = 1,
+    activation: str | None = None,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """``activation(torch.nn.functional.conv2d(x, weight, bias, ...) + residual)``, by the fastest
+    kernel.
+
+    Our kernels serve channels-last CUDA tensors of grouped and depthwise layers, in the forward
+    and in the backward pass; everything else, and every layer where PyTorch's operator is predicted
+    to be faster, goes to PyTorch (logged at level debug). Works under ``torch.compile`` and
+    autocast. The filter's gradient is repeatable to the bit where PyTorch is asked for
+    deterministic algorithms.
+
+    Args:
+        x: input, shape (N, C, H, W), ``memory_format=torch.channels_last``.
+        weight: filters, shape (K, C / groups, R, S), of `x`'s dtype.
+        bias: shape (K,), or None.
+        stride, padding, dilation: an integer, or a pair (vertical, horizontal).
+        groups: C and K are multiples of it.
+        activation: None, ``"relu"``, ``"silu"``, ``"gelu"`` (the exact one, with erf), ``"relu6"``
+            or ``"hardswish"``.
+        residual: shape (N, K, P, Q), added before the activation, or None.
+
+    Returns:
+        Shape (N, K, P, Q), of `x`'s dtype.
+
+    Raises:
+        InvalidInput: `activation` is unknown, or a tensor argument has the wrong rank.
+        RuntimeError: PyTorch refuses the arguments.
+    """
+    name = "none" if activation is None else activation
+    if name not in ACTIVATIONS:
+        raise InvalidInput("activation", activation, f"None or one of {', '.join(ACTIVATIONS)}")
+    tensors = (("x", x, 4), ("weight", weight, 4), ("bias", bias, 1), ("residual", residual, 4))
+    for argument, tensor, rank in tensors:
+        if tensor is not None and tensor.dim() != rank:
+            raise InvalidInput(argument, tuple(tensor.shape), f"a tensor of {rank} dimensions")
+    geometry = (
+        _pair("stride", stride),
+        _pair("padding", padding),
+        _pair("dilation", dilation),
+        groups,
+    )
+    if x.is_cuda and torch.is_autocast_enabled("cuda"):
+        dtype = torch.get_autocast_dtype("cuda")
+        x, weight = x.to(dtype), weight.to(dtype)
+        bias = None if bias is None else bias.to(dtype)
+        residual = None if residual is None else residual.to(dtype)
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for _, t, _ in tensors):
+        # The activation's gradient needs its input, so neither it nor what precedes it is fused.
+        out: Tensor = conv2d_op(x, weight, bias, None, *geometry, "none")
+        return activate(name, out if residual is None else out + residual)
+    if torch.compiler.is_compiling() or type(x) is not Tensor:
+        out = conv2d_op(x, weight, bias, residual, *geometry, name)
+        return out
+    return forward(x, weight, bias, residual, geometry, name)
+
+
+def _pair(name: str, value: int | Pair) -> Pair:
+    if isinstance(value, int):
+        return (value, value)
+    if len(value) != 2:
+        raise InvalidInput(name, value, "an integer or a pair of integers")
+    return (value[0], value[1])

@@ -1,0 +1,105 @@
+"""``confpred predict`` as a user meets it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from confpred.data.suites import read_suite
+from confpred.predict.predictor import Predictor
+
+LAYER = "n=24 c=160 h=30 w=30 k=160 r=3 s=3 groups=20 padding=1"
+STRIDED = LAYER + " stride=3"
+
+
+def predict(*words: object) -> subprocess.CompletedProcess[str]:
+    program = "from confpred.cli import main; main()"
+    return subprocess.run(
+        [sys.executable, "-c", program, "predict", *map(str, words)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.fixture
+def smoke(repository: Path) -> Path:
+    return repository / "datasets" / "suites" / "smoke.json"
+
+
+def test_json_is_the_librarys_answer_to_the_bit(model_folder, smoke):
+    words = ("--gpu", "h100", "--model", model_folder, "--top", 4, "--json")
+    done = predict("--network", smoke, *words)
+    assert done.returncode == 0, done.stderr
+    predictor = Predictor.load(model_folder)
+    problems = [entry.problem for entry in read_suite(smoke).entries]
+    expected = [[c.to_json() for c in predictor.rank(p, "h100", 4)] for p in problems]
+    assert json.loads(done.stdout) == {"choices": expected}
+
+
+def test_table_has_a_line_a_choice(model_folder):
+    words = ("--gpu", "h100", "--model", model_folder, "--top", 3)
+    done = predict("--layer", LAYER, "--layer", STRIDED, *words)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0].split() == ["layer", "rank", "source", "kernel", "ms", "config"]
+    assert [line[lines[0].index("rank")] for line in lines[1:5]] == ["1", "2", "3", "1"]
+    assert "predicted" in lines[1]
+    assert "fallback" in lines[4]
+    assert "PyTorch's own" in lines[4]
+    assert lines[5].startswith("model made-up-1: with 95 % confidence at most 1.")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--gpu", "h100"), "give either --layer or --network"),
+        (("--gpu", "h100", "--layer", LAYER, "--network", "x"), "give either"),
+        (("--layer", LAYER), "Missing option '--gpu'"),
+        (("--gpu", "tpu", "--layer", LAYER), "device='tpu' is not allowed; allowed: h100"),
+        (("--gpu", "h100", "--layer", "n=1"), "c=None is not allowed"),
+        (("--gpu", "h100", "--layer", "n=nan " + LAYER[5:]), "n='nan' is not allowed"),
+        (("--gpu", "h100", "--layer", "32 images"), "layer='32' is not allowed"),
+        (("--gpu", "h100", "--layer", LAYER, "--top", 0), "0 is not in the range 1<=x<=32"),
+        (("--gpu", "h100", "--network", "none.json"), "cannot read none.json"),
+        (("--gpu", "h100", "--layer", LAYER, "--model", "none"), "cannot read none/card.json"),
+        (("--gpu", "h100", "--layer", LAYER, "--plan", "none"), "cannot read none"),
+    ],
+)
+def test_what_is_wrong_is_named(words, message):
+    done = predict(*words)
+    assert done.returncode in (1, 2)
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+
+
+def test_a_full_disk_under_the_output_is_one_line():
+    program = "from confpred.cli import main; main()"
+    words = ("predict", "--gpu", "h100", "--layer", LAYER)
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", program, *words],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    assert done.returncode != 0
+    assert done.stderr.splitlines() == ["confpred: [Errno 28] No space left on device"]
+
+
+@pytest.mark.parametrize("command", ["predict", "train", "evaluate"])
+def test_help_teaches_by_example(command):
+    program = "from confpred.cli import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", program, command, "--help"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert f"  confpred {command} " in done.stdout.partition("Usage:")[2].partition("\n")[2]

@@ -1,0 +1,78 @@
+"""Every family's kernels, interpreted on the CPU, against PyTorch in float64: what tests/gpu does
+on a GPU, for a few small layers (`ptx` says what that can show)."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from layers import H100, random_legal_layer
+from ptx.launch import interpret
+from references import outside, random_inputs, reference, some_rows
+
+from confpred.families.protocol import Family, config_dict
+from confpred.families.registry import all_families
+
+PROBLEMS = 8
+KERNELS, CONFIGS = 2, 2  # of a problem, and of a kernel
+MOST_FLOPS = 2**21
+
+FAMILIES = all_families()
+every_family = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+
+
+@pytest.mark.parametrize("seed", range(PROBLEMS))
+@every_family
+def test_random_configs_of_a_random_problem_are_correct(family: Family, seed: int) -> None:
+    rng = random.Random(seed)
+    problem = random_legal_layer(rng, family, H100, MOST_FLOPS)
+    inputs = random_inputs(family, problem, seed)
+    expected = reference(problem, inputs)
+    outputs = [o for o in family.operation.operands(problem) if o.terms]
+    arch = ("sm_80", H100.arch)[seed % 2]
+    for row in some_rows(family, problem, H100, rng, KERNELS, CONFIGS):
+        wrong = outside(outputs, interpret(family, problem, row, inputs, arch), expected)
+        assert not wrong, f"{wrong}: {problem} {config_dict(family, row)}"
+
+
+@every_family
+def test_a_wrong_result_is_seen(family: Family) -> None:
+    """That of any other input, and of a single changed element."""
+    rng = random.Random(1)
+    problem = random_legal_layer(rng, family, H100, MOST_FLOPS)
+    (row, *_) = some_rows(family, problem, H100, rng, 1, 1)
+    inputs = random_inputs(family, problem, 0)
+    outputs = [o for o in family.operation.operands(problem) if o.terms]
+    results = interpret(family, problem, row, inputs, H100.arch)
+    expected = reference(problem, inputs)
+    assert not outside(outputs, results, expected)
+    for name, tensor in inputs.items():
+        if tensor.dim() == 4 and name != "residual":
+            other = inputs | {name: tensor.flip(0, 1, 2, 3)}
+            assert outside(outputs, results, reference(problem, other)), name
+    results[outputs[0].name].view(-1)[0] += 1
+    assert outside(outputs, results, expected) == {outputs[0].name: 1}
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name.endswith("wgrad")])
+def test_repeatable_sums_do_not_depend_on_the_blocks_that_run_together(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    family, rng = FAMILIES[name], random.Random(4)
+    while True:
+        problem = random_legal_layer(rng, family, H100, MOST_FLOPS)
+        problem = replace(problem, deterministic=True)
+        if family.legal(problem, H100).any():
+            break
+    inputs = random_inputs(family, problem, 0)
+    for row in some_rows(family, problem, H100, rng, 2, 2):
+        together = interpret(family, problem, row, inputs, H100.arch)
+        with monkeypatch.context() as patch:
+            patch.setattr("ptx.launch.THREADS", 512)  # a few blocks at a time
+            apart = interpret(family, problem, row, inputs, H100.arch)
+        for name, result in together.items():
+            same = np.array_equal(result.view(torch.uint8), apart[name].view(torch.uint8))
+            assert same, f"{name}: {problem} {config_dict(family, row)}"

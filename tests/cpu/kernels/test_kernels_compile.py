@@ -1,0 +1,69 @@
+"""A few kernels of every family compile, for real, for every target; `make kernels` does all."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from layers import H100, first_kernel, representative
+from ptxas import ARCHS, resources
+
+from confpred.cuda.cache import KernelCache
+from confpred.cuda.compiler import compile_kernel
+from confpred.errors import CompileError
+from confpred.families.protocol import Family
+from confpred.families.registry import all_families
+from confpred.problem.operation import KernelSource
+
+FAMILIES = all_families()
+KERNELS = 10  # a family and target
+MOST_STACK_BYTES = 640  # 544 in the worst of all kernels today
+
+
+def sample(family: Family, seed: int) -> list[KernelSource]:
+    """Kernels of as many layers, drawn from all that the family knows."""
+    rng = random.Random(seed)
+    layers = representative(family)
+    found = []
+    for problem in rng.sample(layers, min(KERNELS, len(layers))):
+        row = rng.choice(np.flatnonzero(family.legal(problem, H100)).tolist())
+        found += [step.source for step in family.launch(problem, row).steps]
+    return list(dict.fromkeys(found))
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+def test_samples_compile_and_hardly_spill(family: Family, arch: str) -> None:
+    """Legality trusts an estimate of registers, made for the target that was measured; a kernel
+    that spills much there shows a wrong one."""
+    for source in sample(family, seed=ARCHS.index(arch)):
+        registers, stack_bytes = resources(source, arch)
+        assert 8 <= registers <= 255
+        assert stack_bytes <= MOST_STACK_BYTES or arch != H100.arch, source
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_a_cubin_holds_the_kernel(arch: str, tmp_path: Path) -> None:
+    compiled = compile_kernel(first_kernel(FAMILIES["grouped_fprop"]), arch, KernelCache(tmp_path))
+    assert compiled.cubin.startswith(b"\x7fELF")
+    assert compiled.entry.encode() in compiled.cubin
+    assert not compiled.cached
+
+
+def test_a_broken_kernel_raises_with_the_compilers_log(tmp_path: Path) -> None:
+    source = first_kernel(FAMILIES["grouped_fprop"])
+    broken = replace(source, defines=(*source.defines, ("threadIdx", "no_such_name")))
+    with pytest.raises(CompileError) as caught:
+        compile_kernel(broken, "sm_90a", KernelCache(tmp_path))
+    assert "no_such_name" in caught.value.log
+    assert source.file in str(caught.value)
+    assert not list(tmp_path.rglob("*.cubin"))
+
+
+def test_an_unknown_target_is_a_compile_error(tmp_path: Path) -> None:
+    source = first_kernel(FAMILIES["grouped_fprop"])
+    with pytest.raises(CompileError, match="sm_12345"):
+        compile_kernel(source, "sm_12345", KernelCache(tmp_path))

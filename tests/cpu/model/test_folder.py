@@ -1,0 +1,191 @@
+"""A model folder is read whole and sound, or refused by name."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import shutil
+from pathlib import Path
+
+import pytest
+import synthetic
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import confpred.models
+from confpred.errors import ModelError
+from confpred.model.folder import default_models, load_model
+
+
+@pytest.fixture
+def folder(model_folder: Path, tmp_path: Path) -> Path:
+    """A copy to damage."""
+    return Path(shutil.copytree(model_folder, tmp_path / "copy"))
+
+
+def edit(folder: Path, change) -> None:
+    card = json.loads((folder / "card.json").read_text())
+    change(card)
+    (folder / "card.json").write_text(json.dumps(card))
+
+
+def test_a_sound_folder_is_read(model_folder):
+    model = load_model(model_folder)
+    assert model.version == "made-up-1"
+    assert model.device.key == "h100"
+    assert model.stale == ()
+    assert model.regret_bound >= 1
+    assert model.families["grouped_fprop"].portfolio.sum() == len(
+        model.card["families"]["grouped_fprop"]["portfolio"]
+    )
+
+
+FILES = (
+    "card.json",
+    "grouped_fprop.order.txt",
+    "grouped_fprop.time.txt",
+    "pytorch.txt",
+    "measured.json",
+)
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("damage", ["missing", "truncated", "one byte", "empty", "a folder"])
+def test_a_damaged_file_is_named(folder, name, damage):
+    path = folder / name
+    content = path.read_bytes()
+    path.unlink()
+    if damage == "truncated":
+        path.write_bytes(content[: len(content) // 2])
+    elif damage == "one byte":
+        at = content.index(b'"format"') + 1 if name == "card.json" else len(content) // 2
+        path.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
+    elif damage == "empty":
+        path.touch()
+    elif damage == "a folder":
+        path.mkdir()
+    with pytest.raises(ModelError, match=name):
+        load_model(folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda card: card.update(format="confpred-model/2"), "is not a model card"),
+        (lambda card: card.update(device="tpu"), "device='tpu' is not allowed"),
+        (lambda card: card.pop("files"), "is damaged: KeyError"),
+        (lambda card: card["files"].pop("measured.json"), "is damaged: KeyError"),
+        (lambda card: card["files"].pop("grouped_fprop.order.txt"), "is damaged: KeyError"),
+        (lambda card: card["pytorch"].clear(), "is damaged: KeyError"),
+        (
+            lambda card: card["families"]["grouped_fprop"].update(pool="grouped_dgrad"),
+            "is damaged: .*pool 'grouped_dgrad' is of grouped_fprop",
+        ),
+        (
+            lambda card: card["families"]["grouped_fprop"].update(table="0" * 16),
+            "trained for other configs of grouped_fprop",
+        ),
+        (
+            lambda card: card["families"].update(winograd=card["families"]["grouped_fprop"]),
+            "kernel family 'winograd', which is not installed",
+        ),
+        *(
+            (
+                lambda card, row=row: card["families"]["grouped_fprop"]["portfolio"].append(row),
+                r"card\.json is damaged: grouped_fprop has no config",
+            )
+            for row in (10**9, 10**30, -1, 1.5, True, "1", [1])
+        ),
+        (lambda card: card["files"].update({"../card.json": "0"}), "no file beside it"),
+        (lambda card: card["files"].update({"/dev/zero": "0"}), "no file beside it"),
+    ],
+)
+def test_a_foreign_card_is_refused(folder, change, message):
+    edit(folder, change)
+    with pytest.raises(ModelError, match=message):
+        load_model(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("grouped_fprop.order.txt", "nonsense", r"order\.txt is damaged: not LightGBM's text form"),
+        ("measured.json", '[{"problem": "n=0", "family": null, "row": null}]', "is damaged"),
+        ("measured.json", "[" * 100_000, "is not JSON"),
+        ("measured.json", '{"a": 1}', "is damaged"),
+        (
+            "measured.json",
+            '[{"problem": "", "family": "grouped_fprop", "row": -1}]',
+            r"measured\.json is damaged: grouped_fprop has no config -1",
+        ),
+    ],
+)
+def test_a_foreign_file_with_a_right_digest_is_refused(folder, name, text, message):
+    (folder / name).write_text(text)
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    edit(folder, lambda card: card["files"].update({name: digest}))
+    with pytest.raises(ModelError, match=message):
+        load_model(folder)
+
+
+def test_another_familys_trees_are_refused(folder):
+    text = (folder / "pytorch.txt").read_text()
+    (folder / "grouped_fprop.order.txt").write_text(text)
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    edit(folder, lambda card: card["files"].update({"grouped_fprop.order.txt": digest}))
+    with pytest.raises(ModelError, match=r"order\.txt was trained on other features"):
+        load_model(folder)
+
+
+junk = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
+    max_leaves=4,
+)
+USED = ("device", "families", "pytorch", "regret_bound", "files")
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=150)
+@given(st.sampled_from(USED), junk)
+def test_a_card_with_junk_in_a_field_is_refused_or_harmless(folder, model_folder, field, value):
+    shutil.copy(model_folder / "card.json", folder / "card.json")
+    edit(folder, lambda card: card.update({field: value}))
+    try:
+        load_model(folder)
+    except ModelError:
+        pass
+    else:
+        assert field in ("families", "regret_bound")
+
+
+@pytest.mark.parametrize("value", [-0.5, float("nan"), float("inf"), "1.2", None, True])
+@pytest.mark.parametrize("name", ["margin", "regret_bound"])
+def test_an_impossible_bound_is_refused(folder, name, value):
+    def change(card: dict) -> None:
+        (card["pytorch"] if name == "margin" else card)[name] = value
+
+    edit(folder, change)
+    with pytest.raises(ModelError, match=rf"card\.json is damaged: .*{name} is"):
+        load_model(folder)
+
+
+def test_a_changed_kernel_is_a_warning(folder, caplog):
+    edit(
+        folder,
+        lambda card: card["families"]["grouped_fprop"].update(source_digests=["0" * 16]),
+    )
+    with caplog.at_level(logging.WARNING, "confpred"):
+        model = load_model(folder)
+    (note,) = model.stale
+    assert synthetic.SOURCE in note
+    assert note in caplog.text
+
+
+def test_the_newest_model_of_a_device_is_the_default(model_folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(confpred.models, "__path__", [str(tmp_path)])
+    assert default_models() == {}
+    for name, created in (("b", "2025-01-01"), ("a", "2025-03-01"), ("c", "2025-02-01")):
+        shutil.copytree(model_folder, tmp_path / name)
+        edit(tmp_path / name, lambda card, created=created: card.update(created=created))
+    assert {key: model.version for key, model in default_models().items()} == {"h100": "a"}

@@ -1,0 +1,117 @@
+"""The C API answers as LightGBM's own Python package does, to the bit."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import lightgbm
+import numpy as np
+import pytest
+
+from confpred.errors import ModelError
+from confpred.model.trees import Trees
+from confpred.training.fit import boost
+
+FEATURES = 7
+
+
+@pytest.fixture(scope="module")
+def booster() -> lightgbm.Booster:
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(2000, FEATURES))
+    y = x[:, 0] * x[:, 1] + np.sin(x[:, 2])
+    parameters = {"objective": "regression", "num_leaves": 31, "verbosity": -1, "num_threads": 1}
+    return lightgbm.train(parameters, lightgbm.Dataset(x, y), 50)
+
+
+@pytest.fixture(scope="module")
+def trees(booster: lightgbm.Booster) -> Trees:
+    return Trees(booster.model_to_string())
+
+
+@pytest.fixture(scope="module")
+def matrix() -> np.ndarray:
+    return np.random.default_rng(1).normal(size=(500, FEATURES)).astype(np.float32)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 2, 63, 500])
+@pytest.mark.parametrize("prefix", [1, 20, 50, -1])
+def test_equals_lightgbm(booster, trees, matrix, rows, prefix):
+    expected = booster.predict(matrix[:rows], num_iteration=prefix) if rows else []
+    assert trees.predict(matrix[:rows], prefix).tolist() == list(expected)
+
+
+def test_layout_of_the_matrix_does_not_matter(trees, matrix):
+    expected = trees.predict(matrix).tolist()
+    assert trees.predict(np.asfortranarray(matrix)).tolist() == expected
+    assert trees.predict(np.repeat(matrix, 2, axis=0)[::2]).tolist() == expected
+
+
+def test_features_are_told_before_the_text_is_parsed(booster):
+    assert Trees(booster.model_to_string()).features == tuple(booster.feature_name())
+
+
+def test_threads_share_one_ensemble(trees, matrix):
+    expected = trees.predict(matrix).tolist()
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(lambda _: trees.predict(matrix).tolist(), range(200)))
+    assert answers == [expected] * 200
+
+
+@pytest.mark.parametrize("shape", [(3, FEATURES - 1), (3, FEATURES + 1), (FEATURES,)])
+def test_a_matrix_of_another_width_is_refused(trees, shape):
+    with pytest.raises(ModelError, match="takes 7 features a row"):
+        trees.predict(np.zeros(shape, np.float32))
+
+
+@pytest.mark.parametrize("text", ["", "foreign", "tree\nversion=v4\n"])
+def test_foreign_text_is_refused(text):
+    with pytest.raises(ModelError, match="not LightGBM's text form"):
+        Trees(text)
+
+
+def test_a_text_that_lightgbm_refuses_is_refused_whenever_it_is_asked(booster, matrix):
+    text = booster.model_to_string().replace("feature_infos=", "infos=")
+    trees = Trees(text)
+    for _ in range(2):
+        with pytest.raises(ModelError, match="LightGBM: "):
+            trees.predict(matrix)
+
+
+def test_threads_may_be_the_first_to_ask(booster, trees, matrix):
+    expected = trees.predict(matrix).tolist()
+    for _ in range(20):
+        fresh = Trees(booster.model_to_string())
+        with ThreadPoolExecutor(8) as pool:
+            answers = list(pool.map(lambda _, t=fresh: t.predict(matrix).tolist(), range(8)))
+        assert answers == [expected] * 8
+
+
+def test_training_keeps_what_predictions_need(matrix):
+    """`boost` leaves out half of LightGBM's text; the answers are those of the whole."""
+    rng = np.random.default_rng(2)
+    label = matrix[:, 0] * matrix[:, 1] + rng.normal(size=len(matrix))
+    grow = {"num_leaves": 15, "min_data_in_leaf": 5}
+    fixed = {"seed": 0, "deterministic": True, "force_row_wise": True, "num_threads": 1}
+    whole = lightgbm.train(
+        {**grow, **fixed, "verbosity": -1}, lightgbm.Dataset(matrix, label), num_boost_round=30
+    )
+    text = boost(lightgbm.Dataset(matrix, label), grow, trees=30, seed=0)
+    assert Trees(text).predict(matrix).tolist() == whole.predict(matrix).tolist()
+    assert lightgbm.Booster(model_str=text).predict(matrix).tolist() == (
+        whole.predict(matrix).tolist()
+    )
+    assert len(text) < 0.7 * len(whole.model_to_string())
+
+
+def test_threads_may_ask_for_other_numbers_of_trees(trees, matrix):
+    """LightGBM keeps the number in the booster, where a call beside this one would change it."""
+    counts = (1, 25, 50)
+    expected = {count: trees.predict(matrix, count) for count in counts}
+
+    def ask(index: int) -> bool:
+        count = counts[index % len(counts)]
+        return np.array_equal(trees.predict(matrix, count), expected[count])
+
+    with ThreadPoolExecutor(8) as threads:
+        assert all(threads.map(ask, range(900)))

@@ -1,0 +1,296 @@
+"""The predictor's answers: from where, in what order, and always the same."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import lightgbm
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from strategies import problems_of
+from synthetic import SMALL
+
+from confpred.data.parquet import schema
+from confpred.errors import DataError, InvalidInput, ModelError, UnknownDevice
+from confpred.families.candidate import PYTORCH
+from confpred.families.protocol import config_dict
+from confpred.families.registry import all_families
+from confpred.predict.choice import MAX_TOP, Choice
+from confpred.predict.predictor import RANKINGS_KEPT, Predictor
+from confpred.problem.conv2d import Problem
+from confpred.problem.conv2d_operation import CONVOLUTION
+from confpred.problem.device import get_device
+from confpred.training.dataset import read_dataset
+from confpred.training.train import train
+
+H100 = get_device("h100")
+FAMILY = all_families()["grouped_fprop"]
+UNSEEN = Problem.parse("n=24 c=160 h=30 w=30 k=160 r=3 s=3 groups=20 padding=1")
+STRIDED = Problem.parse("n=8 c=64 h=28 w=28 k=64 r=3 s=3 groups=8 padding=1 stride=3")
+
+
+@pytest.fixture(scope="module")
+def predictor(model_folder: Path) -> Predictor:
+    return Predictor.load(model_folder)
+
+
+@pytest.fixture(scope="module")
+def measured(predictor: Predictor) -> list[Problem]:
+    return [Problem.parse(words) for words in predictor.models["h100"].measured]
+
+
+def neighbours(count: int) -> list[Problem]:
+    """Problems that were not measured, each with well over a hundred candidates."""
+    return [replace(UNSEEN, n=n, h=29 + n % 5) for n in range(2, 2 + count)]
+
+
+def test_a_measured_problem_gets_its_best_config(predictor, measured):
+    for problem in measured:
+        best = predictor.models["h100"].measured[str(problem)]
+        choice = predictor.choose(problem, "h100")
+        assert choice.source == "measured"
+        assert (choice.family, choice.config_id) == (best.family, best.row)
+        assert choice.predicted_ms == pytest.approx(best.time_ms)
+        assert choice.regret_bound is None
+        assert choice.model == "made-up-1"
+
+
+def test_an_unseen_problem_gets_a_prediction(predictor):
+    choice = predictor.choose(UNSEEN, "h100")
+    assert choice.source == "predicted"
+    assert choice.regret_bound == predictor.models["h100"].regret_bound
+    if choice.family is not None:
+        assert FAMILY.legal(UNSEEN, H100)[choice.config_id]
+        assert dict(choice.config) == config_dict(FAMILY, choice.config_id)
+
+
+def test_predictions_are_those_of_lightgbm(predictor, model_folder):
+    """The order is the whole ensemble's, and the finalists hold the best of all candidates."""
+    order, time = (
+        lightgbm.Booster(model_file=model_folder / f"grouped_fprop.{kind}.txt")
+        for kind in ("order", "time")
+    )
+    model = predictor.models["h100"].families["grouped_fprop"]
+    same = []
+    for problem in neighbours(40):
+        rows = np.flatnonzero(FAMILY.legal(problem, H100) & model.portfolio)
+        features = FAMILY.features(problem, H100, rows)
+        cost = dict(zip(rows.tolist(), order.predict(features), strict=True))
+        ranked = [c for c in predictor.rank(problem, "h100", MAX_TOP) if c.family]
+        costs = np.array([cost[c.config_id] for c in ranked])
+        assert costs.tolist() == sorted(costs)
+        (best,) = time.predict(features[rows == ranked[0].config_id])
+        expected = np.exp(best + costs - costs[0]) * H100.roofline_s(problem) * 1e3
+        assert [c.predicted_ms for c in ranked] == expected.tolist()
+        same.append(costs[0] == min(cost.values()))
+    assert np.mean(same) >= 0.9
+
+
+@given(problems_of(FAMILY))
+def test_choices_are_legal_and_consistent(model_folder, problem):
+    predictor = Predictor.load(model_folder)
+    ranked = predictor.rank(problem, "h100", 8)
+    assert ranked[0] == predictor.choose(problem, H100) == predictor.rank(problem, "h100", 1)[0]
+    assert ranked[:3] == predictor.rank(problem, "h100", 3)
+    kernels = [c for c in ranked if c.family]
+    assert len({(c.family, c.config_id) for c in kernels}) == len(kernels)
+    legal = {name: family.legal(problem, H100) for name, family in all_families().items()}
+    assert all(legal[c.family][c.config_id] for c in kernels)
+    assert (ranked[0].source == "fallback") == (not any(mask.any() for mask in legal.values()))
+
+
+def test_no_legal_kernel_is_a_fallback(predictor):
+    assert predictor.rank(STRIDED, "h100", 5) == [Choice(STRIDED, "h100", "fallback")]
+
+
+def test_a_device_without_a_model_gets_the_heuristic(predictor):
+    ranked = predictor.rank(UNSEEN, "a100", 5)
+    assert {c.source for c in ranked} == {"heuristic"}
+    assert [c.predicted_ms for c in ranked] == sorted(c.predicted_ms for c in ranked)
+    assert all(c.model is None and c.regret_bound is None for c in ranked)
+    rows = np.flatnonzero(FAMILY.legal(UNSEEN, get_device("a100")))
+    estimate = FAMILY.estimate_s(UNSEEN, get_device("a100"), rows)
+    assert ranked[0].config_id == rows[estimate.argmin()]
+
+
+def test_families_that_the_model_does_not_know_do_not_compete(predictor):
+    """Both kernels compute this layer; the model knows the grouped one only."""
+    problem = Problem.parse("n=24 c=160 h=30 w=30 k=160 r=3 s=3 groups=160 padding=1")
+    legal = {name for name, family in all_families().items() if family.legal(problem, H100).any()}
+    assert {"grouped_fprop", "depthwise_fprop"} <= legal
+    ranked = predictor.rank(problem, "h100", MAX_TOP)
+    assert {c.source for c in ranked} == {"predicted"}
+    assert {c.family for c in ranked} <= {"grouped_fprop", None}
+
+
+def test_families_that_the_model_does_not_know_stand_in_where_none_of_its_own_is_legal(predictor):
+    problem = Problem.parse("n=24 c=160 h=30 w=30 k=160 r=3 s=3 groups=160 padding=1 dtype=float32")
+    ranked = predictor.rank(problem, "h100", 5)
+    assert {(c.source, c.family, c.model) for c in ranked} == {
+        ("heuristic", "depthwise_fprop", None)
+    }
+    assert all(c.regret_bound is None for c in ranked)
+
+
+@pytest.fixture(scope="module")
+def by_pytorch(measurements: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Models of the same data, but for the time of PyTorch's own operator."""
+    table, folders = pq.read_table(measurements).to_pylist(), {}
+    for name, factor in (("slow", 100.0), ("fast", 0.01)):
+        rows = [
+            row | {"time_ms": row["time_ms"] * (factor if row["family"] == PYTORCH else 1.0)}
+            for row in table
+        ]
+        folder = tmp_path_factory.mktemp(name)
+        pq.write_table(pa.Table.from_pylist(rows, schema(CONVOLUTION)), folder / "rows.parquet")
+        train(read_dataset([folder]), folder / "model", hyper=SMALL)
+        folders[name] = folder / "model"
+    return folders
+
+
+def test_pytorchs_operator_is_chosen_where_it_is_predicted_to_win(by_pytorch):
+    fast, slow = (Predictor.load(by_pytorch[name]) for name in ("fast", "slow"))
+    for problem in neighbours(10):
+        theirs, ours = fast.choose(problem, "h100"), slow.choose(problem, "h100")
+        assert (theirs.source, theirs.family, theirs.config_id) == ("predicted", None, None)
+        assert ours.source == "predicted"
+        assert ours.family == "grouped_fprop"
+        assert 0 < theirs.predicted_ms < ours.predicted_ms
+        assert fast.rank(problem, "h100", 2)[1].config_id == ours.config_id
+
+
+def test_answers_do_not_depend_on_order_threads_or_process(predictor, model_folder):
+    problems = [*neighbours(60), STRIDED]
+    expected = [json.dumps(c.to_json()) for c in predictor.choose_many(problems, "h100")]
+    fresh = Predictor.load(model_folder)
+    with ThreadPoolExecutor(8) as pool:
+        shuffled = np.random.default_rng(0).permutation(np.repeat(np.arange(len(problems)), 4))
+        answers = list(pool.map(lambda i: (i, fresh.choose(problems[i], "h100")), shuffled))
+    assert all(json.dumps(choice.to_json()) == expected[i] for i, choice in answers)
+
+
+def test_a_repeated_question_is_remembered(predictor):
+    assert predictor.choose(UNSEEN, "h100") is predictor.choose(
+        replace(UNSEEN), "NVIDIA H100 80GB HBM3"
+    )
+
+
+def test_rankings_are_remembered_too_but_fewer_of_them(predictor):
+    fresh = Predictor(predictor.models)
+    best, ranked = fresh.choose(UNSEEN, "h100"), fresh.rank(UNSEEN, "h100", MAX_TOP)
+    assert fresh.rank(UNSEEN, "h100", MAX_TOP)[0] is ranked[0]
+    for problem in neighbours(RANKINGS_KEPT):
+        fresh.rank(problem, "h100", 2)
+    assert fresh.choose(UNSEEN, "h100") is best
+    again = fresh.rank(UNSEEN, "h100", MAX_TOP)
+    assert again == ranked
+    assert again[0] is not ranked[0]
+
+
+@pytest.mark.parametrize("problem", [None, str(UNSEEN), UNSEEN.to_json()])
+def test_what_is_no_problem_is_named(predictor, problem):
+    with pytest.raises(InvalidInput, match=r"problem=.* allowed: .*confpred\.Problem"):
+        predictor.choose(problem, "h100")
+    with pytest.raises(InvalidInput, match="problem="):
+        predictor.choose_many([problem], "h100")
+
+
+def test_a_choice_cannot_be_changed_by_its_reader(predictor):
+    choice = predictor.rank(UNSEEN, "a100", 1)[0]
+    with pytest.raises(TypeError):
+        choice.config["block_n"] = 1
+    predictor.rank(UNSEEN, "a100", 1).clear()
+    assert predictor.rank(UNSEEN, "a100", 1) == [choice]
+
+
+@pytest.mark.parametrize("top", [0, -1, MAX_TOP + 1, True, 2.0, "3", None])
+def test_an_impossible_top_is_named(predictor, top):
+    with pytest.raises(InvalidInput, match="top="):
+        predictor.rank(UNSEEN, "h100", top)
+
+
+def test_an_unknown_device_is_named(predictor):
+    with pytest.raises(UnknownDevice, match="device='tpu'"):
+        predictor.choose(UNSEEN, "tpu")
+
+
+def test_a_folder_that_is_no_model_is_named(tmp_path):
+    with pytest.raises(ModelError, match=r"card\.json"):
+        Predictor.load(tmp_path)
+
+
+def write_plan(path: Path, *pins: dict) -> Path:
+    path.write_text(json.dumps({"format": "confpred-plan/1", "pins": pins}))
+    return path
+
+
+def pin(problem: Problem, row: int | None, device: str = "h100") -> dict:
+    return {
+        "device": device,
+        "problem": problem.to_json(),
+        "family": None if row is None else FAMILY.name,
+        "config": None if row is None else config_dict(FAMILY, row),
+    }
+
+
+def test_a_plan_goes_before_everything(model_folder, predictor, measured, tmp_path):
+    known = next(p for p in measured if predictor.choose(p, "h100").family)
+    worst = {p: int(np.flatnonzero(FAMILY.legal(p, H100))[-1]) for p in (known, UNSEEN)}
+    plan = write_plan(
+        tmp_path / "plan.json",
+        *(pin(problem, row) for problem, row in worst.items()),
+        pin(STRIDED, None),
+    )
+    planned = Predictor.load(model_folder, plan=plan)
+    for problem, row in worst.items():
+        ranked = planned.rank(problem, "h100", 4)
+        assert (ranked[0].source, ranked[0].config_id) == ("plan", row)
+        assert ranked[0].predicted_ms > 0
+        assert ranked[0].regret_bound is None
+        rest = [c for c in predictor.rank(problem, "h100", 4) if c.config_id != row]
+        assert [c.config_id for c in ranked[1:]] == [c.config_id for c in rest][:3]
+    assert planned.choose(known, "a100").source == "heuristic"
+    choice = planned.choose(STRIDED, "h100")
+    assert (choice.source, choice.family) == ("plan", None)
+
+
+BAD_ROW = int(np.flatnonzero(~FAMILY.legal(UNSEEN, H100))[0])
+GOOD = pin(UNSEEN, int(np.flatnonzero(FAMILY.legal(UNSEEN, H100))[0]))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "is not JSON"),
+        ("[" * 100_000, "is not JSON"),
+        ("{}", "is not a plan"),
+        ('{"format": "confpred-plan/1"}', '"pins" must be a list'),
+        ([7], r"pins\[0\] must be an object of device, problem, family, config"),
+        ([GOOD | {"more": 1}], r"pins\[0\] must be an object"),
+        ([GOOD, GOOD], r"pins\[1\] pins a problem for the second time"),
+        ([GOOD | {"device": "tpu"}], r"pins\[0\]\.device='tpu'"),
+        ([GOOD | {"problem": {"n": 1}}], r"pins\[0\]\.c=None is not allowed"),
+        ([GOOD | {"problem": None}], r"pins\[0\]\.problem=None"),
+        ([GOOD | {"family": "gemm"}], r"pins\[0\]\.family='gemm'"),
+        ([GOOD | {"family": ["x"]}], r"pins\[0\]\.family="),
+        ([GOOD | {"family": None}], r"pins\[0\]\.config=.* allowed: null where family is null"),
+        ([GOOD | {"config": {"block_n": 1}}], r"pins\[0\]\.config="),
+        ([GOOD | {"config": "best"}], r"pins\[0\]\.config='best'"),
+        ([GOOD | {"config": dict.fromkeys(GOOD["config"], 10**30)}], r"pins\[0\]\.config="),
+        ([pin(UNSEEN, BAD_ROW)], r"pins\[0\]\.config=.* legal for the problem"),
+    ],
+)
+def test_a_bad_plan_is_named(tmp_path, content, message):
+    path = tmp_path / "plan.json"
+    if isinstance(content, str):
+        path.write_text(content)
+    else:
+        write_plan(path, *content)
+    with pytest.raises((InvalidInput, DataError), match=rf"plan\.json.*{message}"):
+        Predictor.load(plan=path)

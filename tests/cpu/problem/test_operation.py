@@ -1,0 +1,241 @@
+"""Operations beside families: convolution's operands and references, and plug-ins of others."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from hypothesis import given
+from sampler_rows import ROW, fill
+from strategies import problems
+
+from confpred.cuda.cache import KernelCache
+from confpred.cuda.compiler import compile_kernel
+from confpred.data.parquet import operation_in, read, schema
+from confpred.errors import DataError
+from confpred.families.registry import all_families, all_operations, families_of, operation_of
+from confpred.problem.conv2d import DTYPES, Problem
+from confpred.problem.conv2d_operation import CONVOLUTION
+from confpred.problem.device import get_device
+from confpred.problem.operation import REFERENCE, Operand, Operation
+from confpred.sampler.store import merge, open_store
+from confpred.training.dataset import read_dataset
+
+OUTPUTS = {"fprop": {"out"}, "dgrad": {"in_grad"}, "wgrad": {"filter_grad", "bias_grad"}}
+SMALL = "n=2 c=6 h=7 w=5 k=12 r=3 s=2 groups=3 padding=1 stride=2x1 "
+
+
+def test_convolution_is_an_operation_and_every_family_here_computes_it() -> None:
+    assert isinstance(CONVOLUTION, Operation)
+    assert all_operations() == {"conv2d": CONVOLUTION}
+    problem = Problem.parse(SMALL)
+    assert operation_of(problem) is CONVOLUTION
+    assert families_of(problem).keys() == all_families().keys()
+
+
+@given(problems())
+def test_operands_are_the_tensors_of_the_direction(problem: Problem) -> None:
+    operands = {o.name: o for o in CONVOLUTION.operands(problem)}
+    outputs = {name for name, o in operands.items() if o.terms}
+    assert outputs <= OUTPUTS[problem.direction]
+    assert ("bias_grad" in outputs) == (problem.direction == "wgrad" and problem.bias)
+    assert ("bias" in operands) == (problem.direction == "fprop" and problem.bias)
+    assert ("residual" in operands) == problem.residual
+    assert sum(o.bytes for o in operands.values()) == problem.minimum_bytes
+    assert {o.dtype for o in operands.values()} == {problem.dtype}
+    largest = max(o.terms for o in operands.values())
+    if problem.direction == "fprop":  # a product a term
+        assert problem.flops == 2 * operands["out"].elements * largest
+    assert next(iter(operands)) in outputs, "outputs first"
+
+
+def test_an_operand_counts_its_bytes() -> None:
+    assert Operand("x", (2, 3), "float32").bytes == 24
+    assert Operand("x", (2, 3), "bfloat16").bytes == 12
+    assert Operand("x", (), "float16").elements == 1
+
+
+@given(problems())
+def test_features_are_one_finite_row(problem: Problem) -> None:
+    row = CONVOLUTION.features(problem, get_device("h100"))
+    assert row.shape == (1, len(CONVOLUTION.feature_names))
+    assert row.dtype == np.float32
+    assert np.isfinite(row).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("output", sorted(set().union(*OUTPUTS.values())))
+def test_reference_kernels_compile(output: str, dtype: str, tmp_path: Path) -> None:
+    direction = next(d for d in OUTPUTS if output in OUTPUTS[d])
+    bias = direction == "wgrad"
+    problem = Problem.parse(f"{SMALL} direction={direction} dtype={dtype} bias={bias}")
+    step = CONVOLUTION.reference(problem, output)
+    assert REFERENCE in step.operands
+    assert compile_kernel(step.source, "sm_90a", KernelCache(tmp_path)).cubin
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "bias=true residual=true activation=hardswish",
+        "activation=relu6",
+        "direction=dgrad",
+        "direction=wgrad",
+        "direction=wgrad bias=true deterministic=true",
+    ],
+)
+def test_pytorchs_answer_has_the_shapes_of_the_operands(words: str) -> None:
+    """Activations are channels last: what PyTorch gives, permuted, is the operand."""
+    problem = Problem.parse(f"{SMALL} {words} dtype=float32")
+    operands = CONVOLUTION.operands(problem)
+    inputs = {o.name: torch.rand(o.shape) for o in operands if not o.terms}
+    answer = CONVOLUTION.pytorch(problem, inputs)
+    tensors = [t for t in (answer if isinstance(answer, tuple) else (answer,)) if t is not None]
+    shapes = [tuple(t.permute(0, 2, 3, 1).shape if t.dim() == 4 else t.shape) for t in tensors]
+    assert shapes == [o.shape for o in operands if o.terms]
+
+
+PLUGIN = """
+    from dataclasses import dataclass
+    from typing import ClassVar
+    import numpy as np
+    from confpred.problem.operation import KernelSource, Launch, Operand, Step
+    from confpred.problem.record import Record
+
+    @dataclass(frozen=True, slots=True)
+    class Scaling(Record):
+        LIMITS: ClassVar = {"size": (1, 2**20)}
+        CHOICES: ClassVar = {"dtype": ("float32",)}
+        size: int
+        dtype: str = "float32"
+        minimum_bytes = property(lambda self: 8 * self.size)
+        flops = property(lambda self: self.size)
+
+    class Scale:
+        name, problem, feature_names = "scale", Scaling, ("size",)
+        def operands(self, problem):
+            y = Operand("y", (problem.size,), "float32", 1)
+            return y, Operand("x", (problem.size,), "float32")
+        def features(self, problem, device):
+            return np.array([[problem.size]], np.float32)
+        def reference(self, problem, output):
+            raise NotImplementedError
+        def pytorch(self, problem, tensors):
+            return 2 * tensors["x"]
+
+    class Family:
+        name, operation, feature_names = "scale_rows", Scale(), ("threads",)
+        configs = np.array([(32,), (64,)], [("threads", np.int32)])
+        def legal(self, problem, device):
+            return self.configs["threads"] <= problem.size
+        def estimate_s(self, problem, device, rows):
+            return 1e-6 * np.asarray(rows + 1.0)
+        def features(self, problem, device, rows):
+            return self.configs["threads"][rows, None].astype(np.float32)
+        def launch(self, problem, row):
+            source = KernelSource("common.cuh", "scale", ())
+            return Launch((Step(source, (1, 1, 1), (32, 1, 1), 0, ("y", "x"), (problem.size,)),))
+
+    FAMILY = Family()
+"""
+
+
+def with_plugins(folder: Path, plugins: str, program: str) -> subprocess.CompletedProcess[str]:
+    """Run `program` where ``CONFPRED_FAMILIES`` names `plugins`, modules of `folder`."""
+    (folder / "scaling.py").write_text(textwrap.dedent(PLUGIN))
+    (folder / "empty.py").write_text("")
+    (folder / "broken.py").write_text("import no_such_module\n")
+    (folder / "odd.py").write_text("FAMILY = 7\n")
+    (folder / "taken.py").write_text(
+        "from confpred.families.grouped.fprop import FAMILY as FAMILY\n"
+    )
+    paths = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        env=os.environ | {"CONFPRED_FAMILIES": plugins, "PYTHONPATH": os.pathsep.join(paths)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_a_plugged_in_family_is_chosen_for_its_problems_alone(tmp_path: Path) -> None:
+    program = """
+        from scaling import Scaling
+        from confpred import Predictor, Problem
+        from confpred.families.registry import all_families, all_operations, families_of
+        assert list(all_families())[-1] == "scale_rows"
+        assert list(all_operations()) == ["conv2d", "scale"]
+        assert list(families_of(Scaling(40))) == ["scale_rows"]
+        choice = Predictor.load().choose(Scaling(40), "h100")
+        assert (choice.source, choice.family, choice.config_id) == ("heuristic", "scale_rows", 0)
+        assert Predictor({}).choose(Scaling(7), "h100").source == "fallback"
+        layer = Problem.parse("n=8 c=64 h=28 w=28 k=64 r=3 s=3 padding=1 groups=8")
+        choices = Predictor({}).rank(layer, "h100", 32)
+        assert "scale_rows" not in {choice.family for choice in choices}
+    """
+    done = with_plugins(tmp_path, "scaling", program)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("plugins", "message"),
+    [
+        ("no_such_module", "CONFPRED_FAMILIES='no_such_module' is not allowed"),
+        ("empty", "CONFPRED_FAMILIES='empty' is not allowed"),
+        ("broken", "CONFPRED_FAMILIES='broken' is not allowed"),
+        ("odd", "a module whose FAMILY is a kernel family of a new name"),
+        ("taken", "a module whose FAMILY is a kernel family of a new name"),
+        ("scaling,scaling", "CONFPRED_FAMILIES='scaling' is not allowed"),
+    ],
+)
+def test_a_plugin_that_is_none_is_named(tmp_path: Path, plugins: str, message: str) -> None:
+    program = """
+        from confpred.errors import InvalidInput
+        from confpred.families.registry import all_families
+        try: all_families()
+        except InvalidInput as error: print(error)
+    """
+    done = with_plugins(tmp_path, plugins, program)
+    assert done.returncode == 0, done.stderr
+    assert message in done.stdout
+
+
+def foreign(path: Path) -> Path:
+    """A file of the same columns, whose metadata names another operation."""
+    table = pa.Table.from_pylist([ROW.to_row()], schema(CONVOLUTION))
+    pq.write_table(table.replace_schema_metadata({"operation": "softmax"}), path)
+    return path
+
+
+def test_tables_of_another_operation_are_refused(tmp_path: Path) -> None:
+    path = foreign(tmp_path / "rows-x-00000.parquet")
+    assert operation_in(path) == "softmax"
+    words = r"rows-x-00000\.parquet .*'softmax'"
+    with pytest.raises(DataError, match=words):
+        read(path, CONVOLUTION)
+    with pytest.raises(DataError, match=words):
+        merge([tmp_path], tmp_path / "all.parquet")
+    with pytest.raises(DataError, match=words):
+        read_dataset([path])
+    with open_store(tmp_path, "r", CONVOLUTION) as store, pytest.raises(DataError, match=words):
+        store.measured("h100")
+
+
+def test_tables_of_two_operations_do_not_mix(tmp_path: Path) -> None:
+    fill(tmp_path / "a", [ROW])
+    (tmp_path / "b").mkdir()
+    path = foreign(tmp_path / "b" / "rows-x-00000.parquet")
+    with pytest.raises(DataError, match=r"rows-x-00000\.parquet .*'softmax', not of 'conv2d'"):
+        merge([tmp_path / "a", tmp_path / "b"], tmp_path / "all.parquet")
+    with pytest.raises(DataError, match=r"rows-x-00000\.parquet"):
+        read_dataset([tmp_path / "a", path])
+    assert not (tmp_path / "all.parquet").exists()

@@ -1,0 +1,176 @@
+"""The walk of docs/adding-a-kernel.md, step by step, as far as it needs no GPU."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import walk
+from hypothesis import given
+from hypothesis import strategies as st
+from layer_norm import DTYPES, FAMILY, LayerNormProblem
+
+from confpred.cuda.compiler import compile_kernel, supported_archs
+from confpred.errors import InvalidProblem
+from confpred.families.kernel_text import file_text
+from confpred.families.protocol import Family
+from confpred.problem.device import KNOWN, Device
+from confpred.problem.operation import Operation
+
+problems = st.builds(
+    LayerNormProblem,
+    rows=st.integers(1, 2**24),
+    columns=st.integers(8, 65_536) | st.integers(1, 512).map(lambda n: 8 * n),
+    dtype=st.sampled_from(DTYPES),
+    affine=st.booleans(),
+)
+devices = st.sampled_from(list(KNOWN.values()))
+
+
+@pytest.fixture(scope="module")
+def example(repository: Path) -> Path:
+    return repository / "examples" / "layer_norm"
+
+
+@pytest.fixture(scope="module")
+def folder(example: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder to take the walk in, with the committed measurements where sampling puts them."""
+    root = tmp_path_factory.mktemp("walk")
+    (root / "examples").symlink_to(example.parent)
+    (root / "runs").mkdir()
+    shutil.copy(example / "h100.parquet", root / "runs" / "layer_norm.parquet")
+    return root
+
+
+@pytest.mark.parametrize("name", ["layer_norm.py", "layer_norm.cu", "launch.py"])
+def test_the_blocks_are_the_whole_of_the_file(name: str, repository: Path, example: Path) -> None:
+    shown = "".join(block.text for block in walk.blocks(repository) if block.mark == name)
+    lines = (example / name).read_text().splitlines()
+    assert list(filter(None, shown.splitlines())) == list(filter(None, lines))
+
+
+def test_the_suite_begins_as_shown(repository: Path, example: Path) -> None:
+    (shown,) = (block for block in walk.blocks(repository) if block.mark == "suite.json")
+    assert (example / "suite.json").read_text().startswith(shown.text)
+
+
+def test_the_figures_are_those_of_the_files(repository: Path, example: Path) -> None:
+    page = (repository / "docs" / "adding-a-kernel.md").read_text()
+    entries = json.loads((example / "suite.json").read_text())["problems"]
+    of_networks = sum(bool(entry["networks"]) for entry in entries)
+    assert f"{of_networks} of real networks, {len(entries) - of_networks} between" in page
+    rows = pq.read_table(example / "h100.parquet").to_pandas()
+    assert f"{len(rows):,} rows" in page
+    ours = rows[(rows["status"] == "ok") & (rows["family"] == FAMILY.name)]
+    fastest = ours.loc[ours.groupby(["rows", "columns", "dtype", "affine"])["time_ms"].idxmin()]
+    assert f"{len(FAMILY.configs)}\nconfigs, and half of them are the fastest" in page
+    assert 0.4 < fastest["config"].nunique() / len(FAMILY.configs) < 0.6
+
+
+def test_the_example_keeps_the_protocols() -> None:
+    assert isinstance(FAMILY, Family)
+    assert isinstance(FAMILY.operation, Operation)
+    assert len(np.unique(FAMILY.configs)) == len(FAMILY.configs)
+    assert not FAMILY.configs.flags.writeable
+
+
+@given(problem=problems)
+def test_a_problem_survives_its_text_forms(problem: LayerNormProblem) -> None:
+    assert LayerNormProblem.parse(str(problem)) == problem
+    assert LayerNormProblem.from_json(json.loads(json.dumps(problem.to_json()))) == problem
+
+
+def test_a_problem_without_its_sizes_is_refused() -> None:
+    with pytest.raises(InvalidProblem, match="columns=None is not allowed; allowed: an integer"):
+        LayerNormProblem.parse("rows=8")
+
+
+@given(problem=problems, device=devices)
+def test_some_config_is_legal_and_all_such_are_described(
+    problem: LayerNormProblem, device: Device
+) -> None:
+    rows = np.flatnonzero(FAMILY.legal(problem, device))
+    assert len(rows)
+    features = FAMILY.features(problem, device, rows)
+    assert features.shape == (len(rows), len(FAMILY.feature_names))
+    assert np.isfinite(features).all()
+    assert (FAMILY.estimate_s(problem, device, rows) >= device.roofline_s(problem)).all()
+    for row in rows:
+        (step,) = FAMILY.launch(problem, int(row)).steps
+        assert step.grid[0] < 2**31
+        threads = int(np.prod(step.block))
+        assert threads % 32 == 0
+        assert threads <= 512  # the kernel's launch bounds
+        config = FAMILY.configs[row]
+        if config["pieces"]:
+            held = config["row_threads"] * config["vector"] * config["pieces"]
+            assert held >= problem.columns
+
+
+def test_the_kernel_compiles(repository: Path, folder: Path) -> None:
+    (block,) = (b for b in walk.blocks(repository) if b.mark == "run" and b.language == "python")
+    walk.run(block, repository, folder)
+    assert len(list(folder.rglob("*.cubin"))) >= 3 * 10
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_reference_compiles(dtype: str) -> None:
+    step = FAMILY.operation.reference(LayerNormProblem(8, 8, dtype), "out")
+    for arch in ("sm_80", "sm_90a", supported_archs()[-1]):
+        assert b"reference_layer_norm" in compile_kernel(step.source, arch).cubin
+
+
+def test_a_source_is_found_beside_its_module(example: Path) -> None:
+    assert (example / "layer_norm.cu").read_text().splitlines()[-1] in file_text("layer_norm.cu")
+    with pytest.raises(FileNotFoundError, match=r"no CUDA source no_such\.cu"):
+        file_text("no_such.cu")
+
+
+def test_train_judge_and_predict(repository: Path, folder: Path) -> None:
+    page = (repository / "docs" / "adding-a-kernel.md").read_text()
+    told = re.search(r"it is (\S+) in the geometric\nmean; .* to (\S+), .* to (\S+)\. If", page)
+    assert told
+    train, predict = (b for b in walk.blocks(repository) if b.mark == "run" and b.language == "sh")
+    said = walk.run(train, repository, folder)
+    for method, figure in zip(("model", "fixed config", "roofline"), told.groups(), strict=True):
+        found = re.search(rf"│ {method} +│ +([0-9.]+) │", said)
+        assert found
+        digits = len(figure.partition(".")[2])
+        assert float(found[1]) == pytest.approx(float(figure), abs=0.6 * 10**-digits)
+    said = walk.run(predict, repository, folder)
+    assert re.search(r"rows=30000 columns=224 dtype=bfloat16 +1 +predicted +layer_norm", said)
+
+
+def test_the_committed_model_answers(repository: Path, folder: Path) -> None:
+    (predict,) = (b for b in walk.blocks(repository) if "confpred predict" in b.text)
+    text = predict.text.replace("runs/layer-norm-1", "examples/layer_norm/h100-1")
+    said = walk.run(walk.Block("run", "sh", text), repository, folder)
+    assert "model h100-1: with 95 % confidence" in said
+
+
+def test_an_operation_that_is_not_installed_is_named() -> None:
+    command = [Path(sys.executable).with_name("confpred"), "predict", "--operation", "layer_norm"]
+    result = subprocess.run(
+        [*command, "--gpu", "h100", "--layer", "rows=8 columns=8"], capture_output=True, text=True
+    )
+    assert result.returncode == 2
+    assert "operation='layer_norm' is not allowed; allowed: conv2d" in result.stderr
+
+
+def test_a_plan_pins_configs_of_the_operation(repository: Path, folder: Path) -> None:
+    config = {"row_threads": 32, "block_rows": 4, "vector": 4, "pieces": 2}
+    pin = {"device": "h100", "problem": {"rows": 30000, "columns": 224, "dtype": "bfloat16"}}
+    pin |= {"family": "layer_norm", "config": config}
+    plan = {"format": "confpred-plan/1", "operation": "layer_norm", "pins": [pin]}
+    (folder / "plan.json").write_text(json.dumps(plan))
+    (predict,) = (b for b in walk.blocks(repository) if "confpred predict" in b.text)
+    text = predict.text.replace("runs/layer-norm-1", "examples/layer_norm/h100-1 --plan plan.json")
+    said = walk.run(walk.Block("run", "sh", text), repository, folder)
+    assert re.search(r" 1 +plan +layer_norm .* row_threads=32 block_rows=4 vector=4 pieces=2", said)

@@ -1,0 +1,130 @@
+"""The benchmarks: what they ask for exists, and what they record is summed up."""
+
+from __future__ import annotations
+
+import json
+from itertools import islice
+from types import ModuleType
+
+import pytest
+
+from confpred.families.registry import all_families
+from confpred.problem.conv2d import DIRECTIONS, Problem
+from confpred.problem.device import get_device
+
+
+@pytest.fixture
+def conv_vs_cudnn(repository, monkeypatch) -> ModuleType:
+    monkeypatch.syspath_prepend(repository / "benchmarks")
+    import conv_vs_cudnn
+
+    return conv_vs_cudnn
+
+
+@pytest.fixture
+def in_situ(conv_vs_cudnn) -> ModuleType:
+    return __import__("in_situ")
+
+
+@pytest.fixture
+def predict_latency(repository, monkeypatch) -> ModuleType:
+    monkeypatch.syspath_prepend(repository / "benchmarks")
+    return __import__("predict_latency")
+
+
+def test_latency_is_of_layers_of_every_kind_and_direction(predict_latency):
+    assert {kind.partition(", ")[2] for kind in predict_latency.KINDS} == set(DIRECTIONS)
+    for kind in predict_latency.KINDS:
+        family, h100 = all_families()[kind.replace(", ", "_")], get_device("h100")
+        found = list(islice(predict_latency.random_problems(kind, seed=0), 20))
+        assert {p.direction for p in found} == {kind.partition(", ")[2]}
+        assert {p.group_width == 1 for p in found} == {kind.startswith("depthwise")}
+        assert sum(family.legal(p, h100).any() for p in found) > 10
+
+
+def _times(cudnn_ms: float, ours_ms: float) -> dict[str, float]:
+    return {
+        "floor_ms": 0.5,
+        "cudnn_ms": cudnn_ms,
+        "ours_ms": ours_ms,
+        "ours_again_ms": ours_ms * 1.01,
+        "difference": 1e-4,
+    }
+
+
+def test_every_network_has_problems_of_every_direction(conv_vs_cudnn):
+    problems = conv_vs_cudnn.problems()
+    for name in conv_vs_cudnn.NETWORKS:
+        of_network = {p.direction for p, networks in problems.items() if name in networks}
+        assert of_network == set(DIRECTIONS), name
+    assert len({p.layer() for p in problems}) > 100
+
+
+def test_a_held_out_model_leaves_all_the_networks_out(conv_vs_cudnn):
+    words = conv_vs_cudnn.exclusions().split()
+    assert words[1::2] == list(conv_vs_cudnn.NETWORKS)
+
+
+def test_the_smaller_of_the_two_ratios_counts(conv_vs_cudnn):
+    row = {"problem": "n=64 c=8 h=9 w=9 k=8 r=3 s=3 groups=8", "family": "any"}
+    times = {"heuristics": _times(3.0, 1.0), "benchmark": _times(1.8, 0.9)}
+    found = conv_vs_cudnn.joined(row, times)
+    assert found["speedup"] == 2.0
+    assert found["floor_share"] == 0.5
+    assert found["noise"] == pytest.approx(0.01)
+
+
+def test_pytorchs_operator_is_as_fast_as_cudnns_best(conv_vs_cudnn):
+    row = {"problem": "n=64 c=8 h=9 w=9 k=8 r=3 s=3 groups=8", "family": None}
+    times = {
+        mode: {"floor_ms": 0.5, "cudnn_ms": ms}
+        for mode, ms in (("heuristics", 3.0), ("benchmark", 2.0))
+    }
+    found = conv_vs_cudnn.joined(row, times)
+    assert (found["ours_ms"], found["speedup"], found["floor_share"]) == (2.0, 1.0, 0.25)
+
+
+def test_the_summary_is_by_kind_and_direction(conv_vs_cudnn):
+    times = {"heuristics": _times(4.0, 1.0), "benchmark": _times(4.0, 1.0)}
+    lost = {"heuristics": _times(0.9, 1.0), "benchmark": _times(0.9, 1.0)}
+    rows = [
+        ("n=64 c=8 h=9 w=9 k=8 r=3 s=3 groups=8", times),
+        ("n=32 c=8 h=9 w=9 k=8 r=3 s=3 groups=8", times),
+        ("n=64 c=8 h=9 w=9 k=8 r=3 s=3 groups=2 direction=wgrad", lost),
+    ]
+    layers = [conv_vs_cudnn.joined({"problem": p, "family": "any"}, t) for p, t in rows]
+    depthwise, grouped = conv_vs_cudnn.summary(layers)
+    assert (depthwise["kind"], depthwise["direction"]) == ("depthwise", "fprop")
+    assert depthwise["speedup"] == pytest.approx(4.0)
+    assert (depthwise["problems"], depthwise["slower"]) == (2, 0)
+    assert (grouped["kind"], grouped["direction"], grouped["slower"]) == ("grouped", "wgrad", 1)
+
+
+def test_a_run_goes_on_only_with_its_like(conv_vs_cudnn, repository):
+    recorded = json.loads((repository / "benchmarks/results/h100/conv_vs_cudnn.json").read_text())
+    assert conv_vs_cudnn.earlier_layers(recorded, recorded) == recorded["layers"]
+    with pytest.raises(SystemExit, match="is of driver"):
+        conv_vs_cudnn.earlier_layers(recorded, recorded | {"driver": "1.0"})
+
+
+def test_the_layers_in_situ_are_the_networks_own(repository, in_situ):
+    networks = json.loads((repository / "datasets" / "networks.json").read_text())["networks"]
+    for name, text in in_situ.LAYERS:
+        problem = Problem.parse(text)
+        fields = [{k: v for k, v in x.items() if k != "count"} for x in networks[name]]
+        assert problem in [Problem.from_json(x | {"n": problem.n}) for x in fields], text
+        assert problem.q == problem.w
+
+
+def test_agreement_of_rankings(in_situ):
+    assert in_situ.agreement([1, 2, 3], [2, 3, 9]) == pytest.approx((1, 1))
+    assert in_situ.agreement([1, 2, 3], [9, 3, 2]) == pytest.approx((-1, -1))
+
+
+def test_the_spread_has_the_fastest_and_the_predicted(in_situ):
+    times = {("any", row): 1.0 + 0.1 * row for row in range(40)}
+    chosen = in_situ.spread(times, ("any", 30))
+    assert ("any", 0) in chosen
+    assert ("any", 30) in chosen
+    assert len(chosen) == in_situ.CHOSEN + 1
+    assert all(times[c] <= in_situ.RANGE for c in chosen if c != ("any", 30))

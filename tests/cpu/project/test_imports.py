@@ -1,0 +1,114 @@
+"""Imports point one way, and the predicting path loads little."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import confpred
+
+HEAVY = (
+    *("torch", "pandas", "sklearn", "scipy", "pyarrow", "lightgbm", "xgboost", "matplotlib"),
+    *("cuda", "fastapi", "uvicorn", "pydantic", "rich"),
+)
+
+
+def run_fresh(program: str) -> str:
+    """Standard output of `program` in a fresh interpreter."""
+    return subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    ).stdout
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "import confpred; confpred.Predictor; confpred.Problem; confpred.get_device",
+        "import confpred; confpred.Predictor.load().choose(confpred.Problem.parse("
+        "'n=32 c=64 h=56 w=56 k=64 r=3 s=3 padding=1 groups=8'), 'h100')",
+        "import sys; sys.argv = ['confpred', 'predict', '--gpu', 'h100', '--layer', "
+        "'n=32 c=64 h=56 w=56 k=64 r=3 s=3 padding=1 groups=8']\n"
+        "from confpred.cli import main\n"
+        "try: main()\n"
+        "except SystemExit as end: assert not end.code, end.code",
+    ],
+    ids=["import", "choose", "command"],
+)
+def test_predicting_loads_none_of_the_heavy_packages(program: str) -> None:
+    listing = "import sys; print('\\n' + ' '.join({m.partition('.')[0] for m in sys.modules}))"
+    loaded = run_fresh(f"{program}\n{listing}").splitlines()[-1].split()
+    assert "confpred" in loaded
+    assert sorted(set(HEAVY) & set(loaded)) == []
+
+
+def test_every_public_name_is_there() -> None:
+    missing = [name for name in confpred.__all__ if not hasattr(confpred, name)]
+    assert missing == []
+    with pytest.raises(AttributeError, match="no attribute 'conv3d'"):
+        confpred.conv3d  # noqa: B018 -- the access is the test
+
+
+def test_importing_makes_no_files_and_starts_no_threads(tmp_path: Path) -> None:
+    program = (
+        "import os, threading\n"
+        f"os.chdir({str(tmp_path)!r})\n"
+        "os.environ.update(HOME='.', XDG_CACHE_HOME='.', CONFPRED_CACHE_DIR='kernels')\n"
+        "import confpred, confpred.service\n"
+        "confpred.Predictor, confpred.Problem\n"
+        "print(threading.active_count(), os.listdir())"
+    )
+    assert run_fresh(program).strip() == "1 []"
+
+
+@pytest.fixture
+def installed(repository: Path, tmp_path: Path) -> Path:
+    """A copy of the sources, laid out as they are installed."""
+    target = tmp_path / "confpred"
+    shutil.copytree(repository / "confpred", target)
+    for folder in ("service", "kernels", "models"):
+        shutil.copytree(repository / folder, target / folder)
+    return target
+
+
+def check_contracts(installed: Path, repository: Path) -> subprocess.CompletedProcess[str]:
+    command = Path(sys.executable).with_name("lint-imports")
+    return subprocess.run(
+        [command, "--no-cache", "--config", repository / "pyproject.toml"],
+        cwd=installed.parent,
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_import_contracts_are_kept(installed: Path, repository: Path) -> None:
+    result = check_contracts(installed, repository)
+    assert result.returncode == 0, result.stdout
+
+
+@pytest.mark.parametrize(
+    ("module", "line", "contract"),
+    [
+        ("problem/conv2d", "import confpred.predict", "Imports point one way"),
+        ("predict/predictor", "import confpred.service", "Imports point one way"),
+        ("service/late", "import confpred.training", "Imports point one way"),
+        ("problem/record", "import confpred.problem.conv2d", "No circles inside a room"),
+        ("predict/predictor", "import cuda.core", "talk to the GPU"),
+        ("predict/predictor", "import torch", "need torch"),
+        ("predict/predictor", "import lightgbm", "need the data stack"),
+        ("families/late", "import pandas", "need the data stack"),
+        ("predict/predictor", "import fastapi", "needs the web stack"),
+    ],
+)
+def test_import_contracts_catch(
+    installed: Path, repository: Path, module: str, line: str, contract: str
+) -> None:
+    with (installed / f"{module}.py").open("a") as file:
+        file.write(f"\n{line}\n")
+    result = check_contracts(installed, repository)
+    assert result.returncode != 0
+    broken = [text for text in result.stdout.splitlines() if " BROKEN" in text]
+    assert any(contract in text for text in broken), broken

@@ -1,0 +1,79 @@
+"""Jobs for the sampler's worker processes on a machine without a GPU.
+
+Compilations are real. A measurement times a real convolution, in NumPy and on the CPU. Rows named
+in ``$FAULTS`` (as ``{"12": "crash"}``) misbehave the way that kernels do.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import statistics
+import time
+import zlib
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+
+from confpred.measure.outcome import Outcome
+from confpred.problem.operation import KernelSource
+from confpred.sampler.jobs import Bench, Compilation, compile_job
+
+COMPILE = f"{__name__}:compile_job"
+COMPILE_OR_REFUSE = f"{__name__}:compile_or_refuse"
+MEASURE = f"{__name__}:measure"
+SLOWLY = f"{__name__}:measure_slowly"
+
+__all__ = ["compile_job"]
+
+
+def compile_or_refuse(job: Compilation, report: Callable[[int], None]) -> str | None:
+    """Gives the compiler a name that it does not know, for every second kernel."""
+    source = job.source
+    if refused(source):
+        source = replace(source, defines=(*source.defines, ("threadIdx", "no_such_name")))
+    return compile_job(replace(job, source=source), report)
+
+
+def refused(source: KernelSource) -> bool:
+    """Which kernels `compile_or_refuse` breaks."""
+    return zlib.crc32(repr(source).encode()) % 2 == 1
+
+
+def measure(job: Bench, report: Callable[[int], None]) -> list[Outcome]:
+    faults = json.loads(os.environ.get("FAULTS", "{}"))
+    if fault := faults.get("start"):
+        _misbehave(fault)
+    outcomes = []
+    for row in job.task.rows:
+        report(row)
+        if fault := faults.get(str(row)):
+            _misbehave(fault)
+        times = [_time_convolution(row) for _ in range(3)]
+        outcomes.append(Outcome(row, "ok", statistics.median(times), samples=3, error=0.0))
+    return outcomes
+
+
+def measure_slowly(job: Bench, report: Callable[[int], None]) -> list[Outcome]:
+    time.sleep(0.5)
+    return measure(job, report)
+
+
+def _misbehave(fault: str) -> None:
+    if fault == "crash":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    if fault == "hang":
+        time.sleep(3600)
+    raise RuntimeError("an illegal memory access was encountered")
+
+
+def _time_convolution(seed: int) -> float:
+    """Milliseconds of a 3x3 convolution of 8 channels."""
+    generator = np.random.default_rng(abs(seed))
+    image, weight = generator.random((8, 16, 16)), generator.random((8, 8, 3, 3))
+    start = time.perf_counter()
+    windows = np.lib.stride_tricks.sliding_window_view(image, (3, 3), axis=(1, 2))
+    np.einsum("cpqrs,kcrs->kpq", windows, weight)
+    return (time.perf_counter() - start) * 1e3

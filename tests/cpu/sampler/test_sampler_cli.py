@@ -1,0 +1,131 @@
+"""``confpred sample`` and ``confpred merge`` as a user meets them, on a machine without a GPU."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from sampler_rows import ROW, fill
+
+from confpred.cli.sample import command, offered_configs, parse_duration
+from confpred.data.suites import read_suite
+from confpred.errors import InvalidInput
+from confpred.families.registry import all_families
+from confpred.sampler.progress import duration, state, summary
+from confpred.sampler.run import Tally
+
+
+def confpred(*words: object) -> subprocess.CompletedProcess[str]:
+    """Run the command where no GPU is visible."""
+    program = "from confpred.cli import main; main()"
+    return subprocess.run(
+        [sys.executable, "-c", program, *map(str, words)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
+    )
+
+
+def test_every_option_is_documented(repository):
+    text = (repository / "docs" / "sampling.md").read_text()
+    documented = re.findall(r"^\| `(--[^ `]+)", text, re.MULTILINE)
+    assert sorted(documented) == sorted(param.opts[0] for param in command.params)
+
+
+@pytest.fixture
+def suite(repository: Path) -> Path:
+    return repository / "datasets" / "suites" / "smoke.json"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--budget", "8"), "budget='8' is not allowed; allowed: a number above 0 with s, m or h"),
+        (("--budget", "-1m"), "budget='-1m'"),
+        (("--budget", "nanm"), "budget='nanm'"),
+        (("--timeout", "0s"), "timeout='0s'"),
+        (("--configs", "0"), "0 is not in the range"),
+        (("--configs", "many"), "'many' is not a valid integer"),
+        (("--jobs", "0"), "0 is not in the range"),
+        (("--seed", "-1"), "-1 is not in the range"),
+        (("--suite", "none.json"), "cannot read none.json"),
+        (
+            ("--family", "grouped_fprop", "--family", "grouped"),
+            f"family='grouped' is not allowed; allowed: {' or '.join(all_families())}",
+        ),
+        (("--model", "none"), "none"),
+    ],
+)
+def test_bad_options_are_named(suite, tmp_path, words, message):
+    done = confpred("sample", "--suite", suite, "--out", tmp_path / "out", *words)
+    assert done.returncode in (1, 2)
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_family_and_model_narrow_what_is_measured(suite, model_folder):
+    whole = offered_configs(read_suite(suite), (), None)
+    assert {name: mask.all() for name, mask in whole.items()} == dict.fromkeys(all_families(), True)
+    two = ("grouped_fprop", "grouped_wgrad")
+    assert list(offered_configs(read_suite(suite), two, None)) == list(two)
+    for families in (), ("grouped_fprop",):  # the model knows only this one
+        (portfolio,) = offered_configs(read_suite(suite), families, model_folder).items()
+        assert portfolio[0] == "grouped_fprop"
+        assert 0 < portfolio[1].sum() < portfolio[1].size
+    with pytest.raises(InvalidInput, match=r"family='grouped_wgrad' .* allowed: grouped_fprop$"):
+        offered_configs(read_suite(suite), two, model_folder)
+
+
+def test_without_a_gpu_the_error_says_so(suite, tmp_path):
+    done = confpred("sample", "--suite", suite, "--out", tmp_path / "out")
+    assert done.returncode == 1
+    assert done.stderr == (
+        "confpred: sampling needs an NVIDIA GPU, and no CUDA device can be used here\n"
+    )
+
+
+def test_merge(tmp_path):
+    fill(tmp_path / "a", [ROW])
+    done = confpred("merge", tmp_path / "a", tmp_path / "all.parquet")
+    assert (done.returncode, done.stdout) == (0, f"1 rows in {tmp_path / 'all.parquet'}\n")
+    done = confpred("merge", tmp_path / "b", tmp_path / "all.parquet")
+    assert done.returncode == 2
+    assert done.stderr.startswith("confpred: folder=")
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("90s", 90), ("8m", 480), ("1.5h", 5400)])
+def test_durations(text, seconds):
+    assert parse_duration("budget", text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "8", "m", "1e3s", "8 m", "1h30m", "0m", "٣m"])
+def test_bad_durations(text):
+    with pytest.raises(InvalidInput, match="budget="):
+        parse_duration("budget", text)
+
+
+def test_progress_says_rate_time_left_and_failures():
+    tally = Tally(
+        1000, 10, 50, rows=200, statuses=Counter(ok=190, timeout=2, wrong_result=8), elapsed_s=10.0
+    )
+    assert state(tally, None) == "20 rows/s, 40s left, 2 timeout, 8 wrong_result"
+    assert state(tally, 15.0).startswith("20 rows/s, 5s left")
+    assert state(Tally(), None) == ""
+    assert [duration(s) for s in (0, 59.6, 3723)] == ["0s", "1m00s", "1h02m03s"]
+
+
+def test_summary_gives_the_rate_of_measuring_alone():
+    tally = Tally(1000, 10, 50, rows=200, tasks=2, kernels=40, elapsed_s=100.0)
+    tally.measured_rows, tally.measuring_s = 200, 4.0
+    text = summary(tally, Path("out"), 2)
+    assert "200 of 1000 rows, 2 of 10 problems in 1m40s, 40 kernels" in text
+    assert "100 rows/s once compiled, on 2 GPUs" in text
+    assert "failures: none" in text
+    assert text.endswith("measurements are in out")

@@ -1,0 +1,262 @@
+"""The whole sampler: real processes, compilations and files; only the timed work is the CPU's."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import sampler_jobs
+import sampler_run
+from layers import H100
+
+from confpred.data.measurements import problem_of_row
+from confpred.data.parquet import read
+from confpred.data.suites import Entry, Suite, write_suite
+from confpred.errors import ConfpredError, FolderBusy, InvalidInput, LaunchError
+from confpred.families.registry import all_families, config_texts
+from confpred.problem.conv2d import Problem
+from confpred.problem.conv2d_operation import CONVOLUTION
+from confpred.sampler.run import Settings, Tally, sample
+from confpred.sampler.store import merge, open_store
+
+LAYER = Problem(2, 64, 14, 14, 64, 3, 3, padding=1, groups=8)
+DENSE = Problem(2, 128, 14, 14, 128, 3, 3, padding=1)
+SUITE = Suite("test", (Entry(LAYER, ("net",)), Entry(DENSE)))
+FAMILY = all_families()["grouped_fprop"]
+CONFIGS = 6
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kernel_cache(tmp_path_factory: pytest.TempPathFactory):
+    """Kernels compile once for all tests here."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CONFPRED_CACHE_DIR", str(tmp_path_factory.mktemp("kernels")))
+        yield
+
+
+def run(folder: Path, *devices: str, suite: Suite = SUITE, **settings) -> Tally:
+    chosen = {
+        "configs": CONFIGS,
+        "processes": 2,
+        "pytorch": False,
+        "compile": sampler_jobs.COMPILE,
+        "measure": sampler_jobs.MEASURE,
+    } | settings
+    runs = sampler_run.runs(secrets.token_hex(4), *(devices or ["h100"]))  # as those of find_gpus
+    return sample(suite, folder, runs, Settings(**chosen))
+
+
+def rows(folder: Path) -> list[dict]:
+    tables = [read(path, CONVOLUTION) for path in sorted(folder.glob("rows-*.parquet"))]
+    return pa.concat_tables(tables).to_pylist() if tables else []
+
+
+def names(found: list[dict]) -> list[tuple]:
+    return [(problem_of_row(row, Problem), row["config"], row["status"]) for row in found]
+
+
+def planned_rows(folder: Path) -> list[int]:
+    """The config rows that a run of these settings measures, in order, without running it."""
+    from confpred.problem.device import get_device
+    from confpred.sampler.tasks import plan
+
+    tasks = plan(SUITE, get_device("h100"), seed=0, configs=CONFIGS, pytorch=False, measured={})
+    return [row for task in tasks for row in task.rows]
+
+
+def test_every_planned_config_gets_a_complete_row(tmp_path):
+    tally = run(tmp_path, pytorch=True)
+    assert tally.finished
+    assert tally.statuses == {"ok": CONFIGS + 2}  # PyTorch's operator serves the dense layer too
+    found = rows(tmp_path)
+    assert len(found) == tally.rows == tally.total_rows == CONFIGS + 2
+    ours = [row for row in found if row["family"] == "grouped_fprop"]
+    assert len({row["config"] for row in ours}) == CONFIGS
+    for row in ours:
+        assert problem_of_row(row, Problem) == LAYER
+        assert row["networks"] == "net"
+        assert row["time_ms"] > 0
+        assert len(row["source_digest"]) == 16
+        assert row["device"] == "h100"
+    theirs = [row for row in found if row["family"] == "pytorch"]
+    assert {problem_of_row(row, Problem) for row in theirs} == {LAYER, DENSE}
+    assert {row["config"] for row in theirs} == {""}
+
+
+def test_a_second_run_measures_only_what_is_missing(tmp_path):
+    run(tmp_path, configs=2)
+    first = {row["config"] for row in rows(tmp_path)}
+    more = run(tmp_path, configs=None, budget_s=1e-9)
+    again = run(tmp_path, configs=2)
+    assert len(first) == 2
+    assert more.total_rows > 100
+    assert again.total_rows == again.rows == again.kernels == 0
+    assert {row["config"] for row in rows(tmp_path)} == first
+
+
+def test_a_portfolio_is_measured_on_top_of_a_random_round(tmp_path):
+    random_round = run(tmp_path / "a", pytorch=True)
+    first = {row["config"] for row in rows(tmp_path / "a") if row["config"]}
+    legal = [config_texts(FAMILY.name)[row] for row in np.flatnonzero(FAMILY.legal(LAYER, H100))]
+    others = [config for config in legal if config not in first][:4]
+    wanted = {*others, *sorted(first)[:2]}
+    mask = np.array([config in wanted for config in config_texts(FAMILY.name)])
+    # In the folder of the first round, or in another one that its merged file is copied to.
+    merge([tmp_path / "a"], tmp_path / "merged.parquet")
+    (tmp_path / "b").mkdir()
+    shutil.copy(tmp_path / "merged.parquet", tmp_path / "b" / "rows-first.parquet")
+    portfolio = {"configs": None, "offered": {FAMILY.name: mask}, "pytorch": True}
+    for folder in (tmp_path / "a", tmp_path / "b"):
+        second = run(folder, **portfolio)
+        assert second.rows == second.total_rows == len(others)
+        assert merge([folder], tmp_path / "all.parquet") == random_round.rows + second.rows
+        found = read(tmp_path / "all.parquet", CONVOLUTION).to_pylist()
+        assert {row["config"] for row in found if row["config"]} == first | wanted
+        assert run(folder, **portfolio).total_rows == 0
+
+
+def test_crash_hang_and_error_cost_one_config_each(tmp_path, monkeypatch):
+    crash, hang, error = planned_rows(tmp_path)[1:4]
+    faults = {str(crash): "crash", str(hang): "hang", str(error): "error"}
+    monkeypatch.setenv("FAULTS", json.dumps(faults))
+    tally = run(tmp_path, silence_s=8.0)
+    assert tally.statuses == {"ok": CONFIGS - 3, "launch_error": 2, "timeout": 1}
+    assert not tally.given_up
+    failed = {row["message"]: row["status"] for row in rows(tmp_path) if row["status"] != "ok"}
+    assert failed == {
+        "the worker process died (SIGSEGV)": "launch_error",
+        "RuntimeError: an illegal memory access was encountered": "launch_error",
+        "no sign of life for 8 s: killed": "timeout",
+    }
+
+
+def test_a_task_that_fails_before_any_config_is_given_up_without_rows(tmp_path, monkeypatch):
+    monkeypatch.setenv("FAULTS", '{"start": "error"}')
+    tally = run(tmp_path)
+    assert tally.rows == 0
+    assert len(tally.given_up) == 1
+    assert "illegal memory access" in tally.given_up[0]
+    monkeypatch.delenv("FAULTS")
+    assert run(tmp_path).statuses == {"ok": CONFIGS}
+
+
+def test_a_gpu_that_fails_everything_ends_the_run(tmp_path, monkeypatch):
+    monkeypatch.setenv("FAULTS", '{"start": "crash"}')
+    layers = [Problem(n, 64, 14, 14, 64, 3, 3, padding=1, groups=8) for n in (1, 2, 3, 4)]
+    suite = Suite("four", tuple(Entry(layer) for layer in layers))
+    with pytest.raises(LaunchError, match=r"device 0 failed 3 problems in a row.*SIGSEGV"):
+        run(tmp_path, suite=suite, configs=1)
+
+
+def test_a_kernel_that_does_not_compile_is_a_row_with_the_log(tmp_path):
+    tally = run(tmp_path, compile=sampler_jobs.COMPILE_OR_REFUSE, configs=12)
+    found = rows(tmp_path)
+    assert {row["status"] for row in found} == {"ok", "compile_error"}
+    assert len(found) == tally.rows == 12
+    for row in found:
+        config = config_texts(FAMILY.name).index(row["config"])
+        (step,) = FAMILY.launch(LAYER, config).steps
+        refused = sampler_jobs.refused(step.source)
+        assert row["status"] == ("compile_error" if refused else "ok")
+        assert ("no_such_name" in row["message"]) == refused
+
+
+def test_a_compiler_that_cannot_run_ends_the_run(tmp_path):
+    with pytest.raises(ConfpredError, match="kernels cannot be compiled: ModuleNotFoundError"):
+        run(tmp_path, compile="no_such_module:compile")
+
+
+def test_two_gpus_share_the_work(tmp_path):
+    layers = [Problem(n, 64, 14, 14, 64, 3, 3, padding=1, groups=8) for n in (2, 3, 4, 5)]
+    suite = Suite("four", tuple(Entry(layer) for layer in layers))
+    tally = run(tmp_path, "h100", "h100", suite=suite, configs=2, measure=sampler_jobs.SLOWLY)
+    assert tally.statuses == {"ok": 8}
+
+
+def test_gpus_of_two_kinds_are_refused(tmp_path):
+    with pytest.raises(InvalidInput, match=r"devices=.*GPUs of one kind"):
+        run(tmp_path, "h100", "a100")
+
+
+def test_a_folder_in_use_is_refused(tmp_path):
+    refused = pytest.raises(FolderBusy, match="another sampler")
+    with open_store(tmp_path, "other", CONVOLUTION), refused:
+        run(tmp_path)
+
+
+def start_program(tmp_path: Path, problems: int = 12) -> tuple[subprocess.Popen, Path]:
+    """The sampler as a program, on a suite of many seconds; returns once it has written rows."""
+    layers = [Problem(n, 64, 14, 14, 64, 3, 3, padding=1, groups=8) for n in range(2, 2 + problems)]
+    suite, folder = tmp_path / "suite.json", tmp_path / "out"
+    write_suite(Suite("many", tuple(Entry(layer) for layer in layers)), suite)
+    program = [sys.executable, sampler_run.__file__, str(suite), str(folder)]
+    process = subprocess.Popen(
+        program,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,  # so that a signal to its group reaches its workers, not us
+    )
+    deadline = time.monotonic() + 60
+    while not list(folder.glob("rows-*.parquet")):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return process, folder
+
+
+def test_ctrl_c_stores_the_problem_in_flight_and_says_how_to_resume(tmp_path):
+    process, folder = start_program(tmp_path, problems=40)
+    os.killpg(process.pid, signal.SIGINT)  # a terminal's Ctrl-C reaches the workers as well
+    out, err = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "not finished; to go on: confpred" in out
+    assert "Traceback" not in out + err
+    found = rows(folder)
+    assert f"{len(found)} of 120 rows" in out
+    assert 0 < len(found) < 120
+    assert len(found) % 3 == 0
+    assert not list(folder.glob(".*.tmp"))
+
+
+def test_kill_loses_only_the_last_seconds_and_frees_the_folder(tmp_path):
+    process, folder = start_program(tmp_path, problems=40)
+    stored = names(rows(folder))
+    stale = folder / ".rows-x.parquet.1.tmp"  # as a sampler that is killed while writing leaves it
+    stale.write_bytes(b"half")
+    process.kill()
+    process.wait()
+    children = _group(process.pid)
+    deadline = time.monotonic() + 20
+    while children and time.monotonic() < deadline:
+        time.sleep(0.1)
+        children = _group(process.pid)
+    assert not children, "a worker outlives the sampler"
+    assert names(rows(folder))[: len(stored)] == stored
+    assert stored
+    with open_store(folder, "next", CONVOLUTION) as store:
+        assert store.measured("h100")
+        assert not stale.exists()
+
+
+def _group(group: int) -> list[str]:
+    """Processes of a process group that still run."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[2]) == group and fields[0] != "Z":
+            found.append(stat.parent.name)
+    return found

@@ -1,0 +1,236 @@
+"""Shards on a real disk: whole or absent, locked, complete, and described by their README."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import textwrap
+from dataclasses import replace
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from sampler_rows import LAYER, ROW, RUN, fill, other
+
+from confpred.data.measurements import problem_of_row
+from confpred.data.parquet import read, schema
+from confpred.errors import DataError, FolderBusy, InvalidInput, StorageError
+from confpred.problem.conv2d import Problem
+from confpred.problem.conv2d_operation import CONVOLUTION
+from confpred.sampler.store import FLUSH_ROWS, merge, open_store
+from confpred.sampler.tasks import Measured
+
+
+def test_a_row_comes_back_as_it_was(tmp_path):
+    fill(tmp_path, [ROW])
+    (path,) = tmp_path.glob("rows-*.parquet")
+    assert read(path, CONVOLUTION).to_pylist() == [ROW.to_row()]
+    assert problem_of_row(read(path, CONVOLUTION).to_pylist()[0], Problem) == LAYER
+    assert list(ROW.to_row()) == schema(CONVOLUTION).names
+
+
+def test_the_readme_lists_exactly_the_columns(repository):
+    text = (repository / "datasets" / "README.md").read_text()
+    table = re.findall(r"^\| `(\w+)` \| (\w+) \| ([^|]*)\| ([^|]+) \|$", text, re.MULTILINE)
+    assert [(name, kind) for name, kind, _, _ in table] == [
+        (f.name, str(f.type)) for f in schema(CONVOLUTION)
+    ]
+
+
+def test_the_readme_tells_of_every_file(repository):
+    folder = repository / "datasets"
+    text = " ".join((folder / "README.md").read_text().split())
+    rows = {path.name: pq.read_metadata(path).num_rows for path in folder.glob("*.parquet")}
+    assert f"{sum(rows.values()):,} rows" in text
+    names = [*rows, "networks.json", *(f"suites/{p.name}" for p in folder.glob("suites/*.json"))]
+    assert [name for name in names if f"`{name}`" not in text] == []
+
+
+def test_shards_are_compressed_and_dictionary_encoded(tmp_path):
+    fill(tmp_path, [other(n) for n in range(1, 300)])
+    (path,) = tmp_path.glob("rows-*.parquet")
+    columns = pq.ParquetFile(path).metadata.row_group(0)
+    for index in range(columns.num_columns):
+        column = columns.column(index)
+        assert column.compression == "ZSTD"
+        assert column.physical_type == "BOOLEAN" or column.has_dictionary_page
+
+
+def test_rows_wait_for_a_shard_of_some_size(tmp_path):
+    with open_store(tmp_path, "r", CONVOLUTION) as store:
+        store.add([ROW])
+        store.flush(only_if_due=True)
+        assert not list(tmp_path.glob("rows-*"))
+        store.add([ROW] * FLUSH_ROWS)
+        store.flush(only_if_due=True)
+        assert len(list(tmp_path.glob("rows-*"))) == 1
+        store.flush()
+        assert len(list(tmp_path.glob("rows-*"))) == 1, "nothing is left to write"
+
+
+def test_measured_configs_are_found_by_device_and_kernel(tmp_path):
+    rows = [
+        ROW,
+        other(2, "block_n=4"),
+        other(3, status="timeout"),
+        other(3, source_digest="e" * 16),
+    ]
+    elsewhere = other(4, run=replace(RUN, device="a100"))
+    fill(tmp_path, rows[:2], [*rows[2:], elsewhere])
+    with open_store(tmp_path, "r", CONVOLUTION) as store:
+        found = store.measured("h100")
+    three = replace(LAYER, n=3)
+    assert found == {
+        Measured(LAYER, "grouped_fprop", "f" * 16): {"block_n=2 bands=1", "block_n=4"},
+        Measured(three, "grouped_fprop", "f" * 16): {"block_n=2 bands=1"},
+        Measured(three, "grouped_fprop", "e" * 16): {"block_n=2 bands=1"},
+    }
+
+
+HOLD = """
+    import sys
+    from pathlib import Path
+    from confpred.problem.conv2d_operation import CONVOLUTION
+    from confpred.sampler.store import open_store
+    with open_store(Path(sys.argv[1]), "a", CONVOLUTION):
+        print("held", flush=True)
+        sys.stdin.read()
+"""
+
+
+def test_a_folder_is_held_by_one_process_and_freed_by_its_death(tmp_path):
+    program = [sys.executable, "-c", textwrap.dedent(HOLD), str(tmp_path)]
+    with subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        assert holder.stdout.readline() == b"held\n"
+        with pytest.raises(FolderBusy, match=str(tmp_path)), open_store(tmp_path, "b", CONVOLUTION):
+            pass
+        holder.kill()
+        holder.wait()
+        with open_store(tmp_path, "b", CONVOLUTION) as store:
+            assert store.measured("h100") == {}
+
+
+FILL_THE_DISK = """
+    import resource, sys
+    from pathlib import Path
+    sys.path.insert(0, sys.argv[2])
+    from sampler_rows import ROW, other
+    from confpred.errors import StorageError
+    from confpred.problem.conv2d_operation import CONVOLUTION
+    from confpred.sampler.store import open_store
+    with open_store(Path(sys.argv[1]), "r", CONVOLUTION) as store:
+        store.add([ROW])
+        store.flush()
+        _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2_000, most))  # as a disk with 2 kB left
+        store.add([other(n, message=f"{n} " * n) for n in range(1, 300)])
+        try:
+            store.flush()
+        except StorageError as error:
+            print(error)
+        print(sorted(path.name for path in Path(sys.argv[1]).iterdir()))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))  # room has been made
+        store.flush()
+"""
+
+
+def test_a_full_disk_is_an_error_that_leaves_nothing_half_written(tmp_path):
+    program = [sys.executable, "-c", textwrap.dedent(FILL_THE_DISK), str(tmp_path)]
+    done = subprocess.run(
+        [*program, str(Path(__file__).parents[2])], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.startswith(f"cannot write {tmp_path}")
+    assert "File too large" in done.stdout
+    assert done.stdout.splitlines()[-1] == "['.lock', 'rows-r-00000.parquet']"
+    assert read(tmp_path / "rows-r-00000.parquet", CONVOLUTION).to_pylist() == [ROW.to_row()]
+    assert read(tmp_path / "rows-r-00001.parquet", CONVOLUTION).num_rows == 299, "nothing is lost"
+
+
+def test_a_folder_that_is_a_file_is_a_storage_error(tmp_path):
+    (tmp_path / "file").write_text("")
+    with (
+        pytest.raises(StorageError, match="cannot use"),
+        open_store(tmp_path / "file", "r", CONVOLUTION),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("damage", ["truncated", "empty", "foreign", "text", "wrong type"])
+def test_a_damaged_shard_is_named(tmp_path, damage):
+    fill(tmp_path, [ROW])
+    (path,) = tmp_path.glob("rows-*.parquet")
+    table = read(path, CONVOLUTION)
+    if damage == "truncated":
+        path.write_bytes(path.read_bytes()[:-100])
+    elif damage == "empty":
+        path.write_bytes(b"")
+    elif damage == "foreign":
+        pq.write_table(pa.table({"x": [1]}), path)
+    elif damage == "text":
+        pq.write_table(table.set_column(0, "n", pa.array(["many"])), path)
+    else:
+        at = table.column_names.index("time_ms")
+        pq.write_table(table.set_column(at, "time_ms", pa.array([[1.0]])), path)
+    with pytest.raises(DataError, match=path.name):
+        read(path, CONVOLUTION)
+    with pytest.raises(DataError, match=path.name):
+        merge([tmp_path], tmp_path / "merged.parquet")
+    assert not (tmp_path / "merged.parquet").exists()
+
+
+def test_any_changed_byte_is_found_or_changes_nothing(tmp_path):
+    """Data pages carry checksums; what they do not cover is structure, padding and statistics."""
+    fill(tmp_path, [other(n, message=f"{n} " * n) for n in range(1, 60)])
+    (path,) = tmp_path.glob("rows-*.parquet")
+    whole, table = path.read_bytes(), read(path, CONVOLUTION)
+    refused = 0
+    for at in range(0, len(whole), 23):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 0x55]) + whole[at + 1 :])
+        try:
+            assert read(path, CONVOLUTION).equals(table)
+        except DataError:
+            refused += 1
+    assert refused > 100
+
+
+def test_a_text_that_is_no_utf8_is_refused(tmp_path):
+    fill(tmp_path, [ROW])
+    (path,) = tmp_path.glob("rows-*.parquet")
+    table = read(path, CONVOLUTION)
+    texts = pa.array([b"\xff"]).view(pa.string())
+    pq.write_table(table.set_column(table.column_names.index("config"), "config", texts), path)
+    with pytest.raises(DataError, match=path.name):
+        read(path, CONVOLUTION)
+
+
+def test_a_damaged_shard_stops_a_resumed_run(tmp_path):
+    fill(tmp_path, [ROW])
+    (path,) = tmp_path.glob("rows-*.parquet")
+    path.write_bytes(path.read_bytes()[:-100])
+    with open_store(tmp_path, "r", CONVOLUTION) as store, pytest.raises(DataError, match=path.name):
+        store.measured("h100")
+
+
+def test_merge_sorts_the_rows_of_all_folders(tmp_path):
+    fill(tmp_path / "a", [other(3), other(1, "block_n=4")], [other(1)])
+    fill(tmp_path / "b", [other(2)])
+    file = tmp_path / "merged.parquet"
+    assert merge([tmp_path / "a", tmp_path / "b"], file) == 4
+    rows = read(file, CONVOLUTION).to_pylist()
+    assert [(row["n"], row["config"].split()[0]) for row in rows] == [
+        (1, "block_n=2"),
+        (1, "block_n=4"),
+        (2, "block_n=2"),
+        (3, "block_n=2"),
+    ]
+    again = file.read_bytes()
+    merge([tmp_path / "b", tmp_path / "a"], file)
+    assert file.read_bytes() == again
+
+
+def test_merging_nothing_is_an_error(tmp_path):
+    with pytest.raises(DataError, match="holds no measurements"):
+        merge([tmp_path], tmp_path / "x.parquet")
+    with pytest.raises(InvalidInput, match="a folder of measurements"):
+        merge([tmp_path / "none"], tmp_path / "x.parquet")

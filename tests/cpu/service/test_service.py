@@ -1,0 +1,191 @@
+"""The HTTP API: what it answers, and that its description is true."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from fastapi.testclient import TestClient
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from strategies import problems, problems_of
+
+from confpred import Predictor
+from confpred.families.registry import all_families
+from confpred.predict.choice import MAX_TOP
+from confpred.problem.conv2d import CHOICES, LIMITS, PAIRS, Problem
+from confpred.problem.device import KNOWN
+from confpred.service.app import create_app
+from confpred.service.schema import EXAMPLE, EXAMPLES
+from confpred.service.settings import Settings
+
+PREDICTOR = Predictor.load()
+FAMILY = all_families()["grouped_fprop"]
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[TestClient]:
+    with TestClient(create_app(Settings(), PREDICTOR)) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def schemas(client: TestClient) -> dict[str, Any]:
+    return client.get("/openapi.json").json()["components"]["schemas"]
+
+
+def as_sent(answers: list[Any]) -> bytes:
+    plain = [[choice.to_json() for choice in choices] for choices in answers]
+    return json.dumps({"choices": plain}, separators=(",", ":")).encode()
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    asked=st.lists(problems() | problems_of(FAMILY), min_size=1, max_size=6),
+    device=st.sampled_from(sorted(KNOWN)),
+)
+def test_library_and_http_agree_to_the_bit(
+    client: TestClient, asked: list[Problem], device: str
+) -> None:
+    body = {"device": device, "problems": [problem.to_json() for problem in asked]}
+    reply = client.post("/v1/predict", json=body)
+    assert reply.status_code == 200
+    assert reply.content == as_sent([[PREDICTOR.choose(problem, device)] for problem in asked])
+    reply = client.post("/v1/predict", json={**body, "top": 5})
+    assert reply.content == as_sent([PREDICTOR.rank(problem, device, 5) for problem in asked])
+
+
+def test_one_problem_is_answered_as_a_batch_of_one(client: TestClient) -> None:
+    one = {"device": "h100", "problem": EXAMPLE.to_json()}
+    many = {"device": "h100", "problems": [EXAMPLE.to_json()]}
+    replies = [client.post("/v1/predict", json=body) for body in (one, many)]
+    assert replies[0].content == replies[1].content
+    assert len(replies[0].json()["choices"]) == 1
+    assert replies[0].headers["content-type"] == "application/json"
+
+
+def test_fields_left_out_have_the_defaults_of_the_library(client: TestClient) -> None:
+    sizes = {"n": 4, "c": 64, "h": 14, "w": 14, "k": 64, "r": 3, "s": 3}
+    reply = client.post("/v1/predict", json={"device": "h100", "problem": sizes})
+    assert reply.json()["choices"][0][0]["problem"] == Problem(**sizes).to_json()
+
+
+def test_top_gives_that_many_distinct_configs_best_first(client: TestClient) -> None:
+    body = {"device": "h100", "problem": EXAMPLE.to_json(), "top": MAX_TOP}
+    (choices,) = client.post("/v1/predict", json=body).json()["choices"]
+    assert 3 < len(choices) <= MAX_TOP
+    assert len({(c["family"], c["config_id"]) for c in choices}) == len(choices)
+    best = client.post("/v1/predict", json={**body, "top": 1}).json()["choices"]
+    assert choices[:1] == best[0]
+
+
+def test_a_layer_without_a_kernel_falls_back(client: TestClient) -> None:
+    strided = {**EXAMPLE.to_json(), "stride": 3}
+    body = {"device": "h100", "problem": strided, "top": 5}
+    ((choice,),) = client.post("/v1/predict", json=body).json()["choices"]
+    assert (choice["source"], choice["family"], choice["config"]) == ("fallback", None, None)
+
+
+def test_a_device_may_be_named_as_its_driver_does(client: TestClient) -> None:
+    body = {"device": "NVIDIA H100 80GB HBM3", "problem": EXAMPLE.to_json()}
+    assert client.post("/v1/predict", json=body).json()["choices"][0][0]["device"] == "h100"
+
+
+def test_devices_lists_every_known_device_and_its_model(client: TestClient) -> None:
+    devices = client.get("/v1/devices").json()["devices"]
+    assert [device["key"] for device in devices] == list(KNOWN)
+    versions = {m["device"]: m["version"] for m in client.get("/v1/models").json()["models"]}
+    for device in devices:
+        known = KNOWN[device["key"]]
+        assert device["sm_count"] == known.sm_count
+        assert device["dram_bytes_per_s"] == known.dram_bytes_per_s
+        assert device["model"] == versions.get(device["key"])
+
+
+def test_ready_only_while_a_model_is_loaded() -> None:
+    client = TestClient(create_app(Settings(), PREDICTOR))  # not started yet
+    assert client.get("/healthz").status_code == 200
+    for path in ("/readyz", "/v1/devices", "/v1/models"):
+        reply = client.get(path)
+        assert (reply.status_code, reply.json()["error"]["code"]) == (503, "not_ready")
+    with client:
+        assert client.get("/readyz").json() == {"status": "ready"}
+    assert client.get("/readyz").status_code == 503
+
+
+def test_metrics_count_requests_and_sources() -> None:
+    with TestClient(create_app(Settings(), PREDICTOR)) as client:
+        strided = {**EXAMPLE.to_json(), "stride": 3}
+        body = {"device": "h100", "problems": [strided, strided]}
+        assert client.post("/v1/predict", json=body).status_code == 200
+        assert client.post("/v1/predict", json={}).status_code == 422
+        assert client.get("/no/such/path").status_code == 404
+        reply = client.get("/metrics")
+    assert reply.headers["content-type"].startswith("text/plain")
+    lines = reply.text.splitlines()
+    assert 'confpred_problems_total{source="fallback"} 2.0' in lines
+    assert 'confpred_requests_total{route="/v1/predict",status="200"} 1.0' in lines
+    assert 'confpred_requests_total{route="/v1/predict",status="422"} 1.0' in lines
+    assert 'confpred_requests_total{route="none",status="404"} 1.0' in lines
+    assert 'confpred_request_seconds_count{route="/v1/predict"} 2.0' in lines
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_every_described_example_is_accepted(client: TestClient, name: str) -> None:
+    described = client.get("/openapi.json").json()["paths"]["/v1/predict"]["post"]["requestBody"]
+    examples = described["content"]["application/json"]["examples"]
+    assert examples.keys() == EXAMPLES.keys()
+    reply = client.post("/v1/predict", json=examples[name]["value"])
+    assert reply.status_code == 200, reply.text
+
+
+def test_every_reference_in_the_description_resolves(client: TestClient) -> None:
+    text = client.get("/openapi.json").text
+    found = json.loads(text)["components"]["schemas"]
+    for part in text.split('"$ref":"#/components/schemas/')[1:]:
+        assert part.partition('"')[0] in found
+
+
+def test_the_described_fields_are_the_problem_s(
+    client: TestClient, schemas: dict[str, Any]
+) -> None:
+    described = schemas["Problem"]["properties"]
+    plain = Problem(n=1, c=1, h=1, w=1, k=1, r=1, s=1).to_json()
+    assert described.keys() == plain.keys()
+    for name, field in described.items():
+        if "default" in field:
+            assert field["default"] == plain[name]
+    assert schemas["Problem"]["required"] == ["n", "c", "h", "w", "k", "r", "s"]
+    assert (
+        schemas["Choice"]["properties"].keys() == PREDICTOR.choose(EXAMPLE, "h100").to_json().keys()
+    )
+
+
+@pytest.mark.parametrize("name", LIMITS)
+def test_described_ranges_are_the_ones_enforced(
+    client: TestClient, schemas: dict[str, Any], name: str
+) -> None:
+    field = schemas["Problem"]["properties"][name]
+    field = field["anyOf"][0] if name in PAIRS else field
+    sizes = {"n": 1, "c": 1, "h": 64, "w": 64, "k": 1, "r": 1, "s": 1}
+    for value in (field["minimum"], field["maximum"]):
+        # Channels and groups go together, and a large window or dilation needs a large image.
+        together = {"groups": ("groups", "c", "k")}.get(name, (name,))
+        body = {"device": "h100", "problem": sizes | dict.fromkeys(together, value)}
+        reply = client.post("/v1/predict", json=body)
+        assert reply.status_code == 200, reply.text
+    for value in (field["minimum"] - 1, field["maximum"] + 1):
+        body = {"device": "h100", "problem": {**sizes, name: value}}
+        error = client.post("/v1/predict", json=body).json()["error"]
+        assert (error["field"], error["value"]) == (f"problem.{name}", value)
+
+
+@pytest.mark.parametrize(("name", "word"), [(n, word) for n in CHOICES for word in CHOICES[n]])
+def test_described_words_are_accepted(
+    client: TestClient, schemas: dict[str, Any], name: str, word: str
+) -> None:
+    assert word in schemas["Problem"]["properties"][name]["enum"]
+    body = {"device": "h100", "problem": {**EXAMPLE.to_json(), "activation": "none", name: word}}
+    assert client.post("/v1/predict", json=body).status_code == 200

@@ -1,0 +1,218 @@
+"""Bad requests: one envelope for all of them, and the field named."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import pytest
+from fastapi.testclient import TestClient
+
+from confpred import Choice, Device, Predictor
+from confpred.predict.choice import MAX_TOP
+from confpred.problem.conv2d import CHOICES, LIMITS, PAIRS, Problem
+from confpred.service.app import create_app
+from confpred.service.schema import EXAMPLE
+from confpred.service.settings import Settings
+
+PREDICTOR = Predictor.load()
+LAYER = EXAMPLE.to_json()
+ONE = {"device": "h100", "problem": LAYER}
+SETTINGS = Settings(max_batch=20)
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[TestClient]:
+    with TestClient(create_app(SETTINGS, PREDICTOR)) as client:
+        yield client
+
+
+def post(client: TestClient, body: bytes, kind: str = "application/json") -> httpx.Response:
+    return client.post("/v1/predict", content=body, headers={"content-type": kind})
+
+
+def error_of(reply: httpx.Response) -> dict[str, Any]:
+    """The error in `reply`, which must have the one form."""
+    assert 400 <= reply.status_code < 500 or reply.status_code in (500, 503)
+    assert reply.headers["content-type"] == "application/json"
+    body = reply.json()
+    assert body.keys() == {"error"}
+    error: dict[str, Any] = body["error"]
+    assert error.keys() == {"code", "message", "field", "value", "allowed"}
+    assert isinstance(error["code"], str)
+    assert 0 < len(error["message"]) < 700
+    assert len(error["field"] or "") < 120
+    assert "Traceback" not in reply.text
+    return error
+
+
+REFUSALS: dict[str, tuple[Callable[[TestClient], httpx.Response], int, str]] = {
+    "empty body": (lambda c: post(c, b""), 400, "malformed_json"),
+    "not JSON": (lambda c: post(c, b"{device: h100}"), 400, "malformed_json"),
+    "two values": (lambda c: post(c, b"{} {}"), 400, "malformed_json"),
+    "not UTF-8": (lambda c: post(c, b'{"device": "\xff"}'), 400, "malformed_json"),
+    "UTF-16": (lambda c: post(c, json.dumps(ONE).encode("utf-16")), 400, "malformed_json"),
+    "NaN": (lambda c: post(c, b'{"top": NaN}'), 400, "malformed_json"),
+    "-Infinity": (lambda c: post(c, b'{"top": -Infinity}'), 400, "malformed_json"),
+    "5000 digits": (lambda c: post(c, b'{"top": ' + b"9" * 5000 + b"}"), 400, "malformed_json"),
+    "deep": (lambda c: post(c, b"[" * 20_000), 400, "malformed_json"),
+    "deep objects": (lambda c: post(c, b'{"a":' * 5_000), 400, "malformed_json"),
+    "a key twice": (
+        lambda c: post(c, b'{"device": "h100", "device": "a100"}'),
+        400,
+        "malformed_json",
+    ),
+    "no such path": (lambda c: c.get("/v2/predict"), 404, "not_found"),
+    "a slash too many": (lambda c: c.post("/v1/predict/", json=ONE), 404, "not_found"),
+    "GET": (lambda c: c.get("/v1/predict"), 405, "method_not_allowed"),
+    "POST": (lambda c: c.post("/v1/devices", json=ONE), 405, "method_not_allowed"),
+    "long": (lambda c: post(c, b" " * (SETTINGS.max_body_bytes + 1)), 413, "body_too_large"),
+    "100,000 layers": (
+        lambda c: c.post("/v1/predict", json={"device": "h100", "problems": [LAYER] * 100_000}),
+        413,
+        "body_too_large",
+    ),
+    "form": (
+        lambda c: post(c, b"n=1", "application/x-www-form-urlencoded"),
+        415,
+        "unsupported_media_type",
+    ),
+    "no type": (
+        lambda c: c.post("/v1/predict", content=json.dumps(ONE)),
+        415,
+        "unsupported_media_type",
+    ),
+    "gzip": (
+        lambda c: c.post("/v1/predict", json=ONE, headers={"content-encoding": "gzip"}),
+        415,
+        "unsupported_media_type",
+    ),
+    "invalid": (lambda c: c.post("/v1/predict", json={}), 422, "invalid_input"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSALS)
+def test_every_refusal_has_the_one_form(client: TestClient, kind: str) -> None:
+    ask, status, code = REFUSALS[kind]
+    reply = ask(client)
+    assert (reply.status_code, error_of(reply)["code"]) == (status, code)
+
+
+def test_a_method_refused_names_those_allowed(client: TestClient) -> None:
+    reply = client.delete("/v1/predict")
+    assert reply.headers["allow"] == "POST" == error_of(reply)["allowed"]
+
+
+@pytest.mark.parametrize(
+    ("body", "field", "value"),
+    [
+        ([], "body", []),
+        ("h100", "body", "h100"),
+        ({"problem": LAYER}, "device", None),
+        ({"device": 3, "problem": LAYER}, "device", 3),
+        ({"device": "h900", "problem": LAYER}, "device", "h900"),
+        ({"device": ["h100"], "problem": LAYER}, "device", ["h100"]),
+        ({"device": "h100"}, "problem", None),
+        ({**ONE, "problems": [LAYER]}, "problem", ["problem", "problems"]),
+        ({**ONE, "gpu": "h100"}, "gpu", "h100"),
+        ({**ONE, "top": 0}, "top", 0),
+        ({**ONE, "top": MAX_TOP + 1}, "top", MAX_TOP + 1),
+        ({**ONE, "top": True}, "top", True),
+        ({**ONE, "top": 1.0}, "top", 1.0),
+        ({**ONE, "top": "1"}, "top", "1"),
+        ({**ONE, "top": None}, "top", None),
+        ({"device": "h100", "problem": [LAYER]}, "problem", None),
+        ({"device": "h100", "problem": None}, "problem", None),
+        ({"device": "h100", "problems": []}, "problems", "0 problems"),
+        ({"device": "h100", "problems": None}, "problems", None),
+        ({"device": "h100", "problems": LAYER}, "problems", None),
+        ({"device": "h100", "problems": [LAYER] * 21}, "problems", "21 problems"),
+        ({"device": "h100", "problems": [LAYER, 7]}, "problems[1]", 7),
+        ({"device": "h100", "problems": [LAYER, {**LAYER, "c": 65}]}, "problems[1].c", 65),
+        ({"device": "h100", "problem": {**LAYER, "batch": 1}}, "problem.batch", 1),
+        ({"device": "h100", "problem": {**LAYER, "problem": 1}}, "problem.problem", 1),
+        ({"device": "h100", "problem": {"c": 64}}, "problem.n", None),
+        (
+            {"device": "h100", "problem": {**LAYER, "padding": [1, 1, 1]}},
+            "problem.padding",
+            [1] * 3,
+        ),
+        ({"device": "h100", "problem": {**LAYER, "padding": [1, -1]}}, "problem.padding", -1),
+        ({"device": "h100", "problem": {**LAYER, "h": 1, "padding": 0}}, "problem.h", 1),
+        ({"device": "h100", "problem": {**LAYER, "bias": 1}}, "problem.bias", 1),
+        ({"device": "h100", "problem": {**LAYER, "dtype": "fp64"}}, "problem.dtype", "fp64"),
+    ],
+)
+def test_the_offending_field_is_named(
+    client: TestClient, body: Any, field: str, value: object
+) -> None:
+    reply = client.post("/v1/predict", json=body)
+    error = error_of(reply)
+    assert (reply.status_code, error["code"], error["field"]) == (422, "invalid_input", field)
+    assert error["message"].startswith(field)
+    assert error["allowed"] in error["message"]
+    if value is not None:
+        assert error["value"] == value
+
+
+_NOT_INTEGERS = [1.5, -1, 10**30, True, None, "3", "NaN", "", {}, [[]], "\ud800", "x" * 5000]
+
+
+@pytest.mark.parametrize("bad", _NOT_INTEGERS, ids=lambda bad: repr(bad)[:20])
+@pytest.mark.parametrize("name", [*LIMITS, *CHOICES])
+def test_no_field_takes_a_value_of_another_kind(client: TestClient, name: str, bad: Any) -> None:
+    body = json.dumps({"device": "h100", "problem": {**LAYER, name: bad}}).encode()
+    reply = post(client, body)
+    error = error_of(reply)
+    assert (reply.status_code, error["field"]) == (422, f"problem.{name}")
+    shown = [[]] if bad == [[]] and name not in PAIRS else bad
+    if name not in PAIRS and len(str(bad)) < 60:
+        assert error["value"] == shown
+
+
+def test_a_number_too_large_for_a_float_is_refused_by_name(client: TestClient) -> None:
+    body = json.dumps(ONE).replace('"n": 32', '"n": 1e999').encode()
+    assert error_of(post(client, body))["field"] == "problem.n"
+
+
+def test_long_names_and_values_are_cut(client: TestClient) -> None:
+    for place in ({**ONE, "x" * 9000: 1}, {"device": "h100", "problem": {"y" * 9000: "z" * 9000}}):
+        reply = client.post("/v1/predict", json=place)
+        assert error_of(reply)["field"].endswith("...")
+        assert len(reply.content) < 1500
+
+
+def test_any_host_header_and_path_are_survived(client: TestClient) -> None:
+    assert error_of(client.get("/%ff%00%0a", headers={"host": "[::1"}))["code"] == "not_found"
+
+
+class Faulty(Predictor):
+    """A predictor with a bug that one problem size brings out."""
+
+    def rank(self, problem: Problem, device: str | Device, top: int = 5) -> list[Choice]:
+        if problem.n == 13:
+            raise RuntimeError("the inner secret")
+        return super().rank(problem, device, top)
+
+
+@pytest.mark.parametrize("count", [1, 15], ids=["on the loop", "in the thread"])
+def test_a_bug_is_a_500_with_an_id_that_the_log_explains(
+    caplog: pytest.LogCaptureFixture, count: int
+) -> None:
+    with TestClient(create_app(SETTINGS, Faulty.load())) as client:
+        body = {"device": "h100", "problems": [{**LAYER, "n": 13}] * count}
+        with caplog.at_level(logging.ERROR, "confpred"):
+            reply = client.post("/v1/predict", json=body)
+        error = error_of(reply)
+        assert (reply.status_code, error["code"]) == (500, "internal_error")
+        assert "secret" not in reply.text
+        (record,) = [r for r in caplog.records if r.levelno >= logging.ERROR]
+        assert error["message"].rpartition(" ")[2] in record.getMessage()
+        assert record.exc_info is not None
+        assert "the inner secret" in str(record.exc_info[1])
+        assert client.post("/v1/predict", json=ONE).status_code == 200  # it lives on
+        metrics = client.get("/metrics").text
+    assert 'confpred_requests_total{route="/v1/predict",status="500"} 1.0' in metrics

@@ -1,0 +1,154 @@
+"""Regret is worked out right, the model beats the baselines, and the command reports it."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from synthetic import SMALL
+
+from confpred.problem.conv2d import Problem
+from confpred.problem.device import get_device
+from confpred.training.dataset import Timings, read_dataset
+from confpred.training.evaluate import MODEL, MODEL_ALL, Evaluation, Summary, evaluate
+from confpred.training.methods import TOPS, baselines
+
+H100 = get_device("h100")
+
+
+@pytest.fixture(scope="module")
+def evaluation(measurements) -> Evaluation:
+    return evaluate(read_dataset([measurements]), SMALL, folds=3, seed=0)
+
+
+def test_random_choice_is_judged_by_its_expectation():
+    times = np.array([3.0, 1.0, 2.0, 7.0])
+    problem = Problem.parse("n=4 c=64 h=14 w=14 k=64 r=3 s=3 groups=8 padding=1")
+    t = Timings(problem, (), "grouped_fprop", np.arange(4), times, times)
+    judged = baselines()["random"]([], H100, 0)(t)
+    for k, regret in zip(TOPS, judged.regret, strict=True):
+        subsets = list(itertools.combinations(times, min(k, len(times))))
+        assert regret == pytest.approx(np.mean([min(s) for s in subsets]) / times.min())
+
+
+def test_the_fixed_config_is_the_best_of_the_training_problems():
+    def timings(n, rows, ms):
+        problem = Problem(n, 64, 14, 14, 64, 3, 3, padding=1, groups=8)
+        return Timings(problem, (), "grouped_fprop", np.array(rows), np.array(ms), np.array(ms))
+
+    train = [timings(n, [0, 1, 2], [1.5, 1.0, 1.1]) for n in (1, 2)]
+    train += [timings(n, [0, 2], [1.9, 1.0]) for n in (3, 4)]
+    judge = baselines()["fixed config"](train, H100, 0)
+    # Config 2 serves all four, at 1.1 twice; config 1 serves two, and counts as 2 on the others.
+    assert judge(timings(9, [0, 1, 2], [1.0, 2.0, 3.0])).regret[0] == 3.0
+    assert judge(timings(9, [0, 1], [1.0, 2.0])).regret[0] == 2.0
+
+
+def test_summary_is_of_the_first_choice():
+    regret = np.column_stack([np.linspace(1, 2, 101), np.ones(101), np.ones(101)])
+    summary = Summary.of(regret, [10] * 101)
+    assert summary.geomean == pytest.approx(np.exp(np.mean(np.log(regret[:, 0]))))
+    assert (summary.p90, summary.p95, summary.worst) == pytest.approx((1.9, 1.95, 2.0))
+    assert summary.top == {"1": pytest.approx(summary.geomean), "3": 1.0, "8": 1.0}
+    assert (summary.problems, summary.candidates) == (101, 10)
+
+
+def test_the_model_is_ahead_of_every_baseline(evaluation):
+    geomean = {m: evaluation.judged.summary(m).geomean for m in evaluation.judged.scores}
+    assert set(geomean) == {MODEL, MODEL_ALL, *baselines()}
+    assert geomean[MODEL_ALL] == min(geomean.values())
+    assert geomean[MODEL] < min(geomean[name] for name in baselines() if name != "roofline")
+    assert geomean[MODEL_ALL] < geomean["roofline"] < geomean["random"]
+
+
+def test_every_problem_of_a_network_is_judged_once(evaluation):
+    judged = [t.problem for t in evaluation.judged.timings]
+    expected = {t.problem for t in evaluation.dataset.timings if t.networks}
+    assert len(judged) == len(expected)
+    assert set(judged) == expected
+    for scores in evaluation.judged.scores.values():
+        assert len(scores) == len(judged)
+        assert all(s.regret[0] >= s.regret[1] >= s.regret[2] >= 1 for s in scores)
+
+
+def test_noise_is_the_relative_spread(evaluation):
+    assert evaluation.noise == pytest.approx((0.01, 0.01))  # as the measurements were made up
+
+
+def test_choosing_among_operators_is_better_than_always_one(evaluation):
+    whole = evaluation.whole
+    chosen = whole.regret["the predicted fastest"]
+    ours, theirs = whole.regret["always ours"], whole.regret["always PyTorch's"]
+    assert ours.problems == theirs.problems == chosen.problems
+    assert theirs.worst == pytest.approx(2.0, rel=0.05)  # as they were made up
+    assert chosen.geomean < min(ours.geomean, theirs.geomean)
+    assert whole.speed == pytest.approx(theirs.geomean / chosen.geomean)
+    wide = [p for p in evaluation.dataset.pytorch_ms if p.group_width == 32]
+    assert 0 < whole.pytorch <= len(wide)
+    assert whole.slower <= 0.1 * chosen.problems
+    assert whole.worst_speed < 1 / 1.05 or whole.slower == 0
+
+
+def test_evaluation_is_reproducible(evaluation, measurements):
+    again = evaluate(read_dataset([measurements]), SMALL, folds=3, seed=0)
+    assert again.to_json() == evaluation.to_json()
+
+
+def command(
+    *words: object, prelude: str = "", path: Path | str = ""
+) -> subprocess.CompletedProcess[str]:
+    program = f"{prelude}\nfrom confpred.cli import main; main()"
+    return subprocess.run(
+        [sys.executable, "-c", program, "evaluate", *map(str, words)],
+        env=os.environ | {"PYTHONPATH": str(path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_command_prints_writes_and_plots(measurements, tmp_path):
+    figures, plot = tmp_path / "figures.json", tmp_path / "regret.png"
+    # Found first, in the processes that judge as well: what a user without XGBoost has.
+    (tmp_path / "xgboost.py").write_text("raise ImportError")
+    words = ("--folds", 2, "--json", figures, "--plot", plot)
+    done = command(measurements, *words, path=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "XGBoost, raw ms: not installed (this needs xgboost" in done.stdout
+    content = json.loads(figures.read_text())
+    assert content["methods"][MODEL]["geomean"] >= 1
+    assert "XGBoost, raw ms" not in content["methods"]
+    for name, summary in content["methods"].items():
+        (line,) = [line for line in done.stdout.splitlines() if f"│ {name} " in line]
+        assert f"{summary['geomean']:.3f}" in line
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("missing.parquet",), "missing.parquet is not a whole file of measurements"),
+        ((), "Missing argument"),
+        (("DATA", "--folds", 1), "1 is not in the range"),
+        (("DATA", "--device", "tpu"), "device='tpu' is not allowed"),
+        (("DATA", "--device", "a100"), "no measurements of a100"),
+    ],
+)
+def test_command_names_what_is_wrong(measurements, words, message):
+    done = command(*(measurements if word == "DATA" else word for word in words))
+    assert done.returncode in (1, 2)
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_command_names_a_missing_package(measurements):
+    prelude = "import sys; sys.modules['pandas'] = None"
+    done = command(measurements, prelude=prelude)
+    assert "this needs pandas: pip install 'confpred[train]'" in done.stderr
+    assert done.returncode == 1

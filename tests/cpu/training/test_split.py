@@ -1,0 +1,103 @@
+"""No layer of a held-out network is ever trained on."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from confpred.errors import DataError
+from confpred.problem.conv2d import Problem
+from confpred.training.dataset import Timings
+from confpred.training.split import split_by_network, without_networks
+
+
+def _problem_of(entry):
+    return entry[:-1]
+
+
+# Few distinct layers, so that networks share them and coverage problems repeat them.
+entries = st.lists(
+    st.tuples(
+        st.sampled_from((64, 128, 192)),
+        st.sampled_from((7, 14)),
+        st.sampled_from((1, 32)),
+        st.sampled_from(("float16", "bfloat16")),
+        st.sampled_from(("none", "relu")),
+        st.booleans(),
+        st.sets(st.sampled_from("abcdef"), max_size=3),
+    ),
+    min_size=1,
+    max_size=40,
+    unique_by=_problem_of,
+)
+
+
+def timings_of(drawn) -> list[Timings]:
+    one = np.ones(1)
+    return [
+        Timings(
+            Problem(n, c, h, h, c, 3, 3, groups=8, dtype=dtype, activation=act, bias=bias),
+            tuple(sorted(names)),
+            "grouped_fprop",
+            np.zeros(1, np.intp),
+            one,
+            one,
+        )
+        for c, h, n, dtype, act, bias, names in drawn
+    ]
+
+
+def layer(p: Problem) -> tuple[object, ...]:
+    """What two problems share that differ only in batch size, dtype and epilogue."""
+    sizes = (p.c, p.h, p.w, p.k, p.r, p.s)
+    return (*sizes, p.stride, p.padding, p.dilation, p.groups, p.direction)
+
+
+@given(entries, st.integers(2, 8), st.integers(0, 5))
+def test_nothing_leaks(drawn, folds, seed):
+    timings = timings_of(drawn)
+    networks = {name for t in timings for name in t.networks}
+    if len(networks) < 2:
+        with pytest.raises(DataError, match="at least 2 networks"):
+            split_by_network(timings, folds, seed)
+        return
+    split = split_by_network(timings, folds, seed)
+    assert sorted(name for fold in split for name in fold.networks) == sorted(networks)
+    judged = [t.problem for fold in split for t in fold.test]
+    assert len(set(judged)) == len(judged)
+    assert set(judged) == {t.problem for t in timings if t.networks}
+    for fold in split:
+        held_out = [t for t in timings if set(t.networks) & set(fold.networks)]
+        assert {t.problem for t in fold.test} <= {t.problem for t in held_out}
+        hidden = {layer(t.problem) for t in held_out}
+        # Exactly the hidden layers are missing: no leak, and nothing is thrown away.
+        kept = [t.problem for t in timings if layer(t.problem) not in hidden]
+        assert [t.problem for t in fold.train] == kept
+
+
+@given(entries, st.integers(0, 5))
+def test_the_same_seed_gives_the_same_split(drawn, seed):
+    timings = timings_of(drawn)
+    if len({name for t in timings for name in t.networks}) >= 2:
+        first, second = (split_by_network(timings, 3, seed) for _ in range(2))
+        assert [f.networks for f in first] == [f.networks for f in second]
+
+
+def test_folds_are_of_about_one_size():
+    timings = timings_of(
+        (64 * (i + 1), 14, 1, "float16", "none", False, {f"net{i % 12}"}) for i in range(60)
+    )
+    assert [len(f.test) for f in split_by_network(timings, 4, 0)] == [15] * 4
+
+
+def test_without_networks_hides_their_layers_everywhere():
+    timings = timings_of(
+        [
+            (64, 7, 1, "float16", "none", False, {"a", "b"}),
+            (64, 7, 32, "bfloat16", "relu", True, set()),
+            (64, 14, 1, "float16", "none", False, {"b"}),
+        ]
+    )
+    assert without_networks(timings, ["a"]) == (timings[2],)

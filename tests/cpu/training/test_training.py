@@ -1,0 +1,162 @@
+"""Training writes a whole, reproducible model folder, or nothing."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import synthetic
+from synthetic import SMALL
+
+from confpred.errors import DataError, InvalidInput, StorageError
+from confpred.families.registry import all_families
+from confpred.model.folder import load_model
+from confpred.problem.conv2d import Problem
+from confpred.training.dataset import read_dataset
+from confpred.training.train import train
+
+
+def card_of(folder: Path) -> dict:
+    return json.loads((folder / "card.json").read_text())
+
+
+def test_the_same_data_and_seed_give_the_same_model(measurements, model_folder, tmp_path):
+    dataset = read_dataset([measurements])
+    train(dataset, tmp_path / "again", exclude=["net0"], hyper=SMALL)
+    names = sorted(path.name for path in model_folder.iterdir())
+    assert names == sorted(path.name for path in (tmp_path / "again").iterdir())
+    assert names == [
+        "card.json",
+        "grouped_fprop.order.txt",
+        "grouped_fprop.time.txt",
+        "measured.json",
+        "pytorch.txt",
+    ]
+    for name in names[1:]:
+        assert (tmp_path / "again" / name).read_bytes() == (model_folder / name).read_bytes()
+    first, second = card_of(model_folder), card_of(tmp_path / "again")
+    assert first.pop("created") <= second.pop("created")
+    assert first == second
+
+
+def test_the_card_says_what_the_model_is(measurements, model_folder):
+    dataset, card = read_dataset([measurements]), card_of(model_folder)
+    assert card["device"] == "h100"
+    assert card["data"]["excluded_networks"] == ["net0"]
+    assert 0 < card["data"]["rows"] < dataset.rows
+    assert card["families"]["grouped_fprop"]["source"] == synthetic.SOURCE
+    assert card["families"]["grouped_fprop"]["source_digests"] == list(
+        dataset.kernels["grouped_fprop"]
+    )
+    assert card["regret_bound"] == card["metrics"]["regret"]["p95"] >= 1
+    assert set(card["libraries"]) == {"confpred", "lightgbm", "numpy"}
+
+
+def test_excluded_layers_are_in_no_part_of_the_model(measurements, model_folder):
+    model = load_model(model_folder)
+    dataset = read_dataset([measurements])
+    hidden = {t.problem.layer() for t in dataset.timings if "net0" in t.networks}
+    assert hidden
+    assert not hidden & {Problem.parse(words).layer() for words in model.measured}
+
+
+def test_measured_configs_are_the_fastest(measurements, model_folder):
+    model = load_model(model_folder)
+    dataset = read_dataset([measurements])
+    by_problem = {t.problem: t for t in dataset.timings}
+    assert {best.family for best in model.measured.values()} == {None, "grouped_fprop"}
+    for words, best in model.measured.items():
+        problem = Problem.parse(words)
+        ours, theirs = by_problem[problem].time_ms.min(), dataset.pytorch_ms[problem]
+        assert best.time_ms == min(ours, theirs)
+        if best.family is not None:
+            found = by_problem[problem].rows[by_problem[problem].time_ms.argmin()]
+            assert best.row == found
+
+
+def test_problems_with_few_configs_measured_do_not_count_as_measured(tmp_path):
+    data = synthetic.write(tmp_path / "few.parquet", networks=3, configs=10)
+    train(read_dataset([data]), tmp_path / "model", hyper=SMALL)
+    for words in load_model(tmp_path / "model").measured:
+        problem = Problem.parse(words)
+        assert all_families()["grouped_fprop"].legal(problem, synthetic.DEVICE).sum() <= 10
+
+
+def test_the_seed_changes_the_split_and_so_the_bound(measurements, model_folder, tmp_path):
+    train(read_dataset([measurements]), tmp_path / "model", seed=1, hyper=SMALL)
+    assert card_of(tmp_path / "model")["seed"] == 1
+    assert card_of(tmp_path / "model")["regret_bound"] != card_of(model_folder)["regret_bound"]
+
+
+def test_an_existing_folder_is_never_written_to(measurements, tmp_path):
+    (tmp_path / "mine").mkdir()
+    with pytest.raises(InvalidInput, match="does not exist yet"):
+        train(read_dataset([measurements]), tmp_path / "mine", hyper=SMALL)
+    assert list((tmp_path / "mine").iterdir()) == []
+
+
+def test_a_network_that_is_not_there_is_named(measurements, tmp_path):
+    with pytest.raises(InvalidInput, match="exclude-network='net99' is not allowed; allowed: one"):
+        train(read_dataset([measurements]), tmp_path / "model", exclude=["net99"], hyper=SMALL)
+
+
+def test_data_of_one_network_is_refused(tmp_path):
+    data = synthetic.write(tmp_path / "one.parquet", networks=1)
+    with pytest.raises(DataError, match="at least 2 networks; found 1"):
+        train(read_dataset([data]), tmp_path / "model", hyper=SMALL)
+
+
+@pytest.mark.parametrize(
+    ("limit", "what"), [(0, "what processes share"), (100, "{out}"), (5_000, "{out}")]
+)
+def test_a_refused_write_leaves_nothing_behind(measurements, tmp_path, limit, what):
+    """The limit on file sizes ends a write as a full disk does."""
+    program = (
+        "import resource, signal, sys\n"
+        "from pathlib import Path\n"
+        "from synthetic import SMALL\n"
+        "from confpred.training.dataset import read_dataset\n"
+        "from confpred.training.train import train\n"
+        "data = read_dataset([Path(sys.argv[1])])\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[3]),) * 2)\n"
+        "try: train(data, Path(sys.argv[2]), hyper=SMALL)\n"
+        "except Exception as error: print(type(error).__name__, error)\n"
+    )
+    out = tmp_path / "models" / "full"
+    done = subprocess.run(
+        [sys.executable, "-c", program, measurements, out, str(limit)],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={"PYTHONPATH": str(Path(__file__).parents[2])},
+    )
+    said = f"StorageError cannot write {what.format(out=out)}: File too large"
+    assert done.stdout.startswith(said)
+    assert [path for path in tmp_path.rglob("*") if path.name != "models"] == []
+
+
+def test_a_file_in_the_way_is_an_error(measurements, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(StorageError, match="cannot write"):
+        train(read_dataset([measurements]), tmp_path / "file" / "model", hyper=SMALL)
+
+
+def test_command_trains_a_model_that_predicts(measurements, tmp_path):
+    program = "from confpred.cli import main; main()"
+    out = tmp_path / "models" / "mine"
+    done = subprocess.run(
+        [sys.executable, "-c", program, "train", measurements, "--out", out],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    model = load_model(out)
+    assert f"p95 {model.regret_bound:.3f}" in done.stdout
+    ours = [best for best in model.measured.values() if best.row is not None]
+    assert np.mean([model.families["grouped_fprop"].portfolio[best.row] for best in ours]) > 0.5

@@ -1,0 +1,507 @@
+"""`confpred.conv2d` as its users call it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import confpred
+from confpred.families.registry import all_families
+from confpred.predict.choice import Choice
+from confpred.predict.pins import read_plan
+from confpred.predict.predictor import Predictor
+from confpred.problem.conv2d import ACTIVATIONS, Problem
+from confpred.problem.device import Device
+from confpred.problem.record import Record
+
+LAST = torch.channels_last
+SHAPE = {"padding": 1, "groups": 8}
+#: Layers that kernels of ours serve: arguments of the operator, then channels.
+LAYERS = {
+    "width 8": (SHAPE, 64),
+    "width 16, stride 2": ({"stride": 2, "padding": 1, "groups": 4}, 64),
+    "width 32, dilation 2": ({"dilation": 2, "padding": 2, "groups": 2}, 64),
+    "depthwise": ({"padding": 1, "groups": 64}, 64),
+    "depthwise, stride 2 and dilation 2": (
+        {"stride": (2, 1), "dilation": (1, 2), "padding": (1, 2), "groups": 48},
+        48,
+    ),
+}
+TOLERANCE = {torch.float16: 4e-3, torch.bfloat16: 3e-2, torch.float32: 1e-4}
+
+
+class OursFirst(Predictor):
+    """A predictor without a model, whose guess is taken as if its user had pinned it: a kernel of
+    ours wherever one is legal, whatever models say.
+
+    Attributes:
+        chosen: the families of its choices.
+    """
+
+    def __init__(self) -> None:
+        super().__init__({})
+        self.chosen: list[str | None] = []
+
+    def choose(self, problem: Record, device: str | Device) -> Choice:
+        choice = super().choose(problem, device)
+        self.chosen.append(choice.family)
+        return replace(choice, source="plan") if choice.source == "heuristic" else choice
+
+
+@pytest.fixture(autouse=True)
+def ours() -> Iterator[OursFirst]:
+    """Kernels of ours serve every layer that they can."""
+    predictor = OursFirst()
+    confpred.use_predictor(predictor)
+    yield predictor
+    confpred.use_predictor(Predictor({}))
+
+
+Layer = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def make_layer(
+    kwargs: dict[str, Any], channels: int, dtype: torch.dtype = torch.float16, seed: int = 0
+) -> Layer:
+    """Input, filter and bias; the filter's scale keeps the output near 1."""
+    torch.manual_seed(seed)
+    width = channels // kwargs["groups"]
+    x = torch.randn(4, channels, 29, 28, device="cuda")
+    weight = torch.randn(channels, width, 3, 3, device="cuda") / (9 * width) ** 0.5
+    bias = torch.randn(channels, device="cuda")
+    return (
+        x.to(dtype).to(memory_format=LAST),
+        weight.to(dtype).to(memory_format=LAST),
+        bias.to(dtype),
+    )
+
+
+@pytest.fixture
+def layer() -> Layer:
+    return make_layer(SHAPE, 64)
+
+
+def close(a: torch.Tensor, b: torch.Tensor) -> None:
+    tolerance = TOLERANCE[a.dtype]
+    scale = max(1.0, b.float().abs().max().item())
+    torch.testing.assert_close(a.float(), b.float(), rtol=tolerance, atol=tolerance * scale)
+
+
+def in_float64(*tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
+    return [None if t is None else t.detach().double() for t in tensors]
+
+
+def served_by(direction: str, ours: OursFirst) -> bool:
+    return any(name is not None and name.endswith(direction) for name in ours.chosen)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("activation", [None, *ACTIVATIONS])
+def test_equals_pytorch(name, dtype, activation, ours) -> None:
+    kwargs, channels = LAYERS[name]
+    x, weight, bias = make_layer(kwargs, channels, dtype)
+    residual = None
+    for _ in range(2):  # without and with a residual
+        exact = F.conv2d(*in_float64(x, weight, bias), **kwargs)
+        if residual is not None:
+            exact = exact + residual.double()
+        if activation not in (None, "none"):
+            exact = getattr(F, activation)(exact)
+        out = confpred.conv2d(x, weight, bias, activation=activation, residual=residual, **kwargs)
+        close(out, exact)
+        assert out.dtype is dtype
+        assert out.is_contiguous(memory_format=LAST)
+        residual = torch.randn_like(out)
+    assert served_by("fprop", ours)
+    assert None not in ours.chosen
+
+
+@pytest.mark.parametrize("name", [name for name in LAYERS if name.startswith("depthwise")])
+def test_depthwise_layers_in_float32(name, ours) -> None:
+    kwargs, channels = LAYERS[name]
+    x, weight, bias = (t.requires_grad_() for t in make_layer(kwargs, channels, torch.float32))
+    out = confpred.conv2d(x, weight, bias, **kwargs)
+    exact = [t.detach().double().requires_grad_() for t in (x, weight, bias)]
+    right = F.conv2d(*exact, **kwargs)
+    close(out.detach(), right.detach())
+    grad = torch.randn_like(out)
+    out.backward(grad)
+    right.backward(grad.double())
+    for mine, theirs in zip((x, weight, bias), exact, strict=True):
+        close(mine.grad, theirs.grad)
+    assert ours.chosen
+    assert all(name and name.startswith("depthwise") for name in ours.chosen)
+
+
+@pytest.mark.parametrize("wanted", ["x", "weight", "bias", "x weight", "x weight bias"])
+@pytest.mark.parametrize("name", LAYERS)
+def test_gradients_equal_pytorchs(name, wanted, ours) -> None:
+    kwargs, channels = LAYERS[name]
+    named = dict(zip(("x", "weight", "bias"), make_layer(kwargs, channels), strict=True))
+    exact = {key: t.double() for key, t in named.items()}
+    needed = wanted.split()
+    for key in needed:
+        named[key].requires_grad_()
+        exact[key].requires_grad_()
+    out = confpred.conv2d(*named.values(), activation="silu", **kwargs)
+    right = F.silu(F.conv2d(*exact.values(), **kwargs))
+    grad = torch.randn_like(out)
+    mine = torch.autograd.grad(out, [named[key] for key in needed], grad)
+    theirs = torch.autograd.grad(right, [exact[key] for key in needed], grad.double())
+    for key, a, b in zip(needed, mine, theirs, strict=True):
+        assert a.shape == named[key].shape
+        close(a, b)
+    assert served_by("dgrad", ours) == ("x" in needed)
+    assert served_by("wgrad", ours) == ("weight" in needed)
+    assert None not in ours.chosen
+
+
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_gradients_without_an_epilogue(layer, with_bias) -> None:
+    x, weight, bias = (t.requires_grad_() for t in layer)
+    bias = bias if with_bias else None
+    needed = [t for t in (x, weight, bias) if t is not None]
+    out = confpred.conv2d(x, weight, bias, **SHAPE)
+    grad = torch.randn_like(out)
+    mine = torch.autograd.grad(out, needed, grad)
+    exact = [None if t is None else t.detach().double().requires_grad_() for t in (x, weight, bias)]
+    right = F.conv2d(*exact, **SHAPE)
+    theirs = torch.autograd.grad(right, [t for t in exact if t is not None], grad.double())
+    for a, b in zip(mine, theirs, strict=True):
+        close(a, b)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda g: g.contiguous(),  # NCHW
+        lambda g: g.to(memory_format=LAST),
+        lambda g: g[:1].expand_as(g),
+        lambda g: g.flatten()[:1].expand(g.numel()).view(g.shape),  # as .sum() makes it
+        lambda g: torch.cat((g, g), 1)[:, : g.shape[1]],  # with gaps
+    ],
+    ids=["nchw", "channels last", "one image", "one number", "gaps"],
+)
+def test_gradients_of_any_layout_are_taken(layer, change) -> None:
+    x, weight, bias = (t.requires_grad_() for t in layer)
+    out = confpred.conv2d(x, weight, bias, **SHAPE)
+    grad = change(torch.randn_like(out))
+    mine = torch.autograd.grad(out, (x, weight, bias), grad)
+    exact = [t.detach().double().requires_grad_() for t in (x, weight, bias)]
+    theirs = torch.autograd.grad(F.conv2d(*exact, **SHAPE), exact, grad.double())
+    for a, b in zip(mine, theirs, strict=True):
+        close(a, b)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_deterministic_gradients_repeat_to_the_bit(name) -> None:
+    kwargs, channels = LAYERS[name]
+    x, weight, bias = (t.requires_grad_() for t in make_layer(kwargs, channels))
+    out = confpred.conv2d(x, weight, bias, **kwargs)
+    grad = torch.randn_like(out)
+    torch.use_deterministic_algorithms(True)
+    try:
+        first, *others = (
+            torch.autograd.grad(out, (x, weight, bias), grad, retain_graph=True) for _ in range(20)
+        )
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for other in others:
+        assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+
+
+def test_cudnns_switch_asks_for_deterministic_gradients_too(layer, monkeypatch) -> None:
+    asked: list[bool] = []
+
+    class Listening(OursFirst):
+        def choose(self, problem: Any, device: str | Device) -> Choice:
+            if problem.direction == "wgrad":
+                asked.append(problem.deterministic)
+            return super().choose(problem, device)
+
+    confpred.use_predictor(Listening())
+    x, weight, _ = layer
+    out = confpred.conv2d(x, weight.requires_grad_(), **SHAPE)
+    for deterministic in (False, True):
+        monkeypatch.setattr(torch.backends.cudnn, "deterministic", deterministic)
+        torch.autograd.grad(out.sum(), weight, retain_graph=True)
+    assert asked == [False, True]
+
+
+def test_a_plan_is_followed_and_said(layer, tmp_path, caplog, device) -> None:
+    x, weight, _ = layer
+    problem = Problem.parse("n=4 c=64 h=29 w=28 k=64 r=3 s=3 padding=1 groups=8")
+    choice = Predictor({}).rank(problem, device, 3)[-1]
+    pin = {
+        "device": device.key,
+        "problem": problem.to_json(),
+        "family": choice.family,
+        "config": dict(choice.config),
+    }
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps({"format": "confpred-plan/1", "pins": [pin]}))
+    confpred.use_predictor(Predictor({}, read_plan(path)))
+    with caplog.at_level(logging.DEBUG, logger="confpred.pytorch.conv2d"):
+        out = confpred.conv2d(x, weight, **SHAPE)
+    assert choice.family in caplog.text
+    assert "(plan)" in caplog.text
+    close(out, F.conv2d(*in_float64(x, weight), **SHAPE))
+
+
+@pytest.mark.parametrize(
+    ("x_change", "kwargs"),
+    [
+        (lambda x: x.contiguous(), {}),  # NCHW
+        (lambda x: x.float(), {}),  # a dtype without a kernel at this width
+        (lambda x: x, {"stride": 3}),  # a stride without a kernel
+        (lambda x: x[:, :, 1:], {}),  # a view with gaps
+        (lambda x: x[:0], {}),
+    ],
+    ids=["nchw", "float32", "stride", "view", "empty"],
+)
+def test_everything_else_goes_to_pytorch(layer, x_change, kwargs) -> None:
+    x, weight, bias = layer
+    x = x_change(x)
+    weight, bias = weight.to(x.dtype), bias.to(x.dtype)
+    out = confpred.conv2d(x, weight, bias, **SHAPE, **kwargs)
+    torch.testing.assert_close(out, F.conv2d(x, weight, bias, **SHAPE, **kwargs))
+
+
+def test_without_a_model_pytorch_serves(layer, caplog) -> None:
+    confpred.use_predictor(Predictor({}))
+    x, weight, bias = layer
+    with caplog.at_level(logging.DEBUG, logger="confpred.pytorch.conv2d"):
+        out = confpred.conv2d(x, weight, bias, **SHAPE)
+    assert "PyTorch's own operator (heuristic)" in caplog.text
+    close(out, F.conv2d(x, weight, bias, **SHAPE))
+
+
+def test_misaligned_tensors_are_served(layer) -> None:
+    x, weight, bias = layer
+    exact = F.conv2d(*in_float64(x, weight, bias), **SHAPE)
+    storage = torch.empty(x.numel() + 1, device="cuda", dtype=torch.float16)
+    shifted = storage[1:].view(4, 29, 28, 64).permute(0, 3, 1, 2).copy_(x)
+    close(confpred.conv2d(shifted, weight, bias, **SHAPE), exact)
+    last = torch.empty(65, device="cuda", dtype=torch.float16)[1:].copy_(bias)
+    close(confpred.conv2d(x, weight, last, **SHAPE), exact)
+
+
+def test_a_filter_in_pytorchs_default_layout_is_taken(layer) -> None:
+    x, weight, _ = layer
+    out = confpred.conv2d(x, weight.contiguous(), **SHAPE)
+    assert torch.equal(out, confpred.conv2d(x, weight, **SHAPE))
+
+
+def test_runs_on_the_current_stream(layer) -> None:
+    x, weight, _ = layer
+    expected = confpred.conv2d(x, weight, **SHAPE)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(50_000_000)  # a launch on any other stream would overtake this
+        doubled = x * 2
+        out = confpred.conv2d(doubled, weight, **SHAPE)
+    stream.synchronize()
+    close(out, 2 * expected)
+
+
+def test_many_threads_may_launch_one_kernel(layer) -> None:
+    x, weight, _ = layer
+    inputs = [torch.randn_like(x) for _ in range(8)]
+    expected = [F.conv2d(*in_float64(t, weight), **SHAPE) for t in inputs]
+
+    def launch(index: int) -> list[torch.Tensor]:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            outs = [confpred.conv2d(inputs[index], weight, **SHAPE) for _ in range(50)]
+            torch.cuda.current_stream().synchronize()
+        return outs
+
+    torch.cuda.synchronize()
+    with ThreadPoolExecutor(len(inputs)) as threads:
+        for outs, right in zip(threads.map(launch, range(len(inputs))), expected, strict=True):
+            for out in outs:
+                close(out, right)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_filter_gradients_on_many_streams_keep_their_workspaces_apart(name) -> None:
+    """Each thread computes on a stream of its own, all at once, with one plan."""
+    kwargs, channels = LAYERS[name]
+    layers = [make_layer(kwargs, channels, seed=seed) for seed in range(6)]
+    filter_grad = partial(torch.ops.confpred.conv2d_filter_grad, with_bias=True, **lists(kwargs))
+    grads = [torch.randn_like(F.conv2d(x, w, b, **kwargs)) for x, w, b in layers]
+    expected = []
+    for (x, w, b), grad in zip(layers, grads, strict=True):
+        exact = [t.double().requires_grad_() for t in (w, b)]
+        out = F.conv2d(x.double(), *exact, **kwargs)
+        expected.append(torch.autograd.grad(out, exact, grad.double()))
+
+    def launch(index: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        x, weight, _ = layers[index]
+        with torch.cuda.stream(torch.cuda.Stream()):
+            found = [filter_grad(grads[index], x, weight) for _ in range(30)]
+            torch.cuda.current_stream().synchronize()
+        return found
+
+    torch.cuda.synchronize()
+    with ThreadPoolExecutor(len(layers)) as threads:
+        for found, right in zip(threads.map(launch, range(len(layers))), expected, strict=True):
+            for mine in found:
+                for a, b in zip(mine, right, strict=True):
+                    close(a, b)
+
+
+def lists(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments as the operators take them: pairs as lists."""
+    found: dict[str, Any] = {"groups": kwargs["groups"]}
+    for name, default in (("stride", 1), ("padding", 0), ("dilation", 1)):
+        value = kwargs.get(name, default)
+        found[name] = [value, value] if isinstance(value, int) else list(value)
+    return found
+
+
+def test_is_captured_by_a_cuda_graph(layer) -> None:
+    x, weight, _ = layer
+    confpred.conv2d(x, weight, **SHAPE)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = confpred.conv2d(x, weight, **SHAPE)
+    x.copy_(torch.randn_like(x))
+    graph.replay()
+    close(out, F.conv2d(*in_float64(x, weight), **SHAPE))
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_training_step_is_captured_by_a_cuda_graph(name) -> None:
+    kwargs, channels = LAYERS[name]
+    x, weight, bias = (t.requires_grad_() for t in make_layer(kwargs, channels))
+
+    def step() -> tuple[torch.Tensor, ...]:
+        out = confpred.conv2d(x, weight, bias, activation="relu", **kwargs)
+        return torch.autograd.grad(out.square().sum(), (x, weight, bias))
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        grads = step()
+    for _ in range(3):  # a workspace that was left dirty would be seen in the second replay
+        with torch.no_grad():
+            x.copy_(torch.randn_like(x))
+        graph.replay()
+        exact = [t.detach().double().requires_grad_() for t in (x, weight, bias)]
+        loss = F.relu(F.conv2d(*exact, **kwargs)).square().sum()
+        for mine, theirs in zip(grads, torch.autograd.grad(loss, exact), strict=True):
+            close(mine, theirs)
+
+
+def test_compiles_without_a_graph_break(layer) -> None:
+    x, weight, bias = layer
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        out = confpred.conv2d(x, weight, bias, activation="relu", **SHAPE)
+        return confpred.conv2d(out, weight, bias, activation="hardswish", residual=x, **SHAPE)
+
+    close(torch.compile(block, fullgraph=True)(x), block(x))
+
+
+@pytest.mark.parametrize("name", ["width 8", "depthwise"])
+def test_compiles_forward_and_backward(name, ours) -> None:
+    kwargs, channels = LAYERS[name]
+    x, weight, bias = (t.requires_grad_() for t in make_layer(kwargs, channels))
+
+    def block(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        return confpred.conv2d(x, weight, bias, activation="silu", **kwargs) * 2
+
+    out = torch.compile(block, fullgraph=True)(x, weight, bias)
+    grad = torch.randn_like(out)
+    ours.chosen.clear()
+    mine = torch.autograd.grad(out, (x, weight, bias), grad)
+    assert served_by("dgrad", ours)
+    assert served_by("wgrad", ours)
+    exact = [t.detach().double().requires_grad_() for t in (x, weight, bias)]
+    right = F.silu(F.conv2d(*exact, **kwargs)) * 2
+    close(out.detach(), right.detach())
+    for a, b in zip(mine, torch.autograd.grad(right, exact, grad.double()), strict=True):
+        close(a, b)
+
+
+def test_passes_pytorchs_checks_of_custom_operators(layer) -> None:
+    x, weight, bias = layer
+    geometry = ([1, 1], [1, 1], [1, 1], 8)
+    out = confpred.conv2d(x, weight, bias, **SHAPE)
+    operators = torch.ops.confpred
+    torch.library.opcheck(operators.conv2d, (x, weight, bias, None, *geometry, "none"))
+    torch.library.opcheck(operators.conv2d, (x, weight, None, out, *geometry, "gelu"))
+    torch.library.opcheck(operators.conv2d_input_grad, (out, x, weight, *geometry))
+    torch.use_deterministic_algorithms(True)  # the operator is run twice and compared
+    try:
+        for bias_too in (True, False):
+            arguments = (out, x, weight, bias_too, *geometry)
+            torch.library.opcheck(operators.conv2d_filter_grad, arguments)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_under_autocast(layer) -> None:
+    x, weight, bias = layer
+    floats = [t.float().requires_grad_() for t in layer]
+    with torch.autocast("cuda", dtype=torch.float16):
+        out = confpred.conv2d(*floats, residual=x.float(), **SHAPE)
+    assert out.dtype is torch.float16
+    close(out.detach(), confpred.conv2d(x, weight, bias, **SHAPE) + x)
+    out.sum().backward()
+    assert all(t.grad.dtype is torch.float32 for t in floats)
+
+
+_FIRST_STEP = """
+    import sys, torch, confpred
+    from confpred.cuda import compiler
+    sys.path.insert(0, sys.argv[1])
+    from test_pytorch import OursFirst
+    confpred.use_predictor(OursFirst())
+    compiled = []
+    compile_ = compiler._compile
+    compiler._compile = lambda *a: compiled.append(a) or compile_(*a)
+    x = torch.randn(4, 64, 28, 28, device="cuda", dtype=torch.float16)
+    x = x.to(memory_format=torch.channels_last).requires_grad_()
+    w = torch.randn(64, 8, 3, 3, device="cuda", dtype=torch.float16).requires_grad_()
+    confpred.conv2d(x, w, padding=1, groups=8).sum().backward()
+    torch.cuda.synchronize()
+    print(len(compiled))
+"""
+
+
+def test_a_second_process_compiles_nothing(tmp_path: Path) -> None:
+    environment = os.environ | {"CONFPRED_CACHE_DIR": str(tmp_path)}
+    program = [sys.executable, "-c", textwrap.dedent(_FIRST_STEP), str(Path(__file__).parent)]
+    first, second = (
+        int(
+            subprocess.run(
+                program, env=environment, check=True, capture_output=True, text=True
+            ).stdout
+        )
+        for _ in range(2)
+    )
+    directions = {name.rpartition("_")[2] for name in all_families()}
+    assert first >= len(directions)
+    assert second == 0
