@@ -49,7 +49,7 @@ from confpred.cuda.launch import BoundLaunch
 from confpred.families.registry import all_families
 from confpred.problem.conv2d import DIRECTIONS, Problem
 from confpred.problem.conv2d_operation import CONVOLUTION
-from confpred.problem.operation import SCRATCH, ZEROED, KernelSource, Launch
+from confpred.problem.operation import SCRATCH, ZEROED, KernelSpec, Launch
 
 if TYPE_CHECKING:
     import torch
@@ -107,7 +107,7 @@ def choices(
         choice = predictor.choose(problem, device)
         if choice.family is not None:
             launch = all_families()[choice.family].launch(problem, choice.config_id or 0)
-            sources |= dict.fromkeys(step.source for step in launch.steps)
+            sources |= dict.fromkeys(step.kernel for step in launch.steps)
         seen = "problem" if problem in measured else "layer" if problem.layer() in layers else "no"
         answer = choice.to_json()
         rows.append(
@@ -119,7 +119,7 @@ def choices(
     return rows
 
 
-def compile_all(sources: Iterable[KernelSource], arch: str) -> None:
+def compile_all(sources: Iterable[KernelSpec], arch: str) -> None:
     """Fill the kernel cache, in as many processes as there are cores."""
     with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
         list(pool.map(partial(compile_kernel, arch=arch), sources, chunksize=4))
@@ -151,7 +151,7 @@ def our_call(
     from confpred.cuda import driver
 
     kernels = [
-        driver.load(compile_kernel(step.source, device.arch), step.smem_bytes).kernel
+        driver.load(compile_kernel(step.kernel, device.arch), step.smem_bytes).kernel
         for step in launch.steps
     ]
     operands = CONVOLUTION.operands(problem)

@@ -169,7 +169,7 @@ def in_situ(problem: Problem, configs: Sequence[Config], device: Device) -> list
     events = profiler.events()
     # Launches of one stream run in order, so the order of ours tells whose they are.
     steps = [all_families()[family].launch(problem, row).steps for family, row in configs]
-    entries = {step.source.entry for step in itertools.chain.from_iterable(steps)}
+    entries = {step.kernel.entry for step in itertools.chain.from_iterable(steps)}
     durations = iter(
         event.time_range.elapsed_us()
         for event in sorted(events, key=lambda event: event.time_range.start)
@@ -257,7 +257,7 @@ def measure_all(model: Path | None) -> dict[str, Any]:
         for _, problem, configs in tasks
         for name, row in configs
     ]
-    compile_all({step.source: None for launch in launches for step in launch.steps}, device.arch)
+    compile_all({step.kernel: None for launch in launches for step in launch.steps}, device.arch)
     layers = [examine(network, problem, configs, device) for network, problem, configs in tasks]
     known = predictor.models.get(device.key)
     return provenance("torch", gpu=True) | {

@@ -33,7 +33,7 @@ from confpred.cuda.compiler import nvrtc_version
 from confpred.families.kernel_text import source_digest
 from confpred.families.protocol import Family
 from confpred.families.registry import all_families
-from confpred.problem.operation import KernelSource
+from confpred.problem.operation import KernelSpec
 
 SHOWN = 5  # failures
 
@@ -44,14 +44,14 @@ class Kernel:
 
     Attributes:
         family: that launches it.
-        source: file, entry and macros.
+        spec: file, entry and macros.
         digest: of the file as it is today.
         arch: the target.
         nvrtc: the compiler's version.
     """
 
     family: str
-    source: KernelSource
+    spec: KernelSpec
     digest: str
     arch: str
     nvrtc: str
@@ -67,24 +67,22 @@ class Result:
     error: str = ""
 
 
-def kernels_of(family: Family) -> tuple[list[KernelSource], int]:
+def kernels_of(family: Family) -> tuple[list[KernelSpec], int]:
     """The distinct kernels of `family`, and how many of its configs need one of them."""
-    kernels: dict[KernelSource, None] = {}
+    kernels: dict[KernelSpec, None] = {}
     met: set[int] = set()
     for problem in representative(family):
         for row in np.flatnonzero(family.legal(problem, H100)).tolist():
             met.add(row)
-            kernels.update((step.source, None) for step in family.launch(problem, row).steps)
+            kernels.update((step.kernel, None) for step in family.launch(problem, row).steps)
     return list(kernels), len(met)
 
 
-def of_each_config(
-    family: Family, kernels: Sequence[KernelSource], count: int
-) -> list[KernelSource]:
+def of_each_config(family: Family, kernels: Sequence[KernelSpec], count: int) -> list[KernelSpec]:
     """A random choice of `count` kernels, or fewer, for each config: of those that differ only in
     what the layer asks for."""
     fields = {name.upper() for name in family.configs.dtype.names or ()}
-    of_config: dict[tuple[object, ...], list[KernelSource]] = {}
+    of_config: dict[tuple[object, ...], list[KernelSpec]] = {}
     for kernel in random.Random(0).sample(kernels, len(kernels)):
         config = (kernel.file, *(define for define in kernel.defines if define[0] in fields))
         of_config.setdefault(config, []).append(kernel)
@@ -93,7 +91,7 @@ def of_each_config(
 
 def compile_one(kernel: Kernel) -> Result:
     try:
-        return Result(kernel, *resources(kernel.source, kernel.arch))
+        return Result(kernel, *resources(kernel.spec, kernel.arch))
     except Exception as error:  # whatever the compiler raises is a result here
         return Result(kernel, error=str(error))
 
@@ -119,9 +117,9 @@ def read_results(path: Path) -> dict[Kernel, Result]:
     for line in path.read_bytes().splitlines() if path.exists() else ():
         with contextlib.suppress(ValueError):
             fields = json.loads(line)
-            source = fields["kernel"].pop("source")
-            defines = tuple((name, value) for name, value in source.pop("defines"))
-            kernel = Kernel(source=KernelSource(**source, defines=defines), **fields.pop("kernel"))
+            spec = fields["kernel"].pop("spec")
+            defines = tuple((name, value) for name, value in spec.pop("defines"))
+            kernel = Kernel(spec=KernelSpec(**spec, defines=defines), **fields.pop("kernel"))
             found[kernel] = Result(kernel, **fields)
     return {kernel: result for kernel, result in found.items() if not result.error}
 
@@ -141,7 +139,7 @@ def report(found: Sequence[Result], console: Console) -> int:
     failed = [r for r in found if r.error]
     for result in failed[:SHOWN]:
         kernel = result.kernel
-        console.print(f"{kernel.source} for {kernel.arch}:\n{result.error}", style="red")
+        console.print(f"{kernel.spec} for {kernel.arch}:\n{result.error}", style="red")
     console.print(f"{len(found) - len(failed)} kernels compiled, {len(failed)} did not")
     return len(failed)
 
@@ -166,8 +164,8 @@ def main(words: Sequence[str] | None = None) -> int:
         if options.sample:
             sources = random.Random(0).sample(sources, min(options.sample, len(sources)))
         wanted += [
-            Kernel(name, source, source_digest(source.file), arch, nvrtc_version())
-            for source in sources
+            Kernel(name, spec, source_digest(spec.file), arch, nvrtc_version())
+            for spec in sources
             for arch in options.arch or ARCHS
         ]
     known = read_results(options.out)

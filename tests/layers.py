@@ -11,7 +11,7 @@ import numpy as np
 from confpred.families.protocol import Family
 from confpred.problem.conv2d import ACTIVATIONS, DIRECTIONS, DTYPES, Problem
 from confpred.problem.device import Device, get_device
-from confpred.problem.operation import KernelSource
+from confpred.problem.operation import KernelSpec
 
 H100 = get_device("h100")
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)
@@ -104,11 +104,11 @@ def serves_channels(block: int, channels: int) -> bool:
     return channels % 64 > 0 and channels % block == 0 and (block >= 48 or channels / block < 4)
 
 
-def first_kernel(family: Family) -> KernelSource:
+def first_kernel(family: Family) -> KernelSpec:
     """The kernel of the first config that is legal for the first layer of `representative`."""
     problem = representative(family)[0]
     row = int(np.flatnonzero(family.legal(problem, H100))[0])
-    return family.launch(problem, row).steps[0].source
+    return family.launch(problem, row).steps[0].kernel
 
 
 def random_layer(rng: random.Random, family: Family) -> Problem:

@@ -78,7 +78,7 @@ def some_rows(
     rng.shuffle(rows)
     found: dict[tuple[object, ...], list[int]] = {}
     for row in rows[:500]:
-        sources = tuple(step.source for step in family.launch(problem, row).steps)
+        sources = tuple(step.kernel for step in family.launch(problem, row).steps)
         if sources in found or len(found) < kernels:
             found.setdefault(sources, []).append(row)
     return [row for rows in found.values() for row in rows[:each]]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from confpred.cuda.cache import KernelCache, default_folder
 from confpred.errors import CompileError, MissingExtra
 from confpred.families.kernel_text import file_text
-from confpred.problem.operation import KernelSource
+from confpred.problem.operation import KernelSpec
 
 if TYPE_CHECKING:
     from cuda.core import ProgramOptions
@@ -59,31 +59,31 @@ def supported_archs() -> tuple[str, ...]:
     return tuple(f"sm_{arch}" for arch in sorted(archs))
 
 
-def source_text(source: KernelSource) -> str:
+def program_text(spec: KernelSpec) -> str:
     """The whole program that NVRTC is given: the config as macros, then the kernel."""
-    header = "".join(f"#define {name} {value}\n" for name, value in source.defines)
-    return f'{header}#line 1 "{source.file}"\n{file_text(source.file)}'
+    header = "".join(f"#define {name} {value}\n" for name, value in spec.defines)
+    return f'{header}#line 1 "{spec.file}"\n{file_text(spec.file)}'
 
 
 def compile_kernel(
-    source: KernelSource, arch: str, kernel_cache: KernelCache | None = None
+    spec: KernelSpec, arch: str, kernel_cache: KernelCache | None = None
 ) -> Compiled:
-    """Compile `source` for `arch` (such as ``sm_90a``), or take it from the cache.
+    """Compile `spec` for `arch` (such as ``sm_90a``), or take it from the cache.
 
     Raises:
         CompileError: NVRTC refused it; the error carries the compiler's log.
         MissingExtra: the compiler is not installed.
     """
     store = kernel_cache or KernelCache(default_folder())
-    text = source_text(source)
-    parts = (nvrtc_version(), _STANDARD, arch, source.entry, text)
+    text = program_text(spec)
+    parts = (nvrtc_version(), _STANDARD, arch, spec.entry, text)
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()
     cubin = store.get(key)
     if cubin is not None:
-        return Compiled(cubin, source.entry, cached=True)
-    cubin = _compile(text, source, options(arch, name=source.entry))
+        return Compiled(cubin, spec.entry, cached=True)
+    cubin = _compile(text, spec, options(arch, name=spec.entry))
     store.put(key, cubin)
-    return Compiled(cubin, source.entry, cached=False)
+    return Compiled(cubin, spec.entry, cached=False)
 
 
 def options(arch: str, **more: Any) -> ProgramOptions:
@@ -98,11 +98,11 @@ def options(arch: str, **more: Any) -> ProgramOptions:
     )
 
 
-def _compile(text: str, source: KernelSource, told: ProgramOptions) -> bytes:
+def _compile(text: str, spec: KernelSpec, told: ProgramOptions) -> bytes:
     from cuda.core import Program
 
     try:
         return bytes(Program(text, "c++", told).compile("cubin").code)
     except Exception as error:  # cuda.core has several classes for what NVRTC refuses
-        what = f"{source.file} with {dict(source.defines)} for {told.arch}"
+        what = f"{spec.file} with {dict(spec.defines)} for {told.arch}"
         raise CompileError(what, str(error)) from error

@@ -17,7 +17,7 @@ from confpred.problem.operation import (
     REFERENCE,
     SCRATCH,
     ZEROED,
-    KernelSource,
+    KernelSpec,
     Launch,
     Operand,
     Operation,
@@ -80,7 +80,7 @@ class Bench:
         self.handle = int(self.stream.handle)
         self._arenas: dict[str, Any] = {}
         self._filled: dict[str, str] = {}
-        self._kernels: dict[KernelSource, driver.LoadedKernel] = {}
+        self._kernels: dict[KernelSpec, driver.LoadedKernel] = {}
 
     def operands(
         self, operation: Operation, problem: Record, launches: Sequence[Launch]
@@ -115,7 +115,7 @@ class Bench:
         self._arenas[name].fill(0, stream=self.stream)
         step = operation.reference(problem, output.name)
         launch = Launch((step,))
-        bound = BoundLaunch([self.load(step.source).kernel], launch, (*operands.names, REFERENCE))
+        bound = BoundLaunch([self.load(step.kernel).kernel], launch, (*operands.names, REFERENCE))
         bound.enqueue(self.handle, [*operands.slot(0), address])
         return address
 
@@ -144,18 +144,18 @@ class Bench:
         words = np.int64(-(-size // 4))
         return not any(self._totals("count_nonzero", "float32", operands.base(ZEROED), words))
 
-    def load(self, source: KernelSource) -> driver.LoadedKernel:
-        """The kernel of `source`, loaded once, as problems share kernels; with all the shared
+    def load(self, spec: KernelSpec) -> driver.LoadedKernel:
+        """The kernel of `spec`, loaded once, as problems share kernels; with all the shared
         memory that a block can have, as each launch needs another amount.
 
         Raises:
             CompileError, LaunchError: it cannot be compiled or loaded.
         """
-        loaded = self._kernels.get(source)
+        loaded = self._kernels.get(spec)
         if loaded is None:
-            compiled = compile_kernel(source, self.device.arch)
+            compiled = compile_kernel(spec, self.device.arch)
             loaded = driver.load(compiled, self.device.smem_per_block)
-            self._kernels[source] = loaded
+            self._kernels[spec] = loaded
         return loaded
 
     def _totals(self, entry: str, dtype: str, *arguments: Any) -> Any:
@@ -193,9 +193,9 @@ class Bench:
     def _enqueue(self, entry: str, dtype: str, arguments: tuple[Any, ...]) -> None:
         from cuda.core import LaunchConfig, launch
 
-        source = KernelSource("reference.cu", entry, (("DTYPE", f"DTYPE_{dtype.upper()}"),))
+        spec = KernelSpec("reference.cu", entry, (("DTYPE", f"DTYPE_{dtype.upper()}"),))
         config = LaunchConfig(grid=_GRID, block=256)
-        launch(self.stream, config, self.load(source).kernel, *arguments)
+        launch(self.stream, config, self.load(spec).kernel, *arguments)
 
 
 def _aligned(size: int) -> int:

@@ -112,7 +112,7 @@ def _check_one(task: _Task, row: int, launch: Launch) -> _Candidate:
         CompileError, LaunchError: it cannot run.
     """
     bench = task.bench
-    loaded = [bench.load(step.source) for step in launch.steps]
+    loaded = [bench.load(step.kernel) for step in launch.steps]
     bound = BoundLaunch([k.kernel for k in loaded], launch, task.operands.names)
     bench.poison(task.outputs)
     start, end = (bench.cuda.create_event({"timing_enabled": True}) for _ in range(2))

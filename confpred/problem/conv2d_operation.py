@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from confpred.problem.conv2d import ACTIVATIONS, DIRECTIONS, DTYPES, Problem
 from confpred.problem.device import Device
-from confpred.problem.operation import REFERENCE, KernelSource, Operand, Step
+from confpred.problem.operation import REFERENCE, KernelSpec, Operand, Step
 from confpred.problem.record import Record
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ class Convolution:
             "bias_grad": (("out_grad",), p.k, _SLICES),
         }[output]
         return Step(
-            KernelSource("reference.cu", f"reference_{output}", (dtype_macro(p),)),
+            KernelSpec("reference.cu", f"reference_{output}", (dtype_macro(p),)),
             grid=(-(-elements // _THREADS), slices, 1),
             block=(_THREADS, 1, 1),
             smem_bytes=0,

@@ -28,7 +28,7 @@ REFERENCE = "reference"
 
 
 @dataclass(frozen=True, slots=True)
-class KernelSource:
+class KernelSpec:
     """All that decides a compiled kernel, save the compiler and the target.
 
     Attributes:
@@ -47,7 +47,7 @@ class Step:
     """One kernel launch.
 
     Attributes:
-        source: the kernel.
+        kernel: what to launch.
         grid, block: CUDA grid and block dimensions.
         smem_bytes: dynamic shared memory of one block.
         operands: the kernel's pointer parameters, by name, in order; one that the problem does not
@@ -55,7 +55,7 @@ class Step:
         scalars: what follows them, as 32-bit integers: the problem's sizes.
     """
 
-    source: KernelSource
+    kernel: KernelSpec
     grid: tuple[int, int, int]
     block: tuple[int, int, int]
     smem_bytes: int

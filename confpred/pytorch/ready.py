@@ -157,7 +157,7 @@ def _make_ready(
 def _load(problem: Problem, family: Family, row: int, ordinal: int) -> ReadyLaunch:
     launch = family.launch(problem, row)
     arch = driver.device_of(ordinal).arch
-    compiled = [compile_kernel(step.source, arch) for step in launch.steps]
+    compiled = [compile_kernel(step.kernel, arch) for step in launch.steps]
     with torch.cuda.device(ordinal):
         driver.make_current(ordinal)
         kernels = [

@@ -13,7 +13,7 @@ from itertools import chain
 from multiprocessing.connection import Connection
 
 from confpred.errors import ConfpredError
-from confpred.problem.operation import KernelSource
+from confpred.problem.operation import KernelSpec
 from confpred.sampler.jobs import Compilation
 from confpred.sampler.tasks import Task
 from confpred.sampler.worker import Failed, Worker
@@ -32,11 +32,11 @@ class Compilers:
     """
 
     def __init__(self, tasks: Sequence[Task], arch: str, processes: int, function: str) -> None:
-        self.errors: dict[KernelSource, str] = {}
+        self.errors: dict[KernelSpec, str] = {}
         self.finished = 0
         self._arch = arch
         self._tasks = tasks
-        self._waiting: dict[KernelSource, list[int]] = {}
+        self._waiting: dict[KernelSpec, list[int]] = {}
         self._missing: Counter[int] = Counter()
         for index, task in enumerate(tasks):
             for kernel in dict.fromkeys(chain.from_iterable(task.kernels())):
@@ -45,7 +45,7 @@ class Compilers:
         self.total = len(self._waiting)
         self._ready = [index for index in range(len(tasks)) if not self._missing[index]]
         self._todo = deque(self._waiting)
-        self._attempts: Counter[KernelSource] = Counter()
+        self._attempts: Counter[KernelSpec] = Counter()
         self._workers = [Worker(function, _SILENCE_S) for _ in range(min(processes, self.total))]
 
     def step(self) -> None:
@@ -61,9 +61,9 @@ class Compilers:
                 if ended is None:
                     continue
                 if isinstance(ended, Failed):
-                    self._retry_or_refuse(job.source, ended)
+                    self._retry_or_refuse(job.kernel, ended)
                 else:
-                    self._finish(job.source, ended.result)
+                    self._finish(job.kernel, ended.result)
             if self._todo:
                 worker.start(Compilation(self._todo.popleft(), self._arch))
 
@@ -82,7 +82,7 @@ class Compilers:
         for worker in self._workers:
             worker.stop(kill=True)
 
-    def _retry_or_refuse(self, kernel: KernelSource, failed: Failed) -> None:
+    def _retry_or_refuse(self, kernel: KernelSpec, failed: Failed) -> None:
         if failed.how == "error":  # not the kernel's fault: no compiler, a disk that is full
             raise ConfpredError(f"kernels cannot be compiled: {failed.message}")
         self._attempts[kernel] += 1
@@ -91,7 +91,7 @@ class Compilers:
         else:
             self._finish(kernel, f"the compiler failed: {failed.message}")
 
-    def _finish(self, kernel: KernelSource, error: str | None) -> None:
+    def _finish(self, kernel: KernelSpec, error: str | None) -> None:
         self.finished += 1
         if error is not None:
             self.errors[kernel] = error

@@ -12,7 +12,7 @@ from confpred.families.candidate import PYTORCH
 from confpred.families.registry import all_families, operation_of
 from confpred.measure.kernels import measure
 from confpred.measure.outcome import Outcome
-from confpred.problem.operation import KernelSource
+from confpred.problem.operation import KernelSpec
 from confpred.sampler.tasks import PYTORCH_ROW, Task
 
 #: Import paths of the two job functions.
@@ -26,7 +26,7 @@ _NICE = 10
 class Compilation:
     """A kernel to be compiled for `arch` into the kernel cache."""
 
-    source: KernelSource
+    kernel: KernelSpec
     arch: str
 
 
@@ -44,7 +44,7 @@ def compile_job(job: Compilation, report: Callable[[int], None]) -> str | None:
     if os.getpriority(os.PRIO_PROCESS, 0) < _NICE:  # a GPU worker that waits leaves its GPU idle
         os.setpriority(os.PRIO_PROCESS, 0, _NICE)
     try:
-        compile_kernel(job.source, job.arch)
+        compile_kernel(job.kernel, job.arch)
     except CompileError as error:
         return str(error)
     return None

@@ -16,7 +16,7 @@ from confpred.families.kernel_text import source_digest
 from confpred.families.protocol import Family
 from confpred.families.registry import all_families, config_texts, families_of
 from confpred.problem.device import Device
-from confpred.problem.operation import KernelSource
+from confpred.problem.operation import KernelSpec
 from confpred.problem.record import Record
 
 PYTORCH_ROW = -1
@@ -40,13 +40,13 @@ class Task:
     source_digest: str
     rows: tuple[int, ...]
 
-    def kernels(self) -> list[tuple[KernelSource, ...]]:
+    def kernels(self) -> list[tuple[KernelSpec, ...]]:
         """The kernels of each of `rows`; none for ``PYTORCH``."""
         if self.family == PYTORCH:
             return [() for _ in self.rows]
         family = all_families()[self.family]
         launches = (family.launch(self.problem, row) for row in self.rows)
-        return [tuple(step.source for step in launch.steps) for launch in launches]
+        return [tuple(step.kernel for step in launch.steps) for launch in launches]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ def plan(
             rows = _choose(family, problem, device, mask, configs, seed)
             if not len(rows):
                 continue
-            digest = source_digest(family.launch(problem, rows[0]).steps[0].source.file)
+            digest = source_digest(family.launch(problem, rows[0]).steps[0].kernel.file)
             have = measured.get(Measured(problem, family.name, digest), frozenset())
             left = tuple(row for row in rows if config_name(family.name, row) not in have)
             if left:

@@ -117,7 +117,7 @@ def _without(dataset: Dataset, networks: Collection[str]) -> Dataset:
 def _family_card(family: Family, fitted: Fitted, dataset: Dataset) -> dict[str, Any]:
     example = next(t for t in dataset.timings if t.family == family.name)
     return {
-        "source": family.launch(example.problem, int(example.rows[0])).steps[0].source.file,
+        "source": family.launch(example.problem, int(example.rows[0])).steps[0].kernel.file,
         "source_digests": dataset.kernels[family.name],
         "table": table_digest(family),
         "pool": fitted.pool.name,

@@ -30,7 +30,7 @@ def layer_norm(
     launch = FAMILY.launch(problem, choice.config_id)
     driver.make_current(x.device.index)
     kernels = [
-        driver.load(compile_kernel(step.source, device.arch), step.smem_bytes).kernel
+        driver.load(compile_kernel(step.kernel, device.arch), step.smem_bytes).kernel
         for step in launch.steps
     ]
     bound = BoundLaunch(kernels, launch, ("out", "in", "weight", "bias"))

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from confpred.families.protocol import Rows
 from confpred.problem.device import Device
-from confpred.problem.operation import REFERENCE, KernelSource, Launch, Operand, Step
+from confpred.problem.operation import REFERENCE, KernelSpec, Launch, Operand, Step
 from confpred.problem.record import Record
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ class LayerNorm:
 
     def reference(self, problem: LayerNormProblem, output: str) -> Step:
         return Step(
-            KernelSource("layer_norm.cu", "reference_layer_norm", (_dtype(problem),)),
+            KernelSpec("layer_norm.cu", "reference_layer_norm", (_dtype(problem),)),
             grid=(-(-problem.rows // 64), 1, 1),
             block=(64, 1, 1),
             smem_bytes=0,
@@ -222,7 +222,7 @@ class LayerNormFamily:
             ("PIECES", pieces),
         )
         step = Step(
-            KernelSource("layer_norm.cu", "layer_norm", defines),
+            KernelSpec("layer_norm.cu", "layer_norm", defines),
             grid=(-(-problem.rows // block_rows), 1, 1),
             block=(row_threads, block_rows, 1),
             smem_bytes=0,

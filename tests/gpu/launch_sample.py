@@ -53,7 +53,7 @@ def launch(family: Family, problem: Problem, row: int, stream: int) -> None:
         operands[SCRATCH] = allocate(plan.scratch_bytes, None)
     arch = driver.device_of(0).arch
     kernels = [
-        driver.load(compile_kernel(step.source, arch), step.smem_bytes).kernel
+        driver.load(compile_kernel(step.kernel, arch), step.smem_bytes).kernel
         for step in plan.steps
     ]
     cuda.cuCtxSynchronize()  # the stream below does not wait for what filled the memory

@@ -54,7 +54,7 @@ class Config:
             self.operands[ZEROED].inside.zero_()
         arch = driver.device_of(0).arch
         kernels = [
-            driver.load(compile_kernel(step.source, arch), step.smem_bytes).kernel
+            driver.load(compile_kernel(step.kernel, arch), step.smem_bytes).kernel
             for step in self.launch.steps
         ]
         self._bound = BoundLaunch(kernels, self.launch, list(self.operands))

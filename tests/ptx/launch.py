@@ -10,9 +10,9 @@ import torch
 from cuda.bindings import nvrtc
 from numpy.typing import NDArray
 
-from confpred.cuda.compiler import options, source_text
+from confpred.cuda.compiler import options, program_text
 from confpred.families.protocol import Family
-from confpred.problem.operation import SCRATCH, ZEROED, KernelSource, Launch, Step
+from confpred.problem.operation import SCRATCH, ZEROED, KernelSpec, Launch, Step
 from confpred.problem.record import Record
 from ptx.machine import Machine
 from ptx.memory import DeviceMemory, Operand
@@ -89,7 +89,7 @@ def run(
 
 def run_step(step: Step, memory: DeviceMemory, arch: str) -> None:
     """One kernel launch, some blocks at a time, in their order."""
-    kernel = _kernel(step.source, arch)
+    kernel = _kernel(step.kernel, arch)
     arguments = [*map(memory.address, step.operands), *step.scalars]
     blocks = step.grid[0] * step.grid[1] * step.grid[2]
     threads = step.block[0] * step.block[1] * step.block[2]
@@ -104,17 +104,17 @@ def run_step(step: Step, memory: DeviceMemory, arch: str) -> None:
 
 
 @cache
-def _kernel(source: KernelSource, arch: str) -> Kernel:
-    return parse(ptx_of(source, arch), source.entry)
+def _kernel(spec: KernelSpec, arch: str) -> Kernel:
+    return parse(ptx_of(spec, arch), spec.entry)
 
 
-def ptx_of(source: KernelSource, arch: str) -> str:
-    """What NVRTC makes of `source` before the assembler; needs no GPU.
+def ptx_of(spec: KernelSpec, arch: str) -> str:
+    """What NVRTC makes of `spec` before the assembler; needs no GPU.
 
     Raises:
         PtxError: NVRTC refuses it.
     """
-    _, program = nvrtc.nvrtcCreateProgram(source_text(source).encode(), b"kernel.cu", 0, [], [])
+    _, program = nvrtc.nvrtcCreateProgram(program_text(spec).encode(), b"kernel.cu", 0, [], [])
     told = options(f"compute_{arch[3:]}").as_bytes("nvrtc", "ptx")
     (status,) = nvrtc.nvrtcCompileProgram(program, len(told), told)
     size_of, read = (
@@ -128,5 +128,5 @@ def ptx_of(source: KernelSource, arch: str) -> str:
     nvrtc.nvrtcDestroyProgram(program)
     found = text.rstrip(b"\0").decode()
     if status:
-        raise PtxError(f"{source.file}: {found}")
+        raise PtxError(f"{spec.file}: {found}")
     return found

@@ -30,7 +30,7 @@ from confpred.families.protocol import Rows
 from confpred.problem.conv2d import Problem
 from confpred.problem.conv2d_operation import CONVOLUTION, dtype_macro
 from confpred.problem.device import Device
-from confpred.problem.operation import KernelSource, Launch, Step
+from confpred.problem.operation import KernelSpec, Launch, Step
 
 COMPILED = (
     *("block_c", "warp_c", "strips", "warp_strips", "run"),
@@ -306,7 +306,7 @@ class DepthwiseBanded:
     def launch(self, problem: Problem, row: int) -> Launch:
         plan = self._plan(problem, np.array([row]))
         image = _image(problem)
-        source = KernelSource(
+        spec = KernelSpec(
             file="depthwise_banded.cu",
             entry="depthwise_banded",
             defines=(
@@ -319,7 +319,7 @@ class DepthwiseBanded:
             ),
         )
         step = Step(
-            source,
+            spec,
             grid=(int(plan.blocks[0]), 1, 1),
             block=(int(plan.threads[0]), 1, 1),
             smem_bytes=int(plan.smem_bytes[0]),

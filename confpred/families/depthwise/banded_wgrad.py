@@ -23,7 +23,7 @@ from confpred.families.protocol import Rows
 from confpred.problem.conv2d import Problem
 from confpred.problem.conv2d_operation import CONVOLUTION, dtype_macro
 from confpred.problem.device import Device
-from confpred.problem.operation import KernelSource, Launch, Step
+from confpred.problem.operation import KernelSpec, Launch, Step
 
 _FIELDS = (*banded.COMPILED, "bands", "splits", "reduction")
 _MAX_WIDTH = 9  # of a window: a diagonal has eight elements
@@ -136,7 +136,7 @@ class DepthwiseBandedWgrad:
         t = self.configs[row]
         plan = self._plan(problem, np.array([row]))
         splits, reduction = int(t["splits"]), int(t["reduction"])
-        source = KernelSource(
+        spec = KernelSpec(
             file="depthwise_banded_wgrad.cu",
             entry="depthwise_banded_wgrad",
             defines=(
@@ -148,7 +148,7 @@ class DepthwiseBandedWgrad:
             ),
         )
         step = Step(
-            source,
+            spec,
             grid=(int(plan.blocks[0]), 1, 1),
             block=(int(plan.threads[0]), 1, 1),
             smem_bytes=int(plan.smem_bytes[0]),

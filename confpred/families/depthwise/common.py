@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from confpred.families.common import Array
 from confpred.problem.conv2d import Problem
 from confpred.problem.conv2d_operation import dtype_macro
-from confpred.problem.operation import KernelSource, Launch, Step
+from confpred.problem.operation import KernelSpec, Launch, Step
 
 MAX_WINDOW = 11
 MAX_STEP = 2  # of stride and of dilation
@@ -131,7 +131,7 @@ def with_sums(step: Step, problem: Problem, splits: int, reduction: int, c_tiles
     elements = problem.filter_elements + (problem.c if problem.bias else 0)
     if reduction == TWO_LAUNCHES:
         total = Step(
-            KernelSource("depthwise_wgrad_sum.cu", "depthwise_wgrad_sum", (dtype_macro(problem),)),
+            KernelSpec("depthwise_wgrad_sum.cu", "depthwise_wgrad_sum", (dtype_macro(problem),)),
             grid=(-(-elements // _SUM_COLUMNS), 1, 1),
             block=(_SUM_THREADS, 1, 1),
             smem_bytes=4 * _SUM_THREADS,

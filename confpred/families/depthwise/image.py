@@ -18,7 +18,7 @@ from confpred.families.protocol import Rows
 from confpred.problem.conv2d import Problem
 from confpred.problem.conv2d_operation import CONVOLUTION, dtype_macro
 from confpred.problem.device import Device
-from confpred.problem.operation import KernelSource, Launch, Step
+from confpred.problem.operation import KernelSpec, Launch, Step
 
 _COMPILED = ("vec", "tile_q", "filter_shared", "min_blocks", "prefetch")
 _FIELDS = (*_COMPILED, "lanes_c", "threads", "bands")
@@ -180,7 +180,7 @@ class DepthwiseImage:
     def launch(self, problem: Problem, row: int) -> Launch:
         plan = self._plan(problem, np.array([row]))
         vertical, horizontal = _axes(problem)
-        source = KernelSource(
+        spec = KernelSpec(
             file="depthwise.cu",
             entry="depthwise",
             defines=(
@@ -201,7 +201,7 @@ class DepthwiseImage:
         )
         lanes = plan.lanes
         step = Step(
-            source,
+            spec,
             grid=(int(plan.blocks[0]), 1, 1),
             block=(int(lanes.threads[0]), 1, 1),
             smem_bytes=int(plan.smem_bytes[0]),

@@ -18,7 +18,7 @@ from confpred.families.protocol import Rows
 from confpred.problem.conv2d import Problem
 from confpred.problem.conv2d_operation import CONVOLUTION, dtype_macro
 from confpred.problem.device import Device
-from confpred.problem.operation import KernelSource, Launch, Step
+from confpred.problem.operation import KernelSpec, Launch, Step
 
 _FIELDS = (
     *("vec", "tile_q", "row_groups", "prefetch", "lanes_c", "threads", "bands", "splits"),
@@ -144,7 +144,7 @@ class DepthwiseWgrad:
         plan = self._plan(problem, np.array([row]))
         lanes, splits, reduction = plan.lanes, int(t["splits"]), int(t["reduction"])
         dilation_h, dilation_w = depthwise.dilation(problem)
-        source = KernelSource(
+        spec = KernelSpec(
             file="depthwise_wgrad.cu",
             entry="depthwise_wgrad",
             defines=(
@@ -163,7 +163,7 @@ class DepthwiseWgrad:
             ),
         )
         step = Step(
-            source,
+            spec,
             grid=(int(plan.blocks[0]), 1, 1),
             block=(int(lanes.threads[0]), 1, 1),
             smem_bytes=int(plan.smem_bytes[0]),

@@ -18,7 +18,7 @@ from confpred.families.protocol import Rows
 from confpred.problem.conv2d import Problem
 from confpred.problem.conv2d_operation import CONVOLUTION, dtype_macro
 from confpred.problem.device import Device
-from confpred.problem.operation import KernelSource, Launch, Step
+from confpred.problem.operation import KernelSpec, Launch, Step
 
 #: (images, columns) of a block: tensor-core tiles of 16 pixels that real widths fill well.
 _PIXEL_ROWS = (
@@ -266,7 +266,7 @@ class GroupedRows:
         sizes = ((problem.h, problem.w), (problem.p, problem.q))
         (h, w), (p, q) = sizes if self.direction == "fprop" else sizes[::-1]
         step = Step(
-            source=_source(problem, row),
+            kernel=_spec(problem, row),
             grid=(int(cut.blocks[0]), 1, 1),
             block=(int(shape.threads[row]), 1, 1),
             smem_bytes=int(shape.smem_bytes[row]),
@@ -354,9 +354,9 @@ def _out_size(problem: Problem) -> tuple[int, int]:
     return (problem.p, problem.q) if problem.direction == "fprop" else (problem.h, problem.w)
 
 
-def _source(problem: Problem, row: int) -> KernelSource:
+def _spec(problem: Problem, row: int) -> KernelSpec:
     rows, columns = axis_of(problem, 0), axis_of(problem, 1)
-    return KernelSource(
+    return KernelSpec(
         file="grouped_rows.cu",
         entry="grouped_rows",
         defines=(

@@ -20,7 +20,7 @@ from confpred.families.protocol import Rows
 from confpred.problem.conv2d import Problem
 from confpred.problem.conv2d_operation import CONVOLUTION, dtype_macro
 from confpred.problem.device import Device
-from confpred.problem.operation import KernelSource, Launch, Step
+from confpred.problem.operation import KernelSpec, Launch, Step
 
 MAX_THREADS = 512
 
@@ -254,7 +254,7 @@ class GroupedWgrad:
         parts, elements = q_tiles * slices, _elements(problem)
         reduction = int(t["reduction"])
         sweep = Step(
-            KernelSource(
+            KernelSpec(
                 file="grouped_wgrad.cu",
                 entry="grouped_wgrad",
                 defines=(
@@ -294,7 +294,7 @@ class GroupedWgrad:
         if reduction != TWO_KERNELS:
             return Launch((sweep,), zeroed_bytes=tickets + sums, scratch_bytes=scratch)
         add = Step(
-            KernelSource(file="grouped_wgrad_sum.cu", entry="grouped_wgrad_sum", defines=(dtype,)),
+            KernelSpec(file="grouped_wgrad_sum.cu", entry="grouped_wgrad_sum", defines=(dtype,)),
             grid=(-(-elements // _SUM_COLUMNS), 1, 1),
             block=(_SUM_THREADS, 1, 1),
             smem_bytes=16 * _SUM_THREADS,

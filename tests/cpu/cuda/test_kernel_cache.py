@@ -16,12 +16,12 @@ from layers import first_kernel
 from confpred.cuda.cache import KernelCache, default_folder
 from confpred.cuda.compiler import Compiled, compile_kernel
 from confpred.families.registry import all_families
-from confpred.problem.operation import KernelSource
+from confpred.problem.operation import KernelSpec
 
 ARCH = "sm_90a"
 
 
-def some_source() -> KernelSource:
+def some_source() -> KernelSpec:
     return first_kernel(all_families()["grouped_fprop"])
 
 
@@ -40,7 +40,7 @@ def test_a_second_process_does_not_compile(tmp_path: Path) -> None:
     program = (
         "import sys\n"
         "from confpred.cuda.compiler import compile_kernel\n"
-        "from confpred.problem.operation import KernelSource\n"
+        "from confpred.problem.operation import KernelSpec\n"
         f"compiled = compile_kernel({some_source()!r}, '{ARCH}')\n"
         "assert compiled.cached\n"
         "sys.stdout.buffer.write(compiled.cubin)\n"

@@ -75,7 +75,7 @@ def test_typical_layers_have_many_configs_of_few_kernels(
     problem = Problem.parse(f"{layer} direction={direction}")
     rows = legal_rows(problem, device)
     assert len(rows) >= 150
-    kernels = {family_of(problem).launch(problem, row).steps[0].source for row in rows}
+    kernels = {family_of(problem).launch(problem, row).steps[0].kernel for row in rows}
     assert 5 <= len(kernels) <= 60
 
 
@@ -204,7 +204,7 @@ def test_the_splits_share_the_gradients_sum(problem: Problem, seed: int) -> None
         *_, band_rows, bands, q_tiles, c_tiles, lanes_c, tiles_at_once, splits, how = launch.steps[
             0
         ].scalars
-        source = dict(launch.steps[0].source.defines)
+        source = dict(launch.steps[0].kernel.defines)
         block_r, row_groups = source["BLOCK_R"], -(-problem.r // int(source["BLOCK_R"]))
         assert launch.steps[0].grid[0] == c_tiles * splits
         assert lanes_c * row_groups * tiles_at_once <= launch.steps[0].block[0] <= 256
@@ -236,9 +236,9 @@ def test_one_kernel_serves_every_size(problem: Problem, data: st.DataObject) -> 
     rows = legal_rows(problem)
     assume(rows)
     row, family = data.draw(st.sampled_from(rows)), family_of(problem)
-    source = family.launch(problem, row).steps[0].source
+    source = family.launch(problem, row).steps[0].kernel
     names = [name for name, _ in source.defines]
     assert len(set(names)) == len(names)
     # Two more, so that what an input gradient must know of the sizes' parity stays the same.
     other = replace(problem, n=problem.n + 1, h=problem.h + 2, w=problem.w + 2)
-    assert family.launch(other, row).steps[0].source == source
+    assert family.launch(other, row).steps[0].kernel == source

@@ -75,7 +75,7 @@ def test_typical_layers_have_many_configs_of_few_kernels(
 ) -> None:
     problem = Problem.parse(f"{layer} direction={direction}")
     rows = legal_rows(problem, device)
-    kernels = {family_of(problem).launch(problem, row).steps[0].source for row in rows}
+    kernels = {family_of(problem).launch(problem, row).steps[0].kernel for row in rows}
     assert len(rows) >= 30
     assert 5 <= len(kernels) <= 250
 
@@ -194,17 +194,17 @@ def test_one_kernel_serves_every_size(problem: Problem, data: st.DataObject) -> 
     """Sizes, padding and bands are launch arguments: they do not enter the compiled kernel."""
     rows = legal_rows(problem)
     row, family = data.draw(st.sampled_from(rows)), family_of(problem)
-    source = family.launch(problem, row).steps[0].source
+    source = family.launch(problem, row).steps[0].kernel
     names = [name for name, _ in source.defines]
     assert len(set(names)) == len(names)
     other = replace(problem, n=problem.n + 1, h=problem.h + 3, w=problem.w + 5, padding=(7, 7))
-    assert family.launch(other, row).steps[0].source == source
+    assert family.launch(other, row).steps[0].kernel == source
     config = config_dict(family, row)
     at_run_time = {"bands": 0, "splits": 0, "reduction": 0}
     for other_row in rows:
         other_config = config_dict(family, other_row)
         if {**other_config, **at_run_time} == {**config, **at_run_time}:
-            assert family.launch(problem, other_row).steps[0].source == source
+            assert family.launch(problem, other_row).steps[0].kernel == source
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -220,7 +220,7 @@ def test_registers_are_near_the_estimate_and_hardly_spill(arch: str) -> None:
             family = family_of(problem)
             row = int(rng.choice(legal_rows(problem)))
             plan = family._plan(problem, np.array([row]))
-            registers, stack = resources(family.launch(problem, row).steps[0].source, arch)
+            registers, stack = resources(family.launch(problem, row).steps[0].kernel, arch)
             most = most_registers(config_columns(family.configs, np.array([row])))
             ratios.append(registers / min(plan.registers[0], most[0]))
             stacks.append(stack)

@@ -84,8 +84,8 @@ def test_every_legal_config_can_be_launched(
             assert all(1 <= size < 2**16 for size in step.grid[1:])
             assert all(type(n) is int for n in (*step.grid, *step.block, *step.scalars))
             assert all(-(2**31) <= value < 2**31 for value in step.scalars)
-            assert file_text(step.source.file)
-            assert len(dict(step.source.defines)) == len(step.source.defines)
+            assert file_text(step.kernel.file)
+            assert len(dict(step.kernel.defines)) == len(step.kernel.defines)
 
 
 @every_family

@@ -209,7 +209,7 @@ def test_legality_equals_its_restatement(problem: Problem, device: Device, seed:
 def test_typical_layers_have_many_configs_of_few_kernels(layer: str, direction: str) -> None:
     family, problem = FAMILIES[direction], Problem.parse(f"{layer} direction={direction}")
     rows = np.flatnonzero(family.legal(problem, H100))
-    kernels = {family.launch(problem, int(row)).steps[0].source for row in rows}
+    kernels = {family.launch(problem, int(row)).steps[0].kernel for row in rows}
     assert len(rows) >= 150
     assert len(kernels) <= 120
 
@@ -318,19 +318,19 @@ def test_one_kernel_serves_every_size(problem: Problem, data: st.DataObject) -> 
     rows = np.flatnonzero(family.legal(problem, H100))
     assume(len(rows))
     row = int(data.draw(st.sampled_from(list(rows))))
-    source = family.launch(problem, row).steps[0].source
+    source = family.launch(problem, row).steps[0].kernel
     names = [name for name, _ in source.defines]
     assert len(set(names)) == len(names)
     larger = {"n": problem.n + 1, "h": problem.h + 3, "w": problem.w + 5, "padding": [7, 7]}
     other = Problem(**{**problem.to_json(), **larger})
-    assert family.launch(other, row).steps[0].source == source
+    assert family.launch(other, row).steps[0].kernel == source
     config = config_dict(family, row)
     same_tile = [
         int(i)
         for i in np.flatnonzero(family.configs["block_n"] == config["block_n"])
         if {**config_dict(family, int(i)), "bands": 0} == {**config, "bands": 0}
     ]
-    assert {family.launch(problem, i).steps[0].source for i in same_tile} == {source}
+    assert {family.launch(problem, i).steps[0].kernel for i in same_tile} == {source}
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a", supported_archs()[-1]])
@@ -355,7 +355,7 @@ def test_registers_are_near_the_estimate_and_hardly_spill(arch: str) -> None:
             )
             row = int(rng.choice(np.flatnonzero(family.legal(problem, H100))))
             (step,) = family.launch(problem, row).steps
-            registers, stack = resources(step.source, arch)
+            registers, stack = resources(step.kernel, arch)
             assert stack <= 192, (str(problem), config_dict(family, row))
             ratios.append(registers / _shape_of(problem).registers[row])
     assert min(ratios) > 0.5

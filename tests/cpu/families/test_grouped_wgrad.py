@@ -201,7 +201,7 @@ def test_typical_layers_have_many_configs_of_few_kernels(layer: str, device: Dev
     problem = Problem.parse(f"{layer} direction=wgrad")
     rows = np.flatnonzero(FAMILY.legal(problem, device))
     assert len(rows) >= 200
-    assert len({FAMILY.launch(problem, int(row)).steps[0].source for row in rows}) <= 100
+    assert len({FAMILY.launch(problem, int(row)).steps[0].kernel for row in rows}) <= 100
 
 
 @pytest.mark.parametrize("width", WIDTHS)
@@ -357,7 +357,7 @@ def test_one_kernel_serves_every_size(
     if not len(rows):
         return
     row = int(data.draw(st.sampled_from(list(rows))))
-    source = FAMILY.launch(problem, row).steps[0].source
+    source = FAMILY.launch(problem, row).steps[0].kernel
     names = [name for name, _ in source.defines]
     assert len(set(names)) == len(names)
     other = Problem(
@@ -368,7 +368,7 @@ def test_one_kernel_serves_every_size(
             "w": problem.w + more[1],
         }
     )
-    assert FAMILY.launch(other, row).steps[0].source == source
+    assert FAMILY.launch(other, row).steps[0].kernel == source
     run_time = {"splits": 0, "reduction": 0}
     config = {**config_dict(FAMILY, row), **run_time}
     same_tile = [
@@ -376,7 +376,7 @@ def test_one_kernel_serves_every_size(
         for i in np.flatnonzero(FAMILY.configs["block_n"] == config["block_n"])[::7]
         if {**config_dict(FAMILY, int(i)), **run_time} == config
     ]
-    assert {FAMILY.launch(problem, int(i)).steps[0].source for i in same_tile} <= {source}
+    assert {FAMILY.launch(problem, int(i)).steps[0].kernel for i in same_tile} <= {source}
 
 
 def test_registers_are_near_the_estimate_and_hardly_spill() -> None:
@@ -396,7 +396,7 @@ def test_registers_are_near_the_estimate_and_hardly_spill() -> None:
             bias=number % 3 == 0,
         )
         row = int(rng.choice(np.flatnonzero(FAMILY.legal(problem, get_device("h100")))))
-        source = FAMILY.launch(problem, row).steps[0].source
+        source = FAMILY.launch(problem, row).steps[0].kernel
         registers, stack = resources(source, archs[number % 3])
         assert stack <= 48, (str(problem), row)
         ratios.append(registers / _shape(_window(problem)).registers[row])

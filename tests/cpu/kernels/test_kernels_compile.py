@@ -16,21 +16,21 @@ from confpred.cuda.compiler import compile_kernel
 from confpred.errors import CompileError
 from confpred.families.protocol import Family
 from confpred.families.registry import all_families
-from confpred.problem.operation import KernelSource
+from confpred.problem.operation import KernelSpec
 
 FAMILIES = all_families()
 KERNELS = 10  # a family and target
 MOST_STACK_BYTES = 640  # 544 in the worst of all kernels today
 
 
-def sample(family: Family, seed: int) -> list[KernelSource]:
+def sample(family: Family, seed: int) -> list[KernelSpec]:
     """Kernels of as many layers, drawn from all that the family knows."""
     rng = random.Random(seed)
     layers = representative(family)
     found = []
     for problem in rng.sample(layers, min(KERNELS, len(layers))):
         row = rng.choice(np.flatnonzero(family.legal(problem, H100)).tolist())
-        found += [step.source for step in family.launch(problem, row).steps]
+        found += [step.kernel for step in family.launch(problem, row).steps]
     return list(dict.fromkeys(found))
 
 

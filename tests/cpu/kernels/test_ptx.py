@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from ptx.launch import run
 from ptx.text import PtxError
 
-from confpred.problem.operation import SCRATCH, ZEROED, KernelSource, Launch, Step
+from confpred.problem.operation import SCRATCH, ZEROED, KernelSpec, Launch, Step
 
 FILE, THREADS = "ptx/cases.cu", 64
 WORDS = np.random.default_rng(0).integers(0, 2**32, 2 * THREADS, dtype=np.uint32)
@@ -20,7 +20,7 @@ WORDS = np.random.default_rng(0).integers(0, 2**32, 2 * THREADS, dtype=np.uint32
 def launch(case: str) -> NDArray[np.uint32]:
     """The output of a case of ``cases.cu``."""
     step = Step(
-        KernelSource(FILE, "case_", ((f"CASE_{case}", 1),)),
+        KernelSpec(FILE, "case_", ((f"CASE_{case}", 1),)),
         grid=(1, 1, 1),
         block=(THREADS, 1, 1),
         smem_bytes=2 * THREADS * 16,
@@ -138,7 +138,7 @@ def operations() -> tuple[NDArray[np.uint32], NDArray[np.uint32], NDArray[np.uin
     words[THREADS::2] %= 40  # amounts to shift by
     words[THREADS:] += words[THREADS:] == 0
     step = Step(
-        KernelSource(FILE, "operations", ()), (1, 1, 1), (THREADS, 1, 1), 0, ("out", "in"), ()
+        KernelSpec(FILE, "operations", ()), (1, 1, 1), (THREADS, 1, 1), 0, ("out", "in"), ()
     )
     count = len(EXPECTED) + 5
     found = run(

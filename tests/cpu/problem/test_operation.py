@@ -79,7 +79,7 @@ def test_reference_kernels_compile(output: str, dtype: str, tmp_path: Path) -> N
     problem = Problem.parse(f"{SMALL} direction={direction} dtype={dtype} bias={bias}")
     step = CONVOLUTION.reference(problem, output)
     assert REFERENCE in step.operands
-    assert compile_kernel(step.source, "sm_90a", KernelCache(tmp_path)).cubin
+    assert compile_kernel(step.kernel, "sm_90a", KernelCache(tmp_path)).cubin
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ PLUGIN = """
     from dataclasses import dataclass
     from typing import ClassVar
     import numpy as np
-    from confpred.problem.operation import KernelSource, Launch, Operand, Step
+    from confpred.problem.operation import KernelSpec, Launch, Operand, Step
     from confpred.problem.record import Record
 
     @dataclass(frozen=True, slots=True)
@@ -141,7 +141,7 @@ PLUGIN = """
         def features(self, problem, device, rows):
             return self.configs["threads"][rows, None].astype(np.float32)
         def launch(self, problem, row):
-            source = KernelSource("common.cuh", "scale", ())
+            source = KernelSpec("common.cuh", "scale", ())
             return Launch((Step(source, (1, 1, 1), (32, 1, 1), 0, ("y", "x"), (problem.size,)),))
 
     FAMILY = Family()

@@ -124,7 +124,7 @@ def test_the_kernel_compiles(repository: Path, folder: Path) -> None:
 def test_the_reference_compiles(dtype: str) -> None:
     step = FAMILY.operation.reference(LayerNormProblem(8, 8, dtype), "out")
     for arch in ("sm_80", "sm_90a", supported_archs()[-1]):
-        assert b"reference_layer_norm" in compile_kernel(step.source, arch).cubin
+        assert b"reference_layer_norm" in compile_kernel(step.kernel, arch).cubin
 
 
 def test_a_source_is_found_beside_its_module(example: Path) -> None:

@@ -18,7 +18,7 @@ from dataclasses import replace
 import numpy as np
 
 from confpred.measure.outcome import Outcome
-from confpred.problem.operation import KernelSource
+from confpred.problem.operation import KernelSpec
 from confpred.sampler.jobs import Bench, Compilation, compile_job
 
 COMPILE = f"{__name__}:compile_job"
@@ -31,15 +31,15 @@ __all__ = ["compile_job"]
 
 def compile_or_refuse(job: Compilation, report: Callable[[int], None]) -> str | None:
     """Gives the compiler a name that it does not know, for every second kernel."""
-    source = job.source
-    if refused(source):
-        source = replace(source, defines=(*source.defines, ("threadIdx", "no_such_name")))
-    return compile_job(replace(job, source=source), report)
+    kernel = job.kernel
+    if refused(kernel):
+        kernel = replace(kernel, defines=(*kernel.defines, ("threadIdx", "no_such_name")))
+    return compile_job(replace(job, kernel=kernel), report)
 
 
-def refused(source: KernelSource) -> bool:
+def refused(kernel: KernelSpec) -> bool:
     """Which kernels `compile_or_refuse` breaks."""
-    return zlib.crc32(repr(source).encode()) % 2 == 1
+    return zlib.crc32(repr(kernel).encode()) % 2 == 1
 
 
 def measure(job: Bench, report: Callable[[int], None]) -> list[Outcome]:

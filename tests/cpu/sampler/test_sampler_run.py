@@ -166,7 +166,7 @@ def test_a_kernel_that_does_not_compile_is_a_row_with_the_log(tmp_path):
     for row in found:
         config = config_texts(FAMILY.name).index(row["config"])
         (step,) = FAMILY.launch(LAYER, config).steps
-        refused = sampler_jobs.refused(step.source)
+        refused = sampler_jobs.refused(step.kernel)
         assert row["status"] == ("compile_error" if refused else "ok")
         assert ("no_such_name" in row["message"]) == refused
 
