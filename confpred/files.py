@@ -1,53 +1,83 @@
-"""Files that appear whole or not at all, and JSON files that say what they are."""
+"""Files and folders that appear whole or not at all, and JSON files that say what they are."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
+import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from confpred.errors import DataError, StorageError
 
 
-def write_whole(path: Path, write: Callable[[BinaryIO], object]) -> None:
+def write_whole(path: Path, write: Callable[[BinaryIO], object], *, private: bool = False) -> None:
     """Let `write` fill a temporary file beside `path`, then rename it to `path`.
 
     A reader sees the old file or the complete new one; after a failure the temporary file is gone.
     Missing parent folders are made.
 
+    Args:
+        path: the file to make or replace.
+        write: is given the temporary file, open for writing bytes.
+        private: only this user may read the file and the folders made for it, and nobody waits for
+            the disk: after a power cut the file may hold anything, so its reader has to check it.
+
     Raises:
         StorageError: the file system refused (full, read-only, no permission, not a folder).
     """
-    temporary = None
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(
-            prefix=f".{path.name}.", suffix=".tmp", dir=path.parent
-        )
+    with _published(path, tempfile.mkstemp, 0o700 if private else 0o777) as (handle, temporary):
         with open(handle, "wb") as file:
             write(file)
             file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)
+            if not private:
+                os.fsync(file.fileno())
+        if not private:
+            os.chmod(temporary, 0o644)
+
+
+def write_folder(path: Path, files: Mapping[str, str]) -> None:
+    """Make the folder `path` of texts by file name, whole or not at all.
+
+    Raises:
+        StorageError: the file system refused, or the folder exists and is not empty.
+    """
+    with _published(path, lambda **beside: (None, tempfile.mkdtemp(**beside))) as (_, temporary):
+        for name, text in files.items():
+            Path(temporary, name).write_text(text, encoding="utf-8")
+        os.chmod(temporary, 0o755)
+
+
+@contextlib.contextmanager
+def _published(
+    path: Path, make: Callable[..., Any], parent_mode: int = 0o777
+) -> Iterator[tuple[Any, str]]:
+    """What `make` makes under a temporary name beside `path`, renamed to it when the block ends and
+    removed when it fails."""
+    temporary = None
+    try:
+        path.parent.mkdir(mode=parent_mode, parents=True, exist_ok=True)
+        handle, temporary = make(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
+        yield handle, temporary
         os.replace(temporary, path)
         temporary = None
     except OSError as error:
         raise StorageError(f"cannot write {path}: {error.strerror or error}") from error
     finally:
         if temporary is not None:
-            with contextlib.suppress(OSError):
+            shutil.rmtree(temporary, ignore_errors=True)
+            with contextlib.suppress(OSError):  # a file, which rmtree leaves
                 os.unlink(temporary)
 
 
-def read_json(path: Path, kind: str, form: str) -> dict[str, Any]:
-    """The JSON object in the file at `path`, which must say ``"format": form``.
+def read_json(path: Path, kind: str, *forms: str) -> dict[str, Any]:
+    """The JSON object in the file at `path`, which must say ``"format"`` and one of `forms`.
 
     Raises:
-        DataError: it cannot be read, is not JSON, or is not `kind` (such as "a plan").
+        DataError: it cannot be read, is not JSON, or is not `kind` (such as "a problem suite").
     """
     try:
         content = json.loads(path.read_bytes())
@@ -55,6 +85,6 @@ def read_json(path: Path, kind: str, form: str) -> dict[str, Any]:
         raise DataError(f"cannot read {path}: {error.strerror or error}") from error
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path} is not JSON: {error}") from error
-    if not isinstance(content, dict) or content.get("format") != form:
-        raise DataError(f'{path} is not {kind}: it lacks "format": "{form}"')
+    if not isinstance(content, dict) or content.get("format") not in forms:
+        raise DataError(f'{path} is not {kind}: it lacks "format": "{forms[0]}"')
     return content

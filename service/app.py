@@ -43,7 +43,7 @@ def create_app(settings: Settings, predictor: Predictor | None = None) -> FastAP
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        loaded = predictor or Predictor.load(settings.model, plan=settings.plan)
+        loaded = predictor or Predictor.load(settings.model, pins=settings.pins)
         for device in KNOWN:  # the first client is not to wait for tables to be built
             loaded.choose(schema.EXAMPLE, device)
         # One thread: predictions hold the interpreter, and more of them would only delay the loop.

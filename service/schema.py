@@ -10,7 +10,7 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
-from confpred.predict.choice import MAX_TOP, Choice
+from confpred.predict.choice import MAX_TOP, Source
 from confpred.problem.conv2d import CHOICES, LIMITS, PAIRS, Problem
 from confpred.problem.device import KNOWN, Device
 
@@ -33,10 +33,40 @@ EXAMPLES: dict[str, dict[str, Any]] = {
 
 
 @dataclass(frozen=True, slots=True)
+class ChoiceReply:
+    """One answer, as `confpred.predict.choice.Choice.to_json` writes it.
+
+    Attributes:
+        problem: what was asked, all fields spelled out.
+        device: key of the device it was asked for.
+        source: where the answer comes from.
+        provider: what to launch: a kernel family, or `pytorch` for PyTorch's own operator.
+        family: the provider, if it is a kernel family; else null.
+        config_id: row of the family's config table; null where no family is chosen.
+        config: that row by field name; null where no family is chosen.
+        predicted_ms: expected time of one launch, milliseconds; null for `fallback`.
+        regret_bound: with 95 % confidence the choice is at most this many times as slow as the best
+            config; null where nothing was calibrated.
+        model: version of the model that answered; null where none did.
+    """
+
+    problem: dict[str, Any]
+    device: str
+    source: Source
+    provider: str
+    family: str | None
+    config_id: int | None
+    config: dict[str, int] | None
+    predicted_ms: float | None
+    regret_bound: float | None
+    model: str | None
+
+
+@dataclass(frozen=True, slots=True)
 class PredictReply:
     """`choices[i]` answers problem i: the best config first, at most `top` of them."""
 
-    choices: list[list[Choice]]
+    choices: list[list[ChoiceReply]]
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,11 +33,11 @@ def serve(settings: Settings) -> None:
 
     Raises:
         ModelError: the model folder is missing, damaged or foreign.
-        InvalidInput: the plan is not valid.
+        InvalidInput, DataError: the file of pins is not valid.
         ConfpredError: the address cannot be listened on.
     """
     # Both can fail for reasons that the user can mend: find out here, not in each process.
-    Predictor.load(settings.model, plan=settings.plan)
+    Predictor.load(settings.model, pins=settings.pins)
     port = _free_port(settings.host, settings.port)
     with _handover(settings):
         uvicorn.run(

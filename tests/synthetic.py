@@ -16,9 +16,8 @@ from layers import first_kernel
 
 from confpred.data.measurements import Measurement, Run
 from confpred.data.parquet import schema
-from confpred.families.candidate import PYTORCH, config_text
+from confpred.families.candidate import PYTORCH_OPERATOR, Candidate
 from confpred.families.kernel_text import source_digest
-from confpred.families.protocol import config_dict
 from confpred.families.registry import all_families
 from confpred.problem.conv2d import Problem
 from confpred.problem.conv2d_operation import CONVOLUTION
@@ -81,21 +80,23 @@ def rows(networks: int = 6, configs: int = 80, seed: int = 0) -> Iterator[dict[s
         ms = FAMILY.estimate_s(problem, DEVICE, ids) * np.exp(bend) * 1e3
         ms *= np.exp(rng.normal(scale=_NOISE, size=len(ids)))
         for row, time_ms in zip(chosen, ms, strict=True):
-            yield _row(problem, names, FAMILY.name, row, float(time_ms))
-        yield _row(problem, names, FAMILY.name, failed, None)
+            yield _row(problem, names, Candidate(FAMILY.name, row), float(time_ms))
+        yield _row(problem, names, Candidate(FAMILY.name, failed), None)
         ratio = 0.6 if problem.group_width == 32 else 2.0
-        yield _row(problem, names, PYTORCH, None, float(ms.min() * ratio))
+        yield _row(problem, names, PYTORCH_OPERATOR, float(ms.min() * ratio))
 
 
 def _row(
-    problem: Problem, networks: tuple[str, ...], family: str, row: int | None, ms: float | None
+    problem: Problem, networks: tuple[str, ...], candidate: Candidate, ms: float | None
 ) -> dict[str, object]:
+    theirs = candidate == PYTORCH_OPERATOR
     return Measurement(
         problem=problem,
         networks=networks,
-        family=family,
-        config="" if row is None else config_text(config_dict(FAMILY, row)),
-        source_digest="" if row is None else source_digest(SOURCE),
+        candidate=candidate,
+        source_digest="" if theirs else source_digest(SOURCE),
+        cudnn="9.19.0" if theirs else "",
+        cudnn_mode="benchmark" if theirs else "",
         run=_RUN,
         status="ok" if ms is not None else "wrong_result",
         time_ms=ms if ms is not None else float("nan"),

@@ -25,7 +25,7 @@ _HEADINGS = ("layer", "rank", "source", "kernel", "ms", "config")
     "--operation", default="conv2d", show_default=True, help="What the layers of --layer are."
 )
 @click.option("--network", type=click.Path(path_type=Path), help="A suite file of many layers.")
-@click.option("--gpu", required=True, help="Device, such as h100.")
+@click.option("--device", "--gpu", required=True, help="Kind of GPU, such as h100.")
 @click.option(
     "--top",
     type=click.IntRange(1, MAX_TOP),
@@ -35,16 +35,16 @@ _HEADINGS = ("layer", "rank", "source", "kernel", "ms", "config")
 )
 @click.option("--json", "as_json", is_flag=True, help="Print what the HTTP service would reply.")
 @click.option("--model", type=click.Path(path_type=Path), help="Model folder; default: the newest.")
-@click.option("--plan", type=click.Path(path_type=Path), help="File of pinned configs.")
+@click.option("--pins", "--plan", type=click.Path(path_type=Path), help="File of pinned configs.")
 def command(
     layers: tuple[str, ...],
     operation: str,
     network: Path | None,
-    gpu: str,
+    device: str,
     top: int,
     as_json: bool,
     model: Path | None,
-    plan: Path | None,
+    pins: Path | None,
 ) -> None:
     """Name the best config of a layer or a network.
 
@@ -54,11 +54,11 @@ def command(
     CONFPRED_FAMILIES, has fields of its own.
 
     \b
-    confpred predict --gpu h100 \\
+    confpred predict --device h100 \\
       --layer "n=32 c=64 h=56 w=56 k=64 r=3 s=3 groups=8 padding=1"
-    confpred predict --gpu h100 --top 5 \\
+    confpred predict --device h100 --top 5 \\
       --layer "n=8 c=256 h=28 w=28 k=256 r=3 s=3 groups=32 padding=1 bias=true activation=relu"
-    confpred predict --gpu h100 --network datasets/suites/smoke.json --json
+    confpred predict --device h100 --network datasets/suites/smoke.json --json
     """
     from confpred.data.suites import read_suite
     from confpred.families.registry import operation_named
@@ -69,8 +69,8 @@ def command(
     problems: list[Record] = [operation_named(operation).problem.parse(text) for text in layers]
     if network is not None:
         problems = [entry.problem for entry in read_suite(network).entries]
-    predictor = Predictor.load(model, plan=plan)
-    answers = [predictor.rank(problem, gpu, top) for problem in problems]
+    predictor = Predictor.load(model, pins=pins)
+    answers = [predictor.rank(problem, device, top) for problem in problems]
     if as_json:
         click.echo(answers_json(answers))
     else:
@@ -88,7 +88,7 @@ def _table(answers: Sequence[Sequence[Choice]]) -> Iterable[str]:
                     str(choice.problem) if rank == 1 else "",
                     str(rank),
                     choice.source,
-                    choice.family or "PyTorch's own",
+                    choice.provider,
                     "" if choice.predicted_ms is None else f"{choice.predicted_ms:.4f}",
                     " ".join(f"{k}={v}" for k, v in (choice.config or {}).items()),
                 )

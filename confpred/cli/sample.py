@@ -39,7 +39,13 @@ _PATH = click.Path(path_type=Path)
     help="Problem suite (JSON); may be repeated.",
 )
 @click.option("--out", type=_PATH, required=True, help="Folder of the measurements.")
-@click.option("--devices", default="all", show_default=True, help="CUDA devices, such as 0,1.")
+@click.option(
+    "--gpus",
+    "--devices",
+    default="all",
+    show_default=True,
+    help="GPUs of this machine by their CUDA number, such as 0,1.",
+)
 @click.option("--budget", help="Begin no problem after this long, such as 90s, 8m or 1.5h.")
 @click.option(
     "--family",
@@ -81,7 +87,7 @@ _PATH = click.Path(path_type=Path)
 def command(
     suite_files: tuple[Path, ...],
     out: Path,
-    devices: str,
+    gpus: str,
     budget: str | None,
     families: tuple[str, ...],
     configs: int | None,
@@ -119,7 +125,7 @@ def command(
         budget_s=budget_s,
         silence_s=silence_s,
     )
-    sys.exit(sample_and_report(suite, out, find_gpus(devices), settings))
+    sys.exit(sample_and_report(suite, out, find_gpus(gpus), settings))
 
 
 def offered_configs(

@@ -12,10 +12,12 @@ from confpred.service.settings import Settings
 _TYPES: dict[str, click.ParamType[Any]] = {
     "port": click.IntRange(0, 65_535),
     "model": click.Path(exists=True, file_okay=False),
-    "plan": click.Path(exists=True, dir_okay=False),
+    "pins": click.Path(exists=True, dir_okay=False),
     "workers": click.IntRange(1, 64),
     "max_batch": click.IntRange(1, 100_000),
 }
+#: What options were called in confpred 0.1.0.
+_FORMER_FLAGS = {"pins": ("--plan",)}
 
 
 def _option(field: Any) -> click.Option:
@@ -23,7 +25,7 @@ def _option(field: Any) -> click.Option:
     if isinstance(field.default, bool):
         flag += f"/--no-{flag[2:]}"
     return click.Option(
-        [flag],
+        [flag, *_FORMER_FLAGS.get(field.name, ())],
         type=_TYPES.get(field.name),
         default=field.default,
         help=field.metadata["help"],

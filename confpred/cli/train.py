@@ -38,7 +38,7 @@ def command(
     \b
     confpred train datasets/h100.parquet --out models/h100-2
     confpred train datasets/ runs/ --device h200 --out /tmp/trial --exclude-network resnext101_32x8d
-    confpred predict --model models/h100-2 --gpu h100 --layer "n=32 c=64 ..."
+    confpred predict --model models/h100-2 --device h100 --layer "n=32 c=64 ..."
     """
     require_packages()
     from confpred.training.dataset import read_dataset

@@ -12,11 +12,13 @@ import hashlib
 import logging
 import os
 import stat
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 import platformdirs
+
+from confpred.errors import StorageError
+from confpred.files import write_whole
 
 log = logging.getLogger(__name__)
 _DIGEST_BYTES = 32
@@ -60,19 +62,11 @@ class KernelCache:
 
     def put(self, key: str, payload: bytes) -> None:
         """Store `payload` under `key`; an entry is either whole or absent."""
-        path = self._path(key)
-        temporary = None
+        content = hashlib.sha256(payload).digest() + payload
         try:
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-                temporary = file.name
-                file.write(hashlib.sha256(payload).digest() + payload)
-            os.replace(temporary, path)
-        except OSError as error:
+            write_whole(self._path(key), lambda file: file.write(content), private=True)
+        except StorageError as error:
             log.warning("kernel cache %s is not writable (%s)", self.folder, error)
-            if temporary is not None:
-                with contextlib.suppress(OSError):
-                    os.unlink(temporary)
 
     def _path(self, key: str) -> Path:
         return self.folder / key[:2] / f"{key}.cubin"

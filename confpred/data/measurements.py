@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from confpred.families.candidate import Candidate
+from confpred.families.registry import config_words
 from confpred.measure.outcome import Status
 from confpred.problem.record import Record
 
@@ -45,9 +47,12 @@ class Measurement:
     Attributes:
         problem: what was computed.
         networks: names of the networks that the problem comes from; empty for coverage problems.
-        family: kernel family, or ``PYTORCH``.
-        config: the config's fields as ``"block_n=2 block_q=28 ..."``; empty for ``PYTORCH``.
-        source_digest: SHA-256 (16 hex digits) of the kernel's source text.
+        candidate: what computed it; the columns ``family`` and ``config`` hold its provider and its
+            config in words.
+        source_digest: identity of the kernel (`confpred.families.kernel_text.source_digest`); empty
+            where no kernel of ours ran.
+        cudnn, cudnn_mode: of PyTorch's operator, the version of cuDNN and how it chooses its
+            algorithms: ``benchmark`` or ``heuristics``. Else empty.
         run: what the run's rows share.
         status: what became of it; the fields below hold 0 or NaN where they do not apply.
         time_ms: median time of one launch, milliseconds.
@@ -64,9 +69,10 @@ class Measurement:
 
     problem: Record
     networks: tuple[str, ...]
-    family: str
-    config: str
+    candidate: Candidate
     source_digest: str
+    cudnn: str
+    cudnn_mode: str
     run: Run
     status: Status
     time_ms: float
@@ -90,10 +96,18 @@ class Measurement:
             else:
                 row[field.name] = value
         row["networks"] = ",".join(self.networks)
-        for field in dataclasses.fields(self):
-            if field.name not in ("problem", "networks", "run"):
-                row[field.name] = getattr(self, field.name)
+        row["family"] = self.candidate.provider
+        row["config"] = config_words(self.candidate)
+        row |= {name: getattr(self, name) for name in OWN_COLUMNS}
         return row | dataclasses.asdict(self.run)
+
+
+#: Fields of a measurement that are a column as they stand, in order.
+OWN_COLUMNS = tuple(
+    field.name
+    for field in dataclasses.fields(Measurement)
+    if field.name not in ("problem", "networks", "candidate", "run")
+)
 
 
 def problem_of_row(row: Mapping[str, Any], kind: type[_R]) -> _R:

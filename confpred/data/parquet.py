@@ -13,7 +13,7 @@ from typing import BinaryIO
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from confpred.data.measurements import Measurement, Run
+from confpred.data.measurements import OWN_COLUMNS, Measurement, Run
 from confpred.errors import DataError
 from confpred.files import write_whole
 from confpred.problem.operation import Operation
@@ -26,6 +26,8 @@ _TYPES = {
     "str": pa.string(),
     "Status": pa.string(),
 }
+#: Columns that files of confpred 0.1.0 lack; they are read as if empty.
+_ADDED = ("cudnn", "cudnn_mode")
 
 
 def schema(operation: Operation) -> pa.Schema:
@@ -36,13 +38,10 @@ def schema(operation: Operation) -> pa.Schema:
             columns += [(f"{field.name}_{axis}", _TYPES["int"]) for axis in "hw"]
         else:
             columns.append((field.name, _TYPES[str(field.type)]))
-    columns.append(("networks", pa.string()))
-    for record, nested in ((Measurement, ("problem", "networks", "run")), (Run, ())):
-        columns += [
-            (field.name, _TYPES[str(field.type)])
-            for field in dataclasses.fields(record)
-            if field.name not in nested
-        ]
+    columns += [(name, _TYPES["str"]) for name in ("networks", "family", "config")]
+    own = {field.name: _TYPES.get(str(field.type)) for field in dataclasses.fields(Measurement)}
+    columns += [(name, own[name]) for name in OWN_COLUMNS]
+    columns += [(field.name, _TYPES[str(field.type)]) for field in dataclasses.fields(Run)]
     return pa.schema(columns, metadata={_OPERATION: operation.name})
 
 
@@ -77,16 +76,20 @@ def read(path: Path, operation: Operation, columns: Sequence[str] | None = None)
     known = schema(operation)
     names = known.names if columns is None else list(columns)
     try:
+        present = set(pq.read_schema(path).names)
+        absent = [name for name in names if name in _ADDED and name not in present]
         with path.open("rb") as file:
             # One thread: a process that ends soon after, with an error say, would now and then be
             # aborted over threads that Arrow is still starting.
             found = pq.read_table(
                 file,
-                columns=names,
+                columns=[name for name in names if name not in absent],
                 use_threads=False,
                 pre_buffer=False,
                 page_checksum_verification=True,
             )
+        for name in absent:
+            found = found.append_column(name, pa.array([""] * found.num_rows, pa.string()))
         table = found.select(names).cast(
             pa.schema([known.field(name) for name in names], known.metadata)
         )

@@ -1,13 +1,31 @@
-"""A *candidate*: one way to compute a problem."""
+"""A *candidate*: one way to compute a problem, named alike wherever it occurs.
+
+Answers, pins, models, the sampler's tasks and measurements all name it so; how a measurement file
+spells its config is `confpred.families.registry.config_words`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from dataclasses import dataclass
 
-#: The provider of rows that time PyTorch's own operator instead of a kernel of ours.
+#: The provider that calls PyTorch's own operator.
 PYTORCH = "pytorch"
 
 
-def config_text(config: Mapping[str, int]) -> str:
-    """A config as the ``config`` column of measurements holds it."""
-    return " ".join(f"{name}={value}" for name, value in config.items())
+@dataclass(frozen=True, slots=True, order=True)
+class Candidate:
+    """A config of a *provider*.
+
+    Attributes:
+        provider: who computes: the name of a kernel family, or ``PYTORCH``.
+        config_id: the provider's own number for the config. A family's is the row of its config
+            table. PyTorch's operator has one way, number 0. A provider may also list its candidates
+            problem by problem; then it numbers them as it likes, as long as a number always means
+            the same.
+    """
+
+    provider: str
+    config_id: int = 0
+
+
+PYTORCH_OPERATOR = Candidate(PYTORCH)

@@ -10,6 +10,11 @@ from pathlib import Path
 
 import confpred.kernels
 
+_TEXT = r"""\"(?:\\.|[^"\\\n])*\"|'(?:\\.|[^'\\\n])*'"""
+_COMMENT_OR_TEXT = re.compile(rf"//[^\n]*|/\*.*?\*/|({_TEXT})", re.DOTALL)
+#: What C++ reads as one piece, however blanks surround it: texts, words and numbers, operators.
+_TOKEN = re.compile(rf"{_TEXT}|[\w.]+|<<=|>>=|\+\+|--|->|::|##|&&|\|\||<<|>>|[-+*/%&|^=!<>]=|\S")
+
 
 @cache
 def file_text(name: str) -> str:
@@ -33,5 +38,18 @@ def file_text(name: str) -> str:
 
 @cache
 def source_digest(file: str) -> str:
-    """Identity of a CUDA source with its includes, whatever the config: 16 hex digits."""
-    return hashlib.sha256(file_text(file).encode()).hexdigest()[:16]
+    """Identity of a CUDA source with its includes, whatever the config: 16 hex digits.
+
+    It is of what the compiler sees: comments, blanks and line breaks count for nothing, save the
+    line breaks that end a preprocessor directive. So mending a comment leaves measurements and
+    models valid, and changing a token does not.
+    """
+    return hashlib.sha256(meaning(file_text(file)).encode()).hexdigest()[:16]
+
+
+def meaning(text: str) -> str:
+    """CUDA source `text` as its tokens, one blank apart, with each directive on a line of its
+    own."""
+    plain = _COMMENT_OR_TEXT.sub(lambda match: match[1] or " ", text).replace("\\\n", " ")
+    lines = (" ".join(_TOKEN.findall(line)) for line in plain.splitlines())
+    return " ".join(f"\n{line}\n" if line.startswith("#") else line for line in lines if line)

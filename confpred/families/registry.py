@@ -8,12 +8,13 @@ from __future__ import annotations
 import importlib
 import os
 import pkgutil
+from collections.abc import Mapping
 from functools import cache
 from types import MappingProxyType
 
 import confpred.families
 from confpred.errors import InvalidInput
-from confpred.families.candidate import config_text
+from confpred.families.candidate import Candidate
 from confpred.families.protocol import Family, config_dict
 from confpred.problem.operation import Operation
 from confpred.problem.record import Record
@@ -82,8 +83,21 @@ def operation_of(problem: Record) -> Operation:
     raise InvalidInput("problem", problem, f"a {known}")
 
 
+def config_of(candidate: Candidate) -> dict[str, int]:
+    """A candidate's config by field name; empty where its provider has no fields."""
+    family = all_families().get(candidate.provider)
+    return {} if family is None else config_dict(family, candidate.config_id)
+
+
+def config_words(candidate: Candidate) -> str:
+    """A candidate's config as the ``config`` column of measurements holds it, such as
+    ``"block_n=2 block_q=28 ..."``; empty where its provider has no fields."""
+    return " ".join(f"{name}={value}" for name, value in config_of(candidate).items())
+
+
 @cache
-def config_texts(family: str) -> tuple[str, ...]:
-    """Each row of a family's config table as the ``config`` column of measurements holds it."""
-    table = all_families()[family]
-    return tuple(config_text(config_dict(table, row)) for row in range(len(table.configs)))
+def config_ids(provider: str) -> Mapping[str, int]:
+    """Number of each config of a provider by its `config_words`."""
+    family = all_families().get(provider)
+    count = 1 if family is None else len(family.configs)
+    return {config_words(Candidate(provider, number)): number for number in range(count)}

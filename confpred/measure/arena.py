@@ -62,7 +62,7 @@ class Operands:
         return self.bases[self.names.index(name)]
 
 
-class Bench:
+class Arena:
     """Device memory, stream and helper kernels of one GPU, kept between problems.
 
     Attributes:
@@ -78,7 +78,7 @@ class Bench:
         self.device = driver.device_of(ordinal)
         self.stream = self.cuda.create_stream()
         self.handle = int(self.stream.handle)
-        self._arenas: dict[str, Any] = {}
+        self._buffers: dict[str, Any] = {}
         self._filled: dict[str, str] = {}
         self._kernels: dict[KernelSpec, driver.LoadedKernel] = {}
 
@@ -91,14 +91,14 @@ class Bench:
         sizes = [_aligned(t.bytes) for t in tensors]
         slots = -(-_L2_MULTIPLE * self.device.l2_bytes // sum(sizes))
         bases = [
-            self._arena(t.name, slots * size, None if t.terms else t.dtype)
+            self._buffer(t.name, slots * size, None if t.terms else t.dtype)
             for t, size in zip(tensors, sizes, strict=True)
         ]
         for name, size in (
             (ZEROED, max((launch.zeroed_bytes for launch in launches), default=0)),
             (SCRATCH, max((launch.scratch_bytes for launch in launches), default=0)),
         ):
-            bases.append(self._arena(name, size, None) if size else 0)
+            bases.append(self._buffer(name, size, None) if size else 0)
         return Operands(
             names=(*(t.name for t in tensors), ZEROED, SCRATCH),
             bases=tuple(bases),
@@ -111,8 +111,8 @@ class Bench:
     ) -> int:
         """Address of `output` in float64, for the inputs of slice 0."""
         name = f"{REFERENCE} {output.name}"
-        address = self._arena(name, 8 * output.elements, None)
-        self._arenas[name].fill(0, stream=self.stream)
+        address = self._buffer(name, 8 * output.elements, None)
+        self._buffers[name].fill(0, stream=self.stream)
         step = operation.reference(problem, output.name)
         launch = Launch((step,))
         bound = BoundLaunch([self.load(step.kernel).kernel], launch, (*operands.names, REFERENCE))
@@ -123,10 +123,10 @@ class Bench:
         """Fill all outputs and the scratch with NaN, so that an element that is not written, or is
         read before it is, is seen; and the zeroed workspace with zeros."""
         for name in (*(o.name for o in outputs), SCRATCH):
-            if name in self._arenas:
-                self._arenas[name].fill(_POISON, stream=self.stream)
-        if ZEROED in self._arenas:
-            self._arenas[ZEROED].fill(0, stream=self.stream)
+            if name in self._buffers:
+                self._buffers[name].fill(_POISON, stream=self.stream)
+        if ZEROED in self._buffers:
+            self._buffers[ZEROED].fill(0, stream=self.stream)
 
     def compare(self, output: Operand, operands: Operands, reference: int) -> tuple[float, int]:
         """Relative error of `output` in the 2-norm, and how many elements are outside the bound."""
@@ -162,8 +162,8 @@ class Bench:
         """The three float64 sums that a helper kernel comes to."""
         from cuda.bindings import runtime
 
-        address = self._arena("totals", 24, None)
-        self._arenas["totals"].fill(0, stream=self.stream)
+        address = self._buffer("totals", 24, None)
+        self._buffers["totals"].fill(0, stream=self.stream)
         self._enqueue(entry, dtype, (address, *arguments))
         host = np.empty(3)
         self.stream.sync()
@@ -173,22 +173,22 @@ class Bench:
             raise LaunchError(f"reading results back failed: {code.name}")
         return host
 
-    def _arena(self, name: str, size: int, random_dtype: str | None) -> int:
+    def _buffer(self, name: str, size: int, random_dtype: str | None) -> int:
         """Address of at least `size` bytes, grown as needed; random numbers in it if asked."""
-        arena = self._arenas.get(name)
-        if arena is None or arena.size < size:
-            if arena is not None:
+        buffer = self._buffers.get(name)
+        if buffer is None or buffer.size < size:
+            if buffer is not None:
                 self.stream.sync()
-                arena.close()
+                buffer.close()
             size = _aligned(max(size, _ALIGN))
-            arena = self._arenas[name] = self.cuda.allocate(size, stream=self.stream)
+            buffer = self._buffers[name] = self.cuda.allocate(size, stream=self.stream)
             self._filled.pop(name, None)
         if random_dtype is not None and self._filled.get(name) != random_dtype:
             seed = np.uint32(sum(name.encode()))
-            words = np.int64(arena.size // (4 if random_dtype == "float32" else 2))
-            self._enqueue("fill_random", random_dtype, (int(arena.handle), words, seed))
+            words = np.int64(buffer.size // (4 if random_dtype == "float32" else 2))
+            self._enqueue("fill_random", random_dtype, (int(buffer.handle), words, seed))
             self._filled[name] = random_dtype
-        return int(arena.handle)
+        return int(buffer.handle)
 
     def _enqueue(self, entry: str, dtype: str, arguments: tuple[Any, ...]) -> None:
         from cuda.core import LaunchConfig, launch
@@ -203,6 +203,6 @@ def _aligned(size: int) -> int:
 
 
 @lru_cache(maxsize=1)
-def bench_of(ordinal: int) -> Bench:
-    """The bench of CUDA device `ordinal`; a process measures on one device."""
-    return Bench(ordinal)
+def arena_of(ordinal: int) -> Arena:
+    """The arena of CUDA device `ordinal`; a process measures on one device."""
+    return Arena(ordinal)

@@ -9,7 +9,7 @@ from confpred.cuda import driver
 from confpred.cuda.launch import BoundLaunch
 from confpred.errors import CompileError, LaunchError
 from confpred.families.protocol import Family
-from confpred.measure.arena import Bench, Operands, bench_of
+from confpred.measure.arena import Arena, Operands, arena_of
 from confpred.measure.outcome import Outcome
 from confpred.measure.timing import launches_a_replay, time_interleaved
 from confpred.problem.operation import Launch, Operand
@@ -17,10 +17,10 @@ from confpred.problem.record import Record
 
 
 @dataclass(frozen=True, slots=True)
-class _Task:
+class _Shared:
     """What the configs of one problem share."""
 
-    bench: Bench
+    arena: Arena
     problem: Record
     family: Family
     outputs: tuple[Operand, ...]
@@ -29,7 +29,9 @@ class _Task:
 
 
 @dataclass(frozen=True, slots=True)
-class _Candidate:
+class _Checked:
+    """A config that computes the problem correctly, as far as it can be told without timing it."""
+
     row: int
     bound: BoundLaunch
     outcome: Outcome  # as far as it is known before it is timed
@@ -57,41 +59,41 @@ def measure(
     Returns:
         One outcome a row, in the order of `rows`.
     """
-    task, launches = _prepare(problem, family, rows, ordinal)
-    candidates, outcomes = _check(task, launches, report)
-    outcomes |= _time(task, candidates, seed)
+    shared, launches = _prepare(problem, family, rows, ordinal)
+    candidates, outcomes = _check(shared, launches, report)
+    outcomes |= _time(shared, candidates, seed)
     return [outcomes[row] for row in rows]
 
 
 def check(problem: Record, family: Family, rows: Sequence[int], *, ordinal: int) -> list[Outcome]:
     """The first half of `measure`: are the configs correct? Outcomes have no times."""
-    task, launches = _prepare(problem, family, rows, ordinal)
-    candidates, outcomes = _check(task, launches, lambda _row: None)
+    shared, launches = _prepare(problem, family, rows, ordinal)
+    candidates, outcomes = _check(shared, launches, lambda _row: None)
     outcomes |= {c.row: c.outcome for c in candidates}
     return [outcomes[row] for row in rows]
 
 
 def _prepare(
     problem: Record, family: Family, rows: Sequence[int], ordinal: int
-) -> tuple[_Task, dict[int, Launch]]:
-    bench, operation = bench_of(ordinal), family.operation
+) -> tuple[_Shared, dict[int, Launch]]:
+    arena, operation = arena_of(ordinal), family.operation
     launches = {row: family.launch(problem, row) for row in rows}
-    operands = bench.operands(operation, problem, list(launches.values()))
+    operands = arena.operands(operation, problem, list(launches.values()))
     outputs = tuple(o for o in operation.operands(problem) if o.terms)
-    references = tuple(bench.reference(operation, problem, o, operands) for o in outputs)
-    return _Task(bench, problem, family, outputs, operands, references), launches
+    references = tuple(arena.reference(operation, problem, o, operands) for o in outputs)
+    return _Shared(arena, problem, family, outputs, operands, references), launches
 
 
 def _check(
-    task: _Task, launches: Mapping[int, Launch], report: Callable[[int], None]
-) -> tuple[list[_Candidate], dict[int, Outcome]]:
+    shared: _Shared, launches: Mapping[int, Launch], report: Callable[[int], None]
+) -> tuple[list[_Checked], dict[int, Outcome]]:
     """The correct configs, and what became of the others."""
-    candidates: list[_Candidate] = []
+    candidates: list[_Checked] = []
     failures: dict[int, Outcome] = {}
     for row, launch in launches.items():
         report(row)
         try:
-            candidate = _check_one(task, row, launch)
+            candidate = _check_one(shared, row, launch)
         except CompileError as error:
             failures[row] = Outcome(row, "compile_error", message=str(error))
         except LaunchError as error:
@@ -104,28 +106,28 @@ def _check(
     return candidates, failures
 
 
-def _check_one(task: _Task, row: int, launch: Launch) -> _Candidate:
+def _check_one(shared: _Shared, row: int, launch: Launch) -> _Checked:
     """Launch one config once on poisoned outputs and compare them with the references: each element
     must be within the dtype's rounding.
 
     Raises:
         CompileError, LaunchError: it cannot run.
     """
-    bench = task.bench
-    loaded = [bench.load(step.kernel) for step in launch.steps]
-    bound = BoundLaunch([k.kernel for k in loaded], launch, task.operands.names)
-    bench.poison(task.outputs)
-    start, end = (bench.cuda.create_event({"timing_enabled": True}) for _ in range(2))
-    bench.stream.record(start)
-    bound.enqueue(bench.handle, task.operands.slot(0))
-    bench.stream.record(end)
+    arena = shared.arena
+    loaded = [arena.load(step.kernel) for step in launch.steps]
+    bound = BoundLaunch([k.kernel for k in loaded], launch, shared.operands.names)
+    arena.poison(shared.outputs)
+    start, end = (arena.cuda.create_event({"timing_enabled": True}) for _ in range(2))
+    arena.stream.record(start)
+    bound.enqueue(arena.handle, shared.operands.slot(0))
+    arena.stream.record(end)
     errors, faults = [], []
-    for output, reference in zip(task.outputs, task.references, strict=True):
-        error, outside = bench.compare(output, task.operands, reference)
+    for output, reference in zip(shared.outputs, shared.references, strict=True):
+        error, outside = arena.compare(output, shared.operands, reference)
         errors.append(error)
         if outside:
             faults.append(f"{outside} of {output.elements} elements of {output.name} are off")
-    if not bench.left_zero(task.operands, launch.zeroed_bytes):
+    if not arena.left_zero(shared.operands, launch.zeroed_bytes):
         faults.append("the zeroed workspace is not zero again")
     outcome = Outcome(
         row,
@@ -136,24 +138,24 @@ def _check_one(task: _Task, row: int, launch: Launch) -> _Candidate:
         error=max(errors),
         message="; ".join(faults),
     )
-    return _Candidate(row, bound, outcome, (end - start) * 1e-3)
+    return _Checked(row, bound, outcome, (end - start) * 1e-3)
 
 
-def _time(task: _Task, candidates: Sequence[_Candidate], seed: int) -> dict[int, Outcome]:
+def _time(shared: _Shared, candidates: Sequence[_Checked], seed: int) -> dict[int, Outcome]:
     """The outcomes of the correct configs, by row."""
-    bench = task.bench
+    arena = shared.arena
     graphs, launches, slot = [], [], 0
     for candidate in candidates:
         count = launches_a_replay(candidate.seconds)
-        builder = bench.stream.create_graph_builder().begin_building()
+        builder = arena.stream.create_graph_builder().begin_building()
         capturing = int(builder.stream.handle)
         for _ in range(count):
-            candidate.bound.enqueue(capturing, task.operands.slot(slot))
+            candidate.bound.enqueue(capturing, shared.operands.slot(slot))
             slot += 1
         graphs.append(builder.end_building().complete())
         launches.append(count)
-    timings = time_interleaved(bench.cuda, bench.stream, graphs, launches, seed)
-    clock = driver.sm_clock_mhz(bench.ordinal)
+    timings = time_interleaved(arena.cuda, arena.stream, graphs, launches, seed)
+    clock = driver.sm_clock_mhz(arena.ordinal)
     return {
         c.row: replace(
             c.outcome,

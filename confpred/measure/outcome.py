@@ -15,10 +15,11 @@ class Outcome:
     says.
 
     Attributes:
-        row: of the family's config table; -1 for PyTorch's own operator.
+        config_id: the provider's number of the config.
+        cudnn, cudnn_mode: of PyTorch's own operator.
     """
 
-    row: int
+    config_id: int
     status: Status
     time_ms: float = float("nan")
     spread_ms: float = float("nan")
@@ -29,3 +30,5 @@ class Outcome:
     error: float = float("nan")
     sm_clock_mhz: int = 0
     message: str = ""
+    cudnn: str = ""
+    cudnn_mode: str = ""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 
 from confpred.cuda import driver
+from confpred.families.candidate import PYTORCH_OPERATOR
 from confpred.measure.outcome import Outcome
 from confpred.measure.timing import launches_a_replay, time_interleaved
 from confpred.problem.operation import Operation
@@ -73,8 +75,11 @@ def measure_pytorch(operation: Operation, problem: Record, *, ordinal: int, seed
     """Time PyTorch's operator with cuDNN's benchmark mode on: the best that a user can get of it.
 
     Returns:
-        An outcome of row -1; ``launch_error`` where PyTorch refuses the problem.
+        The outcome of its one config; ``launch_error`` where PyTorch refuses the problem.
     """
+    outcome = Outcome(
+        PYTORCH_OPERATOR.config_id, "ok", error=0.0, cudnn=cudnn_version(), cudnn_mode="benchmark"
+    )
     device = driver.make_current(ordinal)
     torch.cuda.set_device(ordinal)
     torch.backends.cudnn.benchmark = True
@@ -96,15 +101,23 @@ def measure_pytorch(operation: Operation, problem: Record, *, ordinal: int, seed
         stream = device.create_stream()
         (timing,) = time_interleaved(device, stream, [graph], [launches], seed, evict)
     except RuntimeError as error:
-        return Outcome(-1, "launch_error", message=str(error).splitlines()[0])
+        message = str(error).splitlines()[0]
+        return replace(outcome, status="launch_error", error=float("nan"), message=message)
     finally:
         torch.cuda.empty_cache()
-    return Outcome(
-        -1,
-        "ok",
+    return replace(
+        outcome,
         time_ms=timing.median_ms,
         spread_ms=timing.spread_ms,
         samples=timing.samples,
-        error=0.0,
         sm_clock_mhz=driver.sm_clock_mhz(ordinal),
     )
+
+
+def cudnn_version() -> str:
+    """Such as ``9.19.0``; empty where PyTorch has no cuDNN."""
+    number = torch.backends.cudnn.version()
+    if number is None:
+        return ""
+    major, rest = divmod(number, 10_000)
+    return f"{major}.{rest // 100}.{rest % 100}"

@@ -29,11 +29,13 @@ import numpy as np
 
 import confpred.models
 from confpred.errors import ConfpredError, DataError, ModelError
+from confpred.families.candidate import PYTORCH_OPERATOR, Candidate
 from confpred.families.kernel_text import source_digest
 from confpred.families.protocol import Family
 from confpred.families.registry import all_families, all_operations
 from confpred.files import read_json
-from confpred.model.pools import Pool, table_digest
+from confpred.model.features import check_family, check_operation
+from confpred.model.pools import Pool, configs_digest
 from confpred.model.ranking import FamilyModel, PytorchModel
 from confpred.model.trees import Trees
 from confpred.problem.device import Device, get_device
@@ -41,7 +43,7 @@ from confpred.problem.operation import Operation
 
 log = logging.getLogger(__name__)
 
-FORMAT = "confpred-model/3"
+FORMAT = "confpred-model/4"
 CARD, MEASURED = "card.json", "measured.json"
 ORDER_TREES, TIME_TREES, PYTORCH_TREES = "{}.order.txt", "{}.time.txt", "pytorch.txt"
 
@@ -51,13 +53,11 @@ class Best:
     """The fastest measured way to compute a problem.
 
     Attributes:
-        family, row: the kernel family and the row of its config table; None for PyTorch's own
-            operator.
+        candidate: what was the fastest.
         time_ms: its measured time, milliseconds.
     """
 
-    family: str | None
-    row: int | None
+    candidate: Candidate
     time_ms: float
 
 
@@ -153,7 +153,7 @@ def _load(folder: Path, card: Mapping[str, Any]) -> Model:
             raise ModelError(f"{folder / name} is damaged: its SHA-256 is not the card's")
     if card["operation"] not in all_operations():
         raise ModelError(f"{folder} is for operation {card['operation']!r}, which no family has")
-    operation = all_operations()[card["operation"]]
+    operation, device = all_operations()[card["operation"]], get_device(card["device"])
     members: dict[str, list[Family]] = {}
     for name, entry in card["families"].items():
         if name not in all_families():
@@ -170,22 +170,24 @@ def _load(folder: Path, card: Mapping[str, Any]) -> Model:
         )
         for family in pool.families:
             entry = card["families"][family.name]
-            if entry["table"] != table_digest(family):
+            if entry["configs"] != configs_digest(family):
                 raise ModelError(
                     f"{folder} was trained for other configs of {family.name}: train it again"
                 )
             portfolio = np.zeros(len(family.configs), np.bool_)
             portfolio[[_row(folder / CARD, row, family) for row in entry["portfolio"]]] = True
+            check_family(folder, family, device, entry["features"])
             families[family.name] = FamilyModel(family, pool, order, time, portfolio)
             stale += _stale(entry["source"], entry["source_digests"])
     pytorch = None
     if PYTORCH_TREES in files:
         ratio = _trees(folder, files, PYTORCH_TREES, operation.feature_names)
         margin = _number("margin", card["pytorch"]["margin"], least=0.0)
+        check_operation(folder, operation, device, card["pytorch"]["features"])
         pytorch = PytorchModel(operation, ratio, margin)
     return Model(
         version=folder.resolve().name,
-        device=get_device(card["device"]),
+        device=device,
         operation=operation,
         families=families,
         pytorch=pytorch,
@@ -219,11 +221,11 @@ def _stale(file: str, trained: list[str]) -> list[str]:
 def _measured(path: Path, content: bytes) -> dict[str, Best]:
     best = {}
     for entry in _parse(path, content):
-        family, row = entry["family"], entry["row"]
-        if family is not None:
-            row = _row(path, row, all_families()[family])
+        candidate = Candidate(entry["provider"], entry["config_id"])
+        if candidate != PYTORCH_OPERATOR:
+            _row(path, candidate.config_id, all_families()[candidate.provider])
         time_ms = _number("time_ms", entry["time_ms"], least=0.0)
-        best[str(entry["problem"])] = Best(family, row, time_ms)
+        best[str(entry["problem"])] = Best(candidate, time_ms)
     return best
 
 

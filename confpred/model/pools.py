@@ -17,7 +17,7 @@ from confpred.problem.record import Record
 _MEMBER = "pool_member"
 
 
-def table_digest(family: Family) -> str:
+def configs_digest(family: Family) -> str:
     """Identity of a family's config table: 16 hex digits of SHA-256."""
     table = family.configs
     names = ",".join(table.dtype.names or ())
@@ -61,5 +61,5 @@ def pools(families: Iterable[Family]) -> tuple[Pool, ...]:
     """All of `families`, those of one operation and config table together."""
     alike: dict[tuple[str, str], list[Family]] = {}
     for family in families:
-        alike.setdefault((family.operation.name, table_digest(family)), []).append(family)
+        alike.setdefault((family.operation.name, configs_digest(family)), []).append(family)
     return tuple(sorted(map(Pool, alike.values()), key=lambda pool: pool.name))

@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from confpred.errors import InvalidInput
+from confpred.families.candidate import PYTORCH_OPERATOR, Candidate
+from confpred.families.registry import all_families, config_of
 from confpred.problem.record import Record
 
 MAX_TOP = 32  # choices that one answer may have
-Source = Literal["plan", "measured", "predicted", "heuristic", "fallback"]
+Source = Literal["pinned", "measured", "predicted", "heuristic", "fallback"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,12 +23,10 @@ class Choice:
     Attributes:
         problem: what was asked.
         device: key of the device it was asked for.
-        source: ``plan`` (pinned by the user), ``measured`` (this problem is in the training data),
+        source: ``pinned`` (by the user), ``measured`` (this problem is in the training data),
             ``predicted`` (the model), ``heuristic`` (no model for this device, or for any of the
             families that are legal) or ``fallback`` (no kernel is legal).
-        family: the kernel family, or None for PyTorch's own operator.
-        config_id: row of the family's config table, or None.
-        config: that row by field name, or None.
+        candidate: what to launch; PyTorch's own operator is one too.
         predicted_ms: expected time of one launch, milliseconds; None for ``fallback``.
         regret_bound: with 95 % confidence the choice is at most this many times as slow as the best
             config, as calibrated on networks that the model was not trained on; None where
@@ -37,12 +37,30 @@ class Choice:
     problem: Record
     device: str
     source: Source
-    family: str | None = None
-    config_id: int | None = None
-    config: Mapping[str, int] | None = None
+    candidate: Candidate = PYTORCH_OPERATOR
     predicted_ms: float | None = None
     regret_bound: float | None = None
     model: str | None = None
+
+    @property
+    def provider(self) -> str:
+        """The kernel family, or ``pytorch``."""
+        return self.candidate.provider
+
+    @property
+    def family(self) -> str | None:
+        """The kernel family; None where another provider is chosen, such as PyTorch's operator."""
+        return self.provider if self.provider in all_families() else None
+
+    @property
+    def config_id(self) -> int | None:
+        """Row of the family's config table; None where no family is chosen."""
+        return None if self.family is None else self.candidate.config_id
+
+    @property
+    def config(self) -> Mapping[str, int] | None:
+        """That row by field name; None where no family is chosen."""
+        return None if self.family is None else config_of(self.candidate)
 
     def to_json(self) -> dict[str, Any]:
         """The one JSON form of a choice, printed by the CLI and sent by the service."""
@@ -50,9 +68,10 @@ class Choice:
             "problem": self.problem.to_json(),
             "device": self.device,
             "source": self.source,
+            "provider": self.provider,
             "family": self.family,
             "config_id": self.config_id,
-            "config": None if self.config is None else dict(self.config),
+            "config": self.config,
             "predicted_ms": self.predicted_ms,
             "regret_bound": self.regret_bound,
             "model": self.model,

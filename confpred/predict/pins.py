@@ -1,27 +1,27 @@
-"""A *plan*: configs that the user has pinned, whatever a model would say.
+"""*Pins*: candidates that the user has fixed, whatever a model would say.
 
 The file is one object::
 
-    {"format": "confpred-plan/1", "operation": "conv2d",
+    {"format": "confpred-pins/1", "operation": "conv2d",
      "pins": [{"device": "h100",
                "problem": {"n": 32, "c": 64, "h": 56, "w": 56, "k": 64, "r": 3, "s": 3,
                            "padding": 1, "groups": 8},
-               "family": "grouped_fprop", "config": {"block_n": 1, "block_q": 56, ...}}, ...]}
+               "provider": "grouped_fprop", "config": {"block_n": 1, "block_q": 56, ...}}, ...]}
 
-A pin whose ``family`` and ``config`` are null keeps PyTorch's own operator. ``operation`` may be
+The provider ``pytorch``, with the config ``{}``, keeps PyTorch's own operator. ``operation`` may be
 left out; a problem's fields are those of its record.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from confpred.errors import DataError, InvalidInput
+from confpred.families.candidate import PYTORCH, PYTORCH_OPERATOR, Candidate
 from confpred.families.protocol import Family
 from confpred.families.registry import families_of, operation_named
 from confpred.files import read_json
@@ -29,64 +29,68 @@ from confpred.problem.conv2d_operation import CONVOLUTION
 from confpred.problem.device import Device, get_device
 from confpred.problem.record import Record
 
-FORMAT = "confpred-plan/1"
-_FIELDS = ("device", "problem", "family", "config")
+FORMAT = "confpred-pins/1"
+#: What confpred 0.1.0 wrote: ``family`` for ``provider``, and null for PyTorch's own operator.
+_FORMER = "confpred-plan/1"
+_FIELDS = ("device", "problem", "provider", "config")
 
 
-@dataclass(frozen=True, slots=True)
-class Pin:
-    """A pinned config: the row of a family's table, or None and None for PyTorch's operator."""
-
-    family: str | None
-    row: int | None
-
-
-def read_plan(path: Path) -> dict[tuple[Record, Device], Pin]:
+def read_pins(path: Path) -> dict[tuple[Record, Device], Candidate]:
     """The pins in the file at `path`.
 
     Raises:
-        DataError: the file cannot be read or is not a plan.
+        DataError: the file cannot be read or holds no pins.
         InvalidInput: a field is not allowed, or a pin's config is not legal for its problem; the
             error names file, index and field.
     """
-    content = read_json(path, "a plan", FORMAT)
+    content = read_json(path, "a file of pins", FORMAT, _FORMER)
     if not isinstance(content.get("pins"), list):
         raise DataError(f'{path}: "pins" must be a list')
     try:
         kind = operation_named(content.get("operation", CONVOLUTION.name)).problem
     except InvalidInput as error:
         raise InvalidInput(f"{path}: {error.field}", error.value, error.allowed) from None
-    plan: dict[tuple[Record, Device], Pin] = {}
+    pins: dict[tuple[Record, Device], Candidate] = {}
     for index, fields in enumerate(content["pins"]):
         where = f"{path}: pins[{index}]"
+        if content["format"] == _FORMER and isinstance(fields, dict):
+            fields = _renamed(fields)
         if not isinstance(fields, dict) or sorted(fields) != sorted(_FIELDS):
             raise DataError(f"{where} must be an object of {', '.join(_FIELDS)}")
         try:
-            key, pin = _pin(fields, kind)
+            key, candidate = _pin(fields, kind)
         except InvalidInput as error:
             raise InvalidInput(f"{where}.{error.field}", error.value, error.allowed) from None
-        if key in plan:
+        if key in pins:
             raise DataError(f"{where} pins a problem for the second time")
-        plan[key] = pin
-    return plan
+        pins[key] = candidate
+    return pins
 
 
-def _pin(fields: Mapping[str, Any], kind: type[Record]) -> tuple[tuple[Record, Device], Pin]:
+def _renamed(former: Mapping[str, Any]) -> dict[str, Any]:
+    """A pin of `_FORMER` as one of ``FORMAT``."""
+    fields = {"provider" if name == "family" else name: former[name] for name in former}
+    if fields.get("provider", "") is None and fields.get("config", {}) is None:
+        fields |= {"provider": PYTORCH, "config": {}}
+    return fields
+
+
+def _pin(fields: Mapping[str, Any], kind: type[Record]) -> tuple[tuple[Record, Device], Candidate]:
     device, problem = get_device(fields["device"]), kind.from_json(fields["problem"])
-    name, config = fields["family"], fields["config"]
-    if name is None:
-        if config is not None:
-            raise InvalidInput("config", config, "null where family is null")
-        return (problem, device), Pin(None, None)
+    name, config = fields["provider"], fields["config"]
+    if name == PYTORCH:
+        if config != {}:
+            raise InvalidInput("config", config, f"{{}} where the provider is {PYTORCH}")
+        return (problem, device), PYTORCH_OPERATOR
     families = families_of(problem)
     if not isinstance(name, str) or name not in families:
-        raise InvalidInput("family", name, f"null or {' or '.join(families)}")
+        raise InvalidInput("provider", name, f"{PYTORCH} or {' or '.join(families)}")
     row = _row_of(families[name], config)
     if row is None:
         raise InvalidInput("config", config, f"a config of {name}, each field an integer")
     if not families[name].legal(problem, device)[row]:
         raise InvalidInput("config", config, "a config that is legal for the problem")
-    return (problem, device), Pin(name, row)
+    return (problem, device), Candidate(name, row)
 
 
 def _row_of(family: Family, config: object) -> int | None:

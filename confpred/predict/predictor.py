@@ -12,12 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from confpred.errors import InvalidInput
-from confpred.families.protocol import Rows, config_dict
+from confpred.families.candidate import PYTORCH_OPERATOR, Candidate
+from confpred.families.protocol import Rows
 from confpred.families.registry import all_families, families_of
 from confpred.model.folder import Model, default_models, load_model
 from confpred.model.ranking import rank_by_estimate
 from confpred.predict.choice import MAX_TOP, Choice, Source, check_top
-from confpred.predict.pins import Pin, read_plan
+from confpred.predict.pins import read_pins
 from confpred.problem.device import Device, get_device
 from confpred.problem.record import Record
 
@@ -31,8 +32,7 @@ class _Option:
     """One way to compute a problem, before it is spelled out as a `Choice`."""
 
     source: Source
-    family: str | None
-    row: int | None
+    candidate: Candidate
     seconds: float | None
 
 
@@ -46,32 +46,32 @@ class Predictor:
     def __init__(
         self,
         models: Mapping[str, Model],
-        plan: Mapping[tuple[Record, Device], Pin] | None = None,
+        pins: Mapping[tuple[Record, Device], Candidate] | None = None,
     ) -> None:
-        """Use `models`, by device key, and the pins of `plan`."""
+        """Use `models`, by device key, and what the user has pinned."""
         self._models = MappingProxyType(dict(models))
-        self._plan = dict(plan or {})
+        self._pins = dict(pins or {})
         self._best = lru_cache(BEST_KEPT)(self._work_out)
         self._ranking = lru_cache(RANKINGS_KEPT)(self._work_out)
 
     @classmethod
-    def load(cls, model: str | Path | None = None, *, plan: str | Path | None = None) -> Predictor:
+    def load(cls, model: str | Path | None = None, *, pins: str | Path | None = None) -> Predictor:
         """Load a model folder, or the newest model of each device that ships with the package.
 
         Args:
             model: a folder that ``confpred train`` wrote.
-            plan: a file of pinned configs (`confpred.predict.pins`).
+            pins: a file of pinned candidates (`confpred.predict.pins`).
 
         Raises:
             ModelError: the folder is missing, damaged or foreign.
-            DataError, InvalidInput: the plan is.
+            DataError, InvalidInput: the file of pins is.
         """
         if model is None:
             models = default_models()
         else:
             loaded = load_model(Path(model))
             models = {loaded.device.key: loaded}
-        return cls(models, None if plan is None else read_plan(Path(plan)))
+        return cls(models, None if pins is None else read_pins(Path(pins)))
 
     @property
     def models(self) -> Mapping[str, Model]:
@@ -112,13 +112,13 @@ class Predictor:
         if model is not None and model.operation.problem is not type(problem):
             model = None
         options = [*self._settled(problem, device, model)]
-        settled = {(o.family, o.row) for o in options}
+        settled = {option.candidate for option in options}
         if len(options) < top:
             found = _predicted(problem, device, model) if model else []
             found = found or _estimated(problem, device)
-            options += (o for o in found if (o.family, o.row) not in settled)
+            options += (option for option in found if option.candidate not in settled)
         if not options:
-            options = [_Option("fallback", None, None, None)]
+            options = [_Option("fallback", PYTORCH_OPERATOR, None)]
         bound = model.regret_bound if model and options[0].source == "predicted" else None
         return tuple(
             _choice(problem, device, option, model, bound if index == 0 else None)
@@ -127,12 +127,12 @@ class Predictor:
 
     def _settled(self, problem: Record, device: Device, model: Model | None) -> Iterator[_Option]:
         """What needs no prediction: the user's pin, and the best measured config."""
-        pin = self._plan.get((problem, device))
+        pin = self._pins.get((problem, device))
         best = model.measured.get(str(problem)) if model else None
         if pin is not None:
-            yield _Option("plan", pin.family, pin.row, _expected_s(problem, device, model, pin))
-        if best is not None and (pin is None or (pin.family, pin.row) != (best.family, best.row)):
-            yield _Option("measured", best.family, best.row, best.time_ms * 1e-3)
+            yield _Option("pinned", pin, _expected_s(problem, device, model, pin))
+        if best is not None and best.candidate != pin:
+            yield _Option("measured", best.candidate, best.time_ms * 1e-3)
 
 
 def _predicted(problem: Record, device: Device, model: Model) -> list[_Option]:
@@ -144,12 +144,12 @@ def _predicted(problem: Record, device: Device, model: Model) -> list[_Option]:
         if len(candidates):
             ranked[name] = learned.rank(problem, device, candidates)
     found = _fastest(ranked)
-    options = [_Option("predicted", name, row, seconds) for seconds, name, row in found]
+    options = [_Option("predicted", candidate, seconds) for seconds, candidate in found]
     if found and model.pytorch is not None:
         best = found[0][0]
         expected, least = (best * times for times in model.pytorch.slowdown(problem, device))
-        place = sum(seconds <= least for seconds, _, _ in found)
-        options.insert(place, _Option("predicted", None, None, expected))
+        place = sum(seconds <= least for seconds, _ in found)
+        options.insert(place, _Option("predicted", PYTORCH_OPERATOR, expected))
     return options
 
 
@@ -160,46 +160,44 @@ def _estimated(problem: Record, device: Device) -> list[_Option]:
     """
     families = families_of(problem).items()
     found = _fastest({name: rank_by_estimate(f, problem, device) for name, f in families})
-    return [_Option("heuristic", name, row, seconds) for seconds, name, row in found]
+    return [_Option("heuristic", candidate, seconds) for seconds, candidate in found]
 
 
 def _fastest(
     ranked: Mapping[str, tuple[Rows, NDArray[np.float64]]],
-) -> list[tuple[float, str, int]]:
-    """The first ``MAX_TOP`` rows of each family in one order, as seconds, family and row; `ranked`
-    holds each family's rows and their rising seconds."""
+) -> list[tuple[float, Candidate]]:
+    """The first ``MAX_TOP`` rows of each family in one order, with their seconds; `ranked` holds
+    each family's rows and their rising seconds."""
     return sorted(
-        (value, name, row)
+        (value, Candidate(name, row))
         for name, (rows, seconds) in ranked.items()
         for row, value in zip(rows[:MAX_TOP].tolist(), seconds[:MAX_TOP].tolist(), strict=True)
     )
 
 
-def _expected_s(problem: Record, device: Device, model: Model | None, pin: Pin) -> float | None:
-    """Seconds that the pinned config is expected to take."""
-    if pin.family is None or pin.row is None:
+def _expected_s(
+    problem: Record, device: Device, model: Model | None, candidate: Candidate
+) -> float | None:
+    """Seconds that `candidate` is expected to take."""
+    if candidate == PYTORCH_OPERATOR:
         predicted = _predicted(problem, device, model) if model else []
-        return next((option.seconds for option in predicted if option.family is None), None)
-    row = np.array([pin.row], np.intp)
-    learned = model.families.get(pin.family) if model else None
+        return next((o.seconds for o in predicted if o.candidate == candidate), None)
+    row = np.array([candidate.config_id], np.intp)
+    learned = model.families.get(candidate.provider) if model else None
     if learned is None:
-        return float(all_families()[pin.family].estimate_s(problem, device, row)[0])
+        family = all_families()[candidate.provider]
+        return float(family.estimate_s(problem, device, row)[0])
     return float(learned.rank(problem, device, row)[1][0])
 
 
 def _choice(
     problem: Record, device: Device, option: _Option, model: Model | None, bound: float | None
 ) -> Choice:
-    config = None
-    if option.family is not None and option.row is not None:
-        config = MappingProxyType(config_dict(all_families()[option.family], option.row))
     return Choice(
         problem,
         device.key,
         option.source,
-        family=option.family,
-        config_id=option.row,
-        config=config,
+        option.candidate,
         predicted_ms=None if option.seconds is None else option.seconds * 1e3,
         regret_bound=bound,
         model=model.version if model and option.source in ("predicted", "measured") else None,

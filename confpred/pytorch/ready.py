@@ -14,6 +14,7 @@ from confpred.cuda import driver
 from confpred.cuda.compiler import compile_kernel
 from confpred.cuda.launch import BoundLaunch
 from confpred.errors import ConfpredError, InvalidProblem, UnknownDevice
+from confpred.families.candidate import PYTORCH_OPERATOR
 from confpred.families.protocol import Family
 from confpred.families.registry import all_families
 from confpred.predict.predictor import Predictor
@@ -142,11 +143,13 @@ def _make_ready(
             deterministic=deterministic,
         )
         choice = _current_predictor().choose(problem, driver.device_of(ordinal))
-        if choice.family is None or choice.source == "heuristic":
+        candidate = choice.candidate
+        if candidate == PYTORCH_OPERATOR or choice.source == "heuristic":
             log.debug("%s: PyTorch's own operator (%s)", problem, choice.source)
             return None
-        log.debug("%s: %s %s (%s)", problem, choice.family, choice.config, choice.source)
-        return _load(problem, all_families()[choice.family], choice.config_id or 0, ordinal)
+        log.debug("%s: %s %s (%s)", problem, candidate.provider, choice.config, choice.source)
+        family = all_families()[candidate.provider]
+        return _load(problem, family, candidate.config_id, ordinal)
     except (InvalidProblem, UnknownDevice) as error:
         log.debug("PyTorch's own operator: %s", error)
     except ConfpredError as error:  # a damaged model, a driver that refuses: worth a look

@@ -1,4 +1,4 @@
-"""Compiles the kernels of a plan into the kernel cache, in parallel and in the plan's order.
+"""Compiles the kernels of tasks into the kernel cache, in parallel and in the tasks' order.
 
 NVRTC scales with processes, not with threads. Compilation overlaps measurement: the times come from
 device events around CUDA graphs, which a busy CPU does not disturb, and GPU time is what is scarce.
@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection
 
 from confpred.errors import ConfpredError
 from confpred.problem.operation import KernelSpec
-from confpred.sampler.jobs import Compilation
+from confpred.sampler.jobs import CompileJob
 from confpred.sampler.tasks import Task
 from confpred.sampler.worker import Failed, Worker
 
@@ -65,10 +65,10 @@ class Compilers:
                 else:
                     self._finish(job.kernel, ended.result)
             if self._todo:
-                worker.start(Compilation(self._todo.popleft(), self._arch))
+                worker.start(CompileJob(self._todo.popleft(), self._arch))
 
     def next_ready(self) -> Task | None:
-        """The first task of the plan whose kernels are all compiled or refused; each comes once."""
+        """The first task whose kernels are all compiled or refused; each comes once."""
         return self._tasks[heapq.heappop(self._ready)] if self._ready else None
 
     def connections(self) -> list[Connection]:

@@ -9,7 +9,7 @@ from multiprocessing.connection import Connection
 from confpred.data.measurements import Run
 from confpred.errors import LaunchError
 from confpred.measure.outcome import Outcome, Status
-from confpred.sampler.jobs import Bench
+from confpred.sampler.jobs import MeasureJob
 from confpred.sampler.tasks import Task
 from confpred.sampler.worker import Failed, Worker
 
@@ -40,13 +40,13 @@ class Finished:
     seconds: float
 
 
-class Lane:
+class GpuWorker:
     """One GPU.
 
     Args:
         run: what the rows measured here share.
         ordinal: CUDA device.
-        function: import path of the job function for `Bench` jobs.
+        function: import path of the job function for `MeasureJob`s.
         silence_s: a config that takes longer to check, or a task to time, is taken to hang.
         seed: of the order of timed rounds.
     """
@@ -57,7 +57,7 @@ class Lane:
         self._seed = seed
         self._worker = Worker(function, silence_s)
         self._task: Task | None = None
-        self._rows: list[int] = []
+        self._left: list[int] = []
         self._outcomes: list[Outcome] = []
         self._failures: list[Failed] = []
         self._given_up = 0
@@ -73,11 +73,11 @@ class Lane:
         return [connection] if self._worker.job is not None and connection is not None else []
 
     def start(self, task: Task, known: Sequence[Outcome]) -> None:
-        """Measure `task` on this free lane, save the configs whose outcome is `known` already."""
+        """Measure `task` on this free GPU, save the configs whose outcome is `known` already."""
         self._task = task
         self._outcomes, self._failures = list(known), []
-        done = {outcome.row for outcome in known}
-        self._rows = [row for row in task.rows if row not in done]
+        done = {outcome.config_id for outcome in known}
+        self._left = [config_id for config_id in task.config_ids if config_id not in done]
         self._launch(task)
 
     def poll(self) -> Finished | None:
@@ -89,7 +89,7 @@ class Lane:
         task = self._task
         if task is None:
             return None
-        if not self._rows:
+        if not self._left:
             return self._finish(task, 0.0)
         ended = self._worker.poll()
         if ended is None:
@@ -97,7 +97,7 @@ class Lane:
         if isinstance(ended, Failed):
             return self._blame(task, ended)
         self._outcomes += ended.result
-        self._rows = []
+        self._left = []
         return self._finish(task, ended.seconds)
 
     def stop(self, *, kill: bool) -> None:
@@ -105,21 +105,21 @@ class Lane:
         self._worker.stop(kill=kill)
 
     def _launch(self, task: Task) -> None:
-        if self._rows:
-            rest = replace(task, rows=tuple(self._rows))
-            self._worker.start(Bench(rest, self.ordinal, self._seed))
+        if self._left:
+            rest = replace(task, config_ids=tuple(self._left))
+            self._worker.start(MeasureJob(rest, self.ordinal, self._seed))
 
     def _blame(self, task: Task, failed: Failed) -> Finished | None:
         """The config reported last is the culprit; measure the others again, in a new process."""
         self._failures.append(failed)
-        if failed.reported in self._rows:
-            self._rows.remove(failed.reported)
+        if failed.reported in self._left:
+            self._left.remove(failed.reported)
             status: Status = "timeout" if failed.how == "silent" else "launch_error"
             self._outcomes.append(Outcome(failed.reported, status, message=failed.message))
         unexplained = sum(failure.reported is None for failure in self._failures)
         if len(self._failures) < MAX_FAILURES and unexplained < MAX_UNEXPLAINED:
             self._launch(task)
-            return None if self._rows else self._finish(task, 0.0)
+            return None if self._left else self._finish(task, 0.0)
         return self._finish(task, 0.0)
 
     def _finish(self, task: Task, seconds: float) -> Finished:
@@ -134,4 +134,4 @@ class Lane:
                 f" {task.problem}: {message}"
             )
         self._task = None
-        return Finished(task, tuple(self._outcomes), len(self._rows), message, seconds)
+        return Finished(task, tuple(self._outcomes), len(self._left), message, seconds)

@@ -16,11 +16,11 @@ from confpred.errors import InvalidInput, LaunchError
 from confpred.problem.device import get_device
 
 
-def find_gpus(devices: str) -> dict[int, Run]:
+def find_gpus(gpus: str) -> dict[int, Run]:
     """CUDA device -> what the rows of one run share there.
 
     Args:
-        devices: ``all``, or CUDA device numbers such as ``0,1``.
+        gpus: ``all``, or CUDA device numbers such as ``0,1``.
 
     Raises:
         MissingExtra: the CUDA packages are not installed.
@@ -32,14 +32,14 @@ def find_gpus(devices: str) -> dict[int, Run]:
     count = device_count()
     if not count:
         raise LaunchError("sampling needs an NVIDIA GPU, and no CUDA device can be used here")
-    if devices == "all":
+    if gpus == "all":
         ordinals = list(range(count))
-    elif re.fullmatch(r"[0-9]{1,4}(,[0-9]{1,4})*", devices):
-        ordinals = sorted({int(number) for number in devices.split(",")})
+    elif re.fullmatch(r"[0-9]{1,4}(,[0-9]{1,4})*", gpus):
+        ordinals = sorted({int(number) for number in gpus.split(",")})
     else:
-        raise InvalidInput("devices", devices, "all, or CUDA device numbers such as 0,1")
+        raise InvalidInput("gpus", gpus, "all, or CUDA device numbers such as 0,1")
     if ordinals[-1] >= count:
-        raise InvalidInput("devices", devices, f"CUDA device numbers from 0 to {count - 1}")
+        raise InvalidInput("gpus", gpus, f"CUDA device numbers from 0 to {count - 1}")
     run_id, project = secrets.token_hex(4), _project()
     runs = {}
     for ordinal in ordinals:

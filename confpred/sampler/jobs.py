@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 from confpred.cuda.compiler import compile_kernel
 from confpred.errors import CompileError
-from confpred.families.candidate import PYTORCH
+from confpred.families.candidate import PYTORCH_OPERATOR
 from confpred.families.registry import all_families, operation_of
 from confpred.measure.kernels import measure
 from confpred.measure.outcome import Outcome
 from confpred.problem.operation import KernelSpec
-from confpred.sampler.tasks import PYTORCH_ROW, Task
+from confpred.sampler.tasks import Task
 
 #: Import paths of the two job functions.
 COMPILE = f"{__name__}:compile_job"
@@ -23,7 +23,7 @@ _NICE = 10
 
 
 @dataclass(frozen=True, slots=True)
-class Compilation:
+class CompileJob:
     """A kernel to be compiled for `arch` into the kernel cache."""
 
     kernel: KernelSpec
@@ -31,7 +31,7 @@ class Compilation:
 
 
 @dataclass(frozen=True, slots=True)
-class Bench:
+class MeasureJob:
     """A task to be measured on CUDA device `ordinal`; `seed` orders its timed rounds."""
 
     task: Task
@@ -39,7 +39,7 @@ class Bench:
     seed: int
 
 
-def compile_job(job: Compilation, report: Callable[[int], None]) -> str | None:
+def compile_job(job: CompileJob, report: Callable[[int], None]) -> str | None:
     """Compile one kernel; returns the compiler's log if it refuses, else None."""
     if os.getpriority(os.PRIO_PROCESS, 0) < _NICE:  # a GPU worker that waits leaves its GPU idle
         os.setpriority(os.PRIO_PROCESS, 0, _NICE)
@@ -50,16 +50,14 @@ def compile_job(job: Compilation, report: Callable[[int], None]) -> str | None:
     return None
 
 
-def measure_job(job: Bench, report: Callable[[int], None]) -> list[Outcome]:
-    """Measure one task; reports each config just before its first launch."""
+def measure_job(job: MeasureJob, report: Callable[[int], None]) -> list[Outcome]:
+    """Measure one task; reports the number of each config just before its first launch."""
     task = job.task
-    if task.family == PYTORCH:
+    where = {"ordinal": job.ordinal, "seed": job.seed}
+    if task.provider == PYTORCH_OPERATOR.provider:
         from confpred.measure.pytorch import measure_pytorch  # needs PyTorch, which may be absent
 
-        report(PYTORCH_ROW)
-        operation = operation_of(task.problem)
-        return [measure_pytorch(operation, task.problem, ordinal=job.ordinal, seed=job.seed)]
-    family = all_families()[task.family]
-    return measure(
-        task.problem, family, task.rows, ordinal=job.ordinal, seed=job.seed, report=report
-    )
+        report(PYTORCH_OPERATOR.config_id)
+        return [measure_pytorch(operation_of(task.problem), task.problem, **where)]
+    family = all_families()[task.provider]
+    return measure(task.problem, family, task.config_ids, report=report, **where)

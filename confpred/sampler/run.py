@@ -16,15 +16,16 @@ from numpy.typing import NDArray
 from confpred.data.measurements import Measurement, Run
 from confpred.data.suites import Suite
 from confpred.errors import InvalidInput
+from confpred.families.candidate import Candidate
 from confpred.families.registry import operation_of
 from confpred.measure.outcome import Outcome
 from confpred.problem.device import get_device
 from confpred.problem.record import Record
 from confpred.sampler import jobs
 from confpred.sampler.compiling import Compilers
-from confpred.sampler.gpu_worker import Finished, Lane
+from confpred.sampler.gpu_worker import Finished, GpuWorker
 from confpred.sampler.store import Store, open_store
-from confpred.sampler.tasks import Task, config_name, plan
+from confpred.sampler.tasks import Task, tasks_left
 
 _TICK_SECONDS = 0.1
 
@@ -133,12 +134,12 @@ def sample(
     begun = time.monotonic()
     keys = {run.device for run in runs.values()}
     if len(keys) != 1:
-        raise InvalidInput("devices", sorted(keys), "GPUs of one kind in one run")
+        raise InvalidInput("gpus", sorted(keys), "GPUs of one kind in one run")
     device = get_device(next(iter(keys)))
     run_id = next(iter(runs.values())).run_id
     operation = operation_of(suite.entries[0].problem)
     with open_store(folder, run_id, operation) as store:
-        tasks = plan(
+        tasks = tasks_left(
             suite,
             device,
             seed=settings.seed,
@@ -148,52 +149,52 @@ def sample(
             measured=store.measured(device.key),
         )
         compilers = Compilers(tasks, device.arch, settings.processes, settings.compile)
-        lanes = [
-            Lane(run, ordinal, settings.measure, settings.silence_s, settings.seed)
+        gpus = [
+            GpuWorker(run, ordinal, settings.measure, settings.silence_s, settings.seed)
             for ordinal, run in runs.items()
         ]
-        tally = Tally(sum(len(task.rows) for task in tasks), len(tasks), compilers.total)
+        tally = Tally(sum(len(task.config_ids) for task in tasks), len(tasks), compilers.total)
         try:
             while True:
                 tally.elapsed_s = time.monotonic() - begun
                 over = settings.budget_s is not None and tally.elapsed_s >= settings.budget_s
-                _collect(lanes, store, tally)
+                _collect(gpus, store, tally)
                 if interrupts() > 1:
                     break
                 if interrupts() or over:
                     compilers.stop()
                 else:
                     compilers.step()
-                    _feed(lanes, compilers, tally)
+                    _feed(gpus, compilers, tally)
                 tally.kernels = compilers.finished
                 show(tally)
-                if tally.finished or ((interrupts() or over) and not any(x.task for x in lanes)):
+                if tally.finished or ((interrupts() or over) and not any(x.task for x in gpus)):
                     break
-                busy = compilers.connections() + [c for x in lanes for c in x.connections()]
+                busy = compilers.connections() + [c for x in gpus for c in x.connections()]
                 wait(busy, _TICK_SECONDS)
         finally:
             compilers.stop()
-            for lane in lanes:
-                lane.stop(kill=lane.task is not None)
+            for gpu in gpus:
+                gpu.stop(kill=gpu.task is not None)
             store.flush()
     return tally
 
 
-def _feed(lanes: list[Lane], compilers: Compilers, tally: Tally) -> None:
+def _feed(gpus: list[GpuWorker], compilers: Compilers, tally: Tally) -> None:
     """Give each free GPU the next task whose kernels are compiled."""
-    for lane in lanes:
-        if lane.task is None and (task := compilers.next_ready()) is not None:
-            lane.start(task, _refused(task, compilers))
+    for gpu in gpus:
+        if gpu.task is None and (task := compilers.next_ready()) is not None:
+            gpu.start(task, _refused(task, compilers))
             tally.current = task.problem
 
 
-def _collect(lanes: list[Lane], store: Store, tally: Tally) -> None:
+def _collect(gpus: list[GpuWorker], store: Store, tally: Tally) -> None:
     """Store what the GPUs have finished."""
-    for lane in lanes:
-        if (finished := lane.poll()) is not None:
+    for gpu in gpus:
+        if (finished := gpu.poll()) is not None:
             tally.take(finished)
             now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-            store.add([_row(finished.task, o, lane.run, now) for o in finished.outcomes])
+            store.add([_row(finished.task, o, gpu.run, now) for o in finished.outcomes])
     store.flush(only_if_due=True)
 
 
@@ -202,8 +203,8 @@ def _refused(task: Task, compilers: Compilers) -> list[Outcome]:
     if not compilers.errors:
         return []
     return [
-        Outcome(row, "compile_error", message=refused[0])
-        for row, kernels in zip(task.rows, task.kernels(), strict=True)
+        Outcome(config_id, "compile_error", message=refused[0])
+        for config_id, kernels in zip(task.config_ids, task.kernels(), strict=True)
         if (refused := [compilers.errors[k] for k in kernels if k in compilers.errors])
     ]
 
@@ -212,9 +213,10 @@ def _row(task: Task, outcome: Outcome, run: Run, now: str) -> Measurement:
     return Measurement(
         problem=task.problem,
         networks=task.networks,
-        family=task.family,
-        config=config_name(task.family, outcome.row),
+        candidate=Candidate(task.provider, outcome.config_id),
         source_digest=task.source_digest,
+        cudnn=outcome.cudnn,
+        cudnn_mode=outcome.cudnn_mode,
         run=run,
         status=outcome.status,
         time_ms=outcome.time_ms,

@@ -1,4 +1,4 @@
-"""What is left to measure: a suite's problems, their legal configs, less what is in the folder."""
+"""What is left to measure: a suite's problems, their candidates, less what is in the folder."""
 
 from __future__ import annotations
 
@@ -11,41 +11,39 @@ import numpy as np
 from numpy.typing import NDArray
 
 from confpred.data.suites import Suite
-from confpred.families.candidate import PYTORCH
+from confpred.families.candidate import PYTORCH_OPERATOR
 from confpred.families.kernel_text import source_digest
 from confpred.families.protocol import Family
-from confpred.families.registry import all_families, config_texts, families_of
+from confpred.families.registry import all_families, config_ids, families_of
 from confpred.problem.device import Device
 from confpred.problem.operation import KernelSpec
 from confpred.problem.record import Record
 
-PYTORCH_ROW = -1
-
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """Configs of one family to be measured together on one problem, in one piece.
+    """Candidates of one provider to be measured together on one problem, in one piece.
 
     Attributes:
         problem: the layer.
         networks: the networks that it comes from.
-        family: name of a kernel family, or ``PYTORCH``.
-        source_digest: of the family's kernel as it is today; empty for ``PYTORCH``.
-        rows: of the family's config table; ``(PYTORCH_ROW,)`` for ``PYTORCH``.
+        provider: of the candidates (`confpred.families.candidate.Candidate`).
+        source_digest: of a family's kernel as it is today; empty for another provider.
+        config_ids: the provider's numbers of the configs.
     """
 
     problem: Record
     networks: tuple[str, ...]
-    family: str
+    provider: str
     source_digest: str
-    rows: tuple[int, ...]
+    config_ids: tuple[int, ...]
 
     def kernels(self) -> list[tuple[KernelSpec, ...]]:
-        """The kernels of each of `rows`; none for ``PYTORCH``."""
-        if self.family == PYTORCH:
-            return [() for _ in self.rows]
-        family = all_families()[self.family]
-        launches = (family.launch(self.problem, row) for row in self.rows)
+        """The kernels to compile for each of `config_ids`."""
+        family = all_families().get(self.provider)
+        if family is None:
+            return [() for _ in self.config_ids]
+        launches = (family.launch(self.problem, row) for row in self.config_ids)
         return [tuple(step.kernel for step in launch.steps) for launch in launches]
 
 
@@ -54,11 +52,11 @@ class Measured:
     """What rows in the folder have in common; a kernel that has changed since is measured again."""
 
     problem: Record
-    family: str
+    provider: str
     source_digest: str
 
 
-def plan(
+def tasks_left(
     suite: Suite,
     device: Device,
     *,
@@ -79,7 +77,7 @@ def plan(
         offered: masks over the config tables of the families to measure, by family; None for all
             of every family.
         pytorch: whether to time PyTorch's own operator too.
-        measured: the texts (see `config_name`) of the configs that need no measurement.
+        measured: the configs that need no measurement, by their `config_words`.
     """
     networks: dict[Record, tuple[str, ...]] = {}
     for entry in suite.entries:
@@ -96,11 +94,14 @@ def plan(
                 continue
             digest = source_digest(family.launch(problem, rows[0]).steps[0].kernel.file)
             have = measured.get(Measured(problem, family.name, digest), frozenset())
-            left = tuple(row for row in rows if config_name(family.name, row) not in have)
+            done = {config_ids(family.name).get(words) for words in have}
+            left = tuple(row for row in rows if row not in done)
             if left:
                 tasks.append(Task(problem, networks[problem], family.name, digest, left))
-        if pytorch and Measured(problem, PYTORCH, "") not in measured:
-            tasks.append(Task(problem, networks[problem], PYTORCH, "", (PYTORCH_ROW,)))
+        if pytorch and Measured(problem, PYTORCH_OPERATOR.provider, "") not in measured:
+            operator = PYTORCH_OPERATOR
+            where = (problem, networks[problem])
+            tasks.append(Task(*where, operator.provider, "", (operator.config_id,)))
     return tasks
 
 
@@ -118,8 +119,3 @@ def _choose(
         chosen = np.random.default_rng([seed, name]).choice(rows, configs, replace=False)
         rows = np.sort(chosen)
     return [int(row) for row in rows]
-
-
-def config_name(family: str, row: int) -> str:
-    """The ``config`` column of config `row`; empty for ``PYTORCH``."""
-    return "" if family == PYTORCH else config_texts(family)[row]

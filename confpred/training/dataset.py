@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from confpred.data.parquet import operation_in, problem_columns, read
 from confpred.errors import DataError, InvalidProblem
 from confpred.families.candidate import PYTORCH
 from confpred.families.protocol import Rows
-from confpred.families.registry import all_families, all_operations, config_texts
+from confpred.families.registry import all_families, all_operations, config_ids
 from confpred.measure.outcome import STATUSES
 from confpred.problem.device import Device, get_device
 from confpred.problem.operation import Operation
@@ -181,7 +180,7 @@ def _timings(
                 used += len(of_family)
             elif name in all_families():
                 legal = all_families()[name].legal(problem, device)
-                ids = of_family["config"].map(_config_ids(name)).fillna(-1).astype(int)
+                ids = of_family["config"].map(config_ids(name)).fillna(-1).astype(int)
                 known = (ids >= 0) & legal[ids]
                 used += int(known.sum())
                 medians = of_family[known].groupby(ids[known])[list(_TIMES)].median().sort_index()
@@ -204,9 +203,3 @@ def _problem(row: Mapping[str, Any], operation: Operation) -> Record:
         return problem_of_row(row, operation.problem)
     except (InvalidProblem, ValueError) as error:
         raise DataError(f"a measured problem is impossible: {error}") from error
-
-
-@cache
-def _config_ids(family: str) -> dict[str, int]:
-    """Row of a family's config table by the text of the ``config`` column."""
-    return {text: row for row, text in enumerate(config_texts(family))}

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import shutil
-import tempfile
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import asdict, replace
 from datetime import datetime, timezone
 from importlib.metadata import version
@@ -15,11 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import confpred
-from confpred.errors import InvalidInput, StorageError
+from confpred.errors import InvalidInput
+from confpred.families.candidate import PYTORCH_OPERATOR, Candidate
 from confpred.families.protocol import Family
 from confpred.families.registry import all_families
+from confpred.files import write_folder
+from confpred.model.features import examples_of, family_card, operation_card
 from confpred.model.folder import CARD, FORMAT, MEASURED, ORDER_TREES, PYTORCH_TREES, TIME_TREES
-from confpred.model.pools import table_digest
+from confpred.model.pools import configs_digest
 from confpred.problem.record import Record
 from confpred.training.dataset import Dataset, Timings
 from confpred.training.evaluate import MODEL, Summary, judge_model
@@ -89,7 +89,7 @@ def train(
             for f in fitted
             for family in f.pool.families
         },
-        "pytorch": pytorch and {"margin": pytorch.margin},
+        "pytorch": pytorch and {"margin": pytorch.margin, "features": _pytorch_features(dataset)},
         "hyperparameters": asdict(hyper),
         "metrics": {"folds": FOLDS, "regret": asdict(regret)},
         "regret_bound": regret.p95,
@@ -99,7 +99,7 @@ def train(
         },
         "files": {name: hashlib.sha256(t.encode()).hexdigest() for name, t in files.items()},
     }
-    _write_folder(out, {CARD: json.dumps(card, indent=1) + "\n", **files})
+    write_folder(out, {CARD: json.dumps(card, indent=1) + "\n", **files})
     return regret
 
 
@@ -115,31 +115,37 @@ def _without(dataset: Dataset, networks: Collection[str]) -> Dataset:
 
 
 def _family_card(family: Family, fitted: Fitted, dataset: Dataset) -> dict[str, Any]:
-    example = next(t for t in dataset.timings if t.family == family.name)
+    rows = {t.problem: t.rows.tolist() for t in dataset.timings if t.family == family.name}
+    problem = next(iter(rows))
     return {
-        "source": family.launch(example.problem, int(example.rows[0])).steps[0].kernel.file,
+        "source": family.launch(problem, rows[problem][0]).steps[0].kernel.file,
         "source_digests": dataset.kernels[family.name],
-        "table": table_digest(family),
+        "configs": configs_digest(family),
+        "features": family_card(family, dataset.device, [(p, rows[p]) for p in examples_of(rows)]),
         "pool": fitted.pool.name,
         "portfolio": fitted.portfolios[family.name].nonzero()[0].tolist(),
     }
 
 
+def _pytorch_features(dataset: Dataset) -> dict[str, Any]:
+    return operation_card(dataset.operation, dataset.device, examples_of(dataset.pytorch_ms))
+
+
 def _best(dataset: Dataset) -> list[dict[str, Any]]:
     """The fastest measured way to compute each problem that enough configs were measured of."""
-    best: dict[Record, tuple[float, str | None, int | None]] = {}
+    best: dict[Record, tuple[float, Candidate]] = {}
     for t in dataset.timings:
         if len(t.rows) < _MIN_MEASURED and not _complete(t, dataset):
             continue
         i = int(t.time_ms.argmin())
-        found = (float(t.time_ms[i]), t.family, int(t.rows[i]))
+        found = (float(t.time_ms[i]), Candidate(t.family, int(t.rows[i])))
         best[t.problem] = min(best.get(t.problem, found), found)
         theirs = dataset.pytorch_ms.get(t.problem)
         if theirs is not None and theirs < best[t.problem][0]:
-            best[t.problem] = (theirs, None, None)
+            best[t.problem] = (theirs, PYTORCH_OPERATOR)
     return [
-        {"problem": str(problem), "family": family, "row": row, "time_ms": time_ms}
-        for problem, (time_ms, family, row) in best.items()
+        {"problem": str(problem), **asdict(candidate), "time_ms": time_ms}
+        for problem, (time_ms, candidate) in best.items()
     ]
 
 
@@ -151,21 +157,3 @@ def _complete(t: Timings, dataset: Dataset) -> bool:
 def _lines(entries: list[dict[str, Any]]) -> str:
     """A JSON list with one entry a line, so that versions compare well."""
     return "[\n" + ",\n".join(json.dumps(entry) for entry in entries) + "\n]\n"
-
-
-def _write_folder(out: Path, files: Mapping[str, str]) -> None:
-    """Make the folder `out` whole or not at all."""
-    temporary = None
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
-        for name, text in files.items():
-            (temporary / name).write_text(text, encoding="utf-8")
-        temporary.chmod(0o755)
-        os.rename(temporary, out)
-        temporary = None
-    except OSError as error:
-        raise StorageError(f"cannot write {out}: {error.strerror or error}") from error
-    finally:
-        if temporary is not None:
-            shutil.rmtree(temporary, ignore_errors=True)

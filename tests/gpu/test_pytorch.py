@@ -59,7 +59,7 @@ class OursFirst(Predictor):
     def choose(self, problem: Record, device: str | Device) -> Choice:
         choice = super().choose(problem, device)
         self.chosen.append(choice.family)
-        return replace(choice, source="plan") if choice.source == "heuristic" else choice
+        return replace(choice, source="pinned") if choice.source == "heuristic" else choice
 
 
 @pytest.fixture(autouse=True)
@@ -250,16 +250,16 @@ def test_a_plan_is_followed_and_said(layer, tmp_path, caplog, device) -> None:
     pin = {
         "device": device.key,
         "problem": problem.to_json(),
-        "family": choice.family,
+        "provider": choice.provider,
         "config": dict(choice.config),
     }
-    path = tmp_path / "plan.json"
-    path.write_text(json.dumps({"format": "confpred-plan/1", "pins": [pin]}))
+    path = tmp_path / "pins.json"
+    path.write_text(json.dumps({"format": "confpred-pins/1", "pins": [pin]}))
     confpred.use_predictor(Predictor({}, read_plan(path)))
     with caplog.at_level(logging.DEBUG, logger="confpred.pytorch.conv2d"):
         out = confpred.conv2d(x, weight, **SHAPE)
     assert choice.family in caplog.text
-    assert "(plan)" in caplog.text
+    assert "(pinned)" in caplog.text
     close(out, F.conv2d(*in_float64(x, weight), **SHAPE))
 
 

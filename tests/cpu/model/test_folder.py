@@ -83,7 +83,7 @@ def test_a_damaged_file_is_named(folder, name, damage):
             "is damaged: .*pool 'grouped_dgrad' is of grouped_fprop",
         ),
         (
-            lambda card: card["families"]["grouped_fprop"].update(table="0" * 16),
+            lambda card: card["families"]["grouped_fprop"].update(configs="0" * 16),
             "trained for other configs of grouped_fprop",
         ),
         (
@@ -111,12 +111,16 @@ def test_a_foreign_card_is_refused(folder, change, message):
     ("name", "text", "message"),
     [
         ("grouped_fprop.order.txt", "nonsense", r"order\.txt is damaged: not LightGBM's text form"),
-        ("measured.json", '[{"problem": "n=0", "family": null, "row": null}]', "is damaged"),
+        (
+            "measured.json",
+            '[{"problem": "n=0", "provider": "pytorch", "config_id": 0}]',
+            "is damaged",
+        ),
         ("measured.json", "[" * 100_000, "is not JSON"),
         ("measured.json", '{"a": 1}', "is damaged"),
         (
             "measured.json",
-            '[{"problem": "", "family": "grouped_fprop", "row": -1}]',
+            '[{"problem": "", "provider": "grouped_fprop", "config_id": -1}]',
             r"measured\.json is damaged: grouped_fprop has no config -1",
         ),
     ],

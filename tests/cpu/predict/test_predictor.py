@@ -18,10 +18,11 @@ from synthetic import SMALL
 
 from confpred.data.parquet import schema
 from confpred.errors import DataError, InvalidInput, ModelError, UnknownDevice
-from confpred.families.candidate import PYTORCH
+from confpred.families.candidate import PYTORCH, PYTORCH_OPERATOR, Candidate
 from confpred.families.protocol import config_dict
-from confpred.families.registry import all_families
+from confpred.families.registry import all_families, config_of
 from confpred.predict.choice import MAX_TOP, Choice
+from confpred.predict.pins import read_pins
 from confpred.predict.predictor import RANKINGS_KEPT, Predictor
 from confpred.problem.conv2d import Problem
 from confpred.problem.conv2d_operation import CONVOLUTION
@@ -55,7 +56,7 @@ def test_a_measured_problem_gets_its_best_config(predictor, measured):
         best = predictor.models["h100"].measured[str(problem)]
         choice = predictor.choose(problem, "h100")
         assert choice.source == "measured"
-        assert (choice.family, choice.config_id) == (best.family, best.row)
+        assert choice.candidate == best.candidate
         assert choice.predicted_ms == pytest.approx(best.time_ms)
         assert choice.regret_bound is None
         assert choice.model == "made-up-1"
@@ -225,43 +226,66 @@ def test_a_folder_that_is_no_model_is_named(tmp_path):
         Predictor.load(tmp_path)
 
 
-def write_plan(path: Path, *pins: dict) -> Path:
-    path.write_text(json.dumps({"format": "confpred-plan/1", "pins": pins}))
+def write_pins(path: Path, *pins: dict, form: str = "confpred-pins/1") -> Path:
+    path.write_text(json.dumps({"format": form, "pins": pins}))
     return path
 
 
-def pin(problem: Problem, row: int | None, device: str = "h100") -> dict:
+def pin(problem: Problem, candidate: Candidate, device: str = "h100") -> dict:
     return {
         "device": device,
         "problem": problem.to_json(),
-        "family": None if row is None else FAMILY.name,
-        "config": None if row is None else config_dict(FAMILY, row),
+        "provider": candidate.provider,
+        "config": config_of(candidate),
     }
 
 
-def test_a_plan_goes_before_everything(model_folder, predictor, measured, tmp_path):
+def former(pin: dict) -> dict:
+    """A pin as confpred 0.1.0 wrote it."""
+    ours = pin["provider"] != PYTORCH
+    return {
+        "device": pin["device"],
+        "problem": pin["problem"],
+        "family": pin["provider"] if ours else None,
+        "config": pin["config"] if ours else None,
+    }
+
+
+def test_a_former_file_of_pins_means_the_same(tmp_path):
+    pins = [pin(UNSEEN, Candidate(FAMILY.name, GOOD_ROW)), pin(STRIDED, PYTORCH_OPERATOR)]
+    now = write_pins(tmp_path / "pins.json", *pins)
+    before = write_pins(tmp_path / "plan.json", *map(former, pins), form="confpred-plan/1")
+    assert read_pins(now) == read_pins(before)
+    assert set(read_pins(now).values()) == {Candidate(FAMILY.name, GOOD_ROW), PYTORCH_OPERATOR}
+    write_pins(before, former(pins[0]) | {"family": None}, form="confpred-plan/1")
+    with pytest.raises(InvalidInput, match="provider=None"):
+        read_pins(before)
+
+
+def test_a_pin_goes_before_everything(model_folder, predictor, measured, tmp_path):
     known = next(p for p in measured if predictor.choose(p, "h100").family)
     worst = {p: int(np.flatnonzero(FAMILY.legal(p, H100))[-1]) for p in (known, UNSEEN)}
-    plan = write_plan(
-        tmp_path / "plan.json",
-        *(pin(problem, row) for problem, row in worst.items()),
-        pin(STRIDED, None),
+    path = write_pins(
+        tmp_path / "pins.json",
+        *(pin(problem, Candidate(FAMILY.name, row)) for problem, row in worst.items()),
+        pin(STRIDED, PYTORCH_OPERATOR),
     )
-    planned = Predictor.load(model_folder, plan=plan)
+    pinned = Predictor.load(model_folder, pins=path)
     for problem, row in worst.items():
-        ranked = planned.rank(problem, "h100", 4)
-        assert (ranked[0].source, ranked[0].config_id) == ("plan", row)
+        ranked = pinned.rank(problem, "h100", 4)
+        assert (ranked[0].source, ranked[0].config_id) == ("pinned", row)
         assert ranked[0].predicted_ms > 0
         assert ranked[0].regret_bound is None
         rest = [c for c in predictor.rank(problem, "h100", 4) if c.config_id != row]
         assert [c.config_id for c in ranked[1:]] == [c.config_id for c in rest][:3]
-    assert planned.choose(known, "a100").source == "heuristic"
-    choice = planned.choose(STRIDED, "h100")
-    assert (choice.source, choice.family) == ("plan", None)
+    assert pinned.choose(known, "a100").source == "heuristic"
+    choice = pinned.choose(STRIDED, "h100")
+    assert (choice.source, choice.candidate) == ("pinned", PYTORCH_OPERATOR)
 
 
 BAD_ROW = int(np.flatnonzero(~FAMILY.legal(UNSEEN, H100))[0])
-GOOD = pin(UNSEEN, int(np.flatnonzero(FAMILY.legal(UNSEEN, H100))[0]))
+GOOD_ROW = int(np.flatnonzero(FAMILY.legal(UNSEEN, H100))[0])
+GOOD = pin(UNSEEN, Candidate(FAMILY.name, GOOD_ROW))
 
 
 @pytest.mark.parametrize(
@@ -269,28 +293,31 @@ GOOD = pin(UNSEEN, int(np.flatnonzero(FAMILY.legal(UNSEEN, H100))[0]))
     [
         ("{", "is not JSON"),
         ("[" * 100_000, "is not JSON"),
-        ("{}", "is not a plan"),
-        ('{"format": "confpred-plan/1"}', '"pins" must be a list'),
-        ([7], r"pins\[0\] must be an object of device, problem, family, config"),
+        ("{}", "is not a file of pins"),
+        ('{"format": "confpred-pins/1"}', '"pins" must be a list'),
+        ([7], r"pins\[0\] must be an object of device, problem, provider, config"),
         ([GOOD | {"more": 1}], r"pins\[0\] must be an object"),
         ([GOOD, GOOD], r"pins\[1\] pins a problem for the second time"),
         ([GOOD | {"device": "tpu"}], r"pins\[0\]\.device='tpu'"),
         ([GOOD | {"problem": {"n": 1}}], r"pins\[0\]\.c=None is not allowed"),
         ([GOOD | {"problem": None}], r"pins\[0\]\.problem=None"),
-        ([GOOD | {"family": "gemm"}], r"pins\[0\]\.family='gemm'"),
-        ([GOOD | {"family": ["x"]}], r"pins\[0\]\.family="),
-        ([GOOD | {"family": None}], r"pins\[0\]\.config=.* allowed: null where family is null"),
+        ([GOOD | {"provider": "gemm"}], r"pins\[0\]\.provider='gemm'"),
+        ([GOOD | {"provider": ["x"]}], r"pins\[0\]\.provider="),
+        ([GOOD | {"provider": PYTORCH}], r"pins\[0\]\.config=.* where the provider is pytorch"),
         ([GOOD | {"config": {"block_n": 1}}], r"pins\[0\]\.config="),
         ([GOOD | {"config": "best"}], r"pins\[0\]\.config='best'"),
         ([GOOD | {"config": dict.fromkeys(GOOD["config"], 10**30)}], r"pins\[0\]\.config="),
-        ([pin(UNSEEN, BAD_ROW)], r"pins\[0\]\.config=.* legal for the problem"),
+        (
+            [pin(UNSEEN, Candidate(FAMILY.name, BAD_ROW))],
+            r"pins\[0\]\.config=.* legal for the problem",
+        ),
     ],
 )
-def test_a_bad_plan_is_named(tmp_path, content, message):
-    path = tmp_path / "plan.json"
+def test_a_bad_pin_is_named(tmp_path, content, message):
+    path = tmp_path / "pins.json"
     if isinstance(content, str):
         path.write_text(content)
     else:
-        write_plan(path, *content)
-    with pytest.raises((InvalidInput, DataError), match=rf"plan\.json.*{message}"):
-        Predictor.load(plan=path)
+        write_pins(path, *content)
+    with pytest.raises((InvalidInput, DataError), match=rf"pins\.json.*{message}"):
+        Predictor.load(pins=path)

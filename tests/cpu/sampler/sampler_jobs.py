@@ -19,7 +19,7 @@ import numpy as np
 
 from confpred.measure.outcome import Outcome
 from confpred.problem.operation import KernelSpec
-from confpred.sampler.jobs import Bench, Compilation, compile_job
+from confpred.sampler.jobs import CompileJob, MeasureJob, compile_job
 
 COMPILE = f"{__name__}:compile_job"
 COMPILE_OR_REFUSE = f"{__name__}:compile_or_refuse"
@@ -29,7 +29,7 @@ SLOWLY = f"{__name__}:measure_slowly"
 __all__ = ["compile_job"]
 
 
-def compile_or_refuse(job: Compilation, report: Callable[[int], None]) -> str | None:
+def compile_or_refuse(job: CompileJob, report: Callable[[int], None]) -> str | None:
     """Gives the compiler a name that it does not know, for every second kernel."""
     kernel = job.kernel
     if refused(kernel):
@@ -42,12 +42,12 @@ def refused(kernel: KernelSpec) -> bool:
     return zlib.crc32(repr(kernel).encode()) % 2 == 1
 
 
-def measure(job: Bench, report: Callable[[int], None]) -> list[Outcome]:
+def measure(job: MeasureJob, report: Callable[[int], None]) -> list[Outcome]:
     faults = json.loads(os.environ.get("FAULTS", "{}"))
     if fault := faults.get("start"):
         _misbehave(fault)
     outcomes = []
-    for row in job.task.rows:
+    for row in job.task.config_ids:
         report(row)
         if fault := faults.get(str(row)):
             _misbehave(fault)
@@ -56,7 +56,7 @@ def measure(job: Bench, report: Callable[[int], None]) -> list[Outcome]:
     return outcomes
 
 
-def measure_slowly(job: Bench, report: Callable[[int], None]) -> list[Outcome]:
+def measure_slowly(job: MeasureJob, report: Callable[[int], None]) -> list[Outcome]:
     time.sleep(0.5)
     return measure(job, report)
 

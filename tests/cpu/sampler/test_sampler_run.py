@@ -23,7 +23,7 @@ from confpred.data.measurements import problem_of_row
 from confpred.data.parquet import read
 from confpred.data.suites import Entry, Suite, write_suite
 from confpred.errors import ConfpredError, FolderBusy, InvalidInput, LaunchError
-from confpred.families.registry import all_families, config_texts
+from confpred.families.registry import all_families, config_ids
 from confpred.problem.conv2d import Problem
 from confpred.problem.conv2d_operation import CONVOLUTION
 from confpred.sampler.run import Settings, Tally, sample
@@ -68,9 +68,11 @@ def names(found: list[dict]) -> list[tuple]:
 def planned_rows(folder: Path) -> list[int]:
     """The config rows that a run of these settings measures, in order, without running it."""
     from confpred.problem.device import get_device
-    from confpred.sampler.tasks import plan
+    from confpred.sampler.tasks import tasks_left
 
-    tasks = plan(SUITE, get_device("h100"), seed=0, configs=CONFIGS, pytorch=False, measured={})
+    tasks = tasks_left(
+        SUITE, get_device("h100"), seed=0, configs=CONFIGS, pytorch=False, measured={}
+    )
     return [row for task in tasks for row in task.rows]
 
 
@@ -107,10 +109,11 @@ def test_a_second_run_measures_only_what_is_missing(tmp_path):
 def test_a_portfolio_is_measured_on_top_of_a_random_round(tmp_path):
     random_round = run(tmp_path / "a", pytorch=True)
     first = {row["config"] for row in rows(tmp_path / "a") if row["config"]}
-    legal = [config_texts(FAMILY.name)[row] for row in np.flatnonzero(FAMILY.legal(LAYER, H100))]
+    texts = list(config_ids(FAMILY.name))
+    legal = [texts[row] for row in np.flatnonzero(FAMILY.legal(LAYER, H100))]
     others = [config for config in legal if config not in first][:4]
     wanted = {*others, *sorted(first)[:2]}
-    mask = np.array([config in wanted for config in config_texts(FAMILY.name)])
+    mask = np.array([config in wanted for config in config_ids(FAMILY.name)])
     # In the folder of the first round, or in another one that its merged file is copied to.
     merge([tmp_path / "a"], tmp_path / "merged.parquet")
     (tmp_path / "b").mkdir()
@@ -164,7 +167,7 @@ def test_a_kernel_that_does_not_compile_is_a_row_with_the_log(tmp_path):
     assert {row["status"] for row in found} == {"ok", "compile_error"}
     assert len(found) == tally.rows == 12
     for row in found:
-        config = config_texts(FAMILY.name).index(row["config"])
+        config = config_ids(FAMILY.name)[row["config"]]
         (step,) = FAMILY.launch(LAYER, config).steps
         refused = sampler_jobs.refused(step.kernel)
         assert row["status"] == ("compile_error" if refused else "ok")

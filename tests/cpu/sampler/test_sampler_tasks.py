@@ -6,12 +6,12 @@ import numpy as np
 from layers import first_kernel
 
 from confpred.data.suites import Entry, Suite
-from confpred.families.candidate import PYTORCH
+from confpred.families.candidate import PYTORCH, PYTORCH_OPERATOR, Candidate
 from confpred.families.kernel_text import source_digest
-from confpred.families.registry import all_families
+from confpred.families.registry import all_families, config_words
 from confpred.problem.conv2d import Problem
 from confpred.problem.device import get_device
-from confpred.sampler.tasks import PYTORCH_ROW, Measured, config_name, plan
+from confpred.sampler.tasks import Measured, tasks_left
 
 DEVICE = get_device("h100")
 FAMILY = all_families()["grouped_fprop"]
@@ -21,21 +21,23 @@ SUITE = Suite("test", tuple(Entry(layer) for layer in LAYERS))
 
 def tasks(suite=SUITE, *, seed=0, configs=None, pytorch=False, measured=None):
     options = {"seed": seed, "configs": configs, "pytorch": pytorch, "measured": measured or {}}
-    return plan(suite, DEVICE, **options)
+    return tasks_left(suite, DEVICE, **options)
 
 
 def test_all_legal_configs_of_all_problems_are_planned():
     for task in tasks():
-        assert list(task.rows) == np.flatnonzero(FAMILY.legal(task.problem, DEVICE)).tolist()
+        assert list(task.config_ids) == np.flatnonzero(FAMILY.legal(task.problem, DEVICE)).tolist()
         assert task.source_digest == source_digest(first_kernel(FAMILY).file)
-        assert len(task.kernels()) == len(task.rows)
+        assert len(task.kernels()) == len(task.config_ids)
     assert {task.problem for task in tasks()} == set(LAYERS)
 
 
 def test_a_problem_without_legal_configs_is_left_to_pytorch():
     dense = Problem(8, 128, 28, 28, 128, 3, 3)
     found = tasks(Suite("dense", (Entry(dense),)), pytorch=True)
-    assert [(t.family, t.rows, t.kernels()) for t in found] == [(PYTORCH, (PYTORCH_ROW,), [()])]
+    (task,) = found
+    assert (task.provider, task.config_ids) == (PYTORCH, (PYTORCH_OPERATOR.config_id,))
+    assert task.kernels() == [()]
 
 
 def test_the_order_is_random_and_decided_by_the_seed():
@@ -48,7 +50,7 @@ def test_the_order_is_random_and_decided_by_the_seed():
 
 def test_a_choice_of_configs_depends_on_the_seed_and_the_problem_alone():
     def choice(suite, seed):
-        return {task.problem: task.rows for task in tasks(suite, seed=seed, configs=20)}
+        return {task.problem: task.config_ids for task in tasks(suite, seed=seed, configs=20)}
 
     whole, part = choice(SUITE, 3), choice(Suite("part", SUITE.entries[5:9]), 3)
     assert all(len(set(rows)) == 20 for rows in whole.values())
@@ -66,12 +68,12 @@ def test_a_problem_that_occurs_twice_counts_once_with_both_networks():
 def test_what_is_measured_is_left_out_unless_the_kernel_changed():
     suite = Suite("one", SUITE.entries[:1])
     (whole,) = tasks(suite)
-    have = {config_name(FAMILY.name, row) for row in whole.rows[::2]}
+    have = {config_words(Candidate(FAMILY.name, row)) for row in whole.config_ids[::2]}
     now = Measured(LAYERS[0], FAMILY.name, whole.source_digest)
     (rest,) = tasks(suite, measured={now: have})
-    assert rest.rows == whole.rows[1::2]
+    assert rest.config_ids == whole.config_ids[1::2]
     before = Measured(LAYERS[0], FAMILY.name, "0123456789abcdef")
     assert tasks(suite, measured={before: have}) == [whole]
-    everything = {config_name(FAMILY.name, row) for row in whole.rows}
+    everything = {config_words(Candidate(FAMILY.name, row)) for row in whole.config_ids}
     done = {now: everything, Measured(LAYERS[0], PYTORCH, ""): {""}}
     assert tasks(suite, measured=done, pytorch=True) == []

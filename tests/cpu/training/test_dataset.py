@@ -13,8 +13,8 @@ import synthetic
 from confpred.data.measurements import problem_of_row
 from confpred.data.parquet import schema
 from confpred.errors import DataError, UnknownDevice
-from confpred.families.candidate import PYTORCH, config_text
-from confpred.families.protocol import config_dict
+from confpred.families.candidate import PYTORCH, Candidate
+from confpred.families.registry import config_words
 from confpred.problem.conv2d import Problem
 from confpred.problem.conv2d_operation import CONVOLUTION
 from confpred.training.dataset import read_dataset
@@ -39,7 +39,7 @@ def test_every_timed_row_is_there(tmp_path):
         if row["status"] == "ok" and row["family"] != PYTORCH
     }
     found = {
-        (t.problem, config_text(config_dict(synthetic.FAMILY, int(row)))): ms
+        (t.problem, config_words(Candidate(t.family, int(row)))): ms
         for t in dataset.timings
         for row, ms in zip(t.rows, t.time_ms, strict=True)
     }

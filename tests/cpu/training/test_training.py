@@ -13,6 +13,7 @@ import synthetic
 from synthetic import SMALL
 
 from confpred.errors import DataError, InvalidInput, StorageError
+from confpred.families.candidate import PYTORCH, PYTORCH_OPERATOR
 from confpred.families.registry import all_families
 from confpred.model.folder import load_model
 from confpred.problem.conv2d import Problem
@@ -68,14 +69,15 @@ def test_measured_configs_are_the_fastest(measurements, model_folder):
     model = load_model(model_folder)
     dataset = read_dataset([measurements])
     by_problem = {t.problem: t for t in dataset.timings}
-    assert {best.family for best in model.measured.values()} == {None, "grouped_fprop"}
+    providers = {best.candidate.provider for best in model.measured.values()}
+    assert providers == {PYTORCH, "grouped_fprop"}
     for words, best in model.measured.items():
         problem = Problem.parse(words)
         ours, theirs = by_problem[problem].time_ms.min(), dataset.pytorch_ms[problem]
         assert best.time_ms == min(ours, theirs)
-        if best.family is not None:
+        if best.candidate != PYTORCH_OPERATOR:
             found = by_problem[problem].rows[by_problem[problem].time_ms.argmin()]
-            assert best.row == found
+            assert best.candidate.config_id == found
 
 
 def test_problems_with_few_configs_measured_do_not_count_as_measured(tmp_path):
@@ -158,5 +160,6 @@ def test_command_trains_a_model_that_predicts(measurements, tmp_path):
     assert done.returncode == 0, done.stderr
     model = load_model(out)
     assert f"p95 {model.regret_bound:.3f}" in done.stdout
-    ours = [best for best in model.measured.values() if best.row is not None]
-    assert np.mean([model.families["grouped_fprop"].portfolio[best.row] for best in ours]) > 0.5
+    best = [b.candidate for b in model.measured.values() if b.candidate != PYTORCH_OPERATOR]
+    portfolio = model.families["grouped_fprop"].portfolio
+    assert np.mean([portfolio[candidate.config_id] for candidate in best]) > 0.5

@@ -1,0 +1,85 @@
+"""Make the shipped models and the evaluations anew from the committed measurements.
+
+    python benchmarks/reproduce.py models     # also: make models
+    python benchmarks/reproduce.py results    # also: make results
+
+A model is trained as its card says, and judged by its files: where all of them come out the same
+but for the date, the folder is left as it is; else it is replaced, and what differs is named.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from confpred.model.folder import CARD
+
+ROOT = Path(__file__).parents[1]
+CONFPRED = Path(sys.executable).with_name("confpred")
+
+
+EXAMPLE = ROOT / "examples" / "layer_norm"
+
+
+def confpred(*arguments: str | Path) -> None:
+    example = {"CONFPRED_FAMILIES": "layer_norm", "PYTHONPATH": str(EXAMPLE)}
+    subprocess.run([CONFPRED, *arguments], check=True, cwd=ROOT, env=os.environ | example)
+
+
+def differing(old: Path, new: Path) -> list[str]:
+    """Names of the files that are not the same in both model folders; the card's date is none of
+    its content."""
+    names = {path.name for folder in (old, new) for path in folder.glob("*")}
+    return sorted(name for name in names if _content(old / name) != _content(new / name))
+
+
+def _content(path: Path) -> Any:
+    if not path.exists():
+        return None
+    if path.name == CARD:
+        return json.loads(path.read_text()) | {"created": None}
+    return path.read_bytes()
+
+
+def models() -> None:
+    """Train each model of ``models/``, and the example's, again under its name."""
+    for card in (*sorted(ROOT.glob(f"models/*/{CARD}")), *EXAMPLE.glob(f"*/{CARD}")):
+        shipped = card.parent
+        facts = json.loads(card.read_text())
+        with tempfile.TemporaryDirectory() as folder:
+            made = Path(folder) / shipped.name
+            excluded = [f"--exclude-network={name}" for name in facts["data"]["excluded_networks"]]
+            measured = EXAMPLE if EXAMPLE in card.parents else ROOT / "datasets"
+            data = measured / f"{facts['device']}.parquet"
+            confpred("train", data, "--out", made, f"--seed={facts['seed']}", *excluded)
+            changed = differing(shipped, made)
+            if changed:
+                shutil.rmtree(shipped)
+                shutil.copytree(made, shipped)
+        print(f"{shipped.name}: {'changed ' + ', '.join(changed) if changed else 'as shipped'}")
+
+
+def results() -> None:
+    """Judge by the measurements of each device, and fill the tables of all results."""
+    for data in sorted(ROOT.glob("datasets/*.parquet")):
+        out = ROOT / "benchmarks" / "results" / data.stem
+        files = ("--json", out / "evaluation.json", "--plot", out / "evaluation.png")
+        confpred("evaluate", data, *files)
+    subprocess.run([sys.executable, ROOT / "benchmarks" / "tables.py"], check=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("what", choices=("models", "results"))
+    {"models": models, "results": results}[parser.parse_args().what]()
+
+
+if __name__ == "__main__":
+    main()

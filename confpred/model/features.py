@@ -1,0 +1,110 @@
+"""By what a model recognises the features that it was trained on.
+
+A model's trees know a feature by its column alone. If its formula changes, or the order of an
+enumeration, they answer as before, and wrongly; so a model's card holds a digest of the features
+of a few examples, and one that comes out otherwise today is an error.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from confpred.errors import ModelError
+from confpred.families.protocol import Family
+from confpred.problem.device import Device
+from confpred.problem.operation import Operation
+from confpred.problem.record import Record
+
+_ROWS = 4  # configs of an example
+
+
+def examples_of(problems: Iterable[Record]) -> list[Record]:
+    """A few of `problems` that together have every text and truth value that any of them has: the
+    values that become numbers by their place in a list."""
+    chosen: list[Record] = []
+    met: set[tuple[str, object]] = set()
+    for problem in sorted(set(problems), key=str):
+        values = {
+            (field.name, value)
+            for field in dataclasses.fields(problem)
+            if isinstance(value := getattr(problem, field.name), (str, bool))
+        }
+        if not values <= met:
+            met |= values
+            chosen.append(problem)
+    return chosen
+
+
+def family_card(
+    family: Family, device: Device, examples: Sequence[tuple[Record, Sequence[int]]]
+) -> dict[str, Any]:
+    """What a card holds of a family's features.
+
+    Args:
+        family: whose features.
+        device: that they are for.
+        examples: problems, and legal rows of the config table for each.
+    """
+    few = [(problem, list(rows[:: -(-len(rows) // _ROWS)])) for problem, rows in examples]
+    matrices = (family.features(p, device, np.array(rows, np.intp)) for p, rows in few)
+    return {
+        "examples": [{"problem": str(problem), "rows": rows} for problem, rows in few],
+        "digest": _digest(matrices),
+    }
+
+
+def check_family(folder: Path, family: Family, device: Device, card: Any) -> None:
+    """See that `family_card` comes out today as in the `card` of the model in `folder`.
+
+    Raises:
+        ModelError: it does not.
+    """
+    parse = family.operation.problem.parse
+    examples = [(parse(entry["problem"]), entry["rows"]) for entry in card["examples"]]
+    matrices = (family.features(p, device, np.array(rows, np.intp)) for p, rows in examples)
+    _compare(folder, family.name, _digest(matrices), card["digest"])
+
+
+def operation_card(
+    operation: Operation, device: Device, examples: Sequence[Record]
+) -> dict[str, Any]:
+    """What a card holds of the features that PyTorch's time is predicted from."""
+    return {
+        "examples": [str(problem) for problem in examples],
+        "digest": _digest(operation.features(problem, device) for problem in examples),
+    }
+
+
+def check_operation(folder: Path, operation: Operation, device: Device, card: Any) -> None:
+    """See that `operation_card` comes out today as in the `card` of the model in `folder`.
+
+    Raises:
+        ModelError: it does not.
+    """
+    examples = map(operation.problem.parse, card["examples"])
+    found = _digest(operation.features(problem, device) for problem in examples)
+    _compare(folder, operation.name, found, card["digest"])
+
+
+def _compare(folder: Path, name: str, found: str, trained: object) -> None:
+    if found != trained:
+        raise ModelError(
+            f"{folder}: the features of {name} are computed otherwise than when the model was "
+            f"trained (their digest is {found}, and was {trained}): train it again"
+        )
+
+
+def _digest(matrices: Iterable[NDArray[np.float32]]) -> str:
+    """16 hex digits of SHA-256, of five digits a feature: the last bits of a logarithm are the
+    processor's."""
+    state = hashlib.sha256()
+    for matrix in matrices:
+        state.update("".join(f"{value:.5g} " for value in matrix.ravel().tolist()).encode())
+    return state.hexdigest()[:16]
