@@ -26,7 +26,7 @@ from confpred.cli import cli
 MOST_LINES = 130
 _FENCED = re.compile(r"(?:^<!-- (run.*?) -->\n)?^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 _PIP = """
-pip() { python -m pip --quiet "$@" --dry-run --no-deps --no-index --no-build-isolation 2>&1; }
+pip() { python -m pip "$@" --dry-run --no-deps --no-index --no-build-isolation 2>&1; }
 """
 
 
@@ -245,7 +245,9 @@ def test_it_installs_as_it_says(repository: Path, tmp_path: Path) -> None:
     commands = [span for span in SPANS if span.startswith("pip ")]
     assert commands == ["pip install .", "pip install '.[gpu]'", "pip install '.[train]'"]
     for command in commands:
-        assert "does not provide the extra" not in said(run(_PIP + command, tmp_path))
+        told = said(run(_PIP + command, tmp_path))
+        assert "Would install confpred-" in told
+        assert "does not provide the extra" not in told
 
 
 def test_what_the_text_names_exists(repository: Path) -> None:
