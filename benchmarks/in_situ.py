@@ -297,7 +297,8 @@ def plot(result: Mapping[str, Any], path: Path) -> None:
     ax = figure.add_subplot()
     for layer in result["layers"]:
         times = np.array([(c["alone_ms"], c["in_situ_ms"]) for c in layer["configs"]])
-        ax.plot(*(times / times.min(axis=0)).T, ".", alpha=0.6)
+        alone_times, in_situ_times = (times / times.min(axis=0)).T
+        ax.plot(alone_times, in_situ_times, ".", alpha=0.6)
     ax.axline((1, 1), slope=1, color="gray", linewidth=0.8)
     ax.set(xlabel="time alone / fastest alone", ylabel="time in situ / fastest in situ")
     figure.savefig(path, dpi=130)
