@@ -8,7 +8,8 @@ device memory. In situ, each layer stands in a stack of residual blocks (1x1 con
 activation, the layer, norm, activation, 1x1 convolution, sum), where its input was just written by
 another kernel, and its own kernels are timed one by one by CUPTI, through torch.profiler. The same
 configs are timed both ways in the same process: some of those that the predictor ranks first and
-some random ones, chosen to span the range of times, and PyTorch's own operator.
+some random ones, chosen to span the range of times, and PyTorch's own operator in cuDNN's benchmark
+mode.
 
 Published for each layer: how well the two rankings of our configs agree (Spearman's rho, Kendall's
 tau), and the in-situ regret, which is the in-situ time of the config that is fastest alone, or that
