@@ -60,11 +60,10 @@ if TYPE_CHECKING:
 NAME = "conv_vs_cudnn"
 DATASETS = Path(__file__).parents[1] / "datasets"
 NETWORKS = (
-    *("efficientnet_b0", "efficientnet_b4", "mobilenetv2_100", "mobilenetv3_large_100"),
-    *("mobilenetv4_conv_medium", "mnasnet_100", "convnext_tiny", "fastvit_t8"),
-    *("regnety_004", "regnetx_008", "regnety_040"),
-    *("resnext50_32x4d", "resnext101_32x8d"),
-)
+    "efficientnet_b0", "efficientnet_b4", "mobilenetv2_100", "mobilenetv3_large_100",
+    "mobilenetv4_conv_medium", "mnasnet_100", "convnext_tiny", "fastvit_t8",
+    "regnety_004", "regnetx_008", "regnety_040", "resnext50_32x4d", "resnext101_32x8d",
+)  # fmt: skip
 BATCHES = (32, 128)
 GROUP_WIDTHS = (1, 4, 8, 16, 32, 64)
 MODES = ("benchmark", "heuristics")
@@ -155,7 +154,8 @@ def our_call(
         for step in launch.steps
     ]
     operands = CONVOLUTION.operands(problem)
-    bound = BoundLaunch(kernels, launch, (*(o.name for o in operands), ZEROED, SCRATCH))
+    names = [o.name for o in operands]
+    bound = BoundLaunch(kernels, launch, (*names, ZEROED, SCRATCH))
     zeroed = torch.zeros(launch.zeroed_bytes, dtype=torch.uint8, device="cuda")
     scratch = torch.empty(launch.scratch_bytes, dtype=torch.uint8, device="cuda")
 
@@ -166,10 +166,9 @@ def our_call(
             if o.terms
         }
         tensors = outputs | dict(inputs)
-        bound.enqueue(
-            torch.cuda.current_stream().cuda_stream,
-            [t.data_ptr() for t in (*(tensors[o.name] for o in operands), zeroed, scratch)],
-        )
+        addresses = [tensors[name].data_ptr() for name in names]
+        addresses += [zeroed.data_ptr(), scratch.data_ptr()]
+        bound.enqueue(torch.cuda.current_stream().cuda_stream, addresses)
         return list(outputs.values())
 
     return call
@@ -330,7 +329,8 @@ def plot(result: Mapping[str, Any], path: Path) -> None:
                 if Problem.parse(layer["problem"]).direction == direction and kind_of(layer) == kind
             ]
             ax.scatter(
-                *([layer[key] for layer in part] for key in ("floor_share", "speedup")),
+                [layer["floor_share"] for layer in part],
+                [layer["speedup"] for layer in part],
                 marker=marker,
                 s=14,
                 alpha=0.7,

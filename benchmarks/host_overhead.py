@@ -5,7 +5,8 @@
 A layer so small that the GPU is never the bottleneck, calls back to back on one stream with a
 synchronisation outside of the timed region; the median over many short runs, interleaved.
 The second half is the first call of a shape in a process: choose, compile (or read the compiled
-kernel from disk), load and launch, each in a fresh process, against PyTorch's first call.
+kernel from disk), load and launch, each in a fresh process, against PyTorch's first call. PyTorch's
+calls are in its default mode everywhere here: cuDNN's heuristics choose, not its benchmark mode.
 """
 
 from __future__ import annotations

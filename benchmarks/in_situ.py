@@ -8,7 +8,8 @@ device memory. In situ, each layer stands in a stack of residual blocks (1x1 con
 activation, the layer, norm, activation, 1x1 convolution, sum), where its input was just written by
 another kernel, and its own kernels are timed one by one by CUPTI, through torch.profiler. The same
 configs are timed both ways in the same process: some of those that the predictor ranks first and
-some random ones, chosen to span the range of times, and PyTorch's own operator.
+some random ones, chosen to span the range of times, and PyTorch's own operator in cuDNN's benchmark
+mode.
 
 Published for each layer: how well the two rankings of our configs agree (Spearman's rho, Kendall's
 tau), and the in-situ regret, which is the in-situ time of the config that is fastest alone, or that
@@ -297,7 +298,8 @@ def plot(result: Mapping[str, Any], path: Path) -> None:
     ax = figure.add_subplot()
     for layer in result["layers"]:
         times = np.array([(c["alone_ms"], c["in_situ_ms"]) for c in layer["configs"]])
-        ax.plot(*(times / times.min(axis=0)).T, ".", alpha=0.6)
+        alone_times, in_situ_times = (times / times.min(axis=0)).T
+        ax.plot(alone_times, in_situ_times, ".", alpha=0.6)
     ax.axline((1, 1), slope=1, color="gray", linewidth=0.8)
     ax.set(xlabel="time alone / fastest alone", ylabel="time in situ / fastest in situ")
     figure.savefig(path, dpi=130)

@@ -165,7 +165,8 @@ def main() -> None:
     parser.add_argument("--model")
     arguments = parser.parse_args()
     where = machine()
-    with server(*(("--model", arguments.model) if arguments.model else ())) as port:
+    options = ["--model", arguments.model] if arguments.model else []
+    with server(*options) as port:
         served, found = models(port), measure(port, arguments.requests)
     for name, figures in found.items():
         print(f"{name:40}", *(f"{key} {value}" for key, value in figures.items()))

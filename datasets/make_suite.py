@@ -60,8 +60,8 @@ BATCH_SHARES = (0.08, 0.04, 0.06, 0.1, 0.1, 0.16, 0.18, 0.18, 0.1)
 #: Heights of typical layers, and their (window, stride), about as often as networks have them.
 SIZES = (7, 8, 10, 12, 14, 15, 16, 18, 20, 24, 28, 30, 32, 36, 40, 44, 48, 56, 64, 72, 80, 96, 112)
 TYPICAL = {
-    "depthwise": (*((3, 1),) * 8, *((3, 2),) * 4, *((5, 1),) * 4, *((5, 2),) * 2, *((7, 1),) * 4),
-    "grouped": (*((3, 1),) * 10, *((3, 2),) * 6),
+    "depthwise": ((3, 1),) * 8 + ((3, 2),) * 4 + ((5, 1),) * 4 + ((5, 2),) * 2 + ((7, 1),) * 4,
+    "grouped": ((3, 1),) * 10 + ((3, 2),) * 6,
 }
 #: (multiplier, group width, r, s, stride, dilation) of coverage layers.
 COVERAGE = {
@@ -70,18 +70,18 @@ COVERAGE = {
         *((1, 1, r, r, 2, 1) for r in (3, 5, 6, 7)),
         *((1, 1, r, s, 1, 1) for r, s in ((1, 5), (5, 1), (1, 11), (11, 1), (3, 5))),
         *((1, 1, r, r, 1, 2) for r in (3, 5, 7)),
-        *((1, 1, 3, 3, 2, 2), (2, 1, 3, 3, 2, 1), (2, 1, 7, 7, 2, 1), (4, 1, 5, 5, 1, 1)),
+        (1, 1, 3, 3, 2, 2), (2, 1, 3, 3, 2, 1), (2, 1, 7, 7, 2, 1), (4, 1, 5, 5, 1, 1),
     ),
     "grouped": (
         *((1, width, 3, 3, stride, 1) for width in GROUP_WIDTHS for stride in (1, 2)),
         *((1, width, 5, 5, 1, 1) for width in (8, 16, 32)),
-        *((1, 8, 5, 5, 2, 1), (1, 4, 7, 7, 1, 1), (1, 16, 7, 7, 1, 1), (1, 16, 6, 6, 1, 1)),
-        *((1, 4, 4, 4, 1, 1), (1, 16, 1, 1, 1, 1), (1, 64, 1, 1, 1, 1), (1, 32, 2, 2, 2, 1)),
-        *((1, 8, 1, 7, 1, 1), (1, 16, 7, 1, 1, 1)),
+        (1, 8, 5, 5, 2, 1), (1, 4, 7, 7, 1, 1), (1, 16, 7, 7, 1, 1), (1, 16, 6, 6, 1, 1),
+        (1, 4, 4, 4, 1, 1), (1, 16, 1, 1, 1, 1), (1, 64, 1, 1, 1, 1), (1, 32, 2, 2, 2, 1),
+        (1, 8, 1, 7, 1, 1), (1, 16, 7, 1, 1, 1),
         *((1, width, 3, 3, 1, 2) for width in (8, 16, 64)),
         (1, 32, 3, 3, 2, 2),
     ),
-}
+}  # fmt: skip
 
 #: (group width, r, s, stride, heights) of layers that the first draw has few of, and that networks
 #: to come may well have.
@@ -89,7 +89,7 @@ THIN = {
     "depthwise": (
         *((1, r, r, 1, sizes) for r in (5, 7) for sizes in ((7,), (14,))),
         *((1, r, r, 2, (7, 14)) for r in (5, 7)),
-        *((1, 3, 3, 2, SIZES), (1, 5, 5, 2, SIZES), (1, 7, 7, 2, SIZES)),
+        *((1, r, r, 2, SIZES) for r in (3, 5, 7)),
         *((1, r, s, 1, SIZES) for r, s in ((11, 11), (1, 11), (11, 1))),
     ),
     "grouped": tuple((width, 3, 3, stride, SIZES) for width in (32, 64) for stride in (1, 2)),
@@ -467,9 +467,9 @@ def _compiled_in(problem: Problem) -> tuple[Any, ...]:
     """What of a problem is compiled into a kernel: each combination costs the sampler a table."""
     p = problem
     return (
-        *(p.group_width, p.k // p.c, p.r, p.s, p.stride, p.dilation),
-        *(p.dtype, p.bias, p.activation, p.residual),
-    )
+        p.group_width, p.k // p.c, p.r, p.s, p.stride, p.dilation,
+        p.dtype, p.bias, p.activation, p.residual,
+    )  # fmt: skip
 
 
 def _batch(generator: np.random.Generator) -> int:

@@ -91,7 +91,7 @@ def predict_network(model: Path) -> Problem:
     heading(f"Predict the grouped layers of {NETWORK} for {DEVICE}")
     predictor = Predictor.load(model)
     measured = measured_of(NETWORK)
-    table = Table("layer", "kernel", *("predicted, ms", "measured, ms", "fastest, ms", "regret"))
+    table = Table("layer", "kernel", "predicted, ms", "measured, ms", "fastest, ms", "regret")
     for column in table.columns[2:]:
         column.justify = "right"
     regrets = []
@@ -181,22 +181,23 @@ def sample(out: Path) -> None:
 
 
 def launch(device: Device) -> None:
-    """Run the suite's layers through the library's own operator, and time it beside cuDNN."""
+    """Run the suite's layers through the library's own operator, and time the chosen kernels beside
+    PyTorch's operator in cuDNN's benchmark mode."""
     import torch
 
     from confpred.families.registry import all_families
     from confpred.measure import pytorch as peer
     from confpred.measure.kernels import measure
 
-    heading("Launch the chosen kernels, beside cuDNN")
+    heading("Launch the chosen kernels, beside PyTorch's operator in cuDNN's benchmark mode")
     predictor = Predictor.load()
-    table = Table("layer", "source", *("confpred, ms", "cuDNN, ms", "speed-up", "difference"))
+    table = Table("layer", "source", "confpred, ms", "PyTorch, ms", "speed-up", "difference")
     for entry in read_suite(SUITE).entries:
         problem = entry.problem
         choice = predictor.choose(problem, device)
-        cudnn = peer.measure_pytorch(CONVOLUTION, problem, ordinal=0, seed=0)
+        theirs = peer.measure_pytorch(CONVOLUTION, problem, ordinal=0, seed=0)
         if choice.family is None or choice.config_id is None:
-            table.add_row(str(problem), "PyTorch's own", "", f"{cudnn.time_ms:.4f}", "", "")
+            table.add_row(str(problem), "PyTorch's own", "", f"{theirs.time_ms:.4f}", "", "")
             continue
         family, rows = all_families()[choice.family], [choice.config_id]
         (ours,) = measure(problem, family, rows, ordinal=0, seed=0, report=lambda row: None)
@@ -204,8 +205,8 @@ def launch(device: Device) -> None:
         out = library_call(problem, tensors).double()
         expected = CONVOLUTION.pytorch(problem, tensors).double()
         difference = torch.linalg.norm(out - expected) / torch.linalg.norm(expected)
-        times = (f"{ours.time_ms:.4f}", f"{cudnn.time_ms:.4f}")
-        ratio = f"{cudnn.time_ms / ours.time_ms:.2f}x"
+        times = (f"{ours.time_ms:.4f}", f"{theirs.time_ms:.4f}")
+        ratio = f"{theirs.time_ms / ours.time_ms:.2f}x"
         table.add_row(str(problem), choice.source, *times, ratio, f"{difference.item():.1e}")
     console.print(table)
 
@@ -216,7 +217,9 @@ def library_call(p: Problem, tensors: Mapping[str, Any]) -> Any:
 
     t = {name: x.permute(0, 3, 1, 2) if x.dim() == 4 else x for name, x in tensors.items()}
     return conv2d(
-        *(t["in"], t["filter"], t.get("bias")),
+        t["in"],
+        t["filter"],
+        t.get("bias"),
         stride=p.stride,
         padding=p.padding,
         dilation=p.dilation,

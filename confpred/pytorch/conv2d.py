@@ -40,8 +40,9 @@ def conv2d(
     kernel.
 
     Our kernels serve channels-last CUDA tensors of grouped and depthwise layers, in the forward
-    and in the backward pass; everything else, and every layer where PyTorch's operator is predicted
-    to be faster, goes to PyTorch (logged at level debug). Works under ``torch.compile`` and
+    and in the backward pass; everything else, and every layer where PyTorch's operator (measured
+    with cuDNN's benchmark mode on) is predicted to be faster, goes to PyTorch, in the mode that the
+    caller has set (logged at level debug). Works under ``torch.compile`` and
     autocast. The filter's gradient is repeatable to the bit where PyTorch is asked for
     deterministic algorithms.
 

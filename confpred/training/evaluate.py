@@ -127,7 +127,8 @@ def judge_model(dataset: Dataset, hyper: Hyperparameters, folds: int, seed: int)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Whole:
-    """The whole choice, among all families and PyTorch's own operator.
+    """The whole choice, among all families and PyTorch's own operator, whose times in the data are
+    those of cuDNN's benchmark mode (`confpred.measure.pytorch`).
 
     Attributes:
         regret: against the best of all their measured times; also of always choosing one side.

@@ -58,8 +58,8 @@ def fit_pytorch(
 
     Args:
         timings: what to learn from.
-        pytorch_ms: milliseconds of PyTorch's own operator; problems that `timings` lacks are left
-            out.
+        pytorch_ms: milliseconds of PyTorch's own operator, in cuDNN's benchmark mode; problems that
+            `timings` lacks are left out.
 
     Returns:
         None if fewer than ``MIN_PROBLEMS`` were measured.

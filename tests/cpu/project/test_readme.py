@@ -1,4 +1,7 @@
-"""The README: its figures are the recorded ones, and what it tells a newcomer to run runs."""
+"""The README: its figures are the recorded ones, and every command in it is run.
+
+A comment before each block of code says how it is run: `HANDLERS`.
+"""
 
 from __future__ import annotations
 
@@ -6,21 +9,76 @@ import importlib.util
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import metadata
 from pathlib import Path
 from types import ModuleType
 
+import click
 import pytest
 
-_RUNNABLE = re.compile(r"<!-- run -->\n```(\w+)\n(.*?)```", re.DOTALL)
+import confpred
+from confpred.cli import cli
+
+MOST_LINES = 130
+_FENCED = re.compile(r"(?:^<!-- (run.*?) -->\n)?^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+_PIP = """
+pip() { python -m pip "$@" --dry-run --no-deps --no-index --no-build-isolation 2>&1; }
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A block of code.
+
+    Attributes:
+        mark: the comment before it, which says how it is run; empty if there is none.
+        language: such as ``sh``.
+        text: whole lines.
+    """
+
+    mark: str
+    language: str
+    text: str
+
+
+README = (Path(__file__).parents[3] / "README.md").read_text(encoding="utf-8")
+BLOCKS = [Block(*found) for found in _FENCED.findall(README)]
+SPANS = re.findall(r"`([^`\n]+)`", _FENCED.sub("", README))
+
+
+def run(
+    block: str, folder: Path, language: str = "sh", **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Run `block` in `folder` as someone who has installed confpred, and who has no GPU."""
+    command = {"python": [sys.executable, "-c"], "sh": ["sh", "-ec"]}[language]
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    return subprocess.run(
+        [*command, block],
+        cwd=folder,
+        env=os.environ | {"PATH": path, "CUDA_VISIBLE_DEVICES": ""} | variables,
+        capture_output=True,
+        text=True,
+    )
+
+
+def said(done: subprocess.CompletedProcess[str]) -> str:
+    """Standard output of a program that was to succeed."""
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+# The figures
 
 
 @pytest.fixture(scope="module")
 def tables(repository: Path) -> ModuleType:
-    path = repository / "benchmarks" / "readme_tables.py"
-    spec = importlib.util.spec_from_file_location("readme_tables", path)
+    path = repository / "benchmarks" / "tables.py"
+    spec = importlib.util.spec_from_file_location("tables", path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -29,9 +87,24 @@ def tables(repository: Path) -> ModuleType:
 
 
 def test_the_tables_are_those_of_the_results(repository: Path) -> None:
-    command = [sys.executable, repository / "benchmarks" / "readme_tables.py", "--check"]
+    command = [sys.executable, repository / "benchmarks" / "tables.py", "--check"]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
+
+
+def test_every_table_of_a_page_with_results_is_made(tables: ModuleType, repository: Path) -> None:
+    assert set(tables.PAGES) == {"README.md", "docs/results.md"}
+    for page in tables.PAGES:
+        rest = re.sub(
+            r"<!-- table:.*?<!-- /table -->",
+            "",
+            (repository / page).read_text(encoding="utf-8"),
+            flags=re.DOTALL,
+        )
+        typed = [
+            line for line in rest.splitlines() if line.startswith("|") and re.search(r"\d", line)
+        ]
+        assert typed == [], f"{page}: a table with figures that is typed by hand"
 
 
 def test_a_marked_table_is_made_from_its_result(tables: ModuleType, tmp_path: Path) -> None:
@@ -45,17 +118,32 @@ def test_a_marked_table_is_made_from_its_result(tables: ModuleType, tmp_path: Pa
     assert tables.filled(made, tmp_path) == made
 
 
+def test_the_evidence_counts_and_averages_layers(tables: ModuleType) -> None:
+    speeds = {"groups=64": 2.0, "groups=64 stride=2": 0.5, "groups=8 direction=wgrad": 1.0}
+    layers = [{"problem": f"n=1 c=64 {words}", "speedup": s} for words, s in speeds.items()]
+    parts = [
+        {"kind": "depthwise", "direction": "fprop"},
+        {"kind": "grouped", "direction": "wgrad"},
+    ]
+    made = tables.evidence({"summary": parts, "layers": layers}).splitlines()
+    assert made[2:] == [
+        "| depthwise, forward | 2 | 1.25x | 1.00x | 0.50x | 1 | 1 |",
+        "| grouped, filter gradient | 1 | 1.00x | 1.00x | 1.00x | 0 | 0 |",
+        "| all | 3 | 1.00x | 1.00x | 0.50x | 1 | 1 |",
+    ]
+
+
 def test_a_marked_table_without_its_result_is_an_error(tables: ModuleType, tmp_path: Path) -> None:
     for name, error in (("h100-cudnn", FileNotFoundError), ("no-such-table", KeyError)):
         with pytest.raises(error):
             tables.filled(f"<!-- table:{name} -->\n<!-- /table -->", tmp_path)
 
 
-def test_its_links_lead_somewhere(repository: Path) -> None:
-    targets = re.findall(r"\]\(([^)#]+)\)", (repository / "README.md").read_text())
-    local = [target for target in targets if "://" not in target]
-    assert len(local) >= 4
-    assert [target for target in local if not (repository / target).exists()] == []
+# The commands
+
+
+def test_it_is_short() -> None:
+    assert len(README.splitlines()) <= MOST_LINES
 
 
 @pytest.fixture(scope="module")
@@ -71,30 +159,107 @@ def served_port() -> Iterator[str]:
         process.terminate()
 
 
-def runnable() -> list[tuple[str, str]]:
-    text = (Path(__file__).parents[3] / "README.md").read_text(encoding="utf-8")
-    return _RUNNABLE.findall(text)
+def as_shown(block: Block, request: pytest.FixtureRequest, folder: Path) -> None:
+    assert "grouped_fprop" in said(run(block.text, folder, block.language))
 
 
-def test_the_library_the_command_and_the_service_are_shown() -> None:
-    shown = "".join(block for _, block in runnable())
-    assert all(word in shown for word in ("Predictor.load()", "confpred predict", "/v1/predict"))
+def with_a_server(block: Block, request: pytest.FixtureRequest, folder: Path) -> None:
+    assert block.text.count("127.0.0.1:8000") == 1
+    # The default port may be taken on a machine that runs tests.
+    text = block.text.replace(":8000", f":{request.getfixturevalue('served_port')}")
+    choice = json.loads(said(run(text, folder)))["choices"][0][0]
+    assert choice["family"] == "grouped_fprop"
 
 
-@pytest.mark.parametrize(("language", "block"), runnable())
-def test_a_block_marked_runnable_runs(
-    language: str, block: str, request: pytest.FixtureRequest, tmp_path: Path
-) -> None:
-    if "127.0.0.1:8000" in block:  # the default port may be taken on a machine that runs tests
-        block = block.replace(":8000", f":{request.getfixturevalue('served_port')}")
-    command = {"python": [sys.executable, "-c"], "sh": ["sh", "-ec"]}[language]
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    result = subprocess.run(
-        [*command, block],
-        cwd=tmp_path,
-        env=os.environ | {"PATH": path},
-        capture_output=True,
-        text=True,
-    )
-    assert result.returncode == 0, result.stderr
-    assert "grouped_fprop" in result.stdout
+def targets_of_make(block: Block, request: pytest.FixtureRequest, folder: Path) -> None:
+    """What they would do; the tests are run by the second, and the demo by test_demo.py."""
+    repository = request.getfixturevalue("repository")
+    commands = [line.partition("#")[0].split() for line in block.text.splitlines()]
+    assert commands == [["make", "demo"], ["make", "test"]]
+    demo, test = (said(run(f"make --dry-run {name}", repository)) for _, name in commands)
+    assert "python examples/demo.py" in demo
+    assert "pytest tests/gpu" in test
+    assert re.search("pytest .*tests/cpu", test)
+    assert "ruff check" in test
+    assert "exec make test" in (repository / ".ci" / "run").read_text()
+
+
+def on_the_cpu(block: Block, request: pytest.FixtureRequest, folder: Path) -> None:
+    """With tensors of the CPU, which PyTorch's operator serves; tests/gpu runs it as shown."""
+    assert block.text.count('device="cuda"') == 2
+    text = block.text.replace('device="cuda"', 'device="cpu"')
+    text += "print(y.dtype, *y.shape, bool((y >= 0).all()))"
+    assert said(run(text, folder, "python")) == "torch.float16 32 128 56 56 True\n"
+
+
+def on_made_up_data(block: Block, request: pytest.FixtureRequest, folder: Path) -> None:
+    """In a folder whose measurements are few and made up; sampling ends where there is no GPU."""
+    data = folder / "datasets"
+    data.mkdir()
+    shutil.copy(request.getfixturevalue("measurements"), data / "h100.parquet")
+    (data / "suites").symlink_to(request.getfixturevalue("repository") / "datasets" / "suites")
+    sample, *others = block.text.splitlines()
+    assert sample.startswith("confpred sample ")
+    assert sample.endswith("# needs a GPU")
+    done = run(sample, folder)
+    assert done.returncode == 1
+    assert done.stderr.startswith("confpred: sampling needs an NVIDIA GPU")
+    assert not (folder / "runs").exists()
+    told = said(run("\n".join(others), folder))
+    assert "regret on held-out networks" in told
+    assert "time of the choice / time of the best config" in told
+    assert "predicted" in told
+
+
+HANDLERS = {
+    "run": as_shown,
+    "run: make": targets_of_make,
+    "run: gpu": on_the_cpu,
+    "run: service": with_a_server,
+    "run: retrain": on_made_up_data,
+}
+
+
+def test_every_block_of_code_is_handled() -> None:
+    """No block is left out: each is run by a handler, or is text that nobody would run."""
+    assert README.count("```") == 2 * len(BLOCKS)
+    assert not re.search(r"^(?: {4}|\t)[^ -]", _FENCED.sub("", README), re.MULTILINE), "indented"
+    assert {block.mark for block in BLOCKS if block.language != "text"} == set(HANDLERS)
+    assert [block for block in BLOCKS if block.language == "text" and block.mark] == []
+
+
+@pytest.mark.parametrize(
+    "block",
+    [block for block in BLOCKS if block.mark],
+    ids=[f"{block.language}-{index}" for index, block in enumerate(BLOCKS) if block.mark],
+)
+def test_a_block_of_code_runs(block: Block, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    HANDLERS[block.mark](block, request, tmp_path)
+
+
+def test_it_installs_as_it_says(repository: Path, tmp_path: Path) -> None:
+    """Dry: test_packaging.py installs the package for real, without extras."""
+    for name in ("confpred", "service", "kernels", "models"):
+        shutil.copytree(repository / name, tmp_path / name)
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(repository / name, tmp_path)
+    commands = [span for span in SPANS if span.startswith("pip ")]
+    assert commands == ["pip install .", "pip install '.[gpu]'", "pip install '.[train]'"]
+    for command in commands:
+        assert "Would install confpred-" in said(run(_PIP + command, tmp_path))
+    extras = {extra for command in commands for extra in re.findall(r"\[(\w+)\]", command)}
+    assert extras <= set(metadata("confpred").get_all("Provides-Extra"))
+
+
+def test_what_the_text_names_exists(repository: Path) -> None:
+    """Commands and names outside of blocks."""
+    rest = [span for span in SPANS if not span.startswith("pip ")]
+    for span in rest:
+        program, *words = span.split()
+        if program == "confpred":
+            assert words[0] in cli.list_commands(click.Context(cli)), span
+        elif program.startswith("confpred."):
+            assert program.partition(".")[2] in confpred.__all__, span
+        else:
+            assert program in {"make", "pip", "--json", "torch.nn.functional.conv2d"}, span
+            assert words == [], span

@@ -1,0 +1,286 @@
+"""Fill the tables of `PAGES` from ``benchmarks/results``, so that no figure is typed by hand.
+
+    python benchmarks/tables.py           # rewrite the pages
+    python benchmarks/tables.py --check   # exit 1 if a page would change
+
+A table stands between ``<!-- table:NAME -->`` and ``<!-- /table -->``; `TABLES` says what each NAME
+is made from.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+PAGES = ("README.md", "docs/results.md")
+DIRECTIONS = {"fprop": "forward", "dgrad": "input gradient", "wgrad": "filter gradient"}
+NOTABLE = 1.05  # a layer this many times as fast or as slow counts as faster or slower
+_MARKED = re.compile(r"(<!-- table:([\w-]+) -->\n).*?(<!-- /table -->)", re.DOTALL)
+
+
+def markdown(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table; the first column is text, the others are numbers."""
+    rule = ["---"] + ["---:"] * (len(heads) - 1)
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in (heads, rule, *rows))
+
+
+def evaluation(result: dict[str, Any]) -> str:
+    """Regret of the model and of each baseline (``confpred evaluate --json``)."""
+    heads = ("method", "geomean", "p90", "p95", "worst", "best of 3", "best of 8", "candidates")
+    rows = []
+    for method, m in result["methods"].items():
+        regrets = (m["geomean"], m["p90"], m["p95"], m["worst"], m["top"]["3"], m["top"]["8"])
+        rows.append((method, *(f"{value:.3f}" for value in regrets), f"{m['candidates']:.0f}"))
+    return markdown(heads, rows)
+
+
+def families(result: dict[str, Any]) -> str:
+    """Regret of the model, family by family, with and without its portfolio."""
+    heads = (
+        "kernel family",
+        "problems",
+        "geomean",
+        "p95",
+        "worst",
+        "of all configs: geomean",
+        "p95",
+    )
+    rows = []
+    for family, methods in result["families"].items():
+        model, every = methods["model"], methods["no portfolio"]
+        figures = [model[key] for key in ("geomean", "p95", "worst")]
+        figures += [every[key] for key in ("geomean", "p95")]
+        cells = [f"{value:.3f}" for value in figures]
+        rows.append((family, str(model["problems"]), *cells))
+    return markdown(heads, rows)
+
+
+def whole(result: dict[str, Any]) -> str:
+    """The whole choice, PyTorch's own operator included (``confpred evaluate --json``)."""
+    part = result["whole"]
+    heads = (
+        "problems",
+        "over PyTorch's operator",
+        "worst",
+        "slower by more than 5 %",
+        "left to PyTorch's operator",
+        "regret",
+        "worst regret",
+    )
+    regret = part["regret"]["the predicted fastest"]
+    speeds = (f"{part['speed']:.2f}x", f"{part['worst_speed']:.2f}x")
+    row = (str(regret["problems"]), *speeds, str(part["slower"]), str(part["pytorch"]))
+    return markdown(heads, [(*row, f"{regret['geomean']:.3f}", f"{regret['worst']:.2f}")])
+
+
+def cudnn(result: dict[str, Any]) -> str:
+    """Our choice against cuDNN's best, by kind of layer and direction."""
+    heads = (
+        "layers",
+        "problems",
+        "over cuDNN's better mode",
+        "worst",
+        "slower by more than 5 %",
+        "PyTorch's operator chosen",
+        "share of floor",
+        "cuDNN's share",
+    )
+    rows = []
+    for part in result["summary"]:
+        speeds = (f"{part['speedup']:.2f}x", f"{part['worst']:.2f}x")
+        counts = (str(part["slower"]), str(part["pytorch_chosen"]))
+        shares = (f"{part['floor_share']:.2f}", f"{part['cudnn_floor_share']:.2f}")
+        name = f"{part['kind']}, {part['direction']}"
+        rows.append((name, str(part["problems"]), *speeds, *counts, *shares))
+    return markdown(heads, rows)
+
+
+def evidence(result: dict[str, Any]) -> str:
+    """Our choice against cuDNN's better mode, layer by layer, in few and plain words."""
+    heads = (
+        "layers",
+        "problems",
+        "median",
+        "geomean",
+        "worst",
+        "faster by more than 5 %",
+        "slower by more than 5 %",
+    )
+    parts: dict[str, list[float]] = {}
+    for part in result["summary"]:  # the order of the rows
+        parts[f"{part['kind']}, {DIRECTIONS[part['direction']]}"] = []
+    for layer in result["layers"]:
+        sizes = dict(word.split("=") for word in layer["problem"].split())
+        kind = "depthwise" if sizes["groups"] == sizes["c"] else "grouped"
+        name = f"{kind}, {DIRECTIONS[sizes.get('direction', 'fprop')]}"
+        parts[name].append(layer["speedup"])
+    parts["all"] = [speed for speeds in parts.values() for speed in speeds]
+    rows = []
+    for name, speeds in parts.items():
+        means = (statistics.median(speeds), statistics.geometric_mean(speeds), min(speeds))
+        faster = sum(speed > NOTABLE for speed in speeds)
+        slower = sum(speed < 1 / NOTABLE for speed in speeds)
+        figures = [f"{value:.2f}x" for value in means]
+        rows.append((name, str(len(speeds)), *figures, str(faster), str(slower)))
+    return markdown(heads, rows)
+
+
+def in_situ(result: dict[str, Any]) -> str:
+    """Whether times alone rank configs as times inside a network do."""
+    heads = (
+        "layer",
+        "configs",
+        "Spearman's rho",
+        "Kendall's tau",
+        "in-situ regret of the fastest alone",
+        "of the predicted",
+    )
+    agreements = ("spearman", "kendall")
+    regrets = ("regret_of_fastest_alone", "regret_of_predicted")
+    rows = []
+    for layer in result["layers"]:
+        cells = [f"{layer['network']}: `{layer['problem']}`", str(len(layer["configs"]))]
+        cells += [f"{layer[key]:.2f}" for key in agreements]
+        cells += [f"{layer[key]:.3f}" for key in regrets]
+        rows.append(cells)
+    means = ["mean (regrets: geomean)", ""]
+    means += [f"{result[f'mean_{key}']:.2f}" for key in agreements]
+    means += [f"{result[f'geomean_{key}']:.3f}" for key in regrets]
+    return markdown(heads, [*rows, means])
+
+
+def service(result: dict[str, Any]) -> str:
+    """Round trips of the HTTP service."""
+    heads = ("request", "p50, ms", "p99, ms", "requests a second")
+    return markdown(
+        heads,
+        [
+            (name, f"{t['p50_ms']:.2f}", f"{t['p99_ms']:.2f}", f"{t['requests_per_s']:,}")
+            for name, t in result["latency"].items()
+        ],
+    )
+
+
+def latency(result: dict[str, Any]) -> str:
+    """How long an answer takes on one core, beside its budget."""
+    budgets = result["budgets"]
+    rows = [
+        (
+            f"unseen problem, {kind} ({times['candidates']:.0f} candidates), ms",
+            f"{times['p50_ms']:.3g}",
+            f"{budgets['unseen_p50_ms']:g}",
+        )
+        for kind, times in result["unseen"].items()
+    ]
+    for name, part, unit in (
+        ("repeated problem", "repeated", "us"),
+        ("cold process, from start to exit", "cold", "s"),
+    ):
+        figure, budget = result[part][f"p50_{unit}"], budgets[f"{part}_p50_{unit}"]
+        rows.append((f"{name}, {unit}", f"{figure:.3g}", f"{budget:g}"))
+    return markdown(("p50 of", "measured", "budget"), rows)
+
+
+def host(result: dict[str, Any]) -> str:
+    """Host time of a call, and of the first one of a shape in a process."""
+    rows = [(name, f"{us:.1f} us") for name, us in result["call_us"].items()]
+    rows += [(f"first call: {name}", f"{s:.2f} s") for name, s in result["first_call_s"].items()]
+    return markdown(("call", "host time"), rows)
+
+
+def runs(*results: dict[str, Any]) -> str:
+    """On what, when and with which versions each result was measured."""
+    heads = ("result", "date", "commit", "device", "driver", "software", "model", "host")
+    rows = []
+    for file, result in zip(_RUNS, results, strict=True):
+        versions = dict(result["versions"])
+        if "nvrtc" in result:
+            versions["NVRTC"] = result["nvrtc"]
+        if "cudnn" in result:
+            versions["cuDNN"] = str(result["cudnn"])
+        software = [f"Python {result['python']}", *(f"{n} {v}" for n, v in versions.items())]
+        where = (result.get("device", "no GPU"), result.get("driver", ""))
+        when = (result["date"], result["commit"][:7])
+        model = result.get("model", "")
+        rows.append((f"`{file}`", *when, *where, ", ".join(software), model, result["processor"]))
+    return markdown(heads, rows)
+
+
+def sampling(result: dict[str, Any]) -> str:
+    """The sampler's rate."""
+    heads = ("rows", "problems", "seconds", "rows a second")
+    row = (str(result["rows"]), str(result["problems"]), f"{result['seconds']:.1f}")
+    return markdown(heads, [(*row, f"{result['rows_per_s']:.0f}")])
+
+
+_RUNS = (
+    "conv_vs_cudnn.json",
+    "in_situ.json",
+    "host_overhead.json",
+    "predict_latency.json",
+    "sampling_rate.json",
+)
+#: Table -> result files and what makes the table of them.
+_OF_A_DEVICE: dict[str, tuple[tuple[str, ...], Callable[..., str]]] = {
+    "evidence": (("conv_vs_cudnn.json",), evidence),
+    "evaluation": (("evaluation.json",), evaluation),
+    "families": (("evaluation.json",), families),
+    "whole": (("evaluation.json",), whole),
+    "cudnn": (("conv_vs_cudnn.json",), cudnn),
+    "in-situ": (("in_situ.json",), in_situ),
+    "host": (("host_overhead.json",), host),
+    "latency": (("predict_latency.json",), latency),
+    "sampling": (("sampling_rate.json",), sampling),
+    "runs": (_RUNS, runs),
+}
+TABLES: dict[str, tuple[tuple[str, ...], Callable[..., str]]] = {
+    "service": (("service_latency.json",), service),
+} | {
+    f"{device}-{name}": (tuple(f"{device}/{file}" for file in files), make)
+    for device in ("h100", "h200")
+    for name, (files, make) in _OF_A_DEVICE.items()
+}
+
+
+def filled(text: str, results: Path = RESULTS) -> str:
+    """`text` with every marked table made anew.
+
+    Raises:
+        KeyError: a marker's name is not in `TABLES`, or a result lacks a figure.
+        OSError: a marked table's result file cannot be read.
+    """
+
+    def table(match: re.Match[str]) -> str:
+        files, make = TABLES[match[2]]
+        made = make(*(json.loads((results / file).read_text()) for file in files))
+        return match[1] + made + match[3]
+
+    return _MARKED.sub(table, text)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Fill the pages' tables from the results.")
+    parser.add_argument("--check", action="store_true", help="change nothing; exit 1 if stale")
+    check = parser.parse_args().check
+    stale = []
+    for page in PAGES:
+        old = (ROOT / page).read_text(encoding="utf-8")
+        new = filled(old)
+        if new != old:
+            stale.append(page)
+            if not check:
+                (ROOT / page).write_text(new, encoding="utf-8")
+    if check and stale:
+        sys.exit(f"stale: {', '.join(stale)}; run python benchmarks/tables.py")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,134 @@
+"""The documentation: its links and paths lead somewhere, its map is whole, decisions are found."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+#: Made here by builds and runs, and ignored by git.
+MADE = {"build", "dist", "out", "runs"}
+PAGES = sorted(
+    page
+    for pattern in ("*.md", "docs/**/*.md", "datasets/**/*.md", "tests/**/*.md", "kernels/**/*.md")
+    for page in ROOT.glob(pattern)
+)
+DECISIONS = ROOT / "docs" / "decisions"
+_FENCED = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
+_REFERENCE = re.compile(
+    r"\b(?:[Dd]ecision|[Ee]ntry|[Dd]ecisions|[Ee]ntries)\s+(\d+)(?:\s+and\s+(\d+))?"
+)
+
+
+def anchors(page: Path) -> set[str]:
+    """The names of a page's headings in links, as GitHub makes them."""
+    text = _FENCED.sub("", page.read_text(encoding="utf-8"))
+    heads = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    text = _FENCED.sub("", page.read_text(encoding="utf-8"))
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        if "://" in link:
+            continue
+        file, _, anchor = link.partition("#")
+        target = (page.parent / file).resolve() if file else page
+        assert target.exists(), link
+        if anchor:
+            assert anchor in anchors(target), link
+
+
+def test_every_page_is_found_from_the_readme() -> None:
+    found, left = set(), [ROOT / "README.md"]
+    while left:
+        page = left.pop()
+        if page in found or page.suffix != ".md":
+            continue
+        found.add(page)
+        links = re.findall(r"\]\(([^)#\s]+)", page.read_text(encoding="utf-8"))
+        left += [(page.parent / link).resolve() for link in links if "://" not in link]
+    assert set(PAGES) - found == set()
+
+
+def named() -> list[str]:
+    """What docs/architecture.md names in code spans that looks like a path."""
+    text = _FENCED.sub("", (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8"))
+    spans = re.findall(r"`([^`\n]+)`", text)
+    return [s for s in spans if re.fullmatch(r"[\w.][\w./-]*", s) and ("/" in s or s.count("."))]
+
+
+def test_every_path_on_the_map_exists() -> None:
+    paths = [path for path in named() if path not in {"confpred.conv2d", "card.json"}]
+    assert len(paths) > 50
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+
+
+def folders(parent: Path) -> Iterator[str]:
+    for path in sorted(parent.iterdir()):
+        hidden = path.name.startswith((".", "_")) and path.name != ".ci"
+        made = path.name in MADE or path.name.endswith(".egg-info")
+        if path.is_dir() and not hidden and not made:
+            yield f"{path.relative_to(ROOT).as_posix()}/"
+
+
+def test_every_folder_and_every_room_is_on_the_map() -> None:
+    rooms = list(folders(ROOT / "confpred"))
+    assert "confpred/problem/" in rooms
+    assert [*folders(ROOT), *rooms] == [
+        path for path in [*folders(ROOT), *rooms] if path in named()
+    ]
+
+
+def test_rooms_are_shown_in_the_order_of_imports() -> None:
+    settings = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    (listed,) = re.findall(r"^layers = \[\n(.*?)^\]", settings, re.DOTALL | re.MULTILINE)
+    layers = re.findall(r'"(.*)"', listed)
+    place = {name.strip(): i for i, layer in enumerate(layers) for name in layer.split("|")}
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    rooms = re.findall(r"^\| `confpred/(\w+)/` \|", text, re.MULTILINE)
+    order = [place[room] for room in rooms]
+    assert order == sorted(order, reverse=True)
+
+
+def decisions() -> dict[int, tuple[str, str]]:
+    """The page and the title of every decision."""
+    found: dict[int, tuple[str, str]] = {}
+    for page in sorted(DECISIONS.glob("*.md")):
+        heads = re.findall(r"^## (\d+)\. (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+        for number, title in heads:
+            assert int(number) not in found, f"decision {number} is on two pages"
+            found[int(number)] = (page.name, title)
+        assert [int(n) for n, _ in heads] == sorted(int(n) for n, _ in heads), page.name
+    return found
+
+
+def test_every_decision_is_in_the_index_once() -> None:
+    index = (DECISIONS / "README.md").read_text(encoding="utf-8")
+    lines = re.findall(r"^- (\d+): \[(.*)\]\((.*)\.md#", index, re.MULTILINE)
+    listed = {int(number): (f"{page}.md", title) for number, title, page in lines}
+    assert listed == decisions()
+    assert [int(number) for number, _, _ in lines] == list(range(1, len(lines) + 1))
+
+
+def test_what_refers_to_a_decision_finds_it() -> None:
+    known = set(decisions())
+    suffixes = {".py", ".md", ".cu", ".cuh", ".toml"}
+    sources = [
+        path
+        for folder in folders(ROOT)
+        for path in (ROOT / folder).rglob("*")
+        if path.suffix in suffixes
+    ]
+    wrong = {}
+    for path in [*sources, *ROOT.glob("*.md"), *ROOT.glob("*.toml")]:
+        for match in _REFERENCE.finditer(path.read_text(encoding="utf-8")):
+            if not {int(number) for number in match.groups() if number} <= known:
+                wrong[str(path)] = match[0]
+    assert wrong == {}
+    in_pages = "".join(page.read_text(encoding="utf-8") for page in DECISIONS.glob("*.md"))
+    assert len(_REFERENCE.findall(in_pages)) > 10
