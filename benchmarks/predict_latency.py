@@ -1,6 +1,6 @@
 """How long an answer takes on one CPU core: unseen problem, repeated problem, cold process.
 
-    python benchmarks/predict_latency.py [--model FOLDER] [--gpu h200] [--out FOLDER]
+    python benchmarks/predict_latency.py [--model FOLDER] [--device h200] [--out FOLDER]
 
 Unseen problems are layers of random sizes, depthwise and grouped, in each direction; each costs
 legality, features and trees. The process pins itself to one core. The cold figure is the wall time
@@ -124,7 +124,7 @@ def cascade_exceptions(model: Model, device: Device, problems: Sequence[Problem]
 
 
 def cold(model: Path | None, problem: Problem, device: str) -> list[float]:
-    command = [str(Path(sys.executable).with_name("confpred")), "predict", "--gpu", device]
+    command = [str(Path(sys.executable).with_name("confpred")), "predict", "--device", device]
     command += ["--layer", str(problem), *(["--model", str(model)] if model else [])]
     times = []
     for _ in range(COLD_RUNS):
@@ -137,13 +137,13 @@ def cold(model: Path | None, problem: Problem, device: str) -> list[float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", type=Path, help="model folder; default: the newest that ships")
-    parser.add_argument("--gpu", default="h100")
+    parser.add_argument("--device", default="h100")
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     predictor = Predictor.load(arguments.model)
-    model = predictor.models[arguments.gpu]
+    model = predictor.models[arguments.device]
     problems = {kind: unseen(model, kind) for kind in KINDS}
     every = [problem for of_kind in problems.values() for problem in of_kind]
     result = {
@@ -151,9 +151,9 @@ def main() -> None:
         "problems": len(every),
         "unseen": {kind: first_answers(predictor, model, kind) for kind in KINDS},
         "repeated": quantiles(
-            seconds(lambda p: predictor.choose(p, arguments.gpu), every * REPEATS), 1e6, "us"
+            seconds(lambda p: predictor.choose(p, arguments.device), every * REPEATS), 1e6, "us"
         ),
-        "cold": quantiles(cold(arguments.model, every[0], arguments.gpu), 1.0, "s"),
+        "cold": quantiles(cold(arguments.model, every[0], arguments.device), 1.0, "s"),
         "cascade_exceptions": cascade_exceptions(model, model.device, every),
         "budgets": BUDGETS,
         **provenance("numpy", "lightgbm", "click", gpu=False),

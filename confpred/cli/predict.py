@@ -10,7 +10,7 @@ import click
 from confpred.predict.choice import MAX_TOP, Choice, answers_json
 from confpred.problem.record import Record
 
-_HEADINGS = ("layer", "rank", "source", "kernel", "ms", "config")
+_HEADINGS = ("layer", "rank", "source", "provider", "ms", "config")
 
 
 @click.command()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Literal
 
 from confpred.errors import InvalidInput
@@ -60,7 +61,7 @@ class Choice:
     @property
     def config(self) -> Mapping[str, int] | None:
         """That row by field name; None where no family is chosen."""
-        return None if self.family is None else config_of(self.candidate)
+        return None if self.family is None else MappingProxyType(config_of(self.candidate))
 
     def to_json(self) -> dict[str, Any]:
         """The one JSON form of a choice, printed by the CLI and sent by the service."""
@@ -71,7 +72,7 @@ class Choice:
             "provider": self.provider,
             "family": self.family,
             "config_id": self.config_id,
-            "config": self.config,
+            "config": None if self.config is None else dict(self.config),
             "predicted_ms": self.predicted_ms,
             "regret_bound": self.regret_bound,
             "model": self.model,

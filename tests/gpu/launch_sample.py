@@ -42,22 +42,22 @@ def allocate(size: int, fill: int | None) -> int:
 
 def launch(family: Family, problem: Problem, row: int, stream: int) -> None:
     """One config, on memory of its own."""
-    plan = family.launch(problem, row)
+    launch = family.launch(problem, row)
     operands = {
         o.name: allocate(o.bytes, None if o.terms else _ONES)
         for o in family.operation.operands(problem)
     }
-    if plan.zeroed_bytes:
-        operands[ZEROED] = allocate(plan.zeroed_bytes, 0)
-    if plan.scratch_bytes:
-        operands[SCRATCH] = allocate(plan.scratch_bytes, None)
+    if launch.zeroed_bytes:
+        operands[ZEROED] = allocate(launch.zeroed_bytes, 0)
+    if launch.scratch_bytes:
+        operands[SCRATCH] = allocate(launch.scratch_bytes, None)
     arch = driver.device_of(0).arch
     kernels = [
         driver.load(compile_kernel(step.kernel, arch), step.smem_bytes).kernel
-        for step in plan.steps
+        for step in launch.steps
     ]
     cuda.cuCtxSynchronize()  # the stream below does not wait for what filled the memory
-    BoundLaunch(kernels, plan, list(operands)).enqueue(stream, list(operands.values()))
+    BoundLaunch(kernels, launch, list(operands)).enqueue(stream, list(operands.values()))
     (code,) = cuda.cuCtxSynchronize()
     if code:
         raise SystemExit(f"{family.name} row {row} of {problem}: {code.name}")

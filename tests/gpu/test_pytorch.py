@@ -22,7 +22,7 @@ import torch.nn.functional as F
 import confpred
 from confpred.families.registry import all_families
 from confpred.predict.choice import Choice
-from confpred.predict.pins import read_plan
+from confpred.predict.pins import read_pins
 from confpred.predict.predictor import Predictor
 from confpred.problem.conv2d import ACTIVATIONS, Problem
 from confpred.problem.device import Device
@@ -243,7 +243,7 @@ def test_cudnns_switch_asks_for_deterministic_gradients_too(layer, monkeypatch) 
     assert asked == [False, True]
 
 
-def test_a_plan_is_followed_and_said(layer, tmp_path, caplog, device) -> None:
+def test_a_pin_is_followed_and_said(layer, tmp_path, caplog, device) -> None:
     x, weight, _ = layer
     problem = Problem.parse("n=4 c=64 h=29 w=28 k=64 r=3 s=3 padding=1 groups=8")
     choice = Predictor({}).rank(problem, device, 3)[-1]
@@ -255,7 +255,7 @@ def test_a_plan_is_followed_and_said(layer, tmp_path, caplog, device) -> None:
     }
     path = tmp_path / "pins.json"
     path.write_text(json.dumps({"format": "confpred-pins/1", "pins": [pin]}))
-    confpred.use_predictor(Predictor({}, read_plan(path)))
+    confpred.use_predictor(Predictor({}, read_pins(path)))
     with caplog.at_level(logging.DEBUG, logger="confpred.pytorch.conv2d"):
         out = confpred.conv2d(x, weight, **SHAPE)
     assert choice.family in caplog.text
@@ -340,7 +340,7 @@ def test_many_threads_may_launch_one_kernel(layer) -> None:
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_filter_gradients_on_many_streams_keep_their_workspaces_apart(name) -> None:
-    """Each thread computes on a stream of its own, all at once, with one plan."""
+    """Each thread computes on a stream of its own, all at once, with one ready launch."""
     kwargs, channels = LAYERS[name]
     layers = [make_layer(kwargs, channels, seed=seed) for seed in range(6)]
     filter_grad = partial(torch.ops.confpred.conv2d_filter_grad, with_bias=True, **lists(kwargs))

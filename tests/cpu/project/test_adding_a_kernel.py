@@ -158,7 +158,9 @@ def test_the_committed_model_answers(repository: Path, folder: Path) -> None:
 def test_an_operation_that_is_not_installed_is_named() -> None:
     command = [Path(sys.executable).with_name("confpred"), "predict", "--operation", "layer_norm"]
     result = subprocess.run(
-        [*command, "--gpu", "h100", "--layer", "rows=8 columns=8"], capture_output=True, text=True
+        [*command, "--device", "h100", "--layer", "rows=8 columns=8"],
+        capture_output=True,
+        text=True,
     )
     assert result.returncode == 2
     assert "operation='layer_norm' is not allowed; allowed: conv2d" in result.stderr

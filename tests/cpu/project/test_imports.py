@@ -30,7 +30,7 @@ def run_fresh(program: str) -> str:
         "import confpred; confpred.Predictor; confpred.Problem; confpred.get_device",
         "import confpred; confpred.Predictor.load().choose(confpred.Problem.parse("
         "'n=32 c=64 h=56 w=56 k=64 r=3 s=3 padding=1 groups=8'), 'h100')",
-        "import sys; sys.argv = ['confpred', 'predict', '--gpu', 'h100', '--layer', "
+        "import sys; sys.argv = ['confpred', 'predict', '--device', 'h100', '--layer', "
         "'n=32 c=64 h=56 w=56 k=64 r=3 s=3 padding=1 groups=8']\n"
         "from confpred.cli import main\n"
         "try: main()\n"

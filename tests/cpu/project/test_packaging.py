@@ -71,7 +71,7 @@ def test_a_bare_installation_predicts_and_serves(bare: Path, tmp_path: Path) -> 
     assert names.isdisjoint({"torch", "scikit-learn", "pandas", "pyarrow", "cuda-core"})
     run(bare / "python", "-c", "import confpred.service, confpred.kernels", cwd=tmp_path)
     choice = run(
-        bare / "confpred", "predict", "--layer", LAYER, "--gpu", "h100", "--json", cwd=tmp_path
+        bare / "confpred", "predict", "--layer", LAYER, "--device", "h100", "--json", cwd=tmp_path
     )
     assert json.loads(choice)
     assert "serve" in run(bare / "confpred", "--help", cwd=tmp_path)

@@ -73,7 +73,7 @@ def planned_rows(folder: Path) -> list[int]:
     tasks = tasks_left(
         SUITE, get_device("h100"), seed=0, configs=CONFIGS, pytorch=False, measured={}
     )
-    return [row for task in tasks for row in task.rows]
+    return [row for task in tasks for row in task.config_ids]
 
 
 def test_every_planned_config_gets_a_complete_row(tmp_path):
@@ -187,7 +187,7 @@ def test_two_gpus_share_the_work(tmp_path):
 
 
 def test_gpus_of_two_kinds_are_refused(tmp_path):
-    with pytest.raises(InvalidInput, match=r"devices=.*GPUs of one kind"):
+    with pytest.raises(InvalidInput, match=r"gpus=.*GPUs of one kind"):
         run(tmp_path, "h100", "a100")
 
 

@@ -17,6 +17,7 @@ from sampler_rows import LAYER, ROW, RUN, fill, other
 from confpred.data.measurements import problem_of_row
 from confpred.data.parquet import read, schema
 from confpred.errors import DataError, FolderBusy, InvalidInput, StorageError
+from confpred.families.registry import config_ids
 from confpred.problem.conv2d import Problem
 from confpred.problem.conv2d_operation import CONVOLUTION
 from confpred.sampler.store import FLUSH_ROWS, merge, open_store
@@ -73,7 +74,7 @@ def test_rows_wait_for_a_shard_of_some_size(tmp_path):
 def test_measured_configs_are_found_by_device_and_kernel(tmp_path):
     rows = [
         ROW,
-        other(2, "block_n=4"),
+        other(2, config_id=4),
         other(3, status="timeout"),
         other(3, source_digest="e" * 16),
     ]
@@ -81,11 +82,11 @@ def test_measured_configs_are_found_by_device_and_kernel(tmp_path):
     fill(tmp_path, rows[:2], [*rows[2:], elsewhere])
     with open_store(tmp_path, "r", CONVOLUTION) as store:
         found = store.measured("h100")
-    three = replace(LAYER, n=3)
+    three, words = replace(LAYER, n=3), list(config_ids("grouped_fprop"))
     assert found == {
-        Measured(LAYER, "grouped_fprop", "f" * 16): {"block_n=2 bands=1", "block_n=4"},
-        Measured(three, "grouped_fprop", "f" * 16): {"block_n=2 bands=1"},
-        Measured(three, "grouped_fprop", "e" * 16): {"block_n=2 bands=1"},
+        Measured(LAYER, "grouped_fprop", "f" * 16): {words[3], words[4]},
+        Measured(three, "grouped_fprop", "f" * 16): {words[3]},
+        Measured(three, "grouped_fprop", "e" * 16): {words[3]},
     }
 
 
@@ -214,17 +215,16 @@ def test_a_damaged_shard_stops_a_resumed_run(tmp_path):
 
 
 def test_merge_sorts_the_rows_of_all_folders(tmp_path):
-    fill(tmp_path / "a", [other(3), other(1, "block_n=4")], [other(1)])
+    fill(tmp_path / "a", [other(3), other(1, config_id=9)], [other(1)])
     fill(tmp_path / "b", [other(2)])
     file = tmp_path / "merged.parquet"
     assert merge([tmp_path / "a", tmp_path / "b"], file) == 4
     rows = read(file, CONVOLUTION).to_pylist()
-    assert [(row["n"], row["config"].split()[0]) for row in rows] == [
-        (1, "block_n=2"),
-        (1, "block_n=4"),
-        (2, "block_n=2"),
-        (3, "block_n=2"),
-    ]
+    words = config_ids("grouped_fprop")
+    found = [(row["n"], words[row["config"]]) for row in rows]
+    assert sorted(found) == [(1, 3), (1, 9), (2, 3), (3, 3)]
+    assert [n for n, _ in found] == [1, 1, 2, 3]
+    assert rows[0]["config"] < rows[1]["config"]
     again = file.read_bytes()
     merge([tmp_path / "b", tmp_path / "a"], file)
     assert file.read_bytes() == again
@@ -235,3 +235,12 @@ def test_merging_nothing_is_an_error(tmp_path):
         merge([tmp_path], tmp_path / "x.parquet")
     with pytest.raises(InvalidInput, match="a folder of measurements"):
         merge([tmp_path / "none"], tmp_path / "x.parquet")
+
+
+def test_a_file_of_before_the_columns_of_cudnn_is_read(tmp_path):
+    fill(tmp_path, [ROW])
+    (path,) = tmp_path.glob("rows-*.parquet")
+    now = read(path, CONVOLUTION)
+    pq.write_table(now.drop_columns(["cudnn", "cudnn_mode"]), path)
+    assert read(path, CONVOLUTION).equals(now)
+    assert read(path, CONVOLUTION, ["n", "cudnn"]).to_pylist() == [{"n": 2, "cudnn": ""}]

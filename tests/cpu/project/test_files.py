@@ -1,0 +1,70 @@
+"""What is written appears whole or not at all."""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+
+import pytest
+
+from confpred.errors import StorageError
+from confpred.files import write_folder, write_whole
+
+
+def fail(file: object) -> None:
+    raise OSError(28, "No space left on device")
+
+
+def test_a_file_appears_with_its_folders(tmp_path: Path) -> None:
+    path = tmp_path / "a" / "b" / "file"
+    write_whole(path, lambda file: file.write(b"one"))
+    write_whole(path, lambda file: file.write(b"two"))
+    assert path.read_bytes() == b"two"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o644
+    assert [p.name for p in path.parent.iterdir()] == ["file"]
+
+
+def test_what_is_private_is_for_its_owner_alone(tmp_path: Path) -> None:
+    path = tmp_path / "a" / "file"
+    write_whole(path, lambda file: file.write(b"one"), private=True)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+
+
+def test_a_failure_leaves_what_was_there(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_text("before")
+    with pytest.raises(StorageError, match=f"cannot write {path}: No space left on device"):
+        write_whole(path, fail)
+    assert path.read_text() == "before"
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]
+
+
+def test_an_error_of_the_writer_is_its_own(tmp_path: Path) -> None:
+    def wrong(file: object) -> None:
+        raise ValueError("no number")
+
+    with pytest.raises(ValueError, match="no number"):
+        write_whole(tmp_path / "file", wrong)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_appears_whole(tmp_path: Path) -> None:
+    write_folder(tmp_path / "made" / "model", {"a.txt": "one", "b.txt": "zwölf"})
+    made = tmp_path / "made" / "model"
+    assert {p.name: p.read_text("utf-8") for p in made.iterdir()} == {
+        "a.txt": "one",
+        "b.txt": "zwölf",
+    }
+    assert stat.S_IMODE(made.stat().st_mode) == 0o755
+
+
+def test_a_folder_replaces_none_and_leaves_nothing(tmp_path: Path) -> None:
+    there = tmp_path / "model"
+    write_folder(there, {"a.txt": "one"})
+    with pytest.raises(StorageError, match="cannot write"):
+        write_folder(there, {"a.txt": "two"})
+    with pytest.raises(StorageError, match="cannot write"):
+        write_folder(tmp_path / "other", {"no/such/folder": "three"})
+    assert (there / "a.txt").read_text() == "one"
+    assert [p.name for p in tmp_path.iterdir()] == ["model"]
