@@ -5,8 +5,8 @@
 
 The layers are the distinct grouped and depthwise ones of `NETWORKS` that our kernels are meant for,
 in float16 at each batch of `BATCHES`. cuDNN is timed with its heuristics and with PyTorch's
-benchmark mode, each in a process of its own because PyTorch keeps the first plan that it made for a
-shape; in each process ours is timed in the same rounds, twice, which shows the noise. Where the
+benchmark mode, each in a process of its own because PyTorch keeps the first algorithm that it chose
+for a shape; in each process ours is timed in the same rounds, twice, which shows the noise. Where the
 choice is PyTorch's own operator, ours is cuDNN's best by definition. The floor is the layer's
 roofline, with the bandwidth of a large copy measured in the same process. Where there are several
 GPUs of one kind they share the problems. A run that ended before all problems were timed goes on
@@ -46,6 +46,7 @@ from provenance import RESULTS, provenance, write
 
 from confpred.cuda.compiler import compile_kernel
 from confpred.cuda.launch import BoundLaunch
+from confpred.families.candidate import PYTORCH_OPERATOR
 from confpred.families.registry import all_families
 from confpred.problem.conv2d import DIRECTIONS, Problem
 from confpred.problem.conv2d_operation import CONVOLUTION
@@ -101,27 +102,28 @@ def choices(
     model = predictor.models.get(device.key)
     measured = {Problem.parse(words) for words in model.measured} if model else set()
     layers = {problem.layer() for problem in measured}
-    rows, sources = [], {}
+    rows, kernels = [], {}
     for problem in order:
         choice = predictor.choose(problem, device)
-        if choice.family is not None:
-            launch = all_families()[choice.family].launch(problem, choice.config_id or 0)
-            sources |= dict.fromkeys(step.kernel for step in launch.steps)
+        if choice.candidate != PYTORCH_OPERATOR:
+            family = all_families()[choice.candidate.provider]
+            launch = family.launch(problem, choice.candidate.config_id)
+            kernels |= dict.fromkeys(step.kernel for step in launch.steps)
         seen = "problem" if problem in measured else "layer" if problem.layer() in layers else "no"
         answer = choice.to_json()
         rows.append(
             {key: answer[key] for key in ("source", "family", "config_id", "config")}
             | {"problem": str(problem), "networks": of_networks[problem], "seen": seen}
         )
-    compile_all(sources, device.arch)
-    print(f"{len(rows)} problems, {len(sources)} kernels, {deadline - time.time():.0f} s left")
+    compile_all(kernels, device.arch)
+    print(f"{len(rows)} problems, {len(kernels)} kernels, {deadline - time.time():.0f} s left")
     return rows
 
 
-def compile_all(sources: Iterable[KernelSpec], arch: str) -> None:
+def compile_all(kernels: Iterable[KernelSpec], arch: str) -> None:
     """Fill the kernel cache, in as many processes as there are cores."""
     with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
-        list(pool.map(partial(compile_kernel, arch=arch), sources, chunksize=4))
+        list(pool.map(partial(compile_kernel, arch=arch), kernels, chunksize=4))
 
 
 def copy_bandwidth() -> float:
@@ -179,15 +181,15 @@ def compare(row: dict[str, Any], bandwidth: float, evict: Any) -> dict[str, Any]
     import torch
 
     from confpred.cuda import driver
-    from confpred.measure import pytorch as peer
+    from confpred.measure import pytorch as operator
     from confpred.measure import timing
 
     problem = Problem.parse(row["problem"])
     device, facts = driver.make_current(0), driver.device_of(0)
     floor_s = replace(facts, dram_bytes_per_s=bandwidth).roofline_s(problem)
     launches = timing.launches_a_replay(2 * floor_s)
-    copies = peer.copies_for(problem, launches, facts.l2_bytes)
-    sets = peer.operands(CONVOLUTION, problem, copies)
+    copies = operator.copies_for(problem, launches, facts.l2_bytes)
+    sets = operator.operands(CONVOLUTION, problem, copies)
     turns = [sets[i % len(sets)] for i in range(launches)]
     theirs = partial(CONVOLUTION.pytorch, problem)
     calls: list[Callable[..., Any]] = [theirs]
@@ -197,7 +199,7 @@ def compare(row: dict[str, Any], bandwidth: float, evict: Any) -> dict[str, Any]
         ours = our_call(problem, launch, facts)
         found["difference"] = _difference(ours(sets[0])[0], theirs(sets[0]), problem)
         calls += [ours, ours]
-    graphs = [peer.TorchGraph([partial(call, turn) for turn in turns]) for call in calls]
+    graphs = [operator.TorchGraph([partial(call, turn) for turn in turns]) for call in calls]
     torch.cuda.synchronize()
     stream = device.create_stream()
     times = timing.time_interleaved(device, stream, graphs, [launches] * len(graphs), 0, evict)
@@ -218,12 +220,12 @@ def run_mode(mode: str, rows: list[dict[str, Any]], seconds: float) -> dict[str,
     import torch
 
     from confpred.cuda import driver
-    from confpred.measure import pytorch as peer
+    from confpred.measure import pytorch as operator
 
     end = time.time() + seconds
     torch.backends.cudnn.benchmark = mode == "benchmark"
     driver.make_current(0)
-    bandwidth, evict = copy_bandwidth(), peer.Evictor(driver.device_of(0).l2_bytes)
+    bandwidth, evict = copy_bandwidth(), operator.Evictor(driver.device_of(0).l2_bytes)
     times: list[dict[str, Any]] = []
     for row in rows:
         if time.time() > end:

@@ -31,6 +31,7 @@ import numpy as np
 from conv_vs_cudnn import compile_all, our_call
 from provenance import RESULTS, provenance, write
 
+from confpred.families.candidate import PYTORCH_OPERATOR, Candidate
 from confpred.families.registry import all_families
 from confpred.problem.conv2d import Problem
 from confpred.problem.conv2d_operation import CONVOLUTION
@@ -69,15 +70,14 @@ RANGE = 3.0
 _UNDER_TEST = "the layer under test"
 
 Call = Callable[["torch.Tensor"], "torch.Tensor"]
-Config = tuple[str, int]  # family and row
 
 
-def candidates(predictor: Predictor, problem: Problem, device: Device) -> list[Config]:
+def candidates(predictor: Predictor, problem: Problem, device: Device) -> list[Candidate]:
     """What the predictor ranks first, best first, and random legal configs after it."""
     ranked = predictor.rank(problem, device, top=RANKED)
-    found = [(c.family, c.config_id) for c in ranked if c.family and c.config_id is not None]
+    found = [c.candidate for c in ranked if c.candidate != PYTORCH_OPERATOR]
     legal = [
-        (name, int(row))
+        Candidate(name, int(row))
         for name, family in all_families().items()
         if family.operation is CONVOLUTION
         for row in np.flatnonzero(family.legal(problem, device))
@@ -85,22 +85,22 @@ def candidates(predictor: Predictor, problem: Problem, device: Device) -> list[C
     return list(dict.fromkeys(found + random.Random(0).sample(legal, min(RANDOM, len(legal)))))
 
 
-def alone(problem: Problem, configs: Sequence[Config]) -> dict[Config, float]:
+def alone(problem: Problem, configs: Sequence[Candidate]) -> dict[Candidate, float]:
     """Isolated time of each config that works, milliseconds."""
     from confpred.measure.kernels import measure
 
     times = {}
-    for name in dict.fromkeys(name for name, _ in configs):
-        rows = [row for family, row in configs if family == name]
+    for name in dict.fromkeys(config.provider for config in configs):
+        rows = [config.config_id for config in configs if config.provider == name]
         for outcome in measure(
             problem, all_families()[name], rows, ordinal=0, seed=0, report=lambda _row: None
         ):
             if outcome.status == "ok":
-                times[name, outcome.row] = outcome.time_ms
+                times[Candidate(name, outcome.config_id)] = outcome.time_ms
     return times
 
 
-def spread(times: Mapping[Config, float], predicted: Config) -> list[Config]:
+def spread(times: Mapping[Candidate, float], predicted: Candidate) -> list[Candidate]:
     """The fastest, the predicted one, and others at even steps of rank up to `RANGE`."""
     ordered = sorted(times, key=times.__getitem__)
     near = [config for config in ordered if times[config] <= RANGE * times[ordered[0]]]
@@ -133,7 +133,7 @@ class Stack:
             x = x + project(second(layer(first(expand(x)))))
 
 
-def in_situ(problem: Problem, configs: Sequence[Config], device: Device) -> list[float]:
+def in_situ(problem: Problem, configs: Sequence[Candidate], device: Device) -> list[float]:
     """Time of the layer's kernels inside the stack for each config, then for PyTorch's operator,
     milliseconds; medians."""
     import torch
@@ -145,9 +145,9 @@ def in_situ(problem: Problem, configs: Sequence[Config], device: Device) -> list
         if o.name == "filter"
     }
 
-    def ours(config: Config) -> Call:
-        family, row = config
-        call = our_call(problem, all_families()[family].launch(problem, row), device)
+    def ours(config: Candidate) -> Call:
+        launch = all_families()[config.provider].launch(problem, config.config_id)
+        call = our_call(problem, launch, device)
         return lambda x: call(inputs | {"in": x.permute(0, 2, 3, 1)})[0].permute(0, 3, 1, 2)
 
     def theirs(x: torch.Tensor) -> torch.Tensor:
@@ -169,7 +169,7 @@ def in_situ(problem: Problem, configs: Sequence[Config], device: Device) -> list
         torch.cuda.synchronize()
     events = profiler.events()
     # Launches of one stream run in order, so the order of ours tells whose they are.
-    steps = [all_families()[family].launch(problem, row).steps for family, row in configs]
+    steps = [all_families()[c.provider].launch(problem, c.config_id).steps for c in configs]
     entries = {step.kernel.entry for step in itertools.chain.from_iterable(steps)}
     durations = iter(
         event.time_range.elapsed_us()
@@ -196,7 +196,7 @@ def _kernel_us(event: Any) -> float:
 
 
 def examine(
-    network: str, problem: Problem, configs: Sequence[Config], device: Device
+    network: str, problem: Problem, configs: Sequence[Candidate], device: Device
 ) -> dict[str, Any]:
     """One layer: both times of each config, and what follows from them."""
     import torch
@@ -217,13 +217,13 @@ def examine(
         "problem": str(problem),
         "configs": [
             {
-                "family": family,
-                "row": row,
-                "predicted": (family, row) == predicted,
-                "alone_ms": isolated[family, row],
+                "family": config.provider,
+                "row": config.config_id,
+                "predicted": config == predicted,
+                "alone_ms": isolated[config],
                 "in_situ_ms": ms,
             }
-            for (family, row), ms in zip(chosen, inside, strict=True)
+            for config, ms in zip(chosen, inside, strict=True)
         ],
         "pytorch": {"alone_ms": theirs.time_ms, "in_situ_ms": theirs_inside},
         "spearman": rho,

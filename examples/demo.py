@@ -28,6 +28,7 @@ from confpred import Predictor, Problem
 from confpred.cuda.driver import device_count, device_of
 from confpred.data.suites import read_suite
 from confpred.errors import UnknownDevice
+from confpred.families.candidate import PYTORCH, PYTORCH_OPERATOR, Candidate
 from confpred.predict.choice import MAX_TOP, Choice
 from confpred.problem.conv2d_operation import CONVOLUTION
 from confpred.problem.device import Device
@@ -40,8 +41,7 @@ SUITE = Path("datasets") / "suites" / "smoke.json"
 NETWORK = "resnext50_32x4d"  # left out of the training, then predicted
 SHOWN = 20
 
-#: Milliseconds by kernel family and row of its config table; None and None are PyTorch's operator.
-Measured = dict[tuple[str | None, int | None], float]
+Measured = dict[Candidate, float]  # milliseconds
 
 console = Console(width=None if sys.stdout.isatty() else 120)
 
@@ -91,7 +91,7 @@ def predict_network(model: Path) -> Problem:
     heading(f"Predict the grouped layers of {NETWORK} for {DEVICE}")
     predictor = Predictor.load(model)
     measured = measured_of(NETWORK)
-    table = Table("layer", "kernel", "predicted, ms", "measured, ms", "fastest, ms", "regret")
+    table = Table("layer", "provider", "predicted, ms", "measured, ms", "fastest, ms", "regret")
     for column in table.columns[2:]:
         column.justify = "right"
     regrets = []
@@ -99,12 +99,11 @@ def predict_network(model: Path) -> Problem:
         choice = best_measured(predictor, problem, times)
         if choice is None:
             continue
-        ours, fastest = times[choice.family, choice.config_id], min(times.values())
+        ours, fastest = times[choice.candidate], min(times.values())
         regrets.append(ours / fastest)
         if len(regrets) <= SHOWN:
             figures = (f"{ms:.4f}" for ms in (choice.predicted_ms, ours, fastest))
-            kernel = choice.family or "PyTorch's own"
-            table.add_row(str(problem), kernel, *figures, f"{regrets[-1]:.3f}")
+            table.add_row(str(problem), choice.provider, *figures, f"{regrets[-1]:.3f}")
     console.print(table)
     mean = np.exp(np.log(regrets).mean())
     console.print(
@@ -121,16 +120,17 @@ def measured_of(network: str) -> dict[Problem, Measured]:
     for t in dataset.timings:
         if network in t.networks:
             times = found.setdefault(t.problem, {})
-            times |= {(t.family, int(r)): ms for r, ms in zip(t.rows, t.time_ms, strict=True)}
+            pairs = zip(t.rows, t.time_ms, strict=True)
+            times |= {Candidate(t.family, int(row)): ms for row, ms in pairs}
             if t.problem in dataset.pytorch_ms:
-                times[None, None] = dataset.pytorch_ms[t.problem]
+                times[PYTORCH_OPERATOR] = dataset.pytorch_ms[t.problem]
     return found
 
 
 def best_measured(predictor: Predictor, problem: Problem, times: Measured) -> Choice | None:
     """The best-ranked config with a time to compare; None where no such config was measured."""
     ranked = predictor.rank(problem, DEVICE, top=MAX_TOP)
-    return next((c for c in ranked if (c.family, c.config_id) in times), None)
+    return next((c for c in ranked if c.candidate in times), None)
 
 
 @contextmanager
@@ -186,7 +186,7 @@ def launch(device: Device) -> None:
     import torch
 
     from confpred.families.registry import all_families
-    from confpred.measure import pytorch as peer
+    from confpred.measure import pytorch as operator
     from confpred.measure.kernels import measure
 
     heading("Launch the chosen kernels, beside PyTorch's operator in cuDNN's benchmark mode")
@@ -195,13 +195,14 @@ def launch(device: Device) -> None:
     for entry in read_suite(SUITE).entries:
         problem = entry.problem
         choice = predictor.choose(problem, device)
-        theirs = peer.measure_pytorch(CONVOLUTION, problem, ordinal=0, seed=0)
-        if choice.family is None or choice.config_id is None:
-            table.add_row(str(problem), "PyTorch's own", "", f"{theirs.time_ms:.4f}", "", "")
+        theirs = operator.measure_pytorch(CONVOLUTION, problem, ordinal=0, seed=0)
+        provider, config_id = choice.provider, choice.candidate.config_id
+        if provider == PYTORCH:
+            table.add_row(str(problem), provider, "", f"{theirs.time_ms:.4f}", "", "")
             continue
-        family, rows = all_families()[choice.family], [choice.config_id]
-        (ours,) = measure(problem, family, rows, ordinal=0, seed=0, report=lambda row: None)
-        (tensors,) = peer.operands(CONVOLUTION, problem, 1)
+        family = all_families()[provider]
+        (ours,) = measure(problem, family, [config_id], ordinal=0, seed=0, report=lambda row: None)
+        (tensors,) = operator.operands(CONVOLUTION, problem, 1)
         out = library_call(problem, tensors).double()
         expected = CONVOLUTION.pytorch(problem, tensors).double()
         difference = torch.linalg.norm(out - expected) / torch.linalg.norm(expected)

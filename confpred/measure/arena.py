@@ -132,8 +132,13 @@ class Arena:
         """Relative error of `output` in the 2-norm, and how many elements are outside the bound."""
         absolute = _ABSOLUTE + _ABSOLUTE_A_TERM * output.terms
         error, norm, outside = self._totals(
-            *("compare", output.dtype, operands.base(output.name), reference),
-            *(np.int64(output.elements), np.float64(_ROUNDING[output.dtype]), np.float64(absolute)),
+            "compare",
+            output.dtype,
+            operands.base(output.name),
+            reference,
+            np.int64(output.elements),
+            np.float64(_ROUNDING[output.dtype]),
+            np.float64(absolute),
         )
         return float(np.sqrt(error / norm)) if norm else float(np.sqrt(error)), int(outside)
 

@@ -76,8 +76,17 @@ def _pytorch_backward(
 ) -> Any:
     stride, padding, dilation, groups = geometry
     return torch.ops.aten.convolution_backward(
-        *(out_grad, x, weight, [weight.shape[0]] if mask[2] else None),
-        *(stride, padding, dilation, False, (0, 0), groups, mask),
+        out_grad,
+        x,
+        weight,
+        [weight.shape[0]] if mask[2] else None,
+        stride,
+        padding,
+        dilation,
+        False,  # not transposed, so there is no padding of the output
+        (0, 0),
+        groups,
+        mask,
     )
 
 

@@ -135,7 +135,18 @@ def _make_ready(
         return None  # PyTorch's own error message is the one that its users know
     try:
         problem = Problem(
-            *(n, c, h, w, k, r, s, stride, padding, dilation, groups, DTYPES[dtype]),
+            n=n,
+            c=c,
+            h=h,
+            w=w,
+            k=k,
+            r=r,
+            s=s,
+            stride=stride,
+            padding=padding,
+            dilation=dilation,
+            groups=groups,
+            dtype=DTYPES[dtype],
             direction=direction,
             bias=bias,
             activation=activation,

@@ -12,9 +12,9 @@ import pytest
 import confpred
 
 HEAVY = (
-    *("torch", "pandas", "sklearn", "scipy", "pyarrow", "lightgbm", "xgboost", "matplotlib"),
-    *("cuda", "fastapi", "uvicorn", "pydantic", "rich"),
-)
+    "torch", "pandas", "sklearn", "scipy", "pyarrow", "lightgbm", "xgboost", "matplotlib",
+    "cuda", "fastapi", "uvicorn", "pydantic", "rich",
+)  # fmt: skip
 
 
 def run_fresh(program: str) -> str:
