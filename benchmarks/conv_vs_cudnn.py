@@ -6,8 +6,8 @@
 The layers are the distinct grouped and depthwise ones of `NETWORKS` that our kernels are meant for,
 in float16 at each batch of `BATCHES`. cuDNN is timed with its heuristics and with PyTorch's
 benchmark mode, each in a process of its own because PyTorch keeps the first algorithm that it chose
-for a shape; in each process ours is timed in the same rounds, twice, which shows the noise. Where the
-choice is PyTorch's own operator, ours is cuDNN's best by definition. The floor is the layer's
+for a shape; in each process ours is timed in the same rounds, twice, which shows the noise. Where
+the choice is PyTorch's own operator, ours is cuDNN's best by definition. The floor is the layer's
 roofline, with the bandwidth of a large copy measured in the same process. Where there are several
 GPUs of one kind they share the problems. A run that ended before all problems were timed goes on
 with ``--resume``. Each problem's figures are of one run and one GPU all the same.
