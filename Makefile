@@ -6,7 +6,7 @@ READY  := $(VENV)/.ready
 TREE   := build/tree
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test kernels lint tree serve clean
+.PHONY: help setup demo test kernels models results lint tree serve clean
 
 help:  ## show this list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
@@ -32,6 +32,12 @@ test: lint  ## lint, types, import direction, and every test that this machine c
 
 kernels: $(READY)  ## compile every kernel of every family for every target; some CPU-hours, resumable
 	$(BIN)/python tests/compile_kernels.py --out build/kernels.jsonl
+
+models: $(READY)  ## train the shipped models again from the committed measurements; minutes
+	$(BIN)/python benchmarks/reproduce.py models
+
+results: $(READY)  ## judge by the committed measurements again, and fill the tables of all results
+	$(BIN)/python benchmarks/reproduce.py results
 
 lint: $(READY) tree  ## ruff, mypy --strict and the import contracts
 	$(BIN)/ruff check .
