@@ -72,10 +72,6 @@ class Convolution:
 
     def reference(self, problem: Problem, output: str) -> Step:
         p = problem
-        sizes = (
-            *(p.n, p.c, p.h, p.w, p.k, p.r, p.s, p.p, p.q),
-            *(*p.stride, *p.padding, *p.dilation, p.groups),
-        )
         inputs, elements, slices = {
             "out": (("in", "filter", "bias", "residual"), p.output_elements, 1),
             "in_grad": (("out_grad", "filter"), p.input_elements, 1),
@@ -88,7 +84,25 @@ class Convolution:
             block=(_THREADS, 1, 1),
             smem_bytes=0,
             operands=(REFERENCE, *inputs),
-            scalars=(*sizes, ACTIVATIONS.index(p.activation)),
+            scalars={
+                "n": p.n,
+                "c": p.c,
+                "h": p.h,
+                "w": p.w,
+                "k": p.k,
+                "r": p.r,
+                "s": p.s,
+                "p": p.p,
+                "q": p.q,
+                "stride_h": p.stride[0],
+                "stride_w": p.stride[1],
+                "pad_h": p.padding[0],
+                "pad_w": p.padding[1],
+                "dilation_h": p.dilation[0],
+                "dilation_w": p.dilation[1],
+                "groups": p.groups,
+                "activation": ACTIVATIONS.index(p.activation),
+            },
         )
 
     def pytorch(self, problem: Problem, tensors: Mapping[str, torch.Tensor]) -> Any:

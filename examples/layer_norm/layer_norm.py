@@ -88,7 +88,7 @@ class LayerNorm:
             block=(64, 1, 1),
             smem_bytes=0,
             operands=(REFERENCE, "in", "weight", "bias"),
-            scalars=(problem.rows, problem.columns),
+            scalars={"rows": problem.rows, "columns": problem.columns},
         )
 
     def pytorch(self, problem: LayerNormProblem, tensors: Mapping[str, torch.Tensor]) -> Any:
@@ -227,7 +227,7 @@ class LayerNormFamily:
             block=(row_threads, block_rows, 1),
             smem_bytes=0,
             operands=("out", "in", "weight", "bias"),
-            scalars=(problem.rows, problem.columns),
+            scalars={"rows": problem.rows, "columns": problem.columns},
         )
         return Launch((step,))
 

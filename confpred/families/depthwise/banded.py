@@ -324,11 +324,20 @@ class DepthwiseBanded:
             block=(int(plan.threads[0]), 1, 1),
             smem_bytes=int(plan.smem_bytes[0]),
             operands=_OPERANDS[self._direction],
-            scalars=(
-                *(problem.n, problem.c, *image.size_in, *image.size_out, *image.padding),
-                *(int(plan.band_rows[0]), int(plan.bands[0])),
-                *(int(plan.q_tiles[0]), int(plan.c_tiles[0])),
-            ),
+            scalars={
+                "n": problem.n,
+                "c": problem.c,
+                "h": image.size_in[0],
+                "w": image.size_in[1],
+                "p": image.size_out[0],
+                "q": image.size_out[1],
+                "pad_h": image.padding[0],
+                "pad_w": image.padding[1],
+                "band_rows": int(plan.band_rows[0]),
+                "bands": int(plan.bands[0]),
+                "q_tiles": int(plan.q_tiles[0]),
+                "c_tiles": int(plan.c_tiles[0]),
+            },
         )
         return Launch((step,))
 

@@ -153,12 +153,23 @@ class DepthwiseBandedWgrad:
             block=(int(plan.threads[0]), 1, 1),
             smem_bytes=int(plan.smem_bytes[0]),
             operands=depthwise.WGRAD_OPERANDS,
-            scalars=(
-                *(problem.n, problem.c, problem.h, problem.w, problem.p, problem.q),
-                *problem.padding,
-                *(int(plan.band_rows[0]), int(plan.bands[0]), int(plan.q_tiles[0])),
-                *(int(plan.c_tiles[0]), int(plan.tiles[0]), splits, reduction),
-            ),
+            scalars={
+                "n": problem.n,
+                "c": problem.c,
+                "h": problem.h,
+                "w": problem.w,
+                "p": problem.p,
+                "q": problem.q,
+                "pad_h": problem.padding[0],
+                "pad_w": problem.padding[1],
+                "band_rows": int(plan.band_rows[0]),
+                "bands": int(plan.bands[0]),
+                "q_tiles": int(plan.q_tiles[0]),
+                "c_tiles": int(plan.c_tiles[0]),
+                "tiles": int(plan.tiles[0]),
+                "splits": splits,
+                "reduction": reduction,
+            },
         )
         return depthwise.with_sums(step, problem, splits, reduction, int(plan.c_tiles[0]))
 

@@ -136,7 +136,11 @@ def with_sums(step: Step, problem: Problem, splits: int, reduction: int, c_tiles
             block=(_SUM_THREADS, 1, 1),
             smem_bytes=4 * _SUM_THREADS,
             operands=("filter_grad", "bias_grad", "scratch"),
-            scalars=(problem.filter_elements, elements, splits),
+            scalars={
+                "filter_elements": problem.filter_elements,
+                "elements": elements,
+                "splits": splits,
+            },
         )
         return Launch((step, total), scratch_bytes=4 * splits * elements)
     if reduction == ATOMIC:

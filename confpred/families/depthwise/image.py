@@ -206,13 +206,25 @@ class DepthwiseImage:
             block=(int(lanes.threads[0]), 1, 1),
             smem_bytes=int(plan.smem_bytes[0]),
             operands=_OPERANDS[self._direction],
-            scalars=(
-                *(problem.n, problem.k, problem.k // problem.c),
-                *(vertical.size_in, horizontal.size_in, vertical.size_out, horizontal.size_out),
-                *(vertical.origin, horizontal.origin, vertical.shift, horizontal.shift),
-                *(int(plan.band_groups[0]), int(plan.bands[0]), int(plan.q_tiles[0])),
-                *(int(lanes.c_tiles[0]), int(lanes.lanes_c[0]), int(lanes.tiles_at_once[0])),
-            ),
+            scalars={
+                "n": problem.n,
+                "k": problem.k,
+                "multiplier": problem.k // problem.c,
+                "h": vertical.size_in,
+                "w": horizontal.size_in,
+                "p": vertical.size_out,
+                "q": horizontal.size_out,
+                "origin_h": vertical.origin,
+                "origin_w": horizontal.origin,
+                "shift_h": vertical.shift,
+                "shift_w": horizontal.shift,
+                "band_groups": int(plan.band_groups[0]),
+                "bands": int(plan.bands[0]),
+                "q_tiles": int(plan.q_tiles[0]),
+                "c_tiles": int(lanes.c_tiles[0]),
+                "lanes_c": int(lanes.lanes_c[0]),
+                "tiles_at_once": int(lanes.tiles_at_once[0]),
+            },
         )
         return Launch((step,))
 

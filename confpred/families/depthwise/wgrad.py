@@ -168,13 +168,24 @@ class DepthwiseWgrad:
             block=(int(lanes.threads[0]), 1, 1),
             smem_bytes=int(plan.smem_bytes[0]),
             operands=depthwise.WGRAD_OPERANDS,
-            scalars=(
-                *(problem.n, problem.c, problem.h, problem.w, problem.p, problem.q),
-                *problem.padding,
-                *(int(plan.band_rows[0]), int(plan.bands[0]), int(plan.q_tiles[0])),
-                *(int(lanes.c_tiles[0]), int(lanes.lanes_c[0]), int(lanes.tiles_at_once[0])),
-                *(splits, reduction),
-            ),
+            scalars={
+                "n": problem.n,
+                "c": problem.c,
+                "h": problem.h,
+                "w": problem.w,
+                "p": problem.p,
+                "q": problem.q,
+                "pad_h": problem.padding[0],
+                "pad_w": problem.padding[1],
+                "band_rows": int(plan.band_rows[0]),
+                "bands": int(plan.bands[0]),
+                "q_tiles": int(plan.q_tiles[0]),
+                "c_tiles": int(lanes.c_tiles[0]),
+                "lanes_c": int(lanes.lanes_c[0]),
+                "tiles_at_once": int(lanes.tiles_at_once[0]),
+                "splits": splits,
+                "reduction": reduction,
+            },
         )
         return depthwise.with_sums(step, problem, splits, reduction, int(lanes.c_tiles[0]))
 

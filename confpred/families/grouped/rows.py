@@ -107,10 +107,15 @@ class Axis:
     out_step: int
     positions: int
 
-    @property
-    def scalars(self) -> tuple[int, ...]:
-        """As the kernel takes them."""
-        return (self.in_origin, self.in_lattice, self.in_step, self.out_origin, self.out_step)
+    def scalars(self, side: str) -> dict[str, int]:
+        """As the kernel takes them, of its rows (`side` is ``h``) or of its columns (``w``)."""
+        return {
+            f"in_origin_{side}": self.in_origin,
+            f"in_lattice_{side}": self.in_lattice,
+            f"in_step_{side}": self.in_step,
+            f"out_origin_{side}": self.out_origin,
+            f"out_step_{side}": self.out_step,
+        }
 
 
 def axis_of(problem: Problem, axis: int) -> Axis:
@@ -271,13 +276,20 @@ class GroupedRows:
             block=(int(shape.threads[row]), 1, 1),
             smem_bytes=int(shape.smem_bytes[row]),
             operands=self.operands,
-            scalars=(
-                *(problem.n, problem.c, h, w, p, q),
-                *rows.scalars,
-                *columns.scalars,
-                *(int(cut.band_rows[0]) * rows.up, int(cut.bands[0])),
-                *(int(cut.q_tiles[0]), int(cut.c_tiles[0])),
-            ),
+            scalars={
+                "n": problem.n,
+                "c": problem.c,
+                "h": h,
+                "w": w,
+                "p": p,
+                "q": q,
+                **rows.scalars("h"),
+                **columns.scalars("w"),
+                "band_rows": int(cut.band_rows[0]) * rows.up,
+                "bands": int(cut.bands[0]),
+                "q_tiles": int(cut.q_tiles[0]),
+                "c_tiles": int(cut.c_tiles[0]),
+            },
         )
         return Launch(steps=(step,))
 

@@ -273,20 +273,27 @@ class GroupedWgrad:
             block=(int(shape.threads[row]), 1, 1),
             smem_bytes=int(shape.smem_bytes[row]),
             operands=("filter_grad", "bias_grad", "out_grad", "in", "scratch", "zeroed"),
-            scalars=(
-                *(problem.n, problem.c, problem.h, problem.w, problem.p, problem.q),
-                *problem.padding,
-                *(vertical.step * vertical.dilation, horizontal.step, phases, problem.stride[0]),
-                *(
-                    -(-problem.p // phases),
-                    _flush(problem),
-                    slice_rows,
-                    slices,
-                    q_tiles,
-                    k_tiles,
-                    reduction,
-                ),
-            ),
+            scalars={
+                "n": problem.n,
+                "c": problem.c,
+                "h": problem.h,
+                "w": problem.w,
+                "p": problem.p,
+                "q": problem.q,
+                "pad_h": problem.padding[0],
+                "pad_w": problem.padding[1],
+                "row_step": vertical.step * vertical.dilation,
+                "column_step": horizontal.step,
+                "phases": phases,
+                "phase_step": problem.stride[0],
+                "rows": -(-problem.p // phases),
+                "flush": _flush(problem),
+                "slice_rows": slice_rows,
+                "slices": slices,
+                "q_tiles": q_tiles,
+                "k_tiles": k_tiles,
+                "reduction": reduction,
+            },
         )
         scratch = 4 * parts * elements if reduction in (TWO_KERNELS, LAST_BLOCK) else 0
         tickets = 16 * -(-k_tiles // 4) if reduction in (LAST_BLOCK, ATOMICS) else 0
@@ -299,7 +306,13 @@ class GroupedWgrad:
             block=(_SUM_THREADS, 1, 1),
             smem_bytes=16 * _SUM_THREADS,
             operands=("filter_grad", "bias_grad", "scratch"),
-            scalars=(parts, elements, problem.r * problem.s, problem.c, problem.group_width),
+            scalars={
+                "parts": parts,
+                "elements": elements,
+                "taps": problem.r * problem.s,
+                "channels": problem.c,
+                "group_width": problem.group_width,
+            },
         )
         return Launch((sweep, add), scratch_bytes=scratch)
 

@@ -135,7 +135,10 @@ def test_the_blocks_tile_the_output(problem: Problem, seed: int) -> None:
     sizes = ((problem.h, problem.w), (problem.p, problem.q))
     for row in map(int, np.random.default_rng(seed).permutation(legal_rows(problem))[:3]):
         config, (step,) = config_dict(family, row), family.launch(problem, row).steps
-        n, c, h, w, p, q, pad_h, _, band_rows, bands, q_tiles, c_tiles = step.scalars
+        n, c, h, w, p, q = (step.scalars[name] for name in ("n", "c", "h", "w", "p", "q"))
+        pad_h, band_rows, bands, q_tiles, c_tiles = (
+            step.scalars[name] for name in ("pad_h", "band_rows", "bands", "q_tiles", "c_tiles")
+        )
         assert ((h, w), (p, q)) == (sizes if problem.direction == "fprop" else sizes[::-1])
         covered = np.zeros((n, p, q, c // 8), np.int64)
         first = min(max(pad_h, 0), problem.r - 1) if bands == 1 else 0
@@ -166,9 +169,10 @@ def test_the_splits_share_the_gradients_sum(problem: Problem, seed: int) -> None
     family = family_of(problem)
     for row in map(int, np.random.default_rng(seed).permutation(legal_rows(problem))[:3]):
         config, launch = config_dict(family, row), family.launch(problem, row)
-        n, _, _, _, p, q, *_, band_rows, bands, q_tiles, c_tiles, tiles, splits, how = launch.steps[
-            0
-        ].scalars
+        of = launch.steps[0].scalars
+        n, p, q, bands, q_tiles = (of[name] for name in ("n", "p", "q", "bands", "q_tiles"))
+        band_rows, c_tiles, tiles = of["band_rows"], of["c_tiles"], of["tiles"]
+        splits, how = of["splits"], of["reduction"]
         assert launch.steps[0].grid[0] == c_tiles * splits
         assert 1 <= splits <= tiles
         assert (c_tiles - 1) * config["block_c"] < problem.c <= c_tiles * config["block_c"]

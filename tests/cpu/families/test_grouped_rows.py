@@ -287,12 +287,16 @@ def test_the_blocks_tile_the_output(problem: Problem, seed: int) -> None:
     rows = np.flatnonzero(family.legal(problem, H100))
     for row in map(int, np.random.default_rng(seed).permutation(rows)[:3]):
         config, (step,) = config_dict(family, row), family.launch(problem, row).steps
-        n, c, h, w, p, q, *walks, band_rows, bands, q_tiles, c_tiles = step.scalars
+        n, c, h, w, p, q = (step.scalars[name] for name in ("n", "c", "h", "w", "p", "q"))
+        band_rows, bands, q_tiles, c_tiles = (
+            step.scalars[name] for name in ("band_rows", "bands", "q_tiles", "c_tiles")
+        )
         sizes = ((problem.h, problem.w), (problem.p, problem.q))
         assert ((h, w), (p, q)) == (sizes if problem.direction == "fprop" else sizes[::-1])
         assert (n, c) == (problem.n, problem.c)
         assert step.block == (32 * config["warps_c"] * config["warps_m"], 1, 1)
-        origin_h, step_h, origin_w, step_w = walks[3], walks[4], walks[8], walks[9]
+        origin_h, step_h = step.scalars["out_origin_h"], step.scalars["out_step_h"]
+        origin_w, step_w = step.scalars["out_origin_w"], step.scalars["out_step_w"]
         pair = axis_of(problem, 1).up
         covered = np.zeros((n, p, q, c // 8), np.int64)
         for block in range(step.grid[0]):
