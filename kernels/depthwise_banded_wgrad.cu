@@ -45,8 +45,17 @@ typedef Planes<RUN, 8 * RUN, IDLE> Grad;
 constexpr int STAGE = In::STAGE + Grad::STAGE;  // bytes of a step's pairs as they come from memory
 constexpr int MATRIX = 16 * 9;  // floats of a 16 x 8 matrix in shared memory, on whose diagonals banks differ
 
+// Bytes of two steps' planes of either kind and of what is copied ahead; and of what takes their place after
+// the last step, a matrix a warp and the sums.
+enum {
+    PLANES = 2 * (In::BUFFER + Grad::BUFFER) + STAGES * STAGE,
+    RESULTS = 4 * (THREADS / 32 * MATRIX + STRIPS / WARP_STRIPS * BLOCK_C * SUMS),
+    SMEM_BYTES = PLANES > RESULTS ? PLANES : RESULTS
+};
+
 static_assert(S <= 9, "a diagonal has eight elements");
 static_assert(In::ITEMS <= 16, "validity bits are kept in one word");
+static_assert(SMEM_BYTES == HOST_SMEM_BYTES, "the host gives a block so much shared memory");
 
 enum { DIRECT = 0, TWO_LAUNCHES = 1, ATOMIC = 3 };
 

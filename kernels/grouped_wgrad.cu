@@ -74,11 +74,16 @@ constexpr int ROW_PAIRS = (LIVE + 1) / 2;
 constexpr int TAP_VECTORS = BLOCK_K * GW / 4;
 constexpr int FILTER_VECTORS = R * S * TAP_VECTORS;
 constexpr int VECTORS = FILTER_VECTORS + (HAS_BIAS ? BLOCK_K / 4 : 0);
+// Shared memory holds the stages, and after the last step the sums in their place.
+enum { SMEM_BYTES = STAGES * STAGE_BYTES > VECTORS * 16 ? STAGES * STAGE_BYTES : VECTORS * 16 };
 
 static_assert(M_TILES % WARPS_M == 0 && BLOCK_K % WARP_K == 0, "warps must divide the tile");
 static_assert(NARROW || GW % WARP_K == 0, "a warp's gradient channels share one group's input");
 static_assert(IN_LOADS <= 32 && GRAD_LOADS <= 32, "validity bits are kept in one word");
 static_assert(STAGES * STRIDE_H <= 32, "so are the rows in flight");
+
+// What launches count on, as confpred/families/grouped/wgrad.py works it out.
+static_assert(THREADS == HOST_THREADS && SMEM_BYTES == HOST_SMEM_BYTES, "the host launches other blocks");
 
 // Loads 8x8 matrices of 16-bit elements transposed; each lane names one 16-byte row.
 __device__ __forceinline__ void load_transposed_x4(u32 (&d)[4], u32 from) {

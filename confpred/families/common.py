@@ -56,6 +56,14 @@ def epilogue_macros(problem: Problem) -> tuple[tuple[str, int | str], ...]:
     )
 
 
+def agreed_macros(**sizes: int | np.integer[Any]) -> tuple[tuple[str, int], ...]:
+    """What a launch counts on and its kernel works out for itself, such as the threads of a block
+    and its shared memory, as macros ``HOST_...``: the kernel asserts that both have come to the
+    same, so that a difference is a compile error. The sizes must follow from the other macros, for
+    there to be no more kernels than these tell apart."""
+    return tuple((f"HOST_{name.upper()}", int(size)) for name, size in sizes.items())
+
+
 def cut(size: _Count | int, pieces: _Count) -> tuple[_Count, _Count]:
     """The size of a piece, and how many there are, when `size` is cut into about `pieces`: rounding
     up may leave the last ones empty."""

@@ -87,7 +87,8 @@ def handles(problem: Problem) -> bool:
     )
 
 
-# Mirrors of the constants in ``depthwise_banded.cuh``; `t` has the columns of some configs.
+# What ``depthwise_banded.cuh`` makes of its macros too; `t` has the columns of some configs. The
+# kernels assert that the threads, the runs and the shared memory of a block are those found here.
 
 
 def threads_of(t: Mapping[str, Array]) -> Array:
@@ -246,6 +247,7 @@ class _Plan:
     """What a problem makes of some configs; arrays over them."""
 
     threads: Array
+    runs: Array  # of a block
     registers: Array  # an estimate of what the compiler would take
     smem_bytes: Array
     in_items: Array  # pairs of pixels of 8 channels, that a thread loads a step
@@ -316,6 +318,9 @@ class DepthwiseBanded:
                 dtype_macro(problem),
                 *common.epilogue_macros(problem),
                 *common.config_macros(self.configs[row], COMPILED),
+                *common.agreed_macros(
+                    threads=plan.threads[0], runs=plan.runs[0], smem_bytes=plan.smem_bytes[0]
+                ),
             ),
         )
         step = Step(
@@ -342,7 +347,7 @@ class DepthwiseBanded:
         return Launch((step,))
 
     def _plan(self, problem: Problem, rows: Rows) -> _Plan:
-        """Mirrors the constants at the top of the kernel."""
+        """What the kernel makes of its macros too, and asserts (see `launch`), and the rest."""
         t = common.columns_at(_COLUMNS, rows)
         r, s, run = problem.r, problem.s, t["run"]
         height, width = _image(problem).size_out
@@ -364,6 +369,7 @@ class DepthwiseBanded:
         work = products + fragments * 14 + in_items * 28 + out_items * 28 + 20
         return _Plan(
             threads=threads,
+            runs=runs(t),
             registers=registers,
             smem_bytes=2 * (buffer_bytes(t, run + span - 1, span - 1) + buffer_bytes(t, run, 0))
             + stage_bytes(t, in_items)

@@ -61,6 +61,7 @@ class _Plan:
     """What a problem makes of some configs; arrays over them."""
 
     threads: Array
+    runs: Array  # of a block
     registers: Array  # an estimate of what the compiler would take
     smem_bytes: Array
     in_items: Array  # pairs of pixels of 8 channels, that a thread loads a step
@@ -145,6 +146,9 @@ class DepthwiseBandedWgrad:
                 dtype_macro(problem),
                 ("HAS_BIAS", int(problem.bias)),
                 *common.config_macros(t, banded.COMPILED),
+                *common.agreed_macros(
+                    threads=plan.threads[0], runs=plan.runs[0], smem_bytes=plan.smem_bytes[0]
+                ),
             ),
         )
         step = Step(
@@ -174,7 +178,7 @@ class DepthwiseBandedWgrad:
         return depthwise.with_sums(step, problem, splits, reduction, int(plan.c_tiles[0]))
 
     def _plan(self, problem: Problem, rows: Rows) -> _Plan:
-        """Mirrors the constants at the top of the kernel."""
+        """What the kernel makes of its macros too, and asserts (see `launch`), and the rest."""
         t = common.columns_at(_COLUMNS, rows)
         r, run, warp_c = problem.r, t["run"], t["warp_c"]
         threads = banded.threads_of(t)
@@ -199,6 +203,7 @@ class DepthwiseBandedWgrad:
         work = products + fragments * (4 + 2 * r) + 28 * (in_items + grad_items) + 20
         return _Plan(
             threads=threads,
+            runs=banded.runs(t),
             registers=registers,
             smem_bytes=np.maximum(planes, threads // 32 * 16 * 9 * 4 + 4 * sums),
             in_items=in_items,

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from confpred.families.common import Array
+from confpred.families.common import Array, agreed_macros
 from confpred.problem.conv2d import Problem
 from confpred.problem.conv2d_operation import dtype_macro
 from confpred.problem.operation import KernelSpec, Launch, Step
@@ -130,11 +130,17 @@ def with_sums(step: Step, problem: Problem, splits: int, reduction: int, c_tiles
     channels, with what adds them up."""
     elements = problem.filter_elements + (problem.c if problem.bias else 0)
     if reduction == TWO_LAUNCHES:
+        smem_bytes = 4 * _SUM_THREADS
+        agreed = agreed_macros(threads=_SUM_THREADS, smem_bytes=smem_bytes, columns=_SUM_COLUMNS)
         total = Step(
-            KernelSpec("depthwise_wgrad_sum.cu", "depthwise_wgrad_sum", (dtype_macro(problem),)),
+            KernelSpec(
+                file="depthwise_wgrad_sum.cu",
+                entry="depthwise_wgrad_sum",
+                defines=(dtype_macro(problem), *agreed),
+            ),
             grid=(-(-elements // _SUM_COLUMNS), 1, 1),
             block=(_SUM_THREADS, 1, 1),
-            smem_bytes=4 * _SUM_THREADS,
+            smem_bytes=smem_bytes,
             operands=("filter_grad", "bias_grad", "scratch"),
             scalars={
                 "filter_elements": problem.filter_elements,

@@ -112,6 +112,7 @@ class _Plan:
     repeat: Array
     in_x: Array  # input columns of a tile
     depth: int  # groups of accumulators
+    pitch: Array  # floats of shared memory that the filters of a lane take
     registers: Array  # an estimate
     smem_bytes: Array
     lanes: Lanes
@@ -197,6 +198,12 @@ class DepthwiseImage:
                 *common.epilogue_macros(problem),
                 ("REPEAT", int(plan.repeat[0])),
                 *common.config_macros(self.configs[row], _COMPILED),
+                *common.agreed_macros(
+                    max_threads=depthwise.MAX_THREADS,
+                    in_x=plan.in_x[0],
+                    depth=plan.depth,
+                    filter_pitch=plan.pitch[0],
+                ),
             ),
         )
         lanes = plan.lanes
@@ -229,7 +236,7 @@ class DepthwiseImage:
         return Launch((step,))
 
     def _plan(self, problem: Problem, rows: Rows) -> _Plan:
-        """Mirrors the constants at the top of the kernel."""
+        """What the kernel makes of its macros too, and asserts (see `launch`), and the rest."""
         t = common.columns_at(_COLUMNS, rows)
         vertical, horizontal = _axes(problem)
         vec, tile_q = t["vec"], t["tile_q"]
@@ -270,6 +277,7 @@ class DepthwiseImage:
             repeat=repeat,
             in_x=in_x,
             depth=depth,
+            pitch=pitch,
             registers=registers,
             smem_bytes=lanes.lanes_c * pitch * 4,
             lanes=lanes,

@@ -53,6 +53,7 @@ class _Plan:
     in_x: Array  # input columns of a tile
     depth: Array  # output rows of the window
     sums: Array  # of a thread
+    thread_floats: Array  # of shared memory: the sums that a thread leaves there at a time
     registers: Array  # an estimate
     smem_bytes: Array
     lanes: Lanes
@@ -160,6 +161,13 @@ class DepthwiseWgrad:
                 ("TILE_Q", int(t["tile_q"])),
                 ("BLOCK_R", int(plan.block_r[0])),
                 ("PREFETCH", int(t["prefetch"])),
+                *common.agreed_macros(
+                    max_threads=depthwise.MAX_THREADS,
+                    row_groups=plan.row_groups[0],
+                    in_x=plan.in_x[0],
+                    depth=plan.depth[0],
+                    thread_floats=plan.thread_floats[0],
+                ),
             ),
         )
         step = Step(
@@ -190,7 +198,7 @@ class DepthwiseWgrad:
         return depthwise.with_sums(step, problem, splits, reduction, int(lanes.c_tiles[0]))
 
     def _plan(self, problem: Problem, rows: Rows) -> _Plan:
-        """Mirrors the constants at the top of the kernel."""
+        """What the kernel makes of its macros too, and asserts (see `launch`), and the rest."""
         t = common.columns_at(_COLUMNS, rows)
         vec, tile_q, (stride_h, stride_w) = t["vec"], t["tile_q"], problem.stride
         dilation_h, dilation_w = depthwise.dilation(problem)
@@ -199,6 +207,7 @@ class DepthwiseWgrad:
         depth = dilation_h * (block_r - 1) // stride_h + 1
         in_x = stride_w * (tile_q - 1) + dilation_w * (problem.s - 1) + 1
         sums = block_r * problem.s * vec
+        thread_floats = problem.s * vec
         lanes = Lanes.of(problem.c // vec, t["lanes_c"], t["threads"], row_groups)
         band_rows, bands = common.cut(problem.p, t["bands"])
         q_tiles = -(-problem.q // tile_q)
@@ -220,8 +229,9 @@ class DepthwiseWgrad:
             in_x=in_x,
             depth=depth,
             sums=sums,
+            thread_floats=thread_floats,
             registers=registers,
-            smem_bytes=problem.s * vec * lanes.threads * 4,
+            smem_bytes=thread_floats * lanes.threads * 4,
             lanes=lanes,
             band_rows=band_rows,
             bands=bands,

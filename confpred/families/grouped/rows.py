@@ -368,6 +368,7 @@ def _out_size(problem: Problem) -> tuple[int, int]:
 
 def _spec(problem: Problem, row: int) -> KernelSpec:
     rows, columns = axis_of(problem, 0), axis_of(problem, 1)
+    shape = _shape_of(problem)
     return KernelSpec(
         file="grouped_rows.cu",
         entry="grouped_rows",
@@ -381,6 +382,7 @@ def _spec(problem: Problem, row: int) -> KernelSpec:
             dtype_macro(problem),
             *common.epilogue_macros(problem),
             *common.config_macros(_TABLE[row], _COMPILED),
+            *common.agreed_macros(threads=shape.threads[row], smem_bytes=shape.smem_bytes[row]),
         ),
     )
 
@@ -449,7 +451,7 @@ def _shape(
     dgrad: bool,
     residual: bool,
 ) -> _Shape:
-    """Mirrors the constants at the top of the kernel."""
+    """What the kernel makes of its macros too; it asserts the threads and the shared memory."""
     width = max(8, group_width)
     t = _COLUMNS
     threads = 32 * t["warps_c"] * t["warps_m"]

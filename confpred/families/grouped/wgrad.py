@@ -267,6 +267,9 @@ class GroupedWgrad:
                     dtype,
                     ("HAS_BIAS", int(problem.bias)),
                     *common.config_macros(t, _COMPILED),
+                    *common.agreed_macros(
+                        threads=shape.threads[row], smem_bytes=shape.smem_bytes[row]
+                    ),
                 ),
             ),
             grid=(k_tiles * parts, 1, 1),
@@ -300,11 +303,19 @@ class GroupedWgrad:
         sums = 4 * elements if reduction == ATOMICS else 0
         if reduction != TWO_KERNELS:
             return Launch((sweep,), zeroed_bytes=tickets + sums, scratch_bytes=scratch)
+        smem_bytes = 16 * _SUM_THREADS
+        agreed = common.agreed_macros(
+            threads=_SUM_THREADS, smem_bytes=smem_bytes, columns=_SUM_COLUMNS
+        )
         add = Step(
-            KernelSpec(file="grouped_wgrad_sum.cu", entry="grouped_wgrad_sum", defines=(dtype,)),
+            KernelSpec(
+                file="grouped_wgrad_sum.cu",
+                entry="grouped_wgrad_sum",
+                defines=(dtype, *agreed),
+            ),
             grid=(-(-elements // _SUM_COLUMNS), 1, 1),
             block=(_SUM_THREADS, 1, 1),
-            smem_bytes=16 * _SUM_THREADS,
+            smem_bytes=smem_bytes,
             operands=("filter_grad", "bias_grad", "scratch"),
             scalars={
                 "parts": parts,
@@ -449,7 +460,7 @@ def _elements(problem: Problem) -> int:
 
 @lru_cache(maxsize=256)
 def _shape(window: _Window) -> _Shape:
-    """Mirrors the constants at the top of the kernel."""
+    """What the kernel makes of its macros too; it asserts the threads and the shared memory."""
     t = _COLUMNS
     width, r, s = window.group_width, window.r, window.s
     narrow = width <= 8

@@ -1,4 +1,5 @@
-"""What a launch and its kernel must agree on: the kernel's parameters, their names and their order.
+"""What a launch and its kernel must agree on: the kernel's parameters, their names and their order;
+and what both work out of the kernel's macros, which the kernel asserts.
 
 The kernel's side is read out of the CUDA text, as NVRTC's preprocessor would leave it: a parameter
 list may have conditions on macros, and macros that stand for parameters.
@@ -15,6 +16,8 @@ import layer_norm
 import numpy as np
 import pytest
 from layers import H100, random_legal_layer
+from ptx.launch import ptx_of
+from ptx.text import PtxError
 
 from confpred.families.kernel_text import file_text
 from confpred.families.protocol import Family
@@ -48,8 +51,8 @@ ROLES: Mapping[str, Mapping[str, str]] = {
 
 
 def chosen_lines(text: str, defines: Mapping[str, int | str]) -> str:
-    """`text` without the lines that ``#if MACRO``, ``#if !MACRO`` and ``#else`` leave out. Any other
-    condition is refused, so that nobody relies on what is not understood."""
+    """`text` without the lines that ``#if MACRO``, ``#if !MACRO`` and ``#else`` leave out; one with
+    any other condition is refused."""
     kept, conditions = [], []
     for line in text.split("\n"):
         words = line.split()
@@ -101,7 +104,7 @@ def breaches(step: Step, text: str) -> list[str]:
 
 
 def steps_of(family: Family) -> list[Step]:
-    """A launch of each kernel of `family`, with each setting of the macros that its parameters might
+    """A launch of each kernel of `family` with each setting of the macros that its parameters may
     depend on, as far as random layers meet them."""
     rng = random.Random(family.name)
     found: dict[tuple[object, ...], Step] = {}
@@ -194,3 +197,45 @@ def test_the_kernels_side_is_read_under_the_launchs_macros() -> None:
     assert names[:4] == ["out", "in", "filter", "n"]
     forward = replace(dgrad.kernel, defines=(("DGRAD", 0),))
     assert ("u16*", "residual") in parameters(text, forward)
+
+
+def agreed(kernel: KernelSpec) -> dict[str, int]:
+    """What the host works out and `kernel` asserts."""
+    return {name: int(value) for name, value in kernel.defines if name.startswith("HOST_")}
+
+
+WITH_AGREED = [step.kernel for step in STEPS if agreed(step.kernel)]
+
+
+def test_every_kernel_of_a_family_asserts_what_the_host_works_out() -> None:
+    ours = {step.kernel.file for family in FAMILIES.values() for step in steps_of(family)}
+    assert {kernel.file for kernel in WITH_AGREED} == ours
+    for kernel in WITH_AGREED:
+        for name in agreed(kernel):
+            assert re.search(rf"static_assert\(.*\b{name}\b", file_text(kernel.file)), name
+
+
+@pytest.mark.parametrize("kernel", WITH_AGREED, ids=lambda kernel: kernel.entry)
+def test_a_kernel_that_differs_from_the_host_does_not_compile(kernel: KernelSpec) -> None:
+    assert kernel.entry in ptx_of(kernel, H100.arch)
+    for name in agreed(kernel):
+        wrong = ((n, int(v) + 1 if n == name else v) for n, v in kernel.defines)
+        with pytest.raises(PtxError, match="static assertion failed"):
+            ptx_of(replace(kernel, defines=tuple(wrong)), H100.arch)
+
+
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+def test_what_is_asserted_makes_no_more_kernels(family: Family) -> None:
+    """It follows from the other macros, so kernels that differ in it differ in those too."""
+    rng = random.Random(f"{family.name} again")
+    kernels = set()
+    for _ in range(LAYERS):
+        problem = random_legal_layer(rng, family, H100)
+        rows = np.flatnonzero(family.legal(problem, H100)).tolist()
+        for row in rng.sample(rows, min(100, len(rows))):
+            kernels.update(step.kernel for step in family.launch(problem, row).steps)
+    others = {
+        replace(kernel, defines=tuple(d for d in kernel.defines if d[0] not in agreed(kernel)))
+        for kernel in kernels
+    }
+    assert len(others) == len(kernels) > 10
