@@ -21,6 +21,12 @@ Array = NDArray[np.int64]
 _Count = TypeVar("_Count", int, Array)
 
 MAX_REGISTERS = 255  # of a thread
+#: Estimated registers of a thread up to which kernels hardly spill: estimates err, and a compiled
+#: kernel has MAX_REGISTERS at most.
+MOST_ESTIMATED_REGISTERS = 232
+#: How the blocks that share sums of a filter's gradient add them up; the kernels' own numbers, and
+#: their words in ``common.cuh``.
+DIRECT, TWO_KERNELS, LAST_BLOCK, ATOMIC = range(4)
 MAX_INT = 2**31 - 1  # of the 32 bits in which kernels count, and address within a block's images
 
 

@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from confpred.families import common as common
+from confpred.families import costs
 from confpred.families.common import Array, Occupancy
 from confpred.families.depthwise import common as depthwise
 from confpred.families.protocol import Rows
@@ -392,10 +393,8 @@ class DepthwiseBanded:
         """How each config would run `problem`: the derived features, and the estimated seconds.
 
         The estimate is the largest of three times, plus a latency for each wave and step: that of
-        device memory, whose rate what is in flight may bound (a load takes about 0.8 us under
-        load), and those of the multiprocessor with the most blocks: of the tensor cores at half
-        their rate, which is what `mma.sync` reaches, and of the instructions, of which it issues
-        about 60 % of what it could.
+        device memory, whose rate what is in flight may bound, and those of the multiprocessor with
+        the most blocks: of its tensor cores, and of its instructions.
         """
         t = common.columns_at(_COLUMNS, rows)
         plan = self._plan(problem, rows)
@@ -413,13 +412,13 @@ class DepthwiseBanded:
         step_bytes = t["rows"] * runs(t) * plan.in_x * t["block_c"] * problem.itemsize
         in_flight = occupancy.resident * step_bytes
         fullest = occupancy.sm_blocks * device.sm_count * plan.threads / 32
-        block_work = computed * plan.work + (steps - computed) * 0.5 * plan.work + 300
+        block_work = computed * plan.work + (steps - computed) * 0.5 * plan.work
+        block_work += costs.BLOCK_INSTRUCTIONS
         seconds = np.maximum(
-            problem.minimum_bytes
-            / np.minimum(device.dram_bytes_per_s, device.sm_count * in_flight / 0.8e-6),
+            costs.memory_s(problem.minimum_bytes, device, in_flight),
             np.maximum(
-                fullest * computed * plan.products * 4096 / (device.tensor_flops / 2),
-                fullest * block_work * 32 / (0.6 * device.simt_flops / 2),
+                costs.products_s(fullest * computed * plan.products, device),
+                costs.instructions_s(fullest * block_work * 32, device),
             ),
         )
         all_runs = problem.n * plan.bands * plan.q_tiles
@@ -447,5 +446,7 @@ class DepthwiseBanded:
             "bytes_in_flight": in_flight,
             "log_work": np.log2(plan.blocks * (plan.threads / 32) * block_work),
             "log_load_bytes": np.log2(plan.blocks * computed * step_bytes / problem.minimum_bytes),
-            "estimate": seconds + 2e-6 + np.ceil(occupancy.waves) * (1.5e-6 + steps * 2e-7),
+            "estimate": seconds
+            + costs.LAUNCH_S
+            + costs.waves_s(occupancy.waves, costs.WAVE_S, steps, costs.STEP_S),
         }

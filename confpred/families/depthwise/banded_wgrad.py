@@ -15,10 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from confpred.families import common as common
+from confpred.families import costs
 from confpred.families.common import Array, Occupancy
 from confpred.families.depthwise import banded as banded
 from confpred.families.depthwise import common as depthwise
-from confpred.families.depthwise.common import ATOMIC, TWO_LAUNCHES
 from confpred.families.protocol import Rows
 from confpred.problem.conv2d import Problem
 from confpred.problem.conv2d_operation import CONVOLUTION, dtype_macro
@@ -109,7 +109,7 @@ class DepthwiseBandedWgrad:
         )
         launches = np.flatnonzero(
             common.distinct_bands(problem.p, _LAUNCH_BANDS)
-            & ((_LAUNCH_REDUCTIONS != ATOMIC) | (not problem.deterministic))
+            & ((_LAUNCH_REDUCTIONS != common.ATOMIC) | (not problem.deterministic))
         )
         rows = (_KERNELS[fit, None] + launches).ravel()
         t, plan = common.columns_at(_COLUMNS, rows), self._plan(problem, rows)
@@ -242,17 +242,13 @@ class DepthwiseBandedWgrad:
         in_flight = occupancy.resident * step_bytes
         fullest = occupancy.sm_blocks * device.sm_count * plan.threads / 32 * rounds * steps
         seconds = np.maximum(
-            problem.minimum_bytes
-            / np.minimum(device.dram_bytes_per_s, device.sm_count * in_flight / 0.8e-6),
+            costs.memory_s(problem.minimum_bytes, device, in_flight),
             np.maximum(
-                fullest * plan.products * 4096 / (device.tensor_flops / 2),
-                fullest * plan.work * 32 / (0.6 * device.simt_flops / 2),
+                costs.products_s(fullest * plan.products, device),
+                costs.instructions_s(fullest * plan.work * 32, device),
             ),
         )
         sum_bytes = 4.0 * problem.filter_elements * t["splits"]
-        reduction = np.where(
-            t["reduction"] == TWO_LAUNCHES, 3e-6 + 2 * sum_bytes / device.dram_bytes_per_s, 1e-6
-        )
         all_runs = problem.n * plan.bands * plan.q_tiles
         return {
             "threads": plan.threads,
@@ -280,9 +276,9 @@ class DepthwiseBandedWgrad:
             ),
             "log_sum_bytes": np.log2(sum_bytes),
             "estimate": seconds
-            + 2e-6
-            + np.ceil(occupancy.waves) * (1.5e-6 + rounds * steps * 2e-7)
-            + reduction,
+            + costs.LAUNCH_S
+            + costs.waves_s(occupancy.waves, costs.WAVE_S, rounds * steps, costs.STEP_S)
+            + costs.depthwise_adding_s(t["reduction"], sum_bytes, device),
         }
 
 

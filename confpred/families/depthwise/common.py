@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from confpred.families.common import Array, agreed_macros
+from confpred.families.common import ATOMIC, DIRECT, TWO_KERNELS, Array, agreed_macros
 from confpred.problem.conv2d import Problem
 from confpred.problem.conv2d_operation import dtype_macro
 from confpred.problem.operation import KernelSpec, Launch, Step
@@ -111,9 +111,6 @@ def worth_loading_ahead(prefetch: Array, taps: int) -> NDArray[np.bool_]:
     return result
 
 
-#: How the blocks that share a channel of the filter's gradient add up their sums; the kernels' own
-#: numbers.
-DIRECT, TWO_LAUNCHES, ATOMIC = 0, 1, 3
 #: A filter's gradient's pointers, in the order of its kernels.
 WGRAD_OPERANDS = ("filter_grad", "bias_grad", "out_grad", "in", "zeroed", "scratch")
 _SUM_COLUMNS = 32  # elements of a block of ``depthwise_wgrad_sum.cu``
@@ -122,14 +119,14 @@ _SUM_THREADS = 256
 
 def reductions(splits: Iterable[int]) -> list[tuple[int, int]]:
     """Counts of blocks that share a channel, and how they add up: one alone, and `splits`."""
-    return [(1, DIRECT), *itertools.product(splits, (TWO_LAUNCHES, ATOMIC))]
+    return [(1, DIRECT), *itertools.product(splits, (TWO_KERNELS, ATOMIC))]
 
 
 def with_sums(step: Step, problem: Problem, splits: int, reduction: int, c_tiles: int) -> Launch:
     """The launch whose `step` leaves the sums of `splits` blocks of each of `c_tiles` pieces of the
     channels, with what adds them up."""
     elements = problem.filter_elements + (problem.c if problem.bias else 0)
-    if reduction == TWO_LAUNCHES:
+    if reduction == TWO_KERNELS:
         smem_bytes = 4 * _SUM_THREADS
         agreed = agreed_macros(threads=_SUM_THREADS, smem_bytes=smem_bytes, columns=_SUM_COLUMNS)
         total = Step(

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from confpred.families import common as common
+from confpred.families import costs
 from confpred.families.common import Array, Occupancy
 from confpred.families.depthwise import common as depthwise
 from confpred.families.depthwise.common import Lanes
@@ -162,7 +163,7 @@ class DepthwiseImage:
         tiles = plan.blocks * plan.lanes.tiles_at_once
         legal[rows] = (
             (plan.in_x <= depthwise.MAX_COLUMNS)
-            & (plan.registers <= 232)
+            & (plan.registers <= common.MOST_ESTIMATED_REGISTERS)
             # A bound on the registers that two blocks leave changes nothing where few are needed,
             # and makes them spill where many are.
             & ((t["min_blocks"][rows] == 1) | ((plan.registers > 100) & (plan.registers <= 132)))
@@ -294,9 +295,8 @@ class DepthwiseImage:
         """How each config would run `problem`: the derived features, and the estimated seconds.
 
         The estimate is the larger of two times, plus a latency for each wave and step: that of
-        device memory, whose rate what is in flight may bound (a load takes about 0.8 us under
-        load), and that of the instructions of the multiprocessor with the most blocks, of which it
-        issues about 60 % of what it could.
+        device memory, whose rate what is in flight may bound, and that of the instructions of the
+        multiprocessor with the most blocks.
         """
         t = common.columns_at(_COLUMNS, rows)
         vertical, horizontal = _axes(problem)
@@ -312,12 +312,12 @@ class DepthwiseImage:
         in_flight = occupancy.resident * lanes.threads * load_bytes * t["prefetch"]
         # Steps of padding only finish rows.
         computed = np.minimum(steps, -(-vertical.size_in // vertical.down))
-        thread_work = computed * plan.work + (steps - computed) * 0.25 * plan.work + 300
+        thread_work = computed * plan.work + (steps - computed) * 0.25 * plan.work
+        thread_work += costs.BLOCK_INSTRUCTIONS
         fullest = occupancy.sm_blocks * device.sm_count * lanes.threads
         seconds = np.maximum(
-            problem.minimum_bytes
-            / np.minimum(device.dram_bytes_per_s, device.sm_count * in_flight / 0.8e-6),
-            fullest * thread_work / (0.6 * device.simt_flops / 2),
+            costs.memory_s(problem.minimum_bytes, device, in_flight),
+            costs.instructions_s(fullest * thread_work, device),
         )
         return {
             **lanes.features(),
@@ -339,5 +339,7 @@ class DepthwiseImage:
             "work": plan.work / (vertical.up * t["tile_q"] * t["vec"]),
             "log_work": np.log2(threads * thread_work),
             "log_load_bytes": np.log2(threads * steps * load_bytes / problem.minimum_bytes),
-            "estimate": seconds + 2e-6 + np.ceil(occupancy.waves) * (1.5e-6 + steps * 1.5e-7),
+            "estimate": seconds
+            + costs.LAUNCH_S
+            + costs.waves_s(occupancy.waves, costs.WAVE_S, steps, costs.DEPTHWISE_STEP_S),
         }

@@ -11,9 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from confpred.families import common as common
+from confpred.families import costs
 from confpred.families.common import Array, Occupancy
 from confpred.families.depthwise import common as depthwise
-from confpred.families.depthwise.common import ATOMIC, TWO_LAUNCHES, Lanes
+from confpred.families.depthwise.common import Lanes
 from confpred.families.protocol import Rows
 from confpred.problem.conv2d import Problem
 from confpred.problem.conv2d_operation import CONVOLUTION, dtype_macro
@@ -97,7 +98,7 @@ class DepthwiseWgrad:
             & ((t["tile_q"] < 2 * problem.q) | (t["tile_q"] == 4))
             & depthwise.worth_loading_ahead(t["prefetch"], taps)
             & common.distinct_bands(problem.p, t["bands"])
-            & ((t["reduction"] != ATOMIC) | (not problem.deterministic))
+            & ((t["reduction"] != common.ATOMIC) | (not problem.deterministic))
             & depthwise.distinct_lanes(problem.c // t["vec"], t["lanes_c"])
         )
         t = common.columns_at(_COLUMNS, rows)
@@ -112,7 +113,7 @@ class DepthwiseWgrad:
                 (t["row_groups"] == 1)
                 | ((half * problem.s * vec > 32) & (plan.row_groups == t["row_groups"]))
             )
-            & (plan.registers <= 232)
+            & (plan.registers <= common.MOST_ESTIMATED_REGISTERS)
             & (plan.smem_bytes <= device.smem_per_block)
             & (lanes.lanes_c * plan.row_groups <= t["threads"])
             & (np.maximum(plan.blocks, plan.tiles + splits * t["threads"]) <= common.MAX_INT)
@@ -264,12 +265,9 @@ class DepthwiseWgrad:
         instructions = threads * rounds * steps * plan.work
         seconds = np.maximum(
             problem.minimum_bytes / device.dram_bytes_per_s,
-            instructions / (device.simt_flops / 2),
+            costs.instructions_s(instructions, device, issued=1.0),
         )
         sum_bytes = 4.0 * problem.filter_elements * t["splits"]
-        reduction = np.where(
-            t["reduction"] == TWO_LAUNCHES, 3e-6 + 2 * sum_bytes / device.dram_bytes_per_s, 1e-6
-        )
         return {
             **lanes.features(),
             "block_r": plan.block_r,
@@ -295,8 +293,13 @@ class DepthwiseWgrad:
             ),
             "log_sum_bytes": np.log2(sum_bytes),
             "estimate": seconds * occupancy.wave_waste
-            + np.ceil(occupancy.waves) * (2e-6 + rounds * steps * 3e-7)
-            + reduction,
+            + costs.waves_s(
+                occupancy.waves,
+                costs.WAVE_AND_LAUNCH_S,
+                rounds * steps,
+                costs.DEPTHWISE_WGRAD_STEP_S,
+            )
+            + costs.depthwise_adding_s(t["reduction"], sum_bytes, device),
         }
 
 

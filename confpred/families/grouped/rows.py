@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from confpred.families import common as common
+from confpred.families import costs
 from confpred.families.common import Array, Occupancy
 from confpred.families.grouped import common as grouped
 from confpred.families.protocol import Rows
@@ -297,9 +298,8 @@ class GroupedRows:
         """How each config would run `problem`: the derived features, and the estimated seconds.
 
         The estimate is the largest of three times, stretched by the waste of the last wave: device
-        memory, the copies into shared memory with their halos (at an assumed 2x the memory rate,
-        which is what L2 sustains), and the tensor cores at the half of their rate that `mma.sync`
-        reaches; plus a fixed latency for each row of a block that cannot be hidden.
+        memory, the copies into shared memory with their halos out of L2, and the tensor cores; plus
+        a fixed latency for each row of a block that cannot be hidden.
         """
         t = common.columns_at(_COLUMNS, rows)
         shape = _shape_of(problem)
@@ -315,9 +315,7 @@ class GroupedRows:
         products = blocks * steps * shape.products[rows] * (threads // 32.0)
         seconds = np.maximum(
             problem.minimum_bytes / device.dram_bytes_per_s,
-            np.maximum(
-                loaded / (2 * device.dram_bytes_per_s), products * 4096 / (device.tensor_flops / 2)
-            ),
+            np.maximum(costs.l2_s(loaded, device), costs.products_s(products, device)),
         )
         # Padding narrow groups to 8 channels may need fewer operations than are counted where one
         # window covers the whole image; no promise goes below the roofline.
@@ -357,7 +355,7 @@ class GroupedRows:
             "log_load_bytes": np.log2(loaded / problem.minimum_bytes),
             "log_products": np.log2(products),
             "estimate": seconds * occupancy.wave_waste
-            + np.ceil(occupancy.waves) * (2e-6 + steps * 2e-7),
+            + costs.waves_s(occupancy.waves, costs.WAVE_AND_LAUNCH_S, steps, costs.STEP_S),
         }
 
 

@@ -14,7 +14,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from confpred.families import common as common
-from confpred.families.common import Array, Occupancy
+from confpred.families import costs
+from confpred.families.common import (
+    ATOMIC,
+    DIRECT,
+    LAST_BLOCK,
+    TWO_KERNELS,
+    Array,
+    Occupancy,
+)
 from confpred.families.grouped import common as grouped
 from confpred.families.protocol import Rows
 from confpred.problem.conv2d import Problem
@@ -24,8 +32,6 @@ from confpred.problem.operation import KernelSpec, Launch, Step
 
 MAX_THREADS = 512
 
-#: How the sums of the blocks of a filter tile are added; see the kernel.
-DIRECT, TWO_KERNELS, LAST_BLOCK, ATOMICS = range(4)
 _SUM_COLUMNS = 128  # elements a block of ``grouped_wgrad_sum.cu``
 _SUM_THREADS = 256
 #: Beyond so many partial sums, the last block alone would be the slowest of all.
@@ -200,7 +206,7 @@ class GroupedWgrad:
             # A block of 16 pixels a step waits more than it computes.
             & ((t["block_n"] * t["block_q"] > 16) | (problem.n * problem.q <= 28))
             & ((t["block_k"] < 2 * problem.c) | (t["block_k"] == 16))
-            & ((t["reduction"] != ATOMICS) | (not problem.deterministic))
+            & ((t["reduction"] != ATOMIC) | (not problem.deterministic))
         )
         t = common.columns_at(_COLUMNS, rows)
         # Columns to the right of the image are addressed, though not read.
@@ -299,8 +305,8 @@ class GroupedWgrad:
             },
         )
         scratch = 4 * parts * elements if reduction in (TWO_KERNELS, LAST_BLOCK) else 0
-        tickets = 16 * -(-k_tiles // 4) if reduction in (LAST_BLOCK, ATOMICS) else 0
-        sums = 4 * elements if reduction == ATOMICS else 0
+        tickets = 16 * -(-k_tiles // 4) if reduction in (LAST_BLOCK, ATOMIC) else 0
+        sums = 4 * elements if reduction == ATOMIC else 0
         if reduction != TWO_KERNELS:
             return Launch((sweep,), zeroed_bytes=tickets + sums, scratch_bytes=scratch)
         smem_bytes = 16 * _SUM_THREADS
@@ -332,10 +338,8 @@ class GroupedWgrad:
 
         The estimate is the largest of three times, stretched by the waste of the last wave or, in
         the first, of the multiprocessors with fewer blocks than others: device memory, the copies
-        into shared memory with their halos (at an assumed 2x the memory rate, which is what L2
-        sustains), and the tensor cores at the half of their rate that `mma.sync` reaches; plus a
-        fixed latency for each row of a block that cannot be hidden, and the time to add the blocks'
-        sums.
+        into shared memory with their halos out of L2, and the tensor cores; plus a fixed latency
+        for each row of a block that cannot be hidden, and the time to add the blocks' sums.
         """
         t = common.columns_at(_COLUMNS, rows)
         window = _window(problem)
@@ -356,19 +360,24 @@ class GroupedWgrad:
         steps = slice_rows + np.maximum(1.0, slice_rows / lattice_rows) * flush
         loaded = blocks * slice_rows * (shape.stage_bytes[rows] + 0.0)
         products = blocks * steps * (threads / 32) * shape.products[rows]
-        sum_bytes = np.where(t["reduction"] == DIRECT, 0, 4.0 * parts * _elements(problem))
+        reduction = t["reduction"]
+        sum_bytes = np.where(reduction == DIRECT, 0, 4.0 * parts * _elements(problem))
         seconds = np.maximum(
             np.maximum(
                 problem.minimum_bytes / device.dram_bytes_per_s,
-                loaded / (2 * device.dram_bytes_per_s),
+                costs.l2_s(loaded, device),
             ),
-            products * 4096 / (0.5 * device.tensor_flops),
+            costs.products_s(products, device),
         )
         adding = (
-            np.array((0.0, 2e-6, 1e-6, 1e-6))[t["reduction"]]
-            + np.array((0.0, 2.0, 1.0, 1.0))[t["reduction"]] * sum_bytes / device.dram_bytes_per_s
+            costs.GROUPED_ADDING_S[reduction]
+            + costs.GROUPED_ADDING_PASSES[reduction] * sum_bytes / device.dram_bytes_per_s
             # The last block reads the parts of its tile alone.
-            + np.where(t["reduction"] == LAST_BLOCK, sum_bytes / k_tiles / 50e9, 0.0)
+            + np.where(
+                reduction == LAST_BLOCK,
+                sum_bytes / k_tiles / costs.LAST_BLOCK_BYTES_PER_S,
+                0.0,
+            )
         )
         return {
             "threads": threads,
@@ -400,7 +409,7 @@ class GroupedWgrad:
             "log_load_bytes": np.log2(loaded / problem.minimum_bytes),
             "log_products": np.log2(products),
             "estimate": seconds * stretch
-            + np.ceil(occupancy.waves) * (2e-6 + steps * 2e-7)
+            + costs.waves_s(occupancy.waves, costs.WAVE_AND_LAUNCH_S, steps, costs.STEP_S)
             + adding,
         }
 
@@ -497,7 +506,7 @@ def _shape(window: _Window) -> _Shape:
         & (threads <= MAX_THREADS)
         & (in_loads <= 16)
         & (grad_loads <= 16)
-        & (registers <= 232)
+        & (registers <= common.MOST_ESTIMATED_REGISTERS)
         & (registers * threads <= Device.regs_per_sm)
     )
     return _Shape(

@@ -10,7 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from strategies import epilogue
 
-from confpred.families.depthwise.common import ATOMIC, DIRECT, TWO_LAUNCHES
+from confpred.families.common import ATOMIC, DIRECT, TWO_KERNELS
 from confpred.families.depthwise.image import _axes
 from confpred.families.protocol import Family, config_dict
 from confpred.families.registry import all_families
@@ -216,11 +216,11 @@ def test_the_splits_share_the_gradients_sum(problem: Problem, seed: int) -> None
         assert (bands - 1) * band_rows < problem.p <= bands * band_rows
         assert (q_tiles - 1) * config["tile_q"] < problem.q <= q_tiles * config["tile_q"]
         sums = problem.filter_elements + (problem.c if problem.bias else 0)
-        partials = 4 * splits * sums if how == TWO_LAUNCHES else 0
+        partials = 4 * splits * sums if how == TWO_KERNELS else 0
         assert launch.scratch_bytes == partials
         assert launch.zeroed_bytes == (4 * (sums + c_tiles) if how == ATOMIC else 0)
         assert (how == DIRECT) == (splits == 1)
-        assert len(launch.steps) == (2 if how == TWO_LAUNCHES else 1)
+        assert len(launch.steps) == (2 if how == TWO_KERNELS else 1)
 
 
 @given(depthwise_problems())

@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 from ptxas import ARCHS, resources
 from strategies import epilogue
 
-from confpred.families.common import config_columns
+from confpred.families.common import ATOMIC, DIRECT, TWO_KERNELS, config_columns
 from confpred.families.depthwise.banded import DepthwiseBanded, most_registers
 from confpred.families.depthwise.banded_wgrad import DepthwiseBandedWgrad
-from confpred.families.depthwise.common import ATOMIC, DIRECT, TWO_LAUNCHES
 from confpred.families.protocol import config_dict
 from confpred.families.registry import all_families
 from confpred.problem.conv2d import Problem
@@ -186,10 +185,10 @@ def test_the_splits_share_the_gradients_sum(problem: Problem, seed: int) -> None
                 covered[image, ys, xs] += 1
         assert (covered == 1).all()
         sums = problem.filter_elements + (problem.c if problem.bias else 0)
-        assert launch.scratch_bytes == (4 * splits * sums if how == TWO_LAUNCHES else 0)
+        assert launch.scratch_bytes == (4 * splits * sums if how == TWO_KERNELS else 0)
         assert launch.zeroed_bytes == (4 * (sums + c_tiles) if how == ATOMIC else 0)
         assert (how == DIRECT) == (splits == 1)
-        assert len(launch.steps) == (2 if how == TWO_LAUNCHES else 1)
+        assert len(launch.steps) == (2 if how == TWO_KERNELS else 1)
 
 
 @given(banded_problems(), st.data())
