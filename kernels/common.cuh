@@ -17,6 +17,10 @@ typedef long long i64;
 #define ACTIVATION_RELU6 4
 #define ACTIVATION_HARDSWISH 5
 
+// How the blocks that share sums of a filter's gradient add them up, where a kernel is told (`reduction`); the
+// families' numbers.
+enum { DIRECT, TWO_KERNELS, LAST_BLOCK, ATOMIC };
+
 __device__ __forceinline__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
 __device__ __forceinline__ u32 shared_address(const void* pointer) {

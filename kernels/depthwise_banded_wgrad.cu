@@ -27,10 +27,10 @@
 // block adds the sums of its diagonals and of the warps of a channel, and the blocks add theirs as
 // `reduction` says:
 //
-//   DIRECT        one block has all: it writes the result
-//   TWO_LAUNCHES  each writes its sums to `partials`; depthwise_wgrad_sum adds them up in a fixed order
-//   ATOMIC        each adds its sums atomically to `sums`, and the last block to finish writes the result;
-//                 a ticket for each tile of channels, behind the sums, tells which that is
+//   DIRECT       one block has all: it writes the result
+//   TWO_KERNELS  each writes its sums to `partials`; depthwise_wgrad_sum adds them up in a fixed order
+//   ATOMIC       each adds its sums atomically to `sums`, and the last block to finish writes the result;
+//                a ticket for each tile of channels, behind the sums, tells which that is
 //
 // All but ATOMIC give the same bits every time. Sums and tickets are zero before the launch and after it.
 #include "depthwise_banded.cuh"
@@ -56,8 +56,6 @@ enum {
 static_assert(S <= 9, "a diagonal has eight elements");
 static_assert(In::ITEMS <= 16, "validity bits are kept in one word");
 static_assert(SMEM_BYTES == HOST_SMEM_BYTES, "the host gives a block so much shared memory");
-
-enum { DIRECT = 0, TWO_LAUNCHES = 1, ATOMIC = 3 };
 
 // As common.cuh's, each 8x8 matrix transposed.
 __device__ __forceinline__ void load_transposed_x4(u32 (&d)[4], u32 from) {

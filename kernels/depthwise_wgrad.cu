@@ -24,10 +24,10 @@
 // At the end the block adds its threads' sums in shared memory, and the blocks (`splits` of them
 // share a channel) add theirs in the way that the argument `reduction` says:
 //
-//   DIRECT        one block has all: it writes the result
-//   TWO_LAUNCHES  each writes its sums to `partials`; depthwise_wgrad_sum adds them up in a fixed order
-//   ATOMIC        each adds its sums atomically to `sums`, and the last block to finish writes the result;
-//                 a ticket for each tile of channels, behind the sums, tells which that is
+//   DIRECT       one block has all: it writes the result
+//   TWO_KERNELS  each writes its sums to `partials`; depthwise_wgrad_sum adds them up in a fixed order
+//   ATOMIC       each adds its sums atomically to `sums`, and the last block to finish writes the result;
+//                a ticket for each tile of channels, behind the sums, tells which that is
 //
 // All but ATOMIC give the same bits every time. Sums and tickets are zero before the launch and after it.
 #include "depthwise.cuh"
@@ -50,8 +50,6 @@ static_assert(MAX_THREADS == HOST_MAX_THREADS, "blocks are no larger than the ho
 static_assert(ROW_GROUPS == HOST_ROW_GROUPS, "the host counts a block's threads by them");
 static_assert(IN_X == HOST_IN_X && DEPTH == HOST_DEPTH, "the host counts a thread's work and registers by them");
 static_assert(THREAD_FLOATS == HOST_THREAD_FLOATS, "the host gives each thread so much shared memory");
-
-enum { DIRECT = 0, TWO_LAUNCHES = 1, ATOMIC = 3 };
 
 extern "C" __global__ void __launch_bounds__(MAX_THREADS) depthwise_wgrad(
     Element* __restrict__ filter_grad, Element* __restrict__ bias_grad, const Element* __restrict__ out_grad,

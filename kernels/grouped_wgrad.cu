@@ -37,11 +37,11 @@
 // the window is not dilated. One gradient image is `phases` such lattices, walked one after another.
 //
 // The blocks' sums are added in one of four ways, `reduction`:
-//   0  there is one block for each tile of the filter: it writes the result;
-//   1  every block writes its sums to `scratch`, and another kernel (grouped_wgrad_sum.cu) adds them;
-//   2  the same, but the tile's last block adds them, in the order of the blocks;
-//   3  every block adds its sums to those in `zeroed`, in the order of their arrival, so that the result
-//      is not repeatable to the bit; the tile's last block writes the result and clears the sums.
+//   DIRECT       there is one block for each tile of the filter: it writes the result;
+//   TWO_KERNELS  every block writes its sums to `scratch`, and another kernel (grouped_wgrad_sum.cu) adds them;
+//   LAST_BLOCK   the same, but the tile's last block adds them, in the order of the blocks;
+//   ATOMIC       every block adds its sums to those in `zeroed`, in the order of their arrival, so that the
+//                result is not repeatable to the bit; the tile's last block writes the result and clears the sums.
 #include "common.cuh"
 
 constexpr bool NARROW = GW <= 8;
@@ -397,18 +397,18 @@ extern "C" __global__ void __launch_bounds__(THREADS) grouped_wgrad(
             else bias_grad[k0 + (v - FILTER_VECTORS) * 4 + e] = value;
         }
     };
-    if (reduction == 0) {
+    if (reduction == DIRECT) {
         each_vector(k0, c, [&](int v, int) { write(v, vectors[v]); });
         return;
     }
     u32* const tickets = reinterpret_cast<u32*>(zeroed);
     float* const sums = reinterpret_cast<float*>(zeroed + (k_tiles + 3) / 4 * 16);
-    if (reduction == 3) {
+    if (reduction == ATOMIC) {
         each_vector(k0, c, [&](int v, int offset) { add_at_l2(sums + offset, vectors[v]); });
     } else {
         float* const mine = scratch + static_cast<i64>(part) * elements;
         each_vector(k0, c, [&](int v, int offset) { *reinterpret_cast<float4*>(mine + offset) = vectors[v]; });
-        if (reduction == 1) return;
+        if (reduction == TWO_KERNELS) return;
     }
 
     // The last block to draw a ticket knows that the others' sums are in memory. The counter wraps to
@@ -422,7 +422,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) grouped_wgrad(
     __threadfence();
     each_vector(k0, c, [&](int v, int offset) {
         float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-        if (reduction == 3) {
+        if (reduction == ATOMIC) {
             total = load_from_l2(sums + offset);
             *reinterpret_cast<float4*>(sums + offset) = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
         } else {

@@ -31,10 +31,10 @@ MAX_INT = 2**31 - 1  # of the 32 bits in which kernels count, and address within
 
 
 def config_table(fields: Sequence[str], rows: Iterable[Sequence[int]]) -> NDArray[np.void]:
-    """A read-only table of configs, whose values are in the order of `fields`."""
-    table = np.array([tuple(row) for row in rows], dtype=[(name, np.int32) for name in fields])
-    table.setflags(write=False)
-    return table
+    """A read-only config table; the values of `rows` are in the order of `fields`."""
+    configs = np.array([tuple(row) for row in rows], dtype=[(name, np.int32) for name in fields])
+    configs.setflags(write=False)
+    return configs
 
 
 def config_columns(configs: NDArray[np.void], rows: Rows | slice = slice(None)) -> dict[str, Array]:
@@ -44,7 +44,7 @@ def config_columns(configs: NDArray[np.void], rows: Rows | slice = slice(None)) 
 
 
 def columns_at(columns: Mapping[str, Array], rows: Rows | slice) -> dict[str, Array]:
-    """Some rows of a table's columns."""
+    """Some rows of the columns of a config table."""
     return {name: column[rows] for name, column in columns.items()}
 
 

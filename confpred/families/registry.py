@@ -85,5 +85,5 @@ def operation_of(problem: Record) -> Operation:
 @cache
 def config_texts(family: str) -> tuple[str, ...]:
     """Each row of a family's config table as the ``config`` column of measurements holds it."""
-    table = all_families()[family]
-    return tuple(config_text(config_dict(table, row)) for row in range(len(table.configs)))
+    found = all_families()[family]
+    return tuple(config_text(config_dict(found, row)) for row in range(len(found.configs)))

@@ -156,25 +156,25 @@ class LayerNormFamily:
     def estimate_s(
         self, problem: LayerNormProblem, device: Device, rows: Rows
     ) -> NDArray[np.float64]:
-        return self._plan(problem, device, rows)["estimate"]
+        return self._derived(problem, device, rows)["estimate"]
 
     def features(
         self, problem: LayerNormProblem, device: Device, rows: Rows
     ) -> NDArray[np.float32]:
-        plan = self._plan(problem, device, rows)
+        derived = self._derived(problem, device, rows)
         of_problem = self.operation.features(problem, device)[0]
         columns = {
             **dict(zip(self.operation.feature_names, of_problem, strict=True)),
             **{field: self.configs[field][rows] for field in _FIELDS},
-            **plan,
-            "log_estimate": np.log2(plan["estimate"] / device.roofline_s(problem)),
+            **derived,
+            "log_estimate": np.log2(derived["estimate"] / device.roofline_s(problem)),
         }
         matrix = np.empty((len(rows), len(self.feature_names)), np.float32)
         for index, feature in enumerate(self.feature_names):
             matrix[:, index] = columns[feature]
         return matrix
 
-    def _plan(
+    def _derived(
         self, problem: LayerNormProblem, device: Device, rows: Rows
     ) -> dict[str, NDArray[np.float64]]:
         """How each config would run `problem`: the derived features, and the estimated seconds.

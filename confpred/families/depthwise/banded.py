@@ -1,6 +1,6 @@
 """The depthwise families on tensor cores whose result is an image: configs, legality, features and
 launches of ``depthwise_banded.cu``, for the forward direction and for the gradient of the input.
-What ``depthwise_banded_wgrad.py`` shares with them is here too.
+What ``banded_wgrad.py`` shares with them is here too.
 
 Layers of group width 1, unit stride and dilation, as many filters as channels, windows up to
 11x11, any padding, float16 and bfloat16, channels in eights; the ordinary depthwise families serve
@@ -69,10 +69,11 @@ def _config_table() -> NDArray[np.void]:
     return common.config_table(_FIELDS, rows)
 
 
-_TABLE = _config_table()
-_COLUMNS = common.config_columns(_TABLE)
-#: A config of each kernel; the bands, which the launch alone decides, are innermost in the table.
-_KERNELS = np.arange(0, len(_TABLE), len(_BANDS))
+_CONFIGS = _config_table()
+_COLUMNS = common.config_columns(_CONFIGS)
+#: A config of each kernel: the bands, which the launch alone decides, vary fastest from config to
+#: config.
+_KERNELS = np.arange(0, len(_CONFIGS), len(_BANDS))
 _KERNEL_COLUMNS = common.columns_at(_COLUMNS, _KERNELS)
 
 
@@ -244,7 +245,7 @@ def _image(problem: Problem) -> _Image:
 
 
 @dataclass(frozen=True, slots=True)
-class _Plan:
+class _Tiling:
     """What a problem makes of some configs; arrays over them."""
 
     threads: Array
@@ -271,7 +272,7 @@ class DepthwiseBanded:
     """See the module's docstring and ``kernels/depthwise_banded.cu``."""
 
     operation = CONVOLUTION
-    configs = _TABLE
+    configs = _CONFIGS
 
     def __init__(self, direction: str) -> None:
         self.name = f"depthwise_banded_{direction}"
@@ -283,19 +284,19 @@ class DepthwiseBanded:
         if problem.direction != self._direction or not handles(problem):
             return legal
         height, width = _image(problem).size_out
-        # Kernels first: they spare most rows a plan.
-        plan = self._plan(problem, _KERNELS)
+        # Kernels come first: of those that do not fit, no row needs a tiling.
+        tiling = self._tiling(problem, _KERNELS)
         fit = kernels_for(
-            _KERNEL_COLUMNS, plan.registers, plan.smem_bytes, problem.c, width, device
+            _KERNEL_COLUMNS, tiling.registers, tiling.smem_bytes, problem.c, width, device
         )
         bands = np.flatnonzero(common.distinct_bands(height, _BANDS))
         rows = (_KERNELS[fit, None] + bands).ravel()
-        t, plan = common.columns_at(_COLUMNS, rows), self._plan(problem, rows)
-        all_runs = problem.n * plan.bands * plan.q_tiles
+        t, tiling = common.columns_at(_COLUMNS, rows), self._tiling(problem, rows)
+        all_runs = problem.n * tiling.bands * tiling.q_tiles
         legal[rows] = (
-            addressable(t, problem, plan.q_tiles * plan.bands)
-            & (np.maximum(plan.blocks, all_runs + t["strips"]) <= common.MAX_INT)
-            & not_oversized(t, all_runs, plan.band_rows)
+            addressable(t, problem, tiling.q_tiles * tiling.bands)
+            & (np.maximum(tiling.blocks, all_runs + t["strips"]) <= common.MAX_INT)
+            & not_oversized(t, all_runs, tiling.band_rows)
         )
         return legal
 
@@ -307,7 +308,7 @@ class DepthwiseBanded:
         return common.feature_matrix(self, problem, device, rows, derived)
 
     def launch(self, problem: Problem, row: int) -> Launch:
-        plan = self._plan(problem, np.array([row]))
+        tiling = self._tiling(problem, np.array([row]))
         image = _image(problem)
         spec = KernelSpec(
             file="depthwise_banded.cu",
@@ -320,15 +321,15 @@ class DepthwiseBanded:
                 *common.epilogue_macros(problem),
                 *common.config_macros(self.configs[row], COMPILED),
                 *common.agreed_macros(
-                    threads=plan.threads[0], runs=plan.runs[0], smem_bytes=plan.smem_bytes[0]
+                    threads=tiling.threads[0], runs=tiling.runs[0], smem_bytes=tiling.smem_bytes[0]
                 ),
             ),
         )
         step = Step(
             spec,
-            grid=(int(plan.blocks[0]), 1, 1),
-            block=(int(plan.threads[0]), 1, 1),
-            smem_bytes=int(plan.smem_bytes[0]),
+            grid=(int(tiling.blocks[0]), 1, 1),
+            block=(int(tiling.threads[0]), 1, 1),
+            smem_bytes=int(tiling.smem_bytes[0]),
             operands=_OPERANDS[self._direction],
             scalars={
                 "n": problem.n,
@@ -339,15 +340,15 @@ class DepthwiseBanded:
                 "q": image.size_out[1],
                 "pad_h": image.padding[0],
                 "pad_w": image.padding[1],
-                "band_rows": int(plan.band_rows[0]),
-                "bands": int(plan.bands[0]),
-                "q_tiles": int(plan.q_tiles[0]),
-                "c_tiles": int(plan.c_tiles[0]),
+                "band_rows": int(tiling.band_rows[0]),
+                "bands": int(tiling.bands[0]),
+                "q_tiles": int(tiling.q_tiles[0]),
+                "c_tiles": int(tiling.c_tiles[0]),
             },
         )
         return Launch((step,))
 
-    def _plan(self, problem: Problem, rows: Rows) -> _Plan:
+    def _tiling(self, problem: Problem, rows: Rows) -> _Tiling:
         """What the kernel makes of its macros too, and asserts (see `launch`), and the rest."""
         t = common.columns_at(_COLUMNS, rows)
         r, s, run = problem.r, problem.s, t["run"]
@@ -368,7 +369,7 @@ class DepthwiseBanded:
             + 29
         )
         work = products + fragments * 14 + in_items * 28 + out_items * 28 + 20
-        return _Plan(
+        return _Tiling(
             threads=threads,
             runs=runs(t),
             registers=registers,
@@ -397,55 +398,59 @@ class DepthwiseBanded:
         the most blocks: of its tensor cores, and of its instructions.
         """
         t = common.columns_at(_COLUMNS, rows)
-        plan = self._plan(problem, rows)
+        tiling = self._tiling(problem, rows)
         image = _image(problem)
         (height, width), size_in = image.size_out, image.size_in
-        registers = np.minimum(plan.registers, most_registers(t))
-        occupancy = Occupancy.of(device, plan.blocks, plan.threads, registers, plan.smem_bytes)
+        registers = np.minimum(tiling.registers, most_registers(t))
+        occupancy = Occupancy.of(
+            device, tiling.blocks, tiling.threads, registers, tiling.smem_bytes
+        )
         # With one band, rows of padding are left out, above the image altogether, below it but for
         # what finishes the rows above.
-        whole, above = plan.bands == 1, min(max(image.padding[0], 0), problem.r - 1)
-        walked = plan.band_rows + problem.r - 1 - whole * above
+        whole, above = tiling.bands == 1, min(max(image.padding[0], 0), problem.r - 1)
+        walked = tiling.band_rows + problem.r - 1 - whole * above
         steps = -(-walked // t["rows"])
         inside = np.where(whole, np.minimum(size_in[0] + image.padding[0] - above, walked), walked)
         computed = np.minimum(-(-inside // t["rows"]), steps)
-        step_bytes = t["rows"] * runs(t) * plan.in_x * t["block_c"] * problem.itemsize
+        step_bytes = t["rows"] * runs(t) * tiling.in_x * t["block_c"] * problem.itemsize
         in_flight = occupancy.resident * step_bytes
-        fullest = occupancy.sm_blocks * device.sm_count * plan.threads / 32
-        block_work = computed * plan.work + (steps - computed) * 0.5 * plan.work
+        fullest = occupancy.sm_blocks * device.sm_count * tiling.threads / 32
+        block_work = computed * tiling.work + (steps - computed) * 0.5 * tiling.work
         block_work += costs.BLOCK_INSTRUCTIONS
         seconds = np.maximum(
             costs.memory_s(problem.minimum_bytes, device, in_flight),
             np.maximum(
-                costs.products_s(fullest * computed * plan.products, device),
+                costs.products_s(fullest * computed * tiling.products, device),
                 costs.instructions_s(fullest * block_work * 32, device),
             ),
         )
-        all_runs = problem.n * plan.bands * plan.q_tiles
+        all_runs = problem.n * tiling.bands * tiling.q_tiles
         return {
             "log_p": np.log2(height),
             "log_q": np.log2(width),
-            "threads": plan.threads,
-            "registers": plan.registers,
-            "smem_bytes": plan.smem_bytes,
-            "in_items": plan.in_items,
-            "out_items": plan.out_items,
-            "products": plan.products,
+            "threads": tiling.threads,
+            "registers": tiling.registers,
+            "smem_bytes": tiling.smem_bytes,
+            "in_items": tiling.in_items,
+            "out_items": tiling.out_items,
+            "products": tiling.products,
             **occupancy.features(),
-            "q_waste": plan.q_tiles * t["run"] * 8 / width,
-            "c_waste": plan.c_tiles * t["block_c"] / problem.c,
-            "strip_waste": plan.tiles * t["strips"] / (all_runs * t["run"]),
-            "band_rows": plan.band_rows,
-            "bands_cut": plan.bands,
+            "q_waste": tiling.q_tiles * t["run"] * 8 / width,
+            "c_waste": tiling.c_tiles * t["block_c"] / problem.c,
+            "strip_waste": tiling.tiles * t["strips"] / (all_runs * t["run"]),
+            "band_rows": tiling.band_rows,
+            "bands_cut": tiling.bands,
             # What is left for the last band, as a part of a whole one.
-            "row_tail": (height - (plan.bands - 1) * plan.band_rows) / plan.band_rows,
-            "halo_rows": walked / plan.band_rows,
-            "halo_columns": plan.in_x / (8 * t["run"]),
+            "row_tail": (height - (tiling.bands - 1) * tiling.band_rows) / tiling.band_rows,
+            "halo_rows": walked / tiling.band_rows,
+            "halo_columns": tiling.in_x / (8 * t["run"]),
             "steps": steps,
             "run_bytes": t["block_c"] * problem.itemsize,
             "bytes_in_flight": in_flight,
-            "log_work": np.log2(plan.blocks * (plan.threads / 32) * block_work),
-            "log_load_bytes": np.log2(plan.blocks * computed * step_bytes / problem.minimum_bytes),
+            "log_work": np.log2(tiling.blocks * (tiling.threads / 32) * block_work),
+            "log_load_bytes": np.log2(
+                tiling.blocks * computed * step_bytes / problem.minimum_bytes
+            ),
             "estimate": seconds
             + costs.LAUNCH_S
             + costs.waves_s(occupancy.waves, costs.WAVE_S, steps, costs.STEP_S),

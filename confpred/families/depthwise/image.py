@@ -107,7 +107,7 @@ def _axes(problem: Problem) -> tuple[_Axis, _Axis]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Plan:
+class _Tiling:
     """What a problem makes of some configs; arrays over them."""
 
     repeat: Array
@@ -124,15 +124,15 @@ class _Plan:
     work: Array  # instructions that a thread issues in one step
 
 
-_TABLE = _config_table()
-_COLUMNS = common.config_columns(_TABLE)
+_CONFIGS = _config_table()
+_COLUMNS = common.config_columns(_CONFIGS)
 
 
 class DepthwiseImage:
     """See the module's docstring and ``kernels/depthwise.cu``."""
 
     operation = CONVOLUTION
-    configs = _TABLE
+    configs = _CONFIGS
 
     def __init__(self, direction: str) -> None:
         self.name = f"depthwise_{direction}"
@@ -148,7 +148,7 @@ class DepthwiseImage:
         vertical, horizontal = _axes(problem)
         taps, width = problem.r * problem.s, horizontal.size_out
         t = _COLUMNS
-        rows = np.flatnonzero(  # what needs no plan, first: it spares most rows theirs
+        rows = np.flatnonzero(  # what needs no tiling comes first: most rows are then spared theirs
             depthwise.accessible(t["vec"], problem)
             & (t["tile_q"] % horizontal.up == 0)
             # A tile twice as wide as the image does the work of a smaller one, slower.
@@ -159,16 +159,19 @@ class DepthwiseImage:
             # Registers hold small filters at no cost, shared memory large ones.
             & np.where(t["filter_shared"], taps * t["vec"] >= 24, taps * t["vec"] <= 100)
         )
-        plan = self._plan(problem, rows)
-        tiles = plan.blocks * plan.lanes.tiles_at_once
+        tiling = self._tiling(problem, rows)
+        tiles = tiling.blocks * tiling.lanes.tiles_at_once
         legal[rows] = (
-            (plan.in_x <= depthwise.MAX_COLUMNS)
-            & (plan.registers <= common.MOST_ESTIMATED_REGISTERS)
+            (tiling.in_x <= depthwise.MAX_COLUMNS)
+            & (tiling.registers <= common.MOST_ESTIMATED_REGISTERS)
             # A bound on the registers that two blocks leave changes nothing where few are needed,
             # and makes them spill where many are.
-            & ((t["min_blocks"][rows] == 1) | ((plan.registers > 100) & (plan.registers <= 132)))
-            & (plan.smem_bytes <= device.smem_per_block)
-            & (np.maximum(plan.blocks, tiles) <= common.MAX_INT)
+            & (
+                (t["min_blocks"][rows] == 1)
+                | ((tiling.registers > 100) & (tiling.registers <= 132))
+            )
+            & (tiling.smem_bytes <= device.smem_per_block)
+            & (np.maximum(tiling.blocks, tiles) <= common.MAX_INT)
         )
         return legal
 
@@ -180,7 +183,7 @@ class DepthwiseImage:
         return common.feature_matrix(self, problem, device, rows, derived)
 
     def launch(self, problem: Problem, row: int) -> Launch:
-        plan = self._plan(problem, np.array([row]))
+        tiling = self._tiling(problem, np.array([row]))
         vertical, horizontal = _axes(problem)
         spec = KernelSpec(
             file="depthwise.cu",
@@ -197,22 +200,22 @@ class DepthwiseImage:
                 ("FLIP", int(self._direction == "dgrad")),
                 dtype_macro(problem),
                 *common.epilogue_macros(problem),
-                ("REPEAT", int(plan.repeat[0])),
+                ("REPEAT", int(tiling.repeat[0])),
                 *common.config_macros(self.configs[row], _COMPILED),
                 *common.agreed_macros(
                     max_threads=depthwise.MAX_THREADS,
-                    in_x=plan.in_x[0],
-                    depth=plan.depth,
-                    filter_pitch=plan.pitch[0],
+                    in_x=tiling.in_x[0],
+                    depth=tiling.depth,
+                    filter_pitch=tiling.pitch[0],
                 ),
             ),
         )
-        lanes = plan.lanes
+        lanes = tiling.lanes
         step = Step(
             spec,
-            grid=(int(plan.blocks[0]), 1, 1),
+            grid=(int(tiling.blocks[0]), 1, 1),
             block=(int(lanes.threads[0]), 1, 1),
-            smem_bytes=int(plan.smem_bytes[0]),
+            smem_bytes=int(tiling.smem_bytes[0]),
             operands=_OPERANDS[self._direction],
             scalars={
                 "n": problem.n,
@@ -226,9 +229,9 @@ class DepthwiseImage:
                 "origin_w": horizontal.origin,
                 "shift_h": vertical.shift,
                 "shift_w": horizontal.shift,
-                "band_groups": int(plan.band_groups[0]),
-                "bands": int(plan.bands[0]),
-                "q_tiles": int(plan.q_tiles[0]),
+                "band_groups": int(tiling.band_groups[0]),
+                "bands": int(tiling.bands[0]),
+                "q_tiles": int(tiling.q_tiles[0]),
                 "c_tiles": int(lanes.c_tiles[0]),
                 "lanes_c": int(lanes.lanes_c[0]),
                 "tiles_at_once": int(lanes.tiles_at_once[0]),
@@ -236,7 +239,7 @@ class DepthwiseImage:
         )
         return Launch((step,))
 
-    def _plan(self, problem: Problem, rows: Rows) -> _Plan:
+    def _tiling(self, problem: Problem, rows: Rows) -> _Tiling:
         """What the kernel makes of its macros too, and asserts (see `launch`), and the rest."""
         t = common.columns_at(_COLUMNS, rows)
         vertical, horizontal = _axes(problem)
@@ -274,7 +277,7 @@ class DepthwiseImage:
             + 30
         )
         tiles = problem.n * bands * q_tiles
-        return _Plan(
+        return _Tiling(
             repeat=repeat,
             in_x=in_x,
             depth=depth,
@@ -300,19 +303,19 @@ class DepthwiseImage:
         """
         t = common.columns_at(_COLUMNS, rows)
         vertical, horizontal = _axes(problem)
-        plan = self._plan(problem, rows)
-        lanes = plan.lanes
+        tiling = self._tiling(problem, rows)
+        lanes = tiling.lanes
         registers = np.minimum(
-            plan.registers, np.where(t["min_blocks"] == 2, 128, common.MAX_REGISTERS)
+            tiling.registers, np.where(t["min_blocks"] == 2, 128, common.MAX_REGISTERS)
         )
-        occupancy = Occupancy.of(device, plan.blocks, lanes.threads, registers, plan.smem_bytes)
-        steps = plan.band_groups + plan.depth - 1
-        load_bytes = vertical.down * plan.in_x * (t["vec"] // plan.repeat) * problem.itemsize
-        threads = plan.blocks * lanes.threads
+        occupancy = Occupancy.of(device, tiling.blocks, lanes.threads, registers, tiling.smem_bytes)
+        steps = tiling.band_groups + tiling.depth - 1
+        load_bytes = vertical.down * tiling.in_x * (t["vec"] // tiling.repeat) * problem.itemsize
+        threads = tiling.blocks * lanes.threads
         in_flight = occupancy.resident * lanes.threads * load_bytes * t["prefetch"]
         # Steps of padding only finish rows.
         computed = np.minimum(steps, -(-vertical.size_in // vertical.down))
-        thread_work = computed * plan.work + (steps - computed) * 0.25 * plan.work
+        thread_work = computed * tiling.work + (steps - computed) * 0.25 * tiling.work
         thread_work += costs.BLOCK_INSTRUCTIONS
         fullest = occupancy.sm_blocks * device.sm_count * lanes.threads
         seconds = np.maximum(
@@ -321,22 +324,23 @@ class DepthwiseImage:
         )
         return {
             **lanes.features(),
-            "in_x": plan.in_x,
-            "registers": plan.registers,
-            "smem_bytes": plan.smem_bytes,
+            "in_x": tiling.in_x,
+            "registers": tiling.registers,
+            "smem_bytes": tiling.smem_bytes,
             **occupancy.features(),
-            "q_waste": plan.q_tiles * t["tile_q"] / horizontal.size_out,
-            "band_groups": plan.band_groups,
-            "bands_cut": plan.bands,
+            "q_waste": tiling.q_tiles * t["tile_q"] / horizontal.size_out,
+            "band_groups": tiling.band_groups,
+            "bands_cut": tiling.bands,
             # What is left for the last band, as a part of a whole one.
-            "row_tail": (vertical.groups - (plan.bands - 1) * plan.band_groups) / plan.band_groups,
-            "halo_rows": steps / plan.band_groups,
-            "halo_columns": plan.in_x * horizontal.up / (horizontal.down * t["tile_q"]),
+            "row_tail": (vertical.groups - (tiling.bands - 1) * tiling.band_groups)
+            / tiling.band_groups,
+            "halo_rows": steps / tiling.band_groups,
+            "halo_columns": tiling.in_x * horizontal.up / (horizontal.down * t["tile_q"]),
             "steps": steps,
             "lane_waste": lanes.threads / (lanes.lanes_c * lanes.tiles_at_once),
             "run_bytes": lanes.lanes_c * t["vec"] * problem.itemsize,
             "bytes_in_flight": in_flight,
-            "work": plan.work / (vertical.up * t["tile_q"] * t["vec"]),
+            "work": tiling.work / (vertical.up * t["tile_q"] * t["vec"]),
             "log_work": np.log2(threads * thread_work),
             "log_load_bytes": np.log2(threads * steps * load_bytes / problem.minimum_bytes),
             "estimate": seconds

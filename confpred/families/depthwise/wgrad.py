@@ -46,7 +46,7 @@ def _config_table() -> NDArray[np.void]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Plan:
+class _Tiling:
     """What a problem makes of some configs; arrays over them."""
 
     block_r: Array
@@ -66,8 +66,8 @@ class _Plan:
     work: Array  # instructions that a thread issues in one step
 
 
-_TABLE = _config_table()
-_COLUMNS = common.config_columns(_TABLE)
+_CONFIGS = _config_table()
+_COLUMNS = common.config_columns(_CONFIGS)
 
 
 class DepthwiseWgrad:
@@ -75,7 +75,7 @@ class DepthwiseWgrad:
 
     name = "depthwise_wgrad"
     operation = CONVOLUTION
-    configs = _TABLE
+    configs = _CONFIGS
     feature_names: tuple[str, ...] = (
         *("log_n", "log_c", "log_p", "log_q", "r", "s", "stride_h", "stride_w"),
         *("dilation_h", "dilation_w", "itemsize", "log_bytes", "log_intensity", "bias"),
@@ -93,7 +93,7 @@ class DepthwiseWgrad:
             return legal
         taps = problem.r * problem.s
         t = _COLUMNS
-        rows = np.flatnonzero(  # what needs no plan, first: it spares most rows theirs
+        rows = np.flatnonzero(  # what needs no tiling comes first: most rows are then spared theirs
             depthwise.accessible(t["vec"], problem)
             & ((t["tile_q"] < 2 * problem.q) | (t["tile_q"] == 4))
             & depthwise.worth_loading_ahead(t["prefetch"], taps)
@@ -102,34 +102,34 @@ class DepthwiseWgrad:
             & depthwise.distinct_lanes(problem.c // t["vec"], t["lanes_c"])
         )
         t = common.columns_at(_COLUMNS, rows)
-        plan = self._plan(problem, rows)
-        vec, splits, lanes = t["vec"], t["splits"], plan.lanes
+        tiling = self._tiling(problem, rows)
+        vec, splits, lanes = t["vec"], t["splits"], tiling.lanes
         half = -(-problem.r // (t["row_groups"] // 2).clip(1))  # rows of a thread, in half as many
         legal[rows] = (
-            (plan.in_x <= depthwise.MAX_COLUMNS)
-            & (plan.sums <= MAX_SUMS)
+            (tiling.in_x <= depthwise.MAX_COLUMNS)
+            & (tiling.sums <= MAX_SUMS)
             # Each group of filter rows reads the whole input again: only for large windows.
             & (
                 (t["row_groups"] == 1)
-                | ((half * problem.s * vec > 32) & (plan.row_groups == t["row_groups"]))
+                | ((half * problem.s * vec > 32) & (tiling.row_groups == t["row_groups"]))
             )
-            & (plan.registers <= common.MOST_ESTIMATED_REGISTERS)
-            & (plan.smem_bytes <= device.smem_per_block)
-            & (lanes.lanes_c * plan.row_groups <= t["threads"])
-            & (np.maximum(plan.blocks, plan.tiles + splits * t["threads"]) <= common.MAX_INT)
+            & (tiling.registers <= common.MOST_ESTIMATED_REGISTERS)
+            & (tiling.smem_bytes <= device.smem_per_block)
+            & (lanes.lanes_c * tiling.row_groups <= t["threads"])
+            & (np.maximum(tiling.blocks, tiling.tiles + splits * t["threads"]) <= common.MAX_INT)
             & (problem.filter_elements + problem.c <= common.MAX_INT)
             # Blocks enough for half of the device and no more than sixteen to a multiprocessor, as
             # far as there are tiles for their threads.
             & (
                 (splits == 1)
                 | (
-                    (splits * lanes.tiles_at_once < 2 * plan.tiles)
-                    & (plan.blocks <= 16 * device.sm_count)
+                    (splits * lanes.tiles_at_once < 2 * tiling.tiles)
+                    & (tiling.blocks <= 16 * device.sm_count)
                 )
             )
             & (
-                (2 * plan.blocks >= device.sm_count)
-                | (2 * splits * lanes.tiles_at_once >= plan.tiles)
+                (2 * tiling.blocks >= device.sm_count)
+                | (2 * splits * lanes.tiles_at_once >= tiling.tiles)
             )
         )
         return legal
@@ -143,8 +143,8 @@ class DepthwiseWgrad:
 
     def launch(self, problem: Problem, row: int) -> Launch:
         t = self.configs[row]
-        plan = self._plan(problem, np.array([row]))
-        lanes, splits, reduction = plan.lanes, int(t["splits"]), int(t["reduction"])
+        tiling = self._tiling(problem, np.array([row]))
+        lanes, splits, reduction = tiling.lanes, int(t["splits"]), int(t["reduction"])
         dilation_h, dilation_w = depthwise.dilation(problem)
         spec = KernelSpec(
             file="depthwise_wgrad.cu",
@@ -160,22 +160,22 @@ class DepthwiseWgrad:
                 ("HAS_BIAS", int(problem.bias)),
                 ("VEC", int(t["vec"])),
                 ("TILE_Q", int(t["tile_q"])),
-                ("BLOCK_R", int(plan.block_r[0])),
+                ("BLOCK_R", int(tiling.block_r[0])),
                 ("PREFETCH", int(t["prefetch"])),
                 *common.agreed_macros(
                     max_threads=depthwise.MAX_THREADS,
-                    row_groups=plan.row_groups[0],
-                    in_x=plan.in_x[0],
-                    depth=plan.depth[0],
-                    thread_floats=plan.thread_floats[0],
+                    row_groups=tiling.row_groups[0],
+                    in_x=tiling.in_x[0],
+                    depth=tiling.depth[0],
+                    thread_floats=tiling.thread_floats[0],
                 ),
             ),
         )
         step = Step(
             spec,
-            grid=(int(plan.blocks[0]), 1, 1),
+            grid=(int(tiling.blocks[0]), 1, 1),
             block=(int(lanes.threads[0]), 1, 1),
-            smem_bytes=int(plan.smem_bytes[0]),
+            smem_bytes=int(tiling.smem_bytes[0]),
             operands=depthwise.WGRAD_OPERANDS,
             scalars={
                 "n": problem.n,
@@ -186,9 +186,9 @@ class DepthwiseWgrad:
                 "q": problem.q,
                 "pad_h": problem.padding[0],
                 "pad_w": problem.padding[1],
-                "band_rows": int(plan.band_rows[0]),
-                "bands": int(plan.bands[0]),
-                "q_tiles": int(plan.q_tiles[0]),
+                "band_rows": int(tiling.band_rows[0]),
+                "bands": int(tiling.bands[0]),
+                "q_tiles": int(tiling.q_tiles[0]),
                 "c_tiles": int(lanes.c_tiles[0]),
                 "lanes_c": int(lanes.lanes_c[0]),
                 "tiles_at_once": int(lanes.tiles_at_once[0]),
@@ -198,7 +198,7 @@ class DepthwiseWgrad:
         )
         return depthwise.with_sums(step, problem, splits, reduction, int(lanes.c_tiles[0]))
 
-    def _plan(self, problem: Problem, rows: Rows) -> _Plan:
+    def _tiling(self, problem: Problem, rows: Rows) -> _Tiling:
         """What the kernel makes of its macros too, and asserts (see `launch`), and the rest."""
         t = common.columns_at(_COLUMNS, rows)
         vec, tile_q, (stride_h, stride_w) = t["vec"], t["tile_q"], problem.stride
@@ -224,7 +224,7 @@ class DepthwiseWgrad:
         ).astype(np.int64)
         # Products, conversions, addresses, and the window's slide.
         work = sums * tile_q + inputs + 2 * outputs + 4 * (stride_h * in_x + tile_q) + 30
-        return _Plan(
+        return _Tiling(
             block_r=block_r,
             row_groups=row_groups,
             in_x=in_x,
@@ -252,17 +252,17 @@ class DepthwiseWgrad:
         row that cannot be hidden, and the time of the reduction.
         """
         t = common.columns_at(_COLUMNS, rows)
-        plan = self._plan(problem, rows)
-        lanes = plan.lanes
-        registers = np.minimum(plan.registers, common.MAX_REGISTERS)
-        occupancy = Occupancy.of(device, plan.blocks, lanes.threads, registers, plan.smem_bytes)
-        ideal_rounds = plan.tiles / (t["splits"] * lanes.tiles_at_once)
+        tiling = self._tiling(problem, rows)
+        lanes = tiling.lanes
+        registers = np.minimum(tiling.registers, common.MAX_REGISTERS)
+        occupancy = Occupancy.of(device, tiling.blocks, lanes.threads, registers, tiling.smem_bytes)
+        ideal_rounds = tiling.tiles / (t["splits"] * lanes.tiles_at_once)
         rounds = np.ceil(ideal_rounds)
-        steps = plan.band_rows + plan.depth - 1
-        pixels = problem.stride[0] * plan.in_x + t["tile_q"]
+        steps = tiling.band_rows + tiling.depth - 1
+        pixels = problem.stride[0] * tiling.in_x + t["tile_q"]
         load_bytes = pixels * t["vec"] * problem.itemsize
-        threads = plan.blocks * lanes.threads
-        instructions = threads * rounds * steps * plan.work
+        threads = tiling.blocks * lanes.threads
+        instructions = threads * rounds * steps * tiling.work
         seconds = np.maximum(
             problem.minimum_bytes / device.dram_bytes_per_s,
             costs.instructions_s(instructions, device, issued=1.0),
@@ -270,23 +270,23 @@ class DepthwiseWgrad:
         sum_bytes = 4.0 * problem.filter_elements * t["splits"]
         return {
             **lanes.features(),
-            "block_r": plan.block_r,
-            "in_x": plan.in_x,
-            "sums": plan.sums,
-            "registers": plan.registers,
-            "smem_bytes": plan.smem_bytes,
+            "block_r": tiling.block_r,
+            "in_x": tiling.in_x,
+            "sums": tiling.sums,
+            "registers": tiling.registers,
+            "smem_bytes": tiling.smem_bytes,
             **occupancy.features(),
-            "q_waste": plan.q_tiles * t["tile_q"] / problem.q,
-            "band_rows": plan.band_rows,
-            "bands_cut": plan.bands,
-            "halo_rows": steps / plan.band_rows,
-            "halo_columns": plan.in_x / (problem.stride[1] * t["tile_q"]),
+            "q_waste": tiling.q_tiles * t["tile_q"] / problem.q,
+            "band_rows": tiling.band_rows,
+            "bands_cut": tiling.bands,
+            "halo_rows": steps / tiling.band_rows,
+            "halo_columns": tiling.in_x / (problem.stride[1] * t["tile_q"]),
             "rounds": rounds,
             "round_waste": rounds / ideal_rounds,
             "steps": steps,
             "run_bytes": lanes.lanes_c * t["vec"] * problem.itemsize,
             "bytes_in_flight": occupancy.resident * lanes.threads * load_bytes * t["prefetch"],
-            "work": plan.work / (t["tile_q"] * t["vec"]),
+            "work": tiling.work / (t["tile_q"] * t["vec"]),
             "log_work": np.log2(instructions),
             "log_load_bytes": np.log2(
                 threads * rounds * steps * load_bytes / problem.minimum_bytes

@@ -76,8 +76,8 @@ def _config_table() -> NDArray[np.void]:
     return common.config_table(_FIELDS, few + many + odd)
 
 
-_TABLE = _config_table()
-_COLUMNS = common.config_columns(_TABLE)
+_CONFIGS = _config_table()
+_COLUMNS = common.config_columns(_CONFIGS)
 _ODD = _COLUMNS["block_c"] & (_COLUMNS["block_c"] - 1) > 0  # no power of two
 
 
@@ -226,7 +226,7 @@ class GroupedRows:
     """
 
     operation = CONVOLUTION
-    configs = _TABLE
+    configs = _CONFIGS
 
     def __init__(self, name: str, direction: str, operands: tuple[str, ...]) -> None:
         self.name = name
@@ -260,10 +260,12 @@ class GroupedRows:
         return legal
 
     def estimate_s(self, problem: Problem, device: Device, rows: Rows) -> NDArray[np.float64]:
-        return self._plan(problem, device, rows)["estimate"]
+        return self._derived(problem, device, rows)["estimate"]
 
     def features(self, problem: Problem, device: Device, rows: Rows) -> NDArray[np.float32]:
-        return common.feature_matrix(self, problem, device, rows, self._plan(problem, device, rows))
+        return common.feature_matrix(
+            self, problem, device, rows, self._derived(problem, device, rows)
+        )
 
     def launch(self, problem: Problem, row: int) -> Launch:
         shape = _shape_of(problem)
@@ -294,7 +296,9 @@ class GroupedRows:
         )
         return Launch(steps=(step,))
 
-    def _plan(self, problem: Problem, device: Device, rows: Rows) -> dict[str, NDArray[np.float64]]:
+    def _derived(
+        self, problem: Problem, device: Device, rows: Rows
+    ) -> dict[str, NDArray[np.float64]]:
         """How each config would run `problem`: the derived features, and the estimated seconds.
 
         The estimate is the largest of three times, stretched by the waste of the last wave: device
@@ -379,7 +383,7 @@ def _spec(problem: Problem, row: int) -> KernelSpec:
             ("STRIDE_W", max(columns.down, columns.up)),
             dtype_macro(problem),
             *common.epilogue_macros(problem),
-            *common.config_macros(_TABLE[row], _COMPILED),
+            *common.config_macros(_CONFIGS[row], _COMPILED),
             *common.agreed_macros(threads=shape.threads[row], smem_bytes=shape.smem_bytes[row]),
         ),
     )

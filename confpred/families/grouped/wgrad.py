@@ -76,8 +76,8 @@ def _config_table() -> NDArray[np.void]:
     return common.config_table(_FIELDS, rows)
 
 
-_TABLE = _config_table()
-_COLUMNS = common.config_columns(_TABLE)
+_CONFIGS = _config_table()
+_COLUMNS = common.config_columns(_CONFIGS)
 _ODD = _COLUMNS["block_k"] & (_COLUMNS["block_k"] - 1) > 0  # no power of two
 #: By count of slices, the next smaller count; 1 for 1.
 _FEWER = np.ones(_SPLITS[-1] + 1, np.int64)
@@ -170,7 +170,7 @@ class GroupedWgrad:
 
     name = "grouped_wgrad"
     operation = CONVOLUTION
-    configs = _TABLE
+    configs = _CONFIGS
     feature_names: tuple[str, ...] = (
         *("log_n", "log_c", "log_p", "log_q", "r", "s", "group_width", "log_bytes"),
         *("stride_h", "stride_w", "dilation_h", "dilation_w"),
@@ -241,10 +241,12 @@ class GroupedWgrad:
         return legal
 
     def estimate_s(self, problem: Problem, device: Device, rows: Rows) -> NDArray[np.float64]:
-        return self._plan(problem, device, rows)["estimate"]
+        return self._derived(problem, device, rows)["estimate"]
 
     def features(self, problem: Problem, device: Device, rows: Rows) -> NDArray[np.float32]:
-        return common.feature_matrix(self, problem, device, rows, self._plan(problem, device, rows))
+        return common.feature_matrix(
+            self, problem, device, rows, self._derived(problem, device, rows)
+        )
 
     def launch(self, problem: Problem, row: int) -> Launch:
         t = self.configs[row]
@@ -333,7 +335,9 @@ class GroupedWgrad:
         )
         return Launch((sweep, add), scratch_bytes=scratch)
 
-    def _plan(self, problem: Problem, device: Device, rows: Rows) -> dict[str, NDArray[np.float64]]:
+    def _derived(
+        self, problem: Problem, device: Device, rows: Rows
+    ) -> dict[str, NDArray[np.float64]]:
         """How each config would run `problem`: the derived features, and the estimated seconds.
 
         The estimate is the largest of three times, stretched by the waste of the last wave or, in

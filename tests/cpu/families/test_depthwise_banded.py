@@ -116,12 +116,12 @@ def test_a_window_of_one_tap_has_no_dilation() -> None:
 def test_legal_configs_fit_the_multiprocessor(problem: Problem, device: Device) -> None:
     family = family_of(problem)
     rows = np.array(legal_rows(problem, device))
-    plan, table = family._plan(problem, rows), family.configs[rows]
-    blocks = table["min_blocks"]
-    assert (plan.threads <= 512).all()
-    assert (blocks * plan.threads * most_registers(table) <= device.regs_per_sm).all()
-    assert (blocks * plan.smem_bytes <= device.smem_per_sm).all()
-    assert (plan.in_items <= 16).all()  # two validity bits each, in a word
+    tiling, configs = family._tiling(problem, rows), family.configs[rows]
+    blocks = configs["min_blocks"]
+    assert (tiling.threads <= 512).all()
+    assert (blocks * tiling.threads * most_registers(configs) <= device.regs_per_sm).all()
+    assert (blocks * tiling.smem_bytes <= device.smem_per_sm).all()
+    assert (tiling.in_items <= 16).all()  # two validity bits each, in a word
 
 
 @given(banded_problems(largest=30), st.integers(0, 2**32 - 1))
@@ -222,10 +222,10 @@ def test_registers_are_near_the_estimate_and_hardly_spill(arch: str) -> None:
             problem = Problem.parse(f"{layer} direction={direction} {epilogue}")
             family = family_of(problem)
             row = int(rng.choice(legal_rows(problem)))
-            plan = family._plan(problem, np.array([row]))
+            tiling = family._tiling(problem, np.array([row]))
             registers, stack = resources(family.launch(problem, row).steps[0].kernel, arch)
             most = most_registers(config_columns(family.configs, np.array([row])))
-            ratios.append(registers / min(plan.registers[0], most[0]))
+            ratios.append(registers / min(tiling.registers[0], most[0]))
             stacks.append(stack)
     assert max(stacks) <= 192
     assert np.median(stacks) == 0
