@@ -8,7 +8,6 @@ import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from math import gcd
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +23,7 @@ from confpred.families.common import (
     Occupancy,
 )
 from confpred.families.grouped import common as grouped
+from confpred.families.grouped.window import Window, flush_steps, window_of
 from confpred.families.protocol import Rows
 from confpred.problem.conv2d import Problem
 from confpred.problem.conv2d_operation import CONVOLUTION, dtype_macro
@@ -85,73 +85,6 @@ _FEWER[list(_SPLITS[1:])] = _SPLITS[:-1]
 
 
 @dataclass(frozen=True, slots=True)
-class _Axis:
-    """A window's steps along one axis, once what stride and dilation have in common is divided out.
-
-    Attributes:
-        stride, dilation: what is left of them; either is 1.
-        step: what was divided out, in input elements.
-    """
-
-    stride: int
-    dilation: int
-    step: int
-
-
-def _axis(window: int, stride: int, dilation: int) -> _Axis:
-    if window == 1:
-        dilation = stride  # of one tap any dilation is the same: take the one that leaves no stride
-    step = gcd(stride, dilation)
-    return _Axis(stride // step, dilation // step, step)
-
-
-@dataclass(frozen=True, slots=True)
-class _Window:
-    """What decides a kernel apart from its config: window, group width, steps, bias gradient."""
-
-    group_width: int
-    r: int
-    s: int
-    vertical: _Axis
-    horizontal: _Axis
-    bias: bool
-
-
-def _window(problem: Problem) -> _Window:
-    return _Window(
-        problem.group_width,
-        problem.r,
-        problem.s,
-        _axis(problem.r, problem.stride[0], problem.dilation[0]),
-        _axis(problem.s, problem.stride[1], problem.dilation[1]),
-        problem.bias,
-    )
-
-
-def _flush(problem: Problem) -> int:
-    """Steps without a gradient row after an image's last one.
-
-    The input rows that this row still meets need some. The next image needs the others, to find no
-    row of this one in the buffer; but above an image as many steps pass as padding hides, before
-    the first input row meets what the buffer holds.
-    """
-    axis = _window(problem).vertical
-    live = -(-problem.r // axis.stride)
-    rows = -(-problem.p // axis.dilation)
-    flush = 0
-    for phase in range(axis.dilation):
-        # Input rows begin at `top`; a step brings in `stride` of them, `pitch` apart.
-        top = phase * problem.stride[0] - problem.padding[0]
-        pitch = axis.step * axis.dilation
-        step = axis.stride * pitch
-        hidden = -((top + step - pitch) // step)  # steps whose last row is above the image
-        met = -((top + rows * step - problem.h) // step)  # those whose first one is not below it
-        hidden, met = (min(max(0, steps), live - 1) for steps in (hidden, met))
-        flush = max(flush, live - 1 - hidden, met)
-    return flush
-
-
-@dataclass(frozen=True, slots=True)
 class _Shape:
     """What a window makes of each config; arrays over the config table."""
 
@@ -190,7 +123,7 @@ class GroupedWgrad:
             return legal
         if _elements(problem) > common.MAX_INT:
             return legal
-        shape, t = _shape(_window(problem)), _COLUMNS
+        shape, t = _shape(window_of(problem)), _COLUMNS
         rows = np.flatnonzero(  # what needs no division, first: it spares most rows theirs
             shape.fits
             & (shape.smem_bytes <= device.smem_per_block)
@@ -250,7 +183,7 @@ class GroupedWgrad:
 
     def launch(self, problem: Problem, row: int) -> Launch:
         t = self.configs[row]
-        window = _window(problem)
+        window = window_of(problem)
         shape = _shape(window)
         dtype = dtype_macro(problem)
         vertical, horizontal = window.vertical, window.horizontal
@@ -298,7 +231,7 @@ class GroupedWgrad:
                 "phases": phases,
                 "phase_step": problem.stride[0],
                 "rows": -(-problem.p // phases),
-                "flush": _flush(problem),
+                "flush": flush_steps(problem),
                 "slice_rows": slice_rows,
                 "slices": slices,
                 "q_tiles": q_tiles,
@@ -346,7 +279,7 @@ class GroupedWgrad:
         for each row of a block that cannot be hidden, and the time to add the blocks' sums.
         """
         t = common.columns_at(_COLUMNS, rows)
-        window = _window(problem)
+        window = window_of(problem)
         shape = _shape(window)
         cut = _cut(problem, t)
         slice_rows, q_tiles, k_tiles = cut.slice_rows, cut.q_tiles, cut.k_tiles
@@ -359,7 +292,7 @@ class GroupedWgrad:
             occupancy.sm_blocks * device.sm_count / blocks,
             occupancy.wave_waste,
         )
-        flush = _flush(problem)
+        flush = flush_steps(problem)
         lattice_rows = -(-problem.p // window.vertical.dilation)
         steps = slice_rows + np.maximum(1.0, slice_rows / lattice_rows) * flush
         loaded = blocks * slice_rows * (shape.stage_bytes[rows] + 0.0)
@@ -454,7 +387,7 @@ class _Cut:
 
 def _cut(problem: Problem, t: Mapping[str, Array]) -> _Cut:
     """Of the configs whose fields are the columns `t`."""
-    phases = _window(problem).vertical.dilation
+    phases = window_of(problem).vertical.dilation
     rows = -(-problem.n // t["block_n"]) * (phases * -(-problem.p // phases))
     slice_rows, slices = common.cut(rows, t["splits"])
     return _Cut(
@@ -472,7 +405,7 @@ def _elements(problem: Problem) -> int:
 
 
 @lru_cache(maxsize=256)
-def _shape(window: _Window) -> _Shape:
+def _shape(window: Window) -> _Shape:
     """What the kernel makes of its macros too; it asserts the threads and the shared memory."""
     t = _COLUMNS
     width, r, s = window.group_width, window.r, window.s

@@ -17,7 +17,8 @@ from ptxas import resources
 from strategies import problems
 
 from confpred.cuda.compiler import supported_archs
-from confpred.families.grouped.rows import _shape_of, axis_of
+from confpred.families.grouped.axis import axis_of
+from confpred.families.grouped.rows import _shape_of
 from confpred.families.protocol import config_dict
 from confpred.families.registry import all_families
 from confpred.problem.conv2d import ACTIVATIONS, Problem
