@@ -128,11 +128,11 @@ class LayerNormFamily:
     operation = LayerNorm()
     configs = _config_table()
     feature_names: tuple[str, ...] = (
-        *("log_rows", "log_columns", "dtype", "affine", "log_bytes"),
+        "log_rows", "log_columns", "dtype", "affine", "log_bytes",
         *_FIELDS,
-        *("threads", "registers", "vector_bytes", "used", "log_blocks", "waves", "wave_waste"),
-        *("log_bytes_in_flight", "log_estimate"),
-    )
+        "threads", "registers", "vector_bytes", "used", "log_blocks", "waves", "wave_waste",
+        "log_bytes_in_flight", "log_estimate",
+    )  # fmt: skip
 
     def legal(self, problem: LayerNormProblem, device: Device) -> NDArray[np.bool_]:
         t = self.configs

@@ -34,9 +34,9 @@ from confpred.problem.device import Device
 from confpred.problem.operation import KernelSpec, Launch, Step
 
 COMPILED = (
-    *("block_c", "warp_c", "strips", "warp_strips", "run"),
-    *("rows", "stages", "min_blocks"),
-)
+    "block_c", "warp_c", "strips", "warp_strips", "run",
+    "rows", "stages", "min_blocks",
+)  # fmt: skip
 _FIELDS = (*COMPILED, "bands")
 _OPERANDS = {
     "fprop": ("out", "in", "filter", "bias", "residual"),
@@ -47,10 +47,10 @@ _OPERANDS = {
 # those of more strips, were hardly ever among the fastest of 25 layers (130 random configs each,
 # H200).
 BLOCKS = (
-    *((16, 1, 16, 16), (16, 1, 32, 32), (16, 2, 16, 16), (16, 2, 32, 32)),
-    *((16, 4, 16, 16), (16, 4, 32, 16), (32, 2, 16, 16), (32, 2, 32, 32)),
-    *((32, 4, 16, 16), (32, 4, 32, 16), (64, 4, 16, 16)),
-)
+    (16, 1, 16, 16), (16, 1, 32, 32), (16, 2, 16, 16), (16, 2, 32, 32),
+    (16, 4, 16, 16), (16, 4, 32, 16), (32, 2, 16, 16), (32, 2, 32, 32),
+    (32, 4, 16, 16), (32, 4, 32, 16), (64, 4, 16, 16),
+)  # fmt: skip
 # Strips of a run: at most an eighth of a block's are idle.
 TILES = tuple(
     (*block, run)
@@ -212,14 +212,14 @@ def not_oversized(t: Mapping[str, Array], all_runs: Array, band_rows: Array) -> 
 
 
 _SHARED = (
-    *("log_n", "log_k", "log_p", "log_q", "r", "s", "bfloat16", "log_bytes", "log_intensity"),
+    "log_n", "log_k", "log_p", "log_q", "r", "s", "bfloat16", "log_bytes", "log_intensity",
     *_FIELDS,
-    *("threads", "registers", "smem_bytes", "in_items", "out_items", "products"),
-    *("blocks_per_sm", "warps_per_sm", "log_blocks", "waves", "wave_waste", "q_waste", "c_waste"),
-    *("strip_waste", "band_rows", "bands_cut", "row_tail", "halo_rows", "halo_columns", "steps"),
-    *("run_bytes", "pixel_alignment", "bytes_in_flight", "log_work", "log_load_bytes"),
+    "threads", "registers", "smem_bytes", "in_items", "out_items", "products",
+    "blocks_per_sm", "warps_per_sm", "log_blocks", "waves", "wave_waste", "q_waste", "c_waste",
+    "strip_waste", "band_rows", "bands_cut", "row_tail", "halo_rows", "halo_columns", "steps",
+    "run_bytes", "pixel_alignment", "bytes_in_flight", "log_work", "log_load_bytes",
     "log_estimate",
-)
+)  # fmt: skip
 _FEATURES = {
     "fprop": (*_SHARED, "bias", "residual", "activation"),
     "dgrad": _SHARED,

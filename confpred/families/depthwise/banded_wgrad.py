@@ -26,6 +26,7 @@ from confpred.problem.device import Device
 from confpred.problem.operation import KernelSpec, Launch, Step
 
 _FIELDS = (*banded.COMPILED, "bands", "splits", "reduction")
+_VARYING_FIELDS = tuple(name for name in _FIELDS if name != "stages")
 _MAX_WIDTH = 9  # of a window: a diagonal has eight elements
 _STAGES = 2  # more were not faster, and take shared memory of blocks
 
@@ -84,15 +85,15 @@ class DepthwiseBandedWgrad:
     operation = CONVOLUTION
     configs = _CONFIGS
     feature_names: tuple[str, ...] = (
-        *("log_n", "log_c", "log_p", "log_q", "r", "s", "bfloat16", "bias", "log_bytes"),
+        "log_n", "log_c", "log_p", "log_q", "r", "s", "bfloat16", "bias", "log_bytes",
         "log_intensity",
-        *(name for name in _FIELDS if name != "stages"),
-        *("threads", "registers", "smem_bytes", "in_items", "grad_items", "products"),
-        *("blocks_per_sm", "warps_per_sm", "log_blocks", "waves", "wave_waste", "q_waste"),
-        *("c_waste", "strip_waste", "band_rows", "bands_cut", "halo_rows", "halo_columns"),
-        *("rounds", "round_waste", "steps", "run_bytes", "pixel_alignment", "bytes_in_flight"),
-        *("log_work", "log_load_bytes", "log_sum_bytes", "log_estimate"),
-    )
+        *_VARYING_FIELDS,
+        "threads", "registers", "smem_bytes", "in_items", "grad_items", "products",
+        "blocks_per_sm", "warps_per_sm", "log_blocks", "waves", "wave_waste", "q_waste",
+        "c_waste", "strip_waste", "band_rows", "bands_cut", "halo_rows", "halo_columns",
+        "rounds", "round_waste", "steps", "run_bytes", "pixel_alignment", "bytes_in_flight",
+        "log_work", "log_load_bytes", "log_sum_bytes", "log_estimate",
+    )  # fmt: skip
 
     def legal(self, problem: Problem, device: Device) -> NDArray[np.bool_]:
         legal = np.zeros(len(self.configs), np.bool_)

@@ -52,15 +52,15 @@ def _config_table() -> NDArray[np.void]:
 
 
 _SHARED = (
-    *("log_n", "log_k", "log_p", "log_q", "r", "s", "stride_h", "stride_w"),
-    *("dilation_h", "dilation_w", "itemsize", "log_bytes", "log_intensity"),
+    "log_n", "log_k", "log_p", "log_q", "r", "s", "stride_h", "stride_w",
+    "dilation_h", "dilation_w", "itemsize", "log_bytes", "log_intensity",
     *_FIELDS,
-    *("lanes", "c_tiles", "tiles_at_once", "block_threads", "in_x", "registers", "smem_bytes"),
-    *("blocks_per_sm", "warps_per_sm", "log_blocks", "waves", "wave_waste", "q_waste"),
-    *("band_groups", "bands_cut", "row_tail", "halo_rows", "halo_columns", "steps"),
-    *("lane_waste", "run_bytes", "pixel_alignment", "bytes_in_flight", "work", "log_work"),
-    *("log_load_bytes", "log_estimate"),
-)
+    "lanes", "c_tiles", "tiles_at_once", "block_threads", "in_x", "registers", "smem_bytes",
+    "blocks_per_sm", "warps_per_sm", "log_blocks", "waves", "wave_waste", "q_waste",
+    "band_groups", "bands_cut", "row_tail", "halo_rows", "halo_columns", "steps",
+    "lane_waste", "run_bytes", "pixel_alignment", "bytes_in_flight", "work", "log_work",
+    "log_load_bytes", "log_estimate",
+)  # fmt: skip
 _FEATURES = {
     "fprop": (*_SHARED, "multiplier", "bias", "residual", "activation"),
     "dgrad": _SHARED,

@@ -22,9 +22,9 @@ from confpred.problem.device import Device
 from confpred.problem.operation import KernelSpec, Launch, Step
 
 _FIELDS = (
-    *("vec", "tile_q", "row_groups", "prefetch", "lanes_c", "threads", "bands", "splits"),
+    "vec", "tile_q", "row_groups", "prefetch", "lanes_c", "threads", "bands", "splits",
     "reduction",
-)
+)  # fmt: skip
 MAX_SUMS = 128  # of a thread: more would leave too few registers for the window
 
 
@@ -77,15 +77,15 @@ class DepthwiseWgrad:
     operation = CONVOLUTION
     configs = _CONFIGS
     feature_names: tuple[str, ...] = (
-        *("log_n", "log_c", "log_p", "log_q", "r", "s", "stride_h", "stride_w"),
-        *("dilation_h", "dilation_w", "itemsize", "log_bytes", "log_intensity", "bias"),
+        "log_n", "log_c", "log_p", "log_q", "r", "s", "stride_h", "stride_w",
+        "dilation_h", "dilation_w", "itemsize", "log_bytes", "log_intensity", "bias",
         *_FIELDS,
-        *("lanes", "c_tiles", "tiles_at_once", "block_threads", "block_r", "in_x", "sums"),
-        *("registers", "smem_bytes", "blocks_per_sm", "warps_per_sm", "log_blocks", "waves"),
-        *("wave_waste", "q_waste", "band_rows", "bands_cut", "halo_rows", "halo_columns"),
-        *("rounds", "round_waste", "steps", "run_bytes", "pixel_alignment", "bytes_in_flight"),
-        *("work", "log_work", "log_load_bytes", "log_sum_bytes", "log_estimate"),
-    )
+        "lanes", "c_tiles", "tiles_at_once", "block_threads", "block_r", "in_x", "sums",
+        "registers", "smem_bytes", "blocks_per_sm", "warps_per_sm", "log_blocks", "waves",
+        "wave_waste", "q_waste", "band_rows", "bands_cut", "halo_rows", "halo_columns",
+        "rounds", "round_waste", "steps", "run_bytes", "pixel_alignment", "bytes_in_flight",
+        "work", "log_work", "log_load_bytes", "log_sum_bytes", "log_estimate",
+    )  # fmt: skip
 
     def legal(self, problem: Problem, device: Device) -> NDArray[np.bool_]:
         legal = np.zeros(len(self.configs), np.bool_)

@@ -23,10 +23,13 @@ from confpred.problem.operation import KernelSpec, Launch, Step
 
 #: (images, columns) of a block: tensor-core tiles of 16 pixels that real widths fill well.
 _PIXEL_ROWS = (
-    *((n, q) for q in (8, 14, 16) for n in (1, 2, 4) if n * q >= 14),
-    *((n, q) for q in (28, 32) for n in (1, 2)),
+    (2, 8), (4, 8),
+    (1, 14), (2, 14), (4, 14),
+    (1, 16), (2, 16), (4, 16),
+    (1, 28), (2, 28),
+    (1, 32), (2, 32),
     (1, 64),
-)
+)  # fmt: skip
 #: (channels, warps along them) of blocks for layers whose channels are no multiple of 64, as in
 #: many networks for small devices: a part of the blocks of 64 would be idle.
 _ODD_CHANNELS = ((24, 3), (48, 3), (80, 5), (96, 6))
@@ -98,16 +101,16 @@ class _Shape:
 
 
 _SHARED_FEATURES = (
-    *("log_n", "log_c", "log_p", "log_q", "r", "s", "group_width", "log_bytes"),
-    *("log_intensity", "bfloat16", "stride_h", "stride_w", "dilation_h", "dilation_w"),
+    "log_n", "log_c", "log_p", "log_q", "r", "s", "group_width", "log_bytes",
+    "log_intensity", "bfloat16", "stride_h", "stride_w", "dilation_h", "dilation_w",
     *_FIELDS,
-    *("threads", "warp_tiles", "warp_groups", "smem_bytes", "registers", "loads", "products"),
-    *("blocks_per_sm", "warps_per_sm", "log_blocks", "waves", "wave_waste"),
-    *("q_waste", "n_waste", "c_waste", "halo_rows", "halo_columns", "steps", "bytes_in_flight"),
-    *("q_tail", "n_tail", "c_tail", "row_tail", "c_tiles", "bands_cut", "band_rows"),
-    *("log_blocks_an_sm", "rounds", "log_images_at_once", "pixel_alignment"),
-    *("log_load_bytes", "log_products", "log_estimate"),
-)
+    "threads", "warp_tiles", "warp_groups", "smem_bytes", "registers", "loads", "products",
+    "blocks_per_sm", "warps_per_sm", "log_blocks", "waves", "wave_waste",
+    "q_waste", "n_waste", "c_waste", "halo_rows", "halo_columns", "steps", "bytes_in_flight",
+    "q_tail", "n_tail", "c_tail", "row_tail", "c_tiles", "bands_cut", "band_rows",
+    "log_blocks_an_sm", "rounds", "log_images_at_once", "pixel_alignment",
+    "log_load_bytes", "log_products", "log_estimate",
+)  # fmt: skip
 
 
 class GroupedRows:
@@ -328,11 +331,15 @@ def _cut(problem: Problem, t: Mapping[str, Array]) -> _Cut:
 def _shape_of(problem: Problem) -> _Shape:
     rows, columns = axis_of(problem, 0), axis_of(problem, 1)
     return _shape(
-        problem.group_width,
-        *(problem.r, rows.down, rows.up),
-        *(problem.s, columns.down, columns.up),
-        problem.direction == "dgrad",
-        problem.residual,
+        group_width=problem.group_width,
+        r=problem.r,
+        down_h=rows.down,
+        up_h=rows.up,
+        s=problem.s,
+        down_w=columns.down,
+        up_w=columns.up,
+        dgrad=problem.direction == "dgrad",
+        residual=problem.residual,
     )
 
 

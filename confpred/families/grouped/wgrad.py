@@ -40,11 +40,12 @@ _MAX_LAST_BLOCK_PARTS = 32
 #: (images, output columns) of a block: tensor-core tiles of 16 pixels that real widths fill well.
 #: Narrow images are padded to 8 or 16 columns, for a tile's rows to lie one after another.
 _PIXEL_ROWS = (
-    *((n, 8) for n in (2, 4, 8)),
-    *((n, 16) for n in (1, 2, 4)),
-    *((n, q) for q in (28, 32) for n in (1, 2)),
-    *((1, q) for q in (56, 64)),
-)
+    (2, 8), (4, 8), (8, 8),
+    (1, 16), (2, 16), (4, 16),
+    (1, 28), (2, 28),
+    (1, 32), (2, 32),
+    (1, 56), (1, 64),
+)  # fmt: skip
 #: Into how many slices the rows of all images are cut.
 _SPLITS = (1, *itertools.chain.from_iterable((2 << i, 3 << i) for i in range(8)))
 #: (gradient channels of a block, of a warp) where 64 does not divide the layer's channels.
@@ -105,17 +106,17 @@ class GroupedWgrad:
     operation = CONVOLUTION
     configs = _CONFIGS
     feature_names: tuple[str, ...] = (
-        *("log_n", "log_c", "log_p", "log_q", "r", "s", "group_width", "log_bytes"),
-        *("stride_h", "stride_w", "dilation_h", "dilation_w"),
-        *("log_intensity", "bfloat16", "bias"),
+        "log_n", "log_c", "log_p", "log_q", "r", "s", "group_width", "log_bytes",
+        "stride_h", "stride_w", "dilation_h", "dilation_w",
+        "log_intensity", "bfloat16", "bias",
         *_FIELDS,
-        *("threads", "warp_tiles", "smem_bytes", "registers", "loads", "products"),
-        *("blocks_per_sm", "warps_per_sm", "log_blocks", "waves", "wave_waste"),
-        *("q_waste", "n_waste", "k_waste", "halo_rows", "halo_columns", "steps", "bytes_in_flight"),
-        *("q_tail", "n_tail", "k_tail", "slice_tail", "k_tiles", "q_tiles", "slice_rows", "parts"),
-        *("log_blocks_an_sm", "rounds", "pixel_alignment", "log_sum_bytes"),
-        *("log_load_bytes", "log_products", "log_estimate"),
-    )
+        "threads", "warp_tiles", "smem_bytes", "registers", "loads", "products",
+        "blocks_per_sm", "warps_per_sm", "log_blocks", "waves", "wave_waste",
+        "q_waste", "n_waste", "k_waste", "halo_rows", "halo_columns", "steps", "bytes_in_flight",
+        "q_tail", "n_tail", "k_tail", "slice_tail", "k_tiles", "q_tiles", "slice_rows", "parts",
+        "log_blocks_an_sm", "rounds", "pixel_alignment", "log_sum_bytes",
+        "log_load_bytes", "log_products", "log_estimate",
+    )  # fmt: skip
 
     def legal(self, problem: Problem, device: Device) -> NDArray[np.bool_]:
         legal = np.zeros(len(self.configs), np.bool_)

@@ -7,6 +7,7 @@ list may have conditions on macros, and macros that stand for parameters.
 
 from __future__ import annotations
 
+import itertools
 import random
 import re
 from collections.abc import Mapping
@@ -132,7 +133,7 @@ LAYER = Problem(2, 16, 9, 9, 16, 3, 3, groups=2)
 WGRAD = replace(LAYER, direction="wgrad", bias=True)
 NORM = layer_norm.LayerNormProblem(32, 96)
 STEPS = [
-    *(step for family in FAMILIES.values() for step in steps_of(family)),
+    *itertools.chain.from_iterable(map(steps_of, FAMILIES.values())),
     *references(CONVOLUTION, LAYER, replace(LAYER, direction="dgrad"), WGRAD),
     layer_norm.FAMILY.launch(NORM, int(np.argmax(layer_norm.FAMILY.legal(NORM, H100)))).steps[0],
     *references(layer_norm.FAMILY.operation, NORM),

@@ -87,16 +87,15 @@ def test_every_layer_has_a_config(problem: Problem) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        *(
-            "groups=32",
-            "k=128",
-            "stride=2",
-            "stride=1x2",
-            "dilation=2",
-            "r=12",
-            "c=60 k=60 groups=60",
-        ),
-        *("dtype=float32", "h=20000 w=20000"),
+        "groups=32",
+        "k=128",
+        "stride=2",
+        "stride=1x2",
+        "dilation=2",
+        "r=12",
+        "c=60 k=60 groups=60",
+        "dtype=float32",
+        "h=20000 w=20000",
     ],
 )
 @pytest.mark.parametrize("direction", DIRECTIONS)

@@ -46,7 +46,13 @@ def layers(draw: st.DrawFn, *, largest: int = 120, images: int = 64) -> Problem:
     assume(h + 2 * padding[0] > dilation[0] * (r - 1))
     assume(w + 2 * padding[1] > dilation[1] * (s - 1))
     return Problem(
-        *(draw(st.integers(1, images)), c, h, w, c, r, s),
+        n=draw(st.integers(1, images)),
+        c=c,
+        h=h,
+        w=w,
+        k=c,
+        r=r,
+        s=s,
         stride=stride,
         padding=padding,
         dilation=dilation,
@@ -338,19 +344,29 @@ def test_one_kernel_serves_every_size(problem: Problem, data: st.DataObject) -> 
     assert {family.launch(problem, i).steps[0].kernel for i in same_tile} == {source}
 
 
+#: Group width, window and stride of layers that differ in what a kernel keeps in registers.
+KINDS = (
+    (1, 3, 3, 1), (1, 5, 5, 2), (1, 7, 7, 1), (2, 1, 7, 1), (4, 3, 3, 2), (8, 3, 3, 1),
+    (8, 5, 5, 1), (16, 3, 3, 2), (16, 4, 2, 1), (32, 3, 3, 1), (64, 3, 3, 1),
+    (32, 1, 1, 2), (64, 3, 3, 2),
+)  # fmt: skip
+
+
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a", supported_archs()[-1]])
 def test_registers_are_near_the_estimate_and_hardly_spill(arch: str) -> None:
     """Legality trusts the estimate; a kernel that spills much would be a wrong estimate."""
     rng = np.random.default_rng(0)
     ratios = []
     for direction, family in FAMILIES.items():
-        for width, r, s, stride in (
-            *((1, 3, 3, 1), (1, 5, 5, 2), (1, 7, 7, 1), (2, 1, 7, 1), (4, 3, 3, 2), (8, 3, 3, 1)),
-            *((8, 5, 5, 1), (16, 3, 3, 2), (16, 4, 2, 1), (32, 3, 3, 1), (64, 3, 3, 1)),
-            *((32, 1, 1, 2), (64, 3, 3, 2)),
-        ):
+        for width, r, s, stride in KINDS:
             problem = Problem(
-                *(32, 256, 56, 56, 256, r, s),
+                n=32,
+                c=256,
+                h=56,
+                w=56,
+                k=256,
+                r=r,
+                s=s,
                 stride=(stride, stride),
                 padding=(r // 2, s // 2),
                 groups=256 // width,

@@ -210,7 +210,13 @@ def test_typical_layers_have_many_configs_of_few_kernels(layer: str, device: Dev
 @pytest.mark.parametrize("window", [(3, 3), (5, 5), (1, 7), (7, 7)])
 def test_every_width_and_window_is_served(width: int, window: tuple[int, int]) -> None:
     problem = Problem(
-        *(64, 128, 28, 28, 128, *window),
+        n=64,
+        c=128,
+        h=28,
+        w=28,
+        k=128,
+        r=window[0],
+        s=window[1],
         padding=(window[0] // 2, window[1] // 2),
         groups=128 // width,
         direction="wgrad",
@@ -392,7 +398,13 @@ def test_registers_are_near_the_estimate_and_hardly_spill() -> None:
     windows = ((3, 3, 1), (5, 5, 2), (7, 7, 1), (1, 7, 1), (2, 4, 2), (1, 1, 1))
     for number, (width, (r, s, stride)) in enumerate(product((1, 4, 8, 16, 64), windows)):
         problem = Problem(
-            *(64, 256, 28, 28, 256, r, s),
+            n=64,
+            c=256,
+            h=28,
+            w=28,
+            k=256,
+            r=r,
+            s=s,
             stride=(stride, stride),
             padding=(r // 2, s // 2),
             groups=256 // width,
