@@ -24,8 +24,8 @@ MAX_REGISTERS = 255  # of a thread
 #: Estimated registers of a thread up to which kernels hardly spill: estimates err, and a compiled
 #: kernel has MAX_REGISTERS at most.
 MOST_ESTIMATED_REGISTERS = 232
-#: How the blocks that share sums of a filter's gradient add them up; the kernels' own numbers, and
-#: their words in ``common.cuh``.
+#: How the blocks that share sums of a filter's gradient add them up: the numbers and the words of
+#: ``common.cuh``.
 DIRECT, TWO_KERNELS, LAST_BLOCK, ATOMIC = range(4)
 MAX_INT = 2**31 - 1  # of the 32 bits in which kernels count, and address within a block's images
 
@@ -115,8 +115,8 @@ class Occupancy:
     def of(
         cls, device: Device, blocks: Array, threads: Array, registers: Array, smem_bytes: Array
     ) -> Occupancy:
-        """Of `blocks` of `threads` with so many `registers` each, and so many bytes of shared
-        memory a block."""
+        """How `device` is filled by `blocks` of `threads`, with so many `registers` a thread and so
+        many bytes of shared memory a block."""
         smem = smem_bytes + device.smem_reserved_per_block
         per_sm = np.minimum(
             np.minimum(device.smem_per_sm // smem, device.regs_per_sm // (threads * registers)),

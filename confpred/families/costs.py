@@ -85,7 +85,7 @@ def waves_s(waves: _Floats, wave_s: float, steps: Any, step_s: float) -> _Floats
     return found
 
 
-def depthwise_adding_s(reduction: Array, sum_bytes: _Floats, device: Device) -> _Floats:
+def depthwise_adding_s(reduction: Array, sum_bytes: Any, device: Device) -> _Floats:
     """Time to add up the sums of a depthwise filter gradient's blocks: a second kernel reads all
     that the first one has written, atomic additions happen in L2."""
     second = DEPTHWISE_SECOND_KERNEL_S + 2 * sum_bytes / device.dram_bytes_per_s

@@ -43,15 +43,15 @@ _OPERANDS = {
     "dgrad": ("in_grad", "out_grad", "filter", "bias", "residual"),
 }
 
-# What blocks compute: their channels, a warp's, their strips, a warp's. Others that fit, such as
-# those of more strips, were hardly ever among the fastest of 25 layers (130 random configs each,
-# H200).
+#: What blocks compute: (channels of a block, of a warp, strips of a block, of a warp). Others that
+#: fit, such as those of more strips, were hardly ever among the fastest of 25 layers (130 random
+#: configs each, H200).
 BLOCKS = (
     (16, 1, 16, 16), (16, 1, 32, 32), (16, 2, 16, 16), (16, 2, 32, 32),
     (16, 4, 16, 16), (16, 4, 32, 16), (32, 2, 16, 16), (32, 2, 32, 32),
     (32, 4, 16, 16), (32, 4, 32, 16), (64, 4, 16, 16),
 )  # fmt: skip
-# Strips of a run: at most an eighth of a block's are idle.
+#: The same, each with the strips of a run that leave at most an eighth of a block's strips idle.
 TILES = tuple(
     (*block, run)
     for block in BLOCKS
@@ -349,7 +349,8 @@ class DepthwiseBanded:
         return Launch((step,))
 
     def _tiling(self, problem: Problem, rows: Rows) -> _Tiling:
-        """What the kernel makes of its macros too, and asserts (see `launch`), and the rest."""
+        """How `problem` is cut into blocks, and what a block takes and does. What of it the kernel
+        works out from its macros too, it asserts (see `launch`)."""
         t = common.columns_at(_COLUMNS, rows)
         r, s, run = problem.r, problem.s, t["run"]
         height, width = _image(problem).size_out

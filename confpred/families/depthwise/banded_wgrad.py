@@ -28,7 +28,7 @@ from confpred.problem.operation import KernelSpec, Launch, Step
 _FIELDS = (*banded.COMPILED, "bands", "splits", "reduction")
 _VARYING_FIELDS = tuple(name for name in _FIELDS if name != "stages")
 _MAX_WIDTH = 9  # of a window: a diagonal has eight elements
-_STAGES = 2  # more were not faster, and take shared memory of blocks
+_STAGES = 2  # more were not faster, and take shared memory that other blocks could have
 
 
 # What the launch decides, not the kernel: bands, splits and the reduction.
@@ -120,8 +120,8 @@ class DepthwiseBandedWgrad:
             banded.addressable(t, problem, tiling.q_tiles * tiling.bands)
             & (np.maximum(tiling.blocks, all_runs + splits * t["strips"]) <= common.MAX_INT)
             & banded.not_oversized(t, all_runs, tiling.band_rows)
-            # Each block has a tile; blocks enough for half of the device, and no more than eight
-            # to a multiprocessor, as far as there are tiles for them.
+            # Each block has a tile. There are blocks enough for half of the device, and no more
+            # than eight to a multiprocessor, as far as there are tiles for them.
             & (splits <= tiling.tiles)
             & ((splits == 1) | (tiling.blocks <= 8 * device.sm_count))
             & ((2 * tiling.blocks >= device.sm_count) | (4 * splits > tiling.tiles))
@@ -180,7 +180,8 @@ class DepthwiseBandedWgrad:
         return depthwise.with_sums(step, problem, splits, reduction, int(tiling.c_tiles[0]))
 
     def _tiling(self, problem: Problem, rows: Rows) -> _Tiling:
-        """What the kernel makes of its macros too, and asserts (see `launch`), and the rest."""
+        """How `problem` is cut into blocks, and what a block takes and does. What of it the kernel
+        works out from its macros too, it asserts (see `launch`)."""
         t = common.columns_at(_COLUMNS, rows)
         r, run, warp_c = problem.r, t["run"], t["warp_c"]
         threads = banded.threads_of(t)
@@ -192,7 +193,7 @@ class DepthwiseBandedWgrad:
         planes = 2 * (banded.buffer_bytes(t, run + 1, 1) + banded.buffer_bytes(t, run, 0))
         planes += banded.stage_bytes(t, in_items + grad_items)
         sums = t["strips"] // t["warp_strips"] * t["block_c"] * (r * problem.s + problem.bias)
-        # Fragments, products, and the window's slide.
+        # Registers hold fragments, sums of products, and the window that slides over the gradient.
         warp_tiles = t["warp_strips"] // 16
         fragments = warp_c * warp_tiles * t["rows"]
         products = fragments * (r + problem.bias)

@@ -39,7 +39,8 @@ def handles(problem: Problem) -> bool:
 
 
 def dilation(problem: Problem) -> tuple[int, int]:
-    """The layer's, or 1 where there is nothing to dilate, which makes for fewer kernels."""
+    """The layer's dilation, or 1 along an axis in which the window has one tap: that tells fewer
+    kernels apart."""
     vertical, horizontal = problem.dilation
     return vertical if problem.r > 1 else 1, horizontal if problem.s > 1 else 1
 
@@ -80,7 +81,9 @@ class Lanes:
     def of(cls, vectors: Array, lanes_c: Array, threads: Array, groups: Array | int = 1) -> Lanes:
         """For `vectors` accesses to a pixel, at most `lanes_c` of them in a block of about
         `threads`, each `groups` times."""
-        vectors = np.maximum(vectors, 1)  # of widths that are not legal, but still counted
+        vectors = np.maximum(
+            vectors, 1
+        )  # a width that is not legal may have none, but is asked for
         c_tiles = -(-vectors // lanes_c)
         lanes = -(-vectors // c_tiles)
         tiles_at_once = (threads // (lanes * groups)).clip(1)
@@ -111,14 +114,15 @@ def worth_loading_ahead(prefetch: Array, taps: int) -> NDArray[np.bool_]:
     return result
 
 
-#: A filter's gradient's pointers, in the order of its kernels.
+#: The pointers that the kernels of a filter's gradient take, in their order.
 WGRAD_OPERANDS = ("filter_grad", "bias_grad", "out_grad", "in", "zeroed", "scratch")
 _SUM_COLUMNS = 32  # elements of a block of ``depthwise_wgrad_sum.cu``
 _SUM_THREADS = 256
 
 
 def reductions(splits: Iterable[int]) -> list[tuple[int, int]]:
-    """Counts of blocks that share a channel, and how they add up: one alone, and `splits`."""
+    """Each count of blocks that share a channel with each way to add up their sums; one block alone
+    has nothing to add."""
     return [(1, DIRECT), *itertools.product(splits, (TWO_KERNELS, ATOMIC))]
 
 

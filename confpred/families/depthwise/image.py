@@ -88,7 +88,7 @@ class _Axis:
 
 
 def _axes(problem: Problem) -> tuple[_Axis, _Axis]:
-    """The vertical and the horizontal one."""
+    """The vertical axis and the horizontal one."""
     p = problem
     sizes = ((p.h, p.p, p.r), (p.w, p.q, p.s))
     axes = []
@@ -98,7 +98,7 @@ def _axes(problem: Problem) -> tuple[_Axis, _Axis]:
         if p.direction == "fprop":
             axes.append(_Axis(size, result, window, 1, stride, dilation, pad, 0))
         else:
-            # The window turned round: what was a distance to the left is one to the right.
+            # The window is turned round, so what was a distance to the left is one to the right.
             pad = dilation * (window - 1) - pad
             shift = -pad % stride
             origin = (pad + shift) // stride
@@ -148,7 +148,8 @@ class DepthwiseImage:
         vertical, horizontal = _axes(problem)
         taps, width = problem.r * problem.s, horizontal.size_out
         t = _COLUMNS
-        rows = np.flatnonzero(  # what needs no tiling comes first: most rows are then spared theirs
+        # What needs no tiling comes first, so that most rows need none.
+        rows = np.flatnonzero(
             depthwise.accessible(t["vec"], problem)
             & (t["tile_q"] % horizontal.up == 0)
             # A tile twice as wide as the image does the work of a smaller one, slower.
@@ -156,7 +157,7 @@ class DepthwiseImage:
             & depthwise.worth_loading_ahead(t["prefetch"], taps)
             & common.distinct_bands(vertical.groups, t["bands"])
             & depthwise.distinct_lanes(problem.k // t["vec"], t["lanes_c"])
-            # Registers hold small filters at no cost, shared memory large ones.
+            # Registers hold small filters at no cost; large ones need shared memory.
             & np.where(t["filter_shared"], taps * t["vec"] >= 24, taps * t["vec"] <= 100)
         )
         tiling = self._tiling(problem, rows)
@@ -240,7 +241,8 @@ class DepthwiseImage:
         return Launch((step,))
 
     def _tiling(self, problem: Problem, rows: Rows) -> _Tiling:
-        """What the kernel makes of its macros too, and asserts (see `launch`), and the rest."""
+        """How `problem` is cut into blocks, and what a block takes and does. What of it the kernel
+        works out from its macros too, it asserts (see `launch`)."""
         t = common.columns_at(_COLUMNS, rows)
         vertical, horizontal = _axes(problem)
         vec, tile_q = t["vec"], t["tile_q"]
@@ -266,7 +268,7 @@ class DepthwiseImage:
             + outputs * packed * problem.residual
             + 28
         ).astype(np.int64)
-        # Products, conversions and addresses; loads of the filter; stores.
+        # The terms are products, conversions, addresses, loads of the filter, stores, and the rest.
         products = taps * outputs // (vertical.up * horizontal.up)
         work = (
             products
@@ -313,7 +315,7 @@ class DepthwiseImage:
         load_bytes = vertical.down * tiling.in_x * (t["vec"] // tiling.repeat) * problem.itemsize
         threads = tiling.blocks * lanes.threads
         in_flight = occupancy.resident * lanes.threads * load_bytes * t["prefetch"]
-        # Steps of padding only finish rows.
+        # Steps whose input rows are padding only finish output rows.
         computed = np.minimum(steps, -(-vertical.size_in // vertical.down))
         thread_work = computed * tiling.work + (steps - computed) * 0.25 * tiling.work
         thread_work += costs.BLOCK_INSTRUCTIONS

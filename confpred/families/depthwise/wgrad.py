@@ -93,7 +93,8 @@ class DepthwiseWgrad:
             return legal
         taps = problem.r * problem.s
         t = _COLUMNS
-        rows = np.flatnonzero(  # what needs no tiling comes first: most rows are then spared theirs
+        # What needs no tiling comes first, so that most rows need none.
+        rows = np.flatnonzero(
             depthwise.accessible(t["vec"], problem)
             & ((t["tile_q"] < 2 * problem.q) | (t["tile_q"] == 4))
             & depthwise.worth_loading_ahead(t["prefetch"], taps)
@@ -104,11 +105,13 @@ class DepthwiseWgrad:
         t = common.columns_at(_COLUMNS, rows)
         tiling = self._tiling(problem, rows)
         vec, splits, lanes = t["vec"], t["splits"], tiling.lanes
-        half = -(-problem.r // (t["row_groups"] // 2).clip(1))  # rows of a thread, in half as many
+        # Filter rows of a thread if half as many threads shared a window.
+        half = -(-problem.r // (t["row_groups"] // 2).clip(1))
         legal[rows] = (
             (tiling.in_x <= depthwise.MAX_COLUMNS)
             & (tiling.sums <= MAX_SUMS)
-            # Each group of filter rows reads the whole input again: only for large windows.
+            # Each group of filter rows reads the whole input again, which pays for large windows
+            # only.
             & (
                 (t["row_groups"] == 1)
                 | ((half * problem.s * vec > 32) & (tiling.row_groups == t["row_groups"]))
@@ -118,8 +121,8 @@ class DepthwiseWgrad:
             & (lanes.lanes_c * tiling.row_groups <= t["threads"])
             & (np.maximum(tiling.blocks, tiling.tiles + splits * t["threads"]) <= common.MAX_INT)
             & (problem.filter_elements + problem.c <= common.MAX_INT)
-            # Blocks enough for half of the device and no more than sixteen to a multiprocessor, as
-            # far as there are tiles for their threads.
+            # There are blocks enough for half of the device, and no more than sixteen to a
+            # multiprocessor, as far as there are tiles for their threads.
             & (
                 (splits == 1)
                 | (
@@ -199,7 +202,8 @@ class DepthwiseWgrad:
         return depthwise.with_sums(step, problem, splits, reduction, int(lanes.c_tiles[0]))
 
     def _tiling(self, problem: Problem, rows: Rows) -> _Tiling:
-        """What the kernel makes of its macros too, and asserts (see `launch`), and the rest."""
+        """How `problem` is cut into blocks, and what a block takes and does. What of it the kernel
+        works out from its macros too, it asserts (see `launch`)."""
         t = common.columns_at(_COLUMNS, rows)
         vec, tile_q, (stride_h, stride_w) = t["vec"], t["tile_q"], problem.stride
         dilation_h, dilation_w = depthwise.dilation(problem)
@@ -222,7 +226,7 @@ class DepthwiseWgrad:
             + problem.bias * vec
             + 32
         ).astype(np.int64)
-        # Products, conversions, addresses, and the window's slide.
+        # The terms are products, conversions, the window's slide, addresses, and the rest.
         work = sums * tile_q + inputs + 2 * outputs + 4 * (stride_h * in_x + tile_q) + 30
         return _Tiling(
             block_r=block_r,

@@ -355,7 +355,8 @@ def _shape(
     dgrad: bool,
     residual: bool,
 ) -> _Shape:
-    """What the kernel makes of its macros too; it asserts the threads and the shared memory."""
+    """What a block takes and does. The kernel works most of it out from its macros too, and asserts
+    the threads and the shared memory."""
     width = max(8, group_width)
     t = _COLUMNS
     threads = 32 * t["warps_c"] * t["warps_m"]

@@ -125,7 +125,8 @@ class GroupedWgrad:
         if _elements(problem) > common.MAX_INT:
             return legal
         shape, t = _shape(window_of(problem)), _COLUMNS
-        rows = np.flatnonzero(  # what needs no division, first: it spares most rows theirs
+        # What needs no division comes first, so that most rows need none.
+        rows = np.flatnonzero(
             shape.fits
             & (shape.smem_bytes <= device.smem_per_block)
             # A tile twice as large as what it covers does the work of a smaller tile, slower; and
@@ -407,7 +408,8 @@ def _elements(problem: Problem) -> int:
 
 @lru_cache(maxsize=256)
 def _shape(window: Window) -> _Shape:
-    """What the kernel makes of its macros too; it asserts the threads and the shared memory."""
+    """What a block takes and does. The kernel works most of it out from its macros too, and asserts
+    the threads and the shared memory."""
     t = _COLUMNS
     width, r, s = window.group_width, window.r, window.s
     narrow = width <= 8

@@ -42,6 +42,7 @@ class Window:
 
 
 def window_of(problem: Problem) -> Window:
+    """What of `problem` decides its kernels."""
     return Window(
         problem.group_width,
         problem.r,
