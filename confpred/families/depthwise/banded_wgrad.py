@@ -193,7 +193,6 @@ class DepthwiseBandedWgrad:
         planes = 2 * (banded.buffer_bytes(t, run + 1, 1) + banded.buffer_bytes(t, run, 0))
         planes += banded.stage_bytes(t, in_items + grad_items)
         sums = t["strips"] // t["warp_strips"] * t["block_c"] * (r * problem.s + problem.bias)
-        # Registers hold fragments, sums of products, and the window that slides over the gradient.
         warp_tiles = t["warp_strips"] // 16
         fragments = warp_c * warp_tiles * t["rows"]
         products = fragments * (r + problem.bias)
@@ -203,6 +202,7 @@ class DepthwiseBandedWgrad:
             + 16 * grad_items
             + 49
         )
+        # The terms are products, fragments with the window's slide, copies, and the rest.
         work = products + fragments * (4 + 2 * r) + 28 * (in_items + grad_items) + 20
         return _Tiling(
             threads=threads,
