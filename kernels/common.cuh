@@ -1,4 +1,8 @@
 // Small wrappers over PTX shared by the kernels. No headers: NVRTC compiles this in milliseconds.
+//
+// Macros called HOST_... are what the launch of a kernel counts on, such as the threads and the shared memory
+// of its blocks. Kernels assert that they come to the same. What only such assertions and launch bounds read
+// is an enumerator: NVRTC would make a variable of the module of a constexpr int.
 #pragma once
 
 typedef unsigned int u32;
@@ -16,6 +20,10 @@ typedef long long i64;
 #define ACTIVATION_GELU 3
 #define ACTIVATION_RELU6 4
 #define ACTIVATION_HARDSWISH 5
+
+// How the blocks that share sums of a filter's gradient add them up, as a kernel is told by `reduction`; the
+// numbers are those of confpred/families/common.py.
+enum { DIRECT, TWO_KERNELS, LAST_BLOCK, ATOMIC };
 
 __device__ __forceinline__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 

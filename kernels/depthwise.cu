@@ -18,7 +18,7 @@
 //   VEC            channels of a thread: one access to memory
 //   TILE_Q         output columns of a thread
 //   FILTER_SHARED  the filter stays in shared memory (1) or in registers (0), in float32
-//   MIN_BLOCKS     blocks of 256 threads that a multiprocessor must hold: bounds the registers
+//   MIN_BLOCKS     blocks of MAX_THREADS threads that a multiprocessor must hold: bounds the registers
 //   PREFETCH       steps by which the input is loaded ahead of its arithmetic, into registers
 //
 // A thread owns VEC channels and TILE_Q columns and walks down a band of output rows. Each input row
@@ -35,6 +35,7 @@
 // and images in one count, so that no thread idles at a ragged edge.
 #include "depthwise.cuh"
 
+enum { MAX_THREADS = 256 };  // of a block
 constexpr int PERIOD_H = UP_H * DOWN_H;
 constexpr int DEPTH = (DILATION_H * (R - 1) + (UP_H - 1) * DOWN_H) / PERIOD_H + 1;
 constexpr int IN_X = (DOWN_W * (TILE_Q - 1) + DILATION_W * (S - 1)) / UP_W + 1;  // input columns of a tile
@@ -48,7 +49,13 @@ static_assert(UP_H == 1 || DOWN_H == 1, "one of them is the stride");
 static_assert(TILE_Q % UP_W == 0, "tiles begin at a column that tap 0 meets");
 static_assert(IN_X <= 32, "validity bits are kept in one word");
 
-extern "C" __global__ void __launch_bounds__(256, MIN_BLOCKS) depthwise(
+// What launches count on, as confpred/families/depthwise/image.py works it out. How many lanes share a
+// pixel's channels, and with them the threads and the shared memory of a block, is known at run time only.
+static_assert(MAX_THREADS == HOST_MAX_THREADS, "blocks are no larger than the host believes");
+static_assert(IN_X == HOST_IN_X && DEPTH == HOST_DEPTH, "the host counts a thread's work and registers by them");
+static_assert(FILTER_PITCH == HOST_FILTER_PITCH, "the host gives each lane's filters so much shared memory");
+
+extern "C" __global__ void __launch_bounds__(MAX_THREADS, MIN_BLOCKS) depthwise(
     Element* __restrict__ out, const Element* __restrict__ in, const Element* __restrict__ filter,
     const Element* __restrict__ bias, const Element* __restrict__ residual, int n, int k, int multiplier,
     int h, int w, int p, int q, int origin_h, int origin_w, int shift_h, int shift_w,

@@ -63,7 +63,11 @@ constexpr int IN_X = 8 * RUN + S - 1;  // input columns that a run needs; the re
 typedef Planes<UNITS, IN_X, IDLE ? IDLE + SPAN - 1 : 0> In;
 typedef Planes<RUN, 8 * RUN, IDLE> Out;
 
+// Two steps' planes of either kind, what is copied ahead, the filter: in this order.
+enum { SMEM_BYTES = 2 * (In::BUFFER + Out::BUFFER) + STAGES * In::STAGE + BLOCK_C * R * S * 2 };
+
 static_assert(In::ITEMS <= 16, "validity bits are kept in one word");
+static_assert(SMEM_BYTES == HOST_SMEM_BYTES, "the host gives a block so much shared memory");
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_banded(
     u16* __restrict__ out, const u16* __restrict__ in, const u16* __restrict__ filter,

@@ -27,10 +27,10 @@
 // block adds the sums of its diagonals and of the warps of a channel, and the blocks add theirs as
 // `reduction` says:
 //
-//   DIRECT        one block has all: it writes the result
-//   TWO_LAUNCHES  each writes its sums to `partials`; depthwise_wgrad_sum adds them up in a fixed order
-//   ATOMIC        each adds its sums atomically to `sums`, and the last block to finish writes the result;
-//                 a ticket for each tile of channels, behind the sums, tells which that is
+//   DIRECT       one block has all: it writes the result
+//   TWO_KERNELS  each writes its sums to `partials`; depthwise_wgrad_sum adds them up in a fixed order
+//   ATOMIC       each adds its sums atomically to `sums`, and the last block to finish writes the result;
+//                a ticket for each tile of channels, behind the sums, tells which that is
 //
 // All but ATOMIC give the same bits every time. Sums and tickets are zero before the launch and after it.
 #include "depthwise_banded.cuh"
@@ -45,10 +45,17 @@ typedef Planes<RUN, 8 * RUN, IDLE> Grad;
 constexpr int STAGE = In::STAGE + Grad::STAGE;  // bytes of a step's pairs as they come from memory
 constexpr int MATRIX = 16 * 9;  // floats of a 16 x 8 matrix in shared memory, on whose diagonals banks differ
 
+// Bytes of two steps' planes of either kind and of what is copied ahead; and of what takes their place after
+// the last step, a matrix a warp and the sums.
+enum {
+    PLANES = 2 * (In::BUFFER + Grad::BUFFER) + STAGES * STAGE,
+    RESULTS = 4 * (THREADS / 32 * MATRIX + STRIPS / WARP_STRIPS * BLOCK_C * SUMS),
+    SMEM_BYTES = PLANES > RESULTS ? PLANES : RESULTS
+};
+
 static_assert(S <= 9, "a diagonal has eight elements");
 static_assert(In::ITEMS <= 16, "validity bits are kept in one word");
-
-enum { DIRECT = 0, TWO_LAUNCHES = 1, ATOMIC = 3 };
+static_assert(SMEM_BYTES == HOST_SMEM_BYTES, "the host gives a block so much shared memory");
 
 // As common.cuh's, each 8x8 matrix transposed.
 __device__ __forceinline__ void load_transposed_x4(u32 (&d)[4], u32 from) {

@@ -24,27 +24,34 @@
 // At the end the block adds its threads' sums in shared memory, and the blocks (`splits` of them
 // share a channel) add theirs in the way that the argument `reduction` says:
 //
-//   DIRECT        one block has all: it writes the result
-//   TWO_LAUNCHES  each writes its sums to `partials`; depthwise_wgrad_sum adds them up in a fixed order
-//   ATOMIC        each adds its sums atomically to `sums`, and the last block to finish writes the result;
-//                 a ticket for each tile of channels, behind the sums, tells which that is
+//   DIRECT       one block has all: it writes the result
+//   TWO_KERNELS  each writes its sums to `partials`; depthwise_wgrad_sum adds them up in a fixed order
+//   ATOMIC       each adds its sums atomically to `sums`, and the last block to finish writes the result;
+//                a ticket for each tile of channels, behind the sums, tells which that is
 //
 // All but ATOMIC give the same bits every time. Sums and tickets are zero before the launch and after it.
 #include "depthwise.cuh"
 
+enum { MAX_THREADS = 256 };  // of a block
 constexpr int TAPS = R * S;
 constexpr int ROW_GROUPS = ceil_div(R, BLOCK_R);
 constexpr int DEPTH = DILATION_H * (BLOCK_R - 1) / STRIDE_H + 1;
 constexpr int IN_X = STRIDE_W * (TILE_Q - 1) + DILATION_W * (S - 1) + 1;  // input columns of a tile
+enum { THREAD_FLOATS = S * VEC };  // of shared memory: a thread's sums of one filter row
 // The window slides by renaming registers within an unrolled turn, and by moves from one to the next.
 constexpr int PRODUCTS = BLOCK_R * S * TILE_Q * VEC * PREFETCH;
 constexpr int UNROLL = PREFETCH * (DEPTH * PRODUCTS <= 1024 ? DEPTH : PRODUCTS <= 512 ? 2 : 1);
 
 static_assert(IN_X <= 32, "validity bits are kept in one word");
 
-enum { DIRECT = 0, TWO_LAUNCHES = 1, ATOMIC = 3 };
+// What launches count on, as confpred/families/depthwise/wgrad.py works it out. How many lanes share a
+// pixel's channels, and with them the threads and the shared memory of a block, is known at run time only.
+static_assert(MAX_THREADS == HOST_MAX_THREADS, "blocks are no larger than the host believes");
+static_assert(ROW_GROUPS == HOST_ROW_GROUPS, "the host counts a block's threads by them");
+static_assert(IN_X == HOST_IN_X && DEPTH == HOST_DEPTH, "the host counts a thread's work and registers by them");
+static_assert(THREAD_FLOATS == HOST_THREAD_FLOATS, "the host gives each thread so much shared memory");
 
-extern "C" __global__ void __launch_bounds__(256) depthwise_wgrad(
+extern "C" __global__ void __launch_bounds__(MAX_THREADS) depthwise_wgrad(
     Element* __restrict__ filter_grad, Element* __restrict__ bias_grad, const Element* __restrict__ out_grad,
     const Element* __restrict__ in, float* sums, float* partials, int n, int c, int h, int w, int p, int q,
     int pad_h, int pad_w, int band_rows, int bands, int q_tiles, int c_tiles, int lanes_c, int tiles_at_once,
@@ -148,7 +155,7 @@ extern "C" __global__ void __launch_bounds__(256) depthwise_wgrad(
 #pragma unroll
     for (int r = 0; r < BLOCK_R + HAS_BIAS; ++r) {  // a filter row at a time, then the bias
         const bool is_bias = r == BLOCK_R;
-        const int count = is_bias ? VEC : S * VEC;
+        const int count = is_bias ? VEC : THREAD_FLOATS;
         __syncthreads();  // the last turn has read what it left in shared memory
 #pragma unroll
         for (int e = 0; e < count; ++e)

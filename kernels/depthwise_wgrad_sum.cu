@@ -4,13 +4,18 @@
 #include "depthwise.cuh"
 
 constexpr int WARPS = 8;
+enum { THREADS = 32 * WARPS, COLUMNS = 32 };  // of a block; columns are neighbouring elements
 
-extern "C" __global__ void __launch_bounds__(32 * WARPS) depthwise_wgrad_sum(
+// What launches count on, as confpred/families/depthwise/common.py has it.
+static_assert(THREADS == HOST_THREADS && THREADS * sizeof(float) == HOST_SMEM_BYTES, "the host launches other blocks");
+static_assert(COLUMNS == HOST_COLUMNS, "the host launches a block for so many elements");
+
+extern "C" __global__ void __launch_bounds__(THREADS) depthwise_wgrad_sum(
     Element* __restrict__ filter_grad, Element* __restrict__ bias_grad, const float* __restrict__ partials,
     int filter_elements, int elements, int splits) {
     extern __shared__ __align__(16) float shared[];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const int element = blockIdx.x * 32 + lane;
+    const int element = blockIdx.x * COLUMNS + lane;
     float sum = 0.0f;
     if (element < elements)
         for (int split = warp; split < splits; split += WARPS) sum += partials[static_cast<i64>(split) * elements + element];

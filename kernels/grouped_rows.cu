@@ -78,6 +78,11 @@ constexpr int TAPS = WIDTH == 8 ? (SHIFTS + 1) / 2 : SHIFTS;
 constexpr bool FILTER_STAGED = FILTER_SHARED || GW >= (DGRAD ? 8 : 32);
 constexpr int FILTER_CHUNKS = R * S * GW / 8;
 constexpr int FILTER_BYTES = 16 * (FILTER_CHUNKS | 1);  // of one channel, in shared memory
+// Input rows, finished rows, the residuals that come with input rows, the filter: in this order.
+enum {
+    SMEM_BYTES = STAGES * (STAGE_BYTES + (HAS_RESIDUAL ? OUT_BYTES : 0)) + OUT_ROWS * OUT_BYTES +
+                 (FILTER_STAGED ? BLOCK_C * FILTER_BYTES : 0)
+};
 constexpr int PASS_BYTES = THREADS / CHUNKS * PIXEL_BYTES;  // between the pieces that a thread copies
 constexpr int LOADS = (BLOCK_N * ROW_X * CHUNKS + THREADS - 1) / THREADS;
 constexpr int STORES = (OUT_PIXELS * CHUNKS + THREADS - 1) / THREADS;
@@ -90,6 +95,9 @@ static_assert(M_TILES % WARPS_M == 0 && BLOCK_C % WIDTH == 0, "warps must divide
 static_assert(WARP_CHANNELS % WIDTH == 0 || WIDTH % WARP_CHANNELS == 0, "warps hold whole groups or divide one");
 static_assert(WIDTH == 8 || N_TILES % 2 == 0, "filter fragments are fetched for two tiles at a time");
 static_assert(LOADS <= 32 && STORES <= 32, "validity bits are kept in one word");
+
+// What launches count on, as confpred/families/grouped/rows.py works it out.
+static_assert(THREADS == HOST_THREADS && SMEM_BYTES == HOST_SMEM_BYTES, "the host launches other blocks");
 
 using Accumulators = float[UP_W][WARP_GROUPS][WARP_TILES][N_TILES][4];
 

@@ -37,11 +37,11 @@
 // the window is not dilated. One gradient image is `phases` such lattices, walked one after another.
 //
 // The blocks' sums are added in one of four ways, `reduction`:
-//   0  there is one block for each tile of the filter: it writes the result;
-//   1  every block writes its sums to `scratch`, and another kernel (grouped_wgrad_sum.cu) adds them;
-//   2  the same, but the tile's last block adds them, in the order of the blocks;
-//   3  every block adds its sums to those in `zeroed`, in the order of their arrival, so that the result
-//      is not repeatable to the bit; the tile's last block writes the result and clears the sums.
+//   DIRECT       there is one block for each tile of the filter: it writes the result;
+//   TWO_KERNELS  every block writes its sums to `scratch`, and another kernel (grouped_wgrad_sum.cu) adds them;
+//   LAST_BLOCK   the same, but the tile's last block adds them, in the order of the blocks;
+//   ATOMIC       every block adds its sums to those in `zeroed`, in the order of their arrival, so that the
+//                result is not repeatable to the bit; the tile's last block writes the result and clears the sums.
 #include "common.cuh"
 
 constexpr bool NARROW = GW <= 8;
@@ -74,11 +74,16 @@ constexpr int ROW_PAIRS = (LIVE + 1) / 2;
 constexpr int TAP_VECTORS = BLOCK_K * GW / 4;
 constexpr int FILTER_VECTORS = R * S * TAP_VECTORS;
 constexpr int VECTORS = FILTER_VECTORS + (HAS_BIAS ? BLOCK_K / 4 : 0);
+// Shared memory holds the stages, and after the last step the sums in their place.
+enum { SMEM_BYTES = STAGES * STAGE_BYTES > VECTORS * 16 ? STAGES * STAGE_BYTES : VECTORS * 16 };
 
 static_assert(M_TILES % WARPS_M == 0 && BLOCK_K % WARP_K == 0, "warps must divide the tile");
 static_assert(NARROW || GW % WARP_K == 0, "a warp's gradient channels share one group's input");
 static_assert(IN_LOADS <= 32 && GRAD_LOADS <= 32, "validity bits are kept in one word");
 static_assert(STAGES * STRIDE_H <= 32, "so are the rows in flight");
+
+// What launches count on, as confpred/families/grouped/wgrad.py works it out.
+static_assert(THREADS == HOST_THREADS && SMEM_BYTES == HOST_SMEM_BYTES, "the host launches other blocks");
 
 // Loads 8x8 matrices of 16-bit elements transposed; each lane names one 16-byte row.
 __device__ __forceinline__ void load_transposed_x4(u32 (&d)[4], u32 from) {
@@ -392,18 +397,18 @@ extern "C" __global__ void __launch_bounds__(THREADS) grouped_wgrad(
             else bias_grad[k0 + (v - FILTER_VECTORS) * 4 + e] = value;
         }
     };
-    if (reduction == 0) {
+    if (reduction == DIRECT) {
         each_vector(k0, c, [&](int v, int) { write(v, vectors[v]); });
         return;
     }
     u32* const tickets = reinterpret_cast<u32*>(zeroed);
     float* const sums = reinterpret_cast<float*>(zeroed + (k_tiles + 3) / 4 * 16);
-    if (reduction == 3) {
+    if (reduction == ATOMIC) {
         each_vector(k0, c, [&](int v, int offset) { add_at_l2(sums + offset, vectors[v]); });
     } else {
         float* const mine = scratch + static_cast<i64>(part) * elements;
         each_vector(k0, c, [&](int v, int offset) { *reinterpret_cast<float4*>(mine + offset) = vectors[v]; });
-        if (reduction == 1) return;
+        if (reduction == TWO_KERNELS) return;
     }
 
     // The last block to draw a ticket knows that the others' sums are in memory. The counter wraps to
@@ -417,7 +422,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) grouped_wgrad(
     __threadfence();
     each_vector(k0, c, [&](int v, int offset) {
         float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-        if (reduction == 3) {
+        if (reduction == ATOMIC) {
             total = load_from_l2(sums + offset);
             *reinterpret_cast<float4*>(sums + offset) = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
         } else {

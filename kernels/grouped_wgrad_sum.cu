@@ -8,8 +8,13 @@
 #include "common.cuh"
 
 constexpr int WARPS = 8;
+enum { THREADS = 32 * WARPS, COLUMNS = 32 * 4 };  // of a block; columns are neighbouring elements
 
-extern "C" __global__ void __launch_bounds__(32 * WARPS) grouped_wgrad_sum(
+// What launches count on, as confpred/families/grouped/wgrad.py has it.
+static_assert(THREADS == HOST_THREADS && THREADS * sizeof(float4) == HOST_SMEM_BYTES, "the host launches other blocks");
+static_assert(COLUMNS == HOST_COLUMNS, "the host launches a block for so many elements");
+
+extern "C" __global__ void __launch_bounds__(THREADS) grouped_wgrad_sum(
     u16* __restrict__ filter_grad, u16* __restrict__ bias_grad, const float* __restrict__ sums,
     int parts, int elements, int taps, int channels, int group_width) {
     extern __shared__ float4 found[];  // [WARPS][32]

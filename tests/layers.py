@@ -18,15 +18,19 @@ WIDTHS = (1, 2, 4, 8, 16, 32, 64)
 #: As many as no other list here has a common divisor with, so that going around all of them
 #: together meets every pair.
 WINDOWS = (
-    *((1, 1), (3, 3), (5, 5), (7, 7), (9, 9), (11, 11)),
-    *((1, 7), (7, 1), (2, 4), (1, 11), (11, 1)),
-)
+    (1, 1), (3, 3), (5, 5), (7, 7), (9, 9), (11, 11),
+    (1, 7), (7, 1), (2, 4), (1, 11), (11, 1),
+)  # fmt: skip
 #: Stride and dilation.
 STEPS = ((1, 1), (2, 1), (1, 2), (2, 2))
 #: Batch, channels, and height and width, between them reason enough for each tile.
 SIZES = (
-    *((32, 128, 112), (1, 576, 14), (128, 1024, 7), (5, 99, 45)),
-    *((64, 480, 56), (64, 72, 56)),  # blocks of 48, 80 and 96 channels, and of 24
+    (32, 128, 112),
+    (1, 576, 14),
+    (128, 1024, 7),
+    (5, 99, 45),
+    (64, 480, 56),  # blocks of 48, 80 and 96 channels
+    (64, 72, 56),  # blocks of 24 channels
 )
 _MOST_FLOPS = 2**27  # of a random layer: the float64 reference of a test takes tens of milliseconds
 
@@ -75,7 +79,13 @@ def _layer(
 ) -> Problem:
     (n, c, side), (bias, activation, residual), dilation = size, epilogue, step[1]
     return Problem(
-        *(n, c, side, side, c, *window),
+        n=n,
+        c=c,
+        h=side,
+        w=side,
+        k=c,
+        r=window[0],
+        s=window[1],
         stride=step[0],
         padding=tuple(dilation * (taps // 2) for taps in window),
         dilation=dilation,

@@ -38,7 +38,7 @@ class BoundLaunch:
         self._steps: list[tuple[Any, ...]] = []
         self._kept = []
         for kernel, step in zip(kernels, launch.steps, strict=True):
-            scalars = (ctypes.c_int32 * len(step.scalars))(*step.scalars)
+            scalars = (ctypes.c_int32 * len(step.scalars))(*step.scalars.values())
             slots = [place.get(name, len(names)) for name in step.operands]
             starts = [ctypes.addressof(self._addresses) + 8 * slot for slot in slots]
             starts += [ctypes.addressof(scalars) + 4 * i for i in range(len(scalars))]

@@ -21,14 +21,20 @@ Array = NDArray[np.int64]
 _Count = TypeVar("_Count", int, Array)
 
 MAX_REGISTERS = 255  # of a thread
+#: Estimated registers of a thread up to which kernels hardly spill: estimates err, and a compiled
+#: kernel has MAX_REGISTERS at most.
+MOST_ESTIMATED_REGISTERS = 232
+#: How the blocks that share sums of a filter's gradient add them up: the numbers and the words of
+#: ``common.cuh``.
+DIRECT, TWO_KERNELS, LAST_BLOCK, ATOMIC = range(4)
 MAX_INT = 2**31 - 1  # of the 32 bits in which kernels count, and address within a block's images
 
 
 def config_table(fields: Sequence[str], rows: Iterable[Sequence[int]]) -> NDArray[np.void]:
-    """A read-only table of configs, whose values are in the order of `fields`."""
-    table = np.array([tuple(row) for row in rows], dtype=[(name, np.int32) for name in fields])
-    table.setflags(write=False)
-    return table
+    """A read-only config table; the values of `rows` are in the order of `fields`."""
+    configs = np.array([tuple(row) for row in rows], dtype=[(name, np.int32) for name in fields])
+    configs.setflags(write=False)
+    return configs
 
 
 def config_columns(configs: NDArray[np.void], rows: Rows | slice = slice(None)) -> dict[str, Array]:
@@ -38,7 +44,7 @@ def config_columns(configs: NDArray[np.void], rows: Rows | slice = slice(None)) 
 
 
 def columns_at(columns: Mapping[str, Array], rows: Rows | slice) -> dict[str, Array]:
-    """Some rows of a table's columns."""
+    """Some rows of the columns of a config table."""
     return {name: column[rows] for name, column in columns.items()}
 
 
@@ -54,6 +60,14 @@ def epilogue_macros(problem: Problem) -> tuple[tuple[str, int | str], ...]:
         ("HAS_BIAS", int(problem.bias)),
         ("HAS_RESIDUAL", int(problem.residual)),
     )
+
+
+def agreed_macros(**sizes: int | np.integer[Any]) -> tuple[tuple[str, int], ...]:
+    """What a launch counts on and its kernel works out for itself, such as the threads of a block
+    and its shared memory, as macros ``HOST_...``: the kernel asserts that both have come to the
+    same, so that a difference is a compile error. The sizes must follow from the other macros, for
+    there to be no more kernels than these tell apart."""
+    return tuple((f"HOST_{name.upper()}", int(size)) for name, size in sizes.items())
 
 
 def cut(size: _Count | int, pieces: _Count) -> tuple[_Count, _Count]:
@@ -101,8 +115,8 @@ class Occupancy:
     def of(
         cls, device: Device, blocks: Array, threads: Array, registers: Array, smem_bytes: Array
     ) -> Occupancy:
-        """Of `blocks` of `threads` with so many `registers` each, and so many bytes of shared
-        memory a block."""
+        """How `device` is filled by `blocks` of `threads`, with so many `registers` a thread and so
+        many bytes of shared memory a block."""
         smem = smem_bytes + device.smem_reserved_per_block
         per_sm = np.minimum(
             np.minimum(device.smem_per_sm // smem, device.regs_per_sm // (threads * registers)),

@@ -27,7 +27,7 @@ class Family(Protocol):
         name: unique.
         operation: what the kernel computes.
         configs: the whole config space, a structured array of integer fields; a config is known
-            by its row everywhere (the table's digest is in measurements and model cards).
+            by its row everywhere (the digest of these configs is in measurements and model cards).
         feature_names: the columns of `features`.
     """
 

@@ -27,11 +27,11 @@ class Convolution:
     name = "conv2d"
     problem: type[Record] = Problem
     feature_names: tuple[str, ...] = (
-        *("direction", "dtype", "log_n", "log_c", "log_k", "log_p", "log_q", "r", "s"),
-        *("group_width", "log_groups", "stride_h", "stride_w", "dilation_h", "dilation_w"),
-        *("padding_h", "padding_w", "bias", "activation", "residual", "deterministic"),
-        *("log_bytes", "log_intensity", "log_roofline"),
-    )
+        "direction", "dtype", "log_n", "log_c", "log_k", "log_p", "log_q", "r", "s",
+        "group_width", "log_groups", "stride_h", "stride_w", "dilation_h", "dilation_w",
+        "padding_h", "padding_w", "bias", "activation", "residual", "deterministic",
+        "log_bytes", "log_intensity", "log_roofline",
+    )  # fmt: skip
 
     def operands(self, problem: Problem) -> tuple[Operand, ...]:
         p = problem
@@ -62,20 +62,16 @@ class Convolution:
         p = problem
         intensity = p.flops / p.minimum_bytes
         row = (
-            *(DIRECTIONS.index(p.direction), DTYPES.index(p.dtype)),
-            *(*np.log2((p.n, p.c, p.k, p.p, p.q)), p.r, p.s),
-            *(p.group_width, np.log2(p.groups), *p.stride, *p.dilation, *p.padding),
-            *(p.bias, ACTIVATIONS.index(p.activation), p.residual, p.deterministic),
+            DIRECTIONS.index(p.direction), DTYPES.index(p.dtype),
+            *np.log2((p.n, p.c, p.k, p.p, p.q)), p.r, p.s,
+            p.group_width, np.log2(p.groups), *p.stride, *p.dilation, *p.padding,
+            p.bias, ACTIVATIONS.index(p.activation), p.residual, p.deterministic,
             *np.log2((p.minimum_bytes, intensity, device.roofline_s(p))),
-        )
+        )  # fmt: skip
         return np.array([row], np.float32)
 
     def reference(self, problem: Problem, output: str) -> Step:
         p = problem
-        sizes = (
-            *(p.n, p.c, p.h, p.w, p.k, p.r, p.s, p.p, p.q),
-            *(*p.stride, *p.padding, *p.dilation, p.groups),
-        )
         inputs, elements, slices = {
             "out": (("in", "filter", "bias", "residual"), p.output_elements, 1),
             "in_grad": (("out_grad", "filter"), p.input_elements, 1),
@@ -88,7 +84,25 @@ class Convolution:
             block=(_THREADS, 1, 1),
             smem_bytes=0,
             operands=(REFERENCE, *inputs),
-            scalars=(*sizes, ACTIVATIONS.index(p.activation)),
+            scalars={
+                "n": p.n,
+                "c": p.c,
+                "h": p.h,
+                "w": p.w,
+                "k": p.k,
+                "r": p.r,
+                "s": p.s,
+                "p": p.p,
+                "q": p.q,
+                "stride_h": p.stride[0],
+                "stride_w": p.stride[1],
+                "pad_h": p.padding[0],
+                "pad_w": p.padding[1],
+                "dilation_h": p.dilation[0],
+                "dilation_w": p.dilation[1],
+                "groups": p.groups,
+                "activation": ACTIVATIONS.index(p.activation),
+            },
         )
 
     def pytorch(self, problem: Problem, tensors: Mapping[str, torch.Tensor]) -> Any:
@@ -99,7 +113,7 @@ class Convolution:
         t = {name: x.permute(0, 3, 1, 2) if x.dim() == 4 else x for name, x in tensors.items()}
         if p.direction == "fprop":
             out = F.conv2d(
-                *(t["in"], t["filter"], t.get("bias"), p.stride, p.padding, p.dilation, p.groups)
+                t["in"], t["filter"], t.get("bias"), p.stride, p.padding, p.dilation, p.groups
             )
             if p.residual:
                 out = out + t["residual"]
@@ -120,9 +134,9 @@ class Convolution:
             allow_tf32=torch.backends.cudnn.allow_tf32,
         ):
             return torch.ops.aten.convolution_backward(
-                *(t["out_grad"], x, weight, [p.k] if p.bias else None),
-                *(p.stride, p.padding, p.dilation, False, (0, 0), p.groups, mask),
-            )
+                t["out_grad"], x, weight, [p.k] if p.bias else None,
+                p.stride, p.padding, p.dilation, False, (0, 0), p.groups, mask,
+            )  # fmt: skip
 
 
 def dtype_macro(problem: Problem) -> tuple[str, str]:

@@ -52,7 +52,7 @@ class Step:
         smem_bytes: dynamic shared memory of one block.
         operands: the kernel's pointer parameters, by name, in order; one that the problem does not
             have is null.
-        scalars: what follows them, as 32-bit integers: the problem's sizes.
+        scalars: the ``int`` parameters that follow them, by name, in order: the problem's sizes.
     """
 
     kernel: KernelSpec
@@ -60,7 +60,7 @@ class Step:
     block: tuple[int, int, int]
     smem_bytes: int
     operands: tuple[str, ...]
-    scalars: tuple[int, ...]
+    scalars: Mapping[str, int]
 
 
 @dataclass(frozen=True, slots=True)

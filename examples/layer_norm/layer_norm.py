@@ -88,7 +88,7 @@ class LayerNorm:
             block=(64, 1, 1),
             smem_bytes=0,
             operands=(REFERENCE, "in", "weight", "bias"),
-            scalars=(problem.rows, problem.columns),
+            scalars={"rows": problem.rows, "columns": problem.columns},
         )
 
     def pytorch(self, problem: LayerNormProblem, tensors: Mapping[str, torch.Tensor]) -> Any:
@@ -128,11 +128,11 @@ class LayerNormFamily:
     operation = LayerNorm()
     configs = _config_table()
     feature_names: tuple[str, ...] = (
-        *("log_rows", "log_columns", "dtype", "affine", "log_bytes"),
+        "log_rows", "log_columns", "dtype", "affine", "log_bytes",
         *_FIELDS,
-        *("threads", "registers", "vector_bytes", "used", "log_blocks", "waves", "wave_waste"),
-        *("log_bytes_in_flight", "log_estimate"),
-    )
+        "threads", "registers", "vector_bytes", "used", "log_blocks", "waves", "wave_waste",
+        "log_bytes_in_flight", "log_estimate",
+    )  # fmt: skip
 
     def legal(self, problem: LayerNormProblem, device: Device) -> NDArray[np.bool_]:
         t = self.configs
@@ -156,25 +156,25 @@ class LayerNormFamily:
     def estimate_s(
         self, problem: LayerNormProblem, device: Device, rows: Rows
     ) -> NDArray[np.float64]:
-        return self._plan(problem, device, rows)["estimate"]
+        return self._derived(problem, device, rows)["estimate"]
 
     def features(
         self, problem: LayerNormProblem, device: Device, rows: Rows
     ) -> NDArray[np.float32]:
-        plan = self._plan(problem, device, rows)
+        derived = self._derived(problem, device, rows)
         of_problem = self.operation.features(problem, device)[0]
         columns = {
             **dict(zip(self.operation.feature_names, of_problem, strict=True)),
             **{field: self.configs[field][rows] for field in _FIELDS},
-            **plan,
-            "log_estimate": np.log2(plan["estimate"] / device.roofline_s(problem)),
+            **derived,
+            "log_estimate": np.log2(derived["estimate"] / device.roofline_s(problem)),
         }
         matrix = np.empty((len(rows), len(self.feature_names)), np.float32)
         for index, feature in enumerate(self.feature_names):
             matrix[:, index] = columns[feature]
         return matrix
 
-    def _plan(
+    def _derived(
         self, problem: LayerNormProblem, device: Device, rows: Rows
     ) -> dict[str, NDArray[np.float64]]:
         """How each config would run `problem`: the derived features, and the estimated seconds.
@@ -227,7 +227,7 @@ class LayerNormFamily:
             block=(row_threads, block_rows, 1),
             smem_bytes=0,
             operands=("out", "in", "weight", "bias"),
-            scalars=(problem.rows, problem.columns),
+            scalars={"rows": problem.rows, "columns": problem.columns},
         )
         return Launch((step,))
 

@@ -90,7 +90,7 @@ def run(
 def run_step(step: Step, memory: DeviceMemory, arch: str) -> None:
     """One kernel launch, some blocks at a time, in their order."""
     kernel = _kernel(step.kernel, arch)
-    arguments = [*map(memory.address, step.operands), *step.scalars]
+    arguments = [*map(memory.address, step.operands), *step.scalars.values()]
     blocks = step.grid[0] * step.grid[1] * step.grid[2]
     threads = step.block[0] * step.block[1] * step.block[2]
     at_once = max(1, THREADS // threads)
@@ -98,8 +98,7 @@ def run_step(step: Step, memory: DeviceMemory, arch: str) -> None:
         for first in range(0, blocks, at_once):
             some = range(first, min(first + at_once, blocks))
             Machine(
-                *(kernel, decode, memory, arguments, step.grid, step.block),
-                *(some, step.smem_bytes),
+                kernel, decode, memory, arguments, step.grid, step.block, some, step.smem_bytes
             ).run()
 
 

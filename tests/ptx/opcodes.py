@@ -22,8 +22,8 @@ Values = NDArray[Any]
 #: Modifiers that change nothing here: roundings to nearest, approximations (computed exactly),
 #: caching, ordering.
 _IGNORED = {
-    *("rn", "approx", "ftz", "full", "uni", "volatile", "relaxed", "weak", "nc", "ca", "cg", "cs"),
-    *("L1::no_allocate", "L2::64B", "L2::128B", "L2::256B", "gpu", "cta", "sys", "aligned", "sync"),
+    "rn", "approx", "ftz", "full", "uni", "volatile", "relaxed", "weak", "nc", "ca", "cg", "cs",
+    "L1::no_allocate", "L2::64B", "L2::128B", "L2::256B", "gpu", "cta", "sys", "aligned", "sync",
 }  # fmt: skip
 
 

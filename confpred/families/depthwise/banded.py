@@ -1,6 +1,6 @@
 """The depthwise families on tensor cores whose result is an image: configs, legality, features and
 launches of ``depthwise_banded.cu``, for the forward direction and for the gradient of the input.
-What ``depthwise_banded_wgrad.py`` shares with them is here too.
+What ``banded_wgrad.py`` shares with them is here too.
 
 Layers of group width 1, unit stride and dilation, as many filters as channels, windows up to
 11x11, any padding, float16 and bfloat16, channels in eights; the ordinary depthwise families serve
@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from confpred.families import common as common
+from confpred.families import costs
 from confpred.families.common import Array, Occupancy
 from confpred.families.depthwise import common as depthwise
 from confpred.families.protocol import Rows
@@ -33,24 +34,24 @@ from confpred.problem.device import Device
 from confpred.problem.operation import KernelSpec, Launch, Step
 
 COMPILED = (
-    *("block_c", "warp_c", "strips", "warp_strips", "run"),
-    *("rows", "stages", "min_blocks"),
-)
+    "block_c", "warp_c", "strips", "warp_strips", "run",
+    "rows", "stages", "min_blocks",
+)  # fmt: skip
 _FIELDS = (*COMPILED, "bands")
 _OPERANDS = {
     "fprop": ("out", "in", "filter", "bias", "residual"),
     "dgrad": ("in_grad", "out_grad", "filter", "bias", "residual"),
 }
 
-# What blocks compute: their channels, a warp's, their strips, a warp's. Others that fit, such as
-# those of more strips, were hardly ever among the fastest of 25 layers (130 random configs each,
-# H200).
+#: What blocks compute: (channels of a block, of a warp, strips of a block, of a warp). Others that
+#: fit, such as those of more strips, were hardly ever among the fastest of 25 layers (130 random
+#: configs each, H200).
 BLOCKS = (
-    *((16, 1, 16, 16), (16, 1, 32, 32), (16, 2, 16, 16), (16, 2, 32, 32)),
-    *((16, 4, 16, 16), (16, 4, 32, 16), (32, 2, 16, 16), (32, 2, 32, 32)),
-    *((32, 4, 16, 16), (32, 4, 32, 16), (64, 4, 16, 16)),
-)
-# Strips of a run: at most an eighth of a block's are idle.
+    (16, 1, 16, 16), (16, 1, 32, 32), (16, 2, 16, 16), (16, 2, 32, 32),
+    (16, 4, 16, 16), (16, 4, 32, 16), (32, 2, 16, 16), (32, 2, 32, 32),
+    (32, 4, 16, 16), (32, 4, 32, 16), (64, 4, 16, 16),
+)  # fmt: skip
+#: The same, each with the strips of a run that leave at most an eighth of a block's strips idle.
 TILES = tuple(
     (*block, run)
     for block in BLOCKS
@@ -68,10 +69,11 @@ def _config_table() -> NDArray[np.void]:
     return common.config_table(_FIELDS, rows)
 
 
-_TABLE = _config_table()
-_COLUMNS = common.config_columns(_TABLE)
-#: A config of each kernel; the bands, which the launch alone decides, are innermost in the table.
-_KERNELS = np.arange(0, len(_TABLE), len(_BANDS))
+_CONFIGS = _config_table()
+_COLUMNS = common.config_columns(_CONFIGS)
+#: A config of each kernel: the bands, which the launch alone decides, vary fastest from config to
+#: config.
+_KERNELS = np.arange(0, len(_CONFIGS), len(_BANDS))
 _KERNEL_COLUMNS = common.columns_at(_COLUMNS, _KERNELS)
 
 
@@ -87,7 +89,8 @@ def handles(problem: Problem) -> bool:
     )
 
 
-# Mirrors of the constants in ``depthwise_banded.cuh``; `t` has the columns of some configs.
+# What ``depthwise_banded.cuh`` makes of its macros too; `t` has the columns of some configs. The
+# kernels assert that the threads, the runs and the shared memory of a block are those found here.
 
 
 def threads_of(t: Mapping[str, Array]) -> Array:
@@ -209,14 +212,14 @@ def not_oversized(t: Mapping[str, Array], all_runs: Array, band_rows: Array) -> 
 
 
 _SHARED = (
-    *("log_n", "log_k", "log_p", "log_q", "r", "s", "bfloat16", "log_bytes", "log_intensity"),
+    "log_n", "log_k", "log_p", "log_q", "r", "s", "bfloat16", "log_bytes", "log_intensity",
     *_FIELDS,
-    *("threads", "registers", "smem_bytes", "in_items", "out_items", "products"),
-    *("blocks_per_sm", "warps_per_sm", "log_blocks", "waves", "wave_waste", "q_waste", "c_waste"),
-    *("strip_waste", "band_rows", "bands_cut", "row_tail", "halo_rows", "halo_columns", "steps"),
-    *("run_bytes", "pixel_alignment", "bytes_in_flight", "log_work", "log_load_bytes"),
+    "threads", "registers", "smem_bytes", "in_items", "out_items", "products",
+    "blocks_per_sm", "warps_per_sm", "log_blocks", "waves", "wave_waste", "q_waste", "c_waste",
+    "strip_waste", "band_rows", "bands_cut", "row_tail", "halo_rows", "halo_columns", "steps",
+    "run_bytes", "pixel_alignment", "bytes_in_flight", "log_work", "log_load_bytes",
     "log_estimate",
-)
+)  # fmt: skip
 _FEATURES = {
     "fprop": (*_SHARED, "bias", "residual", "activation"),
     "dgrad": _SHARED,
@@ -242,10 +245,11 @@ def _image(problem: Problem) -> _Image:
 
 
 @dataclass(frozen=True, slots=True)
-class _Plan:
+class _Tiling:
     """What a problem makes of some configs; arrays over them."""
 
     threads: Array
+    runs: Array  # of a block
     registers: Array  # an estimate of what the compiler would take
     smem_bytes: Array
     in_items: Array  # pairs of pixels of 8 channels, that a thread loads a step
@@ -268,7 +272,7 @@ class DepthwiseBanded:
     """See the module's docstring and ``kernels/depthwise_banded.cu``."""
 
     operation = CONVOLUTION
-    configs = _TABLE
+    configs = _CONFIGS
 
     def __init__(self, direction: str) -> None:
         self.name = f"depthwise_banded_{direction}"
@@ -280,19 +284,19 @@ class DepthwiseBanded:
         if problem.direction != self._direction or not handles(problem):
             return legal
         height, width = _image(problem).size_out
-        # Kernels first: they spare most rows a plan.
-        plan = self._plan(problem, _KERNELS)
+        # Kernels come first: of those that do not fit, no row needs a tiling.
+        tiling = self._tiling(problem, _KERNELS)
         fit = kernels_for(
-            _KERNEL_COLUMNS, plan.registers, plan.smem_bytes, problem.c, width, device
+            _KERNEL_COLUMNS, tiling.registers, tiling.smem_bytes, problem.c, width, device
         )
         bands = np.flatnonzero(common.distinct_bands(height, _BANDS))
         rows = (_KERNELS[fit, None] + bands).ravel()
-        t, plan = common.columns_at(_COLUMNS, rows), self._plan(problem, rows)
-        all_runs = problem.n * plan.bands * plan.q_tiles
+        t, tiling = common.columns_at(_COLUMNS, rows), self._tiling(problem, rows)
+        all_runs = problem.n * tiling.bands * tiling.q_tiles
         legal[rows] = (
-            addressable(t, problem, plan.q_tiles * plan.bands)
-            & (np.maximum(plan.blocks, all_runs + t["strips"]) <= common.MAX_INT)
-            & not_oversized(t, all_runs, plan.band_rows)
+            addressable(t, problem, tiling.q_tiles * tiling.bands)
+            & (np.maximum(tiling.blocks, all_runs + t["strips"]) <= common.MAX_INT)
+            & not_oversized(t, all_runs, tiling.band_rows)
         )
         return legal
 
@@ -304,7 +308,7 @@ class DepthwiseBanded:
         return common.feature_matrix(self, problem, device, rows, derived)
 
     def launch(self, problem: Problem, row: int) -> Launch:
-        plan = self._plan(problem, np.array([row]))
+        tiling = self._tiling(problem, np.array([row]))
         image = _image(problem)
         spec = KernelSpec(
             file="depthwise_banded.cu",
@@ -316,24 +320,37 @@ class DepthwiseBanded:
                 dtype_macro(problem),
                 *common.epilogue_macros(problem),
                 *common.config_macros(self.configs[row], COMPILED),
+                *common.agreed_macros(
+                    threads=tiling.threads[0], runs=tiling.runs[0], smem_bytes=tiling.smem_bytes[0]
+                ),
             ),
         )
         step = Step(
             spec,
-            grid=(int(plan.blocks[0]), 1, 1),
-            block=(int(plan.threads[0]), 1, 1),
-            smem_bytes=int(plan.smem_bytes[0]),
+            grid=(int(tiling.blocks[0]), 1, 1),
+            block=(int(tiling.threads[0]), 1, 1),
+            smem_bytes=int(tiling.smem_bytes[0]),
             operands=_OPERANDS[self._direction],
-            scalars=(
-                *(problem.n, problem.c, *image.size_in, *image.size_out, *image.padding),
-                *(int(plan.band_rows[0]), int(plan.bands[0])),
-                *(int(plan.q_tiles[0]), int(plan.c_tiles[0])),
-            ),
+            scalars={
+                "n": problem.n,
+                "c": problem.c,
+                "h": image.size_in[0],
+                "w": image.size_in[1],
+                "p": image.size_out[0],
+                "q": image.size_out[1],
+                "pad_h": image.padding[0],
+                "pad_w": image.padding[1],
+                "band_rows": int(tiling.band_rows[0]),
+                "bands": int(tiling.bands[0]),
+                "q_tiles": int(tiling.q_tiles[0]),
+                "c_tiles": int(tiling.c_tiles[0]),
+            },
         )
         return Launch((step,))
 
-    def _plan(self, problem: Problem, rows: Rows) -> _Plan:
-        """Mirrors the constants at the top of the kernel."""
+    def _tiling(self, problem: Problem, rows: Rows) -> _Tiling:
+        """How `problem` is cut into blocks, and what a block takes and does. What of it the kernel
+        works out from its macros too, it asserts (see `launch`)."""
         t = common.columns_at(_COLUMNS, rows)
         r, s, run = problem.r, problem.s, t["run"]
         height, width = _image(problem).size_out
@@ -353,8 +370,9 @@ class DepthwiseBanded:
             + 29
         )
         work = products + fragments * 14 + in_items * 28 + out_items * 28 + 20
-        return _Plan(
+        return _Tiling(
             threads=threads,
+            runs=runs(t),
             registers=registers,
             smem_bytes=2 * (buffer_bytes(t, run + span - 1, span - 1) + buffer_bytes(t, run, 0))
             + stage_bytes(t, in_items)
@@ -377,60 +395,64 @@ class DepthwiseBanded:
         """How each config would run `problem`: the derived features, and the estimated seconds.
 
         The estimate is the largest of three times, plus a latency for each wave and step: that of
-        device memory, whose rate what is in flight may bound (a load takes about 0.8 us under
-        load), and those of the multiprocessor with the most blocks: of the tensor cores at half
-        their rate, which is what `mma.sync` reaches, and of the instructions, of which it issues
-        about 60 % of what it could.
+        device memory, whose rate what is in flight may bound, and those of the multiprocessor with
+        the most blocks: of its tensor cores, and of its instructions.
         """
         t = common.columns_at(_COLUMNS, rows)
-        plan = self._plan(problem, rows)
+        tiling = self._tiling(problem, rows)
         image = _image(problem)
         (height, width), size_in = image.size_out, image.size_in
-        registers = np.minimum(plan.registers, most_registers(t))
-        occupancy = Occupancy.of(device, plan.blocks, plan.threads, registers, plan.smem_bytes)
+        registers = np.minimum(tiling.registers, most_registers(t))
+        occupancy = Occupancy.of(
+            device, tiling.blocks, tiling.threads, registers, tiling.smem_bytes
+        )
         # With one band, rows of padding are left out, above the image altogether, below it but for
         # what finishes the rows above.
-        whole, above = plan.bands == 1, min(max(image.padding[0], 0), problem.r - 1)
-        walked = plan.band_rows + problem.r - 1 - whole * above
+        whole, above = tiling.bands == 1, min(max(image.padding[0], 0), problem.r - 1)
+        walked = tiling.band_rows + problem.r - 1 - whole * above
         steps = -(-walked // t["rows"])
         inside = np.where(whole, np.minimum(size_in[0] + image.padding[0] - above, walked), walked)
         computed = np.minimum(-(-inside // t["rows"]), steps)
-        step_bytes = t["rows"] * runs(t) * plan.in_x * t["block_c"] * problem.itemsize
+        step_bytes = t["rows"] * runs(t) * tiling.in_x * t["block_c"] * problem.itemsize
         in_flight = occupancy.resident * step_bytes
-        fullest = occupancy.sm_blocks * device.sm_count * plan.threads / 32
-        block_work = computed * plan.work + (steps - computed) * 0.5 * plan.work + 300
+        fullest = occupancy.sm_blocks * device.sm_count * tiling.threads / 32
+        block_work = computed * tiling.work + (steps - computed) * 0.5 * tiling.work
+        block_work += costs.BLOCK_INSTRUCTIONS
         seconds = np.maximum(
-            problem.minimum_bytes
-            / np.minimum(device.dram_bytes_per_s, device.sm_count * in_flight / 0.8e-6),
+            costs.memory_s(problem.minimum_bytes, device, in_flight),
             np.maximum(
-                fullest * computed * plan.products * 4096 / (device.tensor_flops / 2),
-                fullest * block_work * 32 / (0.6 * device.simt_flops / 2),
+                costs.products_s(fullest * computed * tiling.products, device),
+                costs.instructions_s(fullest * block_work * 32, device),
             ),
         )
-        all_runs = problem.n * plan.bands * plan.q_tiles
+        all_runs = problem.n * tiling.bands * tiling.q_tiles
         return {
             "log_p": np.log2(height),
             "log_q": np.log2(width),
-            "threads": plan.threads,
-            "registers": plan.registers,
-            "smem_bytes": plan.smem_bytes,
-            "in_items": plan.in_items,
-            "out_items": plan.out_items,
-            "products": plan.products,
+            "threads": tiling.threads,
+            "registers": tiling.registers,
+            "smem_bytes": tiling.smem_bytes,
+            "in_items": tiling.in_items,
+            "out_items": tiling.out_items,
+            "products": tiling.products,
             **occupancy.features(),
-            "q_waste": plan.q_tiles * t["run"] * 8 / width,
-            "c_waste": plan.c_tiles * t["block_c"] / problem.c,
-            "strip_waste": plan.tiles * t["strips"] / (all_runs * t["run"]),
-            "band_rows": plan.band_rows,
-            "bands_cut": plan.bands,
+            "q_waste": tiling.q_tiles * t["run"] * 8 / width,
+            "c_waste": tiling.c_tiles * t["block_c"] / problem.c,
+            "strip_waste": tiling.tiles * t["strips"] / (all_runs * t["run"]),
+            "band_rows": tiling.band_rows,
+            "bands_cut": tiling.bands,
             # What is left for the last band, as a part of a whole one.
-            "row_tail": (height - (plan.bands - 1) * plan.band_rows) / plan.band_rows,
-            "halo_rows": walked / plan.band_rows,
-            "halo_columns": plan.in_x / (8 * t["run"]),
+            "row_tail": (height - (tiling.bands - 1) * tiling.band_rows) / tiling.band_rows,
+            "halo_rows": walked / tiling.band_rows,
+            "halo_columns": tiling.in_x / (8 * t["run"]),
             "steps": steps,
             "run_bytes": t["block_c"] * problem.itemsize,
             "bytes_in_flight": in_flight,
-            "log_work": np.log2(plan.blocks * (plan.threads / 32) * block_work),
-            "log_load_bytes": np.log2(plan.blocks * computed * step_bytes / problem.minimum_bytes),
-            "estimate": seconds + 2e-6 + np.ceil(occupancy.waves) * (1.5e-6 + steps * 2e-7),
+            "log_work": np.log2(tiling.blocks * (tiling.threads / 32) * block_work),
+            "log_load_bytes": np.log2(
+                tiling.blocks * computed * step_bytes / problem.minimum_bytes
+            ),
+            "estimate": seconds
+            + costs.LAUNCH_S
+            + costs.waves_s(occupancy.waves, costs.WAVE_S, steps, costs.STEP_S),
         }

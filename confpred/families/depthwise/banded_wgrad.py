@@ -1,7 +1,7 @@
 """Depthwise convolution on tensor cores, gradient of the filter and of the bias: configs, legality,
 features and launches of ``depthwise_banded_wgrad.cu``.
 
-Layers as in ``_depthwise_banded.py``, with windows up to 9 wide. An output pixel takes 16 R
+Layers as in ``banded.py``, with windows up to 9 wide. An output pixel takes 16 R
 multiply-adds of the tensor cores, as it does forward; a channel of a warp has 4 R accumulators in
 registers, and 2 R fragments of the gradient for each 16 strips.
 """
@@ -15,10 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from confpred.families import common as common
+from confpred.families import costs
 from confpred.families.common import Array, Occupancy
 from confpred.families.depthwise import banded as banded
 from confpred.families.depthwise import common as depthwise
-from confpred.families.depthwise.common import ATOMIC, TWO_LAUNCHES
 from confpred.families.protocol import Rows
 from confpred.problem.conv2d import Problem
 from confpred.problem.conv2d_operation import CONVOLUTION, dtype_macro
@@ -26,8 +26,9 @@ from confpred.problem.device import Device
 from confpred.problem.operation import KernelSpec, Launch, Step
 
 _FIELDS = (*banded.COMPILED, "bands", "splits", "reduction")
+_VARYING_FIELDS = tuple(name for name in _FIELDS if name != "stages")
 _MAX_WIDTH = 9  # of a window: a diagonal has eight elements
-_STAGES = 2  # more were not faster, and take shared memory of blocks
+_STAGES = 2  # more were not faster, and take shared memory that other blocks could have
 
 
 # What the launch decides, not the kernel: bands, splits and the reduction.
@@ -48,19 +49,20 @@ def _config_table() -> NDArray[np.void]:
     return common.config_table(_FIELDS, rows)
 
 
-_TABLE = _config_table()
-_COLUMNS = common.config_columns(_TABLE)
+_CONFIGS = _config_table()
+_COLUMNS = common.config_columns(_CONFIGS)
 _LAUNCH_BANDS, _, _LAUNCH_REDUCTIONS = np.array(_LAUNCHES).T
-#: A config of each kernel; what the launch alone decides is innermost in the table.
-_KERNELS = np.arange(0, len(_TABLE), len(_LAUNCHES))
+#: A config of each kernel: what the launch alone decides varies fastest from config to config.
+_KERNELS = np.arange(0, len(_CONFIGS), len(_LAUNCHES))
 _KERNEL_COLUMNS = common.columns_at(_COLUMNS, _KERNELS)
 
 
 @dataclass(frozen=True, slots=True)
-class _Plan:
+class _Tiling:
     """What a problem makes of some configs; arrays over them."""
 
     threads: Array
+    runs: Array  # of a block
     registers: Array  # an estimate of what the compiler would take
     smem_bytes: Array
     in_items: Array  # pairs of pixels of 8 channels, that a thread loads a step
@@ -81,17 +83,17 @@ class DepthwiseBandedWgrad:
 
     name = "depthwise_banded_wgrad"
     operation = CONVOLUTION
-    configs = _TABLE
+    configs = _CONFIGS
     feature_names: tuple[str, ...] = (
-        *("log_n", "log_c", "log_p", "log_q", "r", "s", "bfloat16", "bias", "log_bytes"),
+        "log_n", "log_c", "log_p", "log_q", "r", "s", "bfloat16", "bias", "log_bytes",
         "log_intensity",
-        *(name for name in _FIELDS if name != "stages"),
-        *("threads", "registers", "smem_bytes", "in_items", "grad_items", "products"),
-        *("blocks_per_sm", "warps_per_sm", "log_blocks", "waves", "wave_waste", "q_waste"),
-        *("c_waste", "strip_waste", "band_rows", "bands_cut", "halo_rows", "halo_columns"),
-        *("rounds", "round_waste", "steps", "run_bytes", "pixel_alignment", "bytes_in_flight"),
-        *("log_work", "log_load_bytes", "log_sum_bytes", "log_estimate"),
-    )
+        *_VARYING_FIELDS,
+        "threads", "registers", "smem_bytes", "in_items", "grad_items", "products",
+        "blocks_per_sm", "warps_per_sm", "log_blocks", "waves", "wave_waste", "q_waste",
+        "c_waste", "strip_waste", "band_rows", "bands_cut", "halo_rows", "halo_columns",
+        "rounds", "round_waste", "steps", "run_bytes", "pixel_alignment", "bytes_in_flight",
+        "log_work", "log_load_bytes", "log_sum_bytes", "log_estimate",
+    )  # fmt: skip
 
     def legal(self, problem: Problem, device: Device) -> NDArray[np.bool_]:
         legal = np.zeros(len(self.configs), np.bool_)
@@ -102,26 +104,27 @@ class DepthwiseBandedWgrad:
             or problem.filter_elements + problem.c > common.MAX_INT
         ):
             return legal
-        plan = self._plan(problem, _KERNELS)  # kernels first: they spare most rows a plan
+        # Kernels come first: of those that do not fit, no row needs a tiling.
+        tiling = self._tiling(problem, _KERNELS)
         fit = banded.kernels_for(
-            _KERNEL_COLUMNS, plan.registers, plan.smem_bytes, problem.c, problem.q, device
+            _KERNEL_COLUMNS, tiling.registers, tiling.smem_bytes, problem.c, problem.q, device
         )
         launches = np.flatnonzero(
             common.distinct_bands(problem.p, _LAUNCH_BANDS)
-            & ((_LAUNCH_REDUCTIONS != ATOMIC) | (not problem.deterministic))
+            & ((_LAUNCH_REDUCTIONS != common.ATOMIC) | (not problem.deterministic))
         )
         rows = (_KERNELS[fit, None] + launches).ravel()
-        t, plan = common.columns_at(_COLUMNS, rows), self._plan(problem, rows)
-        all_runs, splits = problem.n * plan.bands * plan.q_tiles, t["splits"]
+        t, tiling = common.columns_at(_COLUMNS, rows), self._tiling(problem, rows)
+        all_runs, splits = problem.n * tiling.bands * tiling.q_tiles, t["splits"]
         legal[rows] = (
-            banded.addressable(t, problem, plan.q_tiles * plan.bands)
-            & (np.maximum(plan.blocks, all_runs + splits * t["strips"]) <= common.MAX_INT)
-            & banded.not_oversized(t, all_runs, plan.band_rows)
-            # Each block has a tile; blocks enough for half of the device, and no more than eight
-            # to a multiprocessor, as far as there are tiles for them.
-            & (splits <= plan.tiles)
-            & ((splits == 1) | (plan.blocks <= 8 * device.sm_count))
-            & ((2 * plan.blocks >= device.sm_count) | (4 * splits > plan.tiles))
+            banded.addressable(t, problem, tiling.q_tiles * tiling.bands)
+            & (np.maximum(tiling.blocks, all_runs + splits * t["strips"]) <= common.MAX_INT)
+            & banded.not_oversized(t, all_runs, tiling.band_rows)
+            # Each block has a tile. There are blocks enough for half of the device, and no more
+            # than eight to a multiprocessor, as far as there are tiles for them.
+            & (splits <= tiling.tiles)
+            & ((splits == 1) | (tiling.blocks <= 8 * device.sm_count))
+            & ((2 * tiling.blocks >= device.sm_count) | (4 * splits > tiling.tiles))
         )
         return legal
 
@@ -134,7 +137,7 @@ class DepthwiseBandedWgrad:
 
     def launch(self, problem: Problem, row: int) -> Launch:
         t = self.configs[row]
-        plan = self._plan(problem, np.array([row]))
+        tiling = self._tiling(problem, np.array([row]))
         splits, reduction = int(t["splits"]), int(t["reduction"])
         spec = KernelSpec(
             file="depthwise_banded_wgrad.cu",
@@ -145,25 +148,40 @@ class DepthwiseBandedWgrad:
                 dtype_macro(problem),
                 ("HAS_BIAS", int(problem.bias)),
                 *common.config_macros(t, banded.COMPILED),
+                *common.agreed_macros(
+                    threads=tiling.threads[0], runs=tiling.runs[0], smem_bytes=tiling.smem_bytes[0]
+                ),
             ),
         )
         step = Step(
             spec,
-            grid=(int(plan.blocks[0]), 1, 1),
-            block=(int(plan.threads[0]), 1, 1),
-            smem_bytes=int(plan.smem_bytes[0]),
+            grid=(int(tiling.blocks[0]), 1, 1),
+            block=(int(tiling.threads[0]), 1, 1),
+            smem_bytes=int(tiling.smem_bytes[0]),
             operands=depthwise.WGRAD_OPERANDS,
-            scalars=(
-                *(problem.n, problem.c, problem.h, problem.w, problem.p, problem.q),
-                *problem.padding,
-                *(int(plan.band_rows[0]), int(plan.bands[0]), int(plan.q_tiles[0])),
-                *(int(plan.c_tiles[0]), int(plan.tiles[0]), splits, reduction),
-            ),
+            scalars={
+                "n": problem.n,
+                "c": problem.c,
+                "h": problem.h,
+                "w": problem.w,
+                "p": problem.p,
+                "q": problem.q,
+                "pad_h": problem.padding[0],
+                "pad_w": problem.padding[1],
+                "band_rows": int(tiling.band_rows[0]),
+                "bands": int(tiling.bands[0]),
+                "q_tiles": int(tiling.q_tiles[0]),
+                "c_tiles": int(tiling.c_tiles[0]),
+                "tiles": int(tiling.tiles[0]),
+                "splits": splits,
+                "reduction": reduction,
+            },
         )
-        return depthwise.with_sums(step, problem, splits, reduction, int(plan.c_tiles[0]))
+        return depthwise.with_sums(step, problem, splits, reduction, int(tiling.c_tiles[0]))
 
-    def _plan(self, problem: Problem, rows: Rows) -> _Plan:
-        """Mirrors the constants at the top of the kernel."""
+    def _tiling(self, problem: Problem, rows: Rows) -> _Tiling:
+        """How `problem` is cut into blocks, and what a block takes and does. What of it the kernel
+        works out from its macros too, it asserts (see `launch`)."""
         t = common.columns_at(_COLUMNS, rows)
         r, run, warp_c = problem.r, t["run"], t["warp_c"]
         threads = banded.threads_of(t)
@@ -175,7 +193,6 @@ class DepthwiseBandedWgrad:
         planes = 2 * (banded.buffer_bytes(t, run + 1, 1) + banded.buffer_bytes(t, run, 0))
         planes += banded.stage_bytes(t, in_items + grad_items)
         sums = t["strips"] // t["warp_strips"] * t["block_c"] * (r * problem.s + problem.bias)
-        # Fragments, products, and the window's slide.
         warp_tiles = t["warp_strips"] // 16
         fragments = warp_c * warp_tiles * t["rows"]
         products = fragments * (r + problem.bias)
@@ -185,9 +202,11 @@ class DepthwiseBandedWgrad:
             + 16 * grad_items
             + 49
         )
+        # The terms are products, fragments with the window's slide, copies, and the rest.
         work = products + fragments * (4 + 2 * r) + 28 * (in_items + grad_items) + 20
-        return _Plan(
+        return _Tiling(
             threads=threads,
+            runs=banded.runs(t),
             registers=registers,
             smem_bytes=np.maximum(planes, threads // 32 * 16 * 9 * 4 + 4 * sums),
             in_items=in_items,
@@ -212,61 +231,61 @@ class DepthwiseBandedWgrad:
         block with the most tiles, plus the time of the reduction.
         """
         t = common.columns_at(_COLUMNS, rows)
-        plan = self._plan(problem, rows)
-        registers = np.minimum(plan.registers, banded.most_registers(t))
-        occupancy = Occupancy.of(device, plan.blocks, plan.threads, registers, plan.smem_bytes)
-        ideal_rounds = plan.tiles / t["splits"]
+        tiling = self._tiling(problem, rows)
+        registers = np.minimum(tiling.registers, banded.most_registers(t))
+        occupancy = Occupancy.of(
+            device, tiling.blocks, tiling.threads, registers, tiling.smem_bytes
+        )
+        ideal_rounds = tiling.tiles / t["splits"]
         rounds = np.ceil(ideal_rounds)
-        walked = plan.band_rows + problem.r - 1
+        walked = tiling.band_rows + problem.r - 1
         whole = max(problem.h + problem.padding[0], problem.p * problem.bias)
-        walked = np.where(plan.bands == 1, np.minimum(walked, whole), walked)
+        walked = np.where(tiling.bands == 1, np.minimum(walked, whole), walked)
         steps = -(-walked // t["rows"])
-        pixels = plan.in_x + 8 * t["run"]
+        pixels = tiling.in_x + 8 * t["run"]
         step_bytes = t["rows"] * banded.runs(t) * pixels * t["block_c"] * problem.itemsize
         in_flight = occupancy.resident * step_bytes
-        fullest = occupancy.sm_blocks * device.sm_count * plan.threads / 32 * rounds * steps
+        fullest = occupancy.sm_blocks * device.sm_count * tiling.threads / 32 * rounds * steps
         seconds = np.maximum(
-            problem.minimum_bytes
-            / np.minimum(device.dram_bytes_per_s, device.sm_count * in_flight / 0.8e-6),
+            costs.memory_s(problem.minimum_bytes, device, in_flight),
             np.maximum(
-                fullest * plan.products * 4096 / (device.tensor_flops / 2),
-                fullest * plan.work * 32 / (0.6 * device.simt_flops / 2),
+                costs.products_s(fullest * tiling.products, device),
+                costs.instructions_s(fullest * tiling.work * 32, device),
             ),
         )
         sum_bytes = 4.0 * problem.filter_elements * t["splits"]
-        reduction = np.where(
-            t["reduction"] == TWO_LAUNCHES, 3e-6 + 2 * sum_bytes / device.dram_bytes_per_s, 1e-6
-        )
-        all_runs = problem.n * plan.bands * plan.q_tiles
+        all_runs = problem.n * tiling.bands * tiling.q_tiles
         return {
-            "threads": plan.threads,
-            "registers": plan.registers,
-            "smem_bytes": plan.smem_bytes,
-            "in_items": plan.in_items,
-            "grad_items": plan.grad_items,
-            "products": plan.products,
+            "threads": tiling.threads,
+            "registers": tiling.registers,
+            "smem_bytes": tiling.smem_bytes,
+            "in_items": tiling.in_items,
+            "grad_items": tiling.grad_items,
+            "products": tiling.products,
             **occupancy.features(),
-            "q_waste": plan.q_tiles * t["run"] * 8 / problem.q,
-            "c_waste": plan.c_tiles * t["block_c"] / problem.c,
-            "strip_waste": plan.tiles * t["strips"] / (all_runs * t["run"]),
-            "band_rows": plan.band_rows,
-            "bands_cut": plan.bands,
-            "halo_rows": walked / plan.band_rows,
-            "halo_columns": plan.in_x / (8 * t["run"]),
+            "q_waste": tiling.q_tiles * t["run"] * 8 / problem.q,
+            "c_waste": tiling.c_tiles * t["block_c"] / problem.c,
+            "strip_waste": tiling.tiles * t["strips"] / (all_runs * t["run"]),
+            "band_rows": tiling.band_rows,
+            "bands_cut": tiling.bands,
+            "halo_rows": walked / tiling.band_rows,
+            "halo_columns": tiling.in_x / (8 * t["run"]),
             "rounds": rounds,
             "round_waste": rounds / ideal_rounds,
             "steps": steps,
             "run_bytes": t["block_c"] * problem.itemsize,
             "bytes_in_flight": in_flight,
-            "log_work": np.log2(plan.blocks * (plan.threads / 32) * rounds * steps * plan.work),
+            "log_work": np.log2(
+                tiling.blocks * (tiling.threads / 32) * rounds * steps * tiling.work
+            ),
             "log_load_bytes": np.log2(
-                plan.blocks * rounds * steps * step_bytes / problem.minimum_bytes
+                tiling.blocks * rounds * steps * step_bytes / problem.minimum_bytes
             ),
             "log_sum_bytes": np.log2(sum_bytes),
             "estimate": seconds
-            + 2e-6
-            + np.ceil(occupancy.waves) * (1.5e-6 + rounds * steps * 2e-7)
-            + reduction,
+            + costs.LAUNCH_S
+            + costs.waves_s(occupancy.waves, costs.WAVE_S, rounds * steps, costs.STEP_S)
+            + costs.depthwise_adding_s(t["reduction"], sum_bytes, device),
         }
 
 

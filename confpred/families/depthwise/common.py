@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from confpred.families.common import Array
+from confpred.families.common import ATOMIC, DIRECT, TWO_KERNELS, Array, agreed_macros
 from confpred.problem.conv2d import Problem
 from confpred.problem.conv2d_operation import dtype_macro
 from confpred.problem.operation import KernelSpec, Launch, Step
@@ -39,7 +39,8 @@ def handles(problem: Problem) -> bool:
 
 
 def dilation(problem: Problem) -> tuple[int, int]:
-    """The layer's, or 1 where there is nothing to dilate, which makes for fewer kernels."""
+    """The layer's dilation, or 1 along an axis in which the window has one tap: that tells fewer
+    kernels apart."""
     vertical, horizontal = problem.dilation
     return vertical if problem.r > 1 else 1, horizontal if problem.s > 1 else 1
 
@@ -80,7 +81,9 @@ class Lanes:
     def of(cls, vectors: Array, lanes_c: Array, threads: Array, groups: Array | int = 1) -> Lanes:
         """For `vectors` accesses to a pixel, at most `lanes_c` of them in a block of about
         `threads`, each `groups` times."""
-        vectors = np.maximum(vectors, 1)  # of widths that are not legal, but still counted
+        vectors = np.maximum(
+            vectors, 1
+        )  # a width that is not legal may have none, but is asked for
         c_tiles = -(-vectors // lanes_c)
         lanes = -(-vectors // c_tiles)
         tiles_at_once = (threads // (lanes * groups)).clip(1)
@@ -111,32 +114,40 @@ def worth_loading_ahead(prefetch: Array, taps: int) -> NDArray[np.bool_]:
     return result
 
 
-#: How the blocks that share a channel of the filter's gradient add up their sums; the kernels' own
-#: numbers.
-DIRECT, TWO_LAUNCHES, ATOMIC = 0, 1, 3
-#: A filter's gradient's pointers, in the order of its kernels.
+#: The pointers that the kernels of a filter's gradient take, in their order.
 WGRAD_OPERANDS = ("filter_grad", "bias_grad", "out_grad", "in", "zeroed", "scratch")
 _SUM_COLUMNS = 32  # elements of a block of ``depthwise_wgrad_sum.cu``
 _SUM_THREADS = 256
 
 
 def reductions(splits: Iterable[int]) -> list[tuple[int, int]]:
-    """Counts of blocks that share a channel, and how they add up: one alone, and `splits`."""
-    return [(1, DIRECT), *itertools.product(splits, (TWO_LAUNCHES, ATOMIC))]
+    """Each count of blocks that share a channel with each way to add up their sums; one block alone
+    has nothing to add."""
+    return [(1, DIRECT), *itertools.product(splits, (TWO_KERNELS, ATOMIC))]
 
 
 def with_sums(step: Step, problem: Problem, splits: int, reduction: int, c_tiles: int) -> Launch:
     """The launch whose `step` leaves the sums of `splits` blocks of each of `c_tiles` pieces of the
     channels, with what adds them up."""
     elements = problem.filter_elements + (problem.c if problem.bias else 0)
-    if reduction == TWO_LAUNCHES:
+    if reduction == TWO_KERNELS:
+        smem_bytes = 4 * _SUM_THREADS
+        agreed = agreed_macros(threads=_SUM_THREADS, smem_bytes=smem_bytes, columns=_SUM_COLUMNS)
         total = Step(
-            KernelSpec("depthwise_wgrad_sum.cu", "depthwise_wgrad_sum", (dtype_macro(problem),)),
+            KernelSpec(
+                file="depthwise_wgrad_sum.cu",
+                entry="depthwise_wgrad_sum",
+                defines=(dtype_macro(problem), *agreed),
+            ),
             grid=(-(-elements // _SUM_COLUMNS), 1, 1),
             block=(_SUM_THREADS, 1, 1),
-            smem_bytes=4 * _SUM_THREADS,
+            smem_bytes=smem_bytes,
             operands=("filter_grad", "bias_grad", "scratch"),
-            scalars=(problem.filter_elements, elements, splits),
+            scalars={
+                "filter_elements": problem.filter_elements,
+                "elements": elements,
+                "splits": splits,
+            },
         )
         return Launch((step, total), scratch_bytes=4 * splits * elements)
     if reduction == ATOMIC:

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from confpred.families import common as common
+from confpred.families import costs
 from confpred.families.common import Array, Occupancy
 from confpred.families.depthwise import common as depthwise
 from confpred.families.depthwise.common import Lanes
@@ -51,15 +52,15 @@ def _config_table() -> NDArray[np.void]:
 
 
 _SHARED = (
-    *("log_n", "log_k", "log_p", "log_q", "r", "s", "stride_h", "stride_w"),
-    *("dilation_h", "dilation_w", "itemsize", "log_bytes", "log_intensity"),
+    "log_n", "log_k", "log_p", "log_q", "r", "s", "stride_h", "stride_w",
+    "dilation_h", "dilation_w", "itemsize", "log_bytes", "log_intensity",
     *_FIELDS,
-    *("lanes", "c_tiles", "tiles_at_once", "block_threads", "in_x", "registers", "smem_bytes"),
-    *("blocks_per_sm", "warps_per_sm", "log_blocks", "waves", "wave_waste", "q_waste"),
-    *("band_groups", "bands_cut", "row_tail", "halo_rows", "halo_columns", "steps"),
-    *("lane_waste", "run_bytes", "pixel_alignment", "bytes_in_flight", "work", "log_work"),
-    *("log_load_bytes", "log_estimate"),
-)
+    "lanes", "c_tiles", "tiles_at_once", "block_threads", "in_x", "registers", "smem_bytes",
+    "blocks_per_sm", "warps_per_sm", "log_blocks", "waves", "wave_waste", "q_waste",
+    "band_groups", "bands_cut", "row_tail", "halo_rows", "halo_columns", "steps",
+    "lane_waste", "run_bytes", "pixel_alignment", "bytes_in_flight", "work", "log_work",
+    "log_load_bytes", "log_estimate",
+)  # fmt: skip
 _FEATURES = {
     "fprop": (*_SHARED, "multiplier", "bias", "residual", "activation"),
     "dgrad": _SHARED,
@@ -87,7 +88,7 @@ class _Axis:
 
 
 def _axes(problem: Problem) -> tuple[_Axis, _Axis]:
-    """The vertical and the horizontal one."""
+    """The vertical axis and the horizontal one."""
     p = problem
     sizes = ((p.h, p.p, p.r), (p.w, p.q, p.s))
     axes = []
@@ -97,7 +98,7 @@ def _axes(problem: Problem) -> tuple[_Axis, _Axis]:
         if p.direction == "fprop":
             axes.append(_Axis(size, result, window, 1, stride, dilation, pad, 0))
         else:
-            # The window turned round: what was a distance to the left is one to the right.
+            # The window is turned round, so what was a distance to the left is one to the right.
             pad = dilation * (window - 1) - pad
             shift = -pad % stride
             origin = (pad + shift) // stride
@@ -106,12 +107,13 @@ def _axes(problem: Problem) -> tuple[_Axis, _Axis]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Plan:
+class _Tiling:
     """What a problem makes of some configs; arrays over them."""
 
     repeat: Array
     in_x: Array  # input columns of a tile
     depth: int  # groups of accumulators
+    pitch: Array  # floats of shared memory that the filters of a lane take
     registers: Array  # an estimate
     smem_bytes: Array
     lanes: Lanes
@@ -122,15 +124,15 @@ class _Plan:
     work: Array  # instructions that a thread issues in one step
 
 
-_TABLE = _config_table()
-_COLUMNS = common.config_columns(_TABLE)
+_CONFIGS = _config_table()
+_COLUMNS = common.config_columns(_CONFIGS)
 
 
 class DepthwiseImage:
     """See the module's docstring and ``kernels/depthwise.cu``."""
 
     operation = CONVOLUTION
-    configs = _TABLE
+    configs = _CONFIGS
 
     def __init__(self, direction: str) -> None:
         self.name = f"depthwise_{direction}"
@@ -146,7 +148,8 @@ class DepthwiseImage:
         vertical, horizontal = _axes(problem)
         taps, width = problem.r * problem.s, horizontal.size_out
         t = _COLUMNS
-        rows = np.flatnonzero(  # what needs no plan, first: it spares most rows theirs
+        # What needs no tiling comes first, so that most rows need none.
+        rows = np.flatnonzero(
             depthwise.accessible(t["vec"], problem)
             & (t["tile_q"] % horizontal.up == 0)
             # A tile twice as wide as the image does the work of a smaller one, slower.
@@ -154,19 +157,22 @@ class DepthwiseImage:
             & depthwise.worth_loading_ahead(t["prefetch"], taps)
             & common.distinct_bands(vertical.groups, t["bands"])
             & depthwise.distinct_lanes(problem.k // t["vec"], t["lanes_c"])
-            # Registers hold small filters at no cost, shared memory large ones.
+            # Registers hold small filters at no cost; large ones need shared memory.
             & np.where(t["filter_shared"], taps * t["vec"] >= 24, taps * t["vec"] <= 100)
         )
-        plan = self._plan(problem, rows)
-        tiles = plan.blocks * plan.lanes.tiles_at_once
+        tiling = self._tiling(problem, rows)
+        tiles = tiling.blocks * tiling.lanes.tiles_at_once
         legal[rows] = (
-            (plan.in_x <= depthwise.MAX_COLUMNS)
-            & (plan.registers <= 232)
+            (tiling.in_x <= depthwise.MAX_COLUMNS)
+            & (tiling.registers <= common.MOST_ESTIMATED_REGISTERS)
             # A bound on the registers that two blocks leave changes nothing where few are needed,
             # and makes them spill where many are.
-            & ((t["min_blocks"][rows] == 1) | ((plan.registers > 100) & (plan.registers <= 132)))
-            & (plan.smem_bytes <= device.smem_per_block)
-            & (np.maximum(plan.blocks, tiles) <= common.MAX_INT)
+            & (
+                (t["min_blocks"][rows] == 1)
+                | ((tiling.registers > 100) & (tiling.registers <= 132))
+            )
+            & (tiling.smem_bytes <= device.smem_per_block)
+            & (np.maximum(tiling.blocks, tiles) <= common.MAX_INT)
         )
         return legal
 
@@ -178,7 +184,7 @@ class DepthwiseImage:
         return common.feature_matrix(self, problem, device, rows, derived)
 
     def launch(self, problem: Problem, row: int) -> Launch:
-        plan = self._plan(problem, np.array([row]))
+        tiling = self._tiling(problem, np.array([row]))
         vertical, horizontal = _axes(problem)
         spec = KernelSpec(
             file="depthwise.cu",
@@ -195,29 +201,48 @@ class DepthwiseImage:
                 ("FLIP", int(self._direction == "dgrad")),
                 dtype_macro(problem),
                 *common.epilogue_macros(problem),
-                ("REPEAT", int(plan.repeat[0])),
+                ("REPEAT", int(tiling.repeat[0])),
                 *common.config_macros(self.configs[row], _COMPILED),
+                *common.agreed_macros(
+                    max_threads=depthwise.MAX_THREADS,
+                    in_x=tiling.in_x[0],
+                    depth=tiling.depth,
+                    filter_pitch=tiling.pitch[0],
+                ),
             ),
         )
-        lanes = plan.lanes
+        lanes = tiling.lanes
         step = Step(
             spec,
-            grid=(int(plan.blocks[0]), 1, 1),
+            grid=(int(tiling.blocks[0]), 1, 1),
             block=(int(lanes.threads[0]), 1, 1),
-            smem_bytes=int(plan.smem_bytes[0]),
+            smem_bytes=int(tiling.smem_bytes[0]),
             operands=_OPERANDS[self._direction],
-            scalars=(
-                *(problem.n, problem.k, problem.k // problem.c),
-                *(vertical.size_in, horizontal.size_in, vertical.size_out, horizontal.size_out),
-                *(vertical.origin, horizontal.origin, vertical.shift, horizontal.shift),
-                *(int(plan.band_groups[0]), int(plan.bands[0]), int(plan.q_tiles[0])),
-                *(int(lanes.c_tiles[0]), int(lanes.lanes_c[0]), int(lanes.tiles_at_once[0])),
-            ),
+            scalars={
+                "n": problem.n,
+                "k": problem.k,
+                "multiplier": problem.k // problem.c,
+                "h": vertical.size_in,
+                "w": horizontal.size_in,
+                "p": vertical.size_out,
+                "q": horizontal.size_out,
+                "origin_h": vertical.origin,
+                "origin_w": horizontal.origin,
+                "shift_h": vertical.shift,
+                "shift_w": horizontal.shift,
+                "band_groups": int(tiling.band_groups[0]),
+                "bands": int(tiling.bands[0]),
+                "q_tiles": int(tiling.q_tiles[0]),
+                "c_tiles": int(lanes.c_tiles[0]),
+                "lanes_c": int(lanes.lanes_c[0]),
+                "tiles_at_once": int(lanes.tiles_at_once[0]),
+            },
         )
         return Launch((step,))
 
-    def _plan(self, problem: Problem, rows: Rows) -> _Plan:
-        """Mirrors the constants at the top of the kernel."""
+    def _tiling(self, problem: Problem, rows: Rows) -> _Tiling:
+        """How `problem` is cut into blocks, and what a block takes and does. What of it the kernel
+        works out from its macros too, it asserts (see `launch`)."""
         t = common.columns_at(_COLUMNS, rows)
         vertical, horizontal = _axes(problem)
         vec, tile_q = t["vec"], t["tile_q"]
@@ -243,7 +268,7 @@ class DepthwiseImage:
             + outputs * packed * problem.residual
             + 28
         ).astype(np.int64)
-        # Products, conversions and addresses; loads of the filter; stores.
+        # The terms are products, conversions, addresses, loads of the filter, stores, and the rest.
         products = taps * outputs // (vertical.up * horizontal.up)
         work = (
             products
@@ -254,10 +279,11 @@ class DepthwiseImage:
             + 30
         )
         tiles = problem.n * bands * q_tiles
-        return _Plan(
+        return _Tiling(
             repeat=repeat,
             in_x=in_x,
             depth=depth,
+            pitch=pitch,
             registers=registers,
             smem_bytes=lanes.lanes_c * pitch * 4,
             lanes=lanes,
@@ -274,50 +300,52 @@ class DepthwiseImage:
         """How each config would run `problem`: the derived features, and the estimated seconds.
 
         The estimate is the larger of two times, plus a latency for each wave and step: that of
-        device memory, whose rate what is in flight may bound (a load takes about 0.8 us under
-        load), and that of the instructions of the multiprocessor with the most blocks, of which it
-        issues about 60 % of what it could.
+        device memory, whose rate what is in flight may bound, and that of the instructions of the
+        multiprocessor with the most blocks.
         """
         t = common.columns_at(_COLUMNS, rows)
         vertical, horizontal = _axes(problem)
-        plan = self._plan(problem, rows)
-        lanes = plan.lanes
+        tiling = self._tiling(problem, rows)
+        lanes = tiling.lanes
         registers = np.minimum(
-            plan.registers, np.where(t["min_blocks"] == 2, 128, common.MAX_REGISTERS)
+            tiling.registers, np.where(t["min_blocks"] == 2, 128, common.MAX_REGISTERS)
         )
-        occupancy = Occupancy.of(device, plan.blocks, lanes.threads, registers, plan.smem_bytes)
-        steps = plan.band_groups + plan.depth - 1
-        load_bytes = vertical.down * plan.in_x * (t["vec"] // plan.repeat) * problem.itemsize
-        threads = plan.blocks * lanes.threads
+        occupancy = Occupancy.of(device, tiling.blocks, lanes.threads, registers, tiling.smem_bytes)
+        steps = tiling.band_groups + tiling.depth - 1
+        load_bytes = vertical.down * tiling.in_x * (t["vec"] // tiling.repeat) * problem.itemsize
+        threads = tiling.blocks * lanes.threads
         in_flight = occupancy.resident * lanes.threads * load_bytes * t["prefetch"]
-        # Steps of padding only finish rows.
+        # Steps whose input rows are padding only finish output rows.
         computed = np.minimum(steps, -(-vertical.size_in // vertical.down))
-        thread_work = computed * plan.work + (steps - computed) * 0.25 * plan.work + 300
+        thread_work = computed * tiling.work + (steps - computed) * 0.25 * tiling.work
+        thread_work += costs.BLOCK_INSTRUCTIONS
         fullest = occupancy.sm_blocks * device.sm_count * lanes.threads
         seconds = np.maximum(
-            problem.minimum_bytes
-            / np.minimum(device.dram_bytes_per_s, device.sm_count * in_flight / 0.8e-6),
-            fullest * thread_work / (0.6 * device.simt_flops / 2),
+            costs.memory_s(problem.minimum_bytes, device, in_flight),
+            costs.instructions_s(fullest * thread_work, device),
         )
         return {
             **lanes.features(),
-            "in_x": plan.in_x,
-            "registers": plan.registers,
-            "smem_bytes": plan.smem_bytes,
+            "in_x": tiling.in_x,
+            "registers": tiling.registers,
+            "smem_bytes": tiling.smem_bytes,
             **occupancy.features(),
-            "q_waste": plan.q_tiles * t["tile_q"] / horizontal.size_out,
-            "band_groups": plan.band_groups,
-            "bands_cut": plan.bands,
+            "q_waste": tiling.q_tiles * t["tile_q"] / horizontal.size_out,
+            "band_groups": tiling.band_groups,
+            "bands_cut": tiling.bands,
             # What is left for the last band, as a part of a whole one.
-            "row_tail": (vertical.groups - (plan.bands - 1) * plan.band_groups) / plan.band_groups,
-            "halo_rows": steps / plan.band_groups,
-            "halo_columns": plan.in_x * horizontal.up / (horizontal.down * t["tile_q"]),
+            "row_tail": (vertical.groups - (tiling.bands - 1) * tiling.band_groups)
+            / tiling.band_groups,
+            "halo_rows": steps / tiling.band_groups,
+            "halo_columns": tiling.in_x * horizontal.up / (horizontal.down * t["tile_q"]),
             "steps": steps,
             "lane_waste": lanes.threads / (lanes.lanes_c * lanes.tiles_at_once),
             "run_bytes": lanes.lanes_c * t["vec"] * problem.itemsize,
             "bytes_in_flight": in_flight,
-            "work": plan.work / (vertical.up * t["tile_q"] * t["vec"]),
+            "work": tiling.work / (vertical.up * t["tile_q"] * t["vec"]),
             "log_work": np.log2(threads * thread_work),
             "log_load_bytes": np.log2(threads * steps * load_bytes / problem.minimum_bytes),
-            "estimate": seconds + 2e-6 + np.ceil(occupancy.waves) * (1.5e-6 + steps * 1.5e-7),
+            "estimate": seconds
+            + costs.LAUNCH_S
+            + costs.waves_s(occupancy.waves, costs.WAVE_S, steps, costs.DEPTHWISE_STEP_S),
         }

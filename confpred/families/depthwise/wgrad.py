@@ -11,9 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from confpred.families import common as common
+from confpred.families import costs
 from confpred.families.common import Array, Occupancy
 from confpred.families.depthwise import common as depthwise
-from confpred.families.depthwise.common import ATOMIC, TWO_LAUNCHES, Lanes
+from confpred.families.depthwise.common import Lanes
 from confpred.families.protocol import Rows
 from confpred.problem.conv2d import Problem
 from confpred.problem.conv2d_operation import CONVOLUTION, dtype_macro
@@ -21,9 +22,9 @@ from confpred.problem.device import Device
 from confpred.problem.operation import KernelSpec, Launch, Step
 
 _FIELDS = (
-    *("vec", "tile_q", "row_groups", "prefetch", "lanes_c", "threads", "bands", "splits"),
+    "vec", "tile_q", "row_groups", "prefetch", "lanes_c", "threads", "bands", "splits",
     "reduction",
-)
+)  # fmt: skip
 MAX_SUMS = 128  # of a thread: more would leave too few registers for the window
 
 
@@ -45,7 +46,7 @@ def _config_table() -> NDArray[np.void]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Plan:
+class _Tiling:
     """What a problem makes of some configs; arrays over them."""
 
     block_r: Array
@@ -53,6 +54,7 @@ class _Plan:
     in_x: Array  # input columns of a tile
     depth: Array  # output rows of the window
     sums: Array  # of a thread
+    thread_floats: Array  # of shared memory: the sums that a thread leaves there at a time
     registers: Array  # an estimate
     smem_bytes: Array
     lanes: Lanes
@@ -64,8 +66,8 @@ class _Plan:
     work: Array  # instructions that a thread issues in one step
 
 
-_TABLE = _config_table()
-_COLUMNS = common.config_columns(_TABLE)
+_CONFIGS = _config_table()
+_COLUMNS = common.config_columns(_CONFIGS)
 
 
 class DepthwiseWgrad:
@@ -73,17 +75,17 @@ class DepthwiseWgrad:
 
     name = "depthwise_wgrad"
     operation = CONVOLUTION
-    configs = _TABLE
+    configs = _CONFIGS
     feature_names: tuple[str, ...] = (
-        *("log_n", "log_c", "log_p", "log_q", "r", "s", "stride_h", "stride_w"),
-        *("dilation_h", "dilation_w", "itemsize", "log_bytes", "log_intensity", "bias"),
+        "log_n", "log_c", "log_p", "log_q", "r", "s", "stride_h", "stride_w",
+        "dilation_h", "dilation_w", "itemsize", "log_bytes", "log_intensity", "bias",
         *_FIELDS,
-        *("lanes", "c_tiles", "tiles_at_once", "block_threads", "block_r", "in_x", "sums"),
-        *("registers", "smem_bytes", "blocks_per_sm", "warps_per_sm", "log_blocks", "waves"),
-        *("wave_waste", "q_waste", "band_rows", "bands_cut", "halo_rows", "halo_columns"),
-        *("rounds", "round_waste", "steps", "run_bytes", "pixel_alignment", "bytes_in_flight"),
-        *("work", "log_work", "log_load_bytes", "log_sum_bytes", "log_estimate"),
-    )
+        "lanes", "c_tiles", "tiles_at_once", "block_threads", "block_r", "in_x", "sums",
+        "registers", "smem_bytes", "blocks_per_sm", "warps_per_sm", "log_blocks", "waves",
+        "wave_waste", "q_waste", "band_rows", "bands_cut", "halo_rows", "halo_columns",
+        "rounds", "round_waste", "steps", "run_bytes", "pixel_alignment", "bytes_in_flight",
+        "work", "log_work", "log_load_bytes", "log_sum_bytes", "log_estimate",
+    )  # fmt: skip
 
     def legal(self, problem: Problem, device: Device) -> NDArray[np.bool_]:
         legal = np.zeros(len(self.configs), np.bool_)
@@ -91,43 +93,46 @@ class DepthwiseWgrad:
             return legal
         taps = problem.r * problem.s
         t = _COLUMNS
-        rows = np.flatnonzero(  # what needs no plan, first: it spares most rows theirs
+        # What needs no tiling comes first, so that most rows need none.
+        rows = np.flatnonzero(
             depthwise.accessible(t["vec"], problem)
             & ((t["tile_q"] < 2 * problem.q) | (t["tile_q"] == 4))
             & depthwise.worth_loading_ahead(t["prefetch"], taps)
             & common.distinct_bands(problem.p, t["bands"])
-            & ((t["reduction"] != ATOMIC) | (not problem.deterministic))
+            & ((t["reduction"] != common.ATOMIC) | (not problem.deterministic))
             & depthwise.distinct_lanes(problem.c // t["vec"], t["lanes_c"])
         )
         t = common.columns_at(_COLUMNS, rows)
-        plan = self._plan(problem, rows)
-        vec, splits, lanes = t["vec"], t["splits"], plan.lanes
-        half = -(-problem.r // (t["row_groups"] // 2).clip(1))  # rows of a thread, in half as many
+        tiling = self._tiling(problem, rows)
+        vec, splits, lanes = t["vec"], t["splits"], tiling.lanes
+        # Filter rows of a thread if half as many threads shared a window.
+        half = -(-problem.r // (t["row_groups"] // 2).clip(1))
         legal[rows] = (
-            (plan.in_x <= depthwise.MAX_COLUMNS)
-            & (plan.sums <= MAX_SUMS)
-            # Each group of filter rows reads the whole input again: only for large windows.
+            (tiling.in_x <= depthwise.MAX_COLUMNS)
+            & (tiling.sums <= MAX_SUMS)
+            # Each group of filter rows reads the whole input again, which pays for large windows
+            # only.
             & (
                 (t["row_groups"] == 1)
-                | ((half * problem.s * vec > 32) & (plan.row_groups == t["row_groups"]))
+                | ((half * problem.s * vec > 32) & (tiling.row_groups == t["row_groups"]))
             )
-            & (plan.registers <= 232)
-            & (plan.smem_bytes <= device.smem_per_block)
-            & (lanes.lanes_c * plan.row_groups <= t["threads"])
-            & (np.maximum(plan.blocks, plan.tiles + splits * t["threads"]) <= common.MAX_INT)
+            & (tiling.registers <= common.MOST_ESTIMATED_REGISTERS)
+            & (tiling.smem_bytes <= device.smem_per_block)
+            & (lanes.lanes_c * tiling.row_groups <= t["threads"])
+            & (np.maximum(tiling.blocks, tiling.tiles + splits * t["threads"]) <= common.MAX_INT)
             & (problem.filter_elements + problem.c <= common.MAX_INT)
-            # Blocks enough for half of the device and no more than sixteen to a multiprocessor, as
-            # far as there are tiles for their threads.
+            # There are blocks enough for half of the device, and no more than sixteen to a
+            # multiprocessor, as far as there are tiles for their threads.
             & (
                 (splits == 1)
                 | (
-                    (splits * lanes.tiles_at_once < 2 * plan.tiles)
-                    & (plan.blocks <= 16 * device.sm_count)
+                    (splits * lanes.tiles_at_once < 2 * tiling.tiles)
+                    & (tiling.blocks <= 16 * device.sm_count)
                 )
             )
             & (
-                (2 * plan.blocks >= device.sm_count)
-                | (2 * splits * lanes.tiles_at_once >= plan.tiles)
+                (2 * tiling.blocks >= device.sm_count)
+                | (2 * splits * lanes.tiles_at_once >= tiling.tiles)
             )
         )
         return legal
@@ -141,8 +146,8 @@ class DepthwiseWgrad:
 
     def launch(self, problem: Problem, row: int) -> Launch:
         t = self.configs[row]
-        plan = self._plan(problem, np.array([row]))
-        lanes, splits, reduction = plan.lanes, int(t["splits"]), int(t["reduction"])
+        tiling = self._tiling(problem, np.array([row]))
+        lanes, splits, reduction = tiling.lanes, int(t["splits"]), int(t["reduction"])
         dilation_h, dilation_w = depthwise.dilation(problem)
         spec = KernelSpec(
             file="depthwise_wgrad.cu",
@@ -158,28 +163,47 @@ class DepthwiseWgrad:
                 ("HAS_BIAS", int(problem.bias)),
                 ("VEC", int(t["vec"])),
                 ("TILE_Q", int(t["tile_q"])),
-                ("BLOCK_R", int(plan.block_r[0])),
+                ("BLOCK_R", int(tiling.block_r[0])),
                 ("PREFETCH", int(t["prefetch"])),
+                *common.agreed_macros(
+                    max_threads=depthwise.MAX_THREADS,
+                    row_groups=tiling.row_groups[0],
+                    in_x=tiling.in_x[0],
+                    depth=tiling.depth[0],
+                    thread_floats=tiling.thread_floats[0],
+                ),
             ),
         )
         step = Step(
             spec,
-            grid=(int(plan.blocks[0]), 1, 1),
+            grid=(int(tiling.blocks[0]), 1, 1),
             block=(int(lanes.threads[0]), 1, 1),
-            smem_bytes=int(plan.smem_bytes[0]),
+            smem_bytes=int(tiling.smem_bytes[0]),
             operands=depthwise.WGRAD_OPERANDS,
-            scalars=(
-                *(problem.n, problem.c, problem.h, problem.w, problem.p, problem.q),
-                *problem.padding,
-                *(int(plan.band_rows[0]), int(plan.bands[0]), int(plan.q_tiles[0])),
-                *(int(lanes.c_tiles[0]), int(lanes.lanes_c[0]), int(lanes.tiles_at_once[0])),
-                *(splits, reduction),
-            ),
+            scalars={
+                "n": problem.n,
+                "c": problem.c,
+                "h": problem.h,
+                "w": problem.w,
+                "p": problem.p,
+                "q": problem.q,
+                "pad_h": problem.padding[0],
+                "pad_w": problem.padding[1],
+                "band_rows": int(tiling.band_rows[0]),
+                "bands": int(tiling.bands[0]),
+                "q_tiles": int(tiling.q_tiles[0]),
+                "c_tiles": int(lanes.c_tiles[0]),
+                "lanes_c": int(lanes.lanes_c[0]),
+                "tiles_at_once": int(lanes.tiles_at_once[0]),
+                "splits": splits,
+                "reduction": reduction,
+            },
         )
         return depthwise.with_sums(step, problem, splits, reduction, int(lanes.c_tiles[0]))
 
-    def _plan(self, problem: Problem, rows: Rows) -> _Plan:
-        """Mirrors the constants at the top of the kernel."""
+    def _tiling(self, problem: Problem, rows: Rows) -> _Tiling:
+        """How `problem` is cut into blocks, and what a block takes and does. What of it the kernel
+        works out from its macros too, it asserts (see `launch`)."""
         t = common.columns_at(_COLUMNS, rows)
         vec, tile_q, (stride_h, stride_w) = t["vec"], t["tile_q"], problem.stride
         dilation_h, dilation_w = depthwise.dilation(problem)
@@ -188,6 +212,7 @@ class DepthwiseWgrad:
         depth = dilation_h * (block_r - 1) // stride_h + 1
         in_x = stride_w * (tile_q - 1) + dilation_w * (problem.s - 1) + 1
         sums = block_r * problem.s * vec
+        thread_floats = problem.s * vec
         lanes = Lanes.of(problem.c // vec, t["lanes_c"], t["threads"], row_groups)
         band_rows, bands = common.cut(problem.p, t["bands"])
         q_tiles = -(-problem.q // tile_q)
@@ -201,16 +226,17 @@ class DepthwiseWgrad:
             + problem.bias * vec
             + 32
         ).astype(np.int64)
-        # Products, conversions, addresses, and the window's slide.
+        # The terms are products, conversions, the window's slide, addresses, and the rest.
         work = sums * tile_q + inputs + 2 * outputs + 4 * (stride_h * in_x + tile_q) + 30
-        return _Plan(
+        return _Tiling(
             block_r=block_r,
             row_groups=row_groups,
             in_x=in_x,
             depth=depth,
             sums=sums,
+            thread_floats=thread_floats,
             registers=registers,
-            smem_bytes=problem.s * vec * lanes.threads * 4,
+            smem_bytes=thread_floats * lanes.threads * 4,
             lanes=lanes,
             band_rows=band_rows,
             bands=bands,
@@ -230,52 +256,54 @@ class DepthwiseWgrad:
         row that cannot be hidden, and the time of the reduction.
         """
         t = common.columns_at(_COLUMNS, rows)
-        plan = self._plan(problem, rows)
-        lanes = plan.lanes
-        registers = np.minimum(plan.registers, common.MAX_REGISTERS)
-        occupancy = Occupancy.of(device, plan.blocks, lanes.threads, registers, plan.smem_bytes)
-        ideal_rounds = plan.tiles / (t["splits"] * lanes.tiles_at_once)
+        tiling = self._tiling(problem, rows)
+        lanes = tiling.lanes
+        registers = np.minimum(tiling.registers, common.MAX_REGISTERS)
+        occupancy = Occupancy.of(device, tiling.blocks, lanes.threads, registers, tiling.smem_bytes)
+        ideal_rounds = tiling.tiles / (t["splits"] * lanes.tiles_at_once)
         rounds = np.ceil(ideal_rounds)
-        steps = plan.band_rows + plan.depth - 1
-        pixels = problem.stride[0] * plan.in_x + t["tile_q"]
+        steps = tiling.band_rows + tiling.depth - 1
+        pixels = problem.stride[0] * tiling.in_x + t["tile_q"]
         load_bytes = pixels * t["vec"] * problem.itemsize
-        threads = plan.blocks * lanes.threads
-        instructions = threads * rounds * steps * plan.work
+        threads = tiling.blocks * lanes.threads
+        instructions = threads * rounds * steps * tiling.work
         seconds = np.maximum(
             problem.minimum_bytes / device.dram_bytes_per_s,
-            instructions / (device.simt_flops / 2),
+            costs.instructions_s(instructions, device, issued=1.0),
         )
         sum_bytes = 4.0 * problem.filter_elements * t["splits"]
-        reduction = np.where(
-            t["reduction"] == TWO_LAUNCHES, 3e-6 + 2 * sum_bytes / device.dram_bytes_per_s, 1e-6
-        )
         return {
             **lanes.features(),
-            "block_r": plan.block_r,
-            "in_x": plan.in_x,
-            "sums": plan.sums,
-            "registers": plan.registers,
-            "smem_bytes": plan.smem_bytes,
+            "block_r": tiling.block_r,
+            "in_x": tiling.in_x,
+            "sums": tiling.sums,
+            "registers": tiling.registers,
+            "smem_bytes": tiling.smem_bytes,
             **occupancy.features(),
-            "q_waste": plan.q_tiles * t["tile_q"] / problem.q,
-            "band_rows": plan.band_rows,
-            "bands_cut": plan.bands,
-            "halo_rows": steps / plan.band_rows,
-            "halo_columns": plan.in_x / (problem.stride[1] * t["tile_q"]),
+            "q_waste": tiling.q_tiles * t["tile_q"] / problem.q,
+            "band_rows": tiling.band_rows,
+            "bands_cut": tiling.bands,
+            "halo_rows": steps / tiling.band_rows,
+            "halo_columns": tiling.in_x / (problem.stride[1] * t["tile_q"]),
             "rounds": rounds,
             "round_waste": rounds / ideal_rounds,
             "steps": steps,
             "run_bytes": lanes.lanes_c * t["vec"] * problem.itemsize,
             "bytes_in_flight": occupancy.resident * lanes.threads * load_bytes * t["prefetch"],
-            "work": plan.work / (t["tile_q"] * t["vec"]),
+            "work": tiling.work / (t["tile_q"] * t["vec"]),
             "log_work": np.log2(instructions),
             "log_load_bytes": np.log2(
                 threads * rounds * steps * load_bytes / problem.minimum_bytes
             ),
             "log_sum_bytes": np.log2(sum_bytes),
             "estimate": seconds * occupancy.wave_waste
-            + np.ceil(occupancy.waves) * (2e-6 + rounds * steps * 3e-7)
-            + reduction,
+            + costs.waves_s(
+                occupancy.waves,
+                costs.WAVE_AND_LAUNCH_S,
+                rounds * steps,
+                costs.DEPTHWISE_WGRAD_STEP_S,
+            )
+            + costs.depthwise_adding_s(t["reduction"], sum_bytes, device),
         }
 
 

@@ -6,14 +6,15 @@ import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from math import gcd
 
 import numpy as np
 from numpy.typing import NDArray
 
 from confpred.families import common as common
+from confpred.families import costs
 from confpred.families.common import Array, Occupancy
 from confpred.families.grouped import common as grouped
+from confpred.families.grouped.axis import axis_of
 from confpred.families.protocol import Rows
 from confpred.problem.conv2d import Problem
 from confpred.problem.conv2d_operation import CONVOLUTION, dtype_macro
@@ -22,10 +23,13 @@ from confpred.problem.operation import KernelSpec, Launch, Step
 
 #: (images, columns) of a block: tensor-core tiles of 16 pixels that real widths fill well.
 _PIXEL_ROWS = (
-    *((n, q) for q in (8, 14, 16) for n in (1, 2, 4) if n * q >= 14),
-    *((n, q) for q in (28, 32) for n in (1, 2)),
+    (2, 8), (4, 8),
+    (1, 14), (2, 14), (4, 14),
+    (1, 16), (2, 16), (4, 16),
+    (1, 28), (2, 28),
+    (1, 32), (2, 32),
     (1, 64),
-)
+)  # fmt: skip
 #: (channels, warps along them) of blocks for layers whose channels are no multiple of 64, as in
 #: many networks for small devices: a part of the blocks of 64 would be idle.
 _ODD_CHANNELS = ((24, 3), (48, 3), (80, 5), (96, 6))
@@ -75,109 +79,9 @@ def _config_table() -> NDArray[np.void]:
     return common.config_table(_FIELDS, few + many + odd)
 
 
-_TABLE = _config_table()
-_COLUMNS = common.config_columns(_TABLE)
+_CONFIGS = _config_table()
+_COLUMNS = common.config_columns(_CONFIGS)
 _ODD = _COLUMNS["block_c"] & (_COLUMNS["block_c"] - 1) > 0  # no power of two
-
-
-@dataclass(frozen=True, slots=True)
-class Axis:
-    """How a layer's rows, or its columns, are walked; the kernel's words.
-
-    A position of a tile is an output of the kernel, or two neighbouring ones where an input feeds
-    twice as many outputs (``up``).
-
-    Attributes:
-        taps: R or S.
-        down, up: outputs (2: every second input) of an input (2: two outputs); one of them is 1.
-        in_origin, in_lattice, in_step: the input that the first tap of position 0 meets, how far
-            it moves from one lattice to the next, and the distance of one step.
-        out_origin, out_step: the output of position 0, and the distance of one step, which is
-            also the number of lattices.
-        positions: of one lattice.
-    """
-
-    taps: int
-    down: int
-    up: int
-    in_origin: int
-    in_lattice: int
-    in_step: int
-    out_origin: int
-    out_step: int
-    positions: int
-
-    @property
-    def scalars(self) -> tuple[int, ...]:
-        """As the kernel takes them."""
-        return (self.in_origin, self.in_lattice, self.in_step, self.out_origin, self.out_step)
-
-
-def axis_of(problem: Problem, axis: int) -> Axis:
-    """The rows (0) or the columns (1) of `problem`."""
-    taps = (problem.r, problem.s)[axis]
-    inputs, outputs = ((problem.h, problem.p), (problem.w, problem.q))[axis]
-    stride, padding = problem.stride[axis], problem.padding[axis]
-    # A window of one tap has no dilation; the stride's saves the kernel from the stride.
-    dilation = problem.dilation[axis] if taps > 1 else stride
-    if problem.direction == "fprop":
-        # input = stride * output + dilation * tap - padding
-        common = gcd(stride, dilation)
-        lattices = dilation // common
-        return Axis(
-            taps=taps,
-            down=stride // common,
-            up=1,
-            in_origin=-padding,
-            in_lattice=stride,
-            in_step=common * lattices,
-            out_origin=0,
-            out_step=lattices,
-            positions=-(-outputs // lattices),
-        )
-    # The kernel reads the gradient of the layer's output and writes that of its input, with its
-    # taps turned: w = stride * q + dilation * (taps - 1 - tap) - padding.
-    if stride == 1:
-        return Axis(
-            taps=taps,
-            down=1,
-            up=1,
-            in_origin=padding - dilation * (taps - 1),
-            in_lattice=1,
-            in_step=dilation,
-            out_origin=0,
-            out_step=dilation,
-            positions=-(-inputs // dilation),
-        )
-    if dilation == stride:
-        # Only every second column is met by any tap, as in a layer of unit stride. The other
-        # lattice reads from behind the last column, where there are zeros only.
-        live = padding % 2
-        met = (live + padding) // 2 - (taps - 1)
-        return Axis(
-            taps=taps,
-            down=1,
-            up=1,
-            in_origin=outputs if live else met,
-            in_lattice=met - outputs if live else outputs - met,
-            in_step=1,
-            out_origin=0,
-            out_step=2,
-            positions=-(-inputs // 2),
-        )
-    # Pairs of outputs begin where the last tap meets the first of a pair.
-    out_origin = -((padding + taps) % 2)
-    return Axis(
-        taps=taps,
-        down=1,
-        up=2,
-        in_origin=(out_origin + padding + 2 - taps) // 2,
-        in_lattice=0,
-        in_step=1,
-        out_origin=out_origin,
-        out_step=1,
-        positions=-(-(inputs - out_origin) // 2),
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,16 +101,16 @@ class _Shape:
 
 
 _SHARED_FEATURES = (
-    *("log_n", "log_c", "log_p", "log_q", "r", "s", "group_width", "log_bytes"),
-    *("log_intensity", "bfloat16", "stride_h", "stride_w", "dilation_h", "dilation_w"),
+    "log_n", "log_c", "log_p", "log_q", "r", "s", "group_width", "log_bytes",
+    "log_intensity", "bfloat16", "stride_h", "stride_w", "dilation_h", "dilation_w",
     *_FIELDS,
-    *("threads", "warp_tiles", "warp_groups", "smem_bytes", "registers", "loads", "products"),
-    *("blocks_per_sm", "warps_per_sm", "log_blocks", "waves", "wave_waste"),
-    *("q_waste", "n_waste", "c_waste", "halo_rows", "halo_columns", "steps", "bytes_in_flight"),
-    *("q_tail", "n_tail", "c_tail", "row_tail", "c_tiles", "bands_cut", "band_rows"),
-    *("log_blocks_an_sm", "rounds", "log_images_at_once", "pixel_alignment"),
-    *("log_load_bytes", "log_products", "log_estimate"),
-)
+    "threads", "warp_tiles", "warp_groups", "smem_bytes", "registers", "loads", "products",
+    "blocks_per_sm", "warps_per_sm", "log_blocks", "waves", "wave_waste",
+    "q_waste", "n_waste", "c_waste", "halo_rows", "halo_columns", "steps", "bytes_in_flight",
+    "q_tail", "n_tail", "c_tail", "row_tail", "c_tiles", "bands_cut", "band_rows",
+    "log_blocks_an_sm", "rounds", "log_images_at_once", "pixel_alignment",
+    "log_load_bytes", "log_products", "log_estimate",
+)  # fmt: skip
 
 
 class GroupedRows:
@@ -220,7 +124,7 @@ class GroupedRows:
     """
 
     operation = CONVOLUTION
-    configs = _TABLE
+    configs = _CONFIGS
 
     def __init__(self, name: str, direction: str, operands: tuple[str, ...]) -> None:
         self.name = name
@@ -254,10 +158,12 @@ class GroupedRows:
         return legal
 
     def estimate_s(self, problem: Problem, device: Device, rows: Rows) -> NDArray[np.float64]:
-        return self._plan(problem, device, rows)["estimate"]
+        return self._derived(problem, device, rows)["estimate"]
 
     def features(self, problem: Problem, device: Device, rows: Rows) -> NDArray[np.float32]:
-        return common.feature_matrix(self, problem, device, rows, self._plan(problem, device, rows))
+        return common.feature_matrix(
+            self, problem, device, rows, self._derived(problem, device, rows)
+        )
 
     def launch(self, problem: Problem, row: int) -> Launch:
         shape = _shape_of(problem)
@@ -271,23 +177,31 @@ class GroupedRows:
             block=(int(shape.threads[row]), 1, 1),
             smem_bytes=int(shape.smem_bytes[row]),
             operands=self.operands,
-            scalars=(
-                *(problem.n, problem.c, h, w, p, q),
-                *rows.scalars,
-                *columns.scalars,
-                *(int(cut.band_rows[0]) * rows.up, int(cut.bands[0])),
-                *(int(cut.q_tiles[0]), int(cut.c_tiles[0])),
-            ),
+            scalars={
+                "n": problem.n,
+                "c": problem.c,
+                "h": h,
+                "w": w,
+                "p": p,
+                "q": q,
+                **rows.scalars("h"),
+                **columns.scalars("w"),
+                "band_rows": int(cut.band_rows[0]) * rows.up,
+                "bands": int(cut.bands[0]),
+                "q_tiles": int(cut.q_tiles[0]),
+                "c_tiles": int(cut.c_tiles[0]),
+            },
         )
         return Launch(steps=(step,))
 
-    def _plan(self, problem: Problem, device: Device, rows: Rows) -> dict[str, NDArray[np.float64]]:
+    def _derived(
+        self, problem: Problem, device: Device, rows: Rows
+    ) -> dict[str, NDArray[np.float64]]:
         """How each config would run `problem`: the derived features, and the estimated seconds.
 
         The estimate is the largest of three times, stretched by the waste of the last wave: device
-        memory, the copies into shared memory with their halos (at an assumed 2x the memory rate,
-        which is what L2 sustains), and the tensor cores at the half of their rate that `mma.sync`
-        reaches; plus a fixed latency for each row of a block that cannot be hidden.
+        memory, the copies into shared memory with their halos out of L2, and the tensor cores; plus
+        a fixed latency for each row of a block that cannot be hidden.
         """
         t = common.columns_at(_COLUMNS, rows)
         shape = _shape_of(problem)
@@ -303,9 +217,7 @@ class GroupedRows:
         products = blocks * steps * shape.products[rows] * (threads // 32.0)
         seconds = np.maximum(
             problem.minimum_bytes / device.dram_bytes_per_s,
-            np.maximum(
-                loaded / (2 * device.dram_bytes_per_s), products * 4096 / (device.tensor_flops / 2)
-            ),
+            np.maximum(costs.l2_s(loaded, device), costs.products_s(products, device)),
         )
         # Padding narrow groups to 8 channels may need fewer operations than are counted where one
         # window covers the whole image; no promise goes below the roofline.
@@ -345,7 +257,7 @@ class GroupedRows:
             "log_load_bytes": np.log2(loaded / problem.minimum_bytes),
             "log_products": np.log2(products),
             "estimate": seconds * occupancy.wave_waste
-            + np.ceil(occupancy.waves) * (2e-6 + steps * 2e-7),
+            + costs.waves_s(occupancy.waves, costs.WAVE_AND_LAUNCH_S, steps, costs.STEP_S),
         }
 
 
@@ -356,6 +268,7 @@ def _out_size(problem: Problem) -> tuple[int, int]:
 
 def _spec(problem: Problem, row: int) -> KernelSpec:
     rows, columns = axis_of(problem, 0), axis_of(problem, 1)
+    shape = _shape_of(problem)
     return KernelSpec(
         file="grouped_rows.cu",
         entry="grouped_rows",
@@ -368,7 +281,8 @@ def _spec(problem: Problem, row: int) -> KernelSpec:
             ("STRIDE_W", max(columns.down, columns.up)),
             dtype_macro(problem),
             *common.epilogue_macros(problem),
-            *common.config_macros(_TABLE[row], _COMPILED),
+            *common.config_macros(_CONFIGS[row], _COMPILED),
+            *common.agreed_macros(threads=shape.threads[row], smem_bytes=shape.smem_bytes[row]),
         ),
     )
 
@@ -417,11 +331,15 @@ def _cut(problem: Problem, t: Mapping[str, Array]) -> _Cut:
 def _shape_of(problem: Problem) -> _Shape:
     rows, columns = axis_of(problem, 0), axis_of(problem, 1)
     return _shape(
-        problem.group_width,
-        *(problem.r, rows.down, rows.up),
-        *(problem.s, columns.down, columns.up),
-        problem.direction == "dgrad",
-        problem.residual,
+        group_width=problem.group_width,
+        r=problem.r,
+        down_h=rows.down,
+        up_h=rows.up,
+        s=problem.s,
+        down_w=columns.down,
+        up_w=columns.up,
+        dgrad=problem.direction == "dgrad",
+        residual=problem.residual,
     )
 
 
@@ -437,7 +355,8 @@ def _shape(
     dgrad: bool,
     residual: bool,
 ) -> _Shape:
-    """Mirrors the constants at the top of the kernel."""
+    """What a block takes and does. The kernel works most of it out from its macros too, and asserts
+    the threads and the shared memory."""
     width = max(8, group_width)
     t = _COLUMNS
     threads = 32 * t["warps_c"] * t["warps_m"]

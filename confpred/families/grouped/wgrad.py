@@ -8,14 +8,22 @@ import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from math import gcd
 
 import numpy as np
 from numpy.typing import NDArray
 
 from confpred.families import common as common
-from confpred.families.common import Array, Occupancy
+from confpred.families import costs
+from confpred.families.common import (
+    ATOMIC,
+    DIRECT,
+    LAST_BLOCK,
+    TWO_KERNELS,
+    Array,
+    Occupancy,
+)
 from confpred.families.grouped import common as grouped
+from confpred.families.grouped.window import Window, flush_steps, window_of
 from confpred.families.protocol import Rows
 from confpred.problem.conv2d import Problem
 from confpred.problem.conv2d_operation import CONVOLUTION, dtype_macro
@@ -24,8 +32,6 @@ from confpred.problem.operation import KernelSpec, Launch, Step
 
 MAX_THREADS = 512
 
-#: How the sums of the blocks of a filter tile are added; see the kernel.
-DIRECT, TWO_KERNELS, LAST_BLOCK, ATOMICS = range(4)
 _SUM_COLUMNS = 128  # elements a block of ``grouped_wgrad_sum.cu``
 _SUM_THREADS = 256
 #: Beyond so many partial sums, the last block alone would be the slowest of all.
@@ -34,11 +40,12 @@ _MAX_LAST_BLOCK_PARTS = 32
 #: (images, output columns) of a block: tensor-core tiles of 16 pixels that real widths fill well.
 #: Narrow images are padded to 8 or 16 columns, for a tile's rows to lie one after another.
 _PIXEL_ROWS = (
-    *((n, 8) for n in (2, 4, 8)),
-    *((n, 16) for n in (1, 2, 4)),
-    *((n, q) for q in (28, 32) for n in (1, 2)),
-    *((1, q) for q in (56, 64)),
-)
+    (2, 8), (4, 8), (8, 8),
+    (1, 16), (2, 16), (4, 16),
+    (1, 28), (2, 28),
+    (1, 32), (2, 32),
+    (1, 56), (1, 64),
+)  # fmt: skip
 #: Into how many slices the rows of all images are cut.
 _SPLITS = (1, *itertools.chain.from_iterable((2 << i, 3 << i) for i in range(8)))
 #: (gradient channels of a block, of a warp) where 64 does not divide the layer's channels.
@@ -70,79 +77,12 @@ def _config_table() -> NDArray[np.void]:
     return common.config_table(_FIELDS, rows)
 
 
-_TABLE = _config_table()
-_COLUMNS = common.config_columns(_TABLE)
+_CONFIGS = _config_table()
+_COLUMNS = common.config_columns(_CONFIGS)
 _ODD = _COLUMNS["block_k"] & (_COLUMNS["block_k"] - 1) > 0  # no power of two
 #: By count of slices, the next smaller count; 1 for 1.
 _FEWER = np.ones(_SPLITS[-1] + 1, np.int64)
 _FEWER[list(_SPLITS[1:])] = _SPLITS[:-1]
-
-
-@dataclass(frozen=True, slots=True)
-class _Axis:
-    """A window's steps along one axis, once what stride and dilation have in common is divided out.
-
-    Attributes:
-        stride, dilation: what is left of them; either is 1.
-        step: what was divided out, in input elements.
-    """
-
-    stride: int
-    dilation: int
-    step: int
-
-
-def _axis(window: int, stride: int, dilation: int) -> _Axis:
-    if window == 1:
-        dilation = stride  # of one tap any dilation is the same: take the one that leaves no stride
-    step = gcd(stride, dilation)
-    return _Axis(stride // step, dilation // step, step)
-
-
-@dataclass(frozen=True, slots=True)
-class _Window:
-    """What decides a kernel apart from its config: window, group width, steps, bias gradient."""
-
-    group_width: int
-    r: int
-    s: int
-    vertical: _Axis
-    horizontal: _Axis
-    bias: bool
-
-
-def _window(problem: Problem) -> _Window:
-    return _Window(
-        problem.group_width,
-        problem.r,
-        problem.s,
-        _axis(problem.r, problem.stride[0], problem.dilation[0]),
-        _axis(problem.s, problem.stride[1], problem.dilation[1]),
-        problem.bias,
-    )
-
-
-def _flush(problem: Problem) -> int:
-    """Steps without a gradient row after an image's last one.
-
-    The input rows that this row still meets need some. The next image needs the others, to find no
-    row of this one in the buffer; but above an image as many steps pass as padding hides, before
-    the first input row meets what the buffer holds.
-    """
-    axis = _window(problem).vertical
-    live = -(-problem.r // axis.stride)
-    rows = -(-problem.p // axis.dilation)
-    flush = 0
-    for phase in range(axis.dilation):
-        # Input rows begin at `top`; a step brings in `stride` of them, `pitch` apart.
-        top = phase * problem.stride[0] - problem.padding[0]
-        pitch = axis.step * axis.dilation
-        step = axis.stride * pitch
-        hidden = -((top + step - pitch) // step)  # steps whose last row is above the image
-        met = -((top + rows * step - problem.h) // step)  # those whose first one is not below it
-        hidden, met = (min(max(0, steps), live - 1) for steps in (hidden, met))
-        flush = max(flush, live - 1 - hidden, met)
-    return flush
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,19 +104,19 @@ class GroupedWgrad:
 
     name = "grouped_wgrad"
     operation = CONVOLUTION
-    configs = _TABLE
+    configs = _CONFIGS
     feature_names: tuple[str, ...] = (
-        *("log_n", "log_c", "log_p", "log_q", "r", "s", "group_width", "log_bytes"),
-        *("stride_h", "stride_w", "dilation_h", "dilation_w"),
-        *("log_intensity", "bfloat16", "bias"),
+        "log_n", "log_c", "log_p", "log_q", "r", "s", "group_width", "log_bytes",
+        "stride_h", "stride_w", "dilation_h", "dilation_w",
+        "log_intensity", "bfloat16", "bias",
         *_FIELDS,
-        *("threads", "warp_tiles", "smem_bytes", "registers", "loads", "products"),
-        *("blocks_per_sm", "warps_per_sm", "log_blocks", "waves", "wave_waste"),
-        *("q_waste", "n_waste", "k_waste", "halo_rows", "halo_columns", "steps", "bytes_in_flight"),
-        *("q_tail", "n_tail", "k_tail", "slice_tail", "k_tiles", "q_tiles", "slice_rows", "parts"),
-        *("log_blocks_an_sm", "rounds", "pixel_alignment", "log_sum_bytes"),
-        *("log_load_bytes", "log_products", "log_estimate"),
-    )
+        "threads", "warp_tiles", "smem_bytes", "registers", "loads", "products",
+        "blocks_per_sm", "warps_per_sm", "log_blocks", "waves", "wave_waste",
+        "q_waste", "n_waste", "k_waste", "halo_rows", "halo_columns", "steps", "bytes_in_flight",
+        "q_tail", "n_tail", "k_tail", "slice_tail", "k_tiles", "q_tiles", "slice_rows", "parts",
+        "log_blocks_an_sm", "rounds", "pixel_alignment", "log_sum_bytes",
+        "log_load_bytes", "log_products", "log_estimate",
+    )  # fmt: skip
 
     def legal(self, problem: Problem, device: Device) -> NDArray[np.bool_]:
         legal = np.zeros(len(self.configs), np.bool_)
@@ -184,8 +124,9 @@ class GroupedWgrad:
             return legal
         if _elements(problem) > common.MAX_INT:
             return legal
-        shape, t = _shape(_window(problem)), _COLUMNS
-        rows = np.flatnonzero(  # what needs no division, first: it spares most rows theirs
+        shape, t = _shape(window_of(problem)), _COLUMNS
+        # What needs no division comes first, so that most rows need none.
+        rows = np.flatnonzero(
             shape.fits
             & (shape.smem_bytes <= device.smem_per_block)
             # A tile twice as large as what it covers does the work of a smaller tile, slower; and
@@ -200,7 +141,7 @@ class GroupedWgrad:
             # A block of 16 pixels a step waits more than it computes.
             & ((t["block_n"] * t["block_q"] > 16) | (problem.n * problem.q <= 28))
             & ((t["block_k"] < 2 * problem.c) | (t["block_k"] == 16))
-            & ((t["reduction"] != ATOMICS) | (not problem.deterministic))
+            & ((t["reduction"] != ATOMIC) | (not problem.deterministic))
         )
         t = common.columns_at(_COLUMNS, rows)
         # Columns to the right of the image are addressed, though not read.
@@ -235,14 +176,16 @@ class GroupedWgrad:
         return legal
 
     def estimate_s(self, problem: Problem, device: Device, rows: Rows) -> NDArray[np.float64]:
-        return self._plan(problem, device, rows)["estimate"]
+        return self._derived(problem, device, rows)["estimate"]
 
     def features(self, problem: Problem, device: Device, rows: Rows) -> NDArray[np.float32]:
-        return common.feature_matrix(self, problem, device, rows, self._plan(problem, device, rows))
+        return common.feature_matrix(
+            self, problem, device, rows, self._derived(problem, device, rows)
+        )
 
     def launch(self, problem: Problem, row: int) -> Launch:
         t = self.configs[row]
-        window = _window(problem)
+        window = window_of(problem)
         shape = _shape(window)
         dtype = dtype_macro(problem)
         vertical, horizontal = window.vertical, window.horizontal
@@ -267,54 +210,78 @@ class GroupedWgrad:
                     dtype,
                     ("HAS_BIAS", int(problem.bias)),
                     *common.config_macros(t, _COMPILED),
+                    *common.agreed_macros(
+                        threads=shape.threads[row], smem_bytes=shape.smem_bytes[row]
+                    ),
                 ),
             ),
             grid=(k_tiles * parts, 1, 1),
             block=(int(shape.threads[row]), 1, 1),
             smem_bytes=int(shape.smem_bytes[row]),
             operands=("filter_grad", "bias_grad", "out_grad", "in", "scratch", "zeroed"),
-            scalars=(
-                *(problem.n, problem.c, problem.h, problem.w, problem.p, problem.q),
-                *problem.padding,
-                *(vertical.step * vertical.dilation, horizontal.step, phases, problem.stride[0]),
-                *(
-                    -(-problem.p // phases),
-                    _flush(problem),
-                    slice_rows,
-                    slices,
-                    q_tiles,
-                    k_tiles,
-                    reduction,
-                ),
-            ),
+            scalars={
+                "n": problem.n,
+                "c": problem.c,
+                "h": problem.h,
+                "w": problem.w,
+                "p": problem.p,
+                "q": problem.q,
+                "pad_h": problem.padding[0],
+                "pad_w": problem.padding[1],
+                "row_step": vertical.step * vertical.dilation,
+                "column_step": horizontal.step,
+                "phases": phases,
+                "phase_step": problem.stride[0],
+                "rows": -(-problem.p // phases),
+                "flush": flush_steps(problem),
+                "slice_rows": slice_rows,
+                "slices": slices,
+                "q_tiles": q_tiles,
+                "k_tiles": k_tiles,
+                "reduction": reduction,
+            },
         )
         scratch = 4 * parts * elements if reduction in (TWO_KERNELS, LAST_BLOCK) else 0
-        tickets = 16 * -(-k_tiles // 4) if reduction in (LAST_BLOCK, ATOMICS) else 0
-        sums = 4 * elements if reduction == ATOMICS else 0
+        tickets = 16 * -(-k_tiles // 4) if reduction in (LAST_BLOCK, ATOMIC) else 0
+        sums = 4 * elements if reduction == ATOMIC else 0
         if reduction != TWO_KERNELS:
             return Launch((sweep,), zeroed_bytes=tickets + sums, scratch_bytes=scratch)
+        smem_bytes = 16 * _SUM_THREADS
+        agreed = common.agreed_macros(
+            threads=_SUM_THREADS, smem_bytes=smem_bytes, columns=_SUM_COLUMNS
+        )
         add = Step(
-            KernelSpec(file="grouped_wgrad_sum.cu", entry="grouped_wgrad_sum", defines=(dtype,)),
+            KernelSpec(
+                file="grouped_wgrad_sum.cu",
+                entry="grouped_wgrad_sum",
+                defines=(dtype, *agreed),
+            ),
             grid=(-(-elements // _SUM_COLUMNS), 1, 1),
             block=(_SUM_THREADS, 1, 1),
-            smem_bytes=16 * _SUM_THREADS,
+            smem_bytes=smem_bytes,
             operands=("filter_grad", "bias_grad", "scratch"),
-            scalars=(parts, elements, problem.r * problem.s, problem.c, problem.group_width),
+            scalars={
+                "parts": parts,
+                "elements": elements,
+                "taps": problem.r * problem.s,
+                "channels": problem.c,
+                "group_width": problem.group_width,
+            },
         )
         return Launch((sweep, add), scratch_bytes=scratch)
 
-    def _plan(self, problem: Problem, device: Device, rows: Rows) -> dict[str, NDArray[np.float64]]:
+    def _derived(
+        self, problem: Problem, device: Device, rows: Rows
+    ) -> dict[str, NDArray[np.float64]]:
         """How each config would run `problem`: the derived features, and the estimated seconds.
 
         The estimate is the largest of three times, stretched by the waste of the last wave or, in
         the first, of the multiprocessors with fewer blocks than others: device memory, the copies
-        into shared memory with their halos (at an assumed 2x the memory rate, which is what L2
-        sustains), and the tensor cores at the half of their rate that `mma.sync` reaches; plus a
-        fixed latency for each row of a block that cannot be hidden, and the time to add the blocks'
-        sums.
+        into shared memory with their halos out of L2, and the tensor cores; plus a fixed latency
+        for each row of a block that cannot be hidden, and the time to add the blocks' sums.
         """
         t = common.columns_at(_COLUMNS, rows)
-        window = _window(problem)
+        window = window_of(problem)
         shape = _shape(window)
         cut = _cut(problem, t)
         slice_rows, q_tiles, k_tiles = cut.slice_rows, cut.q_tiles, cut.k_tiles
@@ -327,24 +294,29 @@ class GroupedWgrad:
             occupancy.sm_blocks * device.sm_count / blocks,
             occupancy.wave_waste,
         )
-        flush = _flush(problem)
+        flush = flush_steps(problem)
         lattice_rows = -(-problem.p // window.vertical.dilation)
         steps = slice_rows + np.maximum(1.0, slice_rows / lattice_rows) * flush
         loaded = blocks * slice_rows * (shape.stage_bytes[rows] + 0.0)
         products = blocks * steps * (threads / 32) * shape.products[rows]
-        sum_bytes = np.where(t["reduction"] == DIRECT, 0, 4.0 * parts * _elements(problem))
+        reduction = t["reduction"]
+        sum_bytes = np.where(reduction == DIRECT, 0, 4.0 * parts * _elements(problem))
         seconds = np.maximum(
             np.maximum(
                 problem.minimum_bytes / device.dram_bytes_per_s,
-                loaded / (2 * device.dram_bytes_per_s),
+                costs.l2_s(loaded, device),
             ),
-            products * 4096 / (0.5 * device.tensor_flops),
+            costs.products_s(products, device),
         )
         adding = (
-            np.array((0.0, 2e-6, 1e-6, 1e-6))[t["reduction"]]
-            + np.array((0.0, 2.0, 1.0, 1.0))[t["reduction"]] * sum_bytes / device.dram_bytes_per_s
+            costs.GROUPED_ADDING_S[reduction]
+            + costs.GROUPED_ADDING_PASSES[reduction] * sum_bytes / device.dram_bytes_per_s
             # The last block reads the parts of its tile alone.
-            + np.where(t["reduction"] == LAST_BLOCK, sum_bytes / k_tiles / 50e9, 0.0)
+            + np.where(
+                reduction == LAST_BLOCK,
+                sum_bytes / k_tiles / costs.LAST_BLOCK_BYTES_PER_S,
+                0.0,
+            )
         )
         return {
             "threads": threads,
@@ -376,7 +348,7 @@ class GroupedWgrad:
             "log_load_bytes": np.log2(loaded / problem.minimum_bytes),
             "log_products": np.log2(products),
             "estimate": seconds * stretch
-            + np.ceil(occupancy.waves) * (2e-6 + steps * 2e-7)
+            + costs.waves_s(occupancy.waves, costs.WAVE_AND_LAUNCH_S, steps, costs.STEP_S)
             + adding,
         }
 
@@ -417,7 +389,7 @@ class _Cut:
 
 def _cut(problem: Problem, t: Mapping[str, Array]) -> _Cut:
     """Of the configs whose fields are the columns `t`."""
-    phases = _window(problem).vertical.dilation
+    phases = window_of(problem).vertical.dilation
     rows = -(-problem.n // t["block_n"]) * (phases * -(-problem.p // phases))
     slice_rows, slices = common.cut(rows, t["splits"])
     return _Cut(
@@ -435,8 +407,9 @@ def _elements(problem: Problem) -> int:
 
 
 @lru_cache(maxsize=256)
-def _shape(window: _Window) -> _Shape:
-    """Mirrors the constants at the top of the kernel."""
+def _shape(window: Window) -> _Shape:
+    """What a block takes and does. The kernel works most of it out from its macros too, and asserts
+    the threads and the shared memory."""
     t = _COLUMNS
     width, r, s = window.group_width, window.r, window.s
     narrow = width <= 8
@@ -473,7 +446,7 @@ def _shape(window: _Window) -> _Shape:
         & (threads <= MAX_THREADS)
         & (in_loads <= 16)
         & (grad_loads <= 16)
-        & (registers <= 232)
+        & (registers <= common.MOST_ESTIMATED_REGISTERS)
         & (registers * threads <= Device.regs_per_sm)
     )
     return _Shape(

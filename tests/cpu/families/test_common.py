@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from layers import H100
 
+from confpred.families import common
 from confpred.families.common import Occupancy, cut, distinct_bands, epilogue_macros
 from confpred.families.kernel_text import file_text
 from confpred.families.registry import all_families
@@ -33,7 +34,8 @@ def test_distinct_bands_are_what_differs_of_all_counts(size: int) -> None:
     counts = np.array([1, 2, 4, 8, 16, 32, 64])
     heights = cut(size, counts)[0]
     kept = heights[distinct_bands(size, counts)].tolist()
-    assert kept == sorted({size, *(h for h in heights.tolist() if h >= 2)}, reverse=True)
+    several = {height for height in heights.tolist() if height >= 2}
+    assert kept == sorted({size} | several, reverse=True)
 
 
 @pytest.mark.parametrize(
@@ -81,3 +83,8 @@ def test_the_kernels_know_every_dtype_and_activation() -> None:
         assert dtype_macro(replace(layer, dtype=dtype))[1] in known
     for activation in ACTIVATIONS:
         assert dict(epilogue_macros(replace(layer, activation=activation)))["ACTIVATION"] in known
+
+
+def test_the_kernels_have_the_same_numbers_for_the_ways_to_add_sums() -> None:
+    (words,) = re.findall(r"enum { (DIRECT\b.*) };", file_text("common.cuh"))
+    assert [getattr(common, word) for word in words.split(", ")] == [0, 1, 2, 3]

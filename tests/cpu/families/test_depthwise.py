@@ -10,7 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from strategies import epilogue
 
-from confpred.families.depthwise.common import ATOMIC, DIRECT, TWO_LAUNCHES
+from confpred.families.common import ATOMIC, DIRECT, TWO_KERNELS
 from confpred.families.depthwise.image import _axes
 from confpred.families.protocol import Family, config_dict
 from confpred.families.registry import all_families
@@ -160,13 +160,13 @@ def test_the_blocks_tile_the_image(problem: Problem, seed: int) -> None:
     family = family_of(problem)
     for row in map(int, np.random.default_rng(seed).permutation(legal_rows(problem))[:3]):
         config, (step,) = config_dict(family, row), family.launch(problem, row).steps
-        n, k, multiplier, h, w, p, q, _, _, shift_h, shift_w, *rest = step.scalars
-        band_groups, bands, q_tiles, c_tiles, lanes_c, tiles_at_once = rest
-        assert (n, k, multiplier) == (problem.n, problem.k, problem.k // problem.c)
-        assert (h, w, p, q) == (
-            *(vertical.size_in, horizontal.size_in),
-            *(vertical.size_out, horizontal.size_out),
-        )
+        of = step.scalars
+        n, k, p, q = of["n"], of["k"], of["p"], of["q"]
+        bands, q_tiles, c_tiles, lanes_c = of["bands"], of["q_tiles"], of["c_tiles"], of["lanes_c"]
+        assert (n, k, of["multiplier"]) == (problem.n, problem.k, problem.k // problem.c)
+        assert (of["h"], of["w"]) == (vertical.size_in, horizontal.size_in)
+        assert (p, q) == (vertical.size_out, horizontal.size_out)
+        tiles_at_once = of["tiles_at_once"]
         assert lanes_c * tiles_at_once <= step.block[0] <= 256
         covered = np.zeros((n, p, q, k), np.int64)
         block, thread = np.divmod(np.arange(step.grid[0] * step.block[0]), step.block[0])
@@ -178,11 +178,11 @@ def test_the_blocks_tile_the_image(problem: Problem, seed: int) -> None:
             tiles[lane_tile < tiles_at_once], channels[lane_tile < tiles_at_once], strict=True
         ):
             image, band = divmod(int(tile) // q_tiles, bands)
-            column = int(tile) % q_tiles * config["tile_q"] - shift_w
+            column = int(tile) % q_tiles * config["tile_q"] - of["shift_w"]
             if image >= n or k0 >= k:
                 continue
-            top = vertical.up * band * band_groups - shift_h
-            bottom = top + vertical.up * band_groups
+            top = vertical.up * band * of["band_groups"] - of["shift_h"]
+            bottom = top + vertical.up * of["band_groups"]
             covered[
                 image,
                 max(top, 0) : max(bottom, 0),
@@ -201,24 +201,26 @@ def test_the_splits_share_the_gradients_sum(problem: Problem, seed: int) -> None
     family = family_of(problem)
     for row in map(int, np.random.default_rng(seed).permutation(legal_rows(problem))[:3]):
         config, launch = config_dict(family, row), family.launch(problem, row)
-        *_, band_rows, bands, q_tiles, c_tiles, lanes_c, tiles_at_once, splits, how = launch.steps[
-            0
-        ].scalars
+        of = launch.steps[0].scalars
+        band_rows, bands, q_tiles, c_tiles = (
+            of[name] for name in ("band_rows", "bands", "q_tiles", "c_tiles")
+        )
+        lanes_c, splits, how = of["lanes_c"], of["splits"], of["reduction"]
         source = dict(launch.steps[0].kernel.defines)
         block_r, row_groups = source["BLOCK_R"], -(-problem.r // int(source["BLOCK_R"]))
         assert launch.steps[0].grid[0] == c_tiles * splits
-        assert lanes_c * row_groups * tiles_at_once <= launch.steps[0].block[0] <= 256
+        assert lanes_c * row_groups * of["tiles_at_once"] <= launch.steps[0].block[0] <= 256
         assert (row_groups - 1) * int(block_r) < problem.r
         assert (c_tiles - 1) * lanes_c * config["vec"] < problem.c
         assert c_tiles * lanes_c * config["vec"] >= problem.c
         assert (bands - 1) * band_rows < problem.p <= bands * band_rows
         assert (q_tiles - 1) * config["tile_q"] < problem.q <= q_tiles * config["tile_q"]
         sums = problem.filter_elements + (problem.c if problem.bias else 0)
-        partials = 4 * splits * sums if how == TWO_LAUNCHES else 0
+        partials = 4 * splits * sums if how == TWO_KERNELS else 0
         assert launch.scratch_bytes == partials
         assert launch.zeroed_bytes == (4 * (sums + c_tiles) if how == ATOMIC else 0)
         assert (how == DIRECT) == (splits == 1)
-        assert len(launch.steps) == (2 if how == TWO_LAUNCHES else 1)
+        assert len(launch.steps) == (2 if how == TWO_KERNELS else 1)
 
 
 @given(depthwise_problems())

@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 from ptxas import ARCHS, resources
 from strategies import epilogue
 
-from confpred.families.common import config_columns
+from confpred.families.common import ATOMIC, DIRECT, TWO_KERNELS, config_columns
 from confpred.families.depthwise.banded import DepthwiseBanded, most_registers
 from confpred.families.depthwise.banded_wgrad import DepthwiseBandedWgrad
-from confpred.families.depthwise.common import ATOMIC, DIRECT, TWO_LAUNCHES
 from confpred.families.protocol import config_dict
 from confpred.families.registry import all_families
 from confpred.problem.conv2d import Problem
@@ -88,16 +87,15 @@ def test_every_layer_has_a_config(problem: Problem) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        *(
-            "groups=32",
-            "k=128",
-            "stride=2",
-            "stride=1x2",
-            "dilation=2",
-            "r=12",
-            "c=60 k=60 groups=60",
-        ),
-        *("dtype=float32", "h=20000 w=20000"),
+        "groups=32",
+        "k=128",
+        "stride=2",
+        "stride=1x2",
+        "dilation=2",
+        "r=12",
+        "c=60 k=60 groups=60",
+        "dtype=float32",
+        "h=20000 w=20000",
     ],
 )
 @pytest.mark.parametrize("direction", DIRECTIONS)
@@ -117,12 +115,12 @@ def test_a_window_of_one_tap_has_no_dilation() -> None:
 def test_legal_configs_fit_the_multiprocessor(problem: Problem, device: Device) -> None:
     family = family_of(problem)
     rows = np.array(legal_rows(problem, device))
-    plan, table = family._plan(problem, rows), family.configs[rows]
-    blocks = table["min_blocks"]
-    assert (plan.threads <= 512).all()
-    assert (blocks * plan.threads * most_registers(table) <= device.regs_per_sm).all()
-    assert (blocks * plan.smem_bytes <= device.smem_per_sm).all()
-    assert (plan.in_items <= 16).all()  # two validity bits each, in a word
+    tiling, configs = family._tiling(problem, rows), family.configs[rows]
+    blocks = configs["min_blocks"]
+    assert (tiling.threads <= 512).all()
+    assert (blocks * tiling.threads * most_registers(configs) <= device.regs_per_sm).all()
+    assert (blocks * tiling.smem_bytes <= device.smem_per_sm).all()
+    assert (tiling.in_items <= 16).all()  # two validity bits each, in a word
 
 
 @given(banded_problems(largest=30), st.integers(0, 2**32 - 1))
@@ -135,7 +133,10 @@ def test_the_blocks_tile_the_output(problem: Problem, seed: int) -> None:
     sizes = ((problem.h, problem.w), (problem.p, problem.q))
     for row in map(int, np.random.default_rng(seed).permutation(legal_rows(problem))[:3]):
         config, (step,) = config_dict(family, row), family.launch(problem, row).steps
-        n, c, h, w, p, q, pad_h, _, band_rows, bands, q_tiles, c_tiles = step.scalars
+        n, c, h, w, p, q = (step.scalars[name] for name in ("n", "c", "h", "w", "p", "q"))
+        pad_h, band_rows, bands, q_tiles, c_tiles = (
+            step.scalars[name] for name in ("pad_h", "band_rows", "bands", "q_tiles", "c_tiles")
+        )
         assert ((h, w), (p, q)) == (sizes if problem.direction == "fprop" else sizes[::-1])
         covered = np.zeros((n, p, q, c // 8), np.int64)
         first = min(max(pad_h, 0), problem.r - 1) if bands == 1 else 0
@@ -166,9 +167,10 @@ def test_the_splits_share_the_gradients_sum(problem: Problem, seed: int) -> None
     family = family_of(problem)
     for row in map(int, np.random.default_rng(seed).permutation(legal_rows(problem))[:3]):
         config, launch = config_dict(family, row), family.launch(problem, row)
-        n, _, _, _, p, q, *_, band_rows, bands, q_tiles, c_tiles, tiles, splits, how = launch.steps[
-            0
-        ].scalars
+        of = launch.steps[0].scalars
+        n, p, q, bands, q_tiles = (of[name] for name in ("n", "p", "q", "bands", "q_tiles"))
+        band_rows, c_tiles, tiles = of["band_rows"], of["c_tiles"], of["tiles"]
+        splits, how = of["splits"], of["reduction"]
         assert launch.steps[0].grid[0] == c_tiles * splits
         assert 1 <= splits <= tiles
         assert (c_tiles - 1) * config["block_c"] < problem.c <= c_tiles * config["block_c"]
@@ -182,10 +184,10 @@ def test_the_splits_share_the_gradients_sum(problem: Problem, seed: int) -> None
                 covered[image, ys, xs] += 1
         assert (covered == 1).all()
         sums = problem.filter_elements + (problem.c if problem.bias else 0)
-        assert launch.scratch_bytes == (4 * splits * sums if how == TWO_LAUNCHES else 0)
+        assert launch.scratch_bytes == (4 * splits * sums if how == TWO_KERNELS else 0)
         assert launch.zeroed_bytes == (4 * (sums + c_tiles) if how == ATOMIC else 0)
         assert (how == DIRECT) == (splits == 1)
-        assert len(launch.steps) == (2 if how == TWO_LAUNCHES else 1)
+        assert len(launch.steps) == (2 if how == TWO_KERNELS else 1)
 
 
 @given(banded_problems(), st.data())
@@ -219,10 +221,10 @@ def test_registers_are_near_the_estimate_and_hardly_spill(arch: str) -> None:
             problem = Problem.parse(f"{layer} direction={direction} {epilogue}")
             family = family_of(problem)
             row = int(rng.choice(legal_rows(problem)))
-            plan = family._plan(problem, np.array([row]))
+            tiling = family._tiling(problem, np.array([row]))
             registers, stack = resources(family.launch(problem, row).steps[0].kernel, arch)
             most = most_registers(config_columns(family.configs, np.array([row])))
-            ratios.append(registers / min(plan.registers[0], most[0]))
+            ratios.append(registers / min(tiling.registers[0], most[0]))
             stacks.append(stack)
     assert max(stacks) <= 192
     assert np.median(stacks) == 0

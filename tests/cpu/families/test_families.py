@@ -82,8 +82,8 @@ def test_every_legal_config_can_be_launched(
             assert 0 <= step.smem_bytes <= device.smem_per_block
             assert 1 <= step.grid[0] < 2**31
             assert all(1 <= size < 2**16 for size in step.grid[1:])
-            assert all(type(n) is int for n in (*step.grid, *step.block, *step.scalars))
-            assert all(-(2**31) <= value < 2**31 for value in step.scalars)
+            assert all(type(n) is int for n in (*step.grid, *step.block, *step.scalars.values()))
+            assert all(-(2**31) <= value < 2**31 for value in step.scalars.values())
             assert file_text(step.kernel.file)
             assert len(dict(step.kernel.defines)) == len(step.kernel.defines)
 

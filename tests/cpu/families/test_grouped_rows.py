@@ -17,7 +17,8 @@ from ptxas import resources
 from strategies import problems
 
 from confpred.cuda.compiler import supported_archs
-from confpred.families.grouped.rows import _shape_of, axis_of
+from confpred.families.grouped.axis import axis_of
+from confpred.families.grouped.rows import _shape_of
 from confpred.families.protocol import config_dict
 from confpred.families.registry import all_families
 from confpred.problem.conv2d import ACTIVATIONS, Problem
@@ -45,7 +46,13 @@ def layers(draw: st.DrawFn, *, largest: int = 120, images: int = 64) -> Problem:
     assume(h + 2 * padding[0] > dilation[0] * (r - 1))
     assume(w + 2 * padding[1] > dilation[1] * (s - 1))
     return Problem(
-        *(draw(st.integers(1, images)), c, h, w, c, r, s),
+        n=draw(st.integers(1, images)),
+        c=c,
+        h=h,
+        w=w,
+        k=c,
+        r=r,
+        s=s,
         stride=stride,
         padding=padding,
         dilation=dilation,
@@ -287,12 +294,16 @@ def test_the_blocks_tile_the_output(problem: Problem, seed: int) -> None:
     rows = np.flatnonzero(family.legal(problem, H100))
     for row in map(int, np.random.default_rng(seed).permutation(rows)[:3]):
         config, (step,) = config_dict(family, row), family.launch(problem, row).steps
-        n, c, h, w, p, q, *walks, band_rows, bands, q_tiles, c_tiles = step.scalars
+        n, c, h, w, p, q = (step.scalars[name] for name in ("n", "c", "h", "w", "p", "q"))
+        band_rows, bands, q_tiles, c_tiles = (
+            step.scalars[name] for name in ("band_rows", "bands", "q_tiles", "c_tiles")
+        )
         sizes = ((problem.h, problem.w), (problem.p, problem.q))
         assert ((h, w), (p, q)) == (sizes if problem.direction == "fprop" else sizes[::-1])
         assert (n, c) == (problem.n, problem.c)
         assert step.block == (32 * config["warps_c"] * config["warps_m"], 1, 1)
-        origin_h, step_h, origin_w, step_w = walks[3], walks[4], walks[8], walks[9]
+        origin_h, step_h = step.scalars["out_origin_h"], step.scalars["out_step_h"]
+        origin_w, step_w = step.scalars["out_origin_w"], step.scalars["out_step_w"]
         pair = axis_of(problem, 1).up
         covered = np.zeros((n, p, q, c // 8), np.int64)
         for block in range(step.grid[0]):
@@ -333,19 +344,29 @@ def test_one_kernel_serves_every_size(problem: Problem, data: st.DataObject) -> 
     assert {family.launch(problem, i).steps[0].kernel for i in same_tile} == {source}
 
 
+#: Group width, window and stride of layers that differ in what a kernel keeps in registers.
+KINDS = (
+    (1, 3, 3, 1), (1, 5, 5, 2), (1, 7, 7, 1), (2, 1, 7, 1), (4, 3, 3, 2), (8, 3, 3, 1),
+    (8, 5, 5, 1), (16, 3, 3, 2), (16, 4, 2, 1), (32, 3, 3, 1), (64, 3, 3, 1),
+    (32, 1, 1, 2), (64, 3, 3, 2),
+)  # fmt: skip
+
+
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a", supported_archs()[-1]])
 def test_registers_are_near_the_estimate_and_hardly_spill(arch: str) -> None:
     """Legality trusts the estimate; a kernel that spills much would be a wrong estimate."""
     rng = np.random.default_rng(0)
     ratios = []
     for direction, family in FAMILIES.items():
-        for width, r, s, stride in (
-            *((1, 3, 3, 1), (1, 5, 5, 2), (1, 7, 7, 1), (2, 1, 7, 1), (4, 3, 3, 2), (8, 3, 3, 1)),
-            *((8, 5, 5, 1), (16, 3, 3, 2), (16, 4, 2, 1), (32, 3, 3, 1), (64, 3, 3, 1)),
-            *((32, 1, 1, 2), (64, 3, 3, 2)),
-        ):
+        for width, r, s, stride in KINDS:
             problem = Problem(
-                *(32, 256, 56, 56, 256, r, s),
+                n=32,
+                c=256,
+                h=56,
+                w=56,
+                k=256,
+                r=r,
+                s=s,
                 stride=(stride, stride),
                 padding=(r // 2, s // 2),
                 groups=256 // width,

@@ -6,6 +6,7 @@ The restatements below follow ``kernels/grouped_wgrad.cu``, not the vectorised P
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import product
 from math import ceil, gcd
@@ -19,7 +20,8 @@ from ptxas import resources
 from strategies import pairs, problems
 
 from confpred.cuda.compiler import supported_archs
-from confpred.families.grouped.wgrad import _shape, _window
+from confpred.families.grouped.wgrad import _shape
+from confpred.families.grouped.window import window_of
 from confpred.families.protocol import config_dict
 from confpred.families.registry import all_families
 from confpred.problem.conv2d import Problem
@@ -208,7 +210,13 @@ def test_typical_layers_have_many_configs_of_few_kernels(layer: str, device: Dev
 @pytest.mark.parametrize("window", [(3, 3), (5, 5), (1, 7), (7, 7)])
 def test_every_width_and_window_is_served(width: int, window: tuple[int, int]) -> None:
     problem = Problem(
-        *(64, 128, 28, 28, 128, *window),
+        n=64,
+        c=128,
+        h=28,
+        w=28,
+        k=128,
+        r=window[0],
+        s=window[1],
         padding=(window[0] // 2, window[1] // 2),
         groups=128 // width,
         direction="wgrad",
@@ -245,14 +253,16 @@ def test_other_layers_have_none(change: str) -> None:
     assert not FAMILY.legal(problem, get_device("h100")).any()
 
 
-def walked(problem: Problem, scalars: tuple[int, ...], part: int) -> Counter[tuple[int, ...]]:
+def walked(
+    problem: Problem, scalars: Mapping[str, int], n_tiles: int, part: int
+) -> Counter[tuple[int, ...]]:
     """The (image tile, gradient row, filter row, input row) that block `part` of a tile multiplies,
     by the kernel's own steps and circular buffer. A gradient row counts once for filter row -1."""
-    _, _, h, _, p, _, pad_h, _, row_step, _, phases, phase_step, rows = scalars[:13]
-    flush, slice_rows, _, q_tiles = scalars[13:17]
+    h, p, pad_h, rows = (scalars[name] for name in ("h", "p", "pad_h", "rows"))
+    row_step, phases, phase_step = (scalars[name] for name in ("row_step", "phases", "phase_step"))
+    flush, slice_rows, q_tiles = (scalars[name] for name in ("flush", "slice_rows", "q_tiles"))
     stride, _, _ = reduced(problem.r, problem.stride[0], problem.dilation[0])
     live = ceil(problem.r / stride)
-    n_tiles = scalars[-1]
     first = part // q_tiles * slice_rows
     last = min(first + slice_rows, n_tiles * phases * rows)
     buffer: list[tuple[int, ...] | None] = [None] * live  # the newest gradient row first
@@ -284,15 +294,15 @@ def test_every_product_is_summed_once(problem: Problem, seed: int) -> None:
     for row in map(int, np.random.default_rng(seed).permutation(rows)[:3]):
         config, launch = config_dict(FAMILY, row), FAMILY.launch(problem, row)
         scalars = launch.steps[0].scalars
-        slices, q_tiles, k_tiles, reduction = scalars[15:]
+        slices, q_tiles, k_tiles = (scalars[name] for name in ("slices", "q_tiles", "k_tiles"))
         n_tiles = ceil(problem.n / config["block_n"])
         assert launch.steps[0].grid == (k_tiles * q_tiles * slices, 1, 1)
-        assert reduction == config["reduction"]
+        assert scalars["reduction"] == config["reduction"]
         assert q_tiles * config["block_q"] >= problem.q
         assert k_tiles * config["block_k"] >= problem.c
         found: Counter[tuple[int, ...]] = Counter()
         for part in range(0, q_tiles * slices, q_tiles):
-            found += walked(problem, (*scalars, n_tiles), part)
+            found += walked(problem, scalars, n_tiles, part)
         expected: Counter[tuple[int, ...]] = Counter()
         for tile in range(n_tiles):
             for p in range(problem.p):
@@ -311,14 +321,15 @@ def test_workspace_holds_the_sums(problem: Problem, seed: int) -> None:
     elements = problem.filter_elements + problem.bias * problem.k
     for row in map(int, np.random.default_rng(seed).permutation(rows)[:4]):
         launch, reduction = FAMILY.launch(problem, row), FAMILY.configs["reduction"][row]
-        slices, q_tiles, k_tiles = launch.steps[0].scalars[15:18]
-        parts = slices * q_tiles
+        scalars = launch.steps[0].scalars
+        parts, k_tiles = scalars["slices"] * scalars["q_tiles"], scalars["k_tiles"]
         assert len(launch.steps) == (2 if reduction == 1 else 1)
         assert launch.scratch_bytes == (4 * parts * elements if reduction in (1, 2) else 0)
         tickets = 16 * ceil(k_tiles / 4)
         assert launch.zeroed_bytes == {2: tickets, 3: tickets + 4 * elements}.get(reduction, 0)
         if reduction == 1:
-            assert launch.steps[1].scalars[:2] == (parts, elements)
+            assert launch.steps[1].scalars["parts"] == parts
+            assert launch.steps[1].scalars["elements"] == elements
             assert 128 * launch.steps[1].grid[0] >= elements
 
 
@@ -387,7 +398,13 @@ def test_registers_are_near_the_estimate_and_hardly_spill() -> None:
     windows = ((3, 3, 1), (5, 5, 2), (7, 7, 1), (1, 7, 1), (2, 4, 2), (1, 1, 1))
     for number, (width, (r, s, stride)) in enumerate(product((1, 4, 8, 16, 64), windows)):
         problem = Problem(
-            *(64, 256, 28, 28, 256, r, s),
+            n=64,
+            c=256,
+            h=28,
+            w=28,
+            k=256,
+            r=r,
+            s=s,
             stride=(stride, stride),
             padding=(r // 2, s // 2),
             groups=256 // width,
@@ -399,7 +416,7 @@ def test_registers_are_near_the_estimate_and_hardly_spill() -> None:
         source = FAMILY.launch(problem, row).steps[0].kernel
         registers, stack = resources(source, archs[number % 3])
         assert stack <= 48, (str(problem), row)
-        ratios.append(registers / _shape(_window(problem)).registers[row])
+        ratios.append(registers / _shape(window_of(problem)).registers[row])
     assert min(ratios) > 0.5
     assert max(ratios) < 1.6
     assert 0.85 < np.median(ratios) < 1.15

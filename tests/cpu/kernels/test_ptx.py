@@ -25,7 +25,7 @@ def launch(case: str) -> NDArray[np.uint32]:
         block=(THREADS, 1, 1),
         smem_bytes=2 * THREADS * 16,
         operands=("out", "in", ZEROED, SCRATCH),
-        scalars=(2 * THREADS * 4,),
+        scalars={"count": 2 * THREADS * 4},
     )
     inputs = {"in": WORDS[:THREADS].view(np.uint8)}
     found = run(Launch((step,), 4, 4 * THREADS), inputs, {"out": 4 * THREADS}, "sm_80")
@@ -138,7 +138,7 @@ def operations() -> tuple[NDArray[np.uint32], NDArray[np.uint32], NDArray[np.uin
     words[THREADS::2] %= 40  # amounts to shift by
     words[THREADS:] += words[THREADS:] == 0
     step = Step(
-        KernelSpec(FILE, "operations", ()), (1, 1, 1), (THREADS, 1, 1), 0, ("out", "in"), ()
+        KernelSpec(FILE, "operations", ()), (1, 1, 1), (THREADS, 1, 1), 0, ("out", "in"), {}
     )
     count = len(EXPECTED) + 5
     found = run(

@@ -142,7 +142,8 @@ PLUGIN = """
             return self.configs["threads"][rows, None].astype(np.float32)
         def launch(self, problem, row):
             source = KernelSpec("common.cuh", "scale", ())
-            return Launch((Step(source, (1, 1, 1), (32, 1, 1), 0, ("y", "x"), (problem.size,)),))
+            scalars = {"size": problem.size}
+            return Launch((Step(source, (1, 1, 1), (32, 1, 1), 0, ("y", "x"), scalars),))
 
     FAMILY = Family()
 """
