@@ -256,7 +256,7 @@ def test_a_pin_is_followed_and_said(layer, tmp_path, caplog, device) -> None:
     path = tmp_path / "pins.json"
     path.write_text(json.dumps({"format": "confpred-pins/1", "pins": [pin]}))
     confpred.use_predictor(Predictor({}, read_pins(path)))
-    with caplog.at_level(logging.DEBUG, logger="confpred.pytorch.conv2d"):
+    with caplog.at_level(logging.DEBUG, logger="confpred.pytorch.ready"):
         out = confpred.conv2d(x, weight, **SHAPE)
     assert choice.family in caplog.text
     assert "(pinned)" in caplog.text
@@ -285,7 +285,7 @@ def test_everything_else_goes_to_pytorch(layer, x_change, kwargs) -> None:
 def test_without_a_model_pytorch_serves(layer, caplog) -> None:
     confpred.use_predictor(Predictor({}))
     x, weight, bias = layer
-    with caplog.at_level(logging.DEBUG, logger="confpred.pytorch.conv2d"):
+    with caplog.at_level(logging.DEBUG, logger="confpred.pytorch.ready"):
         out = confpred.conv2d(x, weight, bias, **SHAPE)
     assert "PyTorch's own operator (heuristic)" in caplog.text
     close(out, F.conv2d(x, weight, bias, **SHAPE))
