@@ -106,5 +106,5 @@ def _digest(matrices: Iterable[NDArray[np.float32]]) -> str:
     processor's."""
     state = hashlib.sha256()
     for matrix in matrices:
-        state.update("".join(f"{value:.5g} " for value in matrix.ravel().tolist()).encode())
+        state.update(("%.5g " * matrix.size % tuple(matrix.ravel().tolist())).encode())
     return state.hexdigest()[:16]

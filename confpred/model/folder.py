@@ -20,7 +20,8 @@ import hashlib
 import json
 import logging
 import math
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -108,18 +109,38 @@ def load_model(folder: Path) -> Model:
     return model
 
 
-def default_models() -> dict[str, Model]:
+class DefaultModels(Mapping[str, Model]):
     """The newest model that ships with the package for each device, by the device's key.
 
+    Each is loaded when it is first asked for, as a process mostly asks about one device. Safe to
+    share between threads.
+
     Raises:
-        ModelError: one of them is damaged.
+        ModelError: a card is damaged; on access, the model of that device is.
     """
-    newest: dict[str, tuple[str, Path]] = {}
-    for path in sorted(Path(confpred.models.__path__[0]).glob(f"*/{CARD}")):
-        card = _read_card(path.parent)
-        device, created = str(card.get("device")), str(card.get("created"))
-        newest[device] = max(newest.get(device, ("", path.parent)), (created, path.parent))
-    return {device: load_model(folder) for device, (_, folder) in newest.items()}
+
+    def __init__(self) -> None:
+        newest: dict[str, tuple[str, Path]] = {}
+        for path in sorted(Path(confpred.models.__path__[0]).glob(f"*/{CARD}")):
+            card = _read_card(path.parent)
+            device, created = str(card.get("device")), str(card.get("created"))
+            newest[device] = max(newest.get(device, ("", path.parent)), (created, path.parent))
+        self._folders = {device: folder for device, (_, folder) in newest.items()}
+        self._loaded: dict[str, Model] = {}
+        self._lock = threading.Lock()
+
+    def __getitem__(self, device: str) -> Model:
+        folder = self._folders[device]
+        with self._lock:
+            if device not in self._loaded:
+                self._loaded[device] = load_model(folder)
+            return self._loaded[device]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._folders)
+
+    def __len__(self) -> int:
+        return len(self._folders)
 
 
 def _read_card(folder: Path) -> dict[str, Any]:
@@ -159,7 +180,7 @@ def _load(folder: Path, card: Mapping[str, Any]) -> Model:
         if name not in all_families():
             raise ModelError(f"{folder} is for kernel family {name!r}, which is not installed")
         members.setdefault(entry["pool"], []).append(all_families()[name])
-    families, stale = {}, []
+    families, stale, path = {}, [], folder / CARD
     for name, together in members.items():
         pool = Pool(together)
         if pool.name != name:
@@ -175,7 +196,7 @@ def _load(folder: Path, card: Mapping[str, Any]) -> Model:
                     f"{folder} was trained for other configs of {family.name}: train it again"
                 )
             portfolio = np.zeros(len(family.configs), np.bool_)
-            portfolio[[_row(folder / CARD, row, family) for row in entry["portfolio"]]] = True
+            portfolio[[_row(path, row, family) for row in entry["portfolio"]]] = True
             check_family(folder, family, device, entry["features"])
             families[family.name] = FamilyModel(family, pool, order, time, portfolio)
             stale += _stale(entry["source"], entry["source_digests"])

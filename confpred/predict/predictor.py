@@ -15,7 +15,7 @@ from confpred.errors import InvalidInput
 from confpred.families.candidate import PYTORCH_OPERATOR, Candidate
 from confpred.families.protocol import Rows
 from confpred.families.registry import all_families, families_of
-from confpred.model.folder import Model, default_models, load_model
+from confpred.model.folder import DefaultModels, Model, load_model
 from confpred.model.ranking import rank_by_estimate
 from confpred.predict.choice import MAX_TOP, Choice, Source, check_top
 from confpred.predict.pins import read_pins
@@ -48,8 +48,8 @@ class Predictor:
         models: Mapping[str, Model],
         pins: Mapping[tuple[Record, Device], Candidate] | None = None,
     ) -> None:
-        """Use `models`, by device key, and what the user has pinned."""
-        self._models = MappingProxyType(dict(models))
+        """Use `models`, by device key, which are not to change, and what the user has pinned."""
+        self._models = MappingProxyType(models)
         self._pins = dict(pins or {})
         self._best = lru_cache(BEST_KEPT)(self._work_out)
         self._ranking = lru_cache(RANKINGS_KEPT)(self._work_out)
@@ -67,7 +67,7 @@ class Predictor:
             DataError, InvalidInput: the file of pins is.
         """
         if model is None:
-            models = default_models()
+            models: Mapping[str, Model] = DefaultModels()
         else:
             loaded = load_model(Path(model))
             models = {loaded.device.key: loaded}
