@@ -25,7 +25,7 @@ import confpred
 from confpred.cli import cli
 
 MOST_LINES = 130
-_FENCED = re.compile(r"(?:^<!-- (run.*?) -->\n)?^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+FENCED = re.compile(r"(?:^<!-- (run.*?) -->\n)?^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 _PIP = """
 pip() { python -m pip "$@" --dry-run --no-deps --no-index --no-build-isolation 2>&1; }
 """
@@ -47,8 +47,8 @@ class Block:
 
 
 README = (Path(__file__).parents[3] / "README.md").read_text(encoding="utf-8")
-BLOCKS = [Block(*found) for found in _FENCED.findall(README)]
-SPANS = re.findall(r"`([^`\n]+)`", _FENCED.sub("", README))
+BLOCKS = [Block(*found) for found in FENCED.findall(README)]
+SPANS = re.findall(r"`([^`\n]+)`", FENCED.sub("", README))
 
 
 def run(
@@ -223,7 +223,7 @@ HANDLERS = {
 def test_every_block_of_code_is_handled() -> None:
     """No block is left out: each is run by a handler, or is text that nobody would run."""
     assert README.count("```") == 2 * len(BLOCKS)
-    assert not re.search(r"^(?: {4}|\t)[^ -]", _FENCED.sub("", README), re.MULTILINE), "indented"
+    assert not re.search(r"^(?: {4}|\t)[^ -]", FENCED.sub("", README), re.MULTILINE), "indented"
     assert {block.mark for block in BLOCKS if block.language != "text"} == set(HANDLERS)
     assert [block for block in BLOCKS if block.language == "text" and block.mark] == []
 
