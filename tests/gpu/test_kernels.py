@@ -78,7 +78,9 @@ def test_the_samplers_check_agrees(family: Family, device: Device) -> None:
     problem = random_legal_layer(rng, family, device)
     rows = some_rows(family, problem, device, rng, 2, 2)
     outcomes = check(problem, family, rows, ordinal=0)
-    assert [(o.config_id, o.status, o.message) for o in outcomes] == [(row, "ok", "") for row in rows]
+    assert [(o.config_id, o.status, o.message) for o in outcomes] == [
+        (row, "ok", "") for row in rows
+    ]
 
 
 @pytest.mark.parametrize("seed", range(8))
