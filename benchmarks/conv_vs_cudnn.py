@@ -5,12 +5,12 @@
 
 The layers are the distinct grouped and depthwise ones of `NETWORKS` that our kernels are meant for,
 in float16 at each batch of `BATCHES`. cuDNN is timed with its heuristics and with PyTorch's
-benchmark mode, each in a process of its own because PyTorch keeps the first algorithm that it chose
-for a shape; in each process ours is timed in the same rounds, twice, which shows the noise. Where
-the choice is PyTorch's own operator, ours is cuDNN's best by definition. The floor is the layer's
-roofline, with the bandwidth of a large copy measured in the same process. Where there are several
-GPUs of one kind they share the problems. A run that ended before all problems were timed goes on
-with ``--resume``. Each problem's figures are of one run and one GPU all the same.
+benchmark mode. Each mode has a process of its own, because PyTorch keeps the first algorithm that
+it chose for a shape. In each process our choice is timed twice, in the same rounds as cuDNN, which
+shows the noise. Where the choice is PyTorch's own operator, its time is that of cuDNN's best by
+definition. The floor is the layer's roofline, with the bandwidth of a large copy measured in the
+same process. Several GPUs of one kind share the problems. ``--resume`` continues a run that ended
+before all problems were timed; each problem's figures still come from one run and one GPU.
 
 How good is the choice for a network that nobody has measured? For that, train without these:
 
@@ -18,8 +18,8 @@ How good is the choice for a network that nobody has measured? For that, train w
     confpred train datasets/h200.parquet --out /tmp/holdout $exclusions
     python benchmarks/conv_vs_cudnn.py --model /tmp/holdout
 
-The result says of each problem whether the model's data had it (``seen``: ``problem``), had the
-layer in another batch, direction or dtype (``layer``), or neither (``no``).
+The result says for each problem whether the model's data had it (``seen``: ``problem``), had only
+its layer in another batch, direction or dtype (``layer``), or had neither (``no``).
 """
 
 from __future__ import annotations
@@ -69,11 +69,11 @@ BATCHES = (32, 128)
 GROUP_WIDTHS = (1, 4, 8, 16, 32, 64)
 MODES = ("benchmark", "heuristics")
 SLOWER = 1.05  # a layer this many times as slow as cuDNN's best counts as lost
-SHARE_BATCH = 64  # from here on a layer can be expected to come near the floor
+SHARE_BATCH = 64  # from this batch on, a layer can be expected to come near the floor
 
 
 def problems() -> dict[Problem, list[str]]:
-    """What is timed, and the networks that have it."""
+    """The problems that are timed, each with the networks that have it."""
     content = json.loads((DATASETS / "networks.json").read_text())["networks"]
     found: dict[Problem, list[str]] = {}
     for name in NETWORKS:
@@ -93,8 +93,8 @@ def problems() -> dict[Problem, list[str]]:
 def choices(
     predictor: Predictor, device: Device, timed: Collection[str], deadline: float
 ) -> list[dict[str, Any]]:
-    """The choice for each problem but those in `timed`, its kernels compiled; in random order, so
-    that a run cut short leaves a fair sample."""
+    """The choice for each problem that is not in `timed`, with its kernels compiled; in random
+    order, so that a run that is cut short leaves a fair sample."""
     of_networks = problems()
     order = list(of_networks)
     random.Random(0).shuffle(order)
@@ -127,7 +127,7 @@ def compile_all(kernels: Iterable[KernelSpec], arch: str) -> None:
 
 
 def copy_bandwidth() -> float:
-    """Bytes read plus bytes written a second, of a 1 GiB device-to-device copy; median."""
+    """Median bandwidth of a 1 GiB device-to-device copy: bytes read plus bytes written a second."""
     import torch
 
     source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda").random_()
@@ -177,7 +177,7 @@ def our_call(
 
 
 def compare(row: dict[str, Any], bandwidth: float, evict: Any) -> dict[str, Any]:
-    """One problem in this process: ours, ours again and cuDNN's, milliseconds."""
+    """The times of one problem in this process, in milliseconds: ours, ours again and cuDNN's."""
     import torch
 
     from confpred.cuda import driver
@@ -208,7 +208,7 @@ def compare(row: dict[str, Any], bandwidth: float, evict: Any) -> dict[str, Any]
 
 
 def _difference(ours: torch.Tensor, theirs: Any, problem: Problem) -> float:
-    """Relative difference of the two in the 2-norm."""
+    """Relative difference of the two outputs in the 2-norm."""
     if problem.direction != "fprop":
         theirs = theirs[DIRECTIONS.index(problem.direction) - 1]
     theirs = theirs.permute(0, 2, 3, 1).float()
@@ -216,7 +216,7 @@ def _difference(ours: torch.Tensor, theirs: Any, problem: Problem) -> float:
 
 
 def run_mode(mode: str, rows: list[dict[str, Any]], seconds: float) -> dict[str, Any]:
-    """The times of `rows`, of as many as there is time for."""
+    """The times of as many of `rows` as there is time for."""
     import torch
 
     from confpred.cuda import driver
@@ -239,7 +239,7 @@ def run_mode(mode: str, rows: list[dict[str, Any]], seconds: float) -> dict[str,
 
 
 def joined(row: dict[str, Any], times: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """One problem of the result, of what both processes measured.
+    """One problem of the result, made from what both processes measured.
 
     Where the choice is ours, each process compares it with its own cuDNN, and the smaller ratio
     counts.
@@ -349,7 +349,7 @@ def earlier_layers(earlier: Mapping[str, Any], facts: Mapping[str, Any]) -> list
     """The layers of an `earlier` result, if `facts` say that it is of the same code and machine.
 
     Raises:
-        SystemExit: it is not.
+        SystemExit: it is of other code or of another machine.
     """
     for name in ("commit", "device", "driver", "nvrtc", "cudnn", "versions", "model"):
         if earlier[name] != facts[name]:
@@ -393,7 +393,7 @@ def measure_on(gpu: str, rows: list[dict[str, Any]], deadline: float) -> dict[st
 
 
 def measure(model: Path | None, minutes: float, earlier: Mapping[str, Any] | None) -> Any:
-    """The whole benchmark, or what `earlier` lacks of it, in about `minutes`."""
+    """The whole benchmark, or the part of it that `earlier` lacks, in about `minutes`."""
     import torch
 
     from confpred.cuda import driver

@@ -2,11 +2,12 @@
 
     python benchmarks/host_overhead.py [--out FOLDER]
 
-A layer so small that the GPU is never the bottleneck, calls back to back on one stream with a
-synchronisation outside of the timed region; the median over many short runs, interleaved.
-The second half is the first call of a shape in a process: choose, compile (or read the compiled
-kernel from disk), load and launch, each in a fresh process, against PyTorch's first call. PyTorch's
-calls are in its default mode everywhere here: cuDNN's heuristics choose, not its benchmark mode.
+The first half calls a layer that is so small that the GPU is never the bottleneck. The calls run
+back to back on one stream, with the synchronisation outside of the timed region; the result is the
+median over many short runs, interleaved. The second half is the first call of a shape: choose,
+compile (or read the compiled kernel from disk), load and launch, each in a fresh process, against
+PyTorch's first call. PyTorch's calls are always in its default mode here: cuDNN's heuristics
+choose, not its benchmark mode.
 """
 
 from __future__ import annotations

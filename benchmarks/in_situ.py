@@ -65,7 +65,7 @@ LAYERS = (
 BLOCKS = 4
 ROUNDS = 8
 RANKED, RANDOM, CHOSEN = 12, 12, 8
-#: Configs slower than this many times the fastest are no candidates for anything.
+#: Configs that take longer than this many times the fastest one's time are not considered.
 RANGE = 3.0
 _UNDER_TEST = "the layer under test"
 
@@ -134,8 +134,8 @@ class Stack:
 
 
 def in_situ(problem: Problem, configs: Sequence[Candidate], device: Device) -> list[float]:
-    """Time of the layer's kernels inside the stack for each config, then for PyTorch's operator,
-    milliseconds; medians."""
+    """Median time of the layer's kernels inside the stack, in milliseconds: for each config, then
+    for PyTorch's operator."""
     import torch
     from torch.profiler import ProfilerActivity, profile, record_function
 
@@ -158,7 +158,7 @@ def in_situ(problem: Problem, configs: Sequence[Candidate], device: Device) -> l
     torch.backends.cudnn.benchmark = True
     stack, calls = Stack(problem), [ours(config) for config in configs]
     for call in (*calls, theirs):
-        stack(call)  # libraries choose algorithms and modules are loaded
+        stack(call)  # a warm-up: libraries choose algorithms, modules are loaded
     order = [index for _ in range(ROUNDS) for index in random.sample(range(len(calls)), len(calls))]
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
@@ -168,7 +168,7 @@ def in_situ(problem: Problem, configs: Sequence[Candidate], device: Device) -> l
             stack(theirs)
         torch.cuda.synchronize()
     events = profiler.events()
-    # Launches of one stream run in order, so the order of ours tells whose they are.
+    # Launches on one stream run in order, so the order of our kernels tells whose they are.
     steps = [all_families()[c.provider].launch(problem, c.config_id).steps for c in configs]
     entries = {step.kernel.entry for step in itertools.chain.from_iterable(steps)}
     durations = iter(
@@ -190,7 +190,7 @@ def in_situ(problem: Problem, configs: Sequence[Candidate], device: Device) -> l
 
 
 def _kernel_us(event: Any) -> float:
-    """Time of all kernels that an operator and those that it calls launched, microseconds."""
+    """Microseconds of all kernels that an operator, and the operators that it calls, launched."""
     own = sum(kernel.duration for kernel in event.kernels)
     return float(own + sum(_kernel_us(child) for child in event.cpu_children))
 

@@ -2,9 +2,10 @@
 
     python benchmarks/predict_latency.py [--model FOLDER] [--device h200] [--out FOLDER]
 
-Unseen problems are layers of random sizes, depthwise and grouped, in each direction; each costs
-legality, features and trees. The process pins itself to one core. The cold figure is the wall time
-of the installed ``confpred predict`` command, from start to exit, files in the page cache.
+Unseen problems are layers of random sizes, depthwise and grouped, in each direction; for each of
+them, legality, features and trees have to be worked out. The process pins itself to one core. The
+cold figure is the wall time of the installed ``confpred predict`` command from start to exit, with
+its files in the page cache.
 
 It also counts how often the cascade (the first trees pick finalists, the whole ensemble orders
 them) ends at another config than the whole ensemble over all candidates would.
@@ -99,7 +100,7 @@ def quantiles(times: Sequence[float], scale: float, unit: str) -> dict[str, floa
 
 
 def first_answers(predictor: Predictor, model: Model, kind: str) -> dict[str, float]:
-    """Seconds of first answers, the trees parsed before."""
+    """Seconds that first answers take once the trees are parsed."""
     problems = unseen(model, kind)
     predictor.choose(next(random_problems(kind, seed=1)), model.device)
     times = seconds(lambda p: predictor.choose(p, model.device), problems)

@@ -3,8 +3,9 @@
     python benchmarks/reproduce.py models     # also: make models
     python benchmarks/reproduce.py results    # also: make results
 
-A model is trained as its card says, and judged by its files: where all of them come out the same
-but for the date, the folder is left as it is; else it is replaced, and what differs is named.
+A model is trained as its card says, and its files are compared with those of its folder. If they
+are the same but for the date, the folder is left as it is; otherwise it is replaced, and the files
+that differ are named.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ def confpred(*arguments: str | Path) -> None:
 
 
 def differing(old: Path, new: Path) -> list[str]:
-    """Names of the files that are not the same in both model folders; the card's date is none of
-    its content."""
+    """Names of the files that are not the same in both model folders; the date in the card does not
+    count."""
     names = {path.name for folder in (old, new) for path in folder.glob("*")}
     return sorted(name for name in names if _content(old / name) != _content(new / name))
 
@@ -67,7 +68,7 @@ def models() -> None:
 
 
 def results() -> None:
-    """Judge by the measurements of each device, and fill the tables of all results."""
+    """Evaluate with the measurements of each device, and fill the tables of all results."""
     for data in sorted(ROOT.glob("datasets/*.parquet")):
         out = ROOT / "benchmarks" / "results" / data.stem
         files = ("--json", out / "evaluation.json", "--plot", out / "evaluation.png")

@@ -74,7 +74,7 @@ class Client:
 
 
 def problem(rng: random.Random) -> dict[str, int]:
-    """A layer that no earlier request asked for, all but surely."""
+    """A layer that almost certainly no earlier request asked for."""
     groups = rng.choice((2, 4, 8, 16, 32, 64))
     channels = 8 * groups
     size = {"n": rng.randint(1, 256), "h": rng.randint(7, 112), "w": rng.randint(7, 112)}

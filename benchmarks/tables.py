@@ -228,7 +228,7 @@ _RUNS = (
     "predict_latency.json",
     "sampling_rate.json",
 )
-#: Table -> result files and what makes the table of them.
+#: Table -> its result files, and the function that makes the table from them.
 _OF_A_DEVICE: dict[str, tuple[tuple[str, ...], Callable[..., str]]] = {
     "evidence": (("conv_vs_cudnn.json",), evidence),
     "evaluation": (("evaluation.json",), evaluation),

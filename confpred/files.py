@@ -40,7 +40,7 @@ def write_whole(path: Path, write: Callable[[BinaryIO], object], *, private: boo
 
 
 def write_folder(path: Path, files: Mapping[str, str]) -> None:
-    """Make the folder `path` of texts by file name, whole or not at all.
+    """Make the folder `path` with `files`, texts by file name, whole or not at all.
 
     Raises:
         StorageError: the file system refused, or the folder exists and is not empty.

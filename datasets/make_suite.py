@@ -8,11 +8,12 @@ layers of that kind at the network's own input size: the fields of a problem wit
 ``count``, how often the layer occurs.
 
 There is one suite of each direction to train on. Sampling is mostly compiling: every window,
-stride, dilation, group width, dtype and epilogue needs kernels of its own, of as many tiles as are
-measured. So these come from a limited menu, and the sizes, which need none, are drawn freely.
+stride, dilation, group width, dtype and epilogue needs kernels of its own, as many as tiles are
+measured. So these come from a limited menu, while the sizes, which need no kernels of their own,
+are drawn freely.
 
-Each suite is two draws, one after the other: whatever the second is, the first stays as it was
-measured. The second takes its windows, strides, widths, dtypes and epilogues from the first.
+Each suite is made in two draws: the first stays as it was measured, whatever the second is. The
+second takes its windows, strides, widths, dtypes and epilogues from the first.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ SECOND = {
     "grouped": {"network": 55, "resized": 55, "thin": 100},
 }
 GROUP_WIDTHS = (4, 8, 16, 32, 64)
-#: Of the networks' layers, those whose kernels fewer distinct layers share are left out.
+#: A layer of the networks is left out if fewer distinct layers than this share its kernels.
 MIN_LAYERS = 8
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 BATCH_SHARES = (0.08, 0.04, 0.06, 0.1, 0.1, 0.16, 0.18, 0.18, 0.1)
@@ -94,7 +95,7 @@ THIN = {
     ),
     "grouped": tuple((width, 3, 3, stride, SIZES) for width in (32, 64) for stride in (1, 2)),
 }
-#: Heights of a network's layers at an input of 224, and what becomes of 7 at 128 to 384.
+#: Heights of a network's layers at an input of 224, and what 7 becomes at inputs of 128 to 384.
 HEIGHTS = (7, 14, 28, 56, 112)
 SEVENTHS = (4, 5, 6, 8, 9, 10, 12)
 
@@ -138,10 +139,10 @@ VARIANTS: Mapping[str, Mapping[str, Mapping[tuple[int, int, int], tuple[Layer, .
 PLAIN_SHARES = {"fprop": 0.6, "dgrad": 0.75, "wgrad": 0.7}
 DETERMINISTIC_SHARE = 0.2
 
-#: What a sampler can afford for each of hundreds of configs.
+#: Most bytes of a problem: what a sampler can afford for each of hundreds of configs.
 MAX_BYTES = 2**30
 MAX_SECONDS = 0.5e-3
-#: Of a problem of no network: below, every config takes the time of an empty launch.
+#: Least bytes of a problem of no network: below, every config takes the time of an empty launch.
 MIN_BYTES = 2**18
 
 
@@ -165,7 +166,7 @@ def extract(minutes: float) -> None:
             break
         try:
             layers = _with_time_limit(name)
-        except Exception as error:  # of any of a thousand models; the others still count
+        except Exception as error:  # any of a thousand models may fail; the others still count
             click.echo(f"skipped {name}: {type(error).__name__}: {error}"[:200], err=True)
             continue
         if layers:
@@ -212,7 +213,7 @@ def grouped_layers(name: str) -> list[Layer]:
 
 
 def _layer(module: Any, inputs: tuple[int, ...], outputs: tuple[int, ...]) -> Layer | None:
-    """A problem's fields without the batch; None unless of several groups, with the same
+    """A problem's fields without the batch; None unless the module has several groups and the same
     padding on opposite sides.
 
     A network may pad outside of the convolution itself ("same" padding), so the padding is what
@@ -329,7 +330,8 @@ def _draw(
 def _proposals(
     origin: str, kind: str, users: Mapping[str, list[str]], generator: np.random.Generator
 ) -> Iterator[Layer]:
-    """Endless fields of problems, some of them impossible; plain float16 forward ones."""
+    """An endless stream of fields of problems, all plain float16 and forward; some are
+    impossible."""
     if origin in ("network", "resized"):
         layers = [
             text for text in users if _kind(Problem.from_json(json.loads(text) | {"n": 1})) == kind
@@ -350,7 +352,8 @@ def _proposals(
 
 
 def typical(kind: str, generator: np.random.Generator) -> Layer:
-    """A layer of no known network that looks as if it were: a network not yet made has it."""
+    """A layer of no known network that looks as if it came from one: a future network
+    may have it."""
     window, stride = (int(v) for v in generator.choice(TYPICAL[kind]))
     width = 1 if kind == "depthwise" else int(generator.choice(GROUP_WIDTHS))
     c = _channels(width, generator)
@@ -453,7 +456,7 @@ def _kind(problem: Problem) -> str:
 def _variant(
     kind: str, direction: str, fields: Mapping[str, Any], generator: np.random.Generator
 ) -> Layer:
-    """A dtype, an epilogue, a mode: mostly float16, none, and what is fastest."""
+    """Fields for a dtype, an epilogue and a mode; those left out mean float16, none and fastest."""
     chosen: Layer = {}
     menu = VARIANTS[kind][direction].get((fields["r"], fields["s"], fields["stride"]), ())
     if menu and fields.get("dilation", 1) == 1 and generator.random() >= PLAIN_SHARES[direction]:
@@ -464,7 +467,8 @@ def _variant(
 
 
 def _compiled_in(problem: Problem) -> tuple[Any, ...]:
-    """What of a problem is compiled into a kernel: each combination costs the sampler a table."""
+    """The part of a problem that is compiled into a kernel: each combination costs the sampler a
+    table."""
     p = problem
     return (
         p.group_width, p.k // p.c, p.r, p.s, p.stride, p.dilation,

@@ -1,8 +1,8 @@
 // Small wrappers over PTX shared by the kernels. No headers: NVRTC compiles this in milliseconds.
 //
 // Macros called HOST_... are what the launch of a kernel counts on, such as the threads and the shared memory
-// of its blocks. Kernels assert that they come to the same. What only such assertions and launch bounds read
-// is an enumerator: NVRTC would make a variable of the module of a constexpr int.
+// of its blocks. Kernels assert that they work out the same values. A value that only such assertions and
+// launch bounds read is an enumerator: NVRTC would make a constexpr int a variable of the module.
 #pragma once
 
 typedef unsigned int u32;

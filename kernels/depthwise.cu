@@ -8,8 +8,8 @@
 //
 // Forward: UP = 1, DOWN = the stride, origin = the padding, shift = 0; m is the channel multiplier.
 // Input gradient: `in` is the output's gradient, the filter is turned by 180 degrees (FLIP), UP = the
-// stride, DOWN = 1. The shift (below UP) makes output 0 of a tile one that tap 0 meets, so that which
-// taps meet which output of a tile is known at compile time, and no product with zero is computed.
+// stride, DOWN = 1. The shift (below UP) makes output 0 of a tile one that tap 0 meets, so that it is known at
+// compile time which taps meet which output of a tile, and no product with zero is computed.
 //
 // The layer's sizes are run-time arguments. Compile-time: the window R x S, UP, DOWN, DILATION, FLIP,
 // DTYPE, ACTIVATION, HAS_BIAS, HAS_RESIDUAL, REPEAT (output channels of a thread that share an input
@@ -41,7 +41,7 @@ constexpr int DEPTH = (DILATION_H * (R - 1) + (UP_H - 1) * DOWN_H) / PERIOD_H + 
 constexpr int IN_X = (DOWN_W * (TILE_Q - 1) + DILATION_W * (S - 1)) / UP_W + 1;  // input columns of a tile
 constexpr int IN_VEC = VEC / REPEAT;
 constexpr int TAPS = R * S;
-// Lanes of a warp read their filters at a pitch of an odd number of accesses: no bank twice.
+// Lanes of a warp read their filters at a pitch of an odd number of accesses, so that they meet no bank twice.
 constexpr int ACCESS = VEC < 4 ? VEC : 4;
 constexpr int FILTER_PITCH = (TAPS * VEC / ACCESS | 1) * ACCESS;
 

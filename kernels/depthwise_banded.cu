@@ -41,23 +41,23 @@
 //                        +---- filter row 1 --> output row i - 1
 //                        +---- filter row 2 --> output row i - 2    (finished by this row)
 //
-// In memory channels lie together, in A and in the accumulators columns do. So a thread copies 8 channels of
-// two neighbouring pixels into a stage of its own, STAGES steps ahead, and from there puts 8 pairs of pixels
-// into planes of one channel each
+// In device memory the channels of a pixel lie together; in A and in the accumulators the columns of a channel
+// do. So a thread copies 8 channels of two neighbouring pixels into a stage of its own, STAGES steps ahead, and
+// from there puts 8 pairs of pixels into planes of one channel each
 //
 //   [channel][run][column]
 //
-// and finished rows go back the same way. In step i, between two barriers, a thread stores to device
-// memory what step i - 1 has finished, puts step i + 1 into the planes, starts the copy of step
-// i + 1 + STAGES, and multiplies: one half of the warps in this order, the other multiplies first, so
-// that neither memory nor the tensor cores wait for the other.
+// and finished rows go back the same way. In step i, between two barriers, a thread stores to device memory
+// what step i - 1 has finished, puts step i + 1 into the planes, starts the copy of step i + 1 + STAGES, and
+// multiplies. One half of the warps works in this order, the other half multiplies first, so that neither
+// memory nor the tensor cores wait for the other.
 //
-// Zeros of the band are multiplied too: an infinity or NaN makes NaN of the outputs of its channel
-// whose 16 columns it lies in.
+// Zeros of the band are multiplied too: an infinity or NaN makes NaN of all outputs of its channel that have it
+// among their 16 columns.
 #include "depthwise_banded.cuh"
 
 constexpr int SPAN = (S + 14) / 8;     // eights of input columns that eight outputs are made of
-constexpr int UNITS = RUN + SPAN - 1;  // of them, of a run; 16 bytes each in a plane
+constexpr int UNITS = RUN + SPAN - 1;  // eights of input columns of a run; 16 bytes each in a plane
 constexpr int IN_X = 8 * RUN + S - 1;  // input columns that a run needs; the rest stay zero
 
 typedef Planes<UNITS, IN_X, IDLE ? IDLE + SPAN - 1 : 0> In;
@@ -163,8 +163,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_band
             for (int l = 0; l < In::ITEMS; ++l)
                 if (is_item(l, In::TOTAL))
                     In::put(in_shared + step % 2 * In::BUFFER + in_to[l], stages + stage * In::STAGE, l);
-        // The residual lies where the results will, which is where this thread has just read what is
-        // finished two steps before.
+        // The residual goes where the results will be. This thread has just read from there what was finished
+        // two steps before.
         if (HAS_RESIDUAL)
 #pragma unroll
             for (int l = 0; l < Out::ITEMS; ++l)
@@ -281,7 +281,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_band
 #pragma unroll
             for (int tile = 0; tile < TILES; ++tile)
 #pragma unroll
-                for (int e = 0; e < 4; ++e)  // volatile: else it is done in every row, before the branch
+                for (int e = 0; e < 4; ++e)  // volatile: else this is done in every row, before the branch
                     asm volatile("mov.b32 %0, 0;" : "=f"(acc[channel][ring(0, t)][tile][e]));
     };
     auto compute = [&](int step, auto phase) {

@@ -1,11 +1,11 @@
-// What the depthwise kernels on tensor cores share: how a block's warps and threads divide its channels
-// and strips, and the way of pixels between device memory, where channels lie together, and shared memory,
-// where the columns of a channel do. A strip is 8 output columns of a band of rows of an image; RUN
-// neighbouring ones are a run, which shares the input columns of its strips.
+// What the depthwise kernels on tensor cores share: how a block's warps and threads divide its channels and
+// strips, and how pixels are moved between device memory, where the channels of a pixel lie together, and
+// shared memory, where the columns of a channel lie together. A strip is 8 output columns of a band of rows of
+// an image. RUN neighbouring strips are a run, in which they share input columns.
 #pragma once
 #include "common.cuh"
 
-constexpr int TILES = WARP_STRIPS / 16;  // of a warp: 16 strips are a tensor-core operand
+constexpr int TILES = WARP_STRIPS / 16;  // tiles of a warp: 16 strips are a tensor-core operand
 constexpr int THREADS = BLOCK_C / WARP_C * (STRIPS / WARP_STRIPS) * 32;
 constexpr int GROUPS = BLOCK_C / 8;      // 16-byte pieces of a pixel
 constexpr int RUNS = STRIPS / RUN;       // of a block
@@ -38,37 +38,38 @@ __device__ __forceinline__ void join(const u32 (&pairs)[8], uint4 (&pixels)[2]) 
     for (int i = 0; i < 2; ++i) pixels[i] = make_uint4(words[i][0], words[i][1], words[i][2], words[i][3]);
 }
 
-// The planes of a step's rows: [row][8 channels][channel][run][column], UNITS eights of columns a run. The
-// planes of 8 channels are 32 / GROUPS words from a multiple of all banks: the threads of a warp that
-// store neighbouring pairs of GROUPS pieces meet no bank twice. Nor does ldmatrix where runs are of 1 or
-// 8 strips; in others two strips of eight may share banks. Behind all runs there are SPARE eights
-// of columns, that idle strips read.
+// The planes of a step's rows: [row][8 channels][channel][run][column], with UNITS eights of columns for each
+// run. Planes of 8 channels follow one another at 32 / GROUPS words more than a multiple of all banks, so that
+// the threads of a warp, which store neighbouring pairs of GROUPS pieces, meet no bank twice. Neither does
+// ldmatrix where runs are of 1 or 8 strips; with other runs two strips of eight may share banks. Behind all
+// runs there are SPARE eights of columns, which idle strips read.
 template <int UNITS, int COLUMNS, int SPARE>
 struct Planes {
-    static constexpr int PAIRS = (COLUMNS + 1) / 2;                    // of pixels, of a run
-    static constexpr int PITCH = 16 * (RUN == 1 ? UNITS | 1 : UNITS);  // bytes, of a run
+    static constexpr int PAIRS = (COLUMNS + 1) / 2;                    // pairs of pixels of a run
+    static constexpr int PITCH = 16 * (RUN == 1 ? UNITS | 1 : UNITS);  // bytes of a run
     static constexpr int CHANNEL = RUNS * PITCH + SPARE * 16;
     static constexpr int GROUP = 8 * CHANNEL + 128 / GROUPS;
     static constexpr int ROW = GROUPS * GROUP;
     static constexpr int BUFFER = ROWS * ROW;
-    static constexpr int TOTAL = ROWS * RUNS * PAIRS * GROUPS;         // pairs of 8 channels, of a step
-    static constexpr int ITEMS = (TOTAL + THREADS - 1) / THREADS;      // of them, a thread's
-    static constexpr int STAGE = ITEMS * THREADS * 32;                 // bytes of them as they come from memory
+    static constexpr int TOTAL = ROWS * RUNS * PAIRS * GROUPS;         // pairs of 8 channels in a step
+    static constexpr int ITEMS = (TOTAL + THREADS - 1) / THREADS;      // of these pairs, how many a thread has
+    static constexpr int STAGE = ITEMS * THREADS * 32;                 // bytes of these pairs, as memory has them
 
     // Where a strip's columns begin.
     static __device__ __forceinline__ int strip(int index) { return index / RUN * PITCH + index % RUN * 16; }
 
-    // Pixel `i` of an item of this thread in a stage: neighbouring threads', side by side.
+    // The offset in a stage of pixel `i` of an item of this thread; those of neighbouring threads lie side by
+    // side.
     static __device__ __forceinline__ int staged(int item, int i) { return ((2 * item + i) * THREADS + threadIdx.x) * 16; }
 
-    // Copies them in the background: as bits of `columns` say, pixels or zeros.
+    // Copies an item in the background: pixels where the bits of `columns` are set, zeros where they are not.
     static __device__ __forceinline__ void copy(u8* stage, int item, const u16* from, int channels, u32 columns) {
 #pragma unroll
         for (int i = 0; i < 2; ++i)
             copy_async_16(shared_address(stage) + staged(item, i), from + i * channels, columns >> i & 1);
     }
 
-    // 8 channels of a pair of pixels, into the planes and out of them.
+    // 8 channels of a pair of pixels are put into the planes and got out of them.
     static __device__ __forceinline__ void put(u8* to, const u8* stage, int item) {
         uint4 pixels[2];
 #pragma unroll
@@ -92,7 +93,7 @@ struct Planes {
 // What a thread copies at once: 8 channels (`piece`) of a pair of columns of a row of a run.
 struct Place {
     int piece, pair, run, row;
-    int image, p0, q0;  // of the run: the image counted from image0, its first row and column
+    int image, p0, q0;  // where the run begins: its image, counted from image0, and its first row and column
     bool valid;         // is there such a run, and are there such channels?
 };
 __device__ __forceinline__ Place place_of(int item, int pairs, int run0, int image0, int n, int channels,
@@ -111,14 +112,14 @@ __device__ __forceinline__ Place place_of(int item, int pairs, int run0, int ima
     return at;
 }
 
-// Are there so many items of a thread? The last ones of some may not be.
+// Does this thread have item `item`? Some threads lack the last one.
 __device__ __forceinline__ bool is_item(int item, int total) {
     return (item + 1) * THREADS <= total || threadIdx.x + item * THREADS < total;
 }
 
-// What belongs to the R rows that a row of input overlaps lies in a ring of R places, so that nothing moves from
-// row to row. Row t finds at ring(r, t) what belongs to filter row r, and code in which t is a
-// constant repeats every PERIOD steps: one phase each.
+// A row of input overlaps R rows; what belongs to them lies in a ring of R places, so that nothing moves from
+// row to row. Row t finds at ring(r, t) what belongs to filter row r. Code in which t is a constant repeats
+// every PERIOD steps; each of these is a phase.
 constexpr int PERIOD = ROWS % 2 == 0 && R % 2 == 0 ? R / 2 : R;
 static_assert(ROWS <= 2, "the period is that of one or two rows a step");
 

@@ -57,7 +57,7 @@ static_assert(S <= 9, "a diagonal has eight elements");
 static_assert(In::ITEMS <= 16, "validity bits are kept in one word");
 static_assert(SMEM_BYTES == HOST_SMEM_BYTES, "the host gives a block so much shared memory");
 
-// As common.cuh's, each 8x8 matrix transposed.
+// Like load_matrix_x4 of common.cuh, but each 8x8 matrix is transposed.
 __device__ __forceinline__ void load_transposed_x4(u32 (&d)[4], u32 from) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];\n"
                  : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3]) : "r"(from) : "memory");
@@ -298,7 +298,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_band
     __syncthreads();
     if (tid == 0) {
         u32* const tickets = reinterpret_cast<u32*>(sums + elements);
-        is_last = atomicInc(tickets + c_tile, splits - 1) == splits - 1;  // which leaves it zero again
+        is_last = atomicInc(tickets + c_tile, splits - 1) == splits - 1;  // the last one leaves it zero again
     }
     __syncthreads();
     if (!is_last) return;

@@ -43,8 +43,8 @@
 //        other. Nothing is multiplied with inserted zeros.
 //        input row i      ----+---- filter rows 0, 1, 2 (turned) --> output rows 2i + 1, 2i, 2i - 1
 //
-// What dilation changes is the grid only: rows (and columns) of a dilated layer fall into interleaved
-// lattices, each an undilated layer of its own. A block computes one lattice, in steps of several rows.
+// Dilation changes only the grid: rows (and columns) of a dilated layer fall into interleaved lattices, each an
+// undilated layer of its own. A block computes one lattice, in steps of several rows.
 #include "common.cuh"
 
 constexpr int DOWN_H = DGRAD ? 1 : STRIDE_H, UP_H = DGRAD ? STRIDE_H : 1;
@@ -73,8 +73,8 @@ constexpr int N_TILES = WARP_CHANNELS / WARP_GROUPS / 8;  // tensor-core tiles o
 constexpr int K_STEPS = (WIDTH + 15) / 16;       // steps of 16 input channels
 // At width 8 two neighbouring shifts share a 16-deep step.
 constexpr int TAPS = WIDTH == 8 ? (SHIFTS + 1) / 2 : SHIFTS;
-// A filter that stays in registers comes through shared memory where that is the shorter way: where
-// it is wide, and in dgrad, whose fragments are columns of the filter and would be loaded by the element.
+// A filter that stays in registers comes through shared memory where that is the shorter way: where it is wide,
+// and in dgrad, whose fragments are columns of the filter and would be loaded element by element.
 constexpr bool FILTER_STAGED = FILTER_SHARED || GW >= (DGRAD ? 8 : 32);
 constexpr int FILTER_CHUNKS = R * S * GW / 8;
 constexpr int FILTER_BYTES = 16 * (FILTER_CHUNKS | 1);  // of one channel, in shared memory
@@ -106,10 +106,10 @@ using Accumulators = float[UP_W][WARP_GROUPS][WARP_TILES][N_TILES][4];
 __device__ __forceinline__ constexpr bool meets(int step, int r) { return (step + r) % DOWN_H == 0; }
 __device__ __forceinline__ constexpr int output_row(int step, int r) { return (UP_H * step + UP_H - 1 - r) / DOWN_H; }
 __device__ __forceinline__ constexpr int live_row(int step, int r) { return output_row(step + R * PERIOD, r) % LIVE; }
-// The filter column by which `shift` feeds the output columns of `parity`; S or more: none does.
+// The filter column by which `shift` feeds the output columns of `parity`; S or more means that there is none.
 __device__ __forceinline__ constexpr int filter_column(int shift, int parity) { return UP_W * shift + UP_W - 1 - parity; }
 
-// As load_matrix_x4, each matrix transposed.
+// Like load_matrix_x4, but each matrix is transposed.
 __device__ __forceinline__ void load_matrix_x4_transposed(u32 (&d)[4], u32 from) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];\n"
                  : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3]) : "r"(from) : "memory");

@@ -65,12 +65,12 @@ constexpr int GRAD_BYTES = M_TILES * 16 * GRAD_PIXEL;
 constexpr int STAGE_BYTES = STRIDE_H * IN_BYTES + GRAD_BYTES;
 constexpr int IN_COPIES = BLOCK_N * ROW_X * IN_CHUNKS, GRAD_COPIES = M * GRAD_CHUNKS;  // of 16 bytes
 constexpr int IN_LOADS = (IN_COPIES + THREADS - 1) / THREADS, GRAD_LOADS = (GRAD_COPIES + THREADS - 1) / THREADS;
-// Products of a warp: [r][tap or pair of taps][gradient tile], and where S is odd and GW narrow the last
-// tap's: of the filter rows that input row i meets, [i][pair of them][gradient tile].
+// Products of a warp: [r][tap or pair of taps][gradient tile]. Where S is odd and GW narrow, those of the last
+// tap are extra: [i][pair of the filter rows that input row i meets][gradient tile].
 constexpr int TAPS = NARROW ? S / 2 : WARP_S;
 constexpr bool LAST_TAP = NARROW && S % 2;
 constexpr int ROW_PAIRS = (LIVE + 1) / 2;
-// The block's sums in shared memory, [r][s][k][c] and the bias behind, in pieces of four.
+// The block's sums in shared memory, [r][s][k][c] and behind them those of the bias, in pieces of four.
 constexpr int TAP_VECTORS = BLOCK_K * GW / 4;
 constexpr int FILTER_VECTORS = R * S * TAP_VECTORS;
 constexpr int VECTORS = FILTER_VECTORS + (HAS_BIAS ? BLOCK_K / 4 : 0);
@@ -163,8 +163,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) grouped_wgrad(
         grad_offset[l] = (pixel / BLOCK_Q * p * q + q0 + pixel % BLOCK_Q) * c;
     }
 
-    // The lattice that is being loaded: its first image and phase; the row that comes next, the end of those
-    // that this block sums (of which `rows_inside` are in the image) and of the steps without one.
+    // The lattice that is being loaded: its first image and phase; the row that comes next; the end of the rows
+    // that this block sums (those before `rows_inside` are in the image), and that of the steps without a row.
     const int last_row = min(first_row + slice_rows, (n + BLOCK_N - 1) / BLOCK_N * phases * rows);
     const int lattices = (last_row - 1) / rows - first_row / rows + 1;
     int n0 = first_row / rows / phases * BLOCK_N, phase = first_row / rows % phases, row = first_row % rows;
@@ -207,7 +207,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) grouped_wgrad(
             const u32 to = stages + slot * STAGE_BYTES;
 #pragma unroll
             for (int i = 0; i < STRIDE_H; ++i) {
-                // Below the last gradient row, only what its window still reaches.
+                // Past the last gradient row, only rows that its window still reaches take part.
                 if (y >= 0 && y < h && (row < row_end || (row - row_end + 1) * STRIDE_H + i < R)) {
                     inside |= 1u << i;
 #pragma unroll
@@ -262,7 +262,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) grouped_wgrad(
     for (int t = 0; t < WARP_TILES; ++t) {
         auto in_pixel = [&](int m) {
             m += (warp_m * WARP_TILES + t) * 16;
-            const int pixel = m < M ? m / BLOCK_Q * ROW_X + m % BLOCK_Q * STRIDE_W : 0;  // any: its gradient is zero
+            const int pixel = m < M ? m / BLOCK_Q * ROW_X + m % BLOCK_Q * STRIDE_W : 0;  // else any: its gradient is zero
             return stages + pixel * IN_PIXEL + 2 * in_channel;
         };
         in_from[t] = in_pixel(lane % 8 + lane / 16 * 8) + first_s * DILATION_W * IN_PIXEL +

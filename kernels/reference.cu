@@ -1,5 +1,5 @@
 // What every kernel is checked against: plain convolutions in float64, and the comparison.
-// One thread an output element, or a slice of its sum; slow, and simple enough to be believed.
+// One thread computes an output element, or a slice of its sum: slow, but simple enough to be trusted.
 #include "common.cuh"
 
 #if DTYPE == DTYPE_FLOAT32

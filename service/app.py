@@ -44,7 +44,7 @@ def create_app(settings: Settings, predictor: Predictor | None = None) -> FastAP
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         loaded = predictor or Predictor.load(settings.model, pins=settings.pins)
-        for device in KNOWN:  # the first client is not to wait for tables to be built
+        for device in KNOWN:  # so that the first client need not wait for tables
             loaded.choose(schema.EXAMPLE, device)
         # One thread: predictions hold the interpreter, and more of them would only delay the loop.
         with ThreadPoolExecutor(1, "predict") as executor:

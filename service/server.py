@@ -61,7 +61,7 @@ def _app() -> FastAPI:
 
 @contextmanager
 def _handover(settings: Settings) -> Iterator[None]:
-    """Leave word for the server processes, and a folder to add up their counts in."""
+    """Leave the settings for the server processes, and a folder to add up their counts in."""
     os.environ[_HANDOVER] = json.dumps(asdict(settings))
     if settings.workers == 1:
         yield
@@ -72,13 +72,13 @@ def _handover(settings: Settings) -> Iterator[None]:
 
 
 def _free_port(host: str, port: int) -> int:
-    """`port`, or a free one for 0, having seen that this process may listen on it."""
+    """`port`, or a free one for 0, after a check that this process may listen on it."""
     try:
         family, *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.create_server((host, port), family=family) as probe:
             found: int = probe.getsockname()[1]
             return found
-    except (OSError, UnicodeError) as error:  # UnicodeError: the name breaks the rules of names
+    except (OSError, UnicodeError) as error:  # UnicodeError: a name that no host can have
         reason = getattr(error, "strerror", "no such host")
         raise ConfpredError(f"cannot listen on {host}, port {port}: {reason}") from None
 

@@ -43,9 +43,9 @@ class Kernel:
     """What is compiled, and with what: whatever changes a result.
 
     Attributes:
-        family: that launches it.
+        family: the family that launches it.
         spec: file, entry and macros.
-        digest: of the file as it is today.
+        digest: digest of the file as it is today.
         arch: the target.
         nvrtc: the compiler's version.
     """
@@ -97,7 +97,7 @@ def compile_one(kernel: Kernel) -> Result:
 
 
 def results(kernels: Sequence[Kernel], processes: int) -> Iterator[Result]:
-    """Of `kernels`, in parallel: NVRTC scales with processes, not with threads."""
+    """Compile `kernels` in parallel: NVRTC scales with processes, not with threads."""
     pool = ProcessPoolExecutor(processes, mp_context=get_context("spawn"))
     try:
         jobs = [pool.submit(compile_one, kernel) for kernel in kernels]
@@ -107,7 +107,7 @@ def results(kernels: Sequence[Kernel], processes: int) -> Iterator[Result]:
             for job in bar.track(as_completed(jobs), total=len(jobs), description="kernels"):
                 yield job.result()
     finally:
-        pool.shutdown(cancel_futures=True)  # of a run that is interrupted
+        pool.shutdown(cancel_futures=True)  # for a run that is interrupted
 
 
 def read_results(path: Path) -> dict[Kernel, Result]:

@@ -15,15 +15,15 @@ from confpred.problem.operation import KernelSpec
 
 H100 = get_device("h100")
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)
-#: As many as no other list here has a common divisor with, so that going around all of them
-#: together meets every pair.
+#: Their number has no common divisor with the length of any other list here, so that going around
+#: all lists together meets every pair.
 WINDOWS = (
     (1, 1), (3, 3), (5, 5), (7, 7), (9, 9), (11, 11),
     (1, 7), (7, 1), (2, 4), (1, 11), (11, 1),
 )  # fmt: skip
 #: Stride and dilation.
 STEPS = ((1, 1), (2, 1), (1, 2), (2, 2))
-#: Batch, channels, and height and width, between them reason enough for each tile.
+#: Batch, channels, and height and width; between them they make every tile worth offering.
 SIZES = (
     (32, 128, 112),
     (1, 576, 14),
@@ -37,7 +37,7 @@ _MOST_FLOPS = 2**27  # of a random layer: the float64 reference of a test takes 
 
 @cache
 def served(family: Family) -> tuple[tuple[str, int], ...]:
-    """The directions and group widths of which `family` has configs."""
+    """The directions and group widths that `family` has configs for."""
     return tuple(
         (direction, width)
         for direction, width in product(DIRECTIONS, WIDTHS)
@@ -99,7 +99,7 @@ def _layer(
 def _epilogue(
     direction: str, bias: bool, activation: str, residual: bool, deterministic: bool
 ) -> dict[str, object]:
-    """What of the epilogue `direction` has."""
+    """The part of the epilogue that `direction` has."""
     return {
         "fprop": {"bias": bias, "activation": activation, "residual": residual},
         "dgrad": {},
@@ -108,7 +108,7 @@ def _epilogue(
 
 
 def serves_channels(block: int, channels: int) -> bool:
-    """Whether blocks of so many channels, if that is no power of two, are offered to a layer."""
+    """Whether blocks of so many channels are offered to a layer, if that is no power of two."""
     if block in (8, 16, 32, 64):
         return True
     return channels % 64 > 0 and channels % block == 0 and (block >= 48 or channels / block < 4)

@@ -45,6 +45,6 @@ def main() -> None:
     """Run the command line; expected errors end as one line on stderr and exit code 2 or 1."""
     try:
         cli(standalone_mode=True)
-    except (ConfpredError, OSError) as error:  # OSError: standard output is a full disk, say
+    except (ConfpredError, OSError) as error:  # OSError: standard output may go to a full disk
         click.echo(f"confpred: {error}", err=True)
         sys.exit(2 if isinstance(error, InvalidInput) else 1)

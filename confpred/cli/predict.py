@@ -79,7 +79,7 @@ def command(
 
 
 def _table(answers: Sequence[Sequence[Choice]]) -> Iterable[str]:
-    """The answers in aligned columns, and what they are worth."""
+    """The answers in aligned columns, and a last line with the bound on their regret."""
     rows = [_HEADINGS]
     for choices in answers:
         for rank, choice in enumerate(choices, 1):

@@ -109,7 +109,7 @@ def command(
     if pytorch and find_spec("torch") is None:
         raise MissingExtra("torch (or --no-pytorch)", "gpu")
     try:
-        import rich  # noqa: F401 -- missing packages are told before any work
+        import rich  # noqa: F401 -- a missing package is reported before any work
 
         from confpred.sampler.gpus import find_gpus
         from confpred.sampler.run import Settings
@@ -134,9 +134,9 @@ def offered_configs(
     """Masks of the configs to measure, by family.
 
     Args:
-        suite: the problems, whose operation's families can be measured.
+        suite: the problems; the families of their operation can be measured.
         families: the only ones to measure; empty for all.
-        model_folder: a model, whose portfolios are all that is measured; None for whole tables.
+        model_folder: a model; only its portfolios are measured. None for whole config tables.
 
     Raises:
         InvalidInput: there is no such family, or the model has none of its configs.
@@ -186,7 +186,7 @@ def parse_duration(field: str, text: str) -> float:
     """Seconds in a text such as ``90s``, ``8m`` or ``1.5h``.
 
     Raises:
-        InvalidInput: it is not one, or is not more than zero.
+        InvalidInput: the text is no such duration, or it is not more than zero.
     """
     match = re.fullmatch(r"([0-9]{1,6}(?:\.[0-9]{1,3})?)([smh])", text.strip())
     seconds = float(match[1]) * _UNITS[match[2]] if match else 0.0

@@ -16,7 +16,7 @@ _TYPES: dict[str, click.ParamType[Any]] = {
     "workers": click.IntRange(1, 64),
     "max_batch": click.IntRange(1, 100_000),
 }
-#: What options were called in confpred 0.1.0.
+#: The names that options had in confpred 0.1.0.
 _FORMER_FLAGS = {"pins": ("--plan",)}
 
 

@@ -87,13 +87,13 @@ def compile_kernel(
 
 
 def options(arch: str, **more: Any) -> ProgramOptions:
-    """What every kernel is compiled with for `arch`, and `more` of `cuda.core`'s options."""
+    """The options that every kernel is compiled with for `arch`, and `more` of `cuda.core`'s."""
     from cuda.core import ProgramOptions
 
     return ProgramOptions(
         arch=arch,
         std=_STANDARD,
-        device_as_default_execution_space=True,  # NVRTC 13.0 takes a generic lambda for the host's
+        device_as_default_execution_space=True,  # else NVRTC takes a generic lambda for the host's
         **more,
     )
 
@@ -103,6 +103,6 @@ def _compile(text: str, spec: KernelSpec, told: ProgramOptions) -> bytes:
 
     try:
         return bytes(Program(text, "c++", told).compile("cubin").code)
-    except Exception as error:  # cuda.core has several classes for what NVRTC refuses
+    except Exception as error:  # cuda.core raises several classes when NVRTC refuses
         what = f"{spec.file} with {dict(spec.defines)} for {told.arch}"
         raise CompileError(what, str(error)) from error

@@ -21,7 +21,7 @@ class LoadedKernel:
     """A kernel in one device's context.
 
     Attributes:
-        registers, local_bytes: of one thread, as compiled.
+        registers, local_bytes: what one thread takes, as compiled.
     """
 
     kernel: Kernel
@@ -93,7 +93,7 @@ def sm_clock_mhz(ordinal: int) -> int:
 
 def load(compiled: Compiled, smem_bytes: int) -> LoadedKernel:
     """Load a cubin into the current context and allow it `smem_bytes` of dynamic shared memory, or
-    what the arrays that it declares itself leave of a block's.
+    as much as a block can have beside the arrays that the kernel declares itself.
 
     Raises:
         LaunchError: the driver refused the cubin or the size.

@@ -1,4 +1,4 @@
-"""Launches of which only the operands' addresses are missing."""
+"""Launches that lack only the addresses of their operands."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ if TYPE_CHECKING:
 
 
 class BoundLaunch:
-    """Kernels with their grids and scalars; only the operands' addresses are missing.
+    """Kernels with their grids and scalars; only the addresses of the operands are missing.
 
     `enqueue` is the hot path of the library. It hands the driver arrays of arguments that were laid
-    out beforehand, where `cuda.core.launch` would work out the type of each of twenty arguments at
-    each launch. All steps point into one array of addresses.
+    out beforehand; `cuda.core.launch` would work out the type of each of twenty arguments at each
+    launch. All steps point into one array of addresses.
 
     Args:
-        kernels: one a step of `launch`.
+        kernels: one for each step of `launch`.
         launch: the steps.
-        names: of the operands, in the order in which `enqueue` is given their addresses.
+        names: the operands' names, in the order in which `enqueue` is given their addresses.
     """
 
     __slots__ = ("_addresses", "_kept", "_launch", "_lock", "_steps")
@@ -49,7 +49,7 @@ class BoundLaunch:
             function = driver.CUfunction(int(kernel.handle))
             dimensions = (*step.grid, *step.block, step.smem_bytes)
             self._steps.append((function, dimensions, ctypes.addressof(arguments)))
-        self._lock = threading.Lock()  # the array of addresses is one, the callers may be many
+        self._lock = threading.Lock()  # the one array of addresses may have many callers
 
     def enqueue(self, stream: int, addresses: list[Any]) -> None:
         """Launch all steps on the CUDA stream of handle `stream` with the operands' device

@@ -51,8 +51,8 @@ class Measurement:
             config in words.
         source_digest: identity of the kernel (`confpred.families.kernel_text.source_digest`); empty
             where no kernel of ours ran.
-        cudnn, cudnn_mode: of PyTorch's operator, the version of cuDNN and how it chooses its
-            algorithms: ``benchmark`` or ``heuristics``. Else empty.
+        cudnn, cudnn_mode: for PyTorch's operator, the version of cuDNN and how it chooses its
+            algorithms: ``benchmark`` or ``heuristics``. Empty for another provider.
         run: what the run's rows share.
         status: what became of it; the fields below hold 0 or NaN where they do not apply.
         time_ms: median time of one launch, milliseconds.
@@ -102,7 +102,7 @@ class Measurement:
         return row | dataclasses.asdict(self.run)
 
 
-#: Fields of a measurement that are a column as they stand, in order.
+#: Fields of a measurement that become a column as they are, in order.
 OWN_COLUMNS = tuple(
     field.name
     for field in dataclasses.fields(Measurement)

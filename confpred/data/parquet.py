@@ -46,7 +46,7 @@ def schema(operation: Operation) -> pa.Schema:
 
 
 def problem_columns(operation: Operation) -> list[str]:
-    """Names of the columns that tell a problem."""
+    """Names of the columns that identify a problem."""
     names: list[str] = schema(operation).names
     return names[: names.index("networks")]
 
@@ -65,7 +65,7 @@ def operation_in(path: Path) -> str:
 
 
 def read(path: Path, operation: Operation, columns: Sequence[str] | None = None) -> pa.Table:
-    """The rows of one file, or those of `columns`.
+    """The rows of one file, with all columns or only `columns`.
 
     Raises:
         DataError: the file is missing, truncated or damaged, is of another operation, or lacks a
@@ -79,8 +79,8 @@ def read(path: Path, operation: Operation, columns: Sequence[str] | None = None)
         present = set(pq.read_schema(path).names)
         absent = [name for name in names if name in _ADDED and name not in present]
         with path.open("rb") as file:
-            # One thread: a process that ends soon after, with an error say, would now and then be
-            # aborted over threads that Arrow is still starting.
+            # One thread: a process that ends soon afterwards, for instance with an error, would
+            # sometimes abort because Arrow is still starting threads.
             found = pq.read_table(
                 file,
                 columns=[name for name in names if name not in absent],
@@ -93,7 +93,7 @@ def read(path: Path, operation: Operation, columns: Sequence[str] | None = None)
         table = found.select(names).cast(
             pa.schema([known.field(name) for name in names], known.metadata)
         )
-        table.validate(full=True)  # a text that is no UTF-8, say
+        table.validate(full=True)  # finds texts that are not UTF-8, for instance
     except (OSError, pa.ArrowException, KeyError, ValueError) as error:
         raise _not_whole(path, error) from error
     return table

@@ -98,7 +98,8 @@ def write_suite(suite: Suite, path: Path) -> None:
 
 
 def _fields(problem: Record) -> dict[str, Any]:
-    """A problem for a file that people read: a pair of equal members as one integer."""
+    """A problem's fields for a file that people read: a pair of equal members becomes one
+    integer."""
     return {
         name: value[0] if isinstance(value, list) and value[0] == value[1] else value
         for name, value in problem.to_json().items()

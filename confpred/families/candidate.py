@@ -1,7 +1,7 @@
-"""A *candidate*: one way to compute a problem, named alike wherever it occurs.
+"""A *candidate*: one way to compute a problem, identified in the same way everywhere.
 
-Answers, pins, models, the sampler's tasks and measurements all name it so; how a measurement file
-spells its config is `confpred.families.registry.config_words`.
+Answers, pins, models, the sampler's tasks and measurements all identify it by this record; how a
+measurement file spells its config is `confpred.families.registry.config_words`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What a family of convolution kernels need not write itself: small pure functions for its config
-table, its blocks, its features and its macros.
+"""Small pure functions that families of convolution kernels share: for config tables, blocks,
+features and macros.
 
-`Occupancy` and what is vectorised here take arrays over the rows of a config table, and give them.
+`Occupancy` and the vectorised functions take and return arrays over the rows of a config table.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from confpred.problem.device import Device
 Array = NDArray[np.int64]
 _Count = TypeVar("_Count", int, Array)
 
-MAX_REGISTERS = 255  # of a thread
-#: Estimated registers of a thread up to which kernels hardly spill: estimates err, and a compiled
-#: kernel has MAX_REGISTERS at most.
+MAX_REGISTERS = 255  # a thread cannot have more
+#: Kernels hardly spill up to this many estimated registers of a thread. It is less than
+#: MAX_REGISTERS, because the estimates err.
 MOST_ESTIMATED_REGISTERS = 232
-#: How the blocks that share sums of a filter's gradient add them up: the numbers and the words of
-#: ``common.cuh``.
+#: How the blocks that share sums of a filter's gradient add them up; the names and numbers are
+#: those of ``common.cuh``.
 DIRECT, TWO_KERNELS, LAST_BLOCK, ATOMIC = range(4)
-MAX_INT = 2**31 - 1  # of the 32 bits in which kernels count, and address within a block's images
+MAX_INT = 2**31 - 1  # kernels count, and address within a block's images, in 32 bits
 
 
 def config_table(fields: Sequence[str], rows: Iterable[Sequence[int]]) -> NDArray[np.void]:
@@ -54,7 +54,7 @@ def config_macros(config: np.void, fields: Iterable[str]) -> tuple[tuple[str, in
 
 
 def epilogue_macros(problem: Problem) -> tuple[tuple[str, int | str], ...]:
-    """What is done with an image's sums before they are stored, as ``common.cuh`` knows it."""
+    """Macros for what is done with an image's sums before they are stored (``common.cuh``)."""
     return (
         ("ACTIVATION", f"ACTIVATION_{problem.activation.upper()}"),
         ("HAS_BIAS", int(problem.bias)),
@@ -63,23 +63,24 @@ def epilogue_macros(problem: Problem) -> tuple[tuple[str, int | str], ...]:
 
 
 def agreed_macros(**sizes: int | np.integer[Any]) -> tuple[tuple[str, int], ...]:
-    """What a launch counts on and its kernel works out for itself, such as the threads of a block
-    and its shared memory, as macros ``HOST_...``: the kernel asserts that both have come to the
-    same, so that a difference is a compile error. The sizes must follow from the other macros, for
-    there to be no more kernels than these tell apart."""
+    """Macros ``HOST_...`` for what a launch counts on and its kernel works out for itself too, such
+    as the threads of a block and its shared memory. The kernel asserts that both come to the same
+    value, so that a difference is a compile error. The sizes must follow from the other macros, or
+    there would be more kernels than those tell apart."""
     return tuple((f"HOST_{name.upper()}", int(size)) for name, size in sizes.items())
 
 
 def cut(size: _Count | int, pieces: _Count) -> tuple[_Count, _Count]:
-    """The size of a piece, and how many there are, when `size` is cut into about `pieces`: rounding
-    up may leave the last ones empty."""
+    """The size of a piece, and how many pieces there are, when `size` is cut into about `pieces`:
+    the size is rounded up, so fewer may do."""
     piece = -(-size // pieces)
     return piece, -(-size // piece)
 
 
 def distinct_bands(size: int, bands: Array) -> NDArray[np.bool_]:
-    """Which counts of bands of `size` rows leave two rows each, as a band of one reads a window to
-    make it, and differ from half the count, which would be the same launch again."""
+    """Which counts of bands are worth offering for `size` rows. A band has at least two rows, as a
+    band of one row would read a whole window to make it; and half as many bands must be larger
+    ones, or the launch would be the same."""
     rows = -(-size // bands)
     result: NDArray[np.bool_] = (bands == 1) | (
         (rows >= 2) & (rows < -(-size // (bands // 2).clip(1)))
@@ -92,15 +93,15 @@ class Occupancy:
     """How the blocks of each config fill a device.
 
     Attributes:
-        threads: of a block.
-        blocks: of the launch.
+        threads: threads of a block.
+        blocks: blocks of the launch.
         per_sm: blocks that a multiprocessor holds at once.
-        sm_blocks: of the multiprocessor that gets the most.
+        sm_blocks: blocks of the multiprocessor that gets the most.
         waves: how often the whole device is filled; a fraction.
         wave_waste: whole waves over `waves`.
-        resident: blocks of a multiprocessor in the first wave, on average over the device: a part
-            of `per_sm` where there are fewer blocks than places, which then draw on a part of the
-            device's rates.
+        resident: blocks that a multiprocessor holds in the first wave, on average over the device.
+            Where there are fewer blocks than places it is less than `per_sm`, and the blocks draw
+            on only a part of the device's rates.
     """
 
     threads: Array
@@ -135,11 +136,11 @@ class Occupancy:
 
     @property
     def rounds(self) -> NDArray[np.float64]:
-        """Of the multiprocessor that gets the most blocks; a fraction."""
+        """How often the multiprocessor with the most blocks is filled; a fraction."""
         return self.sm_blocks / np.minimum(self.sm_blocks, self.per_sm)
 
     def features(self) -> dict[str, NDArray[Any]]:
-        """By name. Logarithms are to base 2."""
+        """The features by name. Logarithms are to base 2."""
         return {
             "blocks_per_sm": self.per_sm,
             "warps_per_sm": self.resident * self.threads / 32,
@@ -150,7 +151,8 @@ class Occupancy:
 
 
 def problem_features(problem: Problem) -> dict[str, float]:
-    """By name; a family lists those that vary among its problems. Logarithms are to base 2."""
+    """The features of `problem` by name; a family lists those that vary among its problems.
+    Logarithms are to base 2."""
     p = problem
     return {
         "log_n": np.log2(p.n),
@@ -185,16 +187,16 @@ def feature_matrix(
     rows: Rows,
     derived: Mapping[str, NDArray[Any]],
 ) -> NDArray[np.float32]:
-    """The features of `family` for some rows of its config table: a problem's, the configs' fields,
-    what is derived, and ``log_estimate``.
+    """The features of `family` for some rows of its config table: the problem's, the configs'
+    fields, the derived ones, and ``log_estimate``.
 
     Args:
-        family: names them.
+        family: the family, which names the features.
         problem: the layer.
-        device: that the estimate is for.
+        device: the device that the estimate is for.
         rows: the configs.
-        derived: what `problem` makes of the configs, and ``estimate``, in seconds. It stands in for
-            a problem's feature of the same name.
+        derived: features that follow from problem and config together, and ``estimate``, in
+            seconds. A derived feature takes the place of a problem's feature of the same name.
     """
     columns: dict[str, Any] = {
         **problem_features(problem),

@@ -1,11 +1,11 @@
 """Constants and formulas of the analytic costs that several families share.
 
-Seconds, bytes, and operations per second. The constants are round assumptions about the GPUs of
-`confpred.problem.device`, not measurements, unless something else is said: an estimate has to put
-configs in order where no model is trained, and a trained model, which has it as a feature, corrects
-it. Features and models depend on every bit of them.
+Units are seconds, bytes, and operations per second. The constants are round assumptions about the
+GPUs of `confpred.problem.device`, not measurements, unless something else is said: an estimate has
+to put configs in order where no model is trained, and a trained model, which has it as a feature,
+corrects it. Features and models depend on every bit of the constants.
 
-Arguments named as counts or bytes may be arrays over the configs that are asked about.
+Counts and bytes that are given as arguments may be arrays over configs.
 """
 
 from __future__ import annotations
@@ -20,74 +20,77 @@ from confpred.problem.device import Device
 
 _Floats = NDArray[np.float64]
 
-#: Of one product of the tensor cores, ``mma.m16n8k16``: 16 x 8 sums of 16 products, each with an
-#: addition.
+#: Operations of one product of the tensor cores, ``mma.m16n8k16``: 16 x 8 sums of 16 products, each
+#: with an addition.
 PRODUCT_FLOPS = 4096
-#: Part of the tensor cores' rate that ``mma.sync`` reaches; the whole takes instructions of sm_90
-#: that the kernels do not use.
+#: Share of the tensor cores' rate that ``mma.sync`` reaches; the full rate needs instructions of
+#: sm_90 that the kernels do not use.
 MMA_SYNC = 0.5
-#: Part of the instructions that a multiprocessor could issue which it does, between dependent ones.
+#: Share of its issue rate that a multiprocessor reaches, as instructions wait for one another.
 ISSUED = 0.6
-#: Of a thread (or of a warp, for all its threads) before the first step and after the last one.
+#: Instructions of a thread (or of a warp, for all its threads) before the first step and after the
+#: last one.
 BLOCK_INSTRUCTIONS = 300
-#: What L2 sustains, in rates of device memory.
+#: The rate of L2 as a multiple of that of device memory.
 L2_RATE = 2
-#: From a load of device memory to its data while many others are under way.
+#: Latency of a load from device memory while many others are under way.
 LOAD_S = 0.8e-6
-#: Of a launch, where waves are counted beside it, and of each of these waves.
+#: Time of a launch where its waves are counted separately, and of each of these waves.
 LAUNCH_S, WAVE_S = 2e-6, 1.5e-6
-#: Of each wave, the launch in it.
+#: Time of each wave where the launch is included in it.
 WAVE_AND_LAUNCH_S = 2e-6
-#: What of a step cannot be hidden behind other blocks: of the kernels on tensor cores, whose blocks
-#: wait at a barrier; of the depthwise ones without, an image's and, with two images to load, a
-#: filter gradient's.
+#: Time of a step that cannot be hidden behind other blocks. First for the kernels on tensor cores,
+#: whose blocks wait at a barrier; then for the depthwise kernels without tensor cores: those that
+#: compute an image, and those of the filter's gradient, which load two images.
 STEP_S, DEPTHWISE_STEP_S, DEPTHWISE_WGRAD_STEP_S = 2e-7, 1.5e-7, 3e-7
-#: Of the depthwise filter gradients: a second kernel that adds the blocks' sums; any other way.
+#: Time to add up the blocks' sums of a depthwise filter gradient: with a second kernel, and in any
+#: other way.
 DEPTHWISE_SECOND_KERNEL_S, DEPTHWISE_ADDING_S = 3e-6, 1e-6
-#: Of the grouped filter gradient, by the way in which blocks add up: time, and how often the sums
-#: pass through device memory.
+#: For the grouped filter gradient, by the way in which blocks add up their sums: the time, and how
+#: often the sums pass through device memory.
 GROUPED_ADDING_S = np.array((0.0, 2e-6, 1e-6, 1e-6))
 GROUPED_ADDING_PASSES = np.array((0.0, 2.0, 1.0, 1.0))
-#: What one block reads alone, where the last one adds up all sums of its tile.
+#: Bandwidth of a single block, for when the last block adds up all sums of its tile.
 LAST_BLOCK_BYTES_PER_S = 50e9
 
 
 def memory_s(moved: int, device: Device, in_flight: Any) -> _Floats:
-    """Time of device memory for `moved` bytes, of which each multiprocessor has `in_flight` under
-    way: few of them bound the rate."""
+    """Time of device memory for `moved` bytes while each multiprocessor has `in_flight` bytes under
+    way; too few of them bound the rate."""
     rate = np.minimum(device.dram_bytes_per_s, device.sm_count * in_flight / LOAD_S)
     found: _Floats = moved / rate
     return found
 
 
 def l2_s(loaded: Any, device: Device) -> _Floats:
-    """Time of L2 for `loaded` bytes, the halos that blocks share read by each of them."""
+    """Time of L2 for `loaded` bytes; a halo that blocks share counts for each of them."""
     found: _Floats = loaded / (L2_RATE * device.dram_bytes_per_s)
     return found
 
 
 def products_s(products: Any, device: Device) -> _Floats:
-    """Time of the tensor cores for so many of their products."""
+    """Time of the tensor cores for so many `products` of them."""
     found: _Floats = products * PRODUCT_FLOPS / (MMA_SYNC * device.tensor_flops)
     return found
 
 
 def instructions_s(instructions: Any, device: Device, issued: float = ISSUED) -> _Floats:
-    """Time to issue so many instructions of threads; `device.simt_flops` counts two operations of
-    each multiply-add."""
+    """Time to issue so many `instructions` of threads; `device.simt_flops` counts a multiply-add as
+    two operations."""
     found: _Floats = instructions / (issued * device.simt_flops / 2)
     return found
 
 
 def waves_s(waves: _Floats, wave_s: float, steps: Any, step_s: float) -> _Floats:
-    """What cannot be hidden: `wave_s` of each wave and `step_s` of each step of its blocks."""
+    """Time that cannot be hidden: `wave_s` for each wave and `step_s` for each step of its
+    blocks."""
     found: _Floats = np.ceil(waves) * (wave_s + steps * step_s)
     return found
 
 
 def depthwise_adding_s(reduction: Array, sum_bytes: Any, device: Device) -> _Floats:
     """Time to add up the sums of a depthwise filter gradient's blocks: a second kernel reads all
-    that the first one has written, atomic additions happen in L2."""
+    that the first one has written; atomic additions happen in L2."""
     second = DEPTHWISE_SECOND_KERNEL_S + 2 * sum_bytes / device.dram_bytes_per_s
     found: _Floats = np.where(reduction == TWO_KERNELS, second, DEPTHWISE_ADDING_S)
     return found

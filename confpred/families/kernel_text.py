@@ -12,7 +12,8 @@ import confpred.kernels
 
 _TEXT = r"""\"(?:\\.|[^"\\\n])*\"|'(?:\\.|[^'\\\n])*'"""
 _COMMENT_OR_TEXT = re.compile(rf"//[^\n]*|/\*.*?\*/|({_TEXT})", re.DOTALL)
-#: What C++ reads as one piece, however blanks surround it: texts, words and numbers, operators.
+#: What C++ reads as one piece, however blanks surround it: string literals, words and numbers,
+#: operators.
 _TOKEN = re.compile(rf"{_TEXT}|[\w.]+|<<=|>>=|\+\+|--|->|::|##|&&|\|\||<<|>>|[-+*/%&|^=!<>]=|\S")
 
 
@@ -20,8 +21,8 @@ _TOKEN = re.compile(rf"{_TEXT}|[\w.]+|<<=|>>=|\+\+|--|->|::|##|&&|\|\||<<|>>|[-+
 def file_text(name: str) -> str:
     """The CUDA source `name` with its quoted includes put in place.
 
-    It is looked for in ``confpred.kernels``, then where Python looks for modules: the source of a
-    family from elsewhere lies beside its module, and needs no path that another machine lacks.
+    The file is looked for in ``confpred.kernels``, then on Python's module path: the source of a
+    plug-in lies beside its module, and needs no path that another machine lacks.
 
     Raises:
         FileNotFoundError: it is in none of these folders.
@@ -40,8 +41,8 @@ def file_text(name: str) -> str:
 def source_digest(file: str) -> str:
     """Identity of a CUDA source with its includes, whatever the config: 16 hex digits.
 
-    It is of what the compiler sees: comments, blanks and line breaks count for nothing, save the
-    line breaks that end a preprocessor directive. So mending a comment leaves measurements and
+    The digest is of what the compiler sees: comments, blanks and line breaks do not count, except
+    the line breaks that end a preprocessor directive. So mending a comment leaves measurements and
     models valid, and changing a token does not.
     """
     return hashlib.sha256(meaning(file_text(file)).encode()).hexdigest()[:16]

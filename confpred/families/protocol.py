@@ -26,8 +26,9 @@ class Family(Protocol):
     Attributes:
         name: unique.
         operation: what the kernel computes.
-        configs: the whole config space, a structured array of integer fields; a config is known
-            by its row everywhere (the digest of these configs is in measurements and model cards).
+        configs: the whole config space, a structured array of integer fields; everywhere a config
+            is identified by its row (measurements and model cards hold the digest of these
+            configs).
         feature_names: the columns of `features`.
     """
 

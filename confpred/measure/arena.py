@@ -29,7 +29,8 @@ _L2_MULTIPLE = 3  # operands cycle through this many times the L2 cache
 #: Largest relative error of one rounding to the dtype (half a unit in the last place), doubled for
 #: a sum that rounds to the neighbour.
 _ROUNDING = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-22}
-#: Sums of products of values in [-1, 1), in float32: the error grows with their number.
+#: Errors of sums of products of values in [-1, 1), in float32; they grow with the number of
+#: products.
 _ABSOLUTE, _ABSOLUTE_A_TERM = 1e-5, 4e-7
 _POISON = 0xFF  # every byte: NaN in all the dtypes
 _GRID = 132 * 8  # blocks of the helper kernels that stride over their elements
@@ -37,14 +38,14 @@ _GRID = 132 * 8  # blocks of the helper kernels that stride over their elements
 
 @dataclass(frozen=True, slots=True)
 class Operands:
-    """A problem's operands in device memory, many times over.
+    """Several copies of a problem's operands in device memory.
 
     Attributes:
         names: of the operation's operands, then ``zeroed`` and ``scratch``.
         bases: address of the first of each; 0 for a workspace that nothing needs.
         strides: bytes from each to the next of its kind; 0 for the workspaces, which launches of
             one stream share as they do in a program.
-        slots: how many there are of each.
+        slots: how many copies there are.
     """
 
     names: tuple[str, ...]
@@ -69,7 +70,7 @@ class Arena:
         ordinal: CUDA device.
         cuda: the same as `cuda.core` knows it, current in this thread.
         device: its description.
-        stream, handle: where everything happens, and its CUDA handle.
+        stream, handle: the stream that everything runs on, and its CUDA handle.
     """
 
     def __init__(self, ordinal: int) -> None:
@@ -120,8 +121,8 @@ class Arena:
         return address
 
     def poison(self, outputs: Sequence[Operand]) -> None:
-        """Fill all outputs and the scratch with NaN, so that an element that is not written, or is
-        read before it is, is seen; and the zeroed workspace with zeros."""
+        """Fill all outputs and the scratch with NaN, which shows elements that are never written or
+        are read too early; and fill the zeroed workspace with zeros."""
         for name in (*(o.name for o in outputs), SCRATCH):
             if name in self._buffers:
                 self._buffers[name].fill(_POISON, stream=self.stream)
@@ -150,8 +151,8 @@ class Arena:
         return not any(self._totals("count_nonzero", "float32", operands.base(ZEROED), words))
 
     def load(self, spec: KernelSpec) -> driver.LoadedKernel:
-        """The kernel of `spec`, loaded once, as problems share kernels; with all the shared
-        memory that a block can have, as each launch needs another amount.
+        """The kernel of `spec`. It is loaded once, because problems share kernels, and may use all
+        the shared memory that a block can have, because each launch needs a different amount.
 
         Raises:
             CompileError, LaunchError: it cannot be compiled or loaded.
@@ -164,7 +165,7 @@ class Arena:
         return loaded
 
     def _totals(self, entry: str, dtype: str, *arguments: Any) -> Any:
-        """The three float64 sums that a helper kernel comes to."""
+        """The three float64 totals that a helper kernel computes."""
         from cuda.bindings import runtime
 
         address = self._buffer("totals", 24, None)

@@ -30,7 +30,7 @@ class _Shared:
 
 @dataclass(frozen=True, slots=True)
 class _Checked:
-    """A config that computes the problem correctly, as far as it can be told without timing it."""
+    """A config that was found correct, but is not timed yet."""
 
     row: int
     bound: BoundLaunch

@@ -119,7 +119,7 @@ def measure_pytorch(operation: Operation, problem: Record, *, ordinal: int, seed
 
 
 def cudnn_version() -> str:
-    """Such as ``9.19.0``; empty where PyTorch has no cuDNN."""
+    """cuDNN's version, such as ``9.19.0``; empty where PyTorch has no cuDNN."""
     number = torch.backends.cudnn.version()
     if number is None:
         return ""

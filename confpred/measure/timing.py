@@ -68,8 +68,8 @@ def time_interleaved(
     2. Every graph is replayed once unmeasured: module load, instruction caches, clocks.
     3. `REPLAYS` rounds follow. In each, every candidate is replayed once, in a fresh random order,
        so that drift of clocks or temperature falls on all candidates alike.
-    4. The fastest candidates play `FINAL_REPLAYS` more rounds: the smallest of many noisy medians
-       is biased low, and who is best is the question that all else is judged by.
+    4. The fastest candidates are replayed in `FINAL_REPLAYS` more rounds: the smallest of many
+       noisy medians is biased low, and everything else is judged by which candidate is the best.
     5. Device events around each replay give its time; no host clock is involved.
     6. The result is the median over a candidate's rounds, with the interquartile range as spread.
 

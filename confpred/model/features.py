@@ -1,8 +1,8 @@
-"""By what a model recognises the features that it was trained on.
+"""How a model recognises the features that it was trained on.
 
-A model's trees know a feature by its column alone. If its formula changes, or the order of an
-enumeration, they answer as before, and wrongly; so a model's card holds a digest of the features
-of a few examples, and one that comes out otherwise today is an error.
+A model's trees know a feature by its column alone. If its formula or the order of an enumeration
+changes, the trees still answer, but wrongly. So a model's card holds a digest of the features of a
+few examples; if it comes out differently today, that is an error.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _ROWS = 4  # configs of an example
 
 
 def examples_of(problems: Iterable[Record]) -> list[Record]:
-    """A few of `problems` that together have every text and truth value that any of them has: the
-    values that become numbers by their place in a list."""
+    """A few of `problems` that together have every text and truth value that any of them has,
+    because these values become numbers by their place in a list."""
     chosen: list[Record] = []
     met: set[tuple[str, object]] = set()
     for problem in sorted(set(problems), key=str):
@@ -49,7 +49,7 @@ def family_card(
 
     Args:
         family: whose features.
-        device: that they are for.
+        device: the device that the features are for.
         examples: problems, and legal rows of the config table for each.
     """
     few = [(problem, list(rows[:: -(-len(rows) // _ROWS)])) for problem, rows in examples]
@@ -61,7 +61,7 @@ def family_card(
 
 
 def check_family(folder: Path, family: Family, device: Device, card: Any) -> None:
-    """See that `family_card` comes out today as in the `card` of the model in `folder`.
+    """Check that `family_card` gives today what the `card` of the model in `folder` says.
 
     Raises:
         ModelError: it does not.
@@ -83,7 +83,7 @@ def operation_card(
 
 
 def check_operation(folder: Path, operation: Operation, device: Device, card: Any) -> None:
-    """See that `operation_card` comes out today as in the `card` of the model in `folder`.
+    """Check that `operation_card` gives today what the `card` of the model in `folder` says.
 
     Raises:
         ModelError: it does not.
@@ -102,8 +102,8 @@ def _compare(folder: Path, name: str, found: str, trained: object) -> None:
 
 
 def _digest(matrices: Iterable[NDArray[np.float32]]) -> str:
-    """16 hex digits of SHA-256, of five digits a feature: the last bits of a logarithm are the
-    processor's."""
+    """16 hex digits of the SHA-256 of the features to five digits, because the last bits of a
+    logarithm depend on the processor."""
     state = hashlib.sha256()
     for matrix in matrices:
         state.update(("%.5g " * matrix.size % tuple(matrix.ravel().tolist())).encode())

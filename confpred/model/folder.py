@@ -4,8 +4,8 @@
                          and the SHA-256 of every other file
     <pool>.order.txt     LightGBM's text form of the regressor that orders the configs of a family,
                          or of several that learn from each other (`confpred.model.pools`)
-    <pool>.time.txt      the same, of the one that tells their times
-    pytorch.txt          the same, of how PyTorch's own operator compares with ours, where enough of
+    <pool>.time.txt      the same for the regressor of their times
+    pytorch.txt          the same for how PyTorch's own operator compares with ours, where enough of
                          it was measured
     measured.json        the best measured config of each problem in the data
 

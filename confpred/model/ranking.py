@@ -24,7 +24,7 @@ FINALISTS = 32
 
 @dataclass(frozen=True, slots=True)
 class FamilyModel:
-    """What training makes of one kernel family.
+    """What a model has learned of one kernel family.
 
     Attributes:
         family: the kernel family.
@@ -66,14 +66,14 @@ class FamilyModel:
 
 @dataclass(frozen=True, slots=True)
 class PytorchModel:
-    """What training makes of PyTorch's own operator, which has no configs.
+    """What a model has learned of PyTorch's own operator, which has no configs.
 
     Attributes:
         operation: what it computes.
         ratio: regressor of log(its time / time of our fastest config), from the operation's
-            features; it tells large ratios apart no further than is of use
+            features; it does not tell large ratios apart, as nothing depends on that
             (`confpred.training.pytorch`).
-        margin: by how much that logarithm may be too large: as calibrated on layers that the
+        margin: by how much that logarithm may be too large, as calibrated on layers that the
             regressor was not trained on.
     """
 

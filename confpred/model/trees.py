@@ -2,7 +2,7 @@
 
 ``import lightgbm`` costs 0.2 s, and 1 s where scikit-learn and pandas are installed, as it imports
 both: too much for a process that only asks for one prediction. Its shared library loads in a few
-milliseconds, and answers to the same bit.
+milliseconds, and gives the same answers to the bit.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _DTYPE_FLOAT32 = 0
 _PREDICT_RAW_SCORE = 1
 _ALL = -1
 _HEADER = re.compile(r"tree\n(?:\w+(?:=.*)?\n)*?feature_names=(.+)\n")
-# One thread: the few hundred rows of a call are worth less than waking a second one.
+# One thread: the few hundred rows of a call take less time than waking a second one.
 _PARAMETERS = b"num_threads=1 verbosity=-1"
 
 
@@ -53,9 +53,9 @@ class Trees:
         self.features = tuple(header[1].split())
         self._text: str | None = text
         self._handle: ctypes.c_void_p | None = None
-        # Guards the parsing, and each prediction: LightGBM notes in the booster how many trees to
-        # use before it reads them back, under a lock that readers share, so that calls side by side
-        # with other counts would use each other's.
+        # Guards the parsing and each prediction. LightGBM stores in the booster how many trees to
+        # use and reads that back under a lock that readers share, so that simultaneous calls with
+        # different numbers would use each other's.
         self._lock = threading.Lock()
 
     def _parse(self, text: str) -> None:

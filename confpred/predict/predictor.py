@@ -64,7 +64,7 @@ class Predictor:
 
         Raises:
             ModelError: the folder is missing, damaged or foreign.
-            DataError, InvalidInput: the file of pins is.
+            DataError, InvalidInput: the file of pins is not valid.
         """
         if model is None:
             models: Mapping[str, Model] = DefaultModels()
@@ -136,8 +136,9 @@ class Predictor:
 
 
 def _predicted(problem: Record, device: Device, model: Model) -> list[_Option]:
-    """The finalists of the families that `model` knows, fastest first, and PyTorch's own operator
-    before those that do not beat it even if it was overestimated; empty if nothing is legal."""
+    """The finalists of the families that `model` knows, fastest first. PyTorch's own operator comes
+    before those that do not beat it even if its time is overestimated. Empty if nothing is
+    legal."""
     ranked = {}
     for name, learned in model.families.items():
         candidates = learned.candidates(problem, device)

@@ -35,7 +35,7 @@ LIMITS: Mapping[str, tuple[int, int]] = {
 PAIRS = ("stride", "padding", "dilation")
 MAX_ELEMENTS = 2**40  # of any one tensor: far beyond a GPU's memory, and safe in 64-bit arithmetic
 
-#: What only some directions have: the field, its value everywhere else, and the directions.
+#: Fields that only some directions have: the field, its value in all others, and the directions.
 _ONLY_IN = (
     ("bias", False, ("fprop", "wgrad")),
     ("activation", "none", ("fprop",)),
@@ -165,7 +165,7 @@ class Problem(Record):
     def minimum_bytes(self) -> int:
         """Bytes that must cross device memory: every operand read or written once.
 
-        The same three tensors in every direction; in each, one of them is written.
+        Every direction has the same three tensors, and writes one of them.
         """
         elements = self.input_elements + self.filter_elements + self.output_elements
         extra = (self.k if self.bias else 0) + (self.output_elements if self.residual else 0)

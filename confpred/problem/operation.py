@@ -50,8 +50,8 @@ class Step:
         kernel: what to launch.
         grid, block: CUDA grid and block dimensions.
         smem_bytes: dynamic shared memory of one block.
-        operands: the kernel's pointer parameters, by name, in order; one that the problem does not
-            have is null.
+        operands: the kernel's pointer parameters, by name, in order; the pointer is null where the
+            problem does not have the operand.
         scalars: the ``int`` parameters that follow them, by name, in order: the problem's sizes.
     """
 
@@ -69,9 +69,9 @@ class Launch:
 
     Attributes:
         steps: the launches, in stream order.
-        zeroed_bytes: of the operand ``zeroed``: device memory that is zero before the first step
-            and that the steps leave zero again, so that nobody has to clear it between calls.
-        scratch_bytes: of the operand ``scratch``: device memory of any content.
+        zeroed_bytes: size of the operand ``zeroed``: device memory that is zero before the first
+            step and that the steps leave zero again, so that nobody has to clear it between calls.
+        scratch_bytes: size of the operand ``scratch``: device memory of any content.
     """
 
     steps: tuple[Step, ...]
@@ -87,8 +87,8 @@ class Operand:
         name: as `Step.operands` calls it.
         shape: outermost dimension first.
         dtype: ``float16``, ``bfloat16`` or ``float32``.
-        terms: of an output, how many products each element sums, which is what its rounding error
-            grows with; 0 for an input.
+        terms: how many products each element of an output sums, as its rounding error grows with
+            them; 0 for an input.
     """
 
     name: str

@@ -1,7 +1,8 @@
 """A *record*: the frozen dataclass that describes a problem, with its limits and its text forms.
 
-An operation's problem is a subclass that lists, beside its fields, what each may hold; reading
-from JSON, from the words of a command line, and refusing bad values then need no code of its own.
+An operation's problem is a subclass that lists, beside its fields, what each of them may hold.
+Reading it from JSON or from the words of a command line, and refusing bad values, then needs no
+code of its own.
 """
 
 from __future__ import annotations
@@ -85,8 +86,8 @@ class Record:
         raise NotImplementedError
 
     def layer(self: _R) -> _R:
-        """What of the problem a network's design fixes: problems that differ only in what its user
-        chooses (batch, dtype) have the same layer, and are held out of training together."""
+        """The part of the problem that a network's design fixes. Problems that differ only in what
+        a user chooses (batch, dtype) have the same layer, and are held out of training together."""
         return self
 
     def to_json(self) -> dict[str, Any]:

@@ -1,9 +1,9 @@
-"""confpred inside PyTorch; importing it takes PyTorch, which nothing outside of this room does.
+"""confpred inside PyTorch; importing this package imports PyTorch.
 
-conv2d      the public function: what its arguments must be, and which way a call goes
+conv2d      the public function: checks its arguments, and decides which way a call goes
 autograd    custom operators, for gradients and torch.compile
 directions  forward, input gradient, filter gradient: ours or PyTorch's own
-ready       launches with nothing left to decide, one a shape
+ready       launches that are ready to run, one for each shape
 workspace   the device memory that launches on one stream share
 """
 

@@ -1,4 +1,4 @@
-"""`conv2d`: PyTorch's, by kernels that it picks by itself, compiles once and launches.
+"""`conv2d`: PyTorch's function, by kernels that are chosen, compiled once and launched.
 
     conv2d --+-- gradients, torch.compile --> torch.ops.confpred.conv2d ---------> forward
              |                                    .conv2d_input_grad ------------> input_grad
@@ -39,12 +39,11 @@ def conv2d(
     """``activation(torch.nn.functional.conv2d(x, weight, bias, ...) + residual)``, by the fastest
     kernel.
 
-    Our kernels serve channels-last CUDA tensors of grouped and depthwise layers, in the forward
-    and in the backward pass; everything else, and every layer where PyTorch's operator (measured
-    with cuDNN's benchmark mode on) is predicted to be faster, goes to PyTorch, in the mode that the
-    caller has set (logged at level debug). Works under ``torch.compile`` and
-    autocast. The filter's gradient is repeatable to the bit where PyTorch is asked for
-    deterministic algorithms.
+    Our kernels serve channels-last CUDA tensors of grouped and depthwise layers, in the forward and
+    in the backward pass. Everything else goes to PyTorch, in the mode that the caller has set
+    (logged at level debug); so does every layer where PyTorch's operator (measured with cuDNN's
+    benchmark mode on) is predicted to be faster. Works under ``torch.compile`` and autocast. The
+    filter's gradient is repeatable to the bit where PyTorch is asked for deterministic algorithms.
 
     Args:
         x: input, shape (N, C, H, W), ``memory_format=torch.channels_last``.
@@ -82,7 +81,8 @@ def conv2d(
         bias = None if bias is None else bias.to(dtype)
         residual = None if residual is None else residual.to(dtype)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for _, t, _ in tensors):
-        # The activation's gradient needs its input, so neither it nor what precedes it is fused.
+        # The activation's gradient needs its input, so neither the activation nor the residual is
+        # fused.
         out: Tensor = conv2d_op(x, weight, bias, None, *geometry, "none")
         return activate(name, out if residual is None else out + residual)
     if torch.compiler.is_compiling() or type(x) is not Tensor:

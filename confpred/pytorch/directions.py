@@ -40,7 +40,7 @@ def forward(
 
 
 def input_grad(out_grad: Tensor, x: Tensor, weight: Tensor, geometry: Geometry) -> Tensor:
-    """Gradient of `x`, of which only shape and layout count."""
+    """Gradient of `x`; of `x` itself, only the shape and the layout are used."""
     if _ours(x, weight, out_grad):
         epilogue = (False, "none", False, False)
         ready = ready_launch(
@@ -55,7 +55,7 @@ def input_grad(out_grad: Tensor, x: Tensor, weight: Tensor, geometry: Geometry) 
 def filter_grad(
     out_grad: Tensor, x: Tensor, weight: Tensor, with_bias: bool, geometry: Geometry
 ) -> tuple[Tensor, Tensor | None]:
-    """Gradients of `weight`, of which only the shape counts, and of the bias."""
+    """Gradients of `weight`, of which only the shape is used, and of the bias."""
     if _ours(x, weight, out_grad):
         deterministic = (
             torch.are_deterministic_algorithms_enabled() or torch.backends.cudnn.deterministic
@@ -91,7 +91,7 @@ def _pytorch_backward(
 
 
 def _ours(x: Tensor, *others: Tensor | None) -> bool:
-    """Whether kernels of ours can take these tensors, as far as it depends on them alone."""
+    """Whether kernels of ours can take these tensors, as far as the tensors alone decide it."""
     return (
         x.is_cuda
         and x.dtype in DTYPES

@@ -1,4 +1,4 @@
-"""Launches with nothing left to decide: chosen, compiled and loaded once a shape."""
+"""Launches that are ready to run: chosen, compiled and loaded once for each shape."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class ReadyLaunch:
     """A launch for one shape.
 
     Attributes:
-        bound: of which only the operands' addresses are missing.
+        bound: the launch, which lacks only the addresses of its operands.
         outputs: shape and strides of each output; None for one that was not asked for.
         zeroed_bytes, scratch_bytes: see `confpred.problem.operation.Launch`.
     """
@@ -74,7 +74,8 @@ def _current_predictor() -> Predictor:
 
 
 def ready_launch(*key: Any) -> ReadyLaunch | None:
-    """That of a shape, by the arguments of `_make_ready`; None for PyTorch's own operator."""
+    """The launch for a shape, by the arguments of `_make_ready`; None for PyTorch's own
+    operator."""
     try:
         return _ready[key]
     except KeyError:
@@ -98,7 +99,7 @@ def launch(ready: ReadyLaunch, like: Tensor, inputs: Sequence[Tensor | None]) ->
     ]
     dense = [None if t is None else _dense(t) for t in inputs]
     addresses = [0 if t is None else t.data_ptr() for t in (*outputs, *dense)]
-    # What Triton calls too: no stream object is made.
+    # Triton calls this function too; it makes no stream object.
     stream = torch._C._cuda_getCurrentRawStream(device)
     if not ready.zeroed_bytes and not ready.scratch_bytes:
         ready.bound.enqueue(stream, addresses)
@@ -126,7 +127,8 @@ def _make_ready(
     geometry: Geometry,
     epilogue: tuple[bool, str, bool, bool],
 ) -> ReadyLaunch | None:
-    """Choose, compile and load for a shape that is new to this process; None for PyTorch's own."""
+    """Choose, compile and load for a shape that is new to this process; None for PyTorch's own
+    operator."""
     n, c, h, w = x_shape
     k, width, r, s = weight_shape
     stride, padding, dilation, groups = geometry
@@ -163,7 +165,7 @@ def _make_ready(
         return _load(problem, family, candidate.config_id, ordinal)
     except (InvalidProblem, UnknownDevice) as error:
         log.debug("PyTorch's own operator: %s", error)
-    except ConfpredError as error:  # a damaged model, a driver that refuses: worth a look
+    except ConfpredError as error:  # such as a damaged model: worth a look
         log.warning("PyTorch's own operator: %s", error)
     return None
 

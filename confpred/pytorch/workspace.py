@@ -24,9 +24,9 @@ _workspaces: dict[tuple[int, int], Workspace] = {}  # by device and stream
 def workspace(
     zeroed_bytes: int, scratch_bytes: int, device: torch.device, stream: int
 ) -> Workspace:
-    """At least so many bytes of either kind (`confpred.problem.operation.Launch`). Launches on a
-    stream follow one another and share one; a CUDA graph, which may be replayed on any stream,
-    gets its own."""
+    """A workspace of at least so many bytes of either kind (`confpred.problem.operation.Launch`).
+    Launches on a stream follow one another and share one; a CUDA graph, which may be replayed on
+    any stream, gets its own."""
 
     def make(zeroed: int, scratch: int) -> Workspace:
         return Workspace(

@@ -83,7 +83,7 @@ class Compilers:
             worker.stop(kill=True)
 
     def _retry_or_refuse(self, kernel: KernelSpec, failed: Failed) -> None:
-        if failed.how == "error":  # not the kernel's fault: no compiler, a disk that is full
+        if failed.how == "error":  # not the kernel's fault: no compiler, or a full disk
             raise ConfpredError(f"kernels cannot be compiled: {failed.message}")
         self._attempts[kernel] += 1
         if self._attempts[kernel] < _ATTEMPTS:

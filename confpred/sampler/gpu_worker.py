@@ -47,7 +47,8 @@ class GpuWorker:
         run: what the rows measured here share.
         ordinal: CUDA device.
         function: import path of the job function for `MeasureJob`s.
-        silence_s: a config that takes longer to check, or a task to time, is taken to hang.
+        silence_s: a config that takes longer than this to check, or a task to time, is taken to
+            hang.
         seed: of the order of timed rounds.
     """
 
@@ -73,7 +74,7 @@ class GpuWorker:
         return [connection] if self._worker.job is not None and connection is not None else []
 
     def start(self, task: Task, known: Sequence[Outcome]) -> None:
-        """Measure `task` on this free GPU, save the configs whose outcome is `known` already."""
+        """Measure `task` on this free GPU, except the configs whose outcome is `known` already."""
         self._task = task
         self._outcomes, self._failures = list(known), []
         done = {outcome.config_id for outcome in known}
@@ -101,7 +102,7 @@ class GpuWorker:
         return self._finish(task, ended.seconds)
 
     def stop(self, *, kill: bool) -> None:
-        """End the process; with `kill`, whatever it does."""
+        """End the process; with `kill`, even while it is busy."""
         self._worker.stop(kill=kill)
 
     def _launch(self, task: Task) -> None:

@@ -11,7 +11,7 @@ from types import FrameType
 
 @dataclass(slots=True)
 class Interrupts:
-    """How often the user asked to stop, and by which signal at last."""
+    """How often the user asked to stop, and by which signal the last time."""
 
     count: int = 0
     signal: int = 0

@@ -19,7 +19,7 @@ _LINE_SECONDS = 10.0
 
 @contextlib.contextmanager
 def show_progress(console: Console, budget_s: float | None) -> Iterator[Callable[[Tally], None]]:
-    """What to call with a run's tally, as often as one likes."""
+    """Yield a function that shows a run's tally; it may be called as often as one likes."""
     if not console.is_terminal:
         yield _log_lines(console, budget_s)
         return
@@ -54,7 +54,7 @@ def state(tally: Tally, budget_s: float | None) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Such as ``1h02m03s`` or ``40s``."""
+    """`seconds` as a text such as ``1h02m03s`` or ``40s``."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     if hours:
@@ -81,7 +81,7 @@ def _log_lines(console: Console, budget_s: float | None) -> Callable[[Tally], No
 
 
 def summary(tally: Tally, folder: Path, gpus: int) -> str:
-    """What a run did, for its end."""
+    """What a run did, to be printed at its end."""
     done = f"{tally.rows} of {tally.total_rows} rows, {tally.tasks} of {tally.total_tasks} problems"
     lines = [f"{done} in {duration(tally.elapsed_s)}, {tally.kernels} kernels compiled"]
     if tally.measuring_s:

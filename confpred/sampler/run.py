@@ -61,14 +61,14 @@ class Tally:
     """How far a run is; it is updated while the run goes on.
 
     Attributes:
-        rows, total_rows: rows got, and planned to be got, in this run.
+        rows, total_rows: rows that this run has so far, and rows that it is planned to have.
         tasks, total_tasks: the same for pairs of a problem and a family.
         kernels, total_kernels: distinct kernels, compiled or refused.
         statuses: rows by status.
         given_up: tasks that too many processes died of, with the last failure.
         current: the problem begun last.
         measured_rows, measuring_s: rows of the tasks that went well, and the seconds that all GPUs
-            together spent on them: no waiting for the compiler, but the loading of CUDA.
+            together spent on them; loading CUDA counts, waiting for the compiler does not.
         elapsed_s: seconds since the start.
     """
 
@@ -116,8 +116,8 @@ def sample(
     Args:
         suite: the problems.
         folder: of Parquet shards; made if missing. What it holds is not measured again.
-        runs: CUDA device -> what its rows share. All of them GPUs of one kind.
-        settings: see there.
+        runs: CUDA device -> what its rows share. All of them are GPUs of one kind.
+        settings: see `Settings`.
         interrupts: how often the user has asked to stop: once ends the run after the problems in
             flight, twice at once.
         show: called about ten times a second.

@@ -46,7 +46,7 @@ def open_store(folder: Path, run_id: str, operation: Operation) -> Iterator[Stor
     except OSError as error:
         raise StorageError(f"cannot use {folder}: {error.strerror or error}") from error
     try:
-        for stale in folder.glob(".rows-*.tmp"):  # of a sampler that was killed while writing
+        for stale in folder.glob(".rows-*.tmp"):  # left by a sampler that was killed while writing
             stale.unlink(missing_ok=True)
         yield Store(folder, run_id, operation)
     finally:
@@ -128,7 +128,7 @@ def merge(folders: Sequence[Path], file: Path) -> int:
 
 
 def _operation_of(folders: Sequence[Path]) -> Operation:
-    """The operation of the first shard; `read` refuses those of another."""
+    """The operation of the first shard; `read` refuses shards of another operation."""
     for shard in (shard for folder in folders for shard in sorted(folder.glob(_SHARDS))):
         name = operation_in(shard)
         if name not in all_operations():

@@ -1,4 +1,4 @@
-"""What is left to measure: a suite's problems, their candidates, less what is in the folder."""
+"""What is left to measure: the candidates of a suite's problems, less those in the folder."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Task:
         problem: the layer.
         networks: the networks that it comes from.
         provider: of the candidates (`confpred.families.candidate.Candidate`).
-        source_digest: of a family's kernel as it is today; empty for another provider.
+        source_digest: digest of a family's kernel as it is today; empty for another provider.
         config_ids: the provider's numbers of the configs.
     """
 

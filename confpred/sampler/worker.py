@@ -20,8 +20,9 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any, Literal
 
-#: What a worker runs: a job, and the function to call with each sign of life. It names a
-#: module-level function as ``"package.module:function"``, so that a spawned process can find it.
+#: What a worker runs: a function of a job and of a function to call with each sign of life. A
+#: worker is given its import path, ``"package.module:function"``, so that a spawned process can
+#: find it.
 JobFunction = Callable[[Any, Callable[[int], None]], Any]
 
 _STOP_SECONDS = 5.0
@@ -105,7 +106,7 @@ class Worker:
         return None
 
     def stop(self, *, kill: bool = False) -> None:
-        """End the process: when idle by asking it, else, or if `kill`, at once."""
+        """End the process: an idle one by asking it; a busy one, or any one if `kill`, at once."""
         process, connection = self._process, self.connection
         self._process = self.connection = None
         if process is None or connection is None:
@@ -153,13 +154,13 @@ def _serve(connection: Connection, function: str) -> None:
         try:
             run: JobFunction = getattr(import_module(module), name)
             message = ("done", run(job, lambda value: connection.send(("report", value))))
-        except Exception as error:  # whatever a job raises is how it ends
+        except Exception as error:  # whatever a job raises is its result
             message = ("error", f"{type(error).__name__}: {error}")
         connection.send(message)
 
 
 def _end_with_parent() -> None:
-    """No worker outlives a supervisor that was killed, not even one that hangs in the driver."""
+    """Make this process end with a supervisor that was killed, even if it hangs in the driver."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()

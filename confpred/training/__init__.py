@@ -10,10 +10,10 @@ _PACKAGES = ("pandas", "pyarrow", "joblib", "rich", "matplotlib")
 
 
 def require_packages() -> None:
-    """See that what training needs is installed, before its modules are imported.
+    """Check that what training needs is installed, before its modules are imported.
 
     Raises:
-        MissingExtra: something is not.
+        MissingExtra: a package is not installed.
     """
     missing = [name for name in _PACKAGES if find_spec(name) is None]
     if missing:

@@ -35,7 +35,7 @@ class Timings:
         problem: what was computed.
         networks: the networks that have it, sorted; empty for a coverage problem.
         family: name of the kernel family.
-        rows: of its config table, ascending; never empty.
+        rows: rows of its config table, ascending; never empty.
         time_ms: median time of each row, milliseconds.
         spread_ms: interquartile range of that time, milliseconds.
     """
@@ -53,8 +53,8 @@ class Dataset:
     """All that was measured on one device.
 
     Attributes:
-        device: where.
-        operation: of what.
+        device: the device that was measured.
+        operation: the operation that was measured.
         timings: one a problem and family, in a fixed order.
         pytorch_ms: median time of PyTorch's own operator, milliseconds, where it was measured.
         statuses: rows read, by status; only the ``ok`` ones are in `timings`.

@@ -131,7 +131,8 @@ class Whole:
     those of cuDNN's benchmark mode (`confpred.measure.pytorch`).
 
     Attributes:
-        regret: against the best of all their measured times; also of always choosing one side.
+        regret: regret against the best of all measured times: of the choice, and of always choosing
+            one side.
         speed, worst_speed: PyTorch's time over that of the choice: geometric mean, and least.
         slower: problems on which the choice is slower than PyTorch's by more than ``SLOWER``.
         pytorch: problems left to PyTorch's operator.

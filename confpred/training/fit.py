@@ -17,14 +17,15 @@ from confpred.problem.device import Device
 from confpred.training.dataset import Timings
 from confpred.training.portfolio import choose_portfolio
 
-#: That a tree can have, however few rows there are: from 471 rows of layer norm (`examples/`) it
-#: learned choices of regret 2.18 with leaves of 200 rows, of 1.07 with a twentieth of the rows.
+#: How many leaves a tree can have at least, however few rows there are: from 471 rows of layer norm
+#: (`examples/`), choices had a regret of 2.18 with leaves of 200 rows, and of 1.07 with leaves of a
+#: twentieth of the rows.
 MIN_LEAVES = 20
 #: LightGBM's threads wait for one another by spinning, thousands of times a tree: with as many as
 #: there are cores, anything else on the machine makes a fit of 2 s take minutes.
 _THREADS = 1
-#: What LightGBM writes of a tree for continued training and for explanations; with shorter trees,
-#: the lengths that it writes of them are wrong.
+#: What LightGBM writes of a tree only for continued training and explanations. Without it trees are
+#: shorter, so the lengths of trees that LightGBM writes would be wrong, and are left out too.
 _UNUSED = re.compile(
     r"^(?:split_gain|(?:leaf|internal)_(?:weight|count)|internal_value|tree_sizes)=.*\n",
     re.MULTILINE,
@@ -38,7 +39,7 @@ class Hyperparameters:
     Attributes:
         trees, num_leaves, learning_rate, min_data_in_leaf, feature_fraction: of the regressor that
             orders configs. A leaf needs no more than one in ``MIN_LEAVES`` of the rows.
-        time_trees, time_leaves: of the one of their times; the rest as above.
+        time_trees, time_leaves: the same for the regressor of their times, which shares the others.
         focus: a config weighs (best time of its problem / its time) to this power, because it is
             the order among the good configs that decides.
         pytorch_trees, pytorch_leaves: of the regressor of PyTorch's own operator
@@ -59,7 +60,7 @@ class Hyperparameters:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fitted:
-    """What makes the `confpred.model.ranking.FamilyModel` of each of a pool's families.
+    """What was fitted for a pool: it makes the `FamilyModel` of each of the pool's families.
 
     Attributes:
         pool: the families.

@@ -18,7 +18,7 @@ from confpred.training.dataset import Timings
 
 TOLERANCE = 1.01  # a config this close to a problem's best is as good as the best
 ENOUGH = 100  # candidates of a problem; as one serves others too, the mean ends near 300
-_UNSERVED = 2.0  # what a problem counts for while the portfolio has none of its measured configs
+_UNSERVED = 2.0  # regret that a problem counts with while none of its configs is chosen
 
 
 def choose_portfolio(

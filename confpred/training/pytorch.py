@@ -21,11 +21,12 @@ MIN_PROBLEMS = 30  # fewer say nothing about where PyTorch's own operator wins
 #: Logarithms of ratios end here, at 2.7 times as fast or slow: which is the faster is the question,
 #: and it is not answered better by learning that cuDNN now and then takes 30 times as long.
 CAP = 1.0
-#: Where the prediction says no more than a factor of 1.6, the faster one is in doubt, and there the
-#: share of layers on which ours may be preferred although it is the slower one.
+#: Where the logarithm of the predicted ratio is within DOUBT (a factor of 1.6), it is in doubt
+#: which one is faster. RISK is the share of these layers on which ours may be preferred although it
+#: is slower.
 DOUBT, RISK = 0.5, 0.08
 _PARTS = 5  # of the cross-validation that calibrates
-#: One row a problem is little: each tree sees another half of them.
+#: One row a problem is little data, so each tree sees another half of the rows.
 _GROW = {
     "learning_rate": 0.05,
     "min_data_in_leaf": 3,
@@ -92,8 +93,8 @@ def fit_pytorch(
 
 
 def _upper_quantile(errors: NDArray[np.float64], risk: float) -> float:
-    """What one more error exceeds with a chance of at most `risk`, if it is like `errors`; at least
-    0, and ``CAP`` where they are too few to tell."""
+    """The bound that one more error like `errors` exceeds with a chance of at most `risk`; at least
+    0, and ``CAP`` where there are too few errors to tell."""
     level = (1 - risk) * (1 + 1 / max(len(errors), 1))
     if level > 1 or not len(errors):
         return CAP

@@ -1,9 +1,8 @@
 """Splitting measurements by network, so that a model is judged on networks it has never seen.
 
-Networks share layers, and a suite has a layer at several batch sizes, dtypes and epilogues,
-and in several directions. So what
-is held out of training is every problem that has the same *layer* as a problem of a held-out
-network, wherever else that layer occurs.
+Networks share layers, and a suite has a layer at several batch sizes, dtypes and epilogues, and in
+several directions. So every problem that has the same *layer* as a problem of a held-out network is
+held out of training, wherever else that layer occurs.
 """
 
 from __future__ import annotations

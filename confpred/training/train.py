@@ -28,7 +28,7 @@ from confpred.training.pytorch import fit_pytorch
 from confpred.training.split import without_networks
 
 FOLDS = 5
-_MIN_MEASURED = 32  # configs of a problem that make its best one worth keeping, or all legal ones
+_MIN_MEASURED = 32  # measured configs, or all legal ones, that make a best one worth keeping
 
 
 def train(

@@ -43,7 +43,7 @@ def test_random_configs_of_a_random_problem_are_correct(
 
 @every_family
 def test_the_checks_can_fail(family: Family, device: Device) -> None:
-    """Any other input, and a single changed element, is seen."""
+    """Any other input, and a single changed element, are noticed."""
     rng = random.Random(1)
     problem = random_legal_layer(rng, family, device)
     (row, *_) = some_rows(family, problem, device, rng, 1, 1)

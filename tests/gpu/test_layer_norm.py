@@ -15,7 +15,7 @@ from layer_norm import FAMILY, LayerNormProblem
 from confpred.measure.kernels import check
 from confpred.problem.device import Device
 
-#: Of the relative difference to PyTorch's result, in the 2-norm: a few roundings to the dtype.
+#: Largest relative difference to PyTorch's result, in the 2-norm: a few roundings to the dtype.
 _LARGEST = {"float16": 1e-3, "bfloat16": 1e-2, "float32": 1e-5}
 
 

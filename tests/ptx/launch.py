@@ -19,7 +19,7 @@ from ptx.memory import DeviceMemory, Operand
 from ptx.opcodes import decode
 from ptx.text import Kernel, PtxError, parse
 
-#: Side by side: more threads make each instruction's overhead smaller, and its arrays larger.
+#: Threads that run side by side: with more, each instruction has less overhead but larger arrays.
 THREADS = 8192
 
 Bytes = NDArray[np.uint8]
@@ -88,7 +88,7 @@ def run(
 
 
 def run_step(step: Step, memory: DeviceMemory, arch: str) -> None:
-    """One kernel launch, some blocks at a time, in their order."""
+    """Run one kernel launch, some blocks at a time, in their order."""
     kernel = _kernel(step.kernel, arch)
     arguments = [*map(memory.address, step.operands), *step.scalars.values()]
     blocks = step.grid[0] * step.grid[1] * step.grid[2]

@@ -103,7 +103,7 @@ class Machine:
         self._next = 0
 
     def run(self) -> None:
-        """All threads to their ends.
+        """Run all threads to their ends.
 
         Raises:
             PtxError: see the package.
@@ -115,7 +115,7 @@ class Machine:
             self._go_on(position, lanes)
 
     def _go_on(self, position: int, lanes: Lanes) -> None:
-        """From `position`, until the group meets others, parts or ends."""
+        """Run `lanes` from `position`, until the group meets others, parts or ends."""
         stop = min(self._waiting, default=len(self._steps))
         while position < stop:
             self._next = position + 1
@@ -164,7 +164,7 @@ class Machine:
         self._release_barriers()
 
     def _release_barriers(self) -> None:
-        """The blocks all of whose threads are at a barrier, or have ended, go on."""
+        """Let those blocks go on whose threads are all at a barrier or have ended."""
         if not self._at_barrier.any():
             return
         there = (self._at_barrier | ~self._alive).reshape(-1, self._threads).all(axis=1)
@@ -222,7 +222,7 @@ class Machine:
         self._register(register)[lanes] = value.view(stored)
 
     def _register(self, name: str) -> NDArray[Any]:
-        """Its bits in all threads: NaN where it was not set yet."""
+        """The bits of a register in all threads: NaN where it was not set yet."""
         if name not in self._registers:
             kind = self.kernel.registers[name]
             size = SIZES[kind]
@@ -231,7 +231,7 @@ class Machine:
         return self._registers[name]
 
     def address(self, operand: str, kind: str, lanes: Lanes) -> NDArray[Any]:
-        """What is in the brackets of an address, of `lanes`."""
+        """The value of an address in brackets, for each of `lanes`."""
         base, _, offset = operand[1:-1].replace(" ", "").partition("+")
         value = self.read(base, kind, lanes)
         shift = int(offset or "0", 0)

@@ -55,14 +55,14 @@ class DeviceMemory:
         self._operands = operands
 
     def address(self, name: str) -> int:
-        """Of an operand; 0 where there is none of that name."""
+        """The address of an operand; 0 where there is none of that name."""
         for number, operand in enumerate(self._operands, 1):
             if operand.name == name:
                 return number << _SHIFT
         return 0
 
     def forget_writers(self) -> None:
-        """Between two launches, which are ordered."""
+        """Forget who wrote what; for between two launches, which are ordered."""
         for operand in self._operands:
             if operand.writer is not None:
                 operand.writer.fill(-1)
@@ -144,7 +144,7 @@ def _units(offset: NDArray[np.int64], size: int) -> NDArray[np.int64]:
 
 
 class SharedMemory:
-    """That of some blocks at once, each of `size` bytes.
+    """The shared memory of some blocks at once, each of `size` bytes.
 
     For each unit, the last thread that wrote and the last warp that read, with the count of
     barriers (of the block, and of the warp) at that time: two threads that touch a unit, one of
@@ -180,7 +180,7 @@ class SharedMemory:
         self._bytes.view(unsigned(size))[offset[:, None] // size + np.arange(count)] = words
 
     def begin_copy(self, address: NDArray[np.integer], size: int, lane: Lanes) -> Lanes:
-        """An asynchronous copy of `size` bytes sets out; where to."""
+        """Begin an asynchronous copy of `size` bytes; returns where it goes to."""
         offset = self._offset(address, size, lane)
         units = _units(offset, size)
         self._mark(units, lane)

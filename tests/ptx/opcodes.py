@@ -406,7 +406,7 @@ def _load(modifiers: list[str], operands: list[str]) -> Step:
 
 
 def _shared_address(machine: Machine, operand: str, lanes: Lanes) -> Any:
-    """Of shared memory, which is addressed by registers of either width."""
+    """An address in shared memory, which registers of either width can hold."""
     base = operand[1:-1].partition("+")[0].strip()
     wide = machine.kernel.registers.get(base) in ("b64", "u64", "s64")
     return machine.address(operand, "u64" if wide else "u32", lanes)

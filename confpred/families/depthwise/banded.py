@@ -2,16 +2,17 @@
 launches of ``depthwise_banded.cu``, for the forward direction and for the gradient of the input.
 What ``banded_wgrad.py`` shares with them is here too.
 
-Layers of group width 1, unit stride and dilation, as many filters as channels, windows up to
-11x11, any padding, float16 and bfloat16, channels in eights; the ordinary depthwise families serve
-the others.
+They serve layers of group width 1, unit stride and dilation, as many filters as channels, windows
+up to 11x11, any padding, float16 and bfloat16, and a multiple of 8 channels; the ordinary depthwise
+families serve the others.
 
-An output of an R x S window takes 16 R multiply-adds of the tensor cores (24 R from S = 10 on, as
-zeros of the band are multiplied too) where ordinary arithmetic takes R S: 7x7 is 112 of at least
-1,024 a clock and multiprocessor against 49 of 128, so 0.11 clocks against 0.38, and the memory of
-an H100 needs 0.3 for the output's 4 bytes. What then bounds them are instructions, most of them for
-the way of pixels into planes and out of them, and requests to L2: runs of 16 channels make them of
-32 bytes, half of what a slice could answer, so that wider blocks win where registers allow them.
+An output of an R x S window takes 16 R multiply-adds of the tensor cores (24 R from S = 10 on), as
+the zeros of the band are multiplied too; ordinary arithmetic takes R S. For a 7x7 window, that is
+112 of the at least 1,024 that a multiprocessor does in a clock, against 49 of 128: 0.11 clocks
+against 0.38. The memory of an H100 needs 0.3 clocks for the output's 4 bytes. The kernels are then
+bound by instructions, most of which move pixels into planes and out of them, and by requests to L2:
+with runs of 16 channels the requests are of 32 bytes, half of what a slice could answer, so wider
+blocks win where registers allow them.
 """
 
 from __future__ import annotations
@@ -43,15 +44,16 @@ _OPERANDS = {
     "dgrad": ("in_grad", "out_grad", "filter", "bias", "residual"),
 }
 
-#: What blocks compute: (channels of a block, of a warp, strips of a block, of a warp). Others that
-#: fit, such as those of more strips, were hardly ever among the fastest of 25 layers (130 random
-#: configs each, H200).
+#: The shapes of blocks: (channels of a block, channels of a warp, strips of a block, strips of a
+#: warp). Other shapes that fit, such as those of more strips, were hardly ever among the fastest of
+#: 25 layers (130 random configs each, H200).
 BLOCKS = (
     (16, 1, 16, 16), (16, 1, 32, 32), (16, 2, 16, 16), (16, 2, 32, 32),
     (16, 4, 16, 16), (16, 4, 32, 16), (32, 2, 16, 16), (32, 2, 32, 32),
     (32, 4, 16, 16), (32, 4, 32, 16), (64, 4, 16, 16),
 )  # fmt: skip
-#: The same, each with the strips of a run that leave at most an eighth of a block's strips idle.
+#: The same shapes, each with the strips of a run that leave at most an eighth of a block's strips
+#: idle.
 TILES = tuple(
     (*block, run)
     for block in BLOCKS
@@ -71,7 +73,7 @@ def _config_table() -> NDArray[np.void]:
 
 _CONFIGS = _config_table()
 _COLUMNS = common.config_columns(_CONFIGS)
-#: A config of each kernel: the bands, which the launch alone decides, vary fastest from config to
+#: One config of each kernel: the bands, which only the launch decides, vary fastest from config to
 #: config.
 _KERNELS = np.arange(0, len(_CONFIGS), len(_BANDS))
 _KERNEL_COLUMNS = common.columns_at(_COLUMNS, _KERNELS)
@@ -85,12 +87,13 @@ def handles(problem: Problem) -> bool:
         and problem.stride == (1, 1)
         and depthwise.dilation(problem) == (1, 1)
         and problem.k == problem.c
-        and problem.c % 8 == 0  # copies of 16 bytes
+        and problem.c % 8 == 0  # copies are of 16 bytes
     )
 
 
-# What ``depthwise_banded.cuh`` makes of its macros too; `t` has the columns of some configs. The
-# kernels assert that the threads, the runs and the shared memory of a block are those found here.
+# ``depthwise_banded.cuh`` works all of this out from its macros too, and the kernels assert that
+# the threads, the runs and the shared memory of a block are the same. `t` has the columns of some
+# configs.
 
 
 def threads_of(t: Mapping[str, Array]) -> Array:
@@ -106,15 +109,16 @@ def runs(t: Mapping[str, Array]) -> Array:
 
 
 def items(t: Mapping[str, Array], columns: Array) -> Array:
-    """Pairs of pixels of 8 channels that a thread copies in a step, for `columns` of a run."""
+    """Items that a thread copies in a step, for `columns` of a run; an item is two pixels of 8
+    channels."""
     pairs = t["rows"] * runs(t) * (t["block_c"] // 8) * -(-columns // 2)
     found: Array = -(-pairs // threads_of(t))
     return found
 
 
 def buffer_bytes(t: Mapping[str, Array], units: Array, spare: int) -> Array:
-    """Shared memory of a step's rows, of `units` eights of columns a run and, for each idle strip
-    and `spare` times more, one behind them."""
+    """Bytes of shared memory for the rows of a step: `units` eights of columns for each run and, if
+    strips are idle, one eight more for each of them and `spare` others."""
     pitch = np.where(t["run"] == 1, units | 1, units)
     idle = t["strips"] % t["run"]
     eights = runs(t) * pitch + np.where(idle > 0, idle + spare, 0)
@@ -123,13 +127,13 @@ def buffer_bytes(t: Mapping[str, Array], units: Array, spare: int) -> Array:
 
 
 def stage_bytes(t: Mapping[str, Array], copied: Array) -> Array:
-    """Shared memory of what is copied ahead, `copied` items a thread and step."""
+    """Bytes of shared memory for what is copied ahead: `copied` items of each thread and step."""
     found: Array = t["stages"] * copied * threads_of(t) * 32
     return found
 
 
 def most_registers(t: Mapping[str, Array]) -> Array:
-    """Registers that the blocks of a multiprocessor leave a thread."""
+    """Registers that a thread can have if a multiprocessor is to hold ``min_blocks`` blocks."""
     share = Device.regs_per_sm // (threads_of(t) * t["min_blocks"]) // 8 * 8
     found: Array = np.minimum(share, common.MAX_REGISTERS)
     return found
@@ -138,10 +142,10 @@ def most_registers(t: Mapping[str, Array]) -> Array:
 def fits(
     t: Mapping[str, Array], registers: Array, smem_bytes: Array, device: Device
 ) -> NDArray[np.bool_]:
-    """Which configs a multiprocessor has room for, as many blocks as they ask for.
+    """Which configs a multiprocessor has room for, with as many blocks as each of them asks for.
 
-    The compiler makes do with an eighth fewer registers than it would take and spills few or none;
-    where it would take fewer anyhow, a bound changes nothing.
+    With a bound on registers an eighth below what it would take, the compiler spills few or none;
+    where it would take fewer anyway, the bound changes nothing.
     """
     most, blocks = most_registers(t), t["min_blocks"]
     found: NDArray[np.bool_] = (
@@ -177,16 +181,17 @@ def kernels_for(
     width: int,
     device: Device,
 ) -> NDArray[np.bool_]:
-    """Which kernels a multiprocessor has room for, and are not made for a larger layer: less than
-    twice as many channels, or the fewest that there are, and at most a quarter more columns
-    computed than there must be. Others do the work of something smaller, slower.
+    """Which kernels fit on a multiprocessor and are not meant for a larger layer: a block has less
+    than twice the layer's channels, or the fewest that there are, and at most a quarter more
+    columns are computed than necessary. Larger blocks do the work of smaller ones, only more
+    slowly.
 
     Args:
-        t: configs, one a kernel.
-        registers, smem_bytes: that they take of it.
-        channels: of the layer.
-        width: columns that runs are cut of.
-        device: the layer is computed on.
+        t: configs, one for each kernel.
+        registers, smem_bytes: registers of a thread and shared memory of a block.
+        channels: the layer's channels.
+        width: the columns that are cut into runs.
+        device: the device that the layer is computed on.
     """
     columns = -(-width // (8 * t["run"])) * t["run"]
     found: NDArray[np.bool_] = (
@@ -202,7 +207,7 @@ def not_oversized(t: Mapping[str, Array], all_runs: Array, band_rows: Array) -> 
 
     Args:
         t: the configs.
-        all_runs: of all images.
+        all_runs: runs of all images together.
         band_rows: rows of a band.
     """
     found: NDArray[np.bool_] = ((runs(t) < 2 * all_runs) | (t["strips"] == 16)) & (
@@ -246,14 +251,14 @@ def _image(problem: Problem) -> _Image:
 
 @dataclass(frozen=True, slots=True)
 class _Tiling:
-    """What a problem makes of some configs; arrays over them."""
+    """Tiles, resources and work of some configs on one problem; arrays over these configs."""
 
     threads: Array
     runs: Array  # of a block
     registers: Array  # an estimate of what the compiler would take
     smem_bytes: Array
-    in_items: Array  # pairs of pixels of 8 channels, that a thread loads a step
-    out_items: Array  # ... and stores
+    in_items: Array  # items (pairs of pixels of 8 channels) that a thread loads in a step
+    out_items: Array  # items that it stores in a step
     products: Array  # tensor-core instructions of a warp and step
     work: Array  # instructions that a warp issues in a step
     in_x: Array  # input columns of a run
@@ -284,7 +289,7 @@ class DepthwiseBanded:
         if problem.direction != self._direction or not handles(problem):
             return legal
         height, width = _image(problem).size_out
-        # Kernels come first: of those that do not fit, no row needs a tiling.
+        # Kernels are checked first: the rows of those that do not fit need no tiling.
         tiling = self._tiling(problem, _KERNELS)
         fit = kernels_for(
             _KERNEL_COLUMNS, tiling.registers, tiling.smem_bytes, problem.c, width, device
@@ -349,8 +354,8 @@ class DepthwiseBanded:
         return Launch((step,))
 
     def _tiling(self, problem: Problem, rows: Rows) -> _Tiling:
-        """How `problem` is cut into blocks, and what a block takes and does. What of it the kernel
-        works out from its macros too, it asserts (see `launch`)."""
+        """How `problem` is cut into blocks, and what a block takes and does. The kernel works some
+        of this out from its macros too, and asserts that both agree (see `launch`)."""
         t = common.columns_at(_COLUMNS, rows)
         r, s, run = problem.r, problem.s, t["run"]
         height, width = _image(problem).size_out
@@ -394,9 +399,9 @@ class DepthwiseBanded:
     ) -> dict[str, NDArray[np.float64]]:
         """How each config would run `problem`: the derived features, and the estimated seconds.
 
-        The estimate is the largest of three times, plus a latency for each wave and step: that of
-        device memory, whose rate what is in flight may bound, and those of the multiprocessor with
-        the most blocks: of its tensor cores, and of its instructions.
+        The estimate is the largest of three times, plus a latency for each wave and step: the time
+        of device memory, whose rate is bounded where too little is in flight, and the times of the
+        tensor cores and of the instructions of the multiprocessor with the most blocks.
         """
         t = common.columns_at(_COLUMNS, rows)
         tiling = self._tiling(problem, rows)
@@ -406,8 +411,8 @@ class DepthwiseBanded:
         occupancy = Occupancy.of(
             device, tiling.blocks, tiling.threads, registers, tiling.smem_bytes
         )
-        # With one band, rows of padding are left out, above the image altogether, below it but for
-        # what finishes the rows above.
+        # With one band, rows of padding above the image are left out; those below it only finish
+        # the rows above them.
         whole, above = tiling.bands == 1, min(max(image.padding[0], 0), problem.r - 1)
         walked = tiling.band_rows + problem.r - 1 - whole * above
         steps = -(-walked // t["rows"])
@@ -441,7 +446,7 @@ class DepthwiseBanded:
             "strip_waste": tiling.tiles * t["strips"] / (all_runs * t["run"]),
             "band_rows": tiling.band_rows,
             "bands_cut": tiling.bands,
-            # What is left for the last band, as a part of a whole one.
+            # The rows that are left for the last band, as a fraction of a whole band.
             "row_tail": (height - (tiling.bands - 1) * tiling.band_rows) / tiling.band_rows,
             "halo_rows": walked / tiling.band_rows,
             "halo_columns": tiling.in_x / (8 * t["run"]),

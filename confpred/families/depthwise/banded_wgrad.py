@@ -1,9 +1,9 @@
 """Depthwise convolution on tensor cores, gradient of the filter and of the bias: configs, legality,
 features and launches of ``depthwise_banded_wgrad.cu``.
 
-Layers as in ``banded.py``, with windows up to 9 wide. An output pixel takes 16 R
-multiply-adds of the tensor cores, as it does forward; a channel of a warp has 4 R accumulators in
-registers, and 2 R fragments of the gradient for each 16 strips.
+The layers are those of ``banded.py`` with windows up to 9 wide. An output pixel takes 16 R
+multiply-adds of the tensor cores, as in the forward direction; a channel of a warp has 4 R
+accumulators in registers, and 2 R fragments of the gradient for each 16 strips.
 """
 
 from __future__ import annotations
@@ -52,20 +52,20 @@ def _config_table() -> NDArray[np.void]:
 _CONFIGS = _config_table()
 _COLUMNS = common.config_columns(_CONFIGS)
 _LAUNCH_BANDS, _, _LAUNCH_REDUCTIONS = np.array(_LAUNCHES).T
-#: A config of each kernel: what the launch alone decides varies fastest from config to config.
+#: One config of each kernel: what only the launch decides varies fastest from config to config.
 _KERNELS = np.arange(0, len(_CONFIGS), len(_LAUNCHES))
 _KERNEL_COLUMNS = common.columns_at(_COLUMNS, _KERNELS)
 
 
 @dataclass(frozen=True, slots=True)
 class _Tiling:
-    """What a problem makes of some configs; arrays over them."""
+    """Tiles, resources and work of some configs on one problem; arrays over these configs."""
 
     threads: Array
     runs: Array  # of a block
     registers: Array  # an estimate of what the compiler would take
     smem_bytes: Array
-    in_items: Array  # pairs of pixels of 8 channels, that a thread loads a step
+    in_items: Array  # items (pairs of pixels of 8 channels) that a thread loads in a step
     grad_items: Array
     products: Array  # tensor-core instructions of a warp and step
     work: Array  # instructions that a warp issues in a step
@@ -104,7 +104,7 @@ class DepthwiseBandedWgrad:
             or problem.filter_elements + problem.c > common.MAX_INT
         ):
             return legal
-        # Kernels come first: of those that do not fit, no row needs a tiling.
+        # Kernels are checked first: the rows of those that do not fit need no tiling.
         tiling = self._tiling(problem, _KERNELS)
         fit = banded.kernels_for(
             _KERNEL_COLUMNS, tiling.registers, tiling.smem_bytes, problem.c, problem.q, device
@@ -180,8 +180,8 @@ class DepthwiseBandedWgrad:
         return depthwise.with_sums(step, problem, splits, reduction, int(tiling.c_tiles[0]))
 
     def _tiling(self, problem: Problem, rows: Rows) -> _Tiling:
-        """How `problem` is cut into blocks, and what a block takes and does. What of it the kernel
-        works out from its macros too, it asserts (see `launch`)."""
+        """How `problem` is cut into blocks, and what a block takes and does. The kernel works some
+        of this out from its macros too, and asserts that both agree (see `launch`)."""
         t = common.columns_at(_COLUMNS, rows)
         r, run, warp_c = problem.r, t["run"], t["warp_c"]
         threads = banded.threads_of(t)

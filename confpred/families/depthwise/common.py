@@ -1,8 +1,8 @@
 """What the depthwise families share: the limits of their kernels, the shape of a block, and how
 blocks add up the filter's gradient.
 
-Layers of group width 1 with windows up to 11x11, stride and dilation 1 or 2 (in each axis), any
-padding, any of the dtypes.
+They serve layers of group width 1 with windows up to 11x11, stride and dilation 1 or 2 along each
+axis, any padding, and any of the dtypes.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from confpred.problem.conv2d_operation import dtype_macro
 from confpred.problem.operation import KernelSpec, Launch, Step
 
 MAX_WINDOW = 11
-MAX_STEP = 2  # of stride and of dilation
-#: Elements of one image, within which the kernels address by 32-bit offsets; the rows of padding
-#: that they count past it stay in range.
+MAX_STEP = 2  # the largest stride and dilation
+#: Most elements of an image: kernels address within it by 32-bit offsets, and this leaves room for
+#: the rows of padding that they count beyond it.
 MAX_IMAGE = 2**30
 MAX_COLUMNS = 32  # input columns of a tile: the kernels keep their validity in one word
 MAX_THREADS = 256  # of a block: what the kernels are compiled for
@@ -39,16 +39,17 @@ def handles(problem: Problem) -> bool:
 
 
 def dilation(problem: Problem) -> tuple[int, int]:
-    """The layer's dilation, or 1 along an axis in which the window has one tap: that tells fewer
-    kernels apart."""
+    """The layer's dilation, or 1 along an axis in which the window has one tap, so that there are
+    fewer distinct kernels."""
     vertical, horizontal = problem.dilation
     return vertical if problem.r > 1 else 1, horizontal if problem.s > 1 else 1
 
 
 def accessible(vec: Array, problem: Problem) -> NDArray[np.bool_]:
-    """Which vector widths are one access each to memory, and worth it: narrower than 4 bytes only
-    where odd counts of channels leave nothing else, or a large window no registers for two. The
-    output channels of a vector share either one input channel, or whole vectors of them."""
+    """Which vector widths can be accessed at once and are worth it. Fewer than 4 bytes are only for
+    an odd count of channels, which leaves nothing else, and for large windows, which leave no
+    registers for more. The output channels of a vector share one input channel, or fall into whole
+    groups that each share one."""
     multiplier = problem.k // problem.c
     odd = problem.k % 2 == 1 or (multiplier > 1 and multiplier % 2 == 1)
     large = problem.r * problem.s > 64
@@ -67,9 +68,10 @@ class Lanes:
 
     Attributes:
         c_tiles: blocks that share the channels.
-        lanes_c: neighbouring threads of a block that run along them, as evenly as possible.
-        tiles_at_once: tiles that a block has threads for beside that.
-        threads: of a block, whole warps.
+        lanes_c: neighbouring threads of a block that run along the channels, shared out as evenly
+            as possible.
+        tiles_at_once: tiles that the threads of a block work on side by side.
+        threads: threads of a block, in whole warps.
     """
 
     c_tiles: Array
@@ -79,11 +81,9 @@ class Lanes:
 
     @classmethod
     def of(cls, vectors: Array, lanes_c: Array, threads: Array, groups: Array | int = 1) -> Lanes:
-        """For `vectors` accesses to a pixel, at most `lanes_c` of them in a block of about
-        `threads`, each `groups` times."""
-        vectors = np.maximum(
-            vectors, 1
-        )  # a width that is not legal may have none, but is asked for
+        """The lanes for `vectors` accesses to a pixel, at most `lanes_c` of them by one block of
+        about `threads`, each by `groups` threads."""
+        vectors = np.maximum(vectors, 1)  # a width that is not legal may come to none
         c_tiles = -(-vectors // lanes_c)
         lanes = -(-vectors // c_tiles)
         tiles_at_once = (threads // (lanes * groups)).clip(1)
@@ -91,7 +91,7 @@ class Lanes:
         return cls(c_tiles, lanes, tiles_at_once, whole)
 
     def features(self) -> dict[str, Array]:
-        """By name."""
+        """The features by name."""
         return {
             "lanes": self.lanes_c,
             "c_tiles": self.c_tiles,
@@ -101,22 +101,23 @@ class Lanes:
 
 
 def distinct_lanes(vectors: Array, lanes_c: Array) -> NDArray[np.bool_]:
-    """Which limits of lanes are not more than twice what `vectors` accesses to a pixel need, or the
-    least that there is."""
+    """Which limits of lanes are less than twice the `vectors` accesses that a pixel takes, or are
+    the smallest limit."""
     least = lanes_c.min(initial=MAX_THREADS)
     result: NDArray[np.bool_] = (lanes_c < 2 * vectors) | (lanes_c == least)
     return result
 
 
 def worth_loading_ahead(prefetch: Array, taps: int) -> NDArray[np.bool_]:
-    """Which distances hide latency that the arithmetic of a window of `taps` does not hide."""
+    """Which distances of loading ahead hide latency that the arithmetic of a window of `taps` does
+    not hide already."""
     result: NDArray[np.bool_] = (prefetch == 1) | (prefetch * taps <= 50)
     return result
 
 
 #: The pointers that the kernels of a filter's gradient take, in their order.
 WGRAD_OPERANDS = ("filter_grad", "bias_grad", "out_grad", "in", "zeroed", "scratch")
-_SUM_COLUMNS = 32  # elements of a block of ``depthwise_wgrad_sum.cu``
+_SUM_COLUMNS = 32  # elements that a block of ``depthwise_wgrad_sum.cu`` adds up
 _SUM_THREADS = 256
 
 
@@ -127,8 +128,8 @@ def reductions(splits: Iterable[int]) -> list[tuple[int, int]]:
 
 
 def with_sums(step: Step, problem: Problem, splits: int, reduction: int, c_tiles: int) -> Launch:
-    """The launch whose `step` leaves the sums of `splits` blocks of each of `c_tiles` pieces of the
-    channels, with what adds them up."""
+    """The launch of `step` and of what adds up the sums that it leaves, of `splits` blocks for each
+    of `c_tiles` pieces of the channels."""
     elements = problem.filter_elements + (problem.c if problem.bias else 0)
     if reduction == TWO_KERNELS:
         smem_bytes = 4 * _SUM_THREADS

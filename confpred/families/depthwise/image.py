@@ -45,7 +45,7 @@ def _config_table() -> NDArray[np.void]:
         (
             (vec, tile_q, filter_shared, min_blocks, prefetch, *rest)
             for vec, tile_q, filter_shared, min_blocks, prefetch, *rest in rows
-            # No window has 24 taps to share and 12 to load so far ahead.
+            # Sharing pays from 24 taps on, loading so far ahead up to 12: no window has both.
             if (vec, filter_shared, prefetch) != (1, 1, 4)
         ),
     )
@@ -108,7 +108,7 @@ def _axes(problem: Problem) -> tuple[_Axis, _Axis]:
 
 @dataclass(frozen=True, slots=True)
 class _Tiling:
-    """What a problem makes of some configs; arrays over them."""
+    """Tiles, resources and work of some configs on one problem; arrays over these configs."""
 
     repeat: Array
     in_x: Array  # input columns of a tile
@@ -148,7 +148,7 @@ class DepthwiseImage:
         vertical, horizontal = _axes(problem)
         taps, width = problem.r * problem.s, horizontal.size_out
         t = _COLUMNS
-        # What needs no tiling comes first, so that most rows need none.
+        # What needs no tiling is checked first, so that most rows never need one.
         rows = np.flatnonzero(
             depthwise.accessible(t["vec"], problem)
             & (t["tile_q"] % horizontal.up == 0)
@@ -165,8 +165,8 @@ class DepthwiseImage:
         legal[rows] = (
             (tiling.in_x <= depthwise.MAX_COLUMNS)
             & (tiling.registers <= common.MOST_ESTIMATED_REGISTERS)
-            # A bound on the registers that two blocks leave changes nothing where few are needed,
-            # and makes them spill where many are.
+            # Bounding the registers so that two blocks fit changes nothing where a thread needs
+            # few, and makes it spill where it needs many.
             & (
                 (t["min_blocks"][rows] == 1)
                 | ((tiling.registers > 100) & (tiling.registers <= 132))
@@ -241,8 +241,8 @@ class DepthwiseImage:
         return Launch((step,))
 
     def _tiling(self, problem: Problem, rows: Rows) -> _Tiling:
-        """How `problem` is cut into blocks, and what a block takes and does. What of it the kernel
-        works out from its macros too, it asserts (see `launch`)."""
+        """How `problem` is cut into blocks, and what a block takes and does. The kernel works some
+        of this out from its macros too, and asserts that both agree (see `launch`)."""
         t = common.columns_at(_COLUMNS, rows)
         vertical, horizontal = _axes(problem)
         vec, tile_q = t["vec"], t["tile_q"]
@@ -299,9 +299,9 @@ class DepthwiseImage:
     ) -> dict[str, NDArray[np.float64]]:
         """How each config would run `problem`: the derived features, and the estimated seconds.
 
-        The estimate is the larger of two times, plus a latency for each wave and step: that of
-        device memory, whose rate what is in flight may bound, and that of the instructions of the
-        multiprocessor with the most blocks.
+        The estimate is the larger of two times, plus a latency for each wave and step: the time of
+        device memory, whose rate is bounded where too little is in flight, and the time of the
+        instructions of the multiprocessor with the most blocks.
         """
         t = common.columns_at(_COLUMNS, rows)
         vertical, horizontal = _axes(problem)
@@ -333,7 +333,7 @@ class DepthwiseImage:
             "q_waste": tiling.q_tiles * t["tile_q"] / horizontal.size_out,
             "band_groups": tiling.band_groups,
             "bands_cut": tiling.bands,
-            # What is left for the last band, as a part of a whole one.
+            # What is left for the last band, as a fraction of a whole band.
             "row_tail": (vertical.groups - (tiling.bands - 1) * tiling.band_groups)
             / tiling.band_groups,
             "halo_rows": steps / tiling.band_groups,

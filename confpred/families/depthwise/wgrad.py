@@ -38,8 +38,8 @@ def _config_table() -> NDArray[np.void]:
         (
             (vec, tile_q, row_groups, prefetch, *rest, *reduction)
             for vec, tile_q, row_groups, prefetch, *rest, reduction in rows
-            # No window has so few taps that loading ahead is worth it, and so many that filter rows
-            # are divided among threads.
+            # Loading so far ahead pays for few taps, dividing filter rows among threads for many:
+            # no window has both.
             if min(row_groups, prefetch) == 1 or 50 // prefetch * vec > 16 * row_groups
         ),
     )
@@ -47,10 +47,10 @@ def _config_table() -> NDArray[np.void]:
 
 @dataclass(frozen=True, slots=True)
 class _Tiling:
-    """What a problem makes of some configs; arrays over them."""
+    """Tiles, resources and work of some configs on one problem; arrays over these configs."""
 
     block_r: Array
-    row_groups: Array  # that have a filter row
+    row_groups: Array  # groups of filter rows, without empty ones
     in_x: Array  # input columns of a tile
     depth: Array  # output rows of the window
     sums: Array  # of a thread
@@ -61,7 +61,7 @@ class _Tiling:
     band_rows: Array
     bands: Array
     q_tiles: Array
-    tiles: Array  # that each channel has
+    tiles: Array  # tiles of each channel
     blocks: Array
     work: Array  # instructions that a thread issues in one step
 
@@ -93,7 +93,7 @@ class DepthwiseWgrad:
             return legal
         taps = problem.r * problem.s
         t = _COLUMNS
-        # What needs no tiling comes first, so that most rows need none.
+        # What needs no tiling is checked first, so that most rows never need one.
         rows = np.flatnonzero(
             depthwise.accessible(t["vec"], problem)
             & ((t["tile_q"] < 2 * problem.q) | (t["tile_q"] == 4))
@@ -202,8 +202,8 @@ class DepthwiseWgrad:
         return depthwise.with_sums(step, problem, splits, reduction, int(lanes.c_tiles[0]))
 
     def _tiling(self, problem: Problem, rows: Rows) -> _Tiling:
-        """How `problem` is cut into blocks, and what a block takes and does. What of it the kernel
-        works out from its macros too, it asserts (see `launch`)."""
+        """How `problem` is cut into blocks, and what a block takes and does. The kernel works some
+        of this out from its macros too, and asserts that both agree (see `launch`)."""
         t = common.columns_at(_COLUMNS, rows)
         vec, tile_q, (stride_h, stride_w) = t["vec"], t["tile_q"], problem.stride
         dilation_h, dilation_w = depthwise.dilation(problem)
@@ -251,7 +251,7 @@ class DepthwiseWgrad:
     ) -> dict[str, NDArray[np.float64]]:
         """How each config would run `problem`: the derived features, and the estimated seconds.
 
-        The estimate is the larger of the time of device memory, and of the instructions, stretched
+        The estimate is the larger of the times of device memory and of the instructions, stretched
         by the waste of the last wave and of the threads' last tile; plus a fixed latency for each
         row that cannot be hidden, and the time of the reduction.
         """

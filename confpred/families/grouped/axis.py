@@ -10,19 +10,20 @@ from confpred.problem.conv2d import Problem
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """How a layer's rows, or its columns, are walked; the kernel's words.
+    """How the kernel walks a layer's rows, or its columns; the names are the kernel's.
 
     A position of a tile is an output of the kernel, or two neighbouring ones where an input feeds
     twice as many outputs (``up``).
 
     Attributes:
         taps: R or S.
-        down, up: outputs (2: every second input) of an input (2: two outputs); one of them is 1.
+        down, up: how many inputs the walk goes on for an output, and how many outputs an input
+            feeds: 1 or 2, and one of the two is 1.
         in_origin, in_lattice, in_step: the input that the first tap of position 0 meets, how far
             it moves from one lattice to the next, and the distance of one step.
         out_origin, out_step: the output of position 0, and the distance of one step, which is
             also the number of lattices.
-        positions: of one lattice.
+        positions: how many positions one lattice has.
     """
 
     taps: int
@@ -36,7 +37,7 @@ class Axis:
     positions: int
 
     def scalars(self, side: str) -> dict[str, int]:
-        """As the kernel takes them, of its rows (`side` is ``h``) or of its columns (``w``)."""
+        """The kernel's scalars for its rows (`side` is ``h``) or its columns (``w``), by name."""
         return {
             f"in_origin_{side}": self.in_origin,
             f"in_lattice_{side}": self.in_lattice,
@@ -51,7 +52,7 @@ def axis_of(problem: Problem, axis: int) -> Axis:
     taps = (problem.r, problem.s)[axis]
     inputs, outputs = ((problem.h, problem.p), (problem.w, problem.q))[axis]
     stride, padding = problem.stride[axis], problem.padding[axis]
-    # A window of one tap has no dilation; the stride's saves the kernel from the stride.
+    # With one tap any dilation is right; taking the stride's leaves the kernel no stride to handle.
     dilation = problem.dilation[axis] if taps > 1 else stride
     if problem.direction == "fprop":
         # input = stride * output + dilation * tap - padding
@@ -83,8 +84,8 @@ def axis_of(problem: Problem, axis: int) -> Axis:
             positions=-(-inputs // dilation),
         )
     if dilation == stride:
-        # Only every second column is met by any tap, as in a layer of unit stride. The other
-        # lattice reads from behind the last column, where there are zeros only.
+        # Taps meet every second column only, as in a layer of unit stride. The other lattice reads
+        # from behind the last column, where there are only zeros.
         live = padding % 2
         met = (live + padding) // 2 - (taps - 1)
         return Axis(

@@ -1,7 +1,7 @@
 """What the grouped families share: the limits of their kernels.
 
-Layers of as many filters as channels, group width 1 (depthwise) to 64 (below 8 in whole pieces of 8
-channels), any window up to 7x7, stride and dilation 1 or 2 along each axis, any padding, float16 or
+They serve layers of as many filters as channels, group width 1 (depthwise) to 64, a multiple of 8
+channels, any window up to 7x7, stride and dilation 1 or 2 along each axis, any padding, float16 or
 bfloat16.
 """
 
@@ -32,9 +32,9 @@ def handles(problem: Problem) -> bool:
 
 
 def fits_odd_channels(block: Array, channels: int) -> NDArray[np.bool_]:
-    """Which blocks of channels that are no power of two to offer for a layer: those that divide its
-    channels where 64 does not; less than 48 of them, a piece of a pixel that is no whole number of
-    32-byte sectors, only to narrow layers."""
+    """Which blocks of channels that are no power of two to offer for a layer. They must divide its
+    channels, and 64 must not. Blocks of fewer than 48 channels are for narrow layers only, as their
+    piece of a pixel is not a whole number of 32-byte sectors."""
     result: NDArray[np.bool_] = (
         (channels % 64 != 0) & (channels % block == 0) & ((block >= 48) | (channels < 4 * block))
     )

@@ -31,9 +31,9 @@ _PIXEL_ROWS = (
     (1, 64),
 )  # fmt: skip
 #: (channels, warps along them) of blocks for layers whose channels are no multiple of 64, as in
-#: many networks for small devices: a part of the blocks of 64 would be idle.
+#: many networks for small devices: blocks of 64 would be partly idle.
 _ODD_CHANNELS = ((24, 3), (48, 3), (80, 5), (96, 6))
-#: Into how many bands the output's rows are cut, one a block.
+#: How many bands the output's rows are cut into; a block computes one.
 _BANDS = (1, 2, 4, 8, 16, 32)
 _COMPILED = ("block_n", "block_q", "block_c", "warps_c", "warps_m", "stages", "filter_shared")
 _FIELDS = (*_COMPILED, "bands")
@@ -42,9 +42,9 @@ _FIELDS = (*_COMPILED, "bands")
 def _config_table() -> NDArray[np.void]:
     """The config space. What is left out never won by a percent where everything was measured.
 
-    Blocks of eight warps are for the windows above 3x3 of width 64, whose filter takes most of a
-    multiprocessor's shared memory and leaves room for one block. Behind them come those of an odd
-    count of channels.
+    Blocks of eight warps are for windows above 3x3 at width 64: their filter takes most of a
+    multiprocessor's shared memory, which leaves room for one block. They come second in the table;
+    blocks whose channels are no power of two come last.
     """
     few: list[tuple[int, ...]] = []
     many: list[tuple[int, ...]] = []
@@ -66,8 +66,8 @@ def _config_table() -> NDArray[np.void]:
             continue  # a warp computes one to eight tensor-core tiles of 16 pixels x 8 channels
         if warps > 4 and not is_odd and (block_c < 64 or not filter_shared):
             continue
-        # What no window makes legal, by the rules at `_shape`: a block has whole groups, so fewer
-        # channels, or an odd count of them, mean narrower groups.
+        # These configs are legal for no window, by the rules in `_shape`: a block has whole groups,
+        # so fewer channels, or a count that is no power of two, mean narrower groups.
         if (block_c < 64 or is_odd) and (block_q == 28 or pixel_row == (4, 14)):
             continue
         if block_c < 32 and (warps_m == 4 or tiles // warps_m * warp_channels > 32):
@@ -86,7 +86,8 @@ _ODD = _COLUMNS["block_c"] & (_COLUMNS["block_c"] - 1) > 0  # no power of two
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """What a window and a group width make of each config; arrays over the config table."""
+    """What each config takes and does for one window and group width; arrays over the config
+    table."""
 
     threads: Array
     warp_tiles: Array
@@ -95,9 +96,9 @@ class _Shape:
     stage_bytes: Array
     smem_bytes: Array
     registers: Array  # an estimate: accumulators, filter, fragments, offsets
-    loads: Array  # 16-byte copies a thread and step
-    products: NDArray[np.float64]  # tensor-core instructions a warp and step
-    fits: NDArray[np.bool_]  # what does not depend on the layer's sizes or the device
+    loads: Array  # 16-byte copies of a thread in a step
+    products: NDArray[np.float64]  # tensor-core instructions of a warp in a step
+    fits: NDArray[np.bool_]  # the rules that do not depend on the layer's sizes or the device
 
 
 _SHARED_FEATURES = (
@@ -199,9 +200,9 @@ class GroupedRows:
     ) -> dict[str, NDArray[np.float64]]:
         """How each config would run `problem`: the derived features, and the estimated seconds.
 
-        The estimate is the largest of three times, stretched by the waste of the last wave: device
-        memory, the copies into shared memory with their halos out of L2, and the tensor cores; plus
-        a fixed latency for each row of a block that cannot be hidden.
+        The estimate is the largest of three times, stretched by the waste of the last wave: those
+        of device memory, of the copies from L2 into shared memory with their halos, and of the
+        tensor cores; plus a fixed latency for each row of a block that cannot be hidden.
         """
         t = common.columns_at(_COLUMNS, rows)
         shape = _shape_of(problem)
@@ -219,8 +220,8 @@ class GroupedRows:
             problem.minimum_bytes / device.dram_bytes_per_s,
             np.maximum(costs.l2_s(loaded, device), costs.products_s(products, device)),
         )
-        # Padding narrow groups to 8 channels may need fewer operations than are counted where one
-        # window covers the whole image; no promise goes below the roofline.
+        # Where one window covers the whole image, padded groups may need fewer operations than are
+        # counted; but no estimate may be below the roofline.
         seconds = np.maximum(seconds, device.roofline_s(problem))
         height, width = _out_size(problem)
         return {
@@ -237,7 +238,7 @@ class GroupedRows:
             "q_waste": cut.q_tiles * t["block_q"] / across.positions,
             "n_waste": cut.n_tiles * t["block_n"] / problem.n,
             "c_waste": cut.c_tiles * t["block_c"] / problem.c,
-            # What is left for the last block of each dimension, as a part of a whole one.
+            # What is left for the last block of each dimension, as a fraction of a whole block.
             "q_tail": across.positions % t["block_q"] / t["block_q"],
             "n_tail": problem.n % t["block_n"] / t["block_n"],
             "c_tail": problem.c % t["block_c"] / t["block_c"],
@@ -293,8 +294,9 @@ class _Cut:
 
     Attributes:
         band_rows, bands: positions of a band, and how many bands each lattice of rows has.
-        n_tiles, q_tiles, c_tiles: along the images, a lattice of columns, and the channels.
-        lattices: of a pixel grid, each with blocks of its own.
+        n_tiles, q_tiles, c_tiles: tiles along the images, along a lattice of columns, and along the
+            channels.
+        lattices: how many lattices the pixels fall into; each has blocks of its own.
     """
 
     band_rows: Array
@@ -315,7 +317,7 @@ class _Cut:
 
 
 def _cut(problem: Problem, t: Mapping[str, Array]) -> _Cut:
-    """Of the configs whose fields are the columns `t`."""
+    """How the configs whose fields are the columns `t` cut `problem`."""
     rows, columns = axis_of(problem, 0), axis_of(problem, 1)
     band_rows, bands = common.cut(rows.positions, t["bands"])
     return _Cut(
@@ -356,7 +358,7 @@ def _shape(
     residual: bool,
 ) -> _Shape:
     """What a block takes and does. The kernel works most of it out from its macros too, and asserts
-    the threads and the shared memory."""
+    that the threads and the shared memory are the same."""
     width = max(8, group_width)
     t = _COLUMNS
     threads = 32 * t["warps_c"] * t["warps_m"]
@@ -388,7 +390,7 @@ def _shape(
         t["filter_shared"], 8, warp_groups * r * taps * k_steps * n_tiles * 2
     )
     registers = accumulators + filter_registers + 5 * warp_tiles + loads + stores + 32
-    # Without what is left out here, half of the kernels to compile, the best config of a layer is
+    # This leaves out half of the kernels to compile; without them, the best config of a layer is
     # 0.2 % slower on average and 5 % at worst (1,257 measured layers). At width 64 a filter
     # fragment from shared memory must serve two pixel tiles to be worth its fetch, where they fit.
     wins = (

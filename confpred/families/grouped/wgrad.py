@@ -34,7 +34,7 @@ MAX_THREADS = 512
 
 _SUM_COLUMNS = 128  # elements a block of ``grouped_wgrad_sum.cu``
 _SUM_THREADS = 256
-#: Beyond so many partial sums, the last block alone would be the slowest of all.
+#: With more partial sums than this, the last block alone would be the slowest way of all.
 _MAX_LAST_BLOCK_PARTS = 32
 
 #: (images, output columns) of a block: tensor-core tiles of 16 pixels that real widths fill well.
@@ -46,7 +46,7 @@ _PIXEL_ROWS = (
     (1, 32), (2, 32),
     (1, 56), (1, 64),
 )  # fmt: skip
-#: Into how many slices the rows of all images are cut.
+#: How many slices the rows of all images are cut into.
 _SPLITS = (1, *itertools.chain.from_iterable((2 << i, 3 << i) for i in range(8)))
 #: (gradient channels of a block, of a warp) where 64 does not divide the layer's channels.
 _ODD_CHANNELS = ((24, 8), (48, 16), (80, 16), (96, 16))
@@ -80,23 +80,23 @@ def _config_table() -> NDArray[np.void]:
 _CONFIGS = _config_table()
 _COLUMNS = common.config_columns(_CONFIGS)
 _ODD = _COLUMNS["block_k"] & (_COLUMNS["block_k"] - 1) > 0  # no power of two
-#: By count of slices, the next smaller count; 1 for 1.
+#: The next smaller count of slices, indexed by the count; 1 for 1.
 _FEWER = np.ones(_SPLITS[-1] + 1, np.int64)
 _FEWER[list(_SPLITS[1:])] = _SPLITS[:-1]
 
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """What a window makes of each config; arrays over the config table."""
+    """What each config takes and does for one window; arrays over the config table."""
 
     threads: Array
     warp_tiles: Array
     stage_bytes: Array
     smem_bytes: Array
     registers: Array  # an estimate: accumulators, gradient rows, fragments, offsets
-    loads: Array  # 16-byte copies a thread and step
-    products: Array  # tensor-core instructions a warp and step
-    fits: NDArray[np.bool_]  # what does not depend on the layer's sizes or the device
+    loads: Array  # 16-byte copies of a thread in a step
+    products: Array  # tensor-core instructions of a warp in a step
+    fits: NDArray[np.bool_]  # the rules that do not depend on the layer's sizes or the device
 
 
 class GroupedWgrad:
@@ -125,7 +125,7 @@ class GroupedWgrad:
         if _elements(problem) > common.MAX_INT:
             return legal
         shape, t = _shape(window_of(problem)), _COLUMNS
-        # What needs no division comes first, so that most rows need none.
+        # What needs no division is checked first, so that most rows never need one.
         rows = np.flatnonzero(
             shape.fits
             & (shape.smem_bytes <= device.smem_per_block)
@@ -162,15 +162,15 @@ class GroupedWgrad:
                 | (
                     (cut.slice_rows >= 2 * problem.r)
                     & (cut.slice_rows < -(-cut.rows // _FEWER[t["splits"]]))
-                    # More blocks than keep the device busy start and end in vain.
+                    # More blocks than keep the device busy only cost their start and end.
                     & (blocks <= 16 * device.sm_count)
                 )
             )
-            # Blocks for half of the device at least, unless that few are done soon.
+            # There are blocks for at least half of the device, unless so few are done soon.
             & ((2 * blocks >= device.sm_count) | (cut.slice_rows <= 64))
             & ((reduction == DIRECT) == (parts == 1))
             & ((reduction != LAST_BLOCK) | (parts <= _MAX_LAST_BLOCK_PARTS))
-            # Partial sums that outweigh the layer are written and read for longer than it is.
+            # Partial sums of more bytes than the layer would take longer than the layer.
             & (4 * parts * _elements(problem) <= max(problem.minimum_bytes, 2**20))
         )
         return legal
@@ -276,9 +276,10 @@ class GroupedWgrad:
         """How each config would run `problem`: the derived features, and the estimated seconds.
 
         The estimate is the largest of three times, stretched by the waste of the last wave or, in
-        the first, of the multiprocessors with fewer blocks than others: device memory, the copies
-        into shared memory with their halos out of L2, and the tensor cores; plus a fixed latency
-        for each row of a block that cannot be hidden, and the time to add the blocks' sums.
+        the first, of the multiprocessors with fewer blocks than others: those of device memory, of
+        the copies from L2 into shared memory with their halos, and of the tensor cores; plus a
+        fixed latency for each row of a block that cannot be hidden, and the time to add the blocks'
+        sums.
         """
         t = common.columns_at(_COLUMNS, rows)
         window = window_of(problem)
@@ -311,7 +312,7 @@ class GroupedWgrad:
         adding = (
             costs.GROUPED_ADDING_S[reduction]
             + costs.GROUPED_ADDING_PASSES[reduction] * sum_bytes / device.dram_bytes_per_s
-            # The last block reads the parts of its tile alone.
+            # The last block alone reads all parts of its tile.
             + np.where(
                 reduction == LAST_BLOCK,
                 sum_bytes / k_tiles / costs.LAST_BLOCK_BYTES_PER_S,
@@ -329,7 +330,7 @@ class GroupedWgrad:
             "q_waste": q_tiles * t["block_q"] / problem.q,
             "n_waste": -(-problem.n // t["block_n"]) * t["block_n"] / problem.n,
             "k_waste": k_tiles * t["block_k"] / problem.c,
-            # What is left for the last block of each dimension, as a part of a whole one.
+            # What is left for the last block of each dimension, as a fraction of a whole block.
             "q_tail": problem.q % t["block_q"] / t["block_q"],
             "n_tail": problem.n % t["block_n"] / t["block_n"],
             "k_tail": problem.c % t["block_k"] / t["block_k"],
@@ -354,8 +355,8 @@ class GroupedWgrad:
 
 
 def _few_idle_columns(q: int, padded: Array) -> NDArray[np.bool_]:
-    """Which tiles, `padded` columns together, leave few of them idle, or no more than the smallest
-    that suit a wide image: between 33 and 40 columns all leave many."""
+    """Which tiles, with `padded` columns together, leave few of them idle, or no more than the
+    smallest tiles that suit a wide image: for 33 to 40 columns all tiles leave many."""
     least = min(-(-q // width) * width for width in (28, 32))
     result: NDArray[np.bool_] = (padded < 1.2 * q + 8) | (padded == least)
     return result
@@ -367,8 +368,8 @@ class _Cut:
 
     Attributes:
         rows: gradient rows of all the images together, images of a tile counted once.
-        slice_rows, slices: of a block; how many slices.
-        q_tiles, k_tiles: along the output's columns and along the channels.
+        slice_rows, slices: rows of a block's slice, and how many slices there are.
+        q_tiles, k_tiles: tiles along the output's columns and along the channels.
     """
 
     rows: Array
@@ -388,7 +389,7 @@ class _Cut:
 
 
 def _cut(problem: Problem, t: Mapping[str, Array]) -> _Cut:
-    """Of the configs whose fields are the columns `t`."""
+    """How the configs whose fields are the columns `t` cut `problem`."""
     phases = window_of(problem).vertical.dilation
     rows = -(-problem.n // t["block_n"]) * (phases * -(-problem.p // phases))
     slice_rows, slices = common.cut(rows, t["splits"])
@@ -402,14 +403,15 @@ def _cut(problem: Problem, t: Mapping[str, Array]) -> _Cut:
 
 
 def _elements(problem: Problem) -> int:
-    """Float32 sums of one block for each tile of the filter."""
+    """How many float32 sums the blocks leave together, with one block for each tile of the
+    filter."""
     return problem.filter_elements + (problem.k if problem.bias else 0)
 
 
 @lru_cache(maxsize=256)
 def _shape(window: Window) -> _Shape:
     """What a block takes and does. The kernel works most of it out from its macros too, and asserts
-    the threads and the shared memory."""
+    that the threads and the shared memory are the same."""
     t = _COLUMNS
     width, r, s = window.group_width, window.r, window.s
     narrow = width <= 8
@@ -440,7 +442,8 @@ def _shape(window: Window) -> _Shape:
     fits = (
         (narrow | (width % t["warp_k"] == 0))
         & (~_ODD | (t["block_k"] % width == 0))
-        # So few gradient channels to a whole group of input only where more sums do not fit.
+        # Blocks of 8 channels, which read a whole group of input, are for windows whose sums are
+        # too many for larger blocks.
         & ((t["block_k"] > 8) | (width * r * s > 9 * 64))
         & (threads >= 64)
         & (threads <= MAX_THREADS)

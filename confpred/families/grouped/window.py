@@ -13,7 +13,7 @@ class Steps:
     """A window's steps along one axis, once what stride and dilation have in common is divided out.
 
     Attributes:
-        stride, dilation: what is left of them; either is 1.
+        stride, dilation: what is left of them; one of the two is 1.
         step: what was divided out, in input elements.
     """
 
@@ -24,7 +24,7 @@ class Steps:
 
 def _steps(window: int, stride: int, dilation: int) -> Steps:
     if window == 1:
-        dilation = stride  # of one tap any dilation is the same: take the one that leaves no stride
+        dilation = stride  # with one tap any will do: take the one that leaves no stride
     step = gcd(stride, dilation)
     return Steps(stride // step, dilation // step, step)
 
@@ -42,7 +42,7 @@ class Window:
 
 
 def window_of(problem: Problem) -> Window:
-    """What of `problem` decides its kernels."""
+    """The part of `problem` that decides its kernels."""
     return Window(
         problem.group_width,
         problem.r,
@@ -54,11 +54,11 @@ def window_of(problem: Problem) -> Window:
 
 
 def flush_steps(problem: Problem) -> int:
-    """Steps without a gradient row after an image's last one.
+    """How many steps without a gradient row follow an image's last one.
 
-    The input rows that this row still meets need some. The next image needs the others, to find no
-    row of this one in the buffer; but above an image as many steps pass as padding hides, before
-    the first input row meets what the buffer holds.
+    They must be enough for the input rows that the last gradient row still meets, and enough to
+    clear it from the buffer for the next image. Steps in which the
+    next image brings only padding help to clear it, so fewer are needed where there is padding.
     """
     axis = window_of(problem).vertical
     live = -(-problem.r // axis.stride)

@@ -31,8 +31,8 @@ from confpred.problem.record import Record
 FAMILIES = all_families()
 LAYERS = 12  # of each family
 
-#: What kernels call an operand by what it is to them: those that compute an image make the gradient
-#: of the input (`out`) from that of the output (`in`), and a workspace is called by its contents.
+#: Kernels name an operand by its role: those that compute an image make the gradient of the input
+#: (`out`) from that of the output (`in`), and a workspace is called by its contents.
 _IMAGE = {"in_grad": "out", "out_grad": "in"}
 _SUMS = {"zeroed": "sums", "scratch": "partials"}
 ROLES: Mapping[str, Mapping[str, str]] = {
@@ -88,7 +88,7 @@ def parameters(text: str, spec: KernelSpec) -> list[tuple[str, str]]:
 
 
 def breaches(step: Step, text: str) -> list[str]:
-    """In what `step` and the kernel in `text` differ; empty if they agree."""
+    """The ways in which `step` and the kernel in `text` differ; empty if they agree."""
     found = parameters(text, step.kernel)
     roles = ROLES.get(step.kernel.entry, {})
     expected = [("*", roles.get(name, name)) for name in step.operands]

@@ -40,7 +40,7 @@ def test_random_configs_of_a_random_problem_are_correct(family: Family, seed: in
 
 @every_family
 def test_a_wrong_result_is_seen(family: Family) -> None:
-    """That of any other input, and of a single changed element."""
+    """The result of any other input, and a single changed element, are noticed."""
     rng = random.Random(1)
     problem = random_legal_layer(rng, family, H100, MOST_FLOPS)
     (row, *_) = some_rows(family, problem, H100, rng, 1, 1)

@@ -11,7 +11,7 @@ from layers import H100
 from ptx.launch import interpret
 from references import random_inputs
 
-#: Of the relative difference, in the 2-norm: a few roundings to the dtype.
+#: Largest relative difference, in the 2-norm: a few roundings to the dtype.
 LARGEST = {"float16": 1e-3, "bfloat16": 1e-2, "float32": 1e-5}
 
 
@@ -36,5 +36,5 @@ def test_every_legal_config_is_correct(words: str) -> None:
     for row in rows:
         result = interpret(FAMILY, problem, row, inputs, H100.arch)["out"].double()
         difference = float((result - expected).norm() / expected.norm())
-        assert difference < LARGEST[problem.dtype], f"config {row}"  # NaN is not
+        assert difference < LARGEST[problem.dtype], f"config {row}"  # false for NaN
         assert torch.isfinite(result).all()

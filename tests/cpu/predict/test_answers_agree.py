@@ -28,7 +28,7 @@ def predictor() -> Predictor:
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    """Of a running `confpred serve`, with the model that ships with the package."""
+    """The address of a running `confpred serve`, with the model that ships with the package."""
     command = [COMMAND, "serve", "--port", "0", "--no-access-log"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
@@ -103,7 +103,7 @@ def test_the_three_ways_refuse_alike(predictor, url, field, value):
     assert reply.status_code == 422
     assert (said["field"], said["allowed"]) == (f"problem.{field}", error.allowed)
     assert said["message"] == f"problem.{error}"
-    if not isinstance(value, (list, float)):  # which no word on a command line can be
+    if not isinstance(value, (list, float)):  # no word on a command line can be one of these
         layer = " ".join(word for word in GOOD.split() if not word.startswith(f"{field}="))
         done = command("--gpu", "h100", "--layer", f"{layer} {field}={value}")
         assert (done.returncode, done.stdout) == (2, "")

@@ -52,7 +52,7 @@ def test_operands_are_the_tensors_of_the_direction(problem: Problem) -> None:
     assert sum(o.bytes for o in operands.values()) == problem.minimum_bytes
     assert {o.dtype for o in operands.values()} == {problem.dtype}
     largest = max(o.terms for o in operands.values())
-    if problem.direction == "fprop":  # a product a term
+    if problem.direction == "fprop":  # one product for each term
         assert problem.flops == 2 * operands["out"].elements * largest
     assert next(iter(operands)) in outputs, "outputs first"
 

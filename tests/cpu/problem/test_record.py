@@ -14,7 +14,7 @@ from confpred.problem.record import Record
 
 @dataclass(frozen=True, slots=True)
 class Softmax(Record):
-    """Of each row of a matrix, in square blocks."""
+    """Softmax of each row of a matrix, in square blocks."""
 
     LIMITS: ClassVar = {"rows": (1, 1000), "columns": (1, 64), "block": (1, 8)}
     PAIRS: ClassVar = ("block",)

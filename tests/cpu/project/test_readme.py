@@ -172,7 +172,7 @@ def with_a_server(block: Block, request: pytest.FixtureRequest, folder: Path) ->
 
 
 def targets_of_make(block: Block, request: pytest.FixtureRequest, folder: Path) -> None:
-    """What they would do; the tests are run by the second, and the demo by test_demo.py."""
+    """Check what the commands would do; the second runs the tests, and test_demo.py the demo."""
     repository = request.getfixturevalue("repository")
     commands = [line.partition("#")[0].split() for line in block.text.splitlines()]
     assert commands == [["make", "demo"], ["make", "test"]]
@@ -185,7 +185,8 @@ def targets_of_make(block: Block, request: pytest.FixtureRequest, folder: Path) 
 
 
 def on_the_cpu(block: Block, request: pytest.FixtureRequest, folder: Path) -> None:
-    """With tensors of the CPU, which PyTorch's operator serves; tests/gpu runs it as shown."""
+    """Run it with tensors of the CPU, which PyTorch's operator serves; tests/gpu runs it as
+    shown."""
     assert block.text.count('device="cuda"') == 2
     text = block.text.replace('device="cuda"', 'device="cpu"')
     text += "print(y.dtype, *y.shape, bool((y >= 0).all()))"
@@ -193,7 +194,7 @@ def on_the_cpu(block: Block, request: pytest.FixtureRequest, folder: Path) -> No
 
 
 def on_made_up_data(block: Block, request: pytest.FixtureRequest, folder: Path) -> None:
-    """In a folder whose measurements are few and made up; sampling ends where there is no GPU."""
+    """Run it in a folder whose measurements are few and made up; sampling ends without a GPU."""
     data = folder / "datasets"
     data.mkdir()
     shutil.copy(request.getfixturevalue("measurements"), data / "h100.parquet")

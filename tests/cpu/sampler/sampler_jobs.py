@@ -30,7 +30,7 @@ __all__ = ["compile_job"]
 
 
 def compile_or_refuse(job: CompileJob, report: Callable[[int], None]) -> str | None:
-    """Gives the compiler a name that it does not know, for every second kernel."""
+    """Compile, but give the compiler a name that it does not know for every second kernel."""
     kernel = job.kernel
     if refused(kernel):
         kernel = replace(kernel, defines=(*kernel.defines, ("threadIdx", "no_such_name")))
@@ -38,7 +38,7 @@ def compile_or_refuse(job: CompileJob, report: Callable[[int], None]) -> str | N
 
 
 def refused(kernel: KernelSpec) -> bool:
-    """Which kernels `compile_or_refuse` breaks."""
+    """Whether `compile_or_refuse` breaks `kernel`."""
     return zlib.crc32(repr(kernel).encode()) % 2 == 1
 
 

@@ -115,7 +115,8 @@ def command(
 
 def test_command_prints_writes_and_plots(measurements, tmp_path):
     figures, plot = tmp_path / "figures.json", tmp_path / "regret.png"
-    # Found first, in the processes that judge as well: what a user without XGBoost has.
+    # This module is found first, also by the processes that judge, as if XGBoost were not
+    # installed.
     (tmp_path / "xgboost.py").write_text("raise ImportError")
     words = ("--folds", 2, "--json", figures, "--plot", plot)
     done = command(measurements, *words, path=tmp_path)

@@ -22,7 +22,7 @@ def dataset(measurements: Path) -> Dataset:
 
 
 def fit(dataset: Dataset, ratios: dict[Record, float]) -> FittedPytorch | None:
-    """Of PyTorch's times that are `ratios` of our best ones."""
+    """Fit PyTorch's times that are `ratios` of our best ones."""
     theirs = {t.problem: t.time_ms.min() * ratios.get(t.problem, 1.0) for t in dataset.timings}
     theirs = {problem: ms for problem, ms in theirs.items() if problem in ratios}
     return fit_pytorch(dataset.timings, theirs, dataset.operation, dataset.device, SMALL, 0)
