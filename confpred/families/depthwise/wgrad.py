@@ -10,8 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from confpred.families import common as common
-from confpred.families import costs
+from confpred.families import common, costs
 from confpred.families.common import Array, Occupancy
 from confpred.families.depthwise import common as depthwise
 from confpred.families.depthwise.common import Lanes

@@ -10,8 +10,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from confpred.families import common as common
-from confpred.families import costs
+from confpred.families import common, costs
 from confpred.families.common import Array, Occupancy
 from confpred.families.grouped import common as grouped
 from confpred.families.grouped.axis import axis_of
