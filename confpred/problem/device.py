@@ -38,9 +38,9 @@ class Device:
     tensor_flops: float
     simt_flops: float
 
-    # These are the same on every architecture from sm_80 to sm_90 (CUDA C++ Programming Guide,
-    # "Compute Capabilities"): limits of a multiprocessor, and the driver's part of each block's
-    # shared memory.
+    # Of sm_80 and sm_90 (CUDA C++ Programming Guide, "Compute Capabilities"): limits of a
+    # multiprocessor, and the driver's part of each block's shared memory. A device of another
+    # architecture may need a subclass that has others.
     regs_per_sm = 65_536
     warps_per_sm = 64
     blocks_per_sm = 32
