@@ -19,6 +19,13 @@ def measurements(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def few_measurements(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same of fewer networks and configs, for whole commands that take their time."""
+    path = tmp_path_factory.mktemp("data") / "few.parquet"
+    return synthetic.write(path, networks=3, configs=40)
+
+
+@pytest.fixture(scope="session")
 def model_folder(measurements: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small model trained on them, all but the network ``net0``."""
     folder = tmp_path_factory.mktemp("models") / "made-up-1"

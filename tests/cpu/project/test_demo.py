@@ -10,7 +10,7 @@ import pytest
 
 def test_the_demo_runs_on_a_machine_without_a_gpu(
     repository: Path,
-    measurements: Path,
+    few_measurements: Path,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
@@ -21,7 +21,7 @@ def test_the_demo_runs_on_a_machine_without_a_gpu(
     demo = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(demo)
     assert (repository / demo.DATA).exists()
-    monkeypatch.setattr(demo, "DATA", measurements)
+    monkeypatch.setattr(demo, "DATA", few_measurements)
     monkeypatch.setattr(demo, "NETWORK", "net0")
     monkeypatch.setattr(demo, "device_count", lambda: 0)
     monkeypatch.chdir(repository)

@@ -197,7 +197,7 @@ def on_made_up_data(block: Block, request: pytest.FixtureRequest, folder: Path) 
     """Run it in a folder whose measurements are few and made up; sampling ends without a GPU."""
     data = folder / "datasets"
     data.mkdir()
-    shutil.copy(request.getfixturevalue("measurements"), data / "h100.parquet")
+    shutil.copy(request.getfixturevalue("few_measurements"), data / "h100.parquet")
     (data / "suites").symlink_to(request.getfixturevalue("repository") / "datasets" / "suites")
     sample, *others = block.text.splitlines()
     assert sample.startswith("confpred sample ")
