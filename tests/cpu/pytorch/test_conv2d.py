@@ -81,9 +81,8 @@ def test_a_gradient_that_was_expanded_is_taken() -> None:
 def test_a_fused_operator_has_no_gradient() -> None:
     """`conv2d` never asks for one: it fuses nothing where gradients are needed."""
     x, weight, _ = tensors()
-    out = torch.ops.confpred.conv2d(
-        *(x, weight.requires_grad_(), None, None), *([1, 1], [0, 0], [1, 1], 1, "relu")
-    )
+    weight.requires_grad_()
+    out = torch.ops.confpred.conv2d(x, weight, None, None, [1, 1], [0, 0], [1, 1], 1, "relu")
     with pytest.raises(InvalidInput, match="where gradients are asked for"):
         out.sum().backward()
 

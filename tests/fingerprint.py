@@ -1,0 +1,81 @@
+"""Everything that a change of form must leave as it is, to the bit, in one JSON file.
+
+    python tests/fingerprint.py before.json     # ... the change ...
+    python tests/fingerprint.py after.json && cmp before.json after.json
+
+For a seventh of the suites' problems and 150 random ones a family, on every known device: the first
+eight choices, and digests of what each family says is legal, of its features, estimates and
+launches. It takes about twenty seconds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import sys
+from pathlib import Path
+
+import numpy as np
+from layers import random_layer
+
+from confpred import Predictor
+from confpred.data.suites import read_suite
+from confpred.families.protocol import Family
+from confpred.families.registry import all_families
+from confpred.problem.conv2d import DIRECTIONS
+from confpred.problem.device import KNOWN, Device
+from confpred.problem.record import Record
+
+SUITES = Path(__file__).parents[1] / "datasets" / "suites"
+EACH, RANDOM, TOP = 7, 150, 8
+ROWS, LAUNCHES = 24, 6  # of the legal configs of a problem, how many are described and launched
+
+
+def problems() -> list[Record]:
+    entries = [e for d in DIRECTIONS for e in read_suite(SUITES / f"{d}.json").entries]
+    found = [entry.problem for entry in entries[::EACH]]
+    for name, family in all_families().items():
+        rng = random.Random(name)
+        found += [random_layer(rng, family) for _ in range(RANDOM)]
+    return found
+
+
+def of_family(family: Family, device: Device, sample: list[Record]) -> dict[str, str]:
+    parts = {name: hashlib.sha256() for name in ("legal", "features", "estimates", "launches")}
+    rng = random.Random(f"{family.name} {device.key}")
+    for problem in sample:
+        legal = family.legal(problem, device)
+        parts["legal"].update(np.packbits(legal).tobytes())
+        rows = np.flatnonzero(legal).tolist()
+        some = np.array(sorted(rng.sample(rows, min(ROWS, len(rows)))), np.intp)
+        if not len(some):
+            continue
+        parts["features"].update(family.features(problem, device, some).tobytes())
+        parts["estimates"].update(family.estimate_s(problem, device, some).tobytes())
+        for row in some[:LAUNCHES]:
+            parts["launches"].update(repr(family.launch(problem, int(row))).encode())
+    digests = {name: part.hexdigest() for name, part in parts.items()}
+    return {"configs": hashlib.sha256(family.configs.tobytes()).hexdigest(), **digests}
+
+
+def main(out: Path) -> None:
+    sample, predictor = problems(), Predictor.load()
+    result = {
+        "choices": {
+            f"{device} {problem}": [c.to_json() for c in predictor.rank(problem, device, TOP)]
+            for device in KNOWN
+            for problem in sample
+        },
+        "families": {
+            f"{name} {key}": of_family(family, device, sample)
+            for name, family in all_families().items()
+            for key, device in KNOWN.items()
+        },
+    }
+    out.write_text(json.dumps(result, indent=1) + "\n")
+    print(f"{len(sample)} problems, {len(result['choices'])} answers: {out}")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
