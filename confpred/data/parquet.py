@@ -57,10 +57,18 @@ def operation_in(path: Path) -> str:
     Raises:
         DataError: the file is missing, truncated or damaged.
     """
+    return _operation_of(_schema_in(path))
+
+
+def _schema_in(path: Path) -> pa.Schema:
     try:
-        metadata = pq.read_schema(path).metadata or {}
+        return pq.read_schema(path)
     except (OSError, pa.ArrowException) as error:
         raise _not_whole(path, error) from error
+
+
+def _operation_of(found: pa.Schema) -> str:
+    metadata = found.metadata or {}
     return str(metadata.get(_OPERATION.encode(), b"").decode(errors="replace"))
 
 
@@ -71,13 +79,13 @@ def read(path: Path, operation: Operation, columns: Sequence[str] | None = None)
         DataError: the file is missing, truncated or damaged, is of another operation, or lacks a
             column.
     """
-    if (found := operation_in(path)) != operation.name:
-        raise DataError(f"{path} holds measurements of {found!r}, not of {operation.name!r}")
+    present = _schema_in(path)
+    if (holds := _operation_of(present)) != operation.name:
+        raise DataError(f"{path} holds measurements of {holds!r}, not of {operation.name!r}")
     known = schema(operation)
     names = known.names if columns is None else list(columns)
+    absent = [name for name in names if name in _ADDED and name not in present.names]
     try:
-        present = set(pq.read_schema(path).names)
-        absent = [name for name in names if name in _ADDED and name not in present]
         with path.open("rb") as file:
             # One thread: a process that ends soon afterwards, for instance with an error, would
             # sometimes abort because Arrow is still starting threads.

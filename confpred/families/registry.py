@@ -9,7 +9,7 @@ import importlib
 import os
 import pkgutil
 from collections.abc import Mapping
-from functools import cache
+from functools import cache, lru_cache
 from types import MappingProxyType
 
 import confpred.families
@@ -83,10 +83,11 @@ def operation_of(problem: Record) -> Operation:
     raise InvalidInput("problem", problem, f"a {known}")
 
 
-def config_of(candidate: Candidate) -> dict[str, int]:
+@lru_cache(maxsize=8_192)
+def config_of(candidate: Candidate) -> Mapping[str, int]:
     """A candidate's config by field name; empty where its provider has no fields."""
     family = all_families().get(candidate.provider)
-    return {} if family is None else config_dict(family, candidate.config_id)
+    return MappingProxyType({} if family is None else config_dict(family, candidate.config_id))
 
 
 def config_words(candidate: Candidate) -> str:

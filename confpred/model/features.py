@@ -53,10 +53,9 @@ def family_card(
         examples: problems, and legal rows of the config table for each.
     """
     few = [(problem, list(rows[:: -(-len(rows) // _ROWS)])) for problem, rows in examples]
-    matrices = (family.features(p, device, np.array(rows, np.intp)) for p, rows in few)
     return {
         "examples": [{"problem": str(problem), "rows": rows} for problem, rows in few],
-        "digest": _digest(matrices),
+        "digest": _family_digest(family, device, few),
     }
 
 
@@ -68,8 +67,7 @@ def check_family(folder: Path, family: Family, device: Device, card: Any) -> Non
     """
     parse = family.operation.problem.parse
     examples = [(parse(entry["problem"]), entry["rows"]) for entry in card["examples"]]
-    matrices = (family.features(p, device, np.array(rows, np.intp)) for p, rows in examples)
-    _compare(folder, family.name, _digest(matrices), card["digest"])
+    _compare(folder, family.name, _family_digest(family, device, examples), card["digest"])
 
 
 def operation_card(
@@ -78,7 +76,7 @@ def operation_card(
     """What a card holds of the features that PyTorch's time is predicted from."""
     return {
         "examples": [str(problem) for problem in examples],
-        "digest": _digest(operation.features(problem, device) for problem in examples),
+        "digest": _operation_digest(operation, device, examples),
     }
 
 
@@ -89,8 +87,17 @@ def check_operation(folder: Path, operation: Operation, device: Device, card: An
         ModelError: it does not.
     """
     examples = map(operation.problem.parse, card["examples"])
-    found = _digest(operation.features(problem, device) for problem in examples)
-    _compare(folder, operation.name, found, card["digest"])
+    _compare(folder, operation.name, _operation_digest(operation, device, examples), card["digest"])
+
+
+def _family_digest(
+    family: Family, device: Device, examples: Iterable[tuple[Record, Sequence[int]]]
+) -> str:
+    return _digest(family.features(p, device, np.array(rows, np.intp)) for p, rows in examples)
+
+
+def _operation_digest(operation: Operation, device: Device, examples: Iterable[Record]) -> str:
+    return _digest(operation.features(problem, device) for problem in examples)
 
 
 def _compare(folder: Path, name: str, found: str, trained: object) -> None:

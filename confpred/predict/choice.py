@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, Literal
 
 from confpred.errors import InvalidInput
@@ -61,7 +60,7 @@ class Choice:
     @property
     def config(self) -> Mapping[str, int] | None:
         """That row by field name; None where no family is chosen."""
-        return None if self.family is None else MappingProxyType(config_of(self.candidate))
+        return None if self.family is None else config_of(self.candidate)
 
     def to_json(self) -> dict[str, Any]:
         """The one JSON form of a choice, printed by the CLI and sent by the service."""

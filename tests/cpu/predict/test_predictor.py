@@ -236,7 +236,7 @@ def pin(problem: Problem, candidate: Candidate, device: str = "h100") -> dict:
         "device": device,
         "problem": problem.to_json(),
         "provider": candidate.provider,
-        "config": config_of(candidate),
+        "config": dict(config_of(candidate)),
     }
 
 
