@@ -14,8 +14,11 @@ if TYPE_CHECKING:
     from confpred.problem.conv2d import Problem as Problem
     from confpred.problem.device import Device as Device
     from confpred.problem.device import get_device as get_device
+    from confpred.pytorch.choosing import use_predictor as use_predictor
     from confpred.pytorch.conv2d import conv2d as conv2d
-    from confpred.pytorch.ready import use_predictor as use_predictor
+    from confpred.pytorch.routing import disable as disable
+    from confpred.pytorch.routing import enable as enable
+    from confpred.pytorch.routing import enabled as enabled
 
 __version__ = "0.1.0"
 _WHERE = {
@@ -24,8 +27,11 @@ _WHERE = {
     "Predictor": "confpred.predict.predictor",
     "Problem": "confpred.problem.conv2d",
     "conv2d": "confpred.pytorch.conv2d",
+    "disable": "confpred.pytorch.routing",
+    "enable": "confpred.pytorch.routing",
+    "enabled": "confpred.pytorch.routing",
     "get_device": "confpred.problem.device",
-    "use_predictor": "confpred.pytorch.ready",
+    "use_predictor": "confpred.pytorch.choosing",
 }
 __all__ = ["__version__", *_WHERE]
 

@@ -75,15 +75,28 @@ def compile_kernel(
         MissingExtra: the compiler is not installed.
     """
     store = kernel_cache or KernelCache(default_folder())
+    known = compiled_before(spec, arch, store)
+    if known is not None:
+        return known
     text = program_text(spec)
-    parts = (nvrtc_version(), _STANDARD, arch, spec.entry, text)
-    key = hashlib.sha256("\0".join(parts).encode()).hexdigest()
-    cubin = store.get(key)
-    if cubin is not None:
-        return Compiled(cubin, spec.entry, cached=True)
     cubin = _compile(text, spec, options(arch, name=spec.entry))
-    store.put(key, cubin)
+    store.put(_key(text, spec, arch), cubin)
     return Compiled(cubin, spec.entry, cached=False)
+
+
+def compiled_before(
+    spec: KernelSpec, arch: str, kernel_cache: KernelCache | None = None
+) -> Compiled | None:
+    """`spec` for `arch` from the cache; None where it has to be compiled."""
+    store = kernel_cache or KernelCache(default_folder())
+    cubin = store.get(_key(program_text(spec), spec, arch))
+    return None if cubin is None else Compiled(cubin, spec.entry, cached=True)
+
+
+def _key(text: str, spec: KernelSpec, arch: str) -> str:
+    """The name in the cache of the program `text`: all that decides its machine code."""
+    parts = (nvrtc_version(), _STANDARD, arch, spec.entry, text)
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
 def options(arch: str, **more: Any) -> ProgramOptions:

@@ -1,118 +1,297 @@
-"""Custom operators: what autograd and `torch.compile` see of `conv2d`."""
+"""Convolution with gradients: in eager mode, and as `torch.compile` sees it.
+
+Eager mode takes a `torch.autograd.Function`, which costs the host no more than PyTorch's own node
+of the graph. A compiled program takes operators of the dispatcher, `torch.ops.confpred.conv2d` and
+its backward, registered without the wrapping of `torch.library.custom_op`, which costs more than a
+launch.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from confpred.errors import InvalidInput
-from confpred.pytorch.directions import filter_grad, forward, input_grad
-from confpred.pytorch.ready import CHANNELS_LAST, Geometry
+from confpred.pytorch import policy
+from confpred.pytorch.choosing import remember, served
+from confpred.pytorch.directions import forward
+from confpred.pytorch.gradients import Grads, Layer, Mask, backward, find_layer
+from confpred.pytorch.layers import Geometry
+from confpred.pytorch.ready import CHANNELS_LAST
 
 
-@torch.library.custom_op("confpred::conv2d", mutates_args=())
-def conv2d_op(
+class _Convolution(torch.autograd.Function):
+    """A layer that has a `Layer`; the weights are cast here, where no graph has to be told."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: Layer) -> Tensor:
+        dtype = layer.shape.dtype
+        low = weight if weight.dtype is dtype else weight.to(dtype, memory_format=CHANNELS_LAST)
+        if bias is not None and bias.dtype is not dtype:
+            bias = bias.to(dtype)
+        ctx.save_for_backward(x, weight, low)
+        ctx.layer = layer
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.set_materialize_grads(False)
+        return layer.forward(x, low, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *out_grads: Tensor | None) -> Any:
+        (out_grad,) = out_grads
+        if out_grad is None:
+            return None, None, None, None
+        x, weight, low = ctx.saved_tensors
+        mask: Mask = ctx.needs_input_grad[:3]
+        if torch.is_grad_enabled():  # gradients of gradients: PyTorch has formulas for them
+            arguments = ctx.layer.shape.arguments()
+            channels = [out_grad.shape[1]] if mask[2] else None
+            grads: Grads = torch.ops.aten.convolution_backward(
+                out_grad, x, weight.to(out_grad.dtype), channels, *arguments, list(mask)
+            )
+        else:
+            grads = ctx.layer.backward(out_grad, x, low, mask)
+        grad_x, grad_weight, grad_bias = grads
+        if grad_weight is not None and grad_weight.dtype is not weight.dtype:
+            grad_weight = grad_weight.to(weight.dtype)
+        return grad_x, grad_weight, grad_bias, None
+
+
+def convolve(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    residual: Tensor | None,
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-    groups: int,
-    activation: str,
+    geometry: Geometry,
+    original: Callable[[], Tensor],
+    *,
+    transposed: bool = False,
+    output_padding: tuple[int, int] = (0, 0),
 ) -> Tensor:
-    geometry = _geometry(stride, padding, dilation, groups)
-    return forward(x.detach(), weight.detach(), bias, residual, geometry, activation)
+    """A convolution in eager mode, with or without gradients, under autocast or not.
 
-
-@conv2d_op.register_fake
-def _(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-    groups: int,
-    activation: str,
-) -> Tensor:
-    return F.conv2d(x, weight, bias, stride, padding, dilation, groups)
-
-
-@torch.library.custom_op("confpred::conv2d_input_grad", mutates_args=())
-def _input_grad_op(
-    out_grad: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-    groups: int,
-) -> Tensor:
-    return input_grad(out_grad, x, weight, _geometry(stride, padding, dilation, groups))
-
-
-@_input_grad_op.register_fake
-def _(
-    out_grad: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-    groups: int,
-) -> Tensor:
-    return torch.empty_like(x)
-
-
-@torch.library.custom_op("confpred::conv2d_filter_grad", mutates_args=())
-def _filter_grad_op(
-    out_grad: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    with_bias: bool,
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-    groups: int,
-) -> tuple[Tensor, Tensor]:
-    geometry = _geometry(stride, padding, dilation, groups)
-    weight_grad, bias_grad = filter_grad(out_grad, x, weight, with_bias, geometry)
-    return (
-        weight_grad.contiguous(memory_format=CHANNELS_LAST),
-        x.new_empty(0) if bias_grad is None else bias_grad,
+    Args:
+        x: shape (N, C, H, W), a plain tensor.
+        weight: shape (K, C / groups, R, S); of a transposed convolution (C, K / groups, R, S).
+        bias: one number an output channel, or None.
+        geometry: stride, padding, dilation, groups.
+        original: the caller's own call of PyTorch's function, for layers that are not ours.
+        transposed, output_padding: of a transposed convolution.
+    """
+    dtype = x.dtype
+    if torch.is_autocast_enabled("cuda") and dtype is not torch.float64:
+        dtype = torch.get_autocast_dtype("cuda")
+    mask: Mask = (
+        x.requires_grad, weight.requires_grad, bias is not None and bias.requires_grad
+    )  # fmt: skip
+    differentiable = torch.is_grad_enabled() and any(mask)
+    if not differentiable:
+        mask = (False, False, False)
+    key = (
+        x.shape,
+        x.stride(),
+        weight.shape,
+        x.dtype,
+        weight.dtype,
+        dtype,
+        x.get_device(),
+        weight.get_device(),
+        geometry,
+        mask,
+        None if bias is None else (bias.dtype, bias.get_device()),
+        transposed,
+        output_padding,
     )
+    try:
+        serve = served[key]
+    except KeyError:
+        serve = _find(key, x, weight, bias, dtype, geometry, mask, transposed, output_padding)
+    if serve is None:
+        return original()
+    out: Tensor = serve(x, weight, bias, original)
+    return out
 
 
-@_filter_grad_op.register_fake
-def _(
-    out_grad: Tensor,
+def _find(
+    key: Any,
     x: Tensor,
     weight: Tensor,
-    with_bias: bool,
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-    groups: int,
-) -> tuple[Tensor, Tensor]:
-    weight_grad = torch.empty_like(weight, memory_format=CHANNELS_LAST)
-    return weight_grad, x.new_empty(weight.shape[0] if with_bias else 0)
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    geometry: Geometry,
+    mask: Mask,
+    transposed: bool,
+    output_padding: tuple[int, int],
+) -> Any:
+    if weight.dtype is not dtype and not torch.is_autocast_enabled("cuda"):
+        return remember(key, None)  # PyTorch's own message says what is wrong
+    if bias is not None and bias.dtype is not dtype and not torch.is_autocast_enabled("cuda"):
+        return remember(key, None)
+    # A gradient is asked for later, of a tensor that autocast makes first.
+    low = x if x.dtype is dtype else x.to(dtype)
+    layer = find_layer(
+        low.detach(), weight, bias, dtype, geometry, mask, transposed, output_padding
+    )
+    if isinstance(layer, policy.Compiling):
+        return remember(key, layer.until_then(served, key, _original))
+    if layer is None:
+        return remember(key, None)
+    found = layer
+    if any(mask):
+
+        def differentiate(x: Tensor, weight: Tensor, bias: Tensor | None, _: Any) -> Any:
+            if x.dtype is not dtype:
+                x = x.to(dtype)
+            return _Convolution.apply(x, weight, bias, found)  # type: ignore[no-untyped-call]
+
+        return remember(key, differentiate)
+
+    def compute(x: Tensor, weight: Tensor, bias: Tensor | None, _: Any) -> Tensor:
+        if x.dtype is not dtype:
+            x = x.to(dtype)
+        if weight.dtype is not dtype:
+            weight = _cast(weight, dtype)
+        if bias is not None and bias.dtype is not dtype:
+            bias = _cast(bias, dtype)
+        return found.forward(x, weight, bias)
+
+    return remember(key, compute)
 
 
-def _geometry(
-    stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], groups: int
-) -> Geometry:
+def _original(x: Tensor, weight: Tensor, bias: Tensor | None, original: Any) -> Any:
+    return original()
+
+
+_casts: dict[int, tuple[Any, int, int, Tensor]] = {}  # by the identity of what was cast
+
+
+def _cast(t: Tensor, dtype: torch.dtype) -> Tensor:
+    """`t` in `dtype`, kept until `t` is changed or gone: in inference weights do not change."""
+    if t.is_inference():  # it does not count its changes
+        return t.to(dtype)
+    name = id(t)
+    known = _casts.get(name)
+    if (
+        known is not None
+        and known[0]() is t
+        and known[1] == t._version
+        and known[2] == t.data_ptr()
+        and known[3].dtype is dtype
+    ):
+        return known[3]
+    with torch.inference_mode(False), torch.no_grad():
+        if t.dim() == 4:
+            low = t.detach().to(dtype, memory_format=CHANNELS_LAST)
+        else:
+            low = t.detach().to(dtype)
+    if torch.cuda.is_current_stream_capturing():
+        return low  # it is computed by the graph, not now
+    gone = weakref.ref(t, lambda _: _casts.pop(name, None))
+    _casts[name] = (gone, t._version, t.data_ptr(), low)
+    return low
+
+
+_library = torch.library.Library("confpred", "FRAGMENT")
+_GEOMETRY = "SymInt[] stride, SymInt[] padding, SymInt[] dilation, SymInt groups"
+_library.define(
+    "conv2d(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, "
+    f"{_GEOMETRY}, str activation) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_library.define(
+    f"conv2d_backward(Tensor out_grad, Tensor x, Tensor weight, {_GEOMETRY}, bool[] mask)"
+    " -> (Tensor, Tensor, Tensor)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+Ints = Sequence[int]
+
+
+def geometry_of(stride: Ints, padding: Ints, dilation: Ints, groups: int) -> Geometry:
     return (
         (stride[0], stride[1]),
         (padding[0], padding[1]),
         (dilation[0], dilation[1]),
         groups,
+    )
+
+
+def _conv2d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    stride: Ints,
+    padding: Ints,
+    dilation: Ints,
+    groups: int,
+    activation: str,
+) -> Tensor:
+    geometry = geometry_of(stride, padding, dilation, groups)
+    return forward(x, weight, bias, residual, geometry, activation)
+
+
+def _conv2d_backward(
+    out_grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    stride: Ints,
+    padding: Ints,
+    dilation: Ints,
+    groups: int,
+    mask: Sequence[bool],
+) -> tuple[Tensor, ...]:
+    geometry = geometry_of(stride, padding, dilation, groups)
+    grads = backward(out_grad, x, weight, geometry, (mask[0], mask[1], mask[2]))
+    # A schema has no optional output, and Inductor counts on the strides that were promised.
+    return tuple(
+        x.new_empty(0)
+        if grad is None
+        else grad.contiguous(
+            memory_format=CHANNELS_LAST if grad.dim() == 4 else torch.contiguous_format
+        )
+        for grad in grads
+    )
+
+
+_library.impl("conv2d", _conv2d, "CompositeExplicitAutograd")
+_library.impl("conv2d_backward", _conv2d_backward, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("confpred::conv2d", lib=_library)
+def _(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    stride: Ints,
+    padding: Ints,
+    dilation: Ints,
+    groups: int,
+    activation: str,
+) -> Tensor:
+    return torch.ops.aten.convolution.default(
+        x, weight, bias, stride, padding, dilation, False, [0, 0], groups
+    )
+
+
+@torch.library.register_fake("confpred::conv2d_backward", lib=_library)
+def _(
+    out_grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    stride: Ints,
+    padding: Ints,
+    dilation: Ints,
+    groups: int,
+    mask: Sequence[bool],
+) -> tuple[Tensor, ...]:
+    absent = x.new_empty(0)
+    return (
+        torch.empty_like(x, memory_format=CHANNELS_LAST) if mask[0] else absent,
+        torch.empty_like(weight, memory_format=CHANNELS_LAST) if mask[1] else x.new_empty(0),
+        x.new_empty(weight.shape[0]) if mask[2] else x.new_empty(0),
     )
 
 
@@ -128,25 +307,24 @@ def _backward(ctx: Any, out_grad: Tensor) -> tuple[Tensor | None, ...]:
             "activation", "fused", "none and no residual, where gradients are asked for"
         )
     x, weight = ctx.saved_tensors
-    needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-    eager = type(out_grad) is Tensor and not torch.compiler.is_compiling()
-    geometry = _geometry(*ctx.geometry)
-    grad_x = grad_weight = grad_bias = None
-    if needs_x:
-        grad_x = (
-            input_grad(out_grad, x, weight, geometry)
-            if eager
-            else _input_grad_op(out_grad, x, weight, *ctx.geometry)
-        )
-    if needs_weight:
-        grad_weight, grad_bias = (
-            filter_grad(out_grad, x, weight, needs_bias, geometry)
-            if eager
-            else _filter_grad_op(out_grad, x, weight, needs_bias, *ctx.geometry)
-        )
-    elif needs_bias:
-        grad_bias = out_grad.sum((0, 2, 3))
-    return (grad_x, grad_weight, grad_bias if needs_bias else None, *(None,) * 6)
+    mask = list(ctx.needs_input_grad[:3])
+    grads = torch.ops.confpred.conv2d_backward(out_grad, x, weight, *ctx.geometry, mask)
+    return (*(g if asked else None for g, asked in zip(grads, mask, strict=True)), *(None,) * 6)
 
 
-conv2d_op.register_autograd(_backward, setup_context=_setup_context)
+torch.library.register_autograd(
+    "confpred::conv2d", _backward, setup_context=_setup_context, lib=_library
+)
+
+
+def traced(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    geometry: Geometry,
+    activation: str,
+) -> Tensor:
+    """The same in a program that is being traced: an operator that chooses when it runs."""
+    out: Tensor = torch.ops.confpred.conv2d(x, weight, bias, residual, *geometry, activation)
+    return out

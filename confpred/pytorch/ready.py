@@ -1,199 +1,148 @@
-"""Launches that are ready to run: chosen, compiled and loaded once for each shape."""
+"""A launch that is ready to run for tensors of one shape: what a call costs the host is here."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from confpred.cuda import driver
-from confpred.cuda.compiler import compile_kernel
 from confpred.cuda.launch import BoundLaunch
-from confpred.errors import ConfpredError, InvalidProblem, UnknownDevice
-from confpred.families.candidate import PYTORCH_OPERATOR
-from confpred.families.protocol import Family
-from confpred.families.registry import all_families
-from confpred.predict.predictor import Predictor
 from confpred.problem.conv2d import Problem
 from confpred.problem.conv2d_operation import CONVOLUTION
-from confpred.problem.operation import SCRATCH, ZEROED
+from confpred.problem.operation import SCRATCH, ZEROED, Launch
 from confpred.pytorch.workspace import workspace
 
-log = logging.getLogger(__name__)
-
 DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
-ALIGNMENT = 16  # bytes; the kernels load this much at a time
 CHANNELS_LAST = torch.channels_last
-_MOST_KEPT = 65_536
-#: Operands in the order in which `launch` is given them, outputs first.
+ALIGNMENT = 16  # bytes; the kernels load this much at a time
+_UNALIGNED = ALIGNMENT - 1  # an address with any of these bits is not aligned to that
+#: Operands in the order in which a ready launch is given them, outputs first.
 _NAMES = {
     "fprop": ("out", "in", "filter", "bias", "residual"),
     "dgrad": ("in_grad", "out_grad", "filter"),
     "wgrad": ("filter_grad", "bias_grad", "out_grad", "in"),
 }
-Pair = tuple[int, int]
-Geometry = tuple[Pair, Pair, Pair, int]  # stride, padding, dilation, groups
+Sizes = tuple[int, ...]
+# These three are what `torch.cuda.current_device`, `torch.cuda.current_stream` and
+# `torch.empty_strided` come to; PyTorch's own compiler calls them too. They make no objects on the
+# way, which is several microseconds a call.
+_current_device = getattr(torch._C, "_cuda_getDevice", None) or torch.cuda.current_device
+_current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 
-@dataclass(frozen=True, slots=True)
+def _plain_empty(size: Sizes, stride: Sizes, dtype: torch.dtype) -> Tensor:
+    return torch.empty_strided(size, stride, dtype=dtype, device="cuda")
+
+
+try:
+    from torch._C._dynamo.guards import _empty_strided_cuda as _empty
+except ImportError:  # a PyTorch without it
+    _empty = _plain_empty
+
+
 class ReadyLaunch:
-    """A launch for one shape.
+    """A launch for one problem, chosen, compiled and loaded; called with its inputs.
+
+    Inputs come in the order of ``_NAMES``, as tensors of the problem's shapes and dtype on the
+    launch's device, None where the problem has no such operand. They are copied where they are not
+    dense or not aligned as the kernels read them.
 
     Attributes:
-        bound: the launch, which lacks only the addresses of its operands.
-        outputs: shape and strides of each output; None for one that was not asked for.
-        zeroed_bytes, scratch_bytes: see `confpred.problem.operation.Launch`.
+        problem: what it computes.
     """
 
-    bound: BoundLaunch
-    outputs: tuple[tuple[tuple[int, ...], tuple[int, ...]] | None, ...]
-    zeroed_bytes: int
-    scratch_bytes: int
+    __slots__ = (
+        "_absent", "_bound", "_dtype", "_ordinal", "_scratch", "_single", "_zeroed", "problem"
+    )  # fmt: skip
 
+    def __init__(
+        self, problem: Problem, launch: Launch, kernels: Sequence[Any], ordinal: int
+    ) -> None:
+        self.problem = problem
+        self._dtype: torch.dtype = getattr(torch, problem.dtype)
+        self._ordinal = ordinal
+        self._zeroed, self._scratch = launch.zeroed_bytes, launch.scratch_bytes
+        names = _NAMES[problem.direction]
+        shapes = {o.name: o.shape for o in CONVOLUTION.operands(problem)}
+        ends = (ZEROED, SCRATCH) if self._zeroed or self._scratch else ()
+        self._bound = BoundLaunch(kernels, launch, (*names, *ends))
+        self._single = _layout(shapes[names[0]])
+        #: The filter's gradient has a second output, of the bias.
+        self._absent = () if problem.direction != "wgrad" else (shapes.get(names[1]),)
 
-_ready: dict[Any, ReadyLaunch | None] = {}  # None: PyTorch's own operator
-_predictor: Predictor | None = None  # loaded when it is first needed
+    def __call__(self, *inputs: Tensor | None) -> Tensor:
+        """The only output, or the first one; see `both`."""
+        return self._run(inputs)[0]
 
+    def both(self, *inputs: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """The filter's gradient, and the bias's where the problem asks for it."""
+        first, *others = self._run(inputs)
+        return first, others[0] if others else None
 
-def use_predictor(predictor: Predictor) -> None:
-    """Let `predictor` choose from now on, in place of the newest model of the package."""
-    global _predictor
-    _predictor = predictor
-    _ready.clear()
-
-
-def _current_predictor() -> Predictor:
-    global _predictor
-    if _predictor is None:
-        _predictor = Predictor.load()
-    return _predictor
-
-
-def ready_launch(*key: Any) -> ReadyLaunch | None:
-    """The launch for a shape, by the arguments of `_make_ready`; None for PyTorch's own
-    operator."""
-    try:
-        return _ready[key]
-    except KeyError:
-        made = _make_ready(*key)
-        if len(_ready) < _MOST_KEPT:
-            _ready[key] = made
-        return made
-
-
-def launch(ready: ReadyLaunch, like: Tensor, inputs: Sequence[Tensor | None]) -> list[Tensor]:
-    """The outputs of `ready`, of `like`'s dtype and device; empty where one was not asked for."""
-    device = like.device.index
-    if device != torch.cuda.current_device():
-        with torch.cuda.device(device):
-            return launch(ready, like, inputs)
-    outputs = [
-        like.new_empty(0)
-        if layout is None
-        else torch.empty_strided(*layout, dtype=like.dtype, device=like.device)
-        for layout in ready.outputs
-    ]
-    dense = [None if t is None else _dense(t) for t in inputs]
-    addresses = [0 if t is None else t.data_ptr() for t in (*outputs, *dense)]
-    # Triton calls this function too; it makes no stream object.
-    stream = torch._C._cuda_getCurrentRawStream(device)
-    if not ready.zeroed_bytes and not ready.scratch_bytes:
-        ready.bound.enqueue(stream, addresses)
+    def _run(self, inputs: Sequence[Tensor | None]) -> list[Tensor]:
+        if _current_device() != self._ordinal:
+            with torch.cuda.device(self._ordinal):
+                return self._run(inputs)
+        addresses = [0 if t is None else t.data_ptr() for t in inputs]
+        for address in addresses:
+            if address & _UNALIGNED:
+                return self._run([None if t is None else _aligned(t) for t in inputs])
+        outputs = [_empty(*self._single, self._dtype)]
+        places = [outputs[0].data_ptr()]
+        for shape in self._absent:
+            if shape is None:
+                places.append(0)
+            else:
+                outputs.append(_empty(shape, (1,), self._dtype))
+                places.append(outputs[-1].data_ptr())
+        stream = _stream(self._ordinal)
+        if not self._zeroed and not self._scratch:
+            self._bound.enqueue(stream, places + addresses)
+            return outputs
+        space = workspace(self._zeroed, self._scratch, outputs[0].device, stream)
+        with space.lock:
+            ends = [space.zeroed.data_ptr(), space.scratch.data_ptr()]
+            self._bound.enqueue(stream, places + addresses + ends)
         return outputs
-    space = workspace(ready.zeroed_bytes, ready.scratch_bytes, like.device, stream)
-    with space.lock:
-        ends = (space.zeroed.data_ptr(), space.scratch.data_ptr())
-        ready.bound.enqueue(stream, [*addresses, *ends])
-    return outputs
 
 
-def _dense(t: Tensor) -> Tensor:
-    """`t` as the kernels read it: channels last, or a dense vector; aligned."""
+def _stream(ordinal: int) -> int:
+    if _current_stream is None:
+        return int(torch.cuda.current_stream(ordinal).cuda_stream)
+    return int(_current_stream(ordinal))
+
+
+def dense(t: Tensor) -> Tensor:
+    """`t` as the kernels read it: channels last, or a dense vector."""
+    return t.contiguous(memory_format=CHANNELS_LAST if t.dim() == 4 else torch.contiguous_format)
+
+
+def is_dense(t: Tensor) -> bool:
+    """Whether `dense` would return `t` itself."""
     layout = CHANNELS_LAST if t.dim() == 4 else torch.contiguous_format
-    t = t.contiguous(memory_format=layout)
-    return t.clone(memory_format=layout) if t.data_ptr() % ALIGNMENT else t
+    return t.is_contiguous(memory_format=layout)
 
 
-def _make_ready(
-    direction: str,
-    x_shape: Sequence[int],
-    weight_shape: Sequence[int],
-    dtype: torch.dtype,
-    ordinal: int,
-    geometry: Geometry,
-    epilogue: tuple[bool, str, bool, bool],
-) -> ReadyLaunch | None:
-    """Choose, compile and load for a shape that is new to this process; None for PyTorch's own
-    operator."""
-    n, c, h, w = x_shape
-    k, width, r, s = weight_shape
-    stride, padding, dilation, groups = geometry
-    bias, activation, residual, deterministic = epilogue
-    if groups < 1 or c != width * groups:
-        return None  # PyTorch's own error message is the one that its users know
-    try:
-        problem = Problem(
-            n=n,
-            c=c,
-            h=h,
-            w=w,
-            k=k,
-            r=r,
-            s=s,
-            stride=stride,
-            padding=padding,
-            dilation=dilation,
-            groups=groups,
-            dtype=DTYPES[dtype],
-            direction=direction,
-            bias=bias,
-            activation=activation,
-            residual=residual,
-            deterministic=deterministic,
-        )
-        choice = _current_predictor().choose(problem, driver.device_of(ordinal))
-        candidate = choice.candidate
-        if candidate == PYTORCH_OPERATOR or choice.source == "heuristic":
-            log.debug("%s: PyTorch's own operator (%s)", problem, choice.source)
-            return None
-        log.debug("%s: %s %s (%s)", problem, candidate.provider, choice.config, choice.source)
-        family = all_families()[candidate.provider]
-        return _load(problem, family, candidate.config_id, ordinal)
-    except (InvalidProblem, UnknownDevice) as error:
-        log.debug("PyTorch's own operator: %s", error)
-    except ConfpredError as error:  # such as a damaged model: worth a look
-        log.warning("PyTorch's own operator: %s", error)
-    return None
+def _aligned(t: Tensor) -> Tensor:
+    layout = CHANNELS_LAST if t.dim() == 4 else torch.contiguous_format
+    return t.clone(memory_format=layout) if t.data_ptr() & _UNALIGNED else t
 
 
-def _load(problem: Problem, family: Family, row: int, ordinal: int) -> ReadyLaunch:
-    launch = family.launch(problem, row)
-    arch = driver.device_of(ordinal).arch
-    compiled = [compile_kernel(step.kernel, arch) for step in launch.steps]
-    with torch.cuda.device(ordinal):
-        driver.make_current(ordinal)
-        kernels = [
-            driver.load(kernel, step.smem_bytes).kernel
-            for kernel, step in zip(compiled, launch.steps, strict=True)
-        ]
-    names = _NAMES[problem.direction]
-    tensors = {o.name: o for o in CONVOLUTION.operands(problem)}
-    outputs = names[: 2 if problem.direction == "wgrad" else 1]
-    return ReadyLaunch(
-        BoundLaunch(kernels, launch, (*names, ZEROED, SCRATCH)),
-        tuple(_layout(tensors[name].shape) if name in tensors else None for name in outputs),
-        launch.zeroed_bytes,
-        launch.scratch_bytes,
-    )
-
-
-def _layout(shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _layout(shape: Sizes) -> tuple[Sizes, Sizes]:
     """Shape and strides, as PyTorch counts them, of a tensor whose dense shape is `shape`."""
-    if len(shape) == 1:
-        return shape, (1,)
     n, h, w, c = shape
     return (n, c, h, w), (h * w * c, 1, w * c, c)
+
+
+def densely(run: Callable[..., Any], inputs: Sequence[Tensor | None]) -> Callable[..., Any]:
+    """`run` itself where all of `inputs` are dense; else `run` after what makes inputs of their
+    layout dense."""
+    if all(t is None or is_dense(t) for t in inputs):
+        return run
+
+    def repacked(*given: Tensor | None) -> Any:
+        return run(*(None if t is None else dense(t) for t in given))
+
+    return repacked
