@@ -29,6 +29,10 @@ class _Config(ctypes.Structure):
     )
 
 
+class NoContext(LaunchError):
+    """The thread has no current CUDA context, as a thread that has not used the GPU yet."""
+
+
 @cache
 def _launch_kernel() -> Any:
     """The driver's ``cuLaunchKernelEx``.
@@ -52,7 +56,16 @@ class BoundLaunch:
         names: the operands' names, in the order in which `enqueue` is given their addresses.
     """
 
-    __slots__ = ("_addresses", "_calls", "_configs", "_kept", "_launch", "_lock", "_pack")
+    __slots__ = (
+        "_addresses",
+        "_calls",
+        "_configs",
+        "_kept",
+        "_launch",
+        "_lock",
+        "_pack",
+        "_stream",
+    )
 
     def __init__(self, kernels: Sequence[Kernel], launch: Launch, names: Sequence[str]) -> None:
         self._launch = _launch_kernel()
@@ -62,6 +75,7 @@ class BoundLaunch:
         self._configs: list[_Config] = []
         self._calls: list[tuple[Any, ...]] = []
         self._kept: list[Any] = []
+        self._stream = 0  # the one that the configs name
         for kernel, step in zip(kernels, launch.steps, strict=True):
             scalars = (ctypes.c_int32 * len(step.scalars))(*step.scalars.values())
             slots = [place.get(name, len(names)) for name in step.operands]
@@ -84,18 +98,23 @@ class BoundLaunch:
         operand, 0 for an absent one. The current context must be the kernels'.
 
         Raises:
+            NoContext: this thread has no current context.
             LaunchError: the driver refused.
         """
         with self._lock:
             self._pack(self._addresses, 0, *addresses)
-            for config, call in zip(self._configs, self._calls):  # noqa: B905 (equally long)
-                config.stream = stream
+            if stream != self._stream:
+                for config in self._configs:
+                    config.stream = stream
+                self._stream = stream
+            for call in self._calls:
                 code = self._launch(*call)
                 if code:
-                    raise LaunchError(f"launch failed: {_name(code)}")
+                    _refuse(code)
 
 
-def _name(code: int) -> str:
+def _refuse(code: int) -> None:
     from cuda.bindings import driver
 
-    return str(driver.CUresult(code).name)
+    kind = NoContext if code == driver.CUresult.CUDA_ERROR_INVALID_CONTEXT else LaunchError
+    raise kind(f"launch failed: {driver.CUresult(code).name}")

@@ -21,7 +21,7 @@ from confpred.pytorch.choosing import remember, served
 from confpred.pytorch.directions import forward
 from confpred.pytorch.gradients import Grads, Layer, Mask, backward, find_layer
 from confpred.pytorch.layers import Geometry
-from confpred.pytorch.ready import CHANNELS_LAST
+from confpred.pytorch.ready import CHANNELS_LAST, dense, densely
 
 
 class _Convolution(torch.autograd.Function):
@@ -30,12 +30,14 @@ class _Convolution(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: Layer) -> Tensor:
         dtype = layer.shape.dtype
-        low = weight if weight.dtype is dtype else weight.to(dtype, memory_format=CHANNELS_LAST)
+        if weight.dtype is not dtype:
+            low = weight.to(dtype, memory_format=CHANNELS_LAST)
+        else:
+            low = dense(weight)
         if bias is not None and bias.dtype is not dtype:
             bias = bias.to(dtype)
         ctx.save_for_backward(x, weight, low)
         ctx.layer = layer
-        ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.set_materialize_grads(False)
         return layer.forward(x, low, bias)
 
@@ -46,122 +48,122 @@ class _Convolution(torch.autograd.Function):
             return None, None, None, None
         x, weight, low = ctx.saved_tensors
         mask: Mask = ctx.needs_input_grad[:3]
-        if torch.is_grad_enabled():  # gradients of gradients: PyTorch has formulas for them
-            arguments = ctx.layer.shape.arguments()
-            channels = [out_grad.shape[1]] if mask[2] else None
-            grads: Grads = torch.ops.aten.convolution_backward(
-                out_grad, x, weight.to(out_grad.dtype), channels, *arguments, list(mask)
-            )
-        else:
-            grads = ctx.layer.backward(out_grad, x, low, mask)
-        grad_x, grad_weight, grad_bias = grads
-        if grad_weight is not None and grad_weight.dtype is not weight.dtype:
-            grad_weight = grad_weight.to(weight.dtype)
-        return grad_x, grad_weight, grad_bias, None
+        # The engine casts each gradient to the dtype of the tensor that it is the gradient of.
+        if not torch.is_grad_enabled():
+            return (*ctx.layer.backward(out_grad, x, low, mask), None)
+        # Gradients of gradients: PyTorch has formulas for them.
+        arguments = ctx.layer.shape.arguments()
+        channels = [out_grad.shape[1]] if mask[2] else None
+        grads: Grads = torch.ops.aten.convolution_backward(
+            out_grad, x, weight.to(out_grad.dtype), channels, *arguments, list(mask)
+        )
+        return (*grads, None)
 
 
-def convolve(
+_apply: Any = _Convolution.apply
+
+
+def find_convolution(
+    key: Any,
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     geometry: Geometry,
-    original: Callable[[], Tensor],
+    original: Callable[[Tensor, Tensor, Tensor | None], Tensor],
     *,
+    dtype: torch.dtype,
+    mask: Mask,
     transposed: bool = False,
     output_padding: tuple[int, int] = (0, 0),
-) -> Tensor:
-    """A convolution in eager mode, with or without gradients, under autocast or not.
+) -> Callable[[Tensor, Tensor, Tensor | None], Tensor] | None:
+    """What serves eager calls with tensors like these, remembered under `key`; None for PyTorch's
+    own function.
 
     Args:
+        key: all that decides what serves a call.
         x: shape (N, C, H, W), a plain tensor.
         weight: shape (K, C / groups, R, S); of a transposed convolution (C, K / groups, R, S).
         bias: one number an output channel, or None.
         geometry: stride, padding, dilation, groups.
-        original: the caller's own call of PyTorch's function, for layers that are not ours.
+        original: PyTorch's function with the geometry of the call.
+        dtype: of the computation: `x`'s, or that of autocast.
+        mask: of which of the tensors a gradient will be asked for.
         transposed, output_padding: of a transposed convolution.
     """
+    casts = torch.is_autocast_enabled("cuda")
+    if not casts and any(t is not None and t.dtype is not dtype for t in (weight, bias)):
+        return remember(key, None)  # type: ignore[no-any-return]  # PyTorch says what is wrong
+    low = x if x.dtype is dtype else x.detach().to(dtype)
+    found = find_layer(
+        low.detach(), weight, bias, dtype, geometry, mask, transposed, output_padding
+    )
+    if isinstance(found, policy.Compiling):
+        return remember(key, found.until_then(served, key, original))  # type: ignore[no-any-return]
+    if found is None:
+        return remember(key, None)  # type: ignore[no-any-return]
+    layer = found
+    if any(mask):
+
+        def differentiate(x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
+            if x.dtype is not dtype:
+                x = x.to(dtype)
+            return _apply(x, weight, bias, layer)
+
+        return remember(key, differentiate)  # type: ignore[no-any-return]
+    if low is x and weight.dtype is dtype and layer.out is not None and not transposed:
+        return remember(key, densely(layer.out, (x, weight, bias)))  # type: ignore[no-any-return]
+
+    def compute(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        x = x if x.dtype is dtype else x.to(dtype)
+        weight = dense(weight) if weight.dtype is dtype else _cast(weight, dtype)
+        if bias is not None and bias.dtype is not dtype:
+            bias = _cast(bias, dtype)
+        return layer.forward(x, weight, bias)
+
+    return remember(key, compute)  # type: ignore[no-any-return]
+
+
+def find_eager(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    geometry: Geometry,
+    original: Callable[[Tensor, Tensor, Tensor | None], Tensor],
+    *,
+    transposed: bool = False,
+    output_padding: tuple[int, int] = (0, 0),
+) -> Callable[[Tensor, Tensor, Tensor | None], Tensor] | None:
+    """What serves an eager call under the autocast and gradient modes of the moment; see
+    `find_convolution`, which is asked once for each kind of call."""
     dtype = x.dtype
     if torch.is_autocast_enabled("cuda") and dtype is not torch.float64:
         dtype = torch.get_autocast_dtype("cuda")
-    mask: Mask = (
-        x.requires_grad, weight.requires_grad, bias is not None and bias.requires_grad
-    )  # fmt: skip
-    differentiable = torch.is_grad_enabled() and any(mask)
-    if not differentiable:
-        mask = (False, False, False)
+    mask: Mask = (False, False, False)
+    if torch.is_grad_enabled():
+        mask = (x.requires_grad, weight.requires_grad, bias is not None and bias.requires_grad)
     key = (
         x.shape,
         x.stride(),
         weight.shape,
+        weight.stride(),
         x.dtype,
         weight.dtype,
         dtype,
         x.get_device(),
         weight.get_device(),
-        geometry,
+        bias if bias is None else (bias.dtype, bias.get_device(), bias.stride()),
         mask,
-        None if bias is None else (bias.dtype, bias.get_device()),
         transposed,
         output_padding,
+        geometry,
     )
     try:
-        serve = served[key]
+        return served[key]  # type: ignore[no-any-return]
     except KeyError:
-        serve = _find(key, x, weight, bias, dtype, geometry, mask, transposed, output_padding)
-    if serve is None:
-        return original()
-    out: Tensor = serve(x, weight, bias, original)
-    return out
-
-
-def _find(
-    key: Any,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    dtype: torch.dtype,
-    geometry: Geometry,
-    mask: Mask,
-    transposed: bool,
-    output_padding: tuple[int, int],
-) -> Any:
-    if weight.dtype is not dtype and not torch.is_autocast_enabled("cuda"):
-        return remember(key, None)  # PyTorch's own message says what is wrong
-    if bias is not None and bias.dtype is not dtype and not torch.is_autocast_enabled("cuda"):
-        return remember(key, None)
-    # A gradient is asked for later, of a tensor that autocast makes first.
-    low = x if x.dtype is dtype else x.to(dtype)
-    layer = find_layer(
-        low.detach(), weight, bias, dtype, geometry, mask, transposed, output_padding
-    )
-    if isinstance(layer, policy.Compiling):
-        return remember(key, layer.until_then(served, key, _original))
-    if layer is None:
-        return remember(key, None)
-    found = layer
-    if any(mask):
-
-        def differentiate(x: Tensor, weight: Tensor, bias: Tensor | None, _: Any) -> Any:
-            if x.dtype is not dtype:
-                x = x.to(dtype)
-            return _Convolution.apply(x, weight, bias, found)  # type: ignore[no-untyped-call]
-
-        return remember(key, differentiate)
-
-    def compute(x: Tensor, weight: Tensor, bias: Tensor | None, _: Any) -> Tensor:
-        if x.dtype is not dtype:
-            x = x.to(dtype)
-        if weight.dtype is not dtype:
-            weight = _cast(weight, dtype)
-        if bias is not None and bias.dtype is not dtype:
-            bias = _cast(bias, dtype)
-        return found.forward(x, weight, bias)
-
-    return remember(key, compute)
-
-
-def _original(x: Tensor, weight: Tensor, bias: Tensor | None, original: Any) -> Any:
-    return original()
+        return find_convolution(
+            key, x, weight, bias, geometry, original, dtype=dtype, mask=mask,
+            transposed=transposed, output_padding=output_padding,
+        )  # fmt: skip
 
 
 _casts: dict[int, tuple[Any, int, int, Tensor]] = {}  # by the identity of what was cast

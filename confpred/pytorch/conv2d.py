@@ -18,7 +18,7 @@ from torch.nn import Parameter
 
 from confpred.errors import InvalidInput
 from confpred.problem.conv2d import ACTIVATIONS
-from confpred.pytorch.autograd import convolve, traced
+from confpred.pytorch.autograd import find_eager, traced
 from confpred.pytorch.directions import forward
 from confpred.pytorch.fallback import activate
 from confpred.pytorch.layers import Geometry, Pair
@@ -86,13 +86,17 @@ def conv2d(
     differentiable = torch.is_grad_enabled() and any(t.requires_grad for t in given)
     if differentiable and not compiling:
 
-        def original() -> Tensor:
+        def original(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
             return _CONV2D(x, weight, bias, *geometry)
 
         # The activation's gradient needs its input, so neither the activation nor the residual is
         # fused.
-        out = convolve(x, weight, bias, geometry, original)
-        return activate(name, out if residual is None else out + residual)
+        serve = find_eager(x, weight, bias, geometry, original) or original
+        out = serve(x, weight, bias)
+        if residual is not None:
+            autocast = x.is_cuda and torch.is_autocast_enabled("cuda")
+            out = out + (residual.to(out.dtype) if autocast else residual)
+        return activate(name, out)
     if x.is_cuda and torch.is_autocast_enabled("cuda"):
         dtype = torch.get_autocast_dtype("cuda")
         x, weight = x.to(dtype), weight.to(dtype)
@@ -101,9 +105,8 @@ def conv2d(
     if differentiable:
         out = traced(x, weight, bias, None, geometry, "none")
         return activate(name, out if residual is None else out + residual)
-    if compiling:
-        return traced(x, weight, bias, residual, geometry, name)
-    return forward(x, weight, bias, residual, geometry, name)
+    run = traced if compiling else forward
+    return run(x, weight, bias, residual, geometry, name)
 
 
 def _by_pytorch(

@@ -88,7 +88,7 @@ def _find(
     if isinstance(found, policy.Compiling):
         theirs = partial(pytorch_fused, geometry=geometry, activation=activation)
         return remember(key, found.until_then(served, key, theirs))
-    return remember(key, found and densely(found, inputs))
+    return remember(key, found and densely(found.run, inputs))
 
 
 def _like(t: Tensor) -> tuple[Any, ...]:

@@ -10,8 +10,8 @@ three directions are those of that convolution, in other roles:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,15 +22,20 @@ from confpred.pytorch.choosing import remember, served
 from confpred.pytorch.fallback import pytorch_backward, pytorch_forward
 from confpred.pytorch.layers import Geometry, alike, problem_of, transposed_image
 from confpred.pytorch.layouts import is_channels_last
-from confpred.pytorch.ready import ReadyLaunch, dense, is_dense
+from confpred.pytorch.ready import CHANNELS_LAST, ReadyLaunch, dense, is_dense
 
 Mask = tuple[bool, bool, bool]  # which of the gradients of x, weight and bias are asked for
 Grads = tuple["Tensor | None", "Tensor | None", "Tensor | None"]
 
 
+# What `torch.are_deterministic_algorithms_enabled` and `torch.backends.cudnn.deterministic` read.
+_deterministic = torch._C._get_deterministic_algorithms
+_cudnn_deterministic = torch._C._get_cudnn_deterministic
+
+
 def is_deterministic() -> bool:
     """Whether PyTorch is told to compute what is the same to the bit each time."""
-    return torch.are_deterministic_algorithms_enabled() or torch.backends.cudnn.deterministic
+    return bool(_deterministic() or _cudnn_deterministic())
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,73 +92,76 @@ class Shape:
         return stride, padding, dilation, self.transposed, self.output_padding, groups
 
 
-@dataclass(slots=True)
+Run = Callable[..., Any]
+
+
 class Layer:
     """What serves a layer of one shape; None stands for PyTorch's own operator.
 
     Attributes:
         shape: of its tensors.
-        out, x: launches of the forward pass and of the input's gradient.
-        weight: launches of the filter's gradient, by whether it is to be deterministic.
+        out, x: the launches of the forward pass and of the input's gradient.
+        weight: those of the filter's gradient, by whether it is to be deterministic.
     """
 
-    shape: Shape
-    out: ReadyLaunch | None
-    x: ReadyLaunch | None
-    weight: dict[bool, ReadyLaunch | None] = field(default_factory=dict)
+    __slots__ = ("_arguments", "_flip", "out", "shape", "weight", "x")
+
+    def __init__(
+        self, shape: Shape, out: Run | None, x: Run | None, weight: dict[bool, Run | None]
+    ) -> None:
+        self.shape, self.out, self.x, self.weight = shape, out, x, weight
+        self._arguments = shape.arguments()
+        self._flip = shape.transposed
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """The layer's output, without gradients."""
-        if self.out is None or not is_channels_last(x):
-            return pytorch_forward(x, weight, bias, *self.shape.arguments())
-        weight = dense(weight)
-        if not self.shape.transposed:
-            return self.out(x, weight, bias, None)
+        """The layer's output, without gradients, of dense tensors of the layer's dtype."""
+        if self.out is None:
+            return pytorch_forward(x, weight, bias, *self._arguments)
+        if not self._flip:
+            out: Tensor = self.out(x, weight, bias)
+            return out
         out = self.out(x, weight)
         return out if bias is None else out.add_(bias.view(-1, 1, 1))
 
     def backward(self, out_grad: Tensor, x: Tensor, weight: Tensor, mask: Mask) -> Grads:
-        """The gradients that `mask` asks for; None for the others."""
-        ours_weight = None
-        if mask[1]:
-            deterministic = is_deterministic()
-            if deterministic not in self.weight:  # the switch was turned after the forward pass
-                found = policy.find_at_once(
-                    self.shape.problem("weight", deterministic), self.shape.ordinal
-                )
-                self.weight[deterministic] = found
-            ours_weight = self.weight[deterministic]
-        ours_x = self.x if mask[0] else None
-        if (ours_x is None and ours_weight is None) or not is_channels_last(x):
+        """The gradients that `mask` asks for, None for the others; `x` and `weight` are dense."""
+        run_x = self.x if mask[0] else None
+        run_weight = self._weight() if mask[1] else None
+        if run_x is None and run_weight is None:
             return self._theirs(out_grad, x, weight, mask)
-        grad = out_grad if is_dense(out_grad) else dense(out_grad)
+        if not out_grad.is_contiguous(memory_format=CHANNELS_LAST):
+            out_grad = dense(out_grad)
         grad_x = grad_weight = grad_bias = None
-        if ours_x is not None:
-            weight = dense(weight)
-            grad_x = ours_x(grad, weight, None, None) if self.shape.transposed else (
-                ours_x(grad, weight)
-            )  # fmt: skip
-        if ours_weight is not None:
-            operands = (x, grad) if self.shape.transposed else (grad, x)
-            grad_weight, grad_bias = ours_weight.both(*operands)
+        if run_x is not None:
+            grad_x = run_x(out_grad, weight)
+        if run_weight is not None:
+            pair = (x, out_grad) if self._flip else (out_grad, x)
+            grad_weight, grad_bias = run_weight(*pair)
         left = (
             mask[0] and grad_x is None,
             mask[1] and grad_weight is None,
             mask[2] and grad_bias is None,
         )
-        if any(left):
-            theirs = self._theirs(grad, x, weight, left)
+        if True in left:
+            theirs = self._theirs(out_grad, x, weight, left)
             grad_x = theirs[0] if left[0] else grad_x
             grad_weight = theirs[1] if left[1] else grad_weight
             grad_bias = theirs[2] if left[2] else grad_bias
         return grad_x, grad_weight, grad_bias if mask[2] else None
 
+    def _weight(self) -> Run | None:
+        deterministic = is_deterministic()
+        if deterministic not in self.weight:  # the switch was turned after the forward pass
+            problem = self.shape.problem("weight", deterministic)
+            found = policy.find_at_once(problem, self.shape.ordinal)
+            self.weight[deterministic] = found and found.run
+        return self.weight[deterministic]
+
     def _theirs(self, out_grad: Tensor, x: Tensor, weight: Tensor, mask: Mask) -> Grads:
         if mask == (False, False, True):
             return None, None, out_grad.sum((0, 2, 3))
-        channels = out_grad.shape[1]
-        sizes = [channels] if mask[2] else None
-        return pytorch_backward(out_grad, x, weight, sizes, *self.shape.arguments(), list(mask))
+        sizes = [out_grad.shape[1]] if mask[2] else None
+        return pytorch_backward(out_grad, x, weight, sizes, *self._arguments, list(mask))
 
 
 def find_layer(
@@ -196,7 +204,7 @@ def find_layer(
     futures = [f for one in found if isinstance(one, policy.Compiling) for f in one.futures]
     if futures:
         return policy.Compiling(tuple(futures))
-    out, dx, dw = (one if isinstance(one, ReadyLaunch) else None for one in found)
+    out, dx, dw = (one.run if isinstance(one, ReadyLaunch) else None for one in found)
     if out is None and dx is None and dw is None:
         return None
     return Layer(shape, out, dx, {deterministic: dw})
@@ -208,6 +216,7 @@ def backward(out_grad: Tensor, x: Tensor, weight: Tensor, geometry: Geometry, ma
         x.shape,
         x.stride(),
         weight.shape,
+        weight.stride(),
         x.dtype,
         weight.dtype,
         out_grad.dtype,
@@ -231,7 +240,7 @@ def backward(out_grad: Tensor, x: Tensor, weight: Tensor, geometry: Geometry, ma
 
 
 def _find_backward(key: Any, x: Tensor, weight: Tensor, geometry: Geometry, mask: Mask) -> Any:
-    if weight.dtype is not x.dtype or key[5] is not x.dtype:
+    if weight.dtype is not x.dtype or key[6] is not x.dtype:
         return remember(key, None)
     bias = x if mask[2] else None  # only whether there is one counts
     found = find_layer(x, weight, bias, x.dtype, geometry, mask)
@@ -244,4 +253,7 @@ def _find_backward(key: Any, x: Tensor, weight: Tensor, geometry: Geometry, mask
             )  # fmt: skip
 
         return remember(key, found.until_then(served, key, theirs))
-    return remember(key, found and found.backward)
+    if found is None or is_dense(weight):
+        return remember(key, found and found.backward)
+    layer = found
+    return remember(key, lambda grad, x, weight, mask: layer.backward(grad, x, dense(weight), mask))

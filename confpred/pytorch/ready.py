@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from confpred.cuda.launch import BoundLaunch
+from confpred.cuda import driver
+from confpred.cuda.launch import BoundLaunch, NoContext
 from confpred.problem.conv2d import Problem
 from confpred.problem.conv2d_operation import CONVOLUTION
 from confpred.problem.operation import SCRATCH, ZEROED, Launch
@@ -28,8 +29,10 @@ Sizes = tuple[int, ...]
 # These three are what `torch.cuda.current_device`, `torch.cuda.current_stream` and
 # `torch.empty_strided` come to; PyTorch's own compiler calls them too. They make no objects on the
 # way, which is several microseconds a call.
-_current_device = getattr(torch._C, "_cuda_getDevice", None) or torch.cuda.current_device
-_current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+_current_device = torch._C._cuda_getDevice if hasattr(torch._C, "_cuda_getDevice") else int
+_current_stream = (
+    torch._C._cuda_getCurrentRawStream if hasattr(torch._C, "_cuda_getCurrentRawStream") else int
+)
 
 
 def _plain_empty(size: Sizes, stride: Sizes, dtype: torch.dtype) -> Tensor:
@@ -43,75 +46,109 @@ except ImportError:  # a PyTorch without it
 
 
 class ReadyLaunch:
-    """A launch for one problem, chosen, compiled and loaded; called with its inputs.
-
-    Inputs come in the order of ``_NAMES``, as tensors of the problem's shapes and dtype on the
-    launch's device, None where the problem has no such operand. They are copied where they are not
-    dense or not aligned as the kernels read them.
+    """A launch for one problem, chosen, compiled and loaded.
 
     Attributes:
         problem: what it computes.
+        run: called with the inputs in the order of ``_NAMES``, as tensors of the problem's shapes
+            and dtype on the launch's device, None for one that the problem does not have. They have
+            to be dense as the kernels read them; what is not aligned is copied. It returns the
+            output, or the gradients of filter and bias, the latter None if it is not asked for.
     """
 
-    __slots__ = (
-        "_absent", "_bound", "_dtype", "_ordinal", "_scratch", "_single", "_zeroed", "problem"
-    )  # fmt: skip
+    __slots__ = ("problem", "run")
 
     def __init__(
         self, problem: Problem, launch: Launch, kernels: Sequence[Any], ordinal: int
     ) -> None:
         self.problem = problem
-        self._dtype: torch.dtype = getattr(torch, problem.dtype)
-        self._ordinal = ordinal
-        self._zeroed, self._scratch = launch.zeroed_bytes, launch.scratch_bytes
         names = _NAMES[problem.direction]
-        shapes = {o.name: o.shape for o in CONVOLUTION.operands(problem)}
-        ends = (ZEROED, SCRATCH) if self._zeroed or self._scratch else ()
-        self._bound = BoundLaunch(kernels, launch, (*names, *ends))
-        self._single = _layout(shapes[names[0]])
-        #: The filter's gradient has a second output, of the bias.
-        self._absent = () if problem.direction != "wgrad" else (shapes.get(names[1]),)
+        ends = (ZEROED, SCRATCH) if launch.zeroed_bytes or launch.scratch_bytes else ()
+        bound = BoundLaunch(kernels, launch, (*names, *ends))
+        enqueue = _with_workspace(bound, launch, ordinal) if ends else _with_context(bound, ordinal)
+        make = _filter_gradient if problem.direction == "wgrad" else _one_output
+        self.run: Callable[..., Any] = make(problem, enqueue, ordinal)
 
-    def __call__(self, *inputs: Tensor | None) -> Tensor:
-        """The only output, or the first one; see `both`."""
-        return self._run(inputs)[0]
 
-    def both(self, *inputs: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """The filter's gradient, and the bias's where the problem asks for it."""
-        first, *others = self._run(inputs)
-        return first, others[0] if others else None
+Enqueue = Callable[[int, "tuple[int, ...]"], None]
 
-    def _run(self, inputs: Sequence[Tensor | None]) -> list[Tensor]:
-        if _current_device() != self._ordinal:
-            with torch.cuda.device(self._ordinal):
-                return self._run(inputs)
-        addresses = [0 if t is None else t.data_ptr() for t in inputs]
-        for address in addresses:
-            if address & _UNALIGNED:
-                return self._run([None if t is None else _aligned(t) for t in inputs])
-        outputs = [_empty(*self._single, self._dtype)]
-        places = [outputs[0].data_ptr()]
-        for shape in self._absent:
-            if shape is None:
-                places.append(0)
-            else:
-                outputs.append(_empty(shape, (1,), self._dtype))
-                places.append(outputs[-1].data_ptr())
-        stream = _stream(self._ordinal)
-        if not self._zeroed and not self._scratch:
-            self._bound.enqueue(stream, places + addresses)
-            return outputs
-        space = workspace(self._zeroed, self._scratch, outputs[0].device, stream)
+
+def _with_context(bound: BoundLaunch, ordinal: int) -> Enqueue:
+    plain = bound.enqueue
+
+    def enqueue(stream: int, addresses: tuple[int, ...]) -> None:
+        try:
+            plain(stream, addresses)
+        except NoContext:  # a thread's first use of the GPU, as in the backward pass
+            driver.make_current(ordinal)
+            plain(stream, addresses)
+
+    return enqueue
+
+
+def _with_workspace(bound: BoundLaunch, launch: Launch, ordinal: int) -> Enqueue:
+    plain = _with_context(bound, ordinal)
+    device = torch.device("cuda", ordinal)
+    zeroed, scratch = launch.zeroed_bytes, launch.scratch_bytes
+
+    def enqueue(stream: int, addresses: tuple[int, ...]) -> None:
+        space = workspace(zeroed, scratch, device, stream)
         with space.lock:
-            ends = [space.zeroed.data_ptr(), space.scratch.data_ptr()]
-            self._bound.enqueue(stream, places + addresses + ends)
-        return outputs
+            plain(stream, (*addresses, space.zeroed.data_ptr(), space.scratch.data_ptr()))
+
+    return enqueue
 
 
-def _stream(ordinal: int) -> int:
-    if _current_stream is None:
-        return int(torch.cuda.current_stream(ordinal).cuda_stream)
-    return int(_current_stream(ordinal))
+def _one_output(problem: Problem, enqueue: Enqueue, ordinal: int) -> Callable[..., Tensor]:
+    name, *inputs = _NAMES[problem.direction]
+    size, stride = _layout(_shapes(problem)[name])
+    dtype: torch.dtype = getattr(torch, problem.dtype)
+    epilogue = len(inputs) > 2
+
+    def run(a: Tensor, b: Tensor, c: Tensor | None = None, d: Tensor | None = None) -> Tensor:
+        if _current_device() != ordinal:
+            with torch.cuda.device(ordinal):
+                return run(a, b, c, d)
+        at_a, at_b = a.data_ptr(), b.data_ptr()
+        at_c = 0 if c is None else c.data_ptr()
+        at_d = 0 if d is None else d.data_ptr()
+        if (at_a | at_b | at_c | at_d) & _UNALIGNED:
+            return run(
+                _aligned(a),
+                _aligned(b),
+                None if c is None else _aligned(c),
+                None if d is None else _aligned(d),
+            )
+        out: Tensor = _empty(size, stride, dtype)
+        places = (out.data_ptr(), at_a, at_b, at_c, at_d)
+        enqueue(_current_stream(ordinal), places if epilogue else places[:3])
+        return out
+
+    return run
+
+
+def _filter_gradient(
+    problem: Problem, enqueue: Enqueue, ordinal: int
+) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    shapes = _shapes(problem)
+    size, stride = _layout(shapes["filter_grad"])
+    channels = shapes.get("bias_grad")
+    dtype: torch.dtype = getattr(torch, problem.dtype)
+
+    def run(out_grad: Tensor, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        if _current_device() != ordinal:
+            with torch.cuda.device(ordinal):
+                return run(out_grad, x)
+        at_grad, at_x = out_grad.data_ptr(), x.data_ptr()
+        if (at_grad | at_x) & _UNALIGNED:
+            return run(_aligned(out_grad), _aligned(x))
+        grad: Tensor = _empty(size, stride, dtype)
+        bias: Tensor | None = None if channels is None else _empty(channels, (1,), dtype)
+        at_bias = 0 if bias is None else bias.data_ptr()
+        enqueue(_current_stream(ordinal), (grad.data_ptr(), at_bias, at_grad, at_x))
+        return grad, bias
+
+    return run
 
 
 def dense(t: Tensor) -> Tensor:
@@ -125,17 +162,6 @@ def is_dense(t: Tensor) -> bool:
     return t.is_contiguous(memory_format=layout)
 
 
-def _aligned(t: Tensor) -> Tensor:
-    layout = CHANNELS_LAST if t.dim() == 4 else torch.contiguous_format
-    return t.clone(memory_format=layout) if t.data_ptr() & _UNALIGNED else t
-
-
-def _layout(shape: Sizes) -> tuple[Sizes, Sizes]:
-    """Shape and strides, as PyTorch counts them, of a tensor whose dense shape is `shape`."""
-    n, h, w, c = shape
-    return (n, c, h, w), (h * w * c, 1, w * c, c)
-
-
 def densely(run: Callable[..., Any], inputs: Sequence[Tensor | None]) -> Callable[..., Any]:
     """`run` itself where all of `inputs` are dense; else `run` after what makes inputs of their
     layout dense."""
@@ -146,3 +172,18 @@ def densely(run: Callable[..., Any], inputs: Sequence[Tensor | None]) -> Callabl
         return run(*(None if t is None else dense(t) for t in given))
 
     return repacked
+
+
+def _aligned(t: Tensor) -> Tensor:
+    layout = CHANNELS_LAST if t.dim() == 4 else torch.contiguous_format
+    return t.clone(memory_format=layout) if t.data_ptr() & _UNALIGNED else t
+
+
+def _shapes(problem: Problem) -> dict[str, Sizes]:
+    return {operand.name: operand.shape for operand in CONVOLUTION.operands(problem)}
+
+
+def _layout(shape: Sizes) -> tuple[Sizes, Sizes]:
+    """Shape and strides, as PyTorch counts them, of a tensor whose dense shape is `shape`."""
+    n, h, w, c = shape
+    return (n, c, h, w), (h * w * c, 1, w * c, c)

@@ -27,18 +27,23 @@ from torch.nn import Parameter
 
 from confpred.errors import InvalidInput
 from confpred.pytorch import choosing, policy
-from confpred.pytorch.autograd import convolve, traced
+from confpred.pytorch.autograd import find_convolution, find_eager, traced
+from confpred.pytorch.choosing import remember, served
 from confpred.pytorch.layers import Geometry
 from confpred.pytorch.layouts import is_channels_last
 from confpred.pytorch.verify import Verifier
 
 _CONV1D, _CONV2D, _TRANSPOSED = F.conv1d, F.conv2d, F.conv_transpose2d
-_PLAIN = (Tensor, Parameter)
+_PLAIN = frozenset((Tensor, Parameter))
 _lock = threading.Lock()
 _depth = 0  # how many `enable` calls have no `disable` yet
 _peek = torch._C._functorch.peek_interpreter_stack
 _modes = torch._C._len_torch_dispatch_stack
 _is_tracing = torch._C._get_tracing_state
+_is_dynamo = torch.compiler.is_dynamo_compiling  # a constant to the compiler, and cheap to call
+_is_autocast, _autocast_dtype = torch.is_autocast_enabled, torch.get_autocast_dtype
+_is_grad_enabled = torch.is_grad_enabled
+_NO_GRADIENTS = (False, False, False)
 
 
 def enable(
@@ -131,18 +136,81 @@ def _conv2d(
 ) -> Tensor:
     if groups == 1:  # no family of ours serves dense layers
         return _CONV2D(input, weight, bias, stride, padding, dilation, groups)
-
-    def original() -> Tensor:
+    if _is_dynamo() or not _is_plain(input, weight, bias):
+        return _special(input, weight, bias, stride, padding, dilation, groups)
+    dtype = x_dtype = input.dtype
+    if _is_autocast("cuda") and x_dtype is not torch.float64:
+        dtype = _autocast_dtype("cuda")
+    mask = _NO_GRADIENTS
+    if _is_grad_enabled():
+        mask = (input.requires_grad, weight.requires_grad, bias is not None and bias.requires_grad)
+    key = (
+        input.shape,
+        input.stride(),
+        weight.shape,
+        weight.stride(),
+        x_dtype,
+        weight.dtype,
+        dtype,
+        input.get_device(),
+        weight.get_device(),
+        bias if bias is None else (bias.dtype, bias.get_device(), bias.stride()),
+        mask,
+        stride,
+        padding,
+        dilation,
+        groups,
+    )
+    try:
+        serve = served[key]
+    except KeyError:
+        serve = _find_conv2d(key, input, weight, bias, dtype, mask)
+    except TypeError:  # lists have no hash
+        return _conv2d(
+            input, weight, bias, _tuple(stride), _tuple(padding), _tuple(dilation), groups
+        )
+    if serve is None:
         return _CONV2D(input, weight, bias, stride, padding, dilation, groups)
+    return serve(input, weight, bias)  # type: ignore[no-any-return]
 
-    if not _takes(input, weight, bias, 4):
-        return original()
+
+def _find_conv2d(
+    key: Any,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    mask: tuple[bool, bool, bool],
+) -> Any:
+    stride, padding, dilation, groups = key[-4:]
     geometry = _geometry(stride, padding, dilation, groups)
     if geometry is None:
+        return remember(key, None)
+
+    def original(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return _CONV2D(x, weight, bias, stride, padding, dilation, groups)
+
+    return find_convolution(key, x, weight, bias, geometry, original, dtype=dtype, mask=mask)
+
+
+def _special(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: Any,
+    padding: Any,
+    dilation: Any,
+    groups: int,
+) -> Tensor:
+    """A grouped convolution that is not an eager one of plain tensors."""
+
+    def original() -> Tensor:
+        return _CONV2D(x, weight, bias, stride, padding, dilation, groups)
+
+    geometry = _geometry(stride, padding, dilation, groups)
+    if not torch.compiler.is_compiling() or geometry is None or not x.is_cuda or x.dim() != 4:
         return original()
-    if torch.compiler.is_compiling():
-        return compiled(input, weight, bias, geometry, original)
-    return convolve(input, weight, bias, geometry, original)
+    return compiled(x, weight, bias, geometry, original)
 
 
 def _conv_transpose2d(
@@ -155,16 +223,18 @@ def _conv_transpose2d(
     groups: int = 1,
     dilation: Any = 1,
 ) -> Tensor:
-    def original() -> Tensor:
-        return _TRANSPOSED(input, weight, bias, stride, padding, output_padding, groups, dilation)
+    def original(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return _TRANSPOSED(x, weight, bias, stride, padding, output_padding, groups, dilation)
 
-    if groups == 1 or not _takes(input, weight, bias, 4) or torch.compiler.is_compiling():
-        return original()
-    geometry = _geometry(stride, padding, dilation, groups)
-    extra = _pair(output_padding)
+    if groups == 1 or _is_dynamo() or not _is_plain(input, weight, bias):
+        return original(input, weight, bias)
+    geometry, extra = _geometry(stride, padding, dilation, groups), _pair(output_padding)
     if geometry is None or extra is None:
-        return original()
-    return convolve(input, weight, bias, geometry, original, transposed=True, output_padding=extra)
+        return original(input, weight, bias)
+    serve = find_eager(
+        input, weight, bias, geometry, original, transposed=True, output_padding=extra
+    )
+    return original(input, weight, bias) if serve is None else serve(input, weight, bias)
 
 
 def _conv1d(
@@ -179,21 +249,18 @@ def _conv1d(
     return _CONV1D(input, weight, bias, stride, padding, dilation, groups)
 
 
-def _takes(x: Tensor, weight: Tensor, bias: Tensor | None, rank: int) -> bool:
-    """Whether nothing but the plain tensors decides what is computed."""
+def _is_plain(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether nothing but plain CUDA tensors decides what is computed: no subclass, and no
+    transform, mode or tracer that is to see the call."""
     return (
         type(x) in _PLAIN
         and type(weight) in _PLAIN
         and (bias is None or type(bias) in _PLAIN)
         and x.is_cuda
-        and x.dim() == rank
-        and (torch.compiler.is_compiling() or _is_eager())
+        and not _modes()
+        and _peek() is None
+        and _is_tracing() is None
     )
-
-
-def _is_eager() -> bool:
-    """Whether no transform, mode or tracer is to see what is called."""
-    return _peek() is None and not _modes() and _is_tracing() is None
 
 
 def compiled(
@@ -238,3 +305,7 @@ def _pair(value: Any) -> tuple[int, int] | None:
         if len(value) == 1:
             return value[0], value[0]
     return None
+
+
+def _tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value

@@ -117,7 +117,7 @@ def _ours(ready: ReadyLaunch, inputs: dict[str, Tensor]) -> Callable[[], Any]:
         "wgrad": ("out_grad", "in"),
     }[ready.problem.direction]
     given = [inputs.get(name) for name in names]
-    return lambda: ready(*given)
+    return lambda: ready.run(*given)
 
 
 def _theirs(problem: Problem, inputs: dict[str, Tensor]) -> Callable[[], Any]:
