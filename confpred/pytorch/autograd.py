@@ -8,7 +8,6 @@ launch.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,11 +16,12 @@ from torch import Tensor
 
 from confpred.errors import InvalidInput
 from confpred.pytorch import policy
+from confpred.pytorch.casts import low_precision
 from confpred.pytorch.choosing import remember, served
 from confpred.pytorch.directions import forward
 from confpred.pytorch.gradients import Grads, Layer, Mask, backward, find_layer
 from confpred.pytorch.layers import Geometry
-from confpred.pytorch.ready import CHANNELS_LAST, dense, densely
+from confpred.pytorch.ready import CHANNELS_LAST, dense, densely, is_dense
 
 
 class _Convolution(torch.autograd.Function):
@@ -29,24 +29,18 @@ class _Convolution(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: Layer) -> Tensor:
-        dtype = layer.shape.dtype
-        if weight.dtype is not dtype:
-            low = weight.to(dtype, memory_format=CHANNELS_LAST)
-        else:
-            low = dense(weight)
+        dtype = layer.dtype
+        low = weight if weight.dtype is dtype else low_precision(weight, dtype)
         if bias is not None and bias.dtype is not dtype:
-            bias = bias.to(dtype)
-        ctx.save_for_backward(x, weight, low)
-        ctx.layer = layer
-        ctx.set_materialize_grads(False)
+            bias = low_precision(bias, dtype)
+        ctx.save_for_backward(x, low)
+        ctx.layer, ctx.weight = layer, weight
         return layer.forward(x, low, bias)
 
     @staticmethod
-    def backward(ctx: Any, *out_grads: Tensor | None) -> Any:
+    def backward(ctx: Any, *out_grads: Tensor) -> Any:
         (out_grad,) = out_grads
-        if out_grad is None:
-            return None, None, None, None
-        x, weight, low = ctx.saved_tensors
+        x, low = ctx.saved_tensors
         mask: Mask = ctx.needs_input_grad[:3]
         # The engine casts each gradient to the dtype of the tensor that it is the gradient of.
         if not torch.is_grad_enabled():
@@ -55,7 +49,7 @@ class _Convolution(torch.autograd.Function):
         arguments = ctx.layer.shape.arguments()
         channels = [out_grad.shape[1]] if mask[2] else None
         grads: Grads = torch.ops.aten.convolution_backward(
-            out_grad, x, weight.to(out_grad.dtype), channels, *arguments, list(mask)
+            out_grad, x, ctx.weight.to(out_grad.dtype), channels, *arguments, list(mask)
         )
         return (*grads, None)
 
@@ -103,10 +97,13 @@ def find_convolution(
         return remember(key, None)  # type: ignore[no-any-return]
     layer = found
     if any(mask):
+        repack = weight.dtype is dtype and not is_dense(weight)
 
         def differentiate(x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
             if x.dtype is not dtype:
                 x = x.to(dtype)
+            if repack:
+                weight = weight.contiguous(memory_format=CHANNELS_LAST)
             return _apply(x, weight, bias, layer)
 
         return remember(key, differentiate)  # type: ignore[no-any-return]
@@ -115,9 +112,9 @@ def find_convolution(
 
     def compute(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         x = x if x.dtype is dtype else x.to(dtype)
-        weight = dense(weight) if weight.dtype is dtype else _cast(weight, dtype)
+        weight = dense(weight) if weight.dtype is dtype else low_precision(weight, dtype)
         if bias is not None and bias.dtype is not dtype:
-            bias = _cast(bias, dtype)
+            bias = low_precision(bias, dtype)
         return layer.forward(x, weight, bias)
 
     return remember(key, compute)  # type: ignore[no-any-return]
@@ -164,35 +161,6 @@ def find_eager(
             key, x, weight, bias, geometry, original, dtype=dtype, mask=mask,
             transposed=transposed, output_padding=output_padding,
         )  # fmt: skip
-
-
-_casts: dict[int, tuple[Any, int, int, Tensor]] = {}  # by the identity of what was cast
-
-
-def _cast(t: Tensor, dtype: torch.dtype) -> Tensor:
-    """`t` in `dtype`, kept until `t` is changed or gone: in inference weights do not change."""
-    if t.is_inference():  # it does not count its changes
-        return t.to(dtype)
-    name = id(t)
-    known = _casts.get(name)
-    if (
-        known is not None
-        and known[0]() is t
-        and known[1] == t._version
-        and known[2] == t.data_ptr()
-        and known[3].dtype is dtype
-    ):
-        return known[3]
-    with torch.inference_mode(False), torch.no_grad():
-        if t.dim() == 4:
-            low = t.detach().to(dtype, memory_format=CHANNELS_LAST)
-        else:
-            low = t.detach().to(dtype)
-    if torch.cuda.is_current_stream_capturing():
-        return low  # it is computed by the graph, not now
-    gone = weakref.ref(t, lambda _: _casts.pop(name, None))
-    _casts[name] = (gone, t._version, t.data_ptr(), low)
-    return low
 
 
 _library = torch.library.Library("confpred", "FRAGMENT")

@@ -102,25 +102,26 @@ class Layer:
         shape: of its tensors.
         out, x: the launches of the forward pass and of the input's gradient.
         weight: those of the filter's gradient, by whether it is to be deterministic.
+        dtype: of all tensors.
+        forward: called with dense x, weight and bias or None, of that dtype; the layer's output,
+            without gradients.
     """
 
-    __slots__ = ("_arguments", "_flip", "out", "shape", "weight", "x")
+    __slots__ = ("_arguments", "_flip", "dtype", "forward", "out", "shape", "weight", "x")
 
     def __init__(
         self, shape: Shape, out: Run | None, x: Run | None, weight: dict[bool, Run | None]
     ) -> None:
         self.shape, self.out, self.x, self.weight = shape, out, x, weight
+        self.dtype = shape.dtype
         self._arguments = shape.arguments()
         self._flip = shape.transposed
+        self.forward = self._forward if out is None or shape.transposed else out
 
-    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """The layer's output, without gradients, of dense tensors of the layer's dtype."""
+    def _forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if self.out is None:
             return pytorch_forward(x, weight, bias, *self._arguments)
-        if not self._flip:
-            out: Tensor = self.out(x, weight, bias)
-            return out
-        out = self.out(x, weight)
+        out: Tensor = self.out(x, weight)
         return out if bias is None else out.add_(bias.view(-1, 1, 1))
 
     def backward(self, out_grad: Tensor, x: Tensor, weight: Tensor, mask: Mask) -> Grads:
@@ -131,6 +132,9 @@ class Layer:
             return self._theirs(out_grad, x, weight, mask)
         if not out_grad.is_contiguous(memory_format=CHANNELS_LAST):
             out_grad = dense(out_grad)
+        if run_x is not None and run_weight is not None and not (mask[2] and self._flip):
+            pair = (x, out_grad) if self._flip else (out_grad, x)
+            return run_x(out_grad, weight), *run_weight(*pair)  # type: ignore[return-value]
         grad_x = grad_weight = grad_bias = None
         if run_x is not None:
             grad_x = run_x(out_grad, weight)
