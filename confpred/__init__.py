@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from confpred.problem.device import get_device as get_device
     from confpred.pytorch.choosing import use_predictor as use_predictor
     from confpred.pytorch.conv2d import conv2d as conv2d
+    from confpred.pytorch.recording import record_plan as record_plan
     from confpred.pytorch.routing import disable as disable
     from confpred.pytorch.routing import enable as enable
     from confpred.pytorch.routing import enabled as enabled
@@ -31,6 +32,7 @@ _WHERE = {
     "enable": "confpred.pytorch.routing",
     "enabled": "confpred.pytorch.routing",
     "get_device": "confpred.problem.device",
+    "record_plan": "confpred.pytorch.recording",
     "use_predictor": "confpred.pytorch.choosing",
 }
 __all__ = ["__version__", *_WHERE]

@@ -91,12 +91,13 @@ def plan_of(choices: Iterable[Choice]) -> Plan:
     Raises:
         InvalidInput: there is no choice, or they are of several devices or operations.
     """
-    found = {choice.problem: _launched(choice) for choice in choices}
-    if not found:
+    given = list(choices)
+    if not given:
         raise InvalidInput("choices", [], "at least one choice")
-    devices = sorted({choice.device for choice in found.values()})
+    devices = sorted({choice.device for choice in given})
     if len(devices) > 1:
         raise InvalidInput("device", " and ".join(devices), "choices of one device")
+    found = {choice.problem: _launched(choice) for choice in given}
     operations = {operation_of(problem).name: operation_of(problem) for problem in found}
     if len(operations) > 1:
         raise InvalidInput("operation", " and ".join(operations), "choices of one operation")

@@ -94,7 +94,7 @@ def test_a_plan_is_of_one_device_and_not_empty() -> None:
     with pytest.raises(InvalidInput, match=r"choices=\[\] is not allowed; .* at least one choice"):
         plan_of([])
     with pytest.raises(InvalidInput, match="device='h100 and h200' is not allowed"):
-        plan_of([*CHOICES, replace(CHOICES[1], device="h200", problem=replace(DENSE, n=9))])
+        plan_of([*CHOICES, *(replace(choice, device="h200") for choice in CHOICES)])
 
 
 def test_a_predictor_repeats_a_plan_without_a_model(path: Path, monkeypatch) -> None:
