@@ -9,6 +9,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from confpred.network.bundle import load_bundle as load_bundle
+    from confpred.network.bundle import prepare as prepare
     from confpred.predict.choice import Choice as Choice
     from confpred.predict.predictor import Predictor as Predictor
     from confpred.problem.conv2d import Problem as Problem
@@ -32,6 +34,8 @@ _WHERE = {
     "enable": "confpred.pytorch.routing",
     "enabled": "confpred.pytorch.routing",
     "get_device": "confpred.problem.device",
+    "load_bundle": "confpred.network.bundle",
+    "prepare": "confpred.network.bundle",
     "record_plan": "confpred.pytorch.recording",
     "use_predictor": "confpred.pytorch.choosing",
 }
