@@ -56,7 +56,7 @@ def test_what_ran_is_recorded_and_repeated(tmp_path: Path, device: Device) -> No
     with confpred.record_plan(path):
         step()
     plan = read_plan(path, device)
-    assert [c.problem.direction for c in plan.choices][0] == "fprop"
+    assert plan.choices[0].problem.direction == "fprop"
     assert {c.problem.direction for c in plan.choices} == {"fprop", "dgrad", "wgrad"}
     expected = Predictor.load().choose_many([c.problem for c in plan.choices], device)
     assert [c.candidate for c in plan.choices] == [c.candidate for c in expected]
