@@ -9,6 +9,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from confpred.network.bundle import load_bundle as load_bundle
+    from confpred.network.bundle import prepare as prepare
     from confpred.predict.choice import Choice as Choice
     from confpred.predict.predictor import Predictor as Predictor
     from confpred.problem.conv2d import Problem as Problem
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
     from confpred.problem.device import get_device as get_device
     from confpred.pytorch.choosing import use_predictor as use_predictor
     from confpred.pytorch.conv2d import conv2d as conv2d
+    from confpred.pytorch.recording import record_plan as record_plan
     from confpred.pytorch.routing import disable as disable
     from confpred.pytorch.routing import enable as enable
     from confpred.pytorch.routing import enabled as enabled
@@ -31,6 +34,9 @@ _WHERE = {
     "enable": "confpred.pytorch.routing",
     "enabled": "confpred.pytorch.routing",
     "get_device": "confpred.problem.device",
+    "load_bundle": "confpred.network.bundle",
+    "prepare": "confpred.network.bundle",
+    "record_plan": "confpred.pytorch.recording",
     "use_predictor": "confpred.pytorch.choosing",
 }
 __all__ = ["__version__", *_WHERE]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import threading
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from confpred.cuda.bundles import bundled
 from confpred.cuda.cache import KernelCache, default_folder
 from confpred.errors import CompileError, MissingExtra
 from confpred.families.kernel_text import file_text
@@ -16,6 +18,8 @@ if TYPE_CHECKING:
     from cuda.core import ProgramOptions
 
 _STANDARD = "c++17"
+#: Two threads that import `cuda.core` for the first time find it half imported.
+_importing = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +29,7 @@ class Compiled:
     Attributes:
         cubin: machine code for one architecture.
         entry: the kernel's name in it.
-        cached: whether it came from the cache.
+        cached: whether it came from the cache, or from a bundle.
     """
 
     cubin: bytes
@@ -41,7 +45,9 @@ def nvrtc_version() -> str:
         MissingExtra: `cuda.bindings` or NVRTC is not installed.
     """
     try:
-        from cuda.bindings import nvrtc
+        with _importing:
+            import cuda.core  # noqa: F401
+            from cuda.bindings import nvrtc
 
         _, major, minor = nvrtc.nvrtcVersion()
     except (ImportError, RuntimeError) as error:
@@ -68,7 +74,8 @@ def program_text(spec: KernelSpec) -> str:
 def compile_kernel(
     spec: KernelSpec, arch: str, kernel_cache: KernelCache | None = None
 ) -> Compiled:
-    """Compile `spec` for `arch` (such as ``sm_90a``), or take it from the cache.
+    """Compile `spec` for `arch` (such as ``sm_90a``), or take it from a bundle that is open
+    (`confpred.cuda.bundles`) or from the cache.
 
     Raises:
         CompileError: NVRTC refused it; the error carries the compiler's log.
@@ -87,9 +94,11 @@ def compile_kernel(
 def compiled_before(
     spec: KernelSpec, arch: str, kernel_cache: KernelCache | None = None
 ) -> Compiled | None:
-    """`spec` for `arch` from the cache; None where it has to be compiled."""
-    store = kernel_cache or KernelCache(default_folder())
-    cubin = store.get(_key(program_text(spec), spec, arch))
+    """`spec` for `arch` from a bundle or the cache; None where it has to be compiled."""
+    cubin = bundled(spec, arch)
+    if cubin is None:
+        store = kernel_cache or KernelCache(default_folder())
+        cubin = store.get(_key(program_text(spec), spec, arch))
     return None if cubin is None else Compiled(cubin, spec.entry, cached=True)
 
 

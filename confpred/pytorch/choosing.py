@@ -60,11 +60,10 @@ def use_plan(path: Path) -> None:
     """Take the choices in the plan at `path` as they are, on the current CUDA device.
 
     Raises:
-        InvalidInput, DataError: see `confpred.predict.plans.load_plan_for`.
+        InvalidInput, DataError: see `confpred.predict.predictor.Predictor.load`.
     """
-    from confpred.predict.plans import load_plan_for
-
-    use_predictor(load_plan_for(path, driver.device_of(torch.cuda.current_device())))
+    device = driver.device_of(torch.cuda.current_device())
+    use_predictor(Predictor.load(pins=path, device=device))
 
 
 def current_predictor() -> Predictor:

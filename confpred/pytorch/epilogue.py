@@ -10,7 +10,6 @@ import logging
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from confpred.cuda import driver
@@ -169,8 +168,6 @@ def _by_pytorch(
             out.add_(bias.view(-1, *(1,) * (out.dim() - 2)))
         if residual is not None:
             out.add_(residual)
-        if activation == "gelu":
-            torch.ops.aten.gelu_(out)
-        elif activation != "none":
-            getattr(F, activation)(out, inplace=True)  # confpred's names are PyTorch's
+        if activation != "none":
+            getattr(torch.ops.aten, f"{activation}_")(out)  # confpred's names are PyTorch's
     return out

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -40,6 +43,22 @@ def test_the_same_kernels_as_one_by_one(tmp_path: Path) -> None:
         assert compiled == alone
     again = compile_all(specs, ARCH, KernelCache(tmp_path / "together"))
     assert all(compiled.cached for compiled in again.values())
+
+
+def test_the_threads_of_a_fresh_process_find_the_compiler_whole(tmp_path: Path) -> None:
+    program = (
+        "from confpred.cuda.compiling import compile_all\n"
+        "from confpred.problem.operation import KernelSpec\n"
+        f"print(len(compile_all({SMALL!r}, '{ARCH}', threads=6)))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ | {"CONFPRED_CACHE_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (0, f"{len(SMALL)}\n"), done.stderr
 
 
 def test_a_kernel_given_twice_is_compiled_once(
