@@ -16,7 +16,7 @@ from torch import Tensor
 
 from confpred.errors import InvalidInput
 from confpred.pytorch import policy
-from confpred.pytorch.casts import low_precision
+from confpred.pytorch.casts import is_capturing, low_precision
 from confpred.pytorch.choosing import remember, served
 from confpred.pytorch.directions import forward
 from confpred.pytorch.gradients import Grads, Layer, Mask, backward, find_layer
@@ -55,6 +55,10 @@ class _Convolution(torch.autograd.Function):
 
 
 _apply: Any = _Convolution.apply
+#: What a layer in training costs the host more than PyTorch's own node of the graph, which is
+#: C++ (``benchmarks/host_overhead.py``). A layer that saves the GPU less than that is left to
+#: PyTorch in eager mode, as the host may be what a step waits for; a CUDA graph has no such cost.
+_HOST_MS = 0.03
 
 
 def find_convolution(
@@ -106,6 +110,12 @@ def find_convolution(
                 weight = weight.contiguous(memory_format=CHANNELS_LAST)
             return _apply(x, weight, bias, layer)
 
+        if layer.saves_ms < _HOST_MS:
+
+            def differentiate_in_graphs(x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
+                return (differentiate if is_capturing() else original)(x, weight, bias)
+
+            return remember(key, differentiate_in_graphs)  # type: ignore[no-any-return]
         return remember(key, differentiate)  # type: ignore[no-any-return]
     if low is x and weight.dtype is dtype and layer.out is not None and not transposed:
         return remember(key, densely(layer.out, (x, weight, bias)))  # type: ignore[no-any-return]

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from confpred.pytorch.ready import CHANNELS_LAST
-
-_is_capturing = torch._C._cuda_isCurrentStreamCapturing if torch.cuda.is_available() else bool
+from confpred.pytorch.streams import current_stream, is_capturing
 
 
 @dataclass(slots=True)
@@ -42,11 +41,11 @@ _casts: dict[tuple[int, torch.dtype], _Cast] = {}  # by the identity of the weig
 
 def low_precision(weight: Tensor, dtype: torch.dtype) -> Tensor:
     """`weight` in `dtype`, dense and channels last if it has four dimensions, without gradients."""
-    if weight.is_inference() or _is_capturing():
+    if weight.is_inference() or is_capturing():
         # An inference tensor does not count its changes, and a graph has to cast at each replay.
         return _cast_now(weight, dtype)
     known = _casts.get((id(weight), dtype))
-    stream = torch._C._cuda_getCurrentRawStream(weight.get_device())
+    stream = current_stream(weight.get_device())
     if (
         known is not None
         and known.weight() is weight

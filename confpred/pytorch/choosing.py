@@ -35,6 +35,7 @@ from confpred.predict.choice import Choice
 from confpred.predict.predictor import Predictor
 from confpred.problem.conv2d import Problem
 from confpred.problem.operation import KernelSpec, Launch, Step
+from confpred.problem.record import Record
 from confpred.pytorch.ready import ReadyLaunch
 
 log = logging.getLogger(__name__)
@@ -109,6 +110,12 @@ def choose(problem: Problem, ordinal: int) -> Choice | None:
         return None
     announce(choice)
     return choice
+
+
+def pytorch_ms(problem: Record, ordinal: int) -> float | None:
+    """Milliseconds that PyTorch's own operator is expected to take for `problem`."""
+    device = driver.device_of(ordinal)
+    return current_predictor().expected_ms(problem, device, PYTORCH_OPERATOR)
 
 
 def announce(choice: Choice) -> None:

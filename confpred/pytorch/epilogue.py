@@ -19,6 +19,7 @@ from confpred.cuda.launch import BoundLaunch
 from confpred.errors import ConfpredError, UnknownDevice
 from confpred.problem.operation import KernelSpec
 from confpred.pytorch.ready import ALIGNMENT, CHANNELS_LAST, DTYPES
+from confpred.pytorch.streams import current_device, current_stream
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +51,7 @@ def apply_epilogue(
     if not can_apply(out, bias, residual, activation):
         return _by_pytorch(out, bias, residual, activation)
     device = out.get_device()
-    if device != torch.cuda.current_device():
+    if device != current_device():
         with torch.cuda.device(device):
             return apply_epilogue(out, bias, residual, activation)
     key = (
@@ -73,7 +74,7 @@ def apply_epilogue(
         0 if bias is None else bias.data_ptr(),
         0 if residual is None else residual.data_ptr(),
     ]
-    bound.enqueue(torch._C._cuda_getCurrentRawStream(device), addresses)
+    bound.enqueue(current_stream(device), addresses)
     return out
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 import torch
@@ -105,15 +106,27 @@ class Layer:
         dtype: of all tensors.
         forward: called with dense x, weight and bias or None, of that dtype; the layer's output,
             without gradients.
+        saves_ms: of the GPU's time, in all directions together, against PyTorch's own operator.
     """
 
-    __slots__ = ("_arguments", "_flip", "dtype", "forward", "out", "shape", "weight", "x")
+    __slots__ = (
+        "_arguments",
+        "_flip",
+        "dtype",
+        "forward",
+        "out",
+        "saves_ms",
+        "shape",
+        "weight",
+        "x",
+    )
 
     def __init__(
         self, shape: Shape, out: Run | None, x: Run | None, weight: dict[bool, Run | None]
     ) -> None:
         self.shape, self.out, self.x, self.weight = shape, out, x, weight
         self.dtype = shape.dtype
+        self.saves_ms = inf
         self._arguments = shape.arguments()
         self._flip = shape.transposed
         self.forward = self._forward if out is None or shape.transposed else out
@@ -204,14 +217,20 @@ def find_layer(
     ]
     if all(problem is None for problem in problems):
         return None
-    found = [p if p is None else policy.find(p, shape.ordinal) for p in problems]
+    choices = [p if p is None else policy.decide(p, shape.ordinal) for p in problems]
+    if not any(choices):
+        return None
+    found = [c if c is None else policy.prepare(c, shape.ordinal) for c in choices]
     futures = [f for one in found if isinstance(one, policy.Compiling) for f in one.futures]
     if futures:
         return policy.Compiling(tuple(futures))
     out, dx, dw = (one.run if isinstance(one, ReadyLaunch) else None for one in found)
     if out is None and dx is None and dw is None:
         return None
-    return Layer(shape, out, dx, {deterministic: dw})
+    layer = Layer(shape, out, dx, {deterministic: dw})
+    if any(mask):
+        layer.saves_ms = policy.saves_ms(choices, shape.ordinal)
+    return layer
 
 
 def backward(out_grad: Tensor, x: Tensor, weight: Tensor, geometry: Geometry, mask: Mask) -> Grads:

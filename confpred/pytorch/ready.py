@@ -13,6 +13,7 @@ from confpred.cuda.launch import BoundLaunch, NoContext
 from confpred.problem.conv2d import Problem
 from confpred.problem.conv2d_operation import CONVOLUTION
 from confpred.problem.operation import SCRATCH, ZEROED, Launch
+from confpred.pytorch.streams import Sizes, current_device, current_stream, empty
 from confpred.pytorch.workspace import workspace
 
 DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
@@ -25,24 +26,6 @@ _NAMES = {
     "dgrad": ("in_grad", "out_grad", "filter"),
     "wgrad": ("filter_grad", "bias_grad", "out_grad", "in"),
 }
-Sizes = tuple[int, ...]
-# These three are what `torch.cuda.current_device`, `torch.cuda.current_stream` and
-# `torch.empty_strided` come to; PyTorch's own compiler calls them too. They make no objects on the
-# way, which is several microseconds a call.
-_current_device = torch._C._cuda_getDevice if hasattr(torch._C, "_cuda_getDevice") else int
-_current_stream = (
-    torch._C._cuda_getCurrentRawStream if hasattr(torch._C, "_cuda_getCurrentRawStream") else int
-)
-
-
-def _plain_empty(size: Sizes, stride: Sizes, dtype: torch.dtype) -> Tensor:
-    return torch.empty_strided(size, stride, dtype=dtype, device="cuda")
-
-
-try:
-    from torch._C._dynamo.guards import _empty_strided_cuda as _empty
-except ImportError:  # a PyTorch without it
-    _empty = _plain_empty
 
 
 class ReadyLaunch:
@@ -106,7 +89,7 @@ def _one_output(problem: Problem, enqueue: Enqueue, ordinal: int) -> Callable[..
     epilogue = len(inputs) > 2
 
     def run(a: Tensor, b: Tensor, c: Tensor | None = None, d: Tensor | None = None) -> Tensor:
-        if _current_device() != ordinal:
+        if current_device() != ordinal:
             with torch.cuda.device(ordinal):
                 return run(a, b, c, d)
         at_a, at_b = a.data_ptr(), b.data_ptr()
@@ -119,9 +102,9 @@ def _one_output(problem: Problem, enqueue: Enqueue, ordinal: int) -> Callable[..
                 None if c is None else _aligned(c),
                 None if d is None else _aligned(d),
             )
-        out: Tensor = _empty(size, stride, dtype)
+        out: Tensor = empty(size, stride, dtype)
         places = (out.data_ptr(), at_a, at_b, at_c, at_d)
-        enqueue(_current_stream(ordinal), places if epilogue else places[:3])
+        enqueue(current_stream(ordinal), places if epilogue else places[:3])
         return out
 
     return run
@@ -136,16 +119,16 @@ def _filter_gradient(
     dtype: torch.dtype = getattr(torch, problem.dtype)
 
     def run(out_grad: Tensor, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        if _current_device() != ordinal:
+        if current_device() != ordinal:
             with torch.cuda.device(ordinal):
                 return run(out_grad, x)
         at_grad, at_x = out_grad.data_ptr(), x.data_ptr()
         if (at_grad | at_x) & _UNALIGNED:
             return run(_aligned(out_grad), _aligned(x))
-        grad: Tensor = _empty(size, stride, dtype)
-        bias: Tensor | None = None if channels is None else _empty(channels, (1,), dtype)
+        grad: Tensor = empty(size, stride, dtype)
+        bias: Tensor | None = None if channels is None else empty(channels, (1,), dtype)
         at_bias = 0 if bias is None else bias.data_ptr()
-        enqueue(_current_stream(ordinal), (grad.data_ptr(), at_bias, at_grad, at_x))
+        enqueue(current_stream(ordinal), (grad.data_ptr(), at_bias, at_grad, at_x))
         return grad, bias
 
     return run

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from confpred.pytorch.streams import is_capturing
+
 
 @dataclass(slots=True)
 class Workspace:
@@ -18,8 +20,6 @@ class Workspace:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
-# What `torch.cuda.is_current_stream_capturing` asks, where there is a GPU.
-_is_capturing = torch._C._cuda_isCurrentStreamCapturing if torch.cuda.is_available() else bool
 _workspaces: dict[tuple[int, int], Workspace] = {}  # by device and stream
 
 
@@ -36,7 +36,7 @@ def workspace(
             torch.empty(scratch, dtype=torch.uint8, device=device),
         )
 
-    if _is_capturing():
+    if is_capturing():
         return make(zeroed_bytes, scratch_bytes)
     key = (device.index, stream)
     space = _workspaces.get(key)
