@@ -57,7 +57,8 @@ def pairs(network: str, mode: str, batch: int, found: Mapping[str, Mapping[str, 
             "ratio": plain["ms"] / helped["ms"],
             "peak_without_mb": plain["peak_mb"],
             "peak_with_mb": helped["peak_mb"],
-            "difference": helped["difference"],
+            "difference_without": plain["difference"],
+            "difference_with": helped["difference"],
         }
         if eager and again:
             row |= {"eager_ms": eager, "noise": abs(eager / again - 1)}

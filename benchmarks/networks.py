@@ -22,8 +22,9 @@ device is done with the last: the wall clock of the host over the number of step
 user waits. The result is the median over the rounds. ``confpred.enable()`` holds for a whole
 process, so it is switched on only around its own variants' turns; what it compiles, it compiles
 before. Eager PyTorch is timed as two variants, and what these differ by is the noise. A ratio is
-the time without confpred over the time with it. Each variant's first output, in training its first
-loss, is compared with eager PyTorch's; a variant that differs is an error and has no time. Peak
+the time without confpred over the time with it. Each variant's first output, in training the
+first gradients of all parameters, is compared with that of float32; a variant that is much further
+from it than eager PyTorch in half precision is recorded as an error, without a time. Peak
 memory is what a step allocates at most above what the process held before it.
 
 ``torch.compile`` takes long to compile. With ``--jobs`` the compiled variants are compiled before
