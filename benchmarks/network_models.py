@@ -72,7 +72,7 @@ def lively_network(setting: Setting) -> nn.Module:
                 if name.endswith("bias"):
                     parameter.normal_(0, 0.1)
                 else:
-                    parameter.uniform_(0.5, 1)
+                    parameter.uniform_(0.1, 0.4)
     _set_statistics(model, setting)
     return model
 
