@@ -133,18 +133,10 @@ def exact() -> AbstractContextManager[Any]:
     )
 
 
-def make(
-    name: str,
-    base: nn.Module,
-    setting: Setting,
-    data: tuple[Tensor, Tensor],
-    check: Callable[[Tensor], float],
-) -> Variant:
-    """The variant, warm and checked.
-
-    Raises:
-        ValueError: its answer is further from float32's than half precision explains.
-    """
+def started(
+    name: str, base: nn.Module, setting: Setting, data: tuple[Tensor, Tensor]
+) -> tuple[nn.Module, Step, Callable[[], AbstractContextManager[Any]]]:
+    """The variant's own model, its step, and what makes the context that its steps stand in."""
     way, helped = split(name)
     around: Callable[[], AbstractContextManager[Any]] = nullcontext
     model = prepared(base, setting)
@@ -155,13 +147,24 @@ def make(
     elif helped == "optimize":
         model = optimized(model, data[0], setting)
     forward: Any = torch.compile(model, backend=own_inductor()) if way == "compile" else model
-    step = step_of(model, forward, setting, data)
+    return model, step_of(model, forward, setting, data), around
+
+
+def make(
+    name: str, base: nn.Module, setting: Setting, data: tuple[Tensor, Tensor], check: Check
+) -> Variant:
+    """The variant, warm and checked.
+
+    Raises:
+        ValueError: its answer is further from float32's than half precision explains.
+    """
+    model, step, around = started(name, base, setting, data)
     with around():
         difference = check(answer(model, step, setting))
         for _ in range(WARM_UPS - 1):
             step()
         peak = peak_mb(step, setting)
-        if way == "graph":
+        if split(name)[0] == "graph":
             step = captured(step)
             if setting.mode == "inference":  # the weights are still those of the reference
                 difference = check(answer(model, step, setting))
@@ -188,8 +191,12 @@ class Check:
 
 def time_interleaved(
     variants: Mapping[str, Variant], setting: Setting, rounds: int, turn_s: float
-) -> None:
-    """Fill in the variants' times, in milliseconds a step (the protocol is in ``networks.py``)."""
+) -> dict[str, str]:
+    """Fill in the variants' times, in milliseconds a step (the protocol is in ``networks.py``).
+
+    Returns:
+        What went wrong with variants, which were not timed any further.
+    """
 
     def turn(variant: Variant, steps: int) -> float:
         with variant.around():
@@ -201,15 +208,22 @@ def time_interleaved(
             setting.synchronize()
             return (time.perf_counter() - start) / steps
 
-    steps = {
-        name: max(LEAST_STEPS, math.ceil(turn_s / turn(variant, LEAST_STEPS)))
-        for name, variant in variants.items()
-    }
-    names = list(variants)
-    for _ in range(rounds):
+    steps = dict.fromkeys(variants, 0)
+    errors: dict[str, str] = {}
+    for number in range(1 + rounds):
+        names = [name for name in variants if name not in errors]
         random.shuffle(names)
         for name in names:
-            variants[name].times_ms.append(turn(variants[name], steps[name]) * 1e3)
+            try:
+                step_s = turn(variants[name], steps[name] or LEAST_STEPS)
+            except Exception as error:  # of one variant, such as too little memory
+                errors[name] = told(error)
+                continue
+            if number == 0:
+                steps[name] = max(LEAST_STEPS, math.ceil(turn_s / step_s))
+            else:
+                variants[name].times_ms.append(step_s * 1e3)
+    return errors
 
 
 def measure(
@@ -221,32 +235,42 @@ def measure(
     variants: dict[str, Variant] = {}
     data = images_and_labels(setting)
     check = Check(reference(base, setting, data))
+    errors: dict[str, str] = {}
     for name in ("eager", AGAIN, *(name for name in names if name != "eager")):
         try:
             variants[name] = make(name, base, setting, data, check)
         except Exception as error:  # of one variant; the others still count
-            found[name] = {"error": f"{type(error).__name__}: {error}"[:500]}
-            print(f"{setting}: {name}: {found[name]['error']}", file=sys.stderr)
-    time_interleaved(variants, setting, rounds, turn_s)
+            errors[name] = told(error)
+    errors |= time_interleaved(variants, setting, rounds, turn_s)
     for name, variant in variants.items():
-        found[name] = {
-            "ms": statistics.median(variant.times_ms),
-            "peak_mb": variant.peak_mb,
-            "difference": variant.difference,
-        }
+        if name not in errors:
+            found[name] = {
+                "ms": statistics.median(variant.times_ms),
+                "peak_mb": variant.peak_mb,
+                "difference": variant.difference,
+            }
+    for name, error in errors.items():
+        found[name] = {"error": error}
+        print(f"{setting}: {name}: {error}", file=sys.stderr)
     return found
 
 
-def compile_only(base: nn.Module, setting: Setting, names: list[str]) -> dict[str, Any]:
+def told(error: Exception) -> str:
+    """An error as text; the error itself would keep its variant's tensors alive."""
+    return f"{type(error).__name__}: {error}"[:500]
+
+
+def compile_only(base: nn.Module, setting: Setting, names: list[str]) -> None:
     """Fill Inductor's cache: one step of each compiled variant."""
     data = images_and_labels(setting)
     for name in names:
         if split(name)[0] == "compile":
             try:
-                make(name, base, setting, data, lambda found: 0.0)
+                _, step, around = started(name, base, setting, data)
+                with around():
+                    step()
             except Exception as error:  # it comes up again, and is recorded, when it is timed
-                print(f"{setting}: {name}: {error}", file=sys.stderr)
-    return {}
+                print(f"{setting}: {name}: {told(error)}", file=sys.stderr)
 
 
 def main() -> None:
