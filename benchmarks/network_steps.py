@@ -7,6 +7,7 @@ docstring is the protocol. A *variant* is a way of running the network (``eager`
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import json
 import math
@@ -14,8 +15,8 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -226,22 +227,49 @@ def time_interleaved(
     return errors
 
 
+@contextmanager
+def alone(gate: int) -> Iterator[None]:
+    """A time in which no other process of this benchmark is at work. `gate` is a file that all of
+    them hold a shared lock of while they work."""
+    fcntl.flock(gate, fcntl.LOCK_EX)
+    try:
+        yield
+    finally:
+        fcntl.flock(gate, fcntl.LOCK_SH)
+
+
+def free(setting: Setting) -> None:
+    """Give back what memory is not in use, for the other processes."""
+    gc.collect()
+    if setting.device == "cuda":
+        torch.cuda.empty_cache()
+
+
 def measure(
-    base: nn.Module, setting: Setting, names: list[str], rounds: int, turn_s: float
+    base: nn.Module, setting: Setting, names: list[str], rounds: int, turn_s: float, gate: int
 ) -> dict[str, Any]:
     """All variants of one batch: for each its ``ms``, ``peak_mb`` and ``difference``, or its
-    ``error``."""
+    ``error``. `gate` is the lock of `alone`."""
     found: dict[str, Any] = {}
     variants: dict[str, Variant] = {}
     data = images_and_labels(setting)
-    check = Check(reference(base, setting, data))
     errors: dict[str, str] = {}
-    for name in ("eager", AGAIN, *(name for name in names if name != "eager")):
-        try:
-            variants[name] = make(name, base, setting, data, check)
-        except Exception as error:  # of one variant; the others still count
-            errors[name] = told(error)
-    errors |= time_interleaved(variants, setting, rounds, turn_s)
+
+    def add(names: Iterable[str]) -> None:
+        for name in names:
+            try:
+                variants[name] = make(name, base, setting, data, check)
+            except Exception as error:  # of one variant; the others still count
+                errors[name] = told(error)
+
+    with alone(gate):  # cuDNN's benchmark mode chooses by time
+        check = Check(reference(base, setting, data))
+        add(("eager", AGAIN))
+        free(setting)
+    add(name for name in names if name != "eager")
+    free(setting)
+    with alone(gate):
+        errors |= time_interleaved(variants, setting, rounds, turn_s)
     for name, variant in variants.items():
         if name not in errors:
             found[name] = {
@@ -260,19 +288,6 @@ def told(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"[:500]
 
 
-def compile_only(base: nn.Module, setting: Setting, names: list[str]) -> None:
-    """Fill Inductor's cache: one step of each compiled variant."""
-    data = images_and_labels(setting)
-    for name in names:
-        if split(name)[0] == "compile":
-            try:
-                _, step, around = started(name, base, setting, data)
-                with around():
-                    step()
-            except Exception as error:  # it comes up again, and is recorded, when it is timed
-                print(f"{setting}: {name}: {told(error)}", file=sys.stderr)
-
-
 def main() -> None:
     """``network_steps.py TASK OUT``: TASK is an object with the fields that are read here."""
     task, out = json.loads(sys.argv[1]), Path(sys.argv[2])
@@ -287,16 +302,11 @@ def main() -> None:
             break
         setting = Setting(task["network"], task["mode"], batch, **sizes)
         base = base or lively_network(setting)
-        if task["compile_only"]:
-            compile_only(base, setting, task["variants"])
-        else:
-            timing = (task["rounds"], task["turn_s"])
-            batches[batch] = measure(base, setting, task["variants"], *timing)
-            out.write_text(json.dumps(batches))  # a crash later on costs only the later batches
+        timing = (task["rounds"], task["turn_s"], task["gate"])
+        batches[batch] = measure(base, setting, task["variants"], *timing)
+        out.write_text(json.dumps(batches))  # a crash later on costs only the later batches
         torch._dynamo.reset()  # or the next batch is compiled for any batch
-        gc.collect()
-        if setting.device == "cuda":
-            torch.cuda.empty_cache()
+        free(setting)
 
 
 if __name__ == "__main__":

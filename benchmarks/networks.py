@@ -27,15 +27,19 @@ first gradients of all parameters, is compared with that of float32; a variant t
 from it than eager PyTorch in half precision is recorded as an error, without a time. Peak
 memory is what a step allocates at most above what the process held before it.
 
-``torch.compile`` takes long to compile. With ``--jobs`` the compiled variants are compiled before
-the timing, in that many processes at once, into the cache of Inductor on disk, where the timing
-finds them; set ``TORCHINDUCTOR_CACHE_DIR`` to keep it for another run. Results are merged: rows
-that are measured again are replaced, all others kept, and each row names its run.
+``torch.compile`` takes long to compile, so with ``--jobs`` several processes get ready at once.
+They share one lock: a process holds it alone, and all others wait, while cuDNN's benchmark mode chooses
+the algorithms of the eager step, and while it times its variants. Memory for that many networks at
+once has to be there. Set ``TORCHINDUCTOR_CACHE_DIR`` to keep what is compiled for another run.
+
+Results are merged: rows that are measured again are replaced, all others kept, and each row names
+its run.
 """
 
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import os
 import subprocess
@@ -43,7 +47,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +64,7 @@ NETWORKS = (
 )  # fmt: skip
 MODES = ("inference", "training")
 BATCHES = (1, 32, 128)
-COMPILE_SHARE = 0.6  # of the budget, at most
+STOPPED = "stopped for want of time"
 LEAST_S = 30  # less than this left of the budget, and no new process is started
 
 
@@ -74,19 +78,26 @@ def sampled_networks() -> set[str]:
     }
 
 
-def run_script(script: str, task: dict[str, Any], seconds: float) -> tuple[Any, str]:
-    """What a script of this folder wrote for a task, None if nothing, and the end of its errors."""
+def run_script(
+    script: str, task: dict[str, Any], seconds: float, keep: tuple[int, ...] = ()
+) -> tuple[Any, str]:
+    """What a script of this folder wrote for a task, None if nothing, and the end of its errors.
+    The process keeps the open files `keep`."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out.json"
         command = [sys.executable, str(HERE / script), json.dumps(task), str(out)]
         try:
-            done = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=seconds)
+            done = subprocess.run(
+                command, stderr=subprocess.PIPE, text=True, timeout=seconds, pass_fds=keep
+            )
             errors, code = done.stderr, done.returncode
         except subprocess.TimeoutExpired as expired:
-            errors, code = f"{expired.stderr or ''}\nstopped after {seconds:.0f} s", 1
+            errors, code = str(expired.stderr or ""), None
         if errors:
             print(errors[-4000:], file=sys.stderr)
         written = json.loads(out.read_text()) if out.exists() else None
+    if code is None:
+        return written, STOPPED
     last = (errors.strip().splitlines() or ["no message"])[-1]
     return written, "" if code == 0 else f"exit status {code}: {last[-300:]}"
 
@@ -115,49 +126,42 @@ def tasks(arguments: argparse.Namespace, recorded: dict[str, Any]) -> list[dict[
                         "size": arguments.size,
                         "rounds": arguments.rounds,
                         "turn_s": arguments.turn,
-                        "compile_only": False,
                     }
                 )
     return found
 
 
-def compile_ahead(todo: Sequence[dict[str, Any]], jobs: int, deadline: float) -> None:
-    """Fill Inductor's cache for the compiled variants of all tasks, `jobs` processes at once."""
-    pieces = [
-        task | {"batches": [batch], "compile_only": True, "deadline": deadline}
-        for task in todo
-        if any(name.startswith("compile") for name in task["variants"])
-        for batch in task["batches"]
-    ]
-
-    def one(piece: dict[str, Any]) -> None:
-        seconds = deadline - time.time()
-        if seconds > LEAST_S:
-            run_script("network_steps.py", piece, seconds)
-
-    with ThreadPoolExecutor(jobs) as pool:
-        list(pool.map(one, pieces))
-
-
-def time_steps(todo: Sequence[dict[str, Any]], deadline: float) -> Iterator[list[Row]]:
+def time_steps(todo: Sequence[dict[str, Any]], jobs: int, deadline: float) -> Iterator[list[Row]]:
     """The rows of each task in turn, as long as there is time."""
     sampled = sampled_networks()
-    for task in todo:
+
+    def one(task: dict[str, Any]) -> list[Row]:
         network, mode = task["network"], task["mode"]
         seconds = deadline - time.time()
         if seconds < LEAST_S:
             print(f"left out for want of time: {network}, {mode}, batches {task['batches']}")
-            continue
-        found, error = run_script("network_steps.py", task | {"deadline": deadline}, seconds)
+            return []
+        with open(lock) as gate:
+            # Held from before the process starts, so that it starts when no other is timing.
+            fcntl.flock(gate, fcntl.LOCK_SH)
+            number = gate.fileno()
+            task = task | {"deadline": deadline, "gate": number}
+            found, error = run_script("network_steps.py", task, seconds, keep=(number,))
         rows: list[Row] = []
         for batch in task["batches"]:
             if str(batch) in (found or {}):
                 rows += pairs(network, mode, batch, found[str(batch)])
-            elif error:
+            elif error not in ("", STOPPED):
                 rows += failed(network, mode, batch, task["variants"], error)
             else:
                 print(f"left out for want of time: {network}, {mode}, batch {batch}")
-        yield [row | {"sampled": network in sampled} for row in rows]
+        return [row | {"sampled": network in sampled} for row in rows]
+
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(jobs) as pool:
+        lock = Path(folder) / "lock"
+        lock.touch()
+        for future in as_completed([pool.submit(one, task) for task in todo]):
+            yield future.result()
 
 
 def other_rows(arguments: argparse.Namespace, deadline: float) -> Iterator[tuple[str, list[Row]]]:
@@ -178,6 +182,9 @@ def other_rows(arguments: argparse.Namespace, deadline: float) -> Iterator[tuple
                 "steps": arguments.steps,
             }
             found, error = run_script(script, task, deadline - time.time())
+            if error == STOPPED:
+                print(f"left out for want of time: {kind} of {network}, {mode}")
+                continue
             row: Row = {"network": network, "mode": mode}
             yield kind, [row | (found or {"error": error})]
 
@@ -193,12 +200,7 @@ def measure(arguments: argparse.Namespace) -> None:
         found = other_rows(arguments, deadline)
     else:
         todo = tasks(arguments, result)
-        if arguments.jobs:
-            share = 1.0 if arguments.compile_only else COMPILE_SHARE
-            compile_ahead(todo, arguments.jobs, time.time() + share * arguments.budget)
-        if arguments.compile_only:
-            return
-        found = (("steps", rows) for rows in time_steps(todo, deadline))
+        found = (("steps", rows) for rows in time_steps(todo, arguments.jobs, deadline))
     for kind, rows in found:
         for row in rows:
             print(json.dumps(row))
@@ -236,8 +238,9 @@ def parsed(words: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--variants", type=words_of(VARIANTS), default=list(VARIANTS))
     parser.add_argument("--budget", type=float, default=86400, help="seconds; then nothing starts")
-    parser.add_argument("--jobs", type=int, default=0, help="processes that compile before")
-    parser.add_argument("--compile-only", action="store_true", help="fill Inductor's cache alone")
+    parser.add_argument(
+        "--jobs", type=int, default=1, help="processes at once; one at a time is timed"
+    )
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--turn", type=float, default=0.15, help="seconds of a turn")
     parser.add_argument("--resume", action="store_true", help="leave out what this commit has")
@@ -264,8 +267,6 @@ def main() -> None:
             os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", folder)
             os.environ.setdefault("TORCHINDUCTOR_FX_GRAPH_CACHE", "1")
             measure(arguments)
-    if arguments.compile_only:
-        return
     result = json.loads((arguments.out / f"{NAME}.json").read_text())
     show(result)
     try:

@@ -187,3 +187,15 @@ def test_host_times_are_compared_with_the_same_call_without_confpred(tables: Mod
     shown = tables.TABLES["h200-host-layers"][1]({"layers": rows}).splitlines()[2:]
     assert shown == ["| dense, forward | 10.0 (1.00x) | 5.0 (0.50x) |"]
     assert tables.TABLES["h200-host-layers"][1]({"call_us": {}}) == ""
+
+
+def test_a_process_that_fails_or_is_stopped_says_so(
+    networks: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "fails.py").write_text("raise ValueError('why')\n")
+    (tmp_path / "sleeps.py").write_text("import time; time.sleep(60)\n")
+    (tmp_path / "works.py").write_text("import sys; open(sys.argv[2], 'w').write(sys.argv[1])\n")
+    monkeypatch.setattr(networks, "HERE", tmp_path)
+    assert networks.run_script("works.py", {"a": 1}, 60) == ({"a": 1}, "")
+    assert networks.run_script("fails.py", {}, 60) == (None, "exit status 1: ValueError: why")
+    assert networks.run_script("sleeps.py", {}, 0.5) == (None, networks.STOPPED)
