@@ -304,7 +304,9 @@ def main() -> None:
         base = base or lively_network(setting)
         timing = (task["rounds"], task["turn_s"], task["gate"])
         batches[batch] = measure(base, setting, task["variants"], *timing)
-        out.write_text(json.dumps(batches))  # a crash later on costs only the later batches
+        whole = out.with_suffix(".tmp")
+        whole.write_text(json.dumps(batches))  # a crash later on costs only the later batches
+        whole.replace(out)
         torch._dynamo.reset()  # or the next batch is compiled for any batch
         free(setting)
 

@@ -28,9 +28,9 @@ from it than eager PyTorch in half precision is recorded as an error, without a 
 memory is what a step allocates at most above what the process held before it.
 
 ``torch.compile`` takes long to compile, so with ``--jobs`` several processes get ready at once.
-They share one lock: a process holds it alone, and all others wait, while cuDNN's benchmark mode chooses
-the algorithms of the eager step, and while it times its variants. Memory for that many networks at
-once has to be there. Set ``TORCHINDUCTOR_CACHE_DIR`` to keep what is compiled for another run.
+They share one lock: a process holds it alone, and all others wait, while cuDNN's benchmark mode
+chooses the algorithms of the eager step, and while it times its variants. Memory for that many
+networks at once has to be there. Set ``TORCHINDUCTOR_CACHE_DIR`` to keep what is compiled for another run.
 
 Results are merged: rows that are measured again are replaced, all others kept, and each row names
 its run.
@@ -92,7 +92,7 @@ def run_script(
             )
             errors, code = done.stderr, done.returncode
         except subprocess.TimeoutExpired as expired:
-            errors, code = str(expired.stderr or ""), None
+            errors, code = (expired.stderr or b"").decode(errors="replace"), None
         if errors:
             print(errors[-4000:], file=sys.stderr)
         written = json.loads(out.read_text()) if out.exists() else None
