@@ -30,7 +30,8 @@ memory is what a step allocates at most above what the process held before it.
 ``torch.compile`` takes long to compile, so with ``--jobs`` several processes get ready at once.
 They share one lock: a process holds it alone, and all others wait, while cuDNN's benchmark mode
 chooses the algorithms of the eager step, and while it times its variants. Memory for that many
-networks at once has to be there. Set ``TORCHINDUCTOR_CACHE_DIR`` to keep what is compiled for another run.
+networks at once has to be there. Set ``TORCHINDUCTOR_CACHE_DIR`` to keep what is compiled for
+another run.
 
 Results are merged: rows that are measured again are replaced, all others kept, and each row names
 its run.
