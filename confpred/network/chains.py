@@ -64,12 +64,18 @@ class Site:
 class Read:
     """A call that returns a parameter or a buffer as it is now."""
 
-    module: nn.Module
+    home: Mapping[str, Any]
     name: str
 
     def __call__(self) -> Tensor:
-        found: Tensor = getattr(self.module, self.name)
+        found: Tensor = self.home[self.name]
         return found
+
+
+def _home(module: nn.Module, name: str) -> Mapping[str, Any]:
+    """Which dictionary of `module` holds `name`. Not the module: it would be kept alive."""
+    homes = (module._parameters, module._buffers, module.__dict__)
+    return next(home for home in homes if name in home)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +94,7 @@ class Program:
     """A part of a network as a flat function.
 
     Attributes:
-        name, module, arguments: see `Part`.
+        name, arguments: see `Part`. The module itself is not kept alive.
         run: called with an object whose attributes are `sites` and `others`, and with the
             arguments; PyTorch has generated it.
         sites: the fused calls by attribute name.
@@ -96,18 +102,17 @@ class Program:
         relied_on: modules whose hooks and mode the function does not look at: those whose own
             call is gone.
         modes: those of them that do something else in training.
-        entered: modules whose children the function has taken as they were.
+        children: dictionaries of child modules that the function has taken as they were.
     """
 
     name: str
-    module: nn.Module
     arguments: tuple[str, ...]
     run: Callable[..., Any]
     sites: Mapping[str, Site]
     others: Mapping[str, Callable[..., Any]]
     relied_on: tuple[nn.Module, ...]
     modes: tuple[nn.Module, ...]
-    entered: tuple[nn.Module, ...]
+    children: tuple[dict[str, nn.Module | None], ...]
 
 
 @dataclass(slots=True)
@@ -157,14 +162,13 @@ def fuse(part: Part, convolutions: frozenset[nn.Module]) -> Program:
     others = called.rename(sites)
     return Program(
         part.name,
-        part.module,
         part.arguments,
         _generated(graph, [*sites, *others]),
         sites,
         others,
         tuple(m for m in {**dict.fromkeys(part.entered), **gone} if m is not part.module),
         tuple(m for m in gone if is_norm(m) or is_identity(m)),
-        (part.module, *part.entered),
+        tuple(m._modules for m in (part.module, *part.entered) if m._modules),
     )
 
 
@@ -229,7 +233,7 @@ class _Calls:
                 node.target = key
             elif node.op == "get_attr":
                 home, _, name = str(node.target).rpartition(".")
-                others[key] = Read(self._root.get_submodule(home), name)
+                others[key] = Read(_home(self._root.get_submodule(home), name), name)
                 with self._graph.inserting_before(node):
                     node.replace_all_uses_with(self._graph.call_module(key))
                 self._graph.erase_node(node)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter, is_, itemgetter
@@ -28,9 +28,9 @@ from torch.autograd import forward_ad
 from torch.nn.modules import module as every_module
 
 from confpred.network.chains import Program, Site, fuse
-from confpred.network.fused import FusedCall, OperatorCall, PlainCall
+from confpred.network.fused import OperatorCall, PlainCall, fused_call
 from confpred.network.instance_forward import InstanceForward
-from confpred.network.modules import norm_slots
+from confpred.network.modules import is_convolution, norm_slots
 from confpred.network.tracing import convolutions_of, trace
 
 log = logging.getLogger("confpred")
@@ -69,61 +69,69 @@ class Settings:
         return Settings(cut(self.refused), ours, self.channels_last)
 
 
-class Watch:
-    """What a `Program` relies on, and whether it is as it was."""
+class ModuleWatch:
+    """The modules that a `Program` relies on, and whether they are as they were."""
 
     def __init__(self, program: Program) -> None:
-        relied_on = [m for m in program.relied_on if m is not program.module]
+        relied_on = program.relied_on
         self._hooks = (
             every_module._global_forward_hooks,
             every_module._global_forward_pre_hooks,
             *(h for m in relied_on for h in (m._forward_hooks, m._forward_pre_hooks)),
         )
-        self._modes = tuple(m.__dict__ for m in relied_on)
-        homes = (m._modules for m in program.entered)
-        self._homes = tuple(home for home in homes if home)
+        self._states = tuple(m.__dict__ for m in relied_on)
+        self._homes = program.children
         self._children = self._children_now()
-        slots: dict[tuple[int, str], tuple[Mapping[str, Tensor | None], str]] = {}
-        for site in program.sites.values():
-            parameters = site.convolution._parameters
-            found = [(parameters, "weight"), (parameters, "bias")]
-            found += [] if site.norm is None else norm_slots(site.norm)  # type: ignore[arg-type]
-            slots.update({(id(home), name): (home, name) for home, name in found})
-        held = [(home, name) for home, name in slots.values() if home.get(name) is not None]
-        self._slots = tuple(held)
-        self._missing = tuple(slot for slot in slots.values() if slot[1] in slot[0] and slot[0][slot[1]] is None)
-        self.note_tensors()
 
     def _children_now(self) -> list[nn.Module | None]:
         return [*chain.from_iterable(map(dict.values, self._homes))]
 
-    def same_modules(self) -> bool:
+    def is_same(self) -> bool:
         """Whether modules have no hooks, do not train, and have the children that they had."""
         return (
             not any(self._hooks)
-            and not any(map(_training, self._modes))
+            and not any(map(_training, self._states))
             and self._children_now() == self._children
         )
 
-    def note_tensors(self) -> None:
-        """Take the tensors as they are now for what `same_tensors` compares with."""
-        self._tensors = [home[name] for home, name in self._slots]
+
+class TensorWatch:
+    """The parameters and buffers that went into a fold, and whether they are as they were."""
+
+    def __init__(self, sites: Iterable[Site]) -> None:
+        slots: dict[tuple[int, str], tuple[Mapping[str, Tensor | None], str]] = {}
+        for site in sites:
+            parameters = site.convolution._parameters
+            found = [(parameters, "weight"), (parameters, "bias")]
+            found += [] if site.norm is None else norm_slots(site.norm)  # type: ignore[arg-type]
+            slots.update({(id(home), name): (home, name) for home, name in found})
+        self._held = tuple(slot for slot in slots.values() if slot[0].get(slot[1]) is not None)
+        self._missing = tuple(slot for slot in slots.values() if slot[0].get(slot[1]) is None)
+        self._tensors = [home[name] for home, name in self._held]
+        # Versions only rise, so that their sum stays the same if each of them does.
         self._versions = sum(map(_version, self._tensors))
         self._addresses = [*map(Tensor.data_ptr, self._tensors)]  # type: ignore[arg-type]
 
-    def same_tensors(self) -> bool:
-        """Whether nothing that was folded has been replaced or written to."""
+    def is_same(self) -> bool:
+        """Whether no tensor has been replaced, written to, or moved."""
         try:
-            now = [home[name] for home, name in self._slots]
+            now = [home[name] for home, name in self._held]
         except KeyError:
             return False
         return (
             all(map(is_, now, self._tensors))
-            # Versions only rise, so that the sum stays the same if each of them does.
             and sum(map(_version, now)) == self._versions
             and [*map(Tensor.data_ptr, now)] == self._addresses  # type: ignore[arg-type]
-            and not [name for home, name in self._missing if home[name] is not None]
+            and not [name for home, name in self._missing if home.get(name) is not None]
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Fold:
+    """What the sites of a program do at a call, and the tensors that this was made from."""
+
+    calls: SimpleNamespace
+    watch: TensorWatch
 
 
 class OptimizedForward(InstanceForward):
@@ -132,8 +140,8 @@ class OptimizedForward(InstanceForward):
     def __init__(self, module: nn.Module, settings: Settings) -> None:
         super().__init__(module, settings)
         self._program: Program | None = None
-        self._watch: Watch | None = None
-        self._folded: dict[torch.dtype | None, SimpleNamespace] = {}
+        self._watch: ModuleWatch | None = None
+        self._folds: dict[torch.dtype | None, Fold] = {}
         self._traced: SimpleNamespace = SimpleNamespace()
         self._modes: tuple[nn.Module, ...] = ()
         self._channels_last: bool = settings.channels_last
@@ -176,6 +184,9 @@ class OptimizedForward(InstanceForward):
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """`args` with those of `kwargs` that are arguments of the program, if that takes all."""
+        module = self._module()
+        if self._program is None and module is not None and not module.training:
+            self._is_built(module)
         if self._program is not None:
             names = self._program.arguments[len(args) :]
             if set(names) == kwargs.keys():
@@ -200,10 +211,8 @@ class OptimizedForward(InstanceForward):
             return None
         if not self._is_built(module):
             return None
-        watch, program = self._watch, self._program
-        if watch is None or program is None or len(args) != len(program.arguments):
-            return None
-        if not watch.same_tensors() and not self._forget_folds():
+        program = self._program
+        if program is None or len(args) != len(program.arguments):
             return None
         device = args[0].device.type
         cast = (
@@ -211,22 +220,24 @@ class OptimizedForward(InstanceForward):
             if device == "cuda" and torch.is_autocast_enabled(device)
             else None
         )
-        calls = self._folded.get(cast)
-        return self._fold(cast) if calls is None else calls
+        fold = self._folds.get(cast)
+        if fold is None or not fold.watch.is_same():
+            fold = self._fold(module, program, cast)
+        return None if fold is None else fold.calls
 
     def _is_built(self, module: nn.Module) -> bool:
         """Trace `module` where that has not been done, or its modules have changed."""
-        if self._watch is not None and self._watch.same_modules():
+        if self._watch is not None and self._watch.is_same():
             return True
         if self._watch is not None and _every_hook():
             return False
         with _building:
             self._build(module)
-        return self._watch is not None and self._watch.same_modules()
+        return self._watch is not None and self._watch.is_same()
 
     def _build(self, module: nn.Module) -> None:
         settings: Settings = self._settings
-        self._folded = {}
+        self._folds = {}
         self._program = self._watch = None
         mine = module.__dict__.pop("forward", None)  # a trace is of what the class does
         try:
@@ -243,44 +254,37 @@ class OptimizedForward(InstanceForward):
             **program.others,
             **{key: self._traced_call(site) for key, site in program.sites.items()},
         )
-        self._program, self._watch = program, Watch(program)
+        self._program, self._watch = program, ModuleWatch(program)
 
     def _traced_call(self, site: Site) -> Callable[..., Tensor]:
         ours: frozenset[str] | None = self._settings.ours
         known = site.convolution.groups > 1 if ours is None else site.name in ours
         return OperatorCall(site) if known else PlainCall(site)
 
-    def _forget_folds(self) -> bool:
-        """Forget what was folded; False if that would be wrong now."""
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-            return False
-        self._folded = {}
-        try:
-            self._watch.note_tensors()  # type: ignore[union-attr]
-        except KeyError:  # a parameter is not there any more: such a module is another one
-            self._watch = None
-            return False
-        return True
-
-    def _fold(self, cast: torch.dtype | None) -> SimpleNamespace | None:
-        program = self._program
-        if program is None:
-            return None
-        on_gpu = torch.cuda.is_available() and any(site.convolution.weight.is_cuda for site in program.sites.values())
+    def _fold(
+        self, module: nn.Module, program: Program, cast: torch.dtype | None
+    ) -> Fold | None:
+        """Fold everything again; None where that has to wait."""
+        on_gpu = torch.cuda.is_available() and any(p.is_cuda for p in module.parameters())
         if on_gpu and torch.cuda.is_current_stream_capturing():
             return None
-        with torch.inference_mode(False), torch.no_grad(), torch.autocast("cuda", enabled=False):
-            calls = SimpleNamespace(
-                **program.others,
-                **{
-                    key: FusedCall(site, cast, self._channels_last)
+        with _building:
+            # Without a norm and a cast the parameters themselves are used, and need no watch.
+            watched = [s for s in program.sites.values() if s.norm is not None or cast is not None]
+            if not all(is_convolution(s.convolution) for s in watched):
+                self._watch = None  # something else than a plain filter has been put there
+                return None
+            watch = TensorWatch(watched)
+            with torch.inference_mode(False), torch.no_grad():
+                made = {
+                    key: fused_call(site, cast, self._channels_last)
                     for key, site in program.sites.items()
-                },
-            )
-        if on_gpu:
-            torch.cuda.synchronize()  # other streams are going to read what was folded
-        self._folded[cast] = calls
-        return calls
+                }
+            if on_gpu:
+                torch.cuda.synchronize()  # other streams are going to read what was folded
+            fold = Fold(SimpleNamespace(**program.others, **made), watch)
+            self._folds[cast] = fold
+        return fold
 
 
 def _every_hook() -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -15,64 +17,69 @@ CHANNELS_LAST = torch.channels_last
 
 
 class FusedCall:
-    """A site whose norm has been folded into its own copy of the filter.
+    """A site as one call, with tensors without gradients on any device.
 
-    The call takes tensors without gradients on any device, and computes in the dtype of the copy
-    where autocast asked for that.
+    Its filter and its bias are kept in a dictionary: that of the convolution's parameters, or one
+    with copies that the norm has been folded into, or that autocast's dtype has been given.
     """
 
     __slots__ = (
-        "_activation", "_bias", "_cast", "_channels", "_geometry", "_rows", "_weight",
+        "_activation", "_cast", "_channels", "_geometry", "_kept", "_margin",
     )  # fmt: skip
 
-    def __init__(self, site: Site, dtype: torch.dtype | None, channels_last: bool) -> None:
-        """Fold `site` in `dtype`, or in the filter's own where autocast is off."""
-        convolution = site.convolution
-        weight, bias = convolution.weight.detach(), convolution.bias
-        bias = None if bias is None else bias.detach()
-        if site.norm is not None:
-            norm = norm_tensors(site.norm)
-            weight, bias = fold(weight, bias, *norm, site.norm.eps)  # type: ignore[arg-type]
-        kept = convolution.weight.dtype if dtype is None else dtype
-        layout = CHANNELS_LAST if channels_last else torch.contiguous_format
-        self._weight = weight.to(kept).contiguous(memory_format=layout)
-        self._bias = None if bias is None else bias.to(kept)
-        self._cast = dtype
-        self._geometry = geometry_of(convolution)
+    def __init__(
+        self, site: Site, kept: Mapping[str, Tensor | None], cast: torch.dtype | None
+    ) -> None:
+        self._kept, self._cast = kept, cast
         self._activation = site.activation
+        self._geometry = geometry_of(site.convolution)
         stride, padding, dilation, _ = self._geometry
-        self._channels = convolution.out_channels
-        # Height and width of the output are (size + this) // stride.
-        self._rows = tuple(
-            (2 * padding[i] - dilation[i] * (convolution.kernel_size[i] - 1) - 1 + stride[i])
-            for i in range(2)
+        sizes = site.convolution.kernel_size
+        self._channels = site.convolution.out_channels
+        # The output's height and width are (size + margin) // stride.
+        self._margin = tuple(
+            2 * padding[i] - dilation[i] * (sizes[i] - 1) - 1 + stride[i] for i in range(2)
         )
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        cast = self._cast
+        kept, cast = self._kept, self._cast
         if cast is not None and x.dtype is not cast:
             x = x.to(cast)
-        if residual is None:
+        if residual is None or self._fits(x, residual):
             return forward(
-                x, self._weight, self._bias, None, self._geometry, self._activation
-            )
-        if self._fits(x, residual):
-            return forward(
-                x, self._weight, self._bias, residual, self._geometry, self._activation
-            )
+                x, kept["weight"], kept["bias"], residual, self._geometry, self._activation
+            )  # type: ignore[arg-type]
         # A sum that promotes or broadcasts is PyTorch's.
-        out = forward(x, self._weight, self._bias, None, self._geometry, "none")
+        out = forward(x, kept["weight"], kept["bias"], None, self._geometry, "none")  # type: ignore[arg-type]
         return activate(self._activation, out + residual)
 
     def _fits(self, x: Tensor, residual: Tensor) -> bool:
         """Whether `residual` has the dtype and the shape of the output."""
         if type(residual) is not Tensor or residual.dtype is not x.dtype or x.dim() != 4:
             return False
-        (stride_h, stride_w), rows = self._geometry[0], self._rows
+        (stride_h, stride_w), (margin_h, margin_w) = self._geometry[0], self._margin
         n, _, h, w = x.shape
-        return residual.shape == (
-            n, self._channels, (h + rows[0]) // stride_h, (w + rows[1]) // stride_w
-        )  # fmt: skip
+        rows, columns = (h + margin_h) // stride_h, (w + margin_w) // stride_w
+        return residual.shape == (n, self._channels, rows, columns)
+
+
+def fused_call(site: Site, cast: torch.dtype | None, channels_last: bool) -> FusedCall:
+    """The call of `site` with its parameters as they are now, in autocast's dtype where `cast` is
+    one; it has to be made again when they change, unless there is neither a norm nor a cast."""
+    convolution = site.convolution
+    if site.norm is None and cast is None:
+        return FusedCall(site, convolution._parameters, None)
+    weight, bias = convolution.weight.detach(), convolution.bias
+    bias = None if bias is None else bias.detach()
+    dtype = weight.dtype if cast is None else cast
+    if site.norm is not None:
+        weight, bias = fold(weight, bias, *norm_tensors(site.norm), site.norm.eps)  # type: ignore[arg-type]
+    layout = CHANNELS_LAST if channels_last else torch.contiguous_format
+    kept = {
+        "weight": weight.to(dtype).contiguous(memory_format=layout),
+        "bias": None if bias is None else bias.to(dtype),
+    }
+    return FusedCall(site, kept, cast)
 
 
 class PlainCall:

@@ -134,23 +134,23 @@ def _install(model: nn.Module, recorder: _Recorder) -> None:
     convolutions = convolutions_of(model, lambda *_: True)
     for part in list(trace_parts(model, convolutions)):
         program = fuse(part, convolutions)
-        part.module.__dict__["forward"] = _recorded(program, recorder)
+        part.module.__dict__["forward"] = _recorded(part.module, program, recorder)
 
 
-def _recorded(program: Program, recorder: _Recorder) -> Callable[..., Any]:
+def _recorded(module: nn.Module, program: Program, recorder: _Recorder) -> Callable[..., Any]:
     calls = SimpleNamespace(
         **program.others,
         **{key: _RecordedSite(site, recorder) for key, site in program.sites.items()},
     )
-    original = type(program.module).forward
+    original = type(module).forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         names = program.arguments[len(args) :]
         if set(names) != kwargs.keys():
-            return original(program.module, *args, **kwargs)
+            return original(module, *args, **kwargs)
         args = (*args, *(kwargs[name] for name in names))
         if not all(isinstance(x, Tensor) for x in args):
-            return original(program.module, *args)
+            return original(module, *args)
         return program.run(calls, *(_channels_last(x) for x in args))
 
     return forward

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from confpred.network.instance_forward import InstanceForward
 from confpred.network.modules import geometry_of
 from confpred.pytorch.conv2d import conv2d
+from confpred.pytorch.ready import Geometry
 
 
 class SwappedForward(InstanceForward):
@@ -16,14 +17,18 @@ class SwappedForward(InstanceForward):
 
     def __init__(self, module: nn.Module, settings: Any = None) -> None:
         super().__init__(module, settings)
-        self._geometry = geometry_of(module)  # type: ignore[arg-type]
+        # A module that is being copied has no sizes yet.
+        self._geometry: Geometry | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
         module = self._module()
         if x.dim() != 4:
             unbatched: Tensor = self.original(x)
             return unbatched
-        stride, padding, dilation, groups = self._geometry
+        geometry = self._geometry
+        if geometry is None:
+            geometry = self._geometry = geometry_of(module)  # type: ignore[arg-type]
+        stride, padding, dilation, groups = geometry
         return conv2d(
             x,
             module.weight,  # type: ignore[union-attr, arg-type]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -145,6 +146,18 @@ class _Value(fx.Proxy):
     @property
     def __class__(self) -> type:  # type: ignore[override]
         return Tensor
+
+
+def _in_place(function: Callable[..., Any]) -> Callable[[_Value, Any], Any]:
+    def method(self: _Value, other: Any) -> Any:
+        return self.tracer.create_proxy("call_function", function, (self, other), {})
+
+    return method
+
+
+# A proxy of torch.fx takes `x += y` for `x = x + y`, and others would not see what is written to x.
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor"):
+    setattr(_Value, f"__i{_name}__", _in_place(getattr(operator, f"__i{_name}__")))
 
 
 class _Tracer(fx.Tracer):
