@@ -11,6 +11,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from confpred.network.bundle import load_bundle as load_bundle
     from confpred.network.bundle import prepare as prepare
+    from confpred.network.explain import Explanation as Explanation
+    from confpred.network.explain import explain as explain
+    from confpred.network.optimize import optimize as optimize
+    from confpred.network.optimize import revert as revert
     from confpred.predict.choice import Choice as Choice
     from confpred.predict.predictor import Predictor as Predictor
     from confpred.problem.conv2d import Problem as Problem
@@ -27,6 +31,7 @@ __version__ = "0.1.0"
 _WHERE = {
     "Choice": "confpred.predict.choice",
     "Device": "confpred.problem.device",
+    "Explanation": "confpred.network.explain",
     "Predictor": "confpred.predict.predictor",
     "Problem": "confpred.problem.conv2d",
     "conv2d": "confpred.pytorch.conv2d",
@@ -38,6 +43,11 @@ _WHERE = {
     "prepare": "confpred.network.bundle",
     "record_plan": "confpred.pytorch.recording",
     "use_predictor": "confpred.pytorch.choosing",
+    "explain": "confpred.network.explain",
+    "get_device": "confpred.problem.device",
+    "optimize": "confpred.network.optimize",
+    "revert": "confpred.network.optimize",
+    "use_predictor": "confpred.pytorch.ready",
 }
 __all__ = ["__version__", *_WHERE]
 

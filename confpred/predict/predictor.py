@@ -127,6 +127,22 @@ class Predictor:
         """
         return list(self._answer(problem, get_device(device), check_top(top)))
 
+    def expected_ms(
+        self, problem: Record, device: str | Device, candidate: Candidate
+    ) -> float | None:
+        """Milliseconds that `candidate` is expected to take for `problem`; None where nothing
+        predicts them, as for PyTorch's operator where none of our kernels is legal.
+
+        Raises:
+            UnknownDevice: no description of `device` is known.
+        """
+        known = get_device(device)
+        model = self._models.get(known.key)
+        if model is not None and model.operation.problem is not type(problem):
+            model = None
+        seconds = _expected_s(problem, known, model, candidate)
+        return None if seconds is None else seconds * 1e3
+
     def _answer(self, problem: Record, device: Device, top: int) -> tuple[Choice, ...]:
         if not isinstance(problem, Record):
             raise InvalidInput("problem", problem, "a problem, such as a confpred.Problem")

@@ -1,0 +1,22 @@
+"""Whole networks: what `confpred.optimize` and `confpred.explain` do; importing this imports PyTorch.
+
+modules    which modules are convolutions, norms, activations or nothing at all in evaluation
+tracing    a network as a graph, or its parts where the whole cannot be traced
+chains     convolution -> norm -> residual -> activation, found in a graph
+fused      what one such chain does at a call: folded, in plain PyTorch, or as one operator
+operators  that operator, for `torch.compile`
+forward    the forward of an optimized module: when it may run, and what must not have changed
+swapped    the forward of a convolution in training
+optimize   `optimize` and `revert`
+problems   the convolution problems of a network
+explain    `explain`: a row for each layer
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+from confpred.errors import MissingExtra
+
+if find_spec("torch") is None:
+    raise MissingExtra("torch", "gpu")

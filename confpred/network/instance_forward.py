@@ -1,0 +1,53 @@
+"""A forward that is kept on one module, in place of its class's, and goes where the module goes."""
+
+from __future__ import annotations
+
+import weakref
+from copy import deepcopy
+from typing import Any, TypeVar
+
+from torch import nn
+
+Self = TypeVar("Self", bound="InstanceForward")
+
+
+class InstanceForward:
+    """A callable that is stored as ``forward`` on a module.
+
+    It does not keep the module alive. A deep copy or a pickle of the module gets one of its own,
+    made from the same `settings`; loading such a pickle needs confpred.
+    """
+
+    def __init__(self, module: nn.Module, settings: Any) -> None:
+        self._module = weakref.ref(module)
+        self._settings = settings
+
+    @classmethod
+    def install(cls: type[Self], module: nn.Module, settings: Any = None) -> Self:
+        made = cls(module, settings)
+        module.__dict__["forward"] = made
+        return made
+
+    def original(self, *args: Any, **kwargs: Any) -> Any:
+        """What the module's class does."""
+        module = self._module()
+        return type(module).forward(module, *args, **kwargs)  # type: ignore[union-attr]
+
+    def __deepcopy__(self: Self, memo: dict[int, Any]) -> Self:
+        module = self._module()
+        copied = memo.get(id(module))
+        if copied is None:  # this callable is copied alone: its module has to come along
+            copied = deepcopy(module, memo)
+            found: Self = copied.__dict__["forward"]
+            return found
+        return type(self)(copied, self._settings)
+
+    def __reduce__(self: Self) -> tuple[type[Self], tuple[Any, Any]]:
+        return type(self), (self._module(), self._settings)
+
+
+def remove(model: nn.Module) -> None:
+    """Take every `InstanceForward` off `model`."""
+    for module in model.modules():
+        if isinstance(module.__dict__.get("forward"), InstanceForward):
+            del module.__dict__["forward"]

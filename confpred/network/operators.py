@@ -1,0 +1,181 @@
+"""`confpred::conv2d_norm`: convolution, batch norm, residual and activation as one operator.
+
+For `torch.compile` alone, which would otherwise trace into the folding and repeat it at each step.
+The operator takes the parameters as they are and remembers what it has folded. It is defined with
+the low-level library, since a call of a ``custom_op`` costs several times as much.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
+
+from confpred.pytorch.directions import forward
+
+_LIBRARY = torch.library.Library("confpred", "FRAGMENT")
+_LIBRARY.define(
+    "conv2d_norm(Tensor x, Tensor weight, Tensor? bias, Tensor? norm_weight, Tensor? norm_bias, "
+    "Tensor? mean, Tensor? var, float eps, Tensor? residual, SymInt[] stride, SymInt[] padding, "
+    "SymInt[] dilation, SymInt groups, str activation) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+conv2d_norm: Any = torch.ops.confpred.conv2d_norm
+
+
+def fold(
+    weight: Tensor,
+    bias: Tensor | None,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    mean: Tensor,
+    variance: Tensor,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    """Filter and bias of a convolution that does what `weight`, `bias` and the norm after it do.
+
+    In float32, or in `weight`'s dtype where that is wider: the products of two half-precision
+    roundings would be off by more than the output's.
+    """
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    scale = torch.rsqrt(variance.to(wide) + eps)
+    if norm_weight is not None:
+        scale = scale * norm_weight.to(wide)
+    shift = -mean.to(wide) if bias is None else bias.to(wide) - mean.to(wide)
+    shift = shift * scale
+    if norm_bias is not None:
+        shift = shift + norm_bias.to(wide)
+    return weight.to(wide) * scale.reshape(-1, 1, 1, 1), shift
+
+
+def _compute(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    mean: Tensor | None,
+    var: Tensor | None,
+    eps: float,
+    residual: Tensor | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+    activation: str,
+) -> Tensor:
+    geometry = (
+        (stride[0], stride[1]),
+        (padding[0], padding[1]),
+        (dilation[0], dilation[1]),
+        groups,
+    )
+    with torch.no_grad():
+        sources = (weight, bias, norm_weight, norm_bias, mean, var)
+        weight, bias = _folds.get(sources, eps, x.dtype)
+        if residual is not None and _shape(x, weight, geometry) != residual.shape:
+            out = forward(x, weight, bias, None, geometry, "none") + residual
+            return out if activation == "none" else getattr(F, activation)(out)  # type: ignore[no-any-return]
+        return forward(x, weight, bias, residual, geometry, activation)
+
+
+def _shape(x: Tensor, weight: Tensor, geometry: Any) -> tuple[int, ...]:
+    stride, padding, dilation, _ = geometry
+    return (
+        x.shape[0],
+        weight.shape[0],
+        *(
+            (x.shape[2 + i] + 2 * padding[i] - dilation[i] * (weight.shape[2 + i] - 1) - 1)
+            // stride[i]
+            + 1
+            for i in range(2)
+        ),
+    )
+
+
+def _fake(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    mean: Tensor | None,
+    var: Tensor | None,
+    eps: float,
+    residual: Tensor | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+    activation: str,
+) -> Tensor:
+    if mean is not None or weight.dtype != x.dtype:
+        weight = weight.to(x.dtype).contiguous(memory_format=torch.channels_last)
+    out: Tensor = F.conv2d(x, weight, None, stride, padding, dilation, groups)
+    return out if residual is None else out + residual
+
+
+Sources = tuple[Tensor | None, ...]
+
+
+class _Folds:
+    """Filters and biases that have been folded, each kept as long as the filter it came from."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._kept: Any = WeakTensorKeyDictionary()
+
+    def get(self, sources: Sources, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+        """Filter and bias of `sources` in `dtype`, in channels-last order."""
+        weight, mean = sources[0], sources[4]
+        if weight is None or (mean is None and weight.dtype is dtype):
+            return weight, sources[1]  # type: ignore[return-value]
+        if any(t is not None and t.is_inference() for t in sources):
+            return _folded(sources, eps, dtype)  # they do not count their changes
+        state = (eps, *((id(t), t._version, t.data_ptr()) for t in sources if t is not None))
+        with self._lock:
+            by_dtype = self._kept.get(weight)
+            found = None if by_dtype is None else by_dtype.get(dtype)
+        if found is not None and found[0] == state and found[1].same(sources):
+            return found[2]  # type: ignore[no-any-return]
+        made = _folded(sources, eps, dtype)
+        if weight.is_cuda:
+            if torch.cuda.is_current_stream_capturing():
+                return made  # its memory belongs to the graph
+            torch.cuda.synchronize(weight.device)  # other streams are going to read it
+        with self._lock:
+            self._kept.setdefault(weight, {})[dtype] = (state, _Identities(sources), made)
+        return made
+
+
+class _Identities:
+    """Remembers which tensors they were without keeping them: an id alone may be used again."""
+
+    def __init__(self, tensors: Sources) -> None:
+        self._tensors = WeakIdKeyDictionary()
+        for t in tensors[1:]:
+            if t is not None:
+                self._tensors[t] = True
+
+    def same(self, tensors: Sources) -> bool:
+        return all(t is None or t in self._tensors for t in tensors[1:])
+
+
+def _folded(sources: Sources, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    weight, bias, norm_weight, norm_bias, mean, variance = sources
+    if weight is None:
+        raise TypeError("a convolution needs a filter")
+    if mean is not None and variance is not None:
+        weight, bias = fold(weight, bias, norm_weight, norm_bias, mean, variance, eps)
+    weight = weight.to(dtype).contiguous(memory_format=torch.channels_last)
+    return weight.detach(), None if bias is None else bias.to(dtype).detach()
+
+
+_folds = _Folds()
+_LIBRARY.impl("conv2d_norm", _compute, "CompositeExplicitAutograd")
+torch.library.register_fake("confpred::conv2d_norm", _fake, lib=_LIBRARY)

@@ -1,0 +1,40 @@
+"""The forward of a convolution in a network that trains: `confpred.conv2d` in place of PyTorch's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from confpred.network.instance_forward import InstanceForward
+from confpred.network.modules import geometry_of
+from confpred.pytorch.conv2d import conv2d
+from confpred.pytorch.layers import Geometry
+
+
+class SwappedForward(InstanceForward):
+    """The forward of one ``nn.Conv2d`` by confpred's kernels, with gradients."""
+
+    def __init__(self, module: nn.Module, settings: Any = None) -> None:
+        super().__init__(module, settings)
+        # A module that is being copied has no sizes yet.
+        self._geometry: Geometry | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        module = self._module()
+        if x.dim() != 4:
+            unbatched: Tensor = self.original(x)
+            return unbatched
+        geometry = self._geometry
+        if geometry is None:
+            geometry = self._geometry = geometry_of(module)  # type: ignore[arg-type]
+        stride, padding, dilation, groups = geometry
+        return conv2d(
+            x,
+            module.weight,  # type: ignore[union-attr, arg-type]
+            module.bias,  # type: ignore[union-attr, arg-type]
+            stride=stride,
+            padding=padding,
+            dilation=dilation,
+            groups=groups,
+        )
