@@ -38,16 +38,14 @@ _WHERE = {
     "disable": "confpred.pytorch.routing",
     "enable": "confpred.pytorch.routing",
     "enabled": "confpred.pytorch.routing",
-    "get_device": "confpred.problem.device",
-    "load_bundle": "confpred.network.bundle",
-    "prepare": "confpred.network.bundle",
-    "record_plan": "confpred.pytorch.recording",
-    "use_predictor": "confpred.pytorch.choosing",
     "explain": "confpred.network.explain",
     "get_device": "confpred.problem.device",
+    "load_bundle": "confpred.network.bundle",
     "optimize": "confpred.network.optimize",
+    "prepare": "confpred.network.bundle",
+    "record_plan": "confpred.pytorch.recording",
     "revert": "confpred.network.optimize",
-    "use_predictor": "confpred.pytorch.ready",
+    "use_predictor": "confpred.pytorch.choosing",
 }
 __all__ = ["__version__", *_WHERE]
 
