@@ -36,10 +36,11 @@ _current = Policy()
 
 
 def use(policy: Policy) -> None:
-    """Follow `policy` from now on, for shapes that are already known too."""
+    """Follow `policy` from now on; what another verifier may decide is chosen again."""
     global _current
-    _current = policy
-    choosing.forget()
+    former, _current = _current, policy
+    if policy.verifier is not former.verifier:
+        choosing.forget()
 
 
 @dataclass(frozen=True, slots=True)
