@@ -86,7 +86,8 @@ def captured(step: Step) -> Step:
     with torch.cuda.graph(graph):
         out = step()
 
-    def replay() -> Tensor:
+    def replay(kept: Step = step) -> Tensor:
+        """`kept` holds the model, whose weights the graph reads at their addresses."""
         graph.replay()
         return out
 

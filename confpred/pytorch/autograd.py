@@ -18,7 +18,7 @@ from confpred.errors import InvalidInput
 from confpred.pytorch import policy
 from confpred.pytorch.casts import is_capturing, low_precision
 from confpred.pytorch.choosing import remember, served
-from confpred.pytorch.directions import forward
+from confpred.pytorch.directions import find_converting, forward
 from confpred.pytorch.gradients import Grads, Layer, Mask, backward, find_layer
 from confpred.pytorch.layers import Geometry
 from confpred.pytorch.ready import CHANNELS_LAST, dense, densely, is_dense
@@ -98,7 +98,10 @@ def find_convolution(
     if isinstance(found, policy.Compiling):
         return remember(key, found.until_then(served, key, original))  # type: ignore[no-any-return]
     if found is None:
-        return remember(key, None)  # type: ignore[no-any-return]
+        converting = (
+            None if any(mask) or transposed else find_converting(low, weight, bias, geometry)
+        )
+        return remember(key, converting)  # type: ignore[no-any-return]
     layer = found
     if any(mask):
         repack = weight.dtype is dtype and not is_dense(weight)

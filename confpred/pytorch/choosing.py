@@ -36,6 +36,7 @@ from confpred.predict.predictor import Predictor
 from confpred.problem.conv2d import Problem
 from confpred.problem.operation import KernelSpec, Launch, Step
 from confpred.problem.record import Record
+from confpred.pytorch import layouts
 from confpred.pytorch.ready import ReadyLaunch
 
 log = logging.getLogger(__name__)
@@ -116,6 +117,16 @@ def pytorch_ms(problem: Record, ordinal: int) -> float | None:
     """Milliseconds that PyTorch's own operator is expected to take for `problem`."""
     device = driver.device_of(ordinal)
     return current_predictor().expected_ms(problem, device, PYTORCH_OPERATOR)
+
+
+def converting_pays(choice: Choice, ordinal: int) -> bool:
+    """Whether `choice` is expected to beat PyTorch's operator on a tensor with its channels first,
+    the copies between the layouts included."""
+    problem = choice.problem
+    if not isinstance(problem, Problem):
+        return False
+    theirs = pytorch_ms(problem, ordinal)
+    return layouts.converting_pays(problem, choice.predicted_ms, theirs, driver.device_of(ordinal))
 
 
 def announce(choice: Choice) -> None:

@@ -14,12 +14,12 @@ from typing import Any
 
 from torch import Tensor
 
-from confpred.pytorch import policy
+from confpred.pytorch import choosing, policy
 from confpred.pytorch.choosing import remember, served
 from confpred.pytorch.fallback import pytorch_fused
 from confpred.pytorch.layers import Geometry, alike, problem_of
-from confpred.pytorch.layouts import is_channels_last
-from confpred.pytorch.ready import densely
+from confpred.pytorch.layouts import is_channels_first, is_channels_last
+from confpred.pytorch.ready import dense, densely
 
 
 def forward(
@@ -89,6 +89,29 @@ def _find(
         theirs = partial(pytorch_fused, geometry=geometry, activation=activation)
         return remember(key, found.until_then(served, key, theirs))
     return remember(key, found and densely(found.run, inputs))
+
+
+def find_converting(x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry) -> Any:
+    """What serves tensors with their channels first, by a copy into channels last and back; None
+    where PyTorch's own operator is predicted to be faster."""
+    if not alike(x, weight, bias) or not is_channels_first(x):
+        return None
+    problem = problem_of("fprop", x.shape, weight.shape, x.dtype, geometry, bias=bias is not None)
+    if problem is None:
+        return None
+    choice = policy.decide(problem, x.get_device())
+    if choice is None or not choosing.converting_pays(choice, x.get_device()):
+        return None
+    ready = choosing.load(choice, x.get_device())
+    if ready is None:
+        return None
+    run = ready.run
+
+    def convert(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        out: Tensor = run(dense(x), dense(weight), None if bias is None else dense(bias))
+        return out.contiguous()
+
+    return convert
 
 
 def _like(t: Tensor) -> tuple[Any, ...]:

@@ -246,7 +246,34 @@ def _conv1d(
     dilation: Any = 1,
     groups: int = 1,
 ) -> Tensor:
-    return _CONV1D(input, weight, bias, stride, padding, dilation, groups)
+    def original(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return _CONV1D(x, weight, bias, stride, padding, dilation, groups)
+
+    if groups == 1 or _is_dynamo() or not _is_plain(input, weight, bias) or input.dim() != 3:
+        return original(input, weight, bias)
+    steps = [_single(value) for value in (stride, padding, dilation)]
+    wants = _is_grad_enabled() and any(
+        t is not None and t.requires_grad for t in (input, weight, bias)
+    )
+    if wants or weight.dim() != 3 or None in steps:
+        return original(input, weight, bias)
+
+    def flat(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return original(x.squeeze(2), weight.squeeze(2), bias).unsqueeze(2)
+
+    # An image of one row. PyTorch takes it with its channels first, whatever its strides are.
+    along: Any = tuple((least, step) for least, step in zip((1, 0, 1), steps, strict=True))
+    image, filters = input.contiguous().unsqueeze(2), weight.unsqueeze(2)
+    serve = find_eager(image, filters, bias, (*along, groups), flat)
+    if serve is None:
+        return original(input, weight, bias)
+    return serve(image, filters, bias).squeeze(2)
+
+
+def _single(value: Any) -> int | None:
+    if isinstance(value, (tuple, list)) and len(value) == 1:
+        value = value[0]
+    return value if isinstance(value, int) else None
 
 
 def _is_plain(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:

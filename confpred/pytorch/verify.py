@@ -95,7 +95,7 @@ class Verifier:
                     calls.append((choice, _ours(ready, inputs)))
             own = replace(predicted, candidate=PYTORCH_OPERATOR, predicted_ms=None)
             calls.append((own, _theirs(problem, inputs)))
-            times = _interleaved([call for _, call in calls])
+            times = interleaved([call for _, call in calls])
         best = min(range(len(calls)), key=times.__getitem__)
         log.info("%s: %s is the fastest of %d", problem, calls[best][0].provider, len(calls))
         return replace(
@@ -141,7 +141,7 @@ def _theirs(problem: Problem, inputs: dict[str, Tensor]) -> Callable[[], Any]:
     )  # fmt: skip
 
 
-def _interleaved(calls: list[Callable[[], Any]]) -> list[float]:
+def interleaved(calls: list[Callable[[], Any]]) -> list[float]:
     """Median milliseconds of one launch of each of `calls`, whose rounds take turns."""
     times: list[list[float]] = [[] for _ in calls]
     launches = []
