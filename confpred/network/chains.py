@@ -20,6 +20,7 @@ from torch import Tensor, fx, nn
 
 from confpred.network.modules import (
     activation_of,
+    eps_of,
     has_own_activation,
     is_identity,
     is_norm,
@@ -86,7 +87,7 @@ class Normalise:
 
     def __call__(self, x: Tensor) -> Tensor:
         weight, bias, mean, variance = norm_tensors(self.norm)
-        return F.batch_norm(x, mean, variance, weight, bias, False, 0.0, self.norm.eps)  # type: ignore[arg-type]
+        return F.batch_norm(x, mean, variance, weight, bias, False, 0.0, eps_of(self.norm))
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +119,7 @@ class Program:
 @dataclass(slots=True)
 class _Chain:
     nodes: list[fx.Node]
+    convolution: nn.Conv2d
     norm: nn.Module | None = None
     activation: str = "none"
     sum_at: tuple[fx.Node, int] | None = None  # the sum, and which of its operands is the residual
@@ -133,16 +135,18 @@ def fuse(part: Part, convolutions: frozenset[nn.Module]) -> Program:
     sites: dict[str, Site] = {}
     claimed: set[fx.Node] = set()
     chains = []
-    # The later convolution of two that are summed takes the sum: the other's value is there by then.
+    # The later convolution of two that are summed takes the sum: the other's is there by then.
     for node in reversed(list(graph.nodes)):
-        if called.module(node) in convolutions and len(node.args) == 1 and not node.kwargs:
-            chain = _follow(node, called, claimed)
+        module = called.module(node)
+        if not isinstance(module, nn.Conv2d) or module not in convolutions:
+            continue
+        if len(node.args) == 1 and not node.kwargs:
+            chain = _follow(node, module, called, claimed)
             claimed.update(chain.nodes)
             chains.append(chain)
     prefix = f"{part.name}." if part.name else ""
     for index, chain in enumerate(reversed(chains)):
         first, last = chain.nodes[0], chain.nodes[-1]
-        convolution = called.module(first)
         inputs = [first.args[0]]
         if chain.sum_at is not None:
             inputs.append(chain.sum_at[0].args[chain.sum_at[1]])
@@ -151,13 +155,17 @@ def fuse(part: Part, convolutions: frozenset[nn.Module]) -> Program:
             fused = graph.call_module(key, tuple(inputs))
         last.replace_all_uses_with(fused)
         for node in reversed(chain.nodes):
-            module = called.module(node)
-            if module is not None:
-                gone[module] = None
+            replaced = called.module(node)
+            if replaced is not None:
+                gone[replaced] = None
             graph.erase_node(node)
         name = (prefix + str(first.target)).rstrip(".")
         sites[key] = Site(
-            name, convolution, chain.norm, chain.activation, chain.sum_at is not None  # type: ignore[arg-type]
+            name,
+            chain.convolution,
+            chain.norm,
+            chain.activation,
+            chain.sum_at is not None,
         )
     others = called.rename(sites)
     return Program(
@@ -240,10 +248,12 @@ class _Calls:
         return others
 
 
-def _follow(first: fx.Node, called: _Calls, claimed: set[fx.Node]) -> _Chain:
-    """The longest chain that begins with the convolution `first`."""
-    chain = _Chain([first])
-    channels = called.module(first).out_channels  # type: ignore[union-attr]
+def _follow(
+    first: fx.Node, convolution: nn.Conv2d, called: _Calls, claimed: set[fx.Node]
+) -> _Chain:
+    """The longest chain that begins with `first`, which calls `convolution`."""
+    chain = _Chain([first], convolution)
+    channels = convolution.out_channels
     while len(chain.nodes[-1].users) == 1:
         last = chain.nodes[-1]
         (node,) = last.users

@@ -170,7 +170,7 @@ class OptimizedForward(InstanceForward):
             args = tuple([_channels_last(x) for x in args])
         return self._program.run(self._traced, *args)  # type: ignore[union-attr]
 
-    @torch.compiler.assume_constant_result
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
     def _is_ready(self, arguments: int) -> bool:
         """Whether the graph is there for so many arguments and up to date; run while compiling, not
         compiled."""
@@ -196,7 +196,10 @@ class OptimizedForward(InstanceForward):
     def _calls_for(self, args: tuple[Any, ...]) -> SimpleNamespace | None:
         """What the sites of the program are to do at this call; None: the class's own forward."""
         module = self._module()
-        if module is None or module.training or not args:
+        if module is None or not args:
+            return None
+        if module.training:
+            self._folds = {}
             return None
         for x in args:
             if type(x) not in _PLAIN:
@@ -261,9 +264,7 @@ class OptimizedForward(InstanceForward):
         known = site.convolution.groups > 1 if ours is None else site.name in ours
         return OperatorCall(site) if known else PlainCall(site)
 
-    def _fold(
-        self, module: nn.Module, program: Program, cast: torch.dtype | None
-    ) -> Fold | None:
+    def _fold(self, module: nn.Module, program: Program, cast: torch.dtype | None) -> Fold | None:
         """Fold everything again; None where that has to wait."""
         on_gpu = torch.cuda.is_available() and any(p.is_cuda for p in module.parameters())
         if on_gpu and torch.cuda.is_current_stream_capturing():

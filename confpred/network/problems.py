@@ -19,7 +19,7 @@ from torch.utils import _pytree
 from confpred.errors import ConfpredError, InvalidInput, InvalidProblem
 from confpred.network.chains import Program, Site, fuse
 from confpred.network.instance_forward import remove
-from confpred.network.modules import geometry_of, is_convolution
+from confpred.network.modules import geometry_of
 from confpred.network.tracing import convolutions_of, trace_parts
 from confpred.problem.conv2d import Problem
 from confpred.pytorch.ready import CHANNELS_LAST, DTYPES
@@ -320,9 +320,7 @@ class _Recorder(TorchFunctionMode):
 
 def _is_channels_last(t: Tensor) -> bool:
     """Whether `t` asks for channels last: it is, and is not also contiguous."""
-    return t.dim() == 4 and (
-        t.is_contiguous(memory_format=CHANNELS_LAST) and not t.is_contiguous()
-    )
+    return t.dim() == 4 and (t.is_contiguous(memory_format=CHANNELS_LAST) and not t.is_contiguous())
 
 
 def _pair(value: Any) -> tuple[int, int]:
