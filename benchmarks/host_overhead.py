@@ -1,13 +1,15 @@
 """Host time of one call: how long until the caller has its tensor back and can go on.
 
-    python benchmarks/host_overhead.py [--out FOLDER]
+    python benchmarks/host_overhead.py [--alternatives] [--out FOLDER]
 
-The first half calls a layer that is so small that the GPU is never the bottleneck. The calls run
-back to back on one stream, with the synchronisation outside of the timed region; the result is the
-median over many short runs, interleaved. The second half is the first call of a shape: choose,
-compile (or read the compiled kernel from disk), load and launch, each in a fresh process, against
-PyTorch's first call. PyTorch's calls are always in its default mode here: cuDNN's heuristics
-choose, not its benchmark mode.
+The first part calls layers that are so small that the GPU is never the bottleneck: fused ones here,
+and in `host_layers` plain ones with and without gradients, ours and not ours. The calls run back to
+back on one stream, with the synchronisation outside of the timed region; the result is the median
+over many short runs, interleaved. The second part is the first call of a shape: choose, compile (or
+read the compiled kernel from disk), load and launch, each in a fresh process, against PyTorch's
+first call. With ``--alternatives`` there is a third: what the ways into PyTorch cost without any
+work inside (`host_mechanisms`). PyTorch's calls are always in its default mode here: cuDNN's
+heuristics choose, not its benchmark mode.
 """
 
 from __future__ import annotations
@@ -15,15 +17,15 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import random
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+from host_timing import Turn, interleaved_us
 from provenance import RESULTS, provenance, write
 
 CALLS, RUNS, PROCESSES = 100, 60, 5
@@ -70,21 +72,9 @@ def steady_us() -> dict[str, float]:
         "torch.empty_like": lambda: torch.empty_like(x),
     }
     print(f"device: {driver.describe(0)[0]}", file=sys.stderr)
-    times: dict[str, list[float]] = {name: [] for name in calls}
+    turns = {name: Turn(call) for name, call in calls.items()}
     with torch.inference_mode():
-        for call in calls.values():
-            call()
-        names = list(calls)
-        for _ in range(RUNS):
-            random.shuffle(names)
-            for name in names:
-                call = calls[name]
-                torch.cuda.synchronize()
-                start = time.perf_counter()
-                for _ in range(CALLS):
-                    call()
-                times[name].append((time.perf_counter() - start) / CALLS * 1e6)
-    return {name: statistics.median(values) for name, values in times.items()}
+        return interleaved_us(turns, calls=CALLS, runs=RUNS, synchronize=torch.cuda.synchronize)
 
 
 def first_call_s() -> dict[str, float]:
@@ -111,14 +101,22 @@ def first_call_s() -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--alternatives", action="store_true", help="time empty mechanisms too")
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
-    result = provenance("torch", "cuda-core", gpu=True) | {
+    from host_layers import layers_us
+
+    parts: dict[str, Any] = {
         "call_us": steady_us(),
+        "layers": layers_us(),
         "first_call_s": first_call_s(),
     }
-    path = write("host_overhead", result, arguments.out)
-    print(json.dumps({k: result[k] for k in ("call_us", "first_call_s")}, indent=1))
+    if arguments.alternatives:
+        from host_mechanisms import mechanisms_us
+
+        parts["mechanisms"] = mechanisms_us("cuda")
+    path = write("host_overhead", provenance("torch", "cuda-core", gpu=True) | parts, arguments.out)
+    print(json.dumps(parts, indent=1))
     print(f"written: {path}")
 
 

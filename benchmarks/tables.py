@@ -4,7 +4,7 @@
     python benchmarks/tables.py --check   # exit 1 if a page would change
 
 A table stands between ``<!-- table:NAME -->`` and ``<!-- /table -->``; `TABLES` says what each NAME
-is made from.
+is made from. The tables of a result that has not been measured yet (`OPTIONAL`) are left empty.
 """
 
 from __future__ import annotations
@@ -15,8 +15,12 @@ import re
 import statistics
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))  # this file may be loaded from elsewhere
+from network_tables import OF_NETWORKS, host_layers, mechanisms
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -196,11 +200,14 @@ def host(result: dict[str, Any]) -> str:
     return markdown(("call", "host time"), rows)
 
 
-def runs(*results: dict[str, Any]) -> str:
-    """On what, when and with which versions each result was measured."""
+def runs(*results: dict[str, Any] | None) -> str:
+    """On what, when and with which versions each result was measured, if it was; of a result of
+    several runs, the last of them."""
     heads = ("result", "date", "commit", "device", "driver", "software", "model", "host")
     rows = []
     for file, result in zip(_RUNS, results, strict=True):
+        if result is None:
+            continue
         versions = dict(result["versions"])
         if "nvrtc" in result:
             versions["NVRTC"] = result["nvrtc"]
@@ -227,7 +234,10 @@ _RUNS = (
     "host_overhead.json",
     "predict_latency.json",
     "sampling_rate.json",
+    "networks.json",
 )
+#: Results that a device may lack.
+OPTIONAL = ("networks.json",)
 #: Table -> its result files, and the function that makes the table from them.
 _OF_A_DEVICE: dict[str, tuple[tuple[str, ...], Callable[..., str]]] = {
     "evidence": (("conv_vs_cudnn.json",), evidence),
@@ -240,6 +250,11 @@ _OF_A_DEVICE: dict[str, tuple[tuple[str, ...], Callable[..., str]]] = {
     "latency": (("predict_latency.json",), latency),
     "sampling": (("sampling_rate.json",), sampling),
     "runs": (_RUNS, runs),
+    "host-layers": (("host_overhead.json",), partial(host_layers, markdown=markdown)),
+    "mechanisms": (("host_overhead.json",), partial(mechanisms, markdown=markdown)),
+} | {
+    name: (("networks.json",), partial(make, markdown=markdown))
+    for name, make in OF_NETWORKS.items()
 }
 TABLES: dict[str, tuple[tuple[str, ...], Callable[..., str]]] = {
     "service": (("service_latency.json",), service),
@@ -260,10 +275,18 @@ def filled(text: str, results: Path = RESULTS) -> str:
 
     def table(match: re.Match[str]) -> str:
         files, make = TABLES[match[2]]
-        made = make(*(json.loads((results / file).read_text()) for file in files))
+        contents = [_content(results / file) for file in files]
+        made = "" if contents == [None] else make(*contents)
         return match[1] + made + match[3]
 
     return _MARKED.sub(table, text)
+
+
+def _content(path: Path) -> Any:
+    """The result in a file; None for one of `OPTIONAL` that does not exist."""
+    if path.name in OPTIONAL and not path.exists():
+        return None
+    return json.loads(path.read_text())
 
 
 def main() -> None:

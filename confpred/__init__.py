@@ -9,6 +9,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from confpred.network.bundle import load_bundle as load_bundle
+    from confpred.network.bundle import prepare as prepare
     from confpred.network.explain import Explanation as Explanation
     from confpred.network.explain import explain as explain
     from confpred.network.optimize import optimize as optimize
@@ -18,8 +20,12 @@ if TYPE_CHECKING:
     from confpred.problem.conv2d import Problem as Problem
     from confpred.problem.device import Device as Device
     from confpred.problem.device import get_device as get_device
+    from confpred.pytorch.choosing import use_predictor as use_predictor
     from confpred.pytorch.conv2d import conv2d as conv2d
-    from confpred.pytorch.ready import use_predictor as use_predictor
+    from confpred.pytorch.recording import record_plan as record_plan
+    from confpred.pytorch.routing import disable as disable
+    from confpred.pytorch.routing import enable as enable
+    from confpred.pytorch.routing import enabled as enabled
 
 __version__ = "0.1.0"
 _WHERE = {
@@ -29,11 +35,17 @@ _WHERE = {
     "Predictor": "confpred.predict.predictor",
     "Problem": "confpred.problem.conv2d",
     "conv2d": "confpred.pytorch.conv2d",
+    "disable": "confpred.pytorch.routing",
+    "enable": "confpred.pytorch.routing",
+    "enabled": "confpred.pytorch.routing",
     "explain": "confpred.network.explain",
     "get_device": "confpred.problem.device",
+    "load_bundle": "confpred.network.bundle",
     "optimize": "confpred.network.optimize",
+    "prepare": "confpred.network.bundle",
+    "record_plan": "confpred.pytorch.recording",
     "revert": "confpred.network.optimize",
-    "use_predictor": "confpred.pytorch.ready",
+    "use_predictor": "confpred.pytorch.choosing",
 }
 __all__ = ["__version__", *_WHERE]
 

@@ -39,15 +39,18 @@ def write_whole(path: Path, write: Callable[[BinaryIO], object], *, private: boo
             os.chmod(temporary, 0o644)
 
 
-def write_folder(path: Path, files: Mapping[str, str]) -> None:
-    """Make the folder `path` with `files`, texts by file name, whole or not at all.
+def write_folder(path: Path, files: Mapping[str, str | bytes]) -> None:
+    """Make the folder `path` with `files`, whole or not at all: texts, or bytes, by file name,
+    which may be in a folder of its own (``"kernels/0a.cubin"``).
 
     Raises:
         StorageError: the file system refused, or the folder exists and is not empty.
     """
     with _published(path, lambda **beside: (None, tempfile.mkdtemp(**beside))) as (_, temporary):
-        for name, text in files.items():
-            Path(temporary, name).write_text(text, encoding="utf-8")
+        for name, content in files.items():
+            file = Path(temporary, name)
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_bytes(content.encode() if isinstance(content, str) else content)
         os.chmod(temporary, 0o755)
 
 

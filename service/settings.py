@@ -17,7 +17,9 @@ class Settings:
     host: str = _setting("127.0.0.1", "Address to listen on.")
     port: int = _setting(8000, "Port to listen on; 0 takes a free one.")
     model: str | None = _setting(None, "Model folder, instead of those that ship with confpred.")
-    pins: str | None = _setting(None, "JSON file that pins the configs of chosen problems.")
+    pins: str | None = _setting(
+        None, "JSON file that pins the configs of chosen problems, or a plan."
+    )
     workers: int = _setting(1, "Server processes that share the port.")
     max_batch: int = _setting(1000, "Most problems in one request.")
     access_log: bool = _setting(True, "Log a line for each request.")

@@ -12,6 +12,7 @@ from confpred.errors import ConfpredError, InvalidInput
 #: Subcommand -> one-line help. Each lives in the module of its name, as `command`.
 COMMANDS = {
     "predict": "Name the best config of a layer or a network.",
+    "plan": "Write, show or check the choices of a network as one file.",
     "sample": "Measure configs on this machine's GPUs.",
     "merge": "Join measurements into one file.",
     "train": "Train a model from measurements (retrain-predictor).",

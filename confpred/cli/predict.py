@@ -35,7 +35,9 @@ _HEADINGS = ("layer", "rank", "source", "provider", "ms", "config")
 )
 @click.option("--json", "as_json", is_flag=True, help="Print what the HTTP service would reply.")
 @click.option("--model", type=click.Path(path_type=Path), help="Model folder; default: the newest.")
-@click.option("--pins", "--plan", type=click.Path(path_type=Path), help="File of pinned configs.")
+@click.option(
+    "--pins", "--plan", type=click.Path(path_type=Path), help="File of pinned configs, or a plan."
+)
 def command(
     layers: tuple[str, ...],
     operation: str,

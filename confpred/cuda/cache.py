@@ -52,8 +52,8 @@ class KernelCache:
             content = path.read_bytes()
         except OSError:
             return None
-        digest, payload = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
-        if payload and hashlib.sha256(payload).digest() == digest:
+        payload = unsealed(content)
+        if payload is not None:
             return payload
         log.warning("damaged kernel cache entry %s: removed, compiling again", path)
         with contextlib.suppress(OSError):  # on a read-only disk it stays, and is found again
@@ -62,14 +62,30 @@ class KernelCache:
 
     def put(self, key: str, payload: bytes) -> None:
         """Store `payload` under `key`; an entry is either whole or absent."""
-        content = hashlib.sha256(payload).digest() + payload
+        content = sealed(payload)
         try:
             write_whole(self._path(key), lambda file: file.write(content), private=True)
         except StorageError as error:
             log.warning("kernel cache %s is not writable (%s)", self.folder, error)
 
     def _path(self, key: str) -> Path:
-        return self.folder / key[:2] / f"{key}.cubin"
+        return self.folder / entry_name(key)
+
+
+def entry_name(key: str) -> str:
+    """Where an entry lies in its folder."""
+    return f"{key[:2]}/{key}.cubin"
+
+
+def sealed(payload: bytes) -> bytes:
+    """The content of an entry: `payload` after its checksum."""
+    return hashlib.sha256(payload).digest() + payload
+
+
+def unsealed(content: bytes) -> bytes | None:
+    """The payload of an entry's content; None if that is damaged."""
+    digest, payload = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
+    return payload if payload and hashlib.sha256(payload).digest() == digest else None
 
 
 def _private(folder: Path) -> bool:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import threading
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from confpred.cuda.bundles import bundled
 from confpred.cuda.cache import KernelCache, default_folder
 from confpred.errors import CompileError, MissingExtra
 from confpred.families.kernel_text import file_text
@@ -16,6 +18,8 @@ if TYPE_CHECKING:
     from cuda.core import ProgramOptions
 
 _STANDARD = "c++17"
+#: Two threads that import `cuda.core` for the first time find it half imported.
+_importing = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +29,7 @@ class Compiled:
     Attributes:
         cubin: machine code for one architecture.
         entry: the kernel's name in it.
-        cached: whether it came from the cache.
+        cached: whether it came from the cache, or from a bundle.
     """
 
     cubin: bytes
@@ -41,7 +45,9 @@ def nvrtc_version() -> str:
         MissingExtra: `cuda.bindings` or NVRTC is not installed.
     """
     try:
-        from cuda.bindings import nvrtc
+        with _importing:
+            import cuda.core  # noqa: F401
+            from cuda.bindings import nvrtc
 
         _, major, minor = nvrtc.nvrtcVersion()
     except (ImportError, RuntimeError) as error:
@@ -68,22 +74,38 @@ def program_text(spec: KernelSpec) -> str:
 def compile_kernel(
     spec: KernelSpec, arch: str, kernel_cache: KernelCache | None = None
 ) -> Compiled:
-    """Compile `spec` for `arch` (such as ``sm_90a``), or take it from the cache.
+    """Compile `spec` for `arch` (such as ``sm_90a``), or take it from a bundle that is open
+    (`confpred.cuda.bundles`) or from the cache.
 
     Raises:
         CompileError: NVRTC refused it; the error carries the compiler's log.
         MissingExtra: the compiler is not installed.
     """
     store = kernel_cache or KernelCache(default_folder())
+    known = compiled_before(spec, arch, store)
+    if known is not None:
+        return known
     text = program_text(spec)
-    parts = (nvrtc_version(), _STANDARD, arch, spec.entry, text)
-    key = hashlib.sha256("\0".join(parts).encode()).hexdigest()
-    cubin = store.get(key)
-    if cubin is not None:
-        return Compiled(cubin, spec.entry, cached=True)
     cubin = _compile(text, spec, options(arch, name=spec.entry))
-    store.put(key, cubin)
+    store.put(_key(text, spec, arch), cubin)
     return Compiled(cubin, spec.entry, cached=False)
+
+
+def compiled_before(
+    spec: KernelSpec, arch: str, kernel_cache: KernelCache | None = None
+) -> Compiled | None:
+    """`spec` for `arch` from a bundle or the cache; None where it has to be compiled."""
+    cubin = bundled(spec, arch)
+    if cubin is None:
+        store = kernel_cache or KernelCache(default_folder())
+        cubin = store.get(_key(program_text(spec), spec, arch))
+    return None if cubin is None else Compiled(cubin, spec.entry, cached=True)
+
+
+def _key(text: str, spec: KernelSpec, arch: str) -> str:
+    """The name in the cache of the program `text`: all that decides its machine code."""
+    parts = (nvrtc_version(), _STANDARD, arch, spec.entry, text)
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
 def options(arch: str, **more: Any) -> ProgramOptions:

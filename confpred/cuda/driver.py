@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -108,6 +110,20 @@ def load(compiled: Compiled, smem_bytes: int) -> LoadedKernel:
         return LoadedKernel(kernel, attributes.num_regs, attributes.local_size_bytes)
     except Exception as error:
         raise LaunchError(f"kernel {compiled.entry} cannot be loaded: {error}") from error
+
+
+@contextmanager
+def outside_capture() -> Iterator[None]:
+    """Let this thread do what a stream capture forbids, such as loading a kernel; what is done so
+    does not become part of the captured graph."""
+    from cuda.bindings import driver
+
+    relaxed = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+    _, former = driver.cuThreadExchangeStreamCaptureMode(relaxed)
+    try:
+        yield
+    finally:
+        driver.cuThreadExchangeStreamCaptureMode(former)
 
 
 def _allow_smem(kernel: Kernel, smem_bytes: int, declared_bytes: int) -> None:

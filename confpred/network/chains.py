@@ -24,6 +24,7 @@ from confpred.network.modules import (
     has_own_activation,
     is_identity,
     is_norm,
+    is_plain,
     norm_tensors,
 )
 from confpred.network.tracing import Part
@@ -264,7 +265,7 @@ def _follow(
         if node.op == "call_module" and (len(node.args) != 1 or node.kwargs):
             break
         activation = _activation(node, module)
-        residual = _residual_operand(node, last)
+        residual = _residual_operand(node, last, called)
         if activation is not None:
             chain.nodes.append(node)
             chain.activation = activation
@@ -303,7 +304,7 @@ def _activation(node: fx.Node, module: nn.Module | None) -> str | None:
     return _FUNCTIONS.get(node.target)
 
 
-def _residual_operand(node: fx.Node, value: fx.Node) -> int | None:
+def _residual_operand(node: fx.Node, value: fx.Node, called: _Calls) -> int | None:
     """Which operand of the sum `node` is the residual of `value`; None if it is no such sum."""
     method = node.op == "call_method" and node.target in _SUM_METHODS
     if not (method or (node.op == "call_function" and node.target in _SUMS)):
@@ -315,8 +316,22 @@ def _residual_operand(node: fx.Node, value: fx.Node) -> int | None:
         return None
     if left is value:
         return 1
-    # A sum into the residual itself changes it for others.
-    return None if node.target in (operator.iadd, "add_") else 0
+    # A sum into the residual itself may change what others see of it.
+    into_residual = node.target in (operator.iadd, "add_")
+    return None if into_residual and not _is_only_here(left, called) else 0
+
+
+def _is_only_here(node: fx.Node, called: _Calls) -> bool:
+    """Whether the value of `node` shares its memory with no other, and is used once."""
+    if len(node.users) != 1:
+        return False
+    module = called.module(node)
+    if module is not None:
+        return isinstance(module, (nn.Conv2d, nn.BatchNorm2d)) and is_plain(module)
+    if node.target is operator.iadd:
+        into = node.args[0]
+        return isinstance(into, fx.Node) and _is_only_here(into, called)
+    return node.op == "call_function" and node.target in (operator.add, torch.add)
 
 
 def _between(first: fx.Node, last: fx.Node) -> Iterator[fx.Node]:

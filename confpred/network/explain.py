@@ -16,7 +16,7 @@ from confpred.predict.choice import Choice
 from confpred.predict.predictor import Predictor
 from confpred.problem.conv2d import Problem
 from confpred.problem.device import Device, get_device
-from confpred.pytorch.ready import _current_predictor
+from confpred.pytorch.choosing import current_predictor
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +152,7 @@ def explain(
     if dtype is not None and not isinstance(dtype, torch.dtype):
         raise InvalidInput("dtype", dtype, "a torch.dtype, or None")
     calls = network_problems(model, example_inputs, training=training, dtype=dtype)
-    return Explanation(known.key, tuple(_rows(calls, known, _current_predictor())))
+    return Explanation(known.key, tuple(_rows(calls, known, current_predictor())))
 
 
 def _rows(calls: Iterable[LayerCall], device: Device, predictor: Predictor) -> Iterable[Row]:

@@ -218,11 +218,7 @@ class OptimizedForward(InstanceForward):
         if program is None or len(args) != len(program.arguments):
             return None
         device = args[0].device.type
-        cast = (
-            torch.get_autocast_dtype(device)
-            if device == "cuda" and torch.is_autocast_enabled(device)
-            else None
-        )
+        cast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         fold = self._folds.get(cast)
         if fold is None or not fold.watch.is_same():
             fold = self._fold(module, program, cast)

@@ -12,7 +12,8 @@ from torch import Tensor
 from confpred.network.chains import Site
 from confpred.network.modules import STEPS, eps_of, geometry_of, norm_tensors
 from confpred.network.operators import conv2d_norm, fold
-from confpred.pytorch.directions import activate, forward
+from confpred.pytorch.directions import forward
+from confpred.pytorch.fallback import activate
 
 CHANNELS_LAST = torch.channels_last
 
@@ -25,11 +26,11 @@ class FusedCall:
     """
 
     __slots__ = (
-        "_activation", "_cast", "_channels", "_geometry", "_kept", "_margin",
+        "_activation", "_cast", "_channels", "_geometry", "_kept", "_margin", "_site",
     )  # fmt: skip
 
     def __init__(self, site: Site, kept: Mapping[str, Any], cast: torch.dtype | None) -> None:
-        self._kept, self._cast = kept, cast
+        self._site, self._kept, self._cast = site, kept, cast
         self._activation = site.activation
         self._geometry = geometry_of(site.convolution)
         stride, padding, dilation, _ = self._geometry
@@ -41,6 +42,8 @@ class FusedCall:
         )
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        if x.dim() != 4:  # no batch
+            return PlainCall(self._site)(x, residual)
         kept, cast = self._kept, self._cast
         if cast is not None and x.dtype is not cast:
             x = x.to(cast)
@@ -54,7 +57,7 @@ class FusedCall:
 
     def _fits(self, x: Tensor, residual: Tensor) -> bool:
         """Whether `residual` has the dtype and the shape of the output."""
-        if type(residual) is not Tensor or residual.dtype is not x.dtype or x.dim() != 4:
+        if type(residual) is not Tensor or residual.dtype is not x.dtype:
             return False
         (stride_h, stride_w), (margin_h, margin_w) = self._geometry[0], self._margin
         n, _, h, w = x.shape

@@ -21,7 +21,7 @@ from confpred.network.swapped import SwappedForward
 from confpred.network.tracing import convolutions_of, trace_parts
 from confpred.predict.choice import Choice
 from confpred.predict.predictor import Predictor
-from confpred.pytorch.ready import _current_predictor, use_predictor
+from confpred.pytorch.choosing import compile_ahead, current_predictor, use_predictor
 
 log = logging.getLogger("confpred")
 Model = TypeVar("Model", bound=nn.Module)
@@ -189,7 +189,7 @@ def _choices(
         ]
         device = driver.device_of(ordinal)
         problems = [call.problem for call in calls if call.problem is not None]
-        found = _current_predictor().choose_many(problems, device)
+        found = current_predictor().choose_many(problems, device)
     except UnknownDevice:
         return None
     except ConfpredError as error:
@@ -202,8 +202,6 @@ def _compile(model: nn.Module, choices: list[tuple[str, Choice]] | None) -> None
     ordinal = _ordinal(model)
     if choices is None or ordinal is None:
         return
-    from confpred.pytorch.ready import compile_ahead  # type: ignore[attr-defined]
-
     compile_ahead([choice for _, choice in choices if is_ours(choice)], ordinal)
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from confpred.network.instance_forward import InstanceForward
 from confpred.network.modules import geometry_of
 from confpred.pytorch.conv2d import conv2d
-from confpred.pytorch.ready import Geometry
+from confpred.pytorch.layers import Geometry
 
 
 class SwappedForward(InstanceForward):

@@ -31,7 +31,7 @@ from confpred.problem.record import Record
 
 FORMAT = "confpred-pins/1"
 #: What confpred 0.1.0 wrote: ``family`` for ``provider``, and null for PyTorch's own operator.
-_FORMER = "confpred-plan/1"
+FORMER = "confpred-plan/1"
 _FIELDS = ("device", "problem", "provider", "config")
 
 
@@ -43,7 +43,7 @@ def read_pins(path: Path) -> dict[tuple[Record, Device], Candidate]:
         InvalidInput: a field is not allowed, or a pin's config is not legal for its problem; the
             error names file, index and field.
     """
-    content = read_json(path, "a file of pins", FORMAT, _FORMER)
+    content = read_json(path, "a file of pins", FORMAT, FORMER)
     if not isinstance(content.get("pins"), list):
         raise DataError(f'{path}: "pins" must be a list')
     try:
@@ -53,7 +53,7 @@ def read_pins(path: Path) -> dict[tuple[Record, Device], Candidate]:
     pins: dict[tuple[Record, Device], Candidate] = {}
     for index, fields in enumerate(content["pins"]):
         where = f"{path}: pins[{index}]"
-        if content["format"] == _FORMER and isinstance(fields, dict):
+        if content["format"] == FORMER and isinstance(fields, dict):
             fields = _renamed(fields)
         if not isinstance(fields, dict) or sorted(fields) != sorted(_FIELDS):
             raise DataError(f"{where} must be an object of {', '.join(_FIELDS)}")
@@ -68,7 +68,7 @@ def read_pins(path: Path) -> dict[tuple[Record, Device], Candidate]:
 
 
 def _renamed(former: Mapping[str, Any]) -> dict[str, Any]:
-    """A pin of `_FORMER` as one of ``FORMAT``."""
+    """A pin of `FORMER` as one of ``FORMAT``."""
     fields = {"provider" if name == "family" else name: former[name] for name in former}
     if fields.get("provider", "") is None and fields.get("config", {}) is None:
         fields |= {"provider": PYTORCH, "config": {}}
@@ -77,11 +77,21 @@ def _renamed(former: Mapping[str, Any]) -> dict[str, Any]:
 
 def _pin(fields: Mapping[str, Any], kind: type[Record]) -> tuple[tuple[Record, Device], Candidate]:
     device, problem = get_device(fields["device"]), kind.from_json(fields["problem"])
-    name, config = fields["provider"], fields["config"]
+    candidate = named_candidate(problem, device, fields["provider"], fields["config"])
+    return (problem, device), candidate
+
+
+def named_candidate(problem: Record, device: Device, name: object, config: object) -> Candidate:
+    """The candidate that files call by its provider's name and its config, field by field.
+
+    Raises:
+        InvalidInput: `problem` has no provider `name`, that provider no such config, or the config
+            is not legal for `problem` on `device`.
+    """
     if name == PYTORCH:
         if config != {}:
             raise InvalidInput("config", config, f"{{}} where the provider is {PYTORCH}")
-        return (problem, device), PYTORCH_OPERATOR
+        return PYTORCH_OPERATOR
     families = families_of(problem)
     if not isinstance(name, str) or name not in families:
         raise InvalidInput("provider", name, f"{PYTORCH} or {' or '.join(families)}")
@@ -90,7 +100,7 @@ def _pin(fields: Mapping[str, Any], kind: type[Record]) -> tuple[tuple[Record, D
         raise InvalidInput("config", config, f"a config of {name}, each field an integer")
     if not families[name].legal(problem, device)[row]:
         raise InvalidInput("config", config, "a config that is legal for the problem")
-    return (problem, device), Candidate(name, row)
+    return Candidate(name, row)
 
 
 def _row_of(family: Family, config: object) -> int | None:

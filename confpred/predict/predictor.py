@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
@@ -15,10 +15,12 @@ from confpred.errors import InvalidInput
 from confpred.families.candidate import PYTORCH_OPERATOR, Candidate
 from confpred.families.protocol import Rows
 from confpred.families.registry import all_families, families_of
+from confpred.files import read_json
 from confpred.model.folder import DefaultModels, Model, load_model
 from confpred.model.ranking import rank_by_estimate
+from confpred.predict import pins as pins_file
+from confpred.predict import plans
 from confpred.predict.choice import MAX_TOP, Choice, Source, check_top
-from confpred.predict.pins import read_pins
 from confpred.problem.device import Device, get_device
 from confpred.problem.record import Record
 
@@ -47,31 +49,55 @@ class Predictor:
         self,
         models: Mapping[str, Model],
         pins: Mapping[tuple[Record, Device], Candidate] | None = None,
+        plan: plans.Plan | None = None,
     ) -> None:
-        """Use `models`, by device key, which are not to change, and what the user has pinned."""
+        """Use `models`, by device key, which are not to change, what the user has pinned, and a
+        recorded plan, whose choices are pins too."""
         self._models = MappingProxyType(models)
         self._pins = dict(pins or {})
+        self._planned: dict[tuple[Record, Device], Choice] = {}
+        if plan is not None:
+            for choice in plan.choices:
+                self._pins[choice.problem, plan.device] = choice.candidate
+                planned = replace(choice, source="pinned", model=None)
+                self._planned[choice.problem, plan.device] = planned
         self._best = lru_cache(BEST_KEPT)(self._work_out)
         self._ranking = lru_cache(RANKINGS_KEPT)(self._work_out)
 
     @classmethod
-    def load(cls, model: str | Path | None = None, *, pins: str | Path | None = None) -> Predictor:
+    def load(
+        cls,
+        model: str | Path | None = None,
+        *,
+        pins: str | Path | None = None,
+        device: str | Device | None = None,
+    ) -> Predictor:
         """Load a model folder, or the newest model of each device that ships with the package.
 
         Args:
             model: a folder that ``confpred train`` wrote.
-            pins: a file of pinned candidates (`confpred.predict.pins`).
+            pins: a file of pinned candidates (`confpred.predict.pins`), or a plan
+                (`confpred.predict.plans`).
+            device: refuse a plan for another device than this. Pins of other devices are never
+                refused, as they do not matter.
 
         Raises:
             ModelError: the folder is missing, damaged or foreign.
-            DataError, InvalidInput: the file of pins is not valid.
+            DataError, InvalidInput: the file of pins is not valid, or a plan is for other kernels
+                or another device.
         """
         if model is None:
             models: Mapping[str, Model] = DefaultModels()
         else:
             loaded = load_model(Path(model))
             models = {loaded.device.key: loaded}
-        return cls(models, None if pins is None else read_pins(Path(pins)))
+        if pins is None:
+            return cls(models)
+        path = Path(pins)
+        forms = (pins_file.FORMAT, pins_file.FORMER, plans.FORMAT)
+        if read_json(path, "a file of pins or a plan", *forms)["format"] == plans.FORMAT:
+            return cls(models, plan=plans.read_plan(path, device))
+        return cls(models, pins_file.read_pins(path))
 
     @property
     def models(self) -> Mapping[str, Model]:
@@ -124,6 +150,9 @@ class Predictor:
         return remembered(problem, device, top)
 
     def _work_out(self, problem: Record, device: Device, top: int) -> tuple[Choice, ...]:
+        planned = self._planned.get((problem, device))
+        if planned is not None and top == 1:
+            return (planned,)  # so that a start from a plan loads no model
         model = self._models.get(device.key)
         if model is not None and model.operation.problem is not type(problem):
             model = None
@@ -136,10 +165,11 @@ class Predictor:
         if not options:
             options = [_Option("fallback", PYTORCH_OPERATOR, None)]
         bound = model.regret_bound if model and options[0].source == "predicted" else None
-        return tuple(
+        choices = tuple(
             _choice(problem, device, option, model, bound if index == 0 else None)
             for index, option in enumerate(options[:top])
         )
+        return choices if planned is None else (planned, *choices[1:])
 
     def _settled(self, problem: Record, device: Device, model: Model | None) -> Iterator[_Option]:
         """What needs no prediction: the user's pin, and the best measured config."""

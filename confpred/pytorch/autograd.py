@@ -1,118 +1,277 @@
-"""Custom operators: what autograd and `torch.compile` see of `conv2d`."""
+"""Convolution with gradients: in eager mode, and as `torch.compile` sees it.
+
+Eager mode takes a `torch.autograd.Function`, which costs the host no more than PyTorch's own node
+of the graph. A compiled program takes operators of the dispatcher, `torch.ops.confpred.conv2d` and
+its backward, registered without the wrapping of `torch.library.custom_op`, which costs more than a
+launch.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from confpred.errors import InvalidInput
-from confpred.pytorch.directions import filter_grad, forward, input_grad
-from confpred.pytorch.ready import CHANNELS_LAST, Geometry
+from confpred.pytorch import policy
+from confpred.pytorch.casts import is_capturing, low_precision
+from confpred.pytorch.choosing import remember, served
+from confpred.pytorch.directions import forward
+from confpred.pytorch.gradients import Grads, Layer, Mask, backward, find_layer
+from confpred.pytorch.layers import Geometry
+from confpred.pytorch.ready import CHANNELS_LAST, dense, densely, is_dense
 
 
-@torch.library.custom_op("confpred::conv2d", mutates_args=())
-def conv2d_op(
+class _Convolution(torch.autograd.Function):
+    """A layer that has a `Layer`; the weights are cast here, where no graph has to be told."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: Layer) -> Tensor:
+        dtype = layer.dtype
+        low = weight if weight.dtype is dtype else low_precision(weight, dtype)
+        if bias is not None and bias.dtype is not dtype:
+            bias = low_precision(bias, dtype)
+        ctx.save_for_backward(x, low)
+        ctx.layer, ctx.weight = layer, weight
+        return layer.forward(x, low, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *out_grads: Tensor) -> Any:
+        (out_grad,) = out_grads
+        x, low = ctx.saved_tensors
+        mask: Mask = ctx.needs_input_grad[:3]
+        # The engine casts each gradient to the dtype of the tensor that it is the gradient of.
+        if not torch.is_grad_enabled():
+            return (*ctx.layer.backward(out_grad, x, low, mask), None)
+        # Gradients of gradients: PyTorch has formulas for them.
+        arguments = ctx.layer.shape.arguments()
+        channels = [out_grad.shape[1]] if mask[2] else None
+        grads: Grads = torch.ops.aten.convolution_backward(
+            out_grad, x, ctx.weight.to(out_grad.dtype), channels, *arguments, list(mask)
+        )
+        return (*grads, None)
+
+
+_apply: Any = _Convolution.apply
+#: What a layer in training costs the host more than PyTorch's own node of the graph, which is
+#: C++ (``benchmarks/host_overhead.py``). A layer that saves the GPU less than that is left to
+#: PyTorch in eager mode, as the host may be what a step waits for; a CUDA graph has no such cost.
+_HOST_MS = 0.03
+
+
+def find_convolution(
+    key: Any,
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    residual: Tensor | None,
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-    groups: int,
-    activation: str,
-) -> Tensor:
-    geometry = _geometry(stride, padding, dilation, groups)
-    return forward(x.detach(), weight.detach(), bias, residual, geometry, activation)
+    geometry: Geometry,
+    original: Callable[[Tensor, Tensor, Tensor | None], Tensor],
+    *,
+    dtype: torch.dtype,
+    mask: Mask,
+    transposed: bool = False,
+    output_padding: tuple[int, int] = (0, 0),
+) -> Callable[[Tensor, Tensor, Tensor | None], Tensor] | None:
+    """What serves eager calls with tensors like these, remembered under `key`; None for PyTorch's
+    own function.
 
-
-@conv2d_op.register_fake
-def _(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-    groups: int,
-    activation: str,
-) -> Tensor:
-    return F.conv2d(x, weight, bias, stride, padding, dilation, groups)
-
-
-@torch.library.custom_op("confpred::conv2d_input_grad", mutates_args=())
-def _input_grad_op(
-    out_grad: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-    groups: int,
-) -> Tensor:
-    return input_grad(out_grad, x, weight, _geometry(stride, padding, dilation, groups))
-
-
-@_input_grad_op.register_fake
-def _(
-    out_grad: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-    groups: int,
-) -> Tensor:
-    return torch.empty_like(x)
-
-
-@torch.library.custom_op("confpred::conv2d_filter_grad", mutates_args=())
-def _filter_grad_op(
-    out_grad: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    with_bias: bool,
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-    groups: int,
-) -> tuple[Tensor, Tensor]:
-    geometry = _geometry(stride, padding, dilation, groups)
-    weight_grad, bias_grad = filter_grad(out_grad, x, weight, with_bias, geometry)
-    return (
-        weight_grad.contiguous(memory_format=CHANNELS_LAST),
-        x.new_empty(0) if bias_grad is None else bias_grad,
+    Args:
+        key: all that decides what serves a call.
+        x: shape (N, C, H, W), a plain tensor.
+        weight: shape (K, C / groups, R, S); of a transposed convolution (C, K / groups, R, S).
+        bias: one number an output channel, or None.
+        geometry: stride, padding, dilation, groups.
+        original: PyTorch's function with the geometry of the call.
+        dtype: of the computation: `x`'s, or that of autocast.
+        mask: of which of the tensors a gradient will be asked for.
+        transposed, output_padding: of a transposed convolution.
+    """
+    casts = torch.is_autocast_enabled("cuda")
+    if not casts and any(t is not None and t.dtype is not dtype for t in (weight, bias)):
+        return remember(key, None)  # type: ignore[no-any-return]  # PyTorch says what is wrong
+    low = x if x.dtype is dtype else x.detach().to(dtype)
+    found = find_layer(
+        low.detach(), weight, bias, dtype, geometry, mask, transposed, output_padding
     )
+    if isinstance(found, policy.Compiling):
+        return remember(key, found.until_then(served, key, original))  # type: ignore[no-any-return]
+    if found is None:
+        return remember(key, None)  # type: ignore[no-any-return]
+    layer = found
+    if any(mask):
+        repack = weight.dtype is dtype and not is_dense(weight)
+
+        def differentiate(x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
+            if x.dtype is not dtype:
+                x = x.to(dtype)
+            if repack:
+                weight = weight.contiguous(memory_format=CHANNELS_LAST)
+            return _apply(x, weight, bias, layer)
+
+        if layer.saves_ms < _HOST_MS:
+
+            def differentiate_in_graphs(x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
+                return (differentiate if is_capturing() else original)(x, weight, bias)
+
+            return remember(key, differentiate_in_graphs)  # type: ignore[no-any-return]
+        return remember(key, differentiate)  # type: ignore[no-any-return]
+    if low is x and weight.dtype is dtype and layer.out is not None and not transposed:
+        return remember(key, densely(layer.out, (x, weight, bias)))  # type: ignore[no-any-return]
+
+    def compute(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        x = x if x.dtype is dtype else x.to(dtype)
+        weight = dense(weight) if weight.dtype is dtype else low_precision(weight, dtype)
+        if bias is not None and bias.dtype is not dtype:
+            bias = low_precision(bias, dtype)
+        return layer.forward(x, weight, bias)
+
+    return remember(key, compute)  # type: ignore[no-any-return]
 
 
-@_filter_grad_op.register_fake
-def _(
-    out_grad: Tensor,
+def find_eager(
     x: Tensor,
     weight: Tensor,
-    with_bias: bool,
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-    groups: int,
-) -> tuple[Tensor, Tensor]:
-    weight_grad = torch.empty_like(weight, memory_format=CHANNELS_LAST)
-    return weight_grad, x.new_empty(weight.shape[0] if with_bias else 0)
+    bias: Tensor | None,
+    geometry: Geometry,
+    original: Callable[[Tensor, Tensor, Tensor | None], Tensor],
+    *,
+    transposed: bool = False,
+    output_padding: tuple[int, int] = (0, 0),
+) -> Callable[[Tensor, Tensor, Tensor | None], Tensor] | None:
+    """What serves an eager call under the autocast and gradient modes of the moment; see
+    `find_convolution`, which is asked once for each kind of call."""
+    dtype = x.dtype
+    if torch.is_autocast_enabled("cuda") and dtype is not torch.float64:
+        dtype = torch.get_autocast_dtype("cuda")
+    mask: Mask = (False, False, False)
+    if torch.is_grad_enabled():
+        mask = (x.requires_grad, weight.requires_grad, bias is not None and bias.requires_grad)
+    key = (
+        x.shape,
+        x.stride(),
+        weight.shape,
+        weight.stride(),
+        x.dtype,
+        weight.dtype,
+        dtype,
+        x.get_device(),
+        weight.get_device(),
+        bias if bias is None else (bias.dtype, bias.get_device(), bias.stride()),
+        mask,
+        transposed,
+        output_padding,
+        geometry,
+    )
+    try:
+        return served[key]  # type: ignore[no-any-return]
+    except KeyError:
+        return find_convolution(
+            key, x, weight, bias, geometry, original, dtype=dtype, mask=mask,
+            transposed=transposed, output_padding=output_padding,
+        )  # fmt: skip
 
 
-def _geometry(
-    stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], groups: int
-) -> Geometry:
+_library = torch.library.Library("confpred", "FRAGMENT")
+_GEOMETRY = "SymInt[] stride, SymInt[] padding, SymInt[] dilation, SymInt groups"
+_library.define(
+    "conv2d(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, "
+    f"{_GEOMETRY}, str activation) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_library.define(
+    f"conv2d_backward(Tensor out_grad, Tensor x, Tensor weight, {_GEOMETRY}, bool[] mask)"
+    " -> (Tensor, Tensor, Tensor)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+Ints = Sequence[int]
+
+
+def geometry_of(stride: Ints, padding: Ints, dilation: Ints, groups: int) -> Geometry:
     return (
         (stride[0], stride[1]),
         (padding[0], padding[1]),
         (dilation[0], dilation[1]),
         groups,
+    )
+
+
+def _conv2d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    stride: Ints,
+    padding: Ints,
+    dilation: Ints,
+    groups: int,
+    activation: str,
+) -> Tensor:
+    geometry = geometry_of(stride, padding, dilation, groups)
+    return forward(x, weight, bias, residual, geometry, activation)
+
+
+def _conv2d_backward(
+    out_grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    stride: Ints,
+    padding: Ints,
+    dilation: Ints,
+    groups: int,
+    mask: Sequence[bool],
+) -> tuple[Tensor, ...]:
+    geometry = geometry_of(stride, padding, dilation, groups)
+    grads = backward(out_grad, x, weight, geometry, (mask[0], mask[1], mask[2]))
+    # A schema has no optional output, and Inductor counts on the strides that were promised.
+    return tuple(
+        x.new_empty(0)
+        if grad is None
+        else grad.contiguous(
+            memory_format=CHANNELS_LAST if grad.dim() == 4 else torch.contiguous_format
+        )
+        for grad in grads
+    )
+
+
+_library.impl("conv2d", _conv2d, "CompositeExplicitAutograd")
+_library.impl("conv2d_backward", _conv2d_backward, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("confpred::conv2d", lib=_library)
+def _(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    stride: Ints,
+    padding: Ints,
+    dilation: Ints,
+    groups: int,
+    activation: str,
+) -> Tensor:
+    return torch.ops.aten.convolution.default(
+        x, weight, bias, stride, padding, dilation, False, [0, 0], groups
+    )
+
+
+@torch.library.register_fake("confpred::conv2d_backward", lib=_library)
+def _(
+    out_grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    stride: Ints,
+    padding: Ints,
+    dilation: Ints,
+    groups: int,
+    mask: Sequence[bool],
+) -> tuple[Tensor, ...]:
+    absent = x.new_empty(0)
+    return (
+        torch.empty_like(x, memory_format=CHANNELS_LAST) if mask[0] else absent,
+        torch.empty_like(weight, memory_format=CHANNELS_LAST) if mask[1] else x.new_empty(0),
+        x.new_empty(weight.shape[0]) if mask[2] else x.new_empty(0),
     )
 
 
@@ -128,25 +287,24 @@ def _backward(ctx: Any, out_grad: Tensor) -> tuple[Tensor | None, ...]:
             "activation", "fused", "none and no residual, where gradients are asked for"
         )
     x, weight = ctx.saved_tensors
-    needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-    eager = type(out_grad) is Tensor and not torch.compiler.is_compiling()
-    geometry = _geometry(*ctx.geometry)
-    grad_x = grad_weight = grad_bias = None
-    if needs_x:
-        grad_x = (
-            input_grad(out_grad, x, weight, geometry)
-            if eager
-            else _input_grad_op(out_grad, x, weight, *ctx.geometry)
-        )
-    if needs_weight:
-        grad_weight, grad_bias = (
-            filter_grad(out_grad, x, weight, needs_bias, geometry)
-            if eager
-            else _filter_grad_op(out_grad, x, weight, needs_bias, *ctx.geometry)
-        )
-    elif needs_bias:
-        grad_bias = out_grad.sum((0, 2, 3))
-    return (grad_x, grad_weight, grad_bias if needs_bias else None, *(None,) * 6)
+    mask = list(ctx.needs_input_grad[:3])
+    grads = torch.ops.confpred.conv2d_backward(out_grad, x, weight, *ctx.geometry, mask)
+    return (*(g if asked else None for g, asked in zip(grads, mask, strict=True)), *(None,) * 6)
 
 
-conv2d_op.register_autograd(_backward, setup_context=_setup_context)
+torch.library.register_autograd(
+    "confpred::conv2d", _backward, setup_context=_setup_context, lib=_library
+)
+
+
+def traced(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    geometry: Geometry,
+    activation: str,
+) -> Tensor:
+    """The same in a program that is being traced: an operator that chooses when it runs."""
+    out: Tensor = torch.ops.confpred.conv2d(x, weight, bias, residual, *geometry, activation)
+    return out

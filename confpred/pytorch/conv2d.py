@@ -1,27 +1,30 @@
-"""`conv2d`: PyTorch's function, by kernels that are chosen, compiled once and launched.
+"""`conv2d`: PyTorch's function with a fused epilogue, by kernels that are chosen, compiled once and
+launched.
 
-    conv2d --+-- gradients, torch.compile --> torch.ops.confpred.conv2d ---------> forward
-             |                                    .conv2d_input_grad ------------> input_grad
-             |                                    .conv2d_filter_grad -----------> filter_grad
-             +-- eager inference ------------------------------------------------> forward
+    conv2d --+-- gradients ------> convolve, then PyTorch's activation and sum
+             +-- torch.compile --> torch.ops.confpred.conv2d --+
+             `-- inference ------------------------------------+--> forward
 
          a kernel is legal and predicted to win: launched on PyTorch's current stream
          else: PyTorch's own operator
-
-Eager calls do without the dispatcher where they can: a custom operator in Python costs more than
-the launch itself.
 """
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import Parameter
 
 from confpred.errors import InvalidInput
 from confpred.problem.conv2d import ACTIVATIONS
-from confpred.pytorch.autograd import conv2d_op
-from confpred.pytorch.directions import activate, forward
-from confpred.pytorch.ready import Pair
+from confpred.pytorch.autograd import find_eager, traced
+from confpred.pytorch.directions import forward
+from confpred.pytorch.fallback import activate
+from confpred.pytorch.layers import Geometry, Pair
+
+_CONV2D = F.conv2d  # PyTorch's own, also while `confpred.enable` has put another in its place
+_PLAIN = (Tensor, Parameter)
 
 
 def conv2d(
@@ -69,26 +72,53 @@ def conv2d(
     for argument, tensor, rank in tensors:
         if tensor is not None and tensor.dim() != rank:
             raise InvalidInput(argument, tuple(tensor.shape), f"a tensor of {rank} dimensions")
-    geometry = (
+    geometry: Geometry = (
         _pair("stride", stride),
         _pair("padding", padding),
         _pair("dilation", dilation),
         groups,
     )
+    compiling = torch.compiler.is_compiling()
+    given = [tensor for _, tensor, _ in tensors if tensor is not None]
+    plain = all(type(tensor) in _PLAIN for tensor in given)
+    if not compiling and (not plain or torch._C._functorch.peek_interpreter_stack() is not None):
+        return _by_pytorch(x, weight, bias, residual, geometry, name)
+    differentiable = torch.is_grad_enabled() and any(t.requires_grad for t in given)
+    if differentiable and not compiling:
+
+        def original(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            return _CONV2D(x, weight, bias, *geometry)
+
+        # The activation's gradient needs its input, so neither the activation nor the residual is
+        # fused.
+        serve = find_eager(x, weight, bias, geometry, original) or original
+        out = serve(x, weight, bias)
+        if residual is not None:
+            autocast = x.is_cuda and torch.is_autocast_enabled("cuda")
+            out = out + (residual.to(out.dtype) if autocast else residual)
+        return activate(name, out)
     if x.is_cuda and torch.is_autocast_enabled("cuda"):
         dtype = torch.get_autocast_dtype("cuda")
         x, weight = x.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
         residual = None if residual is None else residual.to(dtype)
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for _, t, _ in tensors):
-        # The activation's gradient needs its input, so neither the activation nor the residual is
-        # fused.
-        out: Tensor = conv2d_op(x, weight, bias, None, *geometry, "none")
+    if differentiable:
+        out = traced(x, weight, bias, None, geometry, "none")
         return activate(name, out if residual is None else out + residual)
-    if torch.compiler.is_compiling() or type(x) is not Tensor:
-        out = conv2d_op(x, weight, bias, residual, *geometry, name)
-        return out
-    return forward(x, weight, bias, residual, geometry, name)
+    run = traced if compiling else forward
+    return run(x, weight, bias, residual, geometry, name)
+
+
+def _by_pytorch(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    geometry: Geometry,
+    activation: str,
+) -> Tensor:
+    out = _CONV2D(x, weight, bias, *geometry)
+    return activate(activation, out if residual is None else out + residual)
 
 
 def _pair(name: str, value: int | Pair) -> Pair:

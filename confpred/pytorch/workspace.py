@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from confpred.pytorch.streams import is_capturing
+
 
 @dataclass(slots=True)
 class Workspace:
@@ -34,7 +36,7 @@ def workspace(
             torch.empty(scratch, dtype=torch.uint8, device=device),
         )
 
-    if torch.cuda.is_current_stream_capturing():
+    if is_capturing():
         return make(zeroed_bytes, scratch_bytes)
     key = (device.index, stream)
     space = _workspaces.get(key)

@@ -11,7 +11,6 @@ import textwrap
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -256,7 +255,7 @@ def test_a_pin_is_followed_and_said(layer, tmp_path, caplog, device) -> None:
     path = tmp_path / "pins.json"
     path.write_text(json.dumps({"format": "confpred-pins/1", "pins": [pin]}))
     confpred.use_predictor(Predictor({}, read_pins(path)))
-    with caplog.at_level(logging.DEBUG, logger="confpred.pytorch.ready"):
+    with caplog.at_level(logging.DEBUG, logger="confpred.pytorch.choosing"):
         out = confpred.conv2d(x, weight, **SHAPE)
     assert choice.family in caplog.text
     assert "(pinned)" in caplog.text
@@ -285,7 +284,7 @@ def test_everything_else_goes_to_pytorch(layer, x_change, kwargs) -> None:
 def test_without_a_model_pytorch_serves(layer, caplog) -> None:
     confpred.use_predictor(Predictor({}))
     x, weight, bias = layer
-    with caplog.at_level(logging.DEBUG, logger="confpred.pytorch.ready"):
+    with caplog.at_level(logging.DEBUG, logger="confpred.pytorch.choosing"):
         out = confpred.conv2d(x, weight, bias, **SHAPE)
     assert "PyTorch's own operator (heuristic)" in caplog.text
     close(out, F.conv2d(x, weight, bias, **SHAPE))
@@ -343,7 +342,14 @@ def test_filter_gradients_on_many_streams_keep_their_workspaces_apart(name) -> N
     """Each thread computes on a stream of its own, all at once, with one ready launch."""
     kwargs, channels = LAYERS[name]
     layers = [make_layer(kwargs, channels, seed=seed) for seed in range(6)]
-    filter_grad = partial(torch.ops.confpred.conv2d_filter_grad, with_bias=True, **lists(kwargs))
+    geometry = lists(kwargs)
+
+    def filter_grad(
+        grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        mask = [False, True, True]
+        return torch.ops.confpred.conv2d_backward(grad, x, weight, **geometry, mask=mask)[1:]
+
     grads = [torch.randn_like(F.conv2d(x, w, b, **kwargs)) for x, w, b in layers]
     expected = []
     for (x, w, b), grad in zip(layers, grads, strict=True):
@@ -452,12 +458,11 @@ def test_passes_pytorchs_checks_of_custom_operators(layer) -> None:
     operators = torch.ops.confpred
     torch.library.opcheck(operators.conv2d, (x, weight, bias, None, *geometry, "none"))
     torch.library.opcheck(operators.conv2d, (x, weight, None, out, *geometry, "gelu"))
-    torch.library.opcheck(operators.conv2d_input_grad, (out, x, weight, *geometry))
     torch.use_deterministic_algorithms(True)  # the operator is run twice and compared
     try:
-        for bias_too in (True, False):
-            arguments = (out, x, weight, bias_too, *geometry)
-            torch.library.opcheck(operators.conv2d_filter_grad, arguments)
+        for mask in ([True, True, True], [True, False, False], [False, True, False]):
+            arguments = (out, x, weight, *geometry, mask)
+            torch.library.opcheck(operators.conv2d_backward, arguments)
     finally:
         torch.use_deterministic_algorithms(False)
 

@@ -136,6 +136,21 @@ class Functional(nn.Module):
         return F.gelu(self.a(y), approximate="tanh")
 
 
+class Branches(nn.Module):
+    """Sums of branches into one of them, as in blocks that are made to be merged later."""
+
+    def __init__(self, c: int) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList(ConvNormActivation(c, c, r, None) for r in (1, 3, 5))
+        self.identity, self.act = nn.BatchNorm2d(c), nn.GELU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.identity(x)
+        for branch in self.branches:
+            out += branch(x)
+        return self.act(out)
+
+
 class Network(nn.Module):
     """A stem, the given blocks and a head."""
 
@@ -153,6 +168,7 @@ BLOCKS = {
     "inverted residual": lambda: Network(InvertedResidual(8), InvertedResidual(8, nn.ReLU6)),
     "bottleneck": lambda: Network(Bottleneck(8, 8), Bottleneck(8, 8, stride=2)),
     "convnext": lambda: Network(ConvNeXtBlock(8), nn.GELU(), ConvNeXtBlock(8)),
+    "branches": lambda: Network(Branches(8)),
     "functional": lambda: Network(Functional(8)),
 }
 

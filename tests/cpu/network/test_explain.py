@@ -15,7 +15,7 @@ from confpred.errors import ConfpredError, InvalidInput, UnknownDevice
 from confpred.families.candidate import PYTORCH_OPERATOR
 from confpred.network.problems import network_problems
 from confpred.predict.predictor import Predictor
-from confpred.pytorch import ready
+from confpred.pytorch import choosing
 
 
 class Wide(nn.Module):
@@ -126,7 +126,7 @@ def test_layouts_and_devices() -> None:
 def test_a_pin_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = network_problems(Wide().half(), picture())[1].problem
     pins = {(problem, confpred.get_device("h100")): PYTORCH_OPERATOR}
-    monkeypatch.setattr(ready, "_predictor", Predictor(Predictor.load().models, pins))
+    monkeypatch.setattr(choosing, "_predictor", Predictor(Predictor.load().models, pins))
     rows = confpred.explain(Wide().half(), picture()).rows
     assert (rows[1].provider, rows[1].reason) == ("pytorch", "pinned")
 

@@ -96,8 +96,8 @@ def test_what_is_fused() -> None:
         ("blocks.0.conv_pwl", True, "none", True),
         ("blocks.1.conv1.0", True, "relu", False),
         ("blocks.1.conv2.0", True, "relu", False),
-        ("blocks.1.conv3", True, "relu", True),
-        ("blocks.1.downsample.0", True, "none", False),
+        ("blocks.1.conv3", True, "none", False),
+        ("blocks.1.downsample.0", True, "relu", True),
     ]
     model = confpred.optimize(made(BLOCKS["functional"]()))
     model(images())
@@ -106,6 +106,18 @@ def test_what_is_fused() -> None:
         ("blocks.0.a", True, "hardswish", False),
         ("blocks.0.b", False, "relu", True),
         ("blocks.0.a", False, "none", False),  # the other GELU
+    ]
+
+
+@torch.no_grad()
+def test_sums_into_a_branch_are_fused() -> None:
+    model = confpred.optimize(made(BLOCKS["branches"]()))
+    model(images())
+    assert [(activation, residual) for _, _, activation, residual in sites(model)] == [
+        ("none", False),  # the stem
+        ("none", True),
+        ("none", True),
+        ("gelu", True),
     ]
 
 

@@ -50,12 +50,13 @@ def test_an_error_of_the_writer_is_its_own(tmp_path: Path) -> None:
 
 
 def test_a_folder_appears_whole(tmp_path: Path) -> None:
-    write_folder(tmp_path / "made" / "model", {"a.txt": "one", "b.txt": "zwölf"})
     made = tmp_path / "made" / "model"
-    assert {p.name: p.read_text("utf-8") for p in made.iterdir()} == {
-        "a.txt": "one",
-        "b.txt": "zwölf",
+    write_folder(made, {"a.txt": "one", "b.txt": "zwölf", "deep/er/c": b"\x7fELF"})
+    assert {p.relative_to(made).as_posix(): p.read_bytes() for p in made.rglob("*.*")} == {
+        "a.txt": b"one",
+        "b.txt": "zwölf".encode(),
     }
+    assert (made / "deep" / "er" / "c").read_bytes() == b"\x7fELF"
     assert stat.S_IMODE(made.stat().st_mode) == 0o755
 
 
@@ -65,6 +66,6 @@ def test_a_folder_replaces_none_and_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="cannot write"):
         write_folder(there, {"a.txt": "two"})
     with pytest.raises(StorageError, match="cannot write"):
-        write_folder(tmp_path / "other", {"no/such/folder": "three"})
+        write_folder(tmp_path / "other", {"a": "a file", "a/b": "in it"})
     assert (there / "a.txt").read_text() == "one"
     assert [p.name for p in tmp_path.iterdir()] == ["model"]

@@ -108,10 +108,9 @@ def test_passes_pytorchs_checks_of_custom_operators() -> None:
     x, weight = x.to(memory_format=last), weight.to(memory_format=last)
     out = F.conv2d(x, weight, bias, padding=1, groups=4)
     torch.library.opcheck(torch.ops.confpred.conv2d, (x, weight, bias, out, *geometry, "relu"))
-    torch.library.opcheck(torch.ops.confpred.conv2d_input_grad, (out, x, weight, *geometry))
-    for bias_too in (True, False):
-        arguments = (out, x, weight, bias_too, *geometry)
-        torch.library.opcheck(torch.ops.confpred.conv2d_filter_grad, arguments)
+    for mask in ([True, True, True], [True, False, False], [False, True, False]):
+        arguments = (out, x, weight, *geometry, mask)
+        torch.library.opcheck(torch.ops.confpred.conv2d_backward, arguments)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,282 @@
+"""Whole networks with and without confpred: step times, peak memory, first steps, and losses.
+
+    python benchmarks/networks.py [--networks A,B] [--modes inference,training] [--batches 1,32,128]
+                                  [--variants "eager + enable,graph + optimize"] [--jobs 8]
+                                  [--budget SECONDS] [--resume] [--out FOLDER]
+    python benchmarks/networks.py --first-step [--networks A,B] [--modes inference]
+    python benchmarks/networks.py --losses [--networks A,B]
+    python benchmarks/networks.py --render              # plot and summary of the recorded result
+
+What is timed: timm's networks with random weights on random images of 224 x 224, channels last.
+*Inference* is the model in float16 under ``torch.inference_mode``; *training* is forward under
+autocast to float16, cross-entropy, backward, and SGD with momentum (``foreach``), without a
+gradient scaler. cuDNN's benchmark mode is on. Each network runs eagerly, as a CUDA graph of the
+eager step, and by ``torch.compile`` with its defaults, and each of these without confpred, after
+``confpred.enable()``, and after ``confpred.optimize()``.
+
+The protocol. Each network and mode has a process of its own, so that a crash costs only itself;
+its error is recorded. All variants of a batch are timed in the same process, each with its own copy
+of the weights, in random order in rounds. A turn of a variant is one step that is not timed, a
+synchronisation, and then as many steps as take about ``--turn`` seconds, at least 3, until the
+device is done with the last: the wall clock of the host over the number of steps, which is what a
+user waits. The result is the median over the rounds. ``confpred.enable()`` holds for a whole
+process, so it is switched on only around its own variants' turns; what it compiles, it compiles
+before. Eager PyTorch is timed as two variants, and what these differ by is the noise. A ratio is
+the time without confpred over the time with it. Each variant's first output, in training the
+first gradients of all parameters, is compared with that of float32; a variant that is much further
+from it than eager PyTorch in half precision is recorded as an error, without a time. Peak
+memory is what a step allocates at most above what the process held before it.
+
+``torch.compile`` takes long to compile, so with ``--jobs`` several processes get ready at once.
+They share one lock: a process holds it alone, and all others wait, while cuDNN's benchmark mode
+chooses the algorithms of the eager step, and while it times its variants. Memory for that many
+networks at once has to be there. Set ``TORCHINDUCTOR_CACHE_DIR`` to keep what is compiled for
+another run.
+
+Results are merged: rows that are measured again are replaced, all others kept, and each row names
+its run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any
+
+from network_results import VARIANTS, Row, complete, failed, merged, outstanding, pairs, summary
+from provenance import RESULTS, provenance, write
+
+NAME = "networks"
+HERE = Path(__file__).parent
+SUITES = HERE.parent / "datasets" / "suites"
+NETWORKS = (
+    "efficientnet_b0", "efficientnetv2_rw_s", "convnext_tiny", "convnextv2_nano",
+    "mobilenetv3_large_100", "mobilenetv4_conv_medium", "regnety_040", "regnetx_016",
+    "resnext50_32x4d", "fastvit_sa12",
+)  # fmt: skip
+MODES = ("inference", "training")
+BATCHES = (1, 32, 128)
+STOPPED = "stopped for want of time"
+LEAST_S = 30  # less than this left of the budget, and no new process is started
+
+
+def sampled_networks() -> set[str]:
+    """The networks of which a committed suite, and so perhaps the measurements, has a layer."""
+    return {
+        network
+        for path in SUITES.glob("*.json")
+        for problem in json.loads(path.read_text())["problems"]
+        for network in problem.get("networks", ())
+    }
+
+
+def run_script(
+    script: str, task: dict[str, Any], seconds: float, keep: tuple[int, ...] = ()
+) -> tuple[Any, str]:
+    """What a script of this folder wrote for a task, None if nothing, and the end of its errors.
+    The process keeps the open files `keep`."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "out.json"
+        command = [sys.executable, str(HERE / script), json.dumps(task), str(out)]
+        try:
+            done = subprocess.run(
+                command, stderr=subprocess.PIPE, text=True, timeout=seconds, pass_fds=keep
+            )
+            errors, code = done.stderr, done.returncode
+        except subprocess.TimeoutExpired as expired:
+            errors, code = (expired.stderr or b"").decode(errors="replace"), None
+        if errors:
+            print(errors[-4000:], file=sys.stderr)
+        written = json.loads(out.read_text()) if out.exists() else None
+    if code is None:
+        return written, STOPPED
+    last = (errors.strip().splitlines() or ["no message"])[-1]
+    return written, "" if code == 0 else f"exit status {code}: {last[-300:]}"
+
+
+def tasks(arguments: argparse.Namespace, recorded: dict[str, Any]) -> list[dict[str, Any]]:
+    """One task a network and mode, batch by batch, of what is to be timed."""
+    found = []
+    commit = provenance(gpu=False)["commit"]
+    for network in arguments.networks:
+        for mode in arguments.modes:
+            wanted: dict[tuple[str, ...], list[int]] = {}
+            for batch in arguments.batches:
+                variants = arguments.variants
+                if arguments.resume:
+                    variants = outstanding(recorded, commit, network, mode, batch, variants)
+                if variants:
+                    wanted.setdefault(tuple(variants), []).append(batch)
+            for names, batches in wanted.items():
+                found.append(
+                    {
+                        "network": network,
+                        "mode": mode,
+                        "batches": batches,
+                        "variants": list(names),
+                        "device": arguments.device,
+                        "size": arguments.size,
+                        "rounds": arguments.rounds,
+                        "turn_s": arguments.turn,
+                    }
+                )
+    return found
+
+
+def time_steps(todo: Sequence[dict[str, Any]], jobs: int, deadline: float) -> Iterator[list[Row]]:
+    """The rows of each task in turn, as long as there is time."""
+    sampled = sampled_networks()
+
+    def one(task: dict[str, Any]) -> list[Row]:
+        network, mode = task["network"], task["mode"]
+        seconds = deadline - time.time()
+        if seconds < LEAST_S:
+            print(f"left out for want of time: {network}, {mode}, batches {task['batches']}")
+            return []
+        with open(lock) as gate:
+            # Held from before the process starts, so that it starts when no other is timing.
+            fcntl.flock(gate, fcntl.LOCK_SH)
+            number = gate.fileno()
+            task = task | {"deadline": deadline, "gate": number}
+            found, error = run_script("network_steps.py", task, seconds, keep=(number,))
+        rows: list[Row] = []
+        for batch in task["batches"]:
+            if str(batch) in (found or {}):
+                rows += pairs(network, mode, batch, found[str(batch)])
+            elif error not in ("", STOPPED):
+                rows += failed(network, mode, batch, task["variants"], error)
+            else:
+                print(f"left out for want of time: {network}, {mode}, batch {batch}")
+        return [row | {"sampled": network in sampled} for row in rows]
+
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(jobs) as pool:
+        lock = Path(folder) / "lock"
+        lock.touch()
+        for future in as_completed([pool.submit(one, task) for task in todo]):
+            yield future.result()
+
+
+def other_rows(arguments: argparse.Namespace, deadline: float) -> Iterator[tuple[str, list[Row]]]:
+    """The rows of the first steps or of the losses, a network at a time."""
+    script = "network_first_steps.py" if arguments.first_step else "network_losses.py"
+    kind = "first_steps" if arguments.first_step else "losses"
+    for network in arguments.networks:
+        for mode in arguments.modes if arguments.first_step else ("training",):
+            if deadline - time.time() < LEAST_S:
+                print(f"left out for want of time: {kind} of {network}, {mode}")
+                continue
+            task = {
+                "network": network,
+                "mode": mode,
+                "device": arguments.device,
+                "size": arguments.size,
+                "processes": arguments.processes,
+                "steps": arguments.steps,
+            }
+            found, error = run_script(script, task, deadline - time.time())
+            if error == STOPPED:
+                print(f"left out for want of time: {kind} of {network}, {mode}")
+                continue
+            row: Row = {"network": network, "mode": mode}
+            yield kind, [row | (found or {"error": error})]
+
+
+def measure(arguments: argparse.Namespace) -> None:
+    """Measure, writing the result after each network, so that a run that is cut off loses one."""
+    path = arguments.out / f"{NAME}.json"
+    result = json.loads(path.read_text()) if path.exists() else {}
+    deadline = time.time() + arguments.budget
+    packages = ("torch", "timm") if arguments.device == "cpu" else ("torch", "timm", "cuda-core")
+    facts = provenance(*packages, gpu=arguments.device == "cuda")
+    if arguments.first_step or arguments.losses:
+        found = other_rows(arguments, deadline)
+    else:
+        todo = tasks(arguments, result)
+        found = (("steps", rows) for rows in time_steps(todo, arguments.jobs, deadline))
+    for kind, rows in found:
+        for row in rows:
+            print(json.dumps(row))
+        result = merged(result, {kind: rows}, facts)
+        write(NAME, result, arguments.out)
+
+
+def show(result: dict[str, Any]) -> None:
+    """Print the summary: the time without confpred over the time with it, from batch 32 on."""
+    for row in summary(result["steps"]):
+        print(
+            f"{row['mode']:9s} {row['way']:7s} + {row['with']:8s} {row['count']:3d} rows"
+            f"  geomean {row['geomean']:.3f}  worst {row['worst']:.3f}  best {row['best']:.3f}"
+        )
+
+
+def parsed(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+
+    def words_of(allowed: Sequence[str]) -> Any:
+        def words(text: str) -> list[str]:
+            found = [word.strip() for word in text.split(",")]
+            for word in found:
+                if word not in allowed:
+                    raise argparse.ArgumentTypeError(f"{word!r} is none of {', '.join(allowed)}")
+            return found
+
+        return words
+
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--networks", type=words_of(NETWORKS), default=list(NETWORKS))
+    parser.add_argument("--modes", type=words_of(MODES), default=list(MODES))
+    parser.add_argument(
+        "--batches", type=lambda text: [int(n) for n in text.split(",")], default=list(BATCHES)
+    )
+    parser.add_argument("--variants", type=words_of(VARIANTS), default=list(VARIANTS))
+    parser.add_argument("--budget", type=float, default=86400, help="seconds; then nothing starts")
+    parser.add_argument(
+        "--jobs", type=int, default=1, help="processes at once; one at a time is timed"
+    )
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--turn", type=float, default=0.15, help="seconds of a turn")
+    parser.add_argument("--resume", action="store_true", help="leave out what this commit has")
+    parser.add_argument("--first-step", action="store_true", help="time first steps instead")
+    parser.add_argument("--losses", action="store_true", help="compare losses instead")
+    parser.add_argument("--processes", type=int, default=3, help="of each first step")
+    parser.add_argument("--steps", type=int, default=200, help="of each loss curve")
+    parser.add_argument("--render", action="store_true", help="measure nothing")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a trial")
+    parser.add_argument("--size", type=int, default=224, help="of images; other sizes are a trial")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="as in benchmarks/results/h200")
+    arguments = parser.parse_args(words)
+    trial = arguments.device == "cpu" or arguments.size != 224
+    if trial and RESULTS.resolve() in (arguments.out.resolve(), *arguments.out.resolve().parents):
+        parser.error("a trial is written somewhere else: name a folder with --out")
+    arguments.variants = complete(arguments.variants)
+    return arguments
+
+
+def main() -> None:
+    arguments = parsed()
+    if not arguments.render:
+        with tempfile.TemporaryDirectory() as folder:  # unless the caller keeps one
+            os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", folder)
+            os.environ.setdefault("TORCHINDUCTOR_FX_GRAPH_CACHE", "1")
+            measure(arguments)
+    result = json.loads((arguments.out / f"{NAME}.json").read_text())
+    show(result)
+    try:
+        from network_plot import plot
+
+        plot(result, arguments.out / f"{NAME}.png")
+    except ImportError:
+        print("no matplotlib here: --render draws the plot where there is")
+
+
+if __name__ == "__main__":
+    main()

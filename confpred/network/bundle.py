@@ -1,0 +1,101 @@
+"""`prepare` and `load_bundle`: a network's choices and compiled kernels in one folder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from confpred.cuda import driver
+from confpred.cuda.epilogue import epilogue_kernel
+from confpred.errors import InvalidInput
+from confpred.network.problems import network_problems
+from confpred.predict.bundles import open_bundle, write_bundle
+from confpred.predict.choice import Choice
+from confpred.predict.plans import Plan, plan_of
+from confpred.problem.conv2d import Problem
+from confpred.problem.device import Device, get_device
+from confpred.problem.operation import KernelSpec
+from confpred.pytorch import choosing
+
+
+def prepare(
+    model: nn.Module,
+    example_inputs: Any,
+    out: str | Path,
+    *,
+    device: str | Device | None = None,
+    training: bool = False,
+) -> Plan:
+    """Choose for every convolution of `model`, compile what was chosen, and write both as a bundle.
+
+    The model is neither run nor changed, and no GPU is needed where `device` is given. Choices are
+    for the shapes of `example_inputs`, and for inference for the network that ``confpred.optimize``
+    makes of `model`.
+
+    ::
+
+        confpred.prepare(model, torch.randn(32, 3, 224, 224).half(), "bundle", device="h100")
+
+    Args:
+        model: the network.
+        example_inputs: a tensor, a tuple or list of arguments, or a dictionary of them by name.
+        out: the folder to make.
+        device: the kind of GPU that the bundle is for, such as ``h100``; None: the current one.
+        training: with the gradients, and nothing folded.
+
+    Returns:
+        The plan in the bundle.
+
+    Raises:
+        InvalidInput: `model` has no convolution that kernels can be named for, or there is no
+            current CUDA device.
+        UnknownDevice: no description of the device is known.
+        ConfpredError: the forward depends on values, so that it cannot be followed.
+        CompileError, MissingExtra, StorageError: see `confpred.predict.bundles.write_bundle`.
+    """
+    known = _current_device() if device is None else get_device(device)
+    calls = network_problems(model, example_inputs, training=training)
+    problems = [call.problem for call in calls if call.problem is not None]
+    if not problems:
+        raise InvalidInput("model", type(model).__name__, "a network with convolutions")
+    plan = plan_of(choosing.current_predictor().choose_many(problems, known))
+    write_bundle(plan, Path(out), epilogue_kernels(plan.choices))
+    return plan
+
+
+def load_bundle(folder: str | Path) -> None:
+    """Start from the bundle at `folder`, on the current CUDA device: its choices are followed from
+    now on, as `confpred.use_predictor` has it, and its kernels are loaded without a compiler and
+    without a write to the user's cache. Shapes that are not in it are chosen and compiled as ever.
+
+    Raises:
+        InvalidInput: there is no current CUDA device, or the bundle is for another device.
+        DataError: it is no bundle, is damaged, or was made for other kernels.
+    """
+    choosing.use_predictor(open_bundle(Path(folder), _current_device()))
+
+
+def epilogue_kernels(choices: Iterable[Choice]) -> list[KernelSpec]:
+    """The kernels that follow PyTorch's own convolution where it was chosen for a fused layer."""
+    found = []
+    for choice in choices:
+        p = choice.problem
+        if choice.family is not None or not isinstance(p, Problem):
+            continue
+        if p.direction == "fprop" and (p.residual or p.activation != "none"):
+            found.append(
+                epilogue_kernel(
+                    p.k, p.dtype, bias=p.bias, residual=p.residual, activation=p.activation
+                )
+            )
+    return found
+
+
+def _current_device() -> Device:
+    if not torch.cuda.is_available():
+        raise InvalidInput("device", None, "a kind of GPU, such as h100: there is no CUDA device")
+    return driver.device_of(torch.cuda.current_device())

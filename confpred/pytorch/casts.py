@@ -1,0 +1,93 @@
+"""Weights in autocast's dtype, cast together and kept until they change.
+
+Autocast casts each weight at each call, which takes the host longer than the launch of a kernel.
+Here the first layer that finds its weight changed, as after an optimizer's step, has all changed
+weights cast in one go.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from confpred.pytorch.ready import CHANNELS_LAST
+from confpred.pytorch.streams import current_stream, is_capturing
+
+
+@dataclass(slots=True)
+class _Cast:
+    """A weight's copy, and what tells that it is still one.
+
+    Attributes:
+        weight: a weak reference to what was cast.
+        low: its copy.
+        version, address: of the weight when it was cast; -1 for a weight that was not yet.
+        stream: on which the copy was made.
+    """
+
+    weight: Any
+    low: Tensor
+    version: int = -1
+    address: int = -1
+    stream: int = -1
+
+
+_casts: dict[tuple[int, torch.dtype], _Cast] = {}  # by the identity of the weight
+
+
+def low_precision(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """`weight` in `dtype`, dense and channels last if it has four dimensions, without gradients."""
+    if weight.is_inference() or is_capturing():
+        # An inference tensor does not count its changes, and a graph has to cast at each replay.
+        return _cast_now(weight, dtype)
+    known = _casts.get((id(weight), dtype))
+    stream = current_stream(weight.get_device())
+    if (
+        known is not None
+        and known.weight() is weight
+        and known.version == weight._version
+        and known.address == weight.data_ptr()
+        and known.stream == stream
+    ):
+        return known.low
+    if known is None or known.weight() is not weight:
+        key = (id(weight), dtype)
+        reference = weakref.ref(weight, lambda _: _casts.pop(key, None))
+        known = _casts[key] = _Cast(reference, weight)
+    _refresh(dtype, weight.get_device(), stream)
+    return known.low
+
+
+def _refresh(dtype: torch.dtype, ordinal: int, stream: int) -> None:
+    """Cast all weights on a device that have changed since they were cast. The copies are new
+    tensors: the former may be waiting for a backward pass."""
+    stale: list[tuple[_Cast, Tensor]] = []
+    for (_, kind), cast in list(_casts.items()):
+        weight = cast.weight()
+        if weight is None or kind is not dtype or weight.get_device() != ordinal:
+            continue
+        changed = cast.version != weight._version or cast.address != weight.data_ptr()
+        if changed or cast.stream != stream:
+            stale.append((cast, weight))
+    with torch.inference_mode(False), torch.no_grad():
+        weights = [weight.detach() for _, weight in stale]
+        copies = [_like(weight, dtype) for weight in weights]
+        torch._foreach_copy_(copies, weights)
+    for (cast, weight), low in zip(stale, copies, strict=True):
+        cast.low, cast.stream = low, stream
+        cast.version, cast.address = weight._version, weight.data_ptr()
+
+
+def _like(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    if weight.dim() == 4:
+        return torch.empty_like(weight, dtype=dtype, memory_format=CHANNELS_LAST)
+    return torch.empty_like(weight, dtype=dtype, memory_format=torch.contiguous_format)
+
+
+def _cast_now(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    layout = CHANNELS_LAST if weight.dim() == 4 else torch.contiguous_format
+    return weight.detach().to(dtype, memory_format=layout)

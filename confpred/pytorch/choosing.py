@@ -1,0 +1,219 @@
+"""From a problem of PyTorch's to a launch: chosen, compiled, loaded.
+
+    choose(problem) --> Choice --> compile (threads; NVRTC lets go of Python's lock) --> load --+
+                          |                                                                     |
+                          +--- PyTorch's own operator: None                    ReadyLaunch <----+
+
+What was found is kept by the callers, by shape; `forget` makes all of them ask again.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from confpred.cuda import driver
+from confpred.cuda.compiler import Compiled, compile_kernel, compiled_before
+from confpred.errors import (
+    CompileError,
+    ConfpredError,
+    InvalidProblem,
+    LaunchError,
+    UnknownDevice,
+)
+from confpred.families.candidate import PYTORCH_OPERATOR
+from confpred.families.registry import all_families
+from confpred.predict.choice import Choice
+from confpred.predict.predictor import Predictor
+from confpred.problem.conv2d import Problem
+from confpred.problem.operation import KernelSpec, Launch, Step
+from confpred.problem.record import Record
+from confpred.pytorch.ready import ReadyLaunch
+
+log = logging.getLogger(__name__)
+_MOST_KEPT = 65_536
+_THREADS = 8
+
+#: What serves a call, by all that its tensors' shapes and layouts decide; see `remember`.
+served: dict[Any, Any] = {}
+_predictor: Predictor | None = None  # loaded when it is first needed
+_watchers: list[Callable[[Choice], None]] = []
+_kernels: dict[tuple[KernelSpec, int, int], Any] = {}
+_compiling: dict[tuple[KernelSpec, str], Future[Compiled]] = {}
+
+
+def use_predictor(predictor: Predictor) -> None:
+    """Let `predictor` choose from now on, in place of the newest model of the package."""
+    global _predictor
+    _predictor = predictor
+    forget()
+
+
+def use_plan(path: Path) -> None:
+    """Take the choices in the plan at `path` as they are, on the current CUDA device.
+
+    Raises:
+        InvalidInput, DataError: see `confpred.predict.predictor.Predictor.load`.
+    """
+    device = driver.device_of(torch.cuda.current_device())
+    use_predictor(Predictor.load(pins=path, device=device))
+
+
+def current_predictor() -> Predictor:
+    global _predictor
+    if _predictor is None:
+        _predictor = Predictor.load()
+    return _predictor
+
+
+def forget() -> None:
+    """Choose again for every shape; kernels stay loaded."""
+    served.clear()
+
+
+def remember(key: Any, what: Any) -> Any:
+    """`what`, which serves calls of `key` from now on."""
+    if len(served) < _MOST_KEPT:
+        served[key] = what
+    return what
+
+
+@contextmanager
+def watch_choices(callback: Callable[[Choice], None]) -> Iterator[None]:
+    """Call `callback` with every choice made inside the block; each shape is chosen again there."""
+    _watchers.append(callback)
+    forget()
+    try:
+        yield
+    finally:
+        _watchers.remove(callback)
+
+
+def choose(problem: Problem, ordinal: int) -> Choice | None:
+    """The choice for `problem` on CUDA device `ordinal`; None for a device without a
+    description."""
+    try:
+        choice = current_predictor().choose(problem, driver.device_of(ordinal))
+    except UnknownDevice as error:
+        log.debug("PyTorch's own operator: %s", error)
+        return None
+    except ConfpredError as error:  # such as a damaged model: worth a look
+        log.warning("PyTorch's own operator: %s", error)
+        return None
+    announce(choice)
+    return choice
+
+
+def pytorch_ms(problem: Record, ordinal: int) -> float | None:
+    """Milliseconds that PyTorch's own operator is expected to take for `problem`."""
+    device = driver.device_of(ordinal)
+    return current_predictor().expected_ms(problem, device, PYTORCH_OPERATOR)
+
+
+def announce(choice: Choice) -> None:
+    """Tell those who watch that `choice` is what runs."""
+    for watcher in _watchers:
+        watcher(choice)
+
+
+def is_ours(choice: Choice | None) -> bool:
+    """Whether a kernel of ours is to run; a guess without a model is not enough for that."""
+    if choice is None or choice.candidate == PYTORCH_OPERATOR or choice.source == "heuristic":
+        source = "unknown device" if choice is None else choice.source
+        log.debug("%s: PyTorch's own operator (%s)", choice and choice.problem, source)
+        return False
+    log.debug("%s: %s %s (%s)", choice.problem, choice.provider, choice.config, choice.source)
+    return True
+
+
+def load(choice: Choice, ordinal: int) -> ReadyLaunch | None:
+    """The launch of `choice`, compiled now if need be; None where the driver or the compiler
+    refuses it, which is logged."""
+    problem = choice.problem
+    if not isinstance(problem, Problem):
+        raise InvalidProblem("problem", problem, "a convolution")
+    launch = _launch_of(choice)
+    try:
+        compiled = [submit(step.kernel, _arch(ordinal)).result() for step in launch.steps]
+        pairs = zip(launch.steps, compiled, strict=True)
+        kernels = [_loaded(step, kernel, ordinal) for step, kernel in pairs]
+        return ReadyLaunch(problem, launch, kernels, ordinal)
+    except (CompileError, LaunchError) as error:
+        log.warning("PyTorch's own operator: %s", error)
+        return None
+
+
+def compile_ahead(choices: Sequence[Choice], ordinal: int) -> None:
+    """Compile, in parallel, and load on CUDA device `ordinal` what `choices` will launch; a kernel
+    that cannot be had is left to the call that needs it."""
+    ours = [choice for choice in choices if is_ours(choice)]
+    for choice in ours:
+        for step in _launch_of(choice).steps:
+            submit(step.kernel, _arch(ordinal))
+    for choice in ours:
+        load(choice, ordinal)
+
+
+def waiting_for(choice: Choice, ordinal: int) -> list[Future[Compiled]]:
+    """Compilations that are under way for `choice`, started now if need be; empty when all of its
+    kernels are compiled."""
+    found = [submit(step.kernel, _arch(ordinal)) for step in _launch_of(choice).steps]
+    return [future for future in found if not future.done()]
+
+
+def submit(spec: KernelSpec, arch: str) -> Future[Compiled]:
+    """`spec` compiled for `arch`, now or soon; nothing is compiled twice."""
+    key = (spec, arch)
+    if key not in _compiling:
+        known = compiled_before(spec, arch)
+        if known is None:
+            _compiling[key] = _compilers().submit(compile_kernel, spec, arch)
+        else:
+            future: Future[Compiled] = Future()
+            future.set_result(known)
+            _compiling[key] = future
+    return _compiling[key]
+
+
+@cache
+def _compilers() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1), "confpred-compiler")
+
+
+def _launch_of(choice: Choice) -> Launch:
+    candidate = choice.candidate
+    return all_families()[candidate.provider].launch(choice.problem, candidate.config_id)
+
+
+def _arch(ordinal: int) -> str:
+    return driver.device_of(ordinal).arch
+
+
+def _loaded(step: Step, compiled: Compiled, ordinal: int) -> Any:
+    """The kernel of `step` in the context of a device; shapes that share a kernel share this."""
+    key = (step.kernel, step.smem_bytes, ordinal)
+    if key not in _kernels:
+        with torch.cuda.device(ordinal):
+            driver.make_current(ordinal)
+            with driver.outside_capture():
+                _kernels[key] = driver.load(compiled, step.smem_bytes).kernel
+    return _kernels[key]
+
+
+def reset_after_fork() -> None:
+    """A child process has neither the threads nor the context of its parent."""
+    served.clear()
+    _kernels.clear()
+    _compiling.clear()
+    _compilers.cache_clear()
+
+
+os.register_at_fork(after_in_child=reset_after_fork)

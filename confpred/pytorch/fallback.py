@@ -1,0 +1,56 @@
+"""PyTorch's own operators, whatever is registered or routed over them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from confpred.pytorch.epilogue import apply_epilogue
+from confpred.pytorch.layers import Geometry
+
+# The kernels that PyTorch itself has under these two names, below autograd and autocast.
+_BELOW = torch._C.DispatchKey.CompositeExplicitAutograd
+_FORWARD = torch.ops.aten.convolution.default
+_BACKWARD = torch.ops.aten.convolution_backward.default
+
+
+def pytorch_forward(*arguments: Any) -> Tensor:
+    """PyTorch's own ``aten::convolution``, without gradients."""
+    out: Tensor = _FORWARD._op_dk(_BELOW, *arguments)
+    return out
+
+
+def pytorch_backward(*arguments: Any) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """PyTorch's own ``aten::convolution_backward``."""
+    grads: tuple[Tensor | None, Tensor | None, Tensor | None] = _BACKWARD._op_dk(_BELOW, *arguments)
+    return grads
+
+
+def activate(name: str, x: Tensor) -> Tensor:
+    if name == "none":
+        return x
+    activated: Tensor = getattr(F, name)(x)  # confpred's names are PyTorch's
+    return activated
+
+
+def pytorch_fused(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    geometry: Geometry,
+    activation: str,
+) -> Tensor:
+    """What `confpred.pytorch.directions.forward` computes, by PyTorch's own operator; what follows
+    it is one kernel, where that is possible."""
+    stride, padding, dilation, groups = geometry
+    if residual is None and activation == "none":
+        return pytorch_forward(x, weight, bias, stride, padding, dilation, False, (0, 0), groups)
+    if not x.is_cuda or (residual is not None and residual.requires_grad):
+        out = pytorch_forward(x, weight, bias, stride, padding, dilation, False, (0, 0), groups)
+        return activate(activation, out if residual is None else out + residual)
+    out = pytorch_forward(x, weight, None, stride, padding, dilation, False, (0, 0), groups)
+    return apply_epilogue(out, bias, residual, activation)

@@ -1,0 +1,88 @@
+"""PyTorch's arguments of a convolution as a problem of ours."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from confpred.errors import InvalidProblem
+from confpred.problem.conv2d import Problem
+from confpred.pytorch.ready import DTYPES
+
+Pair = tuple[int, int]
+Geometry = tuple[Pair, Pair, Pair, int]  # stride, padding, dilation, groups
+
+
+def problem_of(
+    direction: str,
+    image: Sequence[int],
+    filters: Sequence[int],
+    dtype: torch.dtype,
+    geometry: Geometry,
+    **epilogue: Any,
+) -> Problem | None:
+    """The problem of a layer; None for what no kernel of ours is made for.
+
+    Args:
+        direction: ``fprop``, ``dgrad`` or ``wgrad``.
+        image: N, C, H, W of the convolution's input.
+        filters: K, C / groups, R, S.
+        dtype: of all tensors.
+        geometry: stride, padding, dilation, groups.
+        epilogue: further fields of the problem.
+    """
+    stride, padding, dilation, groups = geometry
+    if dtype not in DTYPES or len(image) != 4 or len(filters) != 4:
+        return None
+    if groups < 1 or image[1] != filters[1] * groups:
+        return None  # PyTorch's own error message is the one that its users know
+    n, c, h, w = image
+    k, _, r, s = filters
+    try:
+        return Problem(
+            n=n,
+            c=c,
+            h=h,
+            w=w,
+            k=k,
+            r=r,
+            s=s,
+            stride=stride,
+            padding=padding,
+            dilation=dilation,
+            groups=groups,
+            dtype=DTYPES[dtype],
+            direction=direction,
+            **epilogue,
+        )
+    except InvalidProblem:
+        return None
+
+
+def alike(x: Tensor, *others: Tensor | None) -> bool:
+    """Whether `x` is on a CUDA device and `others` have its dtype and device."""
+    return x.is_cuda and all(
+        t is None or (t.dtype is x.dtype and t.device == x.device) for t in others
+    )
+
+
+def transposed_image(
+    x: Sequence[int], filters: Sequence[int], geometry: Geometry, output_padding: Pair
+) -> tuple[int, ...] | None:
+    """N, C, H, W of the output of a transposed convolution of `x`, which is the input of the
+    convolution that it transposes (``torch.nn.ConvTranspose2d`` has the formula)."""
+    if len(x) != 4 or len(filters) != 4 or x[1] != filters[0]:
+        return None
+    stride, padding, dilation, groups = geometry
+    h, w = (
+        (x[i + 2] - 1) * stride[i]
+        - 2 * padding[i]
+        + dilation[i] * (filters[i + 2] - 1)
+        + output_padding[i]
+        + 1
+        for i in (0, 1)
+    )
+    return x[0], filters[1] * groups, h, w

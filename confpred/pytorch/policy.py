@@ -1,0 +1,115 @@
+"""How a new shape gets its kernel: at once or in the background, predicted or measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, MutableMapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from math import inf
+from typing import Any
+
+import torch
+
+from confpred.cuda.compiler import Compiled
+from confpred.predict.choice import Choice
+from confpred.problem.conv2d import Problem
+from confpred.pytorch import choosing
+from confpred.pytorch.ready import ReadyLaunch
+from confpred.pytorch.verify import Verifier
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """What `confpred.enable` was told.
+
+    Attributes:
+        background: kernels that are not compiled yet are compiled in other threads, while
+            PyTorch's own operator serves.
+        verifier: measures the best predictions where one is set.
+    """
+
+    background: bool = False
+    verifier: Verifier | None = None
+
+
+_current = Policy()
+
+
+def use(policy: Policy) -> None:
+    """Follow `policy` from now on; what another verifier may decide is chosen again."""
+    global _current
+    former, _current = _current, policy
+    if policy.verifier is not former.verifier:
+        choosing.forget()
+
+
+@dataclass(frozen=True, slots=True)
+class Compiling:
+    """Kernels of ours that are on their way."""
+
+    futures: tuple[Future[Compiled], ...]
+
+    def until_then(
+        self, served: MutableMapping[Any, Any], key: Any, theirs: Callable[..., Any]
+    ) -> Callable[..., Any]:
+        """`theirs`, which has `key` looked up anew once everything is compiled."""
+
+        def serve(*inputs: Any) -> Any:
+            if all(future.done() for future in self.futures):
+                served.pop(key, None)
+            return theirs(*inputs)
+
+        return serve
+
+
+def decide(problem: Problem, ordinal: int) -> Choice | None:
+    """The kernel of ours that is to serve `problem` on CUDA device `ordinal`; None for PyTorch's
+    own operator."""
+    verifier = _current.verifier
+    if verifier is not None and not torch.cuda.is_current_stream_capturing():
+        choice = verifier.fastest(problem, ordinal)
+    else:
+        choice = choosing.choose(problem, ordinal)
+    return choice if choice is not None and choosing.is_ours(choice) else None
+
+
+def prepare(choice: Choice, ordinal: int) -> ReadyLaunch | Compiling | None:
+    """The launch of `choice`, or what it waits for; None where it cannot be had."""
+    # A graph would keep PyTorch's operator for good, and what has to repeat to the bit must not
+    # depend on when a compilation ends.
+    waits = torch.cuda.is_current_stream_capturing() or torch.are_deterministic_algorithms_enabled()
+    if _current.background and not waits:
+        futures = choosing.waiting_for(choice, ordinal)
+        if futures:
+            return Compiling(tuple(futures))
+    return choosing.load(choice, ordinal)
+
+
+def find(problem: Problem, ordinal: int) -> ReadyLaunch | Compiling | None:
+    """What is to serve `problem` on CUDA device `ordinal`; None for PyTorch's own operator."""
+    choice = decide(problem, ordinal)
+    return None if choice is None else prepare(choice, ordinal)
+
+
+def saves_ms(choices: Iterable[Choice | None], ordinal: int) -> float:
+    """Milliseconds of the GPU's time that `choices` are expected to save against PyTorch's own
+    operator; infinite where nothing is expected, as for a pin."""
+    saved = 0.0
+    for choice in choices:
+        if choice is None:
+            continue
+        if choice.source not in ("predicted", "measured") or choice.predicted_ms is None:
+            return inf
+        theirs = choosing.pytorch_ms(choice.problem, ordinal)
+        if theirs is None:
+            return inf
+        saved += theirs - choice.predicted_ms
+    return saved
+
+
+def find_at_once(problem: Problem | None, ordinal: int) -> ReadyLaunch | None:
+    """`find` where nothing can wait for a compilation."""
+    if problem is None:
+        return None
+    choice = choosing.choose(problem, ordinal)
+    return choosing.load(choice, ordinal) if choice and choosing.is_ours(choice) else None

@@ -1,0 +1,311 @@
+"""`enable` and `disable`: PyTorch's own functions, by the fastest kernel.
+
+While enabled, ``conv1d``, ``conv2d`` and ``conv_transpose2d`` of `torch.nn.functional` (and of
+`torch`, where they have the same names) are functions of this module; every `torch.nn` layer calls
+them. A dense layer goes straight on to PyTorch's function. That costs it a third of a microsecond;
+an override of ``aten::convolution`` at the CUDA dispatch key would cost it three, and fifteen in
+the backward pass (``benchmarks/host_mechanisms.py`` compares the ways).
+
+    F.conv2d --+-- groups == 1, subclasses, torch.func, tracing, other modes --> PyTorch's function
+               +-- torch.compile -----------------------> torch.ops.confpred.conv2d (chosen at run)
+               `-- eager --> convolve --+-- ours, with or without gradients
+                                        `-- else PyTorch's function
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn import Parameter
+
+from confpred.errors import InvalidInput
+from confpred.pytorch import choosing, policy
+from confpred.pytorch.autograd import find_convolution, find_eager, traced
+from confpred.pytorch.choosing import remember, served
+from confpred.pytorch.layers import Geometry
+from confpred.pytorch.layouts import is_channels_last
+from confpred.pytorch.verify import Verifier
+
+_CONV1D, _CONV2D, _TRANSPOSED = F.conv1d, F.conv2d, F.conv_transpose2d
+_PLAIN = frozenset((Tensor, Parameter))
+_lock = threading.Lock()
+_depth = 0  # how many `enable` calls have no `disable` yet
+_peek = torch._C._functorch.peek_interpreter_stack
+_modes = torch._C._len_torch_dispatch_stack
+_is_tracing = torch._C._get_tracing_state
+_is_dynamo = torch.compiler.is_dynamo_compiling  # a constant to the compiler, and cheap to call
+_is_autocast, _autocast_dtype = torch.is_autocast_enabled, torch.get_autocast_dtype
+_is_grad_enabled = torch.is_grad_enabled
+_NO_GRADIENTS = (False, False, False)
+
+
+def enable(
+    *,
+    wait: bool = False,
+    verify: int | None = None,
+    verify_budget_s: float = 60.0,
+    plan: str | Path | None = None,
+) -> None:
+    """Let every convolution of this process be computed by the fastest kernel.
+
+    No model is touched, and nothing else changes: what has no kernel of ours, or none that is
+    predicted to win, is computed by PyTorch's own operator. `disable` undoes it. Calls nest: each
+    `enable` needs its own `disable`, and the latest call's settings hold. Programs that
+    `torch.compile` has compiled stay as they were compiled.
+
+    Args:
+        wait: compile a kernel when it is first needed, and wait for it. Otherwise kernels compile
+            in other threads, PyTorch's operator serves until they are there, and the first steps
+            are not repeatable to the bit; where PyTorch is told to be deterministic, it waits.
+        verify: time so many of the best predictions, and PyTorch's operator, once for each new
+            shape, and take the fastest; None to trust the predictions.
+        verify_budget_s: seconds after which `verify` measures no more.
+        plan: a file of choices (``confpred.record_plan``) that are taken as they are; with
+            `verify`, what is measured is written to it.
+
+    Raises:
+        InvalidInput: `verify` or `verify_budget_s` is out of range, or `plan` was made for another
+            device.
+        DataError: `plan` is not valid, or was made for other kernels.
+    """
+    global _depth
+    if verify is not None and (type(verify) is not int or not 1 <= verify <= 8):
+        raise InvalidInput("verify", verify, "an integer from 1 to 8, or None")
+    if not verify_budget_s > 0:
+        raise InvalidInput("verify_budget_s", verify_budget_s, "a positive number of seconds")
+    path = None if plan is None else Path(plan)
+    if path is not None and (verify is None or path.exists()):
+        choosing.use_plan(path)
+    verifier = None if verify is None else Verifier(verify, verify_budget_s, path)
+    with _lock:
+        _depth += 1
+        policy.use(policy.Policy(background=not wait, verifier=verifier))
+        _install(_conv1d, _conv2d, _conv_transpose2d)
+
+
+def disable() -> None:
+    """Undo one `enable`; PyTorch's functions are its own again after the last one.
+
+    Without an `enable` it does nothing.
+    """
+    global _depth
+    with _lock:
+        _depth = max(0, _depth - 1)
+        if _depth == 0:
+            _install(_CONV1D, _CONV2D, _TRANSPOSED)
+            policy.use(policy.Policy())
+
+
+@contextmanager
+def enabled(**settings: Any) -> Iterator[None]:
+    """`enable` for the block; takes the same arguments."""
+    enable(**settings)
+    try:
+        yield
+    finally:
+        disable()
+
+
+def is_enabled() -> bool:
+    """Whether some `enable` has no `disable` yet."""
+    return _depth > 0
+
+
+def _install(conv1d: Any, conv2d: Any, conv_transpose2d: Any) -> None:
+    for module in (F, torch):
+        module.conv1d = conv1d  # type: ignore[attr-defined]
+        module.conv2d = conv2d  # type: ignore[attr-defined]
+        module.conv_transpose2d = conv_transpose2d  # type: ignore[attr-defined]
+
+
+def _conv2d(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+) -> Tensor:
+    if groups == 1:  # no family of ours serves dense layers
+        return _CONV2D(input, weight, bias, stride, padding, dilation, groups)
+    if _is_dynamo() or not _is_plain(input, weight, bias):
+        return _special(input, weight, bias, stride, padding, dilation, groups)
+    dtype = x_dtype = input.dtype
+    if _is_autocast("cuda") and x_dtype is not torch.float64:
+        dtype = _autocast_dtype("cuda")
+    mask = _NO_GRADIENTS
+    if _is_grad_enabled():
+        mask = (input.requires_grad, weight.requires_grad, bias is not None and bias.requires_grad)
+    key = (
+        input.shape,
+        input.stride(),
+        weight.shape,
+        weight.stride(),
+        x_dtype,
+        weight.dtype,
+        dtype,
+        input.get_device(),
+        weight.get_device(),
+        bias if bias is None else (bias.dtype, bias.get_device(), bias.stride()),
+        mask,
+        stride,
+        padding,
+        dilation,
+        groups,
+    )
+    try:
+        serve = served[key]
+    except KeyError:
+        serve = _find_conv2d(key, input, weight, bias, dtype, mask)
+    except TypeError:  # lists have no hash
+        return _conv2d(
+            input, weight, bias, _tuple(stride), _tuple(padding), _tuple(dilation), groups
+        )
+    if serve is None:
+        return _CONV2D(input, weight, bias, stride, padding, dilation, groups)
+    return serve(input, weight, bias)  # type: ignore[no-any-return]
+
+
+def _find_conv2d(
+    key: Any,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    mask: tuple[bool, bool, bool],
+) -> Any:
+    stride, padding, dilation, groups = key[-4:]
+    geometry = _geometry(stride, padding, dilation, groups)
+    if geometry is None:
+        return remember(key, None)
+
+    def original(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return _CONV2D(x, weight, bias, stride, padding, dilation, groups)
+
+    return find_convolution(key, x, weight, bias, geometry, original, dtype=dtype, mask=mask)
+
+
+def _special(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: Any,
+    padding: Any,
+    dilation: Any,
+    groups: int,
+) -> Tensor:
+    """A grouped convolution that is not an eager one of plain tensors."""
+
+    def original() -> Tensor:
+        return _CONV2D(x, weight, bias, stride, padding, dilation, groups)
+
+    geometry = _geometry(stride, padding, dilation, groups)
+    if not torch.compiler.is_compiling() or geometry is None or not x.is_cuda or x.dim() != 4:
+        return original()
+    return compiled(x, weight, bias, geometry, original)
+
+
+def _conv_transpose2d(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    output_padding: Any = 0,
+    groups: int = 1,
+    dilation: Any = 1,
+) -> Tensor:
+    def original(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return _TRANSPOSED(x, weight, bias, stride, padding, output_padding, groups, dilation)
+
+    if groups == 1 or _is_dynamo() or not _is_plain(input, weight, bias):
+        return original(input, weight, bias)
+    geometry, extra = _geometry(stride, padding, dilation, groups), _pair(output_padding)
+    if geometry is None or extra is None:
+        return original(input, weight, bias)
+    serve = find_eager(
+        input, weight, bias, geometry, original, transposed=True, output_padding=extra
+    )
+    return original(input, weight, bias) if serve is None else serve(input, weight, bias)
+
+
+def _conv1d(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+) -> Tensor:
+    return _CONV1D(input, weight, bias, stride, padding, dilation, groups)
+
+
+def _is_plain(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether nothing but plain CUDA tensors decides what is computed: no subclass, and no
+    transform, mode or tracer that is to see the call."""
+    return (
+        type(x) in _PLAIN
+        and type(weight) in _PLAIN
+        and (bias is None or type(bias) in _PLAIN)
+        and x.is_cuda
+        and not _modes()
+        and _peek() is None
+        and _is_tracing() is None
+    )
+
+
+def compiled(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    geometry: Geometry,
+    original: Callable[[], Tensor],
+) -> Tensor:
+    """A convolution in a program that is being compiled: PyTorch's own where the layout leaves no
+    kernel of ours, so that Inductor may choose another, else an operator that chooses at run
+    time."""
+    if torch.compiler.is_exporting() or not is_channels_last(x):
+        return original()
+    if torch.is_autocast_enabled("cuda"):
+        dtype = torch.get_autocast_dtype("cuda")
+        x, weight = x.to(dtype), weight.to(dtype)
+        bias = None if bias is None else bias.to(dtype)
+    if x.dtype is torch.float64 or weight.dtype is not x.dtype:
+        return original()
+    return traced(x, weight, bias, None, geometry, "none")
+
+
+def _geometry(stride: Any, padding: Any, dilation: Any, groups: int) -> Geometry | None:
+    """The arguments as pairs; None for others, such as padding by name."""
+    if type(stride) is tuple and type(padding) is tuple and type(dilation) is tuple:
+        if len(stride) == 2 and len(padding) == 2 and len(dilation) == 2:
+            return stride, padding, dilation, groups
+        return None
+    pairs = _pair(stride), _pair(padding), _pair(dilation)
+    if pairs[0] is None or pairs[1] is None or pairs[2] is None:
+        return None
+    return pairs[0], pairs[1], pairs[2], groups
+
+
+def _pair(value: Any) -> tuple[int, int] | None:
+    if isinstance(value, int):
+        return value, value
+    if isinstance(value, (tuple, list)) and all(isinstance(v, int) for v in value):
+        if len(value) == 2:
+            return value[0], value[1]
+        if len(value) == 1:
+            return value[0], value[0]
+    return None
+
+
+def _tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value

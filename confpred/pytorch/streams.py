@@ -1,0 +1,35 @@
+"""What the hot path asks CUDA's runtime, by PyTorch's own functions below its Python ones.
+
+`torch.cuda.current_device`, `torch.cuda.current_stream` and `torch.empty_strided` come to these;
+PyTorch's compiler calls them too. They make no objects on the way, which is several microseconds a
+call. On a PyTorch without CUDA they are never called.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Sizes = tuple[int, ...]
+_C: Any = torch._C
+
+
+def _absent(*_: Any) -> Any:
+    return False
+
+
+current_device = getattr(_C, "_cuda_getDevice", _absent)
+current_stream = getattr(_C, "_cuda_getCurrentRawStream", _absent)
+is_capturing = getattr(_C, "_cuda_isCurrentStreamCapturing", _absent)
+
+
+def _plain_empty(size: Sizes, stride: Sizes, dtype: torch.dtype) -> Tensor:
+    return torch.empty_strided(size, stride, dtype=dtype, device="cuda")
+
+
+try:
+    from torch._C._dynamo.guards import _empty_strided_cuda as empty
+except ImportError:  # a PyTorch without it
+    empty = _plain_empty

@@ -1,0 +1,169 @@
+"""Measured choices: the best predictions and PyTorch's own operator are timed once, at first use.
+
+The prediction names the candidates, the GPU at hand decides among them. Operands are random and of
+the problem's sizes; nothing that the user computes is touched, and nothing is timed while a CUDA
+graph is captured.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from confpred.cuda import driver
+from confpred.families.candidate import PYTORCH_OPERATOR
+from confpred.measure.pytorch import operands
+from confpred.predict.choice import Choice
+from confpred.problem.conv2d import Problem
+from confpred.problem.conv2d_operation import CONVOLUTION
+from confpred.pytorch import choosing
+from confpred.pytorch.fallback import pytorch_backward, pytorch_forward, pytorch_fused
+from confpred.pytorch.ready import ReadyLaunch
+
+log = logging.getLogger(__name__)
+_ROUNDS = 5
+#: One round of a candidate takes about this long: long against the noise of an event's clock.
+_ROUND_S = 2e-4
+_MOST_LAUNCHES = 50
+
+
+@dataclass(slots=True)
+class Verifier:
+    """Times candidates until its budget is spent, and predicts from then on.
+
+    Attributes:
+        top: how many of our best predictions are timed.
+        budget_s: seconds that all measurements together may take, compilations included.
+        plan: a file that winners are kept in, or None.
+        spent_s: seconds taken so far.
+        winners: what was chosen.
+    """
+
+    top: int
+    budget_s: float
+    plan: Path | None = None
+    spent_s: float = 0.0
+    winners: dict[tuple[Problem, int], Choice] = field(default_factory=dict)
+
+    def fastest(self, problem: Problem, ordinal: int) -> Choice | None:
+        """The fastest of the candidates by measurement, or the predicted choice where the budget is
+        spent, a pin decides or there is nothing to compare."""
+        key = (problem, ordinal)
+        if key in self.winners:
+            choosing.announce(self.winners[key])
+            return self.winners[key]
+        predicted = choosing.choose(problem, ordinal)
+        settled = predicted is None or predicted.source in ("pinned", "fallback", "heuristic")
+        if predicted is None or settled or self.spent_s >= self.budget_s:
+            return predicted
+        started = time.monotonic()
+        try:
+            winner = self._measured(problem, ordinal, predicted)
+        except (torch.OutOfMemoryError, RuntimeError) as error:
+            log.warning("%s cannot be measured: %s", problem, str(error).splitlines()[0])
+            winner = predicted
+        self.spent_s += time.monotonic() - started
+        self.winners[key] = winner
+        choosing.announce(winner)
+        if self.plan is not None:
+            self._keep(ordinal)
+        return winner
+
+    def _measured(self, problem: Problem, ordinal: int, predicted: Choice) -> Choice:
+        device = driver.device_of(ordinal)
+        ranked = choosing.current_predictor().rank(problem, device, self.top + 1)
+        ours = [c for c in ranked if choosing.is_ours(c)][: self.top]
+        choosing.compile_ahead(ours, ordinal)
+        calls: list[tuple[Choice, Callable[[], Any]]] = []
+        with torch.cuda.device(ordinal), torch.no_grad():
+            (tensors,) = operands(CONVOLUTION, problem, 1)
+            inputs = {
+                name: t.permute(0, 3, 1, 2) if t.dim() == 4 else t for name, t in tensors.items()
+            }
+            for choice in ours:
+                ready = choosing.load(choice, ordinal)
+                if ready is not None:
+                    calls.append((choice, _ours(ready, inputs)))
+            own = replace(predicted, candidate=PYTORCH_OPERATOR, predicted_ms=None)
+            calls.append((own, _theirs(problem, inputs)))
+            times = _interleaved([call for _, call in calls])
+        best = min(range(len(calls)), key=times.__getitem__)
+        log.info("%s: %s is the fastest of %d", problem, calls[best][0].provider, len(calls))
+        return replace(
+            calls[best][0], source="measured", predicted_ms=times[best], regret_bound=None
+        )
+
+    def _keep(self, ordinal: int) -> None:
+        from confpred.predict.plans import plan_of, write_plan
+
+        kept = [choice for (_, where), choice in self.winners.items() if where == ordinal]
+        if self.plan is not None:
+            write_plan(self.plan, plan_of(kept))
+
+
+def _ours(ready: ReadyLaunch, inputs: dict[str, Tensor]) -> Callable[[], Any]:
+    names = {
+        "fprop": ("in", "filter", "bias", "residual"),
+        "dgrad": ("out_grad", "filter"),
+        "wgrad": ("out_grad", "in"),
+    }[ready.problem.direction]
+    given = [inputs.get(name) for name in names]
+    return lambda: ready.run(*given)
+
+
+def _theirs(problem: Problem, inputs: dict[str, Tensor]) -> Callable[[], Any]:
+    p = problem
+    geometry = (p.stride, p.padding, p.dilation, p.groups)
+    if p.direction == "fprop":
+        x, weight = inputs["in"], inputs["filter"]
+        bias, residual = inputs.get("bias"), inputs.get("residual")
+        if p.activation == "none" and residual is None:
+            arguments = (p.stride, p.padding, p.dilation, False, (0, 0), p.groups)
+            return lambda: pytorch_forward(x, weight, bias, *arguments)
+        return lambda: pytorch_fused(x, weight, bias, residual, geometry, p.activation)
+    empty = inputs["out_grad"].new_empty
+    x = inputs.get("in", empty(p.n, p.h, p.w, p.c).permute(0, 3, 1, 2))
+    weight = inputs.get("filter", empty(p.k, p.r, p.s, p.group_width).permute(0, 3, 1, 2))
+    mask = [p.direction == "dgrad", p.direction == "wgrad", p.bias]
+    sizes = [p.k] if p.bias else None
+    return lambda: pytorch_backward(
+        inputs["out_grad"], x, weight, sizes, p.stride, p.padding, p.dilation, False, (0, 0),
+        p.groups, mask,
+    )  # fmt: skip
+
+
+def _interleaved(calls: list[Callable[[], Any]]) -> list[float]:
+    """Median milliseconds of one launch of each of `calls`, whose rounds take turns."""
+    times: list[list[float]] = [[] for _ in calls]
+    launches = []
+    for call in calls:
+        call()
+        launches.append(max(1, min(_MOST_LAUNCHES, int(_ROUND_S * 1e3 / _elapsed(call, 1)))))
+    order = list(range(len(calls)))
+    for _ in range(_ROUNDS):
+        random.shuffle(order)
+        for index in order:
+            times[index].append(_elapsed(calls[index], launches[index]))
+    return [statistics.median(values) for values in times]
+
+
+def _elapsed(call: Callable[[], Any], launches: int) -> float:
+    """Milliseconds a launch, by events on the current stream."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    # The host runs ahead while the GPU sleeps, so that what is timed is not the host's issuing.
+    torch.cuda._sleep(20_000 * launches)
+    start.record()
+    for _ in range(launches):
+        call()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / launches

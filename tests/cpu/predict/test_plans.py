@@ -1,0 +1,217 @@
+"""Plans: what is read is what was written, and what is for something else is refused with why."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import confpred
+from confpred.errors import DataError, InvalidInput
+from confpred.families.candidate import PYTORCH, PYTORCH_OPERATOR, Candidate
+from confpred.families.kernel_text import source_digest
+from confpred.families.registry import all_families
+from confpred.predict import plans
+from confpred.predict.choice import Choice
+from confpred.predict.plans import plan_of, plan_text, read_plan, write_plan
+from confpred.predict.predictor import Predictor
+from confpred.problem.conv2d import Problem
+from confpred.problem.device import get_device
+
+H100 = get_device("h100")
+GROUPED = Problem.parse("n=24 c=160 h=30 w=30 k=160 r=3 s=3 groups=20 padding=1x2")
+DEPTHWISE = Problem.parse("n=8 c=64 h=28 w=28 k=64 r=3 s=3 groups=64 padding=1")
+GRADIENT = replace(DEPTHWISE, direction="wgrad", deterministic=True)
+DENSE = Problem.parse("n=8 c=64 h=28 w=28 k=64 r=3 s=3 bias=true activation=relu")
+
+
+def legal(provider: str, problem: Problem, place: int = 0) -> Candidate:
+    rows = np.flatnonzero(all_families()[provider].legal(problem, H100))
+    return Candidate(provider, int(rows[place]))
+
+
+CHOICES = [
+    Choice(GROUPED, "h100", "predicted", legal("grouped_fprop", GROUPED), 0.25, 1.2, "made-up-1"),
+    Choice(DENSE, "h100", "fallback"),
+    Choice(DEPTHWISE, "h100", "pinned", legal("depthwise_fprop", DEPTHWISE, -1), 0.5),
+    Choice(
+        GRADIENT, "h100", "measured", legal("depthwise_wgrad", GRADIENT), 1.5e-3, 1.1, "made-up-1"
+    ),
+]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    found = tmp_path / "plan.json"
+    write_plan(found, plan_of(CHOICES))
+    return found
+
+
+def test_what_is_read_is_what_was_written(path: Path) -> None:
+    plan = plan_of(CHOICES)
+    assert read_plan(path) == plan
+    assert read_plan(path, "NVIDIA H100 80GB HBM3") == plan
+    assert plan_text(read_plan(path)) == path.read_text()
+    assert [c.candidate for c in plan.choices] == [c.candidate for c in CHOICES]
+    assert [c.predicted_ms for c in plan.choices] == [0.25, None, 0.5, 1.5e-3]
+    assert plan.model == "made-up-1"
+    assert plan.confpred == confpred.__version__
+    assert plan.kernels["grouped_fprop"] == source_digest("grouped_rows.cu")
+    assert set(plan.kernels) == {"grouped_fprop", "depthwise_fprop", "depthwise_wgrad"}
+    assert len(path.read_bytes()) < 450 * len(CHOICES), "small, and a choice a line"
+    assert len(path.read_text().splitlines()) == len(CHOICES) + 2
+
+
+def test_a_plan_of_all_sources_of_kernels() -> None:
+    two = next(
+        row
+        for row in np.flatnonzero(all_families()["depthwise_wgrad"].legal(GRADIENT, H100)).tolist()
+        if len(all_families()["depthwise_wgrad"].launch(GRADIENT, row).steps) == 2
+    )
+    plan = plan_of([Choice(GRADIENT, "h100", "measured", Candidate("depthwise_wgrad", two))])
+    files = ("depthwise_wgrad.cu", "depthwise_wgrad_sum.cu")
+    assert plan.kernels == {"depthwise_wgrad": "+".join(map(source_digest, files))}
+    assert [spec.file for spec in plan.specs()] == list(files)
+
+
+def test_the_last_choice_of_a_problem_counts_and_a_guess_is_pytorchs() -> None:
+    other = replace(CHOICES[0], candidate=legal("grouped_fprop", GROUPED, -1))
+    plan = plan_of([*CHOICES, other, other])
+    assert len(plan.choices) == len(CHOICES)
+    assert plan.choices[0].candidate == other.candidate
+    guess = plan_of([replace(CHOICES[0], source="heuristic")]).choices[0]
+    assert (guess.candidate, guess.source, guess.predicted_ms) == (
+        PYTORCH_OPERATOR, "heuristic", None,
+    )  # fmt: skip
+
+
+def test_a_plan_is_of_one_device_and_not_empty() -> None:
+    with pytest.raises(InvalidInput, match=r"choices=\[\] is not allowed; .* at least one choice"):
+        plan_of([])
+    with pytest.raises(InvalidInput, match="device='h100 and h200' is not allowed"):
+        plan_of([*CHOICES, *(replace(choice, device="h200") for choice in CHOICES)])
+
+
+def test_a_predictor_repeats_a_plan_without_a_model(path: Path, monkeypatch) -> None:
+    predictor = Predictor.load(pins=path, device="h100")
+    with monkeypatch.context() as patch:
+        patch.setattr("confpred.model.folder.load_model", lambda folder: pytest.fail(str(folder)))
+        answers = predictor.choose_many([c.problem for c in CHOICES], "h100")
+    assert [a.candidate for a in answers] == [c.candidate for c in CHOICES]
+    assert {a.source for a in answers} == {"pinned"}
+    assert [a.predicted_ms for a in answers] == [c.predicted_ms for c in CHOICES]
+    for choice, answer in zip(CHOICES, answers, strict=True):
+        ranked = predictor.rank(choice.problem, "h100", 3)
+        assert ranked[0] == answer
+        assert choice.candidate not in [c.candidate for c in ranked[1:]]
+    other = replace(GROUPED, n=25)
+    assert predictor.choose(other, "h100") == Predictor.load().choose(other, "h100")
+    assert predictor.choose(GROUPED, "h200").source == "predicted"
+    assert plan_of(answers).kernels == read_plan(path).kernels
+
+
+def test_a_plan_for_another_device_is_refused(path: Path) -> None:
+    for read in (lambda: read_plan(path, "h200"), lambda: Predictor.load(pins=path, device="h200")):
+        with pytest.raises(InvalidInput, match=r"plan\.json: device='h100'.* allowed: h200"):
+            read()
+
+
+def test_a_plan_for_other_kernels_is_refused(path: Path, monkeypatch) -> None:
+    before = source_digest("depthwise.cu")
+    monkeypatch.setattr(
+        plans, "source_digest", lambda f: "f" * 16 if f == "depthwise.cu" else source_digest(f)
+    )
+    message = rf"plan\.json was made for other kernels of depthwise_fprop: .* {before[:8]}, .* ffff"
+    with pytest.raises(DataError, match=message):
+        read_plan(path)
+    with pytest.raises(DataError, match=message):
+        Predictor.load(pins=path)
+    assert len(read_plan(path, any_kernels=True).choices) == len(CHOICES)
+    assert "depthwise_fprop" in (read_plan(path, any_kernels=True).outdated() or "")
+
+
+def test_a_digest_that_is_missing_or_more_is_refused(path: Path) -> None:
+    for kernels in ({}, {"gemm": "0" * 16}):
+        content = json.loads(path.read_text())
+        content["kernels"] = {**kernels, **(content["kernels"] if kernels else {})}
+        path.write_text(json.dumps(content))
+        with pytest.raises(DataError, match="other kernels of"):
+            read_plan(path)
+
+
+Change = Callable[[dict[str, Any]], object]
+ILLEGAL = int(np.flatnonzero(~all_families()["grouped_fprop"].legal(GROUPED, H100))[0])
+
+
+def of_choice(**fields: object) -> Change:
+    return lambda content: content["choices"][0].update(fields)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda c: c.update(format="confpred-plan/3"), r"is not a plan"),
+        (lambda c: c.update(operation="gemm"), r"operation='gemm'"),
+        (lambda c: c.pop("operation"), r"operation=None"),
+        (lambda c: c.update(device="tpu"), r"device='tpu'"),
+        (lambda c: c.update(device=None), r"device=None"),
+        (lambda c: c.update(model=7), r"model=7"),
+        (lambda c: c.pop("confpred"), r"confpred=None"),
+        (lambda c: c.update(kernels=[]), r'"kernels" must be an object'),
+        (lambda c: c.update(kernels={"grouped_fprop": 7}), r'"kernels" must be an object'),
+        (lambda c: c.update(choices={}), r'"choices" must be a list'),
+        (lambda c: c.update(choices=[]), r'"choices" must be a list that is not empty'),
+        (lambda c: c["choices"].append(7), r"choices\[4\] must be an object of problem, provider"),
+        (lambda c: c["choices"].append(c["choices"][0]), r"choices\[4\] is of a problem that was"),
+        (lambda c: c["choices"][1].pop("source"), r"choices\[1\] must be an object"),
+        (of_choice(more=1), r"choices\[0\] must be an object"),
+        (of_choice(problem={"n": 1}), r"choices\[0\]\.c=None"),
+        (of_choice(problem=None), r"choices\[0\]\.problem=None"),
+        (of_choice(provider="gemm"), r"choices\[0\]\.provider='gemm'"),
+        (of_choice(provider=["x"]), r"choices\[0\]\.provider="),
+        (of_choice(provider=PYTORCH), r"choices\[0\]\.config=.* where the provider is pytorch"),
+        (of_choice(config={"block_n": 1}), r"choices\[0\]\.config=.* a config of grouped_fprop"),
+        (of_choice(source="guessed"), r"choices\[0\]\.source='guessed'"),
+        (of_choice(source=[]), r"choices\[0\]\.source="),
+        (of_choice(predicted_ms=-1.0), r"choices\[0\]\.predicted_ms=-1\.0"),
+        (of_choice(predicted_ms="1"), r"choices\[0\]\.predicted_ms='1'"),
+        (of_choice(predicted_ms=float("nan")), r"choices\[0\]\.predicted_ms=nan"),
+        (
+            of_choice(
+                config={
+                    name: int(all_families()["grouped_fprop"].configs[name][ILLEGAL])
+                    for name in all_families()["grouped_fprop"].configs.dtype.names
+                }
+            ),
+            r"choices\[0\]\.config=.* legal for the problem",
+        ),
+    ],
+)
+def test_what_is_wrong_is_named(path: Path, change: Change, message: str) -> None:
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+    with pytest.raises((InvalidInput, DataError), match=rf"plan\.json.*{message}"):
+        read_plan(path)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[" * 100_000, "[]", "{}", "\x00"])
+def test_a_damaged_file_is_named(path: Path, text: str) -> None:
+    path.write_text(text)
+    for read in (read_plan, lambda p: Predictor.load(pins=p)):
+        with pytest.raises(DataError, match=r"plan\.json is not"):
+            read(path)
+    whole = plan_text(plan_of(CHOICES))
+    path.write_text(whole[: len(whole) // 2])
+    with pytest.raises(DataError, match="is not JSON"):
+        read_plan(path)
+
+
+def test_an_absent_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="cannot read"):
+        read_plan(tmp_path / "none.json")

@@ -1,0 +1,88 @@
+"""docs/plans.md: its commands run, and what needs a GPU is refused without one, as it says."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import confpred
+from confpred.predict.plans import read_plan
+
+FENCED = re.compile(r"(?:^<!-- (run.*?) -->\n)?^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+PAGE = (Path(__file__).parents[3] / "docs" / "plans.md").read_text(encoding="utf-8")
+BLOCKS = {mark: (language, text) for mark, language, text in FENCED.findall(PAGE)}
+
+
+@pytest.fixture
+def folder(repository: Path, tmp_path: Path) -> Path:
+    """A folder beside whose suites nothing lies."""
+    (tmp_path / "datasets").mkdir()
+    (tmp_path / "datasets" / "suites").symlink_to(repository / "datasets" / "suites")
+    return tmp_path
+
+
+def run(mark: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    language, text = BLOCKS[mark]
+    command = {"python": [sys.executable, "-c"], "sh": ["sh", "-ec"]}[language]
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    return subprocess.run(
+        [*command, text],
+        cwd=folder,
+        env=os.environ | {"PATH": path, "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_every_block_is_run() -> None:
+    assert PAGE.count("```") == 2 * len(BLOCKS)
+    assert set(BLOCKS) == {"run", "run: gpu", "run: bundle"}
+
+
+def test_the_commands_run(folder: Path) -> None:
+    done = run("run", folder)
+    assert done.returncode == 0, done.stderr
+    assert "plan.json: " in done.stdout
+    assert "grouped_fprop" in done.stdout
+    assert "today's answers" in done.stdout
+    assert "pinned" in done.stdout
+    assert read_plan(folder / "plan.json", "h100").choices
+
+
+def test_a_network_is_prepared(folder: Path) -> None:
+    done = run("run: bundle", folder)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "1 layers on h100\n"
+    assert read_plan(folder / "bundle" / "plan.json").device.key == "h100"
+    assert (folder / "bundle" / "manifest.json").exists()
+
+
+def test_without_a_gpu_a_recording_has_nothing_to_write(folder: Path) -> None:
+    """tests/gpu runs the block as shown."""
+    language, text = BLOCKS["run: gpu"]
+    assert text.count('device="cuda", ') == 2
+    BLOCKS["run: cpu"] = (language, text.replace('device="cuda", ', ""))
+    try:
+        done = run("run: cpu", folder)
+    finally:
+        del BLOCKS["run: cpu"]
+    assert done.returncode != 0
+    assert "plan.json" in done.stderr
+    assert "a convolution runs on a CUDA device; none was seen" in done.stderr
+    assert not (folder / "plan.json").exists()
+
+
+def test_what_it_names_exists(repository: Path) -> None:
+    spans = re.findall(r"`([^`\n]+)`", FENCED.sub("", PAGE))
+    names = [s.partition("(")[0] for s in spans if re.match(r"confpred\.\w", s)]
+    assert names
+    assert {name.partition(".")[2] for name in names} <= set(confpred.__all__)
+    paths = [span for span in spans if span.startswith("confpred/")]
+    assert len(paths) == 3
+    assert [path for path in paths if not (repository / path).exists()] == []

@@ -1,0 +1,103 @@
+"""What is recorded is written when a block ends well, and only then. Here choices are announced
+without the calls on a GPU that tests/gpu makes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from threading import Thread
+
+import pytest
+
+import confpred
+from confpred.errors import InvalidInput, StorageError, UnknownDevice
+from confpred.predict.plans import read_plan
+from confpred.predict.predictor import Predictor
+from confpred.problem.conv2d import Problem
+from confpred.pytorch import choosing
+
+LAYER = Problem.parse("n=24 c=160 h=30 w=30 k=160 r=3 s=3 groups=20 padding=1")
+LAYERS = [replace(LAYER, n=n) for n in (1, 2, 3)]
+
+
+def run(*layers: Problem, then: str | None = None) -> None:
+    """Choose for each layer on an H100, and for the last on device `then` too."""
+    for device, some in (("h100", layers), (then, layers[-1:])):
+        for choice in Predictor({}).choose_many(some, device) if device else ():
+            choosing.announce(replace(choice, source="predicted", model="made-up-1"))
+
+
+def test_what_a_block_chooses_is_written_when_it_ends(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "plan.json"
+    with confpred.record_plan(path):
+        run(*LAYERS)
+        run(*LAYERS[:2])
+        assert not path.exists()
+    plan = read_plan(path, "h100")
+    assert [c.problem for c in plan.choices] == LAYERS
+    assert plan.model == "made-up-1"
+    assert choosing._watchers == []
+    pinned = Predictor.load(pins=path)
+    assert pinned.choose(Problem.parse(str(LAYERS[0])), "h100").source == "pinned"
+
+
+def test_a_block_that_raises_writes_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text("as before")
+    with pytest.raises(UnknownDevice), confpred.record_plan(path):
+        run(LAYER, then="tpu")
+    assert path.read_text() == "as before"
+    assert choosing._watchers == []
+    with confpred.record_plan(str(path)):
+        run(LAYER)
+    assert read_plan(path).choices[0].problem == LAYER
+
+
+def test_a_block_without_a_convolution_is_an_error(tmp_path: Path) -> None:
+    with (
+        pytest.raises(InvalidInput, match=r"plan\.json.* runs on a CUDA device; none was seen"),
+        confpred.record_plan(tmp_path / "plan.json"),
+    ):
+        pass
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_two_kinds_of_device_are_named(tmp_path: Path) -> None:
+    with (
+        pytest.raises(InvalidInput, match="device='h100 and h200' is not allowed"),
+        confpred.record_plan(tmp_path / "plan.json"),
+    ):
+        run(LAYERS[0], LAYERS[1], then="h200")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_two_recordings_go_to_two_files(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    outer, inner = tmp_path / "outer.json", tmp_path / "inner.json"
+    with confpred.record_plan(outer):
+        run(LAYERS[0])
+        with (
+            pytest.raises(InvalidInput, match="no other recording"),
+            confpred.record_plan("outer.json"),
+        ):
+            pytest.fail("the same file twice")
+        with confpred.record_plan(inner):
+            run(LAYERS[1])
+    assert [c.problem for c in read_plan(outer).choices] == LAYERS[:2]
+    assert [c.problem for c in read_plan(inner).choices] == LAYERS[1:2]
+
+
+def test_choices_of_all_threads_are_recorded(tmp_path: Path) -> None:
+    layers = [replace(LAYER, n=n) for n in range(1, 65)]
+    with confpred.record_plan(tmp_path / "plan.json"):
+        threads = [Thread(target=run, args=tuple(layers[i::4])) for i in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert {c.problem for c in read_plan(tmp_path / "plan.json").choices} == set(layers)
+
+
+def test_a_disk_that_refuses_is_an_error() -> None:
+    with pytest.raises(StorageError), confpred.record_plan("/dev/null/plan.json"):
+        run(LAYER)
