@@ -20,9 +20,11 @@ from torch import Tensor, fx, nn
 
 from confpred.network.modules import (
     activation_of,
+    eps_of,
     has_own_activation,
     is_identity,
     is_norm,
+    is_plain,
     norm_tensors,
 )
 from confpred.network.tracing import Part
@@ -86,7 +88,7 @@ class Normalise:
 
     def __call__(self, x: Tensor) -> Tensor:
         weight, bias, mean, variance = norm_tensors(self.norm)
-        return F.batch_norm(x, mean, variance, weight, bias, False, 0.0, self.norm.eps)  # type: ignore[arg-type]
+        return F.batch_norm(x, mean, variance, weight, bias, False, 0.0, eps_of(self.norm))
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +120,7 @@ class Program:
 @dataclass(slots=True)
 class _Chain:
     nodes: list[fx.Node]
+    convolution: nn.Conv2d
     norm: nn.Module | None = None
     activation: str = "none"
     sum_at: tuple[fx.Node, int] | None = None  # the sum, and which of its operands is the residual
@@ -133,16 +136,18 @@ def fuse(part: Part, convolutions: frozenset[nn.Module]) -> Program:
     sites: dict[str, Site] = {}
     claimed: set[fx.Node] = set()
     chains = []
-    # The later convolution of two that are summed takes the sum: the other's value is there by then.
+    # The later convolution of two that are summed takes the sum: the other's is there by then.
     for node in reversed(list(graph.nodes)):
-        if called.module(node) in convolutions and len(node.args) == 1 and not node.kwargs:
-            chain = _follow(node, called, claimed)
+        module = called.module(node)
+        if not isinstance(module, nn.Conv2d) or module not in convolutions:
+            continue
+        if len(node.args) == 1 and not node.kwargs:
+            chain = _follow(node, module, called, claimed)
             claimed.update(chain.nodes)
             chains.append(chain)
     prefix = f"{part.name}." if part.name else ""
     for index, chain in enumerate(reversed(chains)):
         first, last = chain.nodes[0], chain.nodes[-1]
-        convolution = called.module(first)
         inputs = [first.args[0]]
         if chain.sum_at is not None:
             inputs.append(chain.sum_at[0].args[chain.sum_at[1]])
@@ -151,17 +156,17 @@ def fuse(part: Part, convolutions: frozenset[nn.Module]) -> Program:
             fused = graph.call_module(key, tuple(inputs))
         last.replace_all_uses_with(fused)
         for node in reversed(chain.nodes):
-            module = called.module(node)
-            if module is not None:
-                gone[module] = None
+            replaced = called.module(node)
+            if replaced is not None:
+                gone[replaced] = None
             graph.erase_node(node)
         name = (prefix + str(first.target)).rstrip(".")
         sites[key] = Site(
             name,
-            convolution,
+            chain.convolution,
             chain.norm,
             chain.activation,
-            chain.sum_at is not None,  # type: ignore[arg-type]
+            chain.sum_at is not None,
         )
     others = called.rename(sites)
     return Program(
@@ -244,10 +249,12 @@ class _Calls:
         return others
 
 
-def _follow(first: fx.Node, called: _Calls, claimed: set[fx.Node]) -> _Chain:
-    """The longest chain that begins with the convolution `first`."""
-    chain = _Chain([first])
-    channels = called.module(first).out_channels  # type: ignore[union-attr]
+def _follow(
+    first: fx.Node, convolution: nn.Conv2d, called: _Calls, claimed: set[fx.Node]
+) -> _Chain:
+    """The longest chain that begins with `first`, which calls `convolution`."""
+    chain = _Chain([first], convolution)
+    channels = convolution.out_channels
     while len(chain.nodes[-1].users) == 1:
         last = chain.nodes[-1]
         (node,) = last.users
@@ -258,7 +265,7 @@ def _follow(first: fx.Node, called: _Calls, claimed: set[fx.Node]) -> _Chain:
         if node.op == "call_module" and (len(node.args) != 1 or node.kwargs):
             break
         activation = _activation(node, module)
-        residual = _residual_operand(node, last)
+        residual = _residual_operand(node, last, called)
         if activation is not None:
             chain.nodes.append(node)
             chain.activation = activation
@@ -297,7 +304,7 @@ def _activation(node: fx.Node, module: nn.Module | None) -> str | None:
     return _FUNCTIONS.get(node.target)
 
 
-def _residual_operand(node: fx.Node, value: fx.Node) -> int | None:
+def _residual_operand(node: fx.Node, value: fx.Node, called: _Calls) -> int | None:
     """Which operand of the sum `node` is the residual of `value`; None if it is no such sum."""
     method = node.op == "call_method" and node.target in _SUM_METHODS
     if not (method or (node.op == "call_function" and node.target in _SUMS)):
@@ -309,8 +316,22 @@ def _residual_operand(node: fx.Node, value: fx.Node) -> int | None:
         return None
     if left is value:
         return 1
-    # A sum into the residual itself changes it for others.
-    return None if node.target in (operator.iadd, "add_") else 0
+    # A sum into the residual itself may change what others see of it.
+    into_residual = node.target in (operator.iadd, "add_")
+    return None if into_residual and not _is_only_here(left, called) else 0
+
+
+def _is_only_here(node: fx.Node, called: _Calls) -> bool:
+    """Whether the value of `node` shares its memory with no other, and is used once."""
+    if len(node.users) != 1:
+        return False
+    module = called.module(node)
+    if module is not None:
+        return isinstance(module, (nn.Conv2d, nn.BatchNorm2d)) and is_plain(module)
+    if node.target is operator.iadd:
+        into = node.args[0]
+        return isinstance(into, fx.Node) and _is_only_here(into, called)
+    return node.op == "call_function" and node.target in (operator.add, torch.add)
 
 
 def _between(first: fx.Node, last: fx.Node) -> Iterator[fx.Node]:

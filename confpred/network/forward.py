@@ -170,7 +170,7 @@ class OptimizedForward(InstanceForward):
             args = tuple([_channels_last(x) for x in args])
         return self._program.run(self._traced, *args)  # type: ignore[union-attr]
 
-    @torch.compiler.assume_constant_result
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
     def _is_ready(self, arguments: int) -> bool:
         """Whether the graph is there for so many arguments and up to date; run while compiling, not
         compiled."""
@@ -196,7 +196,10 @@ class OptimizedForward(InstanceForward):
     def _calls_for(self, args: tuple[Any, ...]) -> SimpleNamespace | None:
         """What the sites of the program are to do at this call; None: the class's own forward."""
         module = self._module()
-        if module is None or module.training or not args:
+        if module is None or not args:
+            return None
+        if module.training:
+            self._folds = {}
             return None
         for x in args:
             if type(x) not in _PLAIN:
@@ -215,11 +218,7 @@ class OptimizedForward(InstanceForward):
         if program is None or len(args) != len(program.arguments):
             return None
         device = args[0].device.type
-        cast = (
-            torch.get_autocast_dtype(device)
-            if device == "cuda" and torch.is_autocast_enabled(device)
-            else None
-        )
+        cast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         fold = self._folds.get(cast)
         if fold is None or not fold.watch.is_same():
             fold = self._fold(module, program, cast)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from confpred.network.chains import Site
-from confpred.network.modules import geometry_of, norm_tensors
+from confpred.network.modules import STEPS, eps_of, geometry_of, norm_tensors
 from confpred.network.operators import conv2d_norm, fold
 from confpred.pytorch.directions import forward
 from confpred.pytorch.fallback import activate
@@ -25,13 +26,11 @@ class FusedCall:
     """
 
     __slots__ = (
-        "_activation", "_cast", "_channels", "_geometry", "_kept", "_margin",
+        "_activation", "_cast", "_channels", "_geometry", "_kept", "_margin", "_site",
     )  # fmt: skip
 
-    def __init__(
-        self, site: Site, kept: Mapping[str, Tensor | None], cast: torch.dtype | None
-    ) -> None:
-        self._kept, self._cast = kept, cast
+    def __init__(self, site: Site, kept: Mapping[str, Any], cast: torch.dtype | None) -> None:
+        self._site, self._kept, self._cast = site, kept, cast
         self._activation = site.activation
         self._geometry = geometry_of(site.convolution)
         stride, padding, dilation, _ = self._geometry
@@ -43,20 +42,22 @@ class FusedCall:
         )
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        if x.dim() != 4:  # no batch
+            return PlainCall(self._site)(x, residual)
         kept, cast = self._kept, self._cast
         if cast is not None and x.dtype is not cast:
             x = x.to(cast)
         if residual is None or self._fits(x, residual):
             return forward(
                 x, kept["weight"], kept["bias"], residual, self._geometry, self._activation
-            )  # type: ignore[arg-type]
+            )
         # A sum that promotes or broadcasts is PyTorch's.
-        out = forward(x, kept["weight"], kept["bias"], None, self._geometry, "none")  # type: ignore[arg-type]
+        out = forward(x, kept["weight"], kept["bias"], None, self._geometry, "none")
         return activate(self._activation, out + residual)
 
     def _fits(self, x: Tensor, residual: Tensor) -> bool:
         """Whether `residual` has the dtype and the shape of the output."""
-        if type(residual) is not Tensor or residual.dtype is not x.dtype or x.dim() != 4:
+        if type(residual) is not Tensor or residual.dtype is not x.dtype:
             return False
         (stride_h, stride_w), (margin_h, margin_w) = self._geometry[0], self._margin
         n, _, h, w = x.shape
@@ -74,7 +75,8 @@ def fused_call(site: Site, cast: torch.dtype | None, channels_last: bool) -> Fus
     bias = None if bias is None else bias.detach()
     dtype = weight.dtype if cast is None else cast
     if site.norm is not None:
-        weight, bias = fold(weight, bias, *norm_tensors(site.norm), site.norm.eps)  # type: ignore[arg-type]
+        norm: list[Any] = norm_tensors(site.norm)
+        weight, bias = fold(weight, bias, *(*norm, eps_of(site.norm)))
     layout = CHANNELS_LAST if channels_last else torch.contiguous_format
     kept = {
         "weight": weight.to(dtype).contiguous(memory_format=layout),
@@ -106,7 +108,7 @@ class PlainCall:
         norm = site.norm
         if norm is not None:
             weight, bias, mean, variance = norm_tensors(norm)
-            out = F.batch_norm(out, mean, variance, weight, bias, False, 0.0, norm.eps)  # type: ignore[arg-type]
+            out = F.batch_norm(out, mean, variance, weight, bias, False, 0.0, eps_of(norm))
         return activate(site.activation, out if residual is None else out + residual)
 
 
@@ -136,7 +138,8 @@ class OperatorCall:
             bias,
             mean,
             variance,
-            0.0 if norm is None else norm.eps,
+            None if norm is None else norm._buffers.get(STEPS),
+            0.0 if norm is None else eps_of(norm),
             residual if fits else None,
             convolution.stride,
             convolution.padding,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import types
 import weakref
 from copy import deepcopy
 from typing import Any, TypeVar
@@ -32,6 +34,17 @@ class InstanceForward:
         """What the module's class does."""
         module = self._module()
         return type(module).forward(module, *args, **kwargs)  # type: ignore[union-attr]
+
+    @property
+    def __code__(self) -> Any:
+        """The class's, which ``torch.export`` looks at."""
+        return type(self._module()).forward.__code__  # type: ignore[union-attr]
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        module = self._module()
+        bound = types.MethodType(type(module).forward, module)  # type: ignore[union-attr]
+        return inspect.signature(bound)
 
     def __deepcopy__(self: Self, memo: dict[int, Any]) -> Self:
         module = self._module()

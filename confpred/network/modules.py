@@ -5,6 +5,8 @@ Modules of other packages are recognised by what they have, so that none has to 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
@@ -27,6 +29,9 @@ _IDENTITIES = (
     nn.FeatureAlphaDropout,
 )
 _NORM_TENSORS = ("weight", "bias", "running_mean", "running_var")
+#: Training counts its steps here. It moves mean and variance in a way that does not raise their
+#: versions, so that this count is what tells of it.
+STEPS = "num_batches_tracked"
 
 
 def is_plain(module: nn.Module) -> bool:
@@ -95,18 +100,23 @@ def _is_frozen(module: nn.Module) -> bool:
     ) >= set(_NORM_TENSORS)
 
 
-def norm_slots(module: nn.Module) -> list[tuple[dict[str, Tensor | None], str]]:
-    """Where a norm keeps its weight, bias, mean and variance: the dictionary and the key of each."""
-    found = []
-    for name in _NORM_TENSORS:
-        home = module._parameters if name in module._parameters else module._buffers
-        found.append((home, name))
+def norm_slots(module: nn.Module) -> list[tuple[Mapping[str, Tensor | None], str]]:
+    """Where a norm keeps what it is made of, its steps included: dictionary and key of each."""
+    found: list[tuple[Mapping[str, Tensor | None], str]] = []
+    for name in (*_NORM_TENSORS, STEPS):
+        in_parameters = name in module._parameters
+        found.append((module._parameters if in_parameters else module._buffers, name))
     return found
 
 
 def norm_tensors(module: nn.Module) -> list[Tensor | None]:
     """Weight, bias, mean and variance of a norm; None for one that it does without."""
-    return [home.get(name) for home, name in norm_slots(module)]
+    return [home.get(name) for home, name in norm_slots(module)[:4]]
+
+
+def eps_of(module: nn.Module) -> float:
+    """What a norm adds to the variance."""
+    return float(module.eps)  # type: ignore[arg-type]
 
 
 def activation_of(module: nn.Module) -> str | None:

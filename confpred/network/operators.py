@@ -1,8 +1,9 @@
 """`confpred::conv2d_norm`: convolution, batch norm, residual and activation as one operator.
 
 For `torch.compile` alone, which would otherwise trace into the folding and repeat it at each step.
-The operator takes the parameters as they are and remembers what it has folded. It is defined with
-the low-level library, since a call of a ``custom_op`` costs several times as much.
+The operator takes the parameters as they are, with the norm's count of training steps, and
+remembers what it has folded. It is defined with the low-level library, since a call of a
+``custom_op`` costs several times as much.
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
 
 from confpred.pytorch.directions import forward
+from confpred.pytorch.fallback import activate
 
 _LIBRARY = torch.library.Library("confpred", "FRAGMENT")
 _LIBRARY.define(
     "conv2d_norm(Tensor x, Tensor weight, Tensor? bias, Tensor? norm_weight, Tensor? norm_bias, "
-    "Tensor? mean, Tensor? var, float eps, Tensor? residual, SymInt[] stride, SymInt[] padding, "
-    "SymInt[] dilation, SymInt groups, str activation) -> Tensor",
+    "Tensor? mean, Tensor? var, Tensor? steps, float eps, Tensor? residual, SymInt[] stride, "
+    "SymInt[] padding, SymInt[] dilation, SymInt groups, str activation) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 conv2d_norm: Any = torch.ops.confpred.conv2d_norm
@@ -61,6 +63,7 @@ def _compute(
     norm_bias: Tensor | None,
     mean: Tensor | None,
     var: Tensor | None,
+    steps: Tensor | None,
     eps: float,
     residual: Tensor | None,
     stride: Sequence[int],
@@ -76,11 +79,11 @@ def _compute(
         groups,
     )
     with torch.no_grad():
-        sources = (weight, bias, norm_weight, norm_bias, mean, var)
+        sources = (weight, bias, norm_weight, norm_bias, mean, var, steps)
         weight, bias = _folds.get(sources, eps, x.dtype)
         if residual is not None and _shape(x, weight, geometry) != residual.shape:
-            out = forward(x, weight, bias, None, geometry, "none") + residual
-            return out if activation == "none" else getattr(F, activation)(out)  # type: ignore[no-any-return]
+            out = forward(x, weight, bias, None, geometry, "none")
+            return activate(activation, out + residual)
         return forward(x, weight, bias, residual, geometry, activation)
 
 
@@ -106,6 +109,7 @@ def _fake(
     norm_bias: Tensor | None,
     mean: Tensor | None,
     var: Tensor | None,
+    steps: Tensor | None,
     eps: float,
     residual: Tensor | None,
     stride: Sequence[int],
@@ -167,7 +171,7 @@ class _Identities:
 
 
 def _folded(sources: Sources, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    weight, bias, norm_weight, norm_bias, mean, variance = sources
+    weight, bias, norm_weight, norm_bias, mean, variance, _ = sources
     if weight is None:
         raise TypeError("a convolution needs a filter")
     if mean is not None and variance is not None:

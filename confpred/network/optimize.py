@@ -52,7 +52,8 @@ def optimize(
     another. The folded filters are copies beside the model: its parameters, its buffers and its
     ``state_dict`` stay as they are, and what is loaded into them or written to them is folded again
     at the next call. Only writing through ``.data`` in place (``weight.data.mul_(2)``) goes unseen,
-    as PyTorch does not count it; so do a changed stride or epsilon of a layer.
+    as PyTorch does not count it; so do a changed stride or epsilon of a layer, and what a replayed
+    CUDA graph writes: call `optimize` again after these.
 
     The model computes as before, at its former speed, where the optimized forward would be wrong:
     in ``train()`` mode, where gradients are recorded (logged once as a warning), under
@@ -162,7 +163,7 @@ def _swap(model: nn.Module, refused: frozenset[str], ours: frozenset[str] | None
     for name, module in model.named_modules():
         if not is_convolution(module) or name in refused:
             continue
-        if module.groups > 1 if ours is None else name in ours:  # type: ignore[operator]
+        if module.groups > 1 if ours is None else name in ours:
             SwappedForward.install(module)
 
 

@@ -1,4 +1,4 @@
-"""The forward of a convolution in a network that trains: `confpred.conv2d` in place of PyTorch's."""
+"""The forward of a convolution in a network that trains: `confpred.conv2d`, not PyTorch's."""
 
 from __future__ import annotations
 

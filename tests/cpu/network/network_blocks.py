@@ -1,4 +1,4 @@
-"""Blocks as networks of today have them, small; written here, so that no other package is needed."""
+"""Blocks as networks of today have them, small, and written here: no other package is needed."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ class BatchNormAct2d(nn.BatchNorm2d):
 
     def forward(self, x: Tensor) -> Tensor:
         torch._assert(x.ndim == 4, "four dimensions")
+        if self.training:
+            self.num_batches_tracked.add_(1)
         x = F.batch_norm(
             x, self.running_mean, self.running_var, self.weight, self.bias, self.training, 0.1,
             self.eps,
@@ -36,9 +38,10 @@ class FrozenBatchNorm2d(nn.Module):
         self.register_buffer("running_var", torch.rand(channels) + 0.5)
 
     def forward(self, x: Tensor) -> Tensor:
-        scale = self.weight.reshape(1, -1, 1, 1) * (
-            self.running_var.reshape(1, -1, 1, 1) + self.eps
-        ).rsqrt()
+        scale = (
+            self.weight.reshape(1, -1, 1, 1)
+            * (self.running_var.reshape(1, -1, 1, 1) + self.eps).rsqrt()
+        )
         shift = self.bias.reshape(1, -1, 1, 1) - self.running_mean.reshape(1, -1, 1, 1) * scale
         return x * scale + shift
 
@@ -133,6 +136,21 @@ class Functional(nn.Module):
         return F.gelu(self.a(y), approximate="tanh")
 
 
+class Branches(nn.Module):
+    """Sums of branches into one of them, as in blocks that are made to be merged later."""
+
+    def __init__(self, c: int) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList(ConvNormActivation(c, c, r, None) for r in (1, 3, 5))
+        self.identity, self.act = nn.BatchNorm2d(c), nn.GELU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.identity(x)
+        for branch in self.branches:
+            out += branch(x)
+        return self.act(out)
+
+
 class Network(nn.Module):
     """A stem, the given blocks and a head."""
 
@@ -150,6 +168,7 @@ BLOCKS = {
     "inverted residual": lambda: Network(InvertedResidual(8), InvertedResidual(8, nn.ReLU6)),
     "bottleneck": lambda: Network(Bottleneck(8, 8), Bottleneck(8, 8, stride=2)),
     "convnext": lambda: Network(ConvNeXtBlock(8), nn.GELU(), ConvNeXtBlock(8)),
+    "branches": lambda: Network(Branches(8)),
     "functional": lambda: Network(Functional(8)),
 }
 

@@ -109,6 +109,18 @@ def test_what_is_fused() -> None:
     ]
 
 
+@torch.no_grad()
+def test_sums_into_a_branch_are_fused() -> None:
+    model = confpred.optimize(made(BLOCKS["branches"]()))
+    model(images())
+    assert [(activation, residual) for _, _, activation, residual in sites(model)] == [
+        ("none", False),  # the stem
+        ("none", True),
+        ("none", True),
+        ("gelu", True),
+    ]
+
+
 class InPlace(nn.Module):
     """A convolution whose input is written to before the sum with its output is taken."""
 
@@ -272,6 +284,8 @@ CHANGES = {
     "submodule": lambda m, o: setattr(m.blocks[0], "se", nn.Identity()),
     "head": lambda m, o: setattr(m, "head", nn.Identity()),
     "block": lambda m, o: m.blocks.append(nn.Conv2d(8, 8, 1)),
+    "training step": lambda m, o: (m.train(), m(images()), m.eval()),
+    "training step of a part": lambda m, o: (m.train(), m.blocks[0](m.stem(images())), m.eval()),
     "training norm": lambda m, o: m.blocks[0].bn2.train(),
 }
 
@@ -426,7 +440,6 @@ def test_an_optimized_model_is_freed_at_once() -> None:
 def test_refused_and_parametrised_convolutions_are_left_alone() -> None:
     model, x = small(), images()
     nn.utils.parametrizations.weight_norm(model.blocks[1].conv3)
-    nn.utils.parametrizations.orthogonal(model.head)
     expected = model(x)
     confpred.optimize(model, filter_fn=lambda module, name: module.groups > 1 or name == "stem")
     torch.testing.assert_close(model(x), expected)

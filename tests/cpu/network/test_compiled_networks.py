@@ -1,0 +1,199 @@
+"""Optimized networks under `torch.compile`: one graph, the same numbers, no fold in the graph."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from network_blocks import BLOCKS, Bottleneck, InvertedResidual, Network, images, made
+from torch import Tensor, nn
+
+import confpred
+from confpred.network.operators import conv2d_norm, fold
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> None:
+    torch._dynamo.reset()
+
+
+class Graphs:
+    """A backend that keeps the graphs that it is given."""
+
+    def __init__(self) -> None:
+        self.seen: list[torch.fx.GraphModule] = []
+
+    def __call__(self, graph: torch.fx.GraphModule, _: object) -> torch.fx.GraphModule:
+        self.seen.append(graph)
+        return graph
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+@torch.no_grad()
+def test_one_graph_without_folds(kind: str) -> None:
+    model, x, graphs = made(BLOCKS[kind]()), images(), Graphs()
+    expected = model(x)
+    grouped = sum(isinstance(m, nn.Conv2d) and m.groups > 1 for m in model.modules())
+    compiled = torch.compile(confpred.optimize(model), fullgraph=True, backend=graphs)
+    torch.testing.assert_close(compiled(x), expected)
+    (graph,) = graphs.seen
+    called = [node.target for node in graph.graph.nodes if node.op == "call_function"]
+    assert called.count(conv2d_norm) == grouped
+    assert torch.rsqrt not in called
+
+
+@torch.no_grad()
+def test_inductor_gives_the_same_numbers() -> None:
+    model, x = made(Network(InvertedResidual(8), Bottleneck(8, 8, stride=2))), images()
+    expected = model(x)
+    compiled = torch.compile(confpred.optimize(model), fullgraph=True)
+    torch.testing.assert_close(compiled(x), expected)
+    model.blocks[0].conv_dw.weight.mul_(2)
+    changed = confpred.revert(copy.deepcopy(model))(x)
+    assert not torch.allclose(changed, expected, rtol=1e-3)
+    torch.testing.assert_close(compiled(x), changed)
+
+
+@torch.no_grad()
+def test_a_dynamic_batch_compiles_once() -> None:
+    model, graphs = confpred.optimize(made(BLOCKS["inverted residual"]())), Graphs()
+    compiled = torch.compile(model, fullgraph=True, backend=graphs, dynamic=True)
+    plain = confpred.revert(copy.deepcopy(model))
+    for batch in (2, 3, 7):
+        torch.testing.assert_close(compiled(images(batch=batch)), plain(images(batch=batch)))
+    assert len(graphs.seen) == 1
+
+
+def test_training_and_gradients_compile_to_the_original() -> None:
+    model, graphs = confpred.optimize(made(BLOCKS["bottleneck"]())), Graphs()
+    plain = confpred.revert(copy.deepcopy(model))
+    compiled = torch.compile(model, fullgraph=True, backend=graphs)
+    with torch.no_grad():
+        compiled(images())
+    torch.testing.assert_close(
+        torch.autograd.grad(compiled(images()).sum(), list(model.parameters())),
+        torch.autograd.grad(plain(images()).sum(), list(plain.parameters())),
+    )
+    model.train(), plain.train()
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(images()), plain(images()))
+    model.eval(), plain.eval()
+    model.blocks[0].bn3.train(), plain.blocks[0].bn3.train()
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(images()), plain(images()))
+    model.eval(), plain.eval()
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(images()), plain(images()))
+    calls = [[n.target for n in g.graph.nodes].count(conv2d_norm) for g in graphs.seen]
+    assert calls == [2, 0, 0, 2, 2]  # a norm in training is in no chain
+
+
+def test_swapped_convolutions_compile() -> None:
+    model = made(BLOCKS["bottleneck"]()).train()
+    plain = copy.deepcopy(model)
+    confpred.optimize(model, training=True)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(
+        torch.autograd.grad(compiled(images()).sum(), list(model.parameters())),
+        torch.autograd.grad(plain(images()).sum(), list(plain.parameters())),
+    )
+
+
+def operands(dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """Input, filter, bias, and the norm's weight, bias, mean, variance and steps."""
+    torch.manual_seed(0)
+    x = torch.randn(2, 8, 6, 5).to(memory_format=torch.channels_last)
+    return [
+        x.to(dtype),
+        torch.randn(8, 2, 3, 3),
+        *(torch.randn(8) for _ in range(4)),
+        torch.rand(8) + 0.5,
+        torch.tensor(0),
+    ]
+
+
+GEOMETRY = ((1, 1), (1, 1), (1, 1), 4, "relu")
+
+
+def reference(x, weight, bias, norm_weight, norm_bias, mean, variance, steps, residual) -> Tensor:
+    out = nn.functional.conv2d(x, weight, bias, padding=1, groups=4)
+    out = nn.functional.batch_norm(out, mean, variance, norm_weight, norm_bias, eps=1e-5)
+    return torch.relu(out if residual is None else out + residual)
+
+
+@pytest.mark.parametrize("without", [(), (2,), (3, 4), (2, 3, 4)])
+def test_the_operator_is_convolution_and_norm(without: tuple[int, ...]) -> None:
+    given = [None if i in without else t for i, t in enumerate(operands())]
+    for residual in (None, torch.randn(2, 8, 6, 5), torch.randn(1, 8, 1, 1)):
+        expected = reference(*given, residual)
+        torch.testing.assert_close(conv2d_norm(*given, 1e-5, residual, *GEOMETRY), expected)
+
+
+def test_the_operator_folds_again_what_has_changed() -> None:
+    given = [t.double() for t in operands()]
+    assert len({call(given).sum().item() for _ in range(2)}) == 1
+    for index in range(1, 7):
+        given[index].mul_(2)
+        torch.testing.assert_close(call(given), reference(*given, None))
+        given[index] = given[index].clone().mul_(2)
+        torch.testing.assert_close(call(given), reference(*given, None))
+        given[index].data = given[index] * 2
+        torch.testing.assert_close(call(given), reference(*given, None))
+    with torch.inference_mode():
+        given = [t.clone() for t in given]
+        call(given)
+        given[1].mul_(2)
+        torch.testing.assert_close(call(given), reference(*given, None))
+
+
+def call(given: list[Tensor]) -> Tensor:
+    found: Tensor = conv2d_norm(*given, 1e-5, None, *GEOMETRY)
+    return found
+
+
+def test_the_operator_sees_training_steps() -> None:
+    norm, given = nn.BatchNorm2d(8), operands()
+    given[3:] = [norm.weight, norm.bias, norm.running_mean, norm.running_var]
+    given.append(norm.num_batches_tracked)
+    with torch.no_grad():
+        call(given)
+        norm(given[0])
+        torch.testing.assert_close(call(given), reference(*given, None))
+
+
+def test_the_operator_keeps_no_filter_alive() -> None:
+    from confpred.network.operators import _folds
+
+    given = operands()
+    call(given)
+    before = len(_folds._kept)
+    del given
+    assert len(_folds._kept) == before - 1
+
+
+def test_the_operator_computes_in_its_inputs_dtype() -> None:
+    given = operands(torch.bfloat16)
+    out = call(given)
+    assert out.dtype == torch.bfloat16
+    given[0] = given[0].float()
+    torch.testing.assert_close(out.float(), reference(*given, None), rtol=0.1, atol=0.1)
+
+
+def test_passes_pytorchs_checks_of_custom_operators() -> None:
+    given = operands()
+    residual = torch.randn(2, 8, 6, 5).to(memory_format=torch.channels_last)
+    for dtype in (torch.float32, torch.bfloat16):
+        x = given[0].to(dtype)
+        arguments = (x, *given[1:], 1e-5, residual.to(dtype), *GEOMETRY)
+        tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
+        torch.library.opcheck(conv2d_norm.default, arguments, test_utils=tests)
+
+
+def test_a_fold_is_exact_to_rounding() -> None:
+    weight, bias, *norm, _ = (t.double() for t in operands()[1:])
+    folded, shift = fold(weight, bias, *norm, 1e-5)
+    x = operands()[0].double()
+    out = torch.relu(nn.functional.conv2d(x, folded, shift, padding=1, groups=4))
+    torch.testing.assert_close(out, reference(x, weight, bias, *norm, None, None))
+    assert fold(weight.half(), None, *(t.half() for t in norm), 1e-5)[0].dtype == torch.float32
