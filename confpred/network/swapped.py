@@ -1,4 +1,4 @@
-"""The forward of a convolution in a network that trains: `confpred.conv2d`, not PyTorch's."""
+"""The forward of a convolution in a network that trains: by kernels of ours, not PyTorch's."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from confpred.network.instance_forward import InstanceForward
 from confpred.network.modules import geometry_of
-from confpred.pytorch.conv2d import conv2d
 from confpred.pytorch.layers import Geometry
+from confpred.pytorch.routing import conv2d
 
 
 class SwappedForward(InstanceForward):
@@ -28,13 +28,5 @@ class SwappedForward(InstanceForward):
         geometry = self._geometry
         if geometry is None:
             geometry = self._geometry = geometry_of(module)  # type: ignore[arg-type]
-        stride, padding, dilation, groups = geometry
-        return conv2d(
-            x,
-            module.weight,  # type: ignore[union-attr, arg-type]
-            module.bias,  # type: ignore[union-attr, arg-type]
-            stride=stride,
-            padding=padding,
-            dilation=dilation,
-            groups=groups,
-        )
+        parameters = module._parameters  # type: ignore[union-attr]
+        return conv2d(x, parameters["weight"], parameters["bias"], *geometry)  # type: ignore[arg-type]

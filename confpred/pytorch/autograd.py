@@ -16,12 +16,13 @@ from torch import Tensor
 
 from confpred.errors import InvalidInput
 from confpred.pytorch import policy
-from confpred.pytorch.casts import is_capturing, low_precision
+from confpred.pytorch.casts import low_precision
 from confpred.pytorch.choosing import remember, served
 from confpred.pytorch.directions import find_converting, forward
 from confpred.pytorch.gradients import Grads, Layer, Mask, backward, find_layer
 from confpred.pytorch.layers import Geometry
 from confpred.pytorch.ready import CHANNELS_LAST, dense, densely, is_dense
+from confpred.pytorch.streams import is_capturing
 
 
 class _Convolution(torch.autograd.Function):
@@ -242,8 +243,7 @@ _library.impl("conv2d", _conv2d, "CompositeExplicitAutograd")
 _library.impl("conv2d_backward", _conv2d_backward, "CompositeExplicitAutograd")
 
 
-@torch.library.register_fake("confpred::conv2d", lib=_library)
-def _(
+def _fake_conv2d(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -254,13 +254,13 @@ def _(
     groups: int,
     activation: str,
 ) -> Tensor:
-    return torch.ops.aten.convolution.default(
+    out: Tensor = torch.ops.aten.convolution.default(
         x, weight, bias, stride, padding, dilation, False, [0, 0], groups
     )
+    return out
 
 
-@torch.library.register_fake("confpred::conv2d_backward", lib=_library)
-def _(
+def _fake_conv2d_backward(
     out_grad: Tensor,
     x: Tensor,
     weight: Tensor,
@@ -295,6 +295,8 @@ def _backward(ctx: Any, out_grad: Tensor) -> tuple[Tensor | None, ...]:
     return (*(g if asked else None for g, asked in zip(grads, mask, strict=True)), *(None,) * 6)
 
 
+torch.library.register_fake("confpred::conv2d", _fake_conv2d, lib=_library)
+torch.library.register_fake("confpred::conv2d_backward", _fake_conv2d_backward, lib=_library)
 torch.library.register_autograd(
     "confpred::conv2d", _backward, setup_context=_setup_context, lib=_library
 )

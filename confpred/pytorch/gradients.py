@@ -147,7 +147,7 @@ class Layer:
             out_grad = dense(out_grad)
         if run_x is not None and run_weight is not None and not (mask[2] and self._flip):
             pair = (x, out_grad) if self._flip else (out_grad, x)
-            return run_x(out_grad, weight), *run_weight(*pair)  # type: ignore[return-value]
+            return run_x(out_grad, weight), *run_weight(*pair)
         grad_x = grad_weight = grad_bias = None
         if run_x is not None:
             grad_x = run_x(out_grad, weight)
@@ -171,7 +171,7 @@ class Layer:
         if deterministic not in self.weight:  # the switch was turned after the forward pass
             problem = self.shape.problem("weight", deterministic)
             found = policy.find_at_once(problem, self.shape.ordinal)
-            self.weight[deterministic] = found and found.run
+            self.weight[deterministic] = None if found is None else found.run
         return self.weight[deterministic]
 
     def _theirs(self, out_grad: Tensor, x: Tensor, weight: Tensor, mask: Mask) -> Grads:

@@ -7,6 +7,7 @@ call. On a PyTorch without CUDA they are never called.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,7 +30,6 @@ def _plain_empty(size: Sizes, stride: Sizes, dtype: torch.dtype) -> Tensor:
     return torch.empty_strided(size, stride, dtype=dtype, device="cuda")
 
 
-try:
-    from torch._C._dynamo.guards import _empty_strided_cuda as empty
-except ImportError:  # a PyTorch without it
-    empty = _plain_empty
+#: An uninitialised tensor of a size, strides and dtype on the current CUDA device.
+empty: Callable[[Sizes, Sizes, torch.dtype], Tensor]
+empty = getattr(_C._dynamo.guards, "_empty_strided_cuda", _plain_empty)

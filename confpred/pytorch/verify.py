@@ -46,6 +46,7 @@ class Verifier:
         plan: a file that winners are kept in, or None.
         spent_s: seconds taken so far.
         winners: what was chosen.
+        followed: choices of the plan that were taken as they are, and stay in it.
     """
 
     top: int
@@ -53,6 +54,7 @@ class Verifier:
     plan: Path | None = None
     spent_s: float = 0.0
     winners: dict[tuple[Problem, int], Choice] = field(default_factory=dict)
+    followed: tuple[Choice, ...] = ()
 
     def fastest(self, problem: Problem, ordinal: int) -> Choice | None:
         """The fastest of the candidates by measurement, or the predicted choice where the budget is
@@ -105,9 +107,9 @@ class Verifier:
     def _keep(self, ordinal: int) -> None:
         from confpred.predict.plans import plan_of, write_plan
 
-        kept = [choice for (_, where), choice in self.winners.items() if where == ordinal]
         if self.plan is not None:
-            write_plan(self.plan, plan_of(kept))
+            measured = [choice for (_, where), choice in self.winners.items() if where == ordinal]
+            write_plan(self.plan, plan_of([*self.followed, *measured]))
 
 
 def _ours(ready: ReadyLaunch, inputs: dict[str, Tensor]) -> Callable[[], Any]:
@@ -166,4 +168,4 @@ def _elapsed(call: Callable[[], Any], launches: int) -> float:
         call()
     end.record()
     end.synchronize()
-    return start.elapsed_time(end) / launches
+    return float(start.elapsed_time(end)) / launches

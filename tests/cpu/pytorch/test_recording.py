@@ -55,7 +55,7 @@ def test_a_block_that_raises_writes_nothing(tmp_path: Path) -> None:
 
 def test_a_block_without_a_convolution_is_an_error(tmp_path: Path) -> None:
     with (
-        pytest.raises(InvalidInput, match=r"plan\.json.* runs on a CUDA device; none was seen"),
+        pytest.raises(InvalidInput, match="runs on a CUDA device; none was seen"),
         confpred.record_plan(tmp_path / "plan.json"),
     ):
         pass
