@@ -66,7 +66,7 @@ class _CastTogether(torch.autograd.Function):
     def forward(ctx: Any, dtype: torch.dtype, *parameters: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.dtypes = [p.dtype for p in parameters]
-        copies = tuple(empty(p.shape, p.stride(), dtype) for p in parameters)
+        copies = tuple(empty((*p.shape,), p.stride(), dtype) for p in parameters)
         torch._foreach_copy_(copies, parameters)
         return copies
 
