@@ -7,7 +7,7 @@ fused      what one such chain does at a call: folded, in plain PyTorch, or as o
 operators  that operator, for `torch.compile`
 forward    the forward of an optimized module: when it may run, and what must not have changed
 instance_forward  what both forwards share: they are kept on a module, and go where it goes
-swapped    the forward of a convolution in training
+training   the forward of a network that trains, and of its layers
 optimize   `optimize` and `revert`
 problems   the convolution problems of a network
 explain    `explain`: a row for each layer

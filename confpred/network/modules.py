@@ -47,6 +47,31 @@ def is_plain(module: nn.Module) -> bool:
     )
 
 
+def is_linear(module: nn.Module) -> bool:
+    """Whether `module` is a plain ``nn.Linear``."""
+    return (
+        type(module) is nn.Linear
+        and is_plain(module)
+        and set(module._parameters) == {"weight", "bias"}
+        and _is_plain_tensor(module.weight)
+        and (module.bias is None or _is_plain_tensor(module.bias))
+    )
+
+
+def is_counting_norm(module: nn.Module) -> bool:
+    """Whether `module` is a batch norm that, in training, normalises by the batch, moves its
+    statistics by a fixed momentum, and counts its steps; `has_own_activation`'s too."""
+    if not is_plain(module) or not isinstance(module, nn.BatchNorm2d):
+        return False
+    return (
+        (type(module) is nn.BatchNorm2d or has_own_activation(module))
+        and module.momentum is not None
+        and module.track_running_stats
+        and module._buffers.get(STEPS) is not None
+        and module._buffers.get("running_mean") is not None
+    )
+
+
 def is_convolution(module: nn.Module) -> bool:
     """Whether `module` is a two-dimensional convolution that `directions.forward` can compute."""
     return (

@@ -17,8 +17,8 @@ from confpred.network.forward import OptimizedForward, Settings
 from confpred.network.instance_forward import InstanceForward, remove
 from confpred.network.modules import is_convolution
 from confpred.network.problems import LayerCall, as_arguments, network_problems
-from confpred.network.swapped import SwappedForward
 from confpred.network.tracing import convolutions_of, trace_parts
+from confpred.network.training import is_trainable, train_together
 from confpred.predict.choice import Choice
 from confpred.predict.predictor import Predictor
 from confpred.pytorch.choosing import compile_ahead, current_predictor, use_predictor
@@ -64,7 +64,9 @@ def optimize(
     are optimized too. Revert the model before ``torch.jit.script`` and ``nn.DataParallel``.
 
     For training, the convolutions for which one of our kernels is expected to win compute their
-    output and their gradients by it; nothing is folded.
+    output and their gradients by it; nothing is folded. Under autocast the weights of convolutions
+    and linear layers are cast together, some dozen layers at a time, and so are their gradients;
+    the batch norms' counts of steps are raised together.
 
     Args:
         model: the network; on the device and of the dtype that it is to run with.
@@ -72,7 +74,8 @@ def optimize(
             arguments by name. With it, all choices are made and their kernels compiled now, and,
             for inference, the outputs of the optimized and of the original model are compared.
         training: whether the model is to train; its mode is not changed.
-        filter_fn: called once with each convolution and its name; False leaves it alone.
+        filter_fn: called once with each convolution and its name, for training with each linear
+            layer and batch norm too; False leaves it alone.
         channels_last: bring filters and inputs into that layout, which our kernels need.
         plan: a file of pinned configs, which are used in place of predictions.
 
@@ -89,17 +92,18 @@ def optimize(
     revert(model)
     if plan is not None:
         use_predictor(Predictor.load(pins=plan))
+    touched = is_trainable if training else is_convolution
     refused = frozenset(
         name
         for name, module in model.named_modules()
-        if is_convolution(module) and filter_fn is not None and not filter_fn(module, name)
+        if filter_fn is not None and touched(module) and not filter_fn(module, name)
     )
     if channels_last:
         _to_channels_last(model)
     choices = _choices(model, example_inputs, training)
     ours = None if choices is None else frozenset(n for n, c in choices if is_ours(c))
     if training:
-        _swap(model, refused, ours)
+        train_together(model, refused)
     else:
         settings = Settings(refused, ours, channels_last)
         convolutions = convolutions_of(model, lambda _, name: name not in refused)
@@ -157,14 +161,6 @@ def _to_channels_last(model: nn.Module) -> None:
                 parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
             names.append(name)
     model.__dict__[_LAYOUTS] = tuple(names)
-
-
-def _swap(model: nn.Module, refused: frozenset[str], ours: frozenset[str] | None) -> None:
-    for name, module in model.named_modules():
-        if not is_convolution(module) or name in refused:
-            continue
-        if module.groups > 1 if ours is None else name in ours:
-            SwappedForward.install(module)
 
 
 def _ordinal(model: nn.Module) -> int | None:

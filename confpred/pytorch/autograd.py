@@ -57,7 +57,9 @@ class _Convolution(torch.autograd.Function):
         return (*grads, None)
 
 
-_apply: Any = _Convolution.apply
+# `torch.autograd.Function.apply` without what it does for `torch.func`, whose transforms never come
+# here.
+_apply: Any = torch._C._FunctionBase.__dict__["apply"].__get__(None, _Convolution)
 #: What a layer in training costs the host more than PyTorch's own node of the graph, which is
 #: C++ (``benchmarks/host_overhead.py``). A layer that saves the GPU less than that is left to
 #: PyTorch in eager mode, as the host may be what a step waits for; a CUDA graph has no such cost.
