@@ -24,7 +24,7 @@ from confpred.pytorch.layers import Geometry
 from confpred.pytorch.ready import CHANNELS_LAST, DTYPES, dense, densely, is_dense
 from confpred.pytorch.streams import is_capturing
 
-_peek = torch._C._functorch.peek_interpreter_stack
+_has_storage = torch._C._has_storage  # a tensor of a `vmap` has none
 
 
 class _Convolution(torch.autograd.Function):
@@ -46,7 +46,7 @@ class _Convolution(torch.autograd.Function):
         x, low = ctx.saved_tensors
         mask: Mask = ctx.needs_input_grad[:3]
         # The engine casts each gradient to the dtype of the tensor that it is the gradient of.
-        if not torch.is_grad_enabled() and _peek() is None:
+        if not torch.is_grad_enabled() and _has_storage(out_grad):
             return (*ctx.layer.backward(out_grad, x, low, mask), None)
         # Gradients of gradients, or many gradients in one batch: PyTorch has formulas for them.
         arguments = ctx.layer.shape.arguments()

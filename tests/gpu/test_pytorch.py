@@ -10,13 +10,24 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from layers_on_gpu import (
+    LAST,
+    LAYERS,
+    SHAPE,
+    Layer,
+    OursFirst,
+    close,
+    in_float64,
+    make_layer,
+    ours_first,
+    served_by,
+)
 
 import confpred
 from confpred.families.registry import all_families
@@ -25,87 +36,18 @@ from confpred.predict.pins import read_pins
 from confpred.predict.predictor import Predictor
 from confpred.problem.conv2d import ACTIVATIONS, Problem
 from confpred.problem.device import Device
-from confpred.problem.record import Record
-
-LAST = torch.channels_last
-SHAPE = {"padding": 1, "groups": 8}
-#: Layers that kernels of ours serve: arguments of the operator, then channels.
-LAYERS = {
-    "width 8": (SHAPE, 64),
-    "width 16, stride 2": ({"stride": 2, "padding": 1, "groups": 4}, 64),
-    "width 32, dilation 2": ({"dilation": 2, "padding": 2, "groups": 2}, 64),
-    "depthwise": ({"padding": 1, "groups": 64}, 64),
-    "depthwise, stride 2 and dilation 2": (
-        {"stride": (2, 1), "dilation": (1, 2), "padding": (1, 2), "groups": 48},
-        48,
-    ),
-}
-TOLERANCE = {torch.float16: 4e-3, torch.bfloat16: 3e-2, torch.float32: 1e-4}
-
-
-class OursFirst(Predictor):
-    """A predictor without a model, whose guess is taken as if its user had pinned it: a kernel of
-    ours wherever one is legal, whatever models say.
-
-    Attributes:
-        chosen: the families of its choices.
-    """
-
-    def __init__(self) -> None:
-        super().__init__({})
-        self.chosen: list[str | None] = []
-
-    def choose(self, problem: Record, device: str | Device) -> Choice:
-        choice = super().choose(problem, device)
-        self.chosen.append(choice.family)
-        return replace(choice, source="pinned") if choice.source == "heuristic" else choice
 
 
 @pytest.fixture(autouse=True)
 def ours() -> Iterator[OursFirst]:
     """Kernels of ours serve every layer that they can."""
-    predictor = OursFirst()
-    confpred.use_predictor(predictor)
-    yield predictor
-    confpred.use_predictor(Predictor({}))
-
-
-Layer = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-
-
-def make_layer(
-    kwargs: dict[str, Any], channels: int, dtype: torch.dtype = torch.float16, seed: int = 0
-) -> Layer:
-    """Input, filter and bias; the filter's scale keeps the output near 1."""
-    torch.manual_seed(seed)
-    width = channels // kwargs["groups"]
-    x = torch.randn(4, channels, 29, 28, device="cuda")
-    weight = torch.randn(channels, width, 3, 3, device="cuda") / (9 * width) ** 0.5
-    bias = torch.randn(channels, device="cuda")
-    return (
-        x.to(dtype).to(memory_format=LAST),
-        weight.to(dtype).to(memory_format=LAST),
-        bias.to(dtype),
-    )
+    with ours_first() as predictor:
+        yield predictor
 
 
 @pytest.fixture
 def layer() -> Layer:
     return make_layer(SHAPE, 64)
-
-
-def close(a: torch.Tensor, b: torch.Tensor) -> None:
-    tolerance = TOLERANCE[a.dtype]
-    scale = max(1.0, b.float().abs().max().item())
-    torch.testing.assert_close(a.float(), b.float(), rtol=tolerance, atol=tolerance * scale)
-
-
-def in_float64(*tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
-    return [None if t is None else t.detach().double() for t in tensors]
-
-
-def served_by(direction: str, ours: OursFirst) -> bool:
-    return any(name is not None and name.endswith(direction) for name in ours.chosen)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -482,7 +424,7 @@ _FIRST_STEP = """
     import sys, torch, confpred
     from confpred.cuda import compiler
     sys.path.insert(0, sys.argv[1])
-    from test_pytorch import OursFirst
+    from layers_on_gpu import OursFirst
     confpred.use_predictor(OursFirst())
     compiled = []
     compile_ = compiler._compile

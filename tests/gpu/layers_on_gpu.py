@@ -1,0 +1,112 @@
+"""Layers on a GPU, a predictor that has kernels of ours serve them, and what is right for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import confpred
+from confpred.predict.choice import Choice
+from confpred.predict.predictor import Predictor
+from confpred.problem.device import Device
+from confpred.problem.record import Record
+from confpred.pytorch import gradients, routing
+
+LAST = torch.channels_last
+SHAPE = {"padding": 1, "groups": 8}
+#: Layers that kernels of ours serve: arguments of the operator, then channels.
+LAYERS = {
+    "width 8": (SHAPE, 64),
+    "width 16, stride 2": ({"stride": 2, "padding": 1, "groups": 4}, 64),
+    "width 32, dilation 2": ({"dilation": 2, "padding": 2, "groups": 2}, 64),
+    "depthwise": ({"padding": 1, "groups": 64}, 64),
+    "depthwise, stride 2 and dilation 2": (
+        {"stride": (2, 1), "dilation": (1, 2), "padding": (1, 2), "groups": 48},
+        48,
+    ),
+}
+TOLERANCE = {torch.float16: 4e-3, torch.bfloat16: 3e-2, torch.float32: 1e-4}
+
+
+class OursFirst(Predictor):
+    """A predictor without a model, whose guess is taken as if its user had pinned it: a kernel of
+    ours wherever one is legal, whatever models say.
+
+    Attributes:
+        chosen: the families of its choices.
+    """
+
+    def __init__(self) -> None:
+        super().__init__({})
+        self.chosen: list[str | None] = []
+
+    def choose(self, problem: Record, device: str | Device) -> Choice:
+        choice = super().choose(problem, device)
+        self.chosen.append(choice.family)
+        return replace(choice, source="pinned") if choice.source == "heuristic" else choice
+
+
+@contextmanager
+def ours_first() -> Iterator[OursFirst]:
+    """Kernels of ours serve every layer that they can, inside the block."""
+    predictor = OursFirst()
+    confpred.use_predictor(predictor)
+    try:
+        yield predictor
+    finally:
+        confpred.use_predictor(Predictor({}))
+
+
+@contextmanager
+def pytorch_refused() -> Iterator[None]:
+    """PyTorch's own convolutions fail where `confpred.enable` would pass on to them; to be entered
+    and left while enabled."""
+
+    def refuse(*_: Any) -> None:
+        raise AssertionError("PyTorch's own operator was called")
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("_CONV1D", "_CONV2D", "_TRANSPOSED"):
+            patch.setattr(routing, name, refuse)
+        for name in ("pytorch_forward", "pytorch_backward"):
+            patch.setattr(gradients, name, refuse)
+        yield
+
+
+Layer = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def make_layer(
+    kwargs: dict[str, Any], channels: int, dtype: torch.dtype = torch.float16, seed: int = 0
+) -> Layer:
+    """Input, filter and bias; the filter's scale keeps the output near 1."""
+    torch.manual_seed(seed)
+    width = channels // kwargs["groups"]
+    x = torch.randn(4, channels, 29, 28, device="cuda")
+    weight = torch.randn(channels, width, 3, 3, device="cuda") / (9 * width) ** 0.5
+    bias = torch.randn(channels, device="cuda")
+    return (
+        x.to(dtype).to(memory_format=LAST),
+        weight.to(dtype).to(memory_format=LAST),
+        bias.to(dtype),
+    )
+
+
+def close(a: torch.Tensor, b: torch.Tensor, tolerance: float | None = None) -> None:
+    """`a` is `b` to the rounding of `a`'s dtype, or to `tolerance`, a part of the largest."""
+    tolerance = TOLERANCE[a.dtype] if tolerance is None else tolerance
+    scale = max(1.0, b.float().abs().max().item())
+    torch.testing.assert_close(a.float(), b.float(), rtol=tolerance, atol=tolerance * scale)
+
+
+def in_float64(*tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
+    return [None if t is None else t.detach().double() for t in tensors]
+
+
+def served_by(direction: str, ours: OursFirst) -> bool:
+    return any(name is not None and name.endswith(direction) for name in ours.chosen)
