@@ -142,8 +142,9 @@ def test_a_copy_is_optimized_and_lives_alone(name, ours) -> None:
     model, x = confpred.optimize(network(name)), images()
     with torch.inference_mode():
         before = model(x)
-        other = copy.deepcopy(model)
-        ours.chosen.clear()
+    other = copy.deepcopy(model)
+    ours.chosen.clear()
+    with torch.inference_mode():
         confpred.use_predictor(ours)  # every shape is chosen for again
         assert off(other(x), before) < 1e-3
         assert served_by("fprop", ours)

@@ -21,7 +21,7 @@ from layers import H100, first_kernel
 from confpred.families.registry import all_families
 from confpred.predict.predictor import Predictor
 from confpred.problem.conv2d import Problem
-from confpred.pytorch import casts, choosing, layouts, policy
+from confpred.pytorch import autograd, casts, choosing, layouts, policy
 from confpred.pytorch.gradients import Shape
 
 HALF = torch.float16
@@ -133,6 +133,44 @@ def test_layouts_that_could_be_both_are_neither() -> None:
     for other in (torch.empty(2, 1, 5, 5), torch.empty(2, 8, 1, 1), last[:, :4], x[0]):
         assert not layouts.is_channels_first(other)
         assert not layouts.is_channels_last(other)
+
+
+class Given:
+    """A `Layer` of PyTorch's operators, whose kernels take no batch of gradients."""
+
+    dtype = torch.float64
+    shape = Shape((2, 8, 5, 5), (8, 2, 3, 3), True, HALF, 0, ((1, 1), (1, 1), (1, 1), 4))
+    used = 0
+
+    def forward(self, x, weight, bias):
+        return F.conv2d(x, weight, bias, *self.shape.geometry)
+
+    def backward(self, out_grad, x, weight, mask):
+        self.used += 1
+        assert out_grad.data_ptr()
+        arguments = (out_grad, x, weight, [8], *self.shape.arguments(), list(mask))
+        return torch.ops.aten.convolution_backward(*arguments)
+
+
+def test_gradients_of_all_kinds() -> None:
+    layer, given = Given(), [torch.randn(2, 8, 5, 5), torch.randn(8, 2, 3, 3), torch.randn(8)]
+    given = [t.double().requires_grad_() for t in given]
+
+    def ours(*t: torch.Tensor) -> torch.Tensor:
+        return autograd._apply(*t, layer)
+
+    assert torch.autograd.gradcheck(ours, given, fast_mode=True, check_batched_grad=True)
+    assert layer.used > 0
+    layer.used = 0
+    assert torch.autograd.gradgradcheck(ours, given, fast_mode=True)
+    out, right = ours(*given), layer.forward(*given)
+    grads = torch.randn(3, *out.shape, dtype=out.dtype)
+    layer.used = 0
+    mine = torch.autograd.grad(out, given, grads, is_grads_batched=True)
+    assert layer.used == 0
+    torch.testing.assert_close(
+        mine, torch.autograd.grad(right, given, grads, is_grads_batched=True)
+    )
 
 
 @pytest.fixture
