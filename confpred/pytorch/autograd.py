@@ -21,8 +21,10 @@ from confpred.pytorch.choosing import remember, served
 from confpred.pytorch.directions import find_converting, forward
 from confpred.pytorch.gradients import Grads, Layer, Mask, backward, find_layer
 from confpred.pytorch.layers import Geometry
-from confpred.pytorch.ready import CHANNELS_LAST, dense, densely, is_dense
+from confpred.pytorch.ready import CHANNELS_LAST, DTYPES, dense, densely, is_dense
 from confpred.pytorch.streams import is_capturing
+
+_peek = torch._C._functorch.peek_interpreter_stack
 
 
 class _Convolution(torch.autograd.Function):
@@ -44,9 +46,9 @@ class _Convolution(torch.autograd.Function):
         x, low = ctx.saved_tensors
         mask: Mask = ctx.needs_input_grad[:3]
         # The engine casts each gradient to the dtype of the tensor that it is the gradient of.
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() and _peek() is None:
             return (*ctx.layer.backward(out_grad, x, low, mask), None)
-        # Gradients of gradients: PyTorch has formulas for them.
+        # Gradients of gradients, or many gradients in one batch: PyTorch has formulas for them.
         arguments = ctx.layer.shape.arguments()
         channels = [out_grad.shape[1]] if mask[2] else None
         grads: Grads = torch.ops.aten.convolution_backward(
@@ -92,7 +94,8 @@ def find_convolution(
         transposed, output_padding: of a transposed convolution.
     """
     casts = torch.is_autocast_enabled("cuda")
-    if not casts and any(t is not None and t.dtype is not dtype for t in (weight, bias)):
+    taken = DTYPES if casts else (dtype,)  # autocast leaves float64 and integers as they are
+    if any(t is not None and t.dtype not in taken for t in (x, weight, bias)):
         return remember(key, None)  # type: ignore[no-any-return]  # PyTorch says what is wrong
     low = x if x.dtype is dtype else x.detach().to(dtype)
     found = find_layer(
@@ -148,8 +151,8 @@ def find_eager(
 ) -> Callable[[Tensor, Tensor, Tensor | None], Tensor] | None:
     """What serves an eager call under the autocast and gradient modes of the moment; see
     `find_convolution`, which is asked once for each kind of call."""
-    dtype = x.dtype
-    if torch.is_autocast_enabled("cuda") and dtype is not torch.float64:
+    dtype, casts = x.dtype, torch.is_autocast_enabled("cuda")
+    if casts and dtype is not torch.float64:
         dtype = torch.get_autocast_dtype("cuda")
     mask: Mask = (False, False, False)
     if torch.is_grad_enabled():
@@ -162,6 +165,7 @@ def find_eager(
         x.dtype,
         weight.dtype,
         dtype,
+        casts,
         x.get_device(),
         weight.get_device(),
         bias if bias is None else (bias.dtype, bias.get_device(), bias.stride()),

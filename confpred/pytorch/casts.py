@@ -1,4 +1,4 @@
-"""Weights in autocast's dtype, cast together and kept until they change.
+"""Weights in autocast's dtype, cast together and kept until they change or autocast's block ends.
 
 Autocast casts each weight at each call, which takes the host longer than the launch of a kernel.
 Here the first layer that finds its weight changed, as after an optimizer's step, has all changed
@@ -27,6 +27,7 @@ class _Cast:
         low: its copy.
         version, address: of the weight when it was cast; -1 for a weight that was not yet.
         stream: on which the copy was made.
+        region: the block of autocast that it was made in.
     """
 
     weight: Any
@@ -34,14 +35,35 @@ class _Cast:
     version: int = -1
     address: int = -1
     stream: int = -1
+    region: int = -1
 
 
 _casts: dict[tuple[int, torch.dtype], _Cast] = {}  # by the identity of the weight
+_region = 0  # how many outermost blocks of autocast have ended
+_clear: Any = None  # PyTorch's own function, once `_note_ends` has put another in its place
+
+
+def _note_ends() -> None:
+    """Have the end of each outermost block of autocast counted.
+
+    PyTorch keeps its own casts no longer than that, and what an optimizer writes past PyTorch's
+    count of changes, through ``.data`` or by a kernel of its own, is seen then.
+    """
+    global _clear
+    if _clear is None:
+        _clear = torch.clear_autocast_cache
+        torch.clear_autocast_cache = _end_region
+
+
+def _end_region() -> None:
+    global _region
+    _region += 1
+    _clear()
 
 
 def low_precision(weight: Tensor, dtype: torch.dtype) -> Tensor:
     """`weight` in `dtype`, dense and channels last if it has four dimensions, without gradients."""
-    if weight.is_inference() or is_capturing():
+    if weight.is_inference() or is_capturing() or not torch.is_autocast_cache_enabled():
         # An inference tensor does not count its changes, and a graph has to cast at each replay.
         return _cast_now(weight, dtype)
     known = _casts.get((id(weight), dtype))
@@ -52,12 +74,14 @@ def low_precision(weight: Tensor, dtype: torch.dtype) -> Tensor:
         and known.version == weight._version
         and known.address == weight.data_ptr()
         and known.stream == stream
+        and known.region == _region
     ):
         return known.low
     if known is None or known.weight() is not weight:
         key = (id(weight), dtype)
         reference = weakref.ref(weight, lambda _: _casts.pop(key, None))
         known = _casts[key] = _Cast(reference, weight)
+    _note_ends()
     _refresh(dtype, weight.get_device(), stream)
     return known.low
 
@@ -71,14 +95,14 @@ def _refresh(dtype: torch.dtype, ordinal: int, stream: int) -> None:
         if weight is None or kind is not dtype or weight.get_device() != ordinal:
             continue
         changed = cast.version != weight._version or cast.address != weight.data_ptr()
-        if changed or cast.stream != stream:
+        if changed or cast.stream != stream or cast.region != _region:
             stale.append((cast, weight))
     with torch.inference_mode(False), torch.no_grad():
         weights = [weight.detach() for _, weight in stale]
         copies = [_like(weight, dtype) for weight in weights]
         torch._foreach_copy_(copies, weights)
     for (cast, weight), low in zip(stale, copies, strict=True):
-        cast.low, cast.stream = low, stream
+        cast.low, cast.stream, cast.region = low, stream, _region
         cast.version, cast.address = weight._version, weight.data_ptr()
 
 

@@ -64,7 +64,8 @@ def use_plan(path: Path) -> None:
     Raises:
         InvalidInput, DataError: see `confpred.predict.predictor.Predictor.load`.
     """
-    device = driver.device_of(torch.cuda.current_device())
+    on_gpu = torch.cuda.is_available()  # else the file is checked, and of no use
+    device = driver.device_of(torch.cuda.current_device()) if on_gpu else None
     use_predictor(Predictor.load(pins=path, device=device))
 
 

@@ -22,6 +22,7 @@ from confpred.pytorch.autograd import find_eager, traced
 from confpred.pytorch.directions import forward
 from confpred.pytorch.fallback import activate
 from confpred.pytorch.layers import Geometry, Pair
+from confpred.pytorch.routing import is_watched
 
 _CONV2D = F.conv2d  # PyTorch's own, also while `confpred.enable` has put another in its place
 _PLAIN = (Tensor, Parameter)
@@ -81,7 +82,7 @@ def conv2d(
     compiling = torch.compiler.is_compiling()
     given = [tensor for _, tensor, _ in tensors if tensor is not None]
     plain = all(type(tensor) in _PLAIN for tensor in given)
-    if not compiling and (not plain or torch._C._functorch.peek_interpreter_stack() is not None):
+    if not compiling and (not plain or is_watched()):
         return _by_pytorch(x, weight, bias, residual, geometry, name)
     differentiable = torch.is_grad_enabled() and any(t.requires_grad for t in given)
     if differentiable and not compiling:

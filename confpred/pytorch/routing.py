@@ -23,9 +23,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn import Parameter
+from torch.utils._device import DeviceContext
 
 from confpred.errors import InvalidInput
+from confpred.predict.choice import Choice
+from confpred.predict.plans import read_plan
 from confpred.pytorch import choosing, policy
 from confpred.pytorch.autograd import find_convolution, find_eager, traced
 from confpred.pytorch.choosing import remember, served
@@ -39,6 +43,7 @@ _lock = threading.Lock()
 _depth = 0  # how many `enable` calls have no `disable` yet
 _peek = torch._C._functorch.peek_interpreter_stack
 _modes = torch._C._len_torch_dispatch_stack
+_function_modes = torch._C._len_torch_function_stack
 _is_tracing = torch._C._get_tracing_state
 _is_dynamo = torch.compiler.is_dynamo_compiling  # a constant to the compiler, and cheap to call
 _is_autocast, _autocast_dtype = torch.is_autocast_enabled, torch.get_autocast_dtype
@@ -78,15 +83,21 @@ def enable(
     global _depth
     if verify is not None and (type(verify) is not int or not 1 <= verify <= 8):
         raise InvalidInput("verify", verify, "an integer from 1 to 8, or None")
-    if not verify_budget_s > 0:
+    if type(verify_budget_s) not in (int, float) or not verify_budget_s > 0:
         raise InvalidInput("verify_budget_s", verify_budget_s, "a positive number of seconds")
     path = None if plan is None else Path(plan)
+    followed: tuple[Choice, ...] = ()
     if path is not None and (verify is None or path.exists()):
+        if verify is not None:
+            followed = read_plan(path).choices
         choosing.use_plan(path)
-    verifier = None if verify is None else Verifier(verify, verify_budget_s, path)
+    verifier = None
+    if verify is not None:
+        verifier = Verifier(verify, verify_budget_s, path, followed=followed)
     with _lock:
         _depth += 1
         policy.use(policy.Policy(background=not wait, verifier=verifier))
+        _tell_torchscript()
         _install(_conv1d, conv2d, _conv_transpose2d)
 
 
@@ -97,7 +108,9 @@ def disable() -> None:
     """
     global _depth
     with _lock:
-        _depth = max(0, _depth - 1)
+        if _depth == 0:
+            return  # what others may have put in the functions' places stays
+        _depth -= 1
         if _depth == 0:
             _install(_CONV1D, _CONV2D, _TRANSPOSED)
             policy.use(policy.Policy())
@@ -125,6 +138,15 @@ def _install(conv1d: Any, conv2d: Any, conv_transpose2d: Any) -> None:
         module.conv_transpose2d = conv_transpose2d  # type: ignore[attr-defined]
 
 
+def _tell_torchscript() -> None:
+    """Have `torch.jit.script` compile PyTorch's operators where it finds our functions."""
+    register = getattr(torch.jit._builtins, "_register_builtin", None)
+    if register is not None:
+        register(_conv1d, "aten::conv1d")
+        register(conv2d, "aten::conv2d")
+        register(_conv_transpose2d, "aten::conv_transpose2d")
+
+
 def conv2d(
     input: Tensor,
     weight: Tensor,
@@ -140,7 +162,8 @@ def conv2d(
     if _is_dynamo() or not _is_plain(input, weight, bias):
         return _special(input, weight, bias, stride, padding, dilation, groups)
     dtype = x_dtype = input.dtype
-    if _is_autocast("cuda") and x_dtype is not torch.float64:
+    casts = _is_autocast("cuda")
+    if casts and x_dtype is not torch.float64:
         dtype = _autocast_dtype("cuda")
     mask = _NO_GRADIENTS
     if _is_grad_enabled():
@@ -153,6 +176,7 @@ def conv2d(
         x_dtype,
         weight.dtype,
         dtype,
+        casts,
         input.get_device(),
         weight.get_device(),
         bias if bias is None else (bias.dtype, bias.get_device(), bias.stride()),
@@ -167,9 +191,11 @@ def conv2d(
     except KeyError:
         serve = _find_conv2d(key, input, weight, bias, dtype, mask)
     except TypeError:  # lists have no hash
-        return conv2d(
-            input, weight, bias, _tuple(stride), _tuple(padding), _tuple(dilation), groups
-        )
+        if list in (type(stride), type(padding), type(dilation)):
+            return conv2d(
+                input, weight, bias, _tuple(stride), _tuple(padding), _tuple(dilation), groups
+            )
+        serve = None
     if serve is None:
         return _CONV2D(input, weight, bias, stride, padding, dilation, groups)
     return serve(input, weight, bias)  # type: ignore[no-any-return]
@@ -285,10 +311,25 @@ def _is_plain(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         and type(weight) in _PLAIN
         and (bias is None or type(bias) in _PLAIN)
         and x.is_cuda
-        and not _modes()
-        and _peek() is None
-        and _is_tracing() is None
+        and not is_watched()
     )
+
+
+def is_watched() -> bool:
+    """Whether a transform, mode or tracer is to see each call of PyTorch's operators."""
+    return bool(
+        _modes()
+        or _peek() is not None
+        or _is_tracing() is not None
+        or forward_ad._current_level >= 0
+        or (_function_modes() and not _only_default_device())
+    )
+
+
+def _only_default_device() -> bool:
+    """Whether no mode is to see the call but that of ``torch.set_default_device``."""
+    modes = torch.overrides._get_current_function_mode_stack()
+    return all(type(mode) is DeviceContext for mode in modes)
 
 
 def compiled(
