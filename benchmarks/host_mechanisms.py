@@ -8,8 +8,8 @@ that returns tensors made before, so what is left is the mechanism. The override
 the dispatch key of the device and stand only during their own turns. On the CPU the mechanisms cost
 what they cost on a GPU machine's CPU; only the operators that they lead back to are others there.
 
-It writes ``host_mechanisms.json`` where it is told a folder. What the pages show was measured on a CPU;
-``host_overhead.py --alternatives`` records the same of a GPU machine.
+It writes ``host_mechanisms.json`` where it is told a folder. What the pages show was measured on a
+CPU; ``host_overhead.py --alternatives`` records the same of a GPU machine.
 """
 
 from __future__ import annotations
