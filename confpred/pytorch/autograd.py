@@ -9,6 +9,7 @@ launch.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -102,7 +103,11 @@ def find_convolution(
         low.detach(), weight, bias, dtype, geometry, mask, transposed, output_padding
     )
     if isinstance(found, policy.Compiling):
-        return remember(key, found.until_then(served, key, original))  # type: ignore[no-any-return]
+        again = partial(
+            find_convolution, key, geometry=geometry, original=original, dtype=dtype, mask=mask,
+            transposed=transposed, output_padding=output_padding,
+        )  # fmt: skip
+        return remember(key, found.until_then(original, again))  # type: ignore[no-any-return]
     if found is None:
         converting = (
             None if any(mask) or transposed else find_converting(low, weight, bias, geometry)

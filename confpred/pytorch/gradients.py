@@ -275,7 +275,10 @@ def _find_backward(key: Any, x: Tensor, weight: Tensor, geometry: Geometry, mask
                 *geometry[:3], False, (0, 0), geometry[3], list(mask),
             )  # fmt: skip
 
-        return remember(key, found.until_then(served, key, theirs))
+        def again(_: Tensor, x: Tensor, weight: Tensor, mask: Mask) -> Any:
+            return _find_backward(key, x, weight, geometry, mask)
+
+        return remember(key, found.until_then(theirs, again))
     if found is None or is_dense(weight):
         return remember(key, found and found.backward)
     layer = found
