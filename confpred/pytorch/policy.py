@@ -18,6 +18,15 @@ from confpred.pytorch.ready import ReadyLaunch
 from confpred.pytorch.streams import is_capturing
 from confpred.pytorch.verify import Verifier
 
+# What `torch.are_deterministic_algorithms_enabled` and `torch.backends.cudnn.deterministic` read.
+_deterministic = torch._C._get_deterministic_algorithms
+_cudnn_deterministic = torch._C._get_cudnn_deterministic
+
+
+def is_deterministic() -> bool:
+    """Whether PyTorch is told to compute what is the same to the bit each time."""
+    return bool(_deterministic() or _cudnn_deterministic())
+
 
 @dataclass(frozen=True, slots=True)
 class Policy:
@@ -81,7 +90,7 @@ def prepare(choice: Choice, ordinal: int) -> ReadyLaunch | Compiling | None:
     """The launch of `choice`, or what it waits for; None where it cannot be had."""
     # A graph would keep PyTorch's operator for good, and what has to repeat to the bit must not
     # depend on when a compilation ends.
-    waits = is_capturing() or torch.are_deterministic_algorithms_enabled()
+    waits = is_capturing() or is_deterministic()
     if _current.background and not waits:
         futures = choosing.waiting_for(choice, ordinal)
         if futures:
