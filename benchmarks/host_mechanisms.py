@@ -1,12 +1,15 @@
 """What the ways into PyTorch cost, without any work inside: host microseconds of a call.
 
-    python benchmarks/host_mechanisms.py [--device cpu]     # prints; writes no result
+    python benchmarks/host_mechanisms.py [--device cpu] [--out FOLDER]
 
 A convolution of ours has to be reached from ``F.conv2d``, with gradients, and a layer that is not
 ours has to find its way back to PyTorch's own operator. Both ways are timed here with an empty body
 that returns tensors made before, so what is left is the mechanism. The overrides are registered at
 the dispatch key of the device and stand only during their own turns. On the CPU the mechanisms cost
 what they cost on a GPU machine's CPU; only the operators that they lead back to are others there.
+
+It writes ``host_mechanisms.json`` where it is told a folder. What the pages show was measured on a
+CPU; ``host_overhead.py --alternatives`` records the same of a GPU machine.
 """
 
 from __future__ import annotations
@@ -16,11 +19,13 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from host_timing import Turn, interleaved_us
+from provenance import provenance, write
 from torch import Tensor
 
 CALLS, RUNS = 100, 60
@@ -294,7 +299,13 @@ def mechanisms_us(device: str, calls: int = CALLS, runs: int = RUNS) -> dict[str
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
-    print(json.dumps(mechanisms_us(parser.parse_args().device), indent=1))
+    parser.add_argument("--out", type=Path, help="write the result to this folder, too")
+    arguments = parser.parse_args()
+    found = mechanisms_us(arguments.device)
+    print(json.dumps(found, indent=1))
+    if arguments.out is not None:
+        result = provenance("torch", gpu=arguments.device == "cuda") | {"mechanisms": found}
+        print(f"written: {write('host_mechanisms', result, arguments.out)}")
 
 
 if __name__ == "__main__":

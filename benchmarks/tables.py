@@ -258,6 +258,7 @@ _OF_A_DEVICE: dict[str, tuple[tuple[str, ...], Callable[..., str]]] = {
 }
 TABLES: dict[str, tuple[tuple[str, ...], Callable[..., str]]] = {
     "service": (("service_latency.json",), service),
+    "mechanisms": (("host_mechanisms.json",), partial(mechanisms, markdown=markdown)),
 } | {
     f"{device}-{name}": (tuple(f"{device}/{file}" for file in files), make)
     for device in ("h100", "h200")

@@ -11,12 +11,13 @@ from torch import nn
 
 from confpred.errors import InvalidInput
 from confpred.families.candidate import PYTORCH_OPERATOR
-from confpred.network.problems import LayerCall, network_problems
+from confpred.network.problems import CHANNELS_FIRST, LayerCall, network_problems
 from confpred.predict.choice import Choice
 from confpred.predict.predictor import Predictor
 from confpred.problem.conv2d import Problem
 from confpred.problem.device import Device, get_device
 from confpred.pytorch.choosing import current_predictor
+from confpred.pytorch.layouts import channels_first_ms, converting_pays, copies_ms
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,10 +153,12 @@ def explain(
     if dtype is not None and not isinstance(dtype, torch.dtype):
         raise InvalidInput("dtype", dtype, "a torch.dtype, or None")
     calls = network_problems(model, example_inputs, training=training, dtype=dtype)
-    return Explanation(known.key, tuple(_rows(calls, known, current_predictor())))
+    return Explanation(known.key, tuple(_rows(calls, known, current_predictor(), training)))
 
 
-def _rows(calls: Iterable[LayerCall], device: Device, predictor: Predictor) -> Iterable[Row]:
+def _rows(
+    calls: Iterable[LayerCall], device: Device, predictor: Predictor, training: bool
+) -> Iterable[Row]:
     calls = list(calls)
     problems = {call.problem: None for call in calls if call.problem is not None}
     choices = dict(zip(problems, predictor.choose_many(problems, device), strict=True))
@@ -169,7 +172,10 @@ def _rows(calls: Iterable[LayerCall], device: Device, predictor: Predictor) -> I
             continue
         choice, theirs = choices[call.problem], pytorch[call.problem]
         reason = call.hindrance or _why_not_ours(choice)
-        if reason is None:
+        converted = None if training else _converted(call, choice, theirs, device)
+        if converted is not None:
+            yield converted
+        elif reason is None:
             words = " ".join(f"{k}={v}" for k, v in (choice.config or {}).items())
             yield Row(
                 call.name, call.problem, call.direction, choice.provider, words,
@@ -180,6 +186,27 @@ def _rows(calls: Iterable[LayerCall], device: Device, predictor: Predictor) -> I
                 call.name, call.problem, call.direction, PYTORCH_OPERATOR.provider, "",
                 theirs, theirs, reason,
             )  # fmt: skip
+
+
+def _converted(
+    call: LayerCall, choice: Choice, theirs_ms: float | None, device: Device
+) -> Row | None:
+    """The row of a layer whose tensors have their channels first, where `confpred.enable` converts
+    them; None where it does not."""
+    problem = call.problem
+    if call.hindrance != CHANNELS_FIRST or not isinstance(problem, Problem):
+        return None
+    ours_ms = choice.predicted_ms
+    if _why_not_ours(choice) is not None or ours_ms is None or theirs_ms is None:
+        return None
+    if not converting_pays(problem, ours_ms, theirs_ms, device):
+        return None
+    words = " ".join(f"{k}={v}" for k, v in (choice.config or {}).items())
+    return Row(
+        call.name, problem, call.direction, choice.provider, words,
+        ours_ms + copies_ms(problem, device), channels_first_ms(problem, theirs_ms),
+        "converted from NCHW",
+    )  # fmt: skip
 
 
 def _why_not_ours(choice: Choice) -> str | None:

@@ -32,6 +32,7 @@ from confpred.network.fused import OperatorCall, PlainCall, fused_call
 from confpred.network.instance_forward import InstanceForward
 from confpred.network.modules import is_convolution, norm_slots
 from confpred.network.tracing import convolutions_of, trace
+from confpred.pytorch.streams import is_capturing
 
 log = logging.getLogger("confpred")
 
@@ -142,6 +143,7 @@ class OptimizedForward(InstanceForward):
         self._program: Program | None = None
         self._watch: ModuleWatch | None = None
         self._folds: dict[torch.dtype | None, Fold] = {}
+        self._captured: list[Fold] = []
         self._traced: SimpleNamespace = SimpleNamespace()
         self._modes: tuple[nn.Module, ...] = ()
         self._channels_last: bool = settings.channels_last
@@ -222,7 +224,11 @@ class OptimizedForward(InstanceForward):
         fold = self._folds.get(cast)
         if fold is None or not fold.watch.is_same():
             fold = self._fold(module, program, cast)
-        return None if fold is None else fold.calls
+        if fold is None:
+            return None
+        if is_capturing():
+            self._captured.append(fold)  # a graph reads the copies at their addresses
+        return fold.calls
 
     def _is_built(self, module: nn.Module) -> bool:
         """Trace `module` where that has not been done, or its modules have changed."""

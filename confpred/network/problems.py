@@ -22,6 +22,7 @@ from confpred.network.instance_forward import remove
 from confpred.network.modules import geometry_of
 from confpred.network.tracing import convolutions_of, trace_parts
 from confpred.problem.conv2d import Problem
+from confpred.pytorch.fallback import PYTORCH_CONV2D
 from confpred.pytorch.ready import CHANNELS_LAST, DTYPES
 
 _OTHERS: Mapping[Any, str] = {
@@ -31,6 +32,9 @@ _OTHERS: Mapping[Any, str] = {
     F.conv_transpose2d: "transposed",
     F.conv_transpose3d: "transposed",
 }
+
+#: Why a layer whose tensors have their channels first is left to PyTorch.
+CHANNELS_FIRST = "layout NCHW"
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +211,7 @@ class _Recorder(TorchFunctionMode):
         kwargs = kwargs or {}
         if self._paused:
             return func(*args, **kwargs)
-        if func is F.conv2d:
+        if func is PYTORCH_CONV2D:
             return self._conv2d(*args, **kwargs)
         if func in _OTHERS:
             weight = args[1] if len(args) > 1 else kwargs.get("weight")
@@ -266,7 +270,7 @@ class _Recorder(TorchFunctionMode):
         stride, padding, dilation, groups = geometry
         dtype = self._dtype or self._cast(x)
         layout = x.is_contiguous(memory_format=CHANNELS_LAST)
-        hindrance = None if layout else "layout NCHW"
+        hindrance = None if layout else CHANNELS_FIRST
         kinds = [("fprop", epilogue)]
         if self._training and x.requires_grad:
             kinds.append(("dgrad", {}))

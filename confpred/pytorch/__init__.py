@@ -1,10 +1,22 @@
 """confpred inside PyTorch; importing this package imports PyTorch.
 
+routing     `enable` and `disable`: functions in the place of PyTorch's
 conv2d      the public function: checks its arguments, and decides which way a call goes
-autograd    custom operators, for gradients and torch.compile
-directions  forward, input gradient, filter gradient: ours or PyTorch's own
+autograd    gradients in eager mode, and the operators that torch.compile sees
+directions  a forward without gradients: ours, or PyTorch's own with a cheap epilogue
+gradients   a layer in training: what serves each of its three directions
+policy      whether to wait for a kernel, and whether to measure
+verify      measured choices
+recording   the choices of a block as a plan
+choosing    chosen, compiled, loaded; what was found is kept here
+fallback    PyTorch's own operators, whatever is put over them
+epilogue    one kernel for what follows PyTorch's own convolution
+layers      PyTorch's arguments as a problem
+layouts     which layouts kernels read, and when it pays to convert to them
+casts       weights in autocast's dtype
 ready       launches that are ready to run, one for each shape
 workspace   the device memory that launches on one stream share
+streams     what the hot path asks CUDA's runtime
 """
 
 from __future__ import annotations

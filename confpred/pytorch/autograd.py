@@ -9,6 +9,7 @@ launch.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -63,7 +64,7 @@ _apply: Any = torch._C._FunctionBase.__dict__["apply"].__get__(None, _Convolutio
 #: What a layer in training costs the host more than PyTorch's own node of the graph, which is
 #: C++ (``benchmarks/host_overhead.py``). A layer that saves the GPU less than that is left to
 #: PyTorch in eager mode, as the host may be what a step waits for; a CUDA graph has no such cost.
-_HOST_MS = 0.03
+_HOST_MS = 0.06
 
 
 def find_convolution(
@@ -102,7 +103,11 @@ def find_convolution(
         low.detach(), weight, bias, dtype, geometry, mask, transposed, output_padding
     )
     if isinstance(found, policy.Compiling):
-        return remember(key, found.until_then(served, key, original))  # type: ignore[no-any-return]
+        again = partial(
+            find_convolution, key, geometry=geometry, original=original, dtype=dtype, mask=mask,
+            transposed=transposed, output_padding=output_padding,
+        )  # fmt: skip
+        return remember(key, found.until_then(original, again))  # type: ignore[no-any-return]
     if found is None:
         converting = (
             None if any(mask) or transposed else find_converting(low, weight, bias, geometry)

@@ -12,7 +12,6 @@ launched.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -20,11 +19,10 @@ from confpred.errors import InvalidInput
 from confpred.problem.conv2d import ACTIVATIONS
 from confpred.pytorch.autograd import find_eager, traced
 from confpred.pytorch.directions import forward
-from confpred.pytorch.fallback import activate
+from confpred.pytorch.fallback import PYTORCH_CONV2D, activate
 from confpred.pytorch.layers import Geometry, Pair
 from confpred.pytorch.routing import is_watched
 
-_CONV2D = F.conv2d  # PyTorch's own, also while `confpred.enable` has put another in its place
 _PLAIN = (Tensor, Parameter)
 
 
@@ -88,7 +86,7 @@ def conv2d(
     if differentiable and not compiling:
 
         def original(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-            return _CONV2D(x, weight, bias, *geometry)
+            return PYTORCH_CONV2D(x, weight, bias, *geometry)
 
         # The activation's gradient needs its input, so neither the activation nor the residual is
         # fused.
@@ -118,7 +116,7 @@ def _by_pytorch(
     geometry: Geometry,
     activation: str,
 ) -> Tensor:
-    out = _CONV2D(x, weight, bias, *geometry)
+    out = PYTORCH_CONV2D(x, weight, bias, *geometry)
     return activate(activation, out if residual is None else out + residual)
 
 

@@ -87,7 +87,8 @@ def _find(
     found = policy.find(problem, x.get_device())
     if isinstance(found, policy.Compiling):
         theirs = partial(pytorch_fused, geometry=geometry, activation=activation)
-        return remember(key, found.until_then(served, key, theirs))
+        again = partial(_find, key, geometry=geometry, activation=activation)
+        return remember(key, found.until_then(theirs, again))
     return remember(key, found and densely(found.run, inputs))
 
 

@@ -11,21 +11,22 @@ from torch import Tensor
 from confpred.pytorch.epilogue import apply_epilogue
 from confpred.pytorch.layers import Geometry
 
-# The kernels that PyTorch itself has under these two names, below autograd and autocast.
-_BELOW = torch._C.DispatchKey.CompositeExplicitAutograd
-_FORWARD = torch.ops.aten.convolution.default
+#: PyTorch's own functions, also while `confpred.enable` has put others in their places.
+PYTORCH_CONV1D, PYTORCH_CONV2D = F.conv1d, F.conv2d
+PYTORCH_CONV_TRANSPOSE2D = F.conv_transpose2d
 _BACKWARD = torch.ops.aten.convolution_backward.default
 
 
 def pytorch_forward(*arguments: Any) -> Tensor:
-    """PyTorch's own ``aten::convolution``, without gradients."""
-    out: Tensor = _FORWARD._op_dk(_BELOW, *arguments)
+    """PyTorch's own ``aten::convolution``, by the cheapest way in; without gradients only where
+    none are recorded."""
+    out: Tensor = torch.convolution(*arguments)
     return out
 
 
 def pytorch_backward(*arguments: Any) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """PyTorch's own ``aten::convolution_backward``."""
-    grads: tuple[Tensor | None, Tensor | None, Tensor | None] = _BACKWARD._op_dk(_BELOW, *arguments)
+    grads: tuple[Tensor | None, Tensor | None, Tensor | None] = _BACKWARD(*arguments)
     return grads
 
 

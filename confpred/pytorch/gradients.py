@@ -29,16 +29,6 @@ Mask = tuple[bool, bool, bool]  # which of the gradients of x, weight and bias a
 Grads = tuple["Tensor | None", "Tensor | None", "Tensor | None"]
 
 
-# What `torch.are_deterministic_algorithms_enabled` and `torch.backends.cudnn.deterministic` read.
-_deterministic = torch._C._get_deterministic_algorithms
-_cudnn_deterministic = torch._C._get_cudnn_deterministic
-
-
-def is_deterministic() -> bool:
-    """Whether PyTorch is told to compute what is the same to the bit each time."""
-    return bool(_deterministic() or _cudnn_deterministic())
-
-
 @dataclass(frozen=True, slots=True)
 class Shape:
     """All that decides what serves a layer.
@@ -167,7 +157,7 @@ class Layer:
         return grad_x, grad_weight, grad_bias if mask[2] else None
 
     def _weight(self) -> Run | None:
-        deterministic = is_deterministic()
+        deterministic = policy.is_deterministic()
         if deterministic not in self.weight:  # the switch was turned after the forward pass
             problem = self.shape.problem("weight", deterministic)
             found = policy.find_at_once(problem, self.shape.ordinal)
@@ -209,7 +199,7 @@ def find_layer(
         tuple(x.shape), tuple(weight.shape), bias is not None, dtype, x.get_device(),
         geometry, transposed, output_padding,
     )  # fmt: skip
-    deterministic = is_deterministic()
+    deterministic = policy.is_deterministic()
     problems = [
         shape.problem("out"),
         shape.problem("x") if mask[0] else None,
@@ -247,7 +237,7 @@ def backward(out_grad: Tensor, x: Tensor, weight: Tensor, geometry: Geometry, ma
         weight.get_device(),
         geometry,
         mask,
-        is_deterministic(),
+        policy.is_deterministic(),
     )
     try:
         serve = served[key]
@@ -275,7 +265,10 @@ def _find_backward(key: Any, x: Tensor, weight: Tensor, geometry: Geometry, mask
                 *geometry[:3], False, (0, 0), geometry[3], list(mask),
             )  # fmt: skip
 
-        return remember(key, found.until_then(served, key, theirs))
+        def again(_: Tensor, x: Tensor, weight: Tensor, mask: Mask) -> Any:
+            return _find_backward(key, x, weight, geometry, mask)
+
+        return remember(key, found.until_then(theirs, again))
     if found is None or is_dense(weight):
         return remember(key, found and found.backward)
     layer = found

@@ -17,10 +17,10 @@ from confpred.pytorch.ready import CHANNELS_LAST
 
 #: Time of PyTorch's operator on channels-first tensors over that on channels-last ones: the tenth
 #: percentile of the layers measured, depthwise and others.
-CHANNELS_FIRST = {True: 0.5, False: 0.5}
-#: Share of the device's bandwidth that a copy between the layouts reaches, and what one takes at
-#: least, milliseconds.
-COPY_SHARE, COPY_MS = 0.4, 0.004
+CHANNELS_FIRST = {True: 0.58, False: 1.47}
+#: Share of the device's bandwidth that PyTorch's copies between the layouts reach, and what one
+#: takes at least, milliseconds.
+COPY_SHARE, COPY_MS = 0.14, 0.004
 
 
 def is_channels_last(x: Tensor) -> bool:
@@ -40,6 +40,12 @@ def copies_ms(problem: Problem, device: Device) -> float:
     return 2 * COPY_MS + 1e3 * moved / (COPY_SHARE * device.dram_bytes_per_s)
 
 
+def channels_first_ms(problem: Problem, pytorch_ms: float) -> float:
+    """The least that PyTorch's operator is expected to take on tensors with their channels first,
+    milliseconds, where it takes `pytorch_ms` on the others."""
+    return CHANNELS_FIRST[problem.group_width == 1] * pytorch_ms
+
+
 def converting_pays(
     problem: Problem, ours_ms: float | None, pytorch_ms: float | None, device: Device
 ) -> bool:
@@ -53,5 +59,4 @@ def converting_pays(
     """
     if ours_ms is None or pytorch_ms is None:
         return False
-    theirs = CHANNELS_FIRST[problem.group_width == 1] * pytorch_ms
-    return ours_ms + copies_ms(problem, device) < theirs
+    return ours_ms + copies_ms(problem, device) < channels_first_ms(problem, pytorch_ms)

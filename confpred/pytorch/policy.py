@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, MutableMapping
-from concurrent.futures import Future
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from math import inf
 from typing import Any
@@ -15,7 +15,17 @@ from confpred.predict.choice import Choice
 from confpred.problem.conv2d import Problem
 from confpred.pytorch import choosing
 from confpred.pytorch.ready import ReadyLaunch
+from confpred.pytorch.streams import is_capturing
 from confpred.pytorch.verify import Verifier
+
+# What `torch.are_deterministic_algorithms_enabled` and `torch.backends.cudnn.deterministic` read.
+_deterministic = torch._C._get_deterministic_algorithms
+_cudnn_deterministic = torch._C._get_cudnn_deterministic
+
+
+def is_deterministic() -> bool:
+    """Whether PyTorch is told to compute what is the same to the bit each time."""
+    return bool(_deterministic() or _cudnn_deterministic())
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,14 +60,17 @@ class Compiling:
     futures: tuple[Future[Compiled], ...]
 
     def until_then(
-        self, served: MutableMapping[Any, Any], key: Any, theirs: Callable[..., Any]
+        self, theirs: Callable[..., Any], find: Callable[..., Callable[..., Any] | None]
     ) -> Callable[..., Any]:
-        """`theirs`, which has `key` looked up anew once everything is compiled."""
+        """`theirs` while something is being compiled, then what `find` finds and remembers in its
+        place, of the same inputs. A capture waits: a graph would keep PyTorch's operator."""
 
         def serve(*inputs: Any) -> Any:
-            if all(future.done() for future in self.futures):
-                served.pop(key, None)
-            return theirs(*inputs)
+            if is_capturing():
+                wait(self.futures)
+            elif not all(future.done() for future in self.futures):
+                return theirs(*inputs)
+            return (find(*inputs) or theirs)(*inputs)
 
         return serve
 
@@ -66,7 +79,7 @@ def decide(problem: Problem, ordinal: int) -> Choice | None:
     """The kernel of ours that is to serve `problem` on CUDA device `ordinal`; None for PyTorch's
     own operator."""
     verifier = _current.verifier
-    if verifier is not None and not torch.cuda.is_current_stream_capturing():
+    if verifier is not None and not is_capturing():
         choice = verifier.fastest(problem, ordinal)
     else:
         choice = choosing.choose(problem, ordinal)
@@ -77,7 +90,7 @@ def prepare(choice: Choice, ordinal: int) -> ReadyLaunch | Compiling | None:
     """The launch of `choice`, or what it waits for; None where it cannot be had."""
     # A graph would keep PyTorch's operator for good, and what has to repeat to the bit must not
     # depend on when a compilation ends.
-    waits = torch.cuda.is_current_stream_capturing() or torch.are_deterministic_algorithms_enabled()
+    waits = is_capturing() or is_deterministic()
     if _current.background and not waits:
         futures = choosing.waiting_for(choice, ordinal)
         if futures:

@@ -33,11 +33,15 @@ from confpred.predict.plans import read_plan
 from confpred.pytorch import choosing, policy
 from confpred.pytorch.autograd import find_convolution, find_eager, traced
 from confpred.pytorch.choosing import remember, served
+from confpred.pytorch.fallback import (
+    PYTORCH_CONV1D,
+    PYTORCH_CONV2D,
+    PYTORCH_CONV_TRANSPOSE2D,
+)
 from confpred.pytorch.layers import Geometry
 from confpred.pytorch.layouts import is_channels_last
 from confpred.pytorch.verify import Verifier
 
-_CONV1D, _CONV2D, _TRANSPOSED = F.conv1d, F.conv2d, F.conv_transpose2d
 _PLAIN = frozenset((Tensor, Parameter))
 _lock = threading.Lock()
 _depth = 0  # how many `enable` calls have no `disable` yet
@@ -112,7 +116,7 @@ def disable() -> None:
             return  # what others may have put in the functions' places stays
         _depth -= 1
         if _depth == 0:
-            _install(_CONV1D, _CONV2D, _TRANSPOSED)
+            _install(PYTORCH_CONV1D, PYTORCH_CONV2D, PYTORCH_CONV_TRANSPOSE2D)
             policy.use(policy.Policy())
 
 
@@ -158,7 +162,7 @@ def conv2d(
 ) -> Tensor:
     """``torch.nn.functional.conv2d``, by the fastest kernel; what `enable` puts in its place."""
     if groups == 1:  # no family of ours serves dense layers
-        return _CONV2D(input, weight, bias, stride, padding, dilation, groups)
+        return PYTORCH_CONV2D(input, weight, bias, stride, padding, dilation, groups)
     if _is_dynamo() or not _is_plain(input, weight, bias):
         return _special(input, weight, bias, stride, padding, dilation, groups)
     dtype = x_dtype = input.dtype
@@ -197,7 +201,7 @@ def conv2d(
             )
         serve = None
     if serve is None:
-        return _CONV2D(input, weight, bias, stride, padding, dilation, groups)
+        return PYTORCH_CONV2D(input, weight, bias, stride, padding, dilation, groups)
     return serve(input, weight, bias)  # type: ignore[no-any-return]
 
 
@@ -215,7 +219,7 @@ def _find_conv2d(
         return remember(key, None)
 
     def original(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return _CONV2D(x, weight, bias, stride, padding, dilation, groups)
+        return PYTORCH_CONV2D(x, weight, bias, stride, padding, dilation, groups)
 
     return find_convolution(key, x, weight, bias, geometry, original, dtype=dtype, mask=mask)
 
@@ -232,7 +236,7 @@ def _special(
     """A grouped convolution that is not an eager one of plain tensors."""
 
     def original() -> Tensor:
-        return _CONV2D(x, weight, bias, stride, padding, dilation, groups)
+        return PYTORCH_CONV2D(x, weight, bias, stride, padding, dilation, groups)
 
     geometry = _geometry(stride, padding, dilation, groups)
     if not torch.compiler.is_compiling() or geometry is None or not x.is_cuda or x.dim() != 4:
@@ -251,7 +255,9 @@ def _conv_transpose2d(
     dilation: Any = 1,
 ) -> Tensor:
     def original(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return _TRANSPOSED(x, weight, bias, stride, padding, output_padding, groups, dilation)
+        return PYTORCH_CONV_TRANSPOSE2D(
+            x, weight, bias, stride, padding, output_padding, groups, dilation
+        )
 
     if groups == 1 or _is_dynamo() or not _is_plain(input, weight, bias):
         return original(input, weight, bias)
@@ -274,7 +280,7 @@ def _conv1d(
     groups: int = 1,
 ) -> Tensor:
     def original(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return _CONV1D(x, weight, bias, stride, padding, dilation, groups)
+        return PYTORCH_CONV1D(x, weight, bias, stride, padding, dilation, groups)
 
     if groups == 1 or _is_dynamo() or not _is_plain(input, weight, bias) or input.dim() != 3:
         return original(input, weight, bias)

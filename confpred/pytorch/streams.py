@@ -21,9 +21,10 @@ def _absent(*_: Any) -> Any:
     return False
 
 
-current_device = getattr(_C, "_cuda_getDevice", _absent)
-current_stream = getattr(_C, "_cuda_getCurrentRawStream", _absent)
-is_capturing = getattr(_C, "_cuda_isCurrentStreamCapturing", _absent)
+_built = torch.backends.cuda.is_built()
+current_device = _C._cuda_getDevice if _built else _absent
+current_stream = _C._cuda_getCurrentRawStream if _built else _absent
+is_capturing = _C._cuda_isCurrentStreamCapturing if _built else _absent
 
 
 def _plain_empty(size: Sizes, stride: Sizes, dtype: torch.dtype) -> Tensor:

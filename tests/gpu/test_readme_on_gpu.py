@@ -1,4 +1,4 @@
-"""What the README shows for a machine with a GPU, run as shown."""
+"""What the README and docs/pytorch.md show for a machine with a GPU, run as shown."""
 
 from __future__ import annotations
 
@@ -26,9 +26,30 @@ assert difference < 1e-3, difference
 """
 
 
-def block(repository: Path, mark: str) -> str:
-    """The README's block of code under that comment."""
-    text = (repository / "README.md").read_text(encoding="utf-8")
+_NETWORK = """
+import torch, confpred
+torch.manual_seed(0)
+layers = torch.nn.Conv2d(64, 64, 7, padding=3, groups=64), torch.nn.BatchNorm2d(64), torch.nn.ReLU()
+model = torch.nn.Sequential(*layers).cuda().half().eval()
+images = torch.randn(32, 64, 28, 28, device="cuda").half().to(memory_format=torch.channels_last)
+with torch.no_grad():
+    expected = model.double()(images.double())
+model.half()
+"""
+_COMPARED = """
+import time
+for _ in range(2):
+    with torch.no_grad():
+        y = model(images)
+    difference = torch.linalg.norm(y.double() - expected) / torch.linalg.norm(expected)
+    assert difference < 5e-3, difference
+    time.sleep(2)  # while kernels compile
+"""
+
+
+def block(repository: Path, mark: str, page: str = "README.md") -> str:
+    """The block of code under that comment."""
+    text = (repository / page).read_text(encoding="utf-8")
     (found,) = re.findall(rf"^<!-- {mark} -->\n```\w+\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
     return str(found)
 
@@ -41,7 +62,19 @@ def run(program: str, *words: str, folder: Path) -> None:
 
 
 def test_the_call_is_right(repository: Path, tmp_path: Path, device: Device) -> None:
-    run(block(repository, "run: gpu") + _CHECK, folder=tmp_path)
+    run(block(repository, "run: gpu", "docs/pytorch.md") + _CHECK, folder=tmp_path)
+
+
+@pytest.mark.parametrize("mark", ["run: enable", "run: optimize"])
+def test_a_network_computes_the_same(
+    repository: Path, tmp_path: Path, device: Device, mark: str
+) -> None:
+    run(_NETWORK + block(repository, mark) + _COMPARED, folder=tmp_path)
+
+
+@pytest.mark.parametrize("mark", ["run: enabled", "run: optimized"])
+def test_the_page_runs(repository: Path, tmp_path: Path, device: Device, mark: str) -> None:
+    run(block(repository, mark, "docs/pytorch.md"), folder=tmp_path)
 
 
 @pytest.mark.timeout(600)

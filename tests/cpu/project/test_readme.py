@@ -48,7 +48,8 @@ class Block:
 
 README = (Path(__file__).parents[3] / "README.md").read_text(encoding="utf-8")
 BLOCKS = [Block(*found) for found in FENCED.findall(README)]
-SPANS = re.findall(r"`([^`\n]+)`", FENCED.sub("", README))
+_TABLES = re.compile(r"<!-- table:.*?<!-- /table -->", re.DOTALL)
+SPANS = re.findall(r"`([^`\n]+)`", _TABLES.sub("", FENCED.sub("", README)))
 
 
 def run(
@@ -95,12 +96,7 @@ def test_the_tables_are_those_of_the_results(repository: Path) -> None:
 def test_every_table_of_a_page_with_results_is_made(tables: ModuleType, repository: Path) -> None:
     assert set(tables.PAGES) == {"README.md", "docs/results.md"}
     for page in tables.PAGES:
-        rest = re.sub(
-            r"<!-- table:.*?<!-- /table -->",
-            "",
-            (repository / page).read_text(encoding="utf-8"),
-            flags=re.DOTALL,
-        )
+        rest = _TABLES.sub("", (repository / page).read_text(encoding="utf-8"))
         typed = [
             line for line in rest.splitlines() if line.startswith("|") and re.search(r"\d", line)
         ]
@@ -184,13 +180,28 @@ def targets_of_make(block: Block, request: pytest.FixtureRequest, folder: Path) 
     assert "exec make test" in (repository / ".ci" / "run").read_text()
 
 
-def on_the_cpu(block: Block, request: pytest.FixtureRequest, folder: Path) -> None:
-    """Run it with tensors of the CPU, which PyTorch's operator serves; tests/gpu runs it as
-    shown."""
-    assert block.text.count('device="cuda"') == 2
-    text = block.text.replace('device="cuda"', 'device="cpu"')
-    text += "print(y.dtype, *y.shape, bool((y >= 0).all()))"
-    assert said(run(text, folder, "python")) == "torch.float16 32 128 56 56 True\n"
+#: What comes before and after the first two blocks.
+_NETWORK = """
+import torch, confpred
+torch.manual_seed(0)
+layers = torch.nn.Conv2d(8, 8, 3, padding=1, groups=8), torch.nn.BatchNorm2d(8), torch.nn.ReLU()
+model = torch.nn.Sequential(*layers).eval()
+images = torch.randn(2, 8, 9, 9)
+with torch.no_grad():
+    expected = model(images)
+"""
+_COMPARED = """
+with torch.no_grad():
+    torch.testing.assert_close(model(images), expected)
+print(torch.nn.functional.conv2d.__module__, type(model.forward).__name__)
+"""
+
+
+def in_a_network(block: Block, request: pytest.FixtureRequest, folder: Path) -> None:
+    """Run it on the CPU, where PyTorch's operators serve; tests/gpu runs it on a GPU."""
+    told = said(run(_NETWORK + block.text + _COMPARED, folder, block.language))
+    ours = ("confpred.pytorch.routing" in told, "OptimizedForward" in told)
+    assert ours == ("enable" in block.mark, "optimize" in block.mark), told
 
 
 def on_made_up_data(block: Block, request: pytest.FixtureRequest, folder: Path) -> None:
@@ -215,7 +226,8 @@ def on_made_up_data(block: Block, request: pytest.FixtureRequest, folder: Path) 
 HANDLERS = {
     "run": as_shown,
     "run: make": targets_of_make,
-    "run: gpu": on_the_cpu,
+    "run: enable": in_a_network,
+    "run: optimize": in_a_network,
     "run: service": with_a_server,
     "run: retrain": on_made_up_data,
 }
@@ -262,5 +274,5 @@ def test_what_the_text_names_exists(repository: Path) -> None:
         elif program.startswith("confpred."):
             assert program.partition(".")[2] in confpred.__all__, span
         else:
-            assert program in {"make", "pip", "--json", "torch.nn.functional.conv2d"}, span
+            assert program in {"make", "pip", "--json", "torch.compile", "training=True"}, span
             assert words == [], span

@@ -9,6 +9,7 @@ import random
 import subprocess
 import sys
 import textwrap
+import threading
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -260,17 +261,37 @@ def test_a_weight_that_is_gone_is_forgotten(on_cpu) -> None:
 
 def test_pytorch_serves_until_all_is_compiled() -> None:
     futures = (Future(), Future())
-    served: dict[str, object] = {}
-    serve = policy.Compiling(futures).until_then(served, "key", lambda x, y: x + y)
-    served["key"] = serve
+    found: list[tuple[int, int]] = []
+
+    def find(*inputs: int) -> object:
+        found.append(inputs)
+        return lambda x, y: x * y
+
+    serve = policy.Compiling(futures).until_then(lambda x, y: x + y, find)
     assert serve(1, 2) == 3
     futures[0].set_result(None)
     assert serve(1, 2) == 3
-    assert served == {"key": serve}
+    assert not found
     futures[1].set_exception(ValueError("a compiler's error is not the caller's"))
-    assert serve(1, 2) == 3
-    assert served == {}
-    assert serve(1, 2) == 3
+    assert serve(1, 2) == 2
+    assert found == [(1, 2)]
+
+
+def test_what_cannot_be_found_stays_pytorchs() -> None:
+    futures = (Future(),)
+    futures[0].set_result(None)
+    serve = policy.Compiling(futures).until_then(lambda x: x + 1, lambda _: None)
+    assert serve(1) == 2
+
+
+def test_a_capture_waits_for_the_compiler(monkeypatch) -> None:
+    monkeypatch.setattr(policy, "is_capturing", lambda: True)
+    future: Future[object] = Future()
+    serve = policy.Compiling((future,)).until_then(lambda x: x + 1, lambda _: lambda x: x * 10)
+    timer = threading.Timer(0.05, future.set_result, (None,))
+    timer.start()
+    assert serve(1) == 10
+    timer.join()
 
 
 @pytest.fixture
