@@ -71,7 +71,7 @@ def pytorch_refused() -> Iterator[None]:
         raise AssertionError("PyTorch's own operator was called")
 
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("_CONV1D", "_CONV2D", "_TRANSPOSED"):
+        for name in ("PYTORCH_CONV1D", "PYTORCH_CONV2D", "PYTORCH_CONV_TRANSPOSE2D"):
             patch.setattr(routing, name, refuse)
         for name in ("pytorch_forward", "pytorch_backward"):
             patch.setattr(gradients, name, refuse)
