@@ -8,14 +8,14 @@ remembers what it has folded. It is defined with the low-level library, since a 
 
 from __future__ import annotations
 
-import threading
+import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
 
 from confpred.pytorch.directions import forward
 from confpred.pytorch.fallback import activate
@@ -127,47 +127,72 @@ def _fake(
 Sources = tuple[Tensor | None, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class _Fold:
+    """What was folded, and what tells that it is still right.
+
+    Attributes:
+        sources: weak references to what it was made from; None for what was not there.
+        state: the sources' versions and addresses.
+        made: filter and bias.
+    """
+
+    sources: tuple[Any, ...]
+    state: list[int]
+    made: tuple[Tensor, Tensor | None]
+
+
 class _Folds:
-    """Filters and biases that have been folded, each kept as long as the filter it came from."""
+    """Filters and biases that have been folded, each kept as long as the filter it came from.
+
+    A call looks at no more than it has to: in a compiled program the host is often what is waited
+    for.
+    """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._kept: Any = WeakTensorKeyDictionary()
+        self._kept: dict[tuple[int, torch.dtype, float], _Fold] = {}
 
     def get(self, sources: Sources, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
         """Filter and bias of `sources` in `dtype`, in channels-last order."""
-        weight, mean = sources[0], sources[4]
-        if weight is None or (mean is None and weight.dtype is dtype):
+        weight = sources[0]
+        if weight is None or (sources[4] is None and weight.dtype is dtype):
             return weight, sources[1]  # type: ignore[return-value]
-        if any(t is not None and t.is_inference() for t in sources):
-            return _folded(sources, eps, dtype)  # they do not count their changes
-        state = (eps, *((id(t), t._version, t.data_ptr()) for t in sources if t is not None))
-        with self._lock:
-            by_dtype = self._kept.get(weight)
-            found = None if by_dtype is None else by_dtype.get(dtype)
-        if found is not None and found[0] == state and found[1].same(sources):
-            return found[2]  # type: ignore[no-any-return]
+        try:
+            state = _state(sources)
+        except RuntimeError:  # a tensor that was made in inference mode does not count its changes
+            return _folded(sources, eps, dtype)
+        key = (id(weight), dtype, eps)
+        found = self._kept.get(key)
+        if found is not None and found.state == state and _are(found.sources, sources):
+            return found.made
         made = _folded(sources, eps, dtype)
         if weight.is_cuda:
             if torch.cuda.is_current_stream_capturing():
                 return made  # its memory belongs to the graph
             torch.cuda.synchronize(weight.device)  # other streams are going to read it
-        with self._lock:
-            self._kept.setdefault(weight, {})[dtype] = (state, _Identities(sources), made)
+        kept = self._kept
+
+        def forget(reference: Any) -> None:
+            held = kept.get(key)
+            if held is not None and held.sources[0] is reference:
+                del kept[key]
+
+        others = (None if t is None else weakref.ref(t) for t in sources[1:])
+        kept[key] = _Fold((weakref.ref(weight, forget), *others), state, made)
         return made
 
 
-class _Identities:
-    """Remembers which tensors they were without keeping them: an id alone may be used again."""
+def _state(sources: Sources) -> list[int]:
+    present = [t for t in sources if t is not None]
+    return [t._version for t in present] + [t.data_ptr() for t in present]
 
-    def __init__(self, tensors: Sources) -> None:
-        self._tensors = WeakIdKeyDictionary()
-        for t in tensors[1:]:
-            if t is not None:
-                self._tensors[t] = True
 
-    def same(self, tensors: Sources) -> bool:
-        return all(t is None or t in self._tensors for t in tensors[1:])
+def _are(references: tuple[Any, ...], tensors: Sources) -> bool:
+    """Whether each reference is to the tensor in its place."""
+    for reference, t in zip(references, tensors, strict=True):
+        if (reference if reference is None else reference()) is not t:
+            return False
+    return True
 
 
 def _folded(sources: Sources, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:

@@ -239,7 +239,9 @@ def _special(
         return PYTORCH_CONV2D(x, weight, bias, stride, padding, dilation, groups)
 
     geometry = _geometry(stride, padding, dilation, groups)
-    if not torch.compiler.is_compiling() or geometry is None or not x.is_cuda or x.dim() != 4:
+    # Dynamo may take this function for PyTorch's own, by its name: it is then traced by AOTAutograd.
+    compiling = torch.compiler.is_compiling() or type(x) is FunctionalTensor
+    if not compiling or geometry is None or not x.is_cuda or x.dim() != 4:
         return original()
     return compiled(x, weight, bias, geometry, original)
 
