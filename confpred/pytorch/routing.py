@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
 from torch.nn import Parameter
 from torch.utils._device import DeviceContext
@@ -239,7 +240,7 @@ def _special(
         return PYTORCH_CONV2D(x, weight, bias, stride, padding, dilation, groups)
 
     geometry = _geometry(stride, padding, dilation, groups)
-    # Dynamo may take this function for PyTorch's own, by its name: it is then traced by AOTAutograd.
+    # Dynamo may take this function for PyTorch's own, by its name; AOTAutograd traces it then.
     compiling = torch.compiler.is_compiling() or type(x) is FunctionalTensor
     if not compiling or geometry is None or not x.is_cuda or x.dim() != 4:
         return original()
