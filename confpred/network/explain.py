@@ -16,7 +16,7 @@ from confpred.predict.choice import Choice
 from confpred.predict.predictor import Predictor
 from confpred.problem.conv2d import Problem
 from confpred.problem.device import Device, get_device
-from confpred.pytorch.choosing import current_predictor
+from confpred.pytorch.choosing import current_predictor, why_not_ours
 from confpred.pytorch.layouts import channels_first_ms, converting_pays, copies_ms
 
 
@@ -171,7 +171,7 @@ def _rows(
             )  # fmt: skip
             continue
         choice, theirs = choices[call.problem], pytorch[call.problem]
-        reason = call.hindrance or _why_not_ours(choice)
+        reason = call.hindrance or why_not_ours(choice)
         converted = None if training else _converted(call, choice, theirs, device)
         if converted is not None:
             yield converted
@@ -197,7 +197,7 @@ def _converted(
     if call.hindrance != CHANNELS_FIRST or not isinstance(problem, Problem):
         return None
     ours_ms = choice.predicted_ms
-    if _why_not_ours(choice) is not None or ours_ms is None or theirs_ms is None:
+    if why_not_ours(choice) is not None or ours_ms is None or theirs_ms is None:
         return None
     if not converting_pays(problem, ours_ms, theirs_ms, device):
         return None
@@ -207,19 +207,6 @@ def _converted(
         ours_ms + copies_ms(problem, device), channels_first_ms(problem, theirs_ms),
         "converted from NCHW",
     )  # fmt: skip
-
-
-def _why_not_ours(choice: Choice) -> str | None:
-    """Why PyTorch's operator runs; None if a kernel of ours does."""
-    if choice.source == "heuristic":
-        return "no model for this device"
-    if choice.source == "fallback":
-        return "no kernel of ours is legal"
-    if choice.family is not None:
-        return None
-    return {"pinned": "pinned", "measured": "measured slower"}.get(
-        choice.source, "predicted slower"
-    )
 
 
 def _cells(row: Row) -> tuple[str, ...]:

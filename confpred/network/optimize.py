@@ -21,7 +21,7 @@ from confpred.network.tracing import convolutions_of, trace_parts
 from confpred.network.training import is_trainable, train_together
 from confpred.predict.choice import Choice
 from confpred.predict.predictor import Predictor
-from confpred.pytorch.choosing import compile_ahead, current_predictor, use_predictor
+from confpred.pytorch.choosing import compile_ahead, current_predictor, is_ours, use_predictor
 
 log = logging.getLogger("confpred")
 Model = TypeVar("Model", bound=nn.Module)
@@ -130,11 +130,6 @@ def revert(model: Model) -> Model:
             with torch.inference_mode(False):
                 parameter.data = parameter.data.contiguous()
     return model
-
-
-def is_ours(choice: Choice) -> bool:
-    """Whether `confpred.conv2d` would launch a kernel of ours for `choice`."""
-    return choice.family is not None and choice.source != "heuristic"
 
 
 def _check(model: object, filter_fn: object) -> None:

@@ -32,7 +32,7 @@ from confpred.network.modules import (
 )
 from confpred.pytorch.layers import Geometry
 from confpred.pytorch.routing import conv2d
-from confpred.pytorch.streams import empty
+from confpred.pytorch.streams import current_device, empty
 
 _CHUNK = 24  # layers; larger saves little more, smaller makes gradients wait less
 _is_dynamo = torch.compiler.is_dynamo_compiling
@@ -66,7 +66,7 @@ class _CastTogether(torch.autograd.Function):
     def forward(ctx: Any, dtype: torch.dtype, *parameters: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.dtypes = [p.dtype for p in parameters]
-        copies = tuple(empty((*p.shape,), p.stride(), dtype) for p in parameters)
+        copies = tuple(_empty_like(p, dtype) for p in parameters)
         torch._foreach_copy_(copies, parameters)
         return copies
 
@@ -81,6 +81,12 @@ class _CastTogether(torch.autograd.Function):
                 torch._foreach_copy_(cast, [g for g, _ in found])
         each = iter(cast)
         return None, *(None if g is None else next(each) for g in grads)
+
+
+def _empty_like(p: Tensor, dtype: torch.dtype) -> Tensor:
+    if p.get_device() == current_device():
+        return empty((*p.shape,), p.stride(), dtype)
+    return torch.empty_like(p, dtype=dtype)
 
 
 class TrainingRoot(InstanceForward):

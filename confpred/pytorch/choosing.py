@@ -136,14 +136,28 @@ def announce(choice: Choice) -> None:
         watcher(choice)
 
 
-def is_ours(choice: Choice | None) -> bool:
-    """Whether a kernel of ours is to run; a guess without a model is not enough for that."""
-    if choice is None or choice.candidate == PYTORCH_OPERATOR or choice.source == "heuristic":
-        source = "unknown device" if choice is None else choice.source
-        log.debug("%s: PyTorch's own operator (%s)", choice and choice.problem, source)
-        return False
-    log.debug("%s: %s %s (%s)", choice.problem, choice.provider, choice.config, choice.source)
-    return True
+def why_not_ours(choice: Choice) -> str | None:
+    """Why PyTorch's own operator is to run, in words; None if a kernel of ours is."""
+    if choice.source == "heuristic":
+        return "no model for this device"  # a guess is not enough
+    if choice.source == "fallback":
+        return "no kernel of ours is legal"
+    if choice.candidate == PYTORCH_OPERATOR:
+        told = {"pinned": "pinned", "measured": "measured slower"}
+        return told.get(choice.source, "predicted slower")
+    if choice.source == "predicted" and getattr(choice.problem, "groups", 0) == 1:
+        return "dense layers were never sampled"
+    return None
+
+
+def is_ours(choice: Choice) -> bool:
+    """Whether a kernel of ours is to run."""
+    reason = why_not_ours(choice)
+    if reason is None:
+        log.debug("%s: %s %s (%s)", choice.problem, choice.provider, choice.config, choice.source)
+    else:
+        log.debug("%s: PyTorch's own operator (%s: %s)", choice.problem, choice.source, reason)
+    return reason is None
 
 
 def load(choice: Choice, ordinal: int) -> ReadyLaunch | None:
