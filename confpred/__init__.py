@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from confpred.pytorch.choosing import use_predictor as use_predictor
     from confpred.pytorch.conv2d import conv2d as conv2d
     from confpred.pytorch.recording import record_plan as record_plan
-    from confpred.pytorch.routing import disable as disable
-    from confpred.pytorch.routing import enable as enable
-    from confpred.pytorch.routing import enabled as enabled
+    from confpred.pytorch.switch import disable as disable
+    from confpred.pytorch.switch import enable as enable
+    from confpred.pytorch.switch import enabled as enabled
 
 __version__ = "0.1.0"
 _WHERE = {
@@ -35,9 +35,9 @@ _WHERE = {
     "Predictor": "confpred.predict.predictor",
     "Problem": "confpred.problem.conv2d",
     "conv2d": "confpred.pytorch.conv2d",
-    "disable": "confpred.pytorch.routing",
-    "enable": "confpred.pytorch.routing",
-    "enabled": "confpred.pytorch.routing",
+    "disable": "confpred.pytorch.switch",
+    "enable": "confpred.pytorch.switch",
+    "enabled": "confpred.pytorch.switch",
     "explain": "confpred.network.explain",
     "get_device": "confpred.problem.device",
     "load_bundle": "confpred.network.bundle",

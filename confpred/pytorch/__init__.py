@@ -1,8 +1,10 @@
 """confpred inside PyTorch; importing this package imports PyTorch.
 
-routing     `enable` and `disable`: functions in the place of PyTorch's
+switch      `enable` and `disable`
+routing     the functions that they put in the place of PyTorch's
 conv2d      the public function: checks its arguments, and decides which way a call goes
-autograd    gradients in eager mode, and the operators that torch.compile sees
+autograd    eager calls, with gradients or without
+operators   what torch.compile sees
 directions  a forward without gradients: ours, or PyTorch's own with a cheap epilogue
 gradients   a layer in training: what serves each of its three directions
 policy      whether to wait for a kernel, and whether to measure

@@ -1,26 +1,23 @@
-"""Convolution with gradients: in eager mode, and as `torch.compile` sees it.
+"""Eager convolution, with gradients or without: what serves calls of one kind.
 
-Eager mode takes a `torch.autograd.Function`, which costs the host no more than PyTorch's own node
-of the graph. A compiled program takes operators of the dispatcher, `torch.ops.confpred.conv2d` and
-its backward, registered without the wrapping of `torch.library.custom_op`, which costs more than a
-launch.
+With gradients it is a `torch.autograd.Function`, which costs the host about as much as PyTorch's
+own node of the graph (``benchmarks/host_mechanisms.py``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from confpred.errors import InvalidInput
 from confpred.pytorch import policy
 from confpred.pytorch.casts import low_precision
 from confpred.pytorch.choosing import remember, served
-from confpred.pytorch.directions import find_converting, forward
-from confpred.pytorch.gradients import Grads, Layer, Mask, backward, find_layer
+from confpred.pytorch.directions import find_converting
+from confpred.pytorch.gradients import Grads, Layer, Mask, find_layer
 from confpred.pytorch.layers import Geometry
 from confpred.pytorch.ready import CHANNELS_LAST, DTYPES, dense, densely, is_dense
 from confpred.pytorch.streams import is_capturing
@@ -97,7 +94,7 @@ def find_convolution(
     casts = torch.is_autocast_enabled("cuda")
     taken = DTYPES if casts else (dtype,)  # autocast leaves float64 and integers as they are
     if any(t is not None and t.dtype not in taken for t in (x, weight, bias)):
-        return remember(key, None)  # type: ignore[no-any-return]  # PyTorch says what is wrong
+        return remember(key, None)  # PyTorch says what is wrong
     low = x if x.dtype is dtype else x.detach().to(dtype)
     found = find_layer(
         low.detach(), weight, bias, dtype, geometry, mask, transposed, output_padding
@@ -107,12 +104,12 @@ def find_convolution(
             find_convolution, key, geometry=geometry, original=original, dtype=dtype, mask=mask,
             transposed=transposed, output_padding=output_padding,
         )  # fmt: skip
-        return remember(key, found.until_then(original, again))  # type: ignore[no-any-return]
+        return remember(key, found.until_then(original, again))
     if found is None:
         converting = (
             None if any(mask) or transposed else find_converting(low, weight, bias, geometry)
         )
-        return remember(key, converting)  # type: ignore[no-any-return]
+        return remember(key, converting)
     layer = found
     if any(mask):
         repack = weight.dtype is dtype and not is_dense(weight)
@@ -129,10 +126,10 @@ def find_convolution(
             def differentiate_in_graphs(x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
                 return (differentiate if is_capturing() else original)(x, weight, bias)
 
-            return remember(key, differentiate_in_graphs)  # type: ignore[no-any-return]
-        return remember(key, differentiate)  # type: ignore[no-any-return]
+            return remember(key, differentiate_in_graphs)
+        return remember(key, differentiate)
     if low is x and weight.dtype is dtype and layer.out is not None and not transposed:
-        return remember(key, densely(layer.out, (x, weight, bias)))  # type: ignore[no-any-return]
+        return remember(key, densely(layer.out, (x, weight, bias)))
 
     def compute(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         x = x if x.dtype is dtype else x.to(dtype)
@@ -141,7 +138,7 @@ def find_convolution(
             bias = low_precision(bias, dtype)
         return layer.forward(x, weight, bias)
 
-    return remember(key, compute)  # type: ignore[no-any-return]
+    return remember(key, compute)
 
 
 def find_eager(
@@ -186,141 +183,3 @@ def find_eager(
             key, x, weight, bias, geometry, original, dtype=dtype, mask=mask,
             transposed=transposed, output_padding=output_padding,
         )  # fmt: skip
-
-
-_library = torch.library.Library("confpred", "FRAGMENT")
-_GEOMETRY = "SymInt[] stride, SymInt[] padding, SymInt[] dilation, SymInt groups"
-_library.define(
-    "conv2d(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, "
-    f"{_GEOMETRY}, str activation) -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-_library.define(
-    f"conv2d_backward(Tensor out_grad, Tensor x, Tensor weight, {_GEOMETRY}, bool[] mask)"
-    " -> (Tensor, Tensor, Tensor)",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-Ints = Sequence[int]
-
-
-def geometry_of(stride: Ints, padding: Ints, dilation: Ints, groups: int) -> Geometry:
-    return (
-        (stride[0], stride[1]),
-        (padding[0], padding[1]),
-        (dilation[0], dilation[1]),
-        groups,
-    )
-
-
-def _conv2d(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    stride: Ints,
-    padding: Ints,
-    dilation: Ints,
-    groups: int,
-    activation: str,
-) -> Tensor:
-    geometry = geometry_of(stride, padding, dilation, groups)
-    return forward(x, weight, bias, residual, geometry, activation)
-
-
-def _conv2d_backward(
-    out_grad: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    stride: Ints,
-    padding: Ints,
-    dilation: Ints,
-    groups: int,
-    mask: Sequence[bool],
-) -> tuple[Tensor, ...]:
-    geometry = geometry_of(stride, padding, dilation, groups)
-    grads = backward(out_grad, x, weight, geometry, (mask[0], mask[1], mask[2]))
-    # A schema has no optional output, and Inductor counts on the strides that were promised.
-    return tuple(
-        x.new_empty(0)
-        if grad is None
-        else grad.contiguous(
-            memory_format=CHANNELS_LAST if grad.dim() == 4 else torch.contiguous_format
-        )
-        for grad in grads
-    )
-
-
-_library.impl("conv2d", _conv2d, "CompositeExplicitAutograd")
-_library.impl("conv2d_backward", _conv2d_backward, "CompositeExplicitAutograd")
-
-
-def _fake_conv2d(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    stride: Ints,
-    padding: Ints,
-    dilation: Ints,
-    groups: int,
-    activation: str,
-) -> Tensor:
-    out: Tensor = torch.ops.aten.convolution.default(
-        x, weight, bias, stride, padding, dilation, False, [0, 0], groups
-    )
-    return out
-
-
-def _fake_conv2d_backward(
-    out_grad: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    stride: Ints,
-    padding: Ints,
-    dilation: Ints,
-    groups: int,
-    mask: Sequence[bool],
-) -> tuple[Tensor, ...]:
-    absent = x.new_empty(0)
-    return (
-        torch.empty_like(x, memory_format=CHANNELS_LAST) if mask[0] else absent,
-        torch.empty_like(weight, memory_format=CHANNELS_LAST) if mask[1] else x.new_empty(0),
-        x.new_empty(weight.shape[0]) if mask[2] else x.new_empty(0),
-    )
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, weight, _, residual, *ctx.geometry, activation = inputs
-    ctx.fused = activation != "none" or residual is not None
-    ctx.save_for_backward(x, weight)
-
-
-def _backward(ctx: Any, out_grad: Tensor) -> tuple[Tensor | None, ...]:
-    if ctx.fused:
-        raise InvalidInput(
-            "activation", "fused", "none and no residual, where gradients are asked for"
-        )
-    x, weight = ctx.saved_tensors
-    mask = list(ctx.needs_input_grad[:3])
-    grads = torch.ops.confpred.conv2d_backward(out_grad, x, weight, *ctx.geometry, mask)
-    return (*(g if asked else None for g, asked in zip(grads, mask, strict=True)), *(None,) * 6)
-
-
-torch.library.register_fake("confpred::conv2d", _fake_conv2d, lib=_library)
-torch.library.register_fake("confpred::conv2d_backward", _fake_conv2d_backward, lib=_library)
-torch.library.register_autograd(
-    "confpred::conv2d", _backward, setup_context=_setup_context, lib=_library
-)
-
-
-def traced(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    geometry: Geometry,
-    activation: str,
-) -> Tensor:
-    """The same in a program that is being traced: an operator that chooses when it runs."""
-    out: Tensor = torch.ops.confpred.conv2d(x, weight, bias, residual, *geometry, activation)
-    return out

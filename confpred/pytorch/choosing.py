@@ -16,7 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -40,6 +40,7 @@ from confpred.pytorch import layouts
 from confpred.pytorch.ready import ReadyLaunch
 
 log = logging.getLogger(__name__)
+Found = TypeVar("Found")
 _MOST_KEPT = 65_536
 _THREADS = 8
 
@@ -81,7 +82,7 @@ def forget() -> None:
     served.clear()
 
 
-def remember(key: Any, what: Any) -> Any:
+def remember(key: Any, what: Found) -> Found:
     """`what`, which serves calls of `key` from now on."""
     if len(served) < _MOST_KEPT:
         served[key] = what

@@ -17,10 +17,11 @@ from torch.nn import Parameter
 
 from confpred.errors import InvalidInput
 from confpred.problem.conv2d import ACTIVATIONS
-from confpred.pytorch.autograd import find_eager, traced
+from confpred.pytorch.autograd import find_eager
 from confpred.pytorch.directions import forward
 from confpred.pytorch.fallback import PYTORCH_CONV2D, activate
 from confpred.pytorch.layers import Geometry, Pair
+from confpred.pytorch.operators import traced
 from confpred.pytorch.routing import is_watched
 
 _PLAIN = (Tensor, Parameter)

@@ -1,38 +1,28 @@
-"""`enable` and `disable`: PyTorch's own functions, by the fastest kernel.
+"""PyTorch's functions of convolution, by the fastest kernel: what `confpred.enable` puts in place.
 
-While enabled, ``conv1d``, ``conv2d`` and ``conv_transpose2d`` of `torch.nn.functional` (and of
-`torch`, where they have the same names) are functions of this module; every `torch.nn` layer calls
-them. A dense layer goes straight on to PyTorch's function. That costs it a third of a microsecond;
-an override of ``aten::convolution`` at the CUDA dispatch key would cost it three, and fifteen in
-the backward pass (``benchmarks/host_mechanisms.py`` compares the ways).
+A dense layer goes straight on to PyTorch's function. That costs it a third of a microsecond; an
+override of ``aten::convolution`` at the CUDA dispatch key would cost it three, and fifteen in the
+backward pass (``benchmarks/host_mechanisms.py`` compares the ways).
 
     F.conv2d --+-- groups == 1, subclasses, torch.func, tracing, other modes --> PyTorch's function
                +-- torch.compile -----------------------> torch.ops.confpred.conv2d (chosen at run)
-               `-- eager --> convolve --+-- ours, with or without gradients
+               `-- eager --> served ----+-- ours, with or without gradients
                                         `-- else PyTorch's function
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
 from torch.nn import Parameter
 from torch.utils._device import DeviceContext
 
-from confpred.errors import InvalidInput
-from confpred.predict.choice import Choice
-from confpred.predict.plans import read_plan
-from confpred.pytorch import choosing, policy
-from confpred.pytorch.autograd import find_convolution, find_eager, traced
+from confpred.pytorch.autograd import find_convolution, find_eager
 from confpred.pytorch.choosing import remember, served
 from confpred.pytorch.fallback import (
     PYTORCH_CONV1D,
@@ -41,11 +31,9 @@ from confpred.pytorch.fallback import (
 )
 from confpred.pytorch.layers import Geometry
 from confpred.pytorch.layouts import is_channels_last
-from confpred.pytorch.verify import Verifier
+from confpred.pytorch.operators import traced
 
 _PLAIN = frozenset((Tensor, Parameter))
-_lock = threading.Lock()
-_depth = 0  # how many `enable` calls have no `disable` yet
 _peek = torch._C._functorch.peek_interpreter_stack
 _modes = torch._C._len_torch_dispatch_stack
 _function_modes = torch._C._len_torch_function_stack
@@ -56,100 +44,9 @@ _is_grad_enabled = torch.is_grad_enabled
 _NO_GRADIENTS = (False, False, False)
 
 
-def enable(
-    *,
-    wait: bool = False,
-    verify: int | None = None,
-    verify_budget_s: float = 60.0,
-    plan: str | Path | None = None,
-) -> None:
-    """Let every convolution of this process be computed by the fastest kernel.
-
-    No model is touched, and nothing else changes: what has no kernel of ours, or none that is
-    predicted to win, is computed by PyTorch's own operator. `disable` undoes it. Calls nest: each
-    `enable` needs its own `disable`, and the latest call's settings hold. Programs that
-    `torch.compile` has compiled stay as they were compiled.
-
-    Args:
-        wait: compile a kernel when it is first needed, and wait for it. Otherwise kernels compile
-            in other threads, PyTorch's operator serves until they are there, and the first steps
-            are not repeatable to the bit; where PyTorch is told to be deterministic, it waits.
-        verify: time so many of the best predictions, and PyTorch's operator, once for each new
-            shape, and take the fastest; None to trust the predictions.
-        verify_budget_s: seconds after which `verify` measures no more.
-        plan: a file of choices (``confpred.record_plan``) that are taken as they are; with
-            `verify`, what is measured is written to it.
-
-    Raises:
-        InvalidInput: `verify` or `verify_budget_s` is out of range, or `plan` was made for another
-            device.
-        DataError: `plan` is not valid, or was made for other kernels.
-    """
-    global _depth
-    if verify is not None and (type(verify) is not int or not 1 <= verify <= 8):
-        raise InvalidInput("verify", verify, "an integer from 1 to 8, or None")
-    if type(verify_budget_s) not in (int, float) or not verify_budget_s > 0:
-        raise InvalidInput("verify_budget_s", verify_budget_s, "a positive number of seconds")
-    path = None if plan is None else Path(plan)
-    followed: tuple[Choice, ...] = ()
-    if path is not None and (verify is None or path.exists()):
-        if verify is not None:
-            followed = read_plan(path).choices
-        choosing.use_plan(path)
-    verifier = None
-    if verify is not None:
-        verifier = Verifier(verify, verify_budget_s, path, followed=followed)
-    with _lock:
-        _depth += 1
-        policy.use(policy.Policy(background=not wait, verifier=verifier))
-        _tell_torchscript()
-        _install(_conv1d, conv2d, _conv_transpose2d)
-
-
-def disable() -> None:
-    """Undo one `enable`; PyTorch's functions are its own again after the last one.
-
-    Without an `enable` it does nothing.
-    """
-    global _depth
-    with _lock:
-        if _depth == 0:
-            return  # what others may have put in the functions' places stays
-        _depth -= 1
-        if _depth == 0:
-            _install(PYTORCH_CONV1D, PYTORCH_CONV2D, PYTORCH_CONV_TRANSPOSE2D)
-            policy.use(policy.Policy())
-
-
-@contextmanager
-def enabled(**settings: Any) -> Iterator[None]:
-    """`enable` for the block; takes the same arguments."""
-    enable(**settings)
-    try:
-        yield
-    finally:
-        disable()
-
-
-def is_enabled() -> bool:
-    """Whether some `enable` has no `disable` yet."""
-    return _depth > 0
-
-
-def _install(conv1d: Any, conv2d: Any, conv_transpose2d: Any) -> None:
-    for module in (F, torch):
-        module.conv1d = conv1d  # type: ignore[attr-defined]
-        module.conv2d = conv2d  # type: ignore[attr-defined]
-        module.conv_transpose2d = conv_transpose2d  # type: ignore[attr-defined]
-
-
-def _tell_torchscript() -> None:
-    """Have `torch.jit.script` compile PyTorch's operators where it finds our functions."""
-    register = getattr(torch.jit._builtins, "_register_builtin", None)
-    if register is not None:
-        register(_conv1d, "aten::conv1d")
-        register(conv2d, "aten::conv2d")
-        register(_conv_transpose2d, "aten::conv_transpose2d")
+def _is_exporting() -> bool:
+    """Whether `torch.export` is at work; PyTorch 2.6 cannot tell."""
+    return hasattr(torch.compiler, "is_exporting") and torch.compiler.is_exporting()
 
 
 def conv2d(
@@ -247,7 +144,7 @@ def _special(
     return compiled(x, weight, bias, geometry, original)
 
 
-def _conv_transpose2d(
+def conv_transpose2d(
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
@@ -273,7 +170,7 @@ def _conv_transpose2d(
     return original(input, weight, bias) if serve is None else serve(input, weight, bias)
 
 
-def _conv1d(
+def conv1d(
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
@@ -351,7 +248,7 @@ def compiled(
     """A convolution in a program that is being compiled: PyTorch's own where the layout leaves no
     kernel of ours, so that Inductor may choose another, else an operator that chooses at run
     time."""
-    if torch.compiler.is_exporting() or not is_channels_last(x):
+    if _is_exporting() or not is_channels_last(x):
         return original()
     if torch.is_autocast_enabled("cuda"):
         dtype = torch.get_autocast_dtype("cuda")

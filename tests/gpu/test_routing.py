@@ -25,7 +25,7 @@ from layers_on_gpu import (
 from torch import nn
 
 import confpred
-from confpred.pytorch import choosing, routing
+from confpred.pytorch import choosing, switch
 
 conv1d, conv2d, conv_transpose2d = F.conv1d, F.conv2d, F.conv_transpose2d  # PyTorch's own
 
@@ -317,7 +317,7 @@ def test_disabling_gives_pytorchs_bits_back(layer) -> None:
         F.conv2d(*layer, **SHAPE)
     confpred.disable()
     try:
-        assert not routing.is_enabled()
+        assert not switch.is_enabled()
         assert torch.equal(F.conv2d(*layer, **SHAPE), expected)
     finally:
         confpred.enable(wait=True)

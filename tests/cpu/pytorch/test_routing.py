@@ -22,7 +22,7 @@ from confpred.errors import ConfpredError, DataError, InvalidInput
 from confpred.predict.plans import plan_of, read_plan, write_plan
 from confpred.predict.predictor import Predictor
 from confpred.problem.conv2d import Problem
-from confpred.pytorch import casts, choosing, policy, routing
+from confpred.pytorch import casts, choosing, policy, routing, switch
 
 NAMES = ("conv1d", "conv2d", "conv_transpose2d")
 OWN = {name: getattr(F, name) for name in NAMES}
@@ -31,7 +31,7 @@ OWN = {name: getattr(F, name) for name in NAMES}
 @pytest.fixture(autouse=True)
 def undone() -> Iterator[None]:
     yield
-    while routing.is_enabled():
+    while switch.is_enabled():
         confpred.disable()
     assert is_undone()
 
@@ -65,10 +65,10 @@ def test_functions_are_replaced_and_restored() -> None:
     assert is_undone()
     confpred.enable()
     assert is_routed()
-    assert routing.is_enabled()
+    assert switch.is_enabled()
     confpred.disable()
     assert is_undone()
-    assert not routing.is_enabled()
+    assert not switch.is_enabled()
 
 
 def test_each_enable_needs_its_own_disable() -> None:
@@ -125,7 +125,7 @@ def test_bad_settings_are_named_and_enable_nothing(settings, field) -> None:
         confpred.enable(**settings)
     assert caught.value.field == field
     assert is_undone()
-    assert not routing.is_enabled()
+    assert not switch.is_enabled()
 
 
 def test_a_plan_that_cannot_be_read_enables_nothing(tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ def test_a_plan_that_cannot_be_read_enables_nothing(tmp_path: Path) -> None:
         with pytest.raises(DataError, match=r"none\.json|plan\.json"):
             confpred.enable(plan=path)
         assert is_undone()
-        assert not routing.is_enabled()
+        assert not switch.is_enabled()
     with pytest.raises(ConfpredError), confpred.enabled(plan=damaged, verify=2):
         pytest.fail("a damaged plan was taken")
     assert is_undone()
@@ -174,7 +174,7 @@ def test_threads_may_toggle_during_calls() -> None:
             done.set()
         assert all(future.result() > 0 for future in toggling)
     assert is_undone()
-    assert not routing.is_enabled()
+    assert not switch.is_enabled()
 
 
 def test_nothing_runs_on_a_gpu_here(monkeypatch) -> None:

@@ -1,0 +1,127 @@
+"""`enable` and `disable`: the one line.
+
+While enabled, ``conv1d``, ``conv2d`` and ``conv_transpose2d`` of `torch.nn.functional` (and of
+`torch`, where they have the same names) are those of `confpred.pytorch.routing`; every `torch.nn`
+layer calls them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from confpred.errors import InvalidInput
+from confpred.predict.choice import Choice
+from confpred.predict.plans import read_plan
+from confpred.pytorch import choosing, policy, routing
+from confpred.pytorch.fallback import (
+    PYTORCH_CONV1D,
+    PYTORCH_CONV2D,
+    PYTORCH_CONV_TRANSPOSE2D,
+)
+from confpred.pytorch.verify import Verifier
+
+_lock = threading.Lock()
+_depth = 0  # how many `enable` calls have no `disable` yet
+
+
+def enable(
+    *,
+    wait: bool = False,
+    verify: int | None = None,
+    verify_budget_s: float = 60.0,
+    plan: str | Path | None = None,
+) -> None:
+    """Let every convolution of this process be computed by the fastest kernel.
+
+    No model is touched, and nothing else changes: what has no kernel of ours, or none that is
+    predicted to win, is computed by PyTorch's own operator. `disable` undoes it. Calls nest: each
+    `enable` needs its own `disable`, and the latest call's settings hold. Programs that
+    `torch.compile` has compiled stay as they were compiled.
+
+    Args:
+        wait: compile a kernel when it is first needed, and wait for it. Otherwise kernels compile
+            in other threads, PyTorch's operator serves until they are there, and the first steps
+            are not repeatable to the bit; where PyTorch is told to be deterministic, it waits.
+        verify: time so many of the best predictions, and PyTorch's operator, once for each new
+            shape, and take the fastest; None to trust the predictions.
+        verify_budget_s: seconds after which `verify` measures no more.
+        plan: a file of choices (``confpred.record_plan``) that are taken as they are; with
+            `verify`, what is measured is written to it.
+
+    Raises:
+        InvalidInput: `verify` or `verify_budget_s` is out of range, or `plan` was made for another
+            device.
+        DataError: `plan` is not valid, or was made for other kernels.
+    """
+    global _depth
+    if verify is not None and (type(verify) is not int or not 1 <= verify <= 8):
+        raise InvalidInput("verify", verify, "an integer from 1 to 8, or None")
+    if type(verify_budget_s) not in (int, float) or not verify_budget_s > 0:
+        raise InvalidInput("verify_budget_s", verify_budget_s, "a positive number of seconds")
+    path = None if plan is None else Path(plan)
+    followed: tuple[Choice, ...] = ()
+    if path is not None and (verify is None or path.exists()):
+        if verify is not None:
+            followed = read_plan(path).choices
+        choosing.use_plan(path)
+    verifier = None
+    if verify is not None:
+        verifier = Verifier(verify, verify_budget_s, path, followed=followed)
+    with _lock:
+        _depth += 1
+        policy.use(policy.Policy(background=not wait, verifier=verifier))
+        _tell_torchscript()
+        _install(routing.conv1d, routing.conv2d, routing.conv_transpose2d)
+
+
+def disable() -> None:
+    """Undo one `enable`; PyTorch's functions are its own again after the last one.
+
+    Without an `enable` it does nothing.
+    """
+    global _depth
+    with _lock:
+        if _depth == 0:
+            return  # what others may have put in the functions' places stays
+        _depth -= 1
+        if _depth == 0:
+            _install(PYTORCH_CONV1D, PYTORCH_CONV2D, PYTORCH_CONV_TRANSPOSE2D)
+            policy.use(policy.Policy())
+
+
+@contextmanager
+def enabled(**settings: Any) -> Iterator[None]:
+    """`enable` for the block; takes the same arguments."""
+    enable(**settings)
+    try:
+        yield
+    finally:
+        disable()
+
+
+def is_enabled() -> bool:
+    """Whether some `enable` has no `disable` yet."""
+    return _depth > 0
+
+
+def _install(conv1d: Any, conv2d: Any, conv_transpose2d: Any) -> None:
+    for module in (F, torch):
+        module.conv1d = conv1d  # type: ignore[attr-defined]
+        module.conv2d = conv2d  # type: ignore[attr-defined]
+        module.conv_transpose2d = conv_transpose2d  # type: ignore[attr-defined]
+
+
+def _tell_torchscript() -> None:
+    """Have `torch.jit.script` compile PyTorch's operators where it finds our functions."""
+    register = getattr(torch.jit._builtins, "_register_builtin", None)
+    if register is not None:
+        register(routing.conv1d, "aten::conv1d")
+        register(routing.conv2d, "aten::conv2d")
+        register(routing.conv_transpose2d, "aten::conv_transpose2d")
