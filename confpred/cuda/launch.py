@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import struct
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -48,38 +48,32 @@ def _launch_kernel() -> Any:
 class BoundLaunch:
     """Kernels with their grids and scalars; only the addresses of the operands are missing.
 
-    `enqueue` is the hot path of the library. All steps point into one array of addresses.
+    All steps point into one array of addresses.
 
     Args:
         kernels: one for each step of `launch`.
         launch: the steps.
         names: the operands' names, in the order in which `enqueue` is given their addresses.
+
+    Attributes:
+        enqueue: called with the handle of a CUDA stream and the device address of each operand, 0
+            for an absent one; launches all steps there. The current context must be the kernels'.
+            It raises `NoContext` where this thread has none, and `LaunchError` where the driver
+            refuses. It is the hot path of the library: one function that holds what it needs.
     """
 
-    __slots__ = (
-        "_addresses",
-        "_calls",
-        "_configs",
-        "_kept",
-        "_launch",
-        "_lock",
-        "_pack",
-        "_stream",
-    )
+    __slots__ = ("enqueue",)
 
     def __init__(self, kernels: Sequence[Kernel], launch: Launch, names: Sequence[str]) -> None:
-        self._launch = _launch_kernel()
-        self._addresses = ctypes.create_string_buffer(8 * (len(names) + 1))  # the last stays null
-        self._pack = struct.Struct(f"{len(names)}Q").pack_into
+        addresses = ctypes.create_string_buffer(8 * (len(names) + 1))  # the last one stays null
         place = {name: index for index, name in enumerate(names)}
-        self._configs: list[_Config] = []
-        self._calls: list[tuple[Any, ...]] = []
-        self._kept: list[Any] = []
-        self._stream = 0  # the one that the configs name
+        configs: list[_Config] = []
+        calls: list[tuple[Any, ...]] = []
+        kept: list[Any] = [kernels]
         for kernel, step in zip(kernels, launch.steps, strict=True):
             scalars = (ctypes.c_int32 * len(step.scalars))(*step.scalars.values())
             slots = [place.get(name, len(names)) for name in step.operands]
-            starts = [ctypes.addressof(self._addresses) + 8 * slot for slot in slots]
+            starts = [ctypes.addressof(addresses) + 8 * slot for slot in slots]
             starts += [ctypes.addressof(scalars) + 4 * i for i in range(len(scalars))]
             arguments = (ctypes.c_void_p * len(starts))(*starts)
             config = _Config(
@@ -88,29 +82,34 @@ class BoundLaunch:
             # The driver takes a library's kernel in place of a function (CUDA driver API,
             # "CUkernel").
             function = ctypes.c_void_p(int(kernel.handle))
-            self._configs.append(config)
-            self._calls.append((ctypes.byref(config), function, arguments, None))
-            self._kept.append((scalars, kernel))
-        self._lock = threading.Lock()  # the one array of addresses may have many callers
+            configs.append(config)
+            calls.append((ctypes.byref(config), function, arguments, None))
+            kept.append(scalars)
+        self.enqueue = _enqueue_of(addresses, len(names), configs, calls, kept)
 
-    def enqueue(self, stream: int, addresses: Sequence[int]) -> None:
-        """Launch all steps on the CUDA stream of handle `stream` with the device address of each
-        operand, 0 for an absent one. The current context must be the kernels'.
 
-        Raises:
-            NoContext: this thread has no current context.
-            LaunchError: the driver refused.
-        """
-        with self._lock:
-            self._pack(self._addresses, 0, *addresses)
-            if stream != self._stream:
-                for config in self._configs:
+def _enqueue_of(
+    buffer: Any, count: int, configs: list[_Config], calls: list[tuple[Any, ...]], kept: list[Any]
+) -> Callable[[int, Sequence[int]], None]:
+    """`BoundLaunch.enqueue`; `kept` lives as long as it does."""
+    pack, launch = struct.Struct(f"{count}Q").pack_into, _launch_kernel()
+    lock = threading.Lock()  # the one array of addresses may have many callers
+    current = 0  # the stream that the configs name
+
+    def enqueue(stream: int, addresses: Sequence[int], _kept: list[Any] = kept) -> None:
+        nonlocal current
+        with lock:
+            pack(buffer, 0, *addresses)
+            if stream != current:
+                for config in configs:
                     config.stream = stream
-                self._stream = stream
-            for call in self._calls:
-                code = self._launch(*call)
+                current = stream
+            for call in calls:
+                code = launch(*call)
                 if code:
                     _refuse(code)
+
+    return enqueue
 
 
 def _refuse(code: int) -> None:

@@ -48,7 +48,7 @@ class ReadyLaunch:
         names = _NAMES[problem.direction]
         ends = (ZEROED, SCRATCH) if launch.zeroed_bytes or launch.scratch_bytes else ()
         bound = BoundLaunch(kernels, launch, (*names, *ends))
-        enqueue = _with_workspace(bound, launch, ordinal) if ends else _with_context(bound, ordinal)
+        enqueue = _with_workspace(bound, launch, ordinal) if ends else bound.enqueue
         make = _filter_gradient if problem.direction == "wgrad" else _one_output
         self.run: Callable[..., Any] = make(problem, enqueue, ordinal)
 
@@ -56,21 +56,8 @@ class ReadyLaunch:
 Enqueue = Callable[[int, "tuple[int, ...]"], None]
 
 
-def _with_context(bound: BoundLaunch, ordinal: int) -> Enqueue:
-    plain = bound.enqueue
-
-    def enqueue(stream: int, addresses: tuple[int, ...]) -> None:
-        try:
-            plain(stream, addresses)
-        except NoContext:  # a thread's first use of the GPU, as in the backward pass
-            driver.make_current(ordinal)
-            plain(stream, addresses)
-
-    return enqueue
-
-
 def _with_workspace(bound: BoundLaunch, launch: Launch, ordinal: int) -> Enqueue:
-    plain = _with_context(bound, ordinal)
+    plain = bound.enqueue
     device = torch.device("cuda", ordinal)
     zeroed, scratch = launch.zeroed_bytes, launch.scratch_bytes
 
@@ -104,7 +91,11 @@ def _one_output(problem: Problem, enqueue: Enqueue, ordinal: int) -> Callable[..
             )
         out: Tensor = empty(size, stride, dtype)
         places = (out.data_ptr(), at_a, at_b, at_c, at_d)
-        enqueue(current_stream(ordinal), places if epilogue else places[:3])
+        try:
+            enqueue(current_stream(ordinal), places if epilogue else places[:3])
+        except NoContext:  # a thread's first use of the GPU, as in the backward pass
+            driver.make_current(ordinal)
+            return run(a, b, c, d)
         return out
 
     return run
@@ -128,7 +119,11 @@ def _filter_gradient(
         grad: Tensor = empty(size, stride, dtype)
         bias: Tensor | None = None if channels is None else empty(channels, (1,), dtype)
         at_bias = 0 if bias is None else bias.data_ptr()
-        enqueue(current_stream(ordinal), (grad.data_ptr(), at_bias, at_grad, at_x))
+        try:
+            enqueue(current_stream(ordinal), (grad.data_ptr(), at_bias, at_grad, at_x))
+        except NoContext:
+            driver.make_current(ordinal)
+            return run(out_grad, x)
         return grad, bias
 
     return run
