@@ -23,6 +23,7 @@ from confpred.network.modules import geometry_of
 from confpred.network.tracing import convolutions_of, trace_parts
 from confpred.problem.conv2d import Problem
 from confpred.pytorch.fallback import PYTORCH_CONV2D
+from confpred.pytorch.layers import described
 from confpred.pytorch.ready import CHANNELS_LAST, DTYPES
 
 _OTHERS: Mapping[Any, str] = {
@@ -267,7 +268,6 @@ class _Recorder(TorchFunctionMode):
         epilogue: dict[str, Any],
     ) -> None:
         """Add the forward of a layer, and its gradients where they are needed."""
-        stride, padding, dilation, groups = geometry
         dtype = self._dtype or self._cast(x)
         layout = x.is_contiguous(memory_format=CHANNELS_LAST)
         hindrance = None if layout else CHANNELS_FIRST
@@ -283,25 +283,8 @@ class _Recorder(TorchFunctionMode):
             if dtype not in DTYPES:
                 self._add(name, None, direction, f"dtype {str(dtype).removeprefix('torch.')}")
                 continue
-            n, c, h, w = x.shape
-            k, _, r, s = weight.shape
             try:
-                problem = Problem(
-                    n=n,
-                    c=c,
-                    h=h,
-                    w=w,
-                    k=k,
-                    r=r,
-                    s=s,
-                    stride=stride,
-                    padding=padding,
-                    dilation=dilation,
-                    groups=groups,
-                    dtype=DTYPES[dtype],
-                    direction=direction,
-                    **fields,
-                )
+                problem = described(direction, x.shape, weight.shape, dtype, geometry, **fields)
             except InvalidProblem as error:
                 self._add(name, None, direction, str(error))
             else:

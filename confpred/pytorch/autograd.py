@@ -113,12 +113,15 @@ def find_convolution(
     layer = found
     if any(mask):
         repack = weight.dtype is dtype and not is_dense(weight)
+        repack_bias = bias is not None and not is_dense(bias)
 
         def differentiate(x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
             if x.dtype is not dtype:
                 x = x.to(dtype)
             if repack:
                 weight = weight.contiguous(memory_format=CHANNELS_LAST)
+            if repack_bias and bias is not None:
+                bias = bias.contiguous()
             return _apply(x, weight, bias, layer)
 
         if layer.saves_ms < _HOST_MS:
@@ -134,8 +137,8 @@ def find_convolution(
     def compute(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         x = x if x.dtype is dtype else x.to(dtype)
         weight = dense(weight) if weight.dtype is dtype else low_precision(weight, dtype)
-        if bias is not None and bias.dtype is not dtype:
-            bias = low_precision(bias, dtype)
+        if bias is not None:
+            bias = dense(bias) if bias.dtype is dtype else low_precision(bias, dtype)
         return layer.forward(x, weight, bias)
 
     return remember(key, compute)
@@ -170,7 +173,7 @@ def find_eager(
         casts,
         x.get_device(),
         weight.get_device(),
-        bias if bias is None else (bias.dtype, bias.get_device(), bias.stride()),
+        bias if bias is None else (bias.dtype, bias.get_device(), bias.shape, bias.stride()),
         mask,
         transposed,
         output_padding,

@@ -3,6 +3,7 @@
 `forward` looks up what serves tensors of these shapes and layouts, and finds it the first time:
 
     served[key]   None             PyTorch's own operator
+                  a function       PyTorch's own operator and an epilogue of ours
                   a ReadyLaunch    ours, at once
                   while compiling  PyTorch's own operator, until our kernel is there
 """
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from confpred.pytorch import choosing, policy
 from confpred.pytorch.choosing import remember, served
-from confpred.pytorch.fallback import pytorch_fused
+from confpred.pytorch.fallback import pytorch_fused, pytorch_run
 from confpred.pytorch.layers import Geometry, alike, problem_of
 from confpred.pytorch.layouts import is_channels_first, is_channels_last
 from confpred.pytorch.ready import dense, densely
@@ -51,7 +52,7 @@ def forward(
         weight.get_device(),
         geometry,
         activation,
-        bias if bias is None else (bias.dtype, bias.get_device()),
+        bias if bias is None else (bias.dtype, bias.get_device(), bias.shape, bias.stride()),
         residual if residual is None else _like(residual),
     )
     try:
@@ -80,16 +81,18 @@ def _find(
         "fprop", x.shape, weight.shape, x.dtype, geometry,
         bias=bias is not None, activation=activation, residual=residual is not None,
     )  # fmt: skip
-    if problem is None:
+    if problem is None or (bias is not None and bias.shape != (problem.k,)):
         return remember(key, None)
     if residual is not None and residual.shape != (problem.n, problem.k, problem.p, problem.q):
         return remember(key, None)  # one that is broadcast
     found = policy.find(problem, x.get_device())
+    if found is None:
+        return remember(key, pytorch_run(geometry, activation, partial(remember, key)))
     if isinstance(found, policy.Compiling):
         theirs = partial(pytorch_fused, geometry=geometry, activation=activation)
         again = partial(_find, key, geometry=geometry, activation=activation)
         return remember(key, found.until_then(theirs, again))
-    return remember(key, found and densely(found.run, inputs))
+    return remember(key, densely(found.run, inputs))
 
 
 def find_converting(x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry) -> Any:

@@ -7,6 +7,7 @@ operators do the same in place.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -76,6 +77,33 @@ def apply_epilogue(
     ]
     bound.enqueue(current_stream(device), addresses)
     return out
+
+
+def epilogue_of(
+    out: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str
+) -> Callable[[Tensor, Tensor | None, Tensor | None], Tensor] | None:
+    """`apply_epilogue` for tensors that are like these in all but their values and addresses; None
+    where PyTorch's operators serve, or nothing is to be done."""
+    nothing = bias is None and residual is None and activation == "none"
+    if nothing or not can_apply(out, bias, residual, activation):
+        return None
+    ordinal = out.get_device()
+    kinds = (out.dtype, bias is not None, residual is not None, activation, ordinal)
+    key = (out.numel(), out.shape[1], *kinds)
+    bound = _bound[key] if key in _bound else _bind(*key)
+    if bound is None:
+        return None
+    enqueue = bound.enqueue
+
+    def finish(out: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
+        at_residual = 0 if residual is None else residual.data_ptr()
+        if at_residual % ALIGNMENT or current_device() != ordinal:
+            return apply_epilogue(out, bias, residual, activation)
+        at_bias = 0 if bias is None else bias.data_ptr()
+        enqueue(current_stream(ordinal), (out.data_ptr(), at_bias, at_residual))
+        return out
+
+    return finish
 
 
 def can_apply(

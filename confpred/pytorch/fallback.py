@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from confpred.pytorch.epilogue import apply_epilogue
+from confpred.pytorch.epilogue import apply_epilogue, epilogue_of
 from confpred.pytorch.layers import Geometry
 
 #: PyTorch's own functions, also while `confpred.enable` has put others in their places.
@@ -55,3 +56,36 @@ def pytorch_fused(
         return activate(activation, out if residual is None else out + residual)
     out = pytorch_forward(x, weight, None, stride, padding, dilation, False, (0, 0), groups)
     return apply_epilogue(out, bias, residual, activation)
+
+
+def pytorch_run(
+    geometry: Geometry, activation: str, keep: Callable[[Callable[..., Tensor]], Any]
+) -> Callable[..., Tensor]:
+    """`pytorch_fused` for plain CUDA tensors that are alike in all but their values, where no
+    gradients are recorded; the first call gives `keep` what does the same with less work for the
+    host."""
+    stride, padding, dilation, groups = geometry
+    arguments = (stride, padding, dilation, False, (0, 0), groups)
+
+    def first(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
+        if residual is None and activation == "none":
+            keep(plain)
+            return plain(x, weight, bias, residual)
+        out = pytorch_forward(x, weight, None, *arguments)
+        finish = epilogue_of(out, bias, residual, activation)
+        if finish is None:
+            return apply_epilogue(out, bias, residual, activation)
+
+        def fused(
+            x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None
+        ) -> Tensor:
+            return finish(torch.convolution(x, weight, None, *arguments), bias, residual)
+
+        keep(fused)
+        return finish(out, bias, residual)
+
+    def plain(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
+        out: Tensor = torch.convolution(x, weight, bias, *arguments)
+        return out
+
+    return first

@@ -195,6 +195,9 @@ def find_layer(
         return None
     if x.dtype is not dtype or not is_channels_last(x):
         return None
+    channels = weight.shape[1] * geometry[3] if transposed else weight.shape[0]
+    if bias is not None and bias.shape != (channels,):
+        return None  # PyTorch says what is wrong
     shape = Shape(
         tuple(x.shape), tuple(weight.shape), bias is not None, dtype, x.get_device(),
         geometry, transposed, output_padding,

@@ -34,32 +34,49 @@ def problem_of(
         geometry: stride, padding, dilation, groups.
         epilogue: further fields of the problem.
     """
-    stride, padding, dilation, groups = geometry
+    groups = geometry[3]
     if dtype not in DTYPES or len(image) != 4 or len(filters) != 4:
         return None
     if groups < 1 or image[1] != filters[1] * groups:
         return None  # PyTorch's own error message is the one that its users know
-    n, c, h, w = image
-    k, _, r, s = filters
     try:
-        return Problem(
-            n=n,
-            c=c,
-            h=h,
-            w=w,
-            k=k,
-            r=r,
-            s=s,
-            stride=stride,
-            padding=padding,
-            dilation=dilation,
-            groups=groups,
-            dtype=DTYPES[dtype],
-            direction=direction,
-            **epilogue,
-        )
+        return described(direction, image, filters, dtype, geometry, **epilogue)
     except InvalidProblem:
         return None
+
+
+def described(
+    direction: str,
+    image: Sequence[int],
+    filters: Sequence[int],
+    dtype: torch.dtype,
+    geometry: Geometry,
+    **epilogue: Any,
+) -> Problem:
+    """The problem of a layer whose arguments fit together; see `problem_of`.
+
+    Raises:
+        InvalidProblem: a size is out of range, or the output would be empty.
+    """
+    stride, padding, dilation, groups = geometry
+    n, c, h, w = image
+    k, _, r, s = filters
+    return Problem(
+        n=n,
+        c=c,
+        h=h,
+        w=w,
+        k=k,
+        r=r,
+        s=s,
+        stride=stride,
+        padding=padding,
+        dilation=dilation,
+        groups=groups,
+        dtype=DTYPES[dtype],
+        direction=direction,
+        **epilogue,
+    )
 
 
 def alike(x: Tensor, *others: Tensor | None) -> bool:

@@ -81,7 +81,7 @@ def conv2d(
         casts,
         input.get_device(),
         weight.get_device(),
-        bias if bias is None else (bias.dtype, bias.get_device(), bias.stride()),
+        bias if bias is None else (bias.dtype, bias.get_device(), bias.shape, bias.stride()),
         mask,
         stride,
         padding,

@@ -206,6 +206,22 @@ def test_a_filter_of_any_layout_is_taken(layer) -> None:
             close(mine, torch.autograd.grad(right, exact)[0])
 
 
+def test_a_bias_of_any_layout_is_taken_and_of_another_length_refused(layer) -> None:
+    x, weight, bias = layer
+    one = bias[:1].expand(bias.numel())  # a stride of 0
+    for given in (bias, one, torch.stack((bias, bias), 1)[:, 0]):
+        expected = conv2d(*in_float64(x, weight, given), **SHAPE)
+        with pytorch_refused():
+            close(F.conv2d(x, weight, given, **SHAPE), expected)
+            close(confpred.conv2d(x, weight, given, activation=None, **SHAPE), expected)
+            leaf = given.detach().requires_grad_()
+            close(F.conv2d(x, weight, leaf, **SHAPE).detach(), expected)
+    for wrong in (bias[:-1], torch.cat((bias, bias))):
+        for call in (F.conv2d, confpred.conv2d):
+            with pytest.raises(RuntimeError, match="bias"):
+                call(x, weight, wrong, **SHAPE)
+
+
 def test_channels_first_is_pytorchs_where_a_copy_does_not_pay(layer) -> None:
     x, weight, bias = layer
     x = x.contiguous()
