@@ -96,20 +96,19 @@ def find_convolution(
     if any(t is not None and t.dtype not in taken for t in (x, weight, bias)):
         return remember(key, None)  # PyTorch says what is wrong
     low = x if x.dtype is dtype else x.detach().to(dtype)
-    found = find_layer(
+    found: Any = find_layer(
         low.detach(), weight, bias, dtype, geometry, mask, transposed, output_padding
     )
+    if found is None and not any(mask) and not transposed:
+        found = find_converting(low, weight, bias, geometry)
     if isinstance(found, policy.Compiling):
         again = partial(
             find_convolution, key, geometry=geometry, original=original, dtype=dtype, mask=mask,
             transposed=transposed, output_padding=output_padding,
         )  # fmt: skip
         return remember(key, found.until_then(original, again))
-    if found is None:
-        converting = (
-            None if any(mask) or transposed else find_converting(low, weight, bias, geometry)
-        )
-        return remember(key, converting)
+    if not isinstance(found, Layer):
+        return remember(key, found)  # type: ignore[no-any-return]
     layer = found
     if any(mask):
         repack = weight.dtype is dtype and not is_dense(weight)

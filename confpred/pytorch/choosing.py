@@ -59,15 +59,27 @@ def use_predictor(predictor: Predictor) -> None:
     forget()
 
 
-def use_plan(path: Path) -> None:
+def use_plan(path: Path) -> Callable[[], None]:
     """Take the choices in the plan at `path` as they are, on the current CUDA device.
+
+    Returns:
+        What goes back to the former predictor.
 
     Raises:
         InvalidInput, DataError: see `confpred.predict.predictor.Predictor.load`.
     """
     on_gpu = torch.cuda.is_available()  # else the file is checked, and of no use
     device = driver.device_of(torch.cuda.current_device()) if on_gpu else None
-    use_predictor(Predictor.load(pins=path, device=device))
+    planned = Predictor.load(pins=path, device=device)
+    former = _predictor
+    use_predictor(planned)
+
+    def undo() -> None:
+        global _predictor
+        _predictor = former
+        forget()
+
+    return undo
 
 
 def current_predictor() -> Predictor:

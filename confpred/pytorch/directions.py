@@ -20,7 +20,7 @@ from confpred.pytorch.choosing import remember, served
 from confpred.pytorch.fallback import pytorch_fused, pytorch_run
 from confpred.pytorch.layers import Geometry, alike, problem_of
 from confpred.pytorch.layouts import is_channels_first, is_channels_last
-from confpred.pytorch.ready import dense, densely
+from confpred.pytorch.ready import ReadyLaunch, dense, densely
 
 
 def forward(
@@ -96,8 +96,8 @@ def _find(
 
 
 def find_converting(x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry) -> Any:
-    """What serves tensors with their channels first, by a copy into channels last and back; None
-    where PyTorch's own operator is predicted to be faster."""
+    """What serves tensors with their channels first, by a copy into channels last and back, or what
+    that waits for; None where PyTorch's own operator is predicted to be faster."""
     if not alike(x, weight, bias) or not is_channels_first(x):
         return None
     problem = problem_of("fprop", x.shape, weight.shape, x.dtype, geometry, bias=bias is not None)
@@ -106,9 +106,9 @@ def find_converting(x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Ge
     choice = policy.decide(problem, x.get_device())
     if choice is None or not choosing.converting_pays(choice, x.get_device()):
         return None
-    ready = choosing.load(choice, x.get_device())
-    if ready is None:
-        return None
+    ready = policy.prepare(choice, x.get_device())
+    if not isinstance(ready, ReadyLaunch):
+        return ready
     run = ready.run
 
     def convert(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -45,12 +45,14 @@ class Policy:
 _current = Policy()
 
 
-def use(policy: Policy) -> None:
-    """Follow `policy` from now on; what another verifier may decide is chosen again."""
+def use(policy: Policy) -> Policy:
+    """Follow `policy` from now on, and return the former one; what another verifier may decide is
+    chosen again."""
     global _current
     former, _current = _current, policy
     if policy.verifier is not former.verifier:
         choosing.forget()
+    return former
 
 
 @dataclass(frozen=True, slots=True)

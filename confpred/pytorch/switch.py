@@ -8,7 +8,7 @@ layer calls them.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,8 @@ from confpred.pytorch.fallback import (
 from confpred.pytorch.verify import Verifier
 
 _lock = threading.Lock()
-_depth = 0  # how many `enable` calls have no `disable` yet
+#: What each `enable` that has no `disable` yet has put aside: the settings, and what undoes a plan.
+_former: list[tuple[policy.Policy, Callable[[], None] | None]] = []
 
 
 def enable(
@@ -42,8 +43,8 @@ def enable(
 
     No model is touched, and nothing else changes: what has no kernel of ours, or none that is
     predicted to win, is computed by PyTorch's own operator. `disable` undoes it. Calls nest: each
-    `enable` needs its own `disable`, and the latest call's settings hold. Programs that
-    `torch.compile` has compiled stay as they were compiled.
+    `enable` needs its own `disable`, and the settings of the latest that is not undone hold.
+    Programs that `torch.compile` has compiled stay as they were compiled.
 
     Args:
         wait: compile a kernel when it is first needed, and wait for it. Otherwise kernels compile
@@ -60,40 +61,42 @@ def enable(
             device.
         DataError: `plan` is not valid, or was made for other kernels.
     """
-    global _depth
     if verify is not None and (type(verify) is not int or not 1 <= verify <= 8):
         raise InvalidInput("verify", verify, "an integer from 1 to 8, or None")
     if type(verify_budget_s) not in (int, float) or not verify_budget_s > 0:
         raise InvalidInput("verify_budget_s", verify_budget_s, "a positive number of seconds")
     path = None if plan is None else Path(plan)
+    undo: Callable[[], None] | None = None
     followed: tuple[Choice, ...] = ()
     if path is not None and (verify is None or path.exists()):
         if verify is not None:
             followed = read_plan(path).choices
-        choosing.use_plan(path)
+        undo = choosing.use_plan(path)
     verifier = None
     if verify is not None:
         verifier = Verifier(verify, verify_budget_s, path, followed=followed)
     with _lock:
-        _depth += 1
-        policy.use(policy.Policy(background=not wait, verifier=verifier))
+        former = policy.use(policy.Policy(background=not wait, verifier=verifier))
+        _former.append((former, undo))
         _tell_torchscript()
         _install(routing.conv1d, routing.conv2d, routing.conv_transpose2d)
 
 
 def disable() -> None:
-    """Undo one `enable`; PyTorch's functions are its own again after the last one.
+    """Undo the latest `enable`, its settings and its plan included; PyTorch's functions are its own
+    again after the last one.
 
     Without an `enable` it does nothing.
     """
-    global _depth
     with _lock:
-        if _depth == 0:
+        if not _former:
             return  # what others may have put in the functions' places stays
-        _depth -= 1
-        if _depth == 0:
+        settings, undo_plan = _former.pop()
+        policy.use(settings)
+        if undo_plan is not None:
+            undo_plan()
+        if not _former:
             _install(PYTORCH_CONV1D, PYTORCH_CONV2D, PYTORCH_CONV_TRANSPOSE2D)
-            policy.use(policy.Policy())
 
 
 @contextmanager
@@ -108,7 +111,7 @@ def enabled(**settings: Any) -> Iterator[None]:
 
 def is_enabled() -> bool:
     """Whether some `enable` has no `disable` yet."""
-    return _depth > 0
+    return bool(_former)
 
 
 def _install(conv1d: Any, conv2d: Any, conv_transpose2d: Any) -> None:

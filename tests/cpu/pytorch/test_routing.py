@@ -107,6 +107,7 @@ def test_the_latest_settings_hold() -> None:
         with confpred.enabled(verify=2, verify_budget_s=1):
             assert policy._current.background
             assert policy._current.verifier.top == 2
+        assert policy._current == policy.Policy()
     assert policy._current == policy.Policy()
 
 
