@@ -29,30 +29,31 @@ class _Convolution(torch.autograd.Function):
     """A layer that has a `Layer`; the weights are cast here, where no graph has to be told."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: Layer) -> Tensor:
+    def forward(ctx: Any, layer: Layer, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         dtype = layer.dtype
         low = weight if weight.dtype is dtype else low_precision(weight, dtype)
         if bias is not None and bias.dtype is not dtype:
             bias = low_precision(bias, dtype)
         ctx.save_for_backward(x, low)
-        ctx.layer, ctx.weight = layer, weight
+        ctx.kept = (layer, weight)
         return layer.forward(x, low, bias)
 
     @staticmethod
     def backward(ctx: Any, *out_grads: Tensor) -> Any:
         (out_grad,) = out_grads
+        layer, weight = ctx.kept
         x, low = ctx.saved_tensors
-        mask: Mask = ctx.needs_input_grad[:3]
+        mask: Mask = ctx.needs_input_grad[1:]
         # The engine casts each gradient to the dtype of the tensor that it is the gradient of.
         if not torch.is_grad_enabled() and _has_storage(out_grad):
-            return (*ctx.layer.backward(out_grad, x, low, mask), None)
+            return (None, *layer.backward(out_grad, x, low, mask))
         # Gradients of gradients, or many gradients in one batch: PyTorch has formulas for them.
-        arguments = ctx.layer.shape.arguments()
+        arguments = layer.shape.arguments()
         channels = [out_grad.shape[1]] if mask[2] else None
         grads: Grads = torch.ops.aten.convolution_backward(
-            out_grad, x, ctx.weight.to(out_grad.dtype), channels, *arguments, list(mask)
+            out_grad, x, weight.to(out_grad.dtype), channels, *arguments, list(mask)
         )
-        return (*grads, None)
+        return (None, *grads)
 
 
 # `torch.autograd.Function.apply` without what it does for `torch.func`, whose transforms never come
@@ -113,6 +114,7 @@ def find_convolution(
     if any(mask):
         repack = weight.dtype is dtype and not is_dense(weight)
         repack_bias = bias is not None and not is_dense(bias)
+        as_they_are = low is x and not repack and not repack_bias
 
         def differentiate(x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
             if x.dtype is not dtype:
@@ -121,7 +123,7 @@ def find_convolution(
                 weight = weight.contiguous(memory_format=CHANNELS_LAST)
             if repack_bias and bias is not None:
                 bias = bias.contiguous()
-            return _apply(x, weight, bias, layer)
+            return _apply(layer, x, weight, bias)
 
         if layer.saves_ms < _HOST_MS:
 
@@ -129,7 +131,7 @@ def find_convolution(
                 return (differentiate if is_capturing() else original)(x, weight, bias)
 
             return remember(key, differentiate_in_graphs)
-        return remember(key, differentiate)
+        return remember(key, partial(_apply, layer) if as_they_are else differentiate)
     if low is x and weight.dtype is dtype and layer.out is not None and not transposed:
         return remember(key, densely(layer.out, (x, weight, bias)))
 

@@ -158,7 +158,7 @@ def test_gradients_of_all_kinds() -> None:
     given = [t.double().requires_grad_() for t in given]
 
     def ours(*t: torch.Tensor) -> torch.Tensor:
-        return autograd._apply(*t, layer)
+        return autograd._apply(layer, *t)
 
     assert torch.autograd.gradcheck(ours, given, fast_mode=True, check_batched_grad=True)
     assert layer.used > 0
