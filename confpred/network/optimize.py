@@ -221,6 +221,12 @@ def _verify(model: nn.Module, example_inputs: Any) -> None:
                 # A network may make much of any rounding, as one with random filters can.
                 nearby = _outputs(model, args, kwargs, noise=True)
                 if _largest_difference(nearby, theirs, TOLERANCE) is not None:
+                    log.warning(
+                        "the outputs of the optimized %s cannot be judged, as the model makes much"
+                        " of any rounding of these inputs: %s",
+                        type(model).__name__,
+                        difference,
+                    )
                     difference = None
     finally:
         for module, forward in forwards.items():
