@@ -258,7 +258,7 @@ def backward(out_grad: Tensor, x: Tensor, weight: Tensor, geometry: Geometry, ma
 def _find_backward(key: Any, x: Tensor, weight: Tensor, geometry: Geometry, mask: Mask) -> Any:
     if weight.dtype is not x.dtype or key[6] is not x.dtype:
         return remember(key, None)
-    bias = x if mask[2] else None  # only whether there is one counts
+    bias = x.new_empty(weight.shape[0]) if mask[2] else None  # only its length counts
     found = find_layer(x, weight, bias, x.dtype, geometry, mask)
     if isinstance(found, policy.Compiling):
 

@@ -22,7 +22,7 @@ from layers import H100, first_kernel
 from confpred.families.registry import all_families
 from confpred.predict.predictor import Predictor
 from confpred.problem.conv2d import Problem
-from confpred.pytorch import autograd, casts, choosing, layouts, policy
+from confpred.pytorch import autograd, casts, choosing, gradients, layouts, policy
 from confpred.pytorch.gradients import Shape
 
 HALF = torch.float16
@@ -359,3 +359,22 @@ def test_a_second_process_takes_it_from_the_cache(tmp_path: Path, repository: Pa
         for _ in range(2)
     ]
     assert [process.stdout.strip() for process in done] == ["False", "True"]
+
+
+@pytest.mark.parametrize("mask", [(True, True, True), (True, False, True), (False, True, False)])
+def test_an_operators_backward_asks_for_the_layer_of_its_bias(mask, monkeypatch) -> None:
+    asked: list[object] = []
+    monkeypatch.setattr(gradients, "find_layer", lambda *given: asked.append(given))
+    monkeypatch.setattr(gradients, "served", {})
+    x, weight = torch.randn(2, 8, 5, 5), torch.randn(12, 2, 3, 3)
+    geometry = ((1, 1), (1, 1), (1, 1), 4)
+    out_grad = torch.randn(2, 12, 5, 5)
+    found = gradients.backward(out_grad, x, weight, geometry, mask)
+    ((_, _, bias, dtype, *_),) = asked
+    assert (None if bias is None else bias.shape) == ((12,) if mask[2] else None)
+    assert dtype is torch.float32
+    leaves = [t.requires_grad_() for t in (x, weight, torch.zeros(12))]
+    right = torch.autograd.grad(F.conv2d(*leaves, *geometry), leaves, out_grad)
+    for mine, exact, wanted in zip(found, right, mask, strict=True):
+        if wanted:
+            torch.testing.assert_close(mine, exact)
