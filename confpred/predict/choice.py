@@ -62,6 +62,13 @@ class Choice:
         """That row by field name; None where no family is chosen."""
         return None if self.family is None else config_of(self.candidate)
 
+    @property
+    def is_guess(self) -> bool:
+        """Whether no measurement of such problems stands behind the choice: there is no model, or
+        the layer is dense, of which no suite has one. PyTorch's operator runs then."""
+        dense = getattr(self.problem, "groups", None) == 1 and self.family is not None
+        return self.source == "heuristic" or (self.source == "predicted" and dense)
+
     def to_json(self) -> dict[str, Any]:
         """The one JSON form of a choice, printed by the CLI and sent by the service."""
         return {

@@ -85,8 +85,8 @@ class Plan:
 def plan_of(choices: Iterable[Choice]) -> Plan:
     """The plan that repeats `choices`; where a problem comes again, its last choice counts.
 
-    A guess without a model (``heuristic``) is never launched inside PyTorch: what such a choice
-    becomes in a plan is PyTorch's own operator, which is what runs.
+    A guess (`Choice.is_guess`) is never launched inside PyTorch: what such a choice becomes in a
+    plan is PyTorch's own operator, which is what runs.
 
     Raises:
         InvalidInput: there is no choice, or they are of several devices or operations.
@@ -219,7 +219,7 @@ def _choice(
 
 def _launched(choice: Choice) -> Choice:
     """`choice` as PyTorch's users get it, without what belongs to the answer alone."""
-    if choice.source == "heuristic":
+    if choice.is_guess:
         return replace(choice, candidate=PYTORCH_OPERATOR, predicted_ms=None, regret_bound=None)
     return replace(choice, regret_bound=None)
 

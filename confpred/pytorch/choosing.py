@@ -158,9 +158,7 @@ def why_not_ours(choice: Choice) -> str | None:
     if choice.candidate == PYTORCH_OPERATOR:
         told = {"pinned": "pinned", "measured": "measured slower"}
         return told.get(choice.source, "predicted slower")
-    if choice.source == "predicted" and getattr(choice.problem, "groups", 0) == 1:
-        return "dense layers were never sampled"
-    return None
+    return "dense layers were never sampled" if choice.is_guess else None
 
 
 def is_ours(choice: Choice) -> bool:

@@ -64,8 +64,9 @@ class Verifier:
             choosing.announce(self.winners[key])
             return self.winners[key]
         predicted = choosing.choose(problem, ordinal)
-        settled = predicted is None or predicted.source in ("pinned", "fallback", "heuristic")
-        if predicted is None or settled or self.spent_s >= self.budget_s:
+        if predicted is None or self.spent_s >= self.budget_s:
+            return predicted
+        if predicted.is_guess or predicted.source in ("pinned", "fallback"):
             return predicted
         started = time.monotonic()
         try:
