@@ -44,12 +44,14 @@ class Running(threading.local):
     Attributes:
         active: whether the root is running.
         copies: the copy of a parameter, by its identity.
+        dtype: of the copies.
         counts: counts of steps that are to be raised at the end.
     """
 
     def __init__(self) -> None:
         self.active = False
         self.copies: dict[int, Tensor] = {}
+        self.dtype: torch.dtype | None = None
         self.counts: list[Tensor] = []
 
     def __reduce__(self) -> tuple[type[Running], tuple[()]]:
@@ -57,6 +59,11 @@ class Running(threading.local):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Running:
         return self
+
+
+def autocast_dtype() -> torch.dtype | None:
+    """What autocast would cast to here; None where it is off."""
+    return torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
 
 
 class _CastTogether(torch.autograd.Function):
@@ -104,7 +111,7 @@ class TrainingRoot(InstanceForward):
         running.active = True
         try:
             if torch.is_autocast_enabled("cuda") and torch.is_grad_enabled():
-                dtype = torch.get_autocast_dtype("cuda")
+                dtype = running.dtype = torch.get_autocast_dtype("cuda")
                 for parameters in self._parameters(dtype):
                     low = _CastTogether.apply(dtype, *parameters)  # type: ignore[no-untyped-call]
                     running.copies.update(zip(map(id, parameters), low, strict=True))
@@ -147,7 +154,8 @@ class _Layer(InstanceForward):
         weight, bias = parameters["weight"], parameters["bias"]
         if not _is_dynamo():
             copies = self._running.copies
-            if copies:
+            # A model may turn autocast off, or to another dtype, for some of its layers.
+            if copies and self._running.dtype is autocast_dtype():
                 weight = copies.get(id(weight), weight)
                 bias = None if bias is None else copies.get(id(bias), bias)
         return weight, bias
