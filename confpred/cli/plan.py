@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from confpred.cli.layers import aligned, layer_options, problems_of
 from confpred.errors import ConfpredError
 
 if TYPE_CHECKING:
@@ -38,17 +39,7 @@ def command() -> None:
 
 @command.command()
 @click.option("--device", "--gpu", required=True, help="Kind of GPU, such as h100.")
-@click.option("--network", type=_FILE, help="A suite file of many layers.")
-@click.option(
-    "--layer",
-    "layers",
-    multiple=True,
-    metavar="WORDS",
-    help="A layer as field=value words; may be repeated.",
-)
-@click.option(
-    "--operation", default="conv2d", show_default=True, help="What the layers of --layer are."
-)
+@layer_options
 @click.option("--model", type=_FILE, help="Model folder; default: the newest.")
 @click.option("--pins", type=_FILE, help="File of pinned configs, or another plan.")
 @click.option("--out", type=_FILE, required=True, help="The plan to write.")
@@ -69,17 +60,10 @@ def export(
       --layer "n=32 c=128 h=56 w=56 k=128 r=3 s=3 groups=16 padding=1" \\
       --layer "n=32 c=96 h=56 w=56 k=96 r=7 s=7 groups=96 padding=3 bias=true"
     """
-    from confpred.data.suites import read_suite
-    from confpred.families.registry import operation_named
     from confpred.predict.plans import plan_of, write_plan
     from confpred.predict.predictor import Predictor
-    from confpred.problem.record import Record
 
-    if bool(layers) == (network is not None):
-        raise click.UsageError("give either --layer or --network")
-    problems: list[Record] = [operation_named(operation).problem.parse(text) for text in layers]
-    if network is not None:
-        problems = [entry.problem for entry in read_suite(network).entries]
+    problems = problems_of(layers, operation, network)
     plan = plan_of(Predictor.load(model, pins=pins).choose_many(problems, device))
     write_plan(out, plan)
     click.echo(f"{out}: {_summary(plan)}")
@@ -147,9 +131,7 @@ def _summary(plan: Plan) -> str:
 def _table(plan: Plan) -> Iterator[str]:
     """The choices in aligned columns, and a last line of what the plan is for."""
     rows = [_HEADINGS, *map(_row, plan.choices)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+    yield from aligned(rows)
     made = f"confpred {plan.confpred}" + (f", model {plan.model}" if plan.model else "")
     yield f"{_summary(plan)}; made by {made}"
     outdated = plan.outdated()

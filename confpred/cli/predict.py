@@ -7,24 +7,14 @@ from pathlib import Path
 
 import click
 
+from confpred.cli.layers import aligned, layer_options, problems_of
 from confpred.predict.choice import MAX_TOP, Choice, answers_json
-from confpred.problem.record import Record
 
 _HEADINGS = ("layer", "rank", "source", "provider", "ms", "config")
 
 
 @click.command()
-@click.option(
-    "--layer",
-    "layers",
-    multiple=True,
-    metavar="WORDS",
-    help="A layer as field=value words; may be repeated.",
-)
-@click.option(
-    "--operation", default="conv2d", show_default=True, help="What the layers of --layer are."
-)
-@click.option("--network", type=click.Path(path_type=Path), help="A suite file of many layers.")
+@layer_options
 @click.option("--device", "--gpu", required=True, help="Kind of GPU, such as h100.")
 @click.option(
     "--top",
@@ -62,15 +52,9 @@ def command(
       --layer "n=8 c=256 h=28 w=28 k=256 r=3 s=3 groups=32 padding=1 bias=true activation=relu"
     confpred predict --device h100 --network datasets/suites/smoke.json --json
     """
-    from confpred.data.suites import read_suite
-    from confpred.families.registry import operation_named
     from confpred.predict.predictor import Predictor
 
-    if bool(layers) == (network is not None):
-        raise click.UsageError("give either --layer or --network")
-    problems: list[Record] = [operation_named(operation).problem.parse(text) for text in layers]
-    if network is not None:
-        problems = [entry.problem for entry in read_suite(network).entries]
+    problems = problems_of(layers, operation, network)
     predictor = Predictor.load(model, pins=pins)
     answers = [predictor.rank(problem, device, top) for problem in problems]
     if as_json:
@@ -95,9 +79,7 @@ def _table(answers: Sequence[Sequence[Choice]]) -> Iterable[str]:
                     " ".join(f"{k}={v}" for k, v in (choice.config or {}).items()),
                 )
             )
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+    yield from aligned(rows)
     first = answers[0][0]
     if first.regret_bound is not None:
         yield (

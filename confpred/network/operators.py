@@ -19,6 +19,7 @@ from torch import Tensor
 
 from confpred.pytorch.directions import forward
 from confpred.pytorch.fallback import activate
+from confpred.pytorch.operators import geometry_of
 
 _LIBRARY = torch.library.Library("confpred", "FRAGMENT")
 _LIBRARY.define(
@@ -72,12 +73,7 @@ def _compute(
     groups: int,
     activation: str,
 ) -> Tensor:
-    geometry = (
-        (stride[0], stride[1]),
-        (padding[0], padding[1]),
-        (dilation[0], dilation[1]),
-        groups,
-    )
+    geometry = geometry_of(stride, padding, dilation, groups)
     with torch.no_grad():
         sources = (weight, bias, norm_weight, norm_bias, mean, var, steps)
         weight, bias = _folds.get(sources, eps, x.dtype)

@@ -193,7 +193,7 @@ def _compile(model: nn.Module, choices: list[tuple[str, Choice]] | None) -> None
     ordinal = _ordinal(model)
     if choices is None or ordinal is None:
         return
-    compile_ahead([choice for _, choice in choices if is_ours(choice)], ordinal)
+    compile_ahead([choice for _, choice in choices], ordinal)
 
 
 def _verify(model: nn.Module, example_inputs: Any) -> None:

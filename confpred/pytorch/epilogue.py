@@ -55,19 +55,7 @@ def apply_epilogue(
     if device != current_device():
         with torch.cuda.device(device):
             return apply_epilogue(out, bias, residual, activation)
-    key = (
-        out.numel(),
-        out.shape[1],
-        out.dtype,
-        bias is not None,
-        residual is not None,
-        activation,
-        device,
-    )
-    try:
-        bound = _bound[key]
-    except KeyError:
-        bound = _bind(*key)
+    bound = _bound_for(out, bias, residual, activation)
     if bound is None:
         return _by_pytorch(out, bias, residual, activation)
     addresses = [
@@ -88,9 +76,7 @@ def epilogue_of(
     if nothing or not can_apply(out, bias, residual, activation):
         return None
     ordinal = out.get_device()
-    kinds = (out.dtype, bias is not None, residual is not None, activation, ordinal)
-    key = (out.numel(), out.shape[1], *kinds)
-    bound = _bound[key] if key in _bound else _bind(*key)
+    bound = _bound_for(out, bias, residual, activation)
     if bound is None:
         return None
     enqueue = bound.enqueue
@@ -156,6 +142,25 @@ def load_epilogue(kernel: KernelSpec, ordinal: int) -> Any:
             found = driver.load(compiled, 0).kernel
         _loaded[kernel, ordinal] = found
     return found
+
+
+def _bound_for(
+    out: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str
+) -> BoundLaunch | None:
+    """The launch for tensors that `can_apply` takes; None for PyTorch's operators."""
+    key = (
+        out.numel(),
+        out.shape[1],
+        out.dtype,
+        bias is not None,
+        residual is not None,
+        activation,
+        out.get_device(),
+    )
+    try:
+        return _bound[key]
+    except KeyError:
+        return _bind(*key)
 
 
 def _bind(

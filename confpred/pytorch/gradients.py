@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import inf
 from typing import Any
 
@@ -247,12 +248,17 @@ def backward(out_grad: Tensor, x: Tensor, weight: Tensor, geometry: Geometry, ma
     except KeyError:
         serve = _find_backward(key, x, weight, geometry, mask)
     if serve is None:
-        return pytorch_backward(
-            out_grad, x, weight, [weight.shape[0]] if mask[2] else None,
-            *geometry[:3], False, (0, 0), geometry[3], list(mask),
-        )  # fmt: skip
+        return _pytorchs(geometry, out_grad, x, weight, mask)
     grads: Grads = serve(out_grad, x, weight, mask)
     return grads
+
+
+def _pytorchs(geometry: Geometry, out_grad: Tensor, x: Tensor, weight: Tensor, mask: Mask) -> Grads:
+    stride, padding, dilation, groups = geometry
+    sizes = [weight.shape[0]] if mask[2] else None
+    return pytorch_backward(
+        out_grad, x, weight, sizes, stride, padding, dilation, False, (0, 0), groups, list(mask)
+    )
 
 
 def _find_backward(key: Any, x: Tensor, weight: Tensor, geometry: Geometry, mask: Mask) -> Any:
@@ -262,16 +268,10 @@ def _find_backward(key: Any, x: Tensor, weight: Tensor, geometry: Geometry, mask
     found = find_layer(x, weight, bias, x.dtype, geometry, mask)
     if isinstance(found, policy.Compiling):
 
-        def theirs(out_grad: Tensor, x: Tensor, weight: Tensor, mask: Mask) -> Grads:
-            return pytorch_backward(
-                out_grad, x, weight, [weight.shape[0]] if mask[2] else None,
-                *geometry[:3], False, (0, 0), geometry[3], list(mask),
-            )  # fmt: skip
-
         def again(_: Tensor, x: Tensor, weight: Tensor, mask: Mask) -> Any:
             return _find_backward(key, x, weight, geometry, mask)
 
-        return remember(key, found.until_then(theirs, again))
+        return remember(key, found.until_then(partial(_pytorchs, geometry), again))
     if found is None or is_dense(weight):
         return remember(key, found and found.backward)
     layer = found

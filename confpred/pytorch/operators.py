@@ -111,9 +111,8 @@ def _fake_conv2d_backward(
     groups: int,
     mask: Sequence[bool],
 ) -> tuple[Tensor, ...]:
-    absent = x.new_empty(0)
     return (
-        torch.empty_like(x, memory_format=CHANNELS_LAST) if mask[0] else absent,
+        torch.empty_like(x, memory_format=CHANNELS_LAST) if mask[0] else x.new_empty(0),
         torch.empty_like(weight, memory_format=CHANNELS_LAST) if mask[1] else x.new_empty(0),
         x.new_empty(weight.shape[0]) if mask[2] else x.new_empty(0),
     )
