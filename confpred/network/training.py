@@ -173,7 +173,7 @@ class ConvolutionForward(_Layer):
         if self._geometry is None:
             self._geometry = geometry_of(self._module())  # type: ignore[arg-type]
         weight, bias = self._tensors()
-        return conv2d(x, weight, bias, *self._geometry)
+        return conv2d(x, weight, bias, *self._geometry, place=id(self))
 
 
 class LinearForward(_Layer):

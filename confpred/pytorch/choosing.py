@@ -46,6 +46,9 @@ _THREADS = 8
 
 #: What serves a call, by all that its tensors' shapes and layouts decide; see `remember`.
 served: dict[Any, Any] = {}
+#: What `served` would say of calls like the last one of a place, such as a weight; see
+#: `confpred.pytorch.guards`.
+latest: dict[int, Any] = {}
 _predictor: Predictor | None = None  # loaded when it is first needed
 _watchers: list[Callable[[Choice], None]] = []
 _kernels: dict[tuple[KernelSpec, int, int], Any] = {}
@@ -92,12 +95,14 @@ def current_predictor() -> Predictor:
 def forget() -> None:
     """Choose again for every shape; kernels stay loaded."""
     served.clear()
+    latest.clear()
 
 
 def remember(key: Any, what: Found) -> Found:
     """`what`, which serves calls of `key` from now on."""
     if len(served) < _MOST_KEPT:
         served[key] = what
+    latest.clear()
     return what
 
 
@@ -247,7 +252,7 @@ def _loaded(step: Step, compiled: Compiled, ordinal: int) -> Any:
 
 def reset_after_fork() -> None:
     """A child process has neither the threads nor the context of its parent."""
-    served.clear()
+    forget()
     _kernels.clear()
     _compiling.clear()
     _compilers.cache_clear()

@@ -6,13 +6,14 @@ backward pass (``benchmarks/host_mechanisms.py`` compares the ways).
 
     F.conv2d --+-- groups == 1, subclasses, torch.func, tracing, other modes --> PyTorch's function
                +-- torch.compile -----------------------> torch.ops.confpred.conv2d (chosen at run)
-               `-- eager --> served ----+-- ours, with or without gradients
-                                        `-- else PyTorch's function
+               `-- eager --> latest --> served ----+-- ours, with or without gradients
+                                                   `-- else PyTorch's function
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,12 +24,13 @@ from torch.nn import Parameter
 from torch.utils._device import DeviceContext
 
 from confpred.pytorch.autograd import find_convolution, find_eager
-from confpred.pytorch.choosing import remember, served
+from confpred.pytorch.choosing import latest, remember, served
 from confpred.pytorch.fallback import (
     PYTORCH_CONV1D,
     PYTORCH_CONV2D,
     PYTORCH_CONV_TRANSPOSE2D,
 )
+from confpred.pytorch.guards import guard
 from confpred.pytorch.layers import Geometry
 from confpred.pytorch.layouts import is_channels_last
 from confpred.pytorch.operators import traced
@@ -42,6 +44,7 @@ _is_dynamo = torch.compiler.is_dynamo_compiling  # a constant to the compiler, a
 _is_autocast, _autocast_dtype = torch.is_autocast_enabled, torch.get_autocast_dtype
 _is_grad_enabled = torch.is_grad_enabled
 _NO_GRADIENTS = (False, False, False)
+_MOST_PLACES = 4096
 
 
 def _is_exporting() -> bool:
@@ -57,18 +60,41 @@ def conv2d(
     padding: Any = 0,
     dilation: Any = 1,
     groups: int = 1,
+    *,
+    place: int | None = None,
 ) -> Tensor:
-    """``torch.nn.functional.conv2d``, by the fastest kernel; what `enable` puts in its place."""
+    """``torch.nn.functional.conv2d``, by the fastest kernel; what `enable` puts in its place.
+
+    `place` is the identity of what calls from there again and again; by default the weight's.
+    """
     if groups == 1:  # no family of ours serves dense layers
         return PYTORCH_CONV2D(input, weight, bias, stride, padding, dilation, groups)
-    if _is_dynamo() or not _is_plain(input, weight, bias):
+    if _is_dynamo():
+        return _special(input, weight, bias, stride, padding, dilation, groups)
+    if place is None:
+        place = id(weight)
+    low = _autocast_dtype("cuda")
+    records = _is_grad_enabled()
+    known = latest.get(place)
+    if known is not None:
+        facts, agrees, serve = known
+        if (
+            facts == (stride, padding, dilation, groups, bias is None, low, records)
+            and (agrees(input, weight) if bias is None else agrees(input, weight, bias))
+            and not _function_modes()
+            and forward_ad._current_level < 0
+        ):
+            if serve is None:
+                return PYTORCH_CONV2D(input, weight, bias, stride, padding, dilation, groups)
+            return serve(input, weight, bias)  # type: ignore[no-any-return]
+    if not _is_plain(input, weight, bias):
         return _special(input, weight, bias, stride, padding, dilation, groups)
     dtype = x_dtype = input.dtype
     casts = _is_autocast("cuda")
     if casts and x_dtype is not torch.float64:
-        dtype = _autocast_dtype("cuda")
+        dtype = low
     mask = _NO_GRADIENTS
-    if _is_grad_enabled():
+    if records:
         mask = (input.requires_grad, weight.requires_grad, bias is not None and bias.requires_grad)
     key = (
         input.shape,
@@ -98,9 +124,20 @@ def conv2d(
                 input, weight, bias, _tuple(stride), _tuple(padding), _tuple(dilation), groups
             )
         serve = None
+    else:
+        facts = (stride, padding, dilation, groups, bias is None, low, records)
+        agrees = guard(input, weight) if bias is None else guard(input, weight, bias)
+        _note(place, (facts, agrees, serve))
     if serve is None:
         return PYTORCH_CONV2D(input, weight, bias, stride, padding, dilation, groups)
     return serve(input, weight, bias)  # type: ignore[no-any-return]
+
+
+def _note(place: int, known: Any) -> None:
+    # Weights that are made anew at each call have ever new identities.
+    if len(latest) >= _MOST_PLACES:
+        latest.clear()
+    latest[place] = known
 
 
 def _find_conv2d(
@@ -116,9 +153,9 @@ def _find_conv2d(
     if geometry is None:
         return remember(key, None)
 
-    def original(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return PYTORCH_CONV2D(x, weight, bias, stride, padding, dilation, groups)
-
+    original = partial(
+        PYTORCH_CONV2D, stride=stride, padding=padding, dilation=dilation, groups=groups
+    )
     return find_convolution(key, x, weight, bias, geometry, original, dtype=dtype, mask=mask)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -337,3 +339,29 @@ def test_disabling_gives_pytorchs_bits_back(layer) -> None:
         assert torch.equal(F.conv2d(*layer, **SHAPE), expected)
     finally:
         confpred.enable(wait=True)
+
+
+def test_one_weight_in_ever_other_modes(layer) -> None:
+    """What was noted of the weight's last call is of use only to calls that are like it."""
+    x, weight, bias = layer[0].float(), nn.Parameter(layer[1].float()), layer[2].float()
+    modes = {
+        "gradients": nullcontext,
+        "none": torch.no_grad,
+        "inference": torch.inference_mode,
+        "float16": lambda: torch.autocast("cuda", torch.float16),
+        "bfloat16": lambda: torch.autocast("cuda", torch.bfloat16),
+    }
+    images = (x, x[:, :, 1:], x.half(), x.contiguous(), x.clone().requires_grad_())
+    turns = [(mode, image, bias) for mode in modes for image in images for bias in (None, bias)]
+    random.Random(0).shuffle(turns)
+    for mode, image, bias in [turn for turn in turns for _ in range(3)]:
+        with modes[mode]():
+            try:
+                expected = conv2d(image, weight, bias, **SHAPE)
+            except RuntimeError as error:
+                with pytest.raises(RuntimeError, match=re.escape(str(error)[:40])):
+                    F.conv2d(image, weight, bias, **SHAPE)
+                continue
+            out = F.conv2d(image, weight, bias, **SHAPE)
+        assert (out.dtype, out.requires_grad) == (expected.dtype, expected.requires_grad)
+        close(out, expected.double())
