@@ -1,0 +1,114 @@
+"""A guard tells calls of another kind from those that it was made of."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from confpred.pytorch import choosing
+from confpred.pytorch.guards import guard
+
+
+class Watching(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+class Subclass(Tensor):
+    pass
+
+
+def image(*, size: int = 6, dtype: torch.dtype = torch.float32, last: bool = True) -> Tensor:
+    layout = torch.channels_last if last else torch.contiguous_format
+    return torch.zeros(2, 8, size, size, dtype=dtype).to(memory_format=layout)
+
+
+def weight() -> torch.nn.Parameter:
+    return torch.nn.Parameter(torch.zeros(8, 1, 3, 3))
+
+
+def test_agrees_with_tensors_alike() -> None:
+    agrees = guard(image(), weight())
+    assert agrees(image(), weight())
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        image(size=7),
+        image(last=False),
+        image(dtype=torch.float16),
+        image().requires_grad_(),
+        image()[:1],
+        image().as_subclass(Subclass),
+        torch.nn.Parameter(image()),
+        image().to("meta"),
+        image().to_sparse(),
+    ],
+    ids=["size", "layout", "dtype", "grad", "batch", "subclass", "parameter", "device", "sparse"],
+)
+def test_disagrees_with_another_tensor(other: Tensor) -> None:
+    filters = weight()
+    agrees = guard(image(), filters)
+    assert not agrees(other, filters)
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [partial(torch.autocast, "cpu", torch.bfloat16), torch.inference_mode, Watching],
+    ids=["autocast", "inference mode", "dispatch mode"],
+)
+def test_disagrees_in_another_mode(mode: Callable[[], AbstractContextManager[Any]]) -> None:
+    x, filters = image(), weight()
+    agrees = guard(x, filters)
+    with mode():
+        assert not agrees(x, filters)
+    assert agrees(x, filters)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_disagrees_where_a_tracer_or_a_transform_looks_on() -> None:
+    x, filters = image(), weight()
+    agrees = guard(x, filters)
+    seen: list[bool] = []
+
+    def ask(t: Tensor) -> Tensor:
+        seen.append(agrees(x, filters))
+        return t * 1
+
+    torch.jit.trace(ask, (torch.zeros(1),), check_trace=False)
+    torch.func.vmap(ask)(torch.zeros(3, 1))
+    torch.func.grad(lambda t: ask(t).sum())(torch.zeros(3))
+    assert seen == [False, False, False]
+
+
+def test_keeps_no_tensor_alive() -> None:
+    x, filters = image(), weight()
+    agrees = guard(x, filters)
+    gone = weakref.ref(x), weakref.ref(filters)
+    del x, filters
+    assert [reference() for reference in gone] == [None, None]
+    assert agrees(image(), weight())
+
+
+def test_without_pytorchs_guards_nothing_agrees(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("confpred.pytorch.guards._TensorGuards", None)
+    x, filters = image(), weight()
+    assert not guard(x, filters)(x, filters)
+
+
+def test_what_is_remembered_anew_is_asked_for_again() -> None:
+    choosing.latest[1] = object()
+    choosing.remember("key", None)
+    assert not choosing.latest
+    choosing.latest[1] = object()
+    choosing.forget()
+    assert not choosing.latest
