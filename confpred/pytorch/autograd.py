@@ -62,7 +62,7 @@ _apply: Any = torch._C._FunctionBase.__dict__["apply"].__get__(None, _Convolutio
 #: What a layer in training costs the host more than PyTorch's own node of the graph, which is
 #: C++ (``benchmarks/host_overhead.py``). A layer that saves the GPU less than that is left to
 #: PyTorch in eager mode, as the host may be what a step waits for; a CUDA graph has no such cost.
-_HOST_MS = 0.06
+_HOST_MS = 0.04
 
 
 def find_convolution(

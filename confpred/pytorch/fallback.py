@@ -15,6 +15,7 @@ from confpred.pytorch.layers import Geometry
 #: PyTorch's own functions, also while `confpred.enable` has put others in their places.
 PYTORCH_CONV1D, PYTORCH_CONV2D = F.conv1d, F.conv2d
 PYTORCH_CONV_TRANSPOSE2D = F.conv_transpose2d
+PYTORCH_CONV_FORWARD = torch.nn.Conv2d._conv_forward
 _BACKWARD = torch.ops.aten.convolution_backward.default
 
 

@@ -41,7 +41,7 @@ _modes = torch._C._len_torch_dispatch_stack
 _function_modes = torch._C._len_torch_function_stack
 _is_tracing = torch._C._get_tracing_state
 _is_dynamo = torch.compiler.is_dynamo_compiling  # a constant to the compiler, and cheap to call
-_is_autocast, _autocast_dtype = torch.is_autocast_enabled, torch.get_autocast_dtype
+_is_autocast, _low = torch.is_autocast_enabled, torch.get_autocast_dtype
 _is_grad_enabled = torch.is_grad_enabled
 _NO_GRADIENTS = (False, False, False)
 _MOST_PLACES = 4096
@@ -73,26 +73,27 @@ def conv2d(
         return _special(input, weight, bias, stride, padding, dilation, groups)
     if place is None:
         place = id(weight)
-    low = _autocast_dtype("cuda")
     records = _is_grad_enabled()
     known = latest.get(place)
     if known is not None:
-        facts, agrees, serve = known
-        if (
-            facts == (stride, padding, dilation, groups, bias is None, low, records)
+        serve, agrees, facts = known
+        if serve is None:
+            # The answer is PyTorch's whatever else has changed, so what counts is that it is quick.
+            if facts is records and agrees(input, weight):
+                return PYTORCH_CONV2D(input, weight, bias, stride, padding, dilation, groups)
+        elif (
+            facts == (stride, padding, dilation, groups, bias is None, records, _low("cuda"))
             and (agrees(input, weight) if bias is None else agrees(input, weight, bias))
             and not _function_modes()
             and forward_ad._current_level < 0
         ):
-            if serve is None:
-                return PYTORCH_CONV2D(input, weight, bias, stride, padding, dilation, groups)
             return serve(input, weight, bias)  # type: ignore[no-any-return]
     if not _is_plain(input, weight, bias):
         return _special(input, weight, bias, stride, padding, dilation, groups)
     dtype = x_dtype = input.dtype
     casts = _is_autocast("cuda")
     if casts and x_dtype is not torch.float64:
-        dtype = low
+        dtype = _low("cuda")
     mask = _NO_GRADIENTS
     if records:
         mask = (input.requires_grad, weight.requires_grad, bias is not None and bias.requires_grad)
@@ -125,19 +126,17 @@ def conv2d(
             )
         serve = None
     else:
-        facts = (stride, padding, dilation, groups, bias is None, low, records)
-        agrees = guard(input, weight) if bias is None else guard(input, weight, bias)
-        _note(place, (facts, agrees, serve))
+        if len(latest) >= _MOST_PLACES:
+            latest.clear()  # weights that are made anew at each call have ever new identities
+        if serve is None:
+            latest[place] = None, guard(input, weight), records
+        else:
+            agrees = guard(input, weight) if bias is None else guard(input, weight, bias)
+            facts = (stride, padding, dilation, groups, bias is None, records, _low("cuda"))
+            latest[place] = serve, agrees, facts
     if serve is None:
         return PYTORCH_CONV2D(input, weight, bias, stride, padding, dilation, groups)
     return serve(input, weight, bias)  # type: ignore[no-any-return]
-
-
-def _note(place: int, known: Any) -> None:
-    # Weights that are made anew at each call have ever new identities.
-    if len(latest) >= _MOST_PLACES:
-        latest.clear()
-    latest[place] = known
 
 
 def _find_conv2d(

@@ -2,7 +2,8 @@
 
 While enabled, ``conv1d``, ``conv2d`` and ``conv_transpose2d`` of `torch.nn.functional` (and of
 `torch`, where they have the same names) are those of `confpred.pytorch.routing`; every `torch.nn`
-layer calls them.
+layer calls them. `torch.nn.Conv2d` calls them by a method that is put in place too, so that its
+dense layers do not have to.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from confpred.errors import InvalidInput
 from confpred.predict.choice import Choice
@@ -23,8 +25,10 @@ from confpred.pytorch import choosing, policy, routing
 from confpred.pytorch.fallback import (
     PYTORCH_CONV1D,
     PYTORCH_CONV2D,
+    PYTORCH_CONV_FORWARD,
     PYTORCH_CONV_TRANSPOSE2D,
 )
+from confpred.pytorch.module import conv_forward
 from confpred.pytorch.verify import Verifier
 
 _lock = threading.Lock()
@@ -79,7 +83,7 @@ def enable(
         former = policy.use(policy.Policy(background=not wait, verifier=verifier))
         _former.append((former, undo))
         _tell_torchscript()
-        _install(routing.conv1d, routing.conv2d, routing.conv_transpose2d)
+        _install(routing.conv1d, routing.conv2d, routing.conv_transpose2d, conv_forward)
 
 
 def disable() -> None:
@@ -96,7 +100,7 @@ def disable() -> None:
         if undo_plan is not None:
             undo_plan()
         if not _former:
-            _install(PYTORCH_CONV1D, PYTORCH_CONV2D, PYTORCH_CONV_TRANSPOSE2D)
+            _install(PYTORCH_CONV1D, PYTORCH_CONV2D, PYTORCH_CONV_TRANSPOSE2D, PYTORCH_CONV_FORWARD)
 
 
 @contextmanager
@@ -114,11 +118,12 @@ def is_enabled() -> bool:
     return bool(_former)
 
 
-def _install(conv1d: Any, conv2d: Any, conv_transpose2d: Any) -> None:
-    for module in (F, torch):
-        module.conv1d = conv1d  # type: ignore[attr-defined]
-        module.conv2d = conv2d  # type: ignore[attr-defined]
-        module.conv_transpose2d = conv_transpose2d  # type: ignore[attr-defined]
+def _install(conv1d: Any, conv2d: Any, conv_transpose2d: Any, module: Any) -> None:
+    for place in (F, torch):
+        place.conv1d = conv1d  # type: ignore[attr-defined]
+        place.conv2d = conv2d  # type: ignore[attr-defined]
+        place.conv_transpose2d = conv_transpose2d  # type: ignore[attr-defined]
+    nn.Conv2d._conv_forward = module  # type: ignore[method-assign]
 
 
 def _tell_torchscript() -> None:

@@ -343,7 +343,7 @@ def test_disabling_gives_pytorchs_bits_back(layer) -> None:
 
 def test_one_weight_in_ever_other_modes(layer) -> None:
     """What was noted of the weight's last call is of use only to calls that are like it."""
-    x, weight, bias = layer[0].float(), nn.Parameter(layer[1].float()), layer[2].float()
+    x, weight, offset = layer[0].float(), nn.Parameter(layer[1].float()), layer[2].float()
     modes = {
         "gradients": nullcontext,
         "none": torch.no_grad,
@@ -352,7 +352,7 @@ def test_one_weight_in_ever_other_modes(layer) -> None:
         "bfloat16": lambda: torch.autocast("cuda", torch.bfloat16),
     }
     images = (x, x[:, :, 1:], x.half(), x.contiguous(), x.clone().requires_grad_())
-    turns = [(mode, image, bias) for mode in modes for image in images for bias in (None, bias)]
+    turns = [(mode, image, bias) for mode in modes for image in images for bias in (None, offset)]
     random.Random(0).shuffle(turns)
     for mode, image, bias in [turn for turn in turns for _ in range(3)]:
         with modes[mode]():

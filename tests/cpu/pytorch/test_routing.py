@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import confpred
@@ -69,6 +70,36 @@ def test_functions_are_replaced_and_restored() -> None:
     confpred.disable()
     assert is_undone()
     assert not switch.is_enabled()
+
+
+def test_the_module_method_is_replaced_and_restored() -> None:
+    method = nn.Conv2d._conv_forward
+    with confpred.enabled():
+        assert nn.Conv2d._conv_forward is not method
+    assert nn.Conv2d._conv_forward is method
+
+
+@pytest.mark.parametrize("groups", [1, 4])
+def test_who_patches_the_function_later_sees_the_modules_calls(groups, monkeypatch) -> None:
+    layer, x, seen = nn.Conv2d(4, 4, 3, groups=groups), torch.zeros(1, 4, 5, 5), []
+    with confpred.enabled():
+        routed = F.conv2d
+        monkeypatch.setattr(F, "conv2d", lambda *given: seen.append(given) or routed(*given))
+        layer(x)
+        monkeypatch.undo()
+        layer(x)
+    assert len(seen) == 1
+
+
+@pytest.mark.parametrize("groups", [1, 4])
+@pytest.mark.parametrize("padding", [1, "same", "valid", (0, 2)])
+@pytest.mark.parametrize("mode", ["zeros", "reflect"])
+def test_modules_pad_as_before(groups, padding, mode) -> None:
+    layer = nn.Conv2d(4, 8, 3, groups=groups, padding=padding, padding_mode=mode)
+    x = torch.randn(2, 4, 7, 6)
+    expected = layer(x)
+    with confpred.enabled():
+        assert torch.equal(layer(x), expected)
 
 
 def test_each_enable_needs_its_own_disable() -> None:
