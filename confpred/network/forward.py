@@ -226,7 +226,7 @@ class OptimizedForward(InstanceForward):
             fold = self._fold(module, program, cast)
         if fold is None:
             return None
-        if is_capturing():
+        if device == "cuda" and is_capturing():
             self._captured.append(fold)  # a graph reads the copies at their addresses
         return fold.calls
 

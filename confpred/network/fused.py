@@ -14,6 +14,7 @@ from confpred.network.modules import STEPS, eps_of, geometry_of, norm_tensors
 from confpred.network.operators import conv2d_norm, fold
 from confpred.pytorch.directions import forward
 from confpred.pytorch.fallback import activate
+from confpred.pytorch.operators import written
 
 CHANNELS_LAST = torch.channels_last
 
@@ -25,21 +26,12 @@ class FusedCall:
     with copies that the norm has been folded into, or that autocast's dtype has been given.
     """
 
-    __slots__ = (
-        "_activation", "_cast", "_channels", "_geometry", "_kept", "_margin", "_site",
-    )  # fmt: skip
+    __slots__ = ("_activation", "_cast", "_geometry", "_kept", "_site")
 
     def __init__(self, site: Site, kept: Mapping[str, Any], cast: torch.dtype | None) -> None:
         self._site, self._kept, self._cast = site, kept, cast
         self._activation = site.activation
         self._geometry = geometry_of(site.convolution)
-        stride, padding, dilation, _ = self._geometry
-        sizes = site.convolution.kernel_size
-        self._channels = site.convolution.out_channels
-        # The output's height and width are (size + margin) // stride.
-        self._margin = tuple(
-            2 * padding[i] - dilation[i] * (sizes[i] - 1) - 1 + stride[i] for i in range(2)
-        )
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         if x.dim() != 4:  # no batch
@@ -47,22 +39,8 @@ class FusedCall:
         kept, cast = self._kept, self._cast
         if cast is not None and x.dtype is not cast:
             x = x.to(cast)
-        if residual is None or self._fits(x, residual):
-            return forward(
-                x, kept["weight"], kept["bias"], residual, self._geometry, self._activation
-            )
-        # A sum that promotes or broadcasts is PyTorch's.
-        out = forward(x, kept["weight"], kept["bias"], None, self._geometry, "none")
-        return activate(self._activation, out + residual)
-
-    def _fits(self, x: Tensor, residual: Tensor) -> bool:
-        """Whether `residual` has the dtype and the shape of the output."""
-        if type(residual) is not Tensor or residual.dtype is not x.dtype:
-            return False
-        (stride_h, stride_w), (margin_h, margin_w) = self._geometry[0], self._margin
-        n, _, h, w = x.shape
-        rows, columns = (h + margin_h) // stride_h, (w + margin_w) // stride_w
-        return residual.shape == (n, self._channels, rows, columns)
+        weight, bias = kept["weight"], kept["bias"]
+        return forward(x, weight, bias, residual, self._geometry, self._activation, id(self))
 
 
 def fused_call(site: Site, cast: torch.dtype | None, channels_last: bool) -> FusedCall:
@@ -115,10 +93,15 @@ class PlainCall:
 class OperatorCall:
     """A site as one operator that `torch.compile` does not look into."""
 
-    __slots__ = ("_site",)
+    __slots__ = ("_apart", "_fused", "_site")
 
     def __init__(self, site: Site) -> None:
         self._site = site
+        sizes, geometry = (*site.convolution.weight.shape,), geometry_of(site.convolution)
+        eps = 0.0 if site.norm is None else eps_of(site.norm)
+        # Written here, as the compiler is not to look into it.
+        self._fused = written(sizes, geometry, site.activation, eps)
+        self._apart = written(sizes, geometry, "none", eps)
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         site = self._site
@@ -127,7 +110,7 @@ class OperatorCall:
         if torch.is_autocast_enabled(device):
             x = x.to(torch.get_autocast_dtype(device))
         # A sum that promotes is PyTorch's, and so is one that broadcasts: it has another shape.
-        fits = residual is not None and residual.dtype == x.dtype
+        fits = residual is None or residual.dtype == x.dtype
         norm = site.norm
         weight, bias, mean, variance = (None,) * 4 if norm is None else norm_tensors(norm)
         out = conv2d_norm(
@@ -139,12 +122,7 @@ class OperatorCall:
             mean,
             variance,
             None if norm is None else norm._buffers.get(STEPS),
-            0.0 if norm is None else eps_of(norm),
             residual if fits else None,
-            convolution.stride,
-            convolution.padding,
-            convolution.dilation,
-            convolution.groups,
-            site.activation if fits or residual is None else "none",
+            self._fused if fits else self._apart,
         )
-        return out if fits or residual is None else activate(site.activation, out + residual)
+        return out if fits else activate(site.activation, out + residual)

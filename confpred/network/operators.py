@@ -2,30 +2,28 @@
 
 For `torch.compile` alone, which would otherwise trace into the folding and repeat it at each step.
 The operator takes the parameters as they are, with the norm's count of training steps, and
-remembers what it has folded. It is defined with the low-level library, since a call of a
-``custom_op`` costs several times as much.
+remembers what it has folded. It is defined as those of `confpred.pytorch.operators`, and for the
+same reason: in a compiled program the host is often what is waited for.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from confpred.pytorch.directions import forward
-from confpred.pytorch.fallback import activate
-from confpred.pytorch.operators import geometry_of
+from confpred.pytorch.operators import read
 
 _LIBRARY = torch.library.Library("confpred", "FRAGMENT")
 _LIBRARY.define(
     "conv2d_norm(Tensor x, Tensor weight, Tensor? bias, Tensor? norm_weight, Tensor? norm_bias, "
-    "Tensor? mean, Tensor? var, Tensor? steps, float eps, Tensor? residual, SymInt[] stride, "
-    "SymInt[] padding, SymInt[] dilation, SymInt groups, str activation) -> Tensor",
+    "Tensor? mean, Tensor? var, Tensor? steps, Tensor? residual, str call) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 conv2d_norm: Any = torch.ops.confpred.conv2d_norm
@@ -65,36 +63,19 @@ def _compute(
     mean: Tensor | None,
     var: Tensor | None,
     steps: Tensor | None,
-    eps: float,
     residual: Tensor | None,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    groups: int,
-    activation: str,
+    call: str,
 ) -> Tensor:
-    geometry = geometry_of(stride, padding, dilation, groups)
-    with torch.no_grad():
-        sources = (weight, bias, norm_weight, norm_bias, mean, var, steps)
-        weight, bias = _folds.get(sources, eps, x.dtype)
-        if residual is not None and _shape(x, weight, geometry) != residual.shape:
-            out = forward(x, weight, bias, None, geometry, "none")
-            return activate(activation, out + residual)
-        return forward(x, weight, bias, residual, geometry, activation)
-
-
-def _shape(x: Tensor, weight: Tensor, geometry: Any) -> tuple[int, ...]:
-    stride, padding, dilation, _ = geometry
-    return (
-        x.shape[0],
-        weight.shape[0],
-        *(
-            (x.shape[2 + i] + 2 * padding[i] - dilation[i] * (weight.shape[2 + i] - 1) - 1)
-            // stride[i]
-            + 1
-            for i in range(2)
-        ),
-    )
+    if torch.is_grad_enabled():  # it has no formula for gradients
+        with torch.no_grad():
+            return _compute(
+                x, weight, bias, norm_weight, norm_bias, mean, var, steps, residual, call
+            )
+    _, geometry, activation, eps = read(call)
+    if mean is not None or weight.dtype is not x.dtype:
+        others = (bias, norm_weight, norm_bias, mean, var, steps)
+        weight, bias = _folds.get(weight, others, eps, x.dtype)
+    return forward(x, weight, bias, residual, geometry, activation, call)
 
 
 def _fake(
@@ -106,21 +87,21 @@ def _fake(
     mean: Tensor | None,
     var: Tensor | None,
     steps: Tensor | None,
-    eps: float,
     residual: Tensor | None,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    groups: int,
-    activation: str,
+    call: str,
 ) -> Tensor:
+    _, (stride, padding, dilation, groups), *_ = read(call)
     if mean is not None or weight.dtype != x.dtype:
         weight = weight.to(x.dtype).contiguous(memory_format=torch.channels_last)
-    out: Tensor = F.conv2d(x, weight, None, stride, padding, dilation, groups)
+    out: Tensor = torch.ops.aten.convolution.default(
+        x, weight, None, stride, padding, dilation, False, [0, 0], groups
+    )
     return out if residual is None else out + residual
 
 
-Sources = tuple[Tensor | None, ...]
+Others = tuple["Tensor | None", ...]  # bias, the norm's weight, bias, mean, variance, and its steps
+_version = attrgetter("_version")
+_address: Callable[[Any], int] = Tensor.data_ptr
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,40 +109,47 @@ class _Fold:
     """What was folded, and what tells that it is still right.
 
     Attributes:
-        sources: weak references to what it was made from; None for what was not there.
-        state: the sources' versions and addresses.
+        weight: a weak reference to the filter; the fold lives no longer.
+        others: what else it was made from.
+        versions: the sum of their versions, which only rise.
+        addresses: of all of them.
         made: filter and bias.
     """
 
-    sources: tuple[Any, ...]
-    state: list[int]
+    weight: Any
+    others: Others
+    versions: int
+    addresses: list[int]
     made: tuple[Tensor, Tensor | None]
 
 
 class _Folds:
-    """Filters and biases that have been folded, each kept as long as the filter it came from.
-
-    A call looks at no more than it has to: in a compiled program the host is often what is waited
-    for.
-    """
+    """Filters and biases that have been folded, each kept as long as the filter it came from."""
 
     def __init__(self) -> None:
         self._kept: dict[tuple[int, torch.dtype, float], _Fold] = {}
 
-    def get(self, sources: Sources, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-        """Filter and bias of `sources` in `dtype`, in channels-last order."""
-        weight = sources[0]
-        if weight is None or (sources[4] is None and weight.dtype is dtype):
-            return weight, sources[1]  # type: ignore[return-value]
+    def get(
+        self, weight: Tensor, others: Others, eps: float, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor | None]:
+        """Filter and bias in `dtype`, dense and in channels-last order."""
+        present = [weight, *(t for t in others if t is not None)]
         try:
-            state = _state(sources)
+            versions = sum(map(_version, present))
         except RuntimeError:  # a tensor that was made in inference mode does not count its changes
-            return _folded(sources, eps, dtype)
+            return _folded(weight, others, eps, dtype)
+        addresses = [*map(_address, present)]
         key = (id(weight), dtype, eps)
         found = self._kept.get(key)
-        if found is not None and found.state == state and _are(found.sources, sources):
+        if (
+            found is not None
+            and found.weight() is weight
+            and all(map(is_, found.others, others))
+            and found.versions == versions
+            and found.addresses == addresses
+        ):
             return found.made
-        made = _folded(sources, eps, dtype)
+        made = _folded(weight, others, eps, dtype)
         if weight.is_cuda:
             if torch.cuda.is_current_stream_capturing():
                 return made  # its memory belongs to the graph
@@ -170,31 +158,18 @@ class _Folds:
 
         def forget(reference: Any) -> None:
             held = kept.get(key)
-            if held is not None and held.sources[0] is reference:
+            if held is not None and held.weight is reference:
                 del kept[key]
 
-        others = (None if t is None else weakref.ref(t) for t in sources[1:])
-        kept[key] = _Fold((weakref.ref(weight, forget), *others), state, made)
+        kept[key] = _Fold(weakref.ref(weight, forget), others, versions, addresses, made)
         return made
 
 
-def _state(sources: Sources) -> list[int]:
-    present = [t for t in sources if t is not None]
-    return [t._version for t in present] + [t.data_ptr() for t in present]
-
-
-def _are(references: tuple[Any, ...], tensors: Sources) -> bool:
-    """Whether each reference is to the tensor in its place."""
-    for reference, t in zip(references, tensors, strict=True):
-        if (reference if reference is None else reference()) is not t:
-            return False
-    return True
-
-
-def _folded(sources: Sources, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    weight, bias, norm_weight, norm_bias, mean, variance, _ = sources
-    if weight is None:
-        raise TypeError("a convolution needs a filter")
+@torch.no_grad()  # type: ignore[untyped-decorator]
+def _folded(
+    weight: Tensor, others: Others, eps: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor | None]:
+    bias, norm_weight, norm_bias, mean, variance, _ = others
     if mean is not None and variance is not None:
         weight, bias = fold(weight, bias, norm_weight, norm_bias, mean, variance, eps)
     weight = weight.to(dtype).contiguous(memory_format=torch.channels_last)

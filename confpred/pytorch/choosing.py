@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from confpred.cuda import driver
 from confpred.cuda.compiler import Compiled, compile_kernel, compiled_before
@@ -37,18 +38,21 @@ from confpred.problem.conv2d import Problem
 from confpred.problem.operation import KernelSpec, Launch, Step
 from confpred.problem.record import Record
 from confpred.pytorch import layouts
+from confpred.pytorch.guards import guard
 from confpred.pytorch.ready import ReadyLaunch
 
 log = logging.getLogger(__name__)
 Found = TypeVar("Found")
 _MOST_KEPT = 65_536
+_MOST_PLACES = 4096
 _THREADS = 8
 
 #: What serves a call, by all that its tensors' shapes and layouts decide; see `remember`.
 served: dict[Any, Any] = {}
-#: What `served` would say of calls like the last one of a place, such as a weight; see
-#: `confpred.pytorch.guards`.
-latest: dict[int, Any] = {}
+#: What serves calls like the last one of a place, which is named by what it has to itself, such as
+#: a weight's identity: the function, a guard of its tensors (`confpred.pytorch.guards`), and what
+#: else it depends on. It is a hint: whoever reads it compares both.
+latest: dict[Any, tuple[Any, Callable[..., bool], Any]] = {}
 _predictor: Predictor | None = None  # loaded when it is first needed
 _watchers: list[Callable[[Choice], None]] = []
 _kernels: dict[tuple[KernelSpec, int, int], Any] = {}
@@ -104,6 +108,13 @@ def remember(key: Any, what: Found) -> Found:
         served[key] = what
     latest.clear()
     return what
+
+
+def note(place: Any, serve: Any, tensors: Sequence[Tensor | None], facts: Any) -> None:
+    """Have `serve` serve what comes next from `place` with tensors like these."""
+    if len(latest) >= _MOST_PLACES:
+        latest.clear()  # weights that are made anew at each call have ever new identities
+    latest[place] = serve, guard(*(t for t in tensors if t is not None)), facts
 
 
 @contextmanager

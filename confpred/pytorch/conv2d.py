@@ -97,6 +97,7 @@ def conv2d(
             autocast = x.is_cuda and torch.is_autocast_enabled("cuda")
             out = out + (residual.to(out.dtype) if autocast else residual)
         return activate(name, out)
+    place = id(weight)
     if x.is_cuda and torch.is_autocast_enabled("cuda"):
         dtype = torch.get_autocast_dtype("cuda")
         x, weight = x.to(dtype), weight.to(dtype)
@@ -105,8 +106,9 @@ def conv2d(
     if differentiable:
         out = traced(x, weight, bias, None, geometry, "none")
         return activate(name, out if residual is None else out + residual)
-    run = traced if compiling else forward
-    return run(x, weight, bias, residual, geometry, name)
+    if compiling:
+        return traced(x, weight, bias, residual, geometry, name)
+    return forward(x, weight, bias, residual, geometry, name, place)
 
 
 def _by_pytorch(

@@ -56,7 +56,9 @@ def pytorch_fused(
         out = pytorch_forward(x, weight, bias, stride, padding, dilation, False, (0, 0), groups)
         return activate(activation, out if residual is None else out + residual)
     out = pytorch_forward(x, weight, None, stride, padding, dilation, False, (0, 0), groups)
-    return apply_epilogue(out, bias, residual, activation)
+    if residual is None or (residual.shape == out.shape and residual.dtype is out.dtype):
+        return apply_epilogue(out, bias, residual, activation)
+    return activate(activation, apply_epilogue(out, bias, None, "none") + residual)
 
 
 def pytorch_run(

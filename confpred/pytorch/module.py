@@ -14,12 +14,16 @@ from torch.nn.modules.utils import _pair  # noqa: F401 (of the text that TorchSc
 from confpred.pytorch.fallback import PYTORCH_CONV2D, PYTORCH_CONV_FORWARD
 from confpred.pytorch.routing import conv2d
 
+_is_dynamo = torch.compiler.is_dynamo_compiling
+
 
 def _conv_forward(
     self: torch.nn.Conv2d, input: Tensor, weight: Tensor, bias: Tensor | None
 ) -> Tensor:
     """``torch.nn.Conv2d._conv_forward``, while enabled."""
-    if self.padding_mode != "zeros" or F.conv2d is not conv2d:  # another one may have patched it
+    # Another one may have patched the function after us; and `torch.compile` knows the functions of
+    # `torch.nn.functional` only, whatever they are when it first looks.
+    if _is_dynamo() or self.padding_mode != "zeros" or F.conv2d is not conv2d:
         return PYTORCH_CONV_FORWARD(self, input, weight, bias)  # type: ignore[no-any-return]
     groups = self.groups
     run = PYTORCH_CONV2D if groups == 1 else conv2d

@@ -24,13 +24,12 @@ from torch.nn import Parameter
 from torch.utils._device import DeviceContext
 
 from confpred.pytorch.autograd import find_convolution, find_eager
-from confpred.pytorch.choosing import latest, remember, served
+from confpred.pytorch.choosing import latest, note, remember, served
 from confpred.pytorch.fallback import (
     PYTORCH_CONV1D,
     PYTORCH_CONV2D,
     PYTORCH_CONV_TRANSPOSE2D,
 )
-from confpred.pytorch.guards import guard
 from confpred.pytorch.layers import Geometry
 from confpred.pytorch.layouts import is_channels_last
 from confpred.pytorch.operators import traced
@@ -44,7 +43,6 @@ _is_dynamo = torch.compiler.is_dynamo_compiling  # a constant to the compiler, a
 _is_autocast, _low = torch.is_autocast_enabled, torch.get_autocast_dtype
 _is_grad_enabled = torch.is_grad_enabled
 _NO_GRADIENTS = (False, False, False)
-_MOST_PLACES = 4096
 
 
 def _is_exporting() -> bool:
@@ -126,14 +124,11 @@ def conv2d(
             )
         serve = None
     else:
-        if len(latest) >= _MOST_PLACES:
-            latest.clear()  # weights that are made anew at each call have ever new identities
         if serve is None:
-            latest[place] = None, guard(input, weight), records
+            note(place, None, (input, weight), records)
         else:
-            agrees = guard(input, weight) if bias is None else guard(input, weight, bias)
             facts = (stride, padding, dilation, groups, bias is None, records, _low("cuda"))
-            latest[place] = serve, agrees, facts
+            note(place, serve, (input, weight, bias), facts)
     if serve is None:
         return PYTORCH_CONV2D(input, weight, bias, stride, padding, dilation, groups)
     return serve(input, weight, bias)  # type: ignore[no-any-return]

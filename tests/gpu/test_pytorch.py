@@ -36,6 +36,8 @@ from confpred.predict.pins import read_pins
 from confpred.predict.predictor import Predictor
 from confpred.problem.conv2d import ACTIVATIONS, Problem
 from confpred.problem.device import Device
+from confpred.pytorch.layers import Geometry
+from confpred.pytorch.operators import geometry_of, written
 
 
 @pytest.fixture(autouse=True)
@@ -284,13 +286,12 @@ def test_filter_gradients_on_many_streams_keep_their_workspaces_apart(name) -> N
     """Each thread computes on a stream of its own, all at once, with one ready launch."""
     kwargs, channels = LAYERS[name]
     layers = [make_layer(kwargs, channels, seed=seed) for seed in range(6)]
-    geometry = lists(kwargs)
+    call = written((*layers[0][1].shape,), pairs(kwargs), (False, True, True))
 
     def filter_grad(
         grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        mask = [False, True, True]
-        return torch.ops.confpred.conv2d_backward(grad, x, weight, **geometry, mask=mask)[1:]
+        return torch.ops.confpred.conv2d_backward(grad, x, weight, call)[1:]
 
     grads = [torch.randn_like(F.conv2d(x, w, b, **kwargs)) for x, w, b in layers]
     expected = []
@@ -314,13 +315,11 @@ def test_filter_gradients_on_many_streams_keep_their_workspaces_apart(name) -> N
                     close(a, b)
 
 
-def lists(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments as the operators take them: pairs as lists."""
-    found: dict[str, Any] = {"groups": kwargs["groups"]}
-    for name, default in (("stride", 1), ("padding", 0), ("dilation", 1)):
-        value = kwargs.get(name, default)
-        found[name] = [value, value] if isinstance(value, int) else list(value)
-    return found
+def pairs(kwargs: dict[str, Any]) -> Geometry:
+    """The geometry of a layer's arguments."""
+    found = (kwargs.get("stride", 1), kwargs.get("padding", 0), kwargs.get("dilation", 1))
+    stride, padding, dilation = ((v, v) if isinstance(v, int) else v for v in found)
+    return stride, padding, dilation, kwargs["groups"]
 
 
 def test_is_captured_by_a_cuda_graph(layer) -> None:
@@ -399,12 +398,14 @@ def test_passes_pytorchs_checks_of_custom_operators(layer) -> None:
     out = confpred.conv2d(x, weight, bias, **SHAPE)
     operators = torch.ops.confpred
     torch.library.opcheck(operators.conv2d, (x, weight, bias, None, *geometry, "none"))
+    call = written((*weight.shape,), geometry_of(*geometry), "silu")
+    torch.library.opcheck(operators.conv2d_run, (x, weight, bias, None, call))
     torch.library.opcheck(operators.conv2d, (x, weight, None, out, *geometry, "gelu"))
     torch.use_deterministic_algorithms(True)  # the operator is run twice and compared
     try:
-        for mask in ([True, True, True], [True, False, False], [False, True, False]):
-            arguments = (out, x, weight, *geometry, mask)
-            torch.library.opcheck(operators.conv2d_backward, arguments)
+        for mask in ((True, True, True), (True, False, False), (False, True, False)):
+            call = written((*weight.shape,), geometry_of(*geometry), mask)
+            torch.library.opcheck(operators.conv2d_backward, (out, x, weight, call))
     finally:
         torch.use_deterministic_algorithms(False)
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import confpred
 from confpred.network.operators import conv2d_norm, fold
+from confpred.pytorch.operators import written
 
 
 @pytest.fixture(autouse=True)
@@ -113,7 +114,7 @@ def operands(dtype: torch.dtype = torch.float32) -> list[Tensor]:
     ]
 
 
-GEOMETRY = ((1, 1), (1, 1), (1, 1), 4, "relu")
+CALL = written((8, 2, 3, 3), ((1, 1), (1, 1), (1, 1), 4), "relu", 1e-5)
 
 
 def reference(x, weight, bias, norm_weight, norm_bias, mean, variance, steps, residual) -> Tensor:
@@ -127,7 +128,7 @@ def test_the_operator_is_convolution_and_norm(without: tuple[int, ...]) -> None:
     given = [None if i in without else t for i, t in enumerate(operands())]
     for residual in (None, torch.randn(2, 8, 6, 5), torch.randn(1, 8, 1, 1)):
         expected = reference(*given, residual)
-        torch.testing.assert_close(conv2d_norm(*given, 1e-5, residual, *GEOMETRY), expected)
+        torch.testing.assert_close(conv2d_norm(*given, residual, CALL), expected)
 
 
 def test_the_operator_folds_again_what_has_changed() -> None:
@@ -148,7 +149,7 @@ def test_the_operator_folds_again_what_has_changed() -> None:
 
 
 def call(given: list[Tensor]) -> Tensor:
-    found: Tensor = conv2d_norm(*given, 1e-5, None, *GEOMETRY)
+    found: Tensor = conv2d_norm(*given, None, CALL)
     return found
 
 
@@ -185,7 +186,7 @@ def test_passes_pytorchs_checks_of_custom_operators() -> None:
     residual = torch.randn(2, 8, 6, 5).to(memory_format=torch.channels_last)
     for dtype in (torch.float32, torch.bfloat16):
         x = given[0].to(dtype)
-        arguments = (x, *given[1:], 1e-5, residual.to(dtype), *GEOMETRY)
+        arguments = (x, *given[1:], residual.to(dtype), CALL)
         tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
         torch.library.opcheck(conv2d_norm.default, arguments, test_utils=tests)
 

@@ -53,9 +53,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     seen: list[str] = []
     from confpred.network import fused
 
-    def counted(x, weight, bias, residual, geometry, activation):
+    def counted(x, weight, bias, residual, geometry, activation, place):
         seen.append(activation)
-        return forward(x, weight, bias, residual, geometry, activation)
+        return forward(x, weight, bias, residual, geometry, activation, place)
 
     forward = fused.forward
     monkeypatch.setattr(fused, "forward", counted)

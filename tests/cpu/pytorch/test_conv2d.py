@@ -9,6 +9,7 @@ import torch.nn.functional as F
 import confpred
 from confpred.errors import InvalidInput
 from confpred.problem.conv2d import ACTIVATIONS
+from confpred.pytorch.operators import written
 
 GEOMETRIES = (
     {"padding": 1, "groups": 4},
@@ -108,9 +109,12 @@ def test_passes_pytorchs_checks_of_custom_operators() -> None:
     x, weight = x.to(memory_format=last), weight.to(memory_format=last)
     out = F.conv2d(x, weight, bias, padding=1, groups=4)
     torch.library.opcheck(torch.ops.confpred.conv2d, (x, weight, bias, out, *geometry, "relu"))
-    for mask in ([True, True, True], [True, False, False], [False, True, False]):
-        arguments = (out, x, weight, *geometry, mask)
-        torch.library.opcheck(torch.ops.confpred.conv2d_backward, arguments)
+    pairs, sizes = ((1, 1), (1, 1), (1, 1), 4), tuple(weight.shape)
+    call = written(sizes, pairs, "relu")
+    torch.library.opcheck(torch.ops.confpred.conv2d_run, (x, weight, bias, out, call))
+    for mask in ((True, True, True), (True, False, False), (False, True, False)):
+        call = written(sizes, pairs, mask)
+        torch.library.opcheck(torch.ops.confpred.conv2d_backward, (out, x, weight, call))
 
 
 @pytest.mark.parametrize(

@@ -259,7 +259,8 @@ def test_a_weight_that_is_gone_is_forgotten(on_cpu) -> None:
     assert len(casts._casts) == 2
 
 
-def test_pytorch_serves_until_all_is_compiled() -> None:
+def test_pytorch_serves_until_all_is_compiled(monkeypatch) -> None:
+    monkeypatch.setattr(policy, "is_capturing", lambda: False)
     futures = (Future(), Future())
     found: list[tuple[int, int]] = []
 
@@ -277,7 +278,8 @@ def test_pytorch_serves_until_all_is_compiled() -> None:
     assert found == [(1, 2)]
 
 
-def test_what_cannot_be_found_stays_pytorchs() -> None:
+def test_what_cannot_be_found_stays_pytorchs(monkeypatch) -> None:
+    monkeypatch.setattr(policy, "is_capturing", lambda: False)
     futures = (Future(),)
     futures[0].set_result(None)
     serve = policy.Compiling(futures).until_then(lambda x: x + 1, lambda _: None)
@@ -369,7 +371,7 @@ def test_an_operators_backward_asks_for_the_layer_of_its_bias(mask, monkeypatch)
     x, weight = torch.randn(2, 8, 5, 5), torch.randn(12, 2, 3, 3)
     geometry = ((1, 1), (1, 1), (1, 1), 4)
     out_grad = torch.randn(2, 12, 5, 5)
-    found = gradients.backward(out_grad, x, weight, geometry, mask)
+    found = gradients.backward(out_grad, x, weight, geometry, mask, "a test")
     ((_, _, bias, dtype, *_),) = asked
     assert (None if bias is None else bias.shape) == ((12,) if mask[2] else None)
     assert dtype is torch.float32
