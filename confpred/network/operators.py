@@ -165,7 +165,7 @@ class _Folds:
         return made
 
 
-@torch.no_grad()  # type: ignore[untyped-decorator]
+@torch.no_grad()
 def _folded(
     weight: Tensor, others: Others, eps: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor | None]:

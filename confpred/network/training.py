@@ -170,9 +170,11 @@ class ConvolutionForward(_Layer):
         self._geometry: Geometry | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
+        weight, bias = self._tensors()
+        if _is_dynamo():  # what is kept here would have it compile anew, or for this process alone
+            return conv2d(x, weight, bias, *geometry_of(self._module()))  # type: ignore[arg-type]
         if self._geometry is None:
             self._geometry = geometry_of(self._module())  # type: ignore[arg-type]
-        weight, bias = self._tensors()
         return conv2d(x, weight, bias, *self._geometry, place=id(self))
 
 

@@ -8,6 +8,7 @@ dense layers do not have to.
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -83,6 +84,7 @@ def enable(
         former = policy.use(policy.Policy(background=not wait, verifier=verifier))
         _former.append((former, undo))
         _tell_torchscript()
+        _tell_dynamo()
         _install(routing.conv1d, routing.conv2d, routing.conv_transpose2d, conv_forward)
 
 
@@ -101,6 +103,7 @@ def disable() -> None:
             undo_plan()
         if not _former:
             _install(PYTORCH_CONV1D, PYTORCH_CONV2D, PYTORCH_CONV_TRANSPOSE2D, PYTORCH_CONV_FORWARD)
+            _tell_dynamo()
 
 
 @contextmanager
@@ -124,6 +127,14 @@ def _install(conv1d: Any, conv2d: Any, conv_transpose2d: Any, module: Any) -> No
         place.conv2d = conv2d  # type: ignore[attr-defined]
         place.conv_transpose2d = conv_transpose2d  # type: ignore[attr-defined]
     nn.Conv2d._conv_forward = module  # type: ignore[method-assign]
+
+
+def _tell_dynamo() -> None:
+    """Have `torch.compile` know PyTorch's own functions. It looks functions up in a table that it
+    makes once, of those that it then finds in their places; the first time may be while enabled."""
+    if "torch._dynamo" in sys.modules:  # importing it takes seconds
+        for function in (PYTORCH_CONV1D, PYTORCH_CONV2D, PYTORCH_CONV_TRANSPOSE2D):
+            torch.compiler.allow_in_graph(function)
 
 
 def _tell_torchscript() -> None:

@@ -8,6 +8,9 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import subprocess
+import sys
+import textwrap
 from collections.abc import Iterator
 
 import pytest
@@ -315,3 +318,23 @@ def test_copies_and_pickles() -> None:
     traced = torch.fx.symbolic_trace(lambda x, weight: F.conv2d(x, weight, groups=4))
     x, weight, _ = operands()
     assert torch.equal(pickled(traced)(x, weight), traced(x, weight))
+
+
+@pytest.mark.parametrize("first", ["plain", "enabled"])
+def test_programs_compile_whatever_was_compiled_first(first) -> None:
+    """In a new process: what `torch.compile` knows of functions is decided at its first use."""
+    script = f"""
+        import torch, confpred
+        from torch import nn
+        def compiles():
+            layers = nn.Sequential(nn.Conv2d(8, 8, 3, groups=4), nn.Conv2d(8, 8, 3))
+            torch.compile(layers, fullgraph=True, backend="aot_eager")(torch.zeros(1, 8, 7, 7))
+        if {first == "enabled"}:
+            with confpred.enabled():
+                compiles()
+        compiles()
+        with confpred.enabled():
+            compiles()
+        compiles()
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True)
