@@ -50,13 +50,10 @@ class Settings:
 
     Attributes:
         refused: names, in the module, of the convolutions that are to be left alone.
-        ours: names of those whose kernel is one of ours, as far as that is known; None: those with
-            groups. Only `torch.compile` asks.
         channels_last: whether the input is brought into that layout.
     """
 
     refused: frozenset[str] = frozenset()
-    ours: frozenset[str] | None = None
     channels_last: bool = True
 
     def within(self, name: str) -> Settings:
@@ -66,8 +63,7 @@ class Settings:
         def cut(names: frozenset[str]) -> frozenset[str]:
             return frozenset(n[len(prefix) :] for n in names if f"{n}.".startswith(prefix))
 
-        ours = None if self.ours is None else cut(self.ours)
-        return Settings(cut(self.refused), ours, self.channels_last)
+        return Settings(cut(self.refused), self.channels_last)
 
 
 class ModuleWatch:
@@ -261,10 +257,9 @@ class OptimizedForward(InstanceForward):
         )
         self._program, self._watch = program, ModuleWatch(program)
 
-    def _traced_call(self, site: Site) -> Callable[..., Tensor]:
-        ours: frozenset[str] | None = self._settings.ours
-        known = site.convolution.groups > 1 if ours is None else site.name in ours
-        return OperatorCall(site) if known else PlainCall(site)
+    @staticmethod
+    def _traced_call(site: Site) -> Callable[..., Tensor]:
+        return OperatorCall(site) if site.convolution.groups > 1 else PlainCall(site)
 
     def _fold(self, module: nn.Module, program: Program, cast: torch.dtype | None) -> Fold | None:
         """Fold everything again; None where that has to wait."""

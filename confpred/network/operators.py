@@ -15,18 +15,24 @@ from operator import attrgetter, is_
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from confpred.pytorch.directions import forward
-from confpred.pytorch.operators import read
+from confpred.pytorch.fallback import activate
+from confpred.pytorch.operators import by_pytorch, read
+from confpred.pytorch.tracing import pays
 
 _LIBRARY = torch.library.Library("confpred", "FRAGMENT")
-_LIBRARY.define(
-    "conv2d_norm(Tensor x, Tensor weight, Tensor? bias, Tensor? norm_weight, Tensor? norm_bias, "
-    "Tensor? mean, Tensor? var, Tensor? steps, Tensor? residual, str call) -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
+for _name in ("conv2d_norm", "conv2d_norm_run"):
+    _LIBRARY.define(
+        f"{_name}(Tensor x, Tensor weight, Tensor? bias, Tensor? norm_weight, Tensor? norm_bias, "
+        "Tensor? mean, Tensor? var, Tensor? steps, Tensor? residual, str call) -> Tensor",
+        tags=(torch.Tag.pt2_compliant_tag,),
+    )
+#: What is called: while a program is traced, the operator that runs, or PyTorch's own ones.
 conv2d_norm: Any = torch.ops.confpred.conv2d_norm
+conv2d_norm_run: Any = torch.ops.confpred.conv2d_norm_run
 
 
 def fold(
@@ -52,6 +58,32 @@ def fold(
     if norm_bias is not None:
         shift = shift + norm_bias.to(wide)
     return weight.to(wide) * scale.reshape(-1, 1, 1, 1), shift
+
+
+def _choose(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    mean: Tensor | None,
+    var: Tensor | None,
+    steps: Tensor | None,
+    residual: Tensor | None,
+    call: str,
+) -> Tensor:
+    _, geometry, activation, eps = read(call)
+    folded = bias if mean is None else mean  # as for a bias, only that there is one counts
+    if pays(x, weight, folded, residual, geometry, activation, (False, False, False)):
+        others = (bias, norm_weight, norm_bias, mean, var, steps)
+        return conv2d_norm_run(x, weight, *others, residual, call)  # type: ignore[no-any-return]
+    if weight.dtype is not x.dtype:
+        weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
+    if mean is None:
+        return by_pytorch(x, weight, bias, residual, geometry, activation)
+    out = by_pytorch(x, weight, bias, None, geometry, "none")
+    out = F.batch_norm(out, mean, var, norm_weight, norm_bias, False, 0.0, eps)
+    return activate(activation, out if residual is None else out + residual)
 
 
 def _compute(
@@ -177,5 +209,6 @@ def _folded(
 
 
 _folds = _Folds()
-_LIBRARY.impl("conv2d_norm", _compute, "CompositeExplicitAutograd")
-torch.library.register_fake("confpred::conv2d_norm", _fake, lib=_LIBRARY)
+_LIBRARY.impl("conv2d_norm", _choose, "CompositeImplicitAutograd")
+_LIBRARY.impl("conv2d_norm_run", _compute, "CompositeExplicitAutograd")
+torch.library.register_fake("confpred::conv2d_norm_run", _fake, lib=_LIBRARY)

@@ -21,7 +21,7 @@ from confpred.network.tracing import convolutions_of, trace_parts
 from confpred.network.training import is_trainable, train_together
 from confpred.predict.choice import Choice
 from confpred.predict.predictor import Predictor
-from confpred.pytorch.choosing import compile_ahead, current_predictor, is_ours, use_predictor
+from confpred.pytorch.choosing import compile_ahead, current_predictor, use_predictor
 
 log = logging.getLogger("confpred")
 Model = TypeVar("Model", bound=nn.Module)
@@ -101,11 +101,10 @@ def optimize(
     if channels_last:
         _to_channels_last(model)
     choices = _choices(model, example_inputs, training)
-    ours = None if choices is None else frozenset(n for n, c in choices if is_ours(c))
     if training:
         train_together(model, refused)
     else:
-        settings = Settings(refused, ours, channels_last)
+        settings = Settings(refused, channels_last)
         convolutions = convolutions_of(model, lambda _, name: name not in refused)
         for part in list(trace_parts(model, convolutions)):
             OptimizedForward.install(part.module, settings.within(part.name))
@@ -164,11 +163,9 @@ def _ordinal(model: nn.Module) -> int | None:
     return first.device.index if first is not None and first.is_cuda else None
 
 
-def _choices(
-    model: nn.Module, example_inputs: Any, training: bool
-) -> list[tuple[str, Choice]] | None:
-    """What is chosen for each layer of `model` by its name, all in one batch; None if that has to
-    wait for the first call."""
+def _choices(model: nn.Module, example_inputs: Any, training: bool) -> list[Choice] | None:
+    """What is chosen for each layer of `model`, all in one batch; None if that has to wait for the
+    first call."""
     ordinal = _ordinal(model)
     if example_inputs is None or ordinal is None:
         return None
@@ -186,14 +183,14 @@ def _choices(
     except ConfpredError as error:
         log.warning("choices are made at the first call: %s", error)
         return None
-    return [(call.name, choice) for call, choice in zip(calls, found, strict=True)]
+    return found
 
 
-def _compile(model: nn.Module, choices: list[tuple[str, Choice]] | None) -> None:
+def _compile(model: nn.Module, choices: list[Choice] | None) -> None:
     ordinal = _ordinal(model)
     if choices is None or ordinal is None:
         return
-    compile_ahead([choice for _, choice in choices], ordinal)
+    compile_ahead(choices, ordinal)
 
 
 def _verify(model: nn.Module, example_inputs: Any) -> None:

@@ -1,9 +1,10 @@
 """Convolution as `torch.compile` sees it: operators of PyTorch's dispatcher that choose when they
 run.
 
-    confpred::conv2d ---- while a program is traced --+-- no gradients --> conv2d_run
-     (what users call)                                `-- gradients -----> conv2d_run
-                                                                           conv2d_backward
+    confpred::conv2d ---- while a program is traced --+-- it does not pay --> PyTorch's own
+     (what users call)                                |-- no gradients -----> conv2d_run
+                                                      `-- gradients --------> conv2d_run,
+                                                                              conv2d_backward
 
 What a program keeps is only what runs. The dispatcher takes a microsecond for each argument but
 tensors, twice for each list, and longer for an operator that has a formula for its gradient; so
@@ -24,9 +25,11 @@ from torch import Tensor
 
 from confpred.errors import InvalidInput
 from confpred.pytorch.directions import forward
+from confpred.pytorch.fallback import PYTORCH_CONV2D, activate
 from confpred.pytorch.gradients import backward
 from confpred.pytorch.layers import Geometry
 from confpred.pytorch.ready import CHANNELS_LAST
+from confpred.pytorch.tracing import pays
 
 _library = torch.library.Library("confpred", "FRAGMENT")
 _TAGS = (torch.Tag.pt2_compliant_tag,)
@@ -137,10 +140,26 @@ def _conv2d(
 ) -> Tensor:
     geometry = geometry_of(stride, padding, dilation, groups)
     given = (x, weight, bias, residual)
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given):
+    wants = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in given]
+    if not pays(x, weight, bias, residual, geometry, activation, (wants[0], wants[1], wants[2])):
+        return by_pytorch(x, weight, bias, residual, geometry, activation)
+    if any(wants):
         out: Tensor = _Traced.apply(*given, geometry, activation)  # type: ignore[no-untyped-call]
         return out
     return _run(x, weight, bias, residual, geometry, activation)
+
+
+def by_pytorch(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    geometry: Geometry,
+    activation: str,
+) -> Tensor:
+    """The same by PyTorch's operators, one by one."""
+    out: Tensor = PYTORCH_CONV2D(x, weight, bias, *geometry)
+    return activate(activation, out if residual is None else out + residual)
 
 
 def _conv2d_run(

@@ -77,6 +77,11 @@ class Compiling:
         return serve
 
 
+def is_verifying() -> bool:
+    """Whether measurements decide."""
+    return _current.verifier is not None
+
+
 def decide(problem: Problem, ordinal: int) -> Choice | None:
     """The kernel of ours that is to serve `problem` on CUDA device `ordinal`; None for PyTorch's
     own operator."""

@@ -10,7 +10,8 @@ from network_blocks import BLOCKS, Bottleneck, InvertedResidual, Network, images
 from torch import Tensor, nn
 
 import confpred
-from confpred.network.operators import conv2d_norm, fold
+from confpred.network import operators
+from confpred.network.operators import conv2d_norm, conv2d_norm_run, fold
 from confpred.pytorch.operators import written
 
 
@@ -44,8 +45,10 @@ def test_one_graph_without_folds(kind: str) -> None:
     assert torch.rsqrt not in called
 
 
+@pytest.mark.parametrize("pays", [True, False])
 @torch.no_grad()
-def test_inductor_gives_the_same_numbers() -> None:
+def test_inductor_gives_the_same_numbers(pays, monkeypatch) -> None:
+    monkeypatch.setattr(operators, "pays", lambda *_: pays)
     model, x = made(Network(InvertedResidual(8), Bottleneck(8, 8, stride=2))), images()
     expected = model(x)
     compiled = torch.compile(confpred.optimize(model), fullgraph=True)
@@ -191,7 +194,7 @@ def test_passes_pytorchs_checks_of_custom_operators() -> None:
         x = given[0].to(dtype)
         arguments = (x, *given[1:], residual.to(dtype), CALL)
         tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
-        torch.library.opcheck(conv2d_norm.default, arguments, test_utils=tests)
+        torch.library.opcheck(conv2d_norm_run.default, arguments, test_utils=tests)
 
 
 def test_a_fold_is_exact_to_rounding() -> None:

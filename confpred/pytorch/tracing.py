@@ -1,0 +1,75 @@
+"""What is decided while `torch.compile` traces a program: whether an operator of ours pays.
+
+A program that Inductor has made calls PyTorch's convolution from C++, and its pointwise kernels
+take what follows it; an operator of ours goes through the dispatcher and Python. Where a layer
+saves the GPU less than that takes the host, the program keeps PyTorch's own, for the host is often
+what a compiled program waits for. A program that becomes a CUDA graph (``mode="reduce-overhead"``)
+has no such cost.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from confpred.pytorch import choosing, policy
+from confpred.pytorch.gradients import Mask, Shape
+from confpred.pytorch.layers import Geometry, problem_of
+from confpred.pytorch.layouts import is_channels_last
+
+#: What an operator of ours costs the host more than PyTorch's own: without gradients, and in the
+#: forward and backward pass together. Measured on the CPU with launches of no work, operators and
+#: guards took 7 to 12 us a call, warm; between other layers it is about twice that.
+HOST_MS, HOST_TRAINING_MS = 0.02, 0.04
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def pays(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    geometry: Geometry,
+    activation: str,
+    mask: Mask,
+) -> bool:
+    """Whether the operator of ours is to be called for tensors like these, of which `x` may be one
+    of a trace; `mask` tells of which of `x`, `weight` and `bias` there will be gradients.
+
+    A size that is not known stands for the one that the program is traced with.
+    """
+    if type(x) in _PLAIN or policy.is_verifying():
+        return True  # no trace; or the choice has to wait for what is measured at run time
+    if not x.is_cuda or not is_channels_last(x):
+        return False
+    sizes = tuple(map(_known, x.shape))
+    if None in sizes:
+        return True
+    filters = tuple(map(int, weight.shape))
+    ordinal = torch.cuda.current_device() if x.device.index is None else x.device.index
+    epilogue = {"activation": activation, "residual": residual is not None}
+    shape = Shape(sizes, filters, bias is not None, x.dtype, ordinal, geometry)
+    problems = [
+        problem_of("fprop", sizes, filters, x.dtype, geometry, bias=bias is not None, **epilogue),
+        shape.problem("x") if mask[0] else None,
+        shape.problem("weight", policy.is_deterministic()) if mask[1] else None,
+    ]
+    found = [None if p is None else choosing.choose(p, ordinal) for p in problems]
+    ours = [c if c is not None and choosing.is_ours(c) else None for c in found]
+    if not any(ours):
+        return False
+    return policy.saves_ms(ours, ordinal) >= _host_ms(mask)
+
+
+def _known(size: Any) -> int | None:
+    return size if isinstance(size, int) else size.node.hint
+
+
+def _host_ms(mask: Mask) -> float:
+    inductor: Any = sys.modules.get("torch._inductor.config")
+    if inductor is not None and inductor.triton.cudagraphs:
+        return 0.0
+    return HOST_TRAINING_MS if any(mask) else HOST_MS

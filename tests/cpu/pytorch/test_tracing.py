@@ -1,0 +1,119 @@
+"""While a program is traced: an operator of ours where it pays, else PyTorch's own."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
+from torch._subclasses import FakeTensorMode
+
+import confpred
+from confpred.pytorch import operators, policy, tracing
+
+GEOMETRY = ((1, 1), (1, 1), (1, 1), 4)
+NO_GRADIENTS, GRADIENTS = (False, False, False), (True, True, False)
+
+
+def programs(**tensors: Tensor) -> list[list[str]]:
+    """The operators of the programs that a layer and its gradients become."""
+    found: list[list[str]] = []
+
+    def note(graph: torch.fx.GraphModule, _: Any) -> Any:
+        found.append([str(n.target) for n in graph.graph.nodes if n.op == "call_function"])
+        return graph.forward
+
+    torch._dynamo.reset()
+    backend = aot_autograd(fw_compiler=note, bw_compiler=note)
+
+    def layer(x: Tensor, weight: Tensor) -> Tensor:
+        return confpred.conv2d(x, weight, padding=1, groups=4)
+
+    out = torch.compile(layer, fullgraph=True, backend=backend)(**tensors)
+    if out.requires_grad:
+        out.sum().backward()
+    return found
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+def test_a_program_has_the_operators_that_run_or_pytorchs_own(gradients, monkeypatch) -> None:
+    x = torch.randn(2, 8, 6, 5).to(memory_format=torch.channels_last)
+    weight = torch.randn(8, 2, 3, 3, requires_grad=gradients)
+    theirs = programs(x=x, weight=weight)
+    assert "aten.convolution.default" in theirs[0]
+    assert not any("confpred" in name for program in theirs for name in program)
+    monkeypatch.setattr(operators, "pays", lambda *_: True)
+    ours = programs(x=x, weight=weight)
+    assert "confpred.conv2d_run.default" in ours[0]
+    assert not any("convolution" in name for program in ours for name in program)
+    if gradients:
+        assert "confpred.conv2d_backward.default" in ours[1]
+
+
+class Ours:
+    """Choices of ours that are expected to save so many milliseconds a direction."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, saves_ms: float) -> None:
+        self.asked: list[str] = []
+        monkeypatch.setattr(tracing.choosing, "choose", self.choose)
+        monkeypatch.setattr(tracing.choosing, "is_ours", lambda _: True)
+        monkeypatch.setattr(
+            tracing.policy,
+            "saves_ms",
+            lambda found, _: saves_ms * sum(c is not None for c in found),
+        )
+
+    def choose(self, problem: Any, _: int) -> Any:
+        self.asked.append(problem.direction)
+        return SimpleNamespace(problem=problem)
+
+
+def traced_pays(*, mask: Any = NO_GRADIENTS, last: bool = True) -> bool:
+    with FakeTensorMode():
+        x = torch.empty(2, 8, 6, 5, dtype=torch.float16, device="cuda:0")
+        x = x.to(memory_format=torch.channels_last) if last else x
+        weight = torch.empty(8, 2, 3, 3, dtype=torch.float16, device="cuda:0")
+        return tracing.pays(x, weight, None, None, GEOMETRY, "none", mask)
+
+
+@pytest.mark.parametrize(
+    ("saves_ms", "mask", "expected"),
+    [
+        (tracing.HOST_MS, NO_GRADIENTS, True),
+        (tracing.HOST_MS * 0.9, NO_GRADIENTS, False),
+        (tracing.HOST_TRAINING_MS / 3, GRADIENTS, True),
+        (tracing.HOST_TRAINING_MS / 3.5, GRADIENTS, False),
+    ],
+)
+def test_what_it_saves_has_to_pay_for_the_host(saves_ms, mask, expected, monkeypatch) -> None:
+    ours = Ours(monkeypatch, saves_ms)
+    assert traced_pays(mask=mask) is expected
+    assert ours.asked == (["fprop", "dgrad", "wgrad"] if any(mask) else ["fprop"])
+
+
+def test_a_cuda_graph_costs_no_host_time(monkeypatch) -> None:
+    import torch._inductor.config as inductor
+
+    Ours(monkeypatch, 0.001)
+    assert not traced_pays()
+    with inductor.patch({"triton.cudagraphs": True}):
+        assert traced_pays()
+
+
+def test_another_layout_or_device_stays_pytorchs(monkeypatch) -> None:
+    Ours(monkeypatch, 1.0)
+    assert traced_pays()
+    assert not traced_pays(last=False)
+    with FakeTensorMode():
+        x = torch.empty(2, 8, 6, 5).to(memory_format=torch.channels_last)
+        weight = torch.empty(8, 2, 3, 3)
+        assert not tracing.pays(x, weight, None, None, GEOMETRY, "none", NO_GRADIENTS)
+
+
+def test_what_is_measured_is_decided_at_run_time(monkeypatch) -> None:
+    Ours(monkeypatch, 0.0)
+    monkeypatch.setattr(policy, "_current", policy.Policy(verifier=object()))  # type: ignore[arg-type]
+    assert traced_pays()
