@@ -2,9 +2,12 @@
 
 switch      `enable` and `disable`
 routing     the functions that they put in the place of PyTorch's
+module      the method of `torch.nn.Conv2d` that they do
 conv2d      the public function: checks its arguments, and decides which way a call goes
 autograd    eager calls, with gradients or without
 operators   what torch.compile sees
+tracing     where an operator of ours pays in a compiled program
+guards      whether a call is like the last one from the same place
 directions  a forward without gradients: ours, or PyTorch's own with a cheap epilogue
 gradients   a layer in training: what serves each of its three directions
 policy      whether to wait for a kernel, and whether to measure

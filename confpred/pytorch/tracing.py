@@ -45,8 +45,9 @@ def pays(
         return True  # no trace; or the choice has to wait for what is measured at run time
     if not x.is_cuda or not is_channels_last(x):
         return False
-    sizes = tuple(map(_known, x.shape))
-    if None in sizes:
+    hints = [_known(size) for size in x.shape]
+    sizes = tuple(size for size in hints if size is not None)
+    if len(sizes) < len(hints):
         return True
     filters = tuple(map(int, weight.shape))
     ordinal = torch.cuda.current_device() if x.device.index is None else x.device.index
