@@ -30,7 +30,7 @@ from torch.nn.modules import module as every_module
 from confpred.network.chains import Program, Site, fuse
 from confpred.network.fused import OperatorCall, PlainCall, fused_call
 from confpred.network.instance_forward import InstanceForward
-from confpred.network.modules import is_convolution, norm_slots
+from confpred.network.modules import autocast_dtype, is_convolution, norm_slots
 from confpred.network.tracing import convolutions_of, trace
 from confpred.pytorch.streams import is_capturing
 
@@ -216,7 +216,7 @@ class OptimizedForward(InstanceForward):
         if program is None or len(args) != len(program.arguments):
             return None
         device = args[0].device.type
-        cast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        cast = autocast_dtype(device)
         fold = self._folds.get(cast)
         if fold is None or not fold.watch.is_same():
             fold = self._fold(module, program, cast)

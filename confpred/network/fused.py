@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from confpred.network.chains import Site
-from confpred.network.modules import STEPS, eps_of, geometry_of, norm_tensors
+from confpred.network.modules import STEPS, autocast_dtype, eps_of, geometry_of, norm_tensors
 from confpred.network.operators import conv2d_norm, fold
 from confpred.pytorch.directions import forward
 from confpred.pytorch.fallback import activate
@@ -106,9 +106,8 @@ class OperatorCall:
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         site = self._site
         convolution = site.convolution
-        device = x.device.type
-        if torch.is_autocast_enabled(device):
-            x = x.to(torch.get_autocast_dtype(device))
+        cast = autocast_dtype(x.device.type)
+        x = x if cast is None else x.to(cast)
         # A sum that promotes is PyTorch's, and so is one that broadcasts: it has another shape.
         fits = residual is None or residual.dtype == x.dtype
         norm = site.norm

@@ -19,7 +19,7 @@ from torch.utils import _pytree
 from confpred.errors import ConfpredError, InvalidInput, InvalidProblem
 from confpred.network.chains import Program, Site, fuse
 from confpred.network.instance_forward import remove
-from confpred.network.modules import geometry_of
+from confpred.network.modules import autocast_dtype, geometry_of
 from confpred.network.tracing import convolutions_of, trace_parts
 from confpred.problem.conv2d import Problem
 from confpred.pytorch.fallback import PYTORCH_CONV2D
@@ -296,10 +296,8 @@ class _Recorder(TorchFunctionMode):
         self.calls.append(LayerCall(name, problem, direction, hindrance))
 
     def _cast(self, x: Tensor) -> torch.dtype:
-        for device in dict.fromkeys((x.device.type, "cuda")):
-            if torch.is_autocast_enabled(device) and x.dtype is not torch.float64:
-                return torch.get_autocast_dtype(device)
-        return x.dtype
+        cast = autocast_dtype(x.device.type) or autocast_dtype("cuda")
+        return x.dtype if cast is None or x.dtype is torch.float64 else cast
 
     def _name(self, weight: object) -> str:
         return self._names.get(id(weight), "").rpartition(".")[0]

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from confpred.network.instance_forward import InstanceForward
 from confpred.network.modules import (
+    autocast_dtype,
     geometry_of,
     is_convolution,
     is_counting_norm,
@@ -59,11 +60,6 @@ class Running(threading.local):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Running:
         return self
-
-
-def autocast_dtype() -> torch.dtype | None:
-    """What autocast would cast to here; None where it is off."""
-    return torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
 
 
 class _CastTogether(torch.autograd.Function):
@@ -155,7 +151,7 @@ class _Layer(InstanceForward):
         if not _is_dynamo():
             copies = self._running.copies
             # A model may turn autocast off, or to another dtype, for some of its layers.
-            if copies and self._running.dtype is autocast_dtype():
+            if copies and self._running.dtype is autocast_dtype("cuda"):
                 weight = copies.get(id(weight), weight)
                 bias = None if bias is None else copies.get(id(bias), bias)
         return weight, bias

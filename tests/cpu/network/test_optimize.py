@@ -569,3 +569,11 @@ def test_other_wrong_arguments_are_named() -> None:
         confpred.revert("model")
     model = small()
     assert confpred.revert(model) is model
+
+
+@torch.no_grad()
+def test_tensors_without_memory() -> None:
+    model = made(BLOCKS["bottleneck"]())
+    expected = model.to("meta")(images().to("meta"))
+    assert confpred.optimize(model)(images().to("meta")).shape == expected.shape
+    assert confpred.explain(model, images().to("meta")).rows
