@@ -13,6 +13,7 @@ from torch.utils import _pytree
 
 from confpred.cuda import driver
 from confpred.errors import ConfpredError, InvalidInput, UnknownDevice
+from confpred.network.bundle import epilogue_kernels
 from confpred.network.forward import OptimizedForward, Settings
 from confpred.network.instance_forward import InstanceForward, remove
 from confpred.network.modules import is_convolution
@@ -190,7 +191,7 @@ def _compile(model: nn.Module, choices: list[Choice] | None) -> None:
     ordinal = _ordinal(model)
     if choices is None or ordinal is None:
         return
-    compile_ahead(choices, ordinal)
+    compile_ahead(choices, epilogue_kernels(choices), ordinal)
 
 
 def _verify(model: nn.Module, example_inputs: Any) -> None:

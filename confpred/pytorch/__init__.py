@@ -13,7 +13,8 @@ gradients   a layer in training: what serves each of its three directions
 policy      whether to wait for a kernel, and whether to measure
 verify      measured choices
 recording   the choices of a block as a plan
-choosing    chosen, compiled, loaded; what was found is kept here
+choosing    from a problem to a launch; what was found is kept here
+kernels     the kernels of this process: compiled in threads, and loaded
 fallback    PyTorch's own operators, whatever is put over them
 epilogue    one kernel for what follows PyTorch's own convolution
 layers      PyTorch's arguments as a problem

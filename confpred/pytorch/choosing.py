@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,7 +21,7 @@ import torch
 from torch import Tensor
 
 from confpred.cuda import driver
-from confpred.cuda.compiler import Compiled, compile_kernel, compiled_before
+from confpred.cuda.compiler import Compiled
 from confpred.errors import (
     CompileError,
     ConfpredError,
@@ -35,17 +34,17 @@ from confpred.families.registry import all_families
 from confpred.predict.choice import Choice
 from confpred.predict.predictor import Predictor
 from confpred.problem.conv2d import Problem
-from confpred.problem.operation import KernelSpec, Launch, Step
+from confpred.problem.operation import KernelSpec, Launch
 from confpred.problem.record import Record
 from confpred.pytorch import layouts
 from confpred.pytorch.guards import guard
+from confpred.pytorch.kernels import loaded, submit
 from confpred.pytorch.ready import ReadyLaunch
 
 log = logging.getLogger(__name__)
 Found = TypeVar("Found")
 _MOST_KEPT = 65_536
 _MOST_PLACES = 4096
-_THREADS = 8
 
 #: What serves a call, by all that its tensors' shapes and layouts decide; see `remember`.
 served: dict[Any, Any] = {}
@@ -55,8 +54,6 @@ served: dict[Any, Any] = {}
 latest: dict[Any, tuple[Any, Callable[..., bool], Any]] = {}
 _predictor: Predictor | None = None  # loaded when it is first needed
 _watchers: list[Callable[[Choice], None]] = []
-_kernels: dict[tuple[KernelSpec, int, int], Any] = {}
-_compiling: dict[tuple[KernelSpec, str], Future[Compiled]] = {}
 
 
 def use_predictor(predictor: Predictor) -> None:
@@ -195,19 +192,21 @@ def load(choice: Choice, ordinal: int) -> ReadyLaunch | None:
         raise InvalidProblem("problem", problem, "a convolution")
     launch = _launch_of(choice)
     try:
-        compiled = [submit(step.kernel, _arch(ordinal)).result() for step in launch.steps]
-        pairs = zip(launch.steps, compiled, strict=True)
-        kernels = [_loaded(step, kernel, ordinal) for step, kernel in pairs]
+        for step in launch.steps:
+            submit(step.kernel, _arch(ordinal))  # side by side
+        kernels = [loaded(step.kernel, step.smem_bytes, ordinal) for step in launch.steps]
         return ReadyLaunch(problem, launch, kernels, ordinal)
     except (CompileError, LaunchError) as error:
         log.warning("PyTorch's own operator: %s", error)
         return None
 
 
-def compile_ahead(choices: Sequence[Choice], ordinal: int) -> None:
-    """Compile, in parallel, and load on CUDA device `ordinal` what `choices` will launch; a kernel
-    that cannot be had is left to the call that needs it."""
+def compile_ahead(choices: Sequence[Choice], others: Iterable[KernelSpec], ordinal: int) -> None:
+    """Compile, in parallel, what `choices` will launch and `others`, and load the former on CUDA
+    device `ordinal`; a kernel that cannot be had is left to the call that needs it."""
     ours = [choice for choice in choices if is_ours(choice)]
+    for kernel in others:
+        submit(kernel, _arch(ordinal))
     for choice in ours:
         for step in _launch_of(choice).steps:
             submit(step.kernel, _arch(ordinal))
@@ -222,25 +221,6 @@ def waiting_for(choice: Choice, ordinal: int) -> list[Future[Compiled]]:
     return [future for future in found if not future.done()]
 
 
-def submit(spec: KernelSpec, arch: str) -> Future[Compiled]:
-    """`spec` compiled for `arch`, now or soon; nothing is compiled twice."""
-    key = (spec, arch)
-    if key not in _compiling:
-        known = compiled_before(spec, arch)
-        if known is None:
-            _compiling[key] = _compilers().submit(compile_kernel, spec, arch)
-        else:
-            future: Future[Compiled] = Future()
-            future.set_result(known)
-            _compiling[key] = future
-    return _compiling[key]
-
-
-@cache
-def _compilers() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1), "confpred-compiler")
-
-
 def _launch_of(choice: Choice) -> Launch:
     candidate = choice.candidate
     return all_families()[candidate.provider].launch(choice.problem, candidate.config_id)
@@ -250,23 +230,4 @@ def _arch(ordinal: int) -> str:
     return driver.device_of(ordinal).arch
 
 
-def _loaded(step: Step, compiled: Compiled, ordinal: int) -> Any:
-    """The kernel of `step` in the context of a device; shapes that share a kernel share this."""
-    key = (step.kernel, step.smem_bytes, ordinal)
-    if key not in _kernels:
-        with torch.cuda.device(ordinal):
-            driver.make_current(ordinal)
-            with driver.outside_capture():
-                _kernels[key] = driver.load(compiled, step.smem_bytes).kernel
-    return _kernels[key]
-
-
-def reset_after_fork() -> None:
-    """A child process has neither the threads nor the context of its parent."""
-    forget()
-    _kernels.clear()
-    _compiling.clear()
-    _compilers.cache_clear()
-
-
-os.register_at_fork(after_in_child=reset_after_fork)
+os.register_at_fork(after_in_child=forget)

@@ -7,6 +7,7 @@ operators do the same in place.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -14,11 +15,10 @@ import torch
 from torch import Tensor
 
 from confpred.cuda import driver
-from confpred.cuda.compiler import compile_kernel
 from confpred.cuda.epilogue import MOST_CHANNELS, MOST_ROWS, epilogue_kernel, epilogue_launch
 from confpred.cuda.launch import BoundLaunch
 from confpred.errors import ConfpredError, UnknownDevice
-from confpred.problem.operation import KernelSpec
+from confpred.pytorch.kernels import loaded
 from confpred.pytorch.ready import ALIGNMENT, CHANNELS_LAST, DTYPES
 from confpred.pytorch.streams import current_device, current_stream
 
@@ -26,7 +26,6 @@ log = logging.getLogger(__name__)
 
 _MOST_KEPT = 65_536
 _NAMES = ("out", "bias", "residual")
-_loaded: dict[tuple[KernelSpec, int], Any] = {}  # by kernel and device
 _bound: dict[Any, BoundLaunch | None] = {}  # None: by PyTorch's operators
 
 
@@ -127,23 +126,6 @@ def can_apply(
     )
 
 
-def load_epilogue(kernel: KernelSpec, ordinal: int) -> Any:
-    """An epilogue's kernel on CUDA device `ordinal`, compiled and loaded if it is not yet.
-
-    Raises:
-        UnknownDevice: confpred has no description of the device.
-        CompileError, LaunchError, MissingExtra: it cannot be compiled or loaded.
-    """
-    found = _loaded.get((kernel, ordinal))
-    if found is None:
-        compiled = compile_kernel(kernel, driver.device_of(ordinal).arch)
-        with torch.cuda.device(ordinal):
-            driver.make_current(ordinal)
-            found = driver.load(compiled, 0).kernel
-        _loaded[kernel, ordinal] = found
-    return found
-
-
 def _bound_for(
     out: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str
 ) -> BoundLaunch | None:
@@ -179,12 +161,9 @@ def _bind(
         kernel = epilogue_kernel(
             channels, DTYPES[dtype], bias=bias, residual=residual, activation=activation
         )
-        # A kernel cannot be loaded while a CUDA graph is captured; this graph does without.
-        if (kernel, ordinal) not in _loaded and torch.cuda.is_current_stream_capturing():
-            return None
         sm_count = driver.device_of(ordinal).sm_count
         launch = epilogue_launch(kernel, elements // channels, channels, sm_count)
-        bound = BoundLaunch([load_epilogue(kernel, ordinal)], launch, _NAMES)
+        bound = BoundLaunch([loaded(kernel, 0, ordinal)], launch, _NAMES)
     except UnknownDevice as error:
         log.debug("PyTorch's own operators: %s", error)
     except ConfpredError as error:  # such as a compiler that is not installed: worth a look
@@ -205,3 +184,6 @@ def _by_pytorch(
         if activation != "none":
             getattr(torch.ops.aten, f"{activation}_")(out)  # confpred's names are PyTorch's
     return out
+
+
+os.register_at_fork(after_in_child=_bound.clear)

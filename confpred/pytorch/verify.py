@@ -85,7 +85,7 @@ class Verifier:
         device = driver.device_of(ordinal)
         ranked = choosing.current_predictor().rank(problem, device, self.top + 1)
         ours = [c for c in ranked if choosing.is_ours(c)][: self.top]
-        choosing.compile_ahead(ours, ordinal)
+        choosing.compile_ahead(ours, (), ordinal)
         calls: list[tuple[Choice, Callable[[], Any]]] = []
         with torch.cuda.device(ordinal), torch.no_grad():
             (tensors,) = operands(CONVOLUTION, problem, 1)

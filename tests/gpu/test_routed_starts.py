@@ -88,7 +88,7 @@ _START = """
     import confpred
     sys.path.insert(0, sys.argv[1])
     from layers_on_gpu import LAYERS, SHAPE, OursFirst, close, make_layer, pytorch_refused
-    from confpred.pytorch import choosing
+    from confpred.pytorch import choosing, kernels
     conv2d = F.conv2d
     confpred.use_predictor(OursFirst())
 """
@@ -125,7 +125,7 @@ _BACKGROUND = """
     with torch.no_grad():
         first = F.conv2d(*given, **kwargs)
         assert torch.equal(first, theirs), "PyTorch's bits at first"
-        for future in list(choosing._compiling.values()):
+        for future in list(kernels._compiling.values()):
             future.result(120)
         F.conv2d(*given, **kwargs)  # finds that all is compiled
         with pytorch_refused():
@@ -139,7 +139,7 @@ _BACKGROUND = """
         right = torch.autograd.grad(conv2d(*exact, **kwargs).square().sum(), exact)
         for a, b in zip(mine, right):
             close(a, b)
-        for future in list(choosing._compiling.values()):
+        for future in list(kernels._compiling.values()):
             future.result(120)
     with pytorch_refused():
         torch.autograd.grad(F.conv2d(*leaves, **kwargs).sum(), leaves)

@@ -287,14 +287,14 @@ def test_a_fork_after_use_computes() -> None:
         confpred.enable()
         x, weight = torch.randn(2, 8, 9, 9), torch.randn(8, 2, 3, 3)
         expected = F.conv2d(x, weight, groups=4)
-        from confpred.pytorch import choosing
+        from confpred.pytorch import choosing, kernels
         choosing.served["left by the parent"] = None
-        choosing._compilers().submit(int).result()
+        kernels._compilers().submit(int).result()
         child = os.fork()
         if child == 0:
             right = torch.equal(F.conv2d(x, weight, groups=4), expected)
             right &= "left by the parent" not in choosing.served
-            right &= choosing._compilers().submit(int).result(10) == 0
+            right &= kernels._compilers().submit(int).result(10) == 0
             confpred.disable()
             right &= F.conv2d.__module__ != "confpred.pytorch.routing"
             os._exit(0 if right else 3)

@@ -19,10 +19,11 @@ import torch
 import torch.nn.functional as F
 from layers import H100, first_kernel
 
+from confpred.cuda.epilogue import epilogue_kernel
 from confpred.families.registry import all_families
 from confpred.predict.predictor import Predictor
 from confpred.problem.conv2d import Problem
-from confpred.pytorch import autograd, casts, choosing, gradients, layouts, policy
+from confpred.pytorch import autograd, casts, choosing, gradients, kernels, layouts, policy
 from confpred.pytorch.gradients import Shape
 
 HALF = torch.float16
@@ -300,20 +301,20 @@ def test_a_capture_waits_for_the_compiler(monkeypatch) -> None:
 def cache(tmp_path: Path, monkeypatch) -> Path:
     """An empty cache of kernels, and none of them known to this process."""
     monkeypatch.setenv("CONFPRED_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(choosing, "_compiling", {})
+    monkeypatch.setattr(kernels, "_compiling", {})
     return tmp_path
 
 
 def test_a_kernel_is_compiled_once(cache) -> None:
     spec = first_kernel(all_families()["depthwise_fprop"])
-    future = choosing.submit(spec, "sm_90a")
-    assert choosing.submit(spec, "sm_90a") is future
+    future = kernels.submit(spec, "sm_90a")
+    assert kernels.submit(spec, "sm_90a") is future
     compiled = future.result(120)
     assert not compiled.cached
-    assert choosing.submit(spec, "sm_90a") is future
+    assert kernels.submit(spec, "sm_90a") is future
     assert len(list(cache.rglob("*.cubin"))) == 1
-    choosing._compiling.clear()  # as another process starts
-    again = choosing.submit(spec, "sm_90a")
+    kernels._compiling.clear()  # as another process starts
+    again = kernels.submit(spec, "sm_90a")
     assert again.done()
     assert again.result().cached
     assert again.result().cubin == compiled.cubin
@@ -325,28 +326,29 @@ def test_all_choices_are_compiled_before_any_is_loaded(cache, monkeypatch) -> No
     loaded = []
 
     def load(choice, ordinal) -> None:
-        known = [choosing.submit(s.kernel, "sm_90a") for s in choosing._launch_of(choice).steps]
+        known = [kernels.submit(s.kernel, "sm_90a") for s in choosing._launch_of(choice).steps]
         assert all(future.result(120).cubin for future in known)
-        loaded.append((choice, ordinal, len(choosing._compiling)))
+        loaded.append((choice, ordinal, len(kernels._compiling)))
 
     monkeypatch.setattr(choosing, "load", load)
     guesses = Predictor({}).choose_many(layers, H100)
-    choosing.compile_ahead(guesses, 0)
+    choosing.compile_ahead(guesses, (), 0)
     assert loaded == []  # a guess without a model is never launched
     pinned = [replace(choice, source="pinned") for choice in guesses]
-    kernels = {s.kernel for c in pinned for s in choosing._launch_of(c).steps}
-    choosing.compile_ahead(pinned, 0)
-    assert loaded == [(choice, 0, len(kernels)) for choice in pinned]
+    wanted = {s.kernel for c in pinned for s in choosing._launch_of(c).steps}
+    follows = epilogue_kernel(64, "float16", bias=True, residual=False, activation="relu")
+    choosing.compile_ahead(pinned, [follows], 0)
+    assert loaded == [(choice, 0, len(wanted) + 1) for choice in pinned]
     assert choosing.waiting_for(pinned[0], 0) == []
-    assert len(list(cache.rglob("*.cubin"))) == len(kernels)
+    assert len(list(cache.rglob("*.cubin"))) == len(wanted) + 1
 
 
 _COMPILES = """
     from layers import first_kernel
     from confpred.families.registry import all_families
-    from confpred.pytorch import choosing
+    from confpred.pytorch import kernels
     spec = first_kernel(all_families()["depthwise_fprop"])
-    print(choosing.submit(spec, "sm_90a").result().cached)
+    print(kernels.submit(spec, "sm_90a").result().cached)
 """
 
 
