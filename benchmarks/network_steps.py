@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -145,7 +146,7 @@ def started(
     if helped == "enable":
         import confpred
 
-        around = confpred.enabled  # type: ignore[attr-defined]
+        around = partial(confpred.enabled, wait=True)  # type: ignore[attr-defined]
     elif helped == "optimize":
         model = optimized(model, data[0], setting)
     forward: Any = torch.compile(model, backend=own_inductor()) if way == "compile" else model

@@ -102,7 +102,7 @@ def find_convolution(
     )
     if found is None and not any(mask) and not transposed:
         found = find_converting(low, weight, bias, geometry)
-    if isinstance(found, policy.Compiling):
+    if isinstance(found, policy.Pending):
         again = partial(
             find_convolution, key, geometry=geometry, original=original, dtype=dtype, mask=mask,
             transposed=transposed, output_padding=output_padding,

@@ -12,8 +12,9 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -54,6 +55,7 @@ served: dict[Any, Any] = {}
 latest: dict[Any, tuple[Any, Callable[..., bool], Any]] = {}
 _predictor: Predictor | None = None  # loaded when it is first needed
 _watchers: list[Callable[[Choice], None]] = []
+_chosen: dict[tuple[Problem, int], Future[Choice | None]] = {}
 
 
 def use_predictor(predictor: Predictor) -> None:
@@ -97,6 +99,7 @@ def forget() -> None:
     """Choose again for every shape; kernels stay loaded."""
     served.clear()
     latest.clear()
+    _chosen.clear()
 
 
 def remember(key: Any, what: Found) -> Found:
@@ -138,6 +141,25 @@ def choose(problem: Problem, ordinal: int) -> Choice | None:
         return None
     announce(choice)
     return choice
+
+
+def choose_soon(problem: Problem, ordinal: int) -> Future[Choice | None]:
+    """`choose` in another thread: the first choice of a process loads the model, and a network has
+    tens of problems."""
+    key = (problem, ordinal)
+    if key not in _chosen:
+        _chosen[key] = _chooser().submit(choose, problem, ordinal)
+    return _chosen[key]
+
+
+@cache
+def _chooser() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(1, "confpred-chooser")
+
+
+def is_watched() -> bool:
+    """Whether someone waits for each choice."""
+    return bool(_watchers)
 
 
 def pytorch_ms(problem: Record, ordinal: int) -> float | None:
@@ -230,4 +252,10 @@ def _arch(ordinal: int) -> str:
     return driver.device_of(ordinal).arch
 
 
-os.register_at_fork(after_in_child=forget)
+def _reset_after_fork() -> None:
+    """A child process has not the threads of its parent, nor what they were about to find."""
+    forget()
+    _chooser.cache_clear()
+
+
+os.register_at_fork(after_in_child=_reset_after_fork)

@@ -101,7 +101,7 @@ def _find(
     found = policy.find(problem, x.get_device())
     if found is None:
         return remember(key, pytorch_run(geometry, activation, partial(remember, key)))
-    if isinstance(found, policy.Compiling):
+    if isinstance(found, policy.Pending):
         theirs = partial(pytorch_fused, geometry=geometry, activation=activation)
         again = partial(_find, key, geometry=geometry, activation=activation)
         return remember(key, found.until_then(theirs, again))
@@ -116,7 +116,10 @@ def find_converting(x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Ge
     problem = problem_of("fprop", x.shape, weight.shape, x.dtype, geometry, bias=bias is not None)
     if problem is None:
         return None
-    choice = policy.decide(problem, x.get_device())
+    decided = policy.decide([problem], x.get_device())
+    if isinstance(decided, policy.Pending):
+        return decided
+    (choice,) = decided
     if choice is None or not choosing.converting_pays(choice, x.get_device()):
         return None
     ready = policy.prepare(choice, x.get_device())

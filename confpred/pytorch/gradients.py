@@ -181,7 +181,7 @@ def find_layer(
     mask: Mask,
     transposed: bool = False,
     output_padding: tuple[int, int] = (0, 0),
-) -> Layer | policy.Compiling | None:
+) -> Layer | policy.Pending | None:
     """What serves a layer whose gradients `mask` asks for; None where PyTorch's own operator serves
     all of it.
 
@@ -211,13 +211,15 @@ def find_layer(
     ]
     if all(problem is None for problem in problems):
         return None
-    choices = [p if p is None else policy.decide(p, shape.ordinal) for p in problems]
+    choices = policy.decide(problems, shape.ordinal)
+    if isinstance(choices, policy.Pending):
+        return choices
     if not any(choices):
         return None
     found = [c if c is None else policy.prepare(c, shape.ordinal) for c in choices]
-    futures = [f for one in found if isinstance(one, policy.Compiling) for f in one.futures]
+    futures = [f for one in found if isinstance(one, policy.Pending) for f in one.futures]
     if futures:
-        return policy.Compiling(tuple(futures))
+        return policy.Pending(tuple(futures))
     out, dx, dw = (one.run if isinstance(one, ReadyLaunch) else None for one in found)
     if out is None and dx is None and dw is None:
         return None
@@ -274,7 +276,7 @@ def _find_backward(key: Any, x: Tensor, weight: Tensor, geometry: Geometry, mask
         return remember(key, None)
     bias = x.new_empty(weight.shape[0]) if mask[2] else None  # only its length counts
     found = find_layer(x, weight, bias, x.dtype, geometry, mask)
-    if isinstance(found, policy.Compiling):
+    if isinstance(found, policy.Pending):
 
         def again(_: Tensor, x: Tensor, weight: Tensor, mask: Mask) -> Any:
             return _find_backward(key, x, weight, geometry, mask)

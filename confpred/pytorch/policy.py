@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from math import inf
@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from confpred.cuda.compiler import Compiled
 from confpred.predict.choice import Choice
 from confpred.problem.conv2d import Problem
 from confpred.pytorch import choosing
@@ -33,8 +32,8 @@ class Policy:
     """What `confpred.enable` was told.
 
     Attributes:
-        background: kernels that are not compiled yet are compiled in other threads, while
-            PyTorch's own operator serves.
+        background: choices are made and kernels compiled in other threads, while PyTorch's own
+            operator serves.
         verifier: measures the best predictions where one is set.
     """
 
@@ -56,15 +55,15 @@ def use(policy: Policy) -> Policy:
 
 
 @dataclass(frozen=True, slots=True)
-class Compiling:
-    """Kernels of ours that are on their way."""
+class Pending:
+    """What may be ours is on its way: choices that are being made, or kernels that compile."""
 
-    futures: tuple[Future[Compiled], ...]
+    futures: tuple[Future[Any], ...]
 
     def until_then(
         self, theirs: Callable[..., Any], find: Callable[..., Callable[..., Any] | None]
     ) -> Callable[..., Any]:
-        """`theirs` while something is being compiled, then what `find` finds and remembers in its
+        """`theirs` while something is on its way, then what `find` finds and remembers in its
         place, of the same inputs. A capture waits: a graph would keep PyTorch's operator."""
 
         def serve(*inputs: Any) -> Any:
@@ -82,32 +81,43 @@ def is_verifying() -> bool:
     return _current.verifier is not None
 
 
-def decide(problem: Problem, ordinal: int) -> Choice | None:
-    """The kernel of ours that is to serve `problem` on CUDA device `ordinal`; None for PyTorch's
-    own operator."""
+def decide(problems: Sequence[Problem | None], ordinal: int) -> list[Choice | None] | Pending:
+    """For each of `problems` the kernel of ours that is to serve it on CUDA device `ordinal`, None
+    for PyTorch's own operator; or what all of them wait for."""
     verifier = _current.verifier
     if verifier is not None and not is_capturing():
-        choice = verifier.fastest(problem, ordinal)
+        found = [p if p is None else verifier.fastest(p, ordinal) for p in problems]
+    elif _in_background() and not choosing.is_watched():
+        futures = [p if p is None else choosing.choose_soon(p, ordinal) for p in problems]
+        if not all(future is None or future.done() for future in futures):
+            return Pending(tuple(future for future in futures if future is not None))
+        found = [future if future is None else future.result() for future in futures]
     else:
-        choice = choosing.choose(problem, ordinal)
-    return choice if choice is not None and choosing.is_ours(choice) else None
+        found = [p if p is None else choosing.choose(p, ordinal) for p in problems]
+    return [c if c is not None and choosing.is_ours(c) else None for c in found]
 
 
-def prepare(choice: Choice, ordinal: int) -> ReadyLaunch | Compiling | None:
-    """The launch of `choice`, or what it waits for; None where it cannot be had."""
+def _in_background() -> bool:
     # A graph would keep PyTorch's operator for good, and what has to repeat to the bit must not
-    # depend on when a compilation ends.
-    waits = is_capturing() or is_deterministic()
-    if _current.background and not waits:
+    # depend on when something ends.
+    return _current.background and not is_capturing() and not is_deterministic()
+
+
+def prepare(choice: Choice, ordinal: int) -> ReadyLaunch | Pending | None:
+    """The launch of `choice`, or what it waits for; None where it cannot be had."""
+    if _in_background():
         futures = choosing.waiting_for(choice, ordinal)
         if futures:
-            return Compiling(tuple(futures))
+            return Pending(tuple(futures))
     return choosing.load(choice, ordinal)
 
 
-def find(problem: Problem, ordinal: int) -> ReadyLaunch | Compiling | None:
+def find(problem: Problem, ordinal: int) -> ReadyLaunch | Pending | None:
     """What is to serve `problem` on CUDA device `ordinal`; None for PyTorch's own operator."""
-    choice = decide(problem, ordinal)
+    found = decide([problem], ordinal)
+    if isinstance(found, Pending):
+        return found
+    (choice,) = found
     return None if choice is None else prepare(choice, ordinal)
 
 

@@ -52,9 +52,9 @@ def enable(
     Programs that `torch.compile` has compiled stay as they were compiled.
 
     Args:
-        wait: compile a kernel when it is first needed, and wait for it. Otherwise kernels compile
-            in other threads, PyTorch's operator serves until they are there, and the first steps
-            are not repeatable to the bit; where PyTorch is told to be deterministic, it waits.
+        wait: choose and compile a kernel when it is first needed, and wait for it. Otherwise other
+            threads do so, PyTorch's operator serves until it is there, and the first steps are not
+            repeatable to the bit; where PyTorch is told to be deterministic, it waits.
         verify: time so many of the best predictions, and PyTorch's operator, once for each new
             shape, and take the fastest; None to trust the predictions.
         verify_budget_s: seconds after which `verify` measures no more.

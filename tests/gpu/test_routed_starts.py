@@ -119,15 +119,21 @@ def test_a_graph_may_meet_a_kernel_that_is_not_compiled(wait, tmp_path: Path) ->
 
 _BACKGROUND = """
     kwargs, channels = LAYERS["width 8"]
+
+    def wait():
+        for futures in (choosing._chosen, kernels._compiling):
+            for future in list(futures.values()):
+                future.result(120)
+
     given = make_layer(kwargs, channels)
     theirs = conv2d(*given, **kwargs)
     confpred.enable()
     with torch.no_grad():
         first = F.conv2d(*given, **kwargs)
         assert torch.equal(first, theirs), "PyTorch's bits at first"
-        for future in list(kernels._compiling.values()):
-            future.result(120)
-        F.conv2d(*given, **kwargs)  # finds that all is compiled
+        wait()  # for the choice
+        assert torch.equal(F.conv2d(*given, **kwargs), theirs), "PyTorch's bits while it compiles"
+        wait()
         with pytorch_refused():
             for _ in range(3):
                 close(F.conv2d(*given, **kwargs), conv2d(*(t.double() for t in given), **kwargs))
@@ -139,8 +145,7 @@ _BACKGROUND = """
         right = torch.autograd.grad(conv2d(*exact, **kwargs).square().sum(), exact)
         for a, b in zip(mine, right):
             close(a, b)
-        for future in list(kernels._compiling.values()):
-            future.result(120)
+        wait()
     with pytorch_refused():
         torch.autograd.grad(F.conv2d(*leaves, **kwargs).sum(), leaves)
     print("right")

@@ -10,7 +10,9 @@ import subprocess
 import sys
 import textwrap
 import threading
+from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,8 +23,11 @@ from layers import H100, first_kernel
 
 from confpred.cuda.epilogue import epilogue_kernel
 from confpred.families.registry import all_families
+from confpred.predict.choice import Choice
 from confpred.predict.predictor import Predictor
 from confpred.problem.conv2d import Problem
+from confpred.problem.device import Device
+from confpred.problem.record import Record
 from confpred.pytorch import autograd, casts, choosing, gradients, kernels, layouts, policy
 from confpred.pytorch.gradients import Shape
 
@@ -269,7 +274,7 @@ def test_pytorch_serves_until_all_is_compiled(monkeypatch) -> None:
         found.append(inputs)
         return lambda x, y: x * y
 
-    serve = policy.Compiling(futures).until_then(lambda x, y: x + y, find)
+    serve = policy.Pending(futures).until_then(lambda x, y: x + y, find)
     assert serve(1, 2) == 3
     futures[0].set_result(None)
     assert serve(1, 2) == 3
@@ -283,14 +288,78 @@ def test_what_cannot_be_found_stays_pytorchs(monkeypatch) -> None:
     monkeypatch.setattr(policy, "is_capturing", lambda: False)
     futures = (Future(),)
     futures[0].set_result(None)
-    serve = policy.Compiling(futures).until_then(lambda x: x + 1, lambda _: None)
+    serve = policy.Pending(futures).until_then(lambda x: x + 1, lambda _: None)
     assert serve(1) == 2
+
+
+class Slow(Predictor):
+    """A predictor that chooses, kernels of ours, when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__({})
+        self.go, self.asked = threading.Event(), 0
+
+    def choose(self, problem: Record, device: str | Device) -> Choice:
+        self.asked += 1
+        assert self.go.wait(60)
+        return replace(super().choose(problem, device), source="pinned")
+
+
+@pytest.fixture
+def slow(monkeypatch) -> Iterator[Slow]:
+    """It chooses for calls that are in the background."""
+    monkeypatch.setattr(policy, "is_capturing", lambda: False)
+    monkeypatch.setattr(policy, "_current", policy.Policy(background=True))
+    monkeypatch.setattr(choosing.driver, "device_of", lambda _: H100)
+    predictor = Slow()
+    choosing.use_predictor(predictor)
+    yield predictor
+    predictor.go.set()
+    choosing.use_predictor(Predictor({}))
+
+
+def test_choices_are_made_while_pytorch_serves(slow) -> None:
+    problems = [LAYER, None, replace(LAYER, n=1)]
+    first, second = policy.decide(problems, 0), policy.decide(problems, 0)
+    assert isinstance(first, policy.Pending)
+    assert isinstance(second, policy.Pending)
+    assert first.futures == second.futures
+    slow.go.set()
+    for future in first.futures:
+        future.result(60)
+    found = policy.decide(problems, 0)
+    assert not isinstance(found, policy.Pending)
+    assert [None if c is None else c.problem for c in found] == problems
+    assert slow.asked == 2
+
+
+@pytest.mark.parametrize("reason", ["capture", "deterministic", "watched", "not in background"])
+def test_some_wait_for_the_choice(slow, reason, monkeypatch) -> None:
+    slow.go.set()
+    if reason == "capture":
+        monkeypatch.setattr(policy, "is_capturing", lambda: True)
+    elif reason == "deterministic":
+        monkeypatch.setattr(policy, "is_deterministic", lambda: True)
+    elif reason == "not in background":
+        monkeypatch.setattr(policy, "_current", policy.Policy())
+    watching = reason == "watched"
+    with choosing.watch_choices(lambda _: None) if watching else nullcontext():
+        assert not isinstance(policy.decide([LAYER], 0), policy.Pending)
+
+
+def test_what_is_forgotten_is_chosen_again(slow) -> None:
+    first = policy.decide([LAYER], 0)
+    choosing.forget()
+    second = policy.decide([LAYER], 0)
+    assert isinstance(first, policy.Pending)
+    assert isinstance(second, policy.Pending)
+    assert first.futures != second.futures
 
 
 def test_a_capture_waits_for_the_compiler(monkeypatch) -> None:
     monkeypatch.setattr(policy, "is_capturing", lambda: True)
     future: Future[object] = Future()
-    serve = policy.Compiling((future,)).until_then(lambda x: x + 1, lambda _: lambda x: x * 10)
+    serve = policy.Pending((future,)).until_then(lambda x: x + 1, lambda _: lambda x: x * 10)
     timer = threading.Timer(0.05, future.set_result, (None,))
     timer.start()
     assert serve(1) == 10
