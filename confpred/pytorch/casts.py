@@ -28,6 +28,7 @@ class _Cast:
         version, address: of the weight when it was cast; -1 for a weight that was not yet.
         stream: on which the copy was made.
         region: the block of autocast that it was made in.
+        used: the last block of autocast that asked for it.
     """
 
     weight: Any
@@ -36,8 +37,10 @@ class _Cast:
     address: int = -1
     stream: int = -1
     region: int = -1
+    used: int = -1
 
 
+_FEW = 3  # weights that are cast one by one: one operator for all costs the host as much as four
 _casts: dict[tuple[int, torch.dtype], _Cast] = {}  # by the identity of the weight
 _region = 0  # how many outermost blocks of autocast have ended
 _clear: Any = None  # PyTorch's own function, once `_note_ends` has put another in its place
@@ -76,34 +79,50 @@ def low_precision(weight: Tensor, dtype: torch.dtype) -> Tensor:
         and known.stream == stream
         and known.region == _region
     ):
+        known.used = _region
         return known.low
     if known is None or known.weight() is not weight:
         key = (id(weight), dtype)
         reference = weakref.ref(weight, lambda _: _casts.pop(key, None))
-        known = _casts[key] = _Cast(reference, weight)
+        known = _casts[key] = _Cast(reference, weight, used=_region - 1)
     _note_ends()
-    _refresh(dtype, weight.get_device(), stream)
+    since, known.used = known.used, _region
+    _refresh(dtype, weight.get_device(), stream, since)
     return known.low
 
 
-def _refresh(dtype: torch.dtype, ordinal: int, stream: int) -> None:
-    """Cast all weights on a device that have changed since they were cast. The copies are new
-    tensors: the former may be waiting for a backward pass."""
+def _refresh(dtype: torch.dtype, ordinal: int, stream: int, since: int) -> None:
+    """Cast all weights on a device that have changed since they were cast, but for those that no
+    block of autocast `since` then has used, as of a model that does not run now. The copies are
+    new tensors: the former may be waiting for a backward pass."""
     stale: list[tuple[_Cast, Tensor]] = []
     for (_, kind), cast in list(_casts.items()):
         weight = cast.weight()
-        if weight is None or kind is not dtype or weight.get_device() != ordinal:
+        if weight is None or cast.used < since:
+            continue
+        if kind is not dtype or weight.get_device() != ordinal:
             continue
         changed = cast.version != weight._version or cast.address != weight.data_ptr()
         if changed or cast.stream != stream or cast.region != _region:
             stale.append((cast, weight))
-    with torch.inference_mode(False), torch.no_grad():
-        weights = [weight.detach() for _, weight in stale]
-        copies = [_like(weight, dtype) for weight in weights]
-        torch._foreach_copy_(copies, weights)
+    weights = [weight for _, weight in stale]
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(False):
+            copies = _copies(weights, dtype)
+    else:
+        copies = _copies(weights, dtype)
     for (cast, weight), low in zip(stale, copies, strict=True):
         cast.low, cast.stream, cast.region = low, stream, _region
         cast.version, cast.address = weight._version, weight.data_ptr()
+
+
+def _copies(weights: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    if len(weights) <= _FEW:
+        return [_cast_now(weight, dtype) for weight in weights]
+    plain = [weight.detach() for weight in weights]
+    copies = [_like(weight, dtype) for weight in plain]
+    torch._foreach_copy_(copies, plain)
+    return copies
 
 
 def _like(weight: Tensor, dtype: torch.dtype) -> Tensor:

@@ -188,6 +188,7 @@ def on_cpu(monkeypatch) -> dict[str, int]:
     monkeypatch.setattr(casts, "is_capturing", lambda: False)
     monkeypatch.setattr(casts, "_casts", {})
     monkeypatch.setattr(casts, "_note_ends", lambda: None)
+    monkeypatch.setattr(casts, "_clear", lambda: None)
     return state
 
 
@@ -241,6 +242,37 @@ def test_the_end_of_autocasts_block_ends_a_cast(on_cpu, monkeypatch) -> None:
     second = casts.low_precision(weight, HALF)
     assert torch.equal(second, weight.detach().half())
     assert not torch.equal(first, second)
+
+
+def test_a_model_that_does_not_run_is_not_cast(on_cpu) -> None:
+    models = [[torch.nn.Parameter(torch.randn(8, 1, 3, 3)) for _ in range(n)] for n in (2, 6)]
+
+    def step(model: list[torch.nn.Parameter]) -> list[torch.Tensor]:
+        low = [casts.low_precision(weight, HALF) for weight in model]
+        casts._end_region()
+        return low
+
+    def copies() -> list[int]:
+        return [id(casts._casts[id(weight), HALF].low) for weight in models[0]]
+
+    step(models[0])
+    step(models[1])
+    before = copies()
+    step(models[1])
+    assert copies() == before
+    step(models[0])
+    assert copies() != before
+
+
+@pytest.mark.parametrize("count", [2, 6])
+def test_copies_are_no_inference_tensors(on_cpu, count) -> None:
+    weights = [torch.nn.Parameter(torch.randn(8, 1, 3, 3)) for _ in range(count)]
+    with torch.inference_mode():
+        for weight in weights:
+            casts.low_precision(weight, HALF)
+        casts._end_region()
+        found = [casts.low_precision(weight, HALF) for weight in weights]
+    assert not any(low.is_inference() for low in found)
 
 
 def test_what_does_not_count_its_changes_is_cast_at_each_call(on_cpu, monkeypatch) -> None:
