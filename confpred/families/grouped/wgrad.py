@@ -428,8 +428,9 @@ def _shape(window: Window) -> _Shape:
     in_bytes = window.vertical.stride * t["block_n"] * row_x * 16 * (in_chunks | 1)
     stage_bytes = in_bytes + m_tiles * 16 * 16 * (grad_chunks | 1)
     sums_bytes = 4 * t["block_k"] * (r * s * width + window.bias)
-    in_loads = -(-t["block_n"] * row_x * in_chunks // threads)
-    grad_loads = -(-m * grad_chunks // threads)
+    some = np.maximum(threads, 1)  # a width that is no whole tile has no legal config
+    in_loads = -(-t["block_n"] * row_x * in_chunks // some)
+    grad_loads = -(-m * grad_chunks // some)
     warp_n = t["warp_k"] // 8
     if narrow:  # products of a gradient tile: pairs of taps; the last tap's pairs of rows
         tap_products = r * (s // 2) + s % 2 * window.vertical.stride * ((live + 1) // 2)
