@@ -344,10 +344,11 @@ def slow(monkeypatch) -> Iterator[Slow]:
     monkeypatch.setattr(policy, "_current", policy.Policy(background=True))
     monkeypatch.setattr(choosing.driver, "device_of", lambda _: H100)
     predictor = Slow()
-    choosing.use_predictor(predictor)
+    monkeypatch.setattr(choosing, "_predictor", predictor)
+    choosing.forget()
     yield predictor
     predictor.go.set()
-    choosing.use_predictor(Predictor({}))
+    choosing.forget()
 
 
 def test_choices_are_made_while_pytorch_serves(slow) -> None:
