@@ -37,10 +37,10 @@ def split(name: str) -> tuple[str, str | None]:
 
 
 def pairs(network: str, mode: str, batch: int, found: Mapping[str, Mapping[str, Any]]) -> list[Row]:
-    """The rows of one batch, from what was found of each variant: its ``ms``, ``peak_mb`` and
-    ``difference``, or its ``error``."""
+    """The rows of one batch, from what was found of each variant: its ``times_ms``, one for each
+    round, ``peak_mb`` and ``difference``, or its ``error``."""
     rows = []
-    eager, again = (found.get(name, {}).get("ms") for name in ("eager", AGAIN))
+    eager, again = (found.get(name, {}).get("times_ms") for name in ("eager", AGAIN))
     for name, helped in found.items():
         way, kind = split(name)
         if kind is None:
@@ -52,18 +52,24 @@ def pairs(network: str, mode: str, batch: int, found: Mapping[str, Mapping[str, 
             rows.append(row | {"errors": errors})
             continue
         row |= {
-            "without_ms": plain["ms"],
-            "with_ms": helped["ms"],
-            "ratio": plain["ms"] / helped["ms"],
+            "without_ms": statistics.median(plain["times_ms"]),
+            "with_ms": statistics.median(helped["times_ms"]),
+            "ratio": _ratio(plain["times_ms"], helped["times_ms"]),
             "peak_without_mb": plain["peak_mb"],
             "peak_with_mb": helped["peak_mb"],
             "difference_without": plain["difference"],
             "difference_with": helped["difference"],
         }
         if eager and again:
-            row |= {"eager_ms": eager, "noise": abs(eager / again - 1)}
+            noise = abs(_ratio(eager, again) - 1)
+            row |= {"eager_ms": statistics.median(eager), "noise": noise}
         rows.append(row)
     return rows
+
+
+def _ratio(without: Sequence[float], helped: Sequence[float]) -> float:
+    """The median of the rounds' ratios: a host that is slower for some seconds is so for both."""
+    return statistics.median(a / b for a, b in zip(without, helped, strict=True))
 
 
 def failed(network: str, mode: str, batch: int, variants: Iterable[str], error: str) -> list[Row]:

@@ -12,7 +12,6 @@ import gc
 import json
 import math
 import random
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -250,7 +249,7 @@ def free(setting: Setting) -> None:
 def measure(
     base: nn.Module, setting: Setting, names: list[str], rounds: int, turn_s: float, gate: int
 ) -> dict[str, Any]:
-    """All variants of one batch: for each its ``ms``, ``peak_mb`` and ``difference``, or its
+    """All variants of one batch: for each its ``times_ms``, ``peak_mb`` and ``difference``, or its
     ``error``. `gate` is the lock of `alone`."""
     found: dict[str, Any] = {}
     variants: dict[str, Variant] = {}
@@ -275,7 +274,7 @@ def measure(
     for name, variant in variants.items():
         if name not in errors:
             found[name] = {
-                "ms": statistics.median(variant.times_ms),
+                "times_ms": variant.times_ms,
                 "peak_mb": variant.peak_mb,
                 "difference": variant.difference,
             }

@@ -31,7 +31,9 @@ def tables() -> ModuleType:
 
 
 def _found(ms: float) -> dict[str, Any]:
-    return {"ms": ms, "peak_mb": 10.0 * ms, "difference": 0.01}
+    slow = (1.0, 3.0, 1.0)  # the host, in each round
+    times = [ms * factor for factor in slow]
+    return {"times_ms": times, "peak_mb": 10.0 * ms, "difference": 0.01}
 
 
 def _batch() -> dict[str, dict[str, Any]]:
@@ -61,11 +63,22 @@ def _row(network: str, ratio: float, **others: Any) -> dict[str, Any]:
 def test_a_pair_has_its_ratio_its_noise_or_its_errors(results: ModuleType) -> None:
     eager, graph = results.pairs("net", "training", 32, _batch())
     assert (eager["way"], eager["with"]) == ("eager", "enable")
-    assert eager["ratio"] == 2.0
+    assert eager["ratio"] == pytest.approx(2.0)
+    assert eager["without_ms"] == pytest.approx(6.0)
     assert eager["noise"] == pytest.approx(0.2)
     assert (eager["peak_without_mb"], eager["peak_with_mb"]) == (60.0, 30.0)
     assert graph["errors"] == {"graph": "OutOfMemoryError: no"}
     assert "ratio" not in graph
+
+
+def test_a_ratio_is_of_times_of_one_round(results: ModuleType) -> None:
+    found = _batch()
+    found["eager"]["times_ms"] = [6.0, 60.0, 600.0]
+    found["eager + enable"]["times_ms"] = [3.0, 20.0, 600.0]
+    found["eager again"]["times_ms"] = [6.0, 60.0, 599.0]
+    (eager, _) = results.pairs("net", "training", 32, found)
+    assert eager["ratio"] == 2.0
+    assert eager["noise"] == 0.0
 
 
 def test_a_process_that_ended_early_is_an_error_of_every_pair(results: ModuleType) -> None:
