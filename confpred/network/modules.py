@@ -87,11 +87,11 @@ def is_convolution(module: nn.Module) -> bool:
 
 
 def autocast_dtype(device: str) -> torch.dtype | None:
-    """What autocast casts to on devices of a type; None where it is off, or does not exist, as for
-    tensors without memory."""
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
-        return torch.get_autocast_dtype(device)
-    return None
+    """What autocast casts to on devices of a type; None where it is off. Tensors without memory
+    have none."""
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return None
+    return torch.get_autocast_dtype(device)
 
 
 def geometry_of(convolution: nn.Conv2d) -> Geometry:
