@@ -59,6 +59,20 @@ def test_inductor_gives_the_same_numbers(pays, monkeypatch) -> None:
     torch.testing.assert_close(compiled(x), changed)
 
 
+@pytest.mark.parametrize("pays", [True, False])
+@torch.no_grad()
+def test_mixed_precision_compiles(pays, monkeypatch) -> None:
+    monkeypatch.setattr(operators, "pays", lambda *_: pays)
+    model, x = made(BLOCKS["inverted residual"]()), images()
+    exact = model(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = model(x)
+        compiled = torch.compile(confpred.optimize(model), fullgraph=True, backend="aot_eager")
+        found = compiled(x)
+    assert found.dtype is expected.dtype
+    torch.testing.assert_close(found.float(), exact, rtol=0.1, atol=0.1 * exact.abs().max().item())
+
+
 @torch.no_grad()
 def test_a_dynamic_batch_compiles_once() -> None:
     model, graphs = confpred.optimize(made(BLOCKS["inverted residual"]())), Graphs()
