@@ -15,7 +15,7 @@ from cpu.network.network_blocks import (
     Network,
     made,
 )
-from layers_on_gpu import LAST, OursFirst, ours_first, served_by
+from layers_on_gpu import LAST, OursFirst, capture, ours_first, served_by
 from torch import nn
 
 import confpred
@@ -101,15 +101,7 @@ def test_inference_under_autocast(name, ours) -> None:
 def test_what_is_captured_is_replayed(name) -> None:
     model, x = confpred.optimize(network(name)), images()
     with torch.inference_mode():
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(3):
-                model(x)
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            out = model(x)
+        graph, out = capture(lambda: model(x))
         for seed in (2, 3):
             x.copy_(images(seed=seed))
             graph.replay()

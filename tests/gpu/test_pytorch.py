@@ -22,6 +22,7 @@ from layers_on_gpu import (
     SHAPE,
     Layer,
     OursFirst,
+    capture,
     close,
     in_float64,
     make_layer,
@@ -342,15 +343,7 @@ def test_a_training_step_is_captured_by_a_cuda_graph(name) -> None:
         out = confpred.conv2d(x, weight, bias, activation="relu", **kwargs)
         return torch.autograd.grad(out.square().sum(), (x, weight, bias))
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        grads = step()
+    graph, grads = capture(step)
     for _ in range(3):  # a workspace that was left dirty would be seen in the second replay
         with torch.no_grad():
             x.copy_(torch.randn_like(x))

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from layers_on_gpu import LAST, LAYERS, close, make_layer, ours_first, pytorch_refused
+from layers_on_gpu import LAST, LAYERS, capture, close, make_layer, ours_first, pytorch_refused
 from torch import nn
 
 import confpred
@@ -45,15 +45,7 @@ def test_a_training_step_is_captured_and_sees_new_weights(name, autocast) -> Non
         return out.detach(), *torch.autograd.grad(out.float().square().sum(), given)
 
     with ours_first(), confpred.enabled(wait=True), pytorch_refused():
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(3):
-                step()
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            captured = step()
+        graph, captured = capture(step)
         for seed in range(3):
             with torch.no_grad():
                 for t, new in zip(given, make_layer(kwargs, channels, dtype, seed), strict=True):
