@@ -21,6 +21,7 @@ from typing import Any
 import click
 import numpy as np
 from dense_layers import Network, read_networks
+from make_suite import log_uniform
 
 from confpred.data.suites import Entry, Suite, write_suite
 from confpred.errors import InvalidProblem
@@ -171,7 +172,7 @@ def _of_coverage(
     while True:
         c, k = _channels(generator), _channels(generator)
         r, s, stride, dilation = WINDOWS[int(generator.integers(len(WINDOWS)))]
-        h, w = _log_uniform(generator, 1, 256), _log_uniform(generator, 1, 256)
+        h, w = log_uniform(generator, 1, 256), log_uniform(generator, 1, 256)
         if generator.random() < 0.6:
             w = h
         padding = (dilation * (r // 2), dilation * (s // 2))
@@ -220,7 +221,7 @@ def _with_batch(problem: Problem, generator: np.random.Generator) -> Problem | N
         return None
     if generator.random() < POWER_OF_TWO_SHARE:
         return replace(problem, n=1 << int(generator.integers(most.bit_length())))
-    return replace(problem, n=_log_uniform(generator, 1, most))
+    return replace(problem, n=log_uniform(generator, 1, most))
 
 
 def _affordable(problem: Problem) -> bool:
@@ -232,11 +233,7 @@ def _channels(generator: np.random.Generator) -> int:
     """Half of them from the menu of odd ones, the other half any, log-uniform."""
     if generator.random() < 0.5:
         return ODD_CHANNELS[int(generator.integers(len(ODD_CHANNELS)))]
-    return _log_uniform(generator, 1, 2048)
-
-
-def _log_uniform(generator: np.random.Generator, low: int, high: int) -> int:
-    return round(float(np.exp(generator.uniform(np.log(low), np.log(high)))))
+    return log_uniform(generator, 1, 2048)
 
 
 if __name__ == "__main__":

@@ -372,7 +372,7 @@ def thin(kind: str, generator: np.random.Generator) -> Layer:
 def _channels(width: int, generator: np.random.Generator) -> int:
     """Up to 2048; multiples of 8, as in all but a few networks."""
     step = max(width, 8)
-    return step * _log_uniform(generator, 1, 2048 // step)
+    return step * log_uniform(generator, 1, 2048 // step)
 
 
 def _square(n: int, c: int, size: int, width: int, r: int, s: int, stride: int) -> Layer:
@@ -394,15 +394,15 @@ def _square(n: int, c: int, size: int, width: int, r: int, s: int, stride: int) 
 def coverage(kind: str, generator: np.random.Generator) -> Layer:
     """A layer of no network: odd sizes, few and many channels, all kinds of windows."""
     multiplier, width, r, s, stride, dilation = (int(v) for v in generator.choice(COVERAGE[kind]))
-    c = width * _log_uniform(generator, 1, 4096 // width)
-    h, w = _log_uniform(generator, 4, 256), _log_uniform(generator, 4, 256)
+    c = width * log_uniform(generator, 1, 4096 // width)
+    h, w = log_uniform(generator, 4, 256), log_uniform(generator, 4, 256)
     if generator.random() < 0.5:
         w = h
     padding = [dilation * (r // 2), dilation * (s // 2)]
     if generator.random() < 0.3:
         padding = [int(generator.integers(0, size)) for size in (r, s)]
     return {
-        "n": _log_uniform(generator, 1, 256),
+        "n": log_uniform(generator, 1, 256),
         "c": c,
         "h": h,
         "w": w,
@@ -480,7 +480,8 @@ def _batch(generator: np.random.Generator) -> int:
     return int(generator.choice(BATCHES, p=BATCH_SHARES))
 
 
-def _log_uniform(generator: np.random.Generator, low: int, high: int) -> int:
+def log_uniform(generator: np.random.Generator, low: int, high: int) -> int:
+    """An integer from `low` to `high`, of which each doubling is as likely as another."""
     return round(float(np.exp(generator.uniform(np.log(low), np.log(high)))))
 
 
