@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from confpred.pytorch.directions import forward
-from confpred.pytorch.fallback import activate
-from confpred.pytorch.operators import by_pytorch, read
+from confpred.pytorch.fallback import activate, pytorch_apart
+from confpred.pytorch.operators import read
 from confpred.pytorch.tracing import pays
 
 _LIBRARY = torch.library.Library("confpred", "FRAGMENT")
@@ -80,8 +80,8 @@ def _choose(
     if weight.dtype is not x.dtype:
         weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
     if mean is None:
-        return by_pytorch(x, weight, bias, residual, geometry, activation)
-    out = by_pytorch(x, weight, bias, None, geometry, "none")
+        return pytorch_apart(x, weight, bias, residual, geometry, activation)
+    out = pytorch_apart(x, weight, bias, None, geometry, "none")
     out = F.batch_norm(out, mean, var, norm_weight, norm_bias, False, 0.0, eps)
     return activate(activation, out if residual is None else out + residual)
 

@@ -2,7 +2,7 @@
 
 Autocast casts each weight at each call, which takes the host longer than the launch of a kernel.
 Here the first layer that finds its weight changed, as after an optimizer's step, has all changed
-weights cast in one go.
+weights of the models that run cast in one go.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from confpred.errors import InvalidInput
 from confpred.problem.conv2d import ACTIVATIONS
 from confpred.pytorch.autograd import find_eager
 from confpred.pytorch.directions import forward
-from confpred.pytorch.fallback import PYTORCH_CONV2D, activate
+from confpred.pytorch.fallback import PYTORCH_CONV2D, activate, pytorch_apart
 from confpred.pytorch.layers import Geometry, Pair
 from confpred.pytorch.operators import traced
 from confpred.pytorch.routing import is_watched
@@ -82,7 +82,7 @@ def conv2d(
     given = [tensor for _, tensor, _ in tensors if tensor is not None]
     plain = all(type(tensor) in _PLAIN for tensor in given)
     if not compiling and (not plain or is_watched()):
-        return _by_pytorch(x, weight, bias, residual, geometry, name)
+        return pytorch_apart(x, weight, bias, residual, geometry, name)
     differentiable = torch.is_grad_enabled() and any(t.requires_grad for t in given)
     if differentiable and not compiling:
 
@@ -109,18 +109,6 @@ def conv2d(
     if compiling:
         return traced(x, weight, bias, residual, geometry, name)
     return forward(x, weight, bias, residual, geometry, name, place)
-
-
-def _by_pytorch(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    geometry: Geometry,
-    activation: str,
-) -> Tensor:
-    out = PYTORCH_CONV2D(x, weight, bias, *geometry)
-    return activate(activation, out if residual is None else out + residual)
 
 
 def _pair(name: str, value: int | Pair) -> Pair:

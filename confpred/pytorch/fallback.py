@@ -39,6 +39,20 @@ def activate(name: str, x: Tensor) -> Tensor:
     return activated
 
 
+def pytorch_apart(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    geometry: Geometry,
+    activation: str,
+) -> Tensor:
+    """``activation(conv2d(x, weight, bias) + residual)`` by PyTorch's functions one by one, which
+    autograd, transforms and tracers see."""
+    out = PYTORCH_CONV2D(x, weight, bias, *geometry)
+    return activate(activation, out if residual is None else out + residual)
+
+
 def pytorch_fused(
     x: Tensor,
     weight: Tensor,

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from confpred.errors import InvalidInput
 from confpred.pytorch.directions import forward
-from confpred.pytorch.fallback import PYTORCH_CONV2D, activate
+from confpred.pytorch.fallback import pytorch_apart
 from confpred.pytorch.gradients import backward
 from confpred.pytorch.layers import Geometry
 from confpred.pytorch.ready import CHANNELS_LAST
@@ -142,24 +142,11 @@ def _conv2d(
     given = (x, weight, bias, residual)
     wants = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in given]
     if not pays(x, weight, bias, residual, geometry, activation, (wants[0], wants[1], wants[2])):
-        return by_pytorch(x, weight, bias, residual, geometry, activation)
+        return pytorch_apart(x, weight, bias, residual, geometry, activation)
     if any(wants):
         out: Tensor = _Traced.apply(*given, geometry, activation)  # type: ignore[no-untyped-call]
         return out
     return _run(x, weight, bias, residual, geometry, activation)
-
-
-def by_pytorch(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    geometry: Geometry,
-    activation: str,
-) -> Tensor:
-    """The same by PyTorch's operators, one by one."""
-    out: Tensor = PYTORCH_CONV2D(x, weight, bias, *geometry)
-    return activate(activation, out if residual is None else out + residual)
 
 
 def _conv2d_run(
