@@ -29,7 +29,7 @@ from torch.nn.modules import module as every_module
 
 from confpred.network.chains import Program, Site, fuse
 from confpred.network.fused import OperatorCall, PlainCall, fused_call
-from confpred.network.instance_forward import InstanceForward
+from confpred.network.instance_forward import InstanceForward, constant_while_compiling
 from confpred.network.modules import autocast_dtype, is_convolution, norm_slots
 from confpred.network.tracing import convolutions_of, trace
 from confpred.pytorch.streams import is_capturing
@@ -168,7 +168,7 @@ class OptimizedForward(InstanceForward):
             args = tuple([_channels_last(x) for x in args])
         return self._program.run(self._traced, *args)  # type: ignore[union-attr]
 
-    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    @constant_while_compiling
     def _is_ready(self, arguments: int) -> bool:
         """Whether the graph is there for so many arguments and up to date; run while compiling, not
         compiled."""

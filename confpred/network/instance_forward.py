@@ -5,12 +5,22 @@ from __future__ import annotations
 import inspect
 import types
 import weakref
+from collections.abc import Callable
 from copy import deepcopy
 from typing import Any, TypeVar
 
 from torch import nn
 
 Self = TypeVar("Self", bound="InstanceForward")
+Function = TypeVar("Function", bound=Callable[..., Any])
+_installed: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()
+
+
+def constant_while_compiling(function: Function) -> Function:
+    """What ``torch.compiler.assume_constant_result`` does, to which this is equal, without
+    importing the compiler, which takes a second."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
 
 
 class InstanceForward:
@@ -59,8 +69,23 @@ class InstanceForward:
         return type(self), (self._module(), self._settings)
 
 
+def install_method(module: nn.Module, function: Callable[..., Any]) -> None:
+    """Keep `function`, called ``forward``, on `module` as its method. A deep copy of the module
+    gets the same; a pickle gets the forward of its class."""
+    _installed.add(function)
+    module.__dict__["forward"] = types.MethodType(function, module)
+
+
+def forget_method(module: nn.Module) -> None:
+    """Take what `install_method` put on `module`, or on what it was unpickled from, off it."""
+    function = getattr(module.__dict__.get("forward"), "__func__", None)
+    if function is not None and (function in _installed or function is type(module).forward):
+        del module.__dict__["forward"]
+
+
 def remove(model: nn.Module) -> None:
-    """Take every `InstanceForward` off `model`."""
+    """Take every `InstanceForward` and every method off `model`."""
     for module in model.modules():
+        forget_method(module)
         if isinstance(module.__dict__.get("forward"), InstanceForward):
             del module.__dict__["forward"]

@@ -17,21 +17,26 @@ does so for all that ran, in one operator.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from confpred.network.instance_forward import InstanceForward
+from confpred.network.instance_forward import (
+    InstanceForward,
+    constant_while_compiling,
+    forget_method,
+    install_method,
+)
 from confpred.network.modules import (
     autocast_dtype,
-    geometry_of,
     is_convolution,
     is_counting_norm,
     is_linear,
 )
-from confpred.pytorch.layers import Geometry
 from confpred.pytorch.routing import conv2d
 from confpred.pytorch.streams import current_device, empty
 
@@ -92,15 +97,29 @@ def _empty_like(p: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty_like(p, dtype=dtype)
 
 
+@dataclass(frozen=True, slots=True)
+class Together:
+    """How a model's layers work together.
+
+    Attributes:
+        running: what their forwards share.
+        refused: names, in the model, of the layers that are to be left alone.
+    """
+
+    running: Running
+    refused: frozenset[str]
+
+
 class TrainingRoot(InstanceForward):
     """The forward of a whole model, around which is done what its layers do together."""
 
-    def __init__(self, module: nn.Module, settings: Running) -> None:
+    def __init__(self, module: nn.Module, settings: Together) -> None:
         super().__init__(module, settings)
-        self._running = settings
+        self._running = settings.running
         self._chunks: list[tuple[nn.Module, ...]] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._prepare()
         running = self._running
         if _is_dynamo() or running.active:  # a model may call itself
             return self.original(*args, **kwargs)
@@ -119,14 +138,21 @@ class TrainingRoot(InstanceForward):
                 torch._foreach_add_(running.counts, 1)
                 running.counts.clear()
 
-    def _parameters(self, dtype: torch.dtype) -> Iterable[list[Tensor]]:
-        """The parameters that are to be cast, in chunks."""
-        if self._chunks is None:
-            layers = [m for m in _modules(self._module()) if _has_weights(m)]
+    @constant_while_compiling
+    def _prepare(self) -> None:
+        """Before the first call: the layers, which have lost their forwards if the model comes from
+        a pickle."""
+        model = self._module()
+        if self._chunks is None and model is not None:
+            served = give_forwards(model, self._settings)
+            layers = [m for m in served if isinstance(m, (nn.Conv2d, nn.Linear))]
             self._chunks = [
                 tuple(layers[i : i + _CHUNK]) for i in range(0, len(layers), _CHUNK)
             ]  # fmt: skip
-        for chunk in self._chunks:
+
+    def _parameters(self, dtype: torch.dtype) -> Iterable[list[Tensor]]:
+        """The parameters that are to be cast, in chunks."""
+        for chunk in self._chunks or ():
             found = {
                 id(p): p
                 for layer in chunk
@@ -137,76 +163,65 @@ class TrainingRoot(InstanceForward):
                 yield list(found.values())
 
 
-class _Layer(InstanceForward):
-    """The forward of one layer."""
-
-    def __init__(self, module: nn.Module, settings: Running) -> None:
-        super().__init__(module, settings)
-        self._running = settings
-
-    def _tensors(self) -> Sequence[Any]:
-        """Weight and bias, or the copies of them where there are some."""
-        parameters = self._module()._parameters  # type: ignore[union-attr]
-        weight, bias = parameters["weight"], parameters["bias"]
-        if not _is_dynamo():
-            copies = self._running.copies
-            # A model may turn autocast off, or to another dtype, for some of its layers.
-            if copies and self._running.dtype is autocast_dtype("cuda"):
-                weight = copies.get(id(weight), weight)
-                bias = None if bias is None else copies.get(id(bias), bias)
-        return weight, bias
+Forward = Callable[..., Tensor]  # of a module and its input
 
 
-class ConvolutionForward(_Layer):
-    """The forward of one ``nn.Conv2d`` by confpred's kernels, with gradients."""
+def _convolution(running: Running, _: type[nn.Module]) -> Forward:
+    def forward(self: nn.Conv2d, x: Tensor) -> Tensor:
+        geometry = self.stride, self.padding, self.dilation, self.groups
+        if _is_dynamo():
+            return conv2d(x, self.weight, self.bias, *geometry)
+        weight, bias = _tensors(self, running)
+        return conv2d(x, weight, bias, *geometry, place=id(self))
 
-    def __init__(self, module: nn.Module, settings: Running) -> None:
-        super().__init__(module, settings)
-        # A module that is being copied has no sizes yet.
-        self._geometry: Geometry | None = None
-
-    def __call__(self, x: Tensor) -> Tensor:
-        weight, bias = self._tensors()
-        if _is_dynamo():  # what is kept here would have it compile anew, or for this process alone
-            return conv2d(x, weight, bias, *geometry_of(self._module()))  # type: ignore[arg-type]
-        if self._geometry is None:
-            self._geometry = geometry_of(self._module())  # type: ignore[arg-type]
-        return conv2d(x, weight, bias, *self._geometry, place=id(self))
+    return forward
 
 
-class LinearForward(_Layer):
-    """The forward of one ``nn.Linear``."""
+def _linear(running: Running, _: type[nn.Module]) -> Forward:
+    def forward(self: nn.Linear, x: Tensor) -> Tensor:
+        if _is_dynamo():
+            return F.linear(x, self.weight, self.bias)
+        return F.linear(x, *_tensors(self, running))
 
-    def __call__(self, x: Tensor) -> Tensor:
-        weight, bias = self._tensors()
-        return torch.nn.functional.linear(x, weight, bias)
+    return forward
 
 
-class NormForward(_Layer):
-    """The forward of one batch norm: its count of steps is raised with all others'."""
+def _norm(running: Running, kind: type[nn.Module]) -> Forward:
+    """A batch norm's: its count of steps is raised with all others'."""
+    original = kind.forward
 
-    def __call__(self, x: Tensor) -> Tensor:
-        module: Any = self._module()
-        buffers = module._buffers
-        count = buffers["num_batches_tracked"]
-        running = self._running
-        if _is_dynamo() or not running.active or not module.training or x.dim() != 4:
-            return self.original(x)  # type: ignore[no-any-return]
-        parameters = module._parameters
-        out = torch.nn.functional.batch_norm(
+    def forward(self: Any, x: Tensor) -> Tensor:
+        if _is_dynamo() or not running.active or not self.training or x.dim() != 4:
+            return original(self, x)  # type: ignore[no-any-return]
+        buffers, parameters = self._buffers, self._parameters
+        out = F.batch_norm(
             x, buffers["running_mean"], buffers["running_var"], parameters["weight"],
-            parameters["bias"], True, module.momentum, module.eps,
+            parameters["bias"], True, self.momentum, self.eps,
         )  # fmt: skip
-        running.counts.append(count)
-        if module._modules:
-            out = module.act(module.drop(out))
+        running.counts.append(buffers["num_batches_tracked"])
+        if self._modules:
+            out = self.act(self.drop(out))
         return out
 
+    return forward
 
-_FORWARDS: tuple[tuple[Callable[[nn.Module], bool], type[_Layer]], ...] = (
-    (is_convolution, ConvolutionForward),
-    (is_linear, LinearForward),
-    (is_counting_norm, NormForward),
+
+def _tensors(layer: nn.Module, running: Running) -> tuple[Any, Any]:
+    """Weight and bias of a layer, or the copies of them where there are some."""
+    parameters = layer._parameters
+    weight, bias = parameters["weight"], parameters["bias"]
+    copies = running.copies
+    # A model may turn autocast off, or to another dtype, for some of its layers.
+    if copies and running.dtype is autocast_dtype("cuda"):
+        weight = copies.get(id(weight), weight)
+        bias = None if bias is None else copies.get(id(bias), bias)
+    return weight, bias
+
+
+_FORWARDS: tuple[tuple[Callable[[nn.Module], bool], Callable[..., Forward]], ...] = (
+    (is_convolution, _convolution),
+    (is_linear, _linear),
+    (is_counting_norm, _norm),
 )
 
 
@@ -217,20 +232,32 @@ def is_trainable(module: nn.Module) -> bool:
 
 def train_together(model: nn.Module, refused: frozenset[str]) -> None:
     """Give `model` and its layers these forwards, but for the layers called `refused`."""
-    running = Running()
-    served = 0
+    together = Together(Running(), refused)
+    if give_forwards(model, together) and "forward" not in model.__dict__:
+        TrainingRoot.install(model, together)
+
+
+def give_forwards(model: nn.Module, together: Together) -> list[nn.Module]:
+    """Give the layers of `model` their forwards, those that a pickle has lost included.
+
+    A layer's forward is a method, the same function for all layers of a class: what
+    `torch.compile` has to look at before each call of a program is then what it is without us,
+    where a callable of its own on each layer would cost it two microseconds a layer.
+
+    Returns:
+        The layers that have one.
+    """
+    methods: dict[type[nn.Module], Forward] = {}
+    served = []
     for name, module in list(model.named_modules()):
+        forget_method(module)
+        if name in together.refused:
+            continue
         for is_kind, forward in _FORWARDS:
-            if name not in refused and is_kind(module):
-                forward.install(module, running)
-                served += 1
-    if served and "forward" not in model.__dict__:
-        TrainingRoot.install(model, running)
-
-
-def _modules(model: nn.Module | None) -> Iterable[nn.Module]:
-    return () if model is None else model.modules()
-
-
-def _has_weights(module: nn.Module) -> bool:
-    return isinstance(module.__dict__.get("forward"), (ConvolutionForward, LinearForward))
+            if is_kind(module):
+                kind = type(module)
+                if kind not in methods:
+                    methods[kind] = forward(together.running, kind)
+                install_method(module, methods[kind])
+                served.append(module)
+    return served

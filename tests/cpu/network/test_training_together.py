@@ -78,7 +78,7 @@ def test_gradients_are_those_of_autocast(leaves: bool, monkeypatch: pytest.Monke
                 other.mul_(0.5)
     assert casts == [6, 6]
     assert model.first[1].num_batches_tracked == expected.first[1].num_batches_tracked == 2
-    assert not model.first[0].forward._running.copies
+    assert not model.forward._running.copies
 
 
 def test_without_autocast_nothing_is_cast(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,7 +92,7 @@ def test_a_forward_that_fails_leaves_nothing_behind() -> None:
     model = confpred.optimize(Network(False).train(), training=True)
     with torch.autocast("cpu", BF16), pytest.raises(RuntimeError):
         model(torch.randn(4, 3, 9, 9))
-    running = model.first[0].forward._running
+    running = model.forward._running
     assert not running.active
     assert not running.copies
     assert not running.counts
