@@ -7,21 +7,21 @@ docstring is the protocol. A *variant* is a way of running the network (``eager`
 
 from __future__ import annotations
 
-import fcntl
 import gc
 import json
 import math
 import random
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from network_group import Group
 from network_models import (
     Setting,
     Step,
@@ -228,17 +228,6 @@ def time_interleaved(
     return errors
 
 
-@contextmanager
-def alone(gate: int) -> Iterator[None]:
-    """A time in which no other process of this benchmark is at work. `gate` is a file that all of
-    them hold a shared lock of while they work."""
-    fcntl.flock(gate, fcntl.LOCK_EX)
-    try:
-        yield
-    finally:
-        fcntl.flock(gate, fcntl.LOCK_SH)
-
-
 def free(setting: Setting) -> None:
     """Give back what memory is not in use, for the other processes."""
     gc.collect()
@@ -247,10 +236,10 @@ def free(setting: Setting) -> None:
 
 
 def measure(
-    base: nn.Module, setting: Setting, names: list[str], rounds: int, turn_s: float, gate: int
+    base: nn.Module, setting: Setting, names: list[str], rounds: int, turn_s: float, group: Group
 ) -> dict[str, Any]:
     """All variants of one batch: for each its ``times_ms``, ``peak_mb`` and ``difference``, or its
-    ``error``. `gate` is the lock of `alone`."""
+    ``error``. `group` is what the process belongs to."""
     found: dict[str, Any] = {}
     variants: dict[str, Variant] = {}
     data = images_and_labels(setting)
@@ -263,13 +252,13 @@ def measure(
             except Exception as error:  # of one variant; the others still count
                 errors[name] = told(error)
 
-    with alone(gate):  # cuDNN's benchmark mode chooses by time
+    with group.alone():  # cuDNN's benchmark mode chooses by time
         check = Check(reference(base, setting, data))
         add(("eager", AGAIN))
         free(setting)
     add(name for name in names if name != "eager")
     free(setting)
-    with alone(gate):
+    with group.alone():
         errors |= time_interleaved(variants, setting, rounds, turn_s)
     for name, variant in variants.items():
         if name not in errors:
@@ -303,7 +292,7 @@ def main() -> None:
             break
         setting = Setting(task["network"], task["mode"], batch, **sizes)
         base = base or lively_network(setting)
-        timing = (task["rounds"], task["turn_s"], task["gate"])
+        timing = (task["rounds"], task["turn_s"], Group(Path(task["group"])))
         batches[batch] = measure(base, setting, task["variants"], *timing)
         whole = out.with_suffix(".tmp")
         whole.write_text(json.dumps(batches))  # a crash later on costs only the later batches

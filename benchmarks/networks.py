@@ -29,11 +29,11 @@ compared with that of float32; a variant that is much further from it than eager
 precision is recorded as an error, without a time. Peak memory is what a step allocates at most
 above what the process held before it.
 
-``torch.compile`` takes long to compile, so with ``--jobs`` several processes get ready at once.
-They share one lock: a process holds it alone, and all others wait, while cuDNN's benchmark mode
-chooses the algorithms of the eager step, and while it times its variants. Memory for that many
-networks at once has to be there. Set ``TORCHINDUCTOR_CACHE_DIR`` to keep what is compiled for
-another run.
+``torch.compile`` takes long to compile, so with ``--jobs`` several processes, each of one batch,
+get ready at once, and Inductor compiles in each of them by one thread. While cuDNN's benchmark mode
+chooses the algorithms of a process's eager step, and while that process times its variants, all
+others are stopped (``SIGSTOP``). Memory for that many networks at once has to be there. Set
+``TORCHINDUCTOR_CACHE_DIR`` to keep what is compiled for another run.
 
 Results are merged: rows that are measured again are replaced, all others kept, and each row names
 its run.
@@ -42,7 +42,6 @@ its run.
 from __future__ import annotations
 
 import argparse
-import fcntl
 import json
 import os
 import subprocess
@@ -51,9 +50,11 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+from network_group import Group
 from network_results import VARIANTS, Row, complete, failed, merged, outstanding, pairs, summary
 from provenance import RESULTS, provenance, write
 
@@ -82,20 +83,24 @@ def sampled_networks() -> set[str]:
 
 
 def run_script(
-    script: str, task: dict[str, Any], seconds: float, keep: tuple[int, ...] = ()
+    script: str, task: dict[str, Any], seconds: float, group: Group | None = None
 ) -> tuple[Any, str]:
-    """What a script of this folder wrote for a task, None if nothing, and the end of its errors.
-    The process keeps the open files `keep`."""
+    """What a script of this folder wrote for a task, None if nothing, and the end of its errors."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out.json"
         command = [sys.executable, str(HERE / script), json.dumps(task), str(out)]
+        with group.locked() if group else nullcontext():
+            process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+            if group:
+                group.add(process.pid)
         try:
-            done = subprocess.run(
-                command, stderr=subprocess.PIPE, text=True, timeout=seconds, pass_fds=keep
-            )
-            errors, code = done.stderr, done.returncode
-        except subprocess.TimeoutExpired as expired:
-            errors, code = (expired.stderr or b"").decode(errors="replace"), None
+            errors, code = process.communicate(timeout=seconds)[1], process.returncode
+        except subprocess.TimeoutExpired:
+            process.kill()
+            errors, code = process.communicate()[1], None
+        if group:
+            with group.locked():
+                group.remove(process.pid)  # which may have ended while the others were stopped
         if errors:
             print(errors[-4000:], file=sys.stderr)
         written = json.loads(out.read_text()) if out.exists() else None
@@ -119,18 +124,19 @@ def tasks(arguments: argparse.Namespace, recorded: dict[str, Any]) -> list[dict[
                 if variants:
                     wanted.setdefault(tuple(variants), []).append(batch)
             for names, batches in wanted.items():
-                found.append(
-                    {
-                        "network": network,
-                        "mode": mode,
-                        "batches": batches,
-                        "variants": list(names),
-                        "device": arguments.device,
-                        "size": arguments.size,
-                        "rounds": arguments.rounds,
-                        "turn_s": arguments.turn,
-                    }
-                )
+                task = {
+                    "network": network,
+                    "mode": mode,
+                    "variants": list(names),
+                    "device": arguments.device,
+                    "size": arguments.size,
+                    "rounds": arguments.rounds,
+                    "turn_s": arguments.turn,
+                }
+                if arguments.jobs > 1:  # or the batches share a process, which starts once
+                    found += [task | {"batches": [batch]} for batch in batches]
+                else:
+                    found.append(task | {"batches": batches})
     return found
 
 
@@ -144,12 +150,8 @@ def time_steps(todo: Sequence[dict[str, Any]], jobs: int, deadline: float) -> It
         if seconds < LEAST_S:
             print(f"left out for want of time: {network}, {mode}, batches {task['batches']}")
             return []
-        with open(lock) as gate:
-            # Held from before the process starts, so that it starts when no other is timing.
-            fcntl.flock(gate, fcntl.LOCK_SH)
-            number = gate.fileno()
-            task = task | {"deadline": deadline, "gate": number}
-            found, error = run_script("network_steps.py", task, seconds, keep=(number,))
+        task = task | {"deadline": deadline, "group": str(group.path)}
+        found, error = run_script("network_steps.py", task, seconds, group)
         rows: list[Row] = []
         for batch in task["batches"]:
             if str(batch) in (found or {}):
@@ -161,8 +163,8 @@ def time_steps(todo: Sequence[dict[str, Any]], jobs: int, deadline: float) -> It
         return [row | {"sampled": network in sampled} for row in rows]
 
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(jobs) as pool:
-        lock = Path(folder) / "lock"
-        lock.touch()
+        group = Group(Path(folder) / "group")
+        group.path.touch()
         for future in as_completed([pool.submit(one, task) for task in todo]):
             yield future.result()
 
@@ -269,6 +271,8 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:  # unless the caller keeps one
             os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", folder)
             os.environ.setdefault("TORCHINDUCTOR_FX_GRAPH_CACHE", "1")
+            if arguments.jobs > 1:
+                os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
             measure(arguments)
     result = json.loads((arguments.out / f"{NAME}.json").read_text())
     show(result)

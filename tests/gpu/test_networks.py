@@ -163,6 +163,26 @@ def test_compiles_without_a_graph_break(name, ours) -> None:
 
 
 @pytest.mark.parametrize("name", NETWORKS)
+def test_training_compiles_without_a_graph_break(name, ours) -> None:
+    models = [network(name, torch.float32).train() for _ in range(2)]
+    exact = network(name, torch.float32).double().train()
+    x = images(torch.float32)
+    confpred.optimize(models[0], training=True)
+    torch._dynamo.reset()
+    ours.chosen.clear()
+    for module in (m for model in (*models, exact) for m in model.modules()):
+        if isinstance(module, DropPath):
+            module.eval()  # what is random differs
+    outs = []
+    for model in (torch.compile(models[0], fullgraph=True), models[1]):
+        with torch.autocast("cuda", torch.float16):
+            outs.append(model(x))
+        outs[-1].float().square().sum().backward()
+    as_good(*(out.detach() for out in outs), exact(x.double()).detach())
+    assert all(served_by(direction, ours) for direction in ("fprop", "dgrad", "wgrad"))
+
+
+@pytest.mark.parametrize("name", NETWORKS)
 def test_reverts(name) -> None:
     model, x = network(name), images()
     strides = [p.stride() for p in model.parameters()]

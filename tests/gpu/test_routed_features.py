@@ -240,11 +240,17 @@ def network() -> nn.Sequential:
     )
 
 
+@pytest.mark.parametrize("after", [False, True])
 @pytest.mark.parametrize("autocast", [False, True])
-def test_compiles_without_a_graph_break_and_for_any_batch(autocast, ours) -> None:
+def test_compiles_without_a_graph_break_and_for_any_batch(autocast, after, ours) -> None:
+    """Also `after` a program was compiled while PyTorch's own functions were in their places."""
     model = network() if autocast else network().half()
     exact = network().double()
     torch._dynamo.reset()
+    if after:
+        confpred.disable()
+        torch.compile(lambda x: F.conv2d(x, x, groups=4))(torch.ones(4, 1, 1, 1, device="cuda"))
+        confpred.enable(wait=True)
     torch._dynamo.utils.counters.clear()
     compiled = torch.compile(model, fullgraph=True)
     for batch in (4, 6, 12):

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -212,3 +215,29 @@ def test_a_process_that_fails_or_is_stopped_says_so(
     assert networks.run_script("works.py", {"a": 1}, 60) == ({"a": 1}, "")
     assert networks.run_script("fails.py", {}, 60) == (None, "exit status 1: ValueError: why")
     assert networks.run_script("sleeps.py", {}, 0.5) == (None, networks.STOPPED)
+
+
+def state(process: subprocess.Popen[bytes]) -> str:
+    """``T`` of a process that is stopped, as Linux tells it."""
+    return Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def test_one_process_of_a_group_is_alone(tmp_path: Path) -> None:
+    group = __import__("network_group").Group(tmp_path / "group")
+    group.path.touch()
+    others = [subprocess.Popen(["sleep", "60"]) for _ in range(2)]
+    try:
+        for process in others:
+            with group.locked():
+                group.add(process.pid)
+        with group.alone():
+            assert [state(process) for process in others] == ["T", "T"]
+        assert "T" not in [state(process) for process in others]
+        os.kill(others[0].pid, signal.SIGSTOP)  # by one that ended while it was alone
+        with group.locked():
+            group.remove(os.getpid())
+        assert state(others[0]) != "T"
+    finally:
+        for process in others:
+            process.kill()
+            process.wait()

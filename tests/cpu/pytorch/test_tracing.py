@@ -12,13 +12,13 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses import FakeTensorMode
 
 import confpred
-from confpred.pytorch import operators, policy, tracing
+from confpred.pytorch import operators, policy, routing, tracing
 
 GEOMETRY = ((1, 1), (1, 1), (1, 1), 4)
 NO_GRADIENTS, GRADIENTS = (False, False, False), (True, True, False)
 
 
-def programs(**tensors: Tensor) -> list[list[str]]:
+def programs(layer: Any, **tensors: Tensor) -> list[list[str]]:
     """The operators of the programs that a layer and its gradients become."""
     found: list[list[str]] = []
 
@@ -28,10 +28,6 @@ def programs(**tensors: Tensor) -> list[list[str]]:
 
     torch._dynamo.reset()
     backend = aot_autograd(fw_compiler=note, bw_compiler=note)
-
-    def layer(x: Tensor, weight: Tensor) -> Tensor:
-        return confpred.conv2d(x, weight, padding=1, groups=4)
-
     out = torch.compile(layer, fullgraph=True, backend=backend)(**tensors)
     if out.requires_grad:
         out.sum().backward()
@@ -42,15 +38,30 @@ def programs(**tensors: Tensor) -> list[list[str]]:
 def test_a_program_has_the_operators_that_run_or_pytorchs_own(gradients, monkeypatch) -> None:
     x = torch.randn(2, 8, 6, 5).to(memory_format=torch.channels_last)
     weight = torch.randn(8, 2, 3, 3, requires_grad=gradients)
-    theirs = programs(x=x, weight=weight)
+
+    def layer(x: Tensor, weight: Tensor) -> Tensor:
+        return confpred.conv2d(x, weight, padding=1, groups=4)
+
+    theirs = programs(layer, x=x, weight=weight)
     assert "aten.convolution.default" in theirs[0]
     assert not any("confpred" in name for program in theirs for name in program)
     monkeypatch.setattr(operators, "pays", lambda *_: True)
-    ours = programs(x=x, weight=weight)
+    ours = programs(layer, x=x, weight=weight)
     assert "confpred.conv2d_run.default" in ours[0]
     assert not any("convolution" in name for program in ours for name in program)
     if gradients:
         assert "confpred.conv2d_backward.default" in ours[1]
+
+
+def test_a_program_is_not_taken_for_an_export(monkeypatch) -> None:
+    """PyTorch 2.11 says that it exports wherever it compiles."""
+    monkeypatch.setattr(operators, "pays", lambda *_: True)
+    x = torch.randn(2, 8, 6, 5).to(memory_format=torch.channels_last)
+
+    def layer(x: Tensor, weight: Tensor) -> Tensor:
+        return routing.compiled(x, weight, None, GEOMETRY, lambda: x)
+
+    assert programs(layer, x=x, weight=torch.randn(8, 2, 3, 3)) == [["confpred.conv2d_run.default"]]
 
 
 class Ours:
