@@ -48,8 +48,8 @@ _NO_GRADIENTS = (False, False, False)
 def _is_exporting() -> bool:
     """Whether `torch.export` is at work; PyTorch 2.6 cannot tell.
 
-    What ``torch.compiler.is_exporting`` returns, but for `torch.compile`: that of PyTorch 2.11 takes
-    the function to be true wherever it compiles.
+    What ``torch.compiler.is_exporting`` returns, but for `torch.compile`: in PyTorch 2.11 that
+    takes the function to be true wherever it compiles.
     """
     return getattr(torch.compiler, "_is_exporting_flag", False)
 
