@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter, is_, itemgetter
@@ -28,7 +28,7 @@ from torch.autograd import forward_ad
 from torch.nn.modules import module as every_module
 
 from confpred.network.chains import Program, Site, fuse
-from confpred.network.fused import OperatorCall, PlainCall, fused_call
+from confpred.network.fused import TracedCalls, fused_call
 from confpred.network.instance_forward import InstanceForward, constant_while_compiling
 from confpred.network.modules import autocast_dtype, is_convolution, norm_slots
 from confpred.network.tracing import convolutions_of, trace
@@ -140,8 +140,7 @@ class OptimizedForward(InstanceForward):
         self._watch: ModuleWatch | None = None
         self._folds: dict[torch.dtype | None, Fold] = {}
         self._captured: list[Fold] = []
-        self._traced: SimpleNamespace = SimpleNamespace()
-        self._modes: tuple[nn.Module, ...] = ()
+        self._traced: TracedCalls | None = None
         self._channels_last: bool = settings.channels_last
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -159,11 +158,8 @@ class OptimizedForward(InstanceForward):
     def _call_compiled(self, *args: Any, **kwargs: Any) -> Any:
         if kwargs or torch.is_grad_enabled() or not self._is_ready(len(args)):
             return self.original(*args, **kwargs)
-        if self._module().training:  # type: ignore[union-attr]
+        if self._module().training or not self._traced.evaluates():  # type: ignore[union-attr]
             return self.original(*args)
-        for module in self._modes:
-            if module.training:
-                return self.original(*args)
         if self._channels_last:
             args = tuple([_channels_last(x) for x in args])
         return self._program.run(self._traced, *args)  # type: ignore[union-attr]
@@ -250,16 +246,8 @@ class OptimizedForward(InstanceForward):
         if part is None:
             return
         program = fuse(part, convolutions)
-        self._modes = program.modes
-        self._traced = SimpleNamespace(
-            **program.others,
-            **{key: self._traced_call(site) for key, site in program.sites.items()},
-        )
+        self._traced = TracedCalls(program)
         self._program, self._watch = program, ModuleWatch(program)
-
-    @staticmethod
-    def _traced_call(site: Site) -> Callable[..., Tensor]:
-        return OperatorCall(site) if site.convolution.groups > 1 else PlainCall(site)
 
     def _fold(self, module: nn.Module, program: Program, cast: torch.dtype | None) -> Fold | None:
         """Fold everything again; None where that has to wait."""

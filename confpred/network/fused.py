@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from confpred.network.chains import Site
+from confpred import __version__
+from confpred.network.chains import Program, Site
 from confpred.network.modules import STEPS, autocast_dtype, eps_of, geometry_of, norm_tensors
 from confpred.network.operators import conv2d_norm, fold
 from confpred.pytorch.directions import forward
@@ -35,7 +36,8 @@ class FusedCall:
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         if x.dim() != 4:  # no batch
-            return PlainCall(self._site)(x, residual)
+            site = self._site
+            return plain_call(site.convolution, site.norm, site.activation, x, residual)
         kept, cast = self._kept, self._cast
         if cast is not None and x.dtype is not cast:
             x = x.to(cast)
@@ -63,56 +65,53 @@ def fused_call(site: Site, cast: torch.dtype | None, channels_last: bool) -> Fus
     return FusedCall(site, kept, cast)
 
 
-class PlainCall:
+def plain_call(
+    convolution: nn.Conv2d,
+    norm: nn.Module | None,
+    activation: str,
+    x: Tensor,
+    residual: Tensor | None,
+) -> Tensor:
     """A site by the operations of its modules, which `torch.compile` fuses by itself."""
-
-    __slots__ = ("_site",)
-
-    def __init__(self, site: Site) -> None:
-        self._site = site
-
-    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        site = self._site
-        convolution = site.convolution
-        out: Tensor = F.conv2d(
-            x,
-            convolution.weight,
-            convolution.bias,
-            convolution.stride,
-            convolution.padding,
-            convolution.dilation,
-            convolution.groups,
-        )
-        norm = site.norm
-        if norm is not None:
-            weight, bias, mean, variance = norm_tensors(norm)
-            out = F.batch_norm(out, mean, variance, weight, bias, False, 0.0, eps_of(norm))
-        return activate(site.activation, out if residual is None else out + residual)
+    out: Tensor = F.conv2d(
+        x,
+        convolution.weight,
+        convolution.bias,
+        convolution.stride,
+        convolution.padding,
+        convolution.dilation,
+        convolution.groups,
+    )
+    if norm is not None:
+        weight, bias, mean, variance = norm_tensors(norm)
+        out = F.batch_norm(out, mean, variance, weight, bias, False, 0.0, eps_of(norm))
+    return activate(activation, out if residual is None else out + residual)
 
 
-class OperatorCall:
-    """A site as one operator that `torch.compile` does not look into."""
-
-    __slots__ = ("_apart", "_fused", "_site")
+class TracedCall(nn.Module):
+    """A site while `torch.compile` traces it: of plain operations, or, of a layer that may be ours,
+    as one operator that is not looked into."""
 
     def __init__(self, site: Site) -> None:
-        self._site = site
+        super().__init__()
+        self.convolution, self.norm, self.activation = site.convolution, site.norm, site.activation
         sizes, geometry = (*site.convolution.weight.shape,), geometry_of(site.convolution)
         eps = 0.0 if site.norm is None else eps_of(site.norm)
-        # Written here, as the compiler is not to look into it.
-        self._fused = written(sizes, geometry, site.activation, eps)
-        self._apart = written(sizes, geometry, "none", eps)
+        self.may_be_ours = site.convolution.groups > 1
+        # Written here, as the compiler is not to look into it. Of the version: see `traced`.
+        self.fused = written(sizes, geometry, site.activation, eps, __version__)
+        self.apart = written(sizes, geometry, "none", eps, __version__)
 
-    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        site = self._site
-        convolution = site.convolution
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        convolution, norm, activation = self.convolution, self.norm, self.activation
+        if not self.may_be_ours:
+            return plain_call(convolution, norm, activation, x, residual)
         cast = autocast_dtype(x.device.type)
         x = x if cast is None else x.to(cast)
         # A sum that promotes is PyTorch's, and so is one that broadcasts: it has another shape.
         fits = residual is None or residual.dtype == x.dtype
-        norm = site.norm
         weight, bias, mean, variance = (None,) * 4 if norm is None else norm_tensors(norm)
-        out = conv2d_norm(
+        out: Tensor = conv2d_norm(
             x,
             convolution.weight,
             convolution.bias,
@@ -122,6 +121,33 @@ class OperatorCall:
             variance,
             None if norm is None else norm._buffers.get(STEPS),
             residual if fits else None,
-            self._fused if fits else self._apart,
+            self.fused if fits else self.apart,
         )
-        return out if fits else activate(site.activation, out + residual)
+        return out if fits or residual is None else activate(activation, out + residual)
+
+
+class TracedCalls(nn.Module):
+    """What a program calls while `torch.compile` traces it.
+
+    Modules, each reached by one way: of what else the trace looks at, the compiled code would ask
+    Python before each call whether it is still the same.
+    """
+
+    def __init__(self, program: Program) -> None:
+        super().__init__()
+        for name, call in program.others.items():
+            setattr(self, name, call)
+        for name, site in program.sites.items():
+            setattr(self, name, TracedCall(site))
+        norms = {site.norm for site in program.sites.values()}
+        self.modes = nn.ModuleList(m for m in program.modes if m not in norms)
+
+    def evaluates(self) -> bool:
+        """Whether none of the modules that do something else in training is to train."""
+        for module in self.modes:
+            if module.training:
+                return False
+        for call in self._modules.values():
+            if isinstance(call, TracedCall) and call.norm is not None and call.norm.training:
+                return False
+        return True

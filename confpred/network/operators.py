@@ -72,7 +72,7 @@ def _choose(
     residual: Tensor | None,
     call: str,
 ) -> Tensor:
-    _, geometry, activation, eps = read(call)
+    _, geometry, activation, eps, *_ = read(call)
     folded = bias if mean is None else mean  # as for a bias, only that there is one counts
     if pays(x, weight, folded, residual, geometry, activation, (False, False, False)):
         others = (bias, norm_weight, norm_bias, mean, var, steps)
@@ -103,7 +103,7 @@ def _compute(
             return _compute(
                 x, weight, bias, norm_weight, norm_bias, mean, var, steps, residual, call
             )
-    _, geometry, activation, eps = read(call)
+    _, geometry, activation, eps, *_ = read(call)
     if mean is not None or weight.dtype is not x.dtype:
         others = (bias, norm_weight, norm_bias, mean, var, steps)
         weight, bias = _folds.get(weight, others, eps, x.dtype)

@@ -209,7 +209,8 @@ def _norm(running: Running, kind: type[nn.Module]) -> Forward:
 def _tensors(layer: nn.Module, running: Running) -> tuple[Any, Any]:
     """Weight and bias of a layer, or the copies of them where there are some."""
     parameters = layer._parameters
-    weight, bias = parameters["weight"], parameters["bias"]
+    weight: Tensor | None = parameters["weight"]
+    bias: Tensor | None = parameters["bias"]
     copies = running.copies
     # A model may turn autocast off, or to another dtype, for some of its layers.
     if copies and running.dtype is autocast_dtype("cuda"):

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from confpred import __version__
 from confpred.errors import InvalidInput
 from confpred.pytorch.directions import forward
 from confpred.pytorch.fallback import pytorch_apart
@@ -35,7 +36,7 @@ _library = torch.library.Library("confpred", "FRAGMENT")
 _TAGS = (torch.Tag.pt2_compliant_tag,)
 _library.define(
     "conv2d(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, SymInt[] stride, "
-    "SymInt[] padding, SymInt[] dilation, SymInt groups, str activation) -> Tensor",
+    "SymInt[] padding, SymInt[] dilation, SymInt groups, str activation, str made_by='') -> Tensor",
     tags=_TAGS,
 )
 _library.define(
@@ -137,6 +138,7 @@ def _conv2d(
     dilation: Ints,
     groups: int,
     activation: str,
+    made_by: str = "",
 ) -> Tensor:
     geometry = geometry_of(stride, padding, dilation, groups)
     given = (x, weight, bias, residual)
@@ -208,6 +210,11 @@ def traced(
     geometry: Geometry,
     activation: str,
 ) -> Tensor:
-    """The same in a program that is being traced: an operator that chooses when it runs."""
-    out: Tensor = torch.ops.confpred.conv2d(x, weight, bias, residual, *geometry, activation)
+    """The same in a program that is being traced: an operator that chooses when it runs.
+
+    PyTorch keeps on disk what it makes of a traced program. Another version of confpred is to make
+    its own, so that the version is an argument.
+    """
+    geometry_and_more = *geometry, activation, __version__
+    out: Tensor = torch.ops.confpred.conv2d(x, weight, bias, residual, *geometry_and_more)
     return out
