@@ -20,6 +20,7 @@ from torch import Tensor
 
 from confpred.pytorch.directions import forward
 from confpred.pytorch.fallback import activate, pytorch_apart
+from confpred.pytorch.inductor import call_in_programs
 from confpred.pytorch.operators import read
 from confpred.pytorch.tracing import pays
 
@@ -143,14 +144,17 @@ class _Fold:
     Attributes:
         weight: a weak reference to the filter; the fold lives no longer.
         others: what else it was made from.
-        versions: the sum of their versions, which only rise.
-        addresses: of all of them.
+        present: those of them that are there.
+        versions: the sum of the versions of all, which only rise.
+        address, addresses: of the filter and of `present`.
         made: filter and bias.
     """
 
     weight: Any
     others: Others
+    present: tuple[Tensor, ...]
     versions: int
+    address: int
     addresses: list[int]
     made: tuple[Tensor, Tensor | None]
 
@@ -165,35 +169,47 @@ class _Folds:
         self, weight: Tensor, others: Others, eps: float, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor | None]:
         """Filter and bias in `dtype`, dense and in channels-last order."""
-        present = [weight, *(t for t in others if t is not None)]
-        try:
-            versions = sum(map(_version, present))
-        except RuntimeError:  # a tensor that was made in inference mode does not count its changes
-            return _folded(weight, others, eps, dtype)
-        addresses = [*map(_address, present)]
-        key = (id(weight), dtype, eps)
-        found = self._kept.get(key)
+        found = self._kept.get((id(weight), dtype, eps))
         if (
             found is not None
             and found.weight() is weight
             and all(map(is_, found.others, others))
-            and found.versions == versions
-            and found.addresses == addresses
+            and sum(map(_version, found.present), weight._version) == found.versions
+            and weight.data_ptr() == found.address
+            and [*map(_address, found.present)] == found.addresses
         ):
             return found.made
+        return self._fold(weight, others, eps, dtype)
+
+    def _fold(
+        self, weight: Tensor, others: Others, eps: float, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor | None]:
+        present = tuple(t for t in others if t is not None)
         made = _folded(weight, others, eps, dtype)
+        try:
+            versions = sum(map(_version, present), weight._version)
+        except RuntimeError:  # a tensor that was made in inference mode does not count its changes
+            return made
         if weight.is_cuda:
             if torch.cuda.is_current_stream_capturing():
                 return made  # its memory belongs to the graph
             torch.cuda.synchronize(weight.device)  # other streams are going to read it
-        kept = self._kept
+        key, kept = (id(weight), dtype, eps), self._kept
 
         def forget(reference: Any) -> None:
             held = kept.get(key)
             if held is not None and held.weight is reference:
                 del kept[key]
 
-        kept[key] = _Fold(weakref.ref(weight, forget), others, versions, addresses, made)
+        kept[key] = _Fold(
+            weakref.ref(weight, forget),
+            others,
+            present,
+            versions,
+            weight.data_ptr(),
+            [*map(_address, present)],
+            made,
+        )
         return made
 
 
@@ -212,3 +228,4 @@ _folds = _Folds()
 _LIBRARY.impl("conv2d_norm", _choose, "CompositeImplicitAutograd")
 _LIBRARY.impl("conv2d_norm_run", _compute, "CompositeExplicitAutograd")
 torch.library.register_fake("confpred::conv2d_norm_run", _fake, lib=_LIBRARY)
+call_in_programs(conv2d_norm_run.default, _compute)

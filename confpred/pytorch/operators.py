@@ -28,6 +28,7 @@ from confpred.errors import InvalidInput
 from confpred.pytorch.directions import forward
 from confpred.pytorch.fallback import pytorch_apart
 from confpred.pytorch.gradients import backward
+from confpred.pytorch.inductor import call_in_programs
 from confpred.pytorch.layers import Geometry
 from confpred.pytorch.ready import CHANNELS_LAST
 from confpred.pytorch.tracing import pays
@@ -154,6 +155,9 @@ def _conv2d(
 def _conv2d_run(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, call: str
 ) -> Tensor:
+    if torch.is_grad_enabled():  # it has no formula for gradients
+        with torch.no_grad():
+            return _conv2d_run(x, weight, bias, residual, call)
     _, geometry, activation = read(call)
     return forward(x, weight, bias, residual, geometry, activation, call)
 
@@ -200,6 +204,8 @@ def _fake_conv2d_backward(
 
 torch.library.register_fake("confpred::conv2d_run", _fake_conv2d_run, lib=_library)
 torch.library.register_fake("confpred::conv2d_backward", _fake_conv2d_backward, lib=_library)
+call_in_programs(torch.ops.confpred.conv2d_run.default, _conv2d_run)
+call_in_programs(torch.ops.confpred.conv2d_backward.default, _conv2d_backward)
 
 
 def traced(

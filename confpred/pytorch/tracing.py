@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from confpred.pytorch import choosing, policy
+from confpred.pytorch import choosing, inductor, policy
 from confpred.pytorch.gradients import Mask, Shape
 from confpred.pytorch.layers import Geometry, problem_of
 from confpred.pytorch.layouts import is_channels_last
@@ -41,8 +41,11 @@ def pays(
 
     A size that is not known stands for the one that the program is traced with.
     """
-    if type(x) in _PLAIN or policy.is_verifying():
-        return True  # no trace; or the choice has to wait for what is measured at run time
+    if type(x) in _PLAIN:
+        return True  # no trace
+    inductor.teach()
+    if policy.is_verifying():
+        return True  # the choice has to wait for what is measured at run time
     if not x.is_cuda or not is_channels_last(x):
         return False
     hints = [_known(size) for size in x.shape]
@@ -70,7 +73,7 @@ def _known(size: Any) -> int | None:
 
 
 def _host_ms(mask: Mask) -> float:
-    inductor: Any = sys.modules.get("torch._inductor.config")
-    if inductor is not None and inductor.triton.cudagraphs:
+    config: Any = sys.modules.get("torch._inductor.config")
+    if config is not None and config.triton.cudagraphs:
         return 0.0
     return HOST_TRAINING_MS if any(mask) else HOST_MS

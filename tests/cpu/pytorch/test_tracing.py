@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses import FakeTensorMode
@@ -128,3 +129,30 @@ def test_what_is_measured_is_decided_at_run_time(monkeypatch) -> None:
     Ours(monkeypatch, 0.0)
     monkeypatch.setattr(policy, "_current", policy.Policy(verifier=object()))  # type: ignore[arg-type]
     assert traced_pays()
+
+
+def test_a_program_of_inductor_calls_a_function(monkeypatch) -> None:
+    """Without the dispatcher, in both passes, and with the same numbers."""
+    real = tracing.pays
+    monkeypatch.setattr(operators, "pays", lambda *given: real(*given) or True)
+    x = torch.randn(2, 8, 6, 5).to(memory_format=torch.channels_last).requires_grad_()
+    weight = torch.randn(8, 2, 3, 3, requires_grad=True)
+    calls = []
+    for name in ("conv2d_run", "conv2d_backward"):
+        function = getattr(torch.ops.confpred, f"{name}_in_programs")
+
+        def noted(*given: Any, name: str = name, function: Any = function) -> Any:
+            calls.append(name)
+            return function(*given)
+
+        monkeypatch.setattr(torch.ops.confpred, f"{name}_in_programs", noted)
+    torch._dynamo.reset()
+    layer = torch.compile(lambda x, weight: confpred.conv2d(x, weight, padding=1, groups=4).relu())
+    out = layer(x, weight)
+    expected = F.conv2d(x, weight, padding=1, groups=4).relu()
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(
+        torch.autograd.grad(out.sum(), (x, weight)),
+        torch.autograd.grad(expected.sum(), (x, weight)),
+    )
+    assert calls == ["conv2d_run", "conv2d_backward"]
