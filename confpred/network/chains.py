@@ -176,7 +176,7 @@ def fuse(part: Part, convolutions: frozenset[nn.Module]) -> Program:
         sites,
         others,
         tuple(m for m in {**dict.fromkeys(part.entered), **gone} if m is not part.module),
-        tuple(m for m in gone if is_norm(m) or is_identity(m)),
+        tuple(m for m in gone if is_norm(m) or (is_identity(m) and type(m) is not nn.Identity)),
         tuple(m._modules for m in (part.module, *part.entered) if m._modules),
     )
 
