@@ -19,7 +19,7 @@ its error is recorded. All variants of a batch are timed in the same process, ea
 of the weights, in random order in rounds. A turn of a variant is one step that is not timed, a
 synchronisation, and then as many steps as take about ``--turn`` seconds, at least 3, until the
 device is done with the last: the wall clock of the host over the number of steps, which is what a
-user waits. The result is the median over the rounds. ``confpred.enable()`` holds for a whole
+user waits. The result is the median over the rounds; many short turns, because hosts drift. ``confpred.enable()`` holds for a whole
 process, so it is switched on only around its own variants' turns; what it compiles, it compiles
 before. A ratio is the time without confpred over the time with it, in the same round, and of the
 rounds the median: a host that is slow for some seconds is so for both. (Rows up to commit b45e6cd
@@ -246,8 +246,8 @@ def parsed(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--jobs", type=int, default=1, help="processes at once; one at a time is timed"
     )
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--turn", type=float, default=0.15, help="seconds of a turn")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--turn", type=float, default=0.05, help="seconds of a turn")
     parser.add_argument("--resume", action="store_true", help="leave out what this commit has")
     parser.add_argument("--first-step", action="store_true", help="time first steps instead")
     parser.add_argument("--losses", action="store_true", help="compare losses instead")
