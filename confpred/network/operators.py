@@ -185,11 +185,12 @@ class _Folds:
         self, weight: Tensor, others: Others, eps: float, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor | None]:
         present = tuple(t for t in others if t is not None)
-        made = _folded(weight, others, eps, dtype)
         try:
             versions = sum(map(_version, present), weight._version)
         except RuntimeError:  # a tensor that was made in inference mode does not count its changes
-            return made
+            return _folded(weight, others, eps, dtype)
+        address, addresses = weight.data_ptr(), [*map(_address, present)]
+        made = _folded(weight, others, eps, dtype)
         if weight.is_cuda:
             if torch.cuda.is_current_stream_capturing():
                 return made  # its memory belongs to the graph
@@ -201,15 +202,8 @@ class _Folds:
             if held is not None and held.weight is reference:
                 del kept[key]
 
-        kept[key] = _Fold(
-            weakref.ref(weight, forget),
-            others,
-            present,
-            versions,
-            weight.data_ptr(),
-            [*map(_address, present)],
-            made,
-        )
+        reference = weakref.ref(weight, forget)
+        kept[key] = _Fold(reference, others, present, versions, address, addresses, made)
         return made
 
 
