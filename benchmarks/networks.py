@@ -14,20 +14,20 @@ gradient scaler. cuDNN's benchmark mode is on. Each network runs eagerly, as a C
 eager step, and by ``torch.compile`` with its defaults, and each of these without confpred, after
 ``confpred.enable()``, and after ``confpred.optimize()``.
 
-The protocol. Each network and mode has a process of its own, so that a crash costs only itself;
-its error is recorded. All variants of a batch are timed in the same process, each with its own copy
-of the weights, in random order in rounds. A turn of a variant is one step that is not timed, a
+The protocol. Each network and mode has a process of its own, so that a crash costs only itself; its
+error is recorded. All variants of a batch are timed in the same process, each with its own copy of
+the weights, in random order in rounds. A turn of a variant is one step that is not timed, a
 synchronisation, and then as many steps as take about ``--turn`` seconds, at least 3, until the
 device is done with the last: the wall clock of the host over the number of steps, which is what a
-user waits. The result is the median over the rounds; many short turns, because hosts drift. ``confpred.enable()`` holds for a whole
-process, so it is switched on only around its own variants' turns; what it compiles, it compiles
-before. A ratio is the time without confpred over the time with it, in the same round, and of the
-rounds the median: a host that is slow for some seconds is so for both. (Rows up to commit b45e6cd
-have the ratio of the medians.) Eager PyTorch is timed as two variants, and what these differ by is
-the noise. Each variant's first output, in training the first gradients of all parameters, is
-compared with that of float32; a variant that is much further from it than eager PyTorch in half
-precision is recorded as an error, without a time. Peak memory is what a step allocates at most
-above what the process held before it.
+user waits. The result is the median over the rounds; many short turns, because hosts drift.
+``confpred.enable()`` holds for a whole process, so it is switched on only around its own variants'
+turns; what it compiles, it compiles before. A ratio is the time without confpred over the time with
+it, in the same round, and of the rounds the median: a host that is slow for some seconds is so for
+both. (Rows up to commit b45e6cd have the ratio of the medians.) Eager PyTorch is timed as two
+variants, and what these differ by is the noise. Each variant's first output, in training the first
+gradients of all parameters, is compared with that of float32; a variant that is much further from
+it than eager PyTorch in half precision is recorded as an error, without a time. Peak memory is what
+a step allocates at most above what the process held before it.
 
 ``torch.compile`` takes long to compile, so with ``--jobs`` several processes, each of one batch,
 get ready at once, and Inductor compiles in each of them by one thread. While cuDNN's benchmark mode
