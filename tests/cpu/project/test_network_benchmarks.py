@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+import time
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -217,9 +218,14 @@ def test_a_process_that_fails_or_is_stopped_says_so(
     assert networks.run_script("sleeps.py", {}, 0.5) == (None, networks.STOPPED)
 
 
-def state(process: subprocess.Popen[bytes]) -> str:
-    """``T`` of a process that is stopped, as Linux tells it."""
-    return Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0]
+def becomes(stopped: bool, process: subprocess.Popen[bytes]) -> bool:
+    """Whether a process is stopped, or goes on, as Linux tells it; a signal takes its time."""
+    for _ in range(1000):
+        state = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0]
+        if (state == "T") is stopped:
+            return True
+        time.sleep(0.01)
+    return False
 
 
 def test_one_process_of_a_group_is_alone(tmp_path: Path) -> None:
@@ -231,12 +237,13 @@ def test_one_process_of_a_group_is_alone(tmp_path: Path) -> None:
             with group.locked():
                 group.add(process.pid)
         with group.alone():
-            assert [state(process) for process in others] == ["T", "T"]
-        assert "T" not in [state(process) for process in others]
+            assert all(becomes(True, process) for process in others)
+        assert all(becomes(False, process) for process in others)
         os.kill(others[0].pid, signal.SIGSTOP)  # by one that ended while it was alone
+        assert becomes(True, others[0])
         with group.locked():
             group.remove(os.getpid())
-        assert state(others[0]) != "T"
+        assert becomes(False, others[0])
     finally:
         for process in others:
             process.kill()
