@@ -227,11 +227,11 @@ def compile_ahead(choices: Sequence[Choice], others: Iterable[KernelSpec], ordin
     """Compile, in parallel, what `choices` will launch and `others`, and load the former on CUDA
     device `ordinal`; a kernel that cannot be had is left to the call that needs it."""
     ours = [choice for choice in choices if is_ours(choice)]
-    for kernel in others:
-        submit(kernel, _arch(ordinal))
     for choice in ours:
         for step in _launch_of(choice).steps:
             submit(step.kernel, _arch(ordinal))
+    for kernel in others:  # after those that are waited for
+        submit(kernel, _arch(ordinal))
     for choice in ours:
         load(choice, ordinal)
 
