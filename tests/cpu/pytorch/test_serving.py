@@ -442,6 +442,8 @@ def test_all_choices_are_compiled_before_any_is_loaded(cache, monkeypatch) -> No
     choosing.compile_ahead(pinned, [follows], 0)
     assert loaded == [(choice, 0, len(wanted) + 1) for choice in pinned]
     assert choosing.waiting_for(pinned[0], 0) == []
+    assert [spec for spec, _ in kernels._compiling][-1] == follows  # for which nobody waits
+    kernels.submit(follows, "sm_90a").result(120)
     assert len(list(cache.rglob("*.cubin"))) == len(wanted) + 1
 
 
