@@ -17,7 +17,8 @@ HELPS = ("enable", "optimize")
 VARIANTS = tuple(
     f"{way}{helped}" for way in WAYS for helped in ("", *(f" + {name}" for name in HELPS))
 )
-AGAIN = "eager again"
+#: Each way without confpred a second time: what the two differ by is the noise.
+AGAIN = {way: f"{way} again" for way in WAYS}
 #: The fields that tell rows of a kind apart; a later row of the same takes an earlier one's place.
 KEYS = {
     "steps": ("network", "mode", "batch", "way", "with"),
@@ -31,7 +32,7 @@ Result = dict[str, Any]
 
 
 def split(name: str) -> tuple[str, str | None]:
-    """``graph + enable`` is ``graph`` with ``enable``; ``eager again`` is ``eager``."""
+    """``graph + enable`` is ``graph`` with ``enable``; ``graph again`` is ``graph``."""
     way, _, helped = name.partition(" + ")
     return way.removesuffix(" again"), helped or None
 
@@ -40,7 +41,7 @@ def pairs(network: str, mode: str, batch: int, found: Mapping[str, Mapping[str, 
     """The rows of one batch, from what was found of each variant: its ``times_ms``, one for each
     round, ``peak_mb`` and ``difference``, or its ``error``."""
     rows = []
-    eager, again = (found.get(name, {}).get("times_ms") for name in ("eager", AGAIN))
+    noises = {way: _noise(found.get(way, {}), found.get(AGAIN[way], {})) for way in WAYS}
     for name, helped in found.items():
         way, kind = split(name)
         if kind is None:
@@ -60,11 +61,20 @@ def pairs(network: str, mode: str, batch: int, found: Mapping[str, Mapping[str, 
             "difference_without": plain["difference"],
             "difference_with": helped["difference"],
         }
-        if eager and again:
-            noise = abs(_ratio(eager, again) - 1)
-            row |= {"eager_ms": statistics.median(eager), "noise": noise}
+        if noises["eager"] is not None:
+            eager_ms = statistics.median(found["eager"]["times_ms"])
+            row |= {"eager_ms": eager_ms, "noise": noises["eager"]}
+        if noises[way] is not None:
+            row["way_noise"] = noises[way]
         rows.append(row)
     return rows
+
+
+def _noise(once: Mapping[str, Any], again: Mapping[str, Any]) -> float | None:
+    """By how much two copies of the same variant differ; None if either was not timed."""
+    if "times_ms" not in once or "times_ms" not in again:
+        return None
+    return abs(_ratio(once["times_ms"], again["times_ms"]) - 1)
 
 
 def _ratio(without: Sequence[float], helped: Sequence[float]) -> float:

@@ -254,9 +254,10 @@ def measure(
 
     with group.alone():  # cuDNN's benchmark mode chooses by time
         check = Check(reference(base, setting, data))
-        add(("eager", AGAIN))
+        add(("eager", AGAIN["eager"]))
         free(setting)
-    add(name for name in names if name != "eager")
+    wanted = dict.fromkeys([*names, *(AGAIN[split(name)[0]] for name in names)])
+    add(name for name in wanted if name not in {*variants, *errors})
     free(setting)
     with group.alone():
         errors |= time_interleaved(variants, setting, rounds, turn_s)

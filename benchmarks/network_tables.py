@@ -35,10 +35,9 @@ def whole_networks(result: dict[str, Any], markdown: Markdown) -> str:
 
 def steps(result: dict[str, Any], markdown: Markdown, *, mode: str) -> str:
     """Every network and batch of a mode: the times without confpred, and the ratios."""
-    heads = ["network", "batch", "eager, ms", "noise"]
-    for way, name in WAYS.items():
-        heads += [] if way == "eager" else [f"{name}, ms"]
-        heads += [f"`{helped}()`" for helped in HELPS]
+    heads = ["network", "batch"]
+    for name in WAYS.values():
+        heads += [f"{name}, ms", "noise", *(f"`{helped}()`" for helped in HELPS)]
     found: dict[tuple[str, int], dict[tuple[str, str], Row]] = {}
     for row in result["steps"]:
         if row["mode"] == mode:
@@ -51,8 +50,7 @@ def steps(result: dict[str, Any], markdown: Markdown, *, mode: str) -> str:
         for way in WAYS:
             pair = [ways.get((way, helped), {}) for helped in HELPS]
             cells.append(_first(pair, "without_ms", "{:.2f}"))
-            if way == "eager":
-                cells.append(_first(pair, "noise", "{:.1%}"))
+            cells.append(_first(pair, "noise" if way == "eager" else "way_noise", "{:.1%}"))
             cells += [_ratio(row) for row in pair]
         rows.append(cells)
     return markdown(heads, rows) if rows else ""

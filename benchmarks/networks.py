@@ -23,8 +23,9 @@ user waits. The result is the median over the rounds; many short turns, because 
 ``confpred.enable()`` holds for a whole process, so it is switched on only around its own variants'
 turns; what it compiles, it compiles before. A ratio is the time without confpred over the time with
 it, in the same round, and of the rounds the median: a host that is slow for some seconds is so for
-both. (Rows up to commit b45e6cd have the ratio of the medians.) Eager PyTorch is timed as two
-variants, and what these differ by is the noise. Each variant's first output, in training the first
+both. (Rows up to commit b45e6cd have the ratio of the medians.) Each way
+without confpred is timed as two variants, and what these differ by is the noise. (Rows without
+``way_noise`` have that of eager PyTorch alone.) Each variant's first output, in training the first
 gradients of all parameters, is compared with that of float32; a variant that is much further from
 it than eager PyTorch in half precision is recorded as an error, without a time. Peak memory is what
 a step allocates at most above what the process held before it.

@@ -85,6 +85,13 @@ def test_a_ratio_is_of_times_of_one_round(results: ModuleType) -> None:
     assert eager["noise"] == 0.0
 
 
+def test_each_way_has_a_noise_of_its_own(results: ModuleType) -> None:
+    found = _batch() | {"graph": _found(4.0), "graph again": _found(5.0)}
+    eager, graph = results.pairs("net", "training", 32, found)
+    assert (eager["way_noise"], graph["noise"]) == (eager["noise"], eager["noise"])
+    assert graph["way_noise"] == pytest.approx(0.2)
+
+
 def test_a_process_that_ended_early_is_an_error_of_every_pair(results: ModuleType) -> None:
     rows = results.failed("net", "training", 1, results.VARIANTS, "exit status -11: none")
     assert len(rows) == 6
