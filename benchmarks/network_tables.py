@@ -114,7 +114,7 @@ def losses(result: dict[str, Any], markdown: Markdown) -> str:
             f"{row['first']:.3f}",
             f"{row['last']:.3f}",
             *(
-                f"{row['mean_difference'][n]:.4f}" if n in row["mean_difference"] else "error"
+                f"{row['mean_difference'][n]:.2g}" if n in row["mean_difference"] else "error"
                 for n in names
             ),
         )
