@@ -49,8 +49,8 @@ class Measurement:
         networks: names of the networks that the problem comes from; empty for coverage problems.
         candidate: what computed it; the columns ``family`` and ``config`` hold its provider and its
             config in words.
-        source_digest: identity of the kernel (`confpred.families.kernel_text.source_digest`); empty
-            where no kernel of ours ran.
+        source_digest: identity of the kernel (`confpred.families.kernel_text.source_digest`); for a
+            library's plan the library and its version; empty for PyTorch's operator.
         cudnn, cudnn_mode: for PyTorch's operator, the version of cuDNN and how it chooses its
             algorithms: ``benchmark`` or ``heuristics``. Empty for another provider.
         run: what the run's rows share.

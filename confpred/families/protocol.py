@@ -16,6 +16,8 @@ from confpred.problem.device import Device
 from confpred.problem.operation import Launch, Operation
 
 Rows = NDArray[np.intp]
+#: The value of a field that a config does not have.
+ABSENT = -2
 
 
 @runtime_checkable
@@ -58,7 +60,25 @@ class Family(Protocol):
         ...
 
 
+@runtime_checkable
+class Lister(Protocol):
+    """A family whose candidates a library lists, problem by problem.
+
+    `Family.legal` says which configs the library has offered for problems of the same kind, which
+    takes no library; one that it does not offer for the very problem cannot be launched.
+    """
+
+    def listed(self, problem: Any, device: Device) -> NDArray[np.bool_]:
+        """Which rows of `configs` the library that is installed here offers for `problem`.
+
+        Raises:
+            MissingExtra: it is not installed.
+        """
+        ...
+
+
 def config_dict(family: Family, row: int) -> dict[str, int]:
-    """Config `row` as field names and plain integers."""
+    """Config `row` as field names and plain integers, less what is ``ABSENT``."""
     fields: Any = family.configs.dtype.names
-    return {name: int(family.configs[name][row]) for name in fields}
+    found = {name: int(family.configs[name][row]) for name in fields}
+    return {name: value for name, value in found.items() if value != ABSENT}

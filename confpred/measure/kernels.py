@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from confpred.cuda import driver
 from confpred.cuda.launch import BoundLaunch
+from confpred.cudnn.plans import BuiltPlan, Plans
 from confpred.errors import CompileError, LaunchError
 from confpred.families.protocol import Family
 from confpred.measure.arena import Arena, Operands, arena_of
@@ -14,6 +15,10 @@ from confpred.measure.outcome import Outcome
 from confpred.measure.timing import launches_a_replay, time_interleaved
 from confpred.problem.operation import Launch, Operand
 from confpred.problem.record import Record
+
+#: A plan that wants more is not measured: networks have little memory to spare.
+MAX_WORKSPACE_BYTES = 2**31
+Enqueue = Callable[[int, Sequence[int]], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +34,24 @@ class _Shared:
 
 
 @dataclass(frozen=True, slots=True)
+class _Candidate:
+    """A config that can be launched, as far as is known.
+
+    Attributes:
+        launch: with the workspace that a library's plan turned out to need.
+        built: that plan.
+    """
+
+    launch: Launch
+    built: BuiltPlan | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class _Checked:
     """A config that was found correct, but is not timed yet."""
 
     row: int
-    bound: BoundLaunch
+    enqueue: Enqueue
     outcome: Outcome  # as far as it is known before it is timed
     seconds: float
 
@@ -59,41 +77,75 @@ def measure(
     Returns:
         One outcome a row, in the order of `rows`.
     """
-    shared, launches = _prepare(problem, family, rows, ordinal)
-    candidates, outcomes = _check(shared, launches, report)
-    outcomes |= _time(shared, candidates, seed)
+    shared, candidates, outcomes = _prepare(problem, family, rows, ordinal, report)
+    checked, failures = _check(shared, candidates, report)
+    outcomes |= failures | _time(shared, checked, seed)
     return [outcomes[row] for row in rows]
 
 
 def check(problem: Record, family: Family, rows: Sequence[int], *, ordinal: int) -> list[Outcome]:
     """The first half of `measure`: are the configs correct? Outcomes have no times."""
-    shared, launches = _prepare(problem, family, rows, ordinal)
-    candidates, outcomes = _check(shared, launches, lambda _row: None)
-    outcomes |= {c.row: c.outcome for c in candidates}
+    shared, candidates, outcomes = _prepare(problem, family, rows, ordinal, lambda _row: None)
+    checked, failures = _check(shared, candidates, lambda _row: None)
+    outcomes |= failures | {c.row: c.outcome for c in checked}
     return [outcomes[row] for row in rows]
 
 
 def _prepare(
-    problem: Record, family: Family, rows: Sequence[int], ordinal: int
-) -> tuple[_Shared, dict[int, Launch]]:
+    problem: Record,
+    family: Family,
+    rows: Sequence[int],
+    ordinal: int,
+    report: Callable[[int], None],
+) -> tuple[_Shared, dict[int, _Candidate], dict[int, Outcome]]:
+    """What is to be checked, and the outcomes of plans that cannot be built."""
     arena, operation = arena_of(ordinal), family.operation
-    launches = {row: family.launch(problem, row) for row in rows}
-    operands = arena.operands(operation, problem, list(launches.values()))
+    candidates, failures = _built(problem, family, rows, ordinal, report)
+    operands = arena.operands(operation, problem, [c.launch for c in candidates.values()])
     outputs = tuple(o for o in operation.operands(problem) if o.terms)
     references = tuple(arena.reference(operation, problem, o, operands) for o in outputs)
-    return _Shared(arena, problem, family, outputs, operands, references), launches
+    return _Shared(arena, problem, family, outputs, operands, references), candidates, failures
+
+
+def _built(
+    problem: Record,
+    family: Family,
+    rows: Sequence[int],
+    ordinal: int,
+    report: Callable[[int], None],
+) -> tuple[dict[int, _Candidate], dict[int, Outcome]]:
+    candidates: dict[int, _Candidate] = {}
+    failures: dict[int, Outcome] = {}
+    plans: Plans | None = None
+    for row in rows:
+        launch = family.launch(problem, row)
+        if launch.plan is None:
+            candidates[row] = _Candidate(launch)
+            continue
+        report(row)
+        try:
+            plans = plans or Plans(problem, ordinal)  # type: ignore[arg-type]  # a convolution
+            built = plans.build(launch.plan)
+            if built.workspace_bytes > MAX_WORKSPACE_BYTES:
+                raise LaunchError(f"it needs a workspace of {built.workspace_bytes} bytes")
+        except LaunchError as error:
+            failures[row] = Outcome(row, "illegal", message=str(error))
+            continue
+        launch = replace(launch, scratch_bytes=built.workspace_bytes)
+        candidates[row] = _Candidate(launch, built)
+    return candidates, failures
 
 
 def _check(
-    shared: _Shared, launches: Mapping[int, Launch], report: Callable[[int], None]
+    shared: _Shared, rows: Mapping[int, _Candidate], report: Callable[[int], None]
 ) -> tuple[list[_Checked], dict[int, Outcome]]:
     """The correct configs, and what became of the others."""
     candidates: list[_Checked] = []
     failures: dict[int, Outcome] = {}
-    for row, launch in launches.items():
+    for row, tried in rows.items():
         report(row)
         try:
-            candidate = _check_one(shared, row, launch)
+            candidate = _check_one(shared, row, tried)
         except CompileError as error:
             failures[row] = Outcome(row, "compile_error", message=str(error))
         except LaunchError as error:
@@ -106,24 +158,28 @@ def _check(
     return candidates, failures
 
 
-def _check_one(shared: _Shared, row: int, launch: Launch) -> _Checked:
+def _check_one(shared: _Shared, row: int, candidate: _Candidate) -> _Checked:
     """Launch one config once on poisoned outputs and compare them with the references: each element
-    must be within the dtype's rounding.
+    must be within the dtype's rounding, or within that of TF32 where the config uses it.
 
     Raises:
         CompileError, LaunchError: it cannot run.
     """
-    arena = shared.arena
+    arena, launch, names = shared.arena, candidate.launch, shared.operands.names
     loaded = [arena.load(step.kernel) for step in launch.steps]
-    bound = BoundLaunch([k.kernel for k in loaded], launch, shared.operands.names)
+    if candidate.built is None:
+        enqueue: Enqueue = BoundLaunch([k.kernel for k in loaded], launch, names).enqueue
+    else:
+        enqueue = candidate.built.bind(names)
+    tf32 = launch.plan is not None and launch.plan.tf32
     arena.poison(shared.outputs)
     start, end = (arena.cuda.create_event({"timing_enabled": True}) for _ in range(2))
     arena.stream.record(start)
-    bound.enqueue(arena.handle, shared.operands.slot(0))
+    enqueue(arena.handle, shared.operands.slot(0))
     arena.stream.record(end)
     errors, faults = [], []
     for output, reference in zip(shared.outputs, shared.references, strict=True):
-        error, outside = arena.compare(output, shared.operands, reference)
+        error, outside = arena.compare(output, shared.operands, reference, tf32=tf32)
         errors.append(error)
         if outside:
             faults.append(f"{outside} of {output.elements} elements of {output.name} are off")
@@ -132,13 +188,13 @@ def _check_one(shared: _Shared, row: int, launch: Launch) -> _Checked:
     outcome = Outcome(
         row,
         "wrong_result" if faults else "ok",
-        registers=max(k.registers for k in loaded),
-        local_bytes=max(k.local_bytes for k in loaded),
-        smem_bytes=max(step.smem_bytes for step in launch.steps),
+        registers=max((k.registers for k in loaded), default=0),
+        local_bytes=max((k.local_bytes for k in loaded), default=0),
+        smem_bytes=max((step.smem_bytes for step in launch.steps), default=0),
         error=max(errors),
         message="; ".join(faults),
     )
-    return _Checked(row, bound, outcome, (end - start) * 1e-3)
+    return _Checked(row, enqueue, outcome, (end - start) * 1e-3)
 
 
 def _time(shared: _Shared, candidates: Sequence[_Checked], seed: int) -> dict[int, Outcome]:
@@ -150,7 +206,7 @@ def _time(shared: _Shared, candidates: Sequence[_Checked], seed: int) -> dict[in
         builder = arena.stream.create_graph_builder().begin_building()
         capturing = int(builder.stream.handle)
         for _ in range(count):
-            candidate.bound.enqueue(capturing, shared.operands.slot(slot))
+            candidate.enqueue(capturing, shared.operands.slot(slot))
             slot += 1
         graphs.append(builder.end_building().complete())
         launches.append(count)

@@ -64,19 +64,44 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
+class Plan:
+    """What a library is asked to run in place of kernels of ours.
+
+    Attributes:
+        library: which one: ``cudnn``.
+        version: the library's release that the numbers in `config` belong to, such as ``9.19``.
+        config: the library's algorithm, by field name.
+        tf32: whether it rounds float32 inputs to TF32, as PyTorch lets cuDNN do by default.
+    """
+
+    library: str
+    version: str
+    config: Mapping[str, int]
+    tf32: bool = False
+
+    @property
+    def source(self) -> str:
+        """Identity of what runs, as that of a kernel of ours is the digest of its source."""
+        return f"{self.library} {self.version}"
+
+
+@dataclass(frozen=True, slots=True)
 class Launch:
     """How a config computes a problem.
 
     Attributes:
-        steps: the launches, in stream order.
+        steps: the launches, in stream order; none where there is a `plan`.
         zeroed_bytes: size of the operand ``zeroed``: device memory that is zero before the first
             step and that the steps leave zero again, so that nobody has to clear it between calls.
-        scratch_bytes: size of the operand ``scratch``: device memory of any content.
+        scratch_bytes: size of the operand ``scratch``: device memory of any content. What a plan
+            needs is known when it is built.
+        plan: what a library runs in place of `steps`.
     """
 
     steps: tuple[Step, ...]
     zeroed_bytes: int = 0
     scratch_bytes: int = 0
+    plan: Plan | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,11 +24,14 @@ from torch import Tensor
 
 from confpred.cuda import driver
 from confpred.cuda.compiler import Compiled
+from confpred.cuda.launch import BoundLaunch
+from confpred.cudnn.plans import Plans
 from confpred.errors import (
     CompileError,
     ConfpredError,
     InvalidProblem,
     LaunchError,
+    MissingExtra,
     UnknownDevice,
 )
 from confpred.families.candidate import PYTORCH_OPERATOR
@@ -40,7 +44,7 @@ from confpred.problem.record import Record
 from confpred.pytorch import layouts
 from confpred.pytorch.guards import guard
 from confpred.pytorch.kernels import loaded, submit
-from confpred.pytorch.ready import ReadyLaunch
+from confpred.pytorch.ready import Enqueue, ReadyLaunch
 
 log = logging.getLogger(__name__)
 Found = TypeVar("Found")
@@ -214,11 +218,20 @@ def load(choice: Choice, ordinal: int) -> ReadyLaunch | None:
         raise InvalidProblem("problem", problem, "a convolution")
     launch = _launch_of(choice)
     try:
+        if launch.plan is not None:
+            with torch.cuda.device(ordinal):
+                built = Plans(problem, ordinal).build(launch.plan)
+            launch = replace(launch, scratch_bytes=built.workspace_bytes)
+            return ReadyLaunch(problem, launch, built.bind, ordinal)
         for step in launch.steps:
             submit(step.kernel, _arch(ordinal))  # side by side
         kernels = [loaded(step.kernel, step.smem_bytes, ordinal) for step in launch.steps]
-        return ReadyLaunch(problem, launch, kernels, ordinal)
-    except (CompileError, LaunchError) as error:
+
+        def bind(names: Sequence[str]) -> Enqueue:
+            return BoundLaunch(kernels, launch, names).enqueue
+
+        return ReadyLaunch(problem, launch, bind, ordinal)
+    except (CompileError, LaunchError, MissingExtra) as error:
         log.warning("PyTorch's own operator: %s", error)
         return None
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from confpred.cuda import driver
-from confpred.cuda.launch import BoundLaunch, NoContext
+from confpred.cuda.launch import NoContext
 from confpred.problem.conv2d import Problem
 from confpred.problem.conv2d_operation import CONVOLUTION
 from confpred.problem.operation import SCRATCH, ZEROED, Launch
@@ -28,6 +28,11 @@ _NAMES = {
 }
 
 
+Enqueue = Callable[[int, Sequence[int]], None]
+#: From the operands' names to what enqueues the launch, given a stream and their addresses.
+Bind = Callable[[Sequence[str]], Enqueue]
+
+
 class ReadyLaunch:
     """A launch for one problem, chosen, compiled and loaded.
 
@@ -41,27 +46,21 @@ class ReadyLaunch:
 
     __slots__ = ("problem", "run")
 
-    def __init__(
-        self, problem: Problem, launch: Launch, kernels: Sequence[Any], ordinal: int
-    ) -> None:
+    def __init__(self, problem: Problem, launch: Launch, bind: Bind, ordinal: int) -> None:
         self.problem = problem
         names = _NAMES[problem.direction]
         ends = (ZEROED, SCRATCH) if launch.zeroed_bytes or launch.scratch_bytes else ()
-        bound = BoundLaunch(kernels, launch, (*names, *ends))
-        enqueue = _with_workspace(bound, launch, ordinal) if ends else bound.enqueue
+        enqueue = bind((*names, *ends))
+        enqueue = _with_workspace(enqueue, launch, ordinal) if ends else enqueue
         make = _filter_gradient if problem.direction == "wgrad" else _one_output
         self.run: Callable[..., Any] = make(problem, enqueue, ordinal)
 
 
-Enqueue = Callable[[int, "tuple[int, ...]"], None]
-
-
-def _with_workspace(bound: BoundLaunch, launch: Launch, ordinal: int) -> Enqueue:
-    plain = bound.enqueue
+def _with_workspace(plain: Enqueue, launch: Launch, ordinal: int) -> Enqueue:
     device = torch.device("cuda", ordinal)
     zeroed, scratch = launch.zeroed_bytes, launch.scratch_bytes
 
-    def enqueue(stream: int, addresses: tuple[int, ...]) -> None:
+    def enqueue(stream: int, addresses: Sequence[int]) -> None:
         space = workspace(zeroed, scratch, device, stream)
         with space.lock:
             plain(stream, (*addresses, space.zeroed.data_ptr(), space.scratch.data_ptr()))

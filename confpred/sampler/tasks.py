@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 from confpred.data.suites import Suite
 from confpred.families.candidate import PYTORCH_OPERATOR
 from confpred.families.kernel_text import source_digest
-from confpred.families.protocol import Family
+from confpred.families.protocol import Family, Lister
 from confpred.families.registry import all_families, config_ids, families_of
 from confpred.problem.device import Device
-from confpred.problem.operation import KernelSpec
+from confpred.problem.operation import KernelSpec, Launch
 from confpred.problem.record import Record
 
 
@@ -28,7 +28,8 @@ class Task:
         problem: the layer.
         networks: the networks that it comes from.
         provider: of the candidates (`confpred.families.candidate.Candidate`).
-        source_digest: digest of a family's kernel as it is today; empty for another provider.
+        source_digest: what a family's launches run as it is today: the digest of its kernel, or a
+            library and its version; empty for another provider.
         config_ids: the provider's numbers of the configs.
     """
 
@@ -92,7 +93,7 @@ def tasks_left(
             rows = _choose(family, problem, device, mask, configs, seed)
             if not len(rows):
                 continue
-            digest = source_digest(family.launch(problem, rows[0]).steps[0].kernel.file)
+            digest = _source(family.launch(problem, rows[0]))
             have = measured.get(Measured(problem, family.name, digest), frozenset())
             done = {config_ids(family.name).get(words) for words in have}
             left = tuple(row for row in rows if row not in done)
@@ -105,6 +106,12 @@ def tasks_left(
     return tasks
 
 
+def _source(launch: Launch) -> str:
+    if launch.plan is not None:
+        return launch.plan.source
+    return source_digest(launch.steps[0].kernel.file)
+
+
 def _choose(
     family: Family,
     problem: Record,
@@ -113,7 +120,8 @@ def _choose(
     configs: int | None,
     seed: int,
 ) -> list[int]:
-    rows = np.flatnonzero(family.legal(problem, device) & offered)
+    legal = family.listed if isinstance(family, Lister) else family.legal
+    rows = np.flatnonzero(legal(problem, device) & offered)
     if configs is not None and configs < len(rows):
         name = zlib.crc32(f"{family.name} {problem}".encode())
         chosen = np.random.default_rng([seed, name]).choice(rows, configs, replace=False)

@@ -1,0 +1,76 @@
+"""cuDNN's plans as a family: which of them may serve a problem, and how they are described.
+
+A model does not offer them yet; ``CONFPRED_FAMILIES=confpred.cudnn.family`` has them sampled.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from confpred.cudnn.names import ENGINE, KNOBS
+from confpred.cudnn.table import NOTES, RELEASE, kind_of, release_text, table
+from confpred.families.protocol import ABSENT, Rows
+from confpred.problem.conv2d import Problem
+from confpred.problem.conv2d_operation import CONVOLUTION
+from confpred.problem.device import Device
+from confpred.problem.operation import Launch, Plan
+
+#: What a plan takes over the roofline where nothing is known of it.
+_GUESS = 2.0
+_DESCRIBED = (ENGINE, *KNOBS)
+
+
+class CudnnPlans:
+    """The plans of ``plans.csv`` (`confpred.cudnn.table`)."""
+
+    name = "cudnn"
+    operation = CONVOLUTION
+    feature_names: tuple[str, ...] = (*CONVOLUTION.feature_names, *_DESCRIBED, *NOTES)
+
+    @property
+    def configs(self) -> NDArray[np.void]:
+        return table().configs
+
+    def legal(self, problem: Problem, device: Device) -> NDArray[np.bool_]:
+        """What cuDNN has offered for problems of the same kind; none for the gradients of filter
+        and bias together, which it does not compute in one plan."""
+        plans = table()
+        offered = plans.kinds.get(kind_of(problem))
+        if offered is None:
+            return np.zeros(len(plans.configs), np.bool_)
+        return offered & plans.notes["deterministic"] if problem.deterministic else offered
+
+    def listed(self, problem: Problem, device: Device) -> NDArray[np.bool_]:
+        from confpred.cudnn.graphs import Graph, release
+
+        plans = table()
+        current: NDArray[np.bool_] = plans.configs[RELEASE] == release()
+        mask: NDArray[np.bool_] = self.legal(problem, device) & current
+        graph = Graph.without_gpu(problem, device)
+        for row in np.flatnonzero(mask):
+            mask[row] = graph.place(self._dict(row)) is not None
+        return mask
+
+    def estimate_s(self, problem: Problem, device: Device, rows: Rows) -> NDArray[np.float64]:
+        return np.full(len(rows), _GUESS * device.roofline_s(problem))
+
+    def features(self, problem: Problem, device: Device, rows: Rows) -> NDArray[np.float32]:
+        plans = table()
+        own = [plans.configs[name][rows] for name in _DESCRIBED]
+        own += [plans.notes[name][rows] for name in NOTES]
+        shared = np.repeat(CONVOLUTION.features(problem, device), len(rows), axis=0)
+        return np.column_stack([shared, *own]).astype(np.float32)
+
+    def launch(self, problem: Problem, row: int) -> Launch:
+        plans = table()
+        release = int(plans.configs[RELEASE][row])
+        tf32 = bool(plans.notes["tensor_core"][row]) and problem.dtype == "float32"
+        return Launch((), plan=Plan(self.name, release_text(release), self._dict(row), tf32))
+
+    def _dict(self, row: int | np.intp) -> dict[str, int]:
+        config = table().configs[row]
+        return {name: int(config[name]) for name in _DESCRIBED if config[name] != ABSENT}
+
+
+FAMILY = CudnnPlans()

@@ -1,0 +1,97 @@
+"""The plans that cuDNN has offered so far: ``plans.csv``, which `datasets/cudnn_plans.py` extends.
+
+A plan's number is its line, so lines are only ever added. Beside each plan stands for which kinds
+of problems cuDNN has offered it.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from types import MappingProxyType
+
+import numpy as np
+from numpy.typing import NDArray
+
+from confpred.cudnn.names import ENGINE, KNOBS
+from confpred.families.protocol import ABSENT
+from confpred.problem.conv2d import Problem
+
+FILE = Path(__file__).with_name("plans.csv")
+RELEASE = "release"
+#: Of a plan as a whole: whether it computes on tensor cores (TF32, where the problem is in
+#: float32), and whether it gives the same bits each time.
+NOTES = ("tensor_core", "deterministic")
+KINDS = "kinds"
+COLUMNS = (RELEASE, ENGINE, *KNOBS, *NOTES, KINDS)
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """All plans.
+
+    Attributes:
+        configs: release, engine and knobs of each, ``ABSENT`` where it has not the knob.
+        notes: each of ``NOTES`` as a mask over `configs`.
+        kinds: for each kind of problem, the mask of what cuDNN has offered for it.
+    """
+
+    configs: NDArray[np.void]
+    notes: Mapping[str, NDArray[np.bool_]]
+    kinds: Mapping[str, NDArray[np.bool_]]
+
+
+def kind_of(problem: Problem) -> str:
+    """What decides, apart from sizes, which plans there are: such as ``fprop float16 dense 3x3
+    stride bias relu``."""
+    p = problem
+    groups = "dense" if p.groups == 1 else "depthwise" if p.group_width == 1 else "grouped"
+    found = [p.direction, p.dtype, groups, "1x1" if p.r == p.s == 1 else "window"]
+    found += ["stride"] if max(p.stride) > 1 else []
+    found += ["dilation"] if max(p.dilation) > 1 else []
+    found += ["bias"] if p.bias else []
+    found += ["residual"] if p.residual else []
+    found += [p.activation] if p.activation != "none" else []
+    return " ".join(found)
+
+
+def release_of(version: int) -> int:
+    """The number by which ``plans.csv`` knows a cuDNN version such as 91900: 919."""
+    major, rest = divmod(version, 10_000)
+    return major * 100 + rest // 100
+
+
+def release_text(release: int) -> str:
+    """``9.19`` for 919."""
+    return f"{release // 100}.{release % 100}"
+
+
+def read_lines(file: Path) -> list[dict[str, str]]:
+    """The lines by column name."""
+    with open(file, newline="", encoding="ascii") as lines:
+        return list(csv.DictReader(lines))
+
+
+def table_of(lines: Iterable[Mapping[str, str]]) -> Table:
+    """The table that these lines hold."""
+    lines = list(lines)
+    fields = (RELEASE, ENGINE, *KNOBS)
+    rows = [tuple(int(line[name] or ABSENT) for name in fields) for line in lines]
+    configs = np.array(rows, dtype=[(name, np.int32) for name in fields])
+    notes = {name: np.array([line[name] == "1" for line in lines], np.bool_) for name in NOTES}
+    kinds: dict[str, NDArray[np.bool_]] = {}
+    for row, line in enumerate(lines):
+        for kind in line[KINDS].split("|"):
+            kinds.setdefault(kind, np.zeros(len(lines), np.bool_))[row] = True
+    for array in (configs, *notes.values(), *kinds.values()):
+        array.setflags(write=False)
+    return Table(configs, MappingProxyType(notes), MappingProxyType(kinds))
+
+
+@cache
+def table() -> Table:
+    """What ``plans.csv`` holds."""
+    return table_of(read_lines(FILE))

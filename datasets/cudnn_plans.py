@@ -1,0 +1,93 @@
+"""Extend the list of cuDNN's plans by what cuDNN offers for the problems of the suites.
+
+    python datasets/cudnn_plans.py [--device h200] [SUITE ...]
+
+It needs cuDNN and its Python front end (``pip install 'confpred[cudnn]'``) and no GPU, though the
+engines that are compiled at run time are offered only where a driver is installed. Lines are only
+added to ``confpred/cudnn/plans.csv``, or known ones get further kinds of problems.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+from io import StringIO
+from pathlib import Path
+
+from confpred.cudnn.graphs import notes_of, release
+from confpred.cudnn.names import ENGINE, KNOBS, config_of
+from confpred.cudnn.table import COLUMNS, FILE, KINDS, NOTES, RELEASE, kind_of, read_lines
+from confpred.data.suites import read_suite
+from confpred.errors import LaunchError
+from confpred.files import write_whole
+from confpred.problem.conv2d import Problem
+from confpred.problem.device import KNOWN, Device, get_device
+
+SUITES = Path(__file__).parent / "suites"
+Key = tuple[str, ...]
+
+
+def key_of(line: dict[str, str]) -> Key:
+    """What tells plans apart."""
+    return tuple(line[name] for name in (RELEASE, ENGINE, *KNOBS))
+
+
+def lines_of(problem: Problem, device: Device) -> list[dict[str, str]]:
+    """A line for each plan that is offered for `problem`."""
+    try:
+        notes = notes_of(problem, device)
+    except LaunchError:
+        return []
+    found = []
+    for name, flags in notes.items():
+        config = {RELEASE: release(), **(config_of(name) or {})}
+        line = dict.fromkeys(COLUMNS, "") | {field: str(v) for field, v in config.items()}
+        line |= {note: str(int(flag)) for note, flag in zip(NOTES, flags, strict=True)}
+        found.append(line | {KINDS: kind_of(problem)})
+    return found
+
+
+def extended(lines: list[dict[str, str]], problems: list[Problem], device: Device) -> int:
+    """Add to `lines` what is offered for `problems`; returns for how many nothing is."""
+    known = {key_of(line): line for line in lines}
+    without = 0
+    for problem in problems:
+        offered = lines_of(problem, device)
+        without += not offered
+        for line in offered:
+            old = known.setdefault(key_of(line), line)
+            if old is line:
+                lines.append(line)
+                continue
+            kinds = {*old[KINDS].split("|"), *line[KINDS].split("|")}
+            old[KINDS] = "|".join(sorted(kinds))
+            # A note is of the engine; where cuDNN is of two minds the worse one counts.
+            old[NOTES[0]] = max(old[NOTES[0]], line[NOTES[0]])
+            old[NOTES[1]] = min(old[NOTES[1]], line[NOTES[1]])
+    return without
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("suites", nargs="*", type=Path, metavar="SUITE")
+    parser.add_argument("--device", choices=list(KNOWN), default="h200")
+    arguments = parser.parse_args()
+    device = get_device(arguments.device)
+    suites = arguments.suites or sorted(SUITES.rglob("*.json"))
+    lines = read_lines(FILE) if FILE.exists() else []
+    before = len(lines)
+    for path in suites:
+        problems = [entry.problem for entry in read_suite(path).entries]
+        problems = [p for p in problems if isinstance(p, Problem)]
+        without = extended(lines, problems, device)
+        print(f"{path}: {len(problems)} problems, {without} without a plan; {len(lines)} plans")
+    text = StringIO()
+    writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(lines)
+    write_whole(FILE, lambda file: file.write(text.getvalue().encode("ascii")))
+    print(f"{len(lines) - before} new plans of {len(lines)}")
+
+
+if __name__ == "__main__":
+    main()

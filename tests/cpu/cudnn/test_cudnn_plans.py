@@ -1,0 +1,151 @@
+"""cuDNN's plans without cuDNN: their names, their table, and which of them may serve a problem."""
+
+from __future__ import annotations
+
+import builtins
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+
+from confpred.cudnn.family import FAMILY
+from confpred.cudnn.graphs import front_end
+from confpred.cudnn.names import ENGINE, KNOBS, config_of
+from confpred.cudnn.table import (
+    COLUMNS,
+    FILE,
+    KINDS,
+    NOTES,
+    RELEASE,
+    kind_of,
+    read_lines,
+    release_of,
+    release_text,
+    table,
+    table_of,
+)
+from confpred.data.suites import Entry, Suite
+from confpred.errors import MissingExtra
+from confpred.families.protocol import ABSENT, Family, Lister, config_dict
+from confpred.problem.conv2d import Problem
+from confpred.problem.device import get_device
+from confpred.sampler import tasks
+
+H200 = get_device("h200")
+DENSE = Problem(8, 64, 56, 56, 64, 3, 3, padding=1)
+
+
+def test_a_plan_is_known_by_its_engine_and_knobs() -> None:
+    assert config_of("eng22_k2=5_k13=1") == {"engine": 22, "tile_size": 5, "tilek": 1}
+    assert config_of("eng0") == {"engine": 0}
+    assert config_of("eng23_k12=-1") == {"engine": 23, "split_k_buf": -1}
+
+
+def test_how_many_slices_a_sum_has_is_left_to_cudnn() -> None:
+    assert config_of("eng23_k2=5_k17=32") == config_of("eng23_k2=5_k17=1044")
+
+
+@pytest.mark.parametrize("name", ["", "eng", "eng1_k99=0", "ConvFwd_eng1", "eng1_k2"])
+def test_a_name_of_another_form_is_no_plan(name: str) -> None:
+    assert config_of(name) is None
+
+
+def test_a_release_is_major_and_minor() -> None:
+    assert (release_of(91900), release_of(90101)) == (919, 901)
+    assert (release_text(919), release_text(901)) == ("9.19", "9.1")
+
+
+def test_the_table_holds_each_plan_once() -> None:
+    lines = read_lines(FILE)
+    keys = Counter(tuple(line[name] for name in (RELEASE, ENGINE, *KNOBS)) for line in lines)
+    assert len(lines) > 1000
+    assert keys.most_common(1)[0][1] == 1
+    for line in lines:
+        assert tuple(line) == COLUMNS
+        assert line[RELEASE]
+        assert line[ENGINE]
+        assert all(line[note] in ("0", "1") for note in NOTES)
+        assert all(line[KINDS].split("|"))
+
+
+def test_a_line_becomes_a_config_its_notes_and_its_kinds() -> None:
+    line = dict.fromkeys(COLUMNS, "") | {RELEASE: "919", ENGINE: "3", "tilek": "-1"}
+    line |= {"tensor_core": "1", "deterministic": "0", KINDS: "a|b"}
+    made = table_of([line])
+    assert (made.configs["tilek"][0], made.configs["stages"][0]) == (-1, ABSENT)
+    assert (made.notes["tensor_core"][0], made.notes["deterministic"][0]) == (True, False)
+    assert set(made.kinds) == {"a", "b"}
+
+
+def test_the_kind_of_a_problem_is_all_but_its_sizes() -> None:
+    assert kind_of(DENSE) == "fprop float16 dense window"
+    fused = Problem(1, 32, 8, 8, 32, 1, 1, stride=2, bias=True, residual=True, activation="relu")
+    assert kind_of(fused) == "fprop float16 dense 1x1 stride bias residual relu"
+    depthwise = Problem(1, 32, 9, 9, 32, 3, 3, groups=32, dilation=2, direction="dgrad")
+    assert kind_of(depthwise) == "dgrad float16 depthwise window dilation"
+
+
+@pytest.mark.parametrize("direction", ["fprop", "dgrad", "wgrad"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_plans_of_a_kind_are_described_and_launched(direction: str, dtype: str) -> None:
+    problem = Problem(8, 64, 56, 56, 64, 3, 3, padding=1, direction=direction, dtype=dtype)
+    assert isinstance(FAMILY, Family)
+    assert isinstance(FAMILY, Lister)
+    rows = np.flatnonzero(FAMILY.legal(problem, H200))
+    assert len(rows) > 20
+    features = FAMILY.features(problem, H200, rows)
+    assert features.shape == (len(rows), len(FAMILY.feature_names))
+    assert features.dtype == np.float32
+    assert np.isfinite(features).all()
+    assert (FAMILY.estimate_s(problem, H200, rows) > 0).all()
+    for row in rows[:40]:
+        launch = FAMILY.launch(problem, int(row))
+        assert launch.steps == ()
+        assert launch.plan is not None
+        assert launch.plan.source == "cudnn 9.19"
+        words = {"release": 919, **launch.plan.config}
+        assert words == config_dict(FAMILY, int(row))
+        core = bool(table().notes["tensor_core"][row])
+        assert launch.plan.tf32 == (core and dtype == "float32")
+
+
+def test_what_must_repeat_to_the_bit_has_fewer_plans() -> None:
+    sizes = (8, 64, 56, 56, 64, 3, 3)
+    free = FAMILY.legal(Problem(*sizes, padding=1, direction="wgrad"), H200)
+    strict = Problem(*sizes, padding=1, direction="wgrad", deterministic=True)
+    repeatable = FAMILY.legal(strict, H200)
+    assert 0 < repeatable.sum() < free.sum()
+    assert not (repeatable & ~free).any()
+
+
+def test_gradients_of_filter_and_bias_together_have_no_plan() -> None:
+    problem = Problem(8, 64, 56, 56, 64, 3, 3, padding=1, direction="wgrad", bias=True)
+    assert not FAMILY.legal(problem, H200).any()
+
+
+def test_without_the_front_end_plans_cannot_be_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    imported = builtins.__import__
+
+    def without_cudnn(name: str, *others: Any, **named: Any) -> Any:
+        if name == "cudnn":
+            raise ImportError("No module named 'cudnn'")
+        return imported(name, *others, **named)
+
+    monkeypatch.setattr(builtins, "__import__", without_cudnn)
+    front_end.cache_clear()
+    with pytest.raises(MissingExtra, match=r"nvidia-cudnn-frontend.*confpred\[cudnn\]"):
+        FAMILY.listed(DENSE, H200)
+
+
+def test_only_what_is_listed_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kind of a problem has more plans than cuDNN offers for the problem itself."""
+    legal = np.flatnonzero(FAMILY.legal(DENSE, H200))
+    listed = np.zeros(len(FAMILY.configs), np.bool_)
+    listed[legal[:3]] = True
+    monkeypatch.setattr(type(FAMILY), "listed", lambda *_: listed)
+    monkeypatch.setattr(tasks, "families_of", lambda _: {FAMILY.name: FAMILY})
+    suite = Suite("dense", (Entry(DENSE),))
+    (task,) = tasks.tasks_left(suite, H200, seed=0, configs=None, pytorch=False, measured={})
+    assert list(task.config_ids) == legal[:3].tolist()
+    assert task.source_digest == "cudnn 9.19"

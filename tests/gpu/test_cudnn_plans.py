@@ -1,0 +1,117 @@
+"""cuDNN's plans on a GPU: each that is offered computes what it should, and can be captured."""
+
+from __future__ import annotations
+
+import random
+from importlib.util import find_spec
+
+import numpy as np
+import pytest
+import torch
+
+from confpred.cuda import driver
+from confpred.cudnn.family import FAMILY
+from confpred.cudnn.graphs import Graph
+from confpred.cudnn.plans import Plans
+from confpred.measure.kernels import check, measure
+from confpred.problem.conv2d import Problem
+from confpred.problem.device import Device
+from confpred.problem.operation import SCRATCH
+
+pytestmark = pytest.mark.skipif(
+    find_spec("cudnn") is None, reason="needs nvidia-cudnn-frontend, an optional extra"
+)
+MOST = 12  # plans of a problem
+EPILOGUES = (
+    {},
+    {"bias": True, "activation": "relu"},
+    {"bias": True, "residual": True, "activation": "relu"},
+    {"bias": True, "activation": "silu"},
+)
+
+
+def random_problem(rng: random.Random, direction: str, dtype: str, **others: object) -> Problem:
+    r = rng.choice((1, 3, 3, 5))
+    groups = rng.choice((1, 1, 1, 4))
+    size = {"h": rng.randint(r, 40), "w": rng.randint(r, 40)}
+    return Problem(
+        n=rng.randint(1, 8),
+        c=groups * rng.choice((8, 16, 24, 64)),
+        k=groups * rng.choice((8, 16, 40, 64)),
+        r=r,
+        s=r,
+        padding=r // 2,
+        stride=rng.choice((1, 1, 2)),
+        groups=groups,
+        direction=direction,
+        dtype=dtype,
+        **size,
+        **others,  # type: ignore[arg-type]
+    )
+
+
+def listed(problem: Problem, device: Device, rng: random.Random) -> list[int]:
+    rows = np.flatnonzero(FAMILY.listed(problem, device)).tolist()
+    return rng.sample(rows, min(MOST, len(rows)))
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("direction", ["fprop", "dgrad", "wgrad"])
+def test_plans_that_are_offered_are_correct(
+    direction: str, dtype: str, seed: int, device: Device
+) -> None:
+    rng = random.Random(f"{direction} {dtype} {seed}")
+    epilogue = EPILOGUES[seed] if direction == "fprop" else {}
+    problem = random_problem(rng, direction, dtype, **epilogue)
+    rows = listed(problem, device, rng)
+    outcomes = check(problem, FAMILY, rows, ordinal=0)
+    assert not [o for o in outcomes if o.status == "wrong_result"], outcomes
+    if rows:
+        assert any(o.status == "ok" for o in outcomes), outcomes
+
+
+def test_what_is_listed_without_a_gpu_is_offered_on_it(device: Device) -> None:
+    problem = Problem(8, 64, 56, 56, 64, 3, 3, padding=1)
+    on_paper = set(Graph.without_gpu(problem, device).names)
+    driver.make_current(0)
+    here = set(Plans(problem, 0)._graph.names)
+    assert len(on_paper & here) >= 0.9 * len(here)
+
+
+def test_plans_are_timed_like_kernels(device: Device) -> None:
+    problem = Problem(32, 64, 56, 56, 64, 3, 3, padding=1, bias=True, activation="relu")
+    rows = np.flatnonzero(FAMILY.listed(problem, device))[:8].tolist()
+    outcomes = measure(problem, FAMILY, rows, ordinal=0, seed=0, report=lambda _row: None)
+    timed = [o for o in outcomes if o.status == "ok"]
+    assert timed
+    assert all(0 < o.time_ms < 10 for o in timed)
+
+
+def test_a_plan_runs_on_pytorchs_tensors_and_stream(device: Device) -> None:
+    problem = Problem(4, 32, 20, 20, 48, 3, 3, padding=1, bias=True, activation="relu")
+    layout = {"memory_format": torch.channels_last}
+    x = torch.randn(4, 32, 20, 20, device="cuda").half().contiguous(**layout)
+    weight = torch.randn(48, 32, 3, 3, device="cuda").half().div(17).contiguous(**layout)
+    bias = torch.randn(48, device="cuda").half()
+    expected = torch.conv2d(x.double(), weight.double(), bias.double(), padding=1).relu()
+    plans = Plans(problem, 0)
+    done = 0
+    for row in np.flatnonzero(FAMILY.listed(problem, device)):
+        plan = FAMILY.launch(problem, int(row)).plan
+        assert plan is not None
+        try:
+            built = plans.build(plan)
+        except Exception:
+            continue
+        out = torch.full_like(expected, float("nan"), dtype=torch.half).contiguous(**layout)
+        scratch = torch.empty(max(1, built.workspace_bytes), dtype=torch.uint8, device="cuda")
+        names = ("out", "in", "filter", "bias", SCRATCH)
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        tensors = (out, x, weight, bias, scratch)
+        built.bind(names)(side.cuda_stream, [t.data_ptr() for t in tensors])
+        side.synchronize()
+        torch.testing.assert_close(out.double(), expected, rtol=2e-3, atol=2e-3)
+        done += 1
+    assert done
