@@ -17,8 +17,11 @@ from __future__ import annotations
 import logging  # its locks are taken inside sections, so that its hooks must be there before ours
 import os
 import threading
+from collections.abc import Callable
 from types import TracebackType
+from typing import Generic, TypeVar
 
+Made = TypeVar("Made")
 log = logging.getLogger(__name__)
 #: Seconds that a fork waits at most: more than a prediction, a model or a kernel takes.
 LONGEST_WAIT_S = 30.0
@@ -86,3 +89,28 @@ class _Sections:
 uninterrupted = _Sections()
 if hasattr(os, "register_at_fork"):  # not on Windows, which does not fork
     uninterrupted.guard_forks()
+
+
+class PerProcess(Generic[Made]):
+    """What `make` makes, once a process: a forked child has no use for its parent's connections and
+    threads, and makes its own."""
+
+    def __init__(self, make: Callable[[], Made]) -> None:
+        self._make = make
+        self._made: tuple[int, Made] | None = None
+        self._lock = threading.Lock()
+
+    def get(self) -> Made:
+        made = self._made
+        if made is None or made[0] != os.getpid():
+            with uninterrupted, self._lock:
+                made = self._made
+                if made is None or made[0] != os.getpid():
+                    made = self._made = (os.getpid(), self._make())
+        return made[1]
+
+    def take(self) -> Made | None:
+        """What this process has made, which it makes anew when it needs it again."""
+        with uninterrupted, self._lock:
+            made, self._made = self._made, None
+        return made[1] if made is not None and made[0] == os.getpid() else None

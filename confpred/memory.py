@@ -23,7 +23,8 @@ class Recent(Generic[Asked, Found]):
 
     def __init__(self, least: int) -> None:
         self._least = least
-        self.clear()
+        self._young: dict[Asked, Found] = {}
+        self._old: dict[Asked, Found] = {}
 
     def get(self, key: Asked) -> Found | None:
         found = self._young.get(key)
@@ -39,8 +40,7 @@ class Recent(Generic[Asked, Found]):
         self._young[key] = value
 
     def clear(self) -> None:
-        self._young: dict[Asked, Found] = {}
-        self._old: dict[Asked, Found] = {}
+        self._young, self._old = {}, {}
 
     def __len__(self) -> int:
         return len(self._young.keys() | self._old.keys())
