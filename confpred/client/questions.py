@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import re
+import ssl
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, TypeVar
@@ -59,7 +61,7 @@ class Trace:
 class Questions(Generic[Http]):
     """The part of a client that does not touch the network. Safe to share between threads."""
 
-    _connections: Callable[[], Http]
+    _connections: Callable[..., Http]
 
     def __init__(
         self,
@@ -114,7 +116,10 @@ class Questions(Generic[Http]):
         self._timeout_s, self._retries, self._max_batch = timeout_s, retries, max_batch
         self._kept_least, self._kept_s = kept, kept_s
         self._fallback = fallback
-        self._http = PerProcess(self._connections)
+        # Reading all authorities' certificates takes 0.1 s. Without TLS nobody shows one; where a
+        # proxy does after all, it is refused.
+        trusted = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT) if parsed.scheme == "http" else True
+        self._http = PerProcess(partial(self._connections, verify=trusted))
         self._circuit = Circuit()
         self._kept: dict[str, _Kept] = {}
         self._is_away = False
@@ -129,27 +134,42 @@ class Questions(Generic[Http]):
         kept = self._kept.setdefault(known.key, _Kept(self._kept_least, self._kept_s))
         found = {one: answer for one in asked if (answer := kept.get(one)) is not None}
         missing = [problem for problem, _ in dict.fromkeys(asked) if (problem, top) not in found]
+        if missing:
+            found |= yield from self._fetch(missing, known, top, kept, trace)
+        return [found[one] for one in asked]
+
+    def _fetch(
+        self,
+        missing: list[Record],
+        device: Device,
+        top: int,
+        kept: _Kept,
+        trace: Trace | None,
+    ) -> Steps[dict[_Asked, tuple[Choice, ...]]]:
+        """What the service says of `missing`, in parts that it takes; the predictor of this process
+        answers the rest where the service cannot be reached."""
         exchanged = _Exchange(self, trace)
+        found: dict[_Asked, tuple[Choice, ...]] = {}
         while missing:
             part = missing[: self._max_batch]
-            body = {"device": known.key, "problems": [p.to_json() for p in part], "top": top}
+            body = {"device": device.key, "problems": [p.to_json() for p in part], "top": top}
             try:
                 reply = yield from exchanged.reply("POST", "/v1/predict", json.dumps(body).encode())
             except ServiceUnavailable as error:
-                local = yield Work(partial(_locally, self._instead(error), missing, known, top))
-                found |= {(p, top): choices for p, choices in zip(missing, local, strict=True)}
-                break
+                local = yield Work(partial(_locally, self._instead(error), missing, device, top))
+                return found | {(p, top): c for p, c in zip(missing, local, strict=True)}
             if len(part) > 1 and answers.is_too_much(reply):
                 self._max_batch = max(1, min(self._max_batch, len(part) // 2))
                 continue
             form = partial(
-                answers.choices_of, problems=part, device=known, top=top, server=self.url
+                answers.choices_of, problems=part, device=device, top=top, server=self.url
             )
             read = exchanged.read(reply, form)
-            kept.put(answers.identity_of(reply, read), [(p, top) for p in part], read)
-            found |= {(p, top): choices for p, choices in zip(part, read, strict=True)}
+            answered = {(p, top): choices for p, choices in zip(part, read, strict=True)}
+            kept.put(answers.identity_of(reply, read), answered)
+            found |= answered
             missing = missing[len(part) :]
-        return [found[one] for one in asked]
+        return found
 
     def _plan(
         self, problems: Iterable[Record], device: str | Device, trace: Trace | None
@@ -168,7 +188,8 @@ class Questions(Generic[Http]):
             "method": step.method,
             "url": self.url + step.path,
             "content": step.body or None,
-            "headers": dict(step.headers),
+            # RFC 7240: the server need not go on once nobody waits.
+            "headers": {**step.headers, "prefer": f"wait={math.ceil(left)}"},
             "timeout": httpx.Timeout(left, connect=min(left, CONNECT_S)),
         }
 
@@ -230,20 +251,15 @@ class _Kept:
         until, choices = self._recent.get(asked) or (0.0, ())
         return choices if clock() < until else None
 
-    def put(
-        self,
-        identity: str | None,
-        asked: Sequence[_Asked],
-        found: Sequence[tuple[Choice, ...]],
-    ) -> None:
+    def put(self, identity: str | None, found: Mapping[_Asked, tuple[Choice, ...]]) -> None:
         """Keep what the model of that identity has answered, and nothing of another model."""
         if identity is not None and identity != self._identity:
             self._identity = identity
             self._recent = Recent(self._least)
         if self._least:
             until = clock() + self._seconds
-            for one, choices in zip(asked, found, strict=True):
-                self._recent.put(one, (until, choices))
+            for asked, choices in found.items():
+                self._recent.put(asked, (until, choices))
 
 
 def _locally(

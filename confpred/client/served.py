@@ -16,9 +16,10 @@ from dataclasses import dataclass, field
 
 from confpred.client.blocking import Client
 from confpred.errors import ConfpredError, InvalidInput
+from confpred.families.registry import all_families
 from confpred.forks import PerProcess
 from confpred.memory import Recent
-from confpred.model.folder import DefaultModels, Model
+from confpred.model.folder import Model
 from confpred.predict.choice import Choice
 from confpred.predict.predictor import BEST_KEPT, RANKINGS_KEPT, Predictor
 from confpred.problem.device import Device, get_device
@@ -44,9 +45,10 @@ def predictor_at(url: str) -> ServedPredictor:
     patience = os.environ.get(PATIENCE) or str(DEFAULT_PATIENCE_MS)
     if not re.fullmatch(r"[0-9]{1,6}", patience):
         raise InvalidInput(PATIENCE, patience, "a whole number of milliseconds")
+    all_families()  # 0.1 s that is spent in any case, and not while somebody waits for an answer
     token = os.environ.get(TOKEN) or None
     client = Client(url, token=token, timeout_s=_TIMEOUT_S, retries=1, kept=0)
-    return ServedPredictor(client, DefaultModels(), int(patience) * 1e-3)
+    return ServedPredictor(client, Predictor.load().models, int(patience) * 1e-3)
 
 
 @dataclass(slots=True)

@@ -223,13 +223,15 @@ def test_a_server_that_is_restarted_with_another_model_is_noticed(
 
 def test_traces_and_tokens_are_passed_on(local: Predictor) -> None:
     parent = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
-    with ToldServer(local) as server, Client(server.url, token="s3cret", kept=0) as client:
+    settings = {"token": "s3cret", "kept": 0, "timeout_s": 60}
+    with ToldServer(local) as server, Client(server.url, **settings) as client:
         client.choose(LAYER, "h100", trace=Trace("mine-1", parent))
         client.choose(LAYER, "h100")
     first, second = server.seen
     assert (first["x-request-id"], first["traceparent"]) == ("mine-1", parent)
     assert first["authorization"] == second["authorization"] == "Bearer s3cret"
     assert len(second["x-request-id"]) == 32
+    assert first["prefer"] == "wait=60"
     assert "traceparent" not in second
 
 
