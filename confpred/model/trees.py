@@ -28,6 +28,8 @@ _ALL = -1
 _HEADER = re.compile(r"tree\n(?:\w+(?:=.*)?\n)*?feature_names=(.+)\n")
 # One thread: the few hundred rows of a call take less time than waking a second one.
 _PARAMETERS = b"num_threads=1 verbosity=-1"
+#: One ensemble at a time, as LightGBM's number of threads is set for it and set back.
+_parsing = threading.Lock()
 
 
 class Trees:
@@ -55,7 +57,6 @@ class Trees:
         self.features = tuple(header[1].split())
         self._text = text
         self._boosters: dict[int, ctypes.c_void_p] = {}
-        self._lock = threading.Lock()  # guards the parsing
 
     def _booster(self, trees: int) -> ctypes.c_void_p:
         """What predicts by the first `trees` trees, parsed when it is first needed.
@@ -66,7 +67,7 @@ class Trees:
         """
         booster = self._boosters.get(trees)
         if booster is None:
-            with self._lock:
+            with _parsing:
                 booster = self._boosters.get(trees)
                 if booster is None:
                     booster = self._boosters[trees] = self._parse(trees)
