@@ -10,6 +10,8 @@ ConfpredError
 |-- StorageError                      the disk refused a write (full, read-only, no permission)
 |-- CompileError                      NVRTC refused a kernel; `.log` holds its words
 |-- LaunchError                       the CUDA driver refused a launch
+|-- ServiceError                      the HTTP service refused a request, or replies nonsense
+|   `-- ServiceUnavailable            ... or it cannot be reached in time
 `-- MissingExtra (also an ImportError)  an optional dependency is not installed
 """
 
@@ -72,6 +74,23 @@ class CompileError(ConfpredError):
 
 class LaunchError(ConfpredError):
     """The CUDA driver refused to load or launch a kernel."""
+
+
+class ServiceError(ConfpredError):
+    """The HTTP service refused a request, or its reply is none that confpred understands.
+
+    Attributes:
+        status: of the reply; None where there was none.
+        request_id: by which the service's log has the request, if it got there.
+    """
+
+    def __init__(self, what: str, status: int | None, request_id: str) -> None:
+        self.status, self.request_id = status, request_id
+        super().__init__(f"{what} (request {request_id})")
+
+
+class ServiceUnavailable(ServiceError):
+    """The HTTP service cannot be reached, or is too busy, within the time that a call may take."""
 
 
 class MissingExtra(ConfpredError, ImportError):

@@ -25,6 +25,7 @@ from confpred.cuda.cache import entry_name, sealed, unsealed
 from confpred.errors import DataError, InvalidInput
 from confpred.families.kernel_text import source_digest
 from confpred.files import read_json
+from confpred.forks import uninterrupted
 from confpred.problem.operation import KernelSpec
 
 log = logging.getLogger(__name__)
@@ -103,7 +104,7 @@ def open_kernels(folder: Path, arch: str) -> KernelBundle:
                 f"{current[:8]} here; make the bundle again"
             )
     bundle = KernelBundle(folder.resolve(), arch)
-    with _lock:
+    with uninterrupted, _lock:
         _opened = (bundle, *(other for other in _opened if other != bundle))
     return bundle
 
@@ -111,7 +112,7 @@ def open_kernels(folder: Path, arch: str) -> KernelBundle:
 def close_kernels(bundle: KernelBundle) -> None:
     """Look there no more; kernels that are loaded stay loaded."""
     global _opened
-    with _lock:
+    with uninterrupted, _lock:
         _opened = tuple(other for other in _opened if other != bundle)
         _incomplete.discard(bundle)
 

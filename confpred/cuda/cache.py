@@ -2,7 +2,8 @@
 
 An entry is named by the SHA-256 of everything that decides its bytes, and holds the SHA-256 of its
 payload before the payload, because a damaged cubin that the driver still loads computes wrong
-results. Entries appear by atomic rename, so any number of processes may share the folder.
+results. Entries appear by atomic rename, so any number of processes may share the folder. Its size
+is limited (`confpred.cuda.eviction`).
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ import hashlib
 import logging
 import os
 import stat
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import platformdirs
 
+from confpred.cuda import eviction
 from confpred.errors import StorageError
 from confpred.files import write_whole
 
@@ -39,9 +41,11 @@ class KernelCache:
 
     Attributes:
         folder: made at the first write, readable by its owner alone.
+        most: bytes that its entries may have in all; by default what the user allows.
     """
 
     folder: Path
+    most: int = field(default_factory=eviction.most_bytes)
 
     def get(self, key: str) -> bytes | None:
         """The payload stored under `key`; None if absent, damaged (then removed) or untrusted."""
@@ -54,6 +58,7 @@ class KernelCache:
             return None
         payload = unsealed(content)
         if payload is not None:
+            eviction.used(path)
             return payload
         log.warning("damaged kernel cache entry %s: removed, compiling again", path)
         with contextlib.suppress(OSError):  # on a read-only disk it stays, and is found again
@@ -67,6 +72,8 @@ class KernelCache:
             write_whole(self._path(key), lambda file: file.write(content), private=True)
         except StorageError as error:
             log.warning("kernel cache %s is not writable (%s)", self.folder, error)
+        else:
+            eviction.added(self.folder, len(content), self.most)
 
     def _path(self, key: str) -> Path:
         return self.folder / entry_name(key)

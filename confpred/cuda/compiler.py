@@ -12,6 +12,7 @@ from confpred.cuda.bundles import bundled
 from confpred.cuda.cache import KernelCache, default_folder
 from confpred.errors import CompileError, MissingExtra
 from confpred.families.kernel_text import file_text
+from confpred.forks import uninterrupted
 from confpred.problem.operation import KernelSpec
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ def nvrtc_version() -> str:
         MissingExtra: `cuda.bindings` or NVRTC is not installed.
     """
     try:
-        with _importing:
+        with uninterrupted, _importing:
             import cuda.core  # noqa: F401
             from cuda.bindings import nvrtc
 
@@ -124,7 +125,8 @@ def _compile(text: str, spec: KernelSpec, told: ProgramOptions) -> bytes:
     from cuda.core import Program
 
     try:
-        return bytes(Program(text, "c++", told).compile("cubin").code)
+        with uninterrupted:  # a child that is forked meanwhile could not compile
+            return bytes(Program(text, "c++", told).compile("cubin").code)
     except Exception as error:  # cuda.core raises several classes when NVRTC refuses
         what = f"{spec.file} with {dict(spec.defines)} for {told.arch}"
         raise CompileError(what, str(error)) from error

@@ -35,6 +35,7 @@ from confpred.families.kernel_text import source_digest
 from confpred.families.protocol import Family
 from confpred.families.registry import all_families, all_operations
 from confpred.files import read_json
+from confpred.forks import uninterrupted
 from confpred.model.features import check_family, check_operation
 from confpred.model.pools import Pool, configs_digest
 from confpred.model.ranking import FamilyModel, PytorchModel
@@ -131,7 +132,7 @@ class DefaultModels(Mapping[str, Model]):
 
     def __getitem__(self, device: str) -> Model:
         folder = self._folders[device]
-        with self._lock:
+        with uninterrupted, self._lock:
             if device not in self._loaded:
                 self._loaded[device] = load_model(folder)
             return self._loaded[device]

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from confpred.errors import ModelError
+from confpred.forks import uninterrupted
 
 # Constants of LightGBM's c_api.h.
 _DTYPE_FLOAT32 = 0
@@ -27,10 +28,13 @@ _ALL = -1
 _HEADER = re.compile(r"tree\n(?:\w+(?:=.*)?\n)*?feature_names=(.+)\n")
 # One thread: the few hundred rows of a call take less time than waking a second one.
 _PARAMETERS = b"num_threads=1 verbosity=-1"
+#: One ensemble at a time, as LightGBM's number of threads is set for it and set back.
+_parsing = threading.Lock()
 
 
 class Trees:
-    """A boosted ensemble of regression trees. Immutable; safe to share between threads.
+    """A boosted ensemble of regression trees. Immutable; safe to share between threads, whose
+    predictions run side by side, and to fork.
 
     The text is parsed by the first prediction: a model has ensembles for every kind of layer, and a
     process may ask for one.
@@ -51,32 +55,53 @@ class Trees:
         if header is None:
             raise ModelError("not LightGBM's text form of an ensemble")
         self.features = tuple(header[1].split())
-        self._text: str | None = text
-        self._handle: ctypes.c_void_p | None = None
-        # Guards the parsing and each prediction. LightGBM stores in the booster how many trees to
-        # use and reads that back under a lock that readers share, so that simultaneous calls with
-        # different numbers would use each other's.
-        self._lock = threading.Lock()
+        self._text = text
+        self._boosters: dict[int, ctypes.c_void_p] = {}
 
-    def _parse(self, text: str) -> None:
+    def _booster(self, trees: int) -> ctypes.c_void_p:
+        """What predicts by the first `trees` trees, parsed when it is first needed.
+
+        Each number has its own: LightGBM stores in the booster how many trees to use and reads that
+        back without a lock, so that simultaneous calls with different numbers would use each
+        other's. With one number for all calls, and no trees beyond it, they cannot.
+        """
+        booster = self._boosters.get(trees)
+        if booster is None:
+            with _parsing:
+                booster = self._boosters.get(trees)
+                if booster is None:
+                    booster = self._boosters[trees] = self._parse(trees)
+        return booster
+
+    def _parse(self, trees: int) -> ctypes.c_void_p:
         library, handle = _library(), ctypes.c_void_p()
-        trees, features = ctypes.c_int(), ctypes.c_int()
-        _check(
-            library.LGBM_BoosterLoadModelFromString(
-                text.encode(), ctypes.byref(trees), ctypes.byref(handle)
+        found, features, most = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
+        text = self._text if trees == _ALL else _first(self._text, trees)
+        # One thread here too: those that OpenMP keeps are not there in a forked child, whose next
+        # parallel region would wait for them for good.
+        _check(library.LGBM_GetMaxThreads(ctypes.byref(most)))
+        _check(library.LGBM_SetMaxThreads(1))
+        try:
+            _check(
+                library.LGBM_BoosterLoadModelFromString(
+                    text.encode(), ctypes.byref(found), ctypes.byref(handle)
+                )
             )
-        )
-        weakref.finalize(self, library.LGBM_BoosterFree, handle)
+        finally:
+            _check(library.LGBM_SetMaxThreads(most))
+        # Not at the end of the process, when other threads may be predicting still.
+        weakref.finalize(self, library.LGBM_BoosterFree, handle).atexit = False
         _check(library.LGBM_BoosterGetNumFeature(handle, ctypes.byref(features)))
         if features.value != len(self.features):
             raise ModelError(f"{features.value} features, of which {len(self.features)} have names")
-        self._handle, self._text = handle, None
+        return handle
 
     def predict(self, matrix: NDArray[np.float32], trees: int = _ALL) -> NDArray[np.float64]:
         """The value of each row of `matrix`, by the first `trees` trees (by default, all).
 
         Args:
             matrix: float32, ``(rows, len(features))``, C order.
+            trees: at least 1.
 
         Raises:
             ModelError: the matrix does not have these columns; LightGBM is not installed, or
@@ -89,12 +114,10 @@ class Trees:
                 f"got an array of {matrix.shape}"
             )
         values = np.empty(len(matrix), np.float64)
-        with self._lock:
-            if self._text is not None:
-                self._parse(self._text)
+        with uninterrupted:
             _check(
                 _library().LGBM_BoosterPredictForMat(
-                    self._handle,
+                    self._booster(trees),
                     ctypes.c_void_p(matrix.ctypes.data),
                     _DTYPE_FLOAT32,
                     ctypes.c_int32(len(matrix)),
@@ -102,13 +125,22 @@ class Trees:
                     1,  # row-major
                     _PREDICT_RAW_SCORE,
                     0,  # from the first tree
-                    trees,
+                    _ALL,
                     _PARAMETERS,
                     ctypes.byref(ctypes.c_int64()),
                     ctypes.c_void_p(values.ctypes.data),
                 )
             )
         return values
+
+
+def _first(text: str, trees: int) -> str:
+    """The text of the first `trees` trees of the ensemble in `text`."""
+    head, rest = text.split("\nTree=0\n", 1)
+    # The lengths of all trees, which LightGBM writes for parsing in parallel, may be left out.
+    head = "\n".join(line for line in head.split("\n") if not line.startswith("tree_sizes="))
+    kept = rest.partition(f"\nTree={trees}\n")[0].partition("\nend of trees\n")[0]
+    return f"{head}\nTree=0\n{kept}\nend of trees\n"
 
 
 @cache

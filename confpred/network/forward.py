@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.modules import module as every_module
 
+from confpred.forks import uninterrupted
 from confpred.network.chains import Program, Site, fuse
 from confpred.network.fused import TracedCalls, fused_call
 from confpred.network.instance_forward import InstanceForward, constant_while_compiling
@@ -228,7 +229,7 @@ class OptimizedForward(InstanceForward):
             return True
         if self._watch is not None and _every_hook():
             return False
-        with _building:
+        with uninterrupted, _building:
             self._build(module)
         return self._watch is not None and self._watch.is_same()
 
@@ -254,7 +255,7 @@ class OptimizedForward(InstanceForward):
         on_gpu = torch.cuda.is_available() and any(p.is_cuda for p in module.parameters())
         if on_gpu and torch.cuda.is_current_stream_capturing():
             return None
-        with _building:
+        with uninterrupted, _building:
             # Without a norm and a cast the parameters themselves are used, and need no watch.
             watched = [s for s in program.sites.values() if s.norm is not None or cast is not None]
             if not all(is_convolution(s.convolution) for s in watched):

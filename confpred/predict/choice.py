@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from confpred.errors import InvalidInput
@@ -32,6 +32,8 @@ class Choice:
             config, as calibrated on networks that the model was not trained on; None where
             nothing was calibrated.
         model: version of the model that answered, or None.
+        server: address of the service that answered, or None for this process. It is no part of the
+            answer: choices are equal whoever made them.
     """
 
     problem: Record
@@ -41,6 +43,7 @@ class Choice:
     predicted_ms: float | None = None
     regret_bound: float | None = None
     model: str | None = None
+    server: str | None = field(default=None, compare=False)
 
     @property
     def provider(self) -> str:

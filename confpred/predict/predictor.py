@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
 
@@ -16,6 +15,7 @@ from confpred.families.candidate import PYTORCH_OPERATOR, Candidate
 from confpred.families.protocol import Rows
 from confpred.families.registry import all_families, families_of
 from confpred.files import read_json
+from confpred.memory import Remembered
 from confpred.model.folder import DefaultModels, Model, load_model
 from confpred.model.ranking import rank_by_estimate
 from confpred.predict import pins as pins_file
@@ -24,9 +24,11 @@ from confpred.predict.choice import MAX_TOP, Choice, Source, check_top
 from confpred.problem.device import Device, get_device
 from confpred.problem.record import Record
 
-#: How many answers are remembered: best choices, of 1.5 kB each, and rankings, of up to 16 kB.
+#: How many answers are remembered, or up to twice as many: best choices, of 1.5 kB each, and
+#: rankings, of up to 16 kB.
 BEST_KEPT = 8_192
 RANKINGS_KEPT = 512
+_Asked = tuple[Record, Device, int]  # the problem, for which device, and how many choices
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +41,10 @@ class _Option:
 
 
 class Predictor:
-    """Chooses configs. Immutable after loading; safe to share between threads.
+    """Chooses configs. Immutable after loading; safe to share between threads, and to fork.
 
     The same problem and device always get the same answer, to the bit; the latest answers are
-    remembered.
+    remembered, and what several threads ask at once is worked out by one of them.
     """
 
     def __init__(
@@ -61,8 +63,8 @@ class Predictor:
                 self._pins[choice.problem, plan.device] = choice.candidate
                 planned = replace(choice, source="pinned", model=None)
                 self._planned[choice.problem, plan.device] = planned
-        self._best = lru_cache(BEST_KEPT)(self._work_out)
-        self._ranking = lru_cache(RANKINGS_KEPT)(self._work_out)
+        self._best = Remembered(self._work_out, BEST_KEPT)
+        self._ranking = Remembered(self._work_out, RANKINGS_KEPT)
 
     @classmethod
     def load(
@@ -147,9 +149,10 @@ class Predictor:
         if not isinstance(problem, Record):
             raise InvalidInput("problem", problem, "a problem, such as a confpred.Problem")
         remembered = self._best if top == 1 else self._ranking
-        return remembered(problem, device, top)
+        return remembered((problem, device, top))
 
-    def _work_out(self, problem: Record, device: Device, top: int) -> tuple[Choice, ...]:
+    def _work_out(self, asked: _Asked) -> tuple[Choice, ...]:
+        problem, device, top = asked
         planned = self._planned.get((problem, device))
         if planned is not None and top == 1:
             return (planned,)  # so that a start from a plan loads no model

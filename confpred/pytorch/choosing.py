@@ -93,10 +93,24 @@ def use_plan(path: Path) -> Callable[[], None]:
 
 
 def current_predictor() -> Predictor:
+    """What was given to `use_predictor`; else what asks the service at ``$CONFPRED_URL``, or, where
+    that is not set, the newest models of the package."""
     global _predictor
     if _predictor is None:
-        _predictor = Predictor.load()
+        _predictor = _first_predictor()
     return _predictor
+
+
+def _first_predictor() -> Predictor:
+    url = os.environ.get("CONFPRED_URL")
+    if url:
+        try:
+            from confpred.client.served import predictor_at  # imports httpx
+
+            return predictor_at(url)
+        except ConfpredError as error:  # no reason to hold up a network
+            log.warning("CONFPRED_URL is of no use: %s; this process chooses", error)
+    return Predictor.load()
 
 
 def forget() -> None:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from confpred.errors import InvalidInput
+from confpred.forks import uninterrupted
 from confpred.predict.choice import Choice
 from confpred.predict.plans import plan_of, write_plan
 from confpred.pytorch import choosing
@@ -37,7 +38,7 @@ def record_plan(path: str | Path) -> Iterator[None]:
         StorageError: the file system refused the write.
     """
     target = Path(path).resolve()
-    with _lock:
+    with uninterrupted, _lock:
         if target in _recording:
             raise InvalidInput("path", str(path), "a file that no other recording is to write")
         _recording.add(target)
@@ -50,5 +51,5 @@ def record_plan(path: str | Path) -> Iterator[None]:
             raise InvalidInput("path", str(path), allowed)
         write_plan(target, plan_of(seen))
     finally:
-        with _lock:
+        with uninterrupted, _lock:
             _recording.discard(target)

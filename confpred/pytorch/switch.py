@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from confpred.errors import InvalidInput
+from confpred.forks import uninterrupted
 from confpred.predict.choice import Choice
 from confpred.predict.plans import read_plan
 from confpred.pytorch import choosing, policy, routing
@@ -80,7 +81,7 @@ def enable(
     verifier = None
     if verify is not None:
         verifier = Verifier(verify, verify_budget_s, path, followed=followed)
-    with _lock:
+    with uninterrupted, _lock:
         former = policy.use(policy.Policy(background=not wait, verifier=verifier))
         _former.append((former, undo))
         _tell_torchscript()
@@ -94,7 +95,7 @@ def disable() -> None:
 
     Without an `enable` it does nothing.
     """
-    with _lock:
+    with uninterrupted, _lock:
         if not _former:
             return  # what others may have put in the functions' places stays
         settings, undo_plan = _former.pop()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from concurrent.futures import ThreadPoolExecutor
 
 import lightgbm
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 
 from confpred.errors import ModelError
-from confpred.model.trees import Trees
+from confpred.model.trees import Trees, _library
 from confpred.training.fit import boost
 
 FEATURES = 7
@@ -85,6 +86,19 @@ def test_threads_may_be_the_first_to_ask(booster, trees, matrix):
         with ThreadPoolExecutor(8) as pool:
             answers = list(pool.map(lambda _, t=fresh: t.predict(matrix).tolist(), range(8)))
         assert answers == [expected] * 8
+
+
+def test_parsing_leaves_lightgbms_number_of_threads_as_it_was(booster, matrix):
+    def most() -> int:
+        found = ctypes.c_int()
+        _library().LGBM_GetMaxThreads(ctypes.byref(found))
+        return found.value
+
+    before = most()
+    fresh = [Trees(booster.model_to_string()) for _ in range(64)]
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda trees: trees.predict(matrix, 20), fresh))
+    assert most() == before
 
 
 def test_training_keeps_what_predictions_need(matrix):

@@ -186,7 +186,7 @@ def test_rankings_are_remembered_too_but_fewer_of_them(predictor):
     fresh = Predictor(predictor.models)
     best, ranked = fresh.choose(UNSEEN, "h100"), fresh.rank(UNSEEN, "h100", MAX_TOP)
     assert fresh.rank(UNSEEN, "h100", MAX_TOP)[0] is ranked[0]
-    for problem in neighbours(RANKINGS_KEPT):
+    for problem in neighbours(2 * RANKINGS_KEPT):
         fresh.rank(problem, "h100", 2)
     assert fresh.choose(UNSEEN, "h100") is best
     again = fresh.rank(UNSEEN, "h100", MAX_TOP)

@@ -13,7 +13,7 @@ import confpred
 
 HEAVY = (
     "torch", "pandas", "sklearn", "scipy", "pyarrow", "lightgbm", "xgboost", "matplotlib",
-    "cuda", "fastapi", "uvicorn", "pydantic", "rich",
+    "cuda", "fastapi", "uvicorn", "pydantic", "rich", "httpx",
 )  # fmt: skip
 
 
@@ -101,6 +101,8 @@ def test_import_contracts_are_kept(installed: Path, repository: Path) -> None:
         ("predict/predictor", "import lightgbm", "need the data stack"),
         ("families/late", "import pandas", "need the data stack"),
         ("predict/predictor", "import fastapi", "needs the web stack"),
+        ("predict/predictor", "import httpx", "asks over HTTP"),
+        ("predict/predictor", "import confpred.client.circuit", "Imports point one way"),
     ],
 )
 def test_import_contracts_catch(

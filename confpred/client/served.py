@@ -1,0 +1,142 @@
+"""A predictor that asks the service and holds nobody up: what ``CONFPRED_URL`` turns on.
+
+The first to ask about a layer waits for the service, but no longer than the patience. Then the
+model of this process answers, and the service's answer is kept for the next who asks. While the
+service does not answer in time, nobody waits for it at all; it is still asked in the background.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+
+from confpred.client.blocking import Client
+from confpred.errors import ConfpredError, InvalidInput
+from confpred.families.registry import all_families
+from confpred.forks import PerProcess
+from confpred.memory import Recent
+from confpred.model.folder import Model
+from confpred.predict.choice import Choice
+from confpred.predict.predictor import BEST_KEPT, RANKINGS_KEPT, Predictor
+from confpred.problem.device import Device, get_device
+from confpred.problem.record import Record
+
+log = logging.getLogger(__name__)
+TOKEN, PATIENCE = "CONFPRED_TOKEN", "CONFPRED_URL_WAIT_MS"
+DEFAULT_PATIENCE_MS = 50
+#: Seconds that a question may take in the background.
+_TIMEOUT_S = 2.0
+_THREADS = 2
+_Asked = tuple[Record, Device, int]
+_Choices = tuple[Choice, ...]
+
+
+def predictor_at(url: str) -> ServedPredictor:
+    """What asks the service at `url`, with the token in ``$CONFPRED_TOKEN``, and waits as long as
+    ``$CONFPRED_URL_WAIT_MS`` says.
+
+    Raises:
+        InvalidInput: the address, or one of the variables, is not allowed.
+    """
+    patience = os.environ.get(PATIENCE) or str(DEFAULT_PATIENCE_MS)
+    if not re.fullmatch(r"[0-9]{1,6}", patience):
+        raise InvalidInput(PATIENCE, patience, "a whole number of milliseconds")
+    all_families()  # 0.1 s that is spent in any case, and not while somebody waits for an answer
+    token = os.environ.get(TOKEN) or None
+    client = Client(url, token=token, timeout_s=_TIMEOUT_S, retries=1, kept=0)
+    return ServedPredictor(client, Predictor.load().models, int(patience) * 1e-3)
+
+
+@dataclass(slots=True)
+class _Background:
+    """What this process is asking: its threads do not live in a forked child."""
+
+    threads: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(_THREADS, "confpred-client")
+    )
+    under_way: dict[_Asked, Future[None]] = field(default_factory=dict)
+
+
+class ServedPredictor(Predictor):
+    """Chooses what the service chooses, where it answers in time.
+
+    Safe to share between threads, and to fork. What this process chose itself has no
+    `Choice.server`. Expected times (`expected_ms`) are always of its own model.
+    """
+
+    def __init__(self, client: Client, models: Mapping[str, Model], patience_s: float) -> None:
+        """Ask `client`, and for longer than `patience_s` seconds, or while it fails, `models`."""
+        super().__init__(models)
+        self._client, self._patience_s = client, patience_s
+        self._best_known: Recent[_Asked, _Choices] = Recent(BEST_KEPT)
+        self._rankings_known: Recent[_Asked, _Choices] = Recent(RANKINGS_KEPT)
+        self._background = PerProcess(_Background)
+        self._answers_in_time = True
+
+    def choose_many(self, problems: Iterable[Record], device: str | Device) -> list[Choice]:
+        """`choose` for each of `problems`, in order; all of them wait once."""
+        known, asked = get_device(device), list(problems)
+        self._wait_for(asked, known, 1)
+        return [self._answer(problem, known, 1, wait_for_it=False)[0] for problem in asked]
+
+    def _answer(
+        self, problem: Record, device: Device, top: int, *, wait_for_it: bool = True
+    ) -> _Choices:
+        if wait_for_it:
+            self._wait_for([problem], device, top)
+        known = self._known(top).get((problem, device, top))
+        return known or super()._answer(problem, device, top)
+
+    def _known(self, top: int) -> Recent[_Asked, _Choices]:
+        """What the service has answered."""
+        return self._best_known if top == 1 else self._rankings_known
+
+    def _wait_for(self, problems: Sequence[Record], device: Device, top: int) -> None:
+        """Have the service asked for what it has not answered, and wait while there is patience."""
+        background = self._background.get()
+        missing = [
+            problem
+            for problem in dict.fromkeys(problems)
+            if isinstance(problem, Record) and self._known(top).get((problem, device, top)) is None
+        ]
+        new = [p for p in missing if (p, device, top) not in background.under_way]
+        if new:
+            future = background.threads.submit(self._ask, background, new, device, top)
+            background.under_way.update({(p, device, top): future for p in new})
+            future.add_done_callback(lambda _: _forget(background, new, device, top))
+        if missing and self._answers_in_time:
+            futures = {background.under_way.get((p, device, top)) for p in missing} - {None}
+            _, late = wait(filter(None, futures), self._patience_s)
+            if late:
+                self._lose_patience(f"no answer within {self._patience_s * 1e3:g} ms")
+
+    def _ask(
+        self, background: _Background, problems: Sequence[Record], device: Device, top: int
+    ) -> None:
+        """Ask the service, in a thread, and keep what it says."""
+        try:
+            found: list[_Choices]
+            if top == 1:
+                found = [(c,) for c in self._client.choose_many(problems, device)]
+            else:
+                found = [tuple(self._client.rank(p, device, top)) for p in problems]
+        except ConfpredError as error:
+            self._lose_patience(str(error))
+            return
+        for problem, choices in zip(problems, found, strict=True):
+            self._known(top).put((problem, device, top), choices)
+        self._answers_in_time = True
+
+    def _lose_patience(self, reason: str) -> None:
+        if self._answers_in_time:
+            log.warning("%s: %s; this process chooses until it answers", self._client.url, reason)
+        self._answers_in_time = False
+
+
+def _forget(background: _Background, problems: Sequence[Record], device: Device, top: int) -> None:
+    for problem in problems:
+        background.under_way.pop((problem, device, top), None)

@@ -1,0 +1,191 @@
+"""What ``CONFPRED_URL`` turns on: the service chooses, and nobody waits for it for long."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from client_servers import Answer, ToldServer, serving
+
+from confpred.client import Client
+from confpred.client.served import ServedPredictor, predictor_at
+from confpred.errors import InvalidInput
+from confpred.predict.predictor import Predictor
+from confpred.problem.conv2d import Problem
+
+LAYER = Problem.parse("n=24 c=160 h=30 w=30 k=160 r=3 s=3 groups=20 padding=1")
+LAYERS = [replace(LAYER, n=n) for n in range(2, 12)]
+
+
+@pytest.fixture(scope="module")
+def theirs(model_folder: Path) -> Predictor:
+    return Predictor.load(model_folder)
+
+
+@pytest.fixture(scope="module")
+def ours() -> Predictor:
+    """A predictor without a model, whose choices are told from the service's by their source."""
+    return Predictor({})
+
+
+def served(url: str, patience_s: float) -> ServedPredictor:
+    return ServedPredictor(Client(url, timeout_s=5, retries=1, kept=0), {}, patience_s)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_the_service_chooses(theirs: Predictor) -> None:
+    with ToldServer(theirs) as server:
+        predictor = served(server.url, 30)
+        assert predictor.choose(LAYER, "h100") == theirs.choose(LAYER, "h100")
+        assert predictor.choose(LAYER, "h100").server == server.url
+        assert predictor.rank(LAYER, "h100", 4) == theirs.rank(LAYER, "h100", 4)
+        asked = len(server.seen)
+        assert predictor.choose_many([*LAYERS, LAYER], "h100") == theirs.choose_many(
+            [*LAYERS, LAYER], "h100"
+        )
+        assert len(server.seen) == asked + 1
+    assert predictor.choose(LAYER, "h100").server == server.url
+
+
+def test_nobody_waits_longer_than_the_patience(theirs: Predictor, ours: Predictor) -> None:
+    ours.choose_many(LAYERS, "h100")
+    with ToldServer(theirs, Answer(before_s=2)) as server:
+        predictor = served(server.url, 0.1)
+        start = time.monotonic()
+        first = predictor.choose_many(LAYERS, "h100")
+        others = [predictor.choose(replace(p, h=41), "h100") for p in LAYERS]
+        assert time.monotonic() - start < 1.5  # 0.1 once, and what this process needs itself
+        assert first == ours.choose_many(LAYERS, "h100")
+        assert {c.source for c in others} == {"heuristic"}
+        assert {c.server for c in (*first, *others)} == {None}
+
+
+def test_what_comes_late_is_there_for_the_next_who_asks(theirs: Predictor) -> None:
+    with ToldServer(theirs, Answer(before_s=0.5), Answer()) as server:
+        predictor = served(server.url, 0.05)
+        assert predictor.choose(LAYER, "h100").source == "heuristic"
+        until(lambda: predictor.choose(LAYER, "h100").server == server.url)
+        assert predictor.choose(LAYER, "h100") == theirs.choose(LAYER, "h100")
+        assert len(server.seen) == 1
+
+
+def test_a_dead_service_costs_nothing_and_is_found_again(theirs: Predictor) -> None:
+    with ToldServer(theirs) as server:
+        url, port = server.url, server.port
+    predictor = served(url, 5)
+    start = time.monotonic()
+    assert {c.source for c in predictor.choose_many(LAYERS, "h100")} == {"heuristic"}
+    for problem in LAYERS:
+        assert predictor.choose(problem, "h100").source == "heuristic"
+    assert time.monotonic() - start < 4
+    with ToldServer(theirs, port=port):
+        until(lambda: predictor.choose(LAYER, "h100").server == url)
+
+
+def test_threads_share_it(theirs: Predictor) -> None:
+    with ToldServer(theirs) as server:
+        predictor = served(server.url, 30)
+        found: list[list[object]] = []
+        work = [
+            threading.Thread(target=lambda: found.append(predictor.choose_many(LAYERS, "h100")))
+            for _ in range(8)
+        ]
+        for thread in work:
+            thread.start()
+        for thread in work:
+            thread.join()
+    assert found == [theirs.choose_many(LAYERS, "h100")] * 8
+
+
+def test_a_forked_child_asks_too(theirs: Predictor) -> None:
+    program = f"""
+import os, sys
+from dataclasses import replace
+from confpred import Problem
+from confpred.client import Client
+from confpred.client.served import ServedPredictor
+layer = Problem.parse("{LAYER}")
+predictor = ServedPredictor(Client(sys.argv[1], kept=0), {{}}, 30)
+assert predictor.choose(layer, "h100").server
+for n in range(5):
+    child = os.fork()
+    if child == 0:
+        os._exit(not predictor.choose(replace(layer, n=n + 1), "h100").server)
+    assert os.waitpid(child, 0)[1] == 0
+"""
+    with ToldServer(theirs) as server:
+        subprocess.run([sys.executable, "-c", program, server.url], check=True, timeout=60)
+
+
+def test_one_variable_makes_the_library_ask(model_folder: Path, tmp_path: Path) -> None:
+    program = f"""
+from confpred import Problem
+from confpred.pytorch.choosing import current_predictor
+print(current_predictor().choose(Problem.parse("{LAYER}"), "h100"))
+"""
+    with serving(tmp_path, "--model", str(model_folder)) as url:
+        said = run(program, CONFPRED_URL=url, CONFPRED_URL_WAIT_MS="30000")
+        expected = replace(Predictor.load(model_folder).choose(LAYER, "h100"), server=url)
+        assert said == (f"{expected}\n", "")
+    choice, warned = run(program, CONFPRED_URL=url)
+    assert "server=None" in choice
+    assert "model='h100-" in choice
+    assert f"{url}: " in warned
+
+
+@pytest.mark.parametrize(
+    ("program", "url", "reason"),
+    [
+        ("", "localhost", "url='localhost' is not allowed"),
+        ("import sys; sys.modules['httpx'] = None", "http://host", "this needs httpx"),
+    ],
+)
+def test_a_variable_of_no_use_is_told_and_holds_nobody_up(
+    program: str, url: str, reason: str
+) -> None:
+    program += f"""
+from confpred import Problem
+from confpred.pytorch.choosing import current_predictor
+print(current_predictor().choose(Problem.parse("{LAYER}"), "h100").source)
+"""
+    said, warned = run(program, CONFPRED_URL=url)
+    assert said == "predicted\n"
+    assert f"CONFPRED_URL is of no use: {reason}" in warned
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "field"),
+    [("CONFPRED_URL_WAIT_MS", "-1", "CONFPRED_URL_WAIT_MS"), ("CONFPRED_TOKEN", "a b", "token")],
+)
+def test_the_other_variables_are_checked(
+    monkeypatch: pytest.MonkeyPatch, variable: str, value: str, field: str
+) -> None:
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(InvalidInput) as caught:
+        predictor_at("http://host")
+    assert caught.value.field == field
+
+
+def run(program: str, **variables: str) -> tuple[str, str]:
+    """What a fresh process prints and warns."""
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ | variables,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return done.stdout, done.stderr
