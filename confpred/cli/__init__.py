@@ -7,6 +7,7 @@ from importlib import import_module
 
 import click
 
+from confpred.cli.stopping import Stopped, stop_on_signals
 from confpred.errors import ConfpredError, InvalidInput
 
 #: Subcommand -> one-line help. Each lives in the module of its name, as `command`.
@@ -38,14 +39,21 @@ class _LazyGroup(click.Group):
 
 @click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="confpred")
-def cli() -> None:
+@click.pass_context
+def cli(context: click.Context) -> None:
     """Learned kernel-configuration prediction for convolution on NVIDIA GPUs."""
+    if context.invoked_subcommand != "serve":  # whose server handles signals itself
+        stop_on_signals()
 
 
 def main() -> None:
-    """Run the command line; expected errors end as one line on stderr and exit code 2 or 1."""
+    """Run the command line; expected errors end as one line on stderr and exit code 2 or 1, Ctrl-C
+    and SIGTERM as one with 130 and 143."""
     try:
         cli(standalone_mode=True)
+    except Stopped as stopped:
+        click.echo(f"confpred: {stopped}", err=True)
+        sys.exit(stopped.exit_code)
     except (ConfpredError, OSError) as error:  # OSError: standard output may go to a full disk
         click.echo(f"confpred: {error}", err=True)
         sys.exit(2 if isinstance(error, InvalidInput) else 1)
