@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from confpred.cli.layers import aligned, layer_options, problems_of
+from confpred.cli.outputs import check_files, force_option
 from confpred.errors import ConfpredError
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ def command() -> None:
 @click.option("--model", type=_FILE, help="Model folder; default: the newest.")
 @click.option("--pins", type=_FILE, help="File of pinned configs, or another plan.")
 @click.option("--out", type=_FILE, required=True, help="The plan to write.")
+@force_option
 def export(
     device: str,
     network: Path | None,
@@ -51,6 +53,7 @@ def export(
     model: Path | None,
     pins: Path | None,
     out: Path,
+    force: bool,
 ) -> None:
     """Choose for all layers of a network, and write the plan. Needs no GPU.
 
@@ -63,9 +66,10 @@ def export(
     from confpred.predict.plans import plan_of, write_plan
     from confpred.predict.predictor import Predictor
 
+    check_files({"out": out}, force=force, inputs=[network, model, pins])
     problems = problems_of(layers, operation, network)
     plan = plan_of(Predictor.load(model, pins=pins).choose_many(problems, device))
-    write_plan(out, plan)
+    write_plan(out, plan, replace=force)
     click.echo(f"{out}: {_summary(plan)}")
 
 

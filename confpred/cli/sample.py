@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import click
 import numpy as np
 
+from confpred.cli.outputs import check_folder
 from confpred.data.suites import Suite, join, read_suite
 from confpred.errors import InvalidInput, MissingExtra
 from confpred.families.registry import families_of
@@ -104,6 +105,7 @@ def command(
     """
     budget_s = None if budget is None else parse_duration("budget", budget)
     silence_s = parse_duration("timeout", timeout)
+    check_folder("out", out)
     suite = join([read_suite(file) for file in suite_files])
     offered = offered_configs(suite, families, model_folder)
     if pytorch and find_spec("torch") is None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from confpred.cli.outputs import check_new_folder
 from confpred.training import require_packages
 
 
@@ -41,6 +42,7 @@ def command(
     confpred predict --model models/h100-2 --device h100 --layer "n=32 c=64 ..."
     """
     require_packages()
+    check_new_folder("out", out)
     from confpred.training.dataset import read_dataset
     from confpred.training.train import train
 
