@@ -7,13 +7,14 @@ from pathlib import Path
 
 import click
 
+from confpred.cli.inputs import FILE_OR_FOLDER
 from confpred.cli.outputs import check_files, force_option
 from confpred.files import write_whole
 from confpred.training import require_packages
 
 
 @click.command()
-@click.argument("data", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.argument("data", nargs=-1, required=True, type=FILE_OR_FOLDER)
 @click.option("--device", help="Device whose rows to use, where the data is of several.")
 @click.option("--folds", type=click.IntRange(2, 50), default=5, show_default=True)
 @click.option("--seed", type=click.IntRange(0, 2**31 - 1), default=0, show_default=True)

@@ -6,15 +6,14 @@ from pathlib import Path
 
 import click
 
+from confpred.cli.inputs import FOLDER
 from confpred.cli.outputs import check_files, force_option
 from confpred.errors import InvalidInput, MissingExtra
 
-_PATH = click.Path(path_type=Path)
-
 
 @click.command()
-@click.argument("folders", type=_PATH, nargs=-1, required=True, metavar="FOLDER...")
-@click.argument("file", type=_PATH)
+@click.argument("folders", type=FOLDER, nargs=-1, required=True, metavar="FOLDER...")
+@click.argument("file", type=click.Path(path_type=Path))
 @force_option
 def command(folders: tuple[Path, ...], file: Path, force: bool) -> None:
     """Join the measurements in sampler output FOLDERs into one sorted Parquet FILE.

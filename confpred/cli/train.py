@@ -6,12 +6,13 @@ from pathlib import Path
 
 import click
 
+from confpred.cli.inputs import FILE_OR_FOLDER
 from confpred.cli.outputs import check_new_folder
 from confpred.training import require_packages
 
 
 @click.command()
-@click.argument("data", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.argument("data", nargs=-1, required=True, type=FILE_OR_FOLDER)
 @click.option(
     "--out",
     required=True,

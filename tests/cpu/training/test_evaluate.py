@@ -134,7 +134,7 @@ def test_command_prints_writes_and_plots(measurements, tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("missing.parquet",), "missing.parquet is not a whole file of measurements"),
+        (("missing.parquet",), "'DATA...': Path 'missing.parquet' does not exist"),
         ((), "Missing argument"),
         (("DATA", "--folds", 1), "1 is not in the range"),
         (("DATA", "--device", "tpu"), "device='tpu' is not allowed"),
