@@ -39,17 +39,15 @@ class _LazyGroup(click.Group):
 
 @click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="confpred")
-@click.pass_context
-def cli(context: click.Context) -> None:
+def cli() -> None:
     """Learned kernel-configuration prediction for convolution on NVIDIA GPUs."""
-    if context.invoked_subcommand != "serve":  # whose server handles signals itself
-        stop_on_signals()
 
 
 def main() -> None:
     """Run the command line; expected errors end as one line on stderr and exit code 2 or 1, Ctrl-C
     and SIGTERM as one with 130 and 143."""
     try:
+        stop_on_signals()
         cli(standalone_mode=True)
     except Stopped as stopped:
         click.echo(f"confpred: {stopped}", err=True)

@@ -28,6 +28,14 @@ def stop_on_signals() -> None:
             signal.signal(number, _stop)
 
 
+def leave_signals() -> None:
+    """Undo `stop_on_signals`, before what handles these signals itself."""
+    defaults = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+    for number, default in defaults.items():
+        if signal.getsignal(number) is _stop:
+            signal.signal(number, default)
+
+
 def _stop(number: int, frame: FrameType | None) -> None:
     for each in _WORDS:
         signal.signal(each, signal.SIG_IGN)

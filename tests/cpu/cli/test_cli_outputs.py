@@ -119,6 +119,17 @@ def test_a_full_disk_leaves_the_old_file_and_nothing_else(
     assert [path.name for path in folder.iterdir()] == ["out"]
 
 
+def test_a_full_disk_leaves_no_part_of_a_model(few_measurements: Path, tmp_path: Path) -> None:
+    def no_room() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+
+    prelude = "import os; os.environ['LOKY_MAX_CPU_COUNT'] = '1'"
+    out = tmp_path / "model"
+    done = confpred("train", few_measurements, "--out", out, preexec_fn=no_room, prelude=prelude)
+    refused(done, f"cannot write {out}: File too large")
+    assert list(tmp_path.iterdir()) == []
+
+
 def inputs(tmp_path: Path, file: Path) -> Iterator[Path]:
     """Other names of a file."""
     yield file
