@@ -72,7 +72,7 @@ def results() -> None:
     for data in sorted(ROOT.glob("datasets/*.parquet")):
         out = ROOT / "benchmarks" / "results" / data.stem
         files = ("--json", out / "evaluation.json", "--plot", out / "evaluation.png")
-        confpred("evaluate", data, *files)
+        confpred("evaluate", data, *files, "--force")
     subprocess.run([sys.executable, ROOT / "benchmarks" / "tables.py"], check=True)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import shutil
@@ -14,7 +15,13 @@ from typing import Any, BinaryIO
 from confpred.errors import DataError, StorageError
 
 
-def write_whole(path: Path, write: Callable[[BinaryIO], object], *, private: bool = False) -> None:
+def write_whole(
+    path: Path,
+    write: Callable[[BinaryIO], object],
+    *,
+    private: bool = False,
+    replace: bool = True,
+) -> None:
     """Let `write` fill a temporary file beside `path`, then rename it to `path`.
 
     A reader sees the old file or the complete new one; after a failure the temporary file is gone.
@@ -25,11 +32,14 @@ def write_whole(path: Path, write: Callable[[BinaryIO], object], *, private: boo
         write: is given the temporary file, open for writing bytes.
         private: only this user may read the file and the folders made for it, and nobody waits for
             the disk: after a power cut the file may hold anything, so its reader has to check it.
+        replace: a file of that name may exist, and is replaced.
 
     Raises:
-        StorageError: the file system refused (full, read-only, no permission, not a folder).
+        StorageError: the file system refused (full, read-only, no permission, not a folder; or the
+            file exists and must not be replaced).
     """
-    with _published(path, tempfile.mkstemp, 0o700 if private else 0o777) as (handle, temporary):
+    mode = 0o700 if private else 0o777
+    with _published(path, tempfile.mkstemp, mode, replace=replace) as (handle, temporary):
         with open(handle, "wb") as file:
             write(file)
             file.flush()
@@ -54,26 +64,64 @@ def write_folder(path: Path, files: Mapping[str, str | bytes]) -> None:
         os.chmod(temporary, 0o755)
 
 
+def check_writable(path: Path) -> None:
+    """Check, where much work comes first, that `write_whole` or `write_folder` can make `path`: by
+    making such a temporary file, and removing it.
+
+    Raises:
+        StorageError: the file system refused.
+    """
+    folder = next(above for above in (path.parent, *path.parents) if os.path.lexists(above))
+    try:
+        handle, temporary = tempfile.mkstemp(**_beside(path, folder))
+        os.close(handle)
+        os.unlink(temporary)
+    except OSError as error:
+        raise _refused(path, error) from error
+
+
+def _beside(path: Path, folder: Path) -> dict[str, Any]:
+    """How a temporary name for `path` is made in `folder`."""
+    return {"prefix": f".{path.name}.", "suffix": ".tmp", "dir": folder}
+
+
+def _refused(path: Path, error: OSError) -> StorageError:
+    return StorageError(f"cannot write {path}: {error.strerror or error}")
+
+
 @contextlib.contextmanager
 def _published(
-    path: Path, make: Callable[..., Any], parent_mode: int = 0o777
+    path: Path, make: Callable[..., Any], parent_mode: int = 0o777, *, replace: bool = True
 ) -> Iterator[tuple[Any, str]]:
     """What `make` makes under a temporary name beside `path`, renamed to it when the block ends and
     removed when it fails."""
     temporary = None
     try:
         path.parent.mkdir(mode=parent_mode, parents=True, exist_ok=True)
-        handle, temporary = make(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
+        handle, temporary = make(**_beside(path, path.parent))
         yield handle, temporary
-        os.replace(temporary, path)
-        temporary = None
+        if replace or not _linked(temporary, path):
+            os.replace(temporary, path)
+            temporary = None
     except OSError as error:
-        raise StorageError(f"cannot write {path}: {error.strerror or error}") from error
+        raise _refused(path, error) from error
     finally:
         if temporary is not None:
             shutil.rmtree(temporary, ignore_errors=True)
             with contextlib.suppress(OSError):  # a file, which rmtree leaves
                 os.unlink(temporary)
+
+
+def _linked(temporary: str, path: Path) -> bool:
+    """Give a file the further name `path`, which unlike renaming it fails if the name is taken;
+    False on a file system where a file can have no more than one name."""
+    try:
+        os.link(temporary, path)
+    except OSError as error:
+        if os.path.lexists(path):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST)) from error
+        return False
+    return True
 
 
 def read_json(path: Path, kind: str, *forms: str) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from importlib import import_module
 
 import click
 
+from confpred.cli.stopping import Stopped, stop_on_signals
 from confpred.errors import ConfpredError, InvalidInput
 
 #: Subcommand -> one-line help. Each lives in the module of its name, as `command`.
@@ -43,9 +44,14 @@ def cli() -> None:
 
 
 def main() -> None:
-    """Run the command line; expected errors end as one line on stderr and exit code 2 or 1."""
+    """Run the command line; expected errors end as one line on stderr and exit code 2 or 1, Ctrl-C
+    and SIGTERM as one with 130 and 143."""
     try:
+        stop_on_signals()
         cli(standalone_mode=True)
+    except Stopped as stopped:
+        click.echo(f"confpred: {stopped}", err=True)
+        sys.exit(stopped.exit_code)
     except (ConfpredError, OSError) as error:  # OSError: standard output may go to a full disk
         click.echo(f"confpred: {error}", err=True)
         sys.exit(2 if isinstance(error, InvalidInput) else 1)

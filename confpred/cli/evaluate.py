@@ -7,17 +7,20 @@ from pathlib import Path
 
 import click
 
+from confpred.cli.inputs import FILE_OR_FOLDER
+from confpred.cli.outputs import check_files, force_option
 from confpred.files import write_whole
 from confpred.training import require_packages
 
 
 @click.command()
-@click.argument("data", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.argument("data", nargs=-1, required=True, type=FILE_OR_FOLDER)
 @click.option("--device", help="Device whose rows to use, where the data is of several.")
 @click.option("--folds", type=click.IntRange(2, 50), default=5, show_default=True)
 @click.option("--seed", type=click.IntRange(0, 2**31 - 1), default=0, show_default=True)
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write the figures.")
 @click.option("--plot", type=click.Path(path_type=Path), help="Write a PNG of the regret curves.")
+@force_option
 def command(
     data: tuple[Path, ...],
     device: str | None,
@@ -25,6 +28,7 @@ def command(
     seed: int,
     json_file: Path | None,
     plot: Path | None,
+    force: bool,
 ) -> None:
     """Judge configs chosen for networks that were not trained on.
 
@@ -38,9 +42,11 @@ def command(
     confpred evaluate runs/ --folds 8 --json evaluation.json --plot regret.png
     """
     require_packages()
+    from confpred.training.dataset import data_files, read_dataset
+
+    check_files({"json": json_file, "plot": plot}, force=force, inputs=data_files(data))
     from rich.console import Console
 
-    from confpred.training.dataset import read_dataset
     from confpred.training.evaluate import evaluate
     from confpred.training.fit import Hyperparameters
     from confpred.training.report import plot_regret, print_evaluation
@@ -49,6 +55,6 @@ def command(
     print_evaluation(evaluation, Console())
     if json_file is not None:
         text = json.dumps(evaluation.to_json(), indent=1) + "\n"
-        write_whole(json_file, lambda file: file.write(text.encode()))
+        write_whole(json_file, lambda file: file.write(text.encode()), replace=force)
     if plot is not None:
-        plot_regret(evaluation, plot)
+        plot_regret(evaluation, plot, replace=force)

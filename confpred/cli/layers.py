@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from confpred.cli.inputs import FILE
+
 if TYPE_CHECKING:
     from confpred.problem.record import Record
 
@@ -22,7 +24,7 @@ _OPTIONS = (
     click.option(
         "--operation", default="conv2d", show_default=True, help="What the layers of --layer are."
     ),
-    click.option("--network", type=click.Path(path_type=Path), help="A suite file of many layers."),
+    click.option("--network", type=FILE, help="A suite file of many layers."),
 )
 
 

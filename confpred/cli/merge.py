@@ -6,18 +6,28 @@ from pathlib import Path
 
 import click
 
-from confpred.errors import MissingExtra
-
-_PATH = click.Path(path_type=Path)
+from confpred.cli.inputs import FOLDER
+from confpred.cli.outputs import check_files, force_option
+from confpred.errors import InvalidInput, MissingExtra
 
 
 @click.command()
-@click.argument("folders", type=_PATH, nargs=-1, required=True, metavar="FOLDER...")
-@click.argument("file", type=_PATH)
-def command(folders: tuple[Path, ...], file: Path) -> None:
-    """Join the measurements in sampler output FOLDERs into one sorted Parquet FILE."""
+@click.argument("folders", type=FOLDER, nargs=-1, required=True, metavar="FOLDER...")
+@click.argument("file", type=click.Path(path_type=Path))
+@force_option
+def command(folders: tuple[Path, ...], file: Path, force: bool) -> None:
+    """Join the measurements in sampler output FOLDERs into one sorted Parquet FILE.
+
+    \b
+    confpred merge runs/h100 runs/h100.parquet
+    confpred merge runs/first runs/second runs/all.parquet --force
+    """
     try:
-        from confpred.sampler.store import merge
+        from confpred.data.merging import is_shard_of, merge, shards_in
     except ImportError as error:
-        raise MissingExtra(str(error.name), "gpu") from error
-    click.echo(f"{merge(folders, file)} rows in {file}")
+        raise MissingExtra(str(error.name), "data") from error
+    check_files({"file": file}, force=force, inputs=[s for f in folders for s in shards_in(f)])
+    for folder in folders:
+        if is_shard_of(file, folder):
+            raise InvalidInput("file", str(file), f"no name of a shard of {folder} itself")
+    click.echo(f"{merge(folders, file, replace=force)} rows in {file}")

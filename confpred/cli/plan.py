@@ -9,14 +9,15 @@ from typing import TYPE_CHECKING
 
 import click
 
+from confpred.cli.inputs import FILE, FOLDER
 from confpred.cli.layers import aligned, layer_options, problems_of
+from confpred.cli.outputs import check_files, force_option
 from confpred.errors import ConfpredError
 
 if TYPE_CHECKING:
     from confpred.predict.choice import Choice
     from confpred.predict.plans import Plan
 
-_FILE = click.Path(path_type=Path)
 _HEADINGS = ("layer", "source", "provider", "ms", "config")
 
 
@@ -40,9 +41,10 @@ def command() -> None:
 @command.command()
 @click.option("--device", "--gpu", required=True, help="Kind of GPU, such as h100.")
 @layer_options
-@click.option("--model", type=_FILE, help="Model folder; default: the newest.")
-@click.option("--pins", type=_FILE, help="File of pinned configs, or another plan.")
-@click.option("--out", type=_FILE, required=True, help="The plan to write.")
+@click.option("--model", type=FOLDER, help="Model folder; default: the newest.")
+@click.option("--pins", type=FILE, help="File of pinned configs, or another plan.")
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="The plan to write.")
+@force_option
 def export(
     device: str,
     network: Path | None,
@@ -51,6 +53,7 @@ def export(
     model: Path | None,
     pins: Path | None,
     out: Path,
+    force: bool,
 ) -> None:
     """Choose for all layers of a network, and write the plan. Needs no GPU.
 
@@ -63,14 +66,15 @@ def export(
     from confpred.predict.plans import plan_of, write_plan
     from confpred.predict.predictor import Predictor
 
+    check_files({"out": out}, force=force, inputs=[network, model, pins])
     problems = problems_of(layers, operation, network)
     plan = plan_of(Predictor.load(model, pins=pins).choose_many(problems, device))
-    write_plan(out, plan)
+    write_plan(out, plan, replace=force)
     click.echo(f"{out}: {_summary(plan)}")
 
 
 @command.command()
-@click.argument("file", type=_FILE)
+@click.argument("file", type=FILE)
 @click.option("--json", "as_json", is_flag=True, help="Print the choices as predict --json does.")
 def show(file: Path, as_json: bool) -> None:
     """Print the choices of a plan, even if it was made for other kernels.
@@ -91,9 +95,9 @@ def show(file: Path, as_json: bool) -> None:
 
 
 @command.command()
-@click.argument("file", type=_FILE)
+@click.argument("file", type=FILE)
 @click.option("--device", "--gpu", help="The kind of GPU that the plan is to be for, such as h100.")
-@click.option("--model", type=_FILE, help="Model folder to compare with; default: the newest.")
+@click.option("--model", type=FOLDER, help="Model folder to compare with; default: the newest.")
 def check(file: Path, device: str | None, model: Path | None) -> None:
     """Say whether a plan can be used here: exit code 0, or 2 and the reason.
 

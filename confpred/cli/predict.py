@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 
+from confpred.cli.inputs import FILE, FOLDER
 from confpred.cli.layers import aligned, layer_options, problems_of
 from confpred.predict.choice import MAX_TOP, Choice, answers_json
 
@@ -24,10 +25,8 @@ _HEADINGS = ("layer", "rank", "source", "provider", "ms", "config")
     help="How many configs to name for each layer, best first.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print what the HTTP service would reply.")
-@click.option("--model", type=click.Path(path_type=Path), help="Model folder; default: the newest.")
-@click.option(
-    "--pins", "--plan", type=click.Path(path_type=Path), help="File of pinned configs, or a plan."
-)
+@click.option("--model", type=FOLDER, help="Model folder; default: the newest.")
+@click.option("--pins", "--plan", type=FILE, help="File of pinned configs, or a plan.")
 def command(
     layers: tuple[str, ...],
     operation: str,

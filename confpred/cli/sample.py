@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 import click
 import numpy as np
 
+from confpred.cli.inputs import FILE, FOLDER
+from confpred.cli.outputs import check_folder
 from confpred.data.suites import Suite, join, read_suite
 from confpred.errors import InvalidInput, MissingExtra
 from confpred.families.registry import families_of
@@ -26,19 +28,20 @@ if TYPE_CHECKING:
     from confpred.sampler.run import Settings
 
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
-_PATH = click.Path(path_type=Path)
 
 
 @click.command()
 @click.option(
     "--suite",
     "suite_files",
-    type=_PATH,
+    type=FILE,
     required=True,
     multiple=True,
     help="Problem suite (JSON); may be repeated.",
 )
-@click.option("--out", type=_PATH, required=True, help="Folder of the measurements.")
+@click.option(
+    "--out", type=click.Path(path_type=Path), required=True, help="Folder of the measurements."
+)
 @click.option(
     "--gpus",
     "--devices",
@@ -62,7 +65,7 @@ _PATH = click.Path(path_type=Path)
 @click.option(
     "--model",
     "model_folder",
-    type=_PATH,
+    type=FOLDER,
     help="Measure only what this model offers: its portfolio of configs.",
 )
 @click.option(
@@ -104,6 +107,7 @@ def command(
     """
     budget_s = None if budget is None else parse_duration("budget", budget)
     silence_s = parse_duration("timeout", timeout)
+    check_folder("out", out)
     suite = join([read_suite(file) for file in suite_files])
     offered = offered_configs(suite, families, model_folder)
     if pytorch and find_spec("torch") is None:

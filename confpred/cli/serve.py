@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from confpred.cli.stopping import leave_signals
 from confpred.service.settings import Settings
 
 _TYPES: dict[str, click.ParamType[Any]] = {
@@ -37,6 +38,7 @@ def _option(field: Any) -> click.Option:
 def _serve(**values: Any) -> None:
     from confpred.service.server import serve  # the web stack, which `--help` can do without
 
+    leave_signals()
     serve(Settings(**values))
 
 

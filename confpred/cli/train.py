@@ -6,11 +6,13 @@ from pathlib import Path
 
 import click
 
+from confpred.cli.inputs import FILE_OR_FOLDER
+from confpred.cli.outputs import check_new_folder
 from confpred.training import require_packages
 
 
 @click.command()
-@click.argument("data", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.argument("data", nargs=-1, required=True, type=FILE_OR_FOLDER)
 @click.option(
     "--out",
     required=True,
@@ -41,6 +43,7 @@ def command(
     confpred predict --model models/h100-2 --device h100 --layer "n=32 c=64 ..."
     """
     require_packages()
+    check_new_folder("out", out)
     from confpred.training.dataset import read_dataset
     from confpred.training.train import train
 

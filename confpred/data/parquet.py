@@ -112,8 +112,9 @@ def _not_whole(path: Path, error: Exception) -> DataError:
     return DataError(f"{path} is not a whole file of measurements: {reason}")
 
 
-def write(table: pa.Table, path: Path) -> None:
-    """Write `table` to `path`, whole or not at all, with checksums that `read` verifies.
+def write(table: pa.Table, path: Path, *, replace: bool = True) -> None:
+    """Write `table` to `path`, whole or not at all, with checksums that `read` verifies; `replace`
+    as `write_whole` has it.
 
     Raises:
         StorageError: the file system refused.
@@ -122,4 +123,4 @@ def write(table: pa.Table, path: Path) -> None:
     def fill(file: BinaryIO) -> None:
         pq.write_table(table, file, compression="zstd", write_page_checksum=True)
 
-    write_whole(path, fill)
+    write_whole(path, fill, replace=replace)

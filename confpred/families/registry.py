@@ -8,14 +8,15 @@ from __future__ import annotations
 import importlib
 import os
 import pkgutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache, lru_cache
 from types import MappingProxyType
+from typing import Any
 
 import confpred.families
 from confpred.errors import InvalidInput
 from confpred.families.candidate import Candidate
-from confpred.families.protocol import Family, config_dict
+from confpred.families.protocol import ABSENT, Family, config_dict
 from confpred.problem.operation import Operation
 from confpred.problem.record import Record
 
@@ -93,12 +94,20 @@ def config_of(candidate: Candidate) -> Mapping[str, int]:
 def config_words(candidate: Candidate) -> str:
     """A candidate's config as the ``config`` column of measurements holds it, such as
     ``"block_n=2 block_q=28 ..."``; empty where its provider has no fields."""
-    return " ".join(f"{name}={value}" for name, value in config_of(candidate).items())
+    config = config_of(candidate)
+    return _words(config, config.values())
 
 
 @cache
 def config_ids(provider: str) -> Mapping[str, int]:
     """Number of each config of a provider by its `config_words`."""
     family = all_families().get(provider)
-    count = 1 if family is None else len(family.configs)
-    return {config_words(Candidate(provider, number)): number for number in range(count)}
+    if family is None:
+        return {"": 0}
+    names: Any = family.configs.dtype.names
+    return {_words(names, row): number for number, row in enumerate(family.configs.tolist())}
+
+
+def _words(names: Iterable[str], values: Iterable[int]) -> str:
+    pairs = zip(names, values, strict=True)
+    return " ".join([f"{name}={value}" for name, value in pairs if value != ABSENT])

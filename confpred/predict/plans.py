@@ -112,14 +112,14 @@ def plan_of(choices: Iterable[Choice]) -> Plan:
     )
 
 
-def write_plan(path: Path, plan: Plan) -> None:
-    """Write `plan` to `path`, whole or not at all.
+def write_plan(path: Path, plan: Plan, *, replace: bool = True) -> None:
+    """Write `plan` to `path`, whole or not at all; `replace` as `write_whole` has it.
 
     Raises:
         StorageError: the file system refused the write.
     """
     text = plan_text(plan)
-    write_whole(path, lambda file: file.write(text.encode()))
+    write_whole(path, lambda file: file.write(text.encode()), replace=replace)
 
 
 def plan_text(plan: Plan) -> str:

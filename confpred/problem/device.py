@@ -16,7 +16,7 @@ class Device:
 
     Attributes:
         key: short name, as users type it and as models are filed under.
-        product: start of the name that the driver reports.
+        product: the name that the driver reports (others: ``_OTHER_NAMES``).
         arch: NVRTC target.
         sm_count: multiprocessors.
         l2_bytes: level-2 cache.
@@ -79,7 +79,7 @@ _H200 = replace(
 )
 _A100 = Device(
     key="a100",
-    product="NVIDIA A100",
+    product="NVIDIA A100-SXM4-80GB",
     arch="sm_80",
     sm_count=108,
     l2_bytes=41_943_040,
@@ -89,20 +89,112 @@ _A100 = Device(
     tensor_flops=265e12,
     simt_flops=17e12,
 )
-KNOWN: Mapping[str, Device] = MappingProxyType({d.key: d for d in (_H100, _H200, _A100)})
+#: The other boards with these processors. A board with fewer multiprocessors, slower memory or a
+#: lower clock is a device of its own: a model's times are of one device, and so is the order of
+#: configs. None of these has been measured, so their answers are estimates. They are of the data
+#: sheets, save those of the boards that were made for one buyer, which have none: ``h100-hbm2`` and
+#: ``a100-64gb``.
+_BOARDS = (
+    replace(
+        _H100,
+        key="h100-pcie",
+        product="NVIDIA H100 PCIe",
+        sm_count=114,
+        dram_bytes_per_s=1.8e12,
+        tensor_flops=590e12,
+        simt_flops=46e12,
+    ),
+    replace(
+        _H100,
+        key="h100-nvl",
+        product="NVIDIA H100 NVL",
+        l2_bytes=62_914_560,
+        dram_bytes_per_s=3.5e12,
+        tensor_flops=650e12,
+        simt_flops=54e12,
+    ),
+    replace(
+        _H100,
+        key="h100-hbm2",
+        product="NVIDIA H100",
+        l2_bytes=41_943_040,
+        dram_bytes_per_s=1.8e12,
+    ),
+    replace(
+        _H200,
+        key="h200-nvl",
+        product="NVIDIA H200 NVL",
+        tensor_flops=650e12,
+        simt_flops=54e12,
+    ),
+    replace(
+        _H200,
+        key="gh200",
+        product="NVIDIA GH200 480GB",
+        dram_bytes_per_s=3.6e12,
+    ),
+    replace(
+        _H200,
+        key="gh200-144gb",
+        product="NVIDIA GH200 144G HBM3e",
+        dram_bytes_per_s=4.4e12,
+    ),
+    replace(
+        _A100,
+        key="a100-40gb",
+        product="NVIDIA A100-SXM4-40GB",
+        dram_bytes_per_s=1.3e12,
+    ),
+    replace(
+        _A100,
+        key="a100-64gb",
+        product="NVIDIA A100-SXM-64GB",
+        sm_count=124,
+        l2_bytes=33_554_432,
+        dram_bytes_per_s=1.4e12,
+        tensor_flops=304e12,
+        simt_flops=19.5e12,
+    ),
+)
+_DEVICES = (_H100, _H200, _A100, *_BOARDS)
+KNOWN: Mapping[str, Device] = MappingProxyType({d.key: d for d in _DEVICES})
+
+#: Names of boards whose figures are those of another one, all but equal in what counts here.
+_OTHER_NAMES = {
+    "NVIDIA H100 64GB HBM2": "h100-hbm2",
+    "NVIDIA GH200 120GB": "gh200",
+    "NVIDIA A100 80GB PCIe": "a100",
+    "NVIDIA A100-PCIE-40GB": "a100-40gb",
+    "NVIDIA A100-PG509-200": "a100-40gb",
+}
 
 
 def get_device(name: str | Device) -> Device:
     """The device called `name` (a key such as ``h100``, or the name that the driver reports).
 
     Raises:
-        UnknownDevice: no description matches.
+        UnknownDevice: no description is of that name. Neither is one of a part of a GPU (MIG), or
+            of a virtual GPU: these have fewer multiprocessors than the board.
     """
     if isinstance(name, Device):
         return name
     if isinstance(name, str):
-        wanted = name.strip().lower()
-        for device in KNOWN.values():
-            if wanted == device.key or wanted.startswith(device.product.lower()):
-                return device
+        wanted = _plain(name)
+        device = KNOWN.get(wanted) or KNOWN.get(_KEYS.get(wanted, ""))
+        if device is not None:
+            return device
+        if " mig " in wanted:
+            raise UnknownDevice("device", name, f"a whole GPU: {' or '.join(KNOWN)}")
     raise UnknownDevice("device", name, " or ".join(KNOWN))
+
+
+def _plain(name: str) -> str:
+    return " ".join(name.lower().split())
+
+
+#: Device key by what its boards are called; drivers before version 460 leave out the vendor.
+_KEYS = {
+    _plain(name).removeprefix(vendor): key
+    for vendor in ("", "nvidia ")
+    for name, key in ({d.product: d.key for d in KNOWN.values()} | _OTHER_NAMES).items()
+}

@@ -38,20 +38,28 @@ class Record:
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            name, value = field.name, getattr(self, field.name)
-            if name in self.PAIRS:
-                pair = value if isinstance(value, (tuple, list)) else (value, value)
-                if len(pair) != 2:
-                    raise InvalidProblem(name, value, "one integer or a pair of them")
-                object.__setattr__(self, name, tuple(self._integer(name, v) for v in pair))
-            elif name in self.LIMITS:
-                object.__setattr__(self, name, self._integer(name, value))
-            elif name in self.CHOICES:
-                choices = self.CHOICES[name]
-                if not isinstance(value, str) or value not in choices:
-                    raise InvalidProblem(name, value, " or ".join(choices))
-            elif not isinstance(value, bool):
-                raise InvalidProblem(name, value, "true or false")
+            value = getattr(self, field.name)
+            checked = self._checked(field.name, value)
+            if checked is not value:
+                object.__setattr__(self, field.name, checked)
+
+    @classmethod
+    def _checked(cls, name: str, value: object) -> object:
+        """`value` as the field `name` holds it."""
+        if name in cls.PAIRS:
+            pair = value if isinstance(value, (tuple, list)) else (value, value)
+            if len(pair) != 2:
+                raise InvalidProblem(name, value, "one integer or a pair of them")
+            return tuple(cls._integer(name, v) for v in pair)
+        if name in cls.LIMITS:
+            return cls._integer(name, value)
+        if name in cls.CHOICES:
+            choices = cls.CHOICES[name]
+            if not isinstance(value, str) or value not in choices:
+                raise InvalidProblem(name, value, " or ".join(choices))
+        elif not isinstance(value, bool):
+            raise InvalidProblem(name, value, "true or false")
+        return value
 
     @classmethod
     def _integer(cls, name: str, value: object) -> int:
@@ -111,13 +119,16 @@ class Record:
                 raise InvalidProblem(str(name), fields[name], f"a field among {', '.join(known)}")
         for name, field in known.items():
             if field.default is dataclasses.MISSING and name not in fields:
+                for given in fields:  # one that is wrong is likely why this one is missing
+                    cls._checked(given, fields[given])
                 span = _span(*cls.LIMITS[name])
                 raise InvalidProblem(name, None, f"an integer {span} (required)")
         return cls(**fields)
 
     @classmethod
     def parse(cls: type[_R], text: str) -> _R:
-        """Build a problem from words such as ``"n=32 c=64 h=56 w=56 k=64 r=3 s=3 padding=1x2"``.
+        """Build a problem from words such as ``"n=32 c=64 h=56 w=56 k=64 r=3 s=3 padding=1x2"``,
+        with blanks between them.
 
         A pair is one integer, or two joined by ``x``.
 
@@ -127,8 +138,9 @@ class Record:
         fields: dict[str, Any] = {}
         for word in text.split():
             name, equals, value = word.partition("=")
-            if not equals:
-                raise InvalidProblem("layer", word, "words of the form field=value")
+            if not equals or not name or "=" in value or value.endswith((",", ";")):
+                allowed = "words of the form field=value, with blanks between them"
+                raise InvalidProblem("layer", word, allowed)
             if name in fields:
                 raise InvalidProblem(name, value, "one value a field")
             fields[name] = cls._value(name, value)
@@ -142,7 +154,13 @@ class Record:
             return {"true": True, "1": True, "false": False, "0": False}.get(text.lower(), text)
         if name in cls.PAIRS and re.fullmatch(r"[0-9]{1,18}x[0-9]{1,18}", text):
             return [int(part) for part in text.split("x")]
-        return int(text) if re.fullmatch(r"[+-]?[0-9]{1,18}", text) else text
+        if re.fullmatch(r"[+-]?[0-9]{1,18}", text):
+            return int(text)
+        if name in cls.PAIRS:
+            raise InvalidProblem(
+                name, text, f"an integer {_span(*cls.LIMITS[name])}, or two as 1x2"
+            )
+        return text
 
     def __str__(self) -> str:
         """The words that `parse` reads, defaults left out."""

@@ -1,7 +1,8 @@
 """Measurements on disk: a folder of Parquet shards that is written by one sampler at a time.
 
 A shard is written whole or not at all, every few seconds, so a process killed at any moment loses
-only those seconds. `merge` makes the one sorted file that is committed and trained on.
+only those seconds. `confpred.data.merging` makes of them the one sorted file that is committed and
+trained on.
 """
 
 from __future__ import annotations
@@ -16,16 +17,14 @@ import pyarrow.compute as pc
 from filelock import FileLock, Timeout
 
 from confpred.data.measurements import Measurement, problem_of_row
-from confpred.data.parquet import operation_in, problem_columns, read, schema, write
-from confpred.errors import DataError, FolderBusy, InvalidInput, StorageError
-from confpred.families.registry import all_operations
-from confpred.problem.conv2d_operation import CONVOLUTION
+from confpred.data.merging import read_shards
+from confpred.data.parquet import problem_columns, schema, write
+from confpred.errors import FolderBusy, StorageError
 from confpred.problem.operation import Operation
 from confpred.sampler.tasks import Measured
 
 FLUSH_ROWS = 20_000
 FLUSH_SECONDS = 5.0
-_SHARDS = "rows-*.parquet"
 
 
 @contextlib.contextmanager
@@ -71,7 +70,7 @@ class Store:
             DataError: a shard is damaged or foreign.
         """
         keys = [*problem_columns(self._operation), "family", "source_digest"]
-        table = _read_shards(self.folder, self._operation, [*keys, "config", "device"])
+        table = read_shards(self.folder, self._operation, [*keys, "config", "device"])
         table = table.filter(pc.field("device") == device)
         kind = self._operation.problem
         found: dict[Measured, set[str]] = {}
@@ -104,43 +103,3 @@ class Store:
         write(table, self.folder / f"rows-{self._run_id}-{self._shards:05d}.parquet")
         self._shards += 1
         self._rows = []
-
-
-def merge(folders: Sequence[Path], file: Path) -> int:
-    """Write the rows of all shards of `folders` to one `file`, sorted by problem; returns how many.
-
-    Raises:
-        DataError: a shard is damaged, or a folder has none.
-        StorageError: the file system refused; `file` is then as it was.
-    """
-    operation = _operation_of(folders)
-    tables = []
-    for folder in folders:
-        table = _read_shards(folder, operation, schema(operation).names)
-        if not table.num_rows:
-            raise DataError(f"{folder} holds no measurements ({_SHARDS})")
-        tables.append(table)
-    table = pa.concat_tables(tables)
-    order = ["device", *problem_columns(operation), "family", "config", "time"]
-    indices = pc.sort_indices(table, [(name, "ascending") for name in order])
-    write(table.take(indices), file)
-    return int(table.num_rows)
-
-
-def _operation_of(folders: Sequence[Path]) -> Operation:
-    """The operation of the first shard; `read` refuses shards of another operation."""
-    for shard in (shard for folder in folders for shard in sorted(folder.glob(_SHARDS))):
-        name = operation_in(shard)
-        if name not in all_operations():
-            raise DataError(f"{shard} is of operation {name!r}, which no family computes")
-        return all_operations()[name]
-    return CONVOLUTION
-
-
-def _read_shards(folder: Path, operation: Operation, columns: Sequence[str]) -> pa.Table:
-    if not folder.is_dir():
-        raise InvalidInput("folder", str(folder), "a folder of measurements")
-    known = schema(operation)
-    empty = pa.schema([known.field(name) for name in columns], known.metadata).empty_table()
-    shards = (read(path, operation, columns) for path in sorted(folder.glob(_SHARDS)))
-    return pa.concat_tables([empty, *shards])

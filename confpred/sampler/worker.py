@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
-import os
 import signal
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
-from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any, Literal
+
+from confpred.processes import end_with, interrupts_held
 
 #: What a worker runs: a function of a job and of a function to call with each sign of life. A
 #: worker is given its import path, ``"package.module:function"``, so that a spawned process can
@@ -130,21 +129,16 @@ class Worker:
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs, self._function), daemon=True)
-        # The terminal sends Ctrl-C to children too. They inherit the blocked signal and never see
-        # it; the supervisor decides what becomes of their jobs. (The resource tracker unblocks the
-        # signal when it starts, so it is started first.)
-        resource_tracker.ensure_running()
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        try:
+        with interrupts_held():
             self._process.start()
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         theirs.close()
         return ours
 
 
 def _serve(connection: Connection, function: str) -> None:
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    parent = multiprocessing.parent_process()
+    if parent is not None and parent.pid is not None:
+        end_with(parent.pid)
     module, _, name = function.partition(":")
     while True:
         try:
@@ -157,14 +151,6 @@ def _serve(connection: Connection, function: str) -> None:
         except Exception as error:  # whatever a job raises is its result
             message = ("error", f"{type(error).__name__}: {error}")
         connection.send(message)
-
-
-def _end_with_parent() -> None:
-    """Make this process end with a supervisor that was killed, even if it hangs in the driver."""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
 
 
 def _exit_text(code: int | None) -> str:

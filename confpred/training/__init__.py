@@ -1,4 +1,4 @@
-"""Training and judging models. The only part of the library that needs pandas."""
+"""Training and judging models."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 from confpred.errors import MissingExtra
 
-_PACKAGES = ("pandas", "pyarrow", "joblib", "rich", "matplotlib")
+_PACKAGES = ("pyarrow", "joblib", "rich", "matplotlib")
 
 
 def require_packages() -> None:

@@ -6,14 +6,15 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import pandas as pd
+import pyarrow as pa
+import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from confpred.data.checks import ROW, CheckedRows, read_checked
 from confpred.data.measurements import problem_of_row
-from confpred.data.parquet import operation_in, problem_columns, read
+from confpred.data.parquet import operation_in, problem_columns
 from confpred.errors import DataError, InvalidProblem
 from confpred.families.candidate import PYTORCH
 from confpred.families.protocol import Rows
@@ -22,9 +23,6 @@ from confpred.measure.outcome import STATUSES
 from confpred.problem.device import Device, get_device
 from confpred.problem.operation import Operation
 from confpred.problem.record import Record
-
-_TEXTS = ("networks", "family", "config", "source_digest", "device", "status")
-_TIMES = ("time_ms", "spread_ms")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -101,38 +99,45 @@ def read_dataset(paths: Sequence[Path], device: str | None = None) -> Dataset:
             value; or nothing is left to train on.
         UnknownDevice: the data's device, or the one asked for, has no description.
     """
-    files = _files(paths)
+    files = data_files(paths)
     operation = _operation(files[0])
-    table = pd.concat([_read_file(file, operation) for file in files], ignore_index=True)
-    found = sorted(table["device"].unique())
+    read = read_checked(files, operation)
+    table = read.table
+    found = sorted(pc.unique(table["device"]).to_pylist())
     if device is not None:
         wanted = get_device(device).key
-        table = table[table["device"] == wanted]
-        if table.empty:
+        table = table.filter(pc.field("device") == wanted)
+        if not table.num_rows:
             raise DataError(f"no measurements of {wanted}; the data is of {' and '.join(found)}")
     elif len(found) > 1:
         raise DataError(f"the data is of {' and '.join(found)}: choose one device")
-    where = get_device(str(table["device"].iloc[0]))
-    timed = table[table["status"] == "ok"]
-    timings, pytorch_ms, skipped = _timings(timed, where, operation)
+    where = get_device(wanted if device is not None else "".join(found))
+    timed = table.filter(pc.field("status") == "ok")
+    timings, pytorch_ms, skipped = _timings(timed, read, where, operation)
     if not timings:
         raise DataError(
-            f"nothing to learn from: {len(table)} rows, {len(timed)} timed, {skipped} of configs "
-            "that this version does not have"
+            f"nothing to learn from: {table.num_rows} rows, {timed.num_rows} timed, {skipped} of "
+            "configs that this version does not have"
         )
-    kernels = timed[timed["family"] != PYTORCH].groupby("family")["source_digest"].unique()
+    counted = pc.value_counts(table["status"]).to_pylist()
+    counts = {entry["values"]: entry["counts"] for entry in counted}
     return Dataset(
         device=where,
         operation=operation,
         timings=timings,
         pytorch_ms=pytorch_ms,
-        statuses={s: int(n) for s in STATUSES if (n := (table["status"] == s).sum())},
+        statuses={status: counts[status] for status in STATUSES if status in counts},
         skipped=skipped,
-        kernels={family: tuple(sorted(digests)) for family, digests in kernels.items()},
+        kernels=_kernels(timed),
     )
 
 
-def _files(paths: Sequence[Path]) -> list[Path]:
+def data_files(paths: Sequence[Path]) -> list[Path]:
+    """The files that `read_dataset` reads.
+
+    Raises:
+        DataError: a folder holds none.
+    """
     files: list[Path] = []
     for path in paths:
         inside = sorted(path.glob("*.parquet")) if path.is_dir() else [path]
@@ -149,57 +154,97 @@ def _operation(path: Path) -> Operation:
     return all_operations()[name]
 
 
-def _read_file(path: Path, operation: Operation) -> pd.DataFrame:
-    fields = [*problem_columns(operation), *_TEXTS]
-    frame: pd.DataFrame = read(path, operation, [*fields, *_TIMES]).to_pandas()
-    _refuse(path, frame[fields].isna().any(axis=1), "an empty field")
-    _refuse(path, ~frame["status"].isin(STATUSES), f"a status other than {', '.join(STATUSES)}")
-    good = np.isfinite(frame["time_ms"]) & (frame["time_ms"] > 0)
-    _refuse(path, (frame["status"] == "ok") & ~good, "status ok, and a time that is not positive")
-    return frame
-
-
-def _refuse(path: Path, bad: pd.Series[bool], what: str) -> None:
-    if bad.any():
-        raise DataError(f"{path}: row {int(bad.to_numpy().argmax())} has {what}")
+def _kernels(timed: pa.Table) -> dict[str, tuple[str, ...]]:
+    ours = timed.filter(pc.field("family") != PYTORCH).group_by("family")
+    found = ours.aggregate([("source_digest", "distinct")]).sort_by("family").to_pylist()
+    return {row["family"]: tuple(sorted(row["source_digest_distinct"])) for row in found}
 
 
 def _timings(
-    timed: pd.DataFrame, device: Device, operation: Operation
+    timed: pa.Table, read: CheckedRows, device: Device, operation: Operation
 ) -> tuple[tuple[Timings, ...], dict[Record, float], int]:
     """The timings, PyTorch's times, and how many rows were left out."""
+    problems, networks, of_problem = _problems(timed, read, operation)
+    provider = timed["family"].combine_chunks().dictionary_encode()
+    names, of_name = provider.dictionary.to_pylist(), provider.indices.to_numpy()
+    number = _config_numbers(timed["config"], names, of_name)
+    time_ms, spread_ms = (timed[column].to_numpy() for column in ("time_ms", "spread_ms"))
+
+    # Sorted, the rows of a problem and provider lie together, and in them those of a config.
+    order = np.lexsort((number, of_name, of_problem))
+    new = np.diff(of_problem[order]).astype(bool) | np.diff(of_name[order]).astype(bool)
     timings: list[Timings] = []
     pytorch_ms: dict[Record, float] = {}
     used = 0
-    for _, rows in timed.groupby(problem_columns(operation), sort=False):
-        problem = _problem(rows.iloc[0].to_dict(), operation)
-        networks = {name for names in rows["networks"] for name in names.split(",") if name}
-        for name, of_family in rows.groupby("family", sort=False):
-            if name == PYTORCH:
-                pytorch_ms[problem] = float(of_family["time_ms"].median())
-                used += len(of_family)
-            elif name in all_families():
-                legal = all_families()[name].legal(problem, device)
-                ids = of_family["config"].map(config_ids(name)).fillna(-1).astype(int)
-                known = (ids >= 0) & legal[ids]
-                used += int(known.sum())
-                medians = of_family[known].groupby(ids[known])[list(_TIMES)].median().sort_index()
-                if len(medians):
-                    timings.append(
-                        Timings(
-                            problem,
-                            tuple(sorted(networks)),
-                            str(name),
-                            medians.index.to_numpy(np.intp),
-                            *(medians[column].to_numpy(np.float64) for column in _TIMES),
-                        )
-                    )
+    for rows in np.split(order, np.flatnonzero(new) + 1) if len(order) else ():
+        index, name = of_problem[rows[0]], names[of_name[rows[0]]]
+        problem = problems[index]
+        if name == PYTORCH:
+            pytorch_ms[problem] = float(np.median(time_ms[rows]))
+            used += len(rows)
+        elif name in all_families():
+            legal = all_families()[name].legal(problem, device)
+            rows = rows[(number[rows] >= 0) & legal[number[rows]]]
+            used += len(rows)
+            if len(rows):
+                ids, starts = np.unique(number[rows], return_index=True)
+                times = (_medians(column[rows], starts) for column in (time_ms, spread_ms))
+                timings.append(Timings(problem, networks[index], name, ids, *times))
     timings.sort(key=lambda t: (str(t.problem), t.family))
-    return tuple(timings), pytorch_ms, len(timed) - used
+    return tuple(timings), pytorch_ms, timed.num_rows - used
 
 
-def _problem(row: Mapping[str, Any], operation: Operation) -> Record:
-    try:
-        return problem_of_row(row, operation.problem)
-    except (InvalidProblem, ValueError) as error:
-        raise DataError(f"a measured problem is impossible: {error}") from error
+def _problems(
+    timed: pa.Table, read: CheckedRows, operation: Operation
+) -> tuple[list[Record], list[tuple[str, ...]], NDArray[np.intp]]:
+    """The distinct problems in the order of their first rows, the networks that each is of, and
+    the position of each row's problem among them."""
+    columns = problem_columns(operation)
+    position = pa.array(np.arange(timed.num_rows))
+    groups = (
+        timed.append_column("position", position)
+        .group_by(columns, use_threads=False)
+        .aggregate([("position", "list"), ("networks", "distinct"), (ROW, "min")])
+        .sort_by(f"{ROW}_min")
+        .combine_chunks()
+    )
+    problems: list[Record] = []
+    for fields in groups.select([*columns, f"{ROW}_min"]).to_pylist():
+        try:
+            problems.append(problem_of_row(fields, operation.problem))
+        except InvalidProblem as error:
+            raise read.error(fields[f"{ROW}_min"], error) from None
+    networks = [
+        tuple(sorted({name for names in texts for name in names.split(",") if name}))
+        for texts in groups["networks_distinct"].to_pylist()
+    ]
+    of_problem = np.empty(timed.num_rows, np.intp)
+    members = groups["position_list"]
+    lengths = pc.list_value_length(members).to_numpy()
+    of_problem[pc.list_flatten(members).to_numpy()] = np.repeat(np.arange(len(lengths)), lengths)
+    return problems, networks, of_problem
+
+
+def _config_numbers(
+    configs: pa.ChunkedArray, names: Sequence[str], of_name: NDArray[np.int32]
+) -> NDArray[np.intp]:
+    """The number of each row's config in its family's table; -1 where this version has none."""
+    encoded = configs.combine_chunks().dictionary_encode()
+    words, of_words = encoded.dictionary.to_pylist(), encoded.indices.to_numpy()
+    number = np.full(len(of_words), -1, np.intp)
+    for index, name in enumerate(names):
+        if name in all_families():
+            ids = config_ids(name)
+            known = np.array([ids.get(text, -1) for text in words], np.intp)
+            mine = of_name == index
+            number[mine] = known[of_words[mine]]
+    return number
+
+
+def _medians(values: NDArray[np.float64], starts: NDArray[np.intp]) -> NDArray[np.float64]:
+    """Median of each run of `values` from one of `starts` to the next; numbers that are missing
+    do not count."""
+    if len(starts) == len(values):
+        return values
+    runs = (run[~np.isnan(run)] for run in np.split(values, starts[1:]))
+    return np.array([np.median(run) if len(run) else np.nan for run in runs])

@@ -7,16 +7,16 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
-from joblib import Parallel, cpu_count, delayed
 from numpy.typing import NDArray
 
-from confpred.errors import MissingExtra, StorageError
+from confpred.errors import MissingExtra
 from confpred.model.ranking import PytorchModel
 from confpred.model.trees import Trees
 from confpred.problem.device import Device
 from confpred.problem.record import Record
 from confpred.training.dataset import Dataset, Timings
 from confpred.training.fit import Hyperparameters
+from confpred.training.helpers import run_in_helpers
 from confpred.training.methods import TOPS, Method, Score, baselines, model_method
 from confpred.training.pytorch import fit_pytorch
 from confpred.training.split import Fold, split_by_network
@@ -91,16 +91,12 @@ def judge(
     Folds and methods run side by side, a process for each core, as each learns in one thread.
 
     Raises:
-        StorageError: the disk has no room for what the processes share.
+        ConfpredError: see `run_in_helpers`.
     """
     pairs = [(name, fold) for name in methods for fold in folds]
-    try:
-        parts = Parallel(n_jobs=min(cpu_count(), len(pairs)))(
-            delayed(_judge_fold)(methods[name], fold, device, seed) for name, fold in pairs
-        )
-    except OSError as error:
-        reason = error.strerror or error
-        raise StorageError(f"cannot write what processes share: {reason}") from error
+    parts = run_in_helpers(
+        _judge_fold, [(methods[name], fold, device, seed) for name, fold in pairs]
+    )
     scores: dict[str, tuple[Score, ...]] = {}
     missing: dict[str, str] = {}
     for (name, _), part in zip(pairs, parts, strict=True):

@@ -72,8 +72,9 @@ def _whole_table(summaries: Mapping[str, Summary]) -> Table:
     return table
 
 
-def plot_regret(evaluation: Evaluation, path: Path) -> None:
-    """Write a PNG: for each method, the share of problems whose regret is at most x.
+def plot_regret(evaluation: Evaluation, path: Path, *, replace: bool = True) -> None:
+    """Write a PNG: for each method, the share of problems whose regret is at most x; `replace` as
+    `write_whole` has it.
 
     Raises:
         StorageError: the file system refused the write.
@@ -102,4 +103,4 @@ def plot_regret(evaluation: Evaluation, path: Path) -> None:
     axes.set_ylabel("share of problems of held-out networks")
     axes.grid(alpha=0.3)
     axes.legend(loc="lower right")
-    write_whole(path, lambda file: figure.savefig(file, format="png", dpi=150))
+    write_whole(path, lambda file: figure.savefig(file, format="png", dpi=150), replace=replace)

@@ -19,6 +19,7 @@ from strategies import problems
 
 from confpred.cuda.cache import KernelCache
 from confpred.cuda.compiler import compile_kernel
+from confpred.data.merging import merge
 from confpred.data.parquet import operation_in, read, schema
 from confpred.errors import DataError
 from confpred.families.registry import all_families, all_operations, families_of, operation_of
@@ -26,7 +27,7 @@ from confpred.problem.conv2d import DTYPES, Problem
 from confpred.problem.conv2d_operation import CONVOLUTION
 from confpred.problem.device import get_device
 from confpred.problem.operation import REFERENCE, Operand, Operation
-from confpred.sampler.store import merge, open_store
+from confpred.sampler.store import open_store
 from confpred.training.dataset import read_dataset
 
 OUTPUTS = {"fprop": {"out"}, "dgrad": {"in_grad"}, "wgrad": {"filter_grad", "bias_grad"}}

@@ -71,7 +71,15 @@ def test_records_of_two_operations_are_never_equal() -> None:
         ("rows=1 columns=1 logarithm=maybe", "logarithm", "true or false"),
         ("rows=1 columns=1 stride=2", "stride", "a field among rows, columns, block, dtype"),
         ("rows=1 rows=2", "rows", "one value a field"),
-        ("seven", "layer", "words of the form field=value"),
+        ("seven", "layer", "words of the form field=value, with blanks between them"),
+        ("rows=7,columns=9", "layer", "words of the form field=value, with blanks between them"),
+        ("rows=7, columns=9", "layer", "words of the form field=value, with blanks between them"),
+        ("=7", "layer", "words of the form field=value, with blanks between them"),
+        # What is wrong comes before what is missing.
+        ("rows=7,8", "rows", "an integer from 1 to 1000"),
+        ("rows=", "rows", "an integer from 1 to 1000"),
+        ("rows=7 dtype=int4", "dtype", "float16 or float32"),
+        ("rows=7 block=1,2", "block", "an integer from 1 to 8, or two as 1x2"),
     ],
 )
 def test_bad_words_are_named_with_its_own_fields(text: str, field: str, allowed: str) -> None:

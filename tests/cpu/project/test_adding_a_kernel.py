@@ -66,12 +66,15 @@ def test_the_figures_are_those_of_the_files(repository: Path, example: Path) -> 
     entries = json.loads((example / "suite.json").read_text())["problems"]
     of_networks = sum(bool(entry["networks"]) for entry in entries)
     assert f"{of_networks} of real networks, {len(entries) - of_networks} between" in page
-    rows = pq.read_table(example / "h100.parquet").to_pandas()
+    rows = pq.read_table(example / "h100.parquet")
     assert f"{len(rows):,} rows" in page
-    ours = rows[(rows["status"] == "ok") & (rows["family"] == FAMILY.name)]
-    fastest = ours.loc[ours.groupby(["rows", "columns", "dtype", "affine"])["time_ms"].idxmin()]
+    ok = [row for row in rows.to_pylist() if row["status"] == "ok" and row["family"] == FAMILY.name]
+    fastest: dict[tuple[object, ...], str] = {}
+    for row in sorted(ok, key=lambda row: row["time_ms"]):
+        key = tuple(row[name] for name in ("rows", "columns", "dtype", "affine"))
+        fastest.setdefault(key, row["config"])
     assert f"{len(FAMILY.configs)}\nconfigs, and half of them are the fastest" in page
-    assert 0.4 < fastest["config"].nunique() / len(FAMILY.configs) < 0.6
+    assert 0.4 < len(set(fastest.values())) / len(FAMILY.configs) < 0.6
 
 
 def test_the_example_keeps_the_protocols() -> None:

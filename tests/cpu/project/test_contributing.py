@@ -268,7 +268,11 @@ def test_a_command_exists(command: str, monkeypatch: pytest.MonkeyPatch) -> None
         known = {option for parameter in found.params for option in parameter.opts}
         assert {word for word in rest if word.startswith("--")} <= known
         if "--" not in "".join(rest[-1:]):  # as many words as the command takes, rightly spelled
-            found.make_context(name, rest)
+            try:
+                found.make_context(name, rest)
+            except click.BadParameter as error:
+                if "does not exist" not in error.message:  # the step before makes the file
+                    raise
 
 
 def test_a_walk_runs_the_copy_and_not_the_installation(copy: Path) -> None:

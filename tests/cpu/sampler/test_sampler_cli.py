@@ -54,7 +54,7 @@ def suite(repository: Path) -> Path:
         (("--configs", "many"), "'many' is not a valid integer"),
         (("--jobs", "0"), "0 is not in the range"),
         (("--seed", "-1"), "-1 is not in the range"),
-        (("--suite", "none.json"), "cannot read none.json"),
+        (("--suite", "none.json"), "'--suite': File 'none.json' does not exist"),
         (
             ("--family", "grouped_fprop", "--family", "grouped"),
             f"family='grouped' is not allowed; allowed: {' or '.join(all_families())}",
@@ -95,9 +95,9 @@ def test_merge(tmp_path):
     fill(tmp_path / "a", [ROW])
     done = confpred("merge", tmp_path / "a", tmp_path / "all.parquet")
     assert (done.returncode, done.stdout) == (0, f"1 rows in {tmp_path / 'all.parquet'}\n")
-    done = confpred("merge", tmp_path / "b", tmp_path / "all.parquet")
+    done = confpred("merge", tmp_path / "b", tmp_path / "other.parquet")
     assert done.returncode == 2
-    assert done.stderr.startswith("confpred: folder=")
+    assert "'FOLDER...': Directory" in done.stderr
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("90s", 90), ("8m", 480), ("1.5h", 5400)])

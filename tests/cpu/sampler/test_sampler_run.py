@@ -20,6 +20,7 @@ import sampler_run
 from layers import H100
 
 from confpred.data.measurements import problem_of_row
+from confpred.data.merging import merge
 from confpred.data.parquet import read
 from confpred.data.suites import Entry, Suite, write_suite
 from confpred.errors import ConfpredError, FolderBusy, InvalidInput, LaunchError
@@ -27,7 +28,7 @@ from confpred.families.registry import all_families, config_ids
 from confpred.problem.conv2d import Problem
 from confpred.problem.conv2d_operation import CONVOLUTION
 from confpred.sampler.run import Settings, Tally, sample
-from confpred.sampler.store import merge, open_store
+from confpred.sampler.store import open_store
 
 LAYER = Problem(2, 64, 14, 14, 64, 3, 3, padding=1, groups=8)
 DENSE = Problem(2, 128, 14, 14, 128, 3, 3, padding=1)

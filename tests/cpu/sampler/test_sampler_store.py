@@ -15,12 +15,13 @@ import pytest
 from sampler_rows import LAYER, ROW, RUN, fill, other
 
 from confpred.data.measurements import problem_of_row
+from confpred.data.merging import merge
 from confpred.data.parquet import read, schema
 from confpred.errors import DataError, FolderBusy, InvalidInput, StorageError
 from confpred.families.registry import config_ids
 from confpred.problem.conv2d import Problem
 from confpred.problem.conv2d_operation import CONVOLUTION
-from confpred.sampler.store import FLUSH_ROWS, merge, open_store
+from confpred.sampler.store import FLUSH_ROWS, open_store
 from confpred.sampler.tasks import Measured
 
 

@@ -134,7 +134,7 @@ def test_command_prints_writes_and_plots(measurements, tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("missing.parquet",), "missing.parquet is not a whole file of measurements"),
+        (("missing.parquet",), "'DATA...': Path 'missing.parquet' does not exist"),
         ((), "Missing argument"),
         (("DATA", "--folds", 1), "1 is not in the range"),
         (("DATA", "--device", "tpu"), "device='tpu' is not allowed"),
@@ -149,7 +149,7 @@ def test_command_names_what_is_wrong(measurements, words, message):
 
 
 def test_command_names_a_missing_package(measurements):
-    prelude = "import sys; sys.modules['pandas'] = None"
+    prelude = "import sys; sys.modules['joblib'] = None"
     done = command(measurements, prelude=prelude)
-    assert "this needs pandas: pip install 'confpred[train]'" in done.stderr
+    assert "this needs joblib: pip install 'confpred[train]'" in done.stderr
     assert done.returncode == 1

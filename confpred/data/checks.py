@@ -1,0 +1,81 @@
+"""The rows of several files of measurements as one table, each column checked as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from confpred.data.parquet import problem_columns, read
+from confpred.errors import DataError, InvalidInput
+from confpred.measure.outcome import STATUSES
+from confpred.problem.operation import Operation
+
+#: The column that says where a row comes from; see `CheckedRows`.
+ROW = "row"
+_TEXTS = ("networks", "family", "config", "source_digest", "device", "status")
+_TIMES = ("time_ms", "spread_ms")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CheckedRows:
+    """Rows without an impossible value, save combinations of sizes that describe no problem.
+
+    Attributes:
+        table: the columns that identify a problem, those of ``_TEXTS`` and ``_TIMES``, and ``row``:
+            how many rows of `files` come before it.
+        files: where the rows come from, in order.
+        ends: how many rows there are up to the end of each file.
+    """
+
+    table: pa.Table
+    files: tuple[Path, ...]
+    ends: tuple[int, ...]
+
+    def error(self, row: int, error: InvalidInput) -> DataError:
+        """`error`, found in the row that has this number in the column ``row``, with its place."""
+        file = int(np.searchsorted(self.ends, row, side="right"))
+        return _error(self.files[file], row - (self.ends[file - 1] if file else 0), error)
+
+
+def read_checked(files: Sequence[Path], operation: Operation) -> CheckedRows:
+    """The rows of `files`, in their order.
+
+    Raises:
+        DataError: a file cannot be read or lacks a column, or a value is not allowed; the error
+            names file, row (counted from 0), column, value and what is allowed.
+    """
+    columns = [*problem_columns(operation), *_TEXTS]
+    tables = [read(file, operation, [*columns, *_TIMES]) for file in files]
+    for file, table in zip(files, tables, strict=True):
+        _check(file, table, columns)
+    table = pa.concat_tables(tables).combine_chunks()
+    table = table.append_column(ROW, pa.array(np.arange(table.num_rows)))
+    ends = np.cumsum([part.num_rows for part in tables])
+    return CheckedRows(table, tuple(files), tuple(ends.tolist()))
+
+
+def _check(file: Path, table: pa.Table, columns: Sequence[str]) -> None:
+    for name in columns:
+        if table[name].null_count:
+            _refuse(file, table, name, table[name].is_null(), "a value in every row")
+    known = pc.is_in(table["status"], value_set=pa.array(STATUSES))
+    _refuse(file, table, "status", pc.invert(known), " or ".join(STATUSES))
+    time = table["time_ms"].fill_null(np.nan)
+    positive = pc.and_(pc.is_finite(time), pc.greater(time, 0))
+    wrong = pc.and_not(pc.equal(table["status"], "ok"), positive)
+    _refuse(file, table, "time_ms", wrong, "a number above 0 where status is ok")
+
+
+def _refuse(file: Path, table: pa.Table, name: str, wrong: pa.ChunkedArray, allowed: str) -> None:
+    row = pc.index(wrong, True).as_py()
+    if row >= 0:
+        raise _error(file, row, InvalidInput(name, table[name][row].as_py(), allowed))
+
+
+def _error(file: Path, row: int, error: InvalidInput) -> DataError:
+    return DataError(f"{file}: row {row}: {error}")

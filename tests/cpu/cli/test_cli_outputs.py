@@ -1,0 +1,258 @@
+"""Commands that write: checked before they work, whole or not at all, and nothing is lost."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from sampler_rows import ROW, fill, other
+
+from confpred.data.merging import merge, shards_in
+from confpred.errors import StorageError
+from confpred.files import write_whole
+
+LAYER = "n=32 c=128 h=56 w=56 k=128 r=3 s=3 groups=16 padding=1"
+PROGRAM = "from confpred.cli import main; main()"
+PRECIOUS = b"precious"
+
+
+def confpred(*words: object, prelude: str = "", **how: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", f"{prelude}\n{PROGRAM}", *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, **how)  # type: ignore[call-overload,no-any-return]
+
+
+def refused(done: subprocess.CompletedProcess[str], *words: str) -> None:
+    """One line that has all `words`, and no traceback."""
+    assert done.returncode in (1, 2), done.stderr
+    assert done.stderr.count("\n") == 1, done.stderr
+    assert done.stderr.startswith("confpred: ")
+    for word in words:
+        assert word in done.stderr
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> Path:
+    """A folder of two shards."""
+    fill(tmp_path / "ra", [ROW])
+    shutil.copy(shards_in(tmp_path / "ra")[0], tmp_path / "ra" / "rows-first.parquet")
+    fill(tmp_path / "ra", [other(n) for n in range(2, 300)])
+    assert len(shards_in(tmp_path / "ra")) == 2
+    return tmp_path / "ra"
+
+
+@pytest.fixture(params=["merge", "evaluate json", "evaluate plot", "plan export"])
+def writer(
+    request: pytest.FixtureRequest, shards: Path, few_measurements: Path
+) -> Callable[[Path], tuple[object, ...]]:
+    """The words of a command that writes a file, given that file."""
+    words: dict[str, Callable[[Path], tuple[object, ...]]] = {
+        "merge": lambda out: ("merge", shards, out),
+        "evaluate json": lambda out: ("evaluate", few_measurements, "--json", out),
+        "evaluate plot": lambda out: ("evaluate", few_measurements, "--plot", out),
+        "plan export": lambda out: (
+            *("plan", "export", "--device", "h100", "--layer", LAYER, "--out"),
+            out,
+        ),
+    }
+    return words[request.param]
+
+
+def test_nothing_is_overwritten_without_force(
+    writer: Callable[[Path], tuple[object, ...]], tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    out.write_bytes(PRECIOUS)
+    refused(confpred(*writer(out)), f"={str(out)!r} is not allowed", "--force")
+    assert out.read_bytes() == PRECIOUS
+    link = tmp_path / "link"
+    link.symlink_to("nowhere")
+    refused(confpred(*writer(link)), "--force")
+    done = confpred(*writer(out), "--force")
+    assert done.returncode == 0, done.stderr
+    assert out.read_bytes() != PRECIOUS
+
+
+def test_what_cannot_be_written_is_told_at_once(
+    writer: Callable[[Path], tuple[object, ...]], tmp_path: Path
+) -> None:
+    """Before what does the work is even imported."""
+    (tmp_path / "file").write_bytes(PRECIOUS)
+    os.mkfifo(tmp_path / "pipe")
+    begun = "import confpred.files, sys; sys.modules['confpred.training.evaluate'] = None"
+    for out, reason in (
+        (tmp_path, "a file, and this is a folder"),
+        (tmp_path / "pipe", "a plain file"),
+        (tmp_path / "file" / "out", "Not a directory"),
+        (Path("/proc/out"), "cannot write /proc/out"),
+        (tmp_path / ("x" * 250), "File name too long"),
+    ):
+        refused(confpred(*writer(out), "--force", prelude=begun), reason)
+    assert (tmp_path / "file").read_bytes() == PRECIOUS
+    assert (tmp_path / "pipe").is_fifo()
+
+
+def test_a_full_disk_leaves_the_old_file_and_nothing_else(
+    writer: Callable[[Path], tuple[object, ...]], tmp_path: Path
+) -> None:
+    folder = tmp_path / "full"
+    folder.mkdir()
+    out = folder / "out"
+    out.write_bytes(PRECIOUS)
+
+    def no_room() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
+
+    # What evaluating shares between processes goes to files too, and is too large then.
+    prelude = "import os; os.environ['LOKY_MAX_CPU_COUNT'] = '1'"
+    done = confpred(*writer(out), "--force", preexec_fn=no_room, prelude=prelude)
+    refused(done, f"cannot write {out}: File too large")
+    assert out.read_bytes() == PRECIOUS
+    assert [path.name for path in folder.iterdir()] == ["out"]
+
+
+def test_a_full_disk_leaves_no_part_of_a_model(few_measurements: Path, tmp_path: Path) -> None:
+    def no_room() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+
+    prelude = "import os; os.environ['LOKY_MAX_CPU_COUNT'] = '1'"
+    out = tmp_path / "model"
+    done = confpred("train", few_measurements, "--out", out, preexec_fn=no_room, prelude=prelude)
+    refused(done, f"cannot write {out}: File too large")
+    assert list(tmp_path.iterdir()) == []
+
+
+def inputs(tmp_path: Path, file: Path) -> Iterator[Path]:
+    """Other names of a file."""
+    yield file
+    yield file.parent / ".." / file.parent.name / file.name
+    for make, name in ((os.symlink, "symbolic"), (os.link, "hard")):
+        make(file, tmp_path / name)
+        yield tmp_path / name
+
+
+def test_merge_never_overwrites_its_shards(shards: Path, tmp_path: Path) -> None:
+    shard = shards_in(shards)[0]
+    before = shard.read_bytes()
+    for name in inputs(tmp_path, shard):
+        for force in (), ("--force",):
+            refused(confpred("merge", shards, name, *force), "file that is not read as well")
+    refused(confpred("merge", shards, shards / "rows-all.parquet"), "shard of")
+    assert len(shards_in(shards)) == 2
+    assert shard.read_bytes() == before
+
+
+def test_other_commands_never_overwrite_their_inputs(
+    few_measurements: Path, tmp_path: Path, repository: Path
+) -> None:
+    data = shutil.copy(few_measurements, tmp_path / "data.parquet")
+    suite = shutil.copy(repository / "datasets" / "suites" / "smoke.json", tmp_path / "suite.json")
+    os.symlink(tmp_path, tmp_path / "folder")
+    export = ("plan", "export", "--device", "h100", "--network", suite, "--force", "--out")
+    for words in (
+        ("evaluate", data, "--force", "--json", data),
+        ("evaluate", tmp_path, "--force", "--plot", tmp_path / "folder" / "data.parquet"),
+        (*export, suite),
+    ):
+        before = Path(str(words[-1])).read_bytes()
+        refused(confpred(*words), "is not allowed; allowed: a file that is not read as well")
+        assert Path(str(words[-1])).read_bytes() == before
+
+
+def test_two_outputs_are_two_files(few_measurements: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    done = confpred("evaluate", few_measurements, "--json", out, "--plot", tmp_path / "." / "out")
+    refused(done, "plot=", "another file than that of json")
+
+
+def test_a_file_that_appears_meanwhile_is_left_alone(shards: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with pytest.raises(StorageError, match="File exists"):
+        write_whole(out, lambda file: out.write_bytes(PRECIOUS), replace=False)
+    assert out.read_bytes() == PRECIOUS
+    with pytest.raises(StorageError, match="File exists"):
+        merge([shards], out, replace=False)
+    assert out.read_bytes() == PRECIOUS
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "ra"]
+    write_whole(tmp_path / "new", lambda file: file.write(PRECIOUS), replace=False)
+    assert (tmp_path / "new").stat().st_nlink == 1
+
+
+@pytest.mark.parametrize("command", ["train", "sample"])
+def test_folders_are_checked_at_once(
+    command: str, few_measurements: Path, tmp_path: Path, repository: Path
+) -> None:
+    (tmp_path / "file").write_bytes(PRECIOUS)
+    suite = repository / "datasets" / "suites" / "smoke.json"
+    first = ("train", few_measurements) if command == "train" else ("sample", "--suite", suite)
+    begun = "import sys; sys.modules['confpred.training.train'] = None"
+    for out, reason in (
+        (tmp_path / "file", "out='"),
+        (tmp_path / "file" / "out", "Not a directory"),
+        (Path("/proc/out"), "cannot write /proc/out"),
+    ):
+        refused(confpred(*first, "--out", out, prelude=begun), reason)
+    assert (tmp_path / "file").read_bytes() == PRECIOUS
+
+
+def test_train_replaces_no_folder(few_measurements: Path, tmp_path: Path) -> None:
+    """Not even an empty one: a model's version is its folder's name."""
+    refused(
+        confpred("train", few_measurements, "--out", tmp_path), "a folder that does not exist yet"
+    )
+
+
+def helpers_of(pid: int) -> list[int]:
+    """The processes of a session that are not zombies."""
+    found = []
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, _, session = status.read_text().rpartition(") ")[2].split()[:4]
+        except OSError:
+            continue
+        if int(session) == pid and state != "Z" and int(status.parent.name) != pid:
+            found.append(int(status.parent.name))
+    return found
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    limit = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < limit
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    ("number", "to_all", "code", "word"),
+    [
+        (signal.SIGKILL, False, -signal.SIGKILL, None),
+        (signal.SIGINT, True, 130, "interrupted"),  # as the terminal sends it
+        (signal.SIGTERM, False, 143, "terminated"),
+    ],
+)
+def test_helper_processes_end_with_train(
+    measurements: Path, tmp_path: Path, number: int, to_all: bool, code: int, word: str | None
+) -> None:
+    command = [sys.executable, "-c", PROGRAM, "train", measurements, "--out", tmp_path / "model"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    try:
+        wait_until(lambda: len(helpers_of(process.pid)) > 1)
+        (os.killpg if to_all else os.kill)(process.pid, number)
+        _, said = process.communicate(timeout=60)
+        assert process.returncode == code
+        if word is not None:
+            assert said == f"confpred: {word}\n"
+        wait_until(lambda: not helpers_of(process.pid))
+        assert list(tmp_path.iterdir()) == []
+    finally:
+        for left in (process.pid, *helpers_of(process.pid)):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(left, signal.SIGKILL)

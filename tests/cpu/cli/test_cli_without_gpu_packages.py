@@ -1,0 +1,61 @@
+"""Only `sample` needs the packages of the GPU extra."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from sampler_rows import ROW, fill
+
+LAYER = "n=32 c=128 h=56 w=56 k=128 r=3 s=3 groups=16 padding=1"
+#: What `confpred[gpu]` installs and no other extra, made impossible to import.
+PRELUDE = """
+import sys
+for name in ("cuda", "torch", "filelock", *%r):
+    sys.modules[name] = None
+from confpred.cli import main
+main()
+"""
+
+
+def confpred(*words: object, also: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", PRELUDE % (also,), *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_merge_needs_pyarrow_alone(tmp_path: Path) -> None:
+    fill(tmp_path / "a", [ROW])
+    others = ("rich", "joblib", "lightgbm", "matplotlib", "fastapi", "uvicorn")
+    done = confpred("merge", tmp_path / "a", tmp_path / "all.parquet", also=others)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == f"1 rows in {tmp_path / 'all.parquet'}\n"
+    done = confpred("merge", tmp_path / "a", tmp_path / "b.parquet", also=("pyarrow",))
+    assert (done.returncode, done.stderr) == (
+        1,
+        "confpred: this needs pyarrow: pip install 'confpred[data]'\n",
+    )
+
+
+@pytest.mark.parametrize("command", ["predict", "plan", "train", "evaluate", "serve"])
+def test_other_commands_need_no_gpu_package(
+    command: str, few_measurements: Path, tmp_path: Path
+) -> None:
+    words: dict[str, tuple[object, ...]] = {
+        "predict": ("--device", "h100", "--layer", LAYER),
+        "plan": ("export", "--device", "h100", "--layer", LAYER, "--out", tmp_path / "plan.json"),
+        "train": (few_measurements, "--out", tmp_path / "model"),
+        "evaluate": (few_measurements, "--json", tmp_path / "evaluation.json"),
+        "serve": ("--help",),
+    }
+    done = confpred(command, *words[command])
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_sample_names_its_extra(repository: Path, tmp_path: Path) -> None:
+    suite = repository / "datasets" / "suites" / "smoke.json"
+    done = confpred("sample", "--suite", suite, "--out", tmp_path / "out", "--no-pytorch")
+    assert done.returncode == 1
+    assert "pip install 'confpred[gpu]'" in done.stderr
+    assert done.stderr.count("\n") == 1
