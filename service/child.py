@@ -38,9 +38,10 @@ class Child:
         self._handed = self._closed = 0
 
     async def start(
-        self, settings: Settings, generations: Sequence[Path], handler: Handler
+        self, settings: Settings, home: Path, generations: Sequence[Path], handler: Handler
     ) -> None:
-        """Start the process; it loads `generations`, of which the last is current.
+        """Start the process; it loads `generations`, of which the last is current, and removes
+        `home` if it outlives this one.
 
         Raises:
             OSError: there are too many processes or open files.
@@ -52,6 +53,7 @@ class Child:
                 "control": pairs.control[1].fileno(),
                 "connections": pairs.connections[1].fileno(),
                 "generations": [str(folder) for folder in generations],
+                "home": str(home),
             }
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable,

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from confpred.errors import ModelError
 from confpred.model.folder import Model
 from confpred.predict.predictor import Predictor
 from confpred.problem.device import KNOWN
@@ -47,14 +48,14 @@ class Generation:
         return long_enough and any(digest.startswith(version) for digest in digests)
 
 
-def of(predictor: Predictor, digest: str | None = None) -> Generation:
-    """`predictor`'s generation, its tables made, so that no client need wait for them."""
+def of(predictor: Predictor, pins: bytes | None = None) -> Generation:
+    """`predictor`'s generation, its tables made, so that no client need wait for them; `pins` is
+    the text of its pins."""
     for device in KNOWN:
         predictor.choose(EXAMPLE, device)
-    digests = {device: model.digest for device, model in predictor.models.items()}
-    named = ", ".join(f"{device}={digest}" for device, digest in sorted(digests.items()))
-    headers = {MODEL_HEADER: named or "none"}
-    return Generation(digest or digest_of(digests, None), predictor, headers)
+    models = {device: (m.version, m.digest) for device, m in predictor.models.items()}
+    named = ", ".join(f"{device}={models[device][1]}" for device in sorted(models))
+    return Generation(digest_of(models, pins), predictor, {MODEL_HEADER: named or "none"})
 
 
 def load(folder: Path) -> Generation:
@@ -64,9 +65,14 @@ def load(folder: Path) -> Generation:
         ModelError, DataError, InvalidInput: the folder is damaged, or a model in it is of no use
             to this version of confpred.
     """
+    if not folder.is_dir():
+        raise ModelError(f"cannot read {folder}: it is gone")
     models, pins = (path if path.exists() else None for path in (folder / MODELS, folder / PINS))
     predictor = Predictor.load(models, pins=pins)
-    return of(predictor, folder.name)
+    found = of(predictor, None if pins is None else pins.read_bytes())
+    if found.digest != folder.name:
+        raise ModelError(f"{folder} is damaged: it is {found.digest}")
+    return found
 
 
 class Loaded:

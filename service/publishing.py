@@ -39,16 +39,16 @@ def publish(settings: Settings, home: Path) -> Path:
     if not folders and settings.model is not None:
         raise ModelError(f"{source} holds no model folder")
     files: dict[str, bytes] = {}
-    digests = {}
+    known = {}
     for device, path in folders.items():
         read = read_files(path)
-        digests[device] = read.digest
         version = path.resolve().name
+        known[device] = (version, read.digest)
         files |= {f"{MODELS}/{version}/{name}": text for name, text in read.files.items()}
     pins = _read_pins(settings.pins)
     if pins is not None:
         files[PINS] = pins
-    published = home / digest_of(digests, pins)
+    published = home / digest_of(known, pins)
     if not published.exists():
         write_folder(published, files)
     return published
@@ -67,8 +67,9 @@ def fingerprint(settings: Settings) -> str:
     return hashlib.sha256(json.dumps(found).encode()).hexdigest()
 
 
-def digest_of(models: Mapping[str, str], pins: bytes | None) -> str:
-    """The digest of a generation, of its models' digests by device and the text of its pins."""
+def digest_of(models: Mapping[str, tuple[str, str]], pins: bytes | None) -> str:
+    """The digest of a generation, of its models' names and digests by device and the text of its
+    pins; answers tell the names."""
     parts = [models, None if pins is None else hashlib.sha256(pins).hexdigest()]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 

@@ -44,6 +44,7 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 30.0
 _PREPARE_S, _SWITCH_S = 120.0, 30.0
 #: What a worker may take to end after the last of its requests.
 _END_S = 5.0
+_GENERATIONS = "generations"
 _ACCEPTED_AT_ONCE, _NO_DESCRIPTORS_S = 64, 0.5
 _log = logging.getLogger(__name__)
 
@@ -94,7 +95,9 @@ class Supervisor:
         loop.add_signal_handler(signal.SIGHUP, lambda: self._spawn(self._reload_for("SIGHUP")))
         self._listener.setblocking(False)
         seen = fingerprint(self._settings)
-        self._history = [await asyncio.to_thread(publish, self._settings, self._home)]
+        self._history = [
+            await asyncio.to_thread(publish, self._settings, self._home / _GENERATIONS)
+        ]
         names = [str(number) for number in range(self._settings.workers)]
         slots = [asyncio.create_task(self._slot(name)) for name in names]
         if self._settings.watch_models:
@@ -116,7 +119,7 @@ class Supervisor:
         """
         async with self._changing:
             try:
-                new = await asyncio.to_thread(publish, self._settings, self._home)
+                new = await self._publish()
                 outcome = "unchanged" if new == self._history[-1] else "reloaded"
                 await self._change([*(each for each in self._history if each != new), new])
             except ConfpredError as error:
@@ -137,6 +140,10 @@ class Supervisor:
             await self._change(self._history[:-1])
             self._count("rolled_back")
             return "rolled_back"
+
+    async def _publish(self) -> Path:
+        folder = self._home / _GENERATIONS
+        return await asyncio.to_thread(publish, self._settings, folder)
 
     async def _change(self, history: Sequence[Path]) -> None:
         """Have all workers load what they have not loaded of `history` and then, when all have,
@@ -186,7 +193,7 @@ class Supervisor:
             began, child = time.monotonic(), Child(name)
             try:
                 handle = functools.partial(self._handle, child)
-                await child.start(self._settings, self._history, handle)
+                await child.start(self._settings, self._home, self._history, handle)
             except OSError as error:
                 ended = f"cannot be started: {error.strerror or error}"
             else:

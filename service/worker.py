@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -43,6 +44,7 @@ class Start:
         control: file descriptor of the worker's end of the channel.
         connections: file descriptor of the socket that connections arrive by.
         generations: folders to load; the last is the current one.
+        home: the folder of the server.
     """
 
     settings: dict[str, Any]
@@ -50,6 +52,7 @@ class Start:
     control: int
     connections: int
     generations: list[str]
+    home: str
 
 
 class Worker:
@@ -60,7 +63,7 @@ class Worker:
         self._connections = socket.socket(fileno=start.connections)
         self._connections.setblocking(False)
         self._closed = 0
-        self._reporting = False
+        self._reporting = self.orphaned = False
         self._tasks: list[asyncio.Task[None]] = []
         self._prepared_tokens: tuple[tokens.Token, ...] | None = None
 
@@ -78,7 +81,8 @@ class Worker:
 
     async def _listen(self) -> None:
         await self._channel.listen()
-        self._server.should_exit = True  # the supervisor is gone
+        self.orphaned = not self._server.should_exit  # the supervisor is gone
+        self._server.should_exit = True
 
     async def _handle(self, word: str, fields: Fields) -> Fields | None:
         answer: Fields | None = await getattr(self, f"_on_{word}")(**fields)
@@ -206,7 +210,10 @@ def main() -> None:
         timeout_keep_alive=settings.idle_timeout,
         timeout_graceful_shutdown=settings.grace,
     )
-    _Server(config, Worker(start, app, loaded)).run(sockets=[])
+    worker = Worker(start, app, loaded)
+    _Server(config, worker).run(sockets=[])
+    if worker.orphaned:  # nobody else tidies up
+        shutil.rmtree(Path(start.home), ignore_errors=True)
 
 
 def _load(start: Start) -> Loaded:
