@@ -10,6 +10,8 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import socket
+import struct
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -102,7 +104,7 @@ class LimitedProtocol(HttpToolsProtocol):
             if self._answering():
                 self._set_deadline(self.limits.head_timeout, self._due)
             elif self._due is None:
-                self.transport.abort()
+                self._abort()
             else:
                 self._refuse(408, self._due)
 
@@ -126,6 +128,13 @@ class LimitedProtocol(HttpToolsProtocol):
             return 431, Error("head_too_large", message, "head", None, allowed)
         return 413, Error("body_too_large", "the request has too many bytes", "body")
 
+    def _abort(self) -> None:
+        """Close at once; the system is not to keep what the client did not read either."""
+        connection = self.transport.get_extra_info("socket")
+        with socket.fromfd(connection.fileno(), connection.family, connection.type) as same:
+            same.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.transport.abort()
+
     def _refuse(self, status: int, error: Error) -> None:
         """Reply if no reply is under way, and close."""
         if self._refused:
@@ -136,7 +145,7 @@ class LimitedProtocol(HttpToolsProtocol):
             cycle.disconnected = True  # whatever the application says is too late
             cycle.message_event.set()
         if self.pipeline or (cycle is not None and cycle.response_started and cycle.more_body):
-            return self.transport.abort()
+            return self._abort()
         body = json.dumps(asdict(ErrorReply(error)))
         head = (
             f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: application/json\r\n"

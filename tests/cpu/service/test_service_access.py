@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 from click.testing import CliRunner
-from test_service_process import ONE, Server, refused, running
+from test_service_process import ONE, Server, eventually, refused, running
 
 from confpred.cli import cli
 from confpred.service import tokens
@@ -122,7 +122,7 @@ def test_only_digests_are_kept_and_the_log_has_names(
     for secret in secrets.values():
         assert secret not in kept
         assert secret not in logged
-    assert '"token": "host-1"' in logged
+    eventually(lambda: '"token": "host-1"' in guarded.log.read_text())
 
 
 def test_listening_elsewhere_needs_tokens_or_a_word(tmp_path: Path) -> None:
@@ -198,6 +198,7 @@ def test_a_line_of_json_tells_what_was_answered(guarded: Server, secrets: dict[s
     headers = {"x-request-id": "this-one", "traceparent": TRACE}
     reply = ask(guarded, "/v1/predict", secrets["host-1"], **headers)
     assert reply.status_code == 200
+    eventually(lambda: "this-one" in guarded.log.read_text())
     lines: list[dict[str, Any]] = [json.loads(x) for x in guarded.log.read_text().splitlines()]
     (line,) = (line for line in lines if line.get("request_id") == "this-one")
     digests = dict(part.split("=") for part in reply.headers["x-confpred-model"].split(", "))
@@ -221,6 +222,7 @@ def test_a_line_of_json_tells_what_was_answered(guarded: Server, secrets: dict[s
 
 def test_a_line_of_text_tells_it_too(plain: Server) -> None:
     ask(plain, "/v1/predict", None, **{"x-request-id": "that-one"})
+    eventually(lambda: "that-one" in plain.log.read_text())
     line = next(x for x in plain.log.read_text().splitlines() if "that-one" in x)
     form = r'INFO:     127\.0\.0\.1:\d+ - "POST /v1/predict HTTP/1\.1" 200 [\d.]+ ms that-one '
     assert re.fullmatch(form + r"h100 predicted=1 model=[0-9a-f]{12}", line)

@@ -14,16 +14,7 @@ import httpx
 import pytest
 from test_service_process import LAYER, ONE, Server, head, running
 
-LIMITS = (
-    "--head-timeout",
-    "2",
-    "--body-timeout",
-    "2",
-    "--idle-timeout",
-    "2",
-    "--write-timeout",
-    "2",
-)
+TIMES = ("--head-timeout", "--body-timeout", "--idle-timeout", "--write-timeout")
 
 
 @pytest.fixture(scope="module")
