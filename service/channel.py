@@ -51,7 +51,8 @@ class Channel:
         if self._reader.at_eof() or self._writer.is_closing():
             raise Gone(word)
         number = next(self._numbers)
-        answer = self._waiting[number] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[Fields] = asyncio.get_running_loop().create_future()
+        self._waiting[number] = answer
         self._write({"do": word, "number": number, **fields})
         try:
             return await answer

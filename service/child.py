@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import signal
 import socket
 import sys
@@ -47,11 +46,12 @@ class Child:
             OSError: there are too many processes or open files.
         """
         with _Pairs() as pairs:
+            theirs = (pairs.control[1].fileno(), pairs.connections[1].fileno())
             start = {
                 "settings": asdict(settings),
                 "name": self.name,
-                "control": pairs.control[1].fileno(),
-                "connections": pairs.connections[1].fileno(),
+                "control": theirs[0],
+                "connections": theirs[1],
                 "generations": [str(folder) for folder in generations],
                 "home": str(home),
             }
@@ -61,7 +61,7 @@ class Child:
                 _PROGRAM.format(path=sys.path),
                 json.dumps(start),
                 stdin=asyncio.subprocess.DEVNULL,
-                pass_fds=(start["control"], start["connections"]),
+                pass_fds=theirs,
             )
             self._connections = pairs.connections[0]
             self._connections.setblocking(False)
@@ -114,8 +114,6 @@ class _Pairs:
         self.control = socket.socketpair()
         self.connections = socket.socketpair()
         self._ours: list[Any] = [self.control[0], self.connections[0]]
-        for end in (self.control[1], self.connections[1]):
-            os.set_inheritable(end.fileno(), True)
         return self
 
     def keep_ours(self) -> None:

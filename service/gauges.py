@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from functools import partial
 
 from fastapi import FastAPI
 from prometheus_client import ProcessCollector
@@ -57,11 +58,10 @@ def _of_processes(processes: dict[str, int]) -> Iterator[Metric]:
     """Memory, CPU time and open files of each process, with its name among the workers."""
     merged: dict[str, Metric] = {}
     for name, process in processes.items():
-        of_one = ProcessCollector("confpred", lambda process=process: process, registry=None)
-        for metric in of_one.collect():
-            into = merged.setdefault(
-                metric.name, type(metric)(metric.name, metric.documentation, labels=("process",))
+        for metric in ProcessCollector("confpred", partial(int, process), registry=None).collect():
+            whole = merged.setdefault(
+                metric.name, Metric(metric.name, metric.documentation, metric.type)
             )
             for sample in metric.samples:
-                into.add_metric((name,), sample.value)
+                whole.add_sample(sample.name, {"process": name}, sample.value)
     yield from merged.values()
