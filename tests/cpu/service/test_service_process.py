@@ -170,18 +170,20 @@ def test_the_documented_commands_work(server: Server) -> None:
         for block in blocks
         for call in re.findall(r"^curl .*?(?=^curl|\Z)", block, re.MULTILINE | re.DOTALL)
     ]
-    assert len(calls) == 7
+    assert len(calls) == 10
+    form = (
+        r"""curl (-X POST )?"?http://127.0.0.1:8000([^\s"]+)"?( -H "[^"]+")?( --json '(.*)')?\s*"""
+    )
     for call in calls:
-        found = re.fullmatch(
-            r"curl http://127.0.0.1:8000(\S+)(?: --json '(.*)')?\s*", call, re.DOTALL
-        )
+        found = re.fullmatch(form, call, re.DOTALL)
         assert found, call
-        url = server.url + found[1]
-        if found[2] is None:
+        url, body = server.url + found[2], found[5]
+        if found[1]:
+            reply = httpx.post(url)
+        elif body is None:
             reply = httpx.get(url)
         else:
-            header = {"content-type": "application/json"}
-            reply = httpx.post(url, content=found[2], headers=header)
+            reply = httpx.post(url, content=body, headers={"content-type": "application/json"})
         assert reply.status_code == 200, reply.text
 
 
