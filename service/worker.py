@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 import os
 import shutil
@@ -15,6 +16,7 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,6 +67,8 @@ class Worker:
         self._closed = 0
         self._reporting = self.orphaned = False
         self._tasks: list[asyncio.Task[None]] = []
+        # One thread, as the system keeps memory for each that ever loads.
+        self._loader = ThreadPoolExecutor(1, "load")
         self._prepared_tokens: tuple[tokens.Token, ...] | None = None
 
     async def attach(self, server: uvicorn.Server) -> None:
@@ -93,7 +97,8 @@ class Worker:
         try:
             path = Path(folder)
             if path.name not in self._loaded:
-                self._loaded.add(await asyncio.to_thread(generations.load, path))
+                loop = asyncio.get_running_loop()
+                self._loaded.add(await loop.run_in_executor(self._loader, generations.load, path))
             if self._start.settings["tokens"] is not None:
                 self._prepared_tokens = tokens.read(self._start.settings["tokens"])
         except (ConfpredError, OSError) as error:
@@ -106,6 +111,8 @@ class Worker:
         self._app.state.predictor = self._loaded.current.predictor
         if self._prepared_tokens is not None:
             self._app.state.tokens = self._prepared_tokens
+        # What is forgotten refers to itself. To look for it takes 10 ms, as imports are frozen.
+        asyncio.get_running_loop().run_in_executor(self._loader, gc.collect)
 
     async def _on_forget(self, generation: str) -> None:
         """Forget a generation that another worker could not load."""
@@ -191,6 +198,7 @@ def main() -> None:
         signal.signal(ignored, signal.SIG_IGN)
     settings = Settings(**start.settings)
     logs.configure(settings, start.name)
+    gc.freeze()
     try:
         loaded = _load(start)
         known = () if settings.tokens is None else tokens.read(settings.tokens)

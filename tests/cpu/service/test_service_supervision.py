@@ -77,6 +77,21 @@ def test_a_killed_worker_costs_its_own_connections_alone(tmp_path: Path) -> None
         assert server.process.poll() is None
 
 
+def test_connections_are_spread_evenly(tmp_path: Path) -> None:
+    with running(tmp_path, "--workers", "2") as server:
+        for _ in range(7):  # those that close count no longer
+            assert httpx.get(f"{server.url}/healthz").status_code == 200
+        before = {worker: descriptors(worker) for worker in server.workers()}
+        held = connections(server, 8)
+        assert [descriptors(each) - before[each] for each in before] == [4, 4]
+        for connection in held:
+            connection.close()
+
+
+def descriptors(process: int) -> int:
+    return len(list(Path(f"/proc/{process}/fd").iterdir()))
+
+
 def test_the_only_worker_is_replaced_while_requests_wait(tmp_path: Path) -> None:
     with running(tmp_path) as server:
         (victim,) = server.workers()
