@@ -131,9 +131,20 @@ def read_json(path: Path, kind: str, *forms: str) -> dict[str, Any]:
         DataError: it cannot be read, is not JSON, or is not `kind` (such as "a problem suite").
     """
     try:
-        content = json.loads(path.read_bytes())
+        content = path.read_bytes()
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror or error}") from error
+    return parse_json(content, path, kind, *forms)
+
+
+def parse_json(text: bytes, path: Path, kind: str, *forms: str) -> dict[str, Any]:
+    """`read_json` of a file that has been read already, as `text`, from `path`.
+
+    Raises:
+        DataError: it is not JSON, or is not `kind`.
+    """
+    try:
+        content = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path} is not JSON: {error}") from error
     if not isinstance(content, dict) or content.get("format") not in forms:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import Any
@@ -16,12 +16,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 import confpred
-from confpred.model.folder import Model
 from confpred.predict.choice import answers_json
 from confpred.predict.predictor import Predictor
 from confpred.problem.device import KNOWN, Device
 
-from . import errors, schema
+from . import access, admin, compression, errors, generations, schema, tokens
+from .gauges import Gauges
+from .generations import Generation, Loaded
 from .metrics import Metrics, Telemetry
 from .requests import parse, read_body
 from .settings import Settings
@@ -33,8 +34,13 @@ _INLINE_BYTES = 512
 _router = APIRouter()
 
 
-def create_app(settings: Settings, predictor: Predictor | None = None) -> FastAPI:
-    """The application; it loads the model of `settings` on start unless `predictor` is given.
+def create_app(
+    settings: Settings,
+    predictor: Predictor | Loaded | None = None,
+    known: Sequence[tokens.Token] = (),
+) -> FastAPI:
+    """The application; it loads the model of `settings` on start unless `predictor` is given, which
+    may be generations that are loaded. `known` are the tokens of `settings`.
 
     Raises (on start):
         ModelError: the model folder is missing, damaged or foreign.
@@ -44,13 +50,14 @@ def create_app(settings: Settings, predictor: Predictor | None = None) -> FastAP
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         loaded = predictor or Predictor.load(settings.model, pins=settings.pins)
-        for device in KNOWN:  # so that the first client need not wait for tables
-            loaded.choose(schema.EXAMPLE, device)
+        if isinstance(loaded, Predictor):
+            loaded = Loaded(generations.of(loaded))
         # One thread: predictions hold the interpreter, and more of them would only delay the loop.
         with ThreadPoolExecutor(1, "predict") as executor:
-            app.state.predictor, app.state.executor = loaded, executor
+            app.state.executor = executor
+            app.state.loaded, app.state.predictor = loaded, loaded.current.predictor
             yield
-            app.state.predictor = None
+            app.state.loaded = app.state.predictor = None
 
     app = FastAPI(
         title="confpred",
@@ -61,9 +68,16 @@ def create_app(settings: Settings, predictor: Predictor | None = None) -> FastAP
         redoc_url=None,
         swagger_ui_oauth2_redirect_url=None,
     )
-    app.state.settings, app.state.metrics, app.state.predictor = settings, metrics, None
+    app.state.settings, app.state.metrics, app.state.tokens = settings, metrics, known
+    app.state.loaded = app.state.predictor = app.state.supervisor = None
+    app.state.server_status = {}
+    metrics.add(Gauges(app))
     app.include_router(_router)
+    app.include_router(admin.router)
+    if settings.tokens is not None:
+        app.add_middleware(access.Guard)
     app.add_middleware(Telemetry, metrics=metrics)
+    app.add_middleware(access.Access, log=settings.access_log)
     errors.install(app)
     schema.install(app, settings)
     return app
@@ -77,43 +91,47 @@ def _refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:
     "/v1/predict",
     summary="The best configs of one problem or many",
     response_model=schema.PredictReply,
-    responses=_refusals(400, 413, 415, 422, 500, 503),
+    responses=_refusals(400, 404, 413, 415, 422, 500, 503),
     openapi_extra=schema.PREDICT_BODY,
 )
 async def predict(request: Request) -> Response:
-    predictor, state = _predictor(request), request.app.state
+    generation, state = _generation(request), request.app.state
     body = await read_body(request, state.settings)
-    work = (predictor, state.settings, state.metrics, body)
+    work = (generation, state.settings, state.metrics, body)
     if len(body) <= _INLINE_BYTES:
-        answer = _answer(*work)
+        answer, told = _answer(*work)
     else:
         loop = asyncio.get_running_loop()
-        answer = await loop.run_in_executor(state.executor, _answer, *work)
-    return Response(answer, media_type="application/json")
+        answer, told = await loop.run_in_executor(state.executor, _answer, *work)
+    access.note(request.scope, told)
+    return await compression.reply(request, answer, generation.headers)
 
 
 @_router.get("/v1/devices", summary="The devices that can be asked for", responses=_refusals(503))
-async def devices(request: Request) -> schema.DevicesReply:
-    models = _predictor(request).models
-    return schema.DevicesReply([_served(device, models.get(key)) for key, device in KNOWN.items()])
+async def devices(request: Request, response: Response) -> schema.DevicesReply:
+    current = _loaded(request).current
+    response.headers["etag"] = f'"{current.digest}"'
+    served = [_served(device, current) for device in KNOWN.values()]
+    return schema.DevicesReply(served)
 
 
 @_router.get("/v1/models", summary="The models that are loaded", responses=_refusals(503))
-async def models(request: Request) -> schema.ModelsReply:
-    loaded = _predictor(request).models
-    return schema.ModelsReply(
-        [schema.ServedModel(device, m.version, dict(m.card)) for device, m in loaded.items()]
-    )
+async def models(request: Request, response: Response) -> schema.ModelsReply:
+    loaded = _loaded(request)
+    response.headers["etag"] = f'"{loaded.current.digest}"'
+    return schema.models(loaded)
 
 
 @_router.get("/healthz", summary="Whether the process is up")
+@_router.head("/healthz", include_in_schema=False)
 async def healthz() -> schema.StatusReply:
     return schema.StatusReply("up")
 
 
 @_router.get("/readyz", summary="Whether the model is loaded", responses=_refusals(503))
+@_router.head("/readyz", include_in_schema=False)
 async def readyz(request: Request) -> schema.StatusReply:
-    _predictor(request)
+    _loaded(request)
     return schema.StatusReply("ready")
 
 
@@ -123,24 +141,41 @@ async def metrics(request: Request) -> Response:
     return Response(text, headers={"content-type": CONTENT_TYPE_LATEST})
 
 
-def _answer(predictor: Predictor, settings: Settings, metrics: Metrics, body: bytes) -> bytes:
+def _answer(
+    generation: Generation, settings: Settings, metrics: Metrics, body: bytes
+) -> tuple[bytes, access.Answer]:
     """The reply to the request in `body`; the choices are the library's own, as it writes them."""
     asked = parse(body, settings)
+    predictor, model = generation.predictor, generation.model_of(asked.device.key)
     answers = [predictor.rank(problem, asked.device, asked.top) for problem in asked.problems]
-    for source, count in Counter(choices[0].source for choices in answers).items():
+    sources = Counter(choices[0].source for choices in answers)
+    for source, count in sources.items():
         metrics.problems.labels(source).inc(count)
-    return answers_json(answers).encode()
+    digest = None if model is None else model.digest
+    told = access.Answer(asked.device.key, Counter(sources), generation.digest, digest)
+    return answers_json(answers).encode(), told
 
 
-def _predictor(request: Request) -> Predictor:
-    """The loaded predictor; before the start and after the end there is none."""
-    predictor: Predictor | None = request.app.state.predictor
-    if predictor is None:
+def _loaded(request: Request) -> Loaded:
+    """The loaded generations; before the start and after the end there are none."""
+    loaded: Loaded | None = request.app.state.loaded
+    if loaded is None:
         error = errors.Error("not_ready", "no model is loaded; ask again in a moment")
         raise errors.RequestError(503, error)
-    return predictor
+    return loaded
 
 
-def _served(device: Device, model: Model | None) -> schema.ServedDevice:
-    version = None if model is None else model.version
-    return schema.ServedDevice(**dataclasses.asdict(device), model=version)
+def _generation(request: Request) -> Generation:
+    """The generation that is to answer: the current one, or one that the request names."""
+    loaded = _loaded(request)
+    if request.scope["query_string"]:
+        version = request.query_params.get("version")
+        if version is not None:
+            return loaded.find(version)
+    return loaded.current
+
+
+def _served(device: Device, current: Generation) -> schema.ServedDevice:
+    model = current.model_of(device.key)
+    version, digest = (None, None) if model is None else (model.version, model.digest)
+    return schema.ServedDevice(**dataclasses.asdict(device), model=version, digest=digest)

@@ -9,6 +9,7 @@ from uuid import uuid4
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.multiprocess import MultiProcessCollector
+from prometheus_client.registry import Collector
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .errors import Error, reply
@@ -30,7 +31,7 @@ class Metrics:
     """
 
     def __init__(self) -> None:
-        self._registry = CollectorRegistry()
+        self._registry, self._state = CollectorRegistry(), CollectorRegistry()
         self.requests = Counter(
             "confpred_requests", "HTTP requests.", ("route", "status"), registry=self._registry
         )
@@ -48,13 +49,17 @@ class Metrics:
             registry=self._registry,
         )
 
+    def add(self, collector: Collector) -> None:
+        """Expose `collector` too, which knows of all processes and is not summed over them."""
+        self._state.register(collector)
+
     def text(self) -> bytes:
         """The Prometheus exposition, summed over the server's processes where there are many."""
         registry = self._registry
         if SHARED_FOLDER in os.environ:
             registry = CollectorRegistry()
             MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
-        return generate_latest(registry)
+        return generate_latest(registry) + generate_latest(self._state)
 
 
 class Telemetry:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
@@ -15,6 +15,9 @@ from confpred.problem.conv2d import CHOICES, LIMITS, PAIRS, Problem
 from confpred.problem.device import KNOWN, Device
 
 from .settings import Settings
+
+if TYPE_CHECKING:
+    from .generations import Loaded
 
 EXAMPLE = Problem(
     n=32, c=64, h=56, w=56, k=64, r=3, s=3, padding=(1, 1), groups=8, activation="relu"
@@ -71,9 +74,10 @@ class PredictReply:
 
 @dataclass(frozen=True, slots=True)
 class ServedDevice(Device):
-    """A device that can be asked for, and the version of the model that answers for it."""
+    """A device that can be asked for, and the version and digest of the model that answers."""
 
     model: str | None
+    digest: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,18 +89,41 @@ class DevicesReply:
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """A loaded model: its device, its version, and its card (data, features, metrics)."""
+    """A loaded model: its device, version and digest, and its card (data, features, metrics)."""
 
     device: str
     version: str
+    digest: str
     card: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class ModelsReply:
-    """Every model that is loaded."""
+class FormerModel:
+    """A model of a former generation, which answers if a request names it as ``version``."""
 
+    device: str
+    version: str
+    digest: str
+    generation: str
+
+
+@dataclass(frozen=True, slots=True)
+class ModelsReply:
+    """The digest of what answers now, its models, and the models of former generations."""
+
+    generation: str
     models: list[ServedModel]
+    former: list[FormerModel]
+
+
+@dataclass(frozen=True, slots=True)
+class ChangeReply:
+    """What a reload or a rollback did: all workers answer by `generation` from now on."""
+
+    outcome: Literal["reloaded", "unchanged", "rolled_back"]
+    generation: str
+    models: list[ServedModel]
+    former: list[FormerModel]
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +131,23 @@ class StatusReply:
     """How the server is."""
 
     status: str
+
+
+def models(loaded: Loaded) -> ModelsReply:
+    """What is loaded."""
+    current = loaded.current
+    return ModelsReply(
+        current.digest,
+        [
+            ServedModel(device, model.version, model.digest, dict(model.card))
+            for device, model in current.predictor.models.items()
+        ],
+        [
+            FormerModel(device, model.version, model.digest, each.digest)
+            for each in loaded.others
+            for device, model in each.predictor.models.items()
+        ],
+    )
 
 
 def install(app: FastAPI, settings: Settings) -> None:
@@ -128,7 +172,16 @@ def install(app: FastAPI, settings: Settings) -> None:
 
 
 #: The request body of ``/v1/predict``; its schema is among the components that `install` adds.
-PREDICT_BODY = {
+PREDICT_BODY: dict[str, Any] = {
+    "parameters": [
+        {
+            "name": "version",
+            "in": "query",
+            "required": False,
+            "schema": {"type": "string"},
+            "description": "Name or digest of a loaded model, to be answered by its generation.",
+        }
+    ],
     "requestBody": {
         "required": True,
         "content": {
@@ -137,7 +190,7 @@ PREDICT_BODY = {
                 "examples": EXAMPLES,
             }
         },
-    }
+    },
 }
 
 

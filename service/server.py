@@ -1,31 +1,27 @@
-"""Running the application under uvicorn, in one process or several."""
+"""Starting a server: what can be checked first, its socket, its folder, and its supervisor."""
 
 from __future__ import annotations
 
-import copy
-import json
+import asyncio
+import contextlib
+import fcntl
+import ipaddress
+import logging
 import os
 import socket
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import asdict
-from typing import Any
+from pathlib import Path
 
-import uvicorn
-import uvicorn.config
-from fastapi import FastAPI
+from confpred.errors import ConfpredError, InvalidInput
 
-from confpred.errors import ConfpredError
-from confpred.predict.predictor import Predictor
-
-from .app import create_app
+from . import logs, tokens
 from .metrics import SHARED_FOLDER
 from .settings import Settings
+from .supervisor import Supervisor
 
-#: Hands the settings to the server processes, which uvicorn starts by an import string.
-_HANDOVER = "_CONFPRED_SERVER_SETTINGS"
-_SHUTDOWN_S = 30  # for requests under way, once the server is told to stop
+_BACKLOG = 2048
+_log = logging.getLogger(__name__)
 
 
 def serve(settings: Settings) -> None:
@@ -33,58 +29,86 @@ def serve(settings: Settings) -> None:
 
     Raises:
         ModelError: the model folder is missing, damaged or foreign.
-        InvalidInput, DataError: the file of pins is not valid.
+        InvalidInput, DataError: the file of pins or of tokens is not valid; or there are no tokens
+            and other machines could connect.
         ConfpredError: the address cannot be listened on.
+        GaveUp: workers ended again and again.
     """
-    # Both can fail for reasons that the user can mend: find out here, not in each process.
-    Predictor.load(settings.model, pins=settings.pins)
-    port = _free_port(settings.host, settings.port)
-    with _handover(settings):
-        uvicorn.run(
-            f"{__name__}:_app",
-            factory=True,
-            host=settings.host,
-            port=port,
-            workers=settings.workers,
-            access_log=settings.access_log,
-            log_config=_log_config(),
-            server_header=False,
-            timeout_graceful_shutdown=_SHUTDOWN_S,
-            ws="none",
+    logs.configure(settings, "supervisor")
+    if settings.tokens is not None:
+        tokens.read(settings.tokens)
+    with _listener(settings) as listener, _home(settings) as home:
+        supervisor = Supervisor(
+            settings, listener, home, lambda: _announce(settings, listener), _bury
         )
+        asyncio.run(supervisor.run())
 
 
-def _app() -> FastAPI:
-    """The application of one server process."""
-    return create_app(Settings(**json.loads(os.environ[_HANDOVER])))
-
-
-@contextmanager
-def _handover(settings: Settings) -> Iterator[None]:
-    """Leave the settings for the server processes, and a folder to add up their counts in."""
-    os.environ[_HANDOVER] = json.dumps(asdict(settings))
-    if settings.workers == 1:
-        yield
-        return
-    with tempfile.TemporaryDirectory(prefix="confpred-metrics-") as folder:
-        os.environ[SHARED_FOLDER] = folder
-        yield
-
-
-def _free_port(host: str, port: int) -> int:
-    """`port`, or a free one for 0, after a check that this process may listen on it."""
+def _listener(settings: Settings) -> socket.socket:
+    """A socket that listens, on an address that the settings allow."""
+    host, port = settings.host, settings.port
     try:
-        family, *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with socket.create_server((host, port), family=family) as probe:
-            found: int = probe.getsockname()[1]
-            return found
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        if not (_is_loopback(str(address[0])) or settings.tokens or settings.allow_anonymous):
+            allowed = "127.0.0.1 or another loopback address, unless --tokens FILE says who may "
+            raise InvalidInput("host", host, allowed + "ask, or --allow-anonymous is given")
+        found = socket.create_server((host, port), family=family, backlog=_BACKLOG)
     except (OSError, UnicodeError) as error:  # UnicodeError: a name that no host can have
-        reason = getattr(error, "strerror", "no such host")
+        reason = getattr(error, "strerror", None) or "no such host"
         raise ConfpredError(f"cannot listen on {host}, port {port}: {reason}") from None
+    found.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # accepted sockets inherit it
+    return found
 
 
-def _log_config() -> dict[str, Any]:
-    """uvicorn's own logging, with confpred's messages in the same form."""
-    config = copy.deepcopy(uvicorn.config.LOGGING_CONFIG)
-    config["loggers"]["confpred"] = {"handlers": ["default"], "level": "INFO", "propagate": False}
-    return config
+def _is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+@contextlib.contextmanager
+def _home(settings: Settings) -> Iterator[Path]:
+    """A folder for what the processes of this server share, gone when it ends."""
+    try:
+        made = tempfile.TemporaryDirectory(prefix="confpred-serve-", ignore_cleanup_errors=True)
+    except OSError as error:
+        raise ConfpredError(f"cannot make a temporary folder: {error.strerror}") from error
+    with made as name:
+        home = Path(name)
+        # Who tidies up /tmp leaves a folder that is locked.
+        lock = os.open(home, os.O_RDONLY)
+        fcntl.flock(lock, fcntl.LOCK_SH)
+        if settings.workers > 1:
+            metrics = home / "metrics"
+            metrics.mkdir()
+            os.environ[SHARED_FOLDER] = str(metrics)
+        try:
+            yield home
+        finally:
+            os.close(lock)
+
+
+def _announce(settings: Settings, listener: socket.socket) -> None:
+    host, port = listener.getsockname()[:2]
+    shown = f"[{host}]" if ":" in host else host
+    workers = f"{settings.workers} worker{'s' if settings.workers > 1 else ''}"
+    _log.info("confpred running on http://%s:%d with %s", shown, port, workers)
+    _notify("READY=1")
+
+
+def _notify(state: str) -> None:
+    """Tell systemd, where it has asked for it (``Type=notify``)."""
+    name = os.environ.get("NOTIFY_SOCKET")
+    if name:
+        address = "\0" + name[1:] if name.startswith("@") else name
+        with (
+            contextlib.suppress(OSError),
+            socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as datagrams,
+        ):
+            datagrams.sendto(state.encode(), address)
+
+
+def _bury(process: int) -> None:
+    """Have the metrics forget the state of a process that has ended; its counts stay."""
+    if SHARED_FOLDER in os.environ:
+        from prometheus_client.multiprocess import mark_process_dead
+
+        mark_process_dead(process)  # type: ignore[no-untyped-call]

@@ -19,6 +19,7 @@ COMMANDS = {
     "train": "Train a model from measurements (retrain-predictor).",
     "evaluate": "Judge configs chosen for networks that were not trained on.",
     "serve": "Answer config queries over HTTP.",
+    "token": "Make an access token for the HTTP service, or revoke one.",
 }
 
 

@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import click
 
 from confpred.cli.stopping import leave_signals
+from confpred.errors import DataError, InvalidInput
 from confpred.service.settings import Settings
 
-_TYPES: dict[str, click.ParamType[Any]] = {
-    "port": click.IntRange(0, 65_535),
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+_PATHS = {
     "model": click.Path(exists=True, file_okay=False),
     "pins": click.Path(exists=True, dir_okay=False),
-    "workers": click.IntRange(1, 64),
-    "max_batch": click.IntRange(1, 100_000),
+    "tokens": click.Path(exists=True, dir_okay=False),
 }
 #: The names that options had in confpred 0.1.0.
 _FORMER_FLAGS = {"pins": ("--plan",)}
+#: The exit status when no worker can be kept running.
+GAVE_UP = 3
 
 
 def _option(field: Any) -> click.Option:
@@ -27,7 +36,7 @@ def _option(field: Any) -> click.Option:
         flag += f"/--no-{flag[2:]}"
     return click.Option(
         [flag, *_FORMER_FLAGS.get(field.name, ())],
-        type=_TYPES.get(field.name),
+        type=_type(field),
         default=field.default,
         help=field.metadata["help"],
         show_default=field.default is not None,
@@ -35,17 +44,67 @@ def _option(field: Any) -> click.Option:
     )
 
 
+def _type(field: Any) -> click.ParamType[Any] | None:
+    allowed = field.metadata["allowed"]
+    if allowed is None:
+        return _PATHS.get(field.name)
+    return click.IntRange(*allowed) if type(allowed[0]) is int else click.Choice(allowed)
+
+
+def _read_config(context: click.Context, option: click.Parameter, path: str | None) -> None:
+    """Take what the file at `path` sets as the defaults of all options."""
+    if path is not None:
+        context.default_map = {**(context.default_map or {}), **_settings_in(Path(path))}
+
+
+def _settings_in(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_bytes().decode()
+        found = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path} is not {path.suffix[1:].upper() or 'TOML'}: {error}") from error
+    if not isinstance(found, dict):
+        raise DataError(f"{path} is not an object of settings")
+    defaults = {field.name: field.default for field in fields(Settings)}
+    for name, value in found.items():
+        if name not in defaults:
+            raise InvalidInput(f"{path}: {name}", value, f"settings: {', '.join(defaults)}")
+        kind = str if defaults[name] is None else type(defaults[name])
+        if type(value) is not kind:
+            raise InvalidInput(f"{path}: {name}", value, _KINDS[kind])
+    return found
+
+
+_KINDS = {str: "a string", int: "an integer", bool: "true or false"}
+
+
 def _serve(**values: Any) -> None:
     from confpred.service.server import serve  # the web stack, which `--help` can do without
+    from confpred.service.supervisor import GaveUp
 
     leave_signals()
-    serve(Settings(**values))
+    try:
+        serve(Settings(**values))
+    except GaveUp as error:
+        click.echo(f"confpred: {error}", err=True)
+        sys.exit(GAVE_UP)
 
 
+_CONFIG = click.Option(
+    ["--config"],
+    type=click.Path(exists=True, dir_okay=False),
+    callback=_read_config,
+    is_eager=True,
+    expose_value=False,
+    show_envvar=True,
+    help="File of settings, TOML or JSON (.json), by the names below with _ for -.",
+)
 command = click.Command(
     "serve",
     callback=_serve,
-    params=[_option(field) for field in fields(Settings)],
+    params=[_CONFIG, *(_option(field) for field in fields(Settings))],
     help="""Answer config queries over HTTP.
 
     \b
@@ -54,6 +113,7 @@ command = click.Command(
       {"n": 32, "c": 64, "h": 56, "w": 56, "k": 64, "r": 3, "s": 3, "groups": 8}}'
 
     The API's description is at /docs. Each option can also be set by the environment variable that
-    is named beside it.""",
+    is named beside it, and by a file: an option goes before a variable, a variable before the
+    file.""",
     context_settings={"auto_envvar_prefix": "CONFPRED_SERVE"},
 )

@@ -12,6 +12,9 @@
 Reading a folder checks all that prediction relies on, so that a damaged or foreign folder is an
 error here and never a wrong answer later. A kernel that has changed since is only a warning: the
 model's order of its configs is likely to hold.
+
+The card has the digests of all other files, so its own digest, `sha256sum card.json`, is what the
+model is known by: two folders with one digest hold one model, whatever they are called.
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ from confpred.families.candidate import PYTORCH_OPERATOR, Candidate
 from confpred.families.kernel_text import source_digest
 from confpred.families.protocol import Family
 from confpred.families.registry import all_families, all_operations
-from confpred.files import read_json
+from confpred.files import parse_json
 from confpred.forks import uninterrupted
 from confpred.model.features import check_family, check_operation
 from confpred.model.pools import Pool, configs_digest
@@ -69,6 +72,7 @@ class Model:
 
     Attributes:
         version: the folder's name.
+        digest: SHA-256 of the card, and so of everything in the folder, in hexadecimal.
         device: what it was trained for.
         operation: what its families compute.
         families: what was learned of each kernel family, by name.
@@ -81,6 +85,7 @@ class Model:
     """
 
     version: str
+    digest: str
     device: Device
     operation: Operation
     families: Mapping[str, FamilyModel]
@@ -91,6 +96,41 @@ class Model:
     card: Mapping[str, Any]
 
 
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """The bytes of a model folder, of which each file is what the card says.
+
+    Attributes:
+        digest: as `Model.digest`.
+        card: the content of ``card.json``.
+        files: every file by its name, the card included.
+    """
+
+    digest: str
+    card: Mapping[str, Any]
+    files: Mapping[str, bytes]
+
+
+def read_files(folder: Path) -> ModelFiles:
+    """Read a model folder, without a look at what its trees say.
+
+    Raises:
+        ModelError: a file is missing, or not what the card says.
+    """
+    text, card = _read_card(folder)
+    files = {CARD: text}
+    try:
+        for name, digest in card["files"].items():
+            if Path(name).name != name:
+                raise ModelError(f"{folder / CARD} names {name!r}, which is no file beside it")
+            files[name] = _read(folder / name)
+            if hashlib.sha256(files[name]).hexdigest() != digest:
+                raise ModelError(f"{folder / name} is damaged: its SHA-256 is not the card's")
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ModelError(f"{folder / CARD} is damaged: {error!r}") from error
+    return ModelFiles(hashlib.sha256(text).hexdigest(), card, files)
+
+
 def load_model(folder: Path) -> Model:
     """Read and check a model folder.
 
@@ -98,9 +138,9 @@ def load_model(folder: Path) -> Model:
         ModelError: a file is missing, damaged or foreign, or the model was trained for other
             features or configs than this version has; the text names the file and the reason.
     """
-    card = _read_card(folder)
+    read = read_files(folder)
     try:
-        model = _load(folder, card)
+        model = _load(folder, read)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         if isinstance(error, ConfpredError):
             raise ModelError(f"{folder}: {error}") from error
@@ -110,8 +150,29 @@ def load_model(folder: Path) -> Model:
     return model
 
 
-class DefaultModels(Mapping[str, Model]):
-    """The newest model that ships with the package for each device, by the device's key.
+def model_folders(folder: Path) -> dict[str, Path]:
+    """The model folder for each device, by the device's key: `folder` itself where it is one, else
+    the newest in it for each device.
+
+    Raises:
+        ModelError: a card is damaged.
+    """
+    found = [folder / CARD] if (folder / CARD).exists() else sorted(folder.glob(f"*/{CARD}"))
+    newest: dict[str, tuple[str, Path]] = {}
+    for path in found:
+        _, card = _read_card(path.parent)
+        device, created = str(card.get("device")), str(card.get("created"))
+        newest[device] = max(newest.get(device, ("", path.parent)), (created, path.parent))
+    return {device: path for device, (_, path) in newest.items()}
+
+
+def shipped_models() -> Path:
+    """The folder of the models that ship with the package."""
+    return Path(confpred.models.__path__[0])
+
+
+class NewestModels(Mapping[str, Model]):
+    """The newest model in a folder of model folders for each device, by the device's key.
 
     Each is loaded when it is first asked for, as a process mostly asks about one device. Safe to
     share between threads.
@@ -120,13 +181,9 @@ class DefaultModels(Mapping[str, Model]):
         ModelError: a card is damaged; on access, the model of that device is.
     """
 
-    def __init__(self) -> None:
-        newest: dict[str, tuple[str, Path]] = {}
-        for path in sorted(Path(confpred.models.__path__[0]).glob(f"*/{CARD}")):
-            card = _read_card(path.parent)
-            device, created = str(card.get("device")), str(card.get("created"))
-            newest[device] = max(newest.get(device, ("", path.parent)), (created, path.parent))
-        self._folders = {device: folder for device, (_, folder) in newest.items()}
+    def __init__(self, folder: Path | None = None) -> None:
+        """Of `folder`, or of the models that ship with the package."""
+        self._folders = model_folders(shipped_models() if folder is None else folder)
         self._loaded: dict[str, Model] = {}
         self._lock = threading.Lock()
 
@@ -144,9 +201,11 @@ class DefaultModels(Mapping[str, Model]):
         return len(self._folders)
 
 
-def _read_card(folder: Path) -> dict[str, Any]:
+def _read_card(folder: Path) -> tuple[bytes, dict[str, Any]]:
+    """The card's text and its content."""
+    text = _read(folder / CARD)
     try:
-        return read_json(folder / CARD, "a model card", FORMAT)
+        return text, parse_json(text, folder / CARD, "a model card", FORMAT)
     except DataError as error:
         raise ModelError(str(error)) from error
 
@@ -165,14 +224,8 @@ def _parse(path: Path, content: bytes) -> Any:
         raise ModelError(f"{path} is not JSON: {error}") from error
 
 
-def _load(folder: Path, card: Mapping[str, Any]) -> Model:
-    files: dict[str, bytes] = {}
-    for name, digest in card["files"].items():
-        if Path(name).name != name:
-            raise ModelError(f"{folder / CARD} names {name!r}, which is no file beside it")
-        files[name] = _read(folder / name)
-        if hashlib.sha256(files[name]).hexdigest() != digest:
-            raise ModelError(f"{folder / name} is damaged: its SHA-256 is not the card's")
+def _load(folder: Path, read: ModelFiles) -> Model:
+    card, files = read.card, read.files
     if card["operation"] not in all_operations():
         raise ModelError(f"{folder} is for operation {card['operation']!r}, which no family has")
     operation, device = all_operations()[card["operation"]], get_device(card["device"])
@@ -209,6 +262,7 @@ def _load(folder: Path, card: Mapping[str, Any]) -> Model:
         pytorch = PytorchModel(operation, ratio, margin)
     return Model(
         version=folder.resolve().name,
+        digest=read.digest,
         device=device,
         operation=operation,
         families=families,

@@ -16,7 +16,7 @@ from confpred.families.protocol import Rows
 from confpred.families.registry import all_families, families_of
 from confpred.files import read_json
 from confpred.memory import Remembered
-from confpred.model.folder import DefaultModels, Model, load_model
+from confpred.model.folder import Model, NewestModels, load_model
 from confpred.model.ranking import rank_by_estimate
 from confpred.predict import pins as pins_file
 from confpred.predict import plans
@@ -77,7 +77,8 @@ class Predictor:
         """Load a model folder, or the newest model of each device that ships with the package.
 
         Args:
-            model: a folder that ``confpred train`` wrote.
+            model: a folder that ``confpred train`` wrote, or one that holds such folders, of which
+                each device gets its newest.
             pins: a file of pinned candidates (`confpred.predict.pins`), or a plan
                 (`confpred.predict.plans`).
             device: refuse a plan for another device than this. Pins of other devices are never
@@ -89,10 +90,10 @@ class Predictor:
                 or another device.
         """
         if model is None:
-            models: Mapping[str, Model] = DefaultModels()
+            models: Mapping[str, Model] = NewestModels()
         else:
-            loaded = load_model(Path(model))
-            models = {loaded.device.key: loaded}
+            found = NewestModels(Path(model)).values() or (load_model(Path(model)),)
+            models = {each.device.key: each for each in found}
         if pins is None:
             return cls(models)
         path = Path(pins)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import confpred.models
 from confpred.errors import ModelError
-from confpred.model.folder import DefaultModels, load_model
+from confpred.model.folder import NewestModels, load_model
 
 
 @pytest.fixture
@@ -188,11 +188,11 @@ def test_a_changed_kernel_is_a_warning(folder, caplog):
 
 def test_the_newest_model_of_a_device_is_the_default(model_folder, tmp_path, monkeypatch):
     monkeypatch.setattr(confpred.models, "__path__", [str(tmp_path)])
-    assert dict(DefaultModels()) == {}
+    assert dict(NewestModels()) == {}
     for name, created in (("b", "2025-01-01"), ("a", "2025-03-01"), ("c", "2025-02-01")):
         shutil.copytree(model_folder, tmp_path / name)
         edit(tmp_path / name, lambda card, created=created: card.update(created=created))
-    assert {key: model.version for key, model in DefaultModels().items()} == {"h100": "a"}
+    assert {key: model.version for key, model in NewestModels().items()} == {"h100": "a"}
 
 
 def test_only_the_models_that_are_asked_for_are_loaded(model_folder, tmp_path, monkeypatch):
@@ -200,7 +200,7 @@ def test_only_the_models_that_are_asked_for_are_loaded(model_folder, tmp_path, m
     for name, device in (("a", "h100"), ("b", "h200")):
         shutil.copytree(model_folder, tmp_path / name)
         edit(tmp_path / name, lambda card, device=device: card.update(device=device))
-    models = DefaultModels()
+    models = NewestModels()
     assert list(models) == ["h100", "h200"]
     assert models["h100"] is models["h100"]
     with pytest.raises(ModelError, match="the features of grouped_fprop"):  # it is of an H100

@@ -10,12 +10,13 @@ from pathlib import Path
 import click
 import pytest
 from click.testing import CliRunner
+from fastapi.testclient import TestClient
 from test_service_errors import REFUSALS
 
 from confpred import Predictor
 from confpred.cli import cli
-from confpred.cli.serve import command
-from confpred.service.metrics import Metrics
+from confpred.cli.serve import GAVE_UP, command
+from confpred.service.app import create_app
 from confpred.service.schema import EXAMPLE
 from confpred.service.settings import Settings
 
@@ -32,13 +33,15 @@ def test_every_setting_is_documented_with_its_variable_and_default() -> None:
         default = "" if field.default is None else str(field.default)
         option = f"`--{field.name.replace('_', '-')}`"
         variable = f"`CONFPRED_SERVE_{field.name.upper()}`"
-        assert documented[option] == [variable, default.lower() if default == "True" else default]
+        shown = default.lower() if default in ("True", "False") else default
+        assert documented[option] == [variable, shown]
 
 
 def test_every_setting_is_an_option_with_help() -> None:
     said = CliRunner().invoke(cli, ["serve", "--help"])
     assert said.exit_code == 0
-    assert {p.name for p in command.params} == {field.name for field in fields(Settings)}
+    named = {field.name for field in fields(Settings)}
+    assert {p.name for p in command.params} == {"config", *named}
     for field in fields(Settings):
         assert f"--{field.name.replace('_', '-')}" in said.output
 
@@ -64,17 +67,81 @@ def test_the_environment_sets_what_the_command_line_does_not(
         assert isinstance(context.command, click.Command)
 
 
+#: What has tests of its own, since it needs another server or client than the contract's test.
+ELSEWHERE = {
+    (400, "bad_request"),
+    (401, "unauthorized"),
+    (403, "forbidden"),
+    (408, "request_timeout"),
+    (409, "reload_refused"),
+    (409, "rollback_refused"),
+    (431, "head_too_large"),
+    (500, "internal_error"),
+    (503, "not_ready"),
+}
+
+
 def test_the_error_table_is_what_the_contract_test_sees() -> None:
-    documented = {(int(row[0]), row[1].strip("`")) for row in ROWS if row[0].isdigit()}
-    # The last two need a faulty and an unready server, which have tests of their own.
+    documented = {(int(row[0]), row[1].strip("`")) for row in ROWS if re.match(r"\d{3}$", row[0])}
     seen = {(status, code) for _, status, code in REFUSALS.values()}
-    assert documented == seen | {(500, "internal_error"), (503, "not_ready")}
+    assert documented == seen | ELSEWHERE
+
+
+def test_the_exit_statuses_are_those_of_the_command() -> None:
+    documented = [int(row[0]) for row in ROWS if re.match(r"\d$", row[0])]
+    assert documented == [0, 1, 2, GAVE_UP]
 
 
 def test_the_metrics_table_is_what_the_server_exposes() -> None:
     documented = {row[0].strip("`") for row in ROWS if row[0].startswith("`confpred_")}
-    exposed = set(re.findall(r"^# HELP (\S+)", Metrics().text().decode(), re.MULTILINE))
+    with TestClient(create_app(Settings(), Predictor.load())) as client:
+        text = client.get("/metrics").text
+    exposed = set(re.findall(r"^# HELP (\S+)", text, re.MULTILINE))
     assert documented == {name for name in exposed if not name.endswith("_created")}
+
+
+@pytest.mark.parametrize("form", ["toml", "json"])
+def test_an_option_goes_before_a_variable_and_that_before_the_file(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, form: str
+) -> None:
+    file = tmp_path / f"serve.{form}"
+    settings = {"port": 1, "workers": 2, "max_batch": 3, "access_log": False, "log_format": "json"}
+    lines = [f"{name} = {json.dumps(value)}" for name, value in settings.items()]
+    file.write_text(json.dumps(settings) if form == "json" else "\n".join(lines))
+    monkeypatch.setenv("CONFPRED_SERVE_CONFIG", str(file))
+    monkeypatch.setenv("CONFPRED_SERVE_WORKERS", "20")
+    monkeypatch.setenv("CONFPRED_SERVE_MAX_BATCH", "30")
+    with command.make_context("serve", ["--max-batch", "300"]) as context:
+        found = Settings(**context.params)
+    assert found == Settings(port=1, workers=20, max_batch=300, access_log=False, log_format="json")
+    monkeypatch.delenv("CONFPRED_SERVE_CONFIG")
+    with command.make_context("serve", ["--config", str(file), "--port", "9"]) as context:
+        assert (context.params["port"], context.params["log_format"]) == (9, "json")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("a.toml", "ports = 1", "ports=1"),
+        ("a.toml", 'port = "1"', "port='1'"),
+        ("a.toml", "port = true", "an integer"),
+        ("a.toml", "port = 1.5", "an integer"),
+        ("a.toml", "access_log = 1", "true or false"),
+        ("a.toml", "model = 1", "a string"),
+        ("a.toml", "port = 65536", "65535"),
+        ("a.toml", 'log_format = "xml"', "'text', 'json'"),
+        ("a.toml", "port 1", "is not TOML"),
+        ("a.json", "port = 1", "is not JSON"),
+        ("a.json", "[]", "is not an object"),
+    ],
+)
+def test_a_file_that_is_not_valid_names_the_field(
+    tmp_path: Path, name: str, text: str, said: str
+) -> None:
+    (tmp_path / name).write_text(text)
+    done = CliRunner().invoke(cli, ["serve", "--config", str(tmp_path / name)])
+    assert done.exit_code != 0
+    assert said in f"{done.output} {done.exception}"
 
 
 def test_the_shown_replies_have_the_form_of_real_ones() -> None:

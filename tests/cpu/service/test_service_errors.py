@@ -26,7 +26,7 @@ SETTINGS = Settings(max_batch=20)
 
 @pytest.fixture(scope="module")
 def client() -> Iterator[TestClient]:
-    with TestClient(create_app(SETTINGS, PREDICTOR)) as client:
+    with TestClient(create_app(SETTINGS, PREDICTOR), client=("127.0.0.1", 1)) as client:
         yield client
 
 
@@ -91,6 +91,12 @@ REFUSALS: dict[str, tuple[Callable[[TestClient], httpx.Response], int, str]] = {
         "unsupported_media_type",
     ),
     "invalid": (lambda c: c.post("/v1/predict", json={}), 422, "invalid_input"),
+    "no such version": (
+        lambda c: c.post("/v1/predict?version=none", json=ONE),
+        404,
+        "version_not_loaded",
+    ),
+    "reload": (lambda c: c.post("/v1/models/reload"), 503, "not_supervised"),
 }
 
 

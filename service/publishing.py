@@ -1,0 +1,85 @@
+"""What a server is to answer by: models and pins that belong together, known by their digest.
+
+The supervisor copies them from where the operator keeps them to a folder of its own, once each time
+that they change: a generation. All workers load that copy, one that starts later too. So they
+answer alike whatever becomes of the originals, and a digest names the very bytes that answer.
+
+    <digest>/models/<version>/   a model folder, one for each device
+    <digest>/pins.json           the pins or the plan, if there are any
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from confpred.errors import DataError, ModelError
+from confpred.files import write_folder
+from confpred.model.folder import model_folders, read_files, shipped_models
+
+from .settings import Settings
+
+MODELS, PINS = "models", "pins.json"
+
+
+def publish(settings: Settings, home: Path) -> Path:
+    """Copy the models and pins of `settings` to a folder in `home`, named by their digest.
+
+    Nothing is copied that is there already.
+
+    Raises:
+        ModelError: a model is missing, or damaged.
+        DataError: the file of pins cannot be read.
+        StorageError: there is no room for the copy.
+    """
+    source = shipped_models() if settings.model is None else Path(settings.model)
+    folders = model_folders(source)
+    if not folders and settings.model is not None:
+        raise ModelError(f"{source} holds no model folder")
+    files: dict[str, bytes] = {}
+    known = {}
+    for device, path in folders.items():
+        read = read_files(path)
+        version = path.resolve().name
+        known[device] = (version, read.digest)
+        files |= {f"{MODELS}/{version}/{name}": text for name, text in read.files.items()}
+    pins = _read_pins(settings.pins)
+    if pins is not None:
+        files[PINS] = pins
+    published = home / digest_of(known, pins)
+    if not published.exists():
+        write_folder(published, files)
+    return published
+
+
+def fingerprint(settings: Settings) -> str:
+    """What changes when a file of the models or the pins does; cheap, as no file is read."""
+    source = shipped_models() if settings.model is None else Path(settings.model)
+    found = []
+    for path in sorted((*source.glob("*"), *source.glob("*/*"), *_named(settings.pins))):
+        try:
+            status = path.stat()
+        except OSError:  # gone since it was listed
+            continue
+        found.append((str(path), status.st_size, status.st_mtime_ns, status.st_ino))
+    return hashlib.sha256(json.dumps(found).encode()).hexdigest()
+
+
+def digest_of(models: Mapping[str, tuple[str, str]], pins: bytes | None) -> str:
+    """The digest of a generation, of its models' names and digests by device and the text of its
+    pins; answers tell the names."""
+    parts = [models, None if pins is None else hashlib.sha256(pins).hexdigest()]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def _named(pins: str | None) -> list[Path]:
+    return [] if pins is None else [Path(pins)]
+
+
+def _read_pins(path: str | None) -> bytes | None:
+    try:
+        return None if path is None else Path(path).read_bytes()
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror or error}") from error

@@ -1,0 +1,365 @@
+"""The parent of the server's processes: starts and replaces workers, and hands them connections.
+
+Workers do not listen. The supervisor accepts each connection and hands it to the worker that has
+the fewest: a few clients that stay connected are spread evenly, and nothing waits for a worker that
+is dead or still starting.
+
+    to a worker                               from a worker
+    prepare folder      load a generation     ready generation   takes connections now
+    switch generation   answer by it          failed reason      could not start, and ends
+    forget generation   another could not     closed count       connections closed since its start
+    status ...          of the whole server   leaving            it was told to end
+    stop                finish, and end       reload, rollback   a client asks for it
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import os
+import shutil
+import signal
+import socket
+import time
+from collections import Counter
+from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
+from typing import Any
+
+from confpred.errors import ConfpredError
+
+from .channel import Fields, Gone
+from .child import Child
+from .publishing import fingerprint, publish
+from .settings import Settings
+
+#: So many starts of a worker may fail in succession; then the server gives up, unless another
+#: worker answers.
+MOST_FAILED_STARTS = 5
+#: A worker that lived longer than this did start.
+_STARTED_S = 10.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 30.0
+#: What a worker may take to load a generation, and to switch to one that it has loaded.
+_PREPARE_S, _SWITCH_S = 120.0, 30.0
+#: What a worker may take to end after the last of its requests.
+_END_S = 5.0
+_GENERATIONS = "generations"
+_ACCEPTED_AT_ONCE, _NO_DESCRIPTORS_S = 64, 0.5
+_log = logging.getLogger(__name__)
+
+
+class GaveUp(ConfpredError):
+    """No worker can be kept running."""
+
+
+class Refused(ConfpredError):
+    """What was asked of the server cannot be done, and nothing has changed."""
+
+
+class Supervisor:
+    """Runs the workers of one server."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        listener: socket.socket,
+        home: Path,
+        announce: Callable[[], None],
+        bury: Callable[[int], None],
+    ) -> None:
+        """Serve what connects to `listener`; published generations are kept in `home`. `announce`
+        is called once all workers answer, and `bury` with the id of each process that has ended."""
+        self._settings, self._listener, self._home = settings, listener, home
+        self._announce, self._bury = announce, bury
+        self._children: dict[str, Child] = {}
+        self._history: list[Path] = []  # the generations that are loaded; the last is current
+        self._changing = asyncio.Lock()
+        self._stopping = asyncio.Event()
+        self._fatal: ConfpredError | None = None
+        self._accepting = self._announced = False
+        self._replaced = 0
+        self._reloads = Counter[str](reloaded=0, unchanged=0, refused=0, rolled_back=0)
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def run(self) -> None:
+        """Serve until SIGTERM or SIGINT; SIGHUP reloads.
+
+        Raises:
+            ConfpredError: the models or pins cannot be loaded at the start.
+            GaveUp: workers ended again and again.
+        """
+        loop = asyncio.get_running_loop()
+        for sign in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(sign, self._told_to_stop)
+        loop.add_signal_handler(signal.SIGHUP, lambda: self._spawn(self._reload_for("SIGHUP")))
+        self._listener.setblocking(False)
+        seen = fingerprint(self._settings)
+        self._history = [
+            await asyncio.to_thread(publish, self._settings, self._home / _GENERATIONS)
+        ]
+        names = [str(number) for number in range(self._settings.workers)]
+        slots = [asyncio.create_task(self._slot(name)) for name in names]
+        if self._settings.watch_models:
+            self._spawn(self._watch(seen))
+        await self._stopping.wait()
+        await self._stop(slots)
+        for task in self._tasks:
+            task.cancel()
+        if self._fatal is not None:
+            raise self._fatal
+
+    async def reload(self) -> str:
+        """Read models, pins and tokens again, and have all workers switch to them.
+
+        Returns: ``reloaded``, or ``unchanged`` if models and pins are as they were.
+
+        Raises:
+            Refused: they are broken; all workers answer as before.
+        """
+        async with self._changing:
+            try:
+                new = await self._publish()
+                outcome = "unchanged" if new == self._history[-1] else "reloaded"
+                await self._change([*(each for each in self._history if each != new), new])
+            except ConfpredError as error:
+                self._count("refused")
+                raise Refused(str(error)) from error
+            self._count(outcome)
+            return outcome
+
+    async def rollback(self) -> str:
+        """Have all workers switch to the generation before the current one.
+
+        Raises:
+            Refused: there is none.
+        """
+        async with self._changing:
+            if len(self._history) < 2:
+                raise Refused("no former generation is loaded")
+            await self._change(self._history[:-1])
+            self._count("rolled_back")
+            return "rolled_back"
+
+    async def _publish(self) -> Path:
+        folder = self._home / _GENERATIONS
+        return await asyncio.to_thread(publish, self._settings, folder)
+
+    async def _change(self, history: Sequence[Path]) -> None:
+        """Have all workers load what they have not loaded of `history` and then, when all have,
+        answer by the last of it."""
+        history = history[-1 - self._settings.keep_models :]
+        new, ready = history[-1], [child for child in self._children.values() if child.ready]
+        errors = await asyncio.gather(*(self._prepare(child, new) for child in ready))
+        reasons = [error for error in errors if error]
+        if reasons or all(error is None for error in errors):
+            if new not in self._history:
+                for child in ready:
+                    child.channel.tell("forget", generation=new.name)
+                shutil.rmtree(new, ignore_errors=True)
+            raise Refused(reasons[0] if reasons else "no worker is running")
+        await asyncio.gather(*(self._switch(child, history) for child in ready))
+        dropped = [each for each in self._history if each not in history]
+        self._history = [*history]
+        for folder in dropped:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    async def _prepare(self, child: Child, folder: Path) -> str | None:
+        """The reason why `child` cannot load it; empty if it has; None if the child has ended."""
+        try:
+            asked = child.channel.ask("prepare", folder=str(folder))
+            answer = await asyncio.wait_for(asked, _PREPARE_S)
+        except Gone:
+            return None
+        except asyncio.TimeoutError:
+            return f"worker {child.name} did not load it within {_PREPARE_S:.0f} s"
+        return str(answer.get("error", ""))
+
+    async def _switch(self, child: Child, history: Sequence[Path]) -> None:
+        """After this `child` answers by the last of `history`, or is no more."""
+        keep = [folder.name for folder in history]
+        try:
+            asked = child.channel.ask("switch", generation=keep[-1], keep=keep)
+            answer = await asyncio.wait_for(asked, _SWITCH_S)
+        except (Gone, asyncio.TimeoutError):
+            answer = {"error": "no answer"}
+        if "error" in answer:
+            child.kill()
+
+    async def _slot(self, name: str) -> None:
+        """Keep one worker running."""
+        failures, ended = 0, ""
+        while not self._stopping.is_set():
+            began, child = time.monotonic(), Child(name)
+            try:
+                handle = functools.partial(self._handle, child)
+                await child.start(self._settings, self._home, self._history, handle)
+            except OSError as error:
+                ended = f"cannot be started: {error.strerror or error}"
+            else:
+                self._children[name] = child
+                ended = await child.run()
+                del self._children[name]
+                self._bury(child.pid)
+                self._update()
+            if self._stopping.is_set():
+                return
+            if child.leaving or (child.was_ready and time.monotonic() - began > _STARTED_S):
+                failures = 0
+            else:
+                failures += 1
+            await self._consider(child, failures, ended)
+
+    async def _consider(self, child: Child, failures: int, ended: str) -> None:
+        """Wait before `child` is replaced, or give up."""
+        others = any(each.ready for each in self._children.values())
+        if child.failed is not None and not self._announced and not others:
+            return self._give_up(ConfpredError(child.failed))
+        if failures >= MOST_FAILED_STARTS and not others:
+            return self._give_up(GaveUp(f"gave up after {failures} starts of a worker: {ended}"))
+        pause = _FIRST_PAUSE_S * 2 ** min(failures - 1, 30) if failures else 0.0
+        pause = min(pause, _LONGEST_PAUSE_S)
+        _log.warning("worker %s %s; another starts in %.3g s", child.name, ended, pause)
+        self._replaced += 1
+        try:
+            await asyncio.wait_for(self._stopping.wait(), pause)
+        except asyncio.TimeoutError:
+            return None
+
+    def _give_up(self, error: ConfpredError) -> None:
+        self._fatal = self._fatal or error
+        self._stopping.set()
+
+    async def _handle(self, child: Child, word: str, fields: Fields) -> Fields | None:
+        """What a worker says."""
+        if word == "ready":
+            await self._admit(child, fields["generation"])
+        elif word == "failed":
+            child.failed = fields["reason"]
+        elif word == "closed":
+            child.count_closed(fields["count"])
+        elif word == "leaving":
+            child.ready, child.leaving = False, True
+            self._update()
+            child.channel.tell("stop")
+        elif word in ("reload", "rollback"):
+            change = self.reload if word == "reload" else self.rollback
+            try:
+                outcome = await change()
+            except Refused as error:
+                _log.warning("%s refused: %s", word, error)
+                return {"error": str(error)}
+            self._log_change(outcome, "a request")
+            return {"outcome": outcome}
+        return None
+
+    async def _admit(self, child: Child, generation: str) -> None:
+        """Give `child` connections from now on; first bring it to what the others answer by, if
+        that has changed since it was started."""
+        async with self._changing:
+            if generation != self._history[-1].name:
+                for folder in self._history:
+                    await self._prepare(child, folder)
+                await self._switch(child, self._history)
+            child.ready = child.was_ready = True
+        self._update()
+        if not self._announced and all(
+            name in self._children and self._children[name].ready
+            for name in map(str, range(self._settings.workers))
+        ):
+            self._announced = True
+            self._announce()
+        elif self._announced:
+            _log.info("worker %s answers, process %d", child.name, child.pid)
+
+    def _update(self) -> None:
+        """Accept connections while a worker takes them, and tell all workers how the server is."""
+        ready = any(child.ready for child in self._children.values())
+        loop = asyncio.get_running_loop()
+        if ready != self._accepting and not self._stopping.is_set():
+            self._accepting = ready
+            if ready:
+                loop.add_reader(self._listener.fileno(), self._accept)
+            else:
+                loop.remove_reader(self._listener.fileno())
+        self._tell_status()
+
+    def _accept(self) -> None:
+        """Hand over the connections that wait."""
+        for _ in range(_ACCEPTED_AT_ONCE):
+            try:
+                connection, _address = self._listener.accept()
+            except (BlockingIOError, ConnectionAbortedError):
+                return
+            except OSError as error:  # no descriptors, no memory: others may give theirs back
+                _log.error("cannot accept connections: %s", error.strerror)
+                loop = asyncio.get_running_loop()
+                loop.remove_reader(self._listener.fileno())
+                self._accepting = False
+                loop.call_later(_NO_DESCRIPTORS_S, self._update)
+                return
+            with connection:
+                ready = [child for child in self._children.values() if child.ready]
+                for child in sorted(ready, key=lambda child: child.load):
+                    if child.hand(connection):
+                        break
+
+    def _count(self, outcome: str) -> None:
+        self._reloads[outcome] += 1
+        self._tell_status()
+
+    def _tell_status(self) -> None:
+        ready = {child.name: child.pid for child in self._children.values() if child.ready}
+        for child in self._children.values():
+            if child.ready:
+                child.channel.tell(
+                    "status",
+                    processes={"supervisor": os.getpid(), **ready},
+                    replaced=self._replaced,
+                    reloads=dict(self._reloads),
+                )
+
+    async def _reload_for(self, cause: str) -> None:
+        try:
+            self._log_change(await self.reload(), cause)
+        except Refused as error:
+            _log.error("reload for %s refused: %s", cause, error)
+
+    def _log_change(self, outcome: str, cause: str) -> None:
+        current = self._history[-1]
+        _log.info("%s for %s: generation %s", outcome, cause, current.name[:12])
+
+    async def _watch(self, seen: str) -> None:
+        """Reload when the models or pins change on disk."""
+        while True:
+            await asyncio.sleep(self._settings.watch_models)
+            found = await asyncio.to_thread(fingerprint, self._settings)
+            if found != seen:
+                seen = found
+                await self._reload_for("changed files")
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _told_to_stop(self) -> None:
+        if self._stopping.is_set():  # told twice: at once
+            for child in self._children.values():
+                child.kill()
+        self._stopping.set()
+
+    async def _stop(self, slots: Sequence[asyncio.Task[None]]) -> None:
+        """End all workers, at the latest when their requests have had their grace."""
+        if self._accepting:
+            asyncio.get_running_loop().remove_reader(self._listener.fileno())
+        self._listener.close()
+        for child in self._children.values():
+            if child.ready:
+                child.channel.tell("stop")
+            else:
+                child.kill()
+        await asyncio.wait(slots, timeout=self._settings.grace + _END_S)
+        for child in self._children.values():
+            child.kill()
+        await asyncio.gather(*slots)

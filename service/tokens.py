@@ -1,0 +1,99 @@
+"""Access tokens: who may ask, and who may manage the server.
+
+A token is 256 bits of chance, shown once. Kept is its SHA-256: no dictionary finds a token by its
+digest, so a slow hash, as for passwords, would add nothing but the time of each request.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import secrets
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, cast, get_args
+
+from confpred.errors import DataError, InvalidInput
+from confpred.files import read_json, write_whole
+
+FORMAT = "confpred-tokens/1"
+#: What a token is for: to ask, or to manage too.
+Scope = Literal["read", "admin"]
+SCOPES: tuple[Scope, ...] = get_args(Scope)
+_HEX = "0123456789abcdef"
+_PREFIX = "confpred_"  # so that a token is recognised where it should not be, such as in a log
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """A token, without itself.
+
+    Attributes:
+        name: whose it is; for the log.
+        scope: what it is for; ``admin`` includes ``read``.
+        sha256: its SHA-256, in hexadecimal.
+    """
+
+    name: str
+    scope: Scope
+    sha256: str
+
+    def allows(self, scope: Scope) -> bool:
+        return SCOPES.index(self.scope) >= SCOPES.index(scope)
+
+
+def make(name: str, scope: Scope) -> tuple[str, Token]:
+    """A new token: what its owner is told, and what is kept."""
+    secret = _PREFIX + secrets.token_urlsafe(32)
+    return secret, Token(name, scope, _hash(secret.encode()))
+
+
+def read(path: str | Path) -> tuple[Token, ...]:
+    """The tokens in the file at `path`.
+
+    Raises:
+        DataError: it is missing, damaged or not a file of tokens.
+    """
+    entries = read_json(Path(path), "a file of tokens", FORMAT).get("tokens")
+    if not isinstance(entries, list):
+        raise DataError(f"{path}: tokens is not a list")
+    return tuple(_token(path, place, entry) for place, entry in enumerate(entries))
+
+
+def write(path: str | Path, tokens: Sequence[Token]) -> None:
+    """Replace the file at `path`; only its owner may read it.
+
+    Raises:
+        StorageError: the file system refused.
+    """
+    content = {"format": FORMAT, "tokens": [asdict(token) for token in tokens]}
+    text = json.dumps(content, indent=1) + "\n"
+    write_whole(Path(path), lambda file: file.write(text.encode()))
+    Path(path).chmod(0o600)
+
+
+def find(tokens: Sequence[Token], secret: bytes) -> Token | None:
+    """The token that `secret` is, compared in a time that tells nothing of how near it came."""
+    hashed, found = _hash(secret), None
+    for token in tokens:  # all of them: the place of the right one is nobody's business
+        if hmac.compare_digest(token.sha256, hashed):
+            found = token
+    return found
+
+
+def _hash(secret: bytes) -> str:
+    return hashlib.sha256(secret).hexdigest()
+
+
+def _token(path: str | Path, place: int, entry: Any) -> Token:
+    where = f"{path}: tokens[{place}]"
+    if not isinstance(entry, dict) or entry.keys() != {"name", "scope", "sha256"}:
+        raise DataError(f"{where} is not an object of name, scope and sha256")
+    if entry["scope"] not in SCOPES:
+        raise DataError(f"{where}: {InvalidInput('scope', entry['scope'], ' or '.join(SCOPES))}")
+    digest = entry["sha256"]
+    if not (isinstance(digest, str) and len(digest) == 64 and set(digest) <= set(_HEX)):
+        raise DataError(f"{where}: {InvalidInput('sha256', digest, '64 hexadecimal digits')}")
+    return Token(str(entry["name"]), cast(Scope, entry["scope"]), digest)

@@ -1,0 +1,229 @@
+"""One server process: uvicorn, on connections that the supervisor hands over.
+
+It ends when the supervisor says so or is gone. What it is told and what it tells is in
+`service.supervisor`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import json
+import os
+import shutil
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI
+
+from confpred.errors import ConfpredError
+
+from . import generations, logs, tokens
+from .app import create_app
+from .channel import Channel, Fields
+from .generations import Loaded
+from .protocol import limited, sweep
+from .settings import Settings
+
+_REPORT_S = 0.01  # closed connections are reported together
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """What a worker is started with, as one word of its command line.
+
+    Attributes:
+        settings: of the server.
+        name: the worker's, for the log.
+        control: file descriptor of the worker's end of the channel.
+        connections: file descriptor of the socket that connections arrive by.
+        generations: folders to load; the last is the current one.
+        home: the folder of the server.
+    """
+
+    settings: dict[str, Any]
+    name: str
+    control: int
+    connections: int
+    generations: list[str]
+    home: str
+
+
+class Worker:
+    """The worker's end of the channel, beside a server that answers."""
+
+    def __init__(self, start: Start, app: FastAPI, loaded: Loaded) -> None:
+        self._start, self._app, self._loaded = start, app, loaded
+        self._connections = socket.socket(fileno=start.connections)
+        self._connections.setblocking(False)
+        self._closed = 0
+        self._reporting = self.orphaned = False
+        self._tasks: list[asyncio.Task[None]] = []
+        # One thread, as the system keeps memory for each that ever loads.
+        self._loader = ThreadPoolExecutor(1, "load")
+        self._prepared_tokens: tuple[tokens.Token, ...] | None = None
+
+    async def attach(self, server: uvicorn.Server) -> None:
+        """Begin to take connections for `server`, which has started, and tell the supervisor."""
+        self._server = server
+        control = socket.socket(fileno=self._start.control)
+        self._channel = await Channel.open(control, self._handle)
+        self._app.state.supervisor = self._channel
+        self._tasks = [asyncio.create_task(each) for each in (self._listen(), sweep(server))]
+        loop = asyncio.get_running_loop()
+        loop.add_reader(self._connections.fileno(), self._take)
+        loop.add_signal_handler(signal.SIGTERM, self._channel.tell, "leaving")
+        self._channel.tell("ready", generation=self._loaded.current.digest)
+
+    async def _listen(self) -> None:
+        await self._channel.listen()
+        self.orphaned = not self._server.should_exit  # the supervisor is gone
+        self._server.should_exit = True
+
+    async def _handle(self, word: str, fields: Fields) -> Fields | None:
+        answer: Fields | None = await getattr(self, f"_on_{word}")(**fields)
+        return answer
+
+    async def _on_prepare(self, folder: str) -> Fields:
+        """Load a generation beside those that are loaded, and read the tokens anew."""
+        try:
+            path = Path(folder)
+            if path.name not in self._loaded:
+                loop = asyncio.get_running_loop()
+                self._loaded.add(await loop.run_in_executor(self._loader, generations.load, path))
+            if self._start.settings["tokens"] is not None:
+                self._prepared_tokens = tokens.read(self._start.settings["tokens"])
+        except (ConfpredError, OSError) as error:
+            return {"error": str(error)}
+        return {}
+
+    async def _on_switch(self, generation: str, keep: list[str]) -> None:
+        """Answer by another generation from the next request on."""
+        self._loaded.switch(generation, keep)
+        self._app.state.predictor = self._loaded.current.predictor
+        if self._prepared_tokens is not None:
+            self._app.state.tokens = self._prepared_tokens
+        # What is forgotten refers to itself. To look for it takes 10 ms, as imports are frozen.
+        asyncio.get_running_loop().run_in_executor(self._loader, gc.collect)
+
+    async def _on_forget(self, generation: str) -> None:
+        """Forget a generation that another worker could not load."""
+        current = self._loaded.current.digest
+        kept = [each.digest for each in reversed(self._loaded.others) if each.digest != generation]
+        self._loaded.switch(current, [*kept, current])
+
+    async def _on_status(self, **status: Any) -> None:
+        self._app.state.server_status = status
+
+    async def _on_stop(self) -> None:
+        """Take the connections that were handed over already, finish their requests, and end."""
+        asyncio.get_running_loop().remove_reader(self._connections.fileno())
+        self._take()
+        await asyncio.sleep(0.05)  # for requests that have arrived with them
+        self._server.should_exit = True
+
+    def _take(self) -> None:
+        while True:
+            try:
+                said, handed, _, _ = socket.recv_fds(self._connections, 1, 1)
+            except BlockingIOError:
+                return
+            if not said:  # the supervisor is gone
+                asyncio.get_running_loop().remove_reader(self._connections.fileno())
+                return
+            for each in handed:
+                task = asyncio.create_task(self._connect(socket.socket(fileno=each)))
+                self._tasks = [*(t for t in self._tasks if not t.done()), task]
+            if not handed:  # this process has no descriptor left
+                self._count_closed()
+
+    async def _connect(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        loop = asyncio.get_running_loop()
+        try:
+            await loop.connect_accepted_socket(lambda: self._protocol(loop), connection)
+        except OSError:
+            connection.close()
+            self._count_closed()
+
+    def _protocol(self, loop: asyncio.AbstractEventLoop) -> asyncio.Protocol:
+        made = self._server.config.http_protocol_class(  # type: ignore[call-arg]
+            config=self._server.config,
+            server_state=self._server.server_state,
+            app_state=self._server.lifespan.state,
+            _loop=loop,
+        )
+        made.on_lost = self._count_closed  # type: ignore[attr-defined]
+        return made
+
+    def _count_closed(self) -> None:
+        self._closed += 1
+        if not self._reporting:
+            self._reporting = True
+            asyncio.get_running_loop().call_later(_REPORT_S, self._report)
+
+    def _report(self) -> None:
+        self._reporting = False
+        self._channel.tell("closed", count=self._closed)
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's server, without listeners and signals of its own."""
+
+    def __init__(self, config: uvicorn.Config, worker: Worker) -> None:
+        super().__init__(config)
+        self._worker = worker
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        await self._worker.attach(self)
+
+
+def main() -> None:
+    """Load, serve, and end with 0; with 1 if the models cannot be loaded."""
+    start = Start(**json.loads(sys.argv[1]))
+    for ignored in (signal.SIGINT, signal.SIGHUP):  # a terminal sends them to all its processes
+        signal.signal(ignored, signal.SIG_IGN)
+    settings = Settings(**start.settings)
+    logs.configure(settings, start.name)
+    gc.freeze()
+    try:
+        loaded = _load(start)
+        known = () if settings.tokens is None else tokens.read(settings.tokens)
+    except (ConfpredError, OSError) as error:
+        message = json.dumps({"do": "failed", "reason": str(error)}) + "\n"
+        os.write(start.control, message.encode())
+        sys.exit(1)
+    app = create_app(settings, loaded, known)
+    config = uvicorn.Config(
+        app,
+        http=limited(settings),
+        ws="none",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        forwarded_allow_ips=settings.trusted_proxies,
+        timeout_keep_alive=settings.idle_timeout,
+        timeout_graceful_shutdown=settings.grace,
+    )
+    worker = Worker(start, app, loaded)
+    _Server(config, worker).run(sockets=[])
+    if worker.orphaned:  # nobody else tidies up
+        shutil.rmtree(Path(start.home), ignore_errors=True)
+
+
+def _load(start: Start) -> Loaded:
+    *others, current = (generations.load(Path(folder)) for folder in start.generations)
+    return Loaded(current, others)

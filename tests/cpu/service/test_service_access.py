@@ -1,0 +1,228 @@
+"""Who may ask and who may manage; request ids, traces and the lines of the log."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from click.testing import CliRunner
+from test_service_process import ONE, Server, eventually, refused, running
+
+from confpred.cli import cli
+from confpred.service import tokens
+
+TRACE = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
+
+
+def token(path: Path, *words: str) -> str:
+    done = CliRunner().invoke(cli, ["token", "--tokens", str(path), *words], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return done.output.strip()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("access")
+
+
+@pytest.fixture(scope="module")
+def secrets(folder: Path) -> dict[str, str]:
+    path = folder / "tokens.json"
+    return {
+        "host-1": token(path, "host-1"),
+        "host-2": token(path, "host-2"),
+        "ops": token(path, "ops", "--scope", "admin"),
+    }
+
+
+@pytest.fixture(scope="module")
+def guarded(folder: Path, secrets: dict[str, str]) -> Iterator[Server]:
+    options = ("--tokens", str(folder / "tokens.json"), "--log-format", "json", "--workers", "2")
+    with running(folder, *options) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with running(tmp_path_factory.mktemp("plain")) as server:
+        yield server
+
+
+def ask(server: Server, path: str, secret: str | None, **headers: str) -> httpx.Response:
+    method = "POST" if path.startswith(("/v1/predict", "/v1/models/")) else "GET"
+    if secret is not None:
+        headers["authorization"] = f"Bearer {secret}"
+    sent = ONE if path == "/v1/predict" else None
+    return httpx.request(method, f"{server.url}{path}", json=sent, headers=headers, timeout=60)
+
+
+ASKED = ("/v1/predict", "/v1/models", "/v1/devices", "/metrics", "/openapi.json", "/docs")
+MANAGED = ("/v1/models/reload", "/v1/models/rollback")
+
+
+@pytest.mark.parametrize("path", [*ASKED, *MANAGED, "/no/such/path"])
+def test_without_a_token_nothing_is_told(guarded: Server, path: str) -> None:
+    for secret in (None, "confpred_wrong"):
+        reply = ask(guarded, path, secret)
+        assert (reply.status_code, reply.json()["error"]["code"]) == (401, "unauthorized")
+        assert reply.headers["www-authenticate"].startswith('Bearer realm="confpred"')
+        assert reply.headers["x-request-id"]
+    reply = ask(guarded, path, None, authorization="Basic dXNlcjpwYXNz")
+    assert reply.status_code == 401
+
+
+def test_a_token_to_ask_does_not_manage(guarded: Server, secrets: dict[str, str]) -> None:
+    for path in ASKED:
+        assert ask(guarded, path, secrets["host-1"]).status_code == 200
+        assert ask(guarded, path, secrets["ops"]).status_code == 200
+    for path in MANAGED:
+        reply = ask(guarded, path, secrets["host-1"])
+        assert (reply.status_code, reply.json()["error"]["code"]) == (403, "forbidden")
+        assert 'error="insufficient_scope", scope="admin"' in reply.headers["www-authenticate"]
+    assert ask(guarded, "/v1/models/reload", secrets["ops"]).status_code == 200
+
+
+def test_health_needs_no_token(guarded: Server) -> None:
+    for path in ("/healthz", "/readyz"):
+        assert ask(guarded, path, None).status_code == 200
+        head = httpx.head(f"{guarded.url}{path}")
+        assert (head.status_code, head.content) == (200, b"")
+
+
+def test_a_revoked_token_is_refused_after_the_next_reload(
+    guarded: Server, folder: Path, secrets: dict[str, str]
+) -> None:
+    path = folder / "tokens.json"
+    token(path, "host-2", "--revoke")
+    added = token(path, "host-3")
+    assert ask(guarded, "/v1/models", secrets["host-2"]).status_code == 200
+    assert ask(guarded, "/v1/models/reload", secrets["ops"]).json()["outcome"] == "unchanged"
+    for _ in range(10):  # by both workers
+        assert ask(guarded, "/v1/models", secrets["host-2"]).status_code == 401
+        assert ask(guarded, "/v1/models", added).status_code == 200
+    content = path.read_text()
+    path.write_text("{")
+    assert ask(guarded, "/v1/models/reload", secrets["ops"]).status_code == 409
+    path.write_text(content)
+    assert ask(guarded, "/v1/models", added).status_code == 200
+
+
+def test_only_digests_are_kept_and_the_log_has_names(
+    guarded: Server, folder: Path, secrets: dict[str, str]
+) -> None:
+    path = folder / "tokens.json"
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert ask(guarded, "/v1/models", secrets["host-1"]).status_code == 200
+    kept, logged = path.read_text(), guarded.log.read_text()
+    for secret in secrets.values():
+        assert secret not in kept
+        assert secret not in logged
+    eventually(lambda: '"token": "host-1"' in guarded.log.read_text())
+
+
+def test_listening_elsewhere_needs_tokens_or_a_word(tmp_path: Path) -> None:
+    for host in ("0.0.0.0", "::", "192.0.2.1"):
+        code, said = refused("--host", host, "--port", "0")
+        assert (code, len(said.splitlines())) == (2, 1)
+        assert "--tokens" in said
+        assert "--allow-anonymous" in said
+    with running(tmp_path, "--host", "0.0.0.0", "--allow-anonymous") as server:
+        assert ask(server, "/v1/predict", None).status_code == 200
+
+
+def test_a_damaged_file_of_tokens_ends_the_start(tmp_path: Path) -> None:
+    path = tmp_path / "tokens.json"
+    entry = {"name": "a", "scope": "read", "sha256": "0" * 64}
+    for tokens_, reason in (
+        ("{", "is not JSON"),
+        ("{}", "is not a file of tokens"),
+        ({}, "tokens is not a list"),
+        ([{**entry, "scope": "write"}], "read or admin"),
+        ([{**entry, "sha256": "secret"}], "64 hexadecimal digits"),
+        ([{**entry, "more": 1}], "is not an object of name, scope and sha256"),
+    ):
+        whole = json.dumps({"format": tokens.FORMAT, "tokens": tokens_})
+        path.write_text(tokens_ if isinstance(tokens_, str) else whole)
+        code, said = refused("--port", "0", "--tokens", str(path))
+        assert (code, len(said.splitlines())) == (1, 1)
+        assert reason in said
+
+
+def test_a_name_has_one_token(tmp_path: Path) -> None:
+    path = tmp_path / "tokens.json"
+    token(path, "a")
+    for words in (["a"], ["b", "--revoke"], ["\n"], ["x" * 65]):
+        done = CliRunner().invoke(cli, ["token", "--tokens", str(path), *words])
+        assert done.exit_code == 1
+        assert "name=" in str(done.exception)
+    assert [each.name for each in tokens.read(path)] == ["a"]
+
+
+def test_without_tokens_only_programs_of_the_machine_manage(plain: Server) -> None:
+    for header in ("origin", "x-forwarded-for", "forwarded"):
+        reply = ask(plain, "/v1/models/reload", None, **{header: "127.0.0.1"})
+        assert (reply.status_code, reply.json()["error"]["code"]) == (403, "forbidden")
+    assert ask(plain, "/v1/models/reload", None).status_code == 200
+
+
+def test_a_sane_request_id_is_taken_and_any_other_replaced(plain: Server) -> None:
+    made = set()
+    for given, taken in (
+        ("a1-B2.c_3:4/5+6=7@8", True),
+        ("x" * 128, True),
+        ("x" * 129, False),
+        ("a b", False),
+        ("", False),
+        ('"}', False),
+    ):
+        found = ask(plain, "/healthz", None, **{"x-request-id": given}).headers["x-request-id"]
+        assert (found == given) == taken
+        assert re.fullmatch(r"[\w.:/+=@-]{1,128}", found)
+        made.add(found)
+    assert len(made) == 6
+    assert ask(plain, "/no/such/path", None).headers["x-request-id"]
+
+
+def test_a_trace_is_passed_through(plain: Server) -> None:
+    assert ask(plain, "/healthz", None, traceparent=TRACE).headers["traceparent"] == TRACE
+    for bad in ("00-xyz-1-01", TRACE.upper(), TRACE[:-1]):
+        assert "traceparent" not in ask(plain, "/healthz", None, traceparent=bad).headers
+
+
+def test_a_line_of_json_tells_what_was_answered(guarded: Server, secrets: dict[str, str]) -> None:
+    headers = {"x-request-id": "this-one", "traceparent": TRACE}
+    reply = ask(guarded, "/v1/predict", secrets["host-1"], **headers)
+    assert reply.status_code == 200
+    eventually(lambda: "this-one" in guarded.log.read_text())
+    lines: list[dict[str, Any]] = [json.loads(x) for x in guarded.log.read_text().splitlines()]
+    (line,) = (line for line in lines if line.get("request_id") == "this-one")
+    digests = dict(part.split("=") for part in reply.headers["x-confpred-model"].split(", "))
+    expected = {
+        "level": "info",
+        "method": "POST",
+        "target": "/v1/predict",
+        "status": 200,
+        "traceparent": TRACE,
+        "token": "host-1",
+        "device": "h100",
+        "problems": 1,
+        "sources": {"predicted": 1},
+        "model": digests["h100"],
+    }
+    assert expected.items() <= line.items()
+    assert 0 < line["duration_ms"] < 10_000
+    assert line["process"] in ("0", "1")
+    assert all({"time", "level", "process", "message"} <= line.keys() for line in lines)
+
+
+def test_a_line_of_text_tells_it_too(plain: Server) -> None:
+    ask(plain, "/v1/predict", None, **{"x-request-id": "that-one"})
+    eventually(lambda: "that-one" in plain.log.read_text())
+    line = next(x for x in plain.log.read_text().splitlines() if "that-one" in x)
+    form = r'INFO:     127\.0\.0\.1:\d+ - "POST /v1/predict HTTP/1\.1" 200 [\d.]+ ms that-one '
+    assert re.fullmatch(form + r"h100 predicted=1 model=[0-9a-f]{12}", line)

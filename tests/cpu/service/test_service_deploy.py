@@ -1,0 +1,145 @@
+"""The files that operators start from are parsed, and run as far as this machine can."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from configparser import ConfigParser
+from pathlib import Path
+
+import httpx
+import pytest
+import yaml
+from fastapi.testclient import TestClient
+from test_service_process import COMMAND, ONE, running
+
+from confpred.cli.serve import command
+from confpred.service import tokens
+from confpred.service.access import ADMIN
+from confpred.service.app import create_app
+from confpred.service.settings import Settings
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+DEPLOY = Path(__file__).parents[3] / "docs" / "deploy"
+UNIT = (DEPLOY / "confpred.service").read_text()
+NGINX = re.sub(r"#.*", "", (DEPLOY / "nginx.conf").read_text())
+
+
+@pytest.fixture
+def secret(tmp_path: Path) -> str:
+    said, token = tokens.make("host", "read")
+    tokens.write(tmp_path / "tokens.json", [token])
+    return said
+
+
+def unit() -> ConfigParser:
+    # A list may be written as one key more than once, as systemd has it; none is here.
+    parser = ConfigParser(interpolation=None, delimiters=("=",), comment_prefixes=("#",))
+    parser.optionxform = str  # type: ignore[assignment,method-assign]
+    parser.read_string(UNIT)
+    return parser
+
+
+def test_systemd_takes_the_unit(tmp_path: Path) -> None:
+    if shutil.which("systemd-analyze") is None:  # the tests below read the unit without it
+        return
+    path = tmp_path / "confpred.service"
+    path.write_text(UNIT.replace("/opt/confpred/bin/confpred", COMMAND))
+    check = ["systemd-analyze", "verify", "--man=no", str(path)]
+    done = subprocess.run(check, check=False, capture_output=True, text=True, timeout=60)
+    ours = [line for line in done.stderr.splitlines() if "confpred.service" in line]
+    assert (done.returncode, ours) == (0, []), done.stderr
+
+
+def test_the_unit_fits_the_settings_beside_it() -> None:
+    service = unit()["Service"]
+    words = shlex.split(service["ExecStart"])
+    assert words[1:] == ["serve", "--config", "/etc/confpred/serve.toml"]
+    settings = Settings(**tomllib.loads((DEPLOY / "serve.toml").read_text()))
+    assert int(service["TimeoutStopSec"]) >= settings.grace + 10
+    assert (service["Restart"], service["RestartPreventExitStatus"]) == ("on-failure", "2")
+    assert settings.tokens is not None
+
+
+def test_the_unit_s_command_runs_by_its_settings(
+    tmp_path: Path, repository: Path, secret: str
+) -> None:
+    text = (DEPLOY / "serve.toml").read_text()
+    text = text.replace("/srv/confpred/models", str(repository / "models"))
+    text = text.replace("/etc/confpred", str(tmp_path)).replace("workers = 4", "workers = 2")
+    (tmp_path / "serve.toml").write_text(text)
+    with running(tmp_path, "--config", str(tmp_path / "serve.toml")) as server:
+        header = {"authorization": f"Bearer {secret}"}
+        reply = httpx.post(f"{server.url}/v1/predict", json=ONE, headers=header)
+        assert reply.status_code == 200
+        assert httpx.post(f"{server.url}/v1/predict", json=ONE).status_code == 401
+        assert len(server.workers()) == 2
+
+
+def instructions() -> dict[str, str]:
+    """The last of each kind in the container file."""
+    text = (DEPLOY / "Containerfile").read_text().replace("\\\n", " ")
+    lines = [line for line in text.splitlines() if line and not line.startswith("#")]
+    return dict(line.split(None, 1) for line in lines)
+
+
+def test_the_container_s_command_runs_and_is_healthy(tmp_path: Path, secret: str) -> None:
+    found = instructions()
+    known = "FROM RUN COPY USER EXPOSE STOPSIGNAL HEALTHCHECK ENTRYPOINT CMD"
+    assert found.keys() == set(known.split())
+    program, *words = json.loads(found["ENTRYPOINT"]) + json.loads(found["CMD"])
+    assert (program, words[0], found["STOPSIGNAL"]) == ("confpred", "serve", "SIGTERM")
+    assert int(found["USER"]) > 0
+    assert found["EXPOSE"] == words[words.index("--port") + 1]
+    words[words.index("--port") + 1] = "0"
+    words[words.index("--tokens") + 1] = str(tmp_path / "tokens.json")
+    with command.make_context("serve", words[1:]) as context:
+        assert Settings(**context.params).host == "0.0.0.0"
+    with running(tmp_path, *words[1:]) as server:
+        kind, _, check = found["HEALTHCHECK"].partition(" CMD ")
+        assert "--interval" in kind
+        python, *rest = json.loads(check.replace(":8000/", f":{server.port}/"))
+        assert python == "python"
+        subprocess.run([sys.executable, *rest], check=True, timeout=60)
+
+
+def test_the_proxy_fits_the_service() -> None:
+    assert NGINX.count("{") == NGINX.count("}")
+    statements = [part.strip() for part in re.split(r"[;{}]", NGINX) if part.strip()]
+    values = {first: rest for first, _, rest in (s.partition(" ") for s in statements)}
+    assert int(values["keepalive_timeout"][:-1]) < Settings().idle_timeout
+    assert int(values["client_max_body_size"][:-1]) * 2**20 >= Settings().max_body_bytes
+    closed = re.findall(r"location (?:~ |= )(\S+) \{\s*return 403;", NGINX)
+    for path in (*ADMIN, "/metrics"):
+        assert any(re.search(pattern, path) for pattern in closed), path
+    assert not any(re.search(pattern, "/v1/models") for pattern in closed)
+
+
+def test_nginx_takes_its_file(tmp_path: Path) -> None:
+    if shutil.which("nginx") is None:  # the test above reads the file without it
+        return
+    plain = re.sub(r"ssl_\S+ [^;]*;", "", NGINX).replace("443 ssl", "8443")
+    (tmp_path / "nginx.conf").write_text(f"events {{}} http {{ {plain} }}")
+    check = ["nginx", "-t", "-p", str(tmp_path), "-c", str(tmp_path / "nginx.conf")]
+    subprocess.run(check, check=True, timeout=60)
+
+
+def test_the_alerts_ask_for_metrics_that_there_are() -> None:
+    with TestClient(create_app(Settings())) as client:
+        client.post("/v1/predict", json=ONE)
+        text = client.get("/metrics").text
+    there = set(re.findall(r"^# HELP (\S+)", text, re.MULTILINE))
+    (group,) = yaml.safe_load((DEPLOY / "alerts.yml").read_text())["groups"]
+    assert len(group["rules"]) == 7
+    for rule in group["rules"]:
+        assert {"alert", "expr", "annotations"} <= rule.keys()
+        for name in re.findall(r"confpred_\w+", rule["expr"]):
+            assert name.removesuffix("_bucket") in there

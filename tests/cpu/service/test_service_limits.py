@@ -1,0 +1,175 @@
+"""Clients that send too much, or too slowly, or do not read: they are told, and cut off."""
+
+from __future__ import annotations
+
+import json
+import select
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from test_service_process import LAYER, ONE, Server, head, running
+
+TIMES = ("--head-timeout", "--body-timeout", "--idle-timeout", "--write-timeout")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("limits")
+    with running(folder, *(word for name in TIMES for word in (name, "2"))) as server:
+        yield server
+
+
+def connect(server: Server) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", server.port), timeout=30)
+
+
+def rest(connection: socket.socket) -> bytes:
+    """All that the server says until it closes."""
+    said = b""
+    try:
+        while received := connection.recv(65_536):
+            said += received
+    except ConnectionResetError:
+        pass
+    return said
+
+
+def refusal(said: bytes) -> tuple[int, dict[str, Any]]:
+    first, _, body = said.partition(b"\r\n\r\n")
+    assert b"content-type: application/json" in first
+    error = json.loads(body)["error"]
+    assert error.keys() == {"code", "message", "field", "value", "allowed"}
+    return int(first.split()[1]), error
+
+
+def memory(server: Server) -> int:
+    """Bytes that the worker has."""
+    (worker,) = server.workers()
+    return int(Path(f"/proc/{worker}/statm").read_text().split()[1]) * 4096
+
+
+def flood(connection: socket.socket, start: bytes, piece: bytes, most: int) -> int:
+    """Send `most` bytes of `piece` after `start`, until the server no longer takes any."""
+    sent = 0
+    try:
+        connection.sendall(start)
+        while sent < most:
+            connection.sendall(piece)
+            sent += len(piece)
+    except OSError:
+        pass
+    return sent
+
+
+def test_an_endless_header_is_not_read(server: Server) -> None:
+    before = memory(server)
+    with connect(server) as connection:
+        flood(connection, b"GET /healthz HTTP/1.1\r\nx-long: ", b"a" * 65_536, 50_000_000)
+        status, error = refusal(rest(connection))
+    assert (status, error["code"]) == (431, "head_too_large")
+    assert error["allowed"] == "32768 bytes"
+    assert memory(server) - before < 8_000_000
+
+
+@pytest.mark.parametrize(("size", "status"), [(30_000, 200), (40_000, 431)])
+def test_the_limit_of_a_head_holds_for_one_that_comes_at_once(
+    server: Server, size: int, status: int
+) -> None:
+    reply = httpx.get(f"{server.url}/healthz", headers={"x-long": "a" * size})
+    assert reply.status_code == status
+    reply = httpx.get(
+        f"{server.url}/healthz", headers={f"x-{i}": "a" * 90 for i in range(size // 100)}
+    )
+    assert reply.status_code == status
+    reply = httpx.get(f"{server.url}/healthz", params={"a": "a" * size})
+    assert reply.status_code == status
+
+
+@pytest.mark.parametrize("chunk", [b"1\r\n \r\n" * 10_000, b"0\r\nx-trailer: " + b"a" * 65_536])
+def test_endless_chunks_and_trailers_are_cut(server: Server, chunk: bytes) -> None:
+    before = memory(server)
+    with connect(server) as connection:
+        first, _, more = chunk.partition(b"a")
+        start = head("transfer-encoding: chunked") + (first if more else b"")
+        flood(connection, start, more or chunk, 100_000_000)
+        assert rest(connection)[:13] in (b"HTTP/1.1 413 ", b"")
+    assert memory(server) - before < 30_000_000
+    assert httpx.get(f"{server.url}/healthz").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("start", "field"),
+    [
+        (b"GET /healthz HTTP/1.1\r\nx-slow: ", "head"),
+        (head("content-length: 500") + b"{", "body"),
+    ],
+)
+def test_who_sends_too_slowly_is_told_and_cut(server: Server, start: bytes, field: str) -> None:
+    with connect(server) as connection:
+        connection.sendall(start)
+        connection.settimeout(0.2)
+        began, said = time.monotonic(), b""
+        while not said and time.monotonic() - began < 30:
+            try:
+                said = connection.recv(1)
+            except TimeoutError:
+                connection.sendall(b"a")
+        connection.settimeout(30)
+        status, error = refusal(said + rest(connection))
+    assert (status, error["code"], error["field"]) == (408, "request_timeout", field)
+
+
+def test_a_connection_without_a_request_is_closed(server: Server) -> None:
+    with connect(server) as silent, connect(server) as idle, connect(server) as blank:
+        idle.sendall(b"GET /healthz HTTP/1.1\r\nhost: a\r\n\r\n")
+        blank.sendall(b"\r\n" * 10)
+        assert rest(silent) == b""
+        assert rest(idle).startswith(b"HTTP/1.1 200 OK")
+        assert rest(blank) == b""
+
+
+def test_who_does_not_read_is_cut(server: Server) -> None:
+    body = json.dumps({"device": "h100", "problems": [LAYER] * 1000, "top": 32}).encode()
+    with connect(server) as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.sendall(head(f"content-length: {len(body)}") + body)
+        cut = select.poll()
+        cut.register(connection, 0)  # an end by the other side is told without asking, or reading
+        assert cut.poll(60_000)
+
+
+def test_a_long_answer_is_not_the_clients_fault(tmp_path: Path) -> None:
+    many = {
+        "device": "h100",
+        "problems": [{**LAYER, "n": 1 + i % 100, "h": 60 + i // 100} for i in range(1000)],
+    }
+    options = ("--head-timeout", "1", "--body-timeout", "1", "--idle-timeout", "1")
+    with running(tmp_path, *options) as server, connect(server) as connection:
+        body = json.dumps(many).encode()
+        asked = head(f"content-length: {len(body)}") + body
+        connection.sendall(asked + asked[:40])  # and the start of another
+        said = rest(connection)
+        assert said.startswith(b"HTTP/1.1 200 OK")
+        assert b'"choices"' in said
+
+
+def test_a_long_reply_is_compressed_if_the_client_takes_that(server: Server) -> None:
+    body = {"device": "h100", "problems": [LAYER] * 200}
+    url, kind = f"{server.url}/v1/predict", "content-encoding"
+    plain = httpx.post(url, json=body, headers={"accept-encoding": "identity"})
+    assert kind not in plain.headers
+    assert plain.headers["vary"] == "accept-encoding"
+    small = httpx.post(url, json=ONE, headers={"accept-encoding": "gzip"})
+    assert kind not in small.headers
+    for accepted in ("gzip", "br, gzip;q=0.5", "*"):
+        reply = httpx.post(url, json=body, headers={"accept-encoding": accepted})
+        assert reply.headers[kind] == "gzip"
+        assert reply.content == plain.content
+        assert int(reply.headers["content-length"]) < len(plain.content) / 10
+    for refused in ("gzip;q=0", "br", ""):
+        assert kind not in httpx.post(url, json=body, headers={"accept-encoding": refused}).headers

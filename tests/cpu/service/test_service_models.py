@@ -1,0 +1,283 @@
+"""Models that change while the service answers: together in all workers, or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from test_service_process import ONE, Server, eventually, running
+
+VERSION = "h100-2026.11.21.3"
+
+
+@dataclass
+class Models:
+    """A folder of versions, each of them a copy of a shipped one with another date."""
+
+    folder: Path
+    shipped: Path
+    dates: Iterator[int] = field(default_factory=lambda: iter(range(2030, 2100)))
+
+    def add(self, name: str, **changes: Any) -> str:
+        """Put a version there that is newer than all others; its digest."""
+        away = self.folder.with_name(f"{name}.copying")
+        shutil.copytree(self.shipped, away)
+        card = json.loads((away / "card.json").read_text())
+        card |= {"created": f"{next(self.dates)}-01-01", **changes}
+        text = json.dumps(card).encode()
+        (away / "card.json").write_bytes(text)
+        away.rename(self.folder / name)
+        return sha256(text).hexdigest()
+
+
+@pytest.fixture
+def models(tmp_path: Path, repository: Path) -> Models:
+    (tmp_path / "models").mkdir()
+    return Models(tmp_path / "models", repository / "models" / VERSION)
+
+
+@contextmanager
+def serving(models: Models, *options: str) -> Iterator[Server]:
+    with running(models.folder.parent, "--model", str(models.folder), *options) as server:
+        yield server
+
+
+def ask(server: Server, **query: str) -> httpx.Response:
+    return httpx.post(f"{server.url}/v1/predict", params=query, json=ONE, timeout=60)
+
+
+def answering(server: Server) -> str:
+    """The digest of the model that answers on a new connection."""
+    reply = ask(server)
+    assert reply.status_code == 200, reply.text
+    return reply.headers["x-confpred-model"].removeprefix("h100=")
+
+
+def change(server: Server, word: str) -> httpx.Response:
+    return httpx.post(f"{server.url}/v1/models/{word}", timeout=120)
+
+
+class Load:
+    """Clients that ask without a pause, and note what model answered what was asked when."""
+
+    def __init__(self, server: Server, clients: int) -> None:
+        self.answers: list[tuple[float, str]] = []
+        self.failures: list[object] = []
+        self._stop = threading.Event()
+        self._threads = [threading.Thread(target=self._ask, args=(server,)) for _ in range(clients)]
+
+    def __enter__(self) -> Load:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join()
+
+    def _ask(self, server: Server) -> None:
+        with httpx.Client(base_url=server.url, timeout=60) as client:
+            while not self._stop.is_set():
+                asked = time.monotonic()
+                try:
+                    reply = client.post("/v1/predict", json=ONE)
+                except httpx.HTTPError as error:
+                    self.failures.append(error)
+                    continue
+                if reply.status_code != 200:
+                    self.failures.append(reply.text)
+                found = reply.headers.get("x-confpred-model", "").removeprefix("h100=")
+                self.answers.append((asked, found))
+
+
+def test_all_workers_switch_at_once_and_no_request_fails(models: Models) -> None:
+    digest = models.add("a")
+    with serving(models, "--workers", "2") as server, Load(server, 4) as load:
+        for name in ("b", "c", "d"):
+            eventually(lambda: len(load.answers) > 20)
+            assert load.answers[-1][1] == digest
+            before, digest = digest, models.add(name)
+            reply = change(server, "reload")
+            switched = time.monotonic()
+            assert (reply.status_code, reply.json()["outcome"]) == (200, "reloaded")
+            assert [m["digest"] for m in reply.json()["models"]] == [digest]
+            assert [m["digest"] for m in reply.json()["former"]] == [before]
+            start = len(load.answers)
+            eventually(lambda start=start: len(load.answers) > start + 40)
+            late = [found for asked, found in load.answers if asked > switched]
+            assert len(late) > 20
+            assert set(late) == {digest}
+    assert not load.failures
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_a_hangup_reloads_under_load_and_no_request_fails(models: Models, workers: str) -> None:
+    models.add("a")
+    with serving(models, "--workers", workers) as server:
+        before = server.workers()
+        with Load(server, 4) as load:
+            for name in ("b", "c"):
+                digest = models.add(name)
+                server.process.send_signal(signal.SIGHUP)
+                eventually(lambda digest=digest: load.answers and load.answers[-1][1] == digest)
+        assert not load.failures
+        assert server.workers() == before
+        assert "reloaded for SIGHUP" in server.log.read_text()
+
+
+def test_the_identity_is_shown_wherever_it_costs_nothing(models: Models) -> None:
+    digest = models.add("a")
+    with serving(models) as server:
+        listed = httpx.get(f"{server.url}/v1/models")
+        assert listed.json()["models"][0]["digest"] == digest
+        assert listed.headers["etag"] == f'"{listed.json()["generation"]}"'
+        devices = {
+            d["key"]: d["digest"] for d in httpx.get(f"{server.url}/v1/devices").json()["devices"]
+        }
+        assert (devices["h100"], devices["a100"]) == (digest, None)
+        assert answering(server) == digest
+        info = f'confpred_model_info{{device="h100",digest="{digest}",version="a"}} 1.0'
+        assert info in httpx.get(f"{server.url}/metrics").text
+
+
+def test_one_content_has_one_digest_whatever_its_name(models: Models) -> None:
+    digest = models.add("a")
+    with serving(models) as server:
+        (models.folder / "a").rename(models.folder / "b")
+        assert change(server, "reload").json()["outcome"] == "reloaded"  # as names are answered too
+        assert answering(server) == digest
+        assert ask(server).json()["choices"][0][0]["model"] == "b"
+
+
+def test_versions_are_asked_for_by_name_and_digest_and_rolled_back_to(models: Models) -> None:
+    first = models.add("a")
+    with serving(models, "--workers", "2") as server:
+        assert change(server, "rollback").status_code == 409
+        second = models.add("b")
+        assert change(server, "reload").status_code == 200
+        for version, expected in (
+            ("a", first),
+            (first[:12], first),
+            ("b", second),
+            (second, second),
+        ):
+            reply = ask(server, version=version)
+            assert reply.headers["x-confpred-model"] == f"h100={expected}"
+        for unknown in ("c", "", first[:4], "f" * 64):
+            reply = ask(server, version=unknown)
+            assert (reply.status_code, reply.json()["error"]["code"]) == (404, "version_not_loaded")
+            assert reply.json()["error"]["field"] == "version"
+        reply = change(server, "rollback")
+        assert (reply.status_code, reply.json()["outcome"]) == (200, "rolled_back")
+        assert {answering(server) for _ in range(10)} == {first}
+        assert change(server, "rollback").json()["error"]["code"] == "rollback_refused"
+        assert change(server, "reload").json()["outcome"] == "reloaded"
+        assert {answering(server) for _ in range(10)} == {second}
+
+
+def damage(models: Models, how: str) -> None:
+    if how == "a byte":
+        models.add("z")
+        path = next((models.folder / "z").glob("*.time.txt"))
+        content = path.read_bytes()
+        path.write_bytes(content[:-2] + b"9\n")
+    elif how == "a field":  # which only the loading finds
+        models.add("z", regret_bound="none")
+    elif how == "another format":
+        models.add("z", format="confpred-model/99")
+    elif how == "a file gone":
+        models.add("z")
+        (models.folder / "z" / "measured.json").unlink()
+    elif how == "the folder gone":
+        shutil.rmtree(models.folder)
+
+
+def test_a_broken_model_is_refused_and_the_old_one_stays(models: Models) -> None:
+    digest = models.add("a")
+    damages = ("a byte", "a field", "another format", "a file gone", "the folder gone")
+    with serving(models, "--workers", "2") as server:
+        for how in damages:
+            damage(models, how)
+            reply = change(server, "reload")
+            error = reply.json()["error"]
+            assert (reply.status_code, error["code"]) == (409, "reload_refused"), how
+            assert "/models" in error["message"], how
+            assert {answering(server) for _ in range(10)} == {digest}, how
+            shutil.rmtree(models.folder / "z", ignore_errors=True)
+        said = server.log.read_text()
+        assert said.count("reload refused: ") == len(damages)
+        assert "Traceback" not in said
+        server.process.send_signal(signal.SIGHUP)
+        eventually(lambda: "reload for SIGHUP refused: " in server.log.read_text())
+        # A worker that starts now answers like the other, though the original is no more.
+        os.kill(min(server.workers()), signal.SIGKILL)
+        eventually(lambda: "answers, process" in server.log.read_text())
+        assert {answering(server) for _ in range(10)} == {digest}
+        metrics = httpx.get(f"{server.url}/metrics").text
+        assert f'confpred_reloads_total{{outcome="refused"}} {len(damages) + 1}.0' in metrics
+
+
+def test_a_model_replaced_in_place_is_not_seen_before_the_reload(models: Models) -> None:
+    digest = models.add("a")
+    with serving(models, "--workers", "2") as server:
+        shutil.rmtree(models.folder / "a")
+        replaced = models.add("a")
+        os.kill(min(server.workers()), signal.SIGKILL)
+        eventually(lambda: "answers, process" in server.log.read_text())
+        assert {answering(server) for _ in range(10)} == {digest}
+        change(server, "reload")
+        assert {answering(server) for _ in range(10)} == {replaced}
+
+
+def test_reloads_do_not_add_up_in_memory(models: Models) -> None:
+    models.add("a")
+    with serving(models) as server:
+        (worker,) = server.workers()
+
+        def memory() -> int:
+            return int(Path(f"/proc/{worker}/statm").read_text().split()[1]) * 4096
+
+        sizes = []
+        for number in range(14):
+            models.add(f"v{number}")
+            assert change(server, "reload").json()["outcome"] == "reloaded"
+            shutil.rmtree(models.folder / f"v{number}")
+            sizes.append(memory())
+        assert sizes[-1] - sizes[3] < 30_000_000  # ten generations would be four times as much
+
+
+def test_a_new_version_is_seen_if_asked_to_look(models: Models) -> None:
+    models.add("a")
+    with serving(models, "--workers", "2", "--watch-models", "1") as server:
+        digest = models.add("b")
+        eventually(lambda: answering(server) == digest)
+        models.add("z", format="confpred-model/99")
+        eventually(lambda: "reload for changed files refused: " in server.log.read_text())
+        assert answering(server) == digest
+
+
+def test_pins_are_read_again_too(models: Models, tmp_path: Path) -> None:
+    models.add("a")
+    pins = tmp_path / "pins.json"
+    pin = {"device": "h100", "problem": ONE["problem"], "provider": "pytorch", "config": {}}
+    pins.write_text('{"format": "confpred-pins/1", "pins": []}')
+    with serving(models, "--pins", str(pins)) as server:
+        sources = [ask(server).json()["choices"][0][0]["source"]]
+        for text in (json.dumps({"format": "confpred-pins/1", "pins": [pin]}), "{}"):
+            pins.write_text(text)
+            sources.append(change(server, "reload").status_code)
+            sources.append(ask(server).json()["choices"][0][0]["source"])
+    assert sources == ["predicted", 200, "pinned", 409, "pinned"]

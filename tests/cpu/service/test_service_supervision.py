@@ -1,0 +1,219 @@
+"""Processes that end: workers are replaced one by one, none outlives its server, and each end of
+the server has its exit status."""
+
+from __future__ import annotations
+
+import http.client
+import os
+import re
+import resource
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from test_service_process import COMMAND, ONE, Server, eventually, refused, running
+
+
+@pytest.fixture
+def temporary(tmp_path: Path) -> Iterator[Path]:
+    """The folder in which a server makes its own."""
+    (tmp_path / "tmp").mkdir()
+    yield tmp_path / "tmp"
+    eventually(lambda: not any((tmp_path / "tmp").iterdir()), "the server's folder was left")
+
+
+def alive(process: int) -> bool:
+    try:
+        return " Z " not in Path(f"/proc/{process}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def connections(server: Server, count: int) -> list[http.client.HTTPConnection]:
+    """Connections that stay open, and have been used."""
+    made = [http.client.HTTPConnection("127.0.0.1", server.port, timeout=30) for _ in range(count)]
+    assert [status(connection) for connection in made] == [200] * count
+    return made
+
+
+def status(connection: http.client.HTTPConnection) -> int | None:
+    """The status of a request by `connection`; None if it was closed."""
+    connection.auto_open = 0
+    try:
+        if connection.sock is None:
+            connection.connect()
+        connection.request("GET", "/readyz")
+        reply = connection.getresponse()
+        reply.read()
+    except (ConnectionError, http.client.HTTPException):
+        return None
+    return reply.status
+
+
+def test_a_killed_worker_costs_its_own_connections_alone(tmp_path: Path) -> None:
+    with running(tmp_path, "--workers", "2") as server:
+        before = server.workers()
+        held = connections(server, 4)
+        victim = max(before)
+        os.kill(victim, signal.SIGKILL)
+        eventually(lambda: not alive(victim))
+        # Spread evenly over two workers, two of the four are left, and new ones are answered.
+        assert [status(connection) for connection in held].count(200) == 2
+        assert {httpx.get(f"{server.url}/readyz").status_code for _ in range(10)} == {200}
+        eventually(
+            lambda: len(server.workers()) == 2 and "answers, process" in server.log.read_text()
+        )
+        assert len(server.workers() & before) == 1
+        text = httpx.get(f"{server.url}/metrics").text
+        assert "confpred_workers_replaced_total 1.0" in text
+        assert re.search(r"worker \d ended by SIGKILL; another starts", server.log.read_text())
+        assert server.process.poll() is None
+
+
+def test_connections_are_spread_evenly(tmp_path: Path) -> None:
+    with running(tmp_path, "--workers", "2") as server:
+        for _ in range(7):  # those that close count no longer
+            assert httpx.get(f"{server.url}/healthz").status_code == 200
+        before = {worker: descriptors(worker) for worker in server.workers()}
+        held = connections(server, 8)
+        assert [descriptors(each) - before[each] for each in before] == [4, 4]
+        for connection in held:
+            connection.close()
+
+
+def descriptors(process: int) -> int:
+    return len(list(Path(f"/proc/{process}/fd").iterdir()))
+
+
+def test_the_only_worker_is_replaced_while_requests_wait(tmp_path: Path) -> None:
+    with running(tmp_path) as server:
+        (victim,) = server.workers()
+        os.kill(victim, signal.SIGKILL)
+        eventually(lambda: not alive(victim))
+        assert httpx.post(f"{server.url}/v1/predict", json=ONE, timeout=60).status_code == 200
+        assert server.workers() != {victim}
+
+
+def test_a_worker_that_is_told_to_end_hands_over(tmp_path: Path) -> None:
+    with running(tmp_path, "--workers", "2") as server:
+        for victim in sorted(server.workers()):
+            os.kill(victim, signal.SIGTERM)
+            while alive(victim) or len(server.workers()) < 2:
+                assert httpx.post(f"{server.url}/v1/predict", json=ONE).status_code == 200
+        eventually(lambda: server.log.read_text().count("answers, process") == 2)
+
+
+def test_no_worker_outlives_its_server(tmp_path: Path, temporary: Path) -> None:
+    with running(tmp_path, "--workers", "2", TMPDIR=str(temporary)) as server:
+        workers = server.workers()
+        assert len(workers) == 2
+        server.process.kill()
+        eventually(lambda: not any(alive(worker) for worker in workers))
+
+
+def test_a_server_whose_workers_cannot_start_gives_up_and_says_why(tmp_path: Path) -> None:
+    (tmp_path / "tmp").mkdir()
+    with running(tmp_path, TMPDIR=str(tmp_path / "tmp")) as server:
+        shutil.rmtree(tmp_path / "tmp")
+        os.kill(*server.workers(), signal.SIGKILL)
+        assert server.process.wait(100) == 3
+        said = server.log.read_text()
+        assert "Traceback" not in said
+        (reason,) = (line for line in said.splitlines() if line.startswith("confpred: "))
+        assert reason.startswith("confpred: gave up after 5 starts of a worker: cannot read ")
+
+
+def test_a_worker_that_answers_is_kept_though_others_cannot_start(tmp_path: Path) -> None:
+    (tmp_path / "tmp").mkdir()
+    with running(tmp_path, "--workers", "2", TMPDIR=str(tmp_path / "tmp")) as server:
+        shutil.rmtree(tmp_path / "tmp" / next((tmp_path / "tmp").iterdir()) / "generations")
+        os.kill(max(server.workers()), signal.SIGKILL)
+        eventually(lambda: server.log.read_text().count("; another starts in ") > 2)
+        assert httpx.post(f"{server.url}/v1/predict", json=ONE).status_code == 200
+        server.process.terminate()
+        assert server.process.wait(60) == 0
+
+
+def test_stopping_twice_is_at_once(tmp_path: Path, temporary: Path) -> None:
+    with running(tmp_path, "--grace", "3600", TMPDIR=str(temporary)) as server:
+        head = b"POST /v1/predict HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n"
+        held = http.client.HTTPConnection("127.0.0.1", server.port)
+        held.connect()
+        held.sock.sendall(head + b"content-length: 9\r\n\r\n")
+        eventually(lambda: server.process.poll() is None)
+        time.sleep(0.5)  # for the request to begin
+        server.process.terminate()
+        time.sleep(1)
+        assert server.process.poll() is None  # the request has an hour
+        server.process.terminate()
+        assert server.process.wait(60) == 0
+        held.close()
+
+
+def test_a_model_that_does_not_load_ends_the_start(tmp_path: Path, repository: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(repository / "models" / "h100-2026.11.21.3", folder)
+    card = (folder / "card.json").read_text()
+    (folder / "card.json").write_text(card.replace('"regret_bound": 1.', '"regret_bound": -1.'))
+    code, said = refused("--port", "0", "--model", str(folder), "--workers", "2")
+    assert (code, len(said.splitlines())) == (1, 1)
+    assert said.startswith("confpred: ")
+    assert "regret_bound" in said
+
+
+def test_a_log_that_cannot_be_written_costs_the_lines_alone(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
+    with Path("/dev/full").open("wb") as full:
+        command = [COMMAND, "serve", "--port", str(port)]
+        process = subprocess.Popen(command, stdout=full, stderr=full)
+    try:
+
+        def answers() -> bool:
+            try:
+                return httpx.post(f"{url}/v1/predict", json=ONE).status_code == 200
+            except httpx.TransportError:
+                return False
+
+        eventually(answers)
+        process.terminate()
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+
+
+def test_a_full_disk_at_the_start_is_one_clear_line(temporary: Path) -> None:
+    limited = "import resource as r; r.setrlimit(r.RLIMIT_FSIZE, (100_000, 100_000)); "
+    limited += "from confpred.cli import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", limited, "serve", "--port", "0"],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "TMPDIR": str(temporary)},
+    )
+    assert (done.returncode, len(done.stderr.splitlines())) == (1, 1)
+    assert done.stderr.startswith("confpred: cannot write ")
+
+
+def test_a_full_disk_refuses_the_reload_alone(tmp_path: Path, repository: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(repository / "models" / "h100-2026.11.21.3", folder)
+    with running(tmp_path, "--model", str(folder)) as server:
+        card = (folder / "card.json").read_text()
+        (folder / "card.json").write_text(card + "\n")
+        # The log may still grow a little.
+        resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE, (100_000, 100_000))
+        reply = httpx.post(f"{server.url}/v1/models/reload", timeout=60)
+        assert reply.status_code == 409
+        assert "cannot write " in reply.json()["error"]["message"]
+        assert httpx.post(f"{server.url}/v1/predict", json=ONE).status_code == 200
