@@ -104,7 +104,8 @@ async def predict(request: Request) -> Response:
         loop = asyncio.get_running_loop()
         answer, told = await loop.run_in_executor(state.executor, _answer, *work)
     access.note(request.scope, told)
-    return await compression.reply(request, answer, generation.headers)
+    sent, encoded = await compression.encode(answer, request.headers.get("accept-encoding", ""))
+    return Response(sent, headers={**generation.headers, **encoded}, media_type="application/json")
 
 
 @_router.get("/v1/devices", summary="The devices that can be asked for", responses=_refusals(503))

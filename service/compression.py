@@ -4,26 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import gzip
-from collections.abc import Mapping
-
-from starlette.requests import Request
-from starlette.responses import Response
 
 #: Compressing less saves a few packets at most.
 LEAST_BYTES = 16_384
-#: Level 1 makes a batch's reply a twentieth of its size, and takes a fourth of the time of level 6.
+#: Level 1 makes a batch's reply 14 times as small in a third of the time of level 6, which makes it
+#: 20 times as small.
 _LEVEL = 1
 
 
-async def reply(request: Request, body: bytes, headers: Mapping[str, str]) -> Response:
-    """The JSON in `body`, compressed if it is long and the client takes gzip."""
+async def encode(body: bytes, accepted: str) -> tuple[bytes, dict[str, str]]:
+    """What to send for `body`, and the headers that say so; compressed if it is long and
+    `accepted`, the request's Accept-Encoding, has gzip."""
     if len(body) < LEAST_BYTES:
-        return Response(body, headers=headers, media_type="application/json")
-    headers = {**headers, "vary": "accept-encoding"}
-    if _takes_gzip(request.headers.get("accept-encoding", "")):
-        body = await asyncio.to_thread(gzip.compress, body, _LEVEL, mtime=0)
-        headers["content-encoding"] = "gzip"
-    return Response(body, headers=headers, media_type="application/json")
+        return body, {}
+    headers = {"vary": "accept-encoding"}
+    if not _takes_gzip(accepted):
+        return body, headers
+    compressed = await asyncio.to_thread(gzip.compress, body, _LEVEL, mtime=0)
+    return compressed, {**headers, "content-encoding": "gzip"}
 
 
 def _takes_gzip(accepted: str) -> bool:
