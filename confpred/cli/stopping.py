@@ -30,10 +30,10 @@ def stop_on_signals() -> None:
 
 def leave_signals() -> None:
     """Undo `stop_on_signals`, before what handles these signals itself."""
-    defaults = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
-    for number, default in defaults.items():
-        if signal.getsignal(number) is _stop:
-            signal.signal(number, default)
+    if signal.getsignal(signal.SIGINT) is _stop:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if signal.getsignal(signal.SIGTERM) is _stop:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _stop(number: int, frame: FrameType | None) -> None:

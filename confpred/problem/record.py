@@ -154,13 +154,7 @@ class Record:
             return {"true": True, "1": True, "false": False, "0": False}.get(text.lower(), text)
         if name in cls.PAIRS and re.fullmatch(r"[0-9]{1,18}x[0-9]{1,18}", text):
             return [int(part) for part in text.split("x")]
-        if re.fullmatch(r"[+-]?[0-9]{1,18}", text):
-            return int(text)
-        if name in cls.PAIRS:
-            raise InvalidProblem(
-                name, text, f"an integer {_span(*cls.LIMITS[name])}, or two as 1x2"
-            )
-        return text
+        return int(text) if re.fullmatch(r"[+-]?[0-9]{1,18}", text) else text
 
     def __str__(self) -> str:
         """The words that `parse` reads, defaults left out."""
