@@ -22,6 +22,13 @@ class Settings:
     )
     workers: int = _setting(1, "Server processes that share the port.")
     max_batch: int = _setting(1000, "Most problems in one request.")
+    max_queue: int = _setting(
+        10_000, "Most problems that wait in one process; beyond it a request is answered 503."
+    )
+    deadline: float = _setting(
+        30.0, "Seconds that working out a reply may take before it is answered 503."
+    )
+    cache_mib: int = _setting(64, "Memory for replies that were given, MiB in each process.")
     access_log: bool = _setting(True, "Log a line for each request.")
 
     @property
