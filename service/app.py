@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -24,6 +25,10 @@ from .metrics import Metrics, Telemetry
 from .predict import Predict
 from .settings import Settings
 
+#: Seconds after which a thread that wants the interpreter is given it. Python's own 5 ms are as
+#: long as a remembered reply may take beside batches in all.
+_SWITCH_S = 0.0005
+
 _router = APIRouter()
 
 
@@ -41,12 +46,15 @@ def create_app(settings: Settings, predictor: Predictor | None = None) -> FastAP
         loaded = predictor or Predictor.load(settings.model, pins=settings.pins)
         for device in KNOWN:  # so that the first client need not wait for tables
             loaded.choose(schema.EXAMPLE, device)
+        usual = sys.getswitchinterval()
+        sys.setswitchinterval(_SWITCH_S)
         # One thread: predictions hold the interpreter, and more of them would only delay the loop.
         with ThreadPoolExecutor(1, "predict") as executor:
             predict.start(executor)
             app.state.predictor = loaded
             yield
             app.state.predictor = None
+        sys.setswitchinterval(usual)
 
     app = FastAPI(
         title="confpred",

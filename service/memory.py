@@ -129,6 +129,9 @@ class Memories:
         self._half = limit // 2
         self._of: WeakKeyDictionary[Predictor, Memory] = WeakKeyDictionary()
 
+    def __len__(self) -> int:
+        return len(self._of)
+
     def of(self, predictor: Predictor) -> Memory:
         found = self._of.get(predictor)
         if found is None:

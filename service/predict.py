@@ -25,7 +25,8 @@ from .settings import Settings
 _SHORT_BYTES = 4096
 #: How many seconds the client is prepared to wait: RFC 7240, section 4.3.
 _WAIT = re.compile(r"(?:^|[,;\s])wait\s*=\s*(\d{1,6})\s*(?:$|[,;])", re.IGNORECASE)
-_REFUSALS: Mapping[Reason, tuple[str, str]] = {
+#: The error's code and message when work is refused and the client is still there.
+REFUSALS: Mapping[Reason, tuple[str, str]] = {
     "queue": ("overloaded", "too many problems are waiting already"),
     "deadline": ("deadline_exceeded", "the answer would have come later than it may"),
 }
@@ -110,6 +111,6 @@ async def _gone(receive: Receive) -> None:
 
 
 def _unavailable(refused: Refused) -> RequestError:
-    code, message = _REFUSALS[refused.reason]
+    code, message = REFUSALS[refused.reason]
     error = Error(code, f"{message}; ask again in {refused.retry_s} s")
     return RequestError(503, error, {"retry-after": str(refused.retry_s)})

@@ -16,6 +16,7 @@ from confpred import Predictor
 from confpred.cli import cli
 from confpred.cli.serve import command
 from confpred.service.metrics import Metrics
+from confpred.service.predict import REFUSALS as REFUSED_WORK
 from confpred.service.schema import EXAMPLE
 from confpred.service.settings import Settings
 
@@ -66,9 +67,10 @@ def test_the_environment_sets_what_the_command_line_does_not(
 
 def test_the_error_table_is_what_the_contract_test_sees() -> None:
     documented = {(int(row[0]), row[1].strip("`")) for row in ROWS if row[0].isdigit()}
-    # The last two need a faulty and an unready server, which have tests of their own.
+    # The others need a faulty, an unready and a busy server, which have tests of their own.
+    busy = {(503, code) for code, _ in REFUSED_WORK.values()}
     seen = {(status, code) for _, status, code in REFUSALS.values()}
-    assert documented == seen | {(500, "internal_error"), (503, "not_ready")}
+    assert documented == seen | busy | {(500, "internal_error"), (503, "not_ready")}
 
 
 def test_the_metrics_table_is_what_the_server_exposes() -> None:
