@@ -66,7 +66,7 @@ def create_app(settings: Settings, predictor: Predictor | None = None) -> FastAP
         swagger_ui_oauth2_redirect_url=None,
     )
     app.state.settings, app.state.metrics, app.state.predictor = settings, metrics, None
-    app.router.routes.append(_predict_route(predict))
+    app.router.routes.insert(0, _predict_route(predict))
     app.include_router(_router)
     app.add_middleware(Telemetry, metrics=metrics)
     errors.install(app)
