@@ -133,7 +133,7 @@ def _predictor(app: FastAPI) -> Predictor:
     predictor: Predictor | None = app.state.predictor
     if predictor is None:
         error = errors.Error("not_ready", "no model is loaded; ask again in a moment")
-        raise errors.RequestError(503, error)
+        raise errors.RequestError(503, error, {"retry-after": "1"})
     return predictor
 
 

@@ -19,7 +19,7 @@ from confpred.problem.record import Record
 
 _K = TypeVar("_K")
 _V = TypeVar("_V")
-_ENTRY_BYTES = 600  # of Python's own objects for one entry, beside the texts that it holds
+_ENTRY_BYTES = 750  # of Python objects for one entry, beside the texts that it holds
 _LARGEST_SHARE = 1 / 16  # of the memory: one larger entry would push out too many small ones
 
 
