@@ -22,7 +22,7 @@ def remembered(memory: Memory, body: bytes, asked: PredictRequest) -> Reply | No
         if answer is None:
             return None
         answers.append(answer)
-    return _reply(memory, body, answers)
+    return _reply(memory, body, asked, answers)
 
 
 def working(
@@ -57,16 +57,17 @@ def working(
             answer.source, answer.text = choices[0].source, answer_json(choices)
             memory.keep(question, answer)
             worked_out()
-    return _reply(memory, body, answers)
+    return _reply(memory, body, asked, answers)
 
 
 def _questions(asked: PredictRequest) -> list[Question]:
     return [Question(asked.device.key, asked.top, problem) for problem in asked.problems]
 
 
-def _reply(memory: Memory, body: bytes, answers: Iterable[Answer]) -> Reply:
+def _reply(memory: Memory, body: bytes, asked: PredictRequest, answers: Iterable[Answer]) -> Reply:
     """The reply that consists of `answers`, from now on in memory by `body`."""
     sources = Counter(answer.source for answer in answers)
-    reply = Reply(joined_json(answer.text or "" for answer in answers).encode(), sources)
+    text = joined_json(answer.text or "" for answer in answers)
+    reply = Reply(text.encode(), asked.device.key, sources)
     memory.replies.put(body, reply, len(body) + len(reply.body))
     return reply

@@ -39,7 +39,7 @@ def create_app(settings: Settings, predictor: Predictor | None = None) -> FastAP
         ModelError: the model folder is missing, damaged or foreign.
     """
     metrics = Metrics()
-    predict = Predict(settings, metrics, lambda: _predictor(app))
+    predict = Predict(settings, metrics, lambda scope: _predictor(scope["app"]))
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:

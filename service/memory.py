@@ -50,15 +50,13 @@ class Reply:
 
     Attributes:
         body: JSON.
+        device: key of the one that was asked for.
         sources: how many problems were answered from each source.
     """
 
     body: bytes
+    device: str
     sources: Mapping[str, int]
-
-    @property
-    def problems(self) -> int:
-        return sum(self.sources.values())
 
 
 class Latest(Generic[_K, _V]):

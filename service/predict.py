@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import math
 import re
-import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
 
@@ -24,10 +23,6 @@ from .settings import Settings
 #: A body up to this long is read on the event loop, which takes a millisecond at most: some ten
 #: problems spelled in full. A longer one is read in the thread, unless its reply is in memory.
 _SHORT_BYTES = 4096
-#: A reply that took longer ends its connection where there are other processes: the client's next
-#: connection is most often taken by one that is idle, as that is the first to wake. A new one costs
-#: some 0.2 ms; clients that stay with one process leave others idle.
-_LONG_S = 0.05
 #: How many seconds the client is prepared to wait: RFC 7240, section 4.3.
 _WAIT = re.compile(r"(?:^|[,;\s])wait\s*=\s*(\d{1,6})\s*(?:$|[,;])", re.IGNORECASE)
 #: The error's code and message when work is refused and the client is still there.
@@ -41,10 +36,11 @@ class Predict:
     """Answers at once what is in memory, and has everything else worked out by a `Scheduler`."""
 
     def __init__(
-        self, settings: Settings, metrics: Metrics, predictor: Callable[[], Predictor]
+        self, settings: Settings, metrics: Metrics, find: Callable[[Scope], Predictor]
     ) -> None:
-        """Ask `predictor` anew at each request, so that another may take its place at any time."""
-        self._settings, self._metrics, self._predictor = settings, metrics, predictor
+        """`find` is asked for the predictor of each request, so that another may take its place at
+        any time."""
+        self._settings, self._metrics, self._find = settings, metrics, find
         self._memories = Memories(settings.cache_mib * 2**20)
         self._scheduler: Scheduler | None = None
 
@@ -53,11 +49,11 @@ class Predict:
         self._scheduler = Scheduler(executor, self._metrics, self._settings.max_queue)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        predictor = self._predictor()
+        predictor = self._find(scope)
         memory = self._memories.of(predictor)
         headers = dict(scope["headers"])
         body = await read_body(headers, receive, self._settings)
-        reply, start = memory.replies.get(body), time.perf_counter()
+        reply = memory.replies.get(body)
         if reply is not None:
             self._metrics.answered("body", reply.sources)
         else:
@@ -66,8 +62,6 @@ class Predict:
             return  # nobody is there to read it
         length = b"%d" % len(reply.body)
         head = [(b"content-type", b"application/json"), (b"content-length", length)]
-        if self._settings.workers > 1 and time.perf_counter() - start > _LONG_S:
-            head.append((b"connection", b"close"))
         await send({"type": "http.response.start", "status": 200, "headers": head})
         await send({"type": "http.response.body", "body": reply.body})
 

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -174,18 +173,3 @@ def test_slow_clients_hold_up_nobody(server: Server) -> None:
         for connection in slow:
             connection.close()
     until(lambda: metric(server, "confpred_queued_requests") == 0)
-
-
-def test_a_long_reply_gives_up_its_connection_where_others_share_the_work(
-    server: Server, tmp_path: Path
-) -> None:
-    """Or clients whose connections one process happens to have would leave the others idle."""
-    assert "connection" not in post(server, batch(150)).headers
-    with running(tmp_path, "--workers", "2", "--no-access-log") as two:
-        assert post(two, batch(150)).headers["connection"] == "close"
-        assert "connection" not in post(two, ONE).headers
-        with httpx.Client(timeout=60) as client:  # which does not mind
-            for _ in range(3):
-                body = json.dumps(batch(150)).encode()
-                reply = client.post(f"{two.url}/v1/predict", content=body, headers=HEADERS)
-                assert len(reply.json()["choices"]) == 150
