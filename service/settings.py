@@ -25,8 +25,8 @@ class Settings:
     max_queue: int = _setting(
         10_000, "Most problems that wait in one process; beyond it a request is answered 503."
     )
-    deadline: float = _setting(
-        30.0, "Seconds that working out a reply may take before it is answered 503."
+    deadline: int = _setting(
+        30, "Seconds that working out a reply may take before it is answered 503."
     )
     cache_mib: int = _setting(64, "Memory for replies that were given, MiB in each process.")
     access_log: bool = _setting(True, "Log a line for each request.")

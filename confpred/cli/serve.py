@@ -15,8 +15,8 @@ _TYPES: dict[str, click.ParamType[Any]] = {
     "pins": click.Path(exists=True, dir_okay=False),
     "workers": click.IntRange(1, 64),
     "max_batch": click.IntRange(1, 100_000),
-    "max_queue": click.IntRange(1),
-    "deadline": click.FloatRange(0, min_open=True),
+    "max_queue": click.IntRange(1, 10_000_000),
+    "deadline": click.IntRange(1, 86_400),
     "cache_mib": click.IntRange(1, 65_536),
 }
 #: The names that options had in confpred 0.1.0.

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -149,13 +150,14 @@ def test_a_client_may_shorten_the_deadline(server: Server) -> None:
     assert post(server, known, prefer="wait=0").status_code == 200  # in memory: no waiting
 
 
-def test_the_server_has_a_deadline_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> None:
-    folder = tmp_path_factory.mktemp("deadline")
-    with running(folder, "--deadline", "0.05") as server:
-        reply = post(server, batch(1000))
-        assert (reply.status_code, reply.json()["error"]["code"]) == (503, "deadline_exceeded")
+def test_the_server_has_a_deadline_of_its_own(tmp_path: Path) -> None:
+    with running(tmp_path, "--deadline", "1") as server, ThreadPoolExecutor(4) as pool:
+        replies = list(pool.map(lambda _: post(server, batch(1000)), range(4)))  # seconds of work
+        late = [reply for reply in replies if reply.status_code == 503]
+        assert late
+        assert {reply.json()["error"]["code"] for reply in late} == {"deadline_exceeded"}
         until(lambda: metric(server, "confpred_queued_problems") == 0)
-        assert metric(server, "confpred_worked_out_problems_total") < 500
+        assert metric(server, "confpred_worked_out_problems_total") < 3500
         assert post(server, ONE).status_code == 200
 
 
