@@ -1,154 +1,187 @@
-"""How long the HTTP service takes: a real server on loopback, one keep-alive client.
+"""How long the HTTP service takes, and whom it lets wait: real servers on loopback.
 
-    python benchmarks/service_latency.py [--requests 2000] [--model DIR]
+    python benchmarks/service_latency.py [--requests 2000] [--rounds 5] [--workers 2] [--model DIR]
+    python benchmarks/service_latency.py --soak 600
 
-The client is the standard library's, which costs about 0.1 ms a request itself; ``healthz`` shows
-that floor. Client and server share the machine, so every figure is the whole round trip. Writes
-``benchmarks/results/service_latency.json``.
+Beside each figure of `confpred serve` stands a no-op: an application of the same framework, under
+the same server, that reads the same request and sends constant bytes. The two are measured in turn,
+round by round, so that what else the machine does falls on both. Clients and servers share the
+machine, so every figure is the whole round trip, and more workers than half of the cores show less
+than they could do. Writes ``benchmarks/results/service_latency.json``; a soak adds itself to it.
 """
 
 from __future__ import annotations
 
 import argparse
-import http.client
 import importlib.metadata
+import itertools
 import json
 import os
 import platform
 import random
 import re
 import statistics
-import subprocess
 import sys
-import threading
 import time
-import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+import service_soak
+from service_load import (
+    Connection,
+    batch,
+    get,
+    meanwhile,
+    metric,
+    no_op_server,
+    one,
+    post,
+    rate,
+    server,
+)
+
 RESULT = Path(__file__).parent / "results" / "service_latency.json"
 BATCH = 512
+BATCHERS = 4
+ABANDONED = (20, 1000)  # batches, and problems in each
+_CONNECTIONS = 8  # enough to keep one process busy
+_RATE_S = 1.0
+_WORKERS_S = 8.0
+_WARM_UP = 20
+_PREPARED = 30  # batches of one client
+_SWITCH_S = 0.0005  # between threads of this process: the default is longer than most requests
+_PATIENCE_S = 0.2  # of those who go
 
 
-@contextmanager
-def server(*options: str) -> Iterator[int]:
-    """A running `confpred serve`; the value is its port."""
-    command = [sys.executable, "-c", "from confpred.cli import main; main()", "serve"]
-    command += ["--port", "0", "--no-access-log", *options]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
-        try:
-            for line in process.stderr or ():
-                if found := re.search(r"running on http://.*:(\d+)", line):
-                    break
-            else:
-                raise SystemExit("the server did not start")
-            yield int(found[1])
-        finally:
-            process.terminate()
+def times(client: Connection, requests: Iterator[bytes], count: int) -> list[float]:
+    """Milliseconds of `count` requests, one after the other."""
+    return [client.seconds(next(requests)) * 1e3 for _ in range(count)]
 
 
-class Client:
-    """One keep-alive connection."""
-
-    def __init__(self, port: int) -> None:
-        self.connection = http.client.HTTPConnection("127.0.0.1", port)
-
-    def seconds(self, body: dict[str, Any] | None) -> float:
-        """The time of one request, from before it is sent until its reply is read."""
-        encoded = None if body is None else json.dumps(body).encode()
-        start = time.perf_counter()
-        if encoded is None:
-            self.connection.request("GET", "/healthz")
-        else:
-            header = {"content-type": "application/json"}
-            self.connection.request("POST", "/v1/predict", encoded, header)
-        reply = self.connection.getresponse()
-        text = reply.read()
-        elapsed = time.perf_counter() - start
-        if reply.status != 200:
-            raise SystemExit(f"status {reply.status}: {text!r}")
-        return elapsed
-
-
-def problem(rng: random.Random) -> dict[str, int]:
-    """A layer that almost certainly no earlier request asked for."""
-    groups = rng.choice((2, 4, 8, 16, 32, 64))
-    channels = 8 * groups
-    size = {"n": rng.randint(1, 256), "h": rng.randint(7, 112), "w": rng.randint(7, 112)}
-    return {**size, "c": channels, "k": channels, "r": 3, "s": 3, "padding": 1, "groups": groups}
-
-
-def ask(count: int, client: Client, bodies: Iterator[dict[str, Any] | None]) -> dict[str, Any]:
-    """The latency of `count` requests, one after the other, after a warm-up."""
-    for _ in range(min(20, count)):
-        client.seconds(next(bodies))
-    times = [client.seconds(next(bodies)) * 1e3 for _ in range(count)]
-    percent = statistics.quantiles(times, n=100, method="inclusive")
+def summary(ms: list[float], per_s: float | None = None) -> dict[str, Any]:
+    """`per_s` is the rate with many connections; without it, that of the one that was timed."""
+    percent = statistics.quantiles(ms, n=100, method="inclusive")
     return {
-        "requests": count,
+        "requests": len(ms),
         "p50_ms": round(percent[49], 3),
         "p95_ms": round(percent[94], 3),
         "p99_ms": round(percent[98], 3),
-        "max_ms": round(max(times), 3),
-        "requests_per_s": round(1e3 * count / sum(times)),
+        "max_ms": round(max(ms), 3),
+        "requests_per_s": round(per_s or 1e3 * len(ms) / sum(ms)),
     }
 
 
-def one(body: dict[str, Any] | None) -> Iterator[dict[str, Any] | None]:
-    while True:
-        yield body
+def in_turn(
+    targets: dict[str, tuple[int, bytes]], rounds: int, requests: int
+) -> dict[str, dict[str, Any]]:
+    """Targets (a port, and what to send) measured in turn: one client alone, then many."""
+    ms: dict[str, list[float]] = {name: [] for name in targets}
+    rates: dict[str, list[float]] = {name: [] for name in targets}
+    for _ in range(rounds):
+        for name, (port, request) in targets.items():
+            client = Connection(port)
+            times(client, itertools.repeat(request), _WARM_UP)
+            ms[name] += times(client, itertools.repeat(request), requests // rounds)
+            client.close()
+            rates[name].append(rate(port, request, _CONNECTIONS, _RATE_S))
+    return {name: summary(ms[name], statistics.median(rates[name])) for name in targets}
 
 
-def unseen(rng: random.Random, batch: int) -> Iterator[dict[str, Any]]:
+def unseen(rng: random.Random, size: int) -> Iterator[bytes]:
     while True:
-        if batch == 1:
-            yield {"device": "h100", "problem": problem(rng)}
-        else:
-            yield {"device": "h100", "problems": [problem(rng) for _ in range(batch)]}
+        yield post(one(rng) if size == 1 else batch(rng, size))
+
+
+def prepared(rng: random.Random) -> Iterator[bytes]:
+    """Batches, most of them made now: to make one takes time that is not to be measured."""
+    made = itertools.islice(unseen(rng, BATCH), _PREPARED)
+    return itertools.chain(list(made), unseen(rng, BATCH))
+
+
+def beside_batches(port: int, body: dict[str, Any], requests: int) -> dict[str, dict[str, Any]]:
+    """A known and new problems while `BATCHERS` clients ask for batches of new ones."""
+    others = [Connection(port) for _ in range(BATCHERS)]
+    batches = [prepared(random.Random(seed)) for seed in range(1, BATCHERS + 1)]
+
+    def ask(number: int) -> None:
+        others[number].seconds(next(batches[number]))
+
+    client, beside = Connection(port), f"beside {BATCHERS} clients with batches of {BATCH}"
+    with meanwhile(BATCHERS, ask):
+        while metric(port, "confpred_queued_requests") < BATCHERS:
+            time.sleep(0.01)
+        return {
+            f"repeated problem {beside}": summary(
+                times(client, itertools.repeat(post(body)), requests)
+            ),
+            f"repeated problem in a body of 100 kB {beside}": summary(
+                times(client, itertools.repeat(post(body, padding=100_000)), requests)
+            ),
+            f"unseen problem {beside}": summary(
+                times(client, unseen(random.Random("beside"), 1), requests // 10)
+            ),
+        }
+
+
+def abandoned(port: int) -> dict[str, Any]:
+    """What clients leave behind who ask for batches of new problems and close the connection."""
+    count, size = ABANDONED
+    batches, rng = unseen(random.Random(100), size), random.Random(99)
+    before = metric(port, "confpred_worked_out_problems_total")
+    clients = [Connection(port) for _ in range(count)]
+    for client in clients:
+        client.socket.sendall(next(batches))
+    time.sleep(_PATIENCE_S)
+    for client in clients:
+        client.close()
+    waited = Connection(port).seconds(next(unseen(rng, 1)))
+    while metric(port, "confpred_queued_requests"):
+        time.sleep(0.01)
+    return {
+        "batches": count,
+        "problems_in_each": size,
+        "problems_worked_out": metric(port, "confpred_worked_out_problems_total") - before - 1,
+        "next_request_ms": round(waited * 1e3, 3),
+    }
+
+
+def with_workers(workers: int, model: list[str], body: dict[str, Any]) -> dict[str, float]:
+    """Problems a second in batches, and known requests a second, of so many processes."""
+    clients = 2 * workers
+    with server("--workers", str(workers), *model) as (port, _):
+        batches = [unseen(random.Random(seed), BATCH // 4) for seed in range(clients)]
+        connections = [Connection(port) for _ in range(clients)]
+
+        def ask(number: int) -> None:
+            connections[number].seconds(next(batches[number]))
+
+        with meanwhile(clients, ask) as done:
+            time.sleep(1)  # until all processes have warmed up
+            before, start = sum(done), time.perf_counter()
+            time.sleep(_WORKERS_S)
+            batched = (sum(done) - before) / (time.perf_counter() - start)
+        return {
+            "unseen_problems_per_s": round(batched * (BATCH // 4)),
+            "repeated_requests_per_s": round(
+                statistics.median(
+                    rate(port, post(body), _CONNECTIONS * workers, _RATE_S) for _ in range(5)
+                )
+            ),
+        }
 
 
 def models(port: int) -> dict[str, str]:
     """The version of each device's model; a device without one is answered by the heuristic."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/models") as reply:
-        return {model["device"]: model["version"] for model in json.load(reply)["models"]}
-
-
-def measure(port: int, requests: int) -> dict[str, Any]:
-    rng = random.Random(0)
-    client, repeated = Client(port), one({"device": "h100", "problem": problem(rng)})
-    batches = unseen(rng, BATCH)
-    found = {
-        "healthz": ask(requests, client, one(None)),
-        "repeated problem": ask(requests, client, repeated),
-        "unseen problem": ask(requests, client, unseen(rng, 1)),
-        f"unseen batch of {BATCH}": ask(5, client, batches),
-    }
-    stop = threading.Event()
-    other = Client(port)
-
-    def load() -> None:
-        while not stop.is_set():
-            other.seconds(next(batches))
-
-    thread = threading.Thread(target=load)
-    thread.start()
-    try:
-        found[f"repeated problem beside batches of {BATCH}"] = ask(
-            min(requests, 500), client, repeated
-        )
-    finally:
-        stop.set()
-        thread.join()
-    return found
+    reply = json.loads(Connection(port).reply(get("/v1/models")).partition(b"\r\n\r\n")[2])
+    return {model["device"]: model["version"] for model in reply["models"]}
 
 
 def machine() -> dict[str, Any]:
     """Where and with what this was measured."""
     names = re.findall(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
-    packages = ("confpred", "fastapi", "uvicorn", "lightgbm", "numpy")
+    packages = ("confpred", "fastapi", "uvicorn", "uvloop", "httptools", "lightgbm", "numpy")
     return {
         "cpu": names[0] if names else platform.processor(),
         "cores": os.cpu_count(),
@@ -159,22 +192,76 @@ def machine() -> dict[str, Any]:
     }
 
 
+def measure(requests: int, rounds: int, workers: int, model: list[str]) -> dict[str, Any]:
+    where, rng = machine(), random.Random(0)
+    body = one(rng)
+    with no_op_server() as (idle, _), server(*model) as (port, _):
+        served, known = models(port), post(body)
+        targets = {
+            "no-op of the same framework": (idle, known),
+            "repeated problem": (port, known),
+            "healthz": (port, get("/healthz")),
+        }
+        latency = in_turn(targets, rounds, requests)
+        client = Connection(port)
+        latency["unseen problem"] = summary(times(client, unseen(rng, 1), requests // 4))
+        latency[f"unseen batch of {BATCH}"] = summary(times(client, unseen(rng, BATCH), 5))
+        latency |= beside_batches(port, body, requests)
+        left = abandoned(port)
+    no_op, repeated, *_ = latency.values()
+    return {
+        "machine": where,
+        "models": served,
+        "latency": latency,
+        "against_no_op": {
+            "requests_per_s": round(repeated["requests_per_s"] / no_op["requests_per_s"], 2),
+            "p50": round(repeated["p50_ms"] / no_op["p50_ms"], 2),
+        },
+        "abandoned": left,
+        "workers": {count: with_workers(count, model, body) for count in sorted({1, workers})},
+    }
+
+
+def show(result: dict[str, Any]) -> None:
+    for name, figures in result.pop("latency").items():
+        print(f"{name:70}", *(f"{key} {value}" for key, value in figures.items()))
+    print(json.dumps(result, indent=2))
+
+
+def write(result: dict[str, Any]) -> None:
+    partial = RESULT.with_suffix(".partial")
+    partial.write_text(json.dumps(result, indent=2) + "\n")
+    partial.replace(RESULT)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("--requests", type=int, default=2000)
+    parser.add_argument("--rounds", type=int, default=5, help="of no-op and service in turn")
+    parser.add_argument("--workers", type=int, default=2, help="to compare with one")
     parser.add_argument("--model")
+    parser.add_argument("--soak", type=float, metavar="SECONDS", help="only a soak of this length")
+    parser.add_argument("--reload-every", type=float, default=10.0, metavar="SECONDS")
     arguments = parser.parse_args()
+    sys.setswitchinterval(_SWITCH_S)
+    model = ["--model", arguments.model] if arguments.model else []
+    if arguments.soak is None:
+        result = measure(arguments.requests, arguments.rounds, arguments.workers, model)
+        former = json.loads(RESULT.read_text()) if RESULT.exists() else {}
+        if "soak" in former:
+            result["soak"] = former["soak"]
+        write(result)
+        show(result)
+        return
     where = machine()
-    options = ["--model", arguments.model] if arguments.model else []
-    with server(*options) as port:
-        served, found = models(port), measure(port, arguments.requests)
-    for name, figures in found.items():
-        print(f"{name:40}", *(f"{key} {value}" for key, value in figures.items()))
-    partial = RESULT.with_suffix(".partial")
-    partial.write_text(
-        json.dumps({"machine": where, "models": served, "latency": found}, indent=2) + "\n"
-    )
-    partial.replace(RESULT)
+    options = ["--workers", str(arguments.workers), *model]
+    with server(*options) as (port, pid):
+        soak = service_soak.soak(port, pid, arguments.soak, arguments.reload_every)
+    soak = {"machine": where, "workers": arguments.workers, **soak}
+    write(json.loads(RESULT.read_text()) | {"soak": soak})
+    print(json.dumps(soak, indent=2))
+    if soak["failed"] or not soak["memory_flat"]:
+        raise SystemExit("the soak failed")
 
 
 if __name__ == "__main__":

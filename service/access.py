@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from uuid import uuid4
@@ -39,14 +38,14 @@ class Answer:
     """
 
     device: str
-    sources: Counter[str]
+    sources: Mapping[str, int]
     generation: str
     model: str | None
 
     def fields(self) -> dict[str, Any]:
         return {
             "device": self.device,
-            "problems": self.sources.total(),
+            "problems": sum(self.sources.values()),
             "sources": dict(self.sources),
             "generation": self.generation,
             "model": self.model,

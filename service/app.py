@@ -2,34 +2,35 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
-from collections import Counter
+import sys
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import Any
 
 from fastapi import APIRouter, FastAPI
+from fastapi.routing import APIRoute
 from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.datastructures import QueryParams
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Scope
 
 import confpred
-from confpred.predict.choice import answers_json
 from confpred.predict.predictor import Predictor
 from confpred.problem.device import KNOWN, Device
 
-from . import access, admin, compression, errors, generations, schema, tokens
+from . import access, admin, errors, generations, schema, tokens
 from .gauges import Gauges
 from .generations import Generation, Loaded
 from .metrics import Metrics, Telemetry
-from .requests import parse, read_body
+from .predict import Predict
 from .settings import Settings
 
-#: A body up to this long is answered at once: it holds one problem spelled in full, or a few short
-#: ones. A longer one goes to a thread, so that a batch does not hold up everyone else's requests.
-_INLINE_BYTES = 512
+#: Seconds after which a thread that wants the interpreter is given it. Python's own 5 ms are as
+#: long as a remembered reply may take beside batches in all.
+_SWITCH_S = 0.0005
 
 _router = APIRouter()
 
@@ -46,18 +47,22 @@ def create_app(
         ModelError: the model folder is missing, damaged or foreign.
     """
     metrics = Metrics()
+    predict = Predict(settings, metrics, _generation)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         loaded = predictor or Predictor.load(settings.model, pins=settings.pins)
         if isinstance(loaded, Predictor):
             loaded = Loaded(generations.of(loaded))
+        usual = sys.getswitchinterval()
+        sys.setswitchinterval(_SWITCH_S)
         # One thread: predictions hold the interpreter, and more of them would only delay the loop.
         with ThreadPoolExecutor(1, "predict") as executor:
-            app.state.executor = executor
+            predict.start(executor)
             app.state.loaded, app.state.predictor = loaded, loaded.current.predictor
             yield
             app.state.loaded = app.state.predictor = None
+        sys.setswitchinterval(usual)
 
     app = FastAPI(
         title="confpred",
@@ -72,6 +77,7 @@ def create_app(
     app.state.loaded = app.state.predictor = app.state.supervisor = None
     app.state.server_status = {}
     metrics.add(Gauges(app))
+    app.router.routes.insert(0, _predict_route(predict))
     app.include_router(_router)
     app.include_router(admin.router)
     if settings.tokens is not None:
@@ -87,30 +93,28 @@ def _refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:
     return {status: {"model": errors.ErrorReply} for status in statuses}
 
 
-@_router.post(
-    "/v1/predict",
-    summary="The best configs of one problem or many",
-    response_model=schema.PredictReply,
-    responses=_refusals(400, 404, 413, 415, 422, 500, 503),
-    openapi_extra=schema.PREDICT_BODY,
-)
-async def predict(request: Request) -> Response:
-    generation, state = _generation(request), request.app.state
-    body = await read_body(request, state.settings)
-    work = (generation, state.settings, state.metrics, body)
-    if len(body) <= _INLINE_BYTES:
-        answer, told = _answer(*work)
-    else:
-        loop = asyncio.get_running_loop()
-        answer, told = await loop.run_in_executor(state.executor, _answer, *work)
-    access.note(request.scope, told)
-    sent, encoded = await compression.encode(answer, request.headers.get("accept-encoding", ""))
-    return Response(sent, headers={**generation.headers, **encoded}, media_type="application/json")
+def _predict_route(predict: Predict) -> APIRoute:
+    """The route to `predict`: FastAPI describes it, and ASGI calls it, with nothing in between."""
+
+    async def described() -> None: ...
+
+    route = APIRoute(
+        "/v1/predict",
+        described,
+        methods=["POST"],
+        name="predict",
+        summary="The best configs of one problem or many",
+        response_model=schema.PredictReply,
+        responses=_refusals(400, 404, 413, 415, 422, 500, 503),
+        openapi_extra=schema.PREDICT_BODY,
+    )
+    route.app = predict
+    return route
 
 
 @_router.get("/v1/devices", summary="The devices that can be asked for", responses=_refusals(503))
 async def devices(request: Request, response: Response) -> schema.DevicesReply:
-    current = _loaded(request).current
+    current = _loaded(request.app).current
     response.headers["etag"] = f'"{current.digest}"'
     served = [_served(device, current) for device in KNOWN.values()]
     return schema.DevicesReply(served)
@@ -118,7 +122,7 @@ async def devices(request: Request, response: Response) -> schema.DevicesReply:
 
 @_router.get("/v1/models", summary="The models that are loaded", responses=_refusals(503))
 async def models(request: Request, response: Response) -> schema.ModelsReply:
-    loaded = _loaded(request)
+    loaded = _loaded(request.app)
     response.headers["etag"] = f'"{loaded.current.digest}"'
     return schema.models(loaded)
 
@@ -132,7 +136,7 @@ async def healthz() -> schema.StatusReply:
 @_router.get("/readyz", summary="Whether the model is loaded", responses=_refusals(503))
 @_router.head("/readyz", include_in_schema=False)
 async def readyz(request: Request) -> schema.StatusReply:
-    _loaded(request)
+    _loaded(request.app)
     return schema.StatusReply("ready")
 
 
@@ -142,35 +146,20 @@ async def metrics(request: Request) -> Response:
     return Response(text, headers={"content-type": CONTENT_TYPE_LATEST})
 
 
-def _answer(
-    generation: Generation, settings: Settings, metrics: Metrics, body: bytes
-) -> tuple[bytes, access.Answer]:
-    """The reply to the request in `body`; the choices are the library's own, as it writes them."""
-    asked = parse(body, settings)
-    predictor, model = generation.predictor, generation.model_of(asked.device.key)
-    answers = [predictor.rank(problem, asked.device, asked.top) for problem in asked.problems]
-    sources = Counter(choices[0].source for choices in answers)
-    for source, count in sources.items():
-        metrics.problems.labels(source).inc(count)
-    digest = None if model is None else model.digest
-    told = access.Answer(asked.device.key, Counter(sources), generation.digest, digest)
-    return answers_json(answers).encode(), told
-
-
-def _loaded(request: Request) -> Loaded:
+def _loaded(app: FastAPI) -> Loaded:
     """The loaded generations; before the start and after the end there are none."""
-    loaded: Loaded | None = request.app.state.loaded
+    loaded: Loaded | None = app.state.loaded
     if loaded is None:
         error = errors.Error("not_ready", "no model is loaded; ask again in a moment")
-        raise errors.RequestError(503, error)
+        raise errors.RequestError(503, error, {"retry-after": "1"})
     return loaded
 
 
-def _generation(request: Request) -> Generation:
+def _generation(scope: Scope) -> Generation:
     """The generation that is to answer: the current one, or one that the request names."""
-    loaded = _loaded(request)
-    if request.scope["query_string"]:
-        version = request.query_params.get("version")
+    loaded = _loaded(scope["app"])
+    if scope["query_string"]:
+        version = QueryParams(scope["query_string"]).get("version")
         if version is not None:
             return loaded.find(version)
     return loaded.current

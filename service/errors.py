@@ -46,11 +46,11 @@ class ErrorReply:
 
 
 class RequestError(Exception):
-    """A request that cannot be served, as the HTTP status and the error to reply with."""
+    """A request that cannot be served, as the status, the error and the headers to reply with."""
 
-    def __init__(self, status: int, error: Error) -> None:
+    def __init__(self, status: int, error: Error, headers: Mapping[str, str] | None = None) -> None:
         super().__init__(error.message)
-        self.status, self.error = status, error
+        self.status, self.error, self.headers = status, error, headers
 
 
 def reply(status: int, error: Error, headers: Mapping[str, str] | None = None) -> Response:
@@ -85,7 +85,7 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(RequestError)
     async def refused(request: Request, error: RequestError) -> Response:
-        return reply(error.status, error.error)
+        return reply(error.status, error.error, error.headers)
 
     @app.exception_handler(InvalidInput)
     async def invalid_input(request: Request, error: InvalidInput) -> Response:

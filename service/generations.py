@@ -11,6 +11,7 @@ from confpred.model.folder import Model
 from confpred.predict.predictor import Predictor
 from confpred.problem.device import KNOWN
 
+from .access import Answer
 from .errors import Error, RequestError, shorten
 from .publishing import MODELS, PINS, digest_of
 from .schema import EXAMPLE
@@ -37,6 +38,11 @@ class Generation:
 
     def model_of(self, device: str) -> Model | None:
         return self.predictor.models.get(device)
+
+    def answer(self, device: str, sources: Mapping[str, int]) -> Answer:
+        """What the log tells of a reply for `device` whose choices came from `sources`."""
+        model = self.model_of(device)
+        return Answer(device, sources, self.digest, None if model is None else model.digest)
 
     def has(self, version: str) -> bool:
         """Whether it or one of its models is called `version`, by name or by digest."""

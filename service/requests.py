@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from starlette.requests import ClientDisconnect, Request
+from starlette.types import Receive
 
 from confpred.errors import InvalidInput
 from confpred.predict.choice import check_top
@@ -17,6 +18,10 @@ from confpred.problem.device import Device, get_device
 from .errors import Error, RequestError, shorten
 from .settings import Settings
 
+#: The headers of a request by name in small letters, as ASGI has them.
+Headers = Mapping[bytes, bytes]
+
+_JSON = b"application/json"
 _FIELDS = ("device", "problem", "problems", "top")
 
 
@@ -35,31 +40,44 @@ class PredictRequest:
     top: int
 
 
-async def read_body(request: Request, settings: Settings) -> bytes:
-    """The JSON body of `request`; reading stops at the limit, whatever length was announced.
+async def read_body(headers: Headers, receive: Receive, settings: Settings) -> bytes:
+    """The JSON body of a request; reading stops at the limit, whatever length was announced.
 
     Raises:
         RequestError: 415 for another content type, 413 for a longer body, 400 for a broken one.
     """
-    _check_type(request)
+    _check_type(headers)
     limit = settings.max_body_bytes
-    announced = request.headers.get("content-length", "")
-    if announced.isdecimal() and int(announced[:20]) > limit:
+    announced = headers.get(b"content-length", b"")
+    if announced.isdigit() and int(announced[:20]) > limit:
         raise _too_large(int(announced[:20]), settings)
-    chunks, size = [], 0
-    try:
-        async for chunk in request.stream():
-            size += len(chunk)
-            if size > limit:
-                raise _too_large(size, settings)
-            chunks.append(chunk)
-    except ClientDisconnect:
-        raise _malformed("the connection closed before its end") from None
+    chunks, size, more = [], 0, True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise _malformed("the connection closed before its end")
+        chunk = message.get("body", b"")
+        size += len(chunk)
+        if size > limit:
+            raise _too_large(size, settings)
+        chunks.append(chunk)
+        more = message.get("more_body", False)
     return b"".join(chunks)
 
 
 def parse(body: bytes, settings: Settings) -> PredictRequest:
-    """What `body` asks for.
+    """What `body` asks for, and raises what `parsing` does."""
+    steps = parsing(body, settings)
+    try:
+        while True:
+            next(steps)
+    except StopIteration as done:
+        asked: PredictRequest = done.value
+        return asked
+
+
+def parsing(body: bytes, settings: Settings) -> Generator[None, None, PredictRequest]:
+    """What `body` asks for, read a problem at a time: each comes after a yield.
 
     Raises:
         RequestError: the body is not JSON.
@@ -69,7 +87,7 @@ def parse(body: bytes, settings: Settings) -> PredictRequest:
         fields = json.loads(
             body.decode(), object_pairs_hook=_unique, parse_constant=_refuse_constant
         )
-        return _request(fields, settings)
+        return (yield from _request(fields, settings))
     except RecursionError:
         raise _malformed("it is nested too deeply") from None
     except UnicodeDecodeError as error:
@@ -82,7 +100,7 @@ def parse(body: bytes, settings: Settings) -> PredictRequest:
         raise _malformed("it has an integer of thousands of digits") from None
 
 
-def _request(fields: Any, settings: Settings) -> PredictRequest:
+def _request(fields: Any, settings: Settings) -> Generator[None, None, PredictRequest]:
     if not isinstance(fields, dict):
         raise InvalidInput("body", fields, "an object with the fields device and problem")
     for name in fields:
@@ -99,8 +117,11 @@ def _request(fields: Any, settings: Settings) -> PredictRequest:
     if not isinstance(many, list) or not 1 <= len(many) <= settings.max_batch:
         shown = f"{len(many)} problems" if isinstance(many, list) else many
         raise InvalidInput("problems", shown, f"a list of 1 to {settings.max_batch} problems")
-    problems = tuple(_problem(f"problems[{i}]", entry) for i, entry in enumerate(many))
-    return PredictRequest(device, problems, top)
+    problems = []
+    for index, entry in enumerate(many):
+        yield
+        problems.append(_problem(f"problems[{index}]", entry))
+    return PredictRequest(device, tuple(problems), top)
 
 
 def _problem(path: str, fields: Any) -> Problem:
@@ -113,21 +134,22 @@ def _problem(path: str, fields: Any) -> Problem:
         raise InvalidInput(field, error.value, error.allowed) from None
 
 
-def _check_type(request: Request) -> None:
-    kind = request.headers.get("content-type", "")
+def _check_type(headers: Headers) -> None:
+    if headers.get(b"content-type") == _JSON and b"content-encoding" not in headers:
+        return
+    kind = headers.get(b"content-type", b"").decode("latin-1")
     if kind.partition(";")[0].strip().lower() != "application/json":
         raise _unsupported("content-type", kind, "application/json")
-    coding = request.headers.get("content-encoding", "identity")
+    coding = headers.get(b"content-encoding", b"identity").decode("latin-1")
     if coding.lower() != "identity":
         raise _unsupported("content-encoding", coding, "no encoding, as identity")
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, value in pairs:
-        if name in found:
-            raise _malformed(f"the key {shorten(name)!r} occurs twice in one object")
-        found[name] = value
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        ((name, _),) = Counter(name for name, _ in pairs).most_common(1)
+        raise _malformed(f"the key {shorten(name)!r} occurs twice in one object")
     return found
 
 

@@ -25,6 +25,17 @@ class Settings:
     )
     workers: int = _setting(1, "Server processes that share the port.", (1, 64))
     max_batch: int = _setting(1000, "Most problems in one request.", (1, 100_000))
+    max_queue: int = _setting(
+        10_000,
+        "Most problems that wait in one process; beyond it a request is answered 503.",
+        (1, 10_000_000),
+    )
+    deadline: int = _setting(
+        30, "Seconds that working out a reply may take before it is answered 503.", (1, 86_400)
+    )
+    cache_mib: int = _setting(
+        64, "Memory for replies that were given, MiB in each process.", (1, 65_536)
+    )
     access_log: bool = _setting(True, "Log a line for each request.")
     log_format: str = _setting("text", "Form of log lines.", ("text", "json"))
     tokens: str | None = _setting(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -99,7 +99,17 @@ def check_top(top: object) -> int:
     return top
 
 
-def answers_json(answers: Iterable[Sequence[Choice]]) -> str:
+def answers_json(answers: Iterable[Iterable[Choice]]) -> str:
     """The choices of several problems as the CLI prints and the service sends them."""
-    plain = {"choices": [[choice.to_json() for choice in choices] for choices in answers]}
+    return joined_json(map(answer_json, answers))
+
+
+def answer_json(choices: Iterable[Choice]) -> str:
+    """The choices of one problem, as they stand in `answers_json`."""
+    plain = [choice.to_json() for choice in choices]
     return json.dumps(plain, separators=(",", ":"), allow_nan=False)
+
+
+def joined_json(answers: Iterable[str]) -> str:
+    """`answers_json` of what `answer_json` made of each problem's choices."""
+    return f'{{"choices":[{",".join(answers)}]}}'

@@ -11,6 +11,7 @@ import dataclasses
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from confpred.errors import InvalidProblem
@@ -37,11 +38,11 @@ class Record:
     CHOICES: ClassVar[Mapping[str, tuple[str, ...]]] = {}
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            checked = self._checked(field.name, value)
+        for name in self._fields():
+            value = getattr(self, name)
+            checked = self._checked(name, value)
             if checked is not value:
-                object.__setattr__(self, field.name, checked)
+                object.__setattr__(self, name, checked)
 
     @classmethod
     def _checked(cls, name: str, value: object) -> object:
@@ -62,9 +63,17 @@ class Record:
         return value
 
     @classmethod
+    @cache
+    def _fields(cls) -> Mapping[str, dataclasses.Field[Any]]:
+        """The fields by name. To look them up each time takes as long as checking them."""
+        return {field.name: field for field in dataclasses.fields(cls)}
+
+    @classmethod
     def _integer(cls, name: str, value: object) -> int:
         """`value` as an int within limits: NumPy integers too, but no boolean, float or text."""
         low, high = cls.LIMITS[name]
+        if type(value) is int and low <= value <= high:
+            return value
         allowed = f"an integer {_span(low, high)}" + (
             ", or a pair of them" if name in cls.PAIRS else ""
         )
@@ -100,7 +109,7 @@ class Record:
 
     def to_json(self) -> dict[str, Any]:
         """A plain dictionary that `from_json` accepts; pairs become lists."""
-        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        fields = {name: getattr(self, name) for name in self._fields()}
         return {k: list(v) if isinstance(v, tuple) else v for k, v in fields.items()}
 
     @classmethod
@@ -110,7 +119,7 @@ class Record:
         Raises:
             InvalidProblem: a field is unknown, missing or out of range.
         """
-        known = {f.name: f for f in dataclasses.fields(cls)}
+        known = cls._fields()
         if not isinstance(fields, Mapping):
             names = ", ".join(list(known)[:5])
             raise InvalidProblem("problem", fields, f"an object of fields such as {names}")

@@ -110,6 +110,7 @@ def test_ready_only_while_a_model_is_loaded() -> None:
     for path in ("/readyz", "/v1/devices", "/v1/models"):
         reply = client.get(path)
         assert (reply.status_code, reply.json()["error"]["code"]) == (503, "not_ready")
+        assert reply.headers["retry-after"] == "1"
     with client:
         assert client.get("/readyz").json() == {"status": "ready"}
     assert client.get("/readyz").status_code == 503

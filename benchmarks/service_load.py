@@ -1,0 +1,227 @@
+"""Servers to measure and clients that measure them, for `service_latency.py`.
+
+Clients are bare sockets that send ready bytes: one costs some 10 us a request, so that what is
+timed is the server.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import selectors
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import IO, Any
+
+from fastapi import FastAPI
+from starlette.requests import Request
+from starlette.responses import Response
+
+#: uvicorn's settings of the no-op; those of `confpred serve` are the same.
+_SERVED_ALIKE = {"access_log": False, "server_header": False, "ws": "none"}
+_LENGTH = re.compile(rb"\r\ncontent-length: (\d+)\r\n", re.IGNORECASE)
+
+
+def no_op() -> FastAPI:
+    """The least that an application of the same framework can do with the same request."""
+    app, constant = FastAPI(), b" " * 640  # bytes, as a reply of one problem has
+
+    @app.post("/v1/predict")
+    async def predict(request: Request) -> Response:
+        await request.body()
+        return Response(constant, media_type="application/json")
+
+    return app
+
+
+def serve_no_op() -> None:
+    import uvicorn
+
+    uvicorn.run(no_op(), port=0, **_SERVED_ALIKE)
+
+
+@contextmanager
+def running(code: str, *arguments: str) -> Iterator[tuple[int, int]]:
+    """A server that Python `code` starts; the value is its port and process id."""
+    command = [sys.executable, "-c", code, *arguments]
+    here = os.path.dirname(os.path.abspath(__file__))
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=here) as process:
+        for line in process.stderr or ():
+            if found := re.search(r"running on http://.*:(\d+)", line):
+                break
+        else:
+            raise SystemExit("the server did not start")
+        try:
+            drain = threading.Thread(target=_drain, args=(process.stderr,))
+            drain.start()
+            port = int(found[1])
+            while True:  # with several workers the address is announced before they answer
+                try:
+                    Connection(port).status(get("/healthz"))
+                    break
+                except OSError:
+                    time.sleep(0.05)
+            yield port, process.pid
+        finally:
+            process.terminate()
+            process.wait()
+            drain.join()
+
+
+def _drain(said: IO[str] | None) -> None:
+    """What a server says after its start is not needed, but must not fill the pipe."""
+    for _ in said or ():
+        pass
+
+
+def server(*options: str) -> Any:
+    """A running ``confpred serve``."""
+    code = "from confpred.cli import main; main()"
+    return running(code, "serve", "--port", "0", "--no-access-log", *options)
+
+
+def no_op_server() -> Any:
+    """The no-op, run by the same server in the same way."""
+    return running("from service_load import serve_no_op; serve_no_op()")
+
+
+def get(path: str) -> bytes:
+    return f"GET {path} HTTP/1.1\r\nhost: localhost\r\n\r\n".encode()
+
+
+def post(body: dict[str, Any], padding: int = 0) -> bytes:
+    """The bytes of a predict request, its JSON made longer by so many spaces."""
+    text = json.dumps(body).encode() + b" " * padding
+    lines = (
+        "POST /v1/predict HTTP/1.1",
+        "host: localhost",
+        "content-type: application/json",
+        f"content-length: {len(text)}",
+    )
+    return "\r\n".join((*lines, "", "")).encode() + text
+
+
+class Connection:
+    """One keep-alive connection, opened again where the server has closed it."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self._open()
+
+    def _open(self) -> None:
+        self.socket = socket.create_connection(("127.0.0.1", self._port))
+        self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def close(self) -> None:
+        self.socket.close()
+
+    def reply(self, request: bytes) -> bytes:
+        """The whole reply to `request`."""
+        self.socket.sendall(request)
+        received = b""
+        while (end := received.find(b"\r\n\r\n")) < 0:
+            received += self._more()
+        length = _LENGTH.search(received[: end + 2])
+        if length is None:
+            raise SystemExit(f"a reply without its length: {received[:200]!r}")
+        missing = end + 4 + int(length[1]) - len(received)
+        parts = [received]
+        while missing > 0:
+            parts.append(self._more())
+            missing -= len(parts[-1])
+        if b"\r\nconnection: close\r\n" in received[: end + 2]:
+            self.close()
+            self._open()
+        return b"".join(parts)
+
+    def _more(self) -> bytes:
+        received = self.socket.recv(1 << 20)
+        if not received:
+            raise ConnectionError("the server closed the connection")
+        return received
+
+    def status(self, request: bytes) -> int:
+        return int(self.reply(request)[9:12])
+
+    def seconds(self, request: bytes) -> float:
+        """The time of one request, from before it is sent until its reply is read."""
+        start = time.perf_counter()
+        reply = self.reply(request)
+        elapsed = time.perf_counter() - start
+        if reply[9:12] != b"200":
+            raise SystemExit(repr(reply[:500]))
+        return elapsed
+
+
+def problem(rng: random.Random) -> dict[str, int]:
+    """A layer that almost certainly no earlier request asked for."""
+    groups = rng.choice((2, 4, 8, 16, 32, 64))
+    channels = 8 * groups
+    size = {"n": rng.randint(1, 256), "h": rng.randint(7, 112), "w": rng.randint(7, 112)}
+    return {**size, "c": channels, "k": channels, "r": 3, "s": 3, "padding": 1, "groups": groups}
+
+
+def one(rng: random.Random) -> dict[str, Any]:
+    return {"device": "h100", "problem": problem(rng)}
+
+
+def batch(rng: random.Random, count: int) -> dict[str, Any]:
+    return {"device": "h100", "problems": [problem(rng) for _ in range(count)]}
+
+
+def rate(port: int, request: bytes, connections: int, seconds: float) -> float:
+    """Replies a second to one request from so many connections that never pause."""
+    clients = [Connection(port) for _ in range(connections)]
+    size = len(clients[0].reply(request))  # each reply is the same
+    left = dict.fromkeys((client.socket for client in clients), size)
+    count, start = 0, time.perf_counter()
+    with selectors.DefaultSelector() as selector:
+        for connection in left:
+            selector.register(connection, selectors.EVENT_READ)
+            connection.sendall(request)
+        while (elapsed := time.perf_counter() - start) < seconds:
+            for key, _ in selector.select(timeout=1):
+                ready: Any = key.fileobj
+                left[ready] -= len(ready.recv(1 << 20))
+                if left[ready] <= 0:
+                    left[ready] = size
+                    count += 1
+                    ready.sendall(request)
+    for client in clients:
+        client.close()
+    return count / elapsed
+
+
+def metric(port: int, name: str) -> float:
+    """The value of one of the server's metrics; 0 where it has none yet."""
+    text = Connection(port).reply(get("/metrics")).decode()
+    found = re.search(rf"^{re.escape(name)} (\S+)$", text, re.MULTILINE)
+    return float(found[1]) if found else 0.0
+
+
+@contextmanager
+def meanwhile(clients: int, ask: Callable[[int], None]) -> Iterator[list[int]]:
+    """Threads that call `ask` with their number, again and again; the value counts the calls."""
+    stop, calls = threading.Event(), [0] * clients
+
+    def work(number: int) -> None:
+        while not stop.is_set():
+            ask(number)
+            calls[number] += 1
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(clients)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield calls
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()

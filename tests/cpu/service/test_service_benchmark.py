@@ -1,0 +1,77 @@
+"""The benchmark of the service measures a real server, briefly here."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def benchmarks(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(repository / "benchmarks")
+
+
+def test_a_service_is_measured_in_turn_with_a_no_op(monkeypatch: pytest.MonkeyPatch) -> None:
+    import service_latency
+    from service_load import get, metric, no_op_server, one, post, server
+
+    monkeypatch.setattr(service_latency, "_RATE_S", 0.2)
+    request = post(one(random.Random(0)))
+    with no_op_server() as (idle, _), server() as (port, _):
+        targets = {
+            "no-op": (idle, request),
+            "known": (port, request),
+            "up": (port, get("/healthz")),
+        }
+        found = service_latency.in_turn(targets, rounds=2, requests=20)
+        assert metric(port, "confpred_worked_out_problems_total") == 1
+    for figures in found.values():
+        assert figures["requests"] == 20
+        assert 0 < figures["p50_ms"] <= figures["p99_ms"] <= figures["max_ms"]
+        assert figures["requests_per_s"] > 0
+
+
+def test_work_left_behind_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    import service_latency
+    from service_load import server
+
+    monkeypatch.setattr(service_latency, "ABANDONED", (3, 300))
+    with server() as (port, _):
+        found = service_latency.abandoned(port)
+    assert found["problems_worked_out"] < 900
+
+
+@pytest.fixture
+def short_soak(monkeypatch: pytest.MonkeyPatch) -> Any:
+    import service_soak
+
+    monkeypatch.setattr(service_soak, "_CAPACITY_S", 1.0)
+    monkeypatch.setattr(service_soak, "_SAMPLE_S", 0.2)
+    return service_soak.soak
+
+
+def test_a_soak_finds_a_sound_server_sound(short_soak: Any) -> None:
+    from service_load import server
+
+    with server("--workers", "2") as (port, pid):
+        found = short_soak(port, pid, seconds=2, reload_every=0)
+    assert (found["failed"], found["statuses"].keys()) == (0, {"200"})
+    assert found["requests"] > 50
+    assert found["memory_mib"]["early"] > 50
+
+
+def test_a_soak_sees_a_server_that_ends(short_soak: Any) -> None:
+    from service_load import server
+
+    with server() as (port, pid):
+        killer = threading.Timer(2, os.kill, (pid, signal.SIGKILL))
+        killer.start()
+        found = short_soak(port, pid, seconds=2, reload_every=0)
+        killer.join()
+    assert found["failed"] > 0

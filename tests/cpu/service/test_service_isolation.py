@@ -1,0 +1,177 @@
+"""One client's work does not become another's wait: a real server under clients of every kind."""
+
+from __future__ import annotations
+
+import json
+import random
+import socket
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from test_service_process import LAYER, ONE, Server, head, running
+
+HEADERS = {"content-type": "application/json"}
+_RANDOM = random.Random(12)
+
+
+def batch(count: int) -> dict[str, Any]:
+    """Problems that no other request has asked."""
+    return {
+        "device": "h100",
+        "problems": [
+            {**LAYER, "n": _RANDOM.randint(1, 9999), "h": _RANDOM.randint(8, 999)}
+            for _ in range(count)
+        ],
+    }
+
+
+def post(server: Server, body: bytes | dict[str, Any], **headers: str) -> httpx.Response:
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    url = f"{server.url}/v1/predict"
+    return httpx.post(url, content=content, headers=HEADERS | headers, timeout=60)
+
+
+def metric(server: Server, name: str) -> float:
+    for line in httpx.get(f"{server.url}/metrics").text.splitlines():
+        if line.startswith(f"{name} "):
+            return float(line.rpartition(" ")[2])
+    return 0.0
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    options = ("--max-queue", "1500", "--no-access-log")
+    with running(tmp_path_factory.mktemp("server"), *options) as server:
+        yield server
+
+
+@contextmanager
+def beside_batches(server: Server, clients: int = 4) -> Iterator[list[Future[httpx.Response]]]:
+    """Clients that wait for batches of new problems; all are answered in the end."""
+    with ThreadPoolExecutor(clients) as pool:
+        batches = [pool.submit(post, server, batch(250)) for _ in range(clients)]
+        until(lambda: metric(server, "confpred_queued_requests") == clients)
+        yield batches
+        for reply in batches:
+            assert reply.result().status_code == 200
+            assert len(reply.result().json()["choices"]) == 250
+
+
+def test_what_is_in_memory_overtakes_batches_whatever_its_length(server: Server) -> None:
+    bodies = [json.dumps(ONE).encode() + b" " * pad for pad in (0, 1000, 100_000)]
+    first = post(server, bodies[0]).content
+    with beside_batches(server) as batches:
+        for body in bodies * 3:  # new as bodies at first, but the problem is known
+            assert post(server, body).content == first
+        assert not all(reply.done() for reply in batches)
+
+
+def test_a_small_new_request_overtakes_batches(server: Server) -> None:
+    with beside_batches(server) as batches:
+        for _ in range(5):
+            assert post(server, batch(1)).status_code == 200
+        assert not all(reply.done() for reply in batches)
+
+
+def test_a_client_with_many_batches_does_not_hold_up_another(server: Server) -> None:
+    another = httpx.HTTPTransport(local_address="127.0.0.2")  # clients are told apart by address
+    with ThreadPoolExecutor(6) as pool, httpx.Client(transport=another, timeout=60) as client:
+        many = [pool.submit(post, server, batch(200)) for _ in range(6)]
+        until(lambda: metric(server, "confpred_queued_requests") == 6)
+        body = json.dumps(batch(200)).encode()
+        reply = client.post(f"{server.url}/v1/predict", content=body, headers=HEADERS)
+        assert reply.status_code == 200
+        assert sum(reply.done() for reply in many) < 4
+        assert {reply.result().status_code for reply in many} == {200}
+
+
+def test_work_of_clients_that_have_gone_is_dropped(server: Server) -> None:
+    before = metric(server, "confpred_worked_out_problems_total")
+    gone = 'confpred_dropped_requests_total{reason="gone"}'
+    left = metric(server, gone)
+    for _ in range(5):
+        body = json.dumps(batch(1000)).encode()
+        with socket.create_connection(("127.0.0.1", server.port)) as connection:
+            connection.sendall(head(f"content-length: {len(body)}") + body)
+            until(lambda: metric(server, "confpred_queued_problems") > 500)
+    until(lambda: metric(server, "confpred_queued_requests") == 0)
+    assert metric(server, gone) == left + 5
+    assert metric(server, "confpred_worked_out_problems_total") - before < 2500
+    counted = 'confpred_requests_total{route="/v1/predict",status="499"}'
+    assert metric(server, counted) == left + 5
+    assert "Traceback" not in server.log.read_text()
+
+
+def test_the_same_new_problems_asked_at_once_are_worked_out_once(server: Server) -> None:
+    before = metric(server, "confpred_worked_out_problems_total")
+    body = json.dumps(batch(100) | {"top": 4}).encode()
+    with ThreadPoolExecutor(8) as pool:
+        replies = list(pool.map(lambda _: post(server, body), range(8)))
+    assert {reply.status_code for reply in replies} == {200}
+    assert len({reply.content for reply in replies}) == 1
+    assert metric(server, "confpred_worked_out_problems_total") - before == 100
+
+
+def test_too_much_work_is_refused_and_the_rest_goes_on(server: Server) -> None:
+    refused = 'confpred_dropped_requests_total{reason="queue"}'
+    with ThreadPoolExecutor(6) as pool:
+        replies = list(pool.map(lambda _: post(server, batch(600)), range(6)))
+    statuses = [reply.status_code for reply in replies]
+    assert set(statuses) == {200, 503}
+    assert metric(server, refused) == statuses.count(503)
+    for reply in replies:
+        if reply.status_code == 503:
+            assert reply.json()["error"]["code"] == "overloaded"
+            assert 1 <= int(reply.headers["retry-after"]) < 600
+    assert post(server, batch(1)).status_code == 200
+
+
+def test_a_client_may_shorten_the_deadline(server: Server) -> None:
+    assert post(server, batch(1), prefer="respond-async, wait=30").status_code == 200
+    assert post(server, batch(1), prefer="wait=soon").status_code == 200  # not understood: ignored
+    reply = post(server, batch(1000), prefer="wait=0")
+    assert (reply.status_code, reply.json()["error"]["code"]) == (503, "deadline_exceeded")
+    assert int(reply.headers["retry-after"]) >= 1
+    known = batch(1)
+    assert post(server, known).status_code == 200
+    assert post(server, known, prefer="wait=0").status_code == 200  # in memory: no waiting
+
+
+def test_the_server_has_a_deadline_of_its_own(tmp_path: Path) -> None:
+    with running(tmp_path, "--deadline", "1") as server, ThreadPoolExecutor(4) as pool:
+        replies = list(pool.map(lambda _: post(server, batch(1000)), range(4)))  # seconds of work
+        late = [reply for reply in replies if reply.status_code == 503]
+        assert late
+        assert {reply.json()["error"]["code"] for reply in late} == {"deadline_exceeded"}
+        until(lambda: metric(server, "confpred_queued_problems") == 0)
+        assert metric(server, "confpred_worked_out_problems_total") < 3500
+        assert post(server, ONE).status_code == 200
+
+
+def test_slow_clients_hold_up_nobody(server: Server) -> None:
+    body = json.dumps(batch(1000) | {"top": 32}).encode()
+    slow = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(20)]
+    try:
+        for connection in slow[:19]:  # half a body, and then nothing
+            connection.sendall(head(f"content-length: {len(body)}") + body[: len(body) // 2])
+        slow[19].sendall(head(f"content-length: {len(body)}") + body)  # never reads the reply
+        for _ in range(20):
+            assert post(server, ONE).status_code == 200
+            assert post(server, batch(1)).status_code == 200
+    finally:
+        for connection in slow:
+            connection.close()
+    until(lambda: metric(server, "confpred_queued_requests") == 0)
