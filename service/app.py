@@ -59,9 +59,9 @@ def create_app(
         # One thread: predictions hold the interpreter, and more of them would only delay the loop.
         with ThreadPoolExecutor(1, "predict") as executor:
             predict.start(executor)
-            app.state.loaded, app.state.predictor = loaded, loaded.current.predictor
+            app.state.loaded = loaded
             yield
-            app.state.loaded = app.state.predictor = None
+            app.state.loaded = None
         sys.setswitchinterval(usual)
 
     app = FastAPI(
@@ -74,7 +74,7 @@ def create_app(
         swagger_ui_oauth2_redirect_url=None,
     )
     app.state.settings, app.state.metrics, app.state.tokens = settings, metrics, known
-    app.state.loaded = app.state.predictor = app.state.supervisor = None
+    app.state.loaded = app.state.supervisor = None
     app.state.server_status = {}
     metrics.add(Gauges(app))
     app.router.routes.insert(0, _predict_route(predict))

@@ -96,11 +96,21 @@ def install(app: FastAPI) -> None:
         """What routing refuses: no such path, or a method that the path does not have."""
         status = HTTPStatus(error.status_code)
         code = status.phrase.lower().replace(" ", "_")
-        allowed = error.headers.get("Allow") if error.headers else None
+        allowed = _methods(app, request.scope["path"], error.headers or {})
         path = shorten(request.scope["path"])
         message = f"{status.phrase}: {request.method} {path}"
         if allowed:
             found = Error(code, message, "method", request.method, allowed)
         else:
             found = Error(code, message, "path", path, "a path that /openapi.json lists")
-        return reply(error.status_code, found, error.headers)
+        return reply(status, found, {"allow": allowed} if allowed else error.headers)
+
+
+def _methods(app: FastAPI, path: str, headers: Mapping[str, str]) -> str:
+    """What may be asked of `path`, if that is what was wrong. Routing names the methods of one of
+    its routes, and the description those of all that are described."""
+    if "Allow" not in headers:
+        return ""
+    described = app.openapi()["paths"].get(path, {})
+    named = (method.strip() for method in headers["Allow"].split(","))
+    return ", ".join(sorted({*named, *map(str.upper, described)}))

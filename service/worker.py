@@ -108,7 +108,6 @@ class Worker:
     async def _on_switch(self, generation: str, keep: list[str]) -> None:
         """Answer by another generation from the next request on."""
         self._loaded.switch(generation, keep)
-        self._app.state.predictor = self._loaded.current.predictor
         if self._prepared_tokens is not None:
             self._app.state.tokens = self._prepared_tokens
         # What is forgotten refers to itself. To look for it takes 10 ms, as imports are frozen.

@@ -11,7 +11,9 @@ from fastapi.testclient import TestClient
 
 from confpred import Choice, Device, Predictor
 from confpred.problem.conv2d import Problem
+from confpred.service import generations
 from confpred.service.app import create_app
+from confpred.service.generations import Loaded
 from confpred.service.memory import Latest, Memories
 from confpred.service.schema import EXAMPLE
 from confpred.service.settings import Settings
@@ -98,9 +100,10 @@ def test_another_model_s_replies_are_its_own(predictor: Counting) -> None:
     with TestClient(app) as client:
         body = {"device": "h100", "problem": LAYER}
         of_the_model = client.post("/v1/predict", json=body)
-        app.state.predictor = Predictor({})  # no model at all: what it says, is its own estimate
+        loaded, nothing = app.state.loaded, generations.of(Predictor({}))
+        app.state.loaded = Loaded(nothing)  # no model at all: what it says, is its own estimate
         other = client.post("/v1/predict", json=body)
-        app.state.predictor = predictor
+        app.state.loaded = loaded
         assert client.post("/v1/predict", json=body).content == of_the_model.content
     assert of_the_model.json()["choices"][0][0]["source"] == "predicted"
     assert other.json()["choices"][0][0]["source"] == "heuristic"
