@@ -39,7 +39,7 @@ class CudnnPlans:
         offered = plans.kinds.get(kind_of(problem))
         if offered is None:
             return np.zeros(len(plans.configs), np.bool_)
-        return offered & plans.notes["deterministic"] if problem.deterministic else offered
+        return offered & plans.notes["repeatable"] if problem.deterministic else offered
 
     def listed(self, problem: Problem, device: Device) -> NDArray[np.bool_]:
         from confpred.cudnn.graphs import Graph, release

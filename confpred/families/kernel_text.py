@@ -48,6 +48,16 @@ def source_digest(file: str) -> str:
     return hashlib.sha256(meaning(file_text(file)).encode()).hexdigest()[:16]
 
 
+def identity_of(source: str) -> str:
+    """Identity of what launches of this source run (`confpred.problem.operation.Launch.source`): a
+    kernel's digest, or the name of a library's release itself.
+
+    Raises:
+        FileNotFoundError: there is no such CUDA source.
+    """
+    return source_digest(source) if source.endswith(".cu") else source
+
+
 def meaning(text: str) -> str:
     """CUDA source `text` as its tokens, one blank apart, with each directive on a line of its
     own."""

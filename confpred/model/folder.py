@@ -34,7 +34,7 @@ import numpy as np
 import confpred.models
 from confpred.errors import ConfpredError, DataError, ModelError
 from confpred.families.candidate import PYTORCH_OPERATOR, Candidate
-from confpred.families.kernel_text import source_digest
+from confpred.families.kernel_text import identity_of
 from confpred.families.protocol import Family
 from confpred.families.registry import all_families, all_operations
 from confpred.files import parse_json
@@ -284,14 +284,14 @@ def _trees(folder: Path, files: Mapping[str, bytes], name: str, features: tuple[
     return trees
 
 
-def _stale(file: str, trained: list[str]) -> list[str]:
+def _stale(source: str, trained: list[str]) -> list[str]:
     try:
-        current = source_digest(file)
+        current = identity_of(source)
     except OSError:
         current = "gone"
     if current in trained:
         return []
-    return [f"{file} is {current}; the measurements are of {' and '.join(trained)}"]
+    return [f"{source} is {current}; the measurements are of {' and '.join(trained)}"]
 
 
 def _measured(path: Path, content: bytes) -> dict[str, Best]:

@@ -32,7 +32,7 @@ from typing import Any, get_args
 import confpred
 from confpred.errors import DataError, InvalidInput
 from confpred.families.candidate import PYTORCH_OPERATOR
-from confpred.families.kernel_text import source_digest
+from confpred.families.kernel_text import identity_of
 from confpred.families.registry import all_families, config_of, operation_named, operation_of
 from confpred.files import read_json, write_whole
 from confpred.predict.choice import Choice, Source
@@ -233,11 +233,14 @@ def _specs(choice: Choice) -> list[KernelSpec]:
 
 
 def _digests(choices: Iterable[Choice]) -> dict[str, str]:
-    files: dict[str, set[str]] = {}
+    sources: dict[str, set[str]] = {}
     for choice in choices:
-        for kernel in _specs(choice):
-            files.setdefault(choice.provider, set()).add(kernel.file)
-    return {name: "+".join(map(source_digest, sorted(some))) for name, some in files.items()}
+        family = all_families().get(choice.provider)
+        if family is not None:
+            launch = family.launch(choice.problem, choice.candidate.config_id)
+            found = {step.kernel.file for step in launch.steps} | {launch.source}
+            sources.setdefault(choice.provider, set()).update(found)
+    return {name: "+".join(map(identity_of, sorted(some))) for name, some in sources.items()}
 
 
 def _start(digest: str) -> str:

@@ -103,6 +103,11 @@ class Launch:
     scratch_bytes: int = 0
     plan: Plan | None = None
 
+    @property
+    def source(self) -> str:
+        """Name of what runs, whose identity is `confpred.families.kernel_text.identity_of`."""
+        return self.steps[0].kernel.file if self.plan is None else self.plan.source
+
 
 @dataclass(frozen=True, slots=True)
 class Operand:

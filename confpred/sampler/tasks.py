@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 
 from confpred.data.suites import Suite
 from confpred.families.candidate import PYTORCH_OPERATOR
-from confpred.families.kernel_text import source_digest
+from confpred.families.kernel_text import identity_of
 from confpred.families.protocol import Family, Lister
 from confpred.families.registry import all_families, config_ids, families_of
 from confpred.problem.device import Device
-from confpred.problem.operation import KernelSpec, Launch
+from confpred.problem.operation import KernelSpec
 from confpred.problem.record import Record
 
 
@@ -93,7 +93,7 @@ def tasks_left(
             rows = _choose(family, problem, device, mask, configs, seed)
             if not len(rows):
                 continue
-            digest = _source(family.launch(problem, rows[0]))
+            digest = identity_of(family.launch(problem, rows[0]).source)
             have = measured.get(Measured(problem, family.name, digest), frozenset())
             done = {config_ids(family.name).get(words) for words in have}
             left = tuple(row for row in rows if row not in done)
@@ -104,12 +104,6 @@ def tasks_left(
             where = (problem, networks[problem])
             tasks.append(Task(*where, operator.provider, "", (operator.config_id,)))
     return tasks
-
-
-def _source(launch: Launch) -> str:
-    if launch.plan is not None:
-        return launch.plan.source
-    return source_digest(launch.steps[0].kernel.file)
 
 
 def _choose(

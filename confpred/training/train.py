@@ -118,7 +118,7 @@ def _family_card(family: Family, fitted: Fitted, dataset: Dataset) -> dict[str, 
     rows = {t.problem: t.rows.tolist() for t in dataset.timings if t.family == family.name}
     problem = next(iter(rows))
     return {
-        "source": family.launch(problem, rows[problem][0]).steps[0].kernel.file,
+        "source": family.launch(problem, rows[problem][0]).source,
         "source_digests": dataset.kernels[family.name],
         "configs": configs_digest(family),
         "features": family_card(family, dataset.device, [(p, rows[p]) for p in examples_of(rows)]),

@@ -71,10 +71,10 @@ def test_the_table_holds_each_plan_once() -> None:
 
 def test_a_line_becomes_a_config_its_notes_and_its_kinds() -> None:
     line = dict.fromkeys(COLUMNS, "") | {RELEASE: "919", ENGINE: "3", "tilek": "-1"}
-    line |= {"tensor_core": "1", "deterministic": "0", KINDS: "a|b"}
+    line |= {"tensor_core": "1", "repeatable": "0", KINDS: "a|b"}
     made = table_of([line])
     assert (made.configs["tilek"][0], made.configs["stages"][0]) == (-1, ABSENT)
-    assert (made.notes["tensor_core"][0], made.notes["deterministic"][0]) == (True, False)
+    assert (made.notes["tensor_core"][0], made.notes["repeatable"][0]) == (True, False)
     assert set(made.kinds) == {"a", "b"}
 
 
@@ -97,6 +97,7 @@ def test_plans_of_a_kind_are_described_and_launched(direction: str, dtype: str) 
     features = FAMILY.features(problem, H200, rows)
     assert features.shape == (len(rows), len(FAMILY.feature_names))
     assert features.dtype == np.float32
+    assert len(set(FAMILY.feature_names)) == len(FAMILY.feature_names)
     assert np.isfinite(features).all()
     assert (FAMILY.estimate_s(problem, H200, rows) > 0).all()
     for row in rows[:40]:
