@@ -54,9 +54,7 @@ def _check(request: Request) -> None:
     browser or through a proxy, which anybody may be behind."""
     if request.app.state.settings.tokens is not None:
         return  # `access.Guard` has looked at the token
-    foreign = [
-        name for name in ("origin", "x-forwarded-for", "forwarded") if name in request.headers
-    ]
+    foreign = [name for name in _FOREIGN if name in request.headers]
     if foreign or request.client is None or not _is_loopback(request.client.host):
         error = errors.Error(
             "forbidden",

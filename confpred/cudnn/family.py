@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from confpred.cudnn.names import ENGINE, KNOBS
 from confpred.cudnn.table import NOTES, RELEASE, kind_of, release_text, table
+from confpred.errors import LaunchError
 from confpred.families.protocol import ABSENT, Rows
 from confpred.problem.conv2d import Problem
 from confpred.problem.conv2d_operation import CONVOLUTION
@@ -42,12 +43,16 @@ class CudnnPlans:
         return offered & plans.notes["repeatable"] if problem.deterministic else offered
 
     def listed(self, problem: Problem, device: Device) -> NDArray[np.bool_]:
+        mask: NDArray[np.bool_] = self.legal(problem, device).copy()
+        if not mask.any():
+            return mask
         from confpred.cudnn.graphs import Graph, release
 
-        plans = table()
-        current: NDArray[np.bool_] = plans.configs[RELEASE] == release()
-        mask: NDArray[np.bool_] = self.legal(problem, device) & current
-        graph = Graph.without_gpu(problem, device)
+        mask &= table().configs[RELEASE] == release()
+        try:
+            graph = Graph.without_gpu(problem, device)
+        except LaunchError:  # nothing is offered here, as without a driver for most activations
+            return np.zeros_like(mask)
         for row in np.flatnonzero(mask):
             mask[row] = graph.place(self._dict(row)) is not None
         return mask

@@ -123,6 +123,7 @@ def test_what_must_repeat_to_the_bit_has_fewer_plans() -> None:
 def test_gradients_of_filter_and_bias_together_have_no_plan() -> None:
     problem = Problem(8, 64, 56, 56, 64, 3, 3, padding=1, direction="wgrad", bias=True)
     assert not FAMILY.legal(problem, H200).any()
+    assert not FAMILY.listed(problem, H200).any()  # cuDNN is not even asked
 
 
 def test_without_the_front_end_plans_cannot_be_listed(monkeypatch: pytest.MonkeyPatch) -> None:
