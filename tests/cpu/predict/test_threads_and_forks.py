@@ -39,16 +39,19 @@ class Counted(UserDict):
 
 
 def ask(predictor: Predictor, shares: Sequence[Sequence[Problem]]) -> float:
-    """Seconds until each share has been asked for by a thread of its own."""
+    """Processor seconds of this process until each share was asked for by a thread of its own.
+
+    Not the clock's: other work shares this machine, and may take a core at any moment.
+    """
     threads = [
         threading.Thread(target=predictor.choose_many, args=(share, "h100")) for share in shares
     ]
-    start = time.perf_counter()
+    start = time.process_time()
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    return time.perf_counter() - start
+    return time.process_time() - start
 
 
 @pytest.fixture(scope="module")
@@ -67,15 +70,16 @@ def test_what_threads_ask_at_once_is_worked_out_once(loaded: Predictor) -> None:
     assert predictor.choose_many(asked, "h100") == loaded.choose_many(asked, "h100")
 
 
-def test_threads_are_not_slower_than_one_at_distinct_work(loaded: Predictor) -> None:
-    """The bound is far from what is measured (1.0), as other work shares this machine."""
+def test_threads_do_distinct_work_once(loaded: Predictor) -> None:
+    """What eight threads do costs what one thread does, and not the work of each other again."""
     alone, together = [], []
     for turn in range(4):
         asked = layers(160, 1000 * turn)
         alone.append(ask(Predictor(loaded.models), [asked]))
-        shares = [asked[i::THREADS] for i in range(THREADS)]
-        together.append(ask(Predictor(loaded.models), shares))
-    assert min(together) < 1.5 * min(alone)
+        models = Counted(loaded.models)
+        together.append(ask(Predictor(models), [asked[i::THREADS] for i in range(THREADS)]))
+        assert models.asked == len(asked)
+    assert min(together) < 2.5 * min(alone)
 
 
 def test_who_fails_leaves_the_work_to_the_others() -> None:
