@@ -22,7 +22,7 @@ from layers import random_layer
 from confpred import Predictor
 from confpred.data.suites import read_suite
 from confpred.families.protocol import Family
-from confpred.families.registry import all_families
+from confpred.families.registry import all_kernels
 from confpred.problem.conv2d import DIRECTIONS
 from confpred.problem.device import KNOWN, Device
 from confpred.problem.record import Record
@@ -35,7 +35,7 @@ ROWS, LAUNCHES = 24, 6  # of the legal configs of a problem, how many are descri
 def problems() -> list[Record]:
     entries = [e for d in DIRECTIONS for e in read_suite(SUITES / f"{d}.json").entries]
     found = [entry.problem for entry in entries[::EACH]]
-    for name, family in all_families().items():
+    for name, family in all_kernels().items():
         rng = random.Random(name)
         found += [random_layer(rng, family) for _ in range(RANDOM)]
     return found
@@ -69,7 +69,7 @@ def main(out: Path) -> None:
         },
         "families": {
             f"{name} {key}": of_family(family, device, sample)
-            for name, family in all_families().items()
+            for name, family in all_kernels().items()
             for key, device in KNOWN.items()
         },
     }

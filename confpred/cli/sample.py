@@ -17,7 +17,7 @@ from confpred.cli.inputs import FILE, FOLDER
 from confpred.cli.outputs import check_folder
 from confpred.data.suites import Suite, join, read_suite
 from confpred.errors import InvalidInput, MissingExtra
-from confpred.families.registry import families_of
+from confpred.families.registry import families_of, kernels_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -55,7 +55,7 @@ _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
     "families",
     multiple=True,
     metavar="NAME",
-    help="Measure configs of this kernel family only; may be repeated.  [default: all]",
+    help="Measure configs of this family only; may be repeated.  [default: all but libraries']",
 )
 @click.option(
     "--configs",
@@ -139,7 +139,7 @@ def offered_configs(
 
     Args:
         suite: the problems; the families of their operation can be measured.
-        families: the only ones to measure; empty for all.
+        families: the only ones to measure; empty for all that are kernels.
         model_folder: a model; only its portfolios are measured. None for whole config tables.
 
     Raises:
@@ -148,13 +148,15 @@ def offered_configs(
     """
     from confpred.model.folder import load_model
 
-    known = families_of(suite.entries[0].problem)
+    problem = suite.entries[0].problem
+    known = families_of(problem)
     _check_families(families, known)
     masks = {name: np.ones(len(family.configs), np.bool_) for name, family in known.items()}
     if model_folder is not None:
         masks = {n: model.portfolio for n, model in load_model(model_folder).families.items()}
         _check_families(families, masks)
-    return {name: masks[name] for name in families or masks}
+    named = families or [name for name in kernels_of(problem) if name in masks]
+    return {name: masks[name] for name in named}
 
 
 def _check_families(named: Sequence[str], known: Mapping[str, object]) -> None:

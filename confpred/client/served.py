@@ -77,6 +77,10 @@ class ServedPredictor(Predictor):
         self._background = PerProcess(_Background)
         self._answers_in_time = True
 
+    def knows_libraries(self, device: str | Device) -> bool:
+        """The service's models are not known here."""
+        return True
+
     def choose_many(self, problems: Iterable[Record], device: str | Device) -> list[Choice]:
         """`choose` for each of `problems`, in order; all of them wait once."""
         known, asked = get_device(device), list(problems)

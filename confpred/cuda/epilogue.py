@@ -1,12 +1,22 @@
-"""The launch of ``kernels/epilogue.cu``, which follows a convolution of another library."""
+"""The launch of ``kernels/epilogue.cu``, which follows a convolution of another library.
+
+PyTorch's own operator computes a convolution and its bias. What else a problem has, the library
+gives to this kernel, which takes one pass over the output for all of it; so PyTorch's answer to
+such a problem takes the time of both.
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import gcd
 
 from confpred.families.common import MAX_INT, agreed_macros
+from confpred.families.kernel_text import identity_of
+from confpred.problem.conv2d import Problem
 from confpred.problem.operation import KernelSpec, Launch, Step
+from confpred.problem.record import Record
 
+FILE = "epilogue.cu"
 #: Most output channels of a tensor. A step of the grid is a multiple of them, and fits in 31 bits.
 MOST_CHANNELS = 65_536
 #: Most images times pixels of a tensor; its elements are counted in 64 bits.
@@ -16,6 +26,20 @@ _IN_FLIGHT = 4  # loads that a thread has under way
 _BYTES = 16  # of a load, where the channels can be cut into such
 
 
+def left_to_pytorch(problem: Problem) -> Problem:
+    """What PyTorch's own operator computes of `problem`: all of it, or, where something other than
+    a bias follows the convolution, the convolution alone."""
+    if problem.activation == "none" and not problem.residual:
+        return problem
+    return replace(problem, bias=False, activation="none", residual=False)
+
+
+def epilogue_source(problem: Record) -> str:
+    """Identity of the kernel that follows PyTorch's own operator; empty where none does."""
+    follows = isinstance(problem, Problem) and left_to_pytorch(problem) != problem
+    return identity_of(FILE) if follows else ""
+
+
 def epilogue_kernel(
     channels: int, dtype: str, *, bias: bool, residual: bool, activation: str
 ) -> KernelSpec:
@@ -23,7 +47,7 @@ def epilogue_kernel(
     ``float32``): one of two for all numbers of channels."""
     elements = _BYTES // (4 if dtype == "float32" else 2)
     return KernelSpec(
-        "epilogue.cu",
+        FILE,
         "epilogue",
         (
             ("DTYPE", f"DTYPE_{dtype.upper()}"),

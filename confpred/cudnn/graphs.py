@@ -57,6 +57,12 @@ def release() -> int:
     return release_of(front_end().backend_version())
 
 
+def operand_uids(problem: Problem) -> dict[str, int]:
+    """The number by which cuDNN knows each operand of `problem`, by the operand's name."""
+    operands = CONVOLUTION.operands(problem)
+    return {operand.name: 1 + index for index, operand in enumerate(operands)}
+
+
 class Graph:
     """A problem's operation graph, with the plans that cuDNN offers for it.
 
@@ -80,7 +86,7 @@ class Graph:
         operands = CONVOLUTION.operands(problem)
         if sum(operand.terms > 0 for operand in operands) > 1:
             raise LaunchError("cuDNN has no plan for the gradients of filter and bias together")
-        self.uids = {operand.name: 1 + index for index, operand in enumerate(operands)}
+        self.uids = operand_uids(problem)
         try:
             self.graph = self._built(problem, operands, where)
             modes = [cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK]

@@ -1,24 +1,36 @@
 """cuDNN's plans on a GPU: built, and launched on a stream.
 
-Plans(problem) ----> build(plan) ----> BuiltPlan: workspace_bytes, bind(names)
-what cuDNN offers                                                |
-                                                                 v
-                                                enqueue(stream, addresses)
+    Plans(problem) --> build(plan) ----> BuiltPlan: workspace_bytes, bind(names)
+                         |     |                                         |
+       built before, from the  what cuDNN offers                         v
+       kernel cache            for the problem          enqueue(stream, addresses)
+
+Most plans are ready in cuDNN, and built in a tenth of a millisecond; those of engines that are
+compiled at run time take half a second, and are kept beside the compiled kernels.
 """
 
 from __future__ import annotations
 
+import hashlib
+import logging
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from confpred.cudnn.graphs import Graph, front_end, release
+from confpred.cuda import driver
+from confpred.cuda.cache import KernelCache, default_folder
+from confpred.cudnn.graphs import Graph, front_end, operand_uids, release
 from confpred.cudnn.table import release_text
 from confpred.errors import LaunchError
 from confpred.problem.conv2d import Problem
 from confpred.problem.operation import SCRATCH, Plan
 
+log = logging.getLogger(__name__)
 _of_thread = threading.local()
+#: A plan that took longer to build is kept, seconds.
+_SLOW_S = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +42,9 @@ class BuiltPlan:
     """
 
     workspace_bytes: int
-    _graph: Graph
+    _graph: Any  # the front end's
     _index: int
+    _uids: Mapping[str, int]
     _ordinal: int
 
     def bind(self, names: Sequence[str]) -> Callable[[int, Sequence[int]], None]:
@@ -40,9 +53,9 @@ class BuiltPlan:
 
         It raises `LaunchError` where cuDNN refuses.
         """
-        run = self._graph.graph._execute_plan_at_index
+        run = self._graph._execute_plan_at_index
         index, ordinal = self._index, self._ordinal
-        slots = [(uid, names.index(name)) for name, uid in self._graph.uids.items()]
+        slots = [(uid, names.index(name)) for name, uid in self._uids.items()]
         scratch = names.index(SCRATCH) if self.workspace_bytes else None
 
         def enqueue(stream: int, addresses: Sequence[int]) -> None:
@@ -58,35 +71,87 @@ class BuiltPlan:
 
 
 class Plans:
-    """What cuDNN offers for a problem on CUDA device `ordinal`, which is the current one."""
+    """cuDNN's plans for a problem on CUDA device `ordinal`, which is the current one."""
 
-    def __init__(self, problem: Problem, ordinal: int) -> None:
+    def __init__(
+        self, problem: Problem, ordinal: int, kernel_cache: KernelCache | None = None
+    ) -> None:
         """
+        Args:
+            problem: any.
+            ordinal: CUDA device.
+            kernel_cache: where plans that are slow to build are kept; the user's by default.
+
         Raises:
             MissingExtra: cuDNN's front end is not installed.
-            LaunchError: cuDNN has no plan for the problem.
         """
-        self._graph = Graph(problem, handle=_handle(ordinal, 0))
+        self._problem = problem
         self._ordinal = ordinal
+        self._cache = kernel_cache or KernelCache(default_folder())
+        self._uids = operand_uids(problem)
+        self._offered: Graph | None = None
+        _handle(ordinal, 0)
 
     def build(self, plan: Plan) -> BuiltPlan:
         """
         Raises:
             LaunchError: `plan` is of another cuDNN, is not offered, or cannot be built.
         """
-        if plan.version != release_text(release()):
+        if not self.is_of_this_release(plan):
             here = release_text(release())
             raise LaunchError(f"the plan is of cuDNN {plan.version}, and this is {here}")
-        index = self._graph.place(plan.config)
+        key = self._key(plan)
+        return self._kept(key) or self._new(plan, key)
+
+    def is_of_this_release(self, plan: Plan) -> bool:
+        """Whether `plan` is of the cuDNN that is installed; another one numbers its engines and
+        knobs as it likes, and has its own order of them."""
+        return plan.version == release_text(release())
+
+    def _new(self, plan: Plan, key: str) -> BuiltPlan:
+        offered = self._offered
+        if offered is None:
+            offered = self._offered = Graph(self._problem, handle=_handle(self._ordinal, 0))
+        index = offered.place(plan.config)
         if index is None:
             raise LaunchError("cuDNN does not offer the plan for this problem")
-        graph = self._graph.graph
+        start = time.perf_counter()
         try:
-            graph.build_plan_at_index(index)
-            workspace: int = graph.get_workspace_size_plan_at_index(index)
+            offered.graph.build_plan_at_index(index)
+            built = self._built(offered.graph, index)
+            if time.perf_counter() - start > _SLOW_S:
+                self._cache.put(key, bytes(offered.graph.serialize()))
         except (RuntimeError, front_end().cudnnGraphNotSupportedError) as error:
             raise LaunchError(f"cuDNN cannot build the plan: {error}") from error
-        return BuiltPlan(workspace, self._graph, index, self._ordinal)
+        return built
+
+    def _kept(self, key: str) -> BuiltPlan | None:
+        """The plan that was built before; None where it was not, or cuDNN takes it no more."""
+        content = self._cache.get(key)
+        if content is None:
+            return None
+        handle = _handle(self._ordinal, 0)
+        try:
+            graph = front_end().pygraph(handle=handle)
+            graph.deserialize(handle, list(content))
+            return self._built(graph, 0)
+        except (RuntimeError, front_end().cudnnGraphNotSupportedError) as error:
+            log.debug("%s: a kept plan is built again: %s", self._problem, error)
+            return None
+
+    def _built(self, graph: Any, index: int) -> BuiltPlan:
+        workspace: int = graph.get_workspace_size_plan_at_index(index)
+        return BuiltPlan(workspace, graph, index, self._uids, self._ordinal)
+
+    def _key(self, plan: Plan) -> str:
+        """Of the plan's entry in the cache: all that decides its bytes."""
+        library = front_end()
+        facts = (
+            *("cuDNN plan", library.backend_version(), library.__version__),
+            *driver.describe(self._ordinal),
+            *(str(self._problem), sorted(plan.config.items())),
+        )
+        return hashlib.sha256(repr(facts).encode()).hexdigest()
 
 
 def _handle(ordinal: int, stream: int) -> int:

@@ -1,6 +1,6 @@
 """The registry of kernel families: every module of a folder beside this file that defines
-``FAMILY``, and the modules elsewhere that the environment variable ``CONFPRED_FAMILIES`` names,
-separated by commas.
+``FAMILY``, those of libraries, and the modules elsewhere that the environment variable
+``CONFPRED_FAMILIES`` names, separated by commas.
 """
 
 from __future__ import annotations
@@ -16,11 +16,14 @@ from typing import Any
 import confpred.families
 from confpred.errors import InvalidInput
 from confpred.families.candidate import Candidate
-from confpred.families.protocol import ABSENT, Family, config_dict
+from confpred.families.protocol import ABSENT, Family, Lister, config_dict
 from confpred.problem.operation import Operation
 from confpred.problem.record import Record
 
 PLUGINS = "CONFPRED_FAMILIES"
+#: Where libraries' algorithms are described as families; they need kernels' descriptions, and so
+#: are not beside this file.
+_LIBRARIES = ("confpred.cudnn.family",)
 
 
 @cache
@@ -34,6 +37,7 @@ def all_families() -> MappingProxyType[str, Family]:
     modules = pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
     ours = [getattr(importlib.import_module(info.name), "FAMILY", None) for info in modules]
     known = [family for family in ours if family is not None]
+    known += [importlib.import_module(name).FAMILY for name in _LIBRARIES]
     found: dict[str, Family] = {f.name: f for f in sorted(known, key=lambda f: f.name)}
     for module in filter(None, os.environ.get(PLUGINS, "").split(",")):
         try:
@@ -52,6 +56,20 @@ def families_of(problem: Record) -> dict[str, Family]:
     """The families of `problem`'s operation, by name."""
     kind = type(problem)
     return {n: f for n, f in all_families().items() if f.operation.problem is kind}
+
+
+@cache
+def all_kernels() -> MappingProxyType[str, Family]:
+    """Those of `all_families` that are kernels. Of a library's algorithms nothing is known before
+    they are measured, and they are measured where they are asked for by name."""
+    kernels = {n: f for n, f in all_families().items() if not isinstance(f, Lister)}
+    return MappingProxyType(kernels)
+
+
+def kernels_of(problem: Record) -> dict[str, Family]:
+    """The kernels of `problem`'s operation, by name."""
+    kind = type(problem)
+    return {n: f for n, f in all_kernels().items() if f.operation.problem is kind}
 
 
 @cache

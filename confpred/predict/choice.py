@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from confpred.errors import InvalidInput
 from confpred.families.candidate import PYTORCH_OPERATOR, Candidate
-from confpred.families.registry import all_families, config_of
+from confpred.families.registry import all_families, all_kernels, config_of
 from confpred.problem.record import Record
 
 MAX_TOP = 32  # choices that one answer may have
@@ -68,8 +68,9 @@ class Choice:
     @property
     def is_guess(self) -> bool:
         """Whether no measurement of such problems stands behind the choice: there is no model, or
-        the layer is dense, of which no suite has one. PyTorch's operator runs then."""
-        dense = getattr(self.problem, "groups", None) == 1 and self.family is not None
+        a kernel of ours is to serve a dense layer, which none was measured on. PyTorch's operator
+        runs then."""
+        dense = getattr(self.problem, "groups", None) == 1 and self.provider in all_kernels()
         return self.source == "heuristic" or (self.source == "predicted" and dense)
 
     def to_json(self) -> dict[str, Any]:

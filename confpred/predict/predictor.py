@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from confpred.errors import InvalidInput
 from confpred.families.candidate import PYTORCH_OPERATOR, Candidate
-from confpred.families.protocol import Rows
-from confpred.families.registry import all_families, families_of
+from confpred.families.protocol import Lister, Rows
+from confpred.families.registry import all_families, kernels_of
 from confpred.files import read_json
 from confpred.memory import Remembered
 from confpred.model.folder import Model, NewestModels, load_model
@@ -130,6 +130,17 @@ class Predictor:
         """
         return list(self._answer(problem, get_device(device), check_top(top)))
 
+    def knows_libraries(self, device: str | Device) -> bool:
+        """Whether algorithms of a library are among what is chosen from on `device`: without them
+        the answer for a dense layer is PyTorch's own operator.
+
+        Raises:
+            UnknownDevice: no description of `device` is known.
+        """
+        model = self._models.get(get_device(device).key)
+        learned = () if model is None else model.families.values()
+        return any(isinstance(each.family, Lister) for each in learned)
+
     def expected_ms(
         self, problem: Record, device: str | Device, candidate: Candidate
     ) -> float | None:
@@ -209,7 +220,7 @@ def _estimated(problem: Record, device: Device) -> list[_Option]:
 
     Estimates are too rough to be compared with anything but one another.
     """
-    families = families_of(problem).items()
+    families = kernels_of(problem).items()
     found = _fastest({name: rank_by_estimate(f, problem, device) for name, f in families})
     return [_Option("heuristic", candidate, seconds) for seconds, candidate in found]
 

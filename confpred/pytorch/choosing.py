@@ -34,11 +34,12 @@ from confpred.errors import (
     MissingExtra,
     UnknownDevice,
 )
-from confpred.families.candidate import PYTORCH_OPERATOR
+from confpred.families.candidate import PYTORCH_OPERATOR, Candidate
 from confpred.families.registry import all_families
-from confpred.predict.choice import Choice
+from confpred.predict.choice import MAX_TOP, Choice
 from confpred.predict.predictor import Predictor
 from confpred.problem.conv2d import Problem
+from confpred.problem.device import Device
 from confpred.problem.operation import KernelSpec, Launch
 from confpred.problem.record import Record
 from confpred.pytorch import layouts
@@ -60,6 +61,10 @@ latest: dict[Any, tuple[Any, Callable[..., bool], Any]] = {}
 _predictor: Predictor | None = None  # loaded when it is first needed
 _watchers: list[Callable[[Choice], None]] = []
 _chosen: dict[tuple[Problem, int], Future[Choice | None]] = {}
+#: Whether a dense layer may be served by anything but PyTorch's own operator, as far as is known;
+#: while it may not, whoever meets one need not look further.
+may_serve_dense = True
+_serves_dense: dict[Device, bool] = {}
 
 
 def use_predictor(predictor: Predictor) -> None:
@@ -115,9 +120,12 @@ def _first_predictor() -> Predictor:
 
 def forget() -> None:
     """Choose again for every shape; kernels stay loaded."""
+    global may_serve_dense
     served.clear()
     latest.clear()
     _chosen.clear()
+    _serves_dense.clear()
+    may_serve_dense = True
 
 
 def remember(key: Any, what: Found) -> Found:
@@ -150,7 +158,10 @@ def choose(problem: Problem, ordinal: int) -> Choice | None:
     """The choice for `problem` on CUDA device `ordinal`; None for a device without a
     description."""
     try:
-        choice = current_predictor().choose(problem, driver.device_of(ordinal))
+        predictor, device = current_predictor(), driver.device_of(ordinal)
+        choice = predictor.choose(problem, device)
+        if device not in _serves_dense:
+            _learn_of_dense(device, predictor.knows_libraries(device))
     except UnknownDevice as error:
         log.debug("PyTorch's own operator: %s", error)
         return None
@@ -159,6 +170,12 @@ def choose(problem: Problem, ordinal: int) -> Choice | None:
         return None
     announce(choice)
     return choice
+
+
+def _learn_of_dense(device: Device, served_there: bool) -> None:
+    global may_serve_dense
+    _serves_dense[device] = served_there
+    may_serve_dense = any(_serves_dense.values())
 
 
 def choose_soon(problem: Problem, ordinal: int) -> Future[Choice | None]:
@@ -226,17 +243,15 @@ def is_ours(choice: Choice) -> bool:
 
 def load(choice: Choice, ordinal: int) -> ReadyLaunch | None:
     """The launch of `choice`, compiled now if need be; None where the driver or the compiler
-    refuses it, which is logged."""
+    refuses it, which is logged. Of a library's plans it is the first in the ranking from `choice`
+    on that the library builds."""
     problem = choice.problem
     if not isinstance(problem, Problem):
         raise InvalidProblem("problem", problem, "a convolution")
     launch = _launch_of(choice)
+    if launch.plan is not None:
+        return _load_plan(choice, problem, ordinal)
     try:
-        if launch.plan is not None:
-            with torch.cuda.device(ordinal):
-                built = Plans(problem, ordinal).build(launch.plan)
-            launch = replace(launch, scratch_bytes=built.workspace_bytes)
-            return ReadyLaunch(problem, launch, built.bind, ordinal)
         for step in launch.steps:
             submit(step.kernel, _arch(ordinal))  # side by side
         kernels = [loaded(step.kernel, step.smem_bytes, ordinal) for step in launch.steps]
@@ -248,6 +263,51 @@ def load(choice: Choice, ordinal: int) -> ReadyLaunch | None:
     except (CompileError, LaunchError, MissingExtra) as error:
         log.warning("PyTorch's own operator: %s", error)
         return None
+
+
+def _load_plan(choice: Choice, problem: Problem, ordinal: int) -> ReadyLaunch | None:
+    """What a library offers for a problem is known to the library alone, so a plan that is chosen
+    from what it has offered for such problems may not be there: then the next one in the ranking
+    is tried, until PyTorch's own operator is."""
+    try:
+        with torch.cuda.device(ordinal):
+            plans = Plans(problem, ordinal)
+    except (LaunchError, MissingExtra) as error:
+        _warn_once(str(error))
+        return None
+    for candidate in _from_on(choice, ordinal):
+        found = replace(choice, candidate=candidate)
+        if not is_ours(found):
+            break
+        launch = _launch_of(found)
+        if launch.plan is None:
+            return load(found, ordinal)
+        try:
+            with torch.cuda.device(ordinal):
+                built = plans.build(launch.plan)
+        except LaunchError as error:
+            if not plans.is_of_this_release(launch.plan):
+                _warn_once(str(error))
+                return None
+            log.debug("%s: %s", problem, error)
+            continue
+        launch = replace(launch, scratch_bytes=built.workspace_bytes)
+        return ReadyLaunch(problem, launch, built.bind, ordinal)
+    log.info("%s: PyTorch's own operator, as no plan that is predicted to win is there", problem)
+    return None
+
+
+def _from_on(choice: Choice, ordinal: int) -> Iterator[Candidate]:
+    """The candidates from `choice` on, best first; the others are ranked once they are needed."""
+    yield choice.candidate
+    for other in current_predictor().rank(choice.problem, driver.device_of(ordinal), MAX_TOP):
+        if other.candidate != choice.candidate:
+            yield other.candidate
+
+
+@cache
+def _warn_once(message: str) -> None:
+    log.warning("PyTorch's own operator: %s", message)
 
 
 def compile_ahead(choices: Sequence[Choice], others: Iterable[KernelSpec], ordinal: int) -> None:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.modules.utils import _pair  # noqa: F401 (of the text that TorchScript reads)
 
+from confpred.pytorch import choosing
 from confpred.pytorch.fallback import PYTORCH_CONV2D, PYTORCH_CONV_FORWARD
 from confpred.pytorch.routing import conv2d
 
@@ -26,7 +27,7 @@ def _conv_forward(
     if _is_dynamo() or self.padding_mode != "zeros" or F.conv2d is not conv2d:
         return PYTORCH_CONV_FORWARD(self, input, weight, bias)  # type: ignore[no-any-return]
     groups = self.groups
-    run = PYTORCH_CONV2D if groups == 1 else conv2d
+    run = PYTORCH_CONV2D if groups == 1 and not choosing.may_serve_dense else conv2d
     return run(input, weight, bias, self.stride, self.padding, self.dilation, groups)
 
 

@@ -1,10 +1,11 @@
 """PyTorch's functions of convolution, by the fastest kernel: what `confpred.enable` puts in place.
 
-A dense layer goes straight on to PyTorch's function. That costs it a third of a microsecond; an
-override of ``aten::convolution`` at the CUDA dispatch key would cost it three, and fifteen in the
-backward pass (``benchmarks/host_mechanisms.py`` compares the ways).
+Where no model knows a library's plans, a dense layer goes straight on to PyTorch's function. That
+costs it a third of a microsecond; an override of ``aten::convolution`` at the CUDA dispatch key
+would cost it three, and fifteen in the backward pass (``benchmarks/host_mechanisms.py`` compares
+the ways).
 
-    F.conv2d --+-- groups == 1, subclasses, torch.func, tracing, other modes --> PyTorch's function
+    F.conv2d --+-- dense, subclasses, torch.func, tracing, other modes --> PyTorch's function
                +-- torch.compile -----------------------> torch.ops.confpred.conv2d (chosen at run)
                `-- eager --> latest --> served ----+-- ours, with or without gradients
                                                    `-- else PyTorch's function
@@ -23,6 +24,7 @@ from torch.autograd import forward_ad
 from torch.nn import Parameter
 from torch.utils._device import DeviceContext
 
+from confpred.pytorch import choosing
 from confpred.pytorch.autograd import find_convolution, find_eager
 from confpred.pytorch.choosing import latest, note, remember, served
 from confpred.pytorch.fallback import (
@@ -43,6 +45,10 @@ _is_dynamo = torch.compiler.is_dynamo_compiling  # a constant to the compiler, a
 _is_autocast, _low = torch.is_autocast_enabled, torch.get_autocast_dtype
 _is_grad_enabled = torch.is_grad_enabled
 _NO_GRADIENTS = (False, False, False)
+
+
+def _is_cuda(x: object) -> bool:
+    return getattr(x, "is_cuda", False)  # of what is no tensor PyTorch says so
 
 
 def _is_exporting() -> bool:
@@ -69,7 +75,7 @@ def conv2d(
 
     `place` is the identity of what calls from there again and again; by default the weight's.
     """
-    if groups == 1:  # no family of ours serves dense layers
+    if groups == 1 and (_is_dynamo() or not choosing.may_serve_dense or not _is_cuda(input)):
         return PYTORCH_CONV2D(input, weight, bias, stride, padding, dilation, groups)
     if _is_dynamo():
         return _special(input, weight, bias, stride, padding, dilation, groups)

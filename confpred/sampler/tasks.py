@@ -10,11 +10,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from confpred.cuda.epilogue import epilogue_source
 from confpred.data.suites import Suite
 from confpred.families.candidate import PYTORCH_OPERATOR
 from confpred.families.kernel_text import identity_of
 from confpred.families.protocol import Family, Lister
-from confpred.families.registry import all_families, config_ids, families_of
+from confpred.families.registry import all_families, config_ids, families_of, kernels_of
 from confpred.problem.device import Device
 from confpred.problem.operation import KernelSpec
 from confpred.problem.record import Record
@@ -29,7 +30,8 @@ class Task:
         networks: the networks that it comes from.
         provider: of the candidates (`confpred.families.candidate.Candidate`).
         source_digest: what a family's launches run as it is today: the digest of its kernel, or a
-            library and its version; empty for another provider.
+            library and its version. Of PyTorch's operator: of the kernel that follows it
+            (`confpred.cuda.epilogue`), or empty.
         config_ids: the provider's numbers of the configs.
     """
 
@@ -76,7 +78,7 @@ def tasks_left(
         configs: a random choice of this many configs a problem and family; None for all. It
             depends on the seed and the problem alone, so that a resumed run chooses the same.
         offered: masks over the config tables of the families to measure, by family; None for all
-            of every family.
+            of every family of kernels.
         pytorch: whether to time PyTorch's own operator too.
         measured: the configs that need no measurement, by their `config_words`.
     """
@@ -88,9 +90,12 @@ def tasks_left(
     problems = list(networks)
     for index in np.random.default_rng(seed).permutation(len(problems)):
         problem = problems[index]
+        kernels = dict.fromkeys(kernels_of(problem), np.True_)
+        masks = kernels if offered is None else offered
         for family in families_of(problem).values():
-            mask = offered.get(family.name, np.False_) if offered is not None else np.True_
-            rows = _choose(family, problem, device, mask, configs, seed)
+            if family.name not in masks:
+                continue
+            rows = _choose(family, problem, device, masks[family.name], configs, seed)
             if not len(rows):
                 continue
             digest = identity_of(family.launch(problem, rows[0]).source)
@@ -99,10 +104,10 @@ def tasks_left(
             left = tuple(row for row in rows if row not in done)
             if left:
                 tasks.append(Task(problem, networks[problem], family.name, digest, left))
-        if pytorch and Measured(problem, PYTORCH_OPERATOR.provider, "") not in measured:
-            operator = PYTORCH_OPERATOR
+        operator, source = PYTORCH_OPERATOR, epilogue_source(problem)
+        if pytorch and Measured(problem, operator.provider, source) not in measured:
             where = (problem, networks[problem])
-            tasks.append(Task(*where, operator.provider, "", (operator.config_id,)))
+            tasks.append(Task(*where, operator.provider, source, (operator.config_id,)))
     return tasks
 
 

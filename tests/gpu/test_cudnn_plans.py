@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import random
 from importlib.util import find_spec
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from confpred.cuda import driver
+from confpred.cuda.cache import KernelCache
+from confpred.cudnn import plans as plans_module
 from confpred.cudnn.family import FAMILY
 from confpred.cudnn.graphs import Graph
-from confpred.cudnn.plans import Plans
+from confpred.cudnn.plans import Plans, _handle
 from confpred.errors import LaunchError
 from confpred.measure.kernels import check, measure
 from confpred.problem.conv2d import Problem
@@ -76,7 +79,7 @@ def test_what_is_listed_without_a_gpu_is_offered_on_it(device: Device) -> None:
     problem = Problem(8, 64, 56, 56, 64, 3, 3, padding=1)
     on_paper = set(Graph.without_gpu(problem, device).names)
     driver.make_current(0)
-    here = set(Plans(problem, 0)._graph.names)
+    here = set(Graph(problem, handle=_handle(0, 0)).names)
     assert len(on_paper & here) >= 0.9 * len(here)
 
 
@@ -116,3 +119,40 @@ def test_a_plan_runs_on_pytorchs_tensors_and_stream(device: Device) -> None:
         torch.testing.assert_close(out.double(), expected, rtol=2e-3, atol=2e-3)
         done += 1
     assert done
+
+
+def test_a_plan_that_is_slow_to_build_is_kept(
+    device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What comes from the cache computes the same; one that is damaged is built again."""
+    monkeypatch.setattr(plans_module, "_SLOW_S", 0.0)
+    problem = Problem(2, 32, 20, 20, 32, 3, 3, padding=1, bias=True, activation="silu")
+    rows = [int(row) for row in np.flatnonzero(FAMILY.listed(problem, device))]
+    assert rows
+    kernel_cache = KernelCache(tmp_path)
+    names = ("out", "in", "filter", "bias", SCRATCH)
+    x, weight = (torch.randn(*s, device="cuda").half() for s in ((2, 20, 20, 32), (32, 3, 3, 32)))
+    bias = torch.randn(32, device="cuda").half()
+
+    def computed(plans: Plans, row: int) -> torch.Tensor:
+        built = plans.build(FAMILY.launch(problem, row).plan)
+        out = torch.full((2, 20, 20, 32), float("nan"), device="cuda", dtype=torch.half)
+        scratch = torch.empty(max(1, built.workspace_bytes), dtype=torch.uint8, device="cuda")
+        stream = torch.cuda.current_stream().cuda_stream
+        tensors = (out, x, weight, bias, scratch)
+        built.bind(names)(stream, [t.data_ptr() for t in tensors])
+        torch.cuda.synchronize()
+        return out
+
+    for row in rows:
+        try:
+            first = computed(Plans(problem, 0, kernel_cache), row)
+        except LaunchError:
+            continue
+        break
+    (entry,) = tmp_path.rglob("*.cubin")
+    again = Plans(problem, 0, kernel_cache)
+    assert torch.equal(computed(again, row), first)
+    assert again._offered is None  # cuDNN was not asked what it offers
+    entry.write_bytes(b"damaged")
+    assert torch.equal(computed(Plans(problem, 0, kernel_cache), row), first)

@@ -12,7 +12,7 @@ from layers import random_legal_layer
 from references import random_inputs, reference, some_rows
 
 from confpred.families.protocol import Family, config_dict
-from confpred.families.registry import all_families
+from confpred.families.registry import all_kernels
 from confpred.measure.kernels import check
 from confpred.problem.conv2d import Problem
 from confpred.problem.device import Device
@@ -21,7 +21,7 @@ PROBLEMS = 40
 KERNELS, CONFIGS = 3, 3  # of a problem, and of a kernel
 REPEATS = 20
 
-FAMILIES = all_families()
+FAMILIES = all_kernels()
 every_family = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
 
 

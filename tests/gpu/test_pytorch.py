@@ -31,7 +31,7 @@ from layers_on_gpu import (
 )
 
 import confpred
-from confpred.families.registry import all_families
+from confpred.families.registry import all_kernels
 from confpred.predict.choice import Choice
 from confpred.predict.pins import read_pins
 from confpred.predict.predictor import Predictor
@@ -443,6 +443,6 @@ def test_a_second_process_compiles_nothing(tmp_path: Path) -> None:
         )
         for _ in range(2)
     )
-    directions = {name.rpartition("_")[2] for name in all_families()}
+    directions = {name.rpartition("_")[2] for name in all_kernels()}
     assert first >= len(directions)
     assert second == 0

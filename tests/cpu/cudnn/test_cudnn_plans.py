@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import builtins
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from confpred.cli.sample import offered_configs
 from confpred.cudnn.family import FAMILY
 from confpred.cudnn.graphs import front_end
 from confpred.cudnn.names import ENGINE, KNOBS, config_of
@@ -146,8 +148,19 @@ def test_only_what_is_listed_is_measured(monkeypatch: pytest.MonkeyPatch) -> Non
     listed = np.zeros(len(FAMILY.configs), np.bool_)
     listed[legal[:3]] = True
     monkeypatch.setattr(type(FAMILY), "listed", lambda *_: listed)
-    monkeypatch.setattr(tasks, "families_of", lambda _: {FAMILY.name: FAMILY})
     suite = Suite("dense", (Entry(DENSE),))
-    (task,) = tasks.tasks_left(suite, H200, seed=0, configs=None, pytorch=False, measured={})
+    how: Any = {"seed": 0, "configs": None, "pytorch": False, "measured": {}}
+    everything = {FAMILY.name: np.ones(len(listed), np.bool_)}
+    (task,) = tasks.tasks_left(suite, H200, offered=everything, **how)
     assert list(task.config_ids) == legal[:3].tolist()
     assert task.source_digest == "cudnn 9.19"
+
+
+def test_plans_are_measured_where_they_are_asked_for_by_name() -> None:
+    """Of a suite of dense layers nothing is left to a run that names no family: there may be no
+    cuDNN to list plans."""
+    suite = Suite("dense", (Entry(replace(DENSE, c=65, k=130)),))
+    how: Any = {"seed": 0, "configs": None, "pytorch": False, "measured": {}}
+    assert tasks.tasks_left(suite, H200, **how) == []
+    assert FAMILY.name not in offered_configs(suite, (), None)
+    assert list(offered_configs(suite, (FAMILY.name,), None)) == [FAMILY.name]

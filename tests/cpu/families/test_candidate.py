@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from confpred.families.candidate import PYTORCH, PYTORCH_OPERATOR, Candidate
+from confpred.families.protocol import ABSENT
 from confpred.families.registry import all_families, config_ids, config_of, config_words
 
 
@@ -22,6 +23,7 @@ def test_words_name_each_config_of_a_family(name: str) -> None:
     ids = config_ids(name)
     assert list(ids.values()) == list(range(len(configs)))
     last = Candidate(name, len(configs) - 1)
-    fields = configs.dtype.names
-    assert config_of(last) == {field: configs[field][-1] for field in fields}
-    assert config_words(last) == " ".join(f"{field}={configs[field][-1]}" for field in fields)
+    config = {field: configs[field][-1] for field in configs.dtype.names}
+    config = {field: value for field, value in config.items() if value != ABSENT}
+    assert config_of(last) == config
+    assert config_words(last) == " ".join(f"{field}={value}" for field, value in config.items())

@@ -22,13 +22,13 @@ from ptx.text import PtxError
 
 from confpred.families.kernel_text import file_text
 from confpred.families.protocol import Family
-from confpred.families.registry import all_families
+from confpred.families.registry import all_kernels
 from confpred.problem.conv2d import Problem
 from confpred.problem.conv2d_operation import CONVOLUTION
 from confpred.problem.operation import REFERENCE, KernelSpec, Operation, Step
 from confpred.problem.record import Record
 
-FAMILIES = all_families()
+FAMILIES = all_kernels()
 LAYERS = 12  # of each family
 
 #: Kernels name an operand by its role: those that compute an image make the gradient of the input

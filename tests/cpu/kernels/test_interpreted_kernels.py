@@ -14,13 +14,13 @@ from ptx.launch import interpret
 from references import outside, random_inputs, reference, some_rows
 
 from confpred.families.protocol import Family, config_dict
-from confpred.families.registry import all_families
+from confpred.families.registry import all_kernels
 
 PROBLEMS = 8
 KERNELS, CONFIGS = 2, 2  # of a problem, and of a kernel
 MOST_FLOPS = 2**21
 
-FAMILIES = all_families()
+FAMILIES = all_kernels()
 every_family = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
 
 

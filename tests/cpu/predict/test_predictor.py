@@ -20,7 +20,7 @@ from confpred.data.parquet import schema
 from confpred.errors import DataError, InvalidInput, ModelError, UnknownDevice
 from confpred.families.candidate import PYTORCH, PYTORCH_OPERATOR, Candidate
 from confpred.families.protocol import config_dict
-from confpred.families.registry import all_families, config_of
+from confpred.families.registry import all_families, all_kernels, config_of
 from confpred.predict.choice import MAX_TOP, Choice
 from confpred.predict.pins import read_pins
 from confpred.predict.predictor import RANKINGS_KEPT, Predictor
@@ -101,7 +101,7 @@ def test_choices_are_legal_and_consistent(model_folder, problem):
     assert ranked[:3] == predictor.rank(problem, "h100", 3)
     kernels = [c for c in ranked if c.family]
     assert len({(c.family, c.config_id) for c in kernels}) == len(kernels)
-    legal = {name: family.legal(problem, H100) for name, family in all_families().items()}
+    legal = {name: family.legal(problem, H100) for name, family in all_kernels().items()}
     assert all(legal[c.family][c.config_id] for c in kernels)
     assert (ranked[0].source == "fallback") == (not any(mask.any() for mask in legal.values()))
 
@@ -123,7 +123,7 @@ def test_a_device_without_a_model_gets_the_heuristic(predictor):
 def test_families_that_the_model_does_not_know_do_not_compete(predictor):
     """Both kernels compute this layer; the model knows the grouped one only."""
     problem = Problem.parse("n=24 c=160 h=30 w=30 k=160 r=3 s=3 groups=160 padding=1")
-    legal = {name for name, family in all_families().items() if family.legal(problem, H100).any()}
+    legal = {name for name, family in all_kernels().items() if family.legal(problem, H100).any()}
     assert {"grouped_fprop", "depthwise_fprop"} <= legal
     ranked = predictor.rank(problem, "h100", MAX_TOP)
     assert {c.source for c in ranked} == {"predicted"}

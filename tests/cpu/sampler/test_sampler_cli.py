@@ -15,7 +15,7 @@ from sampler_rows import ROW, fill
 from confpred.cli.sample import command, offered_configs, parse_duration
 from confpred.data.suites import read_suite
 from confpred.errors import InvalidInput
-from confpred.families.registry import all_families
+from confpred.families.registry import all_families, all_kernels
 from confpred.sampler.progress import duration, state, summary
 from confpred.sampler.run import Tally
 
@@ -72,7 +72,7 @@ def test_bad_options_are_named(suite, tmp_path, words, message):
 
 def test_family_and_model_narrow_what_is_measured(suite, model_folder):
     whole = offered_configs(read_suite(suite), (), None)
-    assert {name: mask.all() for name, mask in whole.items()} == dict.fromkeys(all_families(), True)
+    assert {name: mask.all() for name, mask in whole.items()} == dict.fromkeys(all_kernels(), True)
     two = ("grouped_fprop", "grouped_wgrad")
     assert list(offered_configs(read_suite(suite), two, None)) == list(two)
     for families in (), ("grouped_fprop",):  # the model knows only this one

@@ -1,0 +1,162 @@
+"""Dense layers chosen among cuDNN's plans, by a model of made-up times; nothing is launched."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import synthetic
+
+from confpred.cudnn.family import FAMILY
+from confpred.data.measurements import Measurement
+from confpred.data.parquet import schema
+from confpred.errors import LaunchError
+from confpred.families.candidate import PYTORCH_OPERATOR, Candidate
+from confpred.predict.predictor import Predictor
+from confpred.problem.conv2d import Problem
+from confpred.problem.conv2d_operation import CONVOLUTION
+from confpred.problem.operation import Plan
+from confpred.pytorch import choosing
+from confpred.training.dataset import read_dataset
+from confpred.training.train import train
+
+NEW = Problem(24, 160, 20, 20, 96, 3, 3, padding=1)
+DEVICE = synthetic.DEVICE
+
+
+def rows() -> Iterator[dict[str, object]]:
+    """The first forty plans of each of 48 layers, of six networks; engine and tile decide."""
+    for index in range(48):
+        c, size = 32 << index % 4, (56, 28, 14)[index % 3]
+        problem = Problem(1 + index, c, size, size, c, 3, 3, padding=1)
+        legal = np.flatnonzero(FAMILY.legal(problem, DEVICE))[:40]
+        features = FAMILY.features(problem, DEVICE, legal)
+        engine, tile = (features[:, FAMILY.feature_names.index(n)] for n in ("engine", "tile_size"))
+        floor_ms = DEVICE.roofline_s(problem) * 1e3
+        times = floor_ms * (1.5 + (engine % 7) / 10 + np.abs(tile - 20) / 50)
+        for row, ms in zip(legal, times, strict=True):
+            yield measurement(problem, index, Candidate(FAMILY.name, int(row)), float(ms))
+        yield measurement(problem, index, PYTORCH_OPERATOR, float(times.min() * 1.4))
+
+
+def measurement(problem: Problem, index: int, candidate: Candidate, ms: float) -> dict[str, object]:
+    theirs = candidate == PYTORCH_OPERATOR
+    return Measurement(
+        problem=problem,
+        networks=(f"net{index % 6}",),
+        candidate=candidate,
+        source_digest="" if theirs else "cudnn 9.19",
+        cudnn="9.19.0" if theirs else "",
+        cudnn_mode="benchmark" if theirs else "",
+        run=synthetic._RUN,
+        status="ok",
+        time_ms=ms,
+        spread_ms=ms / 100,
+        samples=20,
+        registers=0,
+        local_bytes=0,
+        smem_bytes=0,
+        error=1e-3,
+        sm_clock_mhz=1980,
+        message="",
+        time="2025-01-01T00:00:00Z",
+    ).to_row()
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> Predictor:
+    folder = tmp_path_factory.mktemp("dense")
+    pq.write_table(pa.Table.from_pylist(list(rows()), schema(CONVOLUTION)), folder / "d.parquet")
+    train(read_dataset([folder / "d.parquet"]), folder / "dense-1", hyper=synthetic.SMALL)
+    return Predictor.load(folder / "dense-1")
+
+
+class Refusing:
+    """Plans of which cuDNN builds none but that of `row`."""
+
+    row: int | None = None
+    release = "9.19"
+
+    def __init__(self, problem: Problem, ordinal: int) -> None:
+        self.tried: list[Plan] = []
+
+    def is_of_this_release(self, plan: Plan) -> bool:
+        return plan.version == self.release
+
+    def build(self, plan: Plan) -> object:
+        self.tried.append(plan)
+        if self.row is None or plan != FAMILY.launch(NEW, self.row).plan:
+            raise LaunchError("cuDNN does not offer the plan for this problem")
+        return self
+
+    workspace_bytes = 0
+
+    def bind(self, names: object) -> object:
+        return lambda stream, addresses: None
+
+
+@pytest.fixture
+def on_gpu(dense: Predictor, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Refusing]]:
+    """A machine whose device 0 is known, and whose cuDNN is `Refusing`."""
+    plans = type("Plans", (Refusing,), {})
+    monkeypatch.setattr(choosing.driver, "device_of", lambda _: DEVICE)
+    monkeypatch.setattr(choosing.torch.cuda, "device", lambda _: nullcontext())
+    monkeypatch.setattr(choosing, "Plans", plans)
+    monkeypatch.setattr(choosing, "_predictor", None)
+    choosing.use_predictor(dense)
+    choosing._warn_once.cache_clear()
+    yield plans
+    choosing.forget()
+
+
+def test_a_dense_layer_gets_a_plan_where_no_cudnn_is(dense: Predictor) -> None:
+    choice = dense.choose(NEW, DEVICE)
+    assert (choice.provider, choice.source) == (FAMILY.name, "predicted")
+    assert not choice.is_guess
+    assert choice.config is not None
+    assert {"release", "engine"} <= choice.config.keys()
+    assert dense.knows_libraries(DEVICE)
+
+
+def test_the_next_plan_serves_where_the_first_is_not_offered(
+    dense: Predictor, on_gpu: type[Refusing]
+) -> None:
+    ranking = [c.candidate for c in dense.rank(NEW, DEVICE, 8)]
+    on_gpu.row = ranking[3].config_id
+    choice = choosing.choose(NEW, 0)
+    assert choice is not None
+    assert choice.candidate == ranking[0]
+    assert choosing.load(choice, 0) is not None
+    on_gpu.row = None
+    assert choosing.load(choice, 0) is None  # PyTorch's own operator
+
+
+def test_plans_of_another_cudnn_are_not_tried(
+    on_gpu: type[Refusing], caplog: pytest.LogCaptureFixture
+) -> None:
+    on_gpu.release = "9.20"
+    choice = choosing.choose(NEW, 0)
+    assert choice is not None
+    with caplog.at_level(logging.WARNING):
+        assert choosing.load(choice, 0) is None
+        assert choosing.load(choice, 0) is None
+    assert len(caplog.records) == 1
+
+
+def test_dense_layers_pass_by_where_no_library_is_known(
+    dense: Predictor, model_folder: Path, on_gpu: type[Refusing]
+) -> None:
+    assert choosing.may_serve_dense
+    choosing.choose(NEW, 0)
+    assert choosing.may_serve_dense
+    choosing.use_predictor(Predictor.load(model_folder))
+    assert choosing.may_serve_dense  # not known yet
+    choosing.choose(replace(NEW, n=2), 0)
+    assert not choosing.may_serve_dense
