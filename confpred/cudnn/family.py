@@ -1,6 +1,6 @@
 """cuDNN's plans as a family: which of them may serve a problem, and how they are described.
 
-A model does not offer them yet; ``CONFPRED_FAMILIES=confpred.cudnn.family`` has them sampled.
+They are sampled where they are asked for: ``confpred sample --family cudnn``.
 """
 
 from __future__ import annotations

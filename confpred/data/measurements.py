@@ -50,7 +50,8 @@ class Measurement:
         candidate: what computed it; the columns ``family`` and ``config`` hold its provider and its
             config in words.
         source_digest: identity of the kernel (`confpred.families.kernel_text.source_digest`); for a
-            library's plan the library and its version; empty for PyTorch's operator.
+            library's plan the library and its version; for PyTorch's operator the kernel
+            that follows it, or empty.
         cudnn, cudnn_mode: for PyTorch's operator, the version of cuDNN and how it chooses its
             algorithms: ``benchmark`` or ``heuristics``. Empty for another provider.
         run: what the run's rows share.
