@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from network_own import OWN
 from torch import Tensor, nn
 
 Step = Callable[[], Tensor]
@@ -24,7 +25,7 @@ class Setting:
     """What is run, apart from who computes its convolutions.
 
     Attributes:
-        network: timm's name of it.
+        network: timm's name of it, or one of `network_own.OWN`.
         mode: ``inference`` (half precision) or ``training`` (autocast, SGD with momentum).
         batch: images a step.
         size: height and width of an image.
@@ -51,10 +52,13 @@ class Setting:
 
 def network(setting: Setting) -> nn.Module:
     """The network in float32 and training mode, with random weights, the same in every process."""
-    import timm
-
     torch.manual_seed(0)
-    model: nn.Module = timm.create_model(setting.network, pretrained=False)
+    if setting.network in OWN:
+        model = OWN[setting.network]()
+    else:
+        import timm
+
+        model = timm.create_model(setting.network, pretrained=False)
     return model.to(setting.device, memory_format=torch.channels_last)
 
 

@@ -5,6 +5,7 @@
                                   [--budget SECONDS] [--resume] [--out FOLDER]
     python benchmarks/networks.py --first-step [--networks A,B] [--modes inference]
     python benchmarks/networks.py --losses [--networks A,B]
+    python benchmarks/networks.py --dense ...           # networks of mostly dense layers, inference
     python benchmarks/networks.py --render              # plot and summary of the recorded result
 
 What is timed: timm's networks with random weights on random images of 224 x 224, channels last.
@@ -59,13 +60,17 @@ from network_group import Group
 from network_results import VARIANTS, Row, complete, failed, merged, outstanding, pairs, summary
 from provenance import RESULTS, provenance, write
 
-NAME = "networks"
+#: The result's name, and that of the networks of mostly dense layers.
+NAME, DENSE_NAME = "networks", "dense_networks"
 HERE = Path(__file__).parent
 SUITES = HERE.parent / "datasets" / "suites"
 NETWORKS = (
     "efficientnet_b0", "efficientnetv2_rw_s", "convnext_tiny", "convnextv2_nano",
     "mobilenetv3_large_100", "mobilenetv4_conv_medium", "regnety_040", "regnetx_016",
     "resnext50_32x4d", "fastvit_sa12",
+)  # fmt: skip
+DENSE_NETWORKS = (
+    "resnet50", "efficientnet_b0", "convnext_tiny", "regnety_040", "hrnet_w18", "unet", "detector",
 )  # fmt: skip
 MODES = ("inference", "training")
 BATCHES = (1, 32, 128)
@@ -197,7 +202,7 @@ def other_rows(arguments: argparse.Namespace, deadline: float) -> Iterator[tuple
 
 def measure(arguments: argparse.Namespace) -> None:
     """Measure, writing the result after each network, so that a run that is cut off loses one."""
-    path = arguments.out / f"{NAME}.json"
+    path = arguments.out / f"{arguments.name}.json"
     result = json.loads(path.read_text()) if path.exists() else {}
     deadline = time.time() + arguments.budget
     packages = ("torch", "timm") if arguments.device == "cpu" else ("torch", "timm", "cuda-core")
@@ -211,7 +216,7 @@ def measure(arguments: argparse.Namespace) -> None:
         for row in rows:
             print(json.dumps(row))
         result = merged(result, {kind: rows}, facts)
-        write(NAME, result, arguments.out)
+        write(arguments.name, result, arguments.out)
 
 
 def show(result: dict[str, Any]) -> None:
@@ -237,8 +242,9 @@ def parsed(words: Sequence[str] | None = None) -> argparse.Namespace:
         return words
 
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--networks", type=words_of(NETWORKS), default=list(NETWORKS))
-    parser.add_argument("--modes", type=words_of(MODES), default=list(MODES))
+    parser.add_argument("--dense", action="store_true", help="networks of mostly dense layers")
+    parser.add_argument("--networks", type=words_of((*NETWORKS, *DENSE_NETWORKS)))
+    parser.add_argument("--modes", type=words_of(MODES))
     parser.add_argument(
         "--batches", type=lambda text: [int(n) for n in text.split(",")], default=list(BATCHES)
     )
@@ -262,6 +268,15 @@ def parsed(words: Sequence[str] | None = None) -> argparse.Namespace:
     trial = arguments.device == "cpu" or arguments.size != 224
     if trial and RESULTS.resolve() in (arguments.out.resolve(), *arguments.out.resolve().parents):
         parser.error("a trial is written somewhere else: name a folder with --out")
+    known = DENSE_NETWORKS if arguments.dense else NETWORKS
+    arguments.name = DENSE_NAME if arguments.dense else NAME
+    arguments.networks = arguments.networks or list(known)
+    arguments.modes = arguments.modes or list(MODES[:1] if arguments.dense else MODES)
+    for network in arguments.networks:
+        if network not in known:
+            parser.error(f"--networks: {network!r} is none of {', '.join(known)}")
+    if arguments.dense and "training" in arguments.modes:
+        parser.error("--dense: these networks are timed in inference")
     arguments.variants = complete(arguments.variants)
     return arguments
 
@@ -275,12 +290,12 @@ def main() -> None:
             if arguments.jobs > 1:
                 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
             measure(arguments)
-    result = json.loads((arguments.out / f"{NAME}.json").read_text())
+    result = json.loads((arguments.out / f"{arguments.name}.json").read_text())
     show(result)
     try:
         from network_plot import plot
 
-        plot(result, arguments.out / f"{NAME}.png")
+        plot(result, arguments.out / f"{arguments.name}.png")
     except ImportError:
         print("no matplotlib here: --render draws the plot where there is")
 

@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 
 @pytest.fixture(autouse=True)
@@ -256,3 +257,31 @@ def test_one_process_of_a_group_is_alone(tmp_path: Path) -> None:
         for process in others:
             process.kill()
             process.wait()
+
+
+def test_dense_networks_have_a_result_of_their_own(
+    networks: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain, dense = (networks.parsed([*words]) for words in ([], ["--dense"]))
+    assert (plain.name, dense.name) == ("networks", "dense_networks")
+    assert dense.networks == list(networks.DENSE_NETWORKS)
+    assert dense.modes == ["inference"]
+    for words, told in (
+        (["--networks", "unet"], "none of"),
+        (["--dense", "--networks", "regnetx_016"], "none of"),
+        (["--dense", "--modes", "training"], "inference"),
+    ):
+        with pytest.raises(SystemExit):
+            networks.parsed(words)
+        assert told in capsys.readouterr().err
+
+
+def test_networks_of_our_own_compute() -> None:
+    own = __import__("network_own").OWN
+    shapes = {"unet": (2, 64, 64), "detector": (85, 64 + 16 + 4)}
+    assert own.keys() == shapes.keys()
+    for name, shape in shapes.items():
+        with torch.inference_mode():
+            (out,) = own[name]().eval()(torch.zeros(1, 3, 64, 64))
+        assert out.isfinite().all()
+        assert out.shape == shape
