@@ -15,6 +15,8 @@ from confpred.problem.operation import KernelSpec
 
 H100 = get_device("h100")
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)
+#: In place of a group width: of layers with one group, of at most so many channels.
+DENSE, MOST_DENSE = 0, 128
 #: Their number has no common divisor with the length of any other list here, so that going around
 #: all lists together meets every pair.
 WINDOWS = (
@@ -37,10 +39,10 @@ _MOST_FLOPS = 2**27  # of a random layer: the float64 reference of a test takes 
 
 @cache
 def served(family: Family) -> tuple[tuple[str, int], ...]:
-    """The directions and group widths that `family` has configs for."""
+    """The directions and group widths that `family` has configs for; ``DENSE`` is one of them."""
     return tuple(
         (direction, width)
-        for direction, width in product(DIRECTIONS, WIDTHS)
+        for direction, width in product(DIRECTIONS, (*WIDTHS, DENSE))
         if family.legal(_layer(SIZES[0], direction, width, (3, 3), (1, 1), "float16"), H100).any()
     )
 
@@ -59,7 +61,7 @@ def representative(family: Family) -> list[Problem]:
             layers = [
                 _layer(size, direction, width, window, step, other, epilogue)
                 for size in SIZES
-                if size[1] % width == 0
+                if width == DENSE or size[1] % width == 0
             ]
             legal = [layer for layer in layers if family.legal(layer, H100).any()]
             if legal:
@@ -78,6 +80,7 @@ def _layer(
     epilogue: tuple[bool, str, bool] = (False, "none", False),
 ) -> Problem:
     (n, c, side), (bias, activation, residual), dilation = size, epilogue, step[1]
+    c = min(c // 8 * 8, MOST_DENSE) if width == DENSE else c
     return Problem(
         n=n,
         c=c,
@@ -89,7 +92,7 @@ def _layer(
         stride=step[0],
         padding=tuple(dilation * (taps // 2) for taps in window),
         dilation=dilation,
-        groups=c // width,
+        groups=1 if width == DENSE else c // width,
         dtype=dtype,
         direction=direction,
         **_epilogue(direction, bias, activation, residual, deterministic=residual),
@@ -127,6 +130,9 @@ def random_layer(rng: random.Random, family: Family) -> Problem:
     direction, width = rng.choice(served(family))
     groups = rng.choice([g for g in (1, 2, 3, 5, 8, 13, 16, 24, 40) if g * width <= 192])
     multiplier = rng.choice((1, 1, 1, 1, 2, 3))
+    c, k = width * groups, width * groups * multiplier
+    if width == DENSE:
+        groups, (c, k) = 1, (8 * rng.randint(1, MOST_DENSE // 8) for _ in range(2))
     largest = 11 if width == 1 else 7
     window = [rng.choice((3, 3, rng.randint(1, 7), rng.randint(1, largest))) for _ in range(2)]
     padding = [rng.randint(0, size + 1) for size in window]
@@ -136,10 +142,10 @@ def random_layer(rng: random.Random, family: Family) -> Problem:
     ]
     return Problem(
         n=rng.choice((1, 1, 2, 3, 5, 9)),
-        c=width * groups,
+        c=c,
         h=least[0] + rng.randint(0, 40),
         w=least[1] + rng.randint(0, 70),
-        k=width * groups * multiplier,
+        k=k,
         r=window[0],
         s=window[1],
         stride=tuple(stride),

@@ -35,12 +35,14 @@ class CudnnPlans:
 
     def legal(self, problem: Problem, device: Device) -> NDArray[np.bool_]:
         """What cuDNN has offered for problems of the same kind; none for the gradients of filter
-        and bias together, which it does not compute in one plan."""
+        and bias together, which it does not compute in one plan. Only a filter's gradient may
+        differ from call to call, and only where the problem lets it."""
         plans = table()
         offered = plans.kinds.get(kind_of(problem))
         if offered is None:
             return np.zeros(len(plans.configs), np.bool_)
-        return offered & plans.notes["repeatable"] if problem.deterministic else offered
+        may_differ = problem.direction == "wgrad" and not problem.deterministic
+        return offered if may_differ else offered & plans.notes["repeatable"]
 
     def listed(self, problem: Problem, device: Device) -> NDArray[np.bool_]:
         mask: NDArray[np.bool_] = self.legal(problem, device).copy()

@@ -282,6 +282,8 @@ def _load_plan(choice: Choice, problem: Problem, ordinal: int) -> ReadyLaunch | 
         launch = _launch_of(found)
         if launch.plan is None:
             return load(found, ordinal)
+        if launch.plan.tf32:
+            continue  # whether PyTorch may round to it is a setting that can change at any time
         try:
             with torch.cuda.device(ordinal):
                 built = plans.build(launch.plan)

@@ -39,6 +39,7 @@ ROLES: Mapping[str, Mapping[str, str]] = {
     "depthwise": _IMAGE,
     "depthwise_banded": _IMAGE,
     "grouped_rows": _IMAGE,
+    "dense_tiles": _IMAGE,
     "depthwise_wgrad": _SUMS,
     "depthwise_banded_wgrad": _SUMS,
     "depthwise_wgrad_sum": _SUMS,

@@ -1,0 +1,1 @@
+"""Dense convolution of few channels."""

@@ -1,0 +1,400 @@
+"""What the families of ``kernels/dense_tiles.cu`` share: configs, legality, features, launch.
+
+They serve dense layers whose ``in`` (the layer's input, and in dgrad the gradient of its output)
+has at most ``MOST_CHANNELS`` channels: the filter of a block's channels has to stay in shared
+memory. Channels are multiples of 8, the window is at most 7x7, the stride 1 or 2 along each axis,
+without dilation, float16 or bfloat16.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from confpred.families import common, costs
+from confpred.families.common import Array, Occupancy
+from confpred.families.protocol import Rows
+from confpred.problem.conv2d import Problem
+from confpred.problem.conv2d_operation import CONVOLUTION, dtype_macro
+from confpred.problem.device import Device
+from confpred.problem.operation import KernelSpec, Launch, Step
+
+DTYPES = ("float16", "bfloat16")
+MOST_CHANNELS = 128
+MAX_WINDOW = 7
+MAX_STRIDE = 2
+
+#: (images, rows, columns) of a tile: some fill tensor-core tiles of 16 pixels, the others the
+#: images of networks whose sizes are multiples of 7.
+_TILES = (
+    (1, 4, 8), (2, 4, 4),
+    (1, 8, 8), (1, 4, 16), (4, 4, 4), (1, 7, 7), (1, 4, 14),
+    (1, 8, 16), (1, 4, 32), (2, 8, 8), (8, 4, 4), (2, 7, 7), (1, 7, 14), (1, 2, 56),
+    (1, 16, 16), (1, 8, 32), (4, 8, 8), (4, 7, 7), (1, 14, 14), (1, 4, 56),
+)  # fmt: skip
+#: (channels, warps along them) of a block.
+_CHANNELS = (
+    (16, 1), (24, 1), (32, 1), (32, 2), (40, 1), (48, 1), (48, 2), (48, 3), (64, 1), (64, 2),
+    (64, 4), (80, 2), (96, 2), (96, 3), (128, 4),
+)  # fmt: skip
+#: How many tiles a block computes, one after the other.
+_IN_TURN = (1, 2, 4, 8)
+_COMPILED = ("block_n", "block_p", "block_q", "block_k", "warps_m", "warps_k", "buffers")
+_FIELDS = (*_COMPILED, "tiles")
+_LEAST_TILE, _LEAST_CHANNELS = 32, 16
+
+
+def _config_table() -> NDArray[np.void]:
+    """The config space: blocks of two to eight warps, each with two to sixteen tensor-core tiles
+    of 16 pixels x 8 channels."""
+    rows = []
+    for tile, (block_k, warps_k), warps_m, tiles in itertools.product(
+        _TILES, _CHANNELS, (1, 2, 4, 8), _IN_TURN
+    ):
+        m_tiles = -(-tile[0] * tile[1] * tile[2] // 16)
+        warp_tiles = -(-m_tiles // warps_m)
+        idle = warp_tiles * warps_m - m_tiles
+        work = warp_tiles * (block_k // warps_k // 8)
+        if not 2 <= warps_m * warps_k <= 8 or not 2 <= work <= 16 or 4 * idle > m_tiles:
+            continue
+        if tiles > 1 and m_tiles < 4:
+            continue  # what a small tile costs is not what several in turn would save
+        rows.append((*tile, block_k, warps_m, warps_k, 1 if tiles == 1 else 2, tiles))
+    return common.config_table(_FIELDS, rows)
+
+
+_CONFIGS = _config_table()
+_COLUMNS = common.config_columns(_CONFIGS)
+
+_SHARED_FEATURES = (
+    "log_n", "log_c", "log_k", "log_p", "log_q", "r", "s", "stride_h", "stride_w", "bfloat16",
+    "log_bytes", "log_intensity", "pixel_alignment",
+    *_FIELDS,
+    "threads", "warp_tiles", "work", "smem_bytes", "registers", "products",
+    "blocks_per_sm", "warps_per_sm", "log_blocks", "waves", "wave_waste", "rounds",
+    "n_waste", "p_waste", "q_waste", "k_waste", "k_blocks", "halo", "in_turn",
+    "bytes_in_flight", "log_load_bytes", "log_filter_bytes", "log_products", "log_estimate",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _Axis:
+    """The rows or the columns of a layer, as the kernel knows them.
+
+    Attributes:
+        stride: what the kernel is compiled for.
+        in_step: inputs from one to the next that a tile reads.
+        down: inputs of a tile from one output position to the next.
+        lattices: 2 where output positions of different parity meet different taps.
+        taps: of a lattice, at most.
+        positions: output positions of a lattice, at most.
+    """
+
+    stride: int
+    in_step: int
+    down: int
+    lattices: int
+    taps: int
+    positions: int
+
+
+def _axis_of(problem: Problem, axis: int) -> _Axis:
+    window = (problem.r, problem.s)[axis]
+    stride = problem.stride[axis]
+    if problem.direction == "dgrad":
+        outputs = (problem.h, problem.w)[axis]
+        return _Axis(stride, 1, 1, stride, -(-window // stride), -(-outputs // stride))
+    outputs = (problem.p, problem.q)[axis]
+    if window == 1:  # what lies between the inputs that are met need not be read
+        return _Axis(1, stride, 1, 1, 1, outputs)
+    return _Axis(stride, 1, stride, 1, window, outputs)
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """What each config takes and does for a window, a direction and a number of channels; arrays
+    over the config table."""
+
+    threads: Array
+    warp_tiles: Array
+    work: Array  # tensor-core tiles of a warp
+    tile_pixels: Array  # of `in`, with the halo
+    tile_bytes: Array
+    filter_bytes: Array
+    smem_bytes: Array
+    registers: Array  # an estimate: accumulators, fragments, addresses
+    products: Array  # tensor-core instructions of a block for a tile, at most
+
+
+class DenseTiles:
+    """One direction of ``kernels/dense_tiles.cu``.
+
+    Attributes:
+        name: of the family.
+        direction: of the problems it serves.
+        operands: the kernel's pointers, in its order.
+        feature_names: of its problems and configs.
+    """
+
+    operation = CONVOLUTION
+    configs = _CONFIGS
+
+    def __init__(self, name: str, direction: str, operands: tuple[str, ...]) -> None:
+        self.name = name
+        self.direction = direction
+        self.operands = operands
+        epilogue = ("bias", "activation", "residual") if direction == "fprop" else ()
+        self.feature_names: tuple[str, ...] = (*_SHARED_FEATURES, *epilogue)
+
+    def legal(self, problem: Problem, device: Device) -> NDArray[np.bool_]:
+        if problem.direction != self.direction or not handles(problem):
+            return np.zeros(len(self.configs), np.bool_)
+        t = _COLUMNS
+        shape, cut = _shape_of(problem), _cut(problem, t)
+        rows, columns = _axis_of(problem, 0), _axis_of(problem, 1)
+        pixels = t["block_n"] * t["block_p"] * t["block_q"]
+        legal: NDArray[np.bool_] = (
+            (shape.smem_bytes <= device.smem_per_block)
+            & (shape.registers <= common.MOST_ESTIMATED_REGISTERS)
+            & (shape.registers * shape.threads <= Device.regs_per_sm)
+            & (cut.blocks <= common.MAX_INT)
+            # A tile twice as large as what it covers does the work of a smaller one, slower; the
+            # smallest tiles serve whatever is smaller still.
+            & (
+                (
+                    (t["block_n"] < 2 * problem.n)
+                    & (t["block_p"] < 2 * rows.positions)
+                    & (t["block_q"] < 2 * columns.positions)
+                )
+                | (pixels <= _LEAST_TILE)
+            )
+            & ((t["block_k"] < 2 * _out_channels(problem)) | (t["block_k"] <= _LEAST_CHANNELS))
+            & ((t["tiles"] == 1) | (cut.tiles >= 2 * t["tiles"]))
+        )
+        return legal
+
+    def estimate_s(self, problem: Problem, device: Device, rows: Rows) -> NDArray[np.float64]:
+        return self._derived(problem, device, rows)["estimate"]
+
+    def features(self, problem: Problem, device: Device, rows: Rows) -> NDArray[np.float32]:
+        return common.feature_matrix(
+            self, problem, device, rows, self._derived(problem, device, rows)
+        )
+
+    def launch(self, problem: Problem, row: int) -> Launch:
+        shape = _shape_of(problem)
+        rows, columns = _axis_of(problem, 0), _axis_of(problem, 1)
+        t = common.columns_at(_COLUMNS, slice(row, row + 1))
+        cut = _cut(problem, t)
+        sizes = ((problem.h, problem.w), (problem.p, problem.q))
+        (h, w), (p, q) = sizes if self.direction == "fprop" else sizes[::-1]
+        step = Step(
+            kernel=_spec(problem, row),
+            grid=(int(cut.blocks[0]), 1, 1),
+            block=(int(shape.threads[row]), 1, 1),
+            smem_bytes=int(shape.smem_bytes[row]),
+            operands=self.operands,
+            scalars={
+                "n": problem.n,
+                "h": h,
+                "w": w,
+                "p": p,
+                "q": q,
+                "k": _out_channels(problem),
+                "pad_h": problem.padding[0],
+                "pad_w": problem.padding[1],
+                "in_step_h": rows.in_step,
+                "in_step_w": columns.in_step,
+                "k_blocks": int(cut.k_blocks[0]),
+                "p_tiles": int(cut.p_tiles[0]),
+                "q_tiles": int(cut.q_tiles[0]),
+                "n_tiles": int(cut.n_tiles[0]),
+                "tiles": int(cut.tiles[0]),
+                "tiles_a_block": int(t["tiles"][0]),
+            },
+        )
+        return Launch(steps=(step,))
+
+    def _derived(
+        self, problem: Problem, device: Device, rows: Rows
+    ) -> dict[str, NDArray[np.float64]]:
+        """How each config would run `problem`: the derived features, and the estimated seconds.
+
+        The estimate is the largest of three times, stretched by the waste of the last wave: those
+        of device memory, of the copies from L2 into shared memory with their halos, and of the
+        tensor cores; plus a fixed latency for each tile of a block.
+        """
+        t = common.columns_at(_COLUMNS, rows)
+        shape, cut = _shape_of(problem), _cut(problem, t)
+        down, across = _axis_of(problem, 0), _axis_of(problem, 1)
+        threads, smem_bytes = shape.threads[rows], shape.smem_bytes[rows]
+        registers = np.minimum(shape.registers[rows], common.MAX_REGISTERS)
+        occupancy = Occupancy.of(device, cut.blocks, threads, registers, smem_bytes)
+        in_turn = np.minimum(t["tiles"], cut.tiles)
+        filters = cut.blocks * shape.filter_bytes[rows]
+        images = cut.tiles * cut.k_blocks * shape.tile_pixels[rows] * (_in_channels(problem) * 2.0)
+        products = cut.tiles * cut.k_blocks * shape.products[rows]
+        seconds = np.maximum(
+            problem.minimum_bytes / device.dram_bytes_per_s,
+            np.maximum(costs.l2_s(filters + images, device), costs.products_s(products, device)),
+        )
+        seconds = np.maximum(seconds, device.roofline_s(problem))
+        height, width = (
+            (problem.p, problem.q) if self.direction == "fprop" else (problem.h, problem.w)
+        )
+        pixels = t["block_n"] * t["block_p"] * t["block_q"]
+        return {
+            "log_p": np.log2(height),
+            "log_q": np.log2(width),
+            "threads": threads,
+            "warp_tiles": shape.warp_tiles[rows],
+            "work": shape.work[rows],
+            "smem_bytes": smem_bytes,
+            "registers": registers,
+            "products": shape.products[rows],
+            **occupancy.features(),
+            "rounds": occupancy.rounds,
+            "n_waste": cut.n_tiles * t["block_n"] / problem.n,
+            "p_waste": cut.p_tiles * t["block_p"] / down.positions,
+            "q_waste": cut.q_tiles * t["block_q"] / across.positions,
+            "k_waste": cut.k_blocks * t["block_k"] / _out_channels(problem),
+            "k_blocks": cut.k_blocks,
+            "halo": shape.tile_pixels[rows] / (pixels * down.down * across.down),
+            "in_turn": in_turn,
+            "bytes_in_flight": occupancy.resident * t["buffers"] * shape.tile_bytes[rows],
+            "log_load_bytes": np.log2((filters + images) / problem.minimum_bytes),
+            "log_filter_bytes": np.log2(shape.filter_bytes[rows]),
+            "log_products": np.log2(products),
+            "estimate": seconds * occupancy.wave_waste
+            + costs.waves_s(
+                occupancy.waves, costs.WAVE_AND_LAUNCH_S, in_turn, costs.DEPTHWISE_STEP_S
+            ),
+        }
+
+
+def handles(problem: Problem) -> bool:
+    """Whether `problem` is a layer that the kernels compute."""
+    taps = zip((problem.r, problem.s), problem.dilation, strict=True)
+    return (
+        problem.dtype in DTYPES
+        and problem.groups == 1
+        and problem.c % 8 == 0
+        and problem.k % 8 == 0
+        and _in_channels(problem) <= MOST_CHANNELS
+        and max(problem.r, problem.s) <= MAX_WINDOW
+        and max(problem.stride) <= MAX_STRIDE
+        and all(window == 1 or dilation == 1 for window, dilation in taps)
+    )
+
+
+def _in_channels(problem: Problem) -> int:
+    """Channels of what the kernel reads, and sums over."""
+    return problem.c if problem.direction == "fprop" else problem.k
+
+
+def _out_channels(problem: Problem) -> int:
+    """Channels of what the kernel writes."""
+    return problem.k if problem.direction == "fprop" else problem.c
+
+
+def _spec(problem: Problem, row: int) -> KernelSpec:
+    shape = _shape_of(problem)
+    return KernelSpec(
+        file="dense_tiles.cu",
+        entry="dense_tiles",
+        defines=(
+            ("DGRAD", int(problem.direction == "dgrad")),
+            ("CIN", _in_channels(problem)),
+            ("R", problem.r),
+            ("S", problem.s),
+            ("STRIDE_H", _axis_of(problem, 0).stride),
+            ("STRIDE_W", _axis_of(problem, 1).stride),
+            dtype_macro(problem),
+            *common.epilogue_macros(problem),
+            *common.config_macros(_CONFIGS[row], _COMPILED),
+            *common.agreed_macros(threads=shape.threads[row], smem_bytes=shape.smem_bytes[row]),
+        ),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """How configs cut a problem; arrays over those configs.
+
+    Attributes:
+        n_tiles, p_tiles, q_tiles: tiles along the images, and along a lattice of rows and columns.
+        tiles: tiles in all lattices.
+        k_blocks: blocks along the channels.
+        blocks: of the launch.
+    """
+
+    n_tiles: Array
+    p_tiles: Array
+    q_tiles: Array
+    tiles: Array
+    k_blocks: Array
+    blocks: Array
+
+
+def _cut(problem: Problem, t: Mapping[str, Array]) -> _Cut:
+    """How the configs whose fields are the columns `t` cut `problem`."""
+    rows, columns = _axis_of(problem, 0), _axis_of(problem, 1)
+    n_tiles = -(-problem.n // t["block_n"])
+    p_tiles = -(-rows.positions // t["block_p"])
+    q_tiles = -(-columns.positions // t["block_q"])
+    tiles = n_tiles * p_tiles * q_tiles * (rows.lattices * columns.lattices)
+    k_blocks = -(-_out_channels(problem) // t["block_k"])
+    blocks = -(-tiles // t["tiles"]) * k_blocks
+    return _Cut(n_tiles, p_tiles, q_tiles, tiles, k_blocks, blocks)
+
+
+def _shape_of(problem: Problem) -> _Shape:
+    rows, columns = _axis_of(problem, 0), _axis_of(problem, 1)
+    return _shape(
+        channels=_in_channels(problem),
+        window=(problem.r, problem.s),
+        taps=(rows.taps, columns.taps),
+        down=(rows.down, columns.down),
+        dgrad=problem.direction == "dgrad",
+    )
+
+
+@lru_cache(maxsize=1024)
+def _shape(
+    channels: int, window: tuple[int, int], taps: tuple[int, int], down: tuple[int, int], dgrad: bool
+) -> _Shape:
+    """What a block takes and does. The kernel works most of it out from its macros too, and asserts
+    that the threads and the shared memory are the same."""
+    t = _COLUMNS
+    k_steps = -(-channels // 16)
+    out_chunks = t["block_k"] // 8
+    m_tiles = -(-(t["block_n"] * t["block_p"] * t["block_q"]) // 16)
+    warp_tiles = -(-m_tiles // t["warps_m"])
+    warp_columns = t["block_k"] // t["warps_k"] // 8
+    tile_h = down[0] * (t["block_p"] - 1) + taps[0]
+    tile_w = down[1] * (t["block_q"] - 1) + taps[1]
+    tile_pixels = t["block_n"] * tile_h * tile_w
+    tile_bytes = tile_pixels * 16 * (2 * k_steps | 1)
+    out_bytes = m_tiles * 16 * 16 * (out_chunks | 1)
+    all_taps = window[0] * window[1]
+    if dgrad:
+        filter_bytes = all_taps * k_steps * 16 * 16 * (out_chunks | 1)
+    else:
+        filter_bytes = t["block_k"] * (16 * (all_taps * k_steps * 2 | 1))
+    work = warp_tiles * warp_columns
+    return _Shape(
+        threads=32 * t["warps_m"] * t["warps_k"],
+        warp_tiles=warp_tiles,
+        work=work,
+        tile_pixels=tile_pixels,
+        tile_bytes=tile_bytes,
+        filter_bytes=filter_bytes,
+        smem_bytes=t["buffers"] * tile_bytes + out_bytes + filter_bytes,
+        registers=4 * work + 5 * warp_tiles + 2 * warp_columns + 36,
+        products=work * t["warps_m"] * t["warps_k"] * k_steps * taps[0] * taps[1],
+    )
