@@ -221,14 +221,15 @@ def announce(choice: Choice) -> None:
 
 def why_not_ours(choice: Choice) -> str | None:
     """Why PyTorch's own operator is to run, in words; None if a kernel of ours is."""
-    if choice.source == "heuristic":
-        return "no model for this device"  # a guess is not enough
+    if choice.is_guess:  # which is not enough
+        dense = getattr(choice.problem, "groups", None) == 1
+        return "dense layers were never sampled" if dense else "no model for this device"
     if choice.source == "fallback":
         return "no kernel of ours is legal"
     if choice.candidate == PYTORCH_OPERATOR:
         told = {"pinned": "pinned", "measured": "measured slower"}
         return told.get(choice.source, "predicted slower")
-    return "dense layers were never sampled" if choice.is_guess else None
+    return None
 
 
 def is_ours(choice: Choice) -> bool:
