@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from confpred.families.protocol import Family, Rows
+from confpred.families.several import Several, each
 from confpred.problem.conv2d import ACTIVATIONS, Problem
 from confpred.problem.device import Device
 
@@ -46,6 +48,29 @@ def config_columns(configs: NDArray[np.void], rows: Rows | slice = slice(None)) 
 def columns_at(columns: Mapping[str, Array], rows: Rows | slice) -> dict[str, Array]:
     """Some rows of the columns of a config table."""
     return {name: column[rows] for name, column in columns.items()}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Table:
+    """A part of a family's config table, or all of it.
+
+    Attributes:
+        rows: which rows of the config table, rising.
+        columns: their fields by name.
+    """
+
+    rows: Rows
+    columns: Mapping[str, Array]
+
+    @classmethod
+    def of(cls, configs: NDArray[np.void], rows: Rows | None = None) -> Table:
+        """Those `rows` of `configs`; by default, all."""
+        rows = np.arange(len(configs)) if rows is None else rows
+        return cls(rows, config_columns(configs, rows))
+
+    def at(self, places: Rows) -> dict[str, Array]:
+        """The fields of some of its rows, which are counted from 0."""
+        return columns_at(self.columns, places)
 
 
 def config_macros(config: np.void, fields: Iterable[str]) -> tuple[tuple[str, int], ...]:
@@ -150,10 +175,11 @@ class Occupancy:
         }
 
 
-def problem_features(problem: Problem) -> dict[str, float]:
+def problem_features(problem: Problem) -> dict[str, Any]:
     """The features of `problem` by name; a family lists those that vary among its problems.
     Logarithms are to base 2."""
     p = problem
+    intensity = each(_intensity, p)  # of integers that may be too large for an array
     return {
         "log_n": np.log2(p.n),
         "log_c": np.log2(p.c),
@@ -171,20 +197,38 @@ def problem_features(problem: Problem) -> dict[str, float]:
         "itemsize": p.itemsize,
         "bfloat16": p.dtype == "bfloat16",
         "bias": p.bias,
-        "activation": ACTIVATIONS.index(p.activation),
+        "activation": each(_activation, p),
         "residual": p.residual,
         "log_bytes": np.log2(p.minimum_bytes),
-        "log_intensity": np.log2(p.flops / p.minimum_bytes),
+        "log_intensity": np.log2(intensity),
         # Rows of pixels that do not begin at a cache line are read and written in pieces.
         "pixel_alignment": np.gcd(p.itemsize * p.k, 128),
     }
 
 
+def _intensity(problem: Problem) -> float:
+    return problem.flops / problem.minimum_bytes
+
+
+def _activation(problem: Problem) -> int:
+    return ACTIVATIONS.index(problem.activation)
+
+
+def _features_of(problem: Any) -> dict[str, Any]:
+    """`problem_features`, remembered, as each family asks for them in turn."""
+    if isinstance(problem, Several):
+        return problem.once(problem_features)
+    return _features_of_one(problem)
+
+
+_features_of_one = lru_cache(maxsize=64)(problem_features)
+
+
 def feature_matrix(
     family: Family,
-    problem: Problem,
+    problem: Any,
     device: Device,
-    rows: Rows,
+    t: Mapping[str, Array],
     derived: Mapping[str, NDArray[Any]],
 ) -> NDArray[np.float32]:
     """The features of `family` for some rows of its config table: the problem's, the configs'
@@ -192,19 +236,19 @@ def feature_matrix(
 
     Args:
         family: the family, which names the features.
-        problem: the layer.
+        problem: the layer, or several with one for each config.
         device: the device that the estimate is for.
-        rows: the configs.
+        t: the fields of the configs.
         derived: features that follow from problem and config together, and ``estimate``, in
             seconds. A derived feature takes the place of a problem's feature of the same name.
     """
     columns: dict[str, Any] = {
-        **problem_features(problem),
-        **config_columns(family.configs, rows),
+        **_features_of(problem),
+        **t,
         **derived,
-        "log_estimate": np.log2(derived["estimate"] / device.roofline_s(problem)),
+        "log_estimate": np.log2(derived["estimate"] / each(device.roofline_s, problem)),
     }
-    matrix = np.empty((len(rows), len(family.feature_names)), np.float32)
+    matrix = np.empty((len(derived["estimate"]), len(family.feature_names)), np.float32)
     for index, name in enumerate(family.feature_names):
         matrix[:, index] = columns[name]
     return matrix

@@ -5,16 +5,20 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from confpred.families import common, costs
-from confpred.families.common import Array, Occupancy
+from confpred.families.common import Array, Occupancy, Table
 from confpred.families.depthwise import common as depthwise
 from confpred.families.depthwise.common import Lanes
 from confpred.families.protocol import Rows
+from confpred.families.several import each, narrowed
+from confpred.families.tabled import Tabled
 from confpred.problem.conv2d import Problem
 from confpred.problem.conv2d_operation import CONVOLUTION, dtype_macro
 from confpred.problem.device import Device
@@ -35,7 +39,7 @@ def _config_table() -> NDArray[np.void]:
         (0, 1),
         (1, 2),
         (1, 2, 4),
-        (8, 32, 64),
+        (depthwise.LEAST_LANES, 32, 64),
         (128, 256),
         (1, 2, 4, 8, 16),
     )
@@ -111,7 +115,7 @@ class _Tiling:
 
     repeat: Array
     in_x: Array  # input columns of a tile
-    depth: int  # groups of accumulators
+    depth: int | Array  # groups of accumulators
     pitch: Array  # floats of shared memory that the filters of a lane take
     registers: Array  # an estimate
     smem_bytes: Array
@@ -124,31 +128,34 @@ class _Tiling:
 
 
 _CONFIGS = _config_table()
-_COLUMNS = common.config_columns(_CONFIGS)
+_WHOLE = Table.of(_CONFIGS)
 
 
-class DepthwiseImage:
+class DepthwiseImage(Tabled):
     """See the module's docstring and ``kernels/depthwise.cu``."""
 
     operation = CONVOLUTION
     configs = _CONFIGS
+    whole = _WHOLE
 
     def __init__(self, direction: str) -> None:
         self.name = f"depthwise_{direction}"
         self.feature_names = _FEATURES[direction]
         self._direction = direction
 
-    def legal(self, problem: Problem, device: Device) -> NDArray[np.bool_]:
-        legal = np.zeros(len(self.configs), np.bool_)
-        if problem.direction != self._direction or not depthwise.handles(problem):
-            return legal
-        if self._direction == "dgrad" and problem.k > problem.c:
-            return legal
-        vertical, horizontal = _axes(problem)
+    def serves(self, problem: Problem) -> bool:
+        return (
+            problem.direction == self._direction
+            and depthwise.handles(problem)
+            and (self._direction == "fprop" or problem.k <= problem.c)
+        )
+
+    def offered(self, problem: Any, device: Device, table: Table) -> tuple[Any, Rows]:
+        vertical, horizontal = each(_axes, problem)
         taps, width = problem.r * problem.s, horizontal.size_out
-        t = _COLUMNS
+        t = table.columns
         # What needs no tiling is checked first, so that most rows never need one.
-        rows = np.flatnonzero(
+        first = (
             depthwise.accessible(t["vec"], problem)
             & (t["tile_q"] % horizontal.up == 0)
             # A tile twice as wide as the image does the work of a smaller one, slower.
@@ -159,31 +166,26 @@ class DepthwiseImage:
             # Registers hold small filters at no cost; large ones need shared memory.
             & np.where(t["filter_shared"], taps * t["vec"] >= 24, taps * t["vec"] <= 100)
         )
-        tiling = self._tiling(problem, rows)
+        problem, at = narrowed(problem, np.arange(len(table.rows)), first)
+        t = table.at(at)
+        tiling = self._tiling(problem, t)
         tiles = tiling.blocks * tiling.lanes.tiles_at_once
-        legal[rows] = (
+        legal = (
             (tiling.in_x <= depthwise.MAX_COLUMNS)
             & (tiling.registers <= common.MOST_ESTIMATED_REGISTERS)
             # Bounding the registers so that two blocks fit changes nothing where a thread needs
             # few, and makes it spill where it needs many.
             & (
-                (t["min_blocks"][rows] == 1)
+                (t["min_blocks"] == 1)
                 | ((tiling.registers > 100) & (tiling.registers <= 132))
             )
             & (tiling.smem_bytes <= device.smem_per_block)
             & (np.maximum(tiling.blocks, tiles) <= common.MAX_INT)
         )
-        return legal
-
-    def estimate_s(self, problem: Problem, device: Device, rows: Rows) -> NDArray[np.float64]:
-        return self._derived(problem, device, rows)["estimate"]
-
-    def features(self, problem: Problem, device: Device, rows: Rows) -> NDArray[np.float32]:
-        derived = self._derived(problem, device, rows)
-        return common.feature_matrix(self, problem, device, rows, derived)
+        return narrowed(problem, at, legal)
 
     def launch(self, problem: Problem, row: int) -> Launch:
-        tiling = self._tiling(problem, np.array([row]))
+        tiling = self._tiling(problem, _WHOLE.at(np.array([row])))
         vertical, horizontal = _axes(problem)
         spec = KernelSpec(
             file="depthwise.cu",
@@ -239,11 +241,10 @@ class DepthwiseImage:
         )
         return Launch((step,))
 
-    def _tiling(self, problem: Problem, rows: Rows) -> _Tiling:
+    def _tiling(self, problem: Any, t: Mapping[str, Array]) -> _Tiling:
         """How `problem` is cut into blocks, and what a block takes and does. The kernel works some
         of this out from its macros too, and asserts that both agree (see `launch`)."""
-        t = common.columns_at(_COLUMNS, rows)
-        vertical, horizontal = _axes(problem)
+        vertical, horizontal = each(_axes, problem)
         vec, tile_q = t["vec"], t["tile_q"]
         repeat = np.minimum(vec, problem.k // problem.c)
         taps = problem.r * problem.s
@@ -294,7 +295,7 @@ class DepthwiseImage:
         )
 
     def _derived(
-        self, problem: Problem, device: Device, rows: Rows
+        self, problem: Any, device: Device, table: Table, at: Rows
     ) -> dict[str, NDArray[np.float64]]:
         """How each config would run `problem`: the derived features, and the estimated seconds.
 
@@ -302,9 +303,9 @@ class DepthwiseImage:
         device memory, whose rate is bounded where too little is in flight, and the time of the
         instructions of the multiprocessor with the most blocks.
         """
-        t = common.columns_at(_COLUMNS, rows)
-        vertical, horizontal = _axes(problem)
-        tiling = self._tiling(problem, rows)
+        t = table.at(at)
+        vertical, horizontal = each(_axes, problem)
+        tiling = self._tiling(problem, t)
         lanes = tiling.lanes
         registers = np.minimum(
             tiling.registers, np.where(t["min_blocks"] == 2, 128, common.MAX_REGISTERS)
