@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from confpred.families.protocol import Family, Rows
-from confpred.families.several import Several, each
+from confpred.families.several import each, once
 from confpred.problem.conv2d import ACTIVATIONS, Problem
 from confpred.problem.device import Device
 
@@ -95,20 +94,26 @@ def agreed_macros(**sizes: int | np.integer[Any]) -> tuple[tuple[str, int], ...]
     return tuple((f"HOST_{name.upper()}", int(size)) for name, size in sizes.items())
 
 
+def ceil_div(size: Any, piece: Any) -> Any:
+    """How many pieces `size` takes; of integers, of which `piece` is positive. For arrays it takes
+    half as long as ``-(-size // piece)``, as few quotients are negative."""
+    return (size - 1) // piece + 1
+
+
 def cut(size: _Count | int, pieces: _Count) -> tuple[_Count, _Count]:
     """The size of a piece, and how many pieces there are, when `size` is cut into about `pieces`:
     the size is rounded up, so fewer may do."""
-    piece = -(-size // pieces)
-    return piece, -(-size // piece)
+    piece = ceil_div(size, pieces)
+    return piece, ceil_div(size, piece)
 
 
 def distinct_bands(size: int, bands: Array) -> NDArray[np.bool_]:
     """Which counts of bands are worth offering for `size` rows. A band has at least two rows, as a
     band of one row would read a whole window to make it; and half as many bands must be larger
     ones, or the launch would be the same."""
-    rows = -(-size // bands)
+    rows = ceil_div(size, bands)
     result: NDArray[np.bool_] = (bands == 1) | (
-        (rows >= 2) & (rows < -(-size // (bands // 2).clip(1)))
+        (rows >= 2) & (rows < ceil_div(size, np.maximum(bands // 2, 1)))
     )
     return result
 
@@ -147,7 +152,8 @@ class Occupancy:
         per_sm = np.minimum(
             np.minimum(device.smem_per_sm // smem, device.regs_per_sm // (threads * registers)),
             np.minimum(device.warps_per_sm * 32 // threads, device.blocks_per_sm),
-        ).clip(1)
+        )
+        per_sm = np.maximum(per_sm, 1)
         waves = blocks / (device.sm_count * per_sm)
         return cls(
             threads=threads,
@@ -180,12 +186,14 @@ def problem_features(problem: Problem) -> dict[str, Any]:
     Logarithms are to base 2."""
     p = problem
     intensity = each(_intensity, p)  # of integers that may be too large for an array
+    sizes = (p.n, p.c, p.k, p.p, p.q, p.minimum_bytes, intensity)
+    n, c, k, height, width, moved, intense = _log2(sizes)
     return {
-        "log_n": np.log2(p.n),
-        "log_c": np.log2(p.c),
-        "log_k": np.log2(p.k),
-        "log_p": np.log2(p.p),
-        "log_q": np.log2(p.q),
+        "log_n": n,
+        "log_c": c,
+        "log_k": k,
+        "log_p": height,
+        "log_q": width,
         "r": p.r,
         "s": p.s,
         "stride_h": p.stride[0],
@@ -199,11 +207,19 @@ def problem_features(problem: Problem) -> dict[str, Any]:
         "bias": p.bias,
         "activation": each(_activation, p),
         "residual": p.residual,
-        "log_bytes": np.log2(p.minimum_bytes),
-        "log_intensity": np.log2(intensity),
+        "log_bytes": moved,
+        "log_intensity": intense,
         # Rows of pixels that do not begin at a cache line are read and written in pieces.
         "pixel_alignment": np.gcd(p.itemsize * p.k, 128),
     }
+
+
+def _log2(values: Sequence[Any]) -> Sequence[Any]:
+    """The logarithm of each of `values`, at once where they are numbers."""
+    if any(isinstance(value, np.ndarray) for value in values):
+        return [np.log2(value) for value in values]
+    found: Sequence[Any] = np.log2(np.array(values, np.float64)).tolist()
+    return found
 
 
 def _intensity(problem: Problem) -> float:
@@ -212,16 +228,6 @@ def _intensity(problem: Problem) -> float:
 
 def _activation(problem: Problem) -> int:
     return ACTIVATIONS.index(problem.activation)
-
-
-def _features_of(problem: Any) -> dict[str, Any]:
-    """`problem_features`, remembered, as each family asks for them in turn."""
-    if isinstance(problem, Several):
-        return problem.once(problem_features)
-    return _features_of_one(problem)
-
-
-_features_of_one = lru_cache(maxsize=64)(problem_features)
 
 
 def feature_matrix(
@@ -243,12 +249,16 @@ def feature_matrix(
             seconds. A derived feature takes the place of a problem's feature of the same name.
     """
     columns: dict[str, Any] = {
-        **_features_of(problem),
+        **once(problem_features, problem),
         **t,
         **derived,
         "log_estimate": np.log2(derived["estimate"] / each(device.roofline_s, problem)),
     }
-    matrix = np.empty((len(derived["estimate"]), len(family.feature_names)), np.float32)
-    for index, name in enumerate(family.feature_names):
-        matrix[:, index] = columns[name]
+    found = [columns[name] for name in family.feature_names]
+    matrix = np.empty((len(derived["estimate"]), len(found)), np.float32)
+    # Those of the problem alone in one go: an assignment takes as long for a row as for a column.
+    matrix[:] = [0.0 if isinstance(column, np.ndarray) else column for column in found]
+    for index, column in enumerate(found):
+        if isinstance(column, np.ndarray):
+            matrix[:, index] = column
     return matrix

@@ -4,13 +4,14 @@ A family's formulas are arithmetic on the numbers of a problem and the columns o
 For one problem these numbers are scalars. `Several` has arrays in their place, under the same
 names, so that the same formulas answer for many problems with as few array operations as for one;
 the answers are the same to the bit. What is no arithmetic, such as a decision, is worked out for
-each problem by `each`.
+each problem by `each`. All that is asked for is kept, as a formula asks for many things again.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Hashable, Sequence
+from functools import cache
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -32,7 +33,8 @@ class Several:
     Attributes:
         problems: which.
         index: which of them each element of the arrays belongs to; None where the arrays are
-            columns of one element a problem, which meet the rows of a table by broadcasting.
+            columns of one element a problem, which meet the rows of a table by broadcasting, and
+            where there is but one problem.
     """
 
     def __init__(self, problems: Sequence[Record]) -> None:
@@ -42,11 +44,21 @@ class Several:
         self._flat: dict[Hashable, Any] = {}  # what is known, with one element a problem
         self._known: dict[Hashable, Any] = {}  # the same in this view's shape
 
+    @classmethod
+    def of(cls, problems: Sequence[Record]) -> Several:
+        """Some problems; for one, its numbers as they are."""
+        return _One(problems) if len(problems) == 1 else cls(problems)
+
+    def part(self, places: Sequence[int]) -> Several:
+        """Those of the problems at `places`."""
+        if len(places) == len(self.problems):
+            return self
+        return Several.of([self.problems[i] for i in places])
+
     def at(self, index: Rows) -> Several:
         """The same problems, with arrays of an element for each of `index`."""
-        found = Several(self.problems)
-        found.index, found._flat = index, self._flat
-        found._shaped = lambda values: values[index]
+        found = self._view(lambda values: values[index])
+        found.index = index
         return found
 
     def each(self, function: Callable[[Any], _Found]) -> _Found:
@@ -55,7 +67,12 @@ class Several:
 
     def once(self, formula: Callable[[Any], _Found]) -> _Found:
         """What `formula` gives for all of them, worked out with one element a problem."""
-        return self._find(formula, lambda: formula(self._one_each()))
+        return self._find(formula, lambda: formula(self._view(lambda values: values)))
+
+    def each_row(self, function: Callable[[Any], _Found], at: Rows | None = None) -> _Found:
+        """See the function `each_row`."""
+        found = _rows_of([function(p) for p in self.problems])
+        return found if at is None else _mapped(found, lambda values: values[self.index, at])
 
     def pairs(self, rows: Rows, kept: NDArray[np.bool_]) -> tuple[Several, Rows]:
         """See `narrowed`."""
@@ -67,19 +84,49 @@ class Several:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):  # such as those by which copies and pickles are made
             raise AttributeError(name)
-        return self._find(name, lambda: _stacked([getattr(p, name) for p in self.problems]))
+        found = self._find(name, lambda: _stacked([getattr(p, name) for p in self.problems]))
+        self.__dict__[name] = found  # so that it is not asked for here again
+        return found
 
-    def _one_each(self) -> Several:
+    def _view(self, shaped: _Shaped) -> Several:
         found = Several(self.problems)
-        found._flat, found._shaped = self._flat, lambda values: values
+        found._flat, found._shaped = self._flat, shaped
         return found
 
     def _find(self, key: Hashable, find: Callable[[], Any]) -> Any:
-        if key not in self._known:
+        found = self._known.get(key)
+        if found is None:
             if key not in self._flat:
                 self._flat[key] = find()
-            self._known[key] = _mapped(self._flat[key], self._shaped)
-        return self._known[key]
+            found = self._known[key] = _mapped(self._flat[key], self._shaped)
+        return found
+
+
+class _One(Several):
+    """A single problem, whose numbers stay scalars."""
+
+    def each(self, function: Callable[[Any], _Found]) -> _Found:
+        found = self._known.get(function)
+        if found is None:
+            found = self._known[function] = function(self.problems[0])
+        return cast("_Found", found)
+
+    def once(self, formula: Callable[[Any], _Found]) -> _Found:
+        found = self._known.get(formula)
+        if found is None:
+            found = self._known[formula] = formula(self)
+        return cast("_Found", found)
+
+    def each_row(self, function: Callable[[Any], _Found], at: Rows | None = None) -> _Found:
+        return each_row(function, self.problems[0], at)
+
+    def pairs(self, rows: Rows, kept: NDArray[np.bool_]) -> tuple[Several, Rows]:
+        return self, rows[kept]
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self.problems[0], name)
+        self.__dict__[name] = found
+        return found
 
 
 def each(function: Callable[[Any], _Found], problem: Any) -> _Found:
@@ -96,11 +143,9 @@ def each_row(function: Callable[[Any], _Found], problem: Any, at: Rows | None = 
     """What `function` gives for a problem, arrays over the rows of a table, at the rows `at`; where
     there are several problems, at the pairs of them and these rows. By default, at all rows."""
     if isinstance(problem, Several):
-        found = _rows_of([function(p) for p in problem.problems])
-        place: Any = (problem.index, at)
-    else:
-        found, place = function(problem), at
-    return found if at is None else _mapped(found, lambda values: values[place])
+        return problem.each_row(function, at)
+    found = function(problem)
+    return found if at is None else _mapped(found, lambda values: values[at])
 
 
 def narrowed(problem: Any, rows: Rows, kept: NDArray[np.bool_]) -> tuple[Any, Rows]:
@@ -121,25 +166,20 @@ def _rows_of(values: Sequence[Any]) -> Any:
     """The arrays of several problems, or those of their records, as rows."""
     if isinstance(values[0], np.ndarray):
         return np.stack(values)
-    names = [field.name for field in dataclasses.fields(values[0])]
-    return dataclasses.replace(
-        values[0], **{name: np.stack([getattr(v, name) for v in values]) for name in names}
-    )
+    names = _fields(type(values[0]))
+    return type(values[0])(*(np.stack([getattr(v, name) for v in values]) for name in names))
 
 
 def _stacked(values: Sequence[Any]) -> Any:
     """The values of several problems as one: an array, or the value that they all have."""
     first = values[0]
-    if all(value == first for value in values):
+    if len(values) == 1 or all(value == first for value in values):
         return first
     if isinstance(first, tuple):
         return tuple(map(_stacked, zip(*values, strict=True)))
     if dataclasses.is_dataclass(first):
-        names = [field.name for field in dataclasses.fields(first)]
-        return dataclasses.replace(
-            cast("Any", first),
-            **{name: _stacked([getattr(value, name) for value in values]) for name in names},
-        )
+        found = [_stacked([getattr(v, name) for v in values]) for name in _fields(type(first))]
+        return cast("Any", type(first))(*found)
     return np.array(values)
 
 
@@ -152,8 +192,11 @@ def _mapped(found: Any, shaped: _Shaped) -> Any:
     if isinstance(found, dict):
         return {name: _mapped(value, shaped) for name, value in found.items()}
     if dataclasses.is_dataclass(found):
-        names = [field.name for field in dataclasses.fields(found)]
-        return dataclasses.replace(
-            cast("Any", found), **{name: _mapped(getattr(found, name), shaped) for name in names}
-        )
+        names = _fields(type(found))
+        return cast("Any", type(found))(*(_mapped(getattr(found, n), shaped) for n in names))
     return found
+
+
+@cache
+def _fields(kind: Any) -> tuple[str, ...]:
+    return tuple(field.name for field in dataclasses.fields(kind))

@@ -7,6 +7,7 @@ the same winner: `benchmarks/predict_latency.py` counts the exceptions, and tell
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,7 +18,7 @@ from confpred.model.trees import Trees
 
 #: Candidates that the family's own estimate expects to take more than so many times as long as the
 #: best by it, to base 2, are left out: nearly half of them.
-ESTIMATE, WITHIN = "log_estimate", 0.8
+ESTIMATE, WITHIN = "log_estimate", np.float32(0.8)
 #: Then the first so many trees leave so many candidates of a problem. Measured on networks that the
 #: trees had not seen, with 200 candidates a problem: the best of the finalists is 0.06 % slower
 #: than the best of all, both by the whole ensemble, and 2 % at worst. The first 20 trees alone,
@@ -30,22 +31,36 @@ class Pairs:
     """Problems with their candidates of one family.
 
     Attributes:
-        index: which problem each pair is of, rising.
-        rows: which row of the family's config table.
+        places: which problems have candidates, rising.
+        bounds: where the pairs of each of these begin, and where the last one's end.
+        rows: which row of the family's config table each pair is of.
         features: of each pair, as the trees take them.
     """
 
-    index: Rows
+    places: Sequence[int]
+    bounds: Sequence[int]
     rows: Rows
     features: NDArray[np.float32]
 
-    def at(self, places: Rows | NDArray[np.bool_]) -> Pairs:
-        """Some of the pairs; `places` keeps each problem's together."""
-        return Pairs(self.index[places], self.rows[places], self.features[places])
+    @classmethod
+    def of_one(cls, rows: Rows, features: NDArray[np.float32], place: int = 0) -> Pairs:
+        """Those of one problem; of none if there are no `rows`."""
+        found = bool(len(rows))
+        return cls([place][:found], [0, len(rows)][: 1 + found], rows, features)
 
-    def first(self) -> Rows:
-        """The place of the first pair of each problem that has one."""
-        return np.flatnonzero(np.diff(self.index, prepend=-1))
+    def parts(self) -> Iterator[slice]:
+        """The pairs of each problem."""
+        return map(slice, self.bounds, self.bounds[1:])
+
+    def pick(self, kept: Sequence[Rows]) -> Pairs:
+        """Some of each problem's pairs, which are counted from 0 for each."""
+        if len(kept) == 1:
+            return Pairs(
+                self.places, [0, len(kept[0])], self.rows[kept[0]], self.features[kept[0]]
+            )
+        at = np.concatenate([start + each for start, each in zip(self.bounds, kept, strict=False)])
+        bounds = [0, *np.cumsum([len(each) for each in kept]).tolist()]
+        return Pairs(self.places, bounds, self.rows[at], self.features[at])
 
 
 def best_first(
@@ -62,41 +77,37 @@ def best_first(
     Returns:
         The candidates, and costs that never fall from one of a problem to the next.
     """
-    pairs = _near(order, pairs)
+    if not pairs.places:
+        return pairs, np.empty(0)
+    if ESTIMATE in order.features:
+        estimate = pairs.features[:, order.features.index(ESTIMATE)]
+        parts = [estimate[part] for part in pairs.parts()]
+        pairs = pairs.pick([np.flatnonzero(part <= part.min() + WITHIN) for part in parts])
     *early, (trees, most) = STAGES
     for few, many in early:
-        pairs = pairs.at(_fewest(order, pairs, few, many))
-    finalists = _fewest(order, pairs, trees, most)
-    if not runners_up:
-        pairs, finalists = pairs.at(finalists), finalists[finalists]
+        if _longest(pairs) > many:
+            pairs = pairs.pick([ranks[:many] for ranks in _ranks(order, pairs, few)])
+    ranks = _ranks(order, pairs, trees) if _longest(pairs) > most else None
+    if ranks is not None and not runners_up:
+        pairs, ranks = pairs.pick([each[:most] for each in ranks]), None
     cost = order.predict(pairs.features)
-    ranked = np.lexsort((pairs.rows, cost, ~finalists, pairs.index))
-    pairs, cost = pairs.at(ranked), cost[ranked]
-    if runners_up:
-        for part in np.split(cost, pairs.first()[1:]):
-            np.maximum.accumulate(part, out=part)
-    return pairs, cost
+    ranked = []
+    for i, part in enumerate(pairs.parts()):
+        rows, mine = pairs.rows[part], cost[part]
+        late = np.zeros(len(rows), np.bool_)
+        if ranks is not None:
+            late[ranks[i][most:]] = True
+        ranked.append(np.lexsort((rows, mine, late)))
+        cost[part] = np.maximum.accumulate(mine[ranked[-1]])
+    return pairs.pick(ranked), cost
 
 
-def _near(order: Trees, pairs: Pairs) -> Pairs:
-    """The candidates that the family's own estimate does not rule out."""
-    first = pairs.first()
-    if ESTIMATE not in order.features or not len(first):
-        return pairs
-    estimate = pairs.features[:, order.features.index(ESTIMATE)]
-    least = np.minimum.reduceat(estimate, first)
-    counts = np.diff(first, append=len(estimate))
-    return pairs.at(estimate <= np.repeat(least + np.float32(WITHIN), counts))
+def _longest(pairs: Pairs) -> int:
+    """The most candidates that a problem has."""
+    return max(part.stop - part.start for part in pairs.parts())
 
 
-def _fewest(order: Trees, pairs: Pairs, trees: int, most: int) -> NDArray[np.bool_]:
-    """The `most` candidates of each problem to which the first `trees` trees give the least cost."""
-    first = pairs.first()
-    counts = np.diff(first, append=len(pairs.rows))
-    if counts.max(initial=0) <= most:
-        return np.ones(len(pairs.rows), np.bool_)
+def _ranks(order: Trees, pairs: Pairs, trees: int) -> list[Rows]:
+    """The candidates of each problem by the cost that the first `trees` trees expect of them."""
     cost = order.predict(pairs.features, trees)
-    kept = np.zeros(len(cost), np.bool_)
-    for start, count in zip(first.tolist(), counts.tolist(), strict=True):
-        kept[start + np.argsort(cost[start : start + count], kind="stable")[:most]] = True
-    return kept
+    return [np.argsort(cost[part], kind="stable") for part in pairs.parts()]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from confpred.families.candidate import Candidate
+from confpred.families.several import Several
 from confpred.model.gate import Gate
 from confpred.model.ranking import FamilyModel
 from confpred.problem.device import Device
@@ -33,14 +34,15 @@ def rank_families(
         wanted: how many configs; there may be more or fewer.
     """
     serving = [[n for n, known in families.items() if known.offer.serves(p)] for p in problems]
+    together = Several.of(problems)
     opened = serving if gate is None else gate.open(problems, device, serving)
-    found = _rank(families, range(len(problems)), opened, problems, device, wanted)
+    found = _rank(families, range(len(problems)), opened, together, device, wanted)
     closed = [
         [name for name in served if name not in tried]
         for served, tried in zip(serving, opened, strict=True)
     ]
     short = [i for i, ranking in enumerate(found) if closed[i] and len(ranking) < wanted]
-    others = _rank(families, short, closed, problems, device, wanted)
+    others = _rank(families, short, closed, together, device, wanted)
     for ranking, other in zip(found, others, strict=True):
         last = ranking[-1][0] if ranking else 0.0
         ranking += [(max(last, seconds), candidate) for seconds, candidate in other]
@@ -51,7 +53,7 @@ def _rank(
     families: Mapping[str, FamilyModel],
     places: Iterable[int],
     names: Sequence[Sequence[str]],
-    problems: Sequence[Record],
+    problems: Several,
     device: Device,
     wanted: int,
 ) -> list[Ranking]:
@@ -60,10 +62,9 @@ def _rank(
     for i in places:
         for name in names[i]:
             asked.setdefault(name, []).append(i)
-    found: list[Ranking] = [[] for _ in problems]
+    found: list[Ranking] = [[] for _ in problems.problems]
     for name, mine in asked.items():
-        some = [problems[i] for i in mine]
-        ranks = families[name].rank_all(some, device, runners_up=wanted > 1)
+        ranks = families[name].rank_all(problems.part(mine), device, runners_up=wanted > 1)
         for place, (rows, seconds) in ranks.items():
             pairs = zip(seconds[:wanted].tolist(), rows[:wanted].tolist(), strict=True)
             found[mine[place]] += [(value, Candidate(name, row)) for value, row in pairs]

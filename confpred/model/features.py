@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,16 @@ def examples_of(problems: Iterable[Record]) -> list[Record]:
             met |= values
             chosen.append(problem)
     return chosen
+
+
+@lru_cache(maxsize=256)
+def operation_features(
+    operation: Operation, problem: Record, device: Device
+) -> NDArray[np.float32]:
+    """The features of a problem that all kernels share. Kept, as several regressors take them."""
+    features = operation.features(problem, device)
+    features.setflags(write=False)
+    return features
 
 
 def family_card(

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from confpred.model.features import operation_features
 from confpred.model.trees import Trees
 from confpred.problem.device import Device
 from confpred.problem.operation import Operation
@@ -71,6 +72,6 @@ def gate_features(
     asked: Sequence[str],
 ) -> NDArray[np.float32]:
     """The features that a gate's trees take: a row for each family that is `asked` about."""
-    own = operation.features(problem, device)
+    own = operation_features(operation, problem, device)
     places = np.array([[families.index(name)] for name in asked], np.float32)
     return np.hstack([np.repeat(own, len(asked), axis=0), places])

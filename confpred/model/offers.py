@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from confpred.families.protocol import Batched, Family
+from confpred.families.protocol import Batched, Family, Rows
 from confpred.families.several import Several
 from confpred.model.cascade import Pairs
 from confpred.model.pools import Pool
@@ -30,42 +30,53 @@ class Offer:
         candidates may turn out to be none."""
         return self._batched is None or self._batched.serves(problem)
 
-    def pairs(self, problems: Sequence[Record], device: Device) -> Pairs:
+    def pairs(self, problems: Several, device: Device) -> Pairs:
         """Each problem with its candidates: the portfolio's legal configs, or all legal ones where
         the portfolio has none."""
-        found: list[Pairs] = []
-        served = [i for i, problem in enumerate(problems) if self.serves(problem)]
-        left = dict.fromkeys(served)
-        if self._batched is not None and served:
-            pairs = self._together([problems[i] for i in served], device)
-            found.append(Pairs(np.array(served)[pairs.index], pairs.rows, pairs.features))
-            for i in np.unique(found[0].index).tolist():
-                del left[i]
-        found += [self._alone(i, problems[i], device) for i in left]
-        if len(found) == 1:
-            return found[0]
-        if not found:
-            found = [self._alone(0, problems[0], device)]
-        pairs = Pairs(
-            np.concatenate([each.index for each in found]),
-            np.concatenate([each.rows for each in found]),
-            np.concatenate([each.features for each in found]),
+        served = [i for i, problem in enumerate(problems.problems) if self.serves(problem)]
+        if self._batched is None or not served:
+            return _joined([self._alone(i, problems.problems[i], device) for i in served])
+        part = problems.part(served)
+        found, at = self._batched.offered(part, device, self._table)
+        features = self._batched.described(found, device, self._table, at)
+        features, rows = self._pool.spread(self._family, features), self._rows[at]
+        if len(served) == 1 and len(rows):
+            return Pairs.of_one(rows, features, served[0])
+        counts = np.bincount(_index(found, at), minlength=len(served))
+        bounds = [0, *np.cumsum(counts).tolist()]
+        if counts.all():
+            return Pairs(served, bounds, rows, features)
+        return _joined(
+            [
+                Pairs.of_one(rows[of_one], features[of_one], i)
+                if of_one.start < of_one.stop
+                else self._alone(i, problems.problems[i], device)
+                for i, of_one in zip(served, map(slice, bounds, bounds[1:]), strict=False)
+            ]
         )
-        return pairs.at(np.argsort(pairs.index, kind="stable"))
 
-    def _together(self, problems: Sequence[Record], device: Device) -> Pairs:
-        """The candidates in the portfolio; all `problems` are served."""
-        assert self._batched is not None
-        problem = problems[0] if len(problems) == 1 else Several(problems)
-        problem, at = self._batched.offered(problem, device, self._table)
-        own = self._batched.described(problem, device, self._table, at)
-        index = problem.index if isinstance(problem, Several) else np.zeros(len(at), np.intp)
-        return Pairs(index, self._rows[at], self._pool.spread(self._family, own))
-
-    def _alone(self, index: int, problem: Record, device: Device) -> Pairs:
+    def _alone(self, place: int, problem: Record, device: Device) -> Pairs:
         """The candidates of one problem, found in the whole table."""
         legal = self._family.legal(problem, device)
         rows = np.flatnonzero(legal & self._portfolio)
         rows = rows if len(rows) else np.flatnonzero(legal)
         features = self._pool.features(self._family, problem, device, rows)
-        return Pairs(np.full(len(rows), index), rows, features)
+        return Pairs.of_one(rows, features, place)
+
+
+def _index(found: Several, at: Rows) -> Rows:
+    """Which problem each pair is of."""
+    return np.zeros(len(at), np.intp) if found.index is None else found.index
+
+
+def _joined(each: Sequence[Pairs]) -> Pairs:
+    """The pairs of several problems in one."""
+    each = [pairs for pairs in each if pairs.places]
+    if not each:
+        return Pairs([], [0], np.empty(0, np.intp), np.empty((0, 0), np.float32))
+    return Pairs(
+        [pairs.places[0] for pairs in each],
+        [0, *np.cumsum([len(pairs.rows) for pairs in each]).tolist()],
+        np.concatenate([pairs.rows for pairs in each]),
+        np.concatenate([pairs.features for pairs in each]),
+    )

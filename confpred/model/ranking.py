@@ -10,7 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from confpred.families.protocol import Family, Rows
+from confpred.families.several import Several
 from confpred.model.cascade import Pairs, best_first
+from confpred.model.features import operation_features
 from confpred.model.offers import Offer
 from confpred.model.pools import Pool
 from confpred.model.trees import Trees
@@ -54,11 +56,11 @@ class FamilyModel:
         """The best of `rows`, as many as `confpred.model.cascade` orders, and their predicted
         seconds, rising."""
         features = self.pool.features(self.family, problem, device, rows)
-        pairs = Pairs(np.zeros(len(rows), np.intp), rows, features)
+        pairs = Pairs.of_one(rows, features)
         return self._ranked(pairs, [problem], device, runners_up=True)[0]
 
     def rank_all(
-        self, problems: Sequence[Record], device: Device, *, runners_up: bool
+        self, problems: Several, device: Device, *, runners_up: bool
     ) -> dict[int, tuple[Rows, NDArray[np.float64]]]:
         """`rank` of the candidates of each of `problems` that has any, by its place.
 
@@ -67,21 +69,22 @@ class FamilyModel:
             device: the device to compute them on.
             runners_up: whether to order more than the finalists, after them.
         """
-        return self._ranked(self.offer.pairs(problems, device), problems, device, runners_up)
+        pairs = self.offer.pairs(problems, device)
+        return self._ranked(pairs, problems.problems, device, runners_up)
 
     def _ranked(
         self, pairs: Pairs, problems: Sequence[Record], device: Device, runners_up: bool
     ) -> dict[int, tuple[Rows, NDArray[np.float64]]]:
         """The best one's time is what `time` says; the others' follow by the ratios of `order`."""
         pairs, cost = best_first(self.order, pairs, runners_up=runners_up)
-        first = pairs.first()
-        best = self.time.predict(pairs.features[first])
+        if not pairs.places:
+            return {}
+        best = self.time.predict(pairs.features[pairs.bounds[:-1]])
         found = {}
-        for i, expected in zip(range(len(first)), best, strict=True):
-            of_one = slice(first[i], first[i + 1] if i + 1 < len(first) else None)
-            place, costs = int(pairs.index[first[i]]), cost[of_one]
+        for place, part, expected in zip(pairs.places, pairs.parts(), best, strict=True):
+            costs = cost[part]
             seconds = np.exp(expected + costs - costs[:1]) * device.roofline_s(problems[place])
-            found[place] = pairs.rows[of_one], seconds
+            found[place] = pairs.rows[part], seconds
         return found
 
 
@@ -108,7 +111,9 @@ class PytorchModel:
 
     def slowdowns(self, problems: Sequence[Record], device: Device) -> list[tuple[float, float]]:
         """`slowdown` of each problem."""
-        features = np.concatenate([self.operation.features(p, device) for p in problems])
+        features = np.concatenate(
+            [operation_features(self.operation, p, device) for p in problems]
+        )
         ratios = self.ratio.predict(features).tolist()
         return [(exp(ratio), exp(ratio - self.margin)) for ratio in ratios]
 

@@ -109,8 +109,8 @@ def runs(t: Mapping[str, Array]) -> Array:
 def items(t: Mapping[str, Array], columns: Array) -> Array:
     """Items that a thread copies in a step, for `columns` of a run; an item is two pixels of 8
     channels."""
-    pairs = t["rows"] * runs(t) * (t["block_c"] // 8) * -(-columns // 2)
-    found: Array = -(-pairs // threads_of(t))
+    pairs = t["rows"] * runs(t) * (t["block_c"] // 8) * common.ceil_div(columns, 2)
+    found: Array = common.ceil_div(pairs, threads_of(t))
     return found
 
 
@@ -169,7 +169,7 @@ def addressable(t: Mapping[str, Array], problem: Any, image_runs: Array) -> NDAr
         problem: the layer, or that of each config.
         image_runs: how many runs an image has.
     """
-    images = -(-runs(t) // image_runs) + 1
+    images = common.ceil_div(runs(t), image_runs) + 1
     found: NDArray[np.bool_] = images * each(_padded_image, problem) <= common.MAX_INT
     return found
 
@@ -184,9 +184,9 @@ def suited(t: Mapping[str, Array], channels: Any, width: Any) -> NDArray[np.bool
         channels: the layer's channels.
         width: the columns that are cut into runs.
     """
-    columns = -(-width // (8 * t["run"])) * t["run"]
+    columns = common.ceil_div(width, 8 * t["run"]) * t["run"]
     found: NDArray[np.bool_] = (
-        ((4 * columns <= 5 * -(-width // 8)) | (t["run"] == 1))
+        ((4 * columns <= 5 * common.ceil_div(width, 8)) | (t["run"] == 1))
         & ((t["block_c"] < 2 * channels) | (t["block_c"] == 16))
     )
     return found
@@ -350,7 +350,7 @@ class DepthwiseBanded(Tabled):
         span = (s + 14) // 8
         in_x = 8 * run + s - 1
         band_rows, bands = common.cut(height, t["bands"])
-        q_tiles = -(-width // (8 * run))
+        q_tiles = common.ceil_div(width, 8 * run)
         in_items, out_items = items(t, in_x), items(t, 8 * run)
         warp_tiles = t["warp_strips"] // 16
         fragments = t["warp_c"] * warp_tiles * t["rows"]  # of a warp and step
@@ -377,8 +377,8 @@ class DepthwiseBanded(Tabled):
             band_rows=band_rows,
             bands=bands,
             q_tiles=q_tiles,
-            c_tiles=-(-problem.c // t["block_c"]),
-            tiles=-(-problem.n * bands * q_tiles // runs(t)),
+            c_tiles=common.ceil_div(problem.c, t["block_c"]),
+            tiles=common.ceil_div(problem.n * bands * q_tiles, runs(t)),
         )
 
     def _derived(
@@ -402,9 +402,9 @@ class DepthwiseBanded(Tabled):
         # the rows above them.
         whole, above = tiling.bands == 1, each(_above, problem)
         walked = tiling.band_rows + problem.r - 1 - whole * above
-        steps = -(-walked // t["rows"])
+        steps = common.ceil_div(walked, t["rows"])
         inside = np.where(whole, np.minimum(size_in[0] + image.padding[0] - above, walked), walked)
-        computed = np.minimum(-(-inside // t["rows"]), steps)
+        computed = np.minimum(common.ceil_div(inside, t["rows"]), steps)
         step_bytes = t["rows"] * runs(t) * tiling.in_x * t["block_c"] * problem.itemsize
         in_flight = occupancy.resident * step_bytes
         fullest = occupancy.sm_blocks * device.sm_count * tiling.threads / 32

@@ -184,8 +184,8 @@ class DepthwiseBandedWgrad(Tabled):
         threads = banded.threads_of(t)
         in_x = 8 * run + problem.s - 1
         band_rows, bands = common.cut(problem.p, t["bands"])
-        q_tiles = -(-problem.q // (8 * run))
-        c_tiles = -(-problem.c // t["block_c"])
+        q_tiles = common.ceil_div(problem.q, 8 * run)
+        c_tiles = common.ceil_div(problem.c, t["block_c"])
         in_items, grad_items = banded.items(t, in_x), banded.items(t, 8 * run)
         planes = 2 * (banded.buffer_bytes(t, run + 1, 1) + banded.buffer_bytes(t, run, 0))
         planes += banded.stage_bytes(t, in_items + grad_items)
@@ -215,7 +215,7 @@ class DepthwiseBandedWgrad(Tabled):
             bands=bands,
             q_tiles=q_tiles,
             c_tiles=c_tiles,
-            tiles=-(-problem.n * bands * q_tiles // banded.runs(t)),
+            tiles=common.ceil_div(problem.n * bands * q_tiles, banded.runs(t)),
             blocks=c_tiles * t["splits"],
         )
 
@@ -238,7 +238,7 @@ class DepthwiseBandedWgrad(Tabled):
         walked = tiling.band_rows + problem.r - 1
         whole = each(_lowest_row, problem)
         walked = np.where(tiling.bands == 1, np.minimum(walked, whole), walked)
-        steps = -(-walked // t["rows"])
+        steps = common.ceil_div(walked, t["rows"])
         pixels = tiling.in_x + 8 * t["run"]
         step_bytes = t["rows"] * banded.runs(t) * pixels * t["block_c"] * problem.itemsize
         in_flight = occupancy.resident * step_bytes

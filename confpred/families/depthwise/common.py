@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from confpred.families.common import ATOMIC, DIRECT, TWO_KERNELS, Array, agreed_macros
+from confpred.families.common import ATOMIC, DIRECT, TWO_KERNELS, Array, agreed_macros, ceil_div
 from confpred.families.several import each
 from confpred.problem.conv2d import Problem
 from confpred.problem.conv2d_operation import dtype_macro
@@ -92,10 +92,10 @@ class Lanes:
         """The lanes for `vectors` accesses to a pixel, at most `lanes_c` of them by one block of
         about `threads`, each by `groups` threads."""
         vectors = np.maximum(vectors, 1)  # a width that is not legal may come to none
-        c_tiles = -(-vectors // lanes_c)
-        lanes = -(-vectors // c_tiles)
-        tiles_at_once = (threads // (lanes * groups)).clip(1)
-        whole = -(-lanes * groups * tiles_at_once // 32) * 32
+        c_tiles = ceil_div(vectors, lanes_c)
+        lanes = ceil_div(vectors, c_tiles)
+        tiles_at_once = np.maximum(threads // (lanes * groups), 1)
+        whole = ceil_div(lanes * groups * tiles_at_once, 32) * 32
         return cls(c_tiles, lanes, tiles_at_once, whole)
 
     def features(self) -> dict[str, Array]:

@@ -87,7 +87,7 @@ class _Axis:
     @property
     def groups(self) -> int:
         """Groups of `up` outputs."""
-        return -(-(self.size_out + self.shift) // self.up)
+        return common.ceil_div(self.size_out + self.shift, self.up)
 
 
 def _axes(problem: Problem) -> tuple[_Axis, _Axis]:
@@ -254,9 +254,9 @@ class DepthwiseImage(Tabled):
         in_x = width // horizontal.up + 1
         access = np.minimum(vec, 4)
         pitch = (taps * vec // access | 1) * access
-        lanes = Lanes.of(-(-problem.k // vec), t["lanes_c"], t["threads"])
+        lanes = Lanes.of(common.ceil_div(problem.k, vec), t["lanes_c"], t["threads"])
         band_groups, bands = common.cut(vertical.groups, t["bands"])
-        q_tiles = -(-(horizontal.size_out + horizontal.shift) // tile_q)
+        q_tiles = common.ceil_div(horizontal.size_out + horizontal.shift, tile_q)
         outputs = vertical.up * tile_q * vec
         inputs = vertical.down * in_x * vec // repeat
         packed = problem.itemsize / 4
@@ -274,7 +274,7 @@ class DepthwiseImage(Tabled):
             products
             + inputs
             + 4 * vertical.down * in_x
-            + t["filter_shared"] * taps * -(-vec // 4)
+            + t["filter_shared"] * taps * common.ceil_div(vec, 4)
             + 2 * outputs
             + 30
         )
@@ -290,7 +290,7 @@ class DepthwiseImage(Tabled):
             band_groups=band_groups,
             bands=bands,
             q_tiles=q_tiles,
-            blocks=-(-tiles // lanes.tiles_at_once) * lanes.c_tiles,
+            blocks=common.ceil_div(tiles, lanes.tiles_at_once) * lanes.c_tiles,
             work=work,
         )
 
@@ -316,7 +316,7 @@ class DepthwiseImage(Tabled):
         threads = tiling.blocks * lanes.threads
         in_flight = occupancy.resident * lanes.threads * load_bytes * t["prefetch"]
         # Steps whose input rows are padding only finish output rows.
-        computed = np.minimum(steps, -(-vertical.size_in // vertical.down))
+        computed = np.minimum(steps, common.ceil_div(vertical.size_in, vertical.down))
         thread_work = computed * tiling.work + (steps - computed) * 0.25 * tiling.work
         thread_work += costs.BLOCK_INSTRUCTIONS
         fullest = occupancy.sm_blocks * device.sm_count * lanes.threads

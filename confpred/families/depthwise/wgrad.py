@@ -116,7 +116,7 @@ class DepthwiseWgrad(Tabled):
         tiling = self._tiling(problem, t)
         vec, splits, lanes = t["vec"], t["splits"], tiling.lanes
         # Filter rows of a thread if half as many threads shared a window.
-        half = -(-problem.r // (t["row_groups"] // 2).clip(1))
+        half = common.ceil_div(problem.r, np.maximum(t["row_groups"] // 2, 1))
         legal = (
             (tiling.in_x <= depthwise.MAX_COLUMNS)
             & (tiling.sums <= MAX_SUMS)
@@ -208,15 +208,15 @@ class DepthwiseWgrad(Tabled):
         of this out from its macros too, and asserts that both agree (see `launch`)."""
         vec, tile_q, (stride_h, stride_w) = t["vec"], t["tile_q"], problem.stride
         dilation_h, dilation_w = each(depthwise.dilation, problem)
-        block_r = -(-problem.r // t["row_groups"])
-        row_groups = -(-problem.r // block_r)
+        block_r = common.ceil_div(problem.r, t["row_groups"])
+        row_groups = common.ceil_div(problem.r, block_r)
         depth = dilation_h * (block_r - 1) // stride_h + 1
         in_x = stride_w * (tile_q - 1) + dilation_w * (problem.s - 1) + 1
         sums = block_r * problem.s * vec
         thread_floats = problem.s * vec
         lanes = Lanes.of(problem.c // vec, t["lanes_c"], t["threads"], row_groups)
         band_rows, bands = common.cut(problem.p, t["bands"])
-        q_tiles = -(-problem.q // tile_q)
+        q_tiles = common.ceil_div(problem.q, tile_q)
         inputs, outputs = stride_h * in_x * vec, tile_q * vec
         packed = problem.itemsize / 4
         registers = (

@@ -56,7 +56,7 @@ def _config_table() -> NDArray[np.void]:
         _PIXEL_ROWS, channels, (1, 2, 4), (3, 5), (0, 1), _BANDS
     ):
         block_n, block_q = pixel_row
-        tiles = -(-block_n * block_q // 16)
+        tiles = common.ceil_div(block_n * block_q, 16)
         warps = warps_c * warps_m
         warp_channels = block_c // warps_c
         is_odd = (block_c, warps_c) in _ODD_CHANNELS
@@ -337,9 +337,9 @@ def _cut(problem: Any, t: Mapping[str, Array]) -> _Cut:
     return _Cut(
         band_rows=band_rows,
         bands=bands,
-        n_tiles=-(-problem.n // t["block_n"]),
-        q_tiles=-(-columns.positions // t["block_q"]),
-        c_tiles=-(-problem.c // t["block_c"]),
+        n_tiles=common.ceil_div(problem.n, t["block_n"]),
+        q_tiles=common.ceil_div(columns.positions, t["block_q"]),
+        c_tiles=common.ceil_div(problem.c, t["block_c"]),
         lattices=rows.out_step * columns.out_step,
     )
 
@@ -380,26 +380,26 @@ def _shape(
     threads = 32 * t["warps_c"] * t["warps_m"]
     chunks = t["block_c"] // 8
     pixel_bytes = 16 * (chunks | 1)
-    row_x = down_w * (t["block_q"] - 1) + -(-s // up_w)
+    row_x = down_w * (t["block_q"] - 1) + common.ceil_div(s, up_w)
     row_pixels = t["block_n"] * row_x
     stage_bytes = row_pixels * pixel_bytes
     pixels = t["block_n"] * t["block_q"]
-    m_tiles = -(-pixels // 16)
+    m_tiles = common.ceil_div(pixels, 16)
     out_bytes = up_w * m_tiles * 16 * pixel_bytes
     out_rows = up_h * (1 if down_h == 2 else 2)
     warp_tiles = m_tiles // t["warps_m"]
     warp_channels = t["block_c"] // t["warps_c"]
-    warp_groups = -(-warp_channels // width)
+    warp_groups = common.ceil_div(warp_channels, width)
     n_tiles = warp_channels // warp_groups // 8
-    k_steps = -(-width // 16)
+    k_steps = common.ceil_div(width, 16)
     # Filter columns that each parity of output columns uses; at width 8 two share an instruction.
     used = [-(-(s - parity) // up_w) for parity in range(up_w)]
-    taps = sum(-(-count // 2) if width == 8 else count for count in used)
+    taps = sum(common.ceil_div(count, 2) if width == 8 else count for count in used)
     filter_chunks = r * s * width // 8
     staged = (t["filter_shared"] == 1) | (group_width >= (8 if dgrad else 32))
     filter_bytes = np.where(staged, 16 * (filter_chunks | 1) * t["block_c"], 0)
-    loads = -(-row_pixels * chunks // threads)
-    stores = -(-((up_w - 1) * m_tiles * 16 + pixels) * chunks // threads)
+    loads = common.ceil_div(row_pixels * chunks, threads)
+    stores = common.ceil_div(((up_w - 1) * m_tiles * 16 + pixels) * chunks, threads)
     live = (r - 1) // down_h + 1
     accumulators = live * up_w * warp_groups * warp_tiles * n_tiles * 4
     filter_registers = np.where(

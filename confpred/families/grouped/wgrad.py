@@ -64,7 +64,7 @@ def _config_table() -> NDArray[np.void]:
     odd = itertools.product(_PIXEL_ROWS, _ODD_CHANNELS, (1,), (3, 5))
     rows = []
     for (block_n, block_q), (block_k, warp_k), warps_m, stages in (*even, *odd):
-        tiles = -(-block_n * block_q // 16)
+        tiles = common.ceil_div(block_n * block_q, 16)
         if tiles % warps_m or tiles // warps_m > 4 or warp_k > block_k:
             continue
         if not 512 <= block_n * block_q * max(16, block_k) <= 4096:
@@ -172,7 +172,7 @@ class GroupedWgrad(Tabled):
                 (t["splits"] == 1)
                 | (
                     (cut.slice_rows >= 2 * problem.r)
-                    & (cut.slice_rows < -(-cut.rows // _FEWER[t["splits"]]))
+                    & (cut.slice_rows < common.ceil_div(cut.rows, _FEWER[t["splits"]]))
                     # More blocks than keep the device busy only cost their start and end.
                     & (blocks <= 16 * device.sm_count)
                 )
@@ -235,7 +235,7 @@ class GroupedWgrad(Tabled):
                 "column_step": horizontal.step,
                 "phases": phases,
                 "phase_step": problem.stride[0],
-                "rows": -(-problem.p // phases),
+                "rows": common.ceil_div(problem.p, phases),
                 "flush": flush_steps(problem),
                 "slice_rows": slice_rows,
                 "slices": slices,
@@ -245,7 +245,7 @@ class GroupedWgrad(Tabled):
             },
         )
         scratch = 4 * parts * elements if reduction in (TWO_KERNELS, LAST_BLOCK) else 0
-        tickets = 16 * -(-k_tiles // 4) if reduction in (LAST_BLOCK, ATOMIC) else 0
+        tickets = 16 * common.ceil_div(k_tiles, 4) if reduction in (LAST_BLOCK, ATOMIC) else 0
         sums = 4 * elements if reduction == ATOMIC else 0
         if reduction != TWO_KERNELS:
             return Launch((sweep,), zeroed_bytes=tickets + sums, scratch_bytes=scratch)
@@ -259,7 +259,7 @@ class GroupedWgrad(Tabled):
                 entry="grouped_wgrad_sum",
                 defines=(dtype, *agreed),
             ),
-            grid=(-(-elements // _SUM_COLUMNS), 1, 1),
+            grid=(common.ceil_div(elements, _SUM_COLUMNS), 1, 1),
             block=(_SUM_THREADS, 1, 1),
             smem_bytes=smem_bytes,
             operands=("filter_grad", "bias_grad", "scratch"),
@@ -299,7 +299,7 @@ class GroupedWgrad(Tabled):
             occupancy.wave_waste,
         )
         flush = each(flush_steps, problem)
-        lattice_rows = -(-problem.p // window.vertical.dilation)
+        lattice_rows = common.ceil_div(problem.p, window.vertical.dilation)
         steps = slice_rows + np.maximum(1.0, slice_rows / lattice_rows) * flush
         loaded = blocks * slice_rows * (shape.stage_bytes + 0.0)
         products = blocks * steps * (threads / 32) * shape.products
@@ -331,7 +331,7 @@ class GroupedWgrad(Tabled):
             "products": shape.products,
             **occupancy.features(),
             "q_waste": q_tiles * t["block_q"] / problem.q,
-            "n_waste": -(-problem.n // t["block_n"]) * t["block_n"] / problem.n,
+            "n_waste": common.ceil_div(problem.n, t["block_n"]) * t["block_n"] / problem.n,
             "k_waste": k_tiles * t["block_k"] / problem.c,
             # What is left for the last block of each dimension, as a fraction of a whole block.
             "q_tail": problem.q % t["block_q"] / t["block_q"],
@@ -372,7 +372,7 @@ def _fits(problem: Problem, device: Device, table: Table) -> NDArray[np.bool_]:
 def _few_idle_columns(q: Any, padded: Array) -> NDArray[np.bool_]:
     """Which tiles, with `padded` columns together, leave few of them idle, or no more than the
     smallest tiles that suit a wide image: for 33 to 40 columns all tiles leave many."""
-    least = np.minimum(-(-q // 28) * 28, -(-q // 32) * 32)
+    least = np.minimum(common.ceil_div(q, 28) * 28, common.ceil_div(q, 32) * 32)
     result: NDArray[np.bool_] = (padded < 1.2 * q + 8) | (padded == least)
     return result
 
@@ -406,14 +406,14 @@ class _Cut:
 def _cut(problem: Any, t: Mapping[str, Array]) -> _Cut:
     """How the configs whose fields are the columns `t` cut `problem`."""
     phases = each(window_of, problem).vertical.dilation
-    rows = -(-problem.n // t["block_n"]) * (phases * -(-problem.p // phases))
+    rows = common.ceil_div(problem.n, t["block_n"]) * (phases * common.ceil_div(problem.p, phases))
     slice_rows, slices = common.cut(rows, t["splits"])
     return _Cut(
         rows=rows,
         slice_rows=slice_rows,
         slices=slices,
-        q_tiles=-(-problem.q // t["block_q"]),
-        k_tiles=-(-problem.c // t["block_k"]),
+        q_tiles=common.ceil_div(problem.q, t["block_q"]),
+        k_tiles=common.ceil_div(problem.c, t["block_k"]),
     )
 
 
@@ -430,13 +430,13 @@ def _shape(window: Window, table: Table = _WHOLE) -> _Shape:
     t = table.columns
     width, r, s = window.group_width, window.r, window.s
     narrow = width <= 8
-    live = -(-r // window.vertical.stride)
+    live = common.ceil_div(r, window.vertical.stride)
     block_c = np.maximum(t["block_k"], width)
     warps_s = 2 if not narrow and r * s > 27 else 1
     warps = t["block_k"] // t["warp_k"] * (1 if narrow else width // 16) * warps_s * t["warps_m"]
     threads = 32 * warps
     m = t["block_n"] * t["block_q"]
-    m_tiles = -(-m // 16)
+    m_tiles = common.ceil_div(m, 16)
     warp_tiles = m_tiles // t["warps_m"]
     row_x = (t["block_q"] - 1) * window.horizontal.stride
     row_x += (s - 1) * window.horizontal.dilation + 1
@@ -445,13 +445,13 @@ def _shape(window: Window, table: Table = _WHOLE) -> _Shape:
     stage_bytes = in_bytes + m_tiles * 16 * 16 * (grad_chunks | 1)
     sums_bytes = 4 * t["block_k"] * (r * s * width + window.bias)
     some = np.maximum(threads, 1)  # a width that is no whole tile has no legal config
-    in_loads = -(-t["block_n"] * row_x * in_chunks // some)
-    grad_loads = -(-m * grad_chunks // some)
+    in_loads = common.ceil_div(t["block_n"] * row_x * in_chunks, some)
+    grad_loads = common.ceil_div(m * grad_chunks, some)
     warp_n = t["warp_k"] // 8
     if narrow:  # products of a gradient tile: pairs of taps; the last tap's pairs of rows
         tap_products = r * (s // 2) + s % 2 * window.vertical.stride * ((live + 1) // 2)
     else:
-        tap_products = r * -(-s // warps_s)
+        tap_products = r * common.ceil_div(s, warps_s)
     accumulators = 4 * warp_n * (tap_products + window.bias)
     gradient = 2 * live * warp_tiles * warp_n
     registers = accumulators + gradient + 2 * warp_tiles + in_loads + grad_loads + 48
