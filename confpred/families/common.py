@@ -6,14 +6,14 @@ features and macros.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from confpred.families.protocol import Family, Rows
+from confpred.families.protocol import Rows
 from confpred.families.several import each, once
 from confpred.problem.conv2d import ACTIVATIONS, Problem
 from confpred.problem.device import Device
@@ -56,10 +56,12 @@ class Table:
     Attributes:
         rows: which rows of the config table, rising.
         columns: their fields by name.
+        kinds: some of the fields as they differ, and which of these each row has (`by`).
     """
 
     rows: Rows
     columns: Mapping[str, Array]
+    kinds: dict[tuple[str, ...], tuple[dict[str, Array], Rows]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, configs: NDArray[np.void], rows: Rows | None = None) -> Table:
@@ -70,6 +72,19 @@ class Table:
     def at(self, places: Rows) -> dict[str, Array]:
         """The fields of some of its rows, which are counted from 0."""
         return columns_at(self.columns, places)
+
+    def by(
+        self, names: tuple[str, ...], rule: Callable[[Mapping[str, Array]], NDArray[np.bool_]]
+    ) -> NDArray[np.bool_]:
+        """What a `rule` that needs only the fields `names` says of each row. It is asked once for
+        all rows that have the same, of which there are few kinds."""
+        if names not in self.kinds:
+            values = np.stack([self.columns[name] for name in names])
+            kinds, of_row = np.unique(values, axis=1, return_inverse=True)
+            self.kinds[names] = (dict(zip(names, kinds, strict=True)), of_row.reshape(-1))
+        t, of_row = self.kinds[names]
+        found: NDArray[np.bool_] = rule(t)[..., of_row]
+        return found
 
 
 def config_macros(config: np.void, fields: Iterable[str]) -> tuple[tuple[str, int], ...]:
@@ -105,6 +120,12 @@ def cut(size: _Count | int, pieces: _Count) -> tuple[_Count, _Count]:
     the size is rounded up, so fewer may do."""
     piece = ceil_div(size, pieces)
     return piece, ceil_div(size, piece)
+
+
+def allowed(reduction: Array, problem: Any) -> NDArray[np.bool_]:
+    """Which ways to add up sums serve a `problem` that may have to be deterministic."""
+    found: NDArray[np.bool_] = (reduction != ATOMIC) | np.logical_not(problem.deterministic)
+    return found
 
 
 def distinct_bands(size: int, bands: Array) -> NDArray[np.bool_]:
@@ -231,17 +252,17 @@ def _activation(problem: Problem) -> int:
 
 
 def feature_matrix(
-    family: Family,
+    names: Sequence[str],
     problem: Any,
     device: Device,
     t: Mapping[str, Array],
     derived: Mapping[str, NDArray[Any]],
 ) -> NDArray[np.float32]:
-    """The features of `family` for some rows of its config table: the problem's, the configs'
+    """The features called `names` for some rows of a config table: the problem's, the configs'
     fields, the derived ones, and ``log_estimate``.
 
     Args:
-        family: the family, which names the features.
+        names: of the features, in order.
         problem: the layer, or several with one for each config.
         device: the device that the estimate is for.
         t: the fields of the configs.
@@ -254,11 +275,7 @@ def feature_matrix(
         **derived,
         "log_estimate": np.log2(derived["estimate"] / each(device.roofline_s, problem)),
     }
-    found = [columns[name] for name in family.feature_names]
-    matrix = np.empty((len(derived["estimate"]), len(found)), np.float32)
-    # Those of the problem alone in one go: an assignment takes as long for a row as for a column.
-    matrix[:] = [0.0 if isinstance(column, np.ndarray) else column for column in found]
-    for index, column in enumerate(found):
-        if isinstance(column, np.ndarray):
-            matrix[:, index] = column
-    return matrix
+    matrix = np.empty((len(names), len(derived["estimate"])), np.float32)
+    for row, name in zip(matrix, names, strict=True):
+        row[:] = columns[name]
+    return np.ascontiguousarray(matrix.T)  # faster than to write columns

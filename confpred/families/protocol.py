@@ -76,16 +76,18 @@ class Batched(Protocol):
         """A part of the config table, prepared for the other methods."""
         ...
 
-    def offered(self, problem: Any, device: Device, table: Any) -> tuple[Any, Rows]:
+    def offered(self, problem: Any, device: Device, table: Any) -> tuple[Any, Rows, Any]:
         """Which rows of `table`, counted from 0, compute a problem that the family `serves`.
 
         Returns:
-            The problem, or where they are several the problem of each pair; and the rows, rising
-            for each problem.
+            The problem, or where they are several the problem of each pair; the rows, rising for
+            each problem; and what was worked out of them for `described`.
         """
         ...
 
-    def described(self, problem: Any, device: Device, table: Any, at: Rows) -> NDArray[np.float32]:
+    def described(
+        self, problem: Any, device: Device, table: Any, at: Rows, workings: Any
+    ) -> NDArray[np.float32]:
         """The features of what `offered` returned."""
         ...
 

@@ -162,6 +162,11 @@ def narrowed(problem: Any, rows: Rows, kept: NDArray[np.bool_]) -> tuple[Any, Ro
     return problem, rows[kept]
 
 
+def picked(record: _Found, kept: NDArray[np.bool_]) -> _Found:
+    """A record of arrays at the elements that are `kept`."""
+    return cast("_Found", _mapped(record, lambda values: values[kept]))
+
+
 def _rows_of(values: Sequence[Any]) -> Any:
     """The arrays of several problems, or those of their records, as rows."""
     if isinstance(values[0], np.ndarray):

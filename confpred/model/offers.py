@@ -37,8 +37,8 @@ class Offer:
         if self._batched is None or not served:
             return _joined([self._alone(i, problems.problems[i], device) for i in served])
         part = problems.part(served)
-        found, at = self._batched.offered(part, device, self._table)
-        features = self._batched.described(found, device, self._table, at)
+        found, at, workings = self._batched.offered(part, device, self._table)
+        features = self._batched.described(found, device, self._table, at, workings)
         features, rows = self._pool.spread(self._family, features), self._rows[at]
         if len(served) == 1 and len(rows):
             return Pairs.of_one(rows, features, served[0])

@@ -29,7 +29,7 @@ from confpred.families import common, costs
 from confpred.families.common import Array, Occupancy, Table
 from confpred.families.depthwise import common as depthwise
 from confpred.families.protocol import Rows
-from confpred.families.several import each, narrowed
+from confpred.families.several import each, narrowed, picked
 from confpred.families.tabled import Tabled
 from confpred.problem.conv2d import Problem
 from confpred.problem.conv2d_operation import CONVOLUTION, dtype_macro
@@ -283,11 +283,12 @@ class DepthwiseBanded(Tabled):
     def serves(self, problem: Problem) -> bool:
         return problem.direction == self._direction and handles(problem)
 
-    def offered(self, problem: Any, device: Device, table: Table) -> tuple[Any, Rows]:
+    def offered(self, problem: Any, device: Device, table: Table) -> tuple[Any, Rows, Any]:
         height, width = each(_image, problem).size_out
         # What needs no tiling is checked first, so that many rows never need one.
-        first = suited(table.columns, problem.c, width)
-        first = first & common.distinct_bands(height, table.columns["bands"])
+        first = table.by(
+            ("block_c", "run"), lambda t: suited(t, problem.c, width)
+        ) & table.by(("bands",), lambda t: common.distinct_bands(height, t["bands"]))
         problem, at = narrowed(problem, np.arange(len(table.rows)), first)
         t = table.at(at)
         tiling = self._tiling(problem, t)
@@ -298,7 +299,11 @@ class DepthwiseBanded(Tabled):
             & (np.maximum(tiling.blocks, all_runs + t["strips"]) <= common.MAX_INT)
             & not_oversized(t, all_runs, tiling.band_rows)
         )
-        return narrowed(problem, at, legal)
+        problem, at = narrowed(problem, at, legal)
+        return problem, at, picked(tiling, legal)
+
+    def _workings(self, problem: Any, table: Table, at: Rows) -> _Tiling:
+        return self._tiling(problem, table.at(at))
 
     def launch(self, problem: Problem, row: int) -> Launch:
         tiling = self._tiling(problem, _WHOLE.at(np.array([row])))
@@ -382,7 +387,7 @@ class DepthwiseBanded(Tabled):
         )
 
     def _derived(
-        self, problem: Any, device: Device, table: Table, at: Rows
+        self, problem: Any, device: Device, t: Mapping[str, Array], workings: _Tiling
     ) -> dict[str, NDArray[np.float64]]:
         """How each config would run `problem`: the derived features, and the estimated seconds.
 
@@ -390,8 +395,7 @@ class DepthwiseBanded(Tabled):
         of device memory, whose rate is bounded where too little is in flight, and the times of the
         tensor cores and of the instructions of the multiprocessor with the most blocks.
         """
-        t = table.at(at)
-        tiling = self._tiling(problem, t)
+        tiling = workings
         image = each(_image, problem)
         (height, width), size_in = image.size_out, image.size_in
         registers = np.minimum(tiling.registers, most_registers(t))

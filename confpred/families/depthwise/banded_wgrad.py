@@ -21,7 +21,7 @@ from confpred.families.common import Array, Occupancy, Table
 from confpred.families.depthwise import banded as banded
 from confpred.families.depthwise import common as depthwise
 from confpred.families.protocol import Rows
-from confpred.families.several import each, narrowed
+from confpred.families.several import each, narrowed, picked
 from confpred.families.tabled import Tabled
 from confpred.problem.conv2d import Problem
 from confpred.problem.conv2d_operation import CONVOLUTION, dtype_macro
@@ -108,13 +108,12 @@ class DepthwiseBandedWgrad(Tabled):
             and problem.filter_elements + problem.c <= common.MAX_INT
         )
 
-    def offered(self, problem: Any, device: Device, table: Table) -> tuple[Any, Rows]:
-        t = table.columns
+    def offered(self, problem: Any, device: Device, table: Table) -> tuple[Any, Rows, Any]:
         # What needs no tiling is checked first, so that most rows never need one.
         first = (
-            banded.suited(t, problem.c, problem.q)
-            & common.distinct_bands(problem.p, t["bands"])
-            & ((t["reduction"] != common.ATOMIC) | np.logical_not(problem.deterministic))
+            table.by(("block_c", "run"), lambda t: banded.suited(t, problem.c, problem.q))
+            & table.by(("bands",), lambda t: common.distinct_bands(problem.p, t["bands"]))
+            & table.by(("reduction",), lambda t: common.allowed(t["reduction"], problem))
         )
         problem, at = narrowed(problem, np.arange(len(table.rows)), first)
         t = table.at(at)
@@ -131,7 +130,11 @@ class DepthwiseBandedWgrad(Tabled):
             & ((splits == 1) | (tiling.blocks <= 8 * device.sm_count))
             & ((2 * tiling.blocks >= device.sm_count) | (4 * splits > tiling.tiles))
         )
-        return narrowed(problem, at, legal)
+        problem, at = narrowed(problem, at, legal)
+        return problem, at, picked(tiling, legal)
+
+    def _workings(self, problem: Any, table: Table, at: Rows) -> _Tiling:
+        return self._tiling(problem, table.at(at))
 
     def launch(self, problem: Problem, row: int) -> Launch:
         t = self.configs[row]
@@ -220,15 +223,14 @@ class DepthwiseBandedWgrad(Tabled):
         )
 
     def _derived(
-        self, problem: Any, device: Device, table: Table, at: Rows
+        self, problem: Any, device: Device, t: Mapping[str, Array], workings: _Tiling
     ) -> dict[str, NDArray[np.float64]]:
         """How each config would run `problem`: the derived features, and the estimated seconds.
 
         The estimate is that of `DepthwiseBanded`, for the multiprocessor with the most blocks and a
         block with the most tiles, plus the time of the reduction.
         """
-        t = table.at(at)
-        tiling = self._tiling(problem, t)
+        tiling = workings
         registers = np.minimum(tiling.registers, banded.most_registers(t))
         occupancy = Occupancy.of(
             device, tiling.blocks, tiling.threads, registers, tiling.smem_bytes

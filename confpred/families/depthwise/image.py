@@ -17,7 +17,7 @@ from confpred.families.common import Array, Occupancy, Table
 from confpred.families.depthwise import common as depthwise
 from confpred.families.depthwise.common import Lanes
 from confpred.families.protocol import Rows
-from confpred.families.several import each, narrowed
+from confpred.families.several import each, narrowed, picked
 from confpred.families.tabled import Tabled
 from confpred.problem.conv2d import Problem
 from confpred.problem.conv2d_operation import CONVOLUTION, dtype_macro
@@ -150,21 +150,26 @@ class DepthwiseImage(Tabled):
             and (self._direction == "fprop" or problem.k <= problem.c)
         )
 
-    def offered(self, problem: Any, device: Device, table: Table) -> tuple[Any, Rows]:
+    def offered(self, problem: Any, device: Device, table: Table) -> tuple[Any, Rows, Any]:
         vertical, horizontal = each(_axes, problem)
         taps, width = problem.r * problem.s, horizontal.size_out
-        t = table.columns
         # What needs no tiling is checked first, so that most rows never need one.
         first = (
-            depthwise.accessible(t["vec"], problem)
-            & (t["tile_q"] % horizontal.up == 0)
-            # A tile twice as wide as the image does the work of a smaller one, slower.
-            & ((t["tile_q"] < 2 * width) | (t["tile_q"] == 2))
-            & depthwise.worth_loading_ahead(t["prefetch"], taps)
-            & common.distinct_bands(vertical.groups, t["bands"])
-            & depthwise.distinct_lanes(problem.k // t["vec"], t["lanes_c"])
-            # Registers hold small filters at no cost; large ones need shared memory.
-            & np.where(t["filter_shared"], taps * t["vec"] >= 24, taps * t["vec"] <= 100)
+            table.by(
+                ("vec", "filter_shared", "lanes_c"),
+                lambda t: depthwise.accessible(t["vec"], problem)
+                & depthwise.distinct_lanes(problem.k // t["vec"], t["lanes_c"])
+                # Registers hold small filters at no cost; large ones need shared memory.
+                & np.where(t["filter_shared"], taps * t["vec"] >= 24, taps * t["vec"] <= 100),
+            )
+            & table.by(
+                ("tile_q", "prefetch"),
+                lambda t: depthwise.worth_loading_ahead(t["prefetch"], taps)
+                & (t["tile_q"] % horizontal.up == 0)
+                # A tile twice as wide as the image does the work of a smaller one, slower.
+                & ((t["tile_q"] < 2 * width) | (t["tile_q"] == 2)),
+            )
+            & table.by(("bands",), lambda t: common.distinct_bands(vertical.groups, t["bands"]))
         )
         problem, at = narrowed(problem, np.arange(len(table.rows)), first)
         t = table.at(at)
@@ -182,7 +187,11 @@ class DepthwiseImage(Tabled):
             & (tiling.smem_bytes <= device.smem_per_block)
             & (np.maximum(tiling.blocks, tiles) <= common.MAX_INT)
         )
-        return narrowed(problem, at, legal)
+        problem, at = narrowed(problem, at, legal)
+        return problem, at, picked(tiling, legal)
+
+    def _workings(self, problem: Any, table: Table, at: Rows) -> _Tiling:
+        return self._tiling(problem, table.at(at))
 
     def launch(self, problem: Problem, row: int) -> Launch:
         tiling = self._tiling(problem, _WHOLE.at(np.array([row])))
@@ -295,7 +304,7 @@ class DepthwiseImage(Tabled):
         )
 
     def _derived(
-        self, problem: Any, device: Device, table: Table, at: Rows
+        self, problem: Any, device: Device, t: Mapping[str, Array], workings: _Tiling
     ) -> dict[str, NDArray[np.float64]]:
         """How each config would run `problem`: the derived features, and the estimated seconds.
 
@@ -303,9 +312,8 @@ class DepthwiseImage(Tabled):
         device memory, whose rate is bounded where too little is in flight, and the time of the
         instructions of the multiprocessor with the most blocks.
         """
-        t = table.at(at)
         vertical, horizontal = each(_axes, problem)
-        tiling = self._tiling(problem, t)
+        tiling = workings
         lanes = tiling.lanes
         registers = np.minimum(
             tiling.registers, np.where(t["min_blocks"] == 2, 128, common.MAX_REGISTERS)

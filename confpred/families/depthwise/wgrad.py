@@ -17,7 +17,7 @@ from confpred.families.common import Array, Occupancy, Table
 from confpred.families.depthwise import common as depthwise
 from confpred.families.depthwise.common import Lanes
 from confpred.families.protocol import Rows
-from confpred.families.several import each, narrowed
+from confpred.families.several import each, narrowed, picked
 from confpred.families.tabled import Tabled
 from confpred.problem.conv2d import Problem
 from confpred.problem.conv2d_operation import CONVOLUTION, dtype_macro
@@ -99,17 +99,22 @@ class DepthwiseWgrad(Tabled):
             and problem.filter_elements + problem.c <= common.MAX_INT
         )
 
-    def offered(self, problem: Any, device: Device, table: Table) -> tuple[Any, Rows]:
+    def offered(self, problem: Any, device: Device, table: Table) -> tuple[Any, Rows, Any]:
         taps = problem.r * problem.s
-        t = table.columns
         # What needs no tiling is checked first, so that most rows never need one.
         first = (
-            depthwise.accessible(t["vec"], problem)
-            & ((t["tile_q"] < 2 * problem.q) | (t["tile_q"] == 4))
-            & depthwise.worth_loading_ahead(t["prefetch"], taps)
-            & common.distinct_bands(problem.p, t["bands"])
-            & ((t["reduction"] != common.ATOMIC) | np.logical_not(problem.deterministic))
-            & depthwise.distinct_lanes(problem.c // t["vec"], t["lanes_c"])
+            table.by(
+                ("vec", "lanes_c"),
+                lambda t: depthwise.accessible(t["vec"], problem)
+                & depthwise.distinct_lanes(problem.c // t["vec"], t["lanes_c"]),
+            )
+            & table.by(
+                ("tile_q", "prefetch"),
+                lambda t: depthwise.worth_loading_ahead(t["prefetch"], taps)
+                & ((t["tile_q"] < 2 * problem.q) | (t["tile_q"] == 4)),
+            )
+            & table.by(("bands",), lambda t: common.distinct_bands(problem.p, t["bands"]))
+            & table.by(("reduction",), lambda t: common.allowed(t["reduction"], problem))
         )
         problem, at = narrowed(problem, np.arange(len(table.rows)), first)
         t = table.at(at)
@@ -144,7 +149,11 @@ class DepthwiseWgrad(Tabled):
                 | (2 * splits * lanes.tiles_at_once >= tiling.tiles)
             )
         )
-        return narrowed(problem, at, legal)
+        problem, at = narrowed(problem, at, legal)
+        return problem, at, picked(tiling, legal)
+
+    def _workings(self, problem: Any, table: Table, at: Rows) -> _Tiling:
+        return self._tiling(problem, table.at(at))
 
     def launch(self, problem: Problem, row: int) -> Launch:
         t = self.configs[row]
@@ -248,7 +257,7 @@ class DepthwiseWgrad(Tabled):
         )
 
     def _derived(
-        self, problem: Any, device: Device, table: Table, at: Rows
+        self, problem: Any, device: Device, t: Mapping[str, Array], workings: _Tiling
     ) -> dict[str, NDArray[np.float64]]:
         """How each config would run `problem`: the derived features, and the estimated seconds.
 
@@ -256,8 +265,7 @@ class DepthwiseWgrad(Tabled):
         by the waste of the last wave and of the threads' last tile; plus a fixed latency for each
         row that cannot be hidden, and the time of the reduction.
         """
-        t = table.at(at)
-        tiling = self._tiling(problem, t)
+        tiling = workings
         lanes = tiling.lanes
         registers = np.minimum(tiling.registers, common.MAX_REGISTERS)
         occupancy = Occupancy.of(device, tiling.blocks, lanes.threads, registers, tiling.smem_bytes)

@@ -144,7 +144,7 @@ class GroupedRows(Tabled):
     def serves(self, problem: Problem) -> bool:
         return problem.direction == self.direction and grouped.handles(problem)
 
-    def offered(self, problem: Any, device: Device, table: Table) -> tuple[Any, Rows]:
+    def offered(self, problem: Any, device: Device, table: Table) -> tuple[Any, Rows, Any]:
         # What depends on little is checked first, so that most rows need no more.
         fits = each_row(lambda p: _fits(p, device, table), problem)
         problem, at = narrowed(problem, np.arange(len(table.rows)), fits)
@@ -166,7 +166,11 @@ class GroupedRows(Tabled):
             & (~_odd(t) | grouped.fits_odd_channels(t["block_c"], problem.c))
             & common.distinct_bands(rows.positions, t["bands"])
         )
-        return narrowed(problem, at, legal)
+        problem, at = narrowed(problem, at, legal)
+        return problem, at, self._workings(problem, table, at)
+
+    def _workings(self, problem: Any, table: Table, at: Rows) -> _Shape:
+        return each_row(lambda p: _shape_of(p, table), problem, at)
 
     def launch(self, problem: Problem, row: int) -> Launch:
         shape = _shape_of(problem)
@@ -198,7 +202,7 @@ class GroupedRows(Tabled):
         return Launch(steps=(step,))
 
     def _derived(
-        self, problem: Any, device: Device, table: Table, at: Rows
+        self, problem: Any, device: Device, t: Mapping[str, Array], workings: _Shape
     ) -> dict[str, NDArray[np.float64]]:
         """How each config would run `problem`: the derived features, and the estimated seconds.
 
@@ -206,8 +210,7 @@ class GroupedRows(Tabled):
         of device memory, of the copies from L2 into shared memory with their halos, and of the
         tensor cores; plus a fixed latency for each row of a block that cannot be hidden.
         """
-        t = table.at(at)
-        shape = each_row(lambda p: _shape_of(p, table), problem, at)
+        shape = workings
         down, across = each(axes_of, problem)
         cut = _cut(problem, t)
         blocks, bands, band_rows = cut.blocks, cut.bands, cut.band_rows

@@ -134,24 +134,12 @@ class GroupedWgrad(Tabled):
             and _elements(problem) <= common.MAX_INT
         )
 
-    def offered(self, problem: Any, device: Device, table: Table) -> tuple[Any, Rows]:
-        t = table.columns
+    def offered(self, problem: Any, device: Device, table: Table) -> tuple[Any, Rows, Any]:
         # What needs no division is checked first, so that most rows never need one.
         first = (
             each_row(lambda p: _fits(p, device, table), problem)
-            # A tile twice as large as what it covers does the work of a smaller tile, slower; and
-            # images share a tile only where one alone does not fill it, or is narrow.
-            & ((t["block_q"] < 2 * problem.q) | (t["block_q"] == 8))
-            & ((t["block_n"] < 2 * problem.n) | (t["block_n"] * t["block_q"] <= 16))
-            & (
-                (t["block_n"] == 1)
-                | (t["block_q"] >= problem.q)
-                | ((t["block_q"] == 8) & (problem.q <= 16))
-            )
-            # A block of 16 pixels a step waits more than it computes.
-            & ((t["block_n"] * t["block_q"] > 16) | (problem.n * problem.q <= 28))
-            & ((t["block_k"] < 2 * problem.c) | (t["block_k"] == 16))
-            & ((t["reduction"] != ATOMIC) | np.logical_not(problem.deterministic))
+            & table.by(("block_n", "block_q", "block_k"), lambda t: _suited(t, problem))
+            & table.by(("reduction",), lambda t: common.allowed(t["reduction"], problem))
         )
         problem, at = narrowed(problem, np.arange(len(table.rows)), first)
         t = table.at(at)
@@ -184,7 +172,11 @@ class GroupedWgrad(Tabled):
             # Partial sums of more bytes than the layer would take longer than the layer.
             & (4 * parts * _elements(problem) <= np.maximum(problem.minimum_bytes, 2**20))
         )
-        return narrowed(problem, at, legal)
+        problem, at = narrowed(problem, at, legal)
+        return problem, at, self._workings(problem, table, at)
+
+    def _workings(self, problem: Any, table: Table, at: Rows) -> _Shape:
+        return each_row(lambda p: _shape(window_of(p), table), problem, at)
 
     def launch(self, problem: Problem, row: int) -> Launch:
         t = self.configs[row]
@@ -274,7 +266,7 @@ class GroupedWgrad(Tabled):
         return Launch((sweep, add), scratch_bytes=scratch)
 
     def _derived(
-        self, problem: Any, device: Device, table: Table, at: Rows
+        self, problem: Any, device: Device, t: Mapping[str, Array], workings: _Shape
     ) -> dict[str, NDArray[np.float64]]:
         """How each config would run `problem`: the derived features, and the estimated seconds.
 
@@ -284,9 +276,8 @@ class GroupedWgrad(Tabled):
         fixed latency for each row of a block that cannot be hidden, and the time to add the blocks'
         sums.
         """
-        t = table.at(at)
+        shape = workings
         window = each(window_of, problem)
-        shape = each_row(lambda p: _shape(window_of(p), table), problem, at)
         cut = _cut(problem, t)
         slice_rows, q_tiles, k_tiles = cut.slice_rows, cut.q_tiles, cut.k_tiles
         parts, blocks = cut.parts, cut.blocks
@@ -366,6 +357,25 @@ def _fits(problem: Problem, device: Device, table: Table) -> NDArray[np.bool_]:
     """Which rows of `table` serve the problem's window on `device`."""
     shape = _shape(window_of(problem), table)
     found: NDArray[np.bool_] = shape.fits & (shape.smem_bytes <= device.smem_per_block)
+    return found
+
+
+def _suited(t: Mapping[str, Array], problem: Any) -> NDArray[np.bool_]:
+    """Which blocks are not meant for another layer than `problem`."""
+    found: NDArray[np.bool_] = (
+        # A tile twice as large as what it covers does the work of a smaller tile, slower; and
+        # images share a tile only where one alone does not fill it, or is narrow.
+        ((t["block_q"] < 2 * problem.q) | (t["block_q"] == 8))
+        & ((t["block_n"] < 2 * problem.n) | (t["block_n"] * t["block_q"] <= 16))
+        & (
+            (t["block_n"] == 1)
+            | (t["block_q"] >= problem.q)
+            | ((t["block_q"] == 8) & (problem.q <= 16))
+        )
+        # A block of 16 pixels a step waits more than it computes.
+        & ((t["block_n"] * t["block_q"] > 16) | (problem.n * problem.q <= 28))
+        & ((t["block_k"] < 2 * problem.c) | (t["block_k"] == 16))
+    )
     return found
 
 
