@@ -55,9 +55,7 @@ class Pairs:
     def pick(self, kept: Sequence[Rows]) -> Pairs:
         """Some of each problem's pairs, which are counted from 0 for each."""
         if len(kept) == 1:
-            return Pairs(
-                self.places, [0, len(kept[0])], self.rows[kept[0]], self.features[kept[0]]
-            )
+            return Pairs(self.places, [0, len(kept[0])], self.rows[kept[0]], self.features[kept[0]])
         at = np.concatenate([start + each for start, each in zip(self.bounds, kept, strict=False)])
         bounds = [0, *np.cumsum([len(each) for each in kept]).tolist()]
         return Pairs(self.places, bounds, self.rows[at], self.features[at])

@@ -111,9 +111,7 @@ class PytorchModel:
 
     def slowdowns(self, problems: Sequence[Record], device: Device) -> list[tuple[float, float]]:
         """`slowdown` of each problem."""
-        features = np.concatenate(
-            [operation_features(self.operation, p, device) for p in problems]
-        )
+        features = np.concatenate([operation_features(self.operation, p, device) for p in problems])
         ratios = self.ratio.predict(features).tolist()
         return [(exp(ratio), exp(ratio - self.margin)) for ratio in ratios]
 

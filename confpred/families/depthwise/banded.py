@@ -186,9 +186,8 @@ def suited(t: Mapping[str, Array], channels: Any, width: Any) -> NDArray[np.bool
     """
     columns = common.ceil_div(width, 8 * t["run"]) * t["run"]
     found: NDArray[np.bool_] = (
-        ((4 * columns <= 5 * common.ceil_div(width, 8)) | (t["run"] == 1))
-        & ((t["block_c"] < 2 * channels) | (t["block_c"] == 16))
-    )
+        (4 * columns <= 5 * common.ceil_div(width, 8)) | (t["run"] == 1)
+    ) & ((t["block_c"] < 2 * channels) | (t["block_c"] == 16))
     return found
 
 
@@ -286,9 +285,9 @@ class DepthwiseBanded(Tabled):
     def offered(self, problem: Any, device: Device, table: Table) -> tuple[Any, Rows, Any]:
         height, width = each(_image, problem).size_out
         # What needs no tiling is checked first, so that many rows never need one.
-        first = table.by(
-            ("block_c", "run"), lambda t: suited(t, problem.c, width)
-        ) & table.by(("bands",), lambda t: common.distinct_bands(height, t["bands"]))
+        first = table.by(("block_c", "run"), lambda t: suited(t, problem.c, width)) & table.by(
+            ("bands",), lambda t: common.distinct_bands(height, t["bands"])
+        )
         problem, at = narrowed(problem, np.arange(len(table.rows)), first)
         t = table.at(at)
         tiling = self._tiling(problem, t)

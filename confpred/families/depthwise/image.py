@@ -157,17 +157,21 @@ class DepthwiseImage(Tabled):
         first = (
             table.by(
                 ("vec", "filter_shared", "lanes_c"),
-                lambda t: depthwise.accessible(t["vec"], problem)
-                & depthwise.distinct_lanes(problem.k // t["vec"], t["lanes_c"])
-                # Registers hold small filters at no cost; large ones need shared memory.
-                & np.where(t["filter_shared"], taps * t["vec"] >= 24, taps * t["vec"] <= 100),
+                lambda t: (
+                    depthwise.accessible(t["vec"], problem)
+                    & depthwise.distinct_lanes(problem.k // t["vec"], t["lanes_c"])
+                    # Registers hold small filters at no cost; large ones need shared memory.
+                    & np.where(t["filter_shared"], taps * t["vec"] >= 24, taps * t["vec"] <= 100)
+                ),
             )
             & table.by(
                 ("tile_q", "prefetch"),
-                lambda t: depthwise.worth_loading_ahead(t["prefetch"], taps)
-                & (t["tile_q"] % horizontal.up == 0)
-                # A tile twice as wide as the image does the work of a smaller one, slower.
-                & ((t["tile_q"] < 2 * width) | (t["tile_q"] == 2)),
+                lambda t: (
+                    depthwise.worth_loading_ahead(t["prefetch"], taps)
+                    & (t["tile_q"] % horizontal.up == 0)
+                    # A tile twice as wide as the image does the work of a smaller one, slower.
+                    & ((t["tile_q"] < 2 * width) | (t["tile_q"] == 2))
+                ),
             )
             & table.by(("bands",), lambda t: common.distinct_bands(vertical.groups, t["bands"]))
         )
@@ -180,10 +184,7 @@ class DepthwiseImage(Tabled):
             & (tiling.registers <= common.MOST_ESTIMATED_REGISTERS)
             # Bounding the registers so that two blocks fit changes nothing where a thread needs
             # few, and makes it spill where it needs many.
-            & (
-                (t["min_blocks"] == 1)
-                | ((tiling.registers > 100) & (tiling.registers <= 132))
-            )
+            & ((t["min_blocks"] == 1) | ((tiling.registers > 100) & (tiling.registers <= 132)))
             & (tiling.smem_bytes <= device.smem_per_block)
             & (np.maximum(tiling.blocks, tiles) <= common.MAX_INT)
         )

@@ -34,7 +34,14 @@ MAX_SUMS = 128  # of a thread: more would leave too few registers for the window
 def _config_table() -> NDArray[np.void]:
     reductions = depthwise.reductions((4, 8, 16, 32, 64, 128, 256))
     rows = itertools.product(
-        (1, 2, 4), (4, 8), (1, 2, 4), (1, 2, 4), (depthwise.LEAST_LANES, 32), (128, 256), (1, 4, 16), reductions
+        (1, 2, 4),
+        (4, 8),
+        (1, 2, 4),
+        (1, 2, 4),
+        (depthwise.LEAST_LANES, 32),
+        (128, 256),
+        (1, 4, 16),
+        reductions,
     )
     return common.config_table(
         _FIELDS,
@@ -105,13 +112,17 @@ class DepthwiseWgrad(Tabled):
         first = (
             table.by(
                 ("vec", "lanes_c"),
-                lambda t: depthwise.accessible(t["vec"], problem)
-                & depthwise.distinct_lanes(problem.c // t["vec"], t["lanes_c"]),
+                lambda t: (
+                    depthwise.accessible(t["vec"], problem)
+                    & depthwise.distinct_lanes(problem.c // t["vec"], t["lanes_c"])
+                ),
             )
             & table.by(
                 ("tile_q", "prefetch"),
-                lambda t: depthwise.worth_loading_ahead(t["prefetch"], taps)
-                & ((t["tile_q"] < 2 * problem.q) | (t["tile_q"] == 4)),
+                lambda t: (
+                    depthwise.worth_loading_ahead(t["prefetch"], taps)
+                    & ((t["tile_q"] < 2 * problem.q) | (t["tile_q"] == 4))
+                ),
             )
             & table.by(("bands",), lambda t: common.distinct_bands(problem.p, t["bands"]))
             & table.by(("reduction",), lambda t: common.allowed(t["reduction"], problem))
