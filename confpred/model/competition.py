@@ -69,5 +69,6 @@ def _rank(
             pairs = zip(seconds[:wanted].tolist(), rows[:wanted].tolist(), strict=True)
             found[mine[place]] += [(value, Candidate(name, row)) for value, row in pairs]
     for ranking in found:
-        ranking.sort()
+        # Stable: a family's candidates of equal seconds keep their order.
+        ranking.sort(key=lambda entry: (entry[0], entry[1].provider))
     return found

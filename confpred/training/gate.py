@@ -72,7 +72,7 @@ def fit_gate(
     problems = sorted(best, key=str)
     features, lag = [], []
     for problem in problems:
-        times = best[problem]
+        times = dict(sorted(best[problem].items()))
         features.append(gate_features(operation, problem, device, families, list(times)))
         lag += [np.log(ms / min(times.values())) for ms in times.values()]
     names = [*operation.feature_names, FAMILY]
