@@ -6,6 +6,7 @@ features and macros.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -33,7 +34,9 @@ MAX_INT = 2**31 - 1  # kernels count, and address within a block's images, in 32
 
 def config_table(fields: Sequence[str], rows: Iterable[Sequence[int]]) -> NDArray[np.void]:
     """A read-only config table; the values of `rows` are in the order of `fields`."""
-    configs = np.array([tuple(row) for row in rows], dtype=[(name, np.int32) for name in fields])
+    # Number by number takes a quarter of the time that a record by record takes.
+    numbers = np.fromiter(itertools.chain.from_iterable(rows), np.int32).reshape(-1, len(fields))
+    configs = numbers.view([(name, np.int32) for name in fields]).reshape(-1)
     configs.setflags(write=False)
     return configs
 

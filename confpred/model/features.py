@@ -18,7 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from confpred.errors import ModelError
-from confpred.families.protocol import Family
+from confpred.families.protocol import Batched, Family
+from confpred.families.several import Several
 from confpred.problem.device import Device
 from confpred.problem.operation import Operation
 from confpred.problem.record import Record
@@ -102,9 +103,15 @@ def check_operation(folder: Path, operation: Operation, device: Device, card: An
 
 
 def _family_digest(
-    family: Family, device: Device, examples: Iterable[tuple[Record, Sequence[int]]]
+    family: Family, device: Device, examples: Sequence[tuple[Record, Sequence[int]]]
 ) -> str:
-    return _digest(family.features(p, device, np.array(rows, np.intp)) for p, rows in examples)
+    problems = [problem for problem, _ in examples]
+    rows = [np.array(rows, np.intp) for _, rows in examples]
+    if isinstance(family, Batched) and problems:  # the same matrices, one below the other
+        index = np.repeat(np.arange(len(rows)), [len(each) for each in rows])
+        together = Several(problems).at(index)
+        return _digest([family.features(together, device, np.concatenate(rows))])
+    return _digest(family.features(p, device, each) for p, each in zip(problems, rows, strict=True))
 
 
 def _operation_digest(operation: Operation, device: Device, examples: Iterable[Record]) -> str:
