@@ -52,8 +52,8 @@ def _config_table() -> NDArray[np.void]:
     many: list[tuple[int, ...]] = []
     odd: list[tuple[int, ...]] = []
     channels = (*itertools.product((16, 32, 64), (1, 2, 4)), *_ODD_CHANNELS)
-    for pixel_row, (block_c, warps_c), warps_m, stages, filter_shared, bands in itertools.product(
-        _PIXEL_ROWS, channels, (1, 2, 4), (3, 5), (0, 1), _BANDS
+    for pixel_row, (block_c, warps_c), warps_m, stages, filter_shared in itertools.product(
+        _PIXEL_ROWS, channels, (1, 2, 4), (3, 5), (0, 1)
     ):
         block_n, block_q = pixel_row
         tiles = common.ceil_div(block_n * block_q, 16)
@@ -77,7 +77,8 @@ def _config_table() -> NDArray[np.void]:
         if warp_channels == 8 and filter_shared:
             continue
         rows = odd if is_odd else many if warps > 4 else few
-        rows.append((block_n, block_q, block_c, warps_c, warps_m, stages, filter_shared, bands))
+        kernel = (block_n, block_q, block_c, warps_c, warps_m, stages, filter_shared)
+        rows += [(*kernel, bands) for bands in _BANDS]
     return common.config_table(_FIELDS, few + many + odd)
 
 

@@ -57,26 +57,36 @@ _COMPILED = ("block_n", "block_q", "block_k", "warp_k", "warps_m", "stages")
 _FIELDS = (*_COMPILED, "splits", "reduction")
 
 
+def _launches(whole: bool) -> list[tuple[int, int]]:
+    """Each count of slices with each way to add up their sums; `whole` where one slice has them
+    all."""
+    return [
+        (splits, reduction)
+        for splits, reduction in itertools.product(_SPLITS, range(4))
+        if not (reduction == DIRECT and splits > 1)
+        and not (reduction != DIRECT and splits == 1 and whole)
+        and not (reduction == LAST_BLOCK and splits > _MAX_LAST_BLOCK_PARTS)
+    ]
+
+
+_LAUNCHES = (_launches(False), _launches(True))
+
+
 def _config_table() -> NDArray[np.void]:
     even = itertools.product(
         _PIXEL_ROWS, itertools.product((8, 16, 32, 64), (8, 16)), (1, 2), (3, 5)
     )
     odd = itertools.product(_PIXEL_ROWS, _ODD_CHANNELS, (1,), (3, 5))
-    rows = []
+    rows: list[tuple[int, ...]] = []
     for (block_n, block_q), (block_k, warp_k), warps_m, stages in (*even, *odd):
         tiles = common.ceil_div(block_n * block_q, 16)
         if tiles % warps_m or tiles // warps_m > 4 or warp_k > block_k:
             continue
         if not 512 <= block_n * block_q * max(16, block_k) <= 4096:
             continue
-        for splits, reduction in itertools.product(_SPLITS, range(4)):
-            if reduction == DIRECT and splits > 1:
-                continue
-            if reduction != DIRECT and splits == 1 and block_n > 1 and block_q > 8:
-                continue  # one tile is as wide as the image, so one block has a whole sum
-            if reduction == LAST_BLOCK and splits > _MAX_LAST_BLOCK_PARTS:
-                continue
-            rows.append((block_n, block_q, block_k, warp_k, warps_m, stages, splits, reduction))
+        kernel = (block_n, block_q, block_k, warp_k, warps_m, stages)
+        # Where one tile is as wide as the image, one block has a whole sum.
+        rows += [(*kernel, *launch) for launch in _LAUNCHES[block_n > 1 and block_q > 8]]
     return common.config_table(_FIELDS, rows)
 
 
