@@ -23,7 +23,8 @@ WINDOWS = (
 
 
 def problems(direction: str, seed: int = 0) -> Iterator[Problem]:
-    """Without end: half of them depthwise, with all that a rule or a feature looks at: sizes, windows, steps, dtypes, epilogues."""
+    """Without end: half of them depthwise, with all that a rule or a feature looks at: sizes,
+    windows, steps, dtypes, epilogues."""
     rng = random.Random(f"{direction} {seed}")
     while True:
         depthwise = rng.random() < 0.5

@@ -102,7 +102,7 @@ def best_first(
 
 def _longest(pairs: Pairs) -> int:
     """The most candidates that a problem has."""
-    return max(part.stop - part.start for part in pairs.parts())
+    return max(b - a for a, b in zip(pairs.bounds, pairs.bounds[1:], strict=False))
 
 
 def _ranks(order: Trees, pairs: Pairs, trees: int) -> list[Rows]:

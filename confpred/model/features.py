@@ -44,12 +44,18 @@ def examples_of(problems: Iterable[Record]) -> list[Record]:
     return chosen
 
 
-@lru_cache(maxsize=256)
 def operation_features(
     operation: Operation, problem: Record, device: Device
 ) -> NDArray[np.float32]:
-    """The features of a problem that all kernels share. Kept, as several regressors take them."""
-    features = operation.features(problem, device)
+    """The features of a problem that all its kernels share. They are kept, as several regressors
+    take them."""
+    asked: Any = operation  # which can be hashed, though its protocol does not say so
+    return _operation_features(asked, problem, device)
+
+
+@lru_cache(maxsize=256)
+def _operation_features(operation: Any, problem: Record, device: Device) -> NDArray[np.float32]:
+    features: NDArray[np.float32] = operation.features(problem, device)
     features.setflags(write=False)
     return features
 

@@ -243,7 +243,7 @@ def _whole(
         if fitted is None:
             return None
         gate = fit_gate(fold.train, dataset.operation, dataset.device, seed)
-        known = gate and gate.gate(dataset.operation)
+        known = None if gate is None else gate.gate(dataset.operation)
         pytorch = PytorchModel(dataset.operation, Trees(fitted.ratio), fitted.margin)
         for problem in dict.fromkeys(t.problem for t in fold.test):
             theirs = dataset.pytorch_ms.get(problem)

@@ -87,7 +87,8 @@ class _Axis:
     @property
     def groups(self) -> int:
         """Groups of `up` outputs."""
-        return common.ceil_div(self.size_out + self.shift, self.up)
+        found: int = common.ceil_div(self.size_out + self.shift, self.up)
+        return found
 
 
 def _axes(problem: Problem) -> tuple[_Axis, _Axis]:
@@ -115,7 +116,7 @@ class _Tiling:
 
     repeat: Array
     in_x: Array  # input columns of a tile
-    depth: int | Array  # groups of accumulators
+    depth: Any  # an integer, or one for each config; groups of accumulators
     pitch: Array  # floats of shared memory that the filters of a lane take
     registers: Array  # an estimate
     smem_bytes: Array
