@@ -184,6 +184,9 @@ def latency(result: dict[str, Any]) -> str:
         )
         for kind, times in result["unseen"].items()
     ]
+    for kind, times in result.get("network", {}).items():
+        figures = f"{times['least_ms']:.3g}", f"{budgets['network_ms']:g}"
+        rows.append((f"50 unseen layers in one call, {kind}, ms", *figures))
     for name, part, unit in (
         ("repeated problem", "repeated", "us"),
         ("cold process, from start to exit", "cold", "s"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Generic, TypeVar
 
 from confpred.forks import uninterrupted
@@ -50,10 +50,11 @@ class Remembered(Generic[Asked, Found]):
     """The function `find`, of which the answers used last are kept, as in `Recent`.
 
     Safe to share between threads, and to fork. Threads that ask the same new thing at once share
-    one call of `find`; those that ask other things do not wait. `find` returns no None.
+    one call of `find`; those that ask other things do not wait. `find` takes several things that
+    were asked, and returns the answer to each, none of which is None.
     """
 
-    def __init__(self, find: Callable[[Asked], Found], least: int) -> None:
+    def __init__(self, find: Callable[[Sequence[Asked]], Sequence[Found]], least: int) -> None:
         self._find = find
         self._recent: Recent[Asked, Found] = Recent(least)
         self._lock = threading.Lock()  # guards what is under way
@@ -66,19 +67,38 @@ class Remembered(Generic[Asked, Found]):
                 with self._lock:
                     done = self._under_way.setdefault(asked, mine)
                 if done is mine:
-                    return self._found(asked, mine)
+                    return self._found([asked], mine)[asked]
             done.wait()  # then look again: where it failed, this thread tries
         return found
 
-    def _found(self, asked: Asked, done: threading.Event) -> Found:
+    def many(self, asked: Sequence[Asked]) -> list[Found]:
+        """The answers to all of `asked`, in order; those that are new are found in one call."""
+        found: dict[Asked, Found | None] = {each: self._recent.get(each) for each in asked}
+        new = [each for each, known in found.items() if known is None]
+        if new:
+            with uninterrupted:
+                mine = threading.Event()
+                with self._lock:
+                    new = [each for each in new if self._under_way.setdefault(each, mine) is mine]
+                found.update(self._found(new, mine))
+        # What is missing now is under way elsewhere, which is waited for last: two threads that
+        # each wait for something of the other's have both done their own.
+        return [self(each) if (known := found[each]) is None else known for each in asked]
+
+    def _found(self, asked: Sequence[Asked], done: threading.Event) -> dict[Asked, Found]:
+        """The answers to what this thread has under way."""
         try:
             # Another thread may have been done between this one's look and its turn.
-            found = self._recent.get(asked)
-            if found is None:
-                found = self._find(asked)
-                self._recent.put(asked, found)
-            return found
+            known = {each: self._recent.get(each) for each in asked}
+            new = [each for each, found in known.items() if found is None]
+            answers = {each: found for each, found in known.items() if found is not None}
+            if new:
+                answers.update(zip(new, self._find(new), strict=True))
+            for each in new:
+                self._recent.put(each, answers[each])
+            return answers
         finally:
             with self._lock:
-                del self._under_way[asked]
+                for each in asked:
+                    del self._under_way[each]
             done.set()

@@ -6,14 +6,16 @@ features and macros.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from confpred.families.protocol import Family, Rows
+from confpred.families.protocol import Rows
+from confpred.families.several import each, once
 from confpred.problem.conv2d import ACTIVATIONS, Problem
 from confpred.problem.device import Device
 
@@ -32,7 +34,9 @@ MAX_INT = 2**31 - 1  # kernels count, and address within a block's images, in 32
 
 def config_table(fields: Sequence[str], rows: Iterable[Sequence[int]]) -> NDArray[np.void]:
     """A read-only config table; the values of `rows` are in the order of `fields`."""
-    configs = np.array([tuple(row) for row in rows], dtype=[(name, np.int32) for name in fields])
+    # Number by number takes a quarter of the time that a record by record takes.
+    numbers = np.fromiter(itertools.chain.from_iterable(rows), np.int32).reshape(-1, len(fields))
+    configs = numbers.view([(name, np.int32) for name in fields]).reshape(-1)
     configs.setflags(write=False)
     return configs
 
@@ -46,6 +50,44 @@ def config_columns(configs: NDArray[np.void], rows: Rows | slice = slice(None)) 
 def columns_at(columns: Mapping[str, Array], rows: Rows | slice) -> dict[str, Array]:
     """Some rows of the columns of a config table."""
     return {name: column[rows] for name, column in columns.items()}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Table:
+    """A part of a family's config table, or all of it.
+
+    Attributes:
+        rows: which rows of the config table, rising.
+        columns: their fields by name.
+        kinds: some of the fields as they differ, and which of these each row has (`by`).
+    """
+
+    rows: Rows
+    columns: Mapping[str, Array]
+    kinds: dict[tuple[str, ...], tuple[dict[str, Array], Rows]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, configs: NDArray[np.void], rows: Rows | None = None) -> Table:
+        """Those `rows` of `configs`; by default, all."""
+        rows = np.arange(len(configs)) if rows is None else rows
+        return cls(rows, config_columns(configs, rows))
+
+    def at(self, places: Rows) -> dict[str, Array]:
+        """The fields of some of its rows, which are counted from 0."""
+        return columns_at(self.columns, places)
+
+    def by(
+        self, names: tuple[str, ...], rule: Callable[[Mapping[str, Array]], NDArray[np.bool_]]
+    ) -> NDArray[np.bool_]:
+        """What a `rule` that needs only the fields `names` says of each row. It is asked once for
+        all rows that have the same, of which there are few kinds."""
+        if names not in self.kinds:
+            values = np.stack([self.columns[name] for name in names])
+            kinds, of_row = np.unique(values, axis=1, return_inverse=True)
+            self.kinds[names] = (dict(zip(names, kinds, strict=True)), of_row.reshape(-1))
+        t, of_row = self.kinds[names]
+        found: NDArray[np.bool_] = rule(t)[..., of_row]
+        return found
 
 
 def config_macros(config: np.void, fields: Iterable[str]) -> tuple[tuple[str, int], ...]:
@@ -70,20 +112,32 @@ def agreed_macros(**sizes: int | np.integer[Any]) -> tuple[tuple[str, int], ...]
     return tuple((f"HOST_{name.upper()}", int(size)) for name, size in sizes.items())
 
 
+def ceil_div(size: Any, piece: Any) -> Any:
+    """How many pieces `size` takes; of integers, of which `piece` is positive. For arrays it takes
+    half as long as ``-(-size // piece)``, as few quotients are negative."""
+    return (size - 1) // piece + 1
+
+
 def cut(size: _Count | int, pieces: _Count) -> tuple[_Count, _Count]:
     """The size of a piece, and how many pieces there are, when `size` is cut into about `pieces`:
     the size is rounded up, so fewer may do."""
-    piece = -(-size // pieces)
-    return piece, -(-size // piece)
+    piece = ceil_div(size, pieces)
+    return piece, ceil_div(size, piece)
+
+
+def allowed(reduction: Array, problem: Any) -> NDArray[np.bool_]:
+    """Which ways to add up sums serve a `problem` that may have to be deterministic."""
+    found: NDArray[np.bool_] = (reduction != ATOMIC) | np.logical_not(problem.deterministic)
+    return found
 
 
 def distinct_bands(size: int, bands: Array) -> NDArray[np.bool_]:
     """Which counts of bands are worth offering for `size` rows. A band has at least two rows, as a
     band of one row would read a whole window to make it; and half as many bands must be larger
     ones, or the launch would be the same."""
-    rows = -(-size // bands)
+    rows = ceil_div(size, bands)
     result: NDArray[np.bool_] = (bands == 1) | (
-        (rows >= 2) & (rows < -(-size // (bands // 2).clip(1)))
+        (rows >= 2) & (rows < ceil_div(size, np.maximum(bands // 2, 1)))
     )
     return result
 
@@ -122,7 +176,8 @@ class Occupancy:
         per_sm = np.minimum(
             np.minimum(device.smem_per_sm // smem, device.regs_per_sm // (threads * registers)),
             np.minimum(device.warps_per_sm * 32 // threads, device.blocks_per_sm),
-        ).clip(1)
+        )
+        per_sm = np.maximum(per_sm, 1)
         waves = blocks / (device.sm_count * per_sm)
         return cls(
             threads=threads,
@@ -150,16 +205,19 @@ class Occupancy:
         }
 
 
-def problem_features(problem: Problem) -> dict[str, float]:
+def problem_features(problem: Problem) -> dict[str, Any]:
     """The features of `problem` by name; a family lists those that vary among its problems.
     Logarithms are to base 2."""
     p = problem
+    intensity = each(_intensity, p)  # of integers that may be too large for an array
+    sizes = (p.n, p.c, p.k, p.p, p.q, p.minimum_bytes, intensity)
+    n, c, k, height, width, moved, intense = _log2(sizes)
     return {
-        "log_n": np.log2(p.n),
-        "log_c": np.log2(p.c),
-        "log_k": np.log2(p.k),
-        "log_p": np.log2(p.p),
-        "log_q": np.log2(p.q),
+        "log_n": n,
+        "log_c": c,
+        "log_k": k,
+        "log_p": height,
+        "log_q": width,
         "r": p.r,
         "s": p.s,
         "stride_h": p.stride[0],
@@ -171,40 +229,56 @@ def problem_features(problem: Problem) -> dict[str, float]:
         "itemsize": p.itemsize,
         "bfloat16": p.dtype == "bfloat16",
         "bias": p.bias,
-        "activation": ACTIVATIONS.index(p.activation),
+        "activation": each(_activation, p),
         "residual": p.residual,
-        "log_bytes": np.log2(p.minimum_bytes),
-        "log_intensity": np.log2(p.flops / p.minimum_bytes),
+        "log_bytes": moved,
+        "log_intensity": intense,
         # Rows of pixels that do not begin at a cache line are read and written in pieces.
         "pixel_alignment": np.gcd(p.itemsize * p.k, 128),
     }
 
 
+def _log2(values: Sequence[Any]) -> Sequence[Any]:
+    """The logarithm of each of `values`, at once where they are numbers."""
+    if any(isinstance(value, np.ndarray) for value in values):
+        return [np.log2(value) for value in values]
+    found: Sequence[Any] = np.log2(np.array(values, np.float64)).tolist()
+    return found
+
+
+def _intensity(problem: Problem) -> float:
+    return problem.flops / problem.minimum_bytes
+
+
+def _activation(problem: Problem) -> int:
+    return ACTIVATIONS.index(problem.activation)
+
+
 def feature_matrix(
-    family: Family,
-    problem: Problem,
+    names: Sequence[str],
+    problem: Any,
     device: Device,
-    rows: Rows,
+    t: Mapping[str, Array],
     derived: Mapping[str, NDArray[Any]],
 ) -> NDArray[np.float32]:
-    """The features of `family` for some rows of its config table: the problem's, the configs'
+    """The features called `names` for some rows of a config table: the problem's, the configs'
     fields, the derived ones, and ``log_estimate``.
 
     Args:
-        family: the family, which names the features.
-        problem: the layer.
+        names: of the features, in order.
+        problem: the layer, or several with one for each config.
         device: the device that the estimate is for.
-        rows: the configs.
+        t: the fields of the configs.
         derived: features that follow from problem and config together, and ``estimate``, in
             seconds. A derived feature takes the place of a problem's feature of the same name.
     """
     columns: dict[str, Any] = {
-        **problem_features(problem),
-        **config_columns(family.configs, rows),
+        **once(problem_features, problem),
+        **t,
         **derived,
-        "log_estimate": np.log2(derived["estimate"] / device.roofline_s(problem)),
+        "log_estimate": np.log2(derived["estimate"] / each(device.roofline_s, problem)),
     }
-    matrix = np.empty((len(rows), len(family.feature_names)), np.float32)
-    for index, name in enumerate(family.feature_names):
-        matrix[:, index] = columns[name]
-    return matrix
+    matrix = np.empty((len(names), len(derived["estimate"])), np.float32)
+    for row, name in zip(matrix, names, strict=True):
+        row[:] = columns[name]
+    return np.ascontiguousarray(matrix.T)  # faster than to write columns

@@ -61,6 +61,38 @@ class Family(Protocol):
 
 
 @runtime_checkable
+class Batched(Protocol):
+    """A family that answers for a part of its table and for several problems at once, with the same
+    results to the bit as `Family.legal` and `Family.features` (`confpred.families.tabled`).
+
+    A ``problem`` is one, or `confpred.families.several.Several` of them.
+    """
+
+    def serves(self, problem: Any) -> bool:
+        """Whether some config may compute one problem, as far as that depends on no config."""
+        ...
+
+    def table(self, rows: Rows) -> Any:
+        """A part of the config table, prepared for the other methods."""
+        ...
+
+    def offered(self, problem: Any, device: Device, table: Any) -> tuple[Any, Rows, Any]:
+        """Which rows of `table`, counted from 0, compute a problem that the family `serves`.
+
+        Returns:
+            The problem, or where they are several the problem of each pair; the rows, rising for
+            each problem; and what was worked out of them for `described`.
+        """
+        ...
+
+    def described(
+        self, problem: Any, device: Device, table: Any, at: Rows, workings: Any
+    ) -> NDArray[np.float32]:
+        """The features of what `offered` returned."""
+        ...
+
+
+@runtime_checkable
 class Lister(Protocol):
     """A family whose candidates a library lists, problem by problem.
 

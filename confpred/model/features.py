@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from confpred.errors import ModelError
-from confpred.families.protocol import Family
+from confpred.families.protocol import Batched, Family
+from confpred.families.several import Several
 from confpred.problem.device import Device
 from confpred.problem.operation import Operation
 from confpred.problem.record import Record
@@ -40,6 +42,22 @@ def examples_of(problems: Iterable[Record]) -> list[Record]:
             met |= values
             chosen.append(problem)
     return chosen
+
+
+def operation_features(
+    operation: Operation, problem: Record, device: Device
+) -> NDArray[np.float32]:
+    """The features of a problem that all its kernels share. They are kept, as several regressors
+    take them."""
+    asked: Any = operation  # which can be hashed, though its protocol does not say so
+    return _operation_features(asked, problem, device)
+
+
+@lru_cache(maxsize=256)
+def _operation_features(operation: Any, problem: Record, device: Device) -> NDArray[np.float32]:
+    features: NDArray[np.float32] = operation.features(problem, device)
+    features.setflags(write=False)
+    return features
 
 
 def family_card(
@@ -91,9 +109,15 @@ def check_operation(folder: Path, operation: Operation, device: Device, card: An
 
 
 def _family_digest(
-    family: Family, device: Device, examples: Iterable[tuple[Record, Sequence[int]]]
+    family: Family, device: Device, examples: Sequence[tuple[Record, Sequence[int]]]
 ) -> str:
-    return _digest(family.features(p, device, np.array(rows, np.intp)) for p, rows in examples)
+    problems = [problem for problem, _ in examples]
+    rows = [np.array(rows, np.intp) for _, rows in examples]
+    if isinstance(family, Batched) and problems:  # the same matrices, one below the other
+        index = np.repeat(np.arange(len(rows)), [len(each) for each in rows])
+        together = Several(problems).at(index)
+        return _digest([family.features(together, device, np.concatenate(rows))])
+    return _digest(family.features(p, device, each) for p, each in zip(problems, rows, strict=True))
 
 
 def _operation_digest(operation: Operation, device: Device, examples: Iterable[Record]) -> str:

@@ -5,6 +5,8 @@
     <pool>.order.txt     LightGBM's text form of the regressor that orders the configs of a family,
                          or of several that learn from each other (`confpred.model.pools`)
     <pool>.time.txt      the same for the regressor of their times
+    gate.txt             the same for how far each family's best config is behind the best of all,
+                         where enough problems were measured with several families
     pytorch.txt          the same for how PyTorch's own operator compares with ours, where enough of
                          it was measured
     measured.json        the best measured config of each problem in the data
@@ -40,6 +42,7 @@ from confpred.families.registry import all_families, all_operations
 from confpred.files import parse_json
 from confpred.forks import uninterrupted
 from confpred.model.features import check_family, check_operation
+from confpred.model.gate import FAMILY, Gate
 from confpred.model.pools import Pool, configs_digest
 from confpred.model.ranking import FamilyModel, PytorchModel
 from confpred.model.trees import Trees
@@ -51,6 +54,7 @@ log = logging.getLogger(__name__)
 FORMAT = "confpred-model/4"
 CARD, MEASURED = "card.json", "measured.json"
 ORDER_TREES, TIME_TREES, PYTORCH_TREES = "{}.order.txt", "{}.time.txt", "pytorch.txt"
+GATE_TREES = "gate.txt"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +80,7 @@ class Model:
         device: what it was trained for.
         operation: what its families compute.
         families: what was learned of each kernel family, by name.
+        gate: which of the families can win, or None if that was not learned.
         pytorch: what was learned of PyTorch's own operator, or None.
         measured: the best measured config of each problem in the training data, by the problem's
             words (``str(problem)``), as most of them are never asked for.
@@ -89,6 +94,7 @@ class Model:
     device: Device
     operation: Operation
     families: Mapping[str, FamilyModel]
+    gate: Gate | None
     pytorch: PytorchModel | None
     measured: Mapping[str, Best]
     regret_bound: float
@@ -254,6 +260,13 @@ def _load(folder: Path, read: ModelFiles) -> Model:
             check_family(folder, family, device, entry["features"])
             families[family.name] = FamilyModel(family, pool, order, time, portfolio)
             stale += _stale(entry["source"], entry["source_digests"])
+    gate = None
+    if GATE_TREES in files:
+        entry = card["gate"]
+        lag = _trees(folder, files, GATE_TREES, (*operation.feature_names, FAMILY))
+        margin = _number("margin", entry["margin"], least=0.0)
+        check_operation(folder, operation, device, entry["features"])
+        gate = Gate(operation, _known(entry["families"], families), lag, margin)
     pytorch = None
     if PYTORCH_TREES in files:
         ratio = _trees(folder, files, PYTORCH_TREES, operation.feature_names)
@@ -266,6 +279,7 @@ def _load(folder: Path, read: ModelFiles) -> Model:
         device=device,
         operation=operation,
         families=families,
+        gate=gate,
         pytorch=pytorch,
         measured=_measured(folder / MEASURED, files[MEASURED]),
         regret_bound=_number("regret_bound", card["regret_bound"], least=1.0),
@@ -309,6 +323,12 @@ def _row(path: Path, value: object, family: Family) -> int:
     if type(value) is not int or not 0 <= value < len(family.configs):
         raise ModelError(f"{path} is damaged: {family.name} has no config {value!r}")
     return value
+
+
+def _known(names: object, families: Mapping[str, FamilyModel]) -> tuple[str, ...]:
+    if not isinstance(names, list) or not set(names) <= families.keys():
+        raise ValueError(f"the gate is for {names!r}, not all of which the model knows")
+    return tuple(names)
 
 
 def _number(name: str, value: object, least: float) -> float:

@@ -38,7 +38,7 @@ class Pool:
         self.name = "+".join(family.name for family in self.families)
         names = list(dict.fromkeys(n for family in self.families for n in family.feature_names))
         self._columns = {
-            family.name: np.array([names.index(n) for n in family.feature_names])
+            family.name: _columns([names.index(n) for n in family.feature_names])
             for family in self.families
         }
         self._member = {family.name: i for i, family in enumerate(self.families)}
@@ -48,13 +48,21 @@ class Pool:
         self, family: Family, problem: Record, device: Device, rows: Rows
     ) -> NDArray[np.float32]:
         """The features of one of its families; NaN in the columns that only others have."""
-        own = family.features(problem, device, rows)
+        return self.spread(family, family.features(problem, device, rows))
+
+    def spread(self, family: Family, own: NDArray[np.float32]) -> NDArray[np.float32]:
+        """The features `own` of one of its families in the pool's columns."""
         if len(self.families) == 1:
             return own
-        matrix = np.full((len(rows), len(self.feature_names)), np.nan, np.float32)
+        matrix = np.full((len(own), len(self.feature_names)), np.nan, np.float32)
         matrix[:, self._columns[family.name]] = own
         matrix[:, -1] = self._member[family.name]
         return matrix
+
+
+def _columns(found: list[int]) -> slice | NDArray[np.intp]:
+    """Columns of a matrix; a slice where they are the first ones, which is copied faster."""
+    return slice(len(found)) if found == list(range(len(found))) else np.array(found)
 
 
 def pools(families: Iterable[Family]) -> tuple[Pool, ...]:

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from math import exp
 
 import numpy as np
 from numpy.typing import NDArray
 
 from confpred.families.protocol import Family, Rows
+from confpred.families.several import Several
+from confpred.model.cascade import Pairs, best_first
+from confpred.model.features import operation_features
+from confpred.model.offers import Offer
 from confpred.model.pools import Pool
 from confpred.model.trees import Trees
 from confpred.problem.device import Device
 from confpred.problem.operation import Operation
 from confpred.problem.record import Record
-
-#: The first trees correct the most, so they pick the finalists that the whole ensemble then orders:
-#: a fifth of the work, and nearly always the same winner (`benchmarks/predict_latency.py` counts
-#: the exceptions, and tells what they cost).
-PREFIX_TREES = 20
-FINALISTS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +33,7 @@ class FamilyModel:
             another, and orders them better than `time` does.
         time: regressor of log(time / roofline time), from the same features.
         portfolio: mask over the family's config table: the configs worth offering.
+        offer: the portfolio, prepared for predictions.
     """
 
     family: Family
@@ -41,6 +41,10 @@ class FamilyModel:
     order: Trees
     time: Trees
     portfolio: NDArray[np.bool_]
+    offer: Offer = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "offer", Offer(self.family, self.pool, self.portfolio))
 
     def candidates(self, problem: Record, device: Device) -> Rows:
         """Configs worth comparing: the portfolio's legal ones, or all legal ones if it has none."""
@@ -49,19 +53,39 @@ class FamilyModel:
         return offered if len(offered) else np.flatnonzero(legal)
 
     def rank(self, problem: Record, device: Device, rows: Rows) -> tuple[Rows, NDArray[np.float64]]:
-        """The best ``FINALISTS`` of `rows`, or fewer, and their predicted seconds, rising.
-
-        The best one's time is what `time` says; the others' follow by the ratios of `order`.
-        """
+        """The best of `rows`, as many as `confpred.model.cascade` orders, and their predicted
+        seconds, rising."""
         features = self.pool.features(self.family, problem, device, rows)
-        if len(rows) > FINALISTS:
-            kept = np.argsort(self.order.predict(features, PREFIX_TREES), kind="stable")[:FINALISTS]
-            rows, features = rows[kept], features[kept]
-        cost = self.order.predict(features)
-        ranked = np.lexsort((rows, cost))
-        rows, features, cost = rows[ranked], features[ranked], cost[ranked]
-        best = self.time.predict(features[:1])
-        return rows, np.exp(best + cost - cost[:1]) * device.roofline_s(problem)
+        pairs = Pairs.of_one(rows, features)
+        return self._ranked(pairs, [problem], device, runners_up=True)[0]
+
+    def rank_all(
+        self, problems: Several, device: Device, *, runners_up: bool
+    ) -> dict[int, tuple[Rows, NDArray[np.float64]]]:
+        """`rank` of the candidates of each of `problems` that has any, by its place.
+
+        Args:
+            problems: which.
+            device: the device to compute them on.
+            runners_up: whether to order more than the finalists, after them.
+        """
+        pairs = self.offer.pairs(problems, device)
+        return self._ranked(pairs, problems.problems, device, runners_up)
+
+    def _ranked(
+        self, pairs: Pairs, problems: Sequence[Record], device: Device, runners_up: bool
+    ) -> dict[int, tuple[Rows, NDArray[np.float64]]]:
+        """The best one's time is what `time` says; the others' follow by the ratios of `order`."""
+        pairs, cost = best_first(self.order, pairs, runners_up=runners_up)
+        if not pairs.places:
+            return {}
+        best = self.time.predict(pairs.features[pairs.bounds[:-1]])
+        found = {}
+        for place, part, expected in zip(pairs.places, pairs.parts(), best, strict=True):
+            costs = cost[part]
+            seconds = np.exp(expected + costs - costs[:1]) * device.roofline_s(problems[place])
+            found[place] = pairs.rows[part], seconds
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +107,13 @@ class PytorchModel:
 
     def slowdown(self, problem: Record, device: Device) -> tuple[float, float]:
         """How many times as long as our fastest config it takes: expected, and at least."""
-        ratio = float(self.ratio.predict(self.operation.features(problem, device))[0])
-        return exp(ratio), exp(ratio - self.margin)
+        return self.slowdowns([problem], device)[0]
+
+    def slowdowns(self, problems: Sequence[Record], device: Device) -> list[tuple[float, float]]:
+        """`slowdown` of each problem."""
+        features = np.concatenate([operation_features(self.operation, p, device) for p in problems])
+        ratios = self.ratio.predict(features).tolist()
+        return [(exp(ratio), exp(ratio - self.margin)) for ratio in ratios]
 
 
 def rank_by_estimate(

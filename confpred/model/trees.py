@@ -14,6 +14,7 @@ import weakref
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +31,8 @@ _HEADER = re.compile(r"tree\n(?:\w+(?:=.*)?\n)*?feature_names=(.+)\n")
 _PARAMETERS = b"num_threads=1 verbosity=-1"
 #: One ensemble at a time, as LightGBM's number of threads is set for it and set back.
 _parsing = threading.Lock()
+#: Where LightGBM writes how many values it wrote, which is known: one place for all calls.
+_count = ctypes.byref(ctypes.c_int64())
 
 
 class Trees:
@@ -118,20 +121,25 @@ class Trees:
             _check(
                 _library().LGBM_BoosterPredictForMat(
                     self._booster(trees),
-                    ctypes.c_void_p(matrix.ctypes.data),
+                    _address(matrix),
                     _DTYPE_FLOAT32,
-                    ctypes.c_int32(len(matrix)),
-                    ctypes.c_int32(len(self.features)),
+                    len(matrix),
+                    len(self.features),
                     1,  # row-major
                     _PREDICT_RAW_SCORE,
                     0,  # from the first tree
                     _ALL,
                     _PARAMETERS,
-                    ctypes.byref(ctypes.c_int64()),
-                    ctypes.c_void_p(values.ctypes.data),
+                    _count,
+                    _address(values),
                 )
             )
         return values
+
+
+def _address(array: NDArray[Any]) -> ctypes.c_void_p:
+    """Where the elements of `array` begin; its attribute ``ctypes`` takes three times as long."""
+    return ctypes.c_void_p(array.__array_interface__["data"][0])
 
 
 def _first(text: str, trees: int) -> str:

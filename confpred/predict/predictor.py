@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 
 import numpy as np
-from numpy.typing import NDArray
 
 from confpred.errors import InvalidInput
 from confpred.families.candidate import PYTORCH_OPERATOR, Candidate
-from confpred.families.protocol import Lister, Rows
+from confpred.families.protocol import Lister
 from confpred.families.registry import all_families, kernels_of
 from confpred.files import read_json
 from confpred.memory import Remembered
+from confpred.model.competition import Ranking, rank_families
 from confpred.model.folder import Model, NewestModels, load_model
 from confpred.model.ranking import rank_by_estimate
 from confpred.predict import pins as pins_file
 from confpred.predict import plans
-from confpred.predict.choice import MAX_TOP, Choice, Source, check_top
+from confpred.predict.choice import Choice, Source, check_top
 from confpred.problem.device import Device, get_device
 from confpred.problem.record import Record
 
@@ -28,6 +28,9 @@ from confpred.problem.record import Record
 #: rankings, of up to 16 kB.
 BEST_KEPT = 8_192
 RANKINGS_KEPT = 512
+#: How many problems are worked out together at most: more would be no faster, and each takes about
+#: 200 kB while it is under way.
+TOGETHER = 64
 _Asked = tuple[Record, Device, int]  # the problem, for which device, and how many choices
 
 
@@ -117,9 +120,12 @@ class Predictor:
         return self._answer(problem, get_device(device), 1)[0]
 
     def choose_many(self, problems: Iterable[Record], device: str | Device) -> list[Choice]:
-        """`choose` for each of `problems`, in order."""
+        """`choose` for each of `problems`, in order; those that are new are worked out together,
+        which is faster."""
         known = get_device(device)
-        return [self._answer(problem, known, 1)[0] for problem in problems]
+        asked = [(_checked(problem), known, 1) for problem in problems]
+        parts = (asked[i : i + TOGETHER] for i in range(0, len(asked), TOGETHER))
+        return [choices[0] for part in parts for choices in self._best.many(part)]
 
     def rank(self, problem: Record, device: str | Device, top: int = 5) -> list[Choice]:
         """The best `top` choices, best first; one ``fallback`` choice if no kernel is legal.
@@ -158,27 +164,65 @@ class Predictor:
         return None if seconds is None else seconds * 1e3
 
     def _answer(self, problem: Record, device: Device, top: int) -> tuple[Choice, ...]:
-        if not isinstance(problem, Record):
-            raise InvalidInput("problem", problem, "a problem, such as a confpred.Problem")
         remembered = self._best if top == 1 else self._ranking
-        return remembered((problem, device, top))
+        return remembered((_checked(problem), device, top))
 
-    def _work_out(self, asked: _Asked) -> tuple[Choice, ...]:
-        problem, device, top = asked
+    def _model(self, problem: Record, device: Device) -> Model | None:
+        """The model that knows such problems on `device`."""
+        model = self._models.get(device.key)
+        return model if model and model.operation.problem is type(problem) else None
+
+    def _work_out(self, asked: Sequence[_Asked]) -> list[tuple[Choice, ...]]:
+        """The answers to questions that are all about one device and number of choices."""
+        settled = [self._settled(*each) for each in asked]
+        short = [i for i, options in enumerate(settled) if len(options) < asked[i][2]]
+        found = self._found([asked[i] for i in short])
+        for i, options in zip(short, found, strict=True):
+            known = {option.candidate for option in settled[i]}
+            settled[i] += [option for option in options if option.candidate not in known]
+        return [self._choices(*each, options) for each, options in zip(asked, settled, strict=True)]
+
+    def _settled(self, problem: Record, device: Device, top: int) -> list[_Option]:
+        """What needs no prediction: the user's pin, and the best measured config."""
+        pin = self._pins.get((problem, device))
+        if top == 1 and (problem, device) in self._planned:
+            return [_Option("pinned", self._planned[problem, device].candidate, None)]
+        model = self._model(problem, device)
+        best = model.measured.get(str(problem)) if model else None
+        options = []
+        if pin is not None:
+            options.append(_Option("pinned", pin, _expected_s(problem, device, model, pin)))
+        if best is not None and best.candidate != pin:
+            options.append(_Option("measured", best.candidate, best.time_ms * 1e-3))
+        return options
+
+    def _found(self, asked: Sequence[_Asked]) -> list[list[_Option]]:
+        """What is predicted, or else estimated, for each question."""
+        alike: dict[type[Record], list[int]] = {}
+        for i, (problem, _, _) in enumerate(asked):
+            alike.setdefault(type(problem), []).append(i)
+        found: list[list[_Option]] = [[] for _ in asked]
+        for places in alike.values():
+            first, device, top = asked[places[0]]
+            model = self._model(first, device)
+            if model is not None:
+                options = _predicted([asked[i][0] for i in places], device, model, top)
+                for i, each in zip(places, options, strict=True):
+                    found[i] = each
+        return [
+            options or _estimated(problem, device, top)
+            for options, (problem, device, top) in zip(found, asked, strict=True)
+        ]
+
+    def _choices(
+        self, problem: Record, device: Device, top: int, options: Sequence[_Option]
+    ) -> tuple[Choice, ...]:
+        """The first `top` of `options` spelled out; the fallback if there are none."""
         planned = self._planned.get((problem, device))
         if planned is not None and top == 1:
             return (planned,)  # so that a start from a plan loads no model
-        model = self._models.get(device.key)
-        if model is not None and model.operation.problem is not type(problem):
-            model = None
-        options = [*self._settled(problem, device, model)]
-        settled = {option.candidate for option in options}
-        if len(options) < top:
-            found = _predicted(problem, device, model) if model else []
-            found = found or _estimated(problem, device)
-            options += (option for option in found if option.candidate not in settled)
-        if not options:
-            options = [_Option("fallback", PYTORCH_OPERATOR, None)]
+        model = self._model(problem, device)
+        options = options or [_Option("fallback", PYTORCH_OPERATOR, None)]
         bound = model.regret_bound if model and options[0].source == "predicted" else None
         choices = tuple(
             _choice(problem, device, option, model, bound if index == 0 else None)
@@ -186,55 +230,45 @@ class Predictor:
         )
         return choices if planned is None else (planned, *choices[1:])
 
-    def _settled(self, problem: Record, device: Device, model: Model | None) -> Iterator[_Option]:
-        """What needs no prediction: the user's pin, and the best measured config."""
-        pin = self._pins.get((problem, device))
-        best = model.measured.get(str(problem)) if model else None
-        if pin is not None:
-            yield _Option("pinned", pin, _expected_s(problem, device, model, pin))
-        if best is not None and best.candidate != pin:
-            yield _Option("measured", best.candidate, best.time_ms * 1e-3)
+
+def _checked(problem: object) -> Record:
+    if not isinstance(problem, Record):
+        raise InvalidInput("problem", problem, "a problem, such as a confpred.Problem")
+    return problem
 
 
-def _predicted(problem: Record, device: Device, model: Model) -> list[_Option]:
-    """The finalists of the families that `model` knows, fastest first. PyTorch's own operator comes
-    before those that do not beat it even if its time is overestimated. Empty if nothing is
-    legal."""
-    ranked = {}
-    for name, learned in model.families.items():
-        candidates = learned.candidates(problem, device)
-        if len(candidates):
-            ranked[name] = learned.rank(problem, device, candidates)
-    found = _fastest(ranked)
-    options = [_Option("predicted", candidate, seconds) for seconds, candidate in found]
-    if found and model.pytorch is not None:
-        best = found[0][0]
-        expected, least = (best * times for times in model.pytorch.slowdown(problem, device))
-        place = sum(seconds <= least for seconds, _ in found)
-        options.insert(place, _Option("predicted", PYTORCH_OPERATOR, expected))
-    return options
+def _predicted(
+    problems: Sequence[Record], device: Device, model: Model, top: int = 1
+) -> list[list[_Option]]:
+    """For each of `problems` at least `top` candidates, if the families that `model` knows have
+    them, fastest first. PyTorch's own operator comes before those that do not beat it even if its
+    time is overestimated. Empty where nothing is legal."""
+    rankings = rank_families(model.families, model.gate, problems, device, top)
+    found = [
+        [_Option("predicted", candidate, seconds) for seconds, candidate in ranking]
+        for ranking in rankings
+    ]
+    served = [i for i, ranking in enumerate(rankings) if ranking]
+    if served and model.pytorch is not None:
+        slowdowns = model.pytorch.slowdowns([problems[i] for i in served], device)
+        for i, slowdown in zip(served, slowdowns, strict=True):
+            expected, least = (rankings[i][0][0] * times for times in slowdown)
+            place = sum(seconds <= least for seconds, _ in rankings[i])
+            found[i].insert(place, _Option("predicted", PYTORCH_OPERATOR, expected))
+    return found
 
 
-def _estimated(problem: Record, device: Device) -> list[_Option]:
+def _estimated(problem: Record, device: Device, top: int) -> list[_Option]:
     """The configs of all families by their own estimates, fastest first; empty if none is legal.
 
     Estimates are too rough to be compared with anything but one another.
     """
-    families = kernels_of(problem).items()
-    found = _fastest({name: rank_by_estimate(f, problem, device) for name, f in families})
-    return [_Option("heuristic", candidate, seconds) for seconds, candidate in found]
-
-
-def _fastest(
-    ranked: Mapping[str, tuple[Rows, NDArray[np.float64]]],
-) -> list[tuple[float, Candidate]]:
-    """The first ``MAX_TOP`` rows of each family in one order, with their seconds; `ranked` holds
-    each family's rows and their rising seconds."""
-    return sorted(
-        (value, Candidate(name, row))
-        for name, (rows, seconds) in ranked.items()
-        for row, value in zip(rows[:MAX_TOP].tolist(), seconds[:MAX_TOP].tolist(), strict=True)
-    )
+    found: Ranking = []
+    for name, family in kernels_of(problem).items():
+        rows, seconds = rank_by_estimate(family, problem, device)
+        pairs = zip(seconds[:top].tolist(), rows[:top].tolist(), strict=True)
+        found += [(value, Candidate(name, row)) for value, row in pairs]
+    return [_Option("heuristic", candidate, seconds) for seconds, candidate in sorted(found)]
 
 
 def _expected_s(
@@ -242,7 +276,7 @@ def _expected_s(
 ) -> float | None:
     """Seconds that `candidate` is expected to take."""
     if candidate == PYTORCH_OPERATOR:
-        predicted = _predicted(problem, device, model) if model else []
+        predicted = _predicted([problem], device, model)[0] if model else []
         return next((o.seconds for o in predicted if o.candidate == candidate), None)
     row = np.array([candidate.config_id], np.intp)
     learned = model.families.get(candidate.provider) if model else None

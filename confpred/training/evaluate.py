@@ -16,6 +16,7 @@ from confpred.problem.device import Device
 from confpred.problem.record import Record
 from confpred.training.dataset import Dataset, Timings
 from confpred.training.fit import Hyperparameters
+from confpred.training.gate import fit_gate
 from confpred.training.helpers import run_in_helpers
 from confpred.training.methods import TOPS, Method, Score, baselines, model_method
 from confpred.training.pytorch import fit_pytorch
@@ -227,11 +228,12 @@ def _whole(
     seed: int,
 ) -> Whole | None:
     """How the whole choice does, judged as it is made: each fold's own model and margin."""
-    ours: dict[Record, list[tuple[float, float, float]]] = {}  # predicted, its true time, best
+    # Of each family: the predicted time of its choice, that choice's true time, the best one.
+    ours: dict[Record, dict[str, tuple[float, float, float]]] = {}
     for t, score in zip(judged.timings, judged.scores[MODEL], strict=True):
         best = float(t.time_ms.min())
         predicted = np.inf if score.predicted_ms is None else score.predicted_ms
-        ours.setdefault(t.problem, []).append((predicted, score.regret[0] * best, best))
+        ours.setdefault(t.problem, {})[t.family] = (predicted, score.regret[0] * best, best)
     regrets: dict[str, list[float]] = {CHOSEN: [], "always ours": [], "always PyTorch's": []}
     speeds = []
     for fold in folds:
@@ -240,13 +242,20 @@ def _whole(
         )
         if fitted is None:
             return None
+        gate = fit_gate(fold.train, dataset.operation, dataset.device, seed)
+        known = None if gate is None else gate.gate(dataset.operation)
         pytorch = PytorchModel(dataset.operation, Trees(fitted.ratio), fitted.margin)
         for problem in dict.fromkeys(t.problem for t in fold.test):
             theirs = dataset.pytorch_ms.get(problem)
             if theirs is None:
                 continue
-            _, mine, _ = min(ours[problem])
-            best = min(theirs, *(oracle for _, _, oracle in ours[problem]))
+            names = (
+                [[*ours[problem]]]
+                if known is None
+                else known.open([problem], dataset.device, [[*ours[problem]]])
+            )
+            _, mine, _ = min(ours[problem][name] for name in names[0])
+            best = min(theirs, *(oracle for _, _, oracle in ours[problem].values()))
             _, least = pytorch.slowdown(problem, dataset.device)
             chosen = mine if least >= 1 else theirs
             speeds.append(theirs / chosen)

@@ -18,12 +18,21 @@ from confpred.families.protocol import Family
 from confpred.families.registry import all_families
 from confpred.files import write_folder
 from confpred.model.features import examples_of, family_card, operation_card
-from confpred.model.folder import CARD, FORMAT, MEASURED, ORDER_TREES, PYTORCH_TREES, TIME_TREES
+from confpred.model.folder import (
+    CARD,
+    FORMAT,
+    GATE_TREES,
+    MEASURED,
+    ORDER_TREES,
+    PYTORCH_TREES,
+    TIME_TREES,
+)
 from confpred.model.pools import configs_digest
 from confpred.problem.record import Record
 from confpred.training.dataset import Dataset, Timings
 from confpred.training.evaluate import MODEL, Summary, judge_model
 from confpred.training.fit import Fitted, Hyperparameters, fit_families
+from confpred.training.gate import FittedGate, fit_gate
 from confpred.training.pytorch import fit_pytorch
 from confpred.training.split import without_networks
 
@@ -65,8 +74,11 @@ def train(
     pytorch = fit_pytorch(
         dataset.timings, dataset.pytorch_ms, operation, dataset.device, hyper, seed
     )
+    gate = fit_gate(dataset.timings, operation, dataset.device, seed)
     files = {ORDER_TREES.format(f.pool.name): f.order for f in fitted}
     files |= {TIME_TREES.format(f.pool.name): f.time for f in fitted}
+    if gate is not None:
+        files[GATE_TREES] = gate.lag
     if pytorch is not None:
         files[PYTORCH_TREES] = pytorch.ratio
     files[MEASURED] = _lines(_best(dataset))
@@ -89,6 +101,7 @@ def train(
             for f in fitted
             for family in f.pool.families
         },
+        "gate": gate and _gate_card(gate, dataset),
         "pytorch": pytorch and {"margin": pytorch.margin, "features": _pytorch_features(dataset)},
         "hyperparameters": asdict(hyper),
         "metrics": {"folds": FOLDS, "regret": asdict(regret)},
@@ -124,6 +137,15 @@ def _family_card(family: Family, fitted: Fitted, dataset: Dataset) -> dict[str, 
         "features": family_card(family, dataset.device, [(p, rows[p]) for p in examples_of(rows)]),
         "pool": fitted.pool.name,
         "portfolio": fitted.portfolios[family.name].nonzero()[0].tolist(),
+    }
+
+
+def _gate_card(gate: FittedGate, dataset: Dataset) -> dict[str, Any]:
+    examples = examples_of(gate.problems)
+    return {
+        "families": list(gate.families),
+        "margin": gate.margin,
+        "features": operation_card(dataset.operation, dataset.device, examples),
     }
 
 

@@ -12,13 +12,16 @@ import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from confpred.families import common, costs
-from confpred.families.common import Array, Occupancy
+from confpred.families.common import Array, Occupancy, Table, ceil_div
 from confpred.families.protocol import Rows
+from confpred.families.several import each, each_row, narrowed
+from confpred.families.tabled import Tabled
 from confpred.problem.conv2d import Problem
 from confpred.problem.conv2d_operation import CONVOLUTION, dtype_macro
 from confpred.problem.device import Device
@@ -56,8 +59,8 @@ def _config_table() -> NDArray[np.void]:
     for tile, (block_k, warps_k), warps_m, tiles in itertools.product(
         _TILES, _CHANNELS, (1, 2, 4, 8), _IN_TURN
     ):
-        m_tiles = -(-tile[0] * tile[1] * tile[2] // 16)
-        warp_tiles = -(-m_tiles // warps_m)
+        m_tiles = ceil_div(tile[0] * tile[1] * tile[2], 16)
+        warp_tiles = ceil_div(m_tiles, warps_m)
         idle = warp_tiles * warps_m - m_tiles
         work = warp_tiles * (block_k // warps_k // 8)
         if not 2 <= warps_m * warps_k <= 8 or not 2 <= work <= 16 or 4 * idle > m_tiles:
@@ -69,7 +72,7 @@ def _config_table() -> NDArray[np.void]:
 
 
 _CONFIGS = _config_table()
-_COLUMNS = common.config_columns(_CONFIGS)
+_WHOLE = Table.of(_CONFIGS)
 
 _SHARED_FEATURES = (
     "log_n", "log_c", "log_k", "log_p", "log_q", "r", "s", "stride_h", "stride_w", "bfloat16",
@@ -108,17 +111,22 @@ def _axis_of(problem: Problem, axis: int) -> _Axis:
     stride = problem.stride[axis]
     if problem.direction == "dgrad":
         outputs = (problem.h, problem.w)[axis]
-        return _Axis(stride, 1, 1, stride, -(-window // stride), -(-outputs // stride))
+        return _Axis(stride, 1, 1, stride, ceil_div(window, stride), ceil_div(outputs, stride))
     outputs = (problem.p, problem.q)[axis]
     if window == 1:  # what lies between the inputs that are met need not be read
         return _Axis(1, stride, 1, 1, 1, outputs)
     return _Axis(stride, 1, stride, 1, window, outputs)
 
 
+def _axes_of(problem: Problem) -> tuple[_Axis, _Axis]:
+    """The rows and the columns of `problem`."""
+    return _axis_of(problem, 0), _axis_of(problem, 1)
+
+
 @dataclass(frozen=True, slots=True)
 class _Shape:
     """What each config takes and does for a window, a direction and a number of channels; arrays
-    over the config table."""
+    over a table."""
 
     threads: Array
     warp_tiles: Array
@@ -131,7 +139,7 @@ class _Shape:
     products: Array  # tensor-core instructions of a block for a tile, at most
 
 
-class DenseTiles:
+class DenseTiles(Tabled):
     """One direction of ``kernels/dense_tiles.cu``.
 
     Attributes:
@@ -143,6 +151,7 @@ class DenseTiles:
 
     operation = CONVOLUTION
     configs = _CONFIGS
+    whole = _WHOLE
 
     def __init__(self, name: str, direction: str, operands: tuple[str, ...]) -> None:
         self.name = name
@@ -151,18 +160,18 @@ class DenseTiles:
         epilogue = ("bias", "activation", "residual") if direction == "fprop" else ()
         self.feature_names: tuple[str, ...] = (*_SHARED_FEATURES, *epilogue)
 
-    def legal(self, problem: Problem, device: Device) -> NDArray[np.bool_]:
-        if problem.direction != self.direction or not handles(problem):
-            return np.zeros(len(self.configs), np.bool_)
-        t = _COLUMNS
-        shape, cut = _shape_of(problem), _cut(problem, t)
-        rows, columns = _axis_of(problem, 0), _axis_of(problem, 1)
-        pixels = t["block_n"] * t["block_p"] * t["block_q"]
-        legal: NDArray[np.bool_] = (
-            (shape.smem_bytes <= device.smem_per_block)
-            & (shape.registers <= common.MOST_ESTIMATED_REGISTERS)
-            & (shape.registers * shape.threads <= Device.regs_per_sm)
-            & (cut.blocks <= common.MAX_INT)
+    def serves(self, problem: Problem) -> bool:
+        return problem.direction == self.direction and handles(problem)
+
+    def offered(self, problem: Any, device: Device, table: Table) -> tuple[Any, Rows, Any]:
+        # What depends on little is checked first, so that most rows need no more.
+        fits = each_row(lambda p: _fits(p, device, table), problem)
+        problem, at = narrowed(problem, np.arange(len(table.rows)), fits)
+        t = table.at(at)
+        cut = _cut(problem, t)
+        rows, columns = each(_axes_of, problem)
+        legal = (
+            (cut.blocks <= common.MAX_INT)
             # A tile twice as large as what it covers does the work of a smaller one, slower; the
             # smallest tiles serve whatever is smaller still.
             & (
@@ -171,25 +180,24 @@ class DenseTiles:
                     & (t["block_p"] < 2 * rows.positions)
                     & (t["block_q"] < 2 * columns.positions)
                 )
-                | (pixels <= _LEAST_TILE)
+                | (t["block_n"] * t["block_p"] * t["block_q"] <= _LEAST_TILE)
             )
-            & ((t["block_k"] < 2 * _out_channels(problem)) | (t["block_k"] <= _LEAST_CHANNELS))
+            & (
+                (t["block_k"] < 2 * each(_out_channels, problem))
+                | (t["block_k"] <= _LEAST_CHANNELS)
+            )
             & ((t["tiles"] == 1) | (cut.tiles >= 2 * t["tiles"]))
         )
-        return legal
+        problem, at = narrowed(problem, at, legal)
+        return problem, at, self._workings(problem, table, at)
 
-    def estimate_s(self, problem: Problem, device: Device, rows: Rows) -> NDArray[np.float64]:
-        return self._derived(problem, device, rows)["estimate"]
-
-    def features(self, problem: Problem, device: Device, rows: Rows) -> NDArray[np.float32]:
-        return common.feature_matrix(
-            self, problem, device, rows, self._derived(problem, device, rows)
-        )
+    def _workings(self, problem: Any, table: Table, at: Rows) -> _Shape:
+        return each_row(lambda p: _shape_of(p, table), problem, at)
 
     def launch(self, problem: Problem, row: int) -> Launch:
         shape = _shape_of(problem)
-        rows, columns = _axis_of(problem, 0), _axis_of(problem, 1)
-        t = common.columns_at(_COLUMNS, slice(row, row + 1))
+        rows, columns = _axes_of(problem)
+        t = _WHOLE.at(np.array([row]))
         cut = _cut(problem, t)
         sizes = ((problem.h, problem.w), (problem.p, problem.q))
         (h, w), (p, q) = sizes if self.direction == "fprop" else sizes[::-1]
@@ -221,7 +229,7 @@ class DenseTiles:
         return Launch(steps=(step,))
 
     def _derived(
-        self, problem: Problem, device: Device, rows: Rows
+        self, problem: Any, device: Device, t: Mapping[str, Array], workings: _Shape
     ) -> dict[str, NDArray[np.float64]]:
         """How each config would run `problem`: the derived features, and the estimated seconds.
 
@@ -229,46 +237,43 @@ class DenseTiles:
         of device memory, of the copies from L2 into shared memory with their halos, and of the
         tensor cores; plus a fixed latency for each tile of a block.
         """
-        t = common.columns_at(_COLUMNS, rows)
-        shape, cut = _shape_of(problem), _cut(problem, t)
-        down, across = _axis_of(problem, 0), _axis_of(problem, 1)
-        threads, smem_bytes = shape.threads[rows], shape.smem_bytes[rows]
-        registers = np.minimum(shape.registers[rows], common.MAX_REGISTERS)
-        occupancy = Occupancy.of(device, cut.blocks, threads, registers, smem_bytes)
+        shape, cut = workings, _cut(problem, t)
+        down, across = each(_axes_of, problem)
+        registers = np.minimum(shape.registers, common.MAX_REGISTERS)
+        occupancy = Occupancy.of(device, cut.blocks, shape.threads, registers, shape.smem_bytes)
         in_turn = np.minimum(t["tiles"], cut.tiles)
-        filters = cut.blocks * shape.filter_bytes[rows]
-        images = cut.tiles * cut.k_blocks * shape.tile_pixels[rows] * (_in_channels(problem) * 2.0)
-        products = cut.tiles * cut.k_blocks * shape.products[rows]
+        filters = cut.blocks * shape.filter_bytes
+        read = cut.tiles * cut.k_blocks
+        images = read * shape.tile_pixels * (each(_in_channels, problem) * 2.0)
+        products = read * shape.products
         seconds = np.maximum(
             problem.minimum_bytes / device.dram_bytes_per_s,
             np.maximum(costs.l2_s(filters + images, device), costs.products_s(products, device)),
         )
-        seconds = np.maximum(seconds, device.roofline_s(problem))
-        height, width = (
-            (problem.p, problem.q) if self.direction == "fprop" else (problem.h, problem.w)
-        )
+        seconds = np.maximum(seconds, each(device.roofline_s, problem))
+        height, width = each(_out_size, problem)
         pixels = t["block_n"] * t["block_p"] * t["block_q"]
         return {
             "log_p": np.log2(height),
             "log_q": np.log2(width),
-            "threads": threads,
-            "warp_tiles": shape.warp_tiles[rows],
-            "work": shape.work[rows],
-            "smem_bytes": smem_bytes,
+            "threads": shape.threads,
+            "warp_tiles": shape.warp_tiles,
+            "work": shape.work,
+            "smem_bytes": shape.smem_bytes,
             "registers": registers,
-            "products": shape.products[rows],
+            "products": shape.products,
             **occupancy.features(),
             "rounds": occupancy.rounds,
             "n_waste": cut.n_tiles * t["block_n"] / problem.n,
             "p_waste": cut.p_tiles * t["block_p"] / down.positions,
             "q_waste": cut.q_tiles * t["block_q"] / across.positions,
-            "k_waste": cut.k_blocks * t["block_k"] / _out_channels(problem),
+            "k_waste": cut.k_blocks * t["block_k"] / each(_out_channels, problem),
             "k_blocks": cut.k_blocks,
-            "halo": shape.tile_pixels[rows] / (pixels * down.down * across.down),
+            "halo": shape.tile_pixels / (pixels * down.down * across.down),
             "in_turn": in_turn,
-            "bytes_in_flight": occupancy.resident * t["buffers"] * shape.tile_bytes[rows],
+            "bytes_in_flight": occupancy.resident * t["buffers"] * shape.tile_bytes,
             "log_load_bytes": np.log2((filters + images) / problem.minimum_bytes),
-            "log_filter_bytes": np.log2(shape.filter_bytes[rows]),
+            "log_filter_bytes": np.log2(shape.filter_bytes),
             "log_products": np.log2(products),
             "estimate": seconds * occupancy.wave_waste
             + costs.waves_s(
@@ -290,6 +295,22 @@ def handles(problem: Problem) -> bool:
         and max(problem.stride) <= MAX_STRIDE
         and all(window == 1 or dilation == 1 for window, dilation in taps)
     )
+
+
+def _fits(problem: Problem, device: Device, table: Table) -> NDArray[np.bool_]:
+    """Which rows of `table` serve the problem's window and channels on `device`."""
+    shape = _shape_of(problem, table)
+    found: NDArray[np.bool_] = (
+        (shape.smem_bytes <= device.smem_per_block)
+        & (shape.registers <= common.MOST_ESTIMATED_REGISTERS)
+        & (shape.registers * shape.threads <= Device.regs_per_sm)
+    )
+    return found
+
+
+def _out_size(problem: Problem) -> tuple[int, int]:
+    """Height and width of what the kernel writes."""
+    return (problem.p, problem.q) if problem.direction == "fprop" else (problem.h, problem.w)
 
 
 def _in_channels(problem: Problem) -> int:
@@ -341,21 +362,22 @@ class _Cut:
     blocks: Array
 
 
-def _cut(problem: Problem, t: Mapping[str, Array]) -> _Cut:
+def _cut(problem: Any, t: Mapping[str, Array]) -> _Cut:
     """How the configs whose fields are the columns `t` cut `problem`."""
-    rows, columns = _axis_of(problem, 0), _axis_of(problem, 1)
-    n_tiles = -(-problem.n // t["block_n"])
-    p_tiles = -(-rows.positions // t["block_p"])
-    q_tiles = -(-columns.positions // t["block_q"])
+    rows, columns = each(_axes_of, problem)
+    n_tiles = ceil_div(problem.n, t["block_n"])
+    p_tiles = ceil_div(rows.positions, t["block_p"])
+    q_tiles = ceil_div(columns.positions, t["block_q"])
     tiles = n_tiles * p_tiles * q_tiles * (rows.lattices * columns.lattices)
-    k_blocks = -(-_out_channels(problem) // t["block_k"])
-    blocks = -(-tiles // t["tiles"]) * k_blocks
+    k_blocks = ceil_div(each(_out_channels, problem), t["block_k"])
+    blocks = ceil_div(tiles, t["tiles"]) * k_blocks
     return _Cut(n_tiles, p_tiles, q_tiles, tiles, k_blocks, blocks)
 
 
-def _shape_of(problem: Problem) -> _Shape:
-    rows, columns = _axis_of(problem, 0), _axis_of(problem, 1)
+def _shape_of(problem: Problem, table: Table = _WHOLE) -> _Shape:
+    rows, columns = _axes_of(problem)
     return _shape(
+        table,
         channels=_in_channels(problem),
         window=(problem.r, problem.s),
         taps=(rows.taps, columns.taps),
@@ -366,15 +388,20 @@ def _shape_of(problem: Problem) -> _Shape:
 
 @lru_cache(maxsize=1024)
 def _shape(
-    channels: int, window: tuple[int, int], taps: tuple[int, int], down: tuple[int, int], dgrad: bool
+    table: Table,
+    channels: int,
+    window: tuple[int, int],
+    taps: tuple[int, int],
+    down: tuple[int, int],
+    dgrad: bool,
 ) -> _Shape:
     """What a block takes and does. The kernel works most of it out from its macros too, and asserts
     that the threads and the shared memory are the same."""
-    t = _COLUMNS
-    k_steps = -(-channels // 16)
+    t = table.columns
+    k_steps = ceil_div(channels, 16)
     out_chunks = t["block_k"] // 8
-    m_tiles = -(-(t["block_n"] * t["block_p"] * t["block_q"]) // 16)
-    warp_tiles = -(-m_tiles // t["warps_m"])
+    m_tiles = ceil_div(t["block_n"] * t["block_p"] * t["block_q"], 16)
+    warp_tiles = ceil_div(m_tiles, t["warps_m"])
     warp_columns = t["block_k"] // t["warps_k"] // 8
     tile_h = down[0] * (t["block_p"] - 1) + taps[0]
     tile_w = down[1] * (t["block_q"] - 1) + taps[1]

@@ -20,14 +20,17 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from confpred.families import common, costs
-from confpred.families.common import Array, Occupancy
+from confpred.families.common import Array, Occupancy, Table
 from confpred.families.depthwise import common as depthwise
 from confpred.families.protocol import Rows
+from confpred.families.several import each, narrowed, picked
+from confpred.families.tabled import Tabled
 from confpred.problem.conv2d import Problem
 from confpred.problem.conv2d_operation import CONVOLUTION, dtype_macro
 from confpred.problem.device import Device
@@ -59,7 +62,7 @@ TILES = tuple(
     for run in (1, 2, 3, 4, 5, 7, 8)
     if block[2] % run <= block[2] // 8
 )
-_BANDS = np.array((1, 2, 4, 8, 16))
+_BANDS = (1, 2, 4, 8, 16)
 
 
 def _config_table() -> NDArray[np.void]:
@@ -71,11 +74,7 @@ def _config_table() -> NDArray[np.void]:
 
 
 _CONFIGS = _config_table()
-_COLUMNS = common.config_columns(_CONFIGS)
-#: One config of each kernel: the bands, which only the launch decides, vary fastest from config to
-#: config.
-_KERNELS = np.arange(0, len(_CONFIGS), len(_BANDS))
-_KERNEL_COLUMNS = common.columns_at(_COLUMNS, _KERNELS)
+_WHOLE = Table.of(_CONFIGS)
 
 
 def handles(problem: Problem) -> bool:
@@ -110,8 +109,8 @@ def runs(t: Mapping[str, Array]) -> Array:
 def items(t: Mapping[str, Array], columns: Array) -> Array:
     """Items that a thread copies in a step, for `columns` of a run; an item is two pixels of 8
     channels."""
-    pairs = t["rows"] * runs(t) * (t["block_c"] // 8) * -(-columns // 2)
-    found: Array = -(-pairs // threads_of(t))
+    pairs = t["rows"] * runs(t) * (t["block_c"] // 8) * common.ceil_div(columns, 2)
+    found: Array = common.ceil_div(pairs, threads_of(t))
     return found
 
 
@@ -156,48 +155,39 @@ def fits(
     return found
 
 
-def addressable(t: Mapping[str, Array], problem: Problem, image_runs: Array) -> NDArray[np.bool_]:
+def _padded_image(problem: Problem) -> int:
+    """Most elements that offsets in an image may count, padding included."""
+    p = problem
+    return p.c * (max(p.h, p.p) + 256) * (max(p.w, p.q) + 256)
+
+
+def addressable(t: Mapping[str, Array], problem: Any, image_runs: Array) -> NDArray[np.bool_]:
     """Which configs can count the offsets from a block's first image in 32 bits, padding included.
 
     Args:
         t: the configs.
-        problem: the layer.
+        problem: the layer, or that of each config.
         image_runs: how many runs an image has.
     """
-    p = problem
-    images = -(-runs(t) // image_runs) + 1
-    found: NDArray[np.bool_] = (
-        images * (p.c * (max(p.h, p.p) + 256) * (max(p.w, p.q) + 256)) <= common.MAX_INT
-    )
+    images = common.ceil_div(runs(t), image_runs) + 1
+    found: NDArray[np.bool_] = images * each(_padded_image, problem) <= common.MAX_INT
     return found
 
 
-def kernels_for(
-    t: Mapping[str, Array],
-    registers: Array,
-    smem_bytes: Array,
-    channels: int,
-    width: int,
-    device: Device,
-) -> NDArray[np.bool_]:
-    """Which kernels fit on a multiprocessor and are not meant for a larger layer: a block has less
-    than twice the layer's channels, or the fewest that there are, and at most a quarter more
-    columns are computed than necessary. Larger blocks do the work of smaller ones, only more
-    slowly.
+def suited(t: Mapping[str, Array], channels: Any, width: Any) -> NDArray[np.bool_]:
+    """Which kernels are not meant for a larger layer: a block has less than twice the layer's
+    channels, or the fewest that there are, and at most a quarter more columns are computed than
+    necessary. Larger blocks do the work of smaller ones, only more slowly.
 
     Args:
-        t: configs, one for each kernel.
-        registers, smem_bytes: registers of a thread and shared memory of a block.
+        t: configs.
         channels: the layer's channels.
         width: the columns that are cut into runs.
-        device: the device that the layer is computed on.
     """
-    columns = -(-width // (8 * t["run"])) * t["run"]
+    columns = common.ceil_div(width, 8 * t["run"]) * t["run"]
     found: NDArray[np.bool_] = (
-        fits(t, registers, smem_bytes, device)
-        & ((4 * columns <= 5 * -(-width // 8)) | (t["run"] == 1))
-        & ((t["block_c"] < 2 * channels) | (t["block_c"] == 16))
-    )
+        (4 * columns <= 5 * common.ceil_div(width, 8)) | (t["run"] == 1)
+    ) & ((t["block_c"] < 2 * channels) | (t["block_c"] == 16))
     return found
 
 
@@ -248,6 +238,11 @@ def _image(problem: Problem) -> _Image:
     return _Image((p.p, p.q), (p.h, p.w), turned)
 
 
+def _above(problem: Problem) -> int:
+    """Rows of padding above the image that a window meets."""
+    return min(max(_image(problem).padding[0], 0), problem.r - 1)
+
+
 @dataclass(frozen=True, slots=True)
 class _Tiling:
     """Tiles, resources and work of some configs on one problem; arrays over these configs."""
@@ -272,47 +267,45 @@ class _Tiling:
         return self.tiles * self.c_tiles
 
 
-class DepthwiseBanded:
+class DepthwiseBanded(Tabled):
     """See the module's docstring and ``kernels/depthwise_banded.cu``."""
 
     operation = CONVOLUTION
     configs = _CONFIGS
+    whole = _WHOLE
 
     def __init__(self, direction: str) -> None:
         self.name = f"depthwise_banded_{direction}"
         self.feature_names = _FEATURES[direction]
         self._direction = direction
 
-    def legal(self, problem: Problem, device: Device) -> NDArray[np.bool_]:
-        legal = np.zeros(len(self.configs), np.bool_)
-        if problem.direction != self._direction or not handles(problem):
-            return legal
-        height, width = _image(problem).size_out
-        # Kernels are checked first: the rows of those that do not fit need no tiling.
-        tiling = self._tiling(problem, _KERNELS)
-        fit = kernels_for(
-            _KERNEL_COLUMNS, tiling.registers, tiling.smem_bytes, problem.c, width, device
+    def serves(self, problem: Problem) -> bool:
+        return problem.direction == self._direction and handles(problem)
+
+    def offered(self, problem: Any, device: Device, table: Table) -> tuple[Any, Rows, Any]:
+        height, width = each(_image, problem).size_out
+        # What needs no tiling is checked first, so that many rows never need one.
+        first = table.by(("block_c", "run"), lambda t: suited(t, problem.c, width)) & table.by(
+            ("bands",), lambda t: common.distinct_bands(height, t["bands"])
         )
-        bands = np.flatnonzero(common.distinct_bands(height, _BANDS))
-        rows = (_KERNELS[fit, None] + bands).ravel()
-        t, tiling = common.columns_at(_COLUMNS, rows), self._tiling(problem, rows)
+        problem, at = narrowed(problem, np.arange(len(table.rows)), first)
+        t = table.at(at)
+        tiling = self._tiling(problem, t)
         all_runs = problem.n * tiling.bands * tiling.q_tiles
-        legal[rows] = (
-            addressable(t, problem, tiling.q_tiles * tiling.bands)
+        legal = (
+            fits(t, tiling.registers, tiling.smem_bytes, device)
+            & addressable(t, problem, tiling.q_tiles * tiling.bands)
             & (np.maximum(tiling.blocks, all_runs + t["strips"]) <= common.MAX_INT)
             & not_oversized(t, all_runs, tiling.band_rows)
         )
-        return legal
+        problem, at = narrowed(problem, at, legal)
+        return problem, at, picked(tiling, legal)
 
-    def estimate_s(self, problem: Problem, device: Device, rows: Rows) -> NDArray[np.float64]:
-        return self._derived(problem, device, rows)["estimate"]
-
-    def features(self, problem: Problem, device: Device, rows: Rows) -> NDArray[np.float32]:
-        derived = self._derived(problem, device, rows)
-        return common.feature_matrix(self, problem, device, rows, derived)
+    def _workings(self, problem: Any, table: Table, at: Rows) -> _Tiling:
+        return self._tiling(problem, table.at(at))
 
     def launch(self, problem: Problem, row: int) -> Launch:
-        tiling = self._tiling(problem, np.array([row]))
+        tiling = self._tiling(problem, _WHOLE.at(np.array([row])))
         image = _image(problem)
         spec = KernelSpec(
             file="depthwise_banded.cu",
@@ -352,21 +345,20 @@ class DepthwiseBanded:
         )
         return Launch((step,))
 
-    def _tiling(self, problem: Problem, rows: Rows) -> _Tiling:
+    def _tiling(self, problem: Any, t: Mapping[str, Array]) -> _Tiling:
         """How `problem` is cut into blocks, and what a block takes and does. The kernel works some
         of this out from its macros too, and asserts that both agree (see `launch`)."""
-        t = common.columns_at(_COLUMNS, rows)
         r, s, run = problem.r, problem.s, t["run"]
-        height, width = _image(problem).size_out
+        height, width = each(_image, problem).size_out
         threads = threads_of(t)
         span = (s + 14) // 8
         in_x = 8 * run + s - 1
         band_rows, bands = common.cut(height, t["bands"])
-        q_tiles = -(-width // (8 * run))
+        q_tiles = common.ceil_div(width, 8 * run)
         in_items, out_items = items(t, in_x), items(t, 8 * run)
         warp_tiles = t["warp_strips"] // 16
         fragments = t["warp_c"] * warp_tiles * t["rows"]  # of a warp and step
-        products = fragments * r * (1 if span < 3 else 2)
+        products = fragments * r * np.where(span < 3, 1, 2)
         registers = (  # fitted to what the assembler reports of 96 kernels
             t["warp_c"] * (r * (span + 4 * warp_tiles) + warp_tiles)
             + 3 * in_items
@@ -389,12 +381,12 @@ class DepthwiseBanded:
             band_rows=band_rows,
             bands=bands,
             q_tiles=q_tiles,
-            c_tiles=-(-problem.c // t["block_c"]),
-            tiles=-(-problem.n * bands * q_tiles // runs(t)),
+            c_tiles=common.ceil_div(problem.c, t["block_c"]),
+            tiles=common.ceil_div(problem.n * bands * q_tiles, runs(t)),
         )
 
     def _derived(
-        self, problem: Problem, device: Device, rows: Rows
+        self, problem: Any, device: Device, t: Mapping[str, Array], workings: _Tiling
     ) -> dict[str, NDArray[np.float64]]:
         """How each config would run `problem`: the derived features, and the estimated seconds.
 
@@ -402,9 +394,8 @@ class DepthwiseBanded:
         of device memory, whose rate is bounded where too little is in flight, and the times of the
         tensor cores and of the instructions of the multiprocessor with the most blocks.
         """
-        t = common.columns_at(_COLUMNS, rows)
-        tiling = self._tiling(problem, rows)
-        image = _image(problem)
+        tiling = workings
+        image = each(_image, problem)
         (height, width), size_in = image.size_out, image.size_in
         registers = np.minimum(tiling.registers, most_registers(t))
         occupancy = Occupancy.of(
@@ -412,11 +403,11 @@ class DepthwiseBanded:
         )
         # With one band, rows of padding above the image are left out; those below it only finish
         # the rows above them.
-        whole, above = tiling.bands == 1, min(max(image.padding[0], 0), problem.r - 1)
+        whole, above = tiling.bands == 1, each(_above, problem)
         walked = tiling.band_rows + problem.r - 1 - whole * above
-        steps = -(-walked // t["rows"])
+        steps = common.ceil_div(walked, t["rows"])
         inside = np.where(whole, np.minimum(size_in[0] + image.padding[0] - above, walked), walked)
-        computed = np.minimum(-(-inside // t["rows"]), steps)
+        computed = np.minimum(common.ceil_div(inside, t["rows"]), steps)
         step_bytes = t["rows"] * runs(t) * tiling.in_x * t["block_c"] * problem.itemsize
         in_flight = occupancy.resident * step_bytes
         fullest = occupancy.sm_blocks * device.sm_count * tiling.threads / 32

@@ -9,16 +9,20 @@ accumulators in registers, and 2 R fragments of the gradient for each 16 strips.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from confpred.families import common, costs
-from confpred.families.common import Array, Occupancy
+from confpred.families.common import Array, Occupancy, Table
 from confpred.families.depthwise import banded as banded
 from confpred.families.depthwise import common as depthwise
 from confpred.families.protocol import Rows
+from confpred.families.several import each, narrowed, picked
+from confpred.families.tabled import Tabled
 from confpred.problem.conv2d import Problem
 from confpred.problem.conv2d_operation import CONVOLUTION, dtype_macro
 from confpred.problem.device import Device
@@ -49,11 +53,7 @@ def _config_table() -> NDArray[np.void]:
 
 
 _CONFIGS = _config_table()
-_COLUMNS = common.config_columns(_CONFIGS)
-_LAUNCH_BANDS, _, _LAUNCH_REDUCTIONS = np.array(_LAUNCHES).T
-#: One config of each kernel: what only the launch decides varies fastest from config to config.
-_KERNELS = np.arange(0, len(_CONFIGS), len(_LAUNCHES))
-_KERNEL_COLUMNS = common.columns_at(_COLUMNS, _KERNELS)
+_WHOLE = Table.of(_CONFIGS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,12 +77,18 @@ class _Tiling:
     blocks: Array
 
 
-class DepthwiseBandedWgrad:
+def _lowest_row(problem: Problem) -> int:
+    """The lowest input row that a block has to walk to."""
+    return max(problem.h + problem.padding[0], problem.p * problem.bias)
+
+
+class DepthwiseBandedWgrad(Tabled):
     """See the module's docstring and ``kernels/depthwise_banded_wgrad.cu``."""
 
     name = "depthwise_banded_wgrad"
     operation = CONVOLUTION
     configs = _CONFIGS
+    whole = _WHOLE
     feature_names: tuple[str, ...] = (
         "log_n", "log_c", "log_p", "log_q", "r", "s", "bfloat16", "bias", "log_bytes",
         "log_intensity",
@@ -94,29 +100,28 @@ class DepthwiseBandedWgrad:
         "log_work", "log_load_bytes", "log_sum_bytes", "log_estimate",
     )  # fmt: skip
 
-    def legal(self, problem: Problem, device: Device) -> NDArray[np.bool_]:
-        legal = np.zeros(len(self.configs), np.bool_)
-        if (
-            problem.direction != "wgrad"
-            or not banded.handles(problem)
-            or problem.s > _MAX_WIDTH
-            or problem.filter_elements + problem.c > common.MAX_INT
-        ):
-            return legal
-        # Kernels are checked first: the rows of those that do not fit need no tiling.
-        tiling = self._tiling(problem, _KERNELS)
-        fit = banded.kernels_for(
-            _KERNEL_COLUMNS, tiling.registers, tiling.smem_bytes, problem.c, problem.q, device
+    def serves(self, problem: Problem) -> bool:
+        return (
+            problem.direction == "wgrad"
+            and banded.handles(problem)
+            and problem.s <= _MAX_WIDTH
+            and problem.filter_elements + problem.c <= common.MAX_INT
         )
-        launches = np.flatnonzero(
-            common.distinct_bands(problem.p, _LAUNCH_BANDS)
-            & ((_LAUNCH_REDUCTIONS != common.ATOMIC) | (not problem.deterministic))
+
+    def offered(self, problem: Any, device: Device, table: Table) -> tuple[Any, Rows, Any]:
+        # What needs no tiling is checked first, so that most rows never need one.
+        first = (
+            table.by(("block_c", "run"), lambda t: banded.suited(t, problem.c, problem.q))
+            & table.by(("bands",), lambda t: common.distinct_bands(problem.p, t["bands"]))
+            & table.by(("reduction",), lambda t: common.allowed(t["reduction"], problem))
         )
-        rows = (_KERNELS[fit, None] + launches).ravel()
-        t, tiling = common.columns_at(_COLUMNS, rows), self._tiling(problem, rows)
+        problem, at = narrowed(problem, np.arange(len(table.rows)), first)
+        t = table.at(at)
+        tiling = self._tiling(problem, t)
         all_runs, splits = problem.n * tiling.bands * tiling.q_tiles, t["splits"]
-        legal[rows] = (
-            banded.addressable(t, problem, tiling.q_tiles * tiling.bands)
+        legal = (
+            banded.fits(t, tiling.registers, tiling.smem_bytes, device)
+            & banded.addressable(t, problem, tiling.q_tiles * tiling.bands)
             & (np.maximum(tiling.blocks, all_runs + splits * t["strips"]) <= common.MAX_INT)
             & banded.not_oversized(t, all_runs, tiling.band_rows)
             # Each block has a tile. There are blocks enough for half of the device, and no more
@@ -125,18 +130,15 @@ class DepthwiseBandedWgrad:
             & ((splits == 1) | (tiling.blocks <= 8 * device.sm_count))
             & ((2 * tiling.blocks >= device.sm_count) | (4 * splits > tiling.tiles))
         )
-        return legal
+        problem, at = narrowed(problem, at, legal)
+        return problem, at, picked(tiling, legal)
 
-    def estimate_s(self, problem: Problem, device: Device, rows: Rows) -> NDArray[np.float64]:
-        return self._derived(problem, device, rows)["estimate"]
-
-    def features(self, problem: Problem, device: Device, rows: Rows) -> NDArray[np.float32]:
-        derived = self._derived(problem, device, rows)
-        return common.feature_matrix(self, problem, device, rows, derived)
+    def _workings(self, problem: Any, table: Table, at: Rows) -> _Tiling:
+        return self._tiling(problem, table.at(at))
 
     def launch(self, problem: Problem, row: int) -> Launch:
         t = self.configs[row]
-        tiling = self._tiling(problem, np.array([row]))
+        tiling = self._tiling(problem, _WHOLE.at(np.array([row])))
         splits, reduction = int(t["splits"]), int(t["reduction"])
         spec = KernelSpec(
             file="depthwise_banded_wgrad.cu",
@@ -178,16 +180,15 @@ class DepthwiseBandedWgrad:
         )
         return depthwise.with_sums(step, problem, splits, reduction, int(tiling.c_tiles[0]))
 
-    def _tiling(self, problem: Problem, rows: Rows) -> _Tiling:
+    def _tiling(self, problem: Any, t: Mapping[str, Array]) -> _Tiling:
         """How `problem` is cut into blocks, and what a block takes and does. The kernel works some
         of this out from its macros too, and asserts that both agree (see `launch`)."""
-        t = common.columns_at(_COLUMNS, rows)
         r, run, warp_c = problem.r, t["run"], t["warp_c"]
         threads = banded.threads_of(t)
         in_x = 8 * run + problem.s - 1
         band_rows, bands = common.cut(problem.p, t["bands"])
-        q_tiles = -(-problem.q // (8 * run))
-        c_tiles = -(-problem.c // t["block_c"])
+        q_tiles = common.ceil_div(problem.q, 8 * run)
+        c_tiles = common.ceil_div(problem.c, t["block_c"])
         in_items, grad_items = banded.items(t, in_x), banded.items(t, 8 * run)
         planes = 2 * (banded.buffer_bytes(t, run + 1, 1) + banded.buffer_bytes(t, run, 0))
         planes += banded.stage_bytes(t, in_items + grad_items)
@@ -217,20 +218,19 @@ class DepthwiseBandedWgrad:
             bands=bands,
             q_tiles=q_tiles,
             c_tiles=c_tiles,
-            tiles=-(-problem.n * bands * q_tiles // banded.runs(t)),
+            tiles=common.ceil_div(problem.n * bands * q_tiles, banded.runs(t)),
             blocks=c_tiles * t["splits"],
         )
 
     def _derived(
-        self, problem: Problem, device: Device, rows: Rows
+        self, problem: Any, device: Device, t: Mapping[str, Array], workings: _Tiling
     ) -> dict[str, NDArray[np.float64]]:
         """How each config would run `problem`: the derived features, and the estimated seconds.
 
         The estimate is that of `DepthwiseBanded`, for the multiprocessor with the most blocks and a
         block with the most tiles, plus the time of the reduction.
         """
-        t = common.columns_at(_COLUMNS, rows)
-        tiling = self._tiling(problem, rows)
+        tiling = workings
         registers = np.minimum(tiling.registers, banded.most_registers(t))
         occupancy = Occupancy.of(
             device, tiling.blocks, tiling.threads, registers, tiling.smem_bytes
@@ -238,9 +238,9 @@ class DepthwiseBandedWgrad:
         ideal_rounds = tiling.tiles / t["splits"]
         rounds = np.ceil(ideal_rounds)
         walked = tiling.band_rows + problem.r - 1
-        whole = max(problem.h + problem.padding[0], problem.p * problem.bias)
+        whole = each(_lowest_row, problem)
         walked = np.where(tiling.bands == 1, np.minimum(walked, whole), walked)
-        steps = -(-walked // t["rows"])
+        steps = common.ceil_div(walked, t["rows"])
         pixels = tiling.in_x + 8 * t["run"]
         step_bytes = t["rows"] * banded.runs(t) * pixels * t["block_c"] * problem.itemsize
         in_flight = occupancy.resident * step_bytes

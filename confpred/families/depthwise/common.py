@@ -10,11 +10,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from confpred.families.common import ATOMIC, DIRECT, TWO_KERNELS, Array, agreed_macros
+from confpred.families.common import ATOMIC, DIRECT, TWO_KERNELS, Array, agreed_macros, ceil_div
+from confpred.families.several import each
 from confpred.problem.conv2d import Problem
 from confpred.problem.conv2d_operation import dtype_macro
 from confpred.problem.operation import KernelSpec, Launch, Step
@@ -25,6 +27,7 @@ MAX_STEP = 2  # the largest stride and dilation
 #: the rows of padding that they count beyond it.
 MAX_IMAGE = 2**30
 MAX_COLUMNS = 32  # input columns of a tile: the kernels keep their validity in one word
+LEAST_LANES = 8  # the smallest limit of lanes in the config tables
 MAX_THREADS = 256  # of a block: what the kernels are compiled for
 
 
@@ -45,19 +48,24 @@ def dilation(problem: Problem) -> tuple[int, int]:
     return vertical if problem.r > 1 else 1, horizontal if problem.s > 1 else 1
 
 
-def accessible(vec: Array, problem: Problem) -> NDArray[np.bool_]:
+def _access(problem: Problem) -> tuple[int, bool]:
+    """The multiplier, and whether narrow accesses are worth it."""
+    multiplier = problem.k // problem.c
+    odd = problem.k % 2 == 1 or (multiplier > 1 and multiplier % 2 == 1)
+    return multiplier, odd or problem.r * problem.s > 64
+
+
+def accessible(vec: Array, problem: Any) -> NDArray[np.bool_]:
     """Which vector widths can be accessed at once and are worth it. Fewer than 4 bytes are only for
     an odd count of channels, which leaves nothing else, and for large windows, which leave no
     registers for more. The output channels of a vector share one input channel, or fall into whole
     groups that each share one."""
-    multiplier = problem.k // problem.c
-    odd = problem.k % 2 == 1 or (multiplier > 1 and multiplier % 2 == 1)
-    large = problem.r * problem.s > 64
+    multiplier, narrow = each(_access, problem)
     fits: NDArray[np.bool_] = (
         (vec * problem.itemsize <= 16)
         & (problem.k % vec == 0)
         & ((vec % multiplier == 0) | (multiplier % vec == 0))
-        & ((vec * problem.itemsize >= 4) | odd | large)
+        & ((vec * problem.itemsize >= 4) | narrow)
     )
     return fits
 
@@ -84,10 +92,10 @@ class Lanes:
         """The lanes for `vectors` accesses to a pixel, at most `lanes_c` of them by one block of
         about `threads`, each by `groups` threads."""
         vectors = np.maximum(vectors, 1)  # a width that is not legal may come to none
-        c_tiles = -(-vectors // lanes_c)
-        lanes = -(-vectors // c_tiles)
-        tiles_at_once = (threads // (lanes * groups)).clip(1)
-        whole = -(-lanes * groups * tiles_at_once // 32) * 32
+        c_tiles = ceil_div(vectors, lanes_c)
+        lanes = ceil_div(vectors, c_tiles)
+        tiles_at_once = np.maximum(threads // (lanes * groups), 1)
+        whole = ceil_div(lanes * groups * tiles_at_once, 32) * 32
         return cls(c_tiles, lanes, tiles_at_once, whole)
 
     def features(self) -> dict[str, Array]:
@@ -103,8 +111,7 @@ class Lanes:
 def distinct_lanes(vectors: Array, lanes_c: Array) -> NDArray[np.bool_]:
     """Which limits of lanes are less than twice the `vectors` accesses that a pixel takes, or are
     the smallest limit."""
-    least = lanes_c.min(initial=MAX_THREADS)
-    result: NDArray[np.bool_] = (lanes_c < 2 * vectors) | (lanes_c == least)
+    result: NDArray[np.bool_] = (lanes_c < 2 * vectors) | (lanes_c == LEAST_LANES)
     return result
 
 

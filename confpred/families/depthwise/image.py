@@ -5,16 +5,20 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from confpred.families import common, costs
-from confpred.families.common import Array, Occupancy
+from confpred.families.common import Array, Occupancy, Table
 from confpred.families.depthwise import common as depthwise
 from confpred.families.depthwise.common import Lanes
 from confpred.families.protocol import Rows
+from confpred.families.several import each, narrowed, picked
+from confpred.families.tabled import Tabled
 from confpred.problem.conv2d import Problem
 from confpred.problem.conv2d_operation import CONVOLUTION, dtype_macro
 from confpred.problem.device import Device
@@ -35,7 +39,7 @@ def _config_table() -> NDArray[np.void]:
         (0, 1),
         (1, 2),
         (1, 2, 4),
-        (8, 32, 64),
+        (depthwise.LEAST_LANES, 32, 64),
         (128, 256),
         (1, 2, 4, 8, 16),
     )
@@ -83,7 +87,8 @@ class _Axis:
     @property
     def groups(self) -> int:
         """Groups of `up` outputs."""
-        return -(-(self.size_out + self.shift) // self.up)
+        found: int = common.ceil_div(self.size_out + self.shift, self.up)
+        return found
 
 
 def _axes(problem: Problem) -> tuple[_Axis, _Axis]:
@@ -111,7 +116,7 @@ class _Tiling:
 
     repeat: Array
     in_x: Array  # input columns of a tile
-    depth: int  # groups of accumulators
+    depth: Any  # an integer, or one for each config; groups of accumulators
     pitch: Array  # floats of shared memory that the filters of a lane take
     registers: Array  # an estimate
     smem_bytes: Array
@@ -124,66 +129,74 @@ class _Tiling:
 
 
 _CONFIGS = _config_table()
-_COLUMNS = common.config_columns(_CONFIGS)
+_WHOLE = Table.of(_CONFIGS)
 
 
-class DepthwiseImage:
+class DepthwiseImage(Tabled):
     """See the module's docstring and ``kernels/depthwise.cu``."""
 
     operation = CONVOLUTION
     configs = _CONFIGS
+    whole = _WHOLE
 
     def __init__(self, direction: str) -> None:
         self.name = f"depthwise_{direction}"
         self.feature_names = _FEATURES[direction]
         self._direction = direction
 
-    def legal(self, problem: Problem, device: Device) -> NDArray[np.bool_]:
-        legal = np.zeros(len(self.configs), np.bool_)
-        if problem.direction != self._direction or not depthwise.handles(problem):
-            return legal
-        if self._direction == "dgrad" and problem.k > problem.c:
-            return legal
-        vertical, horizontal = _axes(problem)
-        taps, width = problem.r * problem.s, horizontal.size_out
-        t = _COLUMNS
-        # What needs no tiling is checked first, so that most rows never need one.
-        rows = np.flatnonzero(
-            depthwise.accessible(t["vec"], problem)
-            & (t["tile_q"] % horizontal.up == 0)
-            # A tile twice as wide as the image does the work of a smaller one, slower.
-            & ((t["tile_q"] < 2 * width) | (t["tile_q"] == 2))
-            & depthwise.worth_loading_ahead(t["prefetch"], taps)
-            & common.distinct_bands(vertical.groups, t["bands"])
-            & depthwise.distinct_lanes(problem.k // t["vec"], t["lanes_c"])
-            # Registers hold small filters at no cost; large ones need shared memory.
-            & np.where(t["filter_shared"], taps * t["vec"] >= 24, taps * t["vec"] <= 100)
+    def serves(self, problem: Problem) -> bool:
+        return (
+            problem.direction == self._direction
+            and depthwise.handles(problem)
+            and (self._direction == "fprop" or problem.k <= problem.c)
         )
-        tiling = self._tiling(problem, rows)
+
+    def offered(self, problem: Any, device: Device, table: Table) -> tuple[Any, Rows, Any]:
+        vertical, horizontal = each(_axes, problem)
+        taps, width = problem.r * problem.s, horizontal.size_out
+        # What needs no tiling is checked first, so that most rows never need one.
+        first = (
+            table.by(
+                ("vec", "filter_shared", "lanes_c"),
+                lambda t: (
+                    depthwise.accessible(t["vec"], problem)
+                    & depthwise.distinct_lanes(problem.k // t["vec"], t["lanes_c"])
+                    # Registers hold small filters at no cost; large ones need shared memory.
+                    & np.where(t["filter_shared"], taps * t["vec"] >= 24, taps * t["vec"] <= 100)
+                ),
+            )
+            & table.by(
+                ("tile_q", "prefetch"),
+                lambda t: (
+                    depthwise.worth_loading_ahead(t["prefetch"], taps)
+                    & (t["tile_q"] % horizontal.up == 0)
+                    # A tile twice as wide as the image does the work of a smaller one, slower.
+                    & ((t["tile_q"] < 2 * width) | (t["tile_q"] == 2))
+                ),
+            )
+            & table.by(("bands",), lambda t: common.distinct_bands(vertical.groups, t["bands"]))
+        )
+        problem, at = narrowed(problem, np.arange(len(table.rows)), first)
+        t = table.at(at)
+        tiling = self._tiling(problem, t)
         tiles = tiling.blocks * tiling.lanes.tiles_at_once
-        legal[rows] = (
+        legal = (
             (tiling.in_x <= depthwise.MAX_COLUMNS)
             & (tiling.registers <= common.MOST_ESTIMATED_REGISTERS)
             # Bounding the registers so that two blocks fit changes nothing where a thread needs
             # few, and makes it spill where it needs many.
-            & (
-                (t["min_blocks"][rows] == 1)
-                | ((tiling.registers > 100) & (tiling.registers <= 132))
-            )
+            & ((t["min_blocks"] == 1) | ((tiling.registers > 100) & (tiling.registers <= 132)))
             & (tiling.smem_bytes <= device.smem_per_block)
             & (np.maximum(tiling.blocks, tiles) <= common.MAX_INT)
         )
-        return legal
+        problem, at = narrowed(problem, at, legal)
+        return problem, at, picked(tiling, legal)
 
-    def estimate_s(self, problem: Problem, device: Device, rows: Rows) -> NDArray[np.float64]:
-        return self._derived(problem, device, rows)["estimate"]
-
-    def features(self, problem: Problem, device: Device, rows: Rows) -> NDArray[np.float32]:
-        derived = self._derived(problem, device, rows)
-        return common.feature_matrix(self, problem, device, rows, derived)
+    def _workings(self, problem: Any, table: Table, at: Rows) -> _Tiling:
+        return self._tiling(problem, table.at(at))
 
     def launch(self, problem: Problem, row: int) -> Launch:
-        tiling = self._tiling(problem, np.array([row]))
+        tiling = self._tiling(problem, _WHOLE.at(np.array([row])))
         vertical, horizontal = _axes(problem)
         spec = KernelSpec(
             file="depthwise.cu",
@@ -239,11 +252,10 @@ class DepthwiseImage:
         )
         return Launch((step,))
 
-    def _tiling(self, problem: Problem, rows: Rows) -> _Tiling:
+    def _tiling(self, problem: Any, t: Mapping[str, Array]) -> _Tiling:
         """How `problem` is cut into blocks, and what a block takes and does. The kernel works some
         of this out from its macros too, and asserts that both agree (see `launch`)."""
-        t = common.columns_at(_COLUMNS, rows)
-        vertical, horizontal = _axes(problem)
+        vertical, horizontal = each(_axes, problem)
         vec, tile_q = t["vec"], t["tile_q"]
         repeat = np.minimum(vec, problem.k // problem.c)
         taps = problem.r * problem.s
@@ -253,9 +265,9 @@ class DepthwiseImage:
         in_x = width // horizontal.up + 1
         access = np.minimum(vec, 4)
         pitch = (taps * vec // access | 1) * access
-        lanes = Lanes.of(-(-problem.k // vec), t["lanes_c"], t["threads"])
+        lanes = Lanes.of(common.ceil_div(problem.k, vec), t["lanes_c"], t["threads"])
         band_groups, bands = common.cut(vertical.groups, t["bands"])
-        q_tiles = -(-(horizontal.size_out + horizontal.shift) // tile_q)
+        q_tiles = common.ceil_div(horizontal.size_out + horizontal.shift, tile_q)
         outputs = vertical.up * tile_q * vec
         inputs = vertical.down * in_x * vec // repeat
         packed = problem.itemsize / 4
@@ -273,7 +285,7 @@ class DepthwiseImage:
             products
             + inputs
             + 4 * vertical.down * in_x
-            + t["filter_shared"] * taps * -(-vec // 4)
+            + t["filter_shared"] * taps * common.ceil_div(vec, 4)
             + 2 * outputs
             + 30
         )
@@ -289,12 +301,12 @@ class DepthwiseImage:
             band_groups=band_groups,
             bands=bands,
             q_tiles=q_tiles,
-            blocks=-(-tiles // lanes.tiles_at_once) * lanes.c_tiles,
+            blocks=common.ceil_div(tiles, lanes.tiles_at_once) * lanes.c_tiles,
             work=work,
         )
 
     def _derived(
-        self, problem: Problem, device: Device, rows: Rows
+        self, problem: Any, device: Device, t: Mapping[str, Array], workings: _Tiling
     ) -> dict[str, NDArray[np.float64]]:
         """How each config would run `problem`: the derived features, and the estimated seconds.
 
@@ -302,9 +314,8 @@ class DepthwiseImage:
         device memory, whose rate is bounded where too little is in flight, and the time of the
         instructions of the multiprocessor with the most blocks.
         """
-        t = common.columns_at(_COLUMNS, rows)
-        vertical, horizontal = _axes(problem)
-        tiling = self._tiling(problem, rows)
+        vertical, horizontal = each(_axes, problem)
+        tiling = workings
         lanes = tiling.lanes
         registers = np.minimum(
             tiling.registers, np.where(t["min_blocks"] == 2, 128, common.MAX_REGISTERS)
@@ -315,7 +326,7 @@ class DepthwiseImage:
         threads = tiling.blocks * lanes.threads
         in_flight = occupancy.resident * lanes.threads * load_bytes * t["prefetch"]
         # Steps whose input rows are padding only finish output rows.
-        computed = np.minimum(steps, -(-vertical.size_in // vertical.down))
+        computed = np.minimum(steps, common.ceil_div(vertical.size_in, vertical.down))
         thread_work = computed * tiling.work + (steps - computed) * 0.25 * tiling.work
         thread_work += costs.BLOCK_INSTRUCTIONS
         fullest = occupancy.sm_blocks * device.sm_count * lanes.threads

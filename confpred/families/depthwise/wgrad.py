@@ -5,16 +5,20 @@ launches of ``depthwise_wgrad.cu``. As many filters as channels.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from confpred.families import common, costs
-from confpred.families.common import Array, Occupancy
+from confpred.families.common import Array, Occupancy, Table
 from confpred.families.depthwise import common as depthwise
 from confpred.families.depthwise.common import Lanes
 from confpred.families.protocol import Rows
+from confpred.families.several import each, narrowed, picked
+from confpred.families.tabled import Tabled
 from confpred.problem.conv2d import Problem
 from confpred.problem.conv2d_operation import CONVOLUTION, dtype_macro
 from confpred.problem.device import Device
@@ -30,7 +34,14 @@ MAX_SUMS = 128  # of a thread: more would leave too few registers for the window
 def _config_table() -> NDArray[np.void]:
     reductions = depthwise.reductions((4, 8, 16, 32, 64, 128, 256))
     rows = itertools.product(
-        (1, 2, 4), (4, 8), (1, 2, 4), (1, 2, 4), (8, 32), (128, 256), (1, 4, 16), reductions
+        (1, 2, 4),
+        (4, 8),
+        (1, 2, 4),
+        (1, 2, 4),
+        (depthwise.LEAST_LANES, 32),
+        (128, 256),
+        (1, 4, 16),
+        reductions,
     )
     return common.config_table(
         _FIELDS,
@@ -66,15 +77,16 @@ class _Tiling:
 
 
 _CONFIGS = _config_table()
-_COLUMNS = common.config_columns(_CONFIGS)
+_WHOLE = Table.of(_CONFIGS)
 
 
-class DepthwiseWgrad:
+class DepthwiseWgrad(Tabled):
     """See the module's docstring and ``kernels/depthwise_wgrad.cu``."""
 
     name = "depthwise_wgrad"
     operation = CONVOLUTION
     configs = _CONFIGS
+    whole = _WHOLE
     feature_names: tuple[str, ...] = (
         "log_n", "log_c", "log_p", "log_q", "r", "s", "stride_h", "stride_w",
         "dilation_h", "dilation_w", "itemsize", "log_bytes", "log_intensity", "bias",
@@ -86,27 +98,42 @@ class DepthwiseWgrad:
         "work", "log_work", "log_load_bytes", "log_sum_bytes", "log_estimate",
     )  # fmt: skip
 
-    def legal(self, problem: Problem, device: Device) -> NDArray[np.bool_]:
-        legal = np.zeros(len(self.configs), np.bool_)
-        if problem.direction != "wgrad" or problem.k != problem.c or not depthwise.handles(problem):
-            return legal
-        taps = problem.r * problem.s
-        t = _COLUMNS
-        # What needs no tiling is checked first, so that most rows never need one.
-        rows = np.flatnonzero(
-            depthwise.accessible(t["vec"], problem)
-            & ((t["tile_q"] < 2 * problem.q) | (t["tile_q"] == 4))
-            & depthwise.worth_loading_ahead(t["prefetch"], taps)
-            & common.distinct_bands(problem.p, t["bands"])
-            & ((t["reduction"] != common.ATOMIC) | (not problem.deterministic))
-            & depthwise.distinct_lanes(problem.c // t["vec"], t["lanes_c"])
+    def serves(self, problem: Problem) -> bool:
+        return (
+            problem.direction == "wgrad"
+            and problem.k == problem.c
+            and depthwise.handles(problem)
+            and problem.filter_elements + problem.c <= common.MAX_INT
         )
-        t = common.columns_at(_COLUMNS, rows)
-        tiling = self._tiling(problem, rows)
+
+    def offered(self, problem: Any, device: Device, table: Table) -> tuple[Any, Rows, Any]:
+        taps = problem.r * problem.s
+        # What needs no tiling is checked first, so that most rows never need one.
+        first = (
+            table.by(
+                ("vec", "lanes_c"),
+                lambda t: (
+                    depthwise.accessible(t["vec"], problem)
+                    & depthwise.distinct_lanes(problem.c // t["vec"], t["lanes_c"])
+                ),
+            )
+            & table.by(
+                ("tile_q", "prefetch"),
+                lambda t: (
+                    depthwise.worth_loading_ahead(t["prefetch"], taps)
+                    & ((t["tile_q"] < 2 * problem.q) | (t["tile_q"] == 4))
+                ),
+            )
+            & table.by(("bands",), lambda t: common.distinct_bands(problem.p, t["bands"]))
+            & table.by(("reduction",), lambda t: common.allowed(t["reduction"], problem))
+        )
+        problem, at = narrowed(problem, np.arange(len(table.rows)), first)
+        t = table.at(at)
+        tiling = self._tiling(problem, t)
         vec, splits, lanes = t["vec"], t["splits"], tiling.lanes
         # Filter rows of a thread if half as many threads shared a window.
-        half = -(-problem.r // (t["row_groups"] // 2).clip(1))
-        legal[rows] = (
+        half = common.ceil_div(problem.r, np.maximum(t["row_groups"] // 2, 1))
+        legal = (
             (tiling.in_x <= depthwise.MAX_COLUMNS)
             & (tiling.sums <= MAX_SUMS)
             # Each group of filter rows reads the whole input again, which pays for large windows
@@ -119,7 +146,6 @@ class DepthwiseWgrad:
             & (tiling.smem_bytes <= device.smem_per_block)
             & (lanes.lanes_c * tiling.row_groups <= t["threads"])
             & (np.maximum(tiling.blocks, tiling.tiles + splits * t["threads"]) <= common.MAX_INT)
-            & (problem.filter_elements + problem.c <= common.MAX_INT)
             # There are blocks enough for half of the device, and no more than sixteen to a
             # multiprocessor, as far as there are tiles for their threads.
             & (
@@ -134,18 +160,15 @@ class DepthwiseWgrad:
                 | (2 * splits * lanes.tiles_at_once >= tiling.tiles)
             )
         )
-        return legal
+        problem, at = narrowed(problem, at, legal)
+        return problem, at, picked(tiling, legal)
 
-    def estimate_s(self, problem: Problem, device: Device, rows: Rows) -> NDArray[np.float64]:
-        return self._derived(problem, device, rows)["estimate"]
-
-    def features(self, problem: Problem, device: Device, rows: Rows) -> NDArray[np.float32]:
-        derived = self._derived(problem, device, rows)
-        return common.feature_matrix(self, problem, device, rows, derived)
+    def _workings(self, problem: Any, table: Table, at: Rows) -> _Tiling:
+        return self._tiling(problem, table.at(at))
 
     def launch(self, problem: Problem, row: int) -> Launch:
         t = self.configs[row]
-        tiling = self._tiling(problem, np.array([row]))
+        tiling = self._tiling(problem, _WHOLE.at(np.array([row])))
         lanes, splits, reduction = tiling.lanes, int(t["splits"]), int(t["reduction"])
         dilation_h, dilation_w = depthwise.dilation(problem)
         spec = KernelSpec(
@@ -200,21 +223,20 @@ class DepthwiseWgrad:
         )
         return depthwise.with_sums(step, problem, splits, reduction, int(lanes.c_tiles[0]))
 
-    def _tiling(self, problem: Problem, rows: Rows) -> _Tiling:
+    def _tiling(self, problem: Any, t: Mapping[str, Array]) -> _Tiling:
         """How `problem` is cut into blocks, and what a block takes and does. The kernel works some
         of this out from its macros too, and asserts that both agree (see `launch`)."""
-        t = common.columns_at(_COLUMNS, rows)
         vec, tile_q, (stride_h, stride_w) = t["vec"], t["tile_q"], problem.stride
-        dilation_h, dilation_w = depthwise.dilation(problem)
-        block_r = -(-problem.r // t["row_groups"])
-        row_groups = -(-problem.r // block_r)
+        dilation_h, dilation_w = each(depthwise.dilation, problem)
+        block_r = common.ceil_div(problem.r, t["row_groups"])
+        row_groups = common.ceil_div(problem.r, block_r)
         depth = dilation_h * (block_r - 1) // stride_h + 1
         in_x = stride_w * (tile_q - 1) + dilation_w * (problem.s - 1) + 1
         sums = block_r * problem.s * vec
         thread_floats = problem.s * vec
         lanes = Lanes.of(problem.c // vec, t["lanes_c"], t["threads"], row_groups)
         band_rows, bands = common.cut(problem.p, t["bands"])
-        q_tiles = -(-problem.q // tile_q)
+        q_tiles = common.ceil_div(problem.q, tile_q)
         inputs, outputs = stride_h * in_x * vec, tile_q * vec
         packed = problem.itemsize / 4
         registers = (
@@ -246,7 +268,7 @@ class DepthwiseWgrad:
         )
 
     def _derived(
-        self, problem: Problem, device: Device, rows: Rows
+        self, problem: Any, device: Device, t: Mapping[str, Array], workings: _Tiling
     ) -> dict[str, NDArray[np.float64]]:
         """How each config would run `problem`: the derived features, and the estimated seconds.
 
@@ -254,8 +276,7 @@ class DepthwiseWgrad:
         by the waste of the last wave and of the threads' last tile; plus a fixed latency for each
         row that cannot be hidden, and the time of the reduction.
         """
-        t = common.columns_at(_COLUMNS, rows)
-        tiling = self._tiling(problem, rows)
+        tiling = workings
         lanes = tiling.lanes
         registers = np.minimum(tiling.registers, common.MAX_REGISTERS)
         occupancy = Occupancy.of(device, tiling.blocks, lanes.threads, registers, tiling.smem_bytes)

@@ -47,6 +47,11 @@ class Axis:
         }
 
 
+def axes_of(problem: Problem) -> tuple[Axis, Axis]:
+    """The rows and the columns of `problem`."""
+    return axis_of(problem, 0), axis_of(problem, 1)
+
+
 def axis_of(problem: Problem, axis: int) -> Axis:
     """The rows (0) or the columns (1) of `problem`."""
     taps = (problem.r, problem.s)[axis]

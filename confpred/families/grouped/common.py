@@ -7,6 +7,8 @@ bfloat16.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -31,7 +33,7 @@ def handles(problem: Problem) -> bool:
     )
 
 
-def fits_odd_channels(block: Array, channels: int) -> NDArray[np.bool_]:
+def fits_odd_channels(block: Array, channels: Any) -> NDArray[np.bool_]:
     """Which blocks of channels that are no power of two to offer for a layer. They must divide its
     channels, and 64 must not. Blocks of fewer than 48 channels are for narrow layers only, as their
     piece of a pixel is not a whole number of 32-byte sectors."""

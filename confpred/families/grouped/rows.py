@@ -6,15 +6,18 @@ import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from confpred.families import common, costs
-from confpred.families.common import Array, Occupancy
+from confpred.families.common import Array, Occupancy, Table
 from confpred.families.grouped import common as grouped
-from confpred.families.grouped.axis import axis_of
+from confpred.families.grouped.axis import axes_of
 from confpred.families.protocol import Rows
+from confpred.families.several import each, each_row, narrowed
+from confpred.families.tabled import Tabled
 from confpred.problem.conv2d import Problem
 from confpred.problem.conv2d_operation import CONVOLUTION, dtype_macro
 from confpred.problem.device import Device
@@ -49,11 +52,11 @@ def _config_table() -> NDArray[np.void]:
     many: list[tuple[int, ...]] = []
     odd: list[tuple[int, ...]] = []
     channels = (*itertools.product((16, 32, 64), (1, 2, 4)), *_ODD_CHANNELS)
-    for pixel_row, (block_c, warps_c), warps_m, stages, filter_shared, bands in itertools.product(
-        _PIXEL_ROWS, channels, (1, 2, 4), (3, 5), (0, 1), _BANDS
+    for pixel_row, (block_c, warps_c), warps_m, stages, filter_shared in itertools.product(
+        _PIXEL_ROWS, channels, (1, 2, 4), (3, 5), (0, 1)
     ):
         block_n, block_q = pixel_row
-        tiles = -(-block_n * block_q // 16)
+        tiles = common.ceil_div(block_n * block_q, 16)
         warps = warps_c * warps_m
         warp_channels = block_c // warps_c
         is_odd = (block_c, warps_c) in _ODD_CHANNELS
@@ -74,19 +77,24 @@ def _config_table() -> NDArray[np.void]:
         if warp_channels == 8 and filter_shared:
             continue
         rows = odd if is_odd else many if warps > 4 else few
-        rows.append((block_n, block_q, block_c, warps_c, warps_m, stages, filter_shared, bands))
+        kernel = (block_n, block_q, block_c, warps_c, warps_m, stages, filter_shared)
+        rows += [(*kernel, bands) for bands in _BANDS]
     return common.config_table(_FIELDS, few + many + odd)
 
 
 _CONFIGS = _config_table()
-_COLUMNS = common.config_columns(_CONFIGS)
-_ODD = _COLUMNS["block_c"] & (_COLUMNS["block_c"] - 1) > 0  # no power of two
+_WHOLE = Table.of(_CONFIGS)
+
+
+def _odd(t: Mapping[str, Array]) -> NDArray[np.bool_]:
+    """Which blocks have a count of channels that is no power of two."""
+    found: NDArray[np.bool_] = t["block_c"] & (t["block_c"] - 1) > 0
+    return found
 
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """What each config takes and does for one window and group width; arrays over the config
-    table."""
+    """What each config takes and does for one window and group width; arrays over a table."""
 
     threads: Array
     warp_tiles: Array
@@ -113,7 +121,7 @@ _SHARED_FEATURES = (
 )  # fmt: skip
 
 
-class GroupedRows:
+class GroupedRows(Tabled):
     """One direction of ``kernels/grouped_rows.cu``.
 
     Attributes:
@@ -125,6 +133,7 @@ class GroupedRows:
 
     operation = CONVOLUTION
     configs = _CONFIGS
+    whole = _WHOLE
 
     def __init__(self, name: str, direction: str, operands: tuple[str, ...]) -> None:
         self.name = name
@@ -133,17 +142,17 @@ class GroupedRows:
         epilogue = ("bias", "activation", "residual") if direction == "fprop" else ()
         self.feature_names: tuple[str, ...] = (*_SHARED_FEATURES, *epilogue)
 
-    def legal(self, problem: Problem, device: Device) -> NDArray[np.bool_]:
-        if problem.direction != self.direction or not grouped.handles(problem):
-            return np.zeros(len(self.configs), np.bool_)
-        t = _COLUMNS
-        shape = _shape_of(problem)
-        rows, columns = axis_of(problem, 0), axis_of(problem, 1)
-        offset = t["block_n"] * (problem.c * max(problem.h * problem.w, problem.p * problem.q))
-        legal: NDArray[np.bool_] = (
-            shape.fits
-            & (shape.smem_bytes <= device.smem_per_block)
-            & (offset <= common.MAX_INT)
+    def serves(self, problem: Problem) -> bool:
+        return problem.direction == self.direction and grouped.handles(problem)
+
+    def offered(self, problem: Any, device: Device, table: Table) -> tuple[Any, Rows, Any]:
+        # What depends on little is checked first, so that most rows need no more.
+        fits = each_row(lambda p: _fits(p, device, table), problem)
+        problem, at = narrowed(problem, np.arange(len(table.rows)), fits)
+        t = table.at(at)
+        rows, columns = each(axes_of, problem)
+        legal = (
+            (t["block_n"] * each(_image_elements, problem) <= common.MAX_INT)
             & (_cut(problem, t).blocks <= common.MAX_INT)
             # A tile twice as large as what it covers does the work of a smaller tile, slower; the
             # smallest tiles serve whatever is smaller still.
@@ -151,24 +160,23 @@ class GroupedRows:
                 ((t["block_n"] < 2 * problem.n) & (t["block_q"] < 2 * columns.positions))
                 | (t["block_n"] * t["block_q"] <= 16)
             )
-            & ((t["block_c"] < 2 * problem.c) | (t["block_c"] <= max(16, problem.group_width)))
-            & (~_ODD | grouped.fits_odd_channels(t["block_c"], problem.c))
+            & (
+                (t["block_c"] < 2 * problem.c)
+                | (t["block_c"] <= np.maximum(16, problem.group_width))
+            )
+            & (~_odd(t) | grouped.fits_odd_channels(t["block_c"], problem.c))
             & common.distinct_bands(rows.positions, t["bands"])
         )
-        return legal
+        problem, at = narrowed(problem, at, legal)
+        return problem, at, self._workings(problem, table, at)
 
-    def estimate_s(self, problem: Problem, device: Device, rows: Rows) -> NDArray[np.float64]:
-        return self._derived(problem, device, rows)["estimate"]
-
-    def features(self, problem: Problem, device: Device, rows: Rows) -> NDArray[np.float32]:
-        return common.feature_matrix(
-            self, problem, device, rows, self._derived(problem, device, rows)
-        )
+    def _workings(self, problem: Any, table: Table, at: Rows) -> _Shape:
+        return each_row(lambda p: _shape_of(p, table), problem, at)
 
     def launch(self, problem: Problem, row: int) -> Launch:
         shape = _shape_of(problem)
-        rows, columns = axis_of(problem, 0), axis_of(problem, 1)
-        cut = _cut(problem, common.columns_at(_COLUMNS, slice(row, row + 1)))
+        rows, columns = axes_of(problem)
+        cut = _cut(problem, _WHOLE.at(np.array([row])))
         sizes = ((problem.h, problem.w), (problem.p, problem.q))
         (h, w), (p, q) = sizes if self.direction == "fprop" else sizes[::-1]
         step = Step(
@@ -195,7 +203,7 @@ class GroupedRows:
         return Launch(steps=(step,))
 
     def _derived(
-        self, problem: Problem, device: Device, rows: Rows
+        self, problem: Any, device: Device, t: Mapping[str, Array], workings: _Shape
     ) -> dict[str, NDArray[np.float64]]:
         """How each config would run `problem`: the derived features, and the estimated seconds.
 
@@ -203,36 +211,35 @@ class GroupedRows:
         of device memory, of the copies from L2 into shared memory with their halos, and of the
         tensor cores; plus a fixed latency for each row of a block that cannot be hidden.
         """
-        t = common.columns_at(_COLUMNS, rows)
-        shape = _shape_of(problem)
-        down, across = axis_of(problem, 0), axis_of(problem, 1)
+        shape = workings
+        down, across = each(axes_of, problem)
         cut = _cut(problem, t)
         blocks, bands, band_rows = cut.blocks, cut.bands, cut.band_rows
-        threads, smem_bytes = shape.threads[rows], shape.smem_bytes[rows]
-        registers = np.minimum(shape.registers[rows], common.MAX_REGISTERS)
+        threads, smem_bytes = shape.threads, shape.smem_bytes
+        registers = np.minimum(shape.registers, common.MAX_REGISTERS)
         occupancy = Occupancy.of(device, blocks, threads, registers, smem_bytes)
         first_steps = -(-(problem.r - 1) // down.up)  # before the first row of a band is finished
         steps = down.down * (band_rows - 1) + 1 + first_steps
-        loaded = blocks * steps * (t["block_n"] * shape.row_x[rows] * t["block_c"] * 2.0)
-        products = blocks * steps * shape.products[rows] * (threads // 32.0)
+        loaded = blocks * steps * (t["block_n"] * shape.row_x * t["block_c"] * 2.0)
+        products = blocks * steps * shape.products * (threads // 32.0)
         seconds = np.maximum(
             problem.minimum_bytes / device.dram_bytes_per_s,
             np.maximum(costs.l2_s(loaded, device), costs.products_s(products, device)),
         )
         # Where one window covers the whole image, padded groups may need fewer operations than are
         # counted; but no estimate may be below the roofline.
-        seconds = np.maximum(seconds, device.roofline_s(problem))
-        height, width = _out_size(problem)
+        seconds = np.maximum(seconds, each(device.roofline_s, problem))
+        height, width = each(_out_size, problem)
         return {
             "log_p": np.log2(height),
             "log_q": np.log2(width),
             "threads": threads,
-            "warp_tiles": shape.warp_tiles[rows],
-            "warp_groups": shape.warp_groups[rows],
+            "warp_tiles": shape.warp_tiles,
+            "warp_groups": shape.warp_groups,
             "smem_bytes": smem_bytes,
             "registers": registers,
-            "loads": shape.loads[rows],
-            "products": shape.products[rows],
+            "loads": shape.loads,
+            "products": shape.products,
             **occupancy.features(),
             "q_waste": cut.q_tiles * t["block_q"] / across.positions,
             "n_waste": cut.n_tiles * t["block_n"] / problem.n,
@@ -251,9 +258,9 @@ class GroupedRows:
                 np.minimum(device.sm_count * occupancy.per_sm, blocks) / cut.image_blocks
             ),
             "halo_rows": steps / (band_rows * down.down),
-            "halo_columns": shape.row_x[rows] / (t["block_q"] * across.down),
+            "halo_columns": shape.row_x / (t["block_q"] * across.down),
             "steps": steps,
-            "bytes_in_flight": occupancy.resident * (t["stages"] - 1) * shape.stage_bytes[rows],
+            "bytes_in_flight": occupancy.resident * (t["stages"] - 1) * shape.stage_bytes,
             "log_load_bytes": np.log2(loaded / problem.minimum_bytes),
             "log_products": np.log2(products),
             "estimate": seconds * occupancy.wave_waste
@@ -266,8 +273,20 @@ def _out_size(problem: Problem) -> tuple[int, int]:
     return (problem.p, problem.q) if problem.direction == "fprop" else (problem.h, problem.w)
 
 
+def _image_elements(problem: Problem) -> int:
+    """Elements of an image, of the input or of the output, whichever has more."""
+    return problem.c * max(problem.h * problem.w, problem.p * problem.q)
+
+
+def _fits(problem: Problem, device: Device, table: Table) -> NDArray[np.bool_]:
+    """Which rows of `table` serve the problem's window and group width on `device`."""
+    shape = _shape_of(problem, table)
+    found: NDArray[np.bool_] = shape.fits & (shape.smem_bytes <= device.smem_per_block)
+    return found
+
+
 def _spec(problem: Problem, row: int) -> KernelSpec:
-    rows, columns = axis_of(problem, 0), axis_of(problem, 1)
+    rows, columns = axes_of(problem)
     shape = _shape_of(problem)
     return KernelSpec(
         file="grouped_rows.cu",
@@ -303,7 +322,7 @@ class _Cut:
     n_tiles: Array
     q_tiles: Array
     c_tiles: Array
-    lattices: int
+    lattices: int | Array
 
     @property
     def image_blocks(self) -> Array:
@@ -315,23 +334,24 @@ class _Cut:
         return self.n_tiles * self.image_blocks
 
 
-def _cut(problem: Problem, t: Mapping[str, Array]) -> _Cut:
+def _cut(problem: Any, t: Mapping[str, Array]) -> _Cut:
     """How the configs whose fields are the columns `t` cut `problem`."""
-    rows, columns = axis_of(problem, 0), axis_of(problem, 1)
+    rows, columns = each(axes_of, problem)
     band_rows, bands = common.cut(rows.positions, t["bands"])
     return _Cut(
         band_rows=band_rows,
         bands=bands,
-        n_tiles=-(-problem.n // t["block_n"]),
-        q_tiles=-(-columns.positions // t["block_q"]),
-        c_tiles=-(-problem.c // t["block_c"]),
+        n_tiles=common.ceil_div(problem.n, t["block_n"]),
+        q_tiles=common.ceil_div(columns.positions, t["block_q"]),
+        c_tiles=common.ceil_div(problem.c, t["block_c"]),
         lattices=rows.out_step * columns.out_step,
     )
 
 
-def _shape_of(problem: Problem) -> _Shape:
-    rows, columns = axis_of(problem, 0), axis_of(problem, 1)
+def _shape_of(problem: Problem, table: Table = _WHOLE) -> _Shape:
+    rows, columns = axes_of(problem)
     return _shape(
+        table,
         group_width=problem.group_width,
         r=problem.r,
         down_h=rows.down,
@@ -346,6 +366,7 @@ def _shape_of(problem: Problem) -> _Shape:
 
 @lru_cache(maxsize=1024)
 def _shape(
+    table: Table,
     group_width: int,
     r: int,
     down_h: int,
@@ -359,30 +380,30 @@ def _shape(
     """What a block takes and does. The kernel works most of it out from its macros too, and asserts
     that the threads and the shared memory are the same."""
     width = max(8, group_width)
-    t = _COLUMNS
+    t = table.columns
     threads = 32 * t["warps_c"] * t["warps_m"]
     chunks = t["block_c"] // 8
     pixel_bytes = 16 * (chunks | 1)
-    row_x = down_w * (t["block_q"] - 1) + -(-s // up_w)
+    row_x = down_w * (t["block_q"] - 1) + common.ceil_div(s, up_w)
     row_pixels = t["block_n"] * row_x
     stage_bytes = row_pixels * pixel_bytes
     pixels = t["block_n"] * t["block_q"]
-    m_tiles = -(-pixels // 16)
+    m_tiles = common.ceil_div(pixels, 16)
     out_bytes = up_w * m_tiles * 16 * pixel_bytes
     out_rows = up_h * (1 if down_h == 2 else 2)
     warp_tiles = m_tiles // t["warps_m"]
     warp_channels = t["block_c"] // t["warps_c"]
-    warp_groups = -(-warp_channels // width)
+    warp_groups = common.ceil_div(warp_channels, width)
     n_tiles = warp_channels // warp_groups // 8
-    k_steps = -(-width // 16)
+    k_steps = common.ceil_div(width, 16)
     # Filter columns that each parity of output columns uses; at width 8 two share an instruction.
     used = [-(-(s - parity) // up_w) for parity in range(up_w)]
-    taps = sum(-(-count // 2) if width == 8 else count for count in used)
+    taps = sum(common.ceil_div(count, 2) if width == 8 else count for count in used)
     filter_chunks = r * s * width // 8
     staged = (t["filter_shared"] == 1) | (group_width >= (8 if dgrad else 32))
     filter_bytes = np.where(staged, 16 * (filter_chunks | 1) * t["block_c"], 0)
-    loads = -(-row_pixels * chunks // threads)
-    stores = -(-((up_w - 1) * m_tiles * 16 + pixels) * chunks // threads)
+    loads = common.ceil_div(row_pixels * chunks, threads)
+    stores = common.ceil_div(((up_w - 1) * m_tiles * 16 + pixels) * chunks, threads)
     live = (r - 1) // down_h + 1
     accumulators = live * up_w * warp_groups * warp_tiles * n_tiles * 4
     filter_registers = np.where(
@@ -405,7 +426,7 @@ def _shape(
         # Warps hold whole groups or, where a group has too many accumulators, divide one in pieces
         # of at least 16 channels.
         & ((warp_channels % width == 0) | (divided & (warp_channels >= 16)))
-        & ((threads <= 128) | ((width == 64) & (r * s > 9)) | _ODD)
+        & ((threads <= 128) | ((width == 64) & (r * s > 9)) | _odd(t))
         & wins
         # Registers hold small filters at no cost.
         & ((width * r * s > 16 * 9) | (t["filter_shared"] == 0))

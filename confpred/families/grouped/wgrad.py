@@ -8,6 +8,7 @@ import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,10 +21,13 @@ from confpred.families.common import (
     TWO_KERNELS,
     Array,
     Occupancy,
+    Table,
 )
 from confpred.families.grouped import common as grouped
 from confpred.families.grouped.window import Window, flush_steps, window_of
 from confpred.families.protocol import Rows
+from confpred.families.several import each, each_row, narrowed
+from confpred.families.tabled import Tabled
 from confpred.problem.conv2d import Problem
 from confpred.problem.conv2d_operation import CONVOLUTION, dtype_macro
 from confpred.problem.device import Device
@@ -53,40 +57,55 @@ _COMPILED = ("block_n", "block_q", "block_k", "warp_k", "warps_m", "stages")
 _FIELDS = (*_COMPILED, "splits", "reduction")
 
 
+def _launches(whole: bool) -> list[tuple[int, int]]:
+    """Each count of slices with each way to add up their sums; `whole` where one slice has them
+    all."""
+    return [
+        (splits, reduction)
+        for splits, reduction in itertools.product(_SPLITS, range(4))
+        if not (reduction == DIRECT and splits > 1)
+        and not (reduction != DIRECT and splits == 1 and whole)
+        and not (reduction == LAST_BLOCK and splits > _MAX_LAST_BLOCK_PARTS)
+    ]
+
+
+_LAUNCHES = (_launches(False), _launches(True))
+
+
 def _config_table() -> NDArray[np.void]:
     even = itertools.product(
         _PIXEL_ROWS, itertools.product((8, 16, 32, 64), (8, 16)), (1, 2), (3, 5)
     )
     odd = itertools.product(_PIXEL_ROWS, _ODD_CHANNELS, (1,), (3, 5))
-    rows = []
+    rows: list[tuple[int, ...]] = []
     for (block_n, block_q), (block_k, warp_k), warps_m, stages in (*even, *odd):
-        tiles = -(-block_n * block_q // 16)
+        tiles = common.ceil_div(block_n * block_q, 16)
         if tiles % warps_m or tiles // warps_m > 4 or warp_k > block_k:
             continue
         if not 512 <= block_n * block_q * max(16, block_k) <= 4096:
             continue
-        for splits, reduction in itertools.product(_SPLITS, range(4)):
-            if reduction == DIRECT and splits > 1:
-                continue
-            if reduction != DIRECT and splits == 1 and block_n > 1 and block_q > 8:
-                continue  # one tile is as wide as the image, so one block has a whole sum
-            if reduction == LAST_BLOCK and splits > _MAX_LAST_BLOCK_PARTS:
-                continue
-            rows.append((block_n, block_q, block_k, warp_k, warps_m, stages, splits, reduction))
+        kernel = (block_n, block_q, block_k, warp_k, warps_m, stages)
+        # Where one tile is as wide as the image, one block has a whole sum.
+        rows += [(*kernel, *launch) for launch in _LAUNCHES[block_n > 1 and block_q > 8]]
     return common.config_table(_FIELDS, rows)
 
 
 _CONFIGS = _config_table()
-_COLUMNS = common.config_columns(_CONFIGS)
-_ODD = _COLUMNS["block_k"] & (_COLUMNS["block_k"] - 1) > 0  # no power of two
+_WHOLE = Table.of(_CONFIGS)
 #: The next smaller count of slices, indexed by the count; 1 for 1.
 _FEWER = np.ones(_SPLITS[-1] + 1, np.int64)
 _FEWER[list(_SPLITS[1:])] = _SPLITS[:-1]
 
 
+def _odd(t: Mapping[str, Array]) -> NDArray[np.bool_]:
+    """Which blocks have a count of channels that is no power of two."""
+    found: NDArray[np.bool_] = t["block_k"] & (t["block_k"] - 1) > 0
+    return found
+
+
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """What each config takes and does for one window; arrays over the config table."""
+    """What each config takes and does for one window; arrays over a table."""
 
     threads: Array
     warp_tiles: Array
@@ -98,12 +117,13 @@ class _Shape:
     fits: NDArray[np.bool_]  # the rules that do not depend on the layer's sizes or the device
 
 
-class GroupedWgrad:
+class GroupedWgrad(Tabled):
     """See the module's docstring and ``kernels/grouped_wgrad.cu``."""
 
     name = "grouped_wgrad"
     operation = CONVOLUTION
     configs = _CONFIGS
+    whole = _WHOLE
     feature_names: tuple[str, ...] = (
         "log_n", "log_c", "log_p", "log_q", "r", "s", "group_width", "log_bytes",
         "stride_h", "stride_w", "dilation_h", "dilation_w",
@@ -117,50 +137,40 @@ class GroupedWgrad:
         "log_load_bytes", "log_products", "log_estimate",
     )  # fmt: skip
 
-    def legal(self, problem: Problem, device: Device) -> NDArray[np.bool_]:
-        legal = np.zeros(len(self.configs), np.bool_)
-        if problem.direction != "wgrad" or not grouped.handles(problem):
-            return legal
-        if _elements(problem) > common.MAX_INT:
-            return legal
-        shape, t = _shape(window_of(problem)), _COLUMNS
-        # What needs no division is checked first, so that most rows never need one.
-        rows = np.flatnonzero(
-            shape.fits
-            & (shape.smem_bytes <= device.smem_per_block)
-            # A tile twice as large as what it covers does the work of a smaller tile, slower; and
-            # images share a tile only where one alone does not fill it, or is narrow.
-            & ((t["block_q"] < 2 * problem.q) | (t["block_q"] == 8))
-            & ((t["block_n"] < 2 * problem.n) | (t["block_n"] * t["block_q"] <= 16))
-            & (
-                (t["block_n"] == 1)
-                | (t["block_q"] >= problem.q)
-                | ((t["block_q"] == 8) & (problem.q <= 16))
-            )
-            # A block of 16 pixels a step waits more than it computes.
-            & ((t["block_n"] * t["block_q"] > 16) | (problem.n * problem.q <= 28))
-            & ((t["block_k"] < 2 * problem.c) | (t["block_k"] == 16))
-            & ((t["reduction"] != ATOMIC) | (not problem.deterministic))
+    def serves(self, problem: Problem) -> bool:
+        return (
+            problem.direction == "wgrad"
+            and grouped.handles(problem)
+            and _elements(problem) <= common.MAX_INT
         )
-        t = common.columns_at(_COLUMNS, rows)
+
+    def offered(self, problem: Any, device: Device, table: Table) -> tuple[Any, Rows, Any]:
+        # What needs no division is checked first, so that most rows never need one.
+        first = (
+            each_row(lambda p: _fits(p, device, table), problem)
+            & table.by(("block_n", "block_q", "block_k"), lambda t: _suited(t, problem))
+            & table.by(("reduction",), lambda t: common.allowed(t["reduction"], problem))
+        )
+        problem, at = narrowed(problem, np.arange(len(table.rows)), first)
+        t = table.at(at)
         # Columns to the right of the image are addressed, though not read.
         reach = 2 * grouped.MAX_STEP * (t["block_q"] + grouped.MAX_WINDOW)
-        columns = max(problem.w, problem.q) + reach
-        offset = t["block_n"] * (problem.c * max(problem.h, problem.p)) * columns
+        height, width = each(_image_size, problem)
+        offset = t["block_n"] * (problem.c * height) * (width + reach)
         cut = _cut(problem, t)
         parts, blocks, reduction = cut.parts, cut.blocks, t["reduction"]
-        legal[rows] = (
+        legal = (
             (offset <= common.MAX_INT)
             & (blocks <= common.MAX_INT)
             & _few_idle_columns(problem.q, cut.q_tiles * t["block_q"])
-            & (~_ODD[rows] | grouped.fits_odd_channels(t["block_k"], problem.c))
+            & (~_odd(t) | grouped.fits_odd_channels(t["block_k"], problem.c))
             # A count of slices that makes them as high as the next smaller count does is the same
             # launch again; slices lower than two windows read more halo than rows.
             & (
                 (t["splits"] == 1)
                 | (
                     (cut.slice_rows >= 2 * problem.r)
-                    & (cut.slice_rows < -(-cut.rows // _FEWER[t["splits"]]))
+                    & (cut.slice_rows < common.ceil_div(cut.rows, _FEWER[t["splits"]]))
                     # More blocks than keep the device busy only cost their start and end.
                     & (blocks <= 16 * device.sm_count)
                 )
@@ -170,17 +180,13 @@ class GroupedWgrad:
             & ((reduction == DIRECT) == (parts == 1))
             & ((reduction != LAST_BLOCK) | (parts <= _MAX_LAST_BLOCK_PARTS))
             # Partial sums of more bytes than the layer would take longer than the layer.
-            & (4 * parts * _elements(problem) <= max(problem.minimum_bytes, 2**20))
+            & (4 * parts * _elements(problem) <= np.maximum(problem.minimum_bytes, 2**20))
         )
-        return legal
+        problem, at = narrowed(problem, at, legal)
+        return problem, at, self._workings(problem, table, at)
 
-    def estimate_s(self, problem: Problem, device: Device, rows: Rows) -> NDArray[np.float64]:
-        return self._derived(problem, device, rows)["estimate"]
-
-    def features(self, problem: Problem, device: Device, rows: Rows) -> NDArray[np.float32]:
-        return common.feature_matrix(
-            self, problem, device, rows, self._derived(problem, device, rows)
-        )
+    def _workings(self, problem: Any, table: Table, at: Rows) -> _Shape:
+        return each_row(lambda p: _shape(window_of(p), table), problem, at)
 
     def launch(self, problem: Problem, row: int) -> Launch:
         t = self.configs[row]
@@ -189,7 +195,7 @@ class GroupedWgrad:
         dtype = dtype_macro(problem)
         vertical, horizontal = window.vertical, window.horizontal
         phases = vertical.dilation
-        cut = _cut(problem, common.columns_at(_COLUMNS, slice(row, row + 1)))
+        cut = _cut(problem, _WHOLE.at(np.array([row])))
         slice_rows, slices, q_tiles, k_tiles = (
             int(sizes[0]) for sizes in (cut.slice_rows, cut.slices, cut.q_tiles, cut.k_tiles)
         )
@@ -231,7 +237,7 @@ class GroupedWgrad:
                 "column_step": horizontal.step,
                 "phases": phases,
                 "phase_step": problem.stride[0],
-                "rows": -(-problem.p // phases),
+                "rows": common.ceil_div(problem.p, phases),
                 "flush": flush_steps(problem),
                 "slice_rows": slice_rows,
                 "slices": slices,
@@ -241,7 +247,7 @@ class GroupedWgrad:
             },
         )
         scratch = 4 * parts * elements if reduction in (TWO_KERNELS, LAST_BLOCK) else 0
-        tickets = 16 * -(-k_tiles // 4) if reduction in (LAST_BLOCK, ATOMIC) else 0
+        tickets = 16 * common.ceil_div(k_tiles, 4) if reduction in (LAST_BLOCK, ATOMIC) else 0
         sums = 4 * elements if reduction == ATOMIC else 0
         if reduction != TWO_KERNELS:
             return Launch((sweep,), zeroed_bytes=tickets + sums, scratch_bytes=scratch)
@@ -255,7 +261,7 @@ class GroupedWgrad:
                 entry="grouped_wgrad_sum",
                 defines=(dtype, *agreed),
             ),
-            grid=(-(-elements // _SUM_COLUMNS), 1, 1),
+            grid=(common.ceil_div(elements, _SUM_COLUMNS), 1, 1),
             block=(_SUM_THREADS, 1, 1),
             smem_bytes=smem_bytes,
             operands=("filter_grad", "bias_grad", "scratch"),
@@ -270,7 +276,7 @@ class GroupedWgrad:
         return Launch((sweep, add), scratch_bytes=scratch)
 
     def _derived(
-        self, problem: Problem, device: Device, rows: Rows
+        self, problem: Any, device: Device, t: Mapping[str, Array], workings: _Shape
     ) -> dict[str, NDArray[np.float64]]:
         """How each config would run `problem`: the derived features, and the estimated seconds.
 
@@ -280,25 +286,24 @@ class GroupedWgrad:
         fixed latency for each row of a block that cannot be hidden, and the time to add the blocks'
         sums.
         """
-        t = common.columns_at(_COLUMNS, rows)
-        window = window_of(problem)
-        shape = _shape(window)
+        shape = workings
+        window = each(window_of, problem)
         cut = _cut(problem, t)
         slice_rows, q_tiles, k_tiles = cut.slice_rows, cut.q_tiles, cut.k_tiles
         parts, blocks = cut.parts, cut.blocks
-        threads, smem_bytes = shape.threads[rows], shape.smem_bytes[rows]
-        registers = np.minimum(shape.registers[rows], common.MAX_REGISTERS)
+        threads, smem_bytes = shape.threads, shape.smem_bytes
+        registers = np.minimum(shape.registers, common.MAX_REGISTERS)
         occupancy = Occupancy.of(device, blocks, threads, registers, smem_bytes)
         stretch = np.where(
             occupancy.waves <= 1,
             occupancy.sm_blocks * device.sm_count / blocks,
             occupancy.wave_waste,
         )
-        flush = flush_steps(problem)
-        lattice_rows = -(-problem.p // window.vertical.dilation)
+        flush = each(flush_steps, problem)
+        lattice_rows = common.ceil_div(problem.p, window.vertical.dilation)
         steps = slice_rows + np.maximum(1.0, slice_rows / lattice_rows) * flush
-        loaded = blocks * slice_rows * (shape.stage_bytes[rows] + 0.0)
-        products = blocks * steps * (threads / 32) * shape.products[rows]
+        loaded = blocks * slice_rows * (shape.stage_bytes + 0.0)
+        products = blocks * steps * (threads / 32) * shape.products
         reduction = t["reduction"]
         sum_bytes = np.where(reduction == DIRECT, 0, 4.0 * parts * _elements(problem))
         seconds = np.maximum(
@@ -320,14 +325,14 @@ class GroupedWgrad:
         )
         return {
             "threads": threads,
-            "warp_tiles": shape.warp_tiles[rows],
+            "warp_tiles": shape.warp_tiles,
             "smem_bytes": smem_bytes,
             "registers": registers,
-            "loads": shape.loads[rows],
-            "products": shape.products[rows],
+            "loads": shape.loads,
+            "products": shape.products,
             **occupancy.features(),
             "q_waste": q_tiles * t["block_q"] / problem.q,
-            "n_waste": -(-problem.n // t["block_n"]) * t["block_n"] / problem.n,
+            "n_waste": common.ceil_div(problem.n, t["block_n"]) * t["block_n"] / problem.n,
             "k_waste": k_tiles * t["block_k"] / problem.c,
             # What is left for the last block of each dimension, as a fraction of a whole block.
             "q_tail": problem.q % t["block_q"] / t["block_q"],
@@ -343,7 +348,7 @@ class GroupedWgrad:
             "halo_rows": steps / slice_rows,
             "halo_columns": 1 + (window.s - 1) * window.horizontal.dilation / t["block_q"],
             "steps": steps,
-            "bytes_in_flight": occupancy.resident * (t["stages"] - 1) * shape.stage_bytes[rows],
+            "bytes_in_flight": occupancy.resident * (t["stages"] - 1) * shape.stage_bytes,
             "log_sum_bytes": np.log2(1 + sum_bytes),
             "log_load_bytes": np.log2(loaded / problem.minimum_bytes),
             "log_products": np.log2(products),
@@ -353,10 +358,41 @@ class GroupedWgrad:
         }
 
 
-def _few_idle_columns(q: int, padded: Array) -> NDArray[np.bool_]:
+def _image_size(problem: Problem) -> tuple[int, int]:
+    """Height and width of the input or of the output, whichever is larger."""
+    return max(problem.h, problem.p), max(problem.w, problem.q)
+
+
+def _fits(problem: Problem, device: Device, table: Table) -> NDArray[np.bool_]:
+    """Which rows of `table` serve the problem's window on `device`."""
+    shape = _shape(window_of(problem), table)
+    found: NDArray[np.bool_] = shape.fits & (shape.smem_bytes <= device.smem_per_block)
+    return found
+
+
+def _suited(t: Mapping[str, Array], problem: Any) -> NDArray[np.bool_]:
+    """Which blocks are not meant for another layer than `problem`."""
+    found: NDArray[np.bool_] = (
+        # A tile twice as large as what it covers does the work of a smaller tile, slower; and
+        # images share a tile only where one alone does not fill it, or is narrow.
+        ((t["block_q"] < 2 * problem.q) | (t["block_q"] == 8))
+        & ((t["block_n"] < 2 * problem.n) | (t["block_n"] * t["block_q"] <= 16))
+        & (
+            (t["block_n"] == 1)
+            | (t["block_q"] >= problem.q)
+            | ((t["block_q"] == 8) & (problem.q <= 16))
+        )
+        # A block of 16 pixels a step waits more than it computes.
+        & ((t["block_n"] * t["block_q"] > 16) | (problem.n * problem.q <= 28))
+        & ((t["block_k"] < 2 * problem.c) | (t["block_k"] == 16))
+    )
+    return found
+
+
+def _few_idle_columns(q: Any, padded: Array) -> NDArray[np.bool_]:
     """Which tiles, with `padded` columns together, leave few of them idle, or no more than the
     smallest tiles that suit a wide image: for 33 to 40 columns all tiles leave many."""
-    least = min(-(-q // width) * width for width in (28, 32))
+    least = np.minimum(common.ceil_div(q, 28) * 28, common.ceil_div(q, 32) * 32)
     result: NDArray[np.bool_] = (padded < 1.2 * q + 8) | (padded == least)
     return result
 
@@ -387,40 +423,40 @@ class _Cut:
         return self.k_tiles * self.parts
 
 
-def _cut(problem: Problem, t: Mapping[str, Array]) -> _Cut:
+def _cut(problem: Any, t: Mapping[str, Array]) -> _Cut:
     """How the configs whose fields are the columns `t` cut `problem`."""
-    phases = window_of(problem).vertical.dilation
-    rows = -(-problem.n // t["block_n"]) * (phases * -(-problem.p // phases))
+    phases = each(window_of, problem).vertical.dilation
+    rows = common.ceil_div(problem.n, t["block_n"]) * (phases * common.ceil_div(problem.p, phases))
     slice_rows, slices = common.cut(rows, t["splits"])
     return _Cut(
         rows=rows,
         slice_rows=slice_rows,
         slices=slices,
-        q_tiles=-(-problem.q // t["block_q"]),
-        k_tiles=-(-problem.c // t["block_k"]),
+        q_tiles=common.ceil_div(problem.q, t["block_q"]),
+        k_tiles=common.ceil_div(problem.c, t["block_k"]),
     )
 
 
-def _elements(problem: Problem) -> int:
+def _elements(problem: Any) -> Any:
     """How many float32 sums the blocks leave together, with one block for each tile of the
     filter."""
-    return problem.filter_elements + (problem.k if problem.bias else 0)
+    return problem.filter_elements + problem.k * problem.bias
 
 
 @lru_cache(maxsize=256)
-def _shape(window: Window) -> _Shape:
+def _shape(window: Window, table: Table = _WHOLE) -> _Shape:
     """What a block takes and does. The kernel works most of it out from its macros too, and asserts
     that the threads and the shared memory are the same."""
-    t = _COLUMNS
+    t = table.columns
     width, r, s = window.group_width, window.r, window.s
     narrow = width <= 8
-    live = -(-r // window.vertical.stride)
+    live = common.ceil_div(r, window.vertical.stride)
     block_c = np.maximum(t["block_k"], width)
     warps_s = 2 if not narrow and r * s > 27 else 1
     warps = t["block_k"] // t["warp_k"] * (1 if narrow else width // 16) * warps_s * t["warps_m"]
     threads = 32 * warps
     m = t["block_n"] * t["block_q"]
-    m_tiles = -(-m // 16)
+    m_tiles = common.ceil_div(m, 16)
     warp_tiles = m_tiles // t["warps_m"]
     row_x = (t["block_q"] - 1) * window.horizontal.stride
     row_x += (s - 1) * window.horizontal.dilation + 1
@@ -429,19 +465,19 @@ def _shape(window: Window) -> _Shape:
     stage_bytes = in_bytes + m_tiles * 16 * 16 * (grad_chunks | 1)
     sums_bytes = 4 * t["block_k"] * (r * s * width + window.bias)
     some = np.maximum(threads, 1)  # a width that is no whole tile has no legal config
-    in_loads = -(-t["block_n"] * row_x * in_chunks // some)
-    grad_loads = -(-m * grad_chunks // some)
+    in_loads = common.ceil_div(t["block_n"] * row_x * in_chunks, some)
+    grad_loads = common.ceil_div(m * grad_chunks, some)
     warp_n = t["warp_k"] // 8
     if narrow:  # products of a gradient tile: pairs of taps; the last tap's pairs of rows
         tap_products = r * (s // 2) + s % 2 * window.vertical.stride * ((live + 1) // 2)
     else:
-        tap_products = r * -(-s // warps_s)
+        tap_products = r * common.ceil_div(s, warps_s)
     accumulators = 4 * warp_n * (tap_products + window.bias)
     gradient = 2 * live * warp_tiles * warp_n
     registers = accumulators + gradient + 2 * warp_tiles + in_loads + grad_loads + 48
     fits = (
         (narrow | (width % t["warp_k"] == 0))
-        & (~_ODD | (t["block_k"] % width == 0))
+        & (~_odd(t) | (t["block_k"] % width == 0))
         # Blocks of 8 channels, which read a whole group of input, are for windows whose sums are
         # too many for larger blocks.
         & ((t["block_k"] > 8) | (width * r * s > 9 * 64))

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import confpred.models
 from confpred.errors import ModelError
-from confpred.model.folder import NewestModels, load_model
+from confpred.model.folder import NewestModels, load_model, model_folders, shipped_models
 
 
 @pytest.fixture
@@ -205,3 +205,26 @@ def test_only_the_models_that_are_asked_for_are_loaded(model_folder, tmp_path, m
     assert models["h100"] is models["h100"]
     with pytest.raises(ModelError, match="the features of grouped_fprop"):  # it is of an H100
         models["h200"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda gate: gate.update(margin=-0.1), r"card\.json is damaged: .*margin is"),
+        (lambda gate: gate.update(families=["no_such"]), r"the gate is for \['no_such'\]"),
+        (lambda gate: gate.update(families=None), "the gate is for None"),
+        (lambda gate: gate["features"].update(digest="0"), "the features of conv2d are computed"),
+        (dict.clear, r"card\.json is damaged: KeyError"),
+    ],
+)
+def test_a_gate_for_something_else_is_refused(tmp_path, change, message):
+    folder = Path(shutil.copytree(model_folders(shipped_models())["h100"], tmp_path / "copy"))
+    assert load_model(folder).gate is not None
+    edit(folder, lambda card: change(card["gate"]))
+    with pytest.raises(ModelError, match=message):
+        load_model(folder)
+
+
+def test_a_model_without_a_gate_is_read(folder):
+    edit(folder, lambda card: card.pop("gate"))
+    assert load_model(folder).gate is None

@@ -21,6 +21,7 @@ from confpred.errors import DataError, InvalidInput, ModelError, UnknownDevice
 from confpred.families.candidate import PYTORCH, PYTORCH_OPERATOR, Candidate
 from confpred.families.protocol import config_dict
 from confpred.families.registry import all_families, all_kernels, config_of
+from confpred.model.cascade import STAGES
 from confpred.predict.choice import MAX_TOP, Choice
 from confpred.predict.pins import read_pins
 from confpred.predict.predictor import RANKINGS_KEPT, Predictor
@@ -85,12 +86,14 @@ def test_predictions_are_those_of_lightgbm(predictor, model_folder):
         cost = dict(zip(rows.tolist(), order.predict(features), strict=True))
         ranked = [c for c in predictor.rank(problem, "h100", MAX_TOP) if c.family]
         costs = np.array([cost[c.config_id] for c in ranked])
-        assert costs.tolist() == sorted(costs)
+        finalists = costs[: STAGES[-1][1]]
+        assert finalists.tolist() == sorted(finalists)
+        costs = np.maximum.accumulate(costs)  # runners-up count as no better than finalists
         (best,) = time.predict(features[rows == ranked[0].config_id])
         expected = np.exp(best + costs - costs[0]) * H100.roofline_s(problem) * 1e3
         assert [c.predicted_ms for c in ranked] == expected.tolist()
         same.append(costs[0] == min(cost.values()))
-    assert np.mean(same) >= 0.9
+    assert np.mean(same) >= 0.85
 
 
 @given(problems_of(FAMILY))

@@ -6,7 +6,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections import UserDict
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -26,16 +25,14 @@ def layers(count: int, first: int = 0) -> list[Problem]:
     return [replace(LAYER, n=2 + i % 50, h=30 + i // 50) for i in range(first, first + count)]
 
 
-class Counted(UserDict):
-    """Models that count how often they are asked for: once for each problem worked out."""
+class Counting(Predictor):
+    """Counts the problems that are worked out."""
 
-    def __init__(self, *given: Any) -> None:
-        self.asked = 0
-        super().__init__(*given)
+    asked = 0
 
-    def get(self, *asked: Any) -> Any:
-        self.asked += 1
-        return self.data.get(*asked)
+    def _work_out(self, asked: Any) -> Any:
+        self.asked += len(asked)
+        return super()._work_out(asked)
 
 
 def ask(predictor: Predictor, shares: Sequence[Sequence[Problem]]) -> float:
@@ -62,11 +59,10 @@ def loaded(model_folder: Path) -> Predictor:
 
 
 def test_what_threads_ask_at_once_is_worked_out_once(loaded: Predictor) -> None:
-    models = Counted(loaded.models)
-    predictor = Predictor(models)
+    predictor = Counting(loaded.models)
     asked = layers(100)
     ask(predictor, [asked] * THREADS)
-    assert models.asked == len(asked)
+    assert predictor.asked == len(asked)
     assert predictor.choose_many(asked, "h100") == loaded.choose_many(asked, "h100")
 
 
@@ -76,9 +72,9 @@ def test_threads_do_distinct_work_once(loaded: Predictor) -> None:
     for turn in range(4):
         asked = layers(160, 1000 * turn)
         alone.append(ask(Predictor(loaded.models), [asked]))
-        models = Counted(loaded.models)
-        together.append(ask(Predictor(models), [asked[i::THREADS] for i in range(THREADS)]))
-        assert models.asked == len(asked)
+        predictor = Counting(loaded.models)
+        together.append(ask(predictor, [asked[i::THREADS] for i in range(THREADS)]))
+        assert predictor.asked == len(asked)
     assert min(together) < 2.5 * min(alone)
 
 
@@ -87,12 +83,12 @@ def test_who_fails_leaves_the_work_to_the_others() -> None:
     tried: list[int] = []
     begun = threading.Barrier(THREADS)
 
-    def find(asked: str) -> str:
+    def find(asked: Sequence[str]) -> list[str]:
         tried.append(1)
         time.sleep(0.02)  # so that the others wait for this try
         if len(tried) < 3:
-            raise OSError(asked)
-        return asked.upper()
+            raise OSError(*asked)
+        return [each.upper() for each in asked]
 
     remembered = Remembered(find, 10)
     results: list[str] = []
@@ -111,6 +107,42 @@ def test_who_fails_leaves_the_work_to_the_others() -> None:
         thread.join(20)
     assert sorted(results) == ["A"] * (THREADS - 2) + ["a"] * 2
     assert len(tried) == 3
+
+
+def test_many_are_found_in_one_call_and_shared_with_who_asks_for_one() -> None:
+    calls: list[list[int]] = []
+
+    def find(asked: Sequence[int]) -> list[int]:
+        calls.append([*asked])
+        return [-each for each in asked]
+
+    remembered = Remembered(find, 10)
+    assert remembered(3) == -3
+    assert remembered.many([1, 2, 3, 2]) == [-1, -2, -3, -2]
+    assert remembered.many([]) == []
+    assert remembered(2) == -2
+    assert calls == [[3], [1, 2]]
+
+
+def test_threads_whose_many_overlap_wait_for_each_other_without_end() -> None:
+    """Each has begun what the other one needs too."""
+    begun = threading.Barrier(2)
+
+    def find(asked: Sequence[int]) -> list[int]:
+        begun.wait(20)
+        return [-each for each in asked]
+
+    remembered = Remembered(find, 10)
+    results: list[list[int]] = []
+    first = threading.Thread(target=lambda: results.append(remembered.many([1, 2])))
+    first.start()
+    while not remembered._under_way:
+        time.sleep(0.001)
+    second = threading.Thread(target=lambda: results.append(remembered.many([2, 3, 1])))
+    second.start()
+    for thread in (first, second):
+        thread.join(20)
+    assert sorted(results, key=len) == [[-1, -2], [-2, -3, -1]]
 
 
 def test_recent_keeps_what_was_used_last() -> None:

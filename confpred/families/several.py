@@ -1,0 +1,211 @@
+"""Several problems side by side, for formulas that are written for one.
+
+A family's formulas are arithmetic on the numbers of a problem and the columns of its config table.
+For one problem these numbers are scalars. `Several` has arrays in their place, under the same
+names, so that the same formulas answer for many problems with as few array operations as for one;
+the answers are the same to the bit. What is no arithmetic, such as a decision, is worked out for
+each problem by `each`. All that is asked for is kept, as a formula asks for many things again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any, TypeVar, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from confpred.families.protocol import Rows
+from confpred.problem.record import Record
+
+_Found = TypeVar("_Found")
+_Shaped = Callable[[NDArray[Any]], NDArray[Any]]
+
+
+class Several:
+    """Problems of one operation. Immutable.
+
+    An attribute that the problems have is an array of their values, or the value itself where it is
+    the same for all; a tuple or a record becomes one of arrays.
+
+    Attributes:
+        problems: which.
+        index: which of them each element of the arrays belongs to; None where the arrays are
+            columns of one element a problem, which meet the rows of a table by broadcasting, and
+            where there is but one problem.
+    """
+
+    def __init__(self, problems: Sequence[Record]) -> None:
+        self.problems = tuple(problems)
+        self.index: Rows | None = None
+        self._shaped: _Shaped = lambda values: values[:, None]
+        self._flat: dict[Hashable, Any] = {}  # what is known, with one element a problem
+        self._known: dict[Hashable, Any] = {}  # the same in this view's shape
+
+    @classmethod
+    def of(cls, problems: Sequence[Record]) -> Several:
+        """Some problems; for one, its numbers as they are."""
+        return _One(problems) if len(problems) == 1 else cls(problems)
+
+    def part(self, places: Sequence[int]) -> Several:
+        """Those of the problems at `places`."""
+        if len(places) == len(self.problems):
+            return self
+        return Several.of([self.problems[i] for i in places])
+
+    def at(self, index: Rows) -> Several:
+        """The same problems, with arrays of an element for each of `index`."""
+        found = self._view(lambda values: values[index])
+        found.index = index
+        return found
+
+    def each(self, function: Callable[[Any], _Found]) -> _Found:
+        """What `function` gives for each of the problems."""
+        found = self._find(function, lambda: _stacked([function(p) for p in self.problems]))
+        return cast("_Found", found)
+
+    def once(self, formula: Callable[[Any], _Found]) -> _Found:
+        """What `formula` gives for all of them, worked out with one element a problem."""
+        found = self._find(formula, lambda: formula(self._view(lambda values: values)))
+        return cast("_Found", found)
+
+    def each_row(self, function: Callable[[Any], _Found], at: Rows | None = None) -> _Found:
+        """See the function `each_row`."""
+        found = _rows_of([function(p) for p in self.problems])
+        if at is not None:
+            found = _mapped(found, lambda values: values[self.index, at])
+        return cast("_Found", found)
+
+    def pairs(self, rows: Rows, kept: NDArray[np.bool_]) -> tuple[Several, Rows]:
+        """See `narrowed`."""
+        if self.index is not None:
+            return self.at(self.index[kept]), rows[kept]
+        index, at = np.nonzero(np.broadcast_to(kept, (len(self.problems), len(rows))))
+        return self.at(index), rows[at]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # such as those by which copies and pickles are made
+            raise AttributeError(name)
+        found = self._find(name, lambda: _stacked([getattr(p, name) for p in self.problems]))
+        self.__dict__[name] = found  # so that it is not asked for here again
+        return found
+
+    def _view(self, shaped: _Shaped) -> Several:
+        found = Several(self.problems)
+        found._flat, found._shaped = self._flat, shaped
+        return found
+
+    def _find(self, key: Hashable, find: Callable[[], Any]) -> Any:
+        found = self._known.get(key)
+        if found is None:
+            if key not in self._flat:
+                self._flat[key] = find()
+            found = self._known[key] = _mapped(self._flat[key], self._shaped)
+        return found
+
+
+class _One(Several):
+    """A single problem, whose numbers stay scalars."""
+
+    def each(self, function: Callable[[Any], _Found]) -> _Found:
+        found = self._known.get(function)
+        if found is None:
+            found = self._known[function] = function(self.problems[0])
+        return cast("_Found", found)
+
+    def once(self, formula: Callable[[Any], _Found]) -> _Found:
+        found = self._known.get(formula)
+        if found is None:
+            found = self._known[formula] = formula(self)
+        return cast("_Found", found)
+
+    def each_row(self, function: Callable[[Any], _Found], at: Rows | None = None) -> _Found:
+        return each_row(function, self.problems[0], at)
+
+    def pairs(self, rows: Rows, kept: NDArray[np.bool_]) -> tuple[Several, Rows]:
+        return self, rows[kept]
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self.problems[0], name)
+        self.__dict__[name] = found
+        return found
+
+
+def each(function: Callable[[Any], _Found], problem: Any) -> _Found:
+    """`function` of `problem`, or of each where they are several."""
+    return problem.each(function) if isinstance(problem, Several) else function(problem)
+
+
+def once(formula: Callable[[Any], _Found], problem: Any) -> _Found:
+    """`formula` of `problem`; where they are several, worked out with one element a problem."""
+    return problem.once(formula) if isinstance(problem, Several) else formula(problem)
+
+
+def each_row(function: Callable[[Any], _Found], problem: Any, at: Rows | None = None) -> _Found:
+    """What `function` gives for a problem, arrays over the rows of a table, at the rows `at`; where
+    there are several problems, at the pairs of them and these rows. By default, at all rows."""
+    if isinstance(problem, Several):
+        return problem.each_row(function, at)
+    found = function(problem)
+    return found if at is None else _mapped(found, lambda values: values[at])
+
+
+def narrowed(problem: Any, rows: Rows, kept: NDArray[np.bool_]) -> tuple[Any, Rows]:
+    """The rows that are `kept`; where there are several problems, the pairs of one of them and a
+    row, those of a problem together and in the order of `rows`.
+
+    Args:
+        problem: one; or several, as columns for a first look at `rows`, later one for each row.
+        rows: of a table.
+        kept: which; of the shape that `problem` and `rows` have together.
+    """
+    if isinstance(problem, Several):
+        return problem.pairs(rows, kept)
+    return problem, rows[kept]
+
+
+def picked(record: _Found, kept: NDArray[np.bool_]) -> _Found:
+    """A record of arrays at the elements that are `kept`."""
+    return cast("_Found", _mapped(record, lambda values: values[kept]))
+
+
+def _rows_of(values: Sequence[Any]) -> Any:
+    """The arrays of several problems, or those of their records, as rows."""
+    if isinstance(values[0], np.ndarray):
+        return np.stack(values)
+    names = _fields(values[0])
+    return type(values[0])(*(np.stack([getattr(v, name) for v in values]) for name in names))
+
+
+def _stacked(values: Sequence[Any]) -> Any:
+    """The values of several problems as one: an array, or the value that they all have."""
+    first = values[0]
+    if len(values) == 1 or all(value == first for value in values):
+        return first
+    if isinstance(first, tuple):
+        return tuple(map(_stacked, zip(*values, strict=True)))
+    if dataclasses.is_dataclass(first):
+        found = [_stacked([getattr(v, name) for v in values]) for name in _fields(first)]
+        return cast("Any", type(first))(*found)
+    return np.array(values)
+
+
+def _mapped(found: Any, shaped: _Shaped) -> Any:
+    """`found` with each array in another shape."""
+    if isinstance(found, np.ndarray):
+        return shaped(found)
+    if isinstance(found, tuple):
+        return tuple(_mapped(value, shaped) for value in found)
+    if isinstance(found, dict):
+        return {name: _mapped(value, shaped) for name, value in found.items()}
+    if dataclasses.is_dataclass(found):
+        names = _fields(found)
+        return cast("Any", type(found))(*(_mapped(getattr(found, n), shaped) for n in names))
+    return found
+
+
+def _fields(record: Any) -> Iterable[str]:
+    """The names of a record's fields, as `dataclasses.fields` has them in a microsecond more."""
+    found: Iterable[str] = record.__dataclass_fields__
+    return found

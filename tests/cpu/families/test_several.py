@@ -1,0 +1,140 @@
+"""Parts of config tables, and several problems at once, give what one problem and the whole table
+give, to the bit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+from random_layers import problems
+
+from confpred.families import common
+from confpred.families.protocol import Batched
+from confpred.families.registry import all_families
+from confpred.families.several import Several, each, each_row, narrowed, once
+from confpred.problem.conv2d import Problem
+from confpred.problem.device import get_device
+
+FAMILIES = [family for family in all_families().values() if isinstance(family, Batched)]
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+@pytest.mark.parametrize("key", ["h100", "a100"])
+def test_together_and_in_part_is_as_alone_and_whole(family, key):
+    device, rng = get_device(key), np.random.default_rng(0)
+    served: list[Problem] = []
+    for problem in problems(family.name.rpartition("_")[2]):
+        if family.serves(problem):
+            served.append(problem)
+        else:
+            assert not family.legal(problem, device).any()
+        if len(served) == 75:
+            break
+    rows = np.sort(rng.choice(len(family.configs), len(family.configs) // 6, replace=False))
+    table, some, seen = family.table(rows), set(rows.tolist()), 0
+    for start in range(0, len(served), 25):
+        few = served[start : start + 25]
+        together, at, workings = family.offered(Several.of(few), device, table)
+        features = family.described(together, device, table, at, workings)
+        for i, problem in enumerate(few):
+            legal = np.flatnonzero(family.legal(problem, device))
+            legal = legal[[row in some for row in legal.tolist()]].astype(np.intp)
+            mine = together.index == i
+            assert rows[at[mine]].tolist() == legal.tolist(), str(problem)
+            expected = family.features(problem, device, legal)
+            assert features[mine].tobytes() == expected.tobytes(), str(problem)
+            one, at_one, found = family.offered(Several.of([problem]), device, table)
+            assert rows[at_one].tolist() == legal.tolist(), str(problem)
+            alone = family.described(one, device, table, at_one, found)
+            assert alone.tobytes() == expected.tobytes(), str(problem)
+            seen += len(legal)
+    assert seen > 1000
+
+
+@dataclass(frozen=True)
+class _Half:
+    high: int
+    low: int
+
+
+def _halves(problem: Problem) -> _Half:
+    return _Half(problem.h // 2, problem.w // 2)
+
+
+LAYER = Problem(2, 16, 8, 9, 16, 3, 3, padding=1)
+LAYERS = [LAYER, replace(LAYER, h=20), replace(LAYER, h=30, stride=2, dtype="bfloat16")]
+
+
+def test_what_differs_is_an_array_and_what_does_not_is_itself():
+    several = Several.of(LAYERS)
+    assert several.h.tolist() == [[8], [20], [30]]
+    assert several.n == 2
+    stride_h, stride_w = several.stride
+    assert stride_h.tolist() == stride_w.tolist() == [[1], [1], [2]]
+    assert several.padding == (1, 1)
+    assert (several.dtype == "float16").tolist() == [[True], [True], [False]]
+    halves = each(_halves, several)
+    assert (halves.high.tolist(), halves.low) == ([[4], [10], [15]], 4)
+    view = several.at(np.array([0, 2, 2]))
+    assert view.h.tolist() == [8, 30, 30]
+    assert each(_halves, view).high.tolist() == [4, 15, 15]
+    assert once(lambda p: p.h + p.n, view).tolist() == [10, 32, 32]
+    with pytest.raises(AttributeError):
+        _ = several.depth
+
+
+def test_one_problem_keeps_its_numbers():
+    one = Several.of([LAYER])
+    assert (one.h, one.stride, each(_halves, one)) == (8, (1, 1), _Half(4, 4))
+    problem, rows = narrowed(one, np.arange(3), np.array([True, False, True]))
+    assert problem is one
+    assert rows.tolist() == [0, 2]
+
+
+def test_pairs_are_narrowed_problem_by_problem():
+    several = Several.of(LAYERS)
+    rows = np.array([10, 20, 30])
+    first, found = narrowed(several, rows, several.h > np.array([5, 15, 25]))
+    assert first.index.tolist() == [0, 1, 1, 2, 2, 2]
+    assert found.tolist() == [10, 10, 20, 10, 20, 30]
+    second, found = narrowed(first, found, first.h + found > 40)
+    assert (second.index.tolist(), found.tolist()) == ([2, 2], [20, 30])
+    per_row = each_row(lambda p: p.h * np.arange(3), second, np.array([1, 2]))
+    assert per_row.tolist() == [30, 60]
+    none, found = narrowed(several, rows, np.zeros(3, np.bool_))
+    assert not len(found)
+    assert not len(none.h)
+
+
+def test_a_part_of_them_is_of_those():
+    several = Several.of(LAYERS)
+    assert several.part([0, 1, 2]) is several
+    assert several.part([2]).h == 30
+    assert several.part([0, 2]).h.tolist() == [[8], [30]]
+
+
+def test_rules_are_asked_once_for_each_kind_of_row():
+    configs = common.config_table(("a", "b"), [(1, 5), (2, 5), (1, 6), (2, 6), (1, 5)])
+    table = common.Table.of(configs)
+    asked = []
+
+    def rule(t):
+        asked.append(t["a"].tolist())
+        return t["a"] == 1
+
+    assert table.by(("a",), rule).tolist() == [True, False, True, False, True]
+    assert asked == [[1, 2]]
+    both = table.by(("a", "b"), lambda t: t["a"] + t["b"] == 7)
+    assert both.tolist() == [False, True, True, False, False]
+    limits = np.array([[5], [6]])
+    assert table.by(("b",), lambda t: t["b"] <= limits).tolist() == [
+        [True, True, False, False, True],
+        [True] * 5,
+    ]
+
+
+@pytest.mark.parametrize("size", range(-3, 12))
+@pytest.mark.parametrize("piece", range(1, 6))
+def test_pieces_are_rounded_up(size, piece):
+    assert common.ceil_div(size, piece) == -(-size // piece)

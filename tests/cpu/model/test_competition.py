@@ -1,0 +1,150 @@
+"""Who wins, among families and their candidates: together as alone, and as without short cuts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import islice
+
+import numpy as np
+import pytest
+from random_layers import problems
+
+from confpred.families.candidate import Candidate
+from confpred.model.cascade import STAGES, WITHIN, Pairs, best_first
+from confpred.model.competition import rank_families
+from confpred.model.folder import Model, NewestModels
+from confpred.model.gate import Gate
+from confpred.predict.choice import MAX_TOP
+from confpred.predict.predictor import TOGETHER, Predictor
+from confpred.problem.conv2d import DIRECTIONS, Problem
+
+MODELS = NewestModels()
+EVERY = [p for direction in DIRECTIONS for p in islice(problems(direction, seed=1), 90)]
+WHOLE = Problem.parse("n=24 c=160 h=30 w=30 k=160 r=3 s=3 groups=20 padding=1")
+
+
+@pytest.fixture(scope="module", params=sorted(MODELS))
+def model(request: pytest.FixtureRequest) -> Model:
+    return MODELS[request.param]
+
+
+def plain(model: Model, problem: Problem, names: list[str]) -> list[tuple[float, Candidate]]:
+    """The best of each family, by the whole config table and one problem at a time."""
+    found = []
+    for name in names:
+        family = model.families[name]
+        rows = family.candidates(problem, model.device)
+        if len(rows):
+            ranked, seconds = family.rank(problem, model.device, rows)
+            found.append((float(seconds[0]), Candidate(name, int(ranked[0]))))
+    return sorted(found)
+
+
+def test_together_and_from_the_portfolio_is_as_alone_and_from_the_table(model):
+    together = []
+    for start in range(0, len(EVERY), TOGETHER):
+        some = EVERY[start : start + TOGETHER]
+        together += rank_families(model.families, None, some, model.device)
+    for problem, ranking in zip(EVERY, together, strict=True):
+        assert ranking == plain(model, problem, [*model.families]), str(problem)
+    assert sum(map(bool, together)) > 150
+    assert {c.provider for ranking in together for _, c in ranking} == set(model.families)
+
+
+def test_many_choices_are_those_of_one_after_another(model):
+    one_by_one, together = Predictor(MODELS), Predictor(MODELS)
+    expected = [one_by_one.choose(problem, model.device) for problem in EVERY]
+    assert together.choose_many(EVERY, model.device) == expected
+    assert {choice.source for choice in expected} >= {"predicted", "fallback"}
+
+
+def test_the_gate_leaves_families_out_and_nothing_else(model):
+    serving = [[n for n, f in model.families.items() if f.offer.serves(p)] for p in EVERY]
+    opened = model.gate.open(EVERY, model.device, serving)
+    rankings = rank_families(model.families, model.gate, EVERY, model.device)
+    closed = 0
+    for problem, served, names, ranking in zip(EVERY, serving, opened, rankings, strict=True):
+        assert bool(names) == bool(served)
+        assert set(names) <= set(served)
+        assert ranking == (plain(model, problem, names) or plain(model, problem, served))
+        closed += len(served) - len(names)
+    assert closed > 20
+    assert opened == [
+        model.gate.open([p], model.device, [s])[0] for p, s in zip(EVERY, serving, strict=True)
+    ]
+
+
+def test_a_family_that_the_gate_does_not_know_competes(model):
+    known = tuple(name for name in model.gate.families if name != "grouped_fprop")
+    gate = replace(model.gate, families=known, margin=0.0)
+    problem = next(
+        p for p in EVERY if p.direction == "fprop" and plain(model, p, ["grouped_fprop"])
+    )
+    names = [n for n, family in model.families.items() if family.offer.serves(problem)]
+    assert "grouped_fprop" in gate.open([problem], model.device, [names])[0]
+
+
+class Wrong(Gate):
+    """Opens one family, whatever comes of it."""
+
+    def open(self, problems, device, serving):
+        return [["depthwise_banded_fprop"] for _ in problems]
+
+
+def test_where_no_open_family_has_a_candidate_the_others_compete():
+    """The banded kernels cannot count the offsets in so large an image."""
+    model = MODELS["h200"]
+    large = Problem.parse("n=1 c=1024 h=1024 w=1024 k=1024 r=3 s=3 groups=1024 padding=1")
+    small = replace(large, h=14, w=14)
+    gate = Wrong(model.operation, model.gate.families, model.gate.lag, 0.0)
+    names = [n for n, family in model.families.items() if family.offer.serves(large)]
+    assert "depthwise_banded_fprop" in names
+    assert not plain(model, large, ["depthwise_banded_fprop"])
+    rankings = rank_families(model.families, gate, [small, large, small], model.device)
+    assert rankings[0] == rankings[2] == plain(model, small, ["depthwise_banded_fprop"])
+    assert rankings[1] == plain(model, large, names)
+
+
+def test_the_first_of_a_ranking_are_the_same_however_many_are_wanted(model):
+    for problem in EVERY[::9]:
+        (most,) = rank_families(model.families, model.gate, [problem], model.device, MAX_TOP)
+        assert [s for s, _ in most] == sorted(s for s, _ in most)
+        assert len({candidate for _, candidate in most}) == len(most)
+        for wanted in (1, 2, 7):
+            (some,) = rank_families(model.families, model.gate, [problem], model.device, wanted)
+            assert some[:wanted] == most[:wanted], (str(problem), wanted)
+            assert len(some) >= min(wanted, len(most))
+
+
+def pairs_of(model: Model, problem: Problem, count: int) -> tuple[Pairs, np.ndarray]:
+    """Some candidates, and what the whole ensemble says of them."""
+    family = next(f for f in model.families.values() if plain(model, problem, [f.family.name]))
+    rows = family.candidates(problem, model.device)[:count]
+    features = family.pool.features(family.family, problem, model.device, rows)
+    return Pairs.of_one(rows, features), family.order.predict(features)
+
+
+def test_few_candidates_are_ordered_by_the_whole_ensemble(model):
+    family = next(f for f in model.families.values() if plain(model, WHOLE, [f.family.name]))
+    pairs, cost = pairs_of(model, WHOLE, STAGES[-1][1])
+    column = pairs.features[:, family.order.features.index("log_estimate")]
+    near = column <= column.min() + WITHIN
+    found, costs = best_first(family.order, pairs)
+    order = np.lexsort((pairs.rows[near], cost[near]))
+    assert found.rows.tolist() == pairs.rows[near][order].tolist()
+    assert costs.tolist() == cost[near][order].tolist()
+
+
+def test_runners_up_come_after_the_finalists(model):
+    family = next(f for f in model.families.values() if plain(model, WHOLE, [f.family.name]))
+    pairs, cost = pairs_of(model, WHOLE, 10**6)
+    finalists, costs = best_first(family.order, pairs)
+    more, others = best_first(family.order, pairs, runners_up=True)
+    most = len(finalists.rows)
+    assert most == STAGES[-1][1] < len(more.rows) <= STAGES[0][1]
+    assert more.rows[:most].tolist() == finalists.rows.tolist()
+    assert others[:most].tolist() == costs.tolist()
+    assert others.tolist() == sorted(others)
+    expected = dict(zip(pairs.rows.tolist(), cost, strict=True))
+    assert [expected[row] for row in finalists.rows.tolist()] == costs.tolist()
+    assert min(expected.values()) >= min(costs) - 0.05  # the best is hardly ever left out
