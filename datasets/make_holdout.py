@@ -19,6 +19,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -156,9 +157,10 @@ def _models() -> Iterator[tuple[str, tuple[int, int], Callable[[], Any]]]:
     for name, size in TIMM.items():
         yield name, size, lambda name=name, size=size: of_timm(name, size)
     for name, (width, depth, side) in GROUPED_EFFICIENTNETS.items():
-        more = {"channel_multiplier": width, "depth_multiplier": depth, "group_size": 16, "channel_divisor": 16}
-        build = efficientnet._gen_efficientnet
-        yield name, (side, side), lambda more=more: build("efficientnet_b0", **more)
+        groups = {"group_size": 16, "channel_divisor": 16}
+        scaled = {"channel_multiplier": width, "depth_multiplier": depth}
+        build = partial(efficientnet._gen_efficientnet, "efficientnet_b0", **groups, **scaled)
+        yield name, (side, side), build
     for name, size in TORCHVISION.items():
         yield name, size, lambda name=name: torchvision.models.get_model(name)
     for name, sizes in ELSEWHERE.items():
@@ -205,7 +207,9 @@ def build(seed: int, out: Path) -> None:
 
 def trained_layers() -> frozenset[Problem]:
     """Every layer that a suite to train on has."""
-    return frozenset(entry.problem.layer() for path in TRAINING for entry in read_suite(path).entries)
+    return frozenset(
+        entry.problem.layer() for path in TRAINING for entry in read_suite(path).entries
+    )
 
 
 def users_of_layers(
@@ -216,9 +220,9 @@ def users_of_layers(
     for name, network in networks.items():
         for fields in network["layers"]:
             layer = Problem.from_json({k: v for k, v in fields.items() if k != "count"} | {"n": 1})
-            if make_suite.in_scope(layer) and layer.k == layer.c and _key(layer) in VARIANTS:
-                if layer not in trained:
-                    users[layer] = (*users.get(layer, ()), name)
+            ours = make_suite.in_scope(layer) and layer.k == layer.c and _key(layer) in VARIANTS
+            if ours and layer not in trained:
+                users[layer] = (*users.get(layer, ()), name)
     return users
 
 
