@@ -33,8 +33,10 @@ SLOWER = 1.05  # ... and as PyTorch's operator, too slow
 #: How many configs of a family the thinned oracles have, as earlier sampling measured.
 THINNED = (20, 40, 48, 80)
 _DRAWS = 5  # thinned oracles of each size, whose figures are averaged
-_RANKED = 8
-BENCHMARK, HEURISTICS = "benchmark", "heuristics"
+_TOPS = (1, 3, 8)
+_WORST = 20  # problems that a verdict names
+BENCHMARK, HEURISTICS, EITHER = "benchmark", "heuristics", "the faster of both"
+_MODES = (BENCHMARK, HEURISTICS)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -130,7 +132,7 @@ class Verdict:
             fast.
         speed: PyTorch's time over that of the answer, geometric mean, by mode of cuDNN.
         slower: answers of ours that are more than ``SLOWER`` times as slow as PyTorch's operator,
-            by mode; ``either`` for the faster mode of each problem.
+            by mode; ``EITHER`` stands for the faster mode of each problem.
         bounds: how often the bound holds: ``all``, and by the provider of the answer.
         unmeasured: first choices that could not be timed; the next one counts in their place.
         thinned: by k, geometric mean and 95 % quantile of what `ours` would be if k random configs
@@ -264,77 +266,109 @@ def judge_holdout(model: Model, held: HeldOut, checked: str, seed: int) -> Verdi
             f"{model.version} is for {model.operation.name} on {model.device.key}"
         )
     measured = _measured(model, held)
-    ours: list[float] = []
-    families: dict[str, list[float]] = {}
-    tops: list[list[float]] = []
-    whole: list[float] = []
-    whole_tops: list[list[float]] = []
-    answers: list[float] = []
-    bests: list[float] = []
-    bounds: dict[str, list[tuple[float, float]]] = {}
-    speeds: dict[str, list[float]] = {BENCHMARK: [], HEURISTICS: []}
-    slower = {BENCHMARK: 0, HEURISTICS: 0, "either": 0}
-    left = wrongly = unmeasured = 0
-    rows = []
-    for m in measured:
-        of_ours = {c: ms for c, ms in m.times.items() if c.provider != PYTORCH}
-        best_ours = min(of_ours.values())
-        chosen = [c.candidate for c in m.ranking if c.candidate in of_ours]
-        if chosen:
-            ours.append(of_ours[chosen[0]] / best_ours)
-            own = min(ms for c, ms in of_ours.items() if c.provider == chosen[0].provider)
-            families.setdefault(chosen[0].provider, []).append(of_ours[chosen[0]] / own)
-            tops.append([min(of_ours[c] for c in chosen[:k]) / best_ours for k in (1, 3, _RANKED)])
-        timed = [c.candidate for c in m.ranking if c.candidate in m.times]
-        unmeasured += not timed or timed[0] != m.ranking[0].candidate
-        if not timed:
-            continue
-        best, answer = min(m.times.values()), m.times[timed[0]]
-        regret = answer / best
-        whole.append(regret)
-        whole_tops.append([min(m.times[c] for c in timed[:k]) / best for k in (1, 3, _RANKED)])
-        answers.append(answer)
-        bests.append(best)
-        rows.append((str(m.problem), ",".join(m.networks), regret, timed[0].provider))
-        bound = m.ranking[0].regret_bound
-        if bound is not None and timed[0] == m.ranking[0].candidate:
-            for name in ("all", timed[0].provider):
-                bounds.setdefault(name, []).append((regret, bound))
-        if timed[0] == PYTORCH_OPERATOR:
-            left += 1
-            wrongly += answer > SLOWER * best_ours
-        for mode, theirs in m.pytorch.items():
-            speeds[mode].append(1.0 if timed[0] == PYTORCH_OPERATOR else theirs / answer)
-            slower[mode] += timed[0] != PYTORCH_OPERATOR and answer > SLOWER * theirs
-        if m.pytorch and timed[0] != PYTORCH_OPERATOR:
-            slower["either"] += answer > SLOWER * min(m.pytorch.values())
-    if not whole or not ours:
+    judged = [found for m in measured if (found := _judge(m)) is not None]
+    if not judged:
         raise DataError("no answer of the model was measured in the hold-out")
-    legal = sum(
-        int(all_families()[t.family].legal(t.problem, data.device).sum()) for t in data.timings
-    )
+    of_family: dict[str, list[float]] = {}
+    bounds: dict[str, list[tuple[float, float]]] = {}
+    for j in judged:
+        of_family.setdefault(j.family, []).append(j.in_family)
+        for name in ("all", j.answer.provider) if j.bound is not None else ():
+            bounds.setdefault(name, []).append((j.whole[0], j.bound or 0.0))
+    legal = (all_families()[t.family].legal(t.problem, data.device) for t in data.timings)
     return Verdict(
         model=model.version,
         checked=checked,
         problems=len(measured),
         networks=len({name for m in measured for name in m.networks}),
         configs=data.rows,
-        complete=data.rows / legal,
+        complete=data.rows / sum(int(mask.sum()) for mask in legal),
         sittings=sum(held.sittings[m.problem] > 1 for m in measured),
-        ours=Spread.of(ours),
-        families={name: Spread.of(regrets) for name, regrets in sorted(families.items())},
-        first=_means(tops),
-        whole=Spread.of(whole),
-        whole_first=_means(whole_tops),
-        weighted=sum(answers) / sum(bests),
-        pytorch=left,
-        wrongly_pytorch=wrongly,
-        speed={mode: _geomean(found) for mode, found in speeds.items() if found},
-        slower=slower,
+        ours=Spread.of([j.ours[0] for j in judged]),
+        families={name: Spread.of(regrets) for name, regrets in sorted(of_family.items())},
+        first=_means([j.ours for j in judged]),
+        whole=Spread.of([j.whole[0] for j in judged]),
+        whole_first=_means([j.whole for j in judged]),
+        weighted=sum(j.time_ms for j in judged) / sum(j.time_ms / j.whole[0] for j in judged),
+        pytorch=sum(j.answer == PYTORCH_OPERATOR for j in judged),
+        wrongly_pytorch=sum(
+            j.answer == PYTORCH_OPERATOR and j.time_ms > SLOWER * j.best_ours_ms for j in judged
+        ),
+        speed={
+            mode: _geomean([j.speed[mode] for j in judged if mode in j.speed])
+            for mode in (*_MODES, EITHER)
+            if any(mode in j.speed for j in judged)
+        },
+        slower={
+            mode: sum(j.speed.get(mode, 1.0) < 1 / SLOWER for j in judged)
+            for mode in (*_MODES, EITHER)
+        },
         bounds={name: Bounds.of(pairs) for name, pairs in sorted(bounds.items())},
-        unmeasured=unmeasured,
+        unmeasured=sum(j.unmeasured for j in judged) + len(measured) - len(judged),
         thinned=_thinned(model, measured, seed),
-        worst=sorted(rows, key=lambda row: -row[2])[:20],
+        worst=[
+            (str(j.measured.problem), ",".join(j.measured.networks), j.whole[0], j.answer.provider)
+            for j in sorted(judged, key=lambda j: -j.whole[0])[:_WORST]
+        ],
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Judged:
+    """The answer to one problem.
+
+    Attributes:
+        answer, time_ms: the first choice that was measured, and its time.
+        ours, whole: regret of the best of the first k, for each k of ``_TOPS``, of our configs
+            alone and of all candidates.
+        family, in_family: of our first choice, and its regret against the best of that family.
+        best_ours_ms: time of our best config.
+        speed: PyTorch's time over that of the answer, by mode of cuDNN; 1 where it is the answer.
+        bound: on regret, that came with the answer.
+        unmeasured: whether the first choice could not be timed.
+    """
+
+    measured: _Measured
+    answer: Candidate
+    time_ms: float
+    ours: tuple[float, ...]
+    whole: tuple[float, ...]
+    family: str
+    in_family: float
+    best_ours_ms: float
+    speed: Mapping[str, float]
+    bound: float | None
+    unmeasured: bool
+
+
+def _judge(m: _Measured) -> _Judged | None:
+    """The answer, judged; None where neither it nor another choice of ours was measured."""
+    timed = [choice for choice in m.ranking if choice.candidate in m.times]
+    our_times = {c: ms for c, ms in m.times.items() if c != PYTORCH_OPERATOR}
+    ours = [c.candidate for c in timed if c.candidate in our_times]
+    if not ours:
+        return None
+    best, best_ours = min(m.times.values()), min(our_times.values())
+    answer, family = timed[0].candidate, ours[0].provider
+    theirs = dict(m.pytorch)
+    if theirs:
+        theirs[EITHER] = min(theirs.values())
+    time_ms = m.times[answer]
+    return _Judged(
+        measured=m,
+        answer=answer,
+        time_ms=time_ms,
+        ours=tuple(min(our_times[c] for c in ours[:k]) / best_ours for k in _TOPS),
+        whole=tuple(min(m.times[c.candidate] for c in timed[:k]) / best for k in _TOPS),
+        family=family,
+        in_family=our_times[ours[0]]
+        / min(ms for c, ms in our_times.items() if c.provider == family),
+        best_ours_ms=best_ours,
+        speed={
+            mode: 1.0 if answer == PYTORCH_OPERATOR else ms / time_ms for mode, ms in theirs.items()
+        },
+        bound=timed[0].regret_bound,
+        unmeasured=timed[0] != m.ranking[0],
     )
 
 
@@ -354,7 +388,7 @@ def _measured(model: Model, held: HeldOut) -> list[_Measured]:
         }
         if pytorch:
             times[PYTORCH_OPERATOR] = pytorch.get(BENCHMARK, min(pytorch.values()))
-        ranking = tuple(predictor.rank(problem, model.device, _RANKED + 1))
+        ranking = tuple(predictor.rank(problem, model.device, max(_TOPS) + 1))
         found.append(_Measured(problem, parts[0].networks, tuple(parts), times, pytorch, ranking))
     return found
 
@@ -400,11 +434,8 @@ def _thinned_regret(
 
 
 def _means(tops: Sequence[Sequence[float]]) -> dict[str, float]:
-    """Geometric means of the best of the first 1, 3 and ``_RANKED``."""
-    return {
-        str(k): _geomean(column)
-        for k, column in zip((1, 3, _RANKED), np.array(tops).T, strict=True)
-    }
+    """Geometric means of the best of the first k, for each k of ``_TOPS``."""
+    return {str(k): _geomean(column) for k, column in zip(_TOPS, np.array(tops).T, strict=True)}
 
 
 def _geomean(values: Sequence[float] | NDArray[np.float64]) -> float:
