@@ -56,6 +56,7 @@ def print_verdict(verdict: Verdict, console: Console) -> None:
         f"{v.complete:.1%} of the legal ones; {v.sittings} problems took more than one run",
         f"model {v.model}, which has seen none of the layers, by {v.checked}",
         sep="\n",
+        soft_wrap=True,
     )
     table = Table(title="time of the answer / time of the fastest", title_justify="left")
     table.add_column("answer")
@@ -90,14 +91,15 @@ def print_verdict(verdict: Verdict, console: Console) -> None:
     ]
     if v.unmeasured:
         lines.append(f"first choices that could not be timed: {v.unmeasured}")
-    console.print(*lines, sep="\n")
+    console.print(*lines, sep="\n", soft_wrap=True)
 
 
 def print_sittings(noise: Noise, console: Console) -> None:
     """Print how times differ from run to run."""
     console.print(
         f"noise across {noise.runs} runs: {noise.repeated} configs were timed in more than one; "
-        f"standard deviation {noise.deviation:.2%} of their time, {noise.largest:.2%} at most"
+        f"standard deviation {noise.deviation:.2%} of their time, {noise.largest:.2%} at most",
+        soft_wrap=True,
     )
 
 
