@@ -1,4 +1,4 @@
-"""A hold-out judges a model by all that could have been chosen, and only one that has not seen it."""
+"""A hold-out judges a model by all that could be chosen, and only one that has not seen it."""
 
 from __future__ import annotations
 
@@ -236,7 +236,7 @@ def test_the_command_judges_a_model_by_the_hold_out_first(
 
 def test_a_model_without_a_hold_out_is_refused(measurements, model_folder):
     done = confpred("evaluate", measurements, "--model", model_folder)
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert "a model to be judged by a --holdout" in done.stderr
 
 
