@@ -189,7 +189,7 @@ def test_every_gpu_times_the_anchors_in_every_run(tmp_path, anchors_file):
 
 
 def test_the_anchors_that_ship_are_legal_everywhere(repository):
-    path = repository / "datasets" / "anchors.json"
+    path = repository / "datasets" / "anchors" / "anchors.json"
     for key in ("h100", "h200"):
         anchors = read_anchors(path, get_device(key))
         assert len(anchors) == 4

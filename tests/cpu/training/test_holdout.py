@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -148,6 +149,26 @@ def test_the_verdict_is_of_every_problem(held, model_folder):
     assert regrets[0] == verdict.whole.worst
     again = judge_holdout(model, held, "nothing", seed=0)
     assert again.thinned == verdict.thinned
+
+
+def test_the_published_tables_are_of_the_verdict(repository, monkeypatch, held, model_folder):
+    monkeypatch.syspath_prepend(repository / "benchmarks")
+    tables = importlib.import_module("tables")
+    verdict = judge_holdout(load_model(model_folder), held, "nothing", seed=0)
+    result = {
+        "holdout": json.loads(json.dumps(asdict(verdict))),
+        "methods": {"model": {"geomean": 1.01, "p95": 1.05}},
+        "sittings": {"deviation": 0.004, "runs": 3},
+    }
+    names = ("holdout", "holdout-answers", "thinning")
+    made = {name: tables.TABLES[f"h200-{name}"][1](result) for name in names}
+    whole = verdict.whole
+    row = f"| whole, with PyTorch's | {whole.problems} | {whole.geomean:.3f} | {whole.p95:.3f} |"
+    assert row in made["holdout"]
+    assert f"| whole, weighted by time | {verdict.weighted:.3f} |" in made["holdout-answers"]
+    assert "standard deviation | 0.40% over 3 runs |" in made["holdout-answers"]
+    assert "| those of the training data, cross-validated | 1.010 | 1.050 |" in made["thinning"]
+    assert {tables.TABLES[f"h200-{name}"][1]({"methods": {}}) for name in names} == {""}
 
 
 def test_another_device_is_refused(held, model_folder):
