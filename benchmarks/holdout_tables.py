@@ -24,7 +24,9 @@ def holdout(result: dict[str, Any], markdown: Markdown) -> str:
         "min",
         "> 10 % off",
     )
-    parts = {"ours, among all families": found["ours"], "whole, with PyTorch's": found["whole"]}
+    parts = {"ours, among all families": found["ours"]}
+    parts |= {f"ours, {name}": part for name, part in found["origins"].items()}
+    parts["whole, with PyTorch's"] = found["whole"]
     parts |= {f"{name}, among its own": part for name, part in found["families"].items()}
     rows = []
     for name, part in parts.items():

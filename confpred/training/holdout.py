@@ -37,6 +37,7 @@ _TOPS = (1, 3, 8)
 _WORST = 20  # problems that a verdict names
 BENCHMARK, HEURISTICS, EITHER = "benchmark", "heuristics", "the faster of both"
 _MODES = (BENCHMARK, HEURISTICS)
+NEW, RESIZED = "networks that are new", "networks at another size"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -123,6 +124,8 @@ class Verdict:
         sittings: problems that took more than one run.
         ours: regret of our first choice, against the best config of all families.
         families: the same against the best config of the family that was chosen, by that family.
+        origins: `ours` by whether training has the problem's networks nowhere, or at another size
+            of the input alone, which the name says after an ``@``.
         first: geometric mean of the regret of the best of our first k choices, by k.
         whole: regret of the whole answer, PyTorch's operator among the candidates.
         whole_first: geometric mean of the best of the first k of the whole ranking, by k.
@@ -149,6 +152,7 @@ class Verdict:
     sittings: int
     ours: Spread
     families: Mapping[str, Spread]
+    origins: Mapping[str, Spread]
     first: Mapping[str, float]
     whole: Spread
     whole_first: Mapping[str, float]
@@ -270,9 +274,12 @@ def judge_holdout(model: Model, held: HeldOut, checked: str, seed: int) -> Verdi
     if not judged:
         raise DataError("no answer of the model was measured in the hold-out")
     of_family: dict[str, list[float]] = {}
+    of_origin: dict[str, list[float]] = {}
     bounds: dict[str, list[tuple[float, float]]] = {}
     for j in judged:
         of_family.setdefault(j.family, []).append(j.in_family)
+        resized = all("@" in name for name in j.measured.networks)
+        of_origin.setdefault(RESIZED if resized else NEW, []).append(j.ours[0])
         for name in ("all", j.answer.provider) if j.bound is not None else ():
             bounds.setdefault(name, []).append((j.whole[0], j.bound or 0.0))
     legal = (all_families()[t.family].legal(t.problem, data.device) for t in data.timings)
@@ -286,6 +293,7 @@ def judge_holdout(model: Model, held: HeldOut, checked: str, seed: int) -> Verdi
         sittings=sum(held.sittings[m.problem] > 1 for m in measured),
         ours=Spread.of([j.ours[0] for j in judged]),
         families={name: Spread.of(regrets) for name, regrets in sorted(of_family.items())},
+        origins={name: Spread.of(regrets) for name, regrets in sorted(of_origin.items())},
         first=_means([j.ours for j in judged]),
         whole=Spread.of([j.whole[0] for j in judged]),
         whole_first=_means([j.whole for j in judged]),

@@ -64,7 +64,8 @@ def print_verdict(verdict: Verdict, console: Console) -> None:
     for column in heads:
         table.add_column(column, justify="right")
     of_families = {f"{name}, among its own": s for name, s in v.families.items()}
-    for name, s in {"ours": v.ours, "whole": v.whole, **of_families}.items():
+    of_origins = {f"ours, {name}": s for name, s in v.origins.items()}
+    for name, s in {"ours": v.ours, **of_origins, "whole": v.whole, **of_families}.items():
         regrets = (f"{value:.3f}" for value in (s.geomean, s.p95, s.worst))
         efficiency = (s.efficiency_mean, s.efficiency_p10, s.efficiency_min)
         cells = (*regrets, *(f"{value:.3f}" for value in efficiency), f"{s.far:.1%}")

@@ -140,6 +140,7 @@ def test_the_verdict_is_of_every_problem(held, model_folder):
     assert 1 <= verdict.whole_first["8"] <= verdict.whole_first["3"] <= verdict.whole.geomean
     assert 1 <= verdict.first["3"] <= verdict.first["1"] == pytest.approx(verdict.ours.geomean)
     assert 1 <= verdict.weighted < 2
+    assert verdict.origins == {"networks that are new": verdict.ours}
     assert set(verdict.thinned) == {"20", "40", "48", "80"}
     # An oracle of few configs is a slower one, and hides regret.
     assert verdict.speed["heuristics"] >= verdict.speed["benchmark"] == verdict.speed[EITHER]
