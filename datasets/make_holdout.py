@@ -113,8 +113,12 @@ VARIANTS: Mapping[tuple[int, int, int], Mapping[str, tuple[Layer, ...]]] = {
 }
 PLAIN_SHARE = 0.6
 DETERMINISTIC_SHARE = 0.2
-#: Problems of each direction, by kind.
-COUNTS = {"depthwise": 62, "grouped": 48}
+#: Problems of each direction, by kind; filter gradients have more configs, and slower ones.
+COUNTS = {
+    "fprop": {"depthwise": 62, "grouped": 48},
+    "dgrad": {"depthwise": 62, "grouped": 48},
+    "wgrad": {"depthwise": 54, "grouped": 42},
+}
 #: Batches, of which half are no power of two.
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 3, 5, 6, 7, 12, 20, 24, 25, 33, 48, 50, 63, 96, 100)
 ODD_SHARE = 0.5
@@ -238,7 +242,7 @@ def holdout_entries(
     dtype and epilogue of its own."""
     generator = np.random.default_rng([seed, 2, DIRECTIONS.index(direction)])
     found: dict[Problem, Entry] = {}
-    for kind, count in COUNTS.items():
+    for kind, count in COUNTS[direction].items():
         layers: dict[str, list[Problem]] = {}
         for layer, names in users.items():
             if make_suite._kind(layer) == kind:

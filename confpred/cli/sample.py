@@ -246,7 +246,7 @@ def report_plan(
         refused = forecast.compile_into_cache(kernels, device.arch, threads=threads, show=show)
         for reason in refused:
             click.echo(f"refused: {reason.splitlines()[0]}", err=True)
-    found = forecast.forecast(tasks, kernels, device.arch)
+    found = forecast.forecast(tasks, kernels, device)
     click.echo(f"{found.problems} problems on {device.key}, {sum(found.rows.values())} rows:")
     for provider, rows in sorted(found.rows.items()):
         click.echo(f"  {rows:7} of {provider}")

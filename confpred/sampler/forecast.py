@@ -15,18 +15,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+import numpy as np
+
 from confpred.cuda.cache import sealed
 from confpred.cuda.compiler import cache_entry, compiled_before
 from confpred.cuda.compiling import compile_all
 from confpred.errors import CompileError
 from confpred.families.candidate import PYTORCH
+from confpred.families.registry import all_families
 from confpred.files import write_whole
+from confpred.measure.timing import MAX_LAUNCHES, REPLAY_SECONDS, REPLAYS
+from confpred.problem.device import Device
 from confpred.problem.operation import KernelSpec
 from confpred.sampler.tasks import Task
 
-#: Rows a second of one GPU whose kernels are compiled, where all legal configs of a problem are
-#: measured together (``benchmarks/results/*/sampling_rate.json``: 277 on an H100, 307 on an H200).
-ROWS_PER_S = 290.0
+#: Seconds a row beside the GPU's own, for loading, checking and building graphs: of the rates of
+#: ``benchmarks/results/*/sampling_rate.json`` (277 rows a second on an H100, 307 on an H200) what
+#: replays do not explain, less the start of the processes.
+ROW_S = 1.4e-3
 #: Seconds of PyTorch's own operator on a problem, in one mode of cuDNN.
 PYTORCH_S = 0.1
 #: Seconds of one core for a kernel: 0.5 to 1.7, by the family.
@@ -43,18 +49,15 @@ class Forecast:
         rows: planned, by provider.
         kernels: distinct ones that the rows need.
         compiled: those of them that lie in the cache.
+        measuring_s: seconds of one GPU, with every kernel compiled; the start of the processes
+            apart.
     """
 
     problems: int
     rows: Mapping[str, int]
     kernels: int
     compiled: int
-
-    @property
-    def measuring_s(self) -> float:
-        """Seconds of one GPU, with every kernel compiled; the start of the processes apart."""
-        theirs = self.rows.get(PYTORCH, 0)
-        return (sum(self.rows.values()) - theirs) / ROWS_PER_S + theirs * PYTORCH_S
+    measuring_s: float
 
     @property
     def compiling_s(self) -> float:
@@ -69,8 +72,20 @@ def kernels_of(tasks: Sequence[Task]) -> list[KernelSpec]:
     )
 
 
-def forecast(tasks: Sequence[Task], kernels: Sequence[KernelSpec], arch: str) -> Forecast:
-    """What `tasks`, which need `kernels`, come to.
+def measuring_s(task: Task, device: Device) -> float:
+    """Seconds of one GPU for `task`: its replays, by the family's own estimate of each config, of
+    which the sum over the committed measurements is right to 7 %, and ``ROW_S`` a config."""
+    if task.provider == PYTORCH:
+        return PYTORCH_S
+    family = all_families()[task.provider]
+    launch_s = family.estimate_s(task.problem, device, np.array(task.config_ids, np.intp))
+    launches = np.ceil(REPLAY_SECONDS / launch_s).clip(2, MAX_LAUNCHES)
+    replays = REPLAYS + 1  # one is not timed; the last ones are of few configs
+    return float((launch_s * (1 + replays * launches) + ROW_S).sum())
+
+
+def forecast(tasks: Sequence[Task], kernels: Sequence[KernelSpec], device: Device) -> Forecast:
+    """What `tasks`, which need `kernels`, come to on `device`.
 
     Raises:
         MissingExtra: the compiler is not installed, whose version the cache tells apart.
@@ -78,8 +93,9 @@ def forecast(tasks: Sequence[Task], kernels: Sequence[KernelSpec], arch: str) ->
     rows: Counter[str] = Counter()
     for task in tasks:
         rows[task.provider] += len(task.config_ids)
-    compiled = sum(compiled_before(kernel, arch) is not None for kernel in kernels)
-    return Forecast(len({task.problem for task in tasks}), rows, len(kernels), compiled)
+    compiled = sum(compiled_before(kernel, device.arch) is not None for kernel in kernels)
+    seconds = sum(measuring_s(task, device) for task in tasks)
+    return Forecast(len({t.problem for t in tasks}), rows, len(kernels), compiled, seconds)
 
 
 def compile_into_cache(
