@@ -24,11 +24,13 @@ from confpred.data.suites import Entry, Suite, write_suite
 from confpred.errors import DataError, InvalidInput, InvalidProblem
 from confpred.families.candidate import PYTORCH, Candidate
 from confpred.families.registry import all_families, config_words
+from confpred.measure.timing import REPLAY_SECONDS, REPLAYS
 from confpred.problem.conv2d import Problem
 from confpred.problem.conv2d_operation import CONVOLUTION
 from confpred.problem.device import get_device
 from confpred.sampler.anchors import FORMAT, read_anchors
 from confpred.sampler.compiling import Compilers
+from confpred.sampler.forecast import PYTORCH_S, ROW_S, forecast, measuring_s
 from confpred.sampler.run import Settings, Tally, _feed, sample
 from confpred.sampler.tasks import BENCHMARK, HEURISTICS, Measured, Task, tasks_left
 
@@ -212,6 +214,18 @@ def test_a_bad_anchor_is_named(anchors_file, change, error, message):
     anchors_file.write_text(json.dumps(content))
     with pytest.raises(error, match=message):
         read_anchors(anchors_file, DEVICE)
+
+
+def test_a_forecast_is_of_replays_and_of_what_each_row_costs_besides():
+    tasks = left(configs=None)
+    found = forecast(tasks, [], DEVICE)
+    rows = sum(found.rows.values())
+    assert (found.problems, rows) == (len(LAYERS), sum(len(t.config_ids) for t in tasks))
+    assert found.measuring_s == pytest.approx(sum(measuring_s(t, DEVICE) for t in tasks))
+    theirs = found.rows[PYTORCH] * PYTORCH_S
+    least = (rows - found.rows[PYTORCH]) * (ROW_S + REPLAYS * REPLAY_SECONDS)
+    assert least < found.measuring_s - theirs < 4 * least
+    assert forecast(left(configs=1), [], DEVICE).measuring_s < found.measuring_s / 20
 
 
 def confpred(*words: object, cache: Path) -> subprocess.CompletedProcess[str]:

@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import importlib
 import json
-import subprocess
-import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import synthetic
 
-from confpred.data.parquet import schema
 from confpred.errors import DataError
-from confpred.families.candidate import PYTORCH, PYTORCH_OPERATOR, Candidate
+from confpred.families.candidate import PYTORCH_OPERATOR, Candidate
 from confpred.model.folder import load_model
 from confpred.predict.choice import Choice
 from confpred.problem.conv2d import Problem
@@ -40,42 +35,14 @@ LAYER = Problem(8, 64, 14, 14, 64, 3, 3, padding=1, groups=8)
 
 @pytest.fixture(scope="module")
 def held_file(tmp_path_factory) -> Path:
-    """All that was made up of net0, which `model_folder` has not seen, in two sittings; cuDNN's
-    heuristics are half as fast as its benchmark mode."""
-    rows, layers = list(synthetic.rows(networks=8)), set()
-    for problem, names in synthetic.problems(8):
-        if "net0" in names:
-            layers.add(problem.layer())
-    kept = []
-    for row in rows:
-        problem = Problem(
-            *(row[name] for name in "nchwkrs"), padding=(row["padding_h"], row["padding_w"]),
-            groups=row["groups"], bias=row["bias"],
-        )  # fmt: skip
-        if problem.layer() not in layers:
-            continue
-        row |= {"networks": "net0", "run_id": "b" if row["bias"] and row["c"] > 200 else "a"}
-        kept.append(row)
-        if row["family"] == PYTORCH:
-            kept.append(row | {"cudnn_mode": "heuristics", "time_ms": 2 * row["time_ms"]})
-            kept[-1]["run_id"] = "second"
-    path = tmp_path_factory.mktemp("held") / "held.parquet"
-    pq.write_table(pa.Table.from_pylist(kept, schema(CONVOLUTION)), path)
-    return path
+    """All that was made up of net0, which `model_folder` has not seen."""
+    return synthetic.write_holdout(tmp_path_factory.mktemp("held") / "held.parquet", "net0")
 
 
 @pytest.fixture(scope="module")
 def anchors_file(held_file) -> Path:
     """The first two of its configs, timed in three runs; the third is 2 % slower."""
-    rows = pq.read_table(held_file).slice(0, 2).to_pylist()
-    kept = [
-        row | {"run_id": run, "time_ms": row["time_ms"] * factor}
-        for row in rows
-        for run, factor in (("x", 1.0), ("y", 1.0), ("z", 1.02))
-    ]
-    path = held_file.with_name("anchors.parquet")
-    pq.write_table(pa.Table.from_pylist(kept, schema(CONVOLUTION)), path)
-    return path
+    return synthetic.write_anchors(held_file.with_name("anchors.parquet"), held_file)
 
 
 def test_noise_across_runs_is_that_of_the_same_config(held_file, anchors_file):
@@ -238,31 +205,3 @@ def test_summaries_have_the_figures_of_their_names():
     assert spread.far == 0.5
     bounds = Bounds.of([(1.0, 1.1), (1.2, 1.1), (1.1, 1.1)])
     assert (bounds.problems, bounds.covered, bounds.median) == (3, pytest.approx(2 / 3), 1.1)
-
-
-def test_the_command_judges_a_model_by_the_hold_out_first(
-    measurements, held_file, anchors_file, model_folder, tmp_path
-):
-    out = tmp_path / "evaluation.json"
-    words = ["--holdout", held_file, "--model", model_folder, "--anchors", anchors_file]
-    done = confpred("evaluate", measurements, *words, "--folds", 2, "--json", out)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.index("hold-out:") < done.stdout.index("problems judged in 2 folds")
-    assert "all that the model was trained on" in done.stdout
-    content = json.loads(out.read_text())
-    assert content["holdout"]["model"] == model_folder.name
-    assert content["sittings"]["runs"] == 3
-    assert "noise across 3 runs" in done.stdout
-    assert content["methods"]["model"]["geomean"] >= 1
-
-
-def test_a_model_without_a_hold_out_is_refused(measurements, model_folder):
-    done = confpred("evaluate", measurements, "--model", model_folder)
-    assert done.returncode == 2
-    assert "a model to be judged by a --holdout" in done.stderr
-
-
-def confpred(*words: object) -> subprocess.CompletedProcess[str]:
-    program = "from confpred.cli import main; main()"
-    command = [sys.executable, "-c", program, *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
