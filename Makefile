@@ -6,7 +6,7 @@ READY  := $(VENV)/.ready
 TREE   := build/tree
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test fuzz kernels models results lint tree serve clean
+.PHONY: help setup demo test fuzz kernels models results holdout lint tree serve clean
 
 help:  ## show this list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
@@ -35,6 +35,13 @@ fuzz: $(READY)  ## schemathesis asks a served confpred for a quarter of an hour;
 
 kernels: $(READY)  ## compile every kernel of every family for every target; some CPU-hours, resumable
 	$(BIN)/python tests/compile_kernels.py --out build/kernels.jsonl
+
+holdout: $(READY)  ## compile the hold-out's kernels into archives in build/; some CPU-hours, resumable
+	@for part in fprop dgrad wgrad; do \
+	  rm -f build/holdout-$$part.tar.xz && CONFPRED_CACHE_MIB=4096 CONFPRED_CACHE_DIR=build/kernels \
+	  $(BIN)/confpred sample --suite datasets/suites/holdout/$$part.json --out build/planned \
+	    --compile h200 --archive build/holdout-$$part.tar.xz || exit 1; \
+	done
 
 models: $(READY)  ## train the shipped models again from the committed measurements; minutes
 	$(BIN)/python benchmarks/reproduce.py models

@@ -20,12 +20,13 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from confpred.model.folder import CARD
+from confpred.model.folder import CARD, model_folders
 
 ROOT = Path(__file__).parents[1]
 CONFPRED = Path(sys.executable).with_name("confpred")
 
 
+HOLDOUT = ROOT / "datasets" / "holdout"
 EXAMPLE = ROOT / "examples" / "layer_norm"
 
 
@@ -68,11 +69,19 @@ def models() -> None:
 
 
 def results() -> None:
-    """Evaluate with the measurements of each device, and fill the tables of all results."""
+    """Evaluate with the measurements of each device, and by its hold-out where that is measured,
+    and fill the tables of all results."""
+    newest = model_folders(ROOT / "models")
+    anchors = ROOT / "datasets" / "anchors" / "anchors.parquet"
     for data in sorted(ROOT.glob("datasets/*.parquet")):
         out = ROOT / "benchmarks" / "results" / data.stem
         files = ("--json", out / "evaluation.json", "--plot", out / "evaluation.png")
-        confpred("evaluate", data, *files, "--force")
+        more: list[str | Path] = []
+        if (held := HOLDOUT / data.name).exists():
+            more += ["--holdout", held, "--model", newest[data.stem]]
+        if anchors.exists():
+            more += ["--anchors", anchors]
+        confpred("evaluate", data, *more, *files, "--force")
     subprocess.run([sys.executable, ROOT / "benchmarks" / "tables.py"], check=True)
 
 

@@ -20,11 +20,12 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))  # this file may be loaded from elsewhere
+from holdout_tables import OF_HOLDOUTS
 from network_tables import OF_NETWORKS, host_layers, mechanisms
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = ("README.md", "docs/results.md")
+PAGES = ("README.md", "docs/results.md", "docs/sampling.md")
 DIRECTIONS = {"fprop": "forward", "dgrad": "input gradient", "wgrad": "filter gradient"}
 NOTABLE = 1.05  # a layer this many times as fast or as slow counts as faster or slower
 _MARKED = re.compile(r"(<!-- table:([\w-]+) -->\n).*?(<!-- /table -->)", re.DOTALL)
@@ -231,6 +232,17 @@ def sampling(result: dict[str, Any]) -> str:
     return markdown(heads, [(*row, f"{result['rows_per_s']:.0f}")])
 
 
+def sampling_plans(result: dict[str, Any]) -> str:
+    """Regret of models that learned from parts of the data (``benchmarks/sampling_plans.py``)."""
+    heads = ("configs a problem and family", "rows", "geomean", "p95", "worst", "difference, %")
+    rows = []
+    for name, plan in result["plans"].items():
+        regrets = (f"{plan[key]:.3f}" for key in ("geomean", "p95", "worst"))
+        off = f"{plan['difference_percent']:+.2f} ± {plan['standard_error_percent']:.2f}"
+        rows.append((name, f"{plan['rows']:,}", *regrets, off))
+    return markdown(heads, rows)
+
+
 _RUNS = (
     "conv_vs_cudnn.json",
     "in_situ.json",
@@ -240,25 +252,33 @@ _RUNS = (
     "networks.json",
 )
 #: Results that a device may lack.
-OPTIONAL = ("networks.json",)
+OPTIONAL = ("networks.json", "sampling_plans.json")
 #: Table -> its result files, and the function that makes the table from them.
-_OF_A_DEVICE: dict[str, tuple[tuple[str, ...], Callable[..., str]]] = {
-    "evidence": (("conv_vs_cudnn.json",), evidence),
-    "evaluation": (("evaluation.json",), evaluation),
-    "families": (("evaluation.json",), families),
-    "whole": (("evaluation.json",), whole),
-    "cudnn": (("conv_vs_cudnn.json",), cudnn),
-    "in-situ": (("in_situ.json",), in_situ),
-    "host": (("host_overhead.json",), host),
-    "latency": (("predict_latency.json",), latency),
-    "sampling": (("sampling_rate.json",), sampling),
-    "runs": (_RUNS, runs),
-    "host-layers": (("host_overhead.json",), partial(host_layers, markdown=markdown)),
-    "mechanisms": (("host_overhead.json",), partial(mechanisms, markdown=markdown)),
-} | {
-    name: (("networks.json",), partial(make, markdown=markdown))
-    for name, make in OF_NETWORKS.items()
-}
+_OF_A_DEVICE: dict[str, tuple[tuple[str, ...], Callable[..., str]]] = (
+    {
+        "evidence": (("conv_vs_cudnn.json",), evidence),
+        "evaluation": (("evaluation.json",), evaluation),
+        "families": (("evaluation.json",), families),
+        "whole": (("evaluation.json",), whole),
+        "cudnn": (("conv_vs_cudnn.json",), cudnn),
+        "in-situ": (("in_situ.json",), in_situ),
+        "host": (("host_overhead.json",), host),
+        "latency": (("predict_latency.json",), latency),
+        "sampling": (("sampling_rate.json",), sampling),
+        "sampling-plans": (("sampling_plans.json",), sampling_plans),
+        "runs": (_RUNS, runs),
+        "host-layers": (("host_overhead.json",), partial(host_layers, markdown=markdown)),
+        "mechanisms": (("host_overhead.json",), partial(mechanisms, markdown=markdown)),
+    }
+    | {
+        name: (("networks.json",), partial(make, markdown=markdown))
+        for name, make in OF_NETWORKS.items()
+    }
+    | {
+        name: (("evaluation.json",), partial(make, markdown=markdown))
+        for name, make in OF_HOLDOUTS.items()
+    }
+)
 TABLES: dict[str, tuple[tuple[str, ...], Callable[..., str]]] = {
     "service": (("service_latency.json",), service),
     "mechanisms": (("host_mechanisms.json",), partial(mechanisms, markdown=markdown)),

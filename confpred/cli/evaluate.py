@@ -3,19 +3,46 @@
 from __future__ import annotations
 
 import json
+import tempfile
+from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
-from confpred.cli.inputs import FILE_OR_FOLDER
+from confpred.cli.inputs import FILE_OR_FOLDER, FOLDER
 from confpred.cli.outputs import check_files, force_option
+from confpred.errors import InvalidInput
 from confpred.files import write_whole
 from confpred.training import require_packages
+
+if TYPE_CHECKING:
+    from confpred.training.dataset import Dataset
+    from confpred.training.holdout import Verdict
 
 
 @click.command()
 @click.argument("data", nargs=-1, required=True, type=FILE_OR_FOLDER)
 @click.option("--device", help="Device whose rows to use, where the data is of several.")
+@click.option(
+    "--holdout",
+    multiple=True,
+    type=FILE_OR_FOLDER,
+    help="Measurements of networks that are not in DATA, with every legal config: judged first; "
+    "may be repeated.",
+)
+@click.option(
+    "--model",
+    "model_folder",
+    type=FOLDER,
+    help="With --holdout: the model to judge by it.  [default: one trained on DATA]",
+)
+@click.option(
+    "--anchors",
+    multiple=True,
+    type=FILE_OR_FOLDER,
+    help="What every run measured again: the noise across runs; may be repeated.",
+)
 @click.option("--folds", type=click.IntRange(2, 50), default=5, show_default=True)
 @click.option("--seed", type=click.IntRange(0, 2**31 - 1), default=0, show_default=True)
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write the figures.")
@@ -24,6 +51,9 @@ from confpred.training import require_packages
 def command(
     data: tuple[Path, ...],
     device: str | None,
+    holdout: tuple[Path, ...],
+    model_folder: Path | None,
+    anchors: tuple[Path, ...],
     folds: int,
     seed: int,
     json_file: Path | None,
@@ -35,26 +65,78 @@ def command(
     DATA are Parquet files of measurements, or folders of them. The networks are divided into folds;
     each fold's layers are chosen for by a model, and by every baseline, that has seen none of them
     at any batch size. Regret is the measured time of the choice over that of the best config: 1 is
-    perfect.
+    perfect. The data has some configs of each problem; a hold-out has them all.
 
     \b
     confpred evaluate datasets/h100.parquet
+    confpred evaluate datasets/h100.parquet --holdout datasets/holdout/h100.parquet
     confpred evaluate runs/ --folds 8 --json evaluation.json --plot regret.png
     """
     require_packages()
     from confpred.training.dataset import data_files, read_dataset
 
-    check_files({"json": json_file, "plot": plot}, force=force, inputs=data_files(data))
+    if model_folder is not None and not holdout:
+        raise InvalidInput("model", str(model_folder), "a model to be judged by a --holdout")
+    read = data_files((*data, *holdout, *anchors))
+    check_files({"json": json_file, "plot": plot}, force=force, inputs=read)
     from rich.console import Console
 
     from confpred.training.evaluate import evaluate
     from confpred.training.fit import Hyperparameters
-    from confpred.training.report import plot_regret, print_evaluation
+    from confpred.training.report import (
+        plot_regret,
+        print_evaluation,
+        print_sittings,
+        print_verdict,
+    )
+    from confpred.training.sittings import across_sittings
 
-    evaluation = evaluate(read_dataset(data, device), Hyperparameters(), folds, seed)
-    print_evaluation(evaluation, Console())
+    console, found = Console(), {}
+    dataset = read_dataset(data, device)
+    if holdout:
+        verdict = _judge(dataset, holdout, model_folder, seed)
+        print_verdict(verdict, console)
+        found["holdout"] = asdict(verdict)
+    if anchors:
+        noise = across_sittings(data_files(anchors), dataset.operation, dataset.device.key)
+        print_sittings(noise, console)
+        found["sittings"] = asdict(noise)
+    evaluation = evaluate(dataset, Hyperparameters(), folds, seed)
+    print_evaluation(evaluation, console)
     if json_file is not None:
-        text = json.dumps(evaluation.to_json(), indent=1) + "\n"
+        text = json.dumps(evaluation.to_json() | found, indent=1) + "\n"
         write_whole(json_file, lambda file: file.write(text.encode()), replace=force)
     if plot is not None:
         plot_regret(evaluation, plot, replace=force)
+
+
+def _judge(
+    dataset: Dataset, holdout: tuple[Path, ...], model_folder: Path | None, seed: int
+) -> Verdict:
+    """Judge the model of `model_folder` by `holdout`, or one that is trained on `dataset` without
+    the hold-out's networks and layers.
+
+    Raises:
+        ConfpredError: the hold-out cannot be read or is of another device; the model cannot be
+            read, or has seen a layer of it.
+    """
+    from confpred.model.folder import load_model
+    from confpred.training.dataset import read_dataset
+    from confpred.training.holdout import (
+        check_unseen,
+        judge_holdout,
+        read_holdout,
+        without_holdout,
+    )
+    from confpred.training.train import train
+
+    held = read_holdout(read_dataset(holdout, dataset.device.key), holdout)
+    if model_folder is not None:
+        model = load_model(model_folder)
+        return judge_holdout(model, held, check_unseen(model, dataset, held.dataset), seed)
+    with tempfile.TemporaryDirectory() as folder:
+        made = Path(folder) / "without-the-hold-out"
+        known = without_holdout(dataset, held.dataset)
+        train(known, made, seed=seed)
+        model = load_model(made)
+        return judge_holdout(model, held, check_unseen(model, known, held.dataset), seed)

@@ -14,10 +14,12 @@ import click
 import numpy as np
 
 from confpred.cli.inputs import FILE, FOLDER
-from confpred.cli.outputs import check_folder
+from confpred.cli.outputs import check_files, check_folder
 from confpred.data.suites import Suite, join, read_suite
 from confpred.errors import InvalidInput, MissingExtra
-from confpred.families.registry import families_of, kernels_of
+from confpred.families.registry import families_of, kernels_of, operation_of
+from confpred.problem.device import get_device
+from confpred.sampler.tasks import BENCHMARK, HEURISTICS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -25,7 +27,11 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from confpred.data.measurements import Run
+    from confpred.families.protocol import Family, Rows
+    from confpred.problem.device import Device
+    from confpred.problem.record import Record
     from confpred.sampler.run import Settings
+    from confpred.sampler.tasks import Pick
 
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
@@ -63,10 +69,21 @@ _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
     help="Measure a random choice of this many configs a problem and family.  [default: all]",
 )
 @click.option(
+    "--picked",
+    type=click.IntRange(min=1),
+    help="Measure as many configs more that --model orders first, or that chance picks without it.",
+)
+@click.option(
     "--model",
     "model_folder",
     type=FOLDER,
-    help="Measure only what this model offers: its portfolio of configs.",
+    help="Measure only what this model offers: its portfolio of configs. With --picked it picks.",
+)
+@click.option(
+    "--anchors",
+    "anchors_file",
+    type=FILE,
+    help="Configs (JSON) that every GPU measures first, in every run.",
 )
 @click.option(
     "--seed",
@@ -76,13 +93,41 @@ _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
     help="Of the order of problems, the choice of configs and the timed rounds.",
 )
 @click.option(
-    "--jobs", type=click.IntRange(1, 1024), help="Compilations at a time.  [default: the cores]"
+    "--jobs",
+    type=click.IntRange(0, 1024),
+    help="Compilations at a time; 0: all kernels are in the cache already.  [default: the cores]",
 )
 @click.option(
     "--pytorch/--no-pytorch",
     default=True,
     show_default=True,
     help="Time PyTorch's own operator as well.",
+)
+@click.option(
+    "--cudnn-mode",
+    "cudnn_modes",
+    type=click.Choice([BENCHMARK, HEURISTICS]),
+    multiple=True,
+    default=(BENCHMARK,),
+    show_default=True,
+    help="How cuDNN chooses PyTorch's algorithm; may be repeated.",
+)
+@click.option(
+    "--plan",
+    "plan_device",
+    metavar="DEVICE",
+    help="Say what would be measured on DEVICE, such as h200, and end; needs no GPU.",
+)
+@click.option(
+    "--compile",
+    "compile_device",
+    metavar="DEVICE",
+    help="Compile what would be measured on DEVICE into the kernel cache, and end; needs no GPU.",
+)
+@click.option(
+    "--archive",
+    type=click.Path(path_type=Path),
+    help="With --compile: write the kernels as a .tar.xz, to be unpacked in another cache.",
 )
 @click.option(
     "--timeout", default="60s", show_default=True, help="Kill a GPU worker silent for longer."
@@ -94,10 +139,16 @@ def command(
     budget: str | None,
     families: tuple[str, ...],
     configs: int | None,
+    picked: int | None,
     model_folder: Path | None,
+    anchors_file: Path | None,
     seed: int,
     jobs: int | None,
     pytorch: bool,
+    cudnn_modes: tuple[str, ...],
+    plan_device: str | None,
+    compile_device: str | None,
+    archive: Path | None,
     timeout: str,
 ) -> None:
     """Measure configs of a suite's problems on this machine's GPUs.
@@ -108,28 +159,105 @@ def command(
     budget_s = None if budget is None else parse_duration("budget", budget)
     silence_s = parse_duration("timeout", timeout)
     check_folder("out", out)
+    check_files({"archive": archive}, force=False)
+    if archive is not None and compile_device is None:
+        raise InvalidInput("archive", str(archive), "a file of what --compile has compiled")
     suite = join([read_suite(file) for file in suite_files])
-    offered = offered_configs(suite, families, model_folder)
-    if pytorch and find_spec("torch") is None:
+    offered = offered_configs(suite, families, None if picked else model_folder)
+    planned_for = compile_device or plan_device
+    if pytorch and planned_for is None and find_spec("torch") is None:
         raise MissingExtra("torch (or --no-pytorch)", "gpu")
     try:
         import rich  # noqa: F401 -- a missing package is reported before any work
 
+        from confpred.sampler.anchors import read_anchors
         from confpred.sampler.gpus import find_gpus
         from confpred.sampler.run import Settings
     except ImportError as error:
         raise MissingExtra(str(error.name), "gpu") from error
 
+    runs = {} if planned_for else find_gpus(gpus)
+    device = get_device(planned_for or next(iter(runs.values())).device)
     settings = Settings(
         seed=seed,
         configs=configs,
+        picked=picked or 0,
+        pick=picker(model_folder, device) if picked and model_folder else None,
         offered=offered,
         pytorch=pytorch,
-        processes=jobs or len(os.sched_getaffinity(0)),
+        cudnn_modes=tuple(dict.fromkeys(cudnn_modes)),
+        anchors=read_anchors(anchors_file, device) if anchors_file else (),
+        processes=len(os.sched_getaffinity(0)) if jobs is None else jobs,
         budget_s=budget_s,
         silence_s=silence_s,
     )
-    sys.exit(sample_and_report(suite, out, find_gpus(gpus), settings))
+    if planned_for:
+        report_plan(suite, out, device, settings, compiling=bool(compile_device), archive=archive)
+    else:
+        sys.exit(sample_and_report(suite, out, runs, settings))
+
+
+def picker(model_folder: Path, device: Device) -> Pick:
+    """The order in which a model would try a family's configs, whatever its portfolio.
+
+    Raises:
+        ModelError: the model's folder is missing, damaged or foreign.
+    """
+    from confpred.model.folder import load_model
+
+    families = load_model(model_folder).families
+
+    def pick(family: Family, problem: Record, rows: Rows) -> Rows | None:
+        learned = families.get(family.name)
+        return None if learned is None else learned.rank(problem, device, rows)[0]
+
+    return pick
+
+
+def report_plan(
+    suite: Suite,
+    out: Path,
+    device: Device,
+    settings: Settings,
+    *,
+    compiling: bool,
+    archive: Path | None,
+) -> None:
+    """Print what would be measured, after compiling it if `compiling`, and write `archive`.
+
+    Raises:
+        ConfpredError: a shard of `out` is damaged, a file cannot be written, or there is no
+            compiler.
+    """
+    from confpred.sampler import forecast
+    from confpred.sampler.progress import duration
+    from confpred.sampler.run import plan
+    from confpred.sampler.store import measured_in
+
+    operation = operation_of(suite.entries[0].problem)
+    tasks = plan(suite, device, settings, measured_in(out, operation, device.key))
+    kernels = forecast.kernels_of([*settings.anchors, *tasks])
+    if compiling:
+
+        def show(done: int) -> None:
+            click.echo(f"kernels {done}/{len(kernels)}", err=True)
+
+        threads = settings.processes or None
+        refused = forecast.compile_into_cache(kernels, device.arch, threads=threads, show=show)
+        for reason in refused:
+            click.echo(f"refused: {reason.splitlines()[0]}", err=True)
+    found = forecast.forecast(tasks, kernels, device)
+    click.echo(f"{found.problems} problems on {device.key}, {sum(found.rows.values())} rows:")
+    for provider, rows in sorted(found.rows.items()):
+        click.echo(f"  {rows:7} of {provider}")
+    click.echo(
+        f"about {duration(found.measuring_s)} of one GPU\n"
+        f"{found.kernels} kernels, {found.compiled} of them compiled; the others take about "
+        f"{duration(found.compiling_s)} of one core"
+    )
+    if archive is not None:
+        packed = forecast.write_archive(kernels, device.arch, archive, replace=False)
+        click.echo(f"{packed} kernels in {archive}, {archive.stat().st_size / 2**20:.1f} MiB")
 
 
 def offered_configs(

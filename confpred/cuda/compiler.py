@@ -9,7 +9,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from confpred.cuda.bundles import bundled
-from confpred.cuda.cache import KernelCache, default_folder
+from confpred.cuda.cache import KernelCache, default_folder, entry_name
 from confpred.errors import CompileError, MissingExtra
 from confpred.families.kernel_text import file_text
 from confpred.forks import uninterrupted
@@ -101,6 +101,16 @@ def compiled_before(
         store = kernel_cache or KernelCache(default_folder())
         cubin = store.get(_key(program_text(spec), spec, arch))
     return None if cubin is None else Compiled(cubin, spec.entry, cached=True)
+
+
+def cache_entry(spec: KernelSpec, arch: str) -> str:
+    """Where a cache has `spec`, compiled for `arch` by the installed NVRTC: the name of its file,
+    relative to the cache's folder.
+
+    Raises:
+        MissingExtra: the compiler is not installed.
+    """
+    return entry_name(_key(program_text(spec), spec, arch))
 
 
 def _key(text: str, spec: KernelSpec, arch: str) -> str:

@@ -17,7 +17,7 @@ from confpred.problem.operation import Operation
 
 #: The column that says where a row comes from; see `CheckedRows`.
 ROW = "row"
-_TEXTS = ("networks", "family", "config", "source_digest", "device", "status")
+_TEXTS = ("networks", "family", "config", "source_digest", "device", "status", "cudnn_mode")
 _TIMES = ("time_ms", "spread_ms")
 
 

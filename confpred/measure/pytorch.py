@@ -80,22 +80,30 @@ def copies_for(problem: Record, launches: int, l2_bytes: int) -> int:
     return max(1, min(launches, -(-3 * l2_bytes // problem.minimum_bytes)))
 
 
-def measure_pytorch(operation: Operation, problem: Record, *, ordinal: int, seed: int) -> Outcome:
-    """Time PyTorch's operator with cuDNN's benchmark mode on.
+def measure_pytorch(
+    operation: Operation, problem: Record, *, ordinal: int, seed: int, mode: str = "benchmark"
+) -> Outcome:
+    """Time PyTorch's operator.
 
-    In that mode PyTorch tries cuDNN's algorithms and keeps the fastest. On most layers that is
-    about as fast as what cuDNN's heuristics choose, PyTorch's default; on some it is several times
-    as fast, and on a few it is slower.
+    Args:
+        operation, problem: what to compute.
+        ordinal: CUDA device.
+        seed: of the order of the timed rounds.
+        mode: ``benchmark``, where PyTorch tries cuDNN's algorithms and keeps the fastest, or
+            ``heuristics``, its default. On most layers they are about as fast; on some the first
+            is several times as fast, and on a few it is slower. PyTorch remembers for a whole
+            process what it found for a problem first, in whichever mode that was, so a process
+            measures one problem in one mode alone.
 
     Returns:
         The outcome of its one config; ``launch_error`` where PyTorch refuses the problem.
     """
     outcome = Outcome(
-        PYTORCH_OPERATOR.config_id, "ok", error=0.0, cudnn=cudnn_version(), cudnn_mode="benchmark"
+        PYTORCH_OPERATOR.config_id, "ok", error=0.0, cudnn=cudnn_version(), cudnn_mode=mode
     )
     device = driver.make_current(ordinal)
     torch.cuda.set_device(ordinal)
-    torch.backends.cudnn.benchmark = True
+    torch.backends.cudnn.benchmark = mode == "benchmark"
     l2_bytes = driver.device_of(ordinal).l2_bytes
     call = _as_the_library_calls(operation, problem, ordinal)
     try:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 from multiprocessing.connection import Connection
 
@@ -24,7 +24,8 @@ _ATTEMPTS = 2
 
 
 class Compilers:
-    """A few compiler processes and the tasks that wait for them.
+    """A few compiler processes and the tasks that wait for them. With none, no task waits: its
+    kernels lie in the cache, and what is missing there, the process that measures it compiles.
 
     Attributes:
         total, finished: distinct kernels, and how many of them were compiled or refused.
@@ -38,7 +39,7 @@ class Compilers:
         self._tasks = tasks
         self._waiting: dict[KernelSpec, list[int]] = {}
         self._missing: Counter[int] = Counter()
-        for index, task in enumerate(tasks):
+        for index, task in enumerate(tasks if processes else ()):
             for kernel in dict.fromkeys(chain.from_iterable(task.kernels())):
                 self._waiting.setdefault(kernel, []).append(index)
                 self._missing[index] += 1
@@ -67,9 +68,20 @@ class Compilers:
             if self._todo:
                 worker.start(CompileJob(self._todo.popleft(), self._arch))
 
-    def next_ready(self) -> Task | None:
-        """The first task whose kernels are all compiled or refused; each comes once."""
-        return self._tasks[heapq.heappop(self._ready)] if self._ready else None
+    def next_ready(self, wanted: Callable[[Task], bool] = lambda task: True) -> Task | None:
+        """The first task that is `wanted` and whose kernels are all compiled or refused; each
+        comes once."""
+        passed: list[int] = []
+        found: Task | None = None
+        while self._ready and found is None:
+            index = heapq.heappop(self._ready)
+            if wanted(self._tasks[index]):
+                found = self._tasks[index]
+            else:
+                passed.append(index)
+        for index in passed:
+            heapq.heappush(self._ready, index)
+        return found
 
     def connections(self) -> list[Connection]:
         """What to wait for until the next `step`."""

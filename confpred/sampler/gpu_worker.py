@@ -1,4 +1,4 @@
-"""One GPU and its worker process: measures one task after the other, and survives crashes."""
+"""One GPU and its worker processes: measures one task after the other, and survives crashes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from confpred.data.measurements import Run
 from confpred.errors import LaunchError
 from confpred.measure.outcome import Outcome, Status
 from confpred.sampler.jobs import MeasureJob
-from confpred.sampler.tasks import Task
+from confpred.sampler.tasks import HEURISTICS, Task
 from confpred.sampler.worker import Failed, Worker
 
 #: A task that cost this many processes, or this many before any config was launched (too large for
@@ -41,7 +41,8 @@ class Finished:
 
 
 class GpuWorker:
-    """One GPU.
+    """One GPU. A process measures whatever comes; the heuristics of PyTorch's operator have another
+    of their own (`confpred.measure.pytorch.measure_pytorch` says why), and never both work at once.
 
     Args:
         run: what the rows measured here share.
@@ -56,7 +57,8 @@ class GpuWorker:
         self.run = run
         self.ordinal = ordinal
         self._seed = seed
-        self._worker = Worker(function, silence_s)
+        self._usual, self._heuristic = (Worker(function, silence_s) for _ in range(2))
+        self._worker = self._usual
         self._task: Task | None = None
         self._left: list[int] = []
         self._outcomes: list[Outcome] = []
@@ -76,6 +78,7 @@ class GpuWorker:
     def start(self, task: Task, known: Sequence[Outcome]) -> None:
         """Measure `task` on this free GPU, except the configs whose outcome is `known` already."""
         self._task = task
+        self._worker = self._heuristic if task.cudnn_mode == HEURISTICS else self._usual
         self._outcomes, self._failures = list(known), []
         done = {outcome.config_id for outcome in known}
         self._left = [config_id for config_id in task.config_ids if config_id not in done]
@@ -102,8 +105,9 @@ class GpuWorker:
         return self._finish(task, ended.seconds)
 
     def stop(self, *, kill: bool) -> None:
-        """End the process; with `kill`, even while it is busy."""
-        self._worker.stop(kill=kill)
+        """End the processes; with `kill`, even while one is busy."""
+        for worker in (self._usual, self._heuristic):
+            worker.stop(kill=kill)
 
     def _launch(self, task: Task) -> None:
         if self._left:

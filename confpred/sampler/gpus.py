@@ -17,7 +17,7 @@ from confpred.problem.device import get_device
 
 
 def find_gpus(gpus: str) -> dict[int, Run]:
-    """CUDA device -> what the rows of one run share there.
+    """CUDA device -> what the rows of one run share there; each GPU has a run id of its own.
 
     Args:
         gpus: ``all``, or CUDA device numbers such as ``0,1``.
@@ -44,7 +44,8 @@ def find_gpus(gpus: str) -> dict[int, Run]:
     runs = {}
     for ordinal in ordinals:
         name, driver = describe(ordinal)
-        runs[ordinal] = Run(run_id, get_device(name).key, name, driver, cuda, project)
+        sitting = run_id if len(ordinals) == 1 else f"{run_id}-{ordinal}"
+        runs[ordinal] = Run(sitting, get_device(name).key, name, driver, cuda, project)
     return runs
 
 

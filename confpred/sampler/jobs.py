@@ -58,6 +58,7 @@ def measure_job(job: MeasureJob, report: Callable[[int], None]) -> list[Outcome]
         from confpred.measure.pytorch import measure_pytorch  # needs PyTorch, which may be absent
 
         report(PYTORCH_OPERATOR.config_id)
-        return [measure_pytorch(operation_of(task.problem), task.problem, **where)]
+        operation = operation_of(task.problem)
+        return [measure_pytorch(operation, task.problem, mode=task.cudnn_mode, **where)]
     family = all_families()[task.provider]
     return measure(task.problem, family, task.config_ids, report=report, **where)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from multiprocessing.connection import wait
@@ -19,13 +20,13 @@ from confpred.errors import InvalidInput
 from confpred.families.candidate import Candidate
 from confpred.families.registry import operation_of
 from confpred.measure.outcome import Outcome
-from confpred.problem.device import get_device
+from confpred.problem.device import Device, get_device
 from confpred.problem.record import Record
 from confpred.sampler import jobs
 from confpred.sampler.compiling import Compilers
 from confpred.sampler.gpu_worker import Finished, GpuWorker
 from confpred.sampler.store import Store, open_store
-from confpred.sampler.tasks import Task, tasks_left
+from confpred.sampler.tasks import BENCHMARK, Measured, Pick, Task, tasks_left
 
 _TICK_SECONDS = 0.1
 
@@ -38,17 +39,24 @@ class Settings:
         seed: of the order of problems, the choice of configs, and the order of timed rounds.
         configs: a random choice of this many a problem and family; None for all legal ones.
         offered: masks of the configs to measure, by family; None for all.
-        pytorch: whether to time PyTorch's own operator too.
-        processes: compilations at a time.
-        budget_s: no problem is begun after this many seconds; None for no limit.
+        picked, pick: further configs a problem and family; see `tasks_left`.
+        pytorch: whether to time PyTorch's own operator too, in each of `cudnn_modes`.
+        anchors: measured by every GPU before all else, wherever anything is left to measure.
+        processes: compilations at a time; 0 where the kernels are in the cache already.
+        budget_s: no problem is begun after this many seconds, and those that were begun are
+            measured to their end; None for no limit.
         silence_s: a worker that reports nothing for longer is killed.
         compile, measure: import paths of the job functions of the worker processes.
     """
 
     seed: int = 0
     configs: int | None = None
+    picked: int = 0
+    pick: Pick | None = None
     offered: Mapping[str, NDArray[np.bool_]] | None = None
     pytorch: bool = True
+    cudnn_modes: tuple[str, ...] = (BENCHMARK,)
+    anchors: tuple[Task, ...] = ()
     processes: int = 1
     budget_s: float | None = None
     silence_s: float = 60.0
@@ -139,20 +147,14 @@ def sample(
     run_id = next(iter(runs.values())).run_id
     operation = operation_of(suite.entries[0].problem)
     with open_store(folder, run_id, operation) as store:
-        tasks = tasks_left(
-            suite,
-            device,
-            seed=settings.seed,
-            configs=settings.configs,
-            offered=settings.offered,
-            pytorch=settings.pytorch,
-            measured=store.measured(device.key),
-        )
+        tasks = plan(suite, device, settings, store.measured(device.key))
         compilers = Compilers(tasks, device.arch, settings.processes, settings.compile)
         gpus = [
             GpuWorker(run, ordinal, settings.measure, settings.silence_s, settings.seed)
             for ordinal, run in runs.items()
         ]
+        owners: dict[Record, GpuWorker] = {}
+        anchors = {gpu.ordinal: deque(settings.anchors) for gpu in gpus if tasks}
         tally = Tally(sum(len(task.config_ids) for task in tasks), len(tasks), compilers.total)
         try:
             while True:
@@ -165,10 +167,13 @@ def sample(
                     compilers.stop()
                 else:
                     compilers.step()
-                    _feed(gpus, compilers, tally)
+                if not interrupts():
+                    _measure_anchors(gpus, anchors)
+                    _feed(gpus, compilers, tally, owners, begun_only=over)
                 tally.kernels = compilers.finished
                 show(tally)
-                if tally.finished or ((interrupts() or over) and not any(x.task for x in gpus)):
+                idle = not any(gpu.task for gpu in gpus)
+                if idle and (tally.finished or interrupts() or over):
                     break
                 busy = compilers.connections() + [c for x in gpus for c in x.connections()]
                 wait(busy, _TICK_SECONDS)
@@ -180,10 +185,57 @@ def sample(
     return tally
 
 
-def _feed(gpus: list[GpuWorker], compilers: Compilers, tally: Tally) -> None:
-    """Give each free GPU the next task whose kernels are compiled."""
+def plan(
+    suite: Suite,
+    device: Device,
+    settings: Settings,
+    measured: Mapping[Measured, AbstractSet[str]],
+) -> list[Task]:
+    """What a run is to measure, in its order; `measured` is what the folder has."""
+    return tasks_left(
+        suite,
+        device,
+        seed=settings.seed,
+        configs=settings.configs,
+        picked=settings.picked,
+        pick=settings.pick,
+        offered=settings.offered,
+        pytorch=settings.pytorch,
+        cudnn_modes=settings.cudnn_modes,
+        measured=measured,
+    )
+
+
+def _measure_anchors(gpus: list[GpuWorker], anchors: Mapping[int, deque[Task]]) -> None:
+    """Give each free GPU the next of its `anchors`, which are kept by CUDA device."""
     for gpu in gpus:
-        if gpu.task is None and (task := compilers.next_ready()) is not None:
+        if gpu.task is None and anchors.get(gpu.ordinal):
+            gpu.start(anchors[gpu.ordinal].popleft(), [])
+
+
+def _feed(
+    gpus: list[GpuWorker],
+    compilers: Compilers,
+    tally: Tally,
+    owners: dict[Record, GpuWorker],
+    *,
+    begun_only: bool,
+) -> None:
+    """Give each free GPU the next task whose kernels are compiled.
+
+    All tasks of a problem go to one GPU, its owner, so that its families are compared in one
+    sitting; with `begun_only`, no further problem is begun.
+    """
+    for gpu in gpus:
+        if gpu.task is not None:
+            continue
+
+        def mine(task: Task, gpu: GpuWorker = gpu) -> bool:
+            owner = owners.get(task.problem)
+            return not begun_only if owner is None else owner is gpu
+
+        if (task := compilers.next_ready(mine)) is not None:
+            owners[task.problem] = gpu
             gpu.start(task, _refused(task, compilers))
             tally.current = task.problem
 
@@ -192,9 +244,11 @@ def _collect(gpus: list[GpuWorker], store: Store, tally: Tally) -> None:
     """Store what the GPUs have finished."""
     for gpu in gpus:
         if (finished := gpu.poll()) is not None:
-            tally.take(finished)
+            if not finished.task.anchor:
+                tally.take(finished)
             now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-            store.add([_row(finished.task, o, gpu.run, now) for o in finished.outcomes])
+            rows = [_row(finished.task, o, gpu.run, now) for o in finished.outcomes]
+            store.add(rows, anchors=finished.task.anchor)
     store.flush(only_if_due=True)
 
 

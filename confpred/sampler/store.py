@@ -20,6 +20,7 @@ from confpred.data.measurements import Measurement, problem_of_row
 from confpred.data.merging import read_shards
 from confpred.data.parquet import problem_columns, schema, write
 from confpred.errors import FolderBusy, StorageError
+from confpred.families.candidate import PYTORCH
 from confpred.problem.operation import Operation
 from confpred.sampler.tasks import Measured
 
@@ -52,6 +53,29 @@ def open_store(folder: Path, run_id: str, operation: Operation) -> Iterator[Stor
         lock.release()
 
 
+def measured_in(folder: Path, operation: Operation, device: str) -> dict[Measured, set[str]]:
+    """The configs that have a row of the device with this key in a folder of shards, whatever its
+    status; of PyTorch's operator, which has one config, the modes of cuDNN.
+
+    Raises:
+        DataError: a shard is damaged or foreign.
+    """
+    if not folder.is_dir():
+        return {}
+    keys = [*problem_columns(operation), "family", "source_digest"]
+    columns = [*keys, "config", "cudnn_mode", "device"]
+    table = read_shards(folder, operation, columns)
+    table = table.filter(pc.field("device") == device)
+    kind = operation.problem
+    found: dict[Measured, set[str]] = {}
+    wanted = [("config", "distinct"), ("cudnn_mode", "distinct")]
+    for row in table.group_by(keys).aggregate(wanted).to_pylist():
+        key = Measured(problem_of_row(row, kind), row["family"], row["source_digest"])
+        which = "cudnn_mode" if row["family"] == PYTORCH else "config"
+        found[key] = set(row[f"{which}_distinct"])
+    return found
+
+
 class Store:
     """Reads and appends the shards of a folder; made by `open_store`."""
 
@@ -60,28 +84,20 @@ class Store:
         self._operation = operation
         self._run_id = run_id
         self._rows: list[Measurement] = []
+        self._anchors: list[Measurement] = []
         self._shards = 0
         self._flushed = time.monotonic()
 
     def measured(self, device: str) -> dict[Measured, set[str]]:
-        """The configs that have a row of the device with this key, whatever its status.
+        """What the folder has of the device with this key; see `measured_in`."""
+        return measured_in(self.folder, self._operation, device)
 
-        Raises:
-            DataError: a shard is damaged or foreign.
-        """
-        keys = [*problem_columns(self._operation), "family", "source_digest"]
-        table = read_shards(self.folder, self._operation, [*keys, "config", "device"])
-        table = table.filter(pc.field("device") == device)
-        kind = self._operation.problem
-        found: dict[Measured, set[str]] = {}
-        for row in table.group_by(keys).aggregate([("config", "distinct")]).to_pylist():
-            key = Measured(problem_of_row(row, kind), row["family"], row["source_digest"])
-            found[key] = set(row["config_distinct"])
-        return found
-
-    def add(self, rows: Sequence[Measurement]) -> None:
-        """Keep `rows` for the next flush."""
-        self._rows += rows
+    def add(self, rows: Sequence[Measurement], *, anchors: bool = False) -> None:
+        """Keep `rows` for the next flush; those of `anchors` go to shards of their own."""
+        if anchors:
+            self._anchors += rows
+        else:
+            self._rows += rows
 
     def flush(self, *, only_if_due: bool = False) -> None:
         """Write what was added as one shard.
@@ -97,9 +113,9 @@ class Store:
         if only_if_due and len(self._rows) < FLUSH_ROWS and waited < FLUSH_SECONDS:
             return
         self._flushed = time.monotonic()
-        if not self._rows:
-            return
-        table = pa.Table.from_pylist([row.to_row() for row in self._rows], schema(self._operation))
-        write(table, self.folder / f"rows-{self._run_id}-{self._shards:05d}.parquet")
-        self._shards += 1
-        self._rows = []
+        for kind, rows in (("rows", self._rows), ("anchors", self._anchors)):
+            if rows:
+                table = pa.Table.from_pylist([r.to_row() for r in rows], schema(self._operation))
+                write(table, self.folder / f"{kind}-{self._run_id}-{self._shards:05d}.parquet")
+                self._shards += 1
+                rows.clear()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
@@ -14,11 +14,17 @@ from confpred.cuda.epilogue import epilogue_source
 from confpred.data.suites import Suite
 from confpred.families.candidate import PYTORCH_OPERATOR
 from confpred.families.kernel_text import identity_of
-from confpred.families.protocol import Family, Lister
+from confpred.families.protocol import Family, Lister, Rows
 from confpred.families.registry import all_families, config_ids, families_of, kernels_of
 from confpred.problem.device import Device
 from confpred.problem.operation import KernelSpec
 from confpred.problem.record import Record
+
+#: How cuDNN chooses PyTorch's algorithm: several are timed, or its heuristics say.
+BENCHMARK, HEURISTICS = "benchmark", "heuristics"
+#: The given rows of a family's table in the order in which they are worth measuring; None where
+#: nothing is known of the family.
+Pick = Callable[[Family, Record, Rows], Rows | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +39,8 @@ class Task:
             library and its version. Of PyTorch's operator: of the kernel that follows it
             (`confpred.cuda.epilogue`), or empty.
         config_ids: the provider's numbers of the configs.
+        cudnn_mode: of PyTorch's operator, ``BENCHMARK`` or ``HEURISTICS``; else empty.
+        anchor: whether it is measured in every run (`confpred.sampler.anchors`).
     """
 
     problem: Record
@@ -40,6 +48,8 @@ class Task:
     provider: str
     source_digest: str
     config_ids: tuple[int, ...]
+    cudnn_mode: str = ""
+    anchor: bool = False
 
     def kernels(self) -> list[tuple[KernelSpec, ...]]:
         """The kernels to compile for each of `config_ids`."""
@@ -65,8 +75,11 @@ def tasks_left(
     *,
     seed: int,
     configs: int | None,
+    picked: int = 0,
+    pick: Pick | None = None,
     offered: Mapping[str, NDArray[np.bool_]] | None = None,
     pytorch: bool,
+    cudnn_modes: Sequence[str] = (BENCHMARK,),
     measured: Mapping[Measured, AbstractSet[str]],
 ) -> list[Task]:
     """The tasks left, problems in random order so that a run cut short leaves a fair sample.
@@ -77,10 +90,15 @@ def tasks_left(
         seed: of the order, and of the choice of configs.
         configs: a random choice of this many configs a problem and family; None for all. It
             depends on the seed and the problem alone, so that a resumed run chooses the same.
+        picked: as many configs more, the first of the others in the order of `pick`; random ones
+            where there is none, or it knows nothing of the family. None more where all are chosen.
+        pick: see `picked`.
         offered: masks over the config tables of the families to measure, by family; None for all
             of every family of kernels.
-        pytorch: whether to time PyTorch's own operator too.
-        measured: the configs that need no measurement, by their `config_words`.
+        pytorch: whether to time PyTorch's own operator too, in each of `cudnn_modes`.
+        cudnn_modes: ``BENCHMARK``, ``HEURISTICS`` or both.
+        measured: the configs that need no measurement, by their `config_words`; of PyTorch's
+            operator the modes.
     """
     networks: dict[Record, tuple[str, ...]] = {}
     for entry in suite.entries:
@@ -95,7 +113,8 @@ def tasks_left(
         for family in families_of(problem).values():
             if family.name not in masks:
                 continue
-            rows = _choose(family, problem, device, masks[family.name], configs, seed)
+            mask = masks[family.name]
+            rows = _choose(family, problem, device, mask, configs, seed, picked, pick)
             if not len(rows):
                 continue
             digest = identity_of(family.launch(problem, rows[0]).source)
@@ -105,9 +124,11 @@ def tasks_left(
             if left:
                 tasks.append(Task(problem, networks[problem], family.name, digest, left))
         operator, source = PYTORCH_OPERATOR, epilogue_source(problem)
-        if pytorch and Measured(problem, operator.provider, source) not in measured:
-            where = (problem, networks[problem])
-            tasks.append(Task(*where, operator.provider, source, (operator.config_id,)))
+        timed = measured.get(Measured(problem, operator.provider, source), frozenset())
+        for mode in cudnn_modes if pytorch else ():
+            if mode not in timed and not (mode == BENCHMARK and "" in timed):  # rows of old
+                where = (problem, networks[problem], operator.provider, source)
+                tasks.append(Task(*where, (operator.config_id,), mode))
     return tasks
 
 
@@ -118,11 +139,18 @@ def _choose(
     offered: NDArray[np.bool_] | np.bool_,
     configs: int | None,
     seed: int,
+    picked: int,
+    pick: Pick | None,
 ) -> list[int]:
     legal = family.listed if isinstance(family, Lister) else family.legal
     rows = np.flatnonzero(legal(problem, device) & offered)
     if configs is not None and configs < len(rows):
         name = zlib.crc32(f"{family.name} {problem}".encode())
-        chosen = np.random.default_rng([seed, name]).choice(rows, configs, replace=False)
-        rows = np.sort(chosen)
+        generator = np.random.default_rng([seed, name])
+        chosen = generator.choice(rows, configs, replace=False)
+        others = np.setdiff1d(rows, chosen)
+        order = pick(family, problem, others) if pick is not None and picked else None
+        if order is None:
+            order = generator.permutation(others)
+        rows = np.sort(np.concatenate([chosen, order[:picked]]))
     return [int(row) for row in rows]

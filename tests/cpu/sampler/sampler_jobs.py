@@ -25,6 +25,7 @@ COMPILE = f"{__name__}:compile_job"
 COMPILE_OR_REFUSE = f"{__name__}:compile_or_refuse"
 MEASURE = f"{__name__}:measure"
 SLOWLY = f"{__name__}:measure_slowly"
+WHERE = f"{__name__}:measure_where"
 
 __all__ = ["compile_job"]
 
@@ -77,3 +78,12 @@ def _time_convolution(seed: int) -> float:
     windows = np.lib.stride_tricks.sliding_window_view(image, (3, 3), axis=(1, 2))
     np.einsum("cpqrs,kcrs->kpq", windows, weight)
     return (time.perf_counter() - start) * 1e3
+
+
+def measure_where(job: MeasureJob, report: Callable[[int], None]) -> list[Outcome]:
+    """Name the process that measures, and the mode of cuDNN that it is asked for."""
+    mode = job.task.cudnn_mode
+    return [
+        Outcome(row, "ok", 1.0, 0.0, 3, message=str(os.getpid()), cudnn_mode=mode)
+        for row in job.task.config_ids
+    ]

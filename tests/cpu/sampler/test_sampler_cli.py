@@ -52,7 +52,10 @@ def suite(repository: Path) -> Path:
         (("--timeout", "0s"), "timeout='0s'"),
         (("--configs", "0"), "0 is not in the range"),
         (("--configs", "many"), "'many' is not a valid integer"),
-        (("--jobs", "0"), "0 is not in the range"),
+        (("--jobs", "-1"), "-1 is not in the range"),
+        (("--picked", "0"), "0 is not in the range"),
+        (("--cudnn-mode", "fast"), "'fast' is not one of 'benchmark', 'heuristics'"),
+        (("--anchors", "none.json"), "File 'none.json' does not exist"),
         (("--seed", "-1"), "-1 is not in the range"),
         (("--suite", "none.json"), "'--suite': File 'none.json' does not exist"),
         (

@@ -1,0 +1,158 @@
+"""What a run would measure, and what it needs beforehand: no GPU is touched here.
+
+GPU time is scarce, and compiling takes more of it than measuring. So the kernels of a plan can be
+compiled elsewhere, into the same cache (`confpred.cuda.cache`), by an NVRTC of the same version as
+on the machine with the GPU, and travel as one archive.
+"""
+
+from __future__ import annotations
+
+import io
+import tarfile
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+
+from confpred.cuda.cache import sealed
+from confpred.cuda.compiler import cache_entry, compiled_before
+from confpred.cuda.compiling import compile_all
+from confpred.errors import CompileError
+from confpred.families.candidate import PYTORCH
+from confpred.families.registry import all_families
+from confpred.files import write_whole
+from confpred.measure.timing import MAX_LAUNCHES, REPLAY_SECONDS, REPLAYS
+from confpred.problem.device import Device
+from confpred.problem.operation import KernelSpec
+from confpred.sampler.tasks import Task
+
+#: Seconds a row beside the GPU's own, for loading, checking and building graphs: of the rates of
+#: ``benchmarks/results/*/sampling_rate.json`` (277 rows a second on an H100, 307 on an H200) what
+#: replays do not explain, less the start of the processes.
+ROW_S = 1.4e-3
+#: Seconds of PyTorch's own operator on a problem, in one mode of cuDNN.
+PYTORCH_S = 0.1
+#: Seconds of one core for a kernel: 0.5 to 1.7, by the family.
+COMPILE_S = 1.0
+_CHUNK = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """What is planned.
+
+    Attributes:
+        problems: that have something left to measure.
+        rows: planned, by provider.
+        kernels: distinct ones that the rows need.
+        compiled: those of them that lie in the cache.
+        measuring_s: seconds of one GPU, with every kernel compiled; the start of the processes
+            apart.
+    """
+
+    problems: int
+    rows: Mapping[str, int]
+    kernels: int
+    compiled: int
+    measuring_s: float
+
+    @property
+    def compiling_s(self) -> float:
+        """Seconds of one core for the kernels that are missing."""
+        return (self.kernels - self.compiled) * COMPILE_S
+
+
+def kernels_of(tasks: Sequence[Task]) -> list[KernelSpec]:
+    """The distinct kernels of `tasks`, in the order in which they are needed."""
+    return list(
+        dict.fromkeys(kernel for task in tasks for step in task.kernels() for kernel in step)
+    )
+
+
+def measuring_s(task: Task, device: Device) -> float:
+    """Seconds of one GPU for `task`: its replays, by the family's own estimate of each config, of
+    which the sum over the committed measurements is right to 7 %, and ``ROW_S`` a config."""
+    if task.provider == PYTORCH:
+        return PYTORCH_S
+    family = all_families()[task.provider]
+    launch_s = family.estimate_s(task.problem, device, np.array(task.config_ids, np.intp))
+    launches = np.ceil(REPLAY_SECONDS / launch_s).clip(2, MAX_LAUNCHES)
+    replays = REPLAYS + 1  # one is not timed; the last ones are of few configs
+    return float((launch_s * (1 + replays * launches) + ROW_S).sum())
+
+
+def forecast(tasks: Sequence[Task], kernels: Sequence[KernelSpec], device: Device) -> Forecast:
+    """What `tasks`, which need `kernels`, come to on `device`.
+
+    Raises:
+        MissingExtra: the compiler is not installed, whose version the cache tells apart.
+    """
+    rows: Counter[str] = Counter()
+    for task in tasks:
+        rows[task.provider] += len(task.config_ids)
+    compiled = sum(compiled_before(kernel, device.arch) is not None for kernel in kernels)
+    seconds = sum(measuring_s(task, device) for task in tasks)
+    return Forecast(len({t.problem for t in tasks}), rows, len(kernels), compiled, seconds)
+
+
+def compile_into_cache(
+    kernels: Sequence[KernelSpec],
+    arch: str,
+    *,
+    threads: int | None = None,
+    show: Callable[[int], None] = lambda done: None,
+) -> list[str]:
+    """Compile those of `kernels` that the cache lacks; what is compiled stays if this is stopped.
+
+    Args:
+        kernels: what a plan needs (`kernels_of`).
+        arch: such as ``sm_90a``.
+        threads: at a time; by default as many as there are processors.
+        show: called now and then with how many are done.
+
+    Returns:
+        Why NVRTC refused a kernel, for each that it refused.
+
+    Raises:
+        MissingExtra: the compiler is not installed.
+    """
+    refused = []
+    for start in range(0, len(kernels), _CHUNK):
+        chunk = kernels[start : start + _CHUNK]
+        try:
+            compile_all(chunk, arch, threads=threads)
+        except CompileError as error:
+            refused.append(str(error))
+        show(min(start + _CHUNK, len(kernels)))
+    return refused
+
+
+def write_archive(kernels: Sequence[KernelSpec], arch: str, path: Path, *, replace: bool) -> int:
+    """Write the cached ones of `kernels` as a tar file compressed by xz, to be unpacked in the
+    folder of another machine's cache; returns how many they are.
+
+    Raises:
+        StorageError: the file system refused the write.
+        MissingExtra: the compiler is not installed.
+    """
+    packed = 0
+
+    def write(file: BinaryIO) -> None:
+        nonlocal packed
+        with tarfile.open(fileobj=file, mode="w:xz", preset=9) as tar:
+            # Kernels of one source lie together, as they compress best beside their like.
+            for kernel in sorted(kernels, key=lambda k: (k.file, k.entry, str(k.defines))):
+                found = compiled_before(kernel, arch)
+                if found is None:
+                    continue
+                content = sealed(found.cubin)
+                member = tarfile.TarInfo(cache_entry(kernel, arch))
+                member.size, member.mode = len(content), 0o600
+                tar.addfile(member, io.BytesIO(content))
+                packed += 1
+
+    write_whole(path, write, replace=replace)
+    return packed

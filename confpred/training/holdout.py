@@ -1,0 +1,450 @@
+"""A model judged on networks that it has not seen, by all that could have been chosen.
+
+Cross-validation (`confpred.training.evaluate`) compares a choice with the fastest of the few
+configs that were measured of a problem. The measurements of a *hold-out* have every legal config of
+every family, and PyTorch's operator in both modes of cuDNN, so that regret is against what is
+really the fastest. The whole answer is judged as a user gets it, through `Predictor`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from confpred.data.measurements import problem_of_row
+from confpred.data.parquet import problem_columns, read
+from confpred.errors import DataError
+from confpred.families.candidate import PYTORCH, PYTORCH_OPERATOR, Candidate
+from confpred.families.registry import all_families
+from confpred.model.folder import Model
+from confpred.predict.choice import Choice
+from confpred.predict.predictor import Predictor
+from confpred.problem.record import Record
+from confpred.training.dataset import Dataset, Timings, data_files
+from confpred.training.split import without_networks
+
+FAR = 1.10  # an answer this many times as slow as the best is far off
+SLOWER = 1.05  # ... and as PyTorch's operator, too slow
+#: How many configs of a family the thinned oracles have, as earlier sampling measured.
+THINNED = (20, 40, 48, 80)
+_DRAWS = 5  # thinned oracles of each size, whose figures are averaged
+_TOPS = (1, 3, 8)
+_WORST = 20  # problems that a verdict names
+BENCHMARK, HEURISTICS, EITHER = "benchmark", "heuristics", "the faster of both"
+_MODES = (BENCHMARK, HEURISTICS)
+NEW, RESIZED = "networks that are new", "networks at another size"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HeldOut:
+    """The measurements of a hold-out.
+
+    Attributes:
+        dataset: our kernels' timings; PyTorch's are in `pytorch_ms` instead.
+        pytorch_ms: median milliseconds of PyTorch's operator, by mode of cuDNN and problem.
+        sittings: in how many runs each problem was measured; families that were not measured in
+            one sitting do not compare as well.
+    """
+
+    dataset: Dataset
+    pytorch_ms: Mapping[str, Mapping[Record, float]]
+    sittings: Mapping[Record, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Regrets: time of what was chosen over that of the best.
+
+    Attributes:
+        efficiency_mean, efficiency_p10, efficiency_min: of 1 / regret.
+        far: share of answers more than ``FAR`` times as slow as the best.
+    """
+
+    problems: int
+    geomean: float
+    p95: float
+    worst: float
+    efficiency_mean: float
+    efficiency_p10: float
+    efficiency_min: float
+    far: float
+
+    @classmethod
+    def of(cls, regrets: Sequence[float]) -> Spread:
+        """Summarise at least one regret."""
+        regret = np.array(regrets)
+        efficiency = 1 / regret
+        return cls(
+            problems=len(regret),
+            geomean=float(np.exp(np.log(regret).mean())),
+            p95=float(np.quantile(regret, 0.95)),
+            worst=float(regret.max()),
+            efficiency_mean=float(efficiency.mean()),
+            efficiency_p10=float(np.quantile(efficiency, 0.10)),
+            efficiency_min=float(efficiency.min()),
+            far=float((regret > FAR).mean()),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """How often answers are as good as their bound on regret says.
+
+    Attributes:
+        problems: answers that carry a bound.
+        covered: share of them whose regret is within it.
+        median: of the bounds.
+    """
+
+    problems: int
+    covered: float
+    median: float
+
+    @classmethod
+    def of(cls, pairs: Sequence[tuple[float, float]]) -> Bounds:
+        """Of regrets and their bounds, at least one."""
+        regret, bound = np.array(pairs).T
+        return cls(len(pairs), float((regret <= bound).mean()), float(np.median(bound)))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Verdict:
+    """What `judge_holdout` finds.
+
+    Attributes:
+        model: its version.
+        checked: in words, by what it was made sure that the model has not seen the layers.
+        problems, networks, configs: of the hold-out; `configs` are timed ones.
+        complete: share of the legal configs of all problems that were timed.
+        sittings: problems that took more than one run.
+        ours: regret of our first choice, against the best config of all families.
+        families: the same against the best config of the family that was chosen, by that family.
+        origins: `ours` by whether training has the problem's networks nowhere, or at another size
+            of the input alone, which the name says after an ``@``.
+        first: geometric mean of the regret of the best of our first k choices, by k.
+        whole: regret of the whole answer, PyTorch's operator among the candidates.
+        whole_first: geometric mean of the best of the first k of the whole ranking, by k.
+        weighted: time of all answers over the time of the best, in sum.
+        pytorch: problems left to PyTorch's operator.
+        wrongly_pytorch: those of them on which our best config is more than ``SLOWER`` times as
+            fast.
+        speed: PyTorch's time over that of the answer, geometric mean, by mode of cuDNN.
+        slower: answers of ours that are more than ``SLOWER`` times as slow as PyTorch's operator,
+            by mode; ``EITHER`` stands for the faster mode of each problem.
+        bounds: how often the bound holds: ``all``, and by the provider of the answer.
+        unmeasured: first choices that could not be timed; the next one counts in their place.
+        thinned: by k, geometric mean and 95 % quantile of what `ours` would be if k random configs
+            of each family had been measured, and chosen among.
+        worst: the problems of the largest whole regret, with that regret and the answer.
+    """
+
+    model: str
+    checked: str
+    problems: int
+    networks: int
+    configs: int
+    complete: float
+    sittings: int
+    ours: Spread
+    families: Mapping[str, Spread]
+    origins: Mapping[str, Spread]
+    first: Mapping[str, float]
+    whole: Spread
+    whole_first: Mapping[str, float]
+    weighted: float
+    pytorch: int
+    wrongly_pytorch: int
+    speed: Mapping[str, float]
+    slower: Mapping[str, int]
+    bounds: Mapping[str, Bounds]
+    unmeasured: int
+    thinned: Mapping[str, tuple[float, float]]
+    worst: Sequence[tuple[str, str, float, str]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Measured:
+    """All times of one problem, and the model's ranking of it."""
+
+    problem: Record
+    networks: tuple[str, ...]
+    ours: tuple[Timings, ...]
+    times: Mapping[Candidate, float]  # PyTorch's in cuDNN's benchmark mode, its default here
+    pytorch: Mapping[str, float]
+    ranking: tuple[Choice, ...]
+
+
+def read_holdout(dataset: Dataset, paths: Sequence[Path]) -> HeldOut:
+    """What a dataset that was read from `paths` leaves out: PyTorch's times by mode, and runs."""
+    operation = dataset.operation
+    keys = problem_columns(operation)
+    wanted = [*keys, "family", "status", "device", "cudnn_mode", "time_ms", "run_id"]
+    pytorch: dict[str, dict[Record, list[float]]] = {BENCHMARK: {}, HEURISTICS: {}}
+    runs: dict[Record, set[str]] = {}
+    for file in data_files(paths):
+        table = read(file, operation, wanted)
+        table = table.filter(pc.field("device") == dataset.device.key)
+        theirs = table.filter((pc.field("family") == PYTORCH) & (pc.field("status") == "ok"))
+        for row in theirs.to_pylist():
+            mode = pytorch[row["cudnn_mode"] or BENCHMARK]
+            problem = problem_of_row(row, operation.problem)
+            mode.setdefault(problem, []).append(row["time_ms"])
+        for row in table.group_by(keys).aggregate([("run_id", "distinct")]).to_pylist():
+            problem = problem_of_row(row, operation.problem)
+            runs.setdefault(problem, set()).update(row["run_id_distinct"])
+    return HeldOut(
+        dataset,
+        {m: {p: float(np.median(ms)) for p, ms in of.items()} for m, of in pytorch.items()},
+        {problem: len(found) for problem, found in runs.items()},
+    )
+
+
+def without_holdout(dataset: Dataset, holdout: Dataset) -> Dataset:
+    """`dataset` without the networks of `holdout`, and without any layer of it."""
+    networks = {name for t in holdout.timings for name in t.networks}
+    layers = {t.problem.layer() for t in holdout.timings}
+    kept = [
+        t for t in without_networks(dataset.timings, networks) if t.problem.layer() not in layers
+    ]
+    if not kept:
+        raise DataError("the hold-out shares a network or a layer with all of the training data")
+    problems = {t.problem for t in kept}
+    pytorch_ms = {p: ms for p, ms in dataset.pytorch_ms.items() if p in problems}
+    return replace(dataset, timings=tuple(kept), pytorch_ms=pytorch_ms)
+
+
+def check_unseen(model: Model, trained_on: Dataset, holdout: Dataset) -> str:
+    """Make sure that `model` has seen no network and no layer of `holdout`; says by what.
+
+    Args:
+        model: to be judged.
+        trained_on: the data that it is said to be trained on, whose digest tells.
+        holdout: to judge by.
+
+    Raises:
+        DataError: it has seen some.
+    """
+    facts = model.card["data"]
+    excluded = facts["excluded_networks"]
+    timings = without_networks(trained_on.timings, excluded)
+    problems = {t.problem for t in timings}
+    pytorch_ms = {p: ms for p, ms in trained_on.pytorch_ms.items() if p in problems}
+    given = replace(trained_on, timings=timings, pytorch_ms=pytorch_ms)
+    kind = model.operation.problem
+    seen = {kind.parse(text).layer() for text in model.measured}
+    networks: set[str] = set()
+    checked = "the problems that the model has the best configs of"
+    if given.digest == facts["digest"]:
+        seen |= {t.problem.layer() for t in timings}
+        networks = {name for t in timings for name in t.networks}
+        checked = "all that the model was trained on"
+    shared = [t for t in holdout.timings if t.problem.layer() in seen]
+    named = sorted(networks & {name for t in holdout.timings for name in t.networks})
+    if shared or named:
+        what = f"network {named[0]}" if named else f"the layer of {shared[0].problem}"
+        raise DataError(f"model {model.version} has seen {what} of the hold-out")
+    return checked
+
+
+def judge_holdout(model: Model, held: HeldOut, checked: str, seed: int) -> Verdict:
+    """Judge `model` by `held`, whose layers it has not seen as far as `checked` says.
+
+    Args:
+        model: as `confpred.model.folder.load_model` reads it.
+        held: the hold-out; of the model's device.
+        checked: see `check_unseen`.
+        seed: of the thinned oracles.
+
+    Raises:
+        DataError: the hold-out is of another device or operation than the model.
+    """
+    data = held.dataset
+    if data.device != model.device or data.operation is not model.operation:
+        raise DataError(
+            f"the hold-out is of {data.operation.name} on {data.device.key}; model "
+            f"{model.version} is for {model.operation.name} on {model.device.key}"
+        )
+    measured = _measured(model, held)
+    judged = [found for m in measured if (found := _judge(m)) is not None]
+    if not judged:
+        raise DataError("no answer of the model was measured in the hold-out")
+    of_family: dict[str, list[float]] = {}
+    of_origin: dict[str, list[float]] = {}
+    bounds: dict[str, list[tuple[float, float]]] = {}
+    for j in judged:
+        of_family.setdefault(j.family, []).append(j.in_family)
+        resized = all("@" in name for name in j.measured.networks)
+        of_origin.setdefault(RESIZED if resized else NEW, []).append(j.ours[0])
+        for name in ("all", j.answer.provider) if j.bound is not None else ():
+            bounds.setdefault(name, []).append((j.whole[0], j.bound or 0.0))
+    legal = (all_families()[t.family].legal(t.problem, data.device) for t in data.timings)
+    return Verdict(
+        model=model.version,
+        checked=checked,
+        problems=len(measured),
+        networks=len({name for m in measured for name in m.networks}),
+        configs=data.rows,
+        complete=data.rows / sum(int(mask.sum()) for mask in legal),
+        sittings=sum(held.sittings[m.problem] > 1 for m in measured),
+        ours=Spread.of([j.ours[0] for j in judged]),
+        families={name: Spread.of(regrets) for name, regrets in sorted(of_family.items())},
+        origins={name: Spread.of(regrets) for name, regrets in sorted(of_origin.items())},
+        first=_means([j.ours for j in judged]),
+        whole=Spread.of([j.whole[0] for j in judged]),
+        whole_first=_means([j.whole for j in judged]),
+        weighted=sum(j.time_ms for j in judged) / sum(j.time_ms / j.whole[0] for j in judged),
+        pytorch=sum(j.answer == PYTORCH_OPERATOR for j in judged),
+        wrongly_pytorch=sum(
+            j.answer == PYTORCH_OPERATOR and j.time_ms > SLOWER * j.best_ours_ms for j in judged
+        ),
+        speed={
+            mode: _geomean([j.speed[mode] for j in judged if mode in j.speed])
+            for mode in (*_MODES, EITHER)
+            if any(mode in j.speed for j in judged)
+        },
+        slower={
+            mode: sum(j.speed.get(mode, 1.0) < 1 / SLOWER for j in judged)
+            for mode in (*_MODES, EITHER)
+        },
+        bounds={name: Bounds.of(pairs) for name, pairs in sorted(bounds.items())},
+        unmeasured=sum(j.unmeasured for j in judged) + len(measured) - len(judged),
+        thinned=_thinned(model, measured, seed),
+        worst=[
+            (str(j.measured.problem), ",".join(j.measured.networks), j.whole[0], j.answer.provider)
+            for j in sorted(judged, key=lambda j: -j.whole[0])[:_WORST]
+        ],
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Judged:
+    """The answer to one problem.
+
+    Attributes:
+        answer, time_ms: the first choice that was measured, and its time.
+        ours, whole: regret of the best of the first k, for each k of ``_TOPS``, of our configs
+            alone and of all candidates.
+        family, in_family: of our first choice, and its regret against the best of that family.
+        best_ours_ms: time of our best config.
+        speed: PyTorch's time over that of the answer, by mode of cuDNN; 1 where it is the answer.
+        bound: on regret, that came with the answer.
+        unmeasured: whether the first choice could not be timed.
+    """
+
+    measured: _Measured
+    answer: Candidate
+    time_ms: float
+    ours: tuple[float, ...]
+    whole: tuple[float, ...]
+    family: str
+    in_family: float
+    best_ours_ms: float
+    speed: Mapping[str, float]
+    bound: float | None
+    unmeasured: bool
+
+
+def _judge(m: _Measured) -> _Judged | None:
+    """The answer, judged; None where neither it nor another choice of ours was measured."""
+    timed = [choice for choice in m.ranking if choice.candidate in m.times]
+    our_times = {c: ms for c, ms in m.times.items() if c != PYTORCH_OPERATOR}
+    ours = [c.candidate for c in timed if c.candidate in our_times]
+    if not ours:
+        return None
+    best, best_ours = min(m.times.values()), min(our_times.values())
+    answer, family = timed[0].candidate, ours[0].provider
+    theirs = dict(m.pytorch)
+    if theirs:
+        theirs[EITHER] = min(theirs.values())
+    time_ms = m.times[answer]
+    return _Judged(
+        measured=m,
+        answer=answer,
+        time_ms=time_ms,
+        ours=tuple(min(our_times[c] for c in ours[:k]) / best_ours for k in _TOPS),
+        whole=tuple(min(m.times[c.candidate] for c in timed[:k]) / best for k in _TOPS),
+        family=family,
+        in_family=our_times[ours[0]]
+        / min(ms for c, ms in our_times.items() if c.provider == family),
+        best_ours_ms=best_ours,
+        speed={
+            mode: 1.0 if answer == PYTORCH_OPERATOR else ms / time_ms for mode, ms in theirs.items()
+        },
+        bound=timed[0].regret_bound,
+        unmeasured=timed[0] != m.ranking[0],
+    )
+
+
+def _measured(model: Model, held: HeldOut) -> list[_Measured]:
+    """Each problem of the hold-out with the model's answers, which may not be looked up."""
+    predictor = Predictor({model.device.key: replace(model, measured={})})
+    together: dict[Record, list[Timings]] = {}
+    for t in held.dataset.timings:
+        together.setdefault(t.problem, []).append(t)
+    found = []
+    for problem, parts in together.items():
+        pytorch = {mode: of[problem] for mode, of in held.pytorch_ms.items() if problem in of}
+        times = {
+            Candidate(t.family, int(row)): float(ms)
+            for t in parts
+            for row, ms in zip(t.rows, t.time_ms, strict=True)
+        }
+        if pytorch:
+            times[PYTORCH_OPERATOR] = pytorch.get(BENCHMARK, min(pytorch.values()))
+        ranking = tuple(predictor.rank(problem, model.device, max(_TOPS) + 1))
+        found.append(_Measured(problem, parts[0].networks, tuple(parts), times, pytorch, ranking))
+    return found
+
+
+def _thinned(
+    model: Model, measured: Sequence[_Measured], seed: int
+) -> dict[str, tuple[float, float]]:
+    """What regret would be called if few configs had been measured: chosen among those of a random
+    choice that the portfolio has, or all of it, and against the best of it."""
+    generator = np.random.default_rng(seed)
+    found = {}
+    for k in THINNED:
+        draws = []
+        for _ in range(_DRAWS):
+            regret = np.array([_thinned_regret(model, m, k, generator) for m in measured])
+            draws.append((_geomean(regret), float(np.quantile(regret, 0.95))))
+        geomean, p95 = np.mean(draws, axis=0)
+        found[str(k)] = (float(geomean), float(p95))
+    return found
+
+
+def _thinned_regret(
+    model: Model, measured: _Measured, k: int, generator: np.random.Generator
+) -> float:
+    chosen_s, chosen_ms, best_ms = np.inf, np.nan, np.inf
+    for t in measured.ours:
+        kept = np.arange(len(t.rows))
+        if k < len(kept):
+            kept = np.sort(generator.choice(kept, k, replace=False))
+        rows, time_ms = t.rows[kept], t.time_ms[kept]
+        best_ms = min(best_ms, float(time_ms.min()))
+        learned = model.families.get(t.family)
+        if learned is None:
+            continue
+        offered = rows[learned.portfolio[rows]]
+        ranked, seconds = learned.rank(
+            measured.problem, model.device, offered if len(offered) else rows
+        )
+        if seconds[0] < chosen_s:
+            chosen_s = float(seconds[0])
+            chosen_ms = float(time_ms[np.searchsorted(rows, ranked[0])])
+    return chosen_ms / best_ms if np.isfinite(chosen_s) else 1.0
+
+
+def _means(tops: Sequence[Sequence[float]]) -> dict[str, float]:
+    """Geometric means of the best of the first k, for each k of ``_TOPS``."""
+    return {str(k): _geomean(column) for k, column in zip(_TOPS, np.array(tops).T, strict=True)}
+
+
+def _geomean(values: Sequence[float] | NDArray[np.float64]) -> float:
+    return float(np.exp(np.log(values).mean()))
