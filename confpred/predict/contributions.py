@@ -33,7 +33,7 @@ from confpred.problem.record import Record
 #: What features tell, by patterns of their names; the first that matches counts. A family's own
 #: config fields come before these, and what no pattern names after them. The exact shares of g
 #: groups take 2^g predictions, so there are to be few.
-_THEMES = {
+THEMES = {
     "occupancy": r"(blocks|warps)_per_sm|registers|smem_bytes|(block_)?threads|bytes_in_flight",
     "waves": r"waves|wave_waste|log_blocks.*|rounds|round_waste|steps|.*at_once",
     "wasted work": r".*_waste|.*_tail|bands_cut",
@@ -142,7 +142,7 @@ def theme_of(name: str, config_fields: Sequence[str]) -> str:
 
 @cache
 def _patterns() -> tuple[tuple[str, re.Pattern[str]], ...]:
-    return tuple((theme, re.compile(pattern)) for theme, pattern in _THEMES.items())
+    return tuple((theme, re.compile(pattern)) for theme, pattern in THEMES.items())
 
 
 def _shapley(
