@@ -160,7 +160,7 @@ def _shapley(
     exchanged = (np.arange(2**count)[:, None] >> np.arange(count)) & 1
     for group, columns in enumerate(groups):
         rows = np.flatnonzero(exchanged[:, group])
-        mixed[np.ix_(rows, columns)] = theirs[list(columns)]
+        mixed[np.ix_(rows, np.array(columns))] = theirs[list(columns)]
     cost = learned.order.predict(mixed)
     sizes = exchanged.sum(axis=1)
     shares = []

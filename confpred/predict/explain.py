@@ -164,7 +164,7 @@ def explain_layers(
             ),
             pytorch_ms=asked.expected_ms(problem, known, PYTORCH_OPERATOR),
             comparisons=tuple(_comparisons(problem, known, model, ranked)),
-            model=model and model.version,
+            model=None if model is None else model.version,
             nearest=layers[model.version].nearest(problem, NEAREST) if model else (),
         )
 

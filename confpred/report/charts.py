@@ -22,7 +22,7 @@ _COLOURS = {
     _GRID: "var(--rule)",
     **{colour: f"var(--series-{i})" for i, colour in enumerate(_SERIES, 1)},
 }
-_STYLE = {
+_STYLE: Any = {
     "svg.hashsalt": "confpred",
     "svg.fonttype": "none",
     "font.size": 10,

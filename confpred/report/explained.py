@@ -47,7 +47,7 @@ def _figure(explanation: LayerExplanation) -> Figure:
     figure.suptitle(
         f"{_wrapped(str(explanation.problem), _TITLE_WIDTH)}\non {explanation.device}", fontsize=10
     )
-    rows = figure.subfigures(2, 1, height_ratios=[0.34 * bars + 0.9, 3.4])
+    rows: Any = figure.subfigures(2, 1, height_ratios=[0.34 * bars + 0.9, 3.4])
     _plot_times(rows[0].add_subplot(), explanation)
     below = rows[1].subplots(1, 2, width_ratios=[3, 2])
     _plot_contributions(below[0], explanation)

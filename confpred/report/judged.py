@@ -105,16 +105,17 @@ def _reason(error: Exception) -> str:
 
 def _layer(entry: Mapping[str, Any], bound: float) -> JudgedLayer:
     family = all_families()[entry["family"]]
-    numbers = [float(entry["oracle_ms"]), float(entry["regret"]), float(bound)]
-    if not all(math.isfinite(n) and n > 0 for n in numbers) or numbers[1] < 1:
+    best_ms, regret = float(entry["oracle_ms"]), float(entry["regret"])
+    if not all(0 < number < math.inf for number in (best_ms, regret, bound)) or regret < 1:
         raise ValueError(f"impossible figures of {entry['problem']!r}")
     return JudgedLayer(
-        family.operation.problem.parse(entry["problem"]),
-        tuple(map(str, entry["networks"])),
-        family.name,
-        *numbers[:2],
-        int(entry["candidates"]),
-        numbers[2],
+        problem=family.operation.problem.parse(entry["problem"]),
+        networks=tuple(map(str, entry["networks"])),
+        family=family.name,
+        best_ms=best_ms,
+        regret=regret,
+        candidates=int(entry["candidates"]),
+        bound=float(bound),
     )
 
 
