@@ -14,9 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from confpred.model.folder import Model
-from confpred.model.pools import Pool
 from confpred.model.ranking import FamilyModel
-from confpred.predict.contributions import theme_of
+from confpred.predict.contributions import features_of, theme_of
 
 _LAYERS, _CONFIGS = 80, 32  # of a pool, and of each of these layers
 _SEED = 0
@@ -75,7 +74,6 @@ def _features(
     """Those of some configs of some layers, one matrix a layer and family."""
     kind = model.operation.problem
     words = list(model.measured)
-    pool: Pool = members[0].pool
     found = []
     for index in rng.permutation(len(words)).tolist():
         problem = kind.parse(words[index])
@@ -85,7 +83,7 @@ def _features(
             rows = learned.candidates(problem, model.device)
             rows = np.sort(rng.permutation(rows)[:_CONFIGS])
             if len(rows) > 1:
-                found.append(pool.features(learned.family, problem, model.device, rows))
+                found.append(features_of(learned, problem, model.device, rows))
         if len(found) >= _LAYERS:
             break
     return found

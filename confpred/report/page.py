@@ -13,6 +13,7 @@ import confpred
 from confpred.files import write_whole
 from confpred.model.folder import Model
 from confpred.report import charts, tables
+from confpred.report.heldout import holdout_facts, holdout_tables
 from confpred.report.importances import importances
 from confpred.report.inputs import Inputs
 from confpred.report.judged import COVERAGE, Evaluated, by_family
@@ -52,6 +53,8 @@ def page(inputs: Inputs) -> str:
         style=Markup((_FOLDER / "page.css").read_text()),
         script=Markup((_FOLDER / "page.js").read_text()),
         inputs=inputs,
+        held_out=holdout_tables(evaluations),
+        held_out_facts=[(e.name, holdout_facts(e)) for e in evaluations],
         summary=tables.summary_table(evaluations) if evaluations else None,
         whole=tables.whole_table(evaluations),
         speeds=[(e.name, e.figures["whole"]) for e in evaluations if e.figures.get("whole")],

@@ -132,6 +132,28 @@ def test_the_worst_layers_are_told_with_what_was_measured(inputs):
         assert w.pytorch_ms == dataset.pytorch_ms[t.problem]
 
 
+def test_a_hold_out_comes_first(inputs):
+    (evaluation,) = inputs.evaluations
+    spread = {
+        "problems": 11, "geomean": 1.021, "p95": 1.071, "worst": 1.412, "efficiency_mean": 0.977,
+        "efficiency_p10": 0.94, "efficiency_min": 0.708, "far": 0.03,
+    }  # fmt: skip
+    verdict = {
+        "model": "made-up", "problems": 11, "ours": spread, "whole": spread | {"worst": 2.345},
+        "families": {"grouped_fprop": spread}, "speed": {"benchmark": 1.9},
+        "slower": {"benchmark": 2},
+        "bounds": {"pytorch": {"problems": 4, "covered": 0.75, "median": 1.234}},
+        "worst": [["n=3 and more", "net<7>", 2.345, "pytorch"]],
+    }  # fmt: skip
+    figures = {**evaluation.figures, "holdout": verdict}
+    found = page(replace(inputs, evaluations=(replace(evaluation, figures=figures),)))
+    Elements(found)
+    assert found.index('id="holdout"') < found.index('id="regret"')
+    for text in ("2.345", "1.234", "75.0%", "net&lt;7&gt;", "1.900 times; slower on 2"):
+        assert text in found
+    assert 'id="holdout"' not in page(inputs)
+
+
 def test_without_measurements_the_worst_layers_have_no_candidates(inputs):
     (evaluation,) = inputs.evaluations
     alone = replace(inputs, datasets={}, runs=())
