@@ -6,7 +6,7 @@ READY  := $(VENV)/.ready
 TREE   := build/tree
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test fuzz kernels models results holdout lint tree serve clean
+.PHONY: help setup demo test fuzz faults kernels models results holdout lint tree serve clean
 
 help:  ## show this list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
@@ -28,10 +28,14 @@ demo: $(READY)  ## retrain, judge, predict and serve; on a GPU machine sample an
 
 test: lint  ## lint, types, import direction, and every test that this machine can run
 	@if nvidia-smi --list-gpus >/dev/null 2>&1; then $(BIN)/python -m pytest tests/gpu; fi
+	$(BIN)/python -m pytest tests/browser
 	$(BIN)/python -m pytest --numprocesses auto --dist loadfile tests/cpu
 
 fuzz: $(READY)  ## schemathesis asks a served confpred for a quarter of an hour; seconds of it are in test
 	CONFPRED_FUZZ_EXAMPLES=10000 $(BIN)/python -m pytest tests/cpu/service/test_service_schemathesis.py
+
+faults: $(READY)  ## plant each fault of tests/faults in a copy, and see that the tests notice; half an hour
+	$(BIN)/python tests/faults/plant.py
 
 kernels: $(READY)  ## compile every kernel of every family for every target; some CPU-hours, resumable
 	$(BIN)/python tests/compile_kernels.py --out build/kernels.jsonl

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from confpred.network.optimize import optimize as optimize
     from confpred.network.optimize import revert as revert
     from confpred.predict.choice import Choice as Choice
+    from confpred.predict.explain import LayerExplanation as LayerExplanation
+    from confpred.predict.explain import explain_layer as explain_layer
     from confpred.predict.predictor import Predictor as Predictor
     from confpred.problem.conv2d import Problem as Problem
     from confpred.problem.device import Device as Device
@@ -32,6 +34,7 @@ _WHERE = {
     "Choice": "confpred.predict.choice",
     "Device": "confpred.problem.device",
     "Explanation": "confpred.network.explain",
+    "LayerExplanation": "confpred.predict.explain",
     "Predictor": "confpred.predict.predictor",
     "Problem": "confpred.problem.conv2d",
     "conv2d": "confpred.pytorch.conv2d",
@@ -39,6 +42,7 @@ _WHERE = {
     "enable": "confpred.pytorch.switch",
     "enabled": "confpred.pytorch.switch",
     "explain": "confpred.network.explain",
+    "explain_layer": "confpred.predict.explain",
     "get_device": "confpred.problem.device",
     "load_bundle": "confpred.network.bundle",
     "optimize": "confpred.network.optimize",

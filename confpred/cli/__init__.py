@@ -13,11 +13,13 @@ from confpred.errors import ConfpredError, InvalidInput
 #: Subcommand -> one-line help. Each lives in the module of its name, as `command`.
 COMMANDS = {
     "predict": "Name the best config of a layer or a network.",
+    "explain": "Say why a layer gets the config that it gets.",
     "plan": "Write, show or check the choices of a network as one file.",
     "sample": "Measure configs on this machine's GPUs.",
     "merge": "Join measurements into one file.",
     "train": "Train a model from measurements (retrain-predictor).",
     "evaluate": "Judge configs chosen for networks that were not trained on.",
+    "report": "Write what is known of a model or of measurements as one HTML page.",
     "serve": "Answer config queries over HTTP.",
     "token": "Make an access token for the HTTP service, or revoke one.",
 }

@@ -46,12 +46,19 @@ class Device:
     blocks_per_sm = 32
     smem_reserved_per_block = 1_024
 
-    def roofline_s(self, problem: Record) -> float:
-        """Seconds below which no kernel can go: the larger of its memory and its arithmetic time,
-        on tensor cores in half precision and without them in float32."""
-        memory = problem.minimum_bytes / self.dram_bytes_per_s
+    def memory_s(self, problem: Record) -> float:
+        """Seconds that device memory takes for what must cross it."""
+        return problem.minimum_bytes / self.dram_bytes_per_s
+
+    def arithmetic_s(self, problem: Record) -> float:
+        """Seconds of the problem's arithmetic: on tensor cores in half precision, and without them
+        in float32."""
         rate = self.simt_flops if problem.dtype == "float32" else self.tensor_flops
-        return max(memory, problem.flops / rate)
+        return problem.flops / rate
+
+    def roofline_s(self, problem: Record) -> float:
+        """Seconds below which no kernel can go: the larger of the two above."""
+        return max(self.memory_s(problem), self.arithmetic_s(problem))
 
 
 # Sizes are from the vendor's data sheets and the CUDA Programming Guide. Of the rates, bandwidth

@@ -38,7 +38,9 @@ def test_merge_needs_pyarrow_alone(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("command", ["predict", "plan", "train", "evaluate", "serve"])
+@pytest.mark.parametrize(
+    "command", ["predict", "explain", "plan", "train", "evaluate", "report", "serve"]
+)
 def test_other_commands_need_no_gpu_package(
     command: str, few_measurements: Path, tmp_path: Path
 ) -> None:
@@ -47,6 +49,8 @@ def test_other_commands_need_no_gpu_package(
         "plan": ("export", "--device", "h100", "--layer", LAYER, "--out", tmp_path / "plan.json"),
         "train": (few_measurements, "--out", tmp_path / "model"),
         "evaluate": (few_measurements, "--json", tmp_path / "evaluation.json"),
+        "explain": ("--device", "h100", "--layer", LAYER, "--plot", tmp_path / "why.png"),
+        "report": (few_measurements, "--out", tmp_path / "report.html"),
         "serve": ("--help",),
     }
     done = confpred(command, *words[command])

@@ -6,6 +6,7 @@ The restatements below follow the kernel's source, not the vectorised Python.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import ceil
 
 import numpy as np
@@ -196,6 +197,28 @@ def test_legality_equals_its_restatement(problem: Problem, device: Device, seed:
         for row in map(int, sample):
             config = config_dict(family, row)
             assert mask[row] == expected_legal(problem, device, config), (str(problem), config)
+
+
+@pytest.mark.parametrize("direction", FAMILIES)
+def test_less_shared_memory_leaves_fewer_configs(direction: str) -> None:
+    """Of a block and not of a multiprocessor, which has more."""
+    family = FAMILIES[direction]
+    layer = f"n=32 c=256 h=28 w=28 k=256 r=3 s=3 groups=16 padding=1 direction={direction}"
+    problem = Problem.parse(layer)
+    mask, smem = family.legal(problem, H100), _shape_of(problem).smem_bytes
+    limit = int(np.median(smem[mask]))
+    small = replace(H100, smem_per_block=limit)
+    assert np.array_equal(family.legal(problem, small), mask & (smem <= limit))
+    assert 0 < (mask & (smem <= limit)).sum() < mask.sum()
+
+
+@pytest.mark.parametrize("direction", FAMILIES)
+def test_a_blocks_images_are_addressed_in_32_bits(direction: str) -> None:
+    family, table = FAMILIES[direction], FAMILIES[direction].configs
+    layer = "n=4 c=64 h={0} w={0} k=64 r=3 s=3 groups=8 padding=1 direction={1}"
+    legal = family.legal(Problem.parse(layer.format(4096, direction)), H100)  # 2^30 elements each
+    assert set(table["block_n"][legal].tolist()) == {1}
+    assert not family.legal(Problem.parse(layer.format(8192, direction)), H100).any()
 
 
 @pytest.mark.parametrize(

@@ -189,10 +189,10 @@ def test_a_changed_kernel_is_a_warning(folder, caplog):
 def test_the_newest_model_of_a_device_is_the_default(model_folder, tmp_path, monkeypatch):
     monkeypatch.setattr(confpred.models, "__path__", [str(tmp_path)])
     assert dict(NewestModels()) == {}
-    for name, created in (("b", "2025-01-01"), ("a", "2025-03-01"), ("c", "2025-02-01")):
+    for name, created in (("a", "2025-01-01"), ("b", "2025-03-01"), ("c", "2025-02-01")):
         shutil.copytree(model_folder, tmp_path / name)
         edit(tmp_path / name, lambda card, created=created: card.update(created=created))
-    assert {key: model.version for key, model in NewestModels().items()} == {"h100": "a"}
+    assert {key: model.version for key, model in NewestModels().items()} == {"h100": "b"}
 
 
 def test_only_the_models_that_are_asked_for_are_loaded(model_folder, tmp_path, monkeypatch):

@@ -13,11 +13,14 @@ import numpy as np
 import pytest
 from synthetic import SMALL
 
+from confpred.model.ranking import PytorchModel
+from confpred.model.trees import Trees
 from confpred.problem.conv2d import Problem
 from confpred.problem.device import get_device
 from confpred.training.dataset import Timings, read_dataset
 from confpred.training.evaluate import MODEL, MODEL_ALL, Evaluation, Summary, evaluate
 from confpred.training.methods import TOPS, baselines
+from confpred.training.pytorch import fit_pytorch
 
 H100 = get_device("h100")
 
@@ -93,6 +96,27 @@ def test_choosing_among_operators_is_better_than_always_one(evaluation):
     assert 0 < whole.pytorch <= len(wide)
     assert whole.slower <= 0.1 * chosen.problems
     assert whole.worst_speed < 1 / 1.05 or whole.slower == 0
+
+
+def test_the_whole_choice_is_made_with_its_margin(evaluation):
+    """As the predictor places PyTorch's operator: with each fold's own margin, which leaves it more
+    layers than the expected ratio would."""
+    data, ours, chosen = evaluation.dataset, [], []
+    predicted = dict(zip(evaluation.judged.timings, evaluation.judged.scores[MODEL], strict=True))
+    for fold in evaluation.folds:
+        fitted = fit_pytorch(
+            fold.train, data.pytorch_ms, data.operation, data.device, SMALL, evaluation.seed
+        )
+        pytorch = PytorchModel(data.operation, Trees(fitted.ratio), fitted.margin)
+        for t in fold.test:
+            expected, least = pytorch.slowdown(t.problem, data.device)
+            theirs, best = data.pytorch_ms[t.problem], float(t.time_ms.min())
+            mine = predicted[t].regret[0] * best
+            ours.append((mine if expected >= 1 else theirs) / min(theirs, best))
+            chosen.append((mine if least >= 1 else theirs) / min(theirs, best))
+    assert ours != chosen
+    found = evaluation.whole.regret["the predicted fastest"]
+    assert found.geomean == pytest.approx(np.exp(np.log(chosen).mean()))
 
 
 def test_evaluation_is_reproducible(evaluation, measurements):

@@ -92,6 +92,14 @@ def test_folds_are_of_about_one_size():
     assert [len(f.test) for f in split_by_network(timings, 4, 0)] == [15] * 4
 
 
+def test_another_seed_gives_another_split():
+    timings = timings_of(
+        (64 * (i + 1), 14, 1, "float16", "none", False, {f"net{i % 12}"}) for i in range(60)
+    )
+    splits = {tuple(f.networks for f in split_by_network(timings, 4, seed)) for seed in range(4)}
+    assert len(splits) == 4
+
+
 def test_without_networks_hides_their_layers_everywhere():
     timings = timings_of(
         [

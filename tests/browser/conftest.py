@@ -1,0 +1,65 @@
+"""Tests in this folder open pages in Chromium, and skip where there is none."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import synthetic
+from pages import inputs_of
+
+from confpred.report.page import write_page
+from confpred.training.dataset import read_dataset
+from confpred.training.train import train
+
+_NAMES = ("chromium", "chromium-browser", "google-chrome")
+Browse = Callable[..., str]
+
+
+@pytest.fixture(scope="session")
+def chromium() -> str:
+    for name in _NAMES:
+        path = shutil.which(name)
+        if path is not None:
+            return path
+    pytest.skip(f"no Chromium here: none of {', '.join(_NAMES)}")
+
+
+@pytest.fixture(scope="session")
+def report(chromium: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A page of made-up measurements."""
+    folder = tmp_path_factory.mktemp("page")
+    data = synthetic.write(folder / "made-up.parquet", networks=3, configs=40)
+    train(read_dataset([data]), folder / "made-up", hyper=synthetic.SMALL)
+    write_page(inputs_of(data, folder / "made-up"), folder / "report.html")
+    return folder / "report.html"
+
+
+@pytest.fixture
+def browse(chromium: str, tmp_path: Path) -> Browse:
+    """Opens a page, runs a script in it, and returns what the script returns, as text."""
+
+    def run(page: Path, script: str, *flags: str) -> str:
+        probe = tmp_path / "probe.html"
+        tail = (
+            "<script>addEventListener('load', () => {"
+            f"const found = (() => {{{script}}})();"
+            "document.documentElement.replaceChildren();"
+            "document.documentElement.textContent = 'found:' + found + ':end';"
+            "})</script>"
+        )
+        probe.write_text(page.read_text().replace("</body>", f"{tail}</body>"))
+        done = subprocess.run(
+            [
+                chromium, "--headless=new", "--no-sandbox", "--disable-gpu",
+                "--disable-background-networking", f"--user-data-dir={tmp_path / 'profile'}",
+                *flags, "--dump-dom", probe.as_uri(),
+            ],
+            capture_output=True, text=True, check=True,
+        )  # fmt: skip
+        return done.stdout.partition("found:")[2].partition(":end")[0]
+
+    return run

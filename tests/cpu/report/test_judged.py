@@ -1,0 +1,117 @@
+"""The figures of groups of layers, from an evaluation's JSON."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from confpred.errors import DataError
+from confpred.report.judged import (
+    Group,
+    by_batch,
+    by_direction,
+    by_dtype,
+    by_family,
+    by_network,
+    evaluated,
+    read_evaluation,
+)
+
+LAYER = "n={} c=64 h=14 w=14 k=64 r=3 s=3 groups=8 padding=1"
+
+
+def entry(problem: str, regret: float, *networks: str, family: str = "grouped_fprop") -> dict:
+    return {
+        "problem": problem,
+        "networks": list(networks),
+        "family": family,
+        "oracle_ms": 0.02,
+        "regret": regret,
+        "candidates": 7,
+    }
+
+
+WGRAD = LAYER.format(9) + " direction=wgrad dtype=bfloat16"
+FIGURES: dict[str, Any] = {
+    "format": "confpred-evaluation/2",
+    "device": "h100",
+    "folds": [{"networks": ["a", "b"]}, {"networks": ["c"]}],
+    "judged": [
+        entry(LAYER.format(1), 1.0, "a", "c"),
+        entry(LAYER.format(4), 1.2, "b"),
+        entry(WGRAD, 1.5, "c", family="grouped_wgrad"),
+        entry(LAYER.format(300), 1.1, "c"),
+    ],
+}
+
+
+def test_a_groups_figures_are_of_its_layers():
+    group = Group.of("all", evaluated(FIGURES, "here").layers)
+    regret = np.array([1.0, 1.2, 1.5, 1.1])
+    assert group.layers == 4
+    assert group.geomean == pytest.approx(math.prod(regret) ** 0.25)
+    assert group.p95 == pytest.approx(np.quantile(regret, 0.95))
+    assert group.worst == 1.5
+    assert group.slow == 0.5  # 1.1 is no more than a tenth off
+    assert group.efficiency == pytest.approx((1 / regret).mean())
+    assert group.efficiency_p10 == pytest.approx(np.quantile(1 / regret, 0.1))
+
+
+def test_layers_are_grouped_by_what_they_are():
+    layers = evaluated(FIGURES, "here").layers
+    assert [(g.name, g.layers) for g in by_family(layers)] == [
+        ("grouped_fprop", 3),
+        ("grouped_wgrad", 1),
+    ]
+    assert [(g.name, g.worst) for g in by_direction(layers)] == [("fprop", 1.2), ("wgrad", 1.5)]
+    assert [(g.name, g.layers) for g in by_dtype(layers)] == [("bfloat16", 1), ("float16", 3)]
+    assert [g.name for g in by_batch(layers)] == ["1", "2 to 4", "9 to 16", "129 and more"]
+    # A layer counts in each of its networks; the network that loses most comes first.
+    assert [(g.name, g.layers) for g in by_network(layers)] == [("b", 1), ("c", 3), ("a", 1)]
+
+
+def test_without_bounds_one_is_calibrated_on_the_other_folds():
+    found = evaluated(FIGURES, "here")
+    assert not found.own_bounds
+    first, second = np.quantile([1.5, 1.1], 0.95), np.quantile([1.0, 1.2], 0.95)
+    assert [x.bound for x in found.layers] == pytest.approx([first, first, second, second])
+    group = Group.of("all", found.layers)
+    assert group.covered == 0.75  # 1.5 is above what the first fold's layers would have set
+    assert group.bound == pytest.approx(math.sqrt(first * second))
+
+
+def test_bounds_of_the_evaluation_itself_come_first():
+    figures = copy.deepcopy(FIGURES)
+    for each, bound in zip(figures["judged"], (1.05, 1.1, 1.6, 1.1), strict=True):
+        each["regret_bound"] = bound
+    found = evaluated(figures, "here")
+    assert found.own_bounds
+    assert Group.of("all", found.layers).covered == 0.75
+    assert [g.covered for g in by_network(found.layers)] == [0.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"device": "tpu"}, "device='tpu' is not allowed"),
+        ({"judged": []}, "judges no layer"),
+        ({"judged": [entry(LAYER.format(0), 1.0, "a")]}, "n=0 is not allowed"),
+        ({"judged": [entry(LAYER.format(1), 0.5, "a")]}, "impossible figures"),
+        ({"judged": [entry(LAYER.format(1), float("nan"), "a")]}, "impossible figures"),
+        ({"judged": [entry(LAYER.format(1), 1.0, "a", family="gemm")]}, "KeyError"),
+        ({"judged": [{}]}, "KeyError"),
+        ({"judged": 7}, "TypeError"),
+        ({"format": "confpred-suite/1"}, "is not an evaluation"),
+    ],
+)
+def test_a_damaged_evaluation_is_named(tmp_path: Path, change, message):
+    path = tmp_path / "evaluation.json"
+    path.write_text(json.dumps(FIGURES | change))
+    with pytest.raises(DataError, match=rf"evaluation\.json.*{message}"):
+        read_evaluation(path)
