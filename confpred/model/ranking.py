@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from confpred.families.protocol import Family, Rows
 from confpred.model.pools import Pool
+from confpred.model.registers import Registers
 from confpred.model.trees import Trees
 from confpred.problem.device import Device
 from confpred.problem.operation import Operation
@@ -34,6 +35,7 @@ class FamilyModel:
             another, and orders them better than `time` does.
         time: regressor of log(time / roofline time), from the same features.
         portfolio: mask over the family's config table: the configs worth offering.
+        registers: what is known of the family's compiled kernels, or None.
     """
 
     family: Family
@@ -41,6 +43,7 @@ class FamilyModel:
     order: Trees
     time: Trees
     portfolio: NDArray[np.bool_]
+    registers: Registers | None = None
 
     def candidates(self, problem: Record, device: Device) -> Rows:
         """Configs worth comparing: the portfolio's legal ones, or all legal ones if it has none."""
@@ -53,7 +56,7 @@ class FamilyModel:
 
         The best one's time is what `time` says; the others' follow by the ratios of `order`.
         """
-        features = self.pool.features(self.family, problem, device, rows)
+        features = self.pool.features(self.family, problem, device, rows, self.registers)
         if len(rows) > FINALISTS:
             kept = np.argsort(self.order.predict(features, PREFIX_TREES), kind="stable")[:FINALISTS]
             rows, features = rows[kept], features[kept]

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from confpred.errors import MissingExtra
 from confpred.families.registry import all_families
 from confpred.model.ranking import FamilyModel
+from confpred.model.registers import Registers
 from confpred.model.trees import Trees
 from confpred.problem.device import Device
 from confpred.training.dataset import Timings
@@ -60,8 +61,15 @@ def family_models(fitted: Sequence[Fitted]) -> dict[str, FamilyModel]:
     for f in fitted:
         order, time = Trees(f.order), Trees(f.time)
         for family in f.pool.families:
-            portfolio = f.portfolios[family.name]
-            models[family.name] = FamilyModel(family, f.pool, order, time, portfolio)
+            text = f.registers.get(family.name)
+            models[family.name] = FamilyModel(
+                family,
+                f.pool,
+                order,
+                time,
+                f.portfolios[family.name],
+                None if text is None else Registers(family, text),
+            )
     return models
 
 
@@ -90,12 +98,17 @@ def _regret(t: Timings, order: NDArray[np.intp]) -> tuple[float, ...]:
     return tuple(float(t.time_ms[order[:k]].min() / best) for k in TOPS)
 
 
+def _of(timings: Sequence[Timings], device: Device) -> list[Timings]:
+    """The timings of `device`, which is all that the baselines know."""
+    return [t for t in timings if t.device == device]
+
+
 def _fixed(train: Sequence[Timings], device: Device, seed: int) -> Judge:
     """One order of all configs, by mean log regret over the training problems; the first that a
     problem can use is taken. A config counts as ``_UNSERVED`` times the best where it is illegal
     or was not measured."""
     cost = {name: np.zeros(len(family.configs)) for name, family in all_families().items()}
-    for t in train:
+    for t in _of(train, device):
         cost[t.family][t.rows] += np.log((t.time_ms / t.time_ms.min()).clip(max=_UNSERVED) / 2)
     return lambda t: Score(_regret(t, np.argsort(cost[t.family][t.rows], kind="stable")), 1)
 
@@ -134,8 +147,8 @@ def _ancestor(train: Sequence[Timings], device: Device, seed: int) -> Judge:
     except ImportError:
         raise MissingExtra("xgboost", "dev") from None
     models = {}
-    for name in {t.family for t in train}:
-        own = [t for t in train if t.family == name]
+    for name in {t.family for t in _of(train, device)}:
+        own = [t for t in _of(train, device) if t.family == name]
         data = xgboost.DMatrix(
             np.concatenate([_raw_features(t) for t in own]),
             np.concatenate([t.time_ms for t in own]),

@@ -277,6 +277,7 @@ class DepthwiseBanded:
 
     operation = CONVOLUTION
     configs = _CONFIGS
+    kernel_fields = COMPILED
 
     def __init__(self, direction: str) -> None:
         self.name = f"depthwise_banded_{direction}"

@@ -83,6 +83,7 @@ class DepthwiseBandedWgrad:
     name = "depthwise_banded_wgrad"
     operation = CONVOLUTION
     configs = _CONFIGS
+    kernel_fields = banded.COMPILED
     feature_names: tuple[str, ...] = (
         "log_n", "log_c", "log_p", "log_q", "r", "s", "bfloat16", "bias", "log_bytes",
         "log_intensity",

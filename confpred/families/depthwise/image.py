@@ -132,6 +132,7 @@ class DepthwiseImage:
 
     operation = CONVOLUTION
     configs = _CONFIGS
+    kernel_fields = _COMPILED
 
     def __init__(self, direction: str) -> None:
         self.name = f"depthwise_{direction}"

@@ -125,6 +125,7 @@ class GroupedRows:
 
     operation = CONVOLUTION
     configs = _CONFIGS
+    kernel_fields = _COMPILED
 
     def __init__(self, name: str, direction: str, operands: tuple[str, ...]) -> None:
         self.name = name

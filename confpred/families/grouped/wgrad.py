@@ -104,6 +104,7 @@ class GroupedWgrad:
     name = "grouped_wgrad"
     operation = CONVOLUTION
     configs = _CONFIGS
+    kernel_fields = _COMPILED
     feature_names: tuple[str, ...] = (
         "log_n", "log_c", "log_p", "log_q", "r", "s", "group_width", "log_bytes",
         "stride_h", "stride_w", "dilation_h", "dilation_w",
