@@ -37,9 +37,7 @@ class Kind(NamedTuple):
 
     def __str__(self) -> str:
         epilogue = "+".join(
-            name
-            for name, has in (("bias", self.bias), ("residual", self.residual))
-            if has
+            name for name, has in (("bias", self.bias), ("residual", self.residual)) if has
         )
         (up, across), (tall, wide) = self.stride, self.dilation
         return (

@@ -7,6 +7,7 @@
     <pool>.time.txt      the same for the regressor of their times
     pytorch.txt          the same for how PyTorch's own operator compares with ours, where enough of
                          it was measured
+    <family>.registers.json  registers of the family's compiled kernels, where they are known
     measured.json        the best measured config of each problem in the data
 
 Reading a folder checks all that prediction relies on, so that a damaged or foreign folder is an
@@ -41,16 +42,18 @@ from confpred.files import parse_json
 from confpred.forks import uninterrupted
 from confpred.model.features import check_family, check_operation
 from confpred.model.pools import Pool, configs_digest
-from confpred.model.ranking import FamilyModel, PytorchModel
+from confpred.model.ranking import FamilyModel, PytorchModel, pytorch_feature_names
+from confpred.model.registers import Registers
 from confpred.model.trees import Trees
 from confpred.problem.device import Device, get_device
 from confpred.problem.operation import Operation
 
 log = logging.getLogger(__name__)
 
-FORMAT = "confpred-model/4"
+FORMAT = "confpred-model/5"
 CARD, MEASURED = "card.json", "measured.json"
 ORDER_TREES, TIME_TREES, PYTORCH_TREES = "{}.order.txt", "{}.time.txt", "pytorch.txt"
+REGISTERS = "{}.registers.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,11 +255,14 @@ def _load(folder: Path, read: ModelFiles) -> Model:
             portfolio = np.zeros(len(family.configs), np.bool_)
             portfolio[[_row(path, row, family) for row in entry["portfolio"]]] = True
             check_family(folder, family, device, entry["features"])
-            families[family.name] = FamilyModel(family, pool, order, time, portfolio)
+            registers = None
+            if (table := REGISTERS.format(family.name)) in files:
+                registers = Registers(family, files[table].decode())
+            families[family.name] = FamilyModel(family, pool, order, time, portfolio, registers)
             stale += _stale(entry["source"], entry["source_digests"])
     pytorch = None
     if PYTORCH_TREES in files:
-        ratio = _trees(folder, files, PYTORCH_TREES, operation.feature_names)
+        ratio = _trees(folder, files, PYTORCH_TREES, pytorch_feature_names(operation))
         margin = _number("margin", card["pytorch"]["margin"], least=0.0)
         check_operation(folder, operation, device, card["pytorch"]["features"])
         pytorch = PytorchModel(operation, ratio, margin)

@@ -18,7 +18,7 @@ from confpred.problem.record import Record
 #: The last columns of a pool: what tells its devices apart, the logarithm to base 2 of the bytes
 #: that a multiprocessor reads or writes in a microsecond; and, of several families, which of them a
 #: row is of.
-_DEVICE, _MEMBER = "log_device_bandwidth", "pool_member"
+DEVICE, _MEMBER = "log_device_bandwidth", "pool_member"
 
 
 def configs_digest(family: Family) -> str:
@@ -48,7 +48,7 @@ class Pool:
         }
         self._member = {family.name: i for i, family in enumerate(self.families)}
         several = (_MEMBER,) if len(self.families) > 1 else ()
-        self.feature_names = (*names, _DEVICE, *several)
+        self.feature_names = (*names, DEVICE, *several)
 
     def features(
         self,
@@ -72,13 +72,14 @@ class Pool:
             registers.correct(own, problem, device, rows)
         matrix = np.full((len(rows), len(self.feature_names)), np.nan, np.float32)
         matrix[:, self._columns[family.name]] = own
-        matrix[:, self.feature_names.index(_DEVICE)] = _bandwidth(device)
+        matrix[:, self.feature_names.index(DEVICE)] = bandwidth(device)
         if len(self.families) > 1:
             matrix[:, -1] = self._member[family.name]
         return matrix
 
 
-def _bandwidth(device: Device) -> float:
+def bandwidth(device: Device) -> float:
+    """The feature of a device; see `DEVICE`."""
     return log2(device.dram_bytes_per_s / device.sm_count * 1e-6)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from confpred.families.protocol import Family, Rows
-from confpred.model.pools import Pool
+from confpred.model.pools import DEVICE, Pool, bandwidth
 from confpred.model.registers import Registers
 from confpred.model.trees import Trees
 from confpred.problem.device import Device
@@ -73,8 +73,8 @@ class PytorchModel:
 
     Attributes:
         operation: what it computes.
-        ratio: regressor of log(its time / time of our fastest config), from the operation's
-            features; it does not tell large ratios apart, as nothing depends on that
+        ratio: regressor of log(its time / time of our fastest config), from `pytorch_features`; it
+            does not tell large ratios apart, as nothing depends on that
             (`confpred.training.pytorch`).
         margin: by how much that logarithm may be too large, as calibrated on layers that the
             regressor was not trained on.
@@ -86,8 +86,19 @@ class PytorchModel:
 
     def slowdown(self, problem: Record, device: Device) -> tuple[float, float]:
         """How many times as long as our fastest config it takes: expected, and at least."""
-        ratio = float(self.ratio.predict(self.operation.features(problem, device))[0])
+        features = pytorch_features(self.operation, problem, device)
+        ratio = float(self.ratio.predict(features)[0])
         return exp(ratio), exp(ratio - self.margin)
+
+
+def pytorch_feature_names(operation: Operation) -> tuple[str, ...]:
+    """The columns of `pytorch_features`."""
+    return (*operation.feature_names, DEVICE)
+
+
+def pytorch_features(operation: Operation, problem: Record, device: Device) -> NDArray[np.float32]:
+    """The features of `problem` alone, and the device's, as a matrix of one row."""
+    return np.append(operation.features(problem, device), np.float32(bandwidth(device)))[None, :]
 
 
 def rank_by_estimate(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -21,6 +21,7 @@ from confpred.model.ranking import rank_by_estimate
 from confpred.predict import pins as pins_file
 from confpred.predict import plans
 from confpred.predict.choice import MAX_TOP, Choice, Source, check_top
+from confpred.predict.trust import check_max_regret, within
 from confpred.problem.device import Device, get_device
 from confpred.problem.record import Record
 
@@ -107,28 +108,54 @@ class Predictor:
         """The models in use, by device key."""
         return self._models
 
-    def choose(self, problem: Record, device: str | Device) -> Choice:
+    def choose(
+        self, problem: Record, device: str | Device, *, max_regret: float | None = None
+    ) -> Choice:
         """The best config known for `problem` on `device`; never fails for a valid problem.
 
+        Args:
+            problem: what is asked.
+            device: where it is to run.
+            max_regret: where the bound on the choice's regret is above it, or there is none, the
+                answer is PyTorch's own operator, as a ``fallback``: measure then, or pin a config.
+
         Raises:
-            InvalidInput: `problem` is not a `Problem`, or the record of another operation.
+            InvalidInput: `problem` is not a `Problem`, or the record of another operation, or
+                `max_regret` is below 1.
             UnknownDevice: no description of `device` is known.
         """
-        return self._answer(problem, get_device(device), 1)[0]
+        choices = self._answer(problem, get_device(device), 1)
+        return choices[0] if max_regret is None else _within(choices, max_regret)[0]
 
-    def choose_many(self, problems: Iterable[Record], device: str | Device) -> list[Choice]:
+    def choose_many(
+        self,
+        problems: Iterable[Record],
+        device: str | Device,
+        *,
+        max_regret: float | None = None,
+    ) -> list[Choice]:
         """`choose` for each of `problems`, in order."""
         known = get_device(device)
-        return [self._answer(problem, known, 1)[0] for problem in problems]
+        found = (self._answer(problem, known, 1) for problem in problems)
+        return [c[0] if max_regret is None else _within(c, max_regret)[0] for c in found]
 
-    def rank(self, problem: Record, device: str | Device, top: int = 5) -> list[Choice]:
-        """The best `top` choices, best first; one ``fallback`` choice if no kernel is legal.
+    def rank(
+        self,
+        problem: Record,
+        device: str | Device,
+        top: int = 5,
+        *,
+        max_regret: float | None = None,
+    ) -> list[Choice]:
+        """The best `top` choices, best first; one ``fallback`` choice if no kernel is legal. With
+        `max_regret`, the first one is what `choose` says, and predictions follow.
 
         Raises:
-            InvalidInput: `top` is not an integer from 1 to ``MAX_TOP``.
+            InvalidInput: `top` is not an integer from 1 to ``MAX_TOP``; others as of `choose`.
             UnknownDevice: no description of `device` is known.
         """
-        return list(self._answer(problem, get_device(device), check_top(top)))
+        choices = self._answer(problem, get_device(device), check_top(top))
+        return list(choices) if max_regret is None else _within(choices, max_regret)
 
     def expected_ms(
         self, problem: Record, device: str | Device, candidate: Candidate
@@ -183,6 +210,10 @@ class Predictor:
             yield _Option("pinned", pin, _expected_s(problem, device, model, pin))
         if best is not None and best.candidate != pin:
             yield _Option("measured", best.candidate, best.time_ms * 1e-3)
+
+
+def _within(choices: Sequence[Choice], max_regret: float) -> list[Choice]:
+    return within(choices, check_max_regret(max_regret))
 
 
 def _predicted(problem: Record, device: Device, model: Model) -> list[_Option]:

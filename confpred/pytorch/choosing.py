@@ -59,6 +59,7 @@ served: dict[Any, Any] = {}
 latest: dict[Any, tuple[Any, Callable[..., bool], Any]] = {}
 _predictor: Predictor | None = None  # loaded when it is first needed
 _watchers: list[Callable[[Choice], None]] = []
+_max_regret: float | None = None  # what bound on regret is accepted; None for any
 _chosen: dict[tuple[Problem, int], Future[Choice | None]] = {}
 
 
@@ -67,6 +68,15 @@ def use_predictor(predictor: Predictor) -> None:
     global _predictor
     _predictor = predictor
     forget()
+
+
+def accept(max_regret: float | None) -> None:
+    """Let kernels of ours run only where the bound on their regret is at most `max_regret`, if it
+    is not None."""
+    global _max_regret
+    if max_regret != _max_regret:
+        _max_regret = max_regret
+        forget()
 
 
 def use_plan(path: Path) -> Callable[[], None]:
@@ -146,11 +156,12 @@ def watch_choices(callback: Callable[[Choice], None]) -> Iterator[None]:
         _watchers.remove(callback)
 
 
-def choose(problem: Problem, ordinal: int) -> Choice | None:
-    """The choice for `problem` on CUDA device `ordinal`; None for a device without a
-    description."""
+def choose(problem: Problem, ordinal: int, *, any_bound: bool = False) -> Choice | None:
+    """The choice for `problem` on CUDA device `ordinal`, if `any_bound` is set whatever bound on
+    its regret is accepted; None for a device without a description."""
+    accepted = None if any_bound else _max_regret
     try:
-        choice = current_predictor().choose(problem, driver.device_of(ordinal))
+        choice = current_predictor().choose(problem, driver.device_of(ordinal), max_regret=accepted)
     except UnknownDevice as error:
         log.debug("PyTorch's own operator: %s", error)
         return None
@@ -207,7 +218,7 @@ def why_not_ours(choice: Choice) -> str | None:
     if choice.source == "heuristic":
         return "no model for this device"  # a guess is not enough
     if choice.source == "fallback":
-        return "no kernel of ours is legal"
+        return "no kernel of ours is legal, or none within max_regret"
     if choice.candidate == PYTORCH_OPERATOR:
         told = {"pinned": "pinned", "measured": "measured slower"}
         return told.get(choice.source, "predicted slower")

@@ -203,7 +203,7 @@ def _timings(
     names, of_name = provider.dictionary.to_pylist(), provider.indices.to_numpy()
     number = _config_numbers(timed["config"], names, of_name)
     time_ms, spread_ms = (timed[column].to_numpy() for column in ("time_ms", "spread_ms"))
-    registers = timed["registers"].to_numpy()
+    registers = timed["registers"].to_numpy().astype(np.int64)
 
     # Sorted, the rows of a problem and provider lie together, and in them those of a config.
     order = np.lexsort((number, of_name, of_problem))
@@ -224,7 +224,7 @@ def _timings(
             if len(rows):
                 ids, starts = np.unique(number[rows], return_index=True)
                 times = (_medians(column[rows], starts) for column in (time_ms, spread_ms))
-                compiled = np.maximum.reduceat(registers[rows], starts).astype(np.int64)
+                compiled = np.maximum.reduceat(registers[rows], starts)
                 timings.append(
                     Timings(problem, networks[index], name, ids, *times, device, compiled)
                 )

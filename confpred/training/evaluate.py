@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -115,10 +115,27 @@ def _judge_fold(method: Method, fold: Fold, device: Device, seed: int) -> tuple[
         return str(error)
 
 
+def folds_of(dataset: Dataset, folds: int, seed: int) -> tuple[Fold, ...]:
+    """The networks of `dataset` in folds; what is held out of one is held out on all devices.
+
+    Raises:
+        DataError: the data cannot be split by network.
+    """
+    others = [t for other in dataset.others for t in other.timings]
+    return split_by_network(dataset.timings, folds, seed, others)
+
+
 def judge_model(dataset: Dataset, hyper: Hyperparameters, folds: int, seed: int) -> Judged:
     """Cross-validate the deployed model alone, as training does to calibrate it."""
-    split = split_by_network(dataset.timings, folds, seed)
+    split = folds_of(dataset, folds, seed)
     return judge(split, {MODEL: model_method(hyper)}, dataset.device, seed)
+
+
+def _with_all(judged: Judged) -> Judged:
+    """`judged`, and the model with every measured config as a candidate."""
+    every = tuple(score.of_all or score for score in judged.scores[MODEL])
+    model, *rest = judged.scores.items()
+    return replace(judged, scores=dict([model, (MODEL_ALL, every), *rest]))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -201,13 +218,12 @@ def evaluate(dataset: Dataset, hyper: Hyperparameters, folds: int, seed: int) ->
     Raises:
         DataError: the data cannot be split by network.
     """
-    split = split_by_network(dataset.timings, folds, seed)
+    split = folds_of(dataset, folds, seed)
     methods = {
         MODEL: model_method(hyper),
-        MODEL_ALL: model_method(hyper, portfolio=False),
         **baselines(),
     }
-    judged = judge(split, methods, dataset.device, seed)
+    judged = _with_all(judge(split, methods, dataset.device, seed))
     spread = np.concatenate([t.spread_ms / t.time_ms for t in dataset.timings])
     return Evaluation(
         dataset=dataset,

@@ -7,13 +7,14 @@ have cost on a problem: the measured regret of its choice among the problem's me
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from math import comb
 
 import numpy as np
 from numpy.typing import NDArray
 
 from confpred.errors import MissingExtra
+from confpred.families.protocol import Rows
 from confpred.families.registry import all_families
 from confpred.model.ranking import FamilyModel
 from confpred.model.registers import Registers
@@ -34,11 +35,15 @@ class Score:
         regret: for each k of ``TOPS``, that of the best of the method's first k choices.
         candidates: configs that it chose from.
         predicted_ms: what it expected of its first choice; None where it expects nothing.
+        ranked: its first choices and their expected seconds, rising; None as before.
+        of_all: how it does if every measured config is a candidate, where that makes a difference.
     """
 
     regret: tuple[float, ...]
     candidates: int
     predicted_ms: float | None = None
+    ranked: tuple[Rows, NDArray[np.float64]] | None = None
+    of_all: Score | None = None
 
 
 Judge = Callable[[Timings], Score]
@@ -73,23 +78,31 @@ def family_models(fitted: Sequence[Fitted]) -> dict[str, FamilyModel]:
     return models
 
 
-def model_method(hyper: Hyperparameters, *, portfolio: bool = True) -> Method:
-    """The model as it is deployed, or with every measured config as a candidate."""
+def model_method(hyper: Hyperparameters) -> Method:
+    """The model as it is deployed, and with every measured config as a candidate."""
 
     def method(train: Sequence[Timings], device: Device, seed: int) -> Judge:
         models = family_models(fit_families(train, device, hyper, seed))
 
         def judge(t: Timings) -> Score:
             model = models[t.family]
-            offered = t.rows[model.portfolio[t.rows]] if portfolio else t.rows
-            candidates = offered if len(offered) else t.rows
-            rows, seconds = model.rank(t.problem, device, candidates)
-            order = np.searchsorted(t.rows, rows)
-            return Score(_regret(t, order), len(candidates), float(seconds[0]) * 1e3)
+            offered = t.rows[model.portfolio[t.rows]]
+            every = _score(model, t, t.rows)
+            if not len(offered):
+                return replace(every, of_all=every)
+            return replace(_score(model, t, offered), of_all=every)
 
         return judge
 
     return method
+
+
+def _score(model: FamilyModel, t: Timings, candidates: Rows) -> Score:
+    """How `model` does on a problem, choosing from some of its measured configs."""
+    rows, seconds = model.rank(t.problem, t.device, candidates)
+    order = np.searchsorted(t.rows, rows)
+    first = float(seconds[0]) * 1e3
+    return Score(_regret(t, order), len(candidates), first, (rows, seconds))
 
 
 def _regret(t: Timings, order: NDArray[np.intp]) -> tuple[float, ...]:
