@@ -8,6 +8,7 @@
     pytorch.txt          the same for how PyTorch's own operator compares with ours, where enough of
                          it was measured
     <family>.registers.json  registers of the family's compiled kernels, where they are known
+    bound.txt            the same for a high quantile of an answer's regret
     measured.json        the best measured config of each problem in the data
 
 Reading a folder checks all that prediction relies on, so that a damaged or foreign folder is an
@@ -40,6 +41,7 @@ from confpred.families.protocol import Family
 from confpred.families.registry import all_families, all_operations
 from confpred.files import parse_json
 from confpred.forks import uninterrupted
+from confpred.model.bounds import Bounds, Range, signal_names
 from confpred.model.features import check_family, check_operation
 from confpred.model.pools import Pool, configs_digest
 from confpred.model.ranking import FamilyModel, PytorchModel, pytorch_feature_names
@@ -53,7 +55,7 @@ log = logging.getLogger(__name__)
 FORMAT = "confpred-model/5"
 CARD, MEASURED = "card.json", "measured.json"
 ORDER_TREES, TIME_TREES, PYTORCH_TREES = "{}.order.txt", "{}.time.txt", "pytorch.txt"
-REGISTERS = "{}.registers.json"
+REGISTERS, BOUND_TREES = "{}.registers.json", "bound.txt"
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +84,7 @@ class Model:
         pytorch: what was learned of PyTorch's own operator, or None.
         measured: the best measured config of each problem in the training data, by the problem's
             words (``str(problem)``), as most of them are never asked for.
-        regret_bound: 95 % quantile of the regret on networks held out of training.
+        bounds: what was learned of the regret of its answers.
         stale: in words, what has changed since the model was trained.
         card: the content of ``card.json``.
     """
@@ -94,7 +96,7 @@ class Model:
     families: Mapping[str, FamilyModel]
     pytorch: PytorchModel | None
     measured: Mapping[str, Best]
-    regret_bound: float
+    bounds: Bounds
     stale: tuple[str, ...]
     card: Mapping[str, Any]
 
@@ -274,9 +276,28 @@ def _load(folder: Path, read: ModelFiles) -> Model:
         families=families,
         pytorch=pytorch,
         measured=_measured(folder / MEASURED, files[MEASURED]),
-        regret_bound=_number("regret_bound", card["regret_bound"], least=1.0),
+        bounds=_bounds(folder, files, card["bounds"], operation),
         stale=tuple(stale),
         card=card,
+    )
+
+
+def _bounds(
+    folder: Path, files: Mapping[str, bytes], card: Mapping[str, Any], operation: Operation
+) -> Bounds:
+    offsets = {str(name): float(value) for name, value in card["offsets"].items()}
+    count, ranges = len(pytorch_feature_names(operation)), {}
+    for name in offsets:
+        entry = card["ranges"][name]
+        least, largest = (np.array(entry[side], np.float32) for side in ("least", "largest"))
+        if not len(least) == len(largest) == count or not math.isfinite(offsets[name]):
+            raise ValueError(f"bounds of {name}")
+        ranges[name] = Range(least, largest)
+    return Bounds(
+        operation=operation,
+        quantile=_trees(folder, files, BOUND_TREES, signal_names(operation)),
+        offsets=offsets,
+        ranges=ranges,
     )
 
 

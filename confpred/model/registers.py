@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,9 +21,6 @@ from confpred.families.common import Array, Occupancy
 from confpred.families.kinds import Kind
 from confpred.families.protocol import Compiled, Family, Rows
 from confpred.problem.device import Device
-
-if TYPE_CHECKING:
-    from confpred.problem.conv2d import Problem
 
 #: The features that follow from the registers of a thread.
 OCCUPANCY = ("blocks_per_sm", "warps_per_sm", "waves", "wave_waste")
@@ -54,13 +51,13 @@ class Registers:
         self._occupancy = [names.index(name) for name in OCCUPANCY]
         self._of_kind = lru_cache(maxsize=_KINDS_KEPT)(self._found)
 
-    def of(self, problem: Problem, rows: Rows) -> NDArray[np.int16]:
+    def of(self, problem: Any, rows: Rows) -> NDArray[np.int16]:
         """Registers of a thread of each of `rows`; 0 where no like kernel is known."""
         found: NDArray[np.int16] = self._of_kind(Kind.of(problem))[self._kernel_of[rows]]
         return found
 
     def correct(
-        self, features: NDArray[np.float32], problem: Problem, device: Device, rows: Rows
+        self, features: NDArray[np.float32], problem: Any, device: Device, rows: Rows
     ) -> None:
         """Put what is known in the place of what the family estimates, in its `features` of
         `rows`."""
@@ -108,7 +105,7 @@ def kernels_of(family: Family) -> Rows:
 
 
 def registers_text(
-    family: Family, measured: Iterable[tuple[Problem, Rows, Array | None]]
+    family: Family, measured: Iterable[tuple[Any, Rows, Array | None]]
 ) -> str | None:
     """A table of the registers of a family's kernels, as text that `Registers` takes.
 

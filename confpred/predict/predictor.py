@@ -8,14 +8,13 @@ from pathlib import Path
 from types import MappingProxyType
 
 import numpy as np
-from numpy.typing import NDArray
 
 from confpred.errors import InvalidInput
 from confpred.families.candidate import PYTORCH_OPERATOR, Candidate
-from confpred.families.protocol import Rows
 from confpred.families.registry import all_families, families_of
 from confpred.files import read_json
 from confpred.memory import Remembered
+from confpred.model.deciding import Options, fastest, with_pytorch
 from confpred.model.folder import Model, NewestModels, load_model
 from confpred.model.ranking import rank_by_estimate
 from confpred.predict import pins as pins_file
@@ -188,19 +187,20 @@ class Predictor:
         if model is not None and model.operation.problem is not type(problem):
             model = None
         options = [*self._settled(problem, device, model)]
+        bound, extrapolated = None, False
         settled = {option.candidate for option in options}
         if len(options) < top:
-            found = _predicted(problem, device, model) if model else []
+            predicted = _predicted(problem, device, model) if model else []
+            found = [_Option("predicted", candidate, seconds) for seconds, candidate in predicted]
             found = found or _estimated(problem, device)
+            if model and predicted and not options:
+                bound, extrapolated = model.bounds.of(problem, device, predicted)
             options += (option for option in found if option.candidate not in settled)
         if not options:
             options = [_Option("fallback", PYTORCH_OPERATOR, None)]
-        bound = model.regret_bound if model and options[0].source == "predicted" else None
-        choices = tuple(
-            _choice(problem, device, option, model, bound if index == 0 else None)
-            for index, option in enumerate(options[:top])
-        )
-        return choices if planned is None else (planned, *choices[1:])
+        choices = [_choice(problem, device, option, model) for option in options[:top]]
+        choices[0] = replace(choices[0], regret_bound=bound, extrapolated=extrapolated)
+        return tuple(choices) if planned is None else (planned, *choices[1:])
 
     def _settled(self, problem: Record, device: Device, model: Model | None) -> Iterator[_Option]:
         """What needs no prediction: the user's pin, and the best measured config."""
@@ -216,23 +216,17 @@ def _within(choices: Sequence[Choice], max_regret: float) -> list[Choice]:
     return within(choices, check_max_regret(max_regret))
 
 
-def _predicted(problem: Record, device: Device, model: Model) -> list[_Option]:
-    """The finalists of the families that `model` knows, fastest first. PyTorch's own operator comes
-    before those that do not beat it even if its time is overestimated. Empty if nothing is
-    legal."""
+def _predicted(problem: Record, device: Device, model: Model) -> Options:
+    """The finalists of the families that `model` knows, and PyTorch's own operator, in the order of
+    the answer, with their seconds. Empty if nothing is legal."""
     ranked = {}
     for name, learned in model.families.items():
         candidates = learned.candidates(problem, device)
         if len(candidates):
             ranked[name] = learned.rank(problem, device, candidates)
-    found = _fastest(ranked)
-    options = [_Option("predicted", candidate, seconds) for seconds, candidate in found]
-    if found and model.pytorch is not None:
-        best = found[0][0]
-        expected, least = (best * times for times in model.pytorch.slowdown(problem, device))
-        place = sum(seconds <= least for seconds, _ in found)
-        options.insert(place, _Option("predicted", PYTORCH_OPERATOR, expected))
-    return options
+    found = fastest(ranked, MAX_TOP)
+    slowdown = model.pytorch.slowdown(problem, device) if found and model.pytorch else None
+    return with_pytorch(found, slowdown)
 
 
 def _estimated(problem: Record, device: Device) -> list[_Option]:
@@ -241,20 +235,9 @@ def _estimated(problem: Record, device: Device) -> list[_Option]:
     Estimates are too rough to be compared with anything but one another.
     """
     families = families_of(problem).items()
-    found = _fastest({name: rank_by_estimate(f, problem, device) for name, f in families})
+    ranked = {name: rank_by_estimate(f, problem, device) for name, f in families}
+    found = fastest(ranked, MAX_TOP)
     return [_Option("heuristic", candidate, seconds) for seconds, candidate in found]
-
-
-def _fastest(
-    ranked: Mapping[str, tuple[Rows, NDArray[np.float64]]],
-) -> list[tuple[float, Candidate]]:
-    """The first ``MAX_TOP`` rows of each family in one order, with their seconds; `ranked` holds
-    each family's rows and their rising seconds."""
-    return sorted(
-        (value, Candidate(name, row))
-        for name, (rows, seconds) in ranked.items()
-        for row, value in zip(rows[:MAX_TOP].tolist(), seconds[:MAX_TOP].tolist(), strict=True)
-    )
 
 
 def _expected_s(
@@ -263,7 +246,7 @@ def _expected_s(
     """Seconds that `candidate` is expected to take."""
     if candidate == PYTORCH_OPERATOR:
         predicted = _predicted(problem, device, model) if model else []
-        return next((o.seconds for o in predicted if o.candidate == candidate), None)
+        return next((seconds for seconds, found in predicted if found == candidate), None)
     row = np.array([candidate.config_id], np.intp)
     learned = model.families.get(candidate.provider) if model else None
     if learned is None:
@@ -272,15 +255,12 @@ def _expected_s(
     return float(learned.rank(problem, device, row)[1][0])
 
 
-def _choice(
-    problem: Record, device: Device, option: _Option, model: Model | None, bound: float | None
-) -> Choice:
+def _choice(problem: Record, device: Device, option: _Option, model: Model | None) -> Choice:
     return Choice(
         problem,
         device.key,
         option.source,
         option.candidate,
         predicted_ms=None if option.seconds is None else option.seconds * 1e3,
-        regret_bound=bound,
         model=model.version if model and option.source in ("predicted", "measured") else None,
     )

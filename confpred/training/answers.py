@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
+from math import inf
 
 from confpred.families.candidate import PYTORCH_OPERATOR, Candidate
-from confpred.model.deciding import Options, Ranked, fastest, with_pytorch
+from confpred.model.deciding import Options, fastest, with_pytorch
 from confpred.model.ranking import PytorchModel
 from confpred.model.trees import Trees
 from confpred.problem.record import Record
@@ -27,9 +29,9 @@ class Answer:
         problem: what was asked.
         networks: the networks that have it, sorted.
         options: all candidates in the order of the answer, with their expected seconds.
-        ours_ms: measured time of the first candidate of ours.
+        ours_ms: measured time of the first of those candidates of ours that were measured.
         our_best_ms: time of the fastest measured config of all families.
-        pytorch_ms: measured time of PyTorch's operator.
+        pytorch_ms: measured time of PyTorch's operator; None where it is no candidate.
     """
 
     problem: Record
@@ -37,7 +39,7 @@ class Answer:
     options: Options
     ours_ms: float
     our_best_ms: float
-    pytorch_ms: float
+    pytorch_ms: float | None
 
     @property
     def chosen(self) -> Candidate:
@@ -47,12 +49,14 @@ class Answer:
     @property
     def time_ms(self) -> float:
         """Measured time of what comes first."""
-        return self.pytorch_ms if self.chosen == PYTORCH_OPERATOR else self.ours_ms
+        if self.pytorch_ms is not None and self.chosen == PYTORCH_OPERATOR:
+            return self.pytorch_ms
+        return self.ours_ms
 
     @property
     def best_ms(self) -> float:
         """Time of the fastest of all that was measured."""
-        return min(self.our_best_ms, self.pytorch_ms)
+        return min(self.our_best_ms, self.pytorch_ms or inf)
 
     @property
     def regret(self) -> float:
@@ -62,53 +66,61 @@ class Answer:
 def answers(
     dataset: Dataset,
     folds: Sequence[Fold],
-    scores: Mapping[int, Sequence[Score]],
+    scores: Sequence[Score],
     hyper: Hyperparameters,
     seed: int,
 ) -> tuple[Answer, ...]:
-    """Answers for the problems of each fold whose time with PyTorch's operator is known; none where
-    it was measured too seldom to learn from.
+    """Answers for the test problems of each fold: those whose time with PyTorch's operator is
+    known, or all of them where it was measured too seldom to learn from.
 
     Args:
         dataset: what was measured.
         folds: its networks, divided.
-        scores: by the position of a fold, how its model did on each of its test timings.
+        scores: how the model of each fold did on its test timings, fold by fold.
         hyper, seed: of what predicts PyTorch's time.
     """
     found: list[Answer] = []
-    for position, fold in enumerate(folds):
-        fitted = fit_pytorch(
-            fold.train, dataset.pytorch_everywhere, dataset.operation, dataset.device, hyper, seed
-        )
-        if fitted is None:
-            return ()
-        pytorch = PytorchModel(dataset.operation, Trees(fitted.ratio), fitted.margin)
+    left = iter(scores)
+    for fold in folds:
+        pytorch = _pytorch(fold, dataset, hyper, seed)
         of_problem: dict[Record, list[tuple[Timings, Score]]] = {}
-        for t, score in zip(fold.test, scores[position], strict=True):
+        for t, score in zip(fold.test, islice(left, len(fold.test)), strict=True):
             of_problem.setdefault(t.problem, []).append((t, score))
         for problem, parts in of_problem.items():
             theirs = dataset.pytorch_ms.get(problem)
-            if theirs is not None:
+            if pytorch is None:
+                found.append(_answer(problem, parts, None, None))
+            elif theirs is not None:
                 slowdown = pytorch.slowdown(problem, dataset.device)
                 found.append(_answer(problem, parts, slowdown, theirs))
     return tuple(found)
 
 
+def _pytorch(
+    fold: Fold, dataset: Dataset, hyper: Hyperparameters, seed: int
+) -> PytorchModel | None:
+    fitted = fit_pytorch(
+        fold.train, dataset.pytorch_everywhere, dataset.operation, dataset.device, hyper, seed
+    )
+    if fitted is None:
+        return None
+    return PytorchModel(dataset.operation, Trees(fitted.ratio), fitted.margin)
+
+
 def _answer(
     problem: Record,
     parts: Sequence[tuple[Timings, Score]],
-    slowdown: tuple[float, float],
-    theirs: float,
+    slowdown: tuple[float, float] | None,
+    theirs: float | None,
 ) -> Answer:
-    ranked: Ranked = {t.family: s.ranked for t, s in parts if s.ranked is not None}
-    ours = fastest(ranked, _MOST)
-    first = ours[0][1]
-    times = {t.family: (t, s) for t, s in parts}
-    timings, score = times[first.provider]
+    # What is judged is the choice among measured configs; how sure the model is of it shows in all
+    # that it would offer.
+    timings, score = min(parts, key=lambda part: part[1].predicted_ms or inf)
+    offered = fastest({t.family: s.ranked for t, s in parts if s.ranked is not None}, _MOST)
     return Answer(
         problem=problem,
         networks=timings.networks,
-        options=with_pytorch(ours, slowdown),
+        options=with_pytorch(offered, slowdown),
         ours_ms=score.regret[0] * float(timings.time_ms.min()),
         our_best_ms=min(float(t.time_ms.min()) for t, _ in parts),
         pytorch_ms=theirs,

@@ -223,10 +223,10 @@ def _timings(
             used += len(rows)
             if len(rows):
                 ids, starts = np.unique(number[rows], return_index=True)
-                times = (_medians(column[rows], starts) for column in (time_ms, spread_ms))
+                median, spread = (_medians(c[rows], starts) for c in (time_ms, spread_ms))
                 compiled = np.maximum.reduceat(registers[rows], starts)
                 timings.append(
-                    Timings(problem, networks[index], name, ids, *times, device, compiled)
+                    Timings(problem, networks[index], name, ids, median, spread, device, compiled)
                 )
     timings.sort(key=lambda t: (str(t.problem), t.family))
     return tuple(timings), pytorch_ms, timed.num_rows - used

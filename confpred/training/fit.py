@@ -156,7 +156,7 @@ def _fit_pool(
     )
 
 
-def boost(data: lightgbm.Dataset, grow: Mapping[str, float], trees: int, seed: int) -> str:
+def boost(data: lightgbm.Dataset, grow: Mapping[str, float | str], trees: int, seed: int) -> str:
     """Regression trees in LightGBM's text form; `grow` are its parameters.
 
     The text holds what predictions need, and is half as long as LightGBM writes it.
@@ -169,6 +169,6 @@ def boost(data: lightgbm.Dataset, grow: Mapping[str, float], trees: int, seed: i
         "num_threads": _THREADS,
         "verbosity": -1,
     }
-    booster = lightgbm.train({**grow, **fixed}, data, num_boost_round=trees)
+    booster = lightgbm.train({**fixed, **grow}, data, num_boost_round=trees)
     text, end, _ = str(booster.model_to_string()).partition("end of trees\n")
     return _UNUSED.sub("", text) + end

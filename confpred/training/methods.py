@@ -35,7 +35,8 @@ class Score:
         regret: for each k of ``TOPS``, that of the best of the method's first k choices.
         candidates: configs that it chose from.
         predicted_ms: what it expected of its first choice; None where it expects nothing.
-        ranked: its first choices and their expected seconds, rising; None as before.
+        ranked: what it would offer if nothing had to have been measured: the first choices among
+            all that it knows, and their expected seconds, rising; None as before.
         of_all: how it does if every measured config is a candidate, where that makes a difference.
     """
 
@@ -88,9 +89,9 @@ def model_method(hyper: Hyperparameters) -> Method:
             model = models[t.family]
             offered = t.rows[model.portfolio[t.rows]]
             every = _score(model, t, t.rows)
-            if not len(offered):
-                return replace(every, of_all=every)
-            return replace(_score(model, t, offered), of_all=every)
+            score = _score(model, t, offered) if len(offered) else every
+            ranked = model.rank(t.problem, device, model.candidates(t.problem, device))
+            return replace(score, ranked=ranked, of_all=every)
 
         return judge
 
@@ -101,8 +102,7 @@ def _score(model: FamilyModel, t: Timings, candidates: Rows) -> Score:
     """How `model` does on a problem, choosing from some of its measured configs."""
     rows, seconds = model.rank(t.problem, t.device, candidates)
     order = np.searchsorted(t.rows, rows)
-    first = float(seconds[0]) * 1e3
-    return Score(_regret(t, order), len(candidates), first, (rows, seconds))
+    return Score(_regret(t, order), len(candidates), float(seconds[0]) * 1e3)
 
 
 def _regret(t: Timings, order: NDArray[np.intp]) -> tuple[float, ...]:

@@ -18,11 +18,22 @@ from confpred.families.protocol import Family
 from confpred.families.registry import all_families
 from confpred.files import write_folder
 from confpred.model.features import examples_of, family_card, operation_card
-from confpred.model.folder import CARD, FORMAT, MEASURED, ORDER_TREES, PYTORCH_TREES, TIME_TREES
+from confpred.model.folder import (
+    BOUND_TREES,
+    CARD,
+    FORMAT,
+    MEASURED,
+    ORDER_TREES,
+    PYTORCH_TREES,
+    REGISTERS,
+    TIME_TREES,
+)
 from confpred.model.pools import configs_digest
 from confpred.problem.record import Record
+from confpred.training.answers import answers
+from confpred.training.bounds import fit_bounds
 from confpred.training.dataset import Dataset, Timings
-from confpred.training.evaluate import MODEL, Summary, judge_model
+from confpred.training.evaluate import MODEL, Summary, folds_of, judge_model, whole
 from confpred.training.fit import Fitted, Hyperparameters, fit_families
 from confpred.training.pytorch import fit_pytorch
 from confpred.training.split import without_networks
@@ -59,16 +70,22 @@ def train(
     if out.exists():
         raise InvalidInput("out", str(out), "a folder that does not exist yet")
     dataset = _without(dataset, exclude)
-    regret = judge_model(dataset, hyper, FOLDS, seed).summary(MODEL)
-    fitted = fit_families(dataset.timings, dataset.device, hyper, seed)
-    operation = dataset.operation
+    operation, split = dataset.operation, folds_of(dataset, FOLDS, seed)
+    judged = judge_model(dataset, split, hyper, seed)
+    regret = judged.summary(MODEL)
+    held_out = answers(dataset, split, judged.scores[MODEL], hyper, seed)
+    bounds = fit_bounds(held_out, dataset, seed)
+    fitted = fit_families(dataset.everywhere, dataset.device, hyper, seed)
     pytorch = fit_pytorch(
-        dataset.timings, dataset.pytorch_ms, operation, dataset.device, hyper, seed
+        dataset.everywhere, dataset.pytorch_everywhere, operation, dataset.device, hyper, seed
     )
     files = {ORDER_TREES.format(f.pool.name): f.order for f in fitted}
     files |= {TIME_TREES.format(f.pool.name): f.time for f in fitted}
+    for f in fitted:
+        files |= {REGISTERS.format(name): text for name, text in f.registers.items()}
     if pytorch is not None:
         files[PYTORCH_TREES] = pytorch.ratio
+    files[BOUND_TREES] = bounds.quantile
     files[MEASURED] = _lines(_best(dataset))
     card = {
         "format": FORMAT,
@@ -82,6 +99,7 @@ def train(
             "problems": len(dataset.timings),
             "networks": len({name for t in dataset.timings for name in t.networks}),
             "excluded_networks": sorted(exclude),
+            "other_devices": {other.device.key: other.rows for other in dataset.others},
             "statuses": dict(dataset.statuses),
         },
         "families": {
@@ -91,8 +109,20 @@ def train(
         },
         "pytorch": pytorch and {"margin": pytorch.margin, "features": _pytorch_features(dataset)},
         "hyperparameters": asdict(hyper),
-        "metrics": {"folds": FOLDS, "regret": asdict(regret)},
-        "regret_bound": regret.p95,
+        "metrics": {
+            "folds": FOLDS,
+            "regret": asdict(regret),
+            "whole": asdict(found) if (found := whole(held_out)) else None,
+        },
+        "bounds": {
+            "offsets": bounds.offsets,
+            "ranges": {
+                name: {"least": least, "largest": largest}
+                for name, (least, largest) in bounds.ranges.items()
+            },
+            "coverage": bounds.coverage,
+            "median": bounds.median,
+        },
         "libraries": {
             "confpred": confpred.__version__,
             **{name: version(name) for name in ("lightgbm", "numpy")},
@@ -108,9 +138,14 @@ def _without(dataset: Dataset, networks: Collection[str]) -> Dataset:
     for name in networks:
         if name not in known:
             raise InvalidInput("exclude-network", name, f"one of {', '.join(sorted(known))}")
-    timings = without_networks(dataset.timings, networks)
-    kept = {t.problem for t in timings}
-    pytorch_ms = {p: ms for p, ms in dataset.pytorch_ms.items() if p in kept}
+    kept = {t.problem for t in without_networks(dataset.everywhere, networks)}
+    others = tuple(_restricted(other, kept) for other in dataset.others)
+    return replace(_restricted(dataset, kept), others=others)
+
+
+def _restricted(dataset: Dataset, problems: Collection[Record]) -> Dataset:
+    timings = tuple(t for t in dataset.timings if t.problem in problems)
+    pytorch_ms = {p: ms for p, ms in dataset.pytorch_ms.items() if p in problems}
     return replace(dataset, timings=timings, pytorch_ms=pytorch_ms)
 
 
