@@ -25,6 +25,7 @@ import hashlib
 import json
 import logging
 import math
+import re
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -53,6 +54,7 @@ from confpred.problem.operation import Operation
 log = logging.getLogger(__name__)
 
 FORMAT = "confpred-model/5"
+_OTHER_FORMAT = re.compile(rb'"format": ?"(confpred-model/[0-9]+)"')
 CARD, MEASURED = "card.json", "measured.json"
 ORDER_TREES, TIME_TREES, PYTORCH_TREES = "{}.order.txt", "{}.time.txt", "pytorch.txt"
 REGISTERS, BOUND_TREES = "{}.registers.json", "bound.txt"
@@ -209,6 +211,12 @@ class NewestModels(Mapping[str, Model]):
 def _read_card(folder: Path) -> tuple[bytes, dict[str, Any]]:
     """The card's text and its content."""
     text = _read(folder / CARD)
+    other = _OTHER_FORMAT.search(text)
+    if other is not None and other[1].decode() != FORMAT:
+        raise ModelError(
+            f"{folder / CARD} is of {other[1].decode()}, and this version reads {FORMAT}: train it "
+            "again"
+        )
     try:
         return text, parse_json(text, folder / CARD, "a model card", FORMAT)
     except DataError as error:
@@ -285,13 +293,15 @@ def _load(folder: Path, read: ModelFiles) -> Model:
 def _bounds(
     folder: Path, files: Mapping[str, bytes], card: Mapping[str, Any], operation: Operation
 ) -> Bounds:
-    offsets = {str(name): float(value) for name, value in card["offsets"].items()}
+    offsets = {
+        name: _number("offset", value, least=-math.inf) for name, value in card["offsets"].items()
+    }
     count, ranges = len(pytorch_feature_names(operation)), {}
     for name in offsets:
         entry = card["ranges"][name]
         least, largest = (np.array(entry[side], np.float32) for side in ("least", "largest"))
-        if not len(least) == len(largest) == count or not math.isfinite(offsets[name]):
-            raise ValueError(f"bounds of {name}")
+        if not least.shape == largest.shape == (count,):
+            raise ValueError(f"the range of {name} is not of {count} features")
         ranges[name] = Range(least, largest)
     return Bounds(
         operation=operation,
@@ -339,6 +349,6 @@ def _row(path: Path, value: object, family: Family) -> int:
 
 
 def _number(name: str, value: object, least: float) -> float:
-    if not isinstance(value, float) or not least <= value < math.inf:
+    if not isinstance(value, float) or not least <= value < math.inf or math.isinf(value):
         raise ValueError(f"{name} is {value!r}, not a number of at least {least:g}")
     return value

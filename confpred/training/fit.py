@@ -47,12 +47,12 @@ class Hyperparameters:
             (`confpred.training.pytorch`).
     """
 
-    trees: int = 100
+    trees: int = 200
     num_leaves: int = 63
-    learning_rate: float = 0.15
+    learning_rate: float = 0.08
     min_data_in_leaf: int = 50
     feature_fraction: float = 0.8
-    time_trees: int = 100
+    time_trees: int = 200
     time_leaves: int = 31
     focus: float = 4.0
     pytorch_trees: int = 200

@@ -45,12 +45,9 @@ def print_evaluation(evaluation: Evaluation, console: Console) -> None:
             f"{SLOWER:.0%} on {whole.given_away}",
             sep="\n",
         )
-    coverage = ", ".join(
-        f"{name} {share:.1%}" for name, share in evaluation.bounds.coverage.items()
-    )
-    console.print(
-        f"answers within their bound on regret (median {evaluation.bounds.median:.3f}): {coverage}"
-    )
+    bounds = evaluation.bounds
+    shares = ", ".join(f"{name} {share:.1%}" for name, share in bounds.coverage.items())
+    console.print(f"answers within their bound on regret (median {bounds.median:.3f}): {shares}")
 
 
 def _table(title: str, summaries: Mapping[str, Summary]) -> Table:

@@ -65,7 +65,8 @@ def test_a_measured_problem_gets_its_best_config(predictor, measured):
 def test_an_unseen_problem_gets_a_prediction(predictor):
     choice = predictor.choose(UNSEEN, "h100")
     assert choice.source == "predicted"
-    assert choice.regret_bound == predictor.models["h100"].regret_bound
+    assert choice.regret_bound >= 1
+    assert not choice.extrapolated
     if choice.family is not None:
         assert FAMILY.legal(UNSEEN, H100)[choice.config_id]
         assert dict(choice.config) == config_dict(FAMILY, choice.config_id)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from synthetic import SMALL
 
-from confpred.model.ranking import PytorchModel
+from confpred.model.ranking import PytorchModel, pytorch_features
 from confpred.model.trees import Trees
 from confpred.problem.operation import Operation
 from confpred.problem.record import Record
@@ -23,8 +23,11 @@ def dataset(measurements: Path) -> Dataset:
 
 def fit(dataset: Dataset, ratios: dict[Record, float]) -> FittedPytorch | None:
     """Fit PyTorch's times that are `ratios` of our best ones."""
-    theirs = {t.problem: t.time_ms.min() * ratios.get(t.problem, 1.0) for t in dataset.timings}
-    theirs = {problem: ms for problem, ms in theirs.items() if problem in ratios}
+    theirs = {
+        (dataset.device, t.problem): float(t.time_ms.min() * ratios[t.problem])
+        for t in dataset.timings
+        if t.problem in ratios
+    }
     return fit_pytorch(dataset.timings, theirs, dataset.operation, dataset.device, SMALL, 0)
 
 
@@ -56,7 +59,7 @@ def test_the_least_slowdown_is_the_expected_one_less_the_margin(dataset):
     operation: Operation = dataset.operation
     model = PytorchModel(operation, Trees(fitted.ratio), fitted.margin)
     problem = dataset.timings[0].problem
-    (expected,) = model.ratio.predict(operation.features(problem, dataset.device))
+    (expected,) = model.ratio.predict(pytorch_features(operation, problem, dataset.device))
     slowdown, least = model.slowdown(problem, dataset.device)
     assert np.log(slowdown) == pytest.approx(expected)
     assert np.log(slowdown / least) == pytest.approx(fitted.margin)
