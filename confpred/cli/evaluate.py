@@ -15,7 +15,7 @@ from confpred.training import require_packages
 
 @click.command()
 @click.argument("data", nargs=-1, required=True, type=FILE_OR_FOLDER)
-@click.option("--device", help="Device whose rows to use, where the data is of several.")
+@click.option("--device", help="Device to judge for, where the data is of several.")
 @click.option("--folds", type=click.IntRange(2, 50), default=5, show_default=True)
 @click.option("--seed", type=click.IntRange(0, 2**31 - 1), default=0, show_default=True)
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write the figures.")
@@ -32,13 +32,14 @@ def command(
 ) -> None:
     """Judge configs chosen for networks that were not trained on.
 
-    DATA are Parquet files of measurements, or folders of them. The networks are divided into folds;
+    DATA are Parquet files of measurements, or folders of them; models learn from all devices in
+    them, and are judged on one. The networks are divided into folds;
     each fold's layers are chosen for by a model, and by every baseline, that has seen none of them
     at any batch size. Regret is the measured time of the choice over that of the best config: 1 is
     perfect.
 
     \b
-    confpred evaluate datasets/h100.parquet
+    confpred evaluate datasets/h100.parquet datasets/h200.parquet --device h100
     confpred evaluate runs/ --folds 8 --json evaluation.json --plot regret.png
     """
     require_packages()
