@@ -72,7 +72,10 @@ def test_a_damaged_file_is_named(folder, name, damage):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda card: card.update(format="confpred-model/2"), "is of confpred-model.2, and this version reads"),
+        (
+            lambda card: card.update(format="confpred-model/2"),
+            "is of confpred-model/2, and this",
+        ),
         (lambda card: card.update(device="tpu"), "device='tpu' is not allowed"),
         (lambda card: card.pop("files"), "is damaged: KeyError"),
         (lambda card: card["files"].pop("measured.json"), "is damaged: KeyError"),

@@ -76,7 +76,9 @@ def test_the_features_follow_from_the_registers_that_are_known() -> None:
     known = table(registers)
     pool = Pool([FAMILY])
     plain, corrected = (
-        dict(zip(pool.feature_names, pool.features(FAMILY, LAYER, H100, ROWS, which).T, strict=True))
+        dict(
+            zip(pool.feature_names, pool.features(FAMILY, LAYER, H100, ROWS, which).T, strict=True)
+        )
         for which in (None, known)
     )
     is_known = known.of(LAYER, ROWS) > 0

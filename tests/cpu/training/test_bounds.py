@@ -69,9 +69,7 @@ def test_it_is_wide_where_answers_are_worse(fitted, answers, dataset) -> None:
     one = bounds(fitted, dataset)
     # All of a problem that was measured, so that nothing is out of range.
     problem = next(t.problem for t in dataset.timings if t.problem in dataset.pytorch_ms)
-    of = {
-        index: one.of(problem, dataset.device, answers[index].options)[0] for index in (2, 1, 5)
-    }
+    of = {index: one.of(problem, dataset.device, answers[index].options)[0] for index in (2, 1, 5)}
     close, apart, theirs = of.values()
     assert 1 <= close < apart < theirs
 
