@@ -116,9 +116,7 @@ def cascade_exceptions(model: Model, device: Device, problems: Sequence[Problem]
             rows = learned.candidates(problem, device)
             if not len(rows):
                 continue
-            whole = learned.order.predict(
-                learned.pool.features(learned.family, problem, device, rows)
-            )
+            whole = learned.order.predict(learned.features(problem, device, rows))
             chosen = learned.rank(problem, device, rows)[0][0]
             cost.append(float(np.exp(whole[rows == chosen][0] - whole.min())))
     return {"share": float(np.mean(np.array(cost) > 1)), "worst_predicted_regret": max(cost)}

@@ -51,12 +51,16 @@ class FamilyModel:
         offered = np.flatnonzero(legal & self.portfolio)
         return offered if len(offered) else np.flatnonzero(legal)
 
+    def features(self, problem: Record, device: Device, rows: Rows) -> NDArray[np.float32]:
+        """What `order` and `time` are fed."""
+        return self.pool.features(self.family, problem, device, rows, self.registers)
+
     def rank(self, problem: Record, device: Device, rows: Rows) -> tuple[Rows, NDArray[np.float64]]:
         """The best ``FINALISTS`` of `rows`, or fewer, and their predicted seconds, rising.
 
         The best one's time is what `time` says; the others' follow by the ratios of `order`.
         """
-        features = self.pool.features(self.family, problem, device, rows, self.registers)
+        features = self.features(problem, device, rows)
         if len(rows) > FINALISTS:
             kept = np.argsort(self.order.predict(features, PREFIX_TREES), kind="stable")[:FINALISTS]
             rows, features = rows[kept], features[kept]

@@ -82,7 +82,7 @@ def test_predictions_are_those_of_lightgbm(predictor, model_folder):
     same = []
     for problem in neighbours(40):
         rows = np.flatnonzero(FAMILY.legal(problem, H100) & model.portfolio)
-        features = FAMILY.features(problem, H100, rows)
+        features = model.features(problem, H100, rows)
         cost = dict(zip(rows.tolist(), order.predict(features), strict=True))
         ranked = [c for c in predictor.rank(problem, "h100", MAX_TOP) if c.family]
         costs = np.array([cost[c.config_id] for c in ranked])
