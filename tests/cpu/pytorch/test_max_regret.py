@@ -7,6 +7,7 @@ import pytest
 import confpred
 from confpred.errors import InvalidInput
 from confpred.pytorch import choosing
+from confpred.pytorch.switch import is_enabled
 
 
 def test_it_holds_until_it_is_undone() -> None:
@@ -23,4 +24,4 @@ def test_it_holds_until_it_is_undone() -> None:
 def test_only_factors_are_accepted(value: object) -> None:
     with pytest.raises(InvalidInput, match="max_regret"):
         confpred.enable(max_regret=value)
-    assert not confpred.is_enabled()
+    assert not is_enabled()
