@@ -62,23 +62,22 @@ class Registers:
         """Put what is known in the place of what the family estimates, in its `features` of
         `rows`."""
         registers = self.of(problem, rows)
-        known = np.flatnonzero(registers)
-        if not len(known):
-            return
-        some = features[known]
-        taken: Array = -(-registers[known].astype(np.int64) // _ALLOCATED) * _ALLOCATED
+        known = registers > 0
+        taken: Array = -(-registers.astype(np.int64) // _ALLOCATED) * _ALLOCATED
+        per_sm = features[:, self._waves].astype(np.float64) * features[:, self._per_sm]
         blocks, threads, smem = (
             np.rint(column).astype(np.int64)
             for column in (
-                some[:, self._waves].astype(np.float64) * some[:, self._per_sm] * device.sm_count,
-                some[:, self._threads],
-                some[:, self._smem],
+                per_sm * device.sm_count,
+                features[:, self._threads],
+                features[:, self._smem],
             )
         )
-        filled = Occupancy.of(device, blocks, threads, taken, smem).features()
-        some[:, self._registers] = registers[known]
-        some[:, self._occupancy] = np.column_stack([filled[name] for name in OCCUPANCY])
-        features[known] = some
+        filled = Occupancy.of(device, blocks, threads, taken.clip(1), smem).features()
+        columns = [(self._registers, registers)]
+        columns += [(i, filled[name]) for i, name in zip(self._occupancy, OCCUPANCY, strict=True)]
+        for index, column in columns:
+            features[:, index] = np.where(known, column, features[:, index])
 
     @cached_property
     def _known(self) -> Mapping[str, list[int]]:
