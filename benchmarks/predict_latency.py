@@ -208,7 +208,7 @@ def short_cuts(model: Model, problems: Sequence[Problem]) -> dict[str, Any]:
             if not len(rows):
                 continue
             serving += 1
-            features = learned.pool.features(learned.family, problem, model.device, rows)
+            features = learned.features(problem, model.device, rows)
             whole = learned.order.predict(features)
             best = int(np.lexsort((rows, whole))[0])
             log_s = learned.time.predict(features[best : best + 1])[0] + whole - whole[best]

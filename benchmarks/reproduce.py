@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from confpred.model.folder import CARD, model_folders
+from confpred.problem.device import KNOWN
 
 ROOT = Path(__file__).parents[1]
 CONFPRED = Path(sys.executable).with_name("confpred")
@@ -59,8 +60,10 @@ def models() -> None:
             made = Path(folder) / shipped.name
             excluded = [f"--exclude-network={name}" for name in facts["data"]["excluded_networks"]]
             measured = EXAMPLE if EXAMPLE in card.parents else ROOT / "datasets"
-            data = measured / f"{facts['device']}.parquet"
-            confpred("train", data, "--out", made, f"--seed={facts['seed']}", *excluded)
+            device, others = facts["device"], facts["data"]["other_devices"]
+            data = [measured / f"{name}.parquet" for name in (device, *sorted(others))]
+            options = ("--device", device, "--out", made, f"--seed={facts['seed']}")
+            confpred("train", *data, *options, *excluded)
             changed = differing(shipped, made)
             if changed:
                 shutil.rmtree(shipped)
@@ -69,19 +72,20 @@ def models() -> None:
 
 
 def results() -> None:
-    """Evaluate with the measurements of each device, and by its hold-out where that is measured,
-    and fill the tables of all results."""
+    """Evaluate for each device that was measured, learning from all of them, and by its hold-out
+    where that is measured, and fill the tables of all results."""
     newest = model_folders(ROOT / "models")
     anchors = ROOT / "datasets" / "anchors" / "anchors.parquet"
-    for data in sorted(ROOT.glob("datasets/*.parquet")):
-        out = ROOT / "benchmarks" / "results" / data.stem
+    data = [path for path in sorted(ROOT.glob("datasets/*.parquet")) if path.stem in KNOWN]
+    for device in (path.stem for path in data):
+        out = ROOT / "benchmarks" / "results" / device
         files = ("--json", out / "evaluation.json", "--plot", out / "evaluation.png")
         more: list[str | Path] = []
-        if (held := HOLDOUT / data.name).exists():
-            more += ["--holdout", held, "--model", newest[data.stem]]
+        if (held := HOLDOUT / f"{device}.parquet").exists():
+            more += ["--holdout", held, "--model", newest[device]]
         if anchors.exists():
             more += ["--anchors", anchors]
-        confpred("evaluate", data, *more, *files, "--force")
+        confpred("evaluate", *data, "--device", device, *more, *files, "--force")
     subprocess.run([sys.executable, ROOT / "benchmarks" / "tables.py"], check=True)
 
 

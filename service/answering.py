@@ -53,7 +53,9 @@ def working(
     for done, (question, answer) in enumerate(new.items()):
         yield len(new) - done
         if answer.text is None:
-            choices = predictor.rank(question.problem, asked.device, asked.top)
+            choices = predictor.rank(
+                question.problem, asked.device, asked.top, max_regret=asked.max_regret
+            )
             answer.source, answer.text = choices[0].source, answer_json(choices)
             memory.keep(question, answer)
             worked_out()
@@ -61,7 +63,8 @@ def working(
 
 
 def _questions(asked: PredictRequest) -> list[Question]:
-    return [Question(asked.device.key, asked.top, problem) for problem in asked.problems]
+    key, top, accepted = asked.device.key, asked.top, asked.max_regret
+    return [Question(key, top, problem, accepted) for problem in asked.problems]
 
 
 def _reply(memory: Memory, body: bytes, asked: PredictRequest, answers: Iterable[Answer]) -> Reply:

@@ -24,11 +24,13 @@ _LARGEST_SHARE = 1 / 16  # of the memory: one larger entry would push out too ma
 
 
 class Question(NamedTuple):
-    """What is asked of one problem: for the device of which key, how many choices, and of what."""
+    """What is asked of one problem: for the device of which key, how many choices, of what, and up
+    to which bound on regret."""
 
     device: str
     top: int
     problem: Record
+    max_regret: float | None = None
 
 
 @dataclass(eq=False)

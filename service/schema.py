@@ -49,7 +49,8 @@ class ChoiceReply:
         config: that row by field name; null where no family is chosen.
         predicted_ms: expected time of one launch, milliseconds; null for `fallback`.
         regret_bound: with 95 % confidence the choice is at most this many times as slow as the best
-            config; null where nothing was calibrated.
+            config, PyTorch's operator included; null where nothing was calibrated.
+        extrapolated: whether the problem is unlike all that the model was trained on.
         model: version of the model that answered; null where none did.
     """
 
@@ -62,6 +63,7 @@ class ChoiceReply:
     config: dict[str, int] | None
     predicted_ms: float | None
     regret_bound: float | None
+    extrapolated: bool
     model: str | None
 
 
@@ -248,6 +250,12 @@ def _request(settings: Settings) -> dict[str, Any]:
                 "maximum": MAX_TOP,
                 "default": 1,
                 "description": "How many choices each problem gets, best first.",
+            },
+            "max_regret": {
+                "anyOf": [{"type": "number", "minimum": 1}, {"type": "null"}],
+                "default": None,
+                "description": "Answer PyTorch's own operator, as a fallback, where the bound on "
+                "the choice's regret is above this.",
             },
         },
         "required": ["device"],

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.argument("data", nargs=-1, required=True, type=FILE_OR_FOLDER)
-@click.option("--device", help="Device whose rows to use, where the data is of several.")
+@click.option("--device", help="Device to judge for, where the data is of several.")
 @click.option(
     "--holdout",
     multiple=True,
@@ -62,13 +62,14 @@ def command(
 ) -> None:
     """Judge configs chosen for networks that were not trained on.
 
-    DATA are Parquet files of measurements, or folders of them. The networks are divided into folds;
+    DATA are Parquet files of measurements, or folders of them; models learn from all devices in
+    them, and are judged on one. The networks are divided into folds;
     each fold's layers are chosen for by a model, and by every baseline, that has seen none of them
     at any batch size. Regret is the measured time of the choice over that of the best config: 1 is
     perfect. The data has some configs of each problem; a hold-out has them all.
 
     \b
-    confpred evaluate datasets/h100.parquet
+    confpred evaluate datasets/h100.parquet datasets/h200.parquet --device h100
     confpred evaluate datasets/h100.parquet --holdout datasets/holdout/h100.parquet
     confpred evaluate runs/ --folds 8 --json evaluation.json --plot regret.png
     """

@@ -11,7 +11,7 @@ from confpred.cli.inputs import FILE, FOLDER
 from confpred.cli.layers import aligned, layer_options, problems_of
 from confpred.predict.choice import MAX_TOP, Choice, answers_json
 
-_HEADINGS = ("layer", "rank", "source", "provider", "ms", "config")
+_HEADINGS = ("layer", "rank", "source", "provider", "ms", "bound", "config")
 
 
 @click.command()
@@ -24,6 +24,12 @@ _HEADINGS = ("layer", "rank", "source", "provider", "ms", "config")
     show_default=True,
     help="How many configs to name for each layer, best first.",
 )
+@click.option(
+    "--max-regret",
+    type=click.FloatRange(min=1),
+    metavar="FACTOR",
+    help="Name PyTorch's own operator where the bound on a choice's regret is above this.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print what the HTTP service would reply.")
 @click.option("--model", type=FOLDER, help="Model folder; default: the newest.")
 @click.option("--pins", "--plan", type=FILE, help="File of pinned configs, or a plan.")
@@ -33,6 +39,7 @@ def command(
     network: Path | None,
     device: str,
     top: int,
+    max_regret: float | None,
     as_json: bool,
     model: Path | None,
     pins: Path | None,
@@ -55,7 +62,7 @@ def command(
 
     problems = problems_of(layers, operation, network)
     predictor = Predictor.load(model, pins=pins)
-    answers = [predictor.rank(problem, device, top) for problem in problems]
+    answers = [predictor.rank(problem, device, top, max_regret=max_regret) for problem in problems]
     if as_json:
         click.echo(answers_json(answers))
     else:
@@ -64,7 +71,7 @@ def command(
 
 
 def _table(answers: Sequence[Sequence[Choice]]) -> Iterable[str]:
-    """The answers in aligned columns, and a last line with the bound on their regret."""
+    """The answers in aligned columns, and a last line that says what the bounds are."""
     rows = [_HEADINGS]
     for choices in answers:
         for rank, choice in enumerate(choices, 1):
@@ -75,13 +82,22 @@ def _table(answers: Sequence[Sequence[Choice]]) -> Iterable[str]:
                     choice.source,
                     choice.provider,
                     "" if choice.predicted_ms is None else f"{choice.predicted_ms:.4f}",
+                    _bound(choice),
                     " ".join(f"{k}={v}" for k, v in (choice.config or {}).items()),
                 )
             )
     yield from aligned(rows)
-    first = answers[0][0]
-    if first.regret_bound is not None:
+    models = sorted({c.model for choices in answers for c in choices if c.model is not None})
+    if any(choices[0].regret_bound is not None for choices in answers):
         yield (
-            f"model {first.model}: with 95 % confidence at most {first.regret_bound:.3f} times as "
-            "slow as the best config"
+            f"model {' and '.join(models)}: with 95 % confidence a choice is at most its bound "
+            "times as slow as the best config"
         )
+    if any(choices[0].extrapolated for choices in answers):
+        yield "unlike: no layer in the model's data is like this one, so no bound was calibrated"
+
+
+def _bound(choice: Choice) -> str:
+    if choice.extrapolated:
+        return "unlike"
+    return "" if choice.regret_bound is None else f"{choice.regret_bound:.3f}"

@@ -19,7 +19,7 @@ from confpred.training import require_packages
     type=click.Path(path_type=Path),
     help="Folder to make; its name is the model's version.",
 )
-@click.option("--device", help="Device whose rows to use, where the data is of several.")
+@click.option("--device", help="Device to train for, where the data is of several.")
 @click.option("--seed", type=click.IntRange(0, 2**31 - 1), default=0, show_default=True)
 @click.option(
     "--exclude-network",
@@ -33,12 +33,13 @@ def command(
 ) -> None:
     """Train a model from measurements (retrain-predictor).
 
-    DATA are Parquet files of measurements, or folders of them. The model is first judged on
-    networks held out of its training, which calibrates the bound on regret that its answers carry;
-    then it learns from everything.
+    DATA are Parquet files of measurements, or folders of them. What was measured on other devices
+    than --device is learned from too. The model is first judged on networks held out of its
+    training, which calibrates the bound on regret that each of its answers carries; then it learns
+    from everything.
 
     \b
-    confpred train datasets/h100.parquet --out models/h100-2
+    confpred train datasets/h100.parquet datasets/h200.parquet --device h100 --out models/h100-2
     confpred train datasets/ runs/ --device h200 --out /tmp/trial --exclude-network resnext101_32x8d
     confpred predict --model models/h100-2 --device h100 --layer "n=32 c=64 ..."
     """

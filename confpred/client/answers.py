@@ -89,6 +89,8 @@ def _choice(fields: Mapping[str, Any], problem: Record, device: Device, server: 
         named_candidate(problem, device, fields["provider"], fields["config"] or {}),
         predicted_ms=_number(fields["predicted_ms"]),
         regret_bound=_number(fields["regret_bound"]),
+        # A service of an earlier release does not say.
+        extrapolated=fields.get("extrapolated", False) is True,
         model=model,
         server=server,
     )

@@ -22,6 +22,7 @@ from confpred.memory import Recent
 from confpred.model.folder import Model
 from confpred.predict.choice import Choice
 from confpred.predict.predictor import BEST_KEPT, RANKINGS_KEPT, Predictor
+from confpred.predict.trust import check_max_regret, within
 from confpred.problem.device import Device, get_device
 from confpred.problem.record import Record
 
@@ -81,11 +82,19 @@ class ServedPredictor(Predictor):
         """The service's models are not known here."""
         return True
 
-    def choose_many(self, problems: Iterable[Record], device: str | Device) -> list[Choice]:
+    def choose_many(
+        self,
+        problems: Iterable[Record],
+        device: str | Device,
+        *,
+        max_regret: float | None = None,
+    ) -> list[Choice]:
         """`choose` for each of `problems`, in order; all of them wait once."""
         known, asked = get_device(device), list(problems)
+        accepted = check_max_regret(max_regret)
         self._wait_for(asked, known, 1)
-        return [self._answer(problem, known, 1, wait_for_it=False)[0] for problem in asked]
+        found = (self._answer(problem, known, 1, wait_for_it=False) for problem in asked)
+        return [within(choices, accepted)[0] for choices in found]
 
     def _answer(
         self, problem: Record, device: Device, top: int, *, wait_for_it: bool = True

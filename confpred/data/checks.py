@@ -19,6 +19,8 @@ from confpred.problem.operation import Operation
 ROW = "row"
 _TEXTS = ("networks", "family", "config", "source_digest", "device", "status", "cudnn_mode")
 _TIMES = ("time_ms", "spread_ms")
+_REGISTERS = "registers"
+_MOST_REGISTERS = 1024  # no device's threads have as many
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -26,8 +28,8 @@ class CheckedRows:
     """Rows without an impossible value, save combinations of sizes that describe no problem.
 
     Attributes:
-        table: the columns that identify a problem, those of ``_TEXTS`` and ``_TIMES``, and ``row``:
-            how many rows of `files` come before it.
+        table: the columns that identify a problem, those of ``_TEXTS`` and ``_TIMES``,
+            ``registers``, and ``row``: how many rows of `files` come before it.
         files: where the rows come from, in order.
         ends: how many rows there are up to the end of each file.
     """
@@ -49,7 +51,7 @@ def read_checked(files: Sequence[Path], operation: Operation) -> CheckedRows:
         DataError: a file cannot be read or lacks a column, or a value is not allowed; the error
             names file, row (counted from 0), column, value and what is allowed.
     """
-    columns = [*problem_columns(operation), *_TEXTS]
+    columns = [*problem_columns(operation), *_TEXTS, _REGISTERS]
     tables = [read(file, operation, [*columns, *_TIMES]) for file in files]
     for file, table in zip(files, tables, strict=True):
         _check(file, table, columns)
@@ -69,6 +71,11 @@ def _check(file: Path, table: pa.Table, columns: Sequence[str]) -> None:
     positive = pc.and_(pc.is_finite(time), pc.greater(time, 0))
     wrong = pc.and_not(pc.equal(table["status"], "ok"), positive)
     _refuse(file, table, "time_ms", wrong, "a number above 0 where status is ok")
+    inside = pc.and_(
+        pc.greater_equal(table[_REGISTERS], 0), pc.less(table[_REGISTERS], _MOST_REGISTERS)
+    )
+    allowed = f"a number from 0 to {_MOST_REGISTERS - 1}"
+    _refuse(file, table, _REGISTERS, pc.invert(inside), allowed)
 
 
 def _refuse(file: Path, table: pa.Table, name: str, wrong: pa.ChunkedArray, allowed: str) -> None:

@@ -109,6 +109,22 @@ class Lister(Protocol):
         ...
 
 
+@runtime_checkable
+class Compiled(Protocol):
+    """A family that says what its kernels are compiled for, so that what the compiler made of one
+    is known for all configs and layers that share it. Its problems are `Problem` records, and its
+    features tell by ``registers`` and `confpred.model.registers.OCCUPANCY` how a config fills a
+    device.
+
+    Attributes:
+        kernel_fields: names of the config's fields that a kernel is compiled for, beside what the
+            problem's `confpred.families.kinds.Kind` has.
+    """
+
+    @property
+    def kernel_fields(self) -> tuple[str, ...]: ...
+
+
 def config_dict(family: Family, row: int) -> dict[str, int]:
     """Config `row` as field names and plain integers, less what is ``ABSENT``."""
     fields: Any = family.configs.dtype.names

@@ -24,6 +24,7 @@ ESTIMATE, WITHIN = "log_estimate", np.float32(0.8)
 #: than the best of all, both by the whole ensemble, and 2 % at worst. The first 20 trees alone,
 #: with 16 finalists, lose as much and take twice as many evaluations of a tree.
 STAGES = ((10, 32), (50, 6))
+FINALISTS = STAGES[-1][1]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

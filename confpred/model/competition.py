@@ -6,13 +6,12 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from confpred.families.candidate import Candidate
 from confpred.families.several import Several
+from confpred.model.cascade import FINALISTS
+from confpred.model.deciding import Options
 from confpred.model.gate import Gate
 from confpred.model.ranking import FamilyModel
 from confpred.problem.device import Device
 from confpred.problem.record import Record
-
-#: Candidates and the seconds that are expected of them, rising.
-Ranking = list[tuple[float, Candidate]]
 
 
 def rank_families(
@@ -21,10 +20,10 @@ def rank_families(
     problems: Sequence[Record],
     device: Device,
     wanted: int = 1,
-) -> list[Ranking]:
+) -> list[Options]:
     """The best configs for each of `problems`: of the families that can win; then, where these
     have too few, those of the other families that serve it, as no faster than the last of these.
-    However many are wanted, the first ones are the same.
+    However many are wanted, the first ones are the same, and each family's finalists are there.
 
     Args:
         families: what competes, by name.
@@ -56,17 +55,18 @@ def _rank(
     problems: Several,
     device: Device,
     wanted: int,
-) -> list[Ranking]:
+) -> list[Options]:
     """How the families in `names` rank together, for the problems at `places`; empty for others."""
     asked: dict[str, list[int]] = {}
     for i in places:
         for name in names[i]:
             asked.setdefault(name, []).append(i)
-    found: list[Ranking] = [[] for _ in problems.problems]
+    found: list[Options] = [[] for _ in problems.problems]
     for name, mine in asked.items():
         ranks = families[name].rank_all(problems.part(mine), device, runners_up=wanted > 1)
         for place, (rows, seconds) in ranks.items():
-            pairs = zip(seconds[:wanted].tolist(), rows[:wanted].tolist(), strict=True)
+            most = max(wanted, FINALISTS)
+            pairs = zip(seconds[:most].tolist(), rows[:most].tolist(), strict=True)
             found[mine[place]] += [(value, Candidate(name, row)) for value, row in pairs]
     for ranking in found:
         # Stable: a family's candidates of equal seconds keep their order.

@@ -9,6 +9,8 @@
                          where enough problems were measured with several families
     pytorch.txt          the same for how PyTorch's own operator compares with ours, where enough of
                          it was measured
+    <family>.registers.json  registers of the family's compiled kernels, where they are known
+    bound.txt            the same for a high quantile of an answer's regret
     measured.json        the best measured config of each problem in the data
 
 Reading a folder checks all that prediction relies on, so that a damaged or foreign folder is an
@@ -25,6 +27,7 @@ import hashlib
 import json
 import logging
 import math
+import re
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -41,20 +44,24 @@ from confpred.families.protocol import Family
 from confpred.families.registry import all_families, all_operations
 from confpred.files import parse_json
 from confpred.forks import uninterrupted
+from confpred.model.bounds import Bounds, Range, signal_names
 from confpred.model.features import check_family, check_operation
 from confpred.model.gate import FAMILY, Gate
 from confpred.model.pools import Pool, configs_digest
-from confpred.model.ranking import FamilyModel, PytorchModel
+from confpred.model.ranking import FamilyModel, PytorchModel, pytorch_feature_names
+from confpred.model.registers import Registers
 from confpred.model.trees import Trees
 from confpred.problem.device import Device, get_device
 from confpred.problem.operation import Operation
 
 log = logging.getLogger(__name__)
 
-FORMAT = "confpred-model/4"
+FORMAT = "confpred-model/5"
+_OTHER_FORMAT = re.compile(rb'"format": ?"(confpred-model/[0-9]+)"')
 CARD, MEASURED = "card.json", "measured.json"
 ORDER_TREES, TIME_TREES, PYTORCH_TREES = "{}.order.txt", "{}.time.txt", "pytorch.txt"
 GATE_TREES = "gate.txt"
+REGISTERS, BOUND_TREES = "{}.registers.json", "bound.txt"
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +91,7 @@ class Model:
         pytorch: what was learned of PyTorch's own operator, or None.
         measured: the best measured config of each problem in the training data, by the problem's
             words (``str(problem)``), as most of them are never asked for.
-        regret_bound: 95 % quantile of the regret on networks held out of training.
+        bounds: what was learned of the regret of its answers.
         stale: in words, what has changed since the model was trained.
         card: the content of ``card.json``.
     """
@@ -97,7 +104,7 @@ class Model:
     gate: Gate | None
     pytorch: PytorchModel | None
     measured: Mapping[str, Best]
-    regret_bound: float
+    bounds: Bounds
     stale: tuple[str, ...]
     card: Mapping[str, Any]
 
@@ -210,6 +217,12 @@ class NewestModels(Mapping[str, Model]):
 def _read_card(folder: Path) -> tuple[bytes, dict[str, Any]]:
     """The card's text and its content."""
     text = _read(folder / CARD)
+    other = _OTHER_FORMAT.search(text)
+    if other is not None and other[1].decode() != FORMAT:
+        raise ModelError(
+            f"{folder / CARD} is of {other[1].decode()}, and this version reads {FORMAT}: train it "
+            "again"
+        )
     try:
         return text, parse_json(text, folder / CARD, "a model card", FORMAT)
     except DataError as error:
@@ -258,7 +271,10 @@ def _load(folder: Path, read: ModelFiles) -> Model:
             portfolio = np.zeros(len(family.configs), np.bool_)
             portfolio[[_row(path, row, family) for row in entry["portfolio"]]] = True
             check_family(folder, family, device, entry["features"])
-            families[family.name] = FamilyModel(family, pool, order, time, portfolio)
+            registers = None
+            if (table := REGISTERS.format(family.name)) in files:
+                registers = Registers(family, files[table].decode())
+            families[family.name] = FamilyModel(family, pool, order, time, portfolio, registers)
             stale += _stale(entry["source"], entry["source_digests"])
     gate = None
     if GATE_TREES in files:
@@ -269,7 +285,7 @@ def _load(folder: Path, read: ModelFiles) -> Model:
         gate = Gate(operation, _known(entry["families"], families), lag, margin)
     pytorch = None
     if PYTORCH_TREES in files:
-        ratio = _trees(folder, files, PYTORCH_TREES, operation.feature_names)
+        ratio = _trees(folder, files, PYTORCH_TREES, pytorch_feature_names(operation))
         margin = _number("margin", card["pytorch"]["margin"], least=0.0)
         check_operation(folder, operation, device, card["pytorch"]["features"])
         pytorch = PytorchModel(operation, ratio, margin)
@@ -282,9 +298,30 @@ def _load(folder: Path, read: ModelFiles) -> Model:
         gate=gate,
         pytorch=pytorch,
         measured=_measured(folder / MEASURED, files[MEASURED]),
-        regret_bound=_number("regret_bound", card["regret_bound"], least=1.0),
+        bounds=_bounds(folder, files, card["bounds"], operation),
         stale=tuple(stale),
         card=card,
+    )
+
+
+def _bounds(
+    folder: Path, files: Mapping[str, bytes], card: Mapping[str, Any], operation: Operation
+) -> Bounds:
+    offsets = {
+        name: _number("offset", value, least=-math.inf) for name, value in card["offsets"].items()
+    }
+    count, ranges = len(pytorch_feature_names(operation)), {}
+    for name in offsets:
+        entry = card["ranges"][name]
+        least, largest = (np.array(entry[side], np.float32) for side in ("least", "largest"))
+        if not least.shape == largest.shape == (count,):
+            raise ValueError(f"the range of {name} is not of {count} features")
+        ranges[name] = Range(least, largest)
+    return Bounds(
+        operation=operation,
+        quantile=_trees(folder, files, BOUND_TREES, signal_names(operation)),
+        offsets=offsets,
+        ranges=ranges,
     )
 
 
@@ -332,6 +369,6 @@ def _known(names: object, families: Mapping[str, FamilyModel]) -> tuple[str, ...
 
 
 def _number(name: str, value: object, least: float) -> float:
-    if not isinstance(value, float) or not least <= value < math.inf:
+    if not isinstance(value, float) or not least <= value < math.inf or math.isinf(value):
         raise ValueError(f"{name} is {value!r}, not a number of at least {least:g}")
     return value

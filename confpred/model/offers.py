@@ -11,6 +11,7 @@ from confpred.families.protocol import Batched, Family, Rows
 from confpred.families.several import Several
 from confpred.model.cascade import Pairs
 from confpred.model.pools import Pool
+from confpred.model.registers import Registers
 from confpred.problem.device import Device
 from confpred.problem.record import Record
 
@@ -18,9 +19,17 @@ from confpred.problem.record import Record
 class Offer:
     """A family's portfolio, prepared so that a prediction looks at no other config. Immutable."""
 
-    def __init__(self, family: Family, pool: Pool, portfolio: NDArray[np.bool_]) -> None:
-        """Of the configs in the mask `portfolio`, described in the columns of `pool`."""
+    def __init__(
+        self,
+        family: Family,
+        pool: Pool,
+        portfolio: NDArray[np.bool_],
+        registers: Registers | None = None,
+    ) -> None:
+        """Of the configs in the mask `portfolio`, described in the columns of `pool`, with what is
+        known of their `registers`."""
         self._family, self._pool, self._portfolio = family, pool, portfolio
+        self._registers = registers
         self._rows = np.flatnonzero(portfolio)
         self._batched = family if isinstance(family, Batched) else None
         self._table = None if self._batched is None else self._batched.table(self._rows)
@@ -39,11 +48,18 @@ class Offer:
         part = problems.part(served)
         found, at, workings = self._batched.offered(part, device, self._table)
         features = self._batched.described(found, device, self._table, at, workings)
-        features, rows = self._pool.spread(self._family, features), self._rows[at]
-        if len(served) == 1 and len(rows):
-            return Pairs.of_one(rows, features, served[0])
+        rows = self._rows[at]
         counts = np.bincount(_index(found, at), minlength=len(served))
         bounds = [0, *np.cumsum(counts).tolist()]
+        if self._registers is not None:
+            known = [
+                self._registers.of(problems.problems[i], rows[start:end])
+                for i, start, end in zip(served, bounds, bounds[1:], strict=False)
+            ]
+            self._registers.correct(features, np.concatenate(known), device)
+        features = self._pool.spread(self._family, features, device)
+        if len(served) == 1 and len(rows):
+            return Pairs.of_one(rows, features, served[0])
         if counts.all():
             return Pairs(served, bounds, rows, features)
         return _joined(
@@ -60,7 +76,7 @@ class Offer:
         legal = self._family.legal(problem, device)
         rows = np.flatnonzero(legal & self._portfolio)
         rows = rows if len(rows) else np.flatnonzero(legal)
-        features = self._pool.features(self._family, problem, device, rows)
+        features = self._pool.features(self._family, problem, device, rows, self._registers)
         return Pairs.of_one(rows, features, place)
 
 

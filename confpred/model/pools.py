@@ -5,16 +5,20 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
+from math import log2
 
 import numpy as np
 from numpy.typing import NDArray
 
 from confpred.families.protocol import Family, Rows
+from confpred.model.registers import Registers
 from confpred.problem.device import Device
 from confpred.problem.record import Record
 
-#: The last column of a pool of several families: which of them a row is of.
-_MEMBER = "pool_member"
+#: The last columns of a pool: what tells its devices apart, the logarithm to base 2 of the bytes
+#: that a multiprocessor reads or writes in a microsecond; and, of several families, which of them a
+#: row is of.
+DEVICE, _MEMBER = "log_device_bandwidth", "pool_member"
 
 
 def configs_digest(family: Family) -> str:
@@ -30,7 +34,8 @@ class Pool:
     Attributes:
         families: in the order of their names.
         name: their names.
-        feature_names: those of all its families, and, where they are several, which one it is.
+        feature_names: those of all its families, the device's, and, where the families are several,
+            which one it is.
     """
 
     def __init__(self, families: Iterable[Family]) -> None:
@@ -42,22 +47,48 @@ class Pool:
             for family in self.families
         }
         self._member = {family.name: i for i, family in enumerate(self.families)}
-        self.feature_names = (*names, _MEMBER) if len(self.families) > 1 else tuple(names)
+        several = (_MEMBER,) if len(self.families) > 1 else ()
+        self.feature_names = (*names, DEVICE, *several)
 
     def features(
-        self, family: Family, problem: Record, device: Device, rows: Rows
+        self,
+        family: Family,
+        problem: Record,
+        device: Device,
+        rows: Rows,
+        registers: Registers | None = None,
     ) -> NDArray[np.float32]:
-        """The features of one of its families; NaN in the columns that only others have."""
-        return self.spread(family, family.features(problem, device, rows))
+        """The features of one of its families; NaN in the columns that only others have.
 
-    def spread(self, family: Family, own: NDArray[np.float32]) -> NDArray[np.float32]:
+        Args:
+            family: which.
+            problem: what is computed.
+            device: the device that computes it.
+            rows: the configs.
+            registers: what is known of the family's compiled kernels.
+        """
+        own = family.features(problem, device, rows)
+        if registers is not None:
+            registers.correct(own, registers.of(problem, rows), device)
+        return self.spread(family, own, device)
+
+    def spread(
+        self, family: Family, own: NDArray[np.float32], device: Device
+    ) -> NDArray[np.float32]:
         """The features `own` of one of its families in the pool's columns."""
-        if len(self.families) == 1:
-            return own
         matrix = np.full((len(own), len(self.feature_names)), np.nan, np.float32)
         matrix[:, self._columns[family.name]] = own
-        matrix[:, -1] = self._member[family.name]
+        if len(self.families) > 1:
+            matrix[:, -2] = bandwidth(device)
+            matrix[:, -1] = self._member[family.name]
+        else:
+            matrix[:, -1] = bandwidth(device)
         return matrix
+
+
+def bandwidth(device: Device) -> float:
+    """The feature of a device; see `DEVICE`."""
+    return log2(device.dram_bytes_per_s / device.sm_count * 1e-6)
 
 
 def _columns(found: list[int]) -> slice | NDArray[np.intp]:

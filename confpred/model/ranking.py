@@ -14,7 +14,8 @@ from confpred.families.several import Several
 from confpred.model.cascade import Pairs, best_first
 from confpred.model.features import operation_features
 from confpred.model.offers import Offer
-from confpred.model.pools import Pool
+from confpred.model.pools import DEVICE, Pool, bandwidth
+from confpred.model.registers import Registers
 from confpred.model.trees import Trees
 from confpred.problem.device import Device
 from confpred.problem.operation import Operation
@@ -33,6 +34,7 @@ class FamilyModel:
             another, and orders them better than `time` does.
         time: regressor of log(time / roofline time), from the same features.
         portfolio: mask over the family's config table: the configs worth offering.
+        registers: what is known of the family's compiled kernels, or None.
         offer: the portfolio, prepared for predictions.
     """
 
@@ -41,10 +43,12 @@ class FamilyModel:
     order: Trees
     time: Trees
     portfolio: NDArray[np.bool_]
+    registers: Registers | None = None
     offer: Offer = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "offer", Offer(self.family, self.pool, self.portfolio))
+        offer = Offer(self.family, self.pool, self.portfolio, self.registers)
+        object.__setattr__(self, "offer", offer)
 
     def candidates(self, problem: Record, device: Device) -> Rows:
         """Configs worth comparing: the portfolio's legal ones, or all legal ones if it has none."""
@@ -52,11 +56,14 @@ class FamilyModel:
         offered = np.flatnonzero(legal & self.portfolio)
         return offered if len(offered) else np.flatnonzero(legal)
 
+    def features(self, problem: Record, device: Device, rows: Rows) -> NDArray[np.float32]:
+        """What `order` and `time` are fed."""
+        return self.pool.features(self.family, problem, device, rows, self.registers)
+
     def rank(self, problem: Record, device: Device, rows: Rows) -> tuple[Rows, NDArray[np.float64]]:
         """The best of `rows`, as many as `confpred.model.cascade` orders, and their predicted
         seconds, rising."""
-        features = self.pool.features(self.family, problem, device, rows)
-        pairs = Pairs.of_one(rows, features)
+        pairs = Pairs.of_one(rows, self.features(problem, device, rows))
         return self._ranked(pairs, [problem], device, runners_up=True)[0]
 
     def rank_all(
@@ -94,8 +101,8 @@ class PytorchModel:
 
     Attributes:
         operation: what it computes.
-        ratio: regressor of log(its time / time of our fastest config), from the operation's
-            features; it does not tell large ratios apart, as nothing depends on that
+        ratio: regressor of log(its time / time of our fastest config), from `pytorch_features`; it
+            does not tell large ratios apart, as nothing depends on that
             (`confpred.training.pytorch`).
         margin: by how much that logarithm may be too large, as calibrated on layers that the
             regressor was not trained on.
@@ -111,9 +118,20 @@ class PytorchModel:
 
     def slowdowns(self, problems: Sequence[Record], device: Device) -> list[tuple[float, float]]:
         """`slowdown` of each problem."""
-        features = np.concatenate([operation_features(self.operation, p, device) for p in problems])
-        ratios = self.ratio.predict(features).tolist()
+        features = [pytorch_features(self.operation, problem, device) for problem in problems]
+        ratios = self.ratio.predict(np.concatenate(features)).tolist()
         return [(exp(ratio), exp(ratio - self.margin)) for ratio in ratios]
+
+
+def pytorch_feature_names(operation: Operation) -> tuple[str, ...]:
+    """The columns of `pytorch_features`."""
+    return (*operation.feature_names, DEVICE)
+
+
+def pytorch_features(operation: Operation, problem: Record, device: Device) -> NDArray[np.float32]:
+    """The features of `problem` alone, and the device's, as a matrix of one row."""
+    own = operation_features(operation, problem, device)
+    return np.append(own, np.float32(bandwidth(device)))[None, :]
 
 
 def rank_by_estimate(

@@ -25,12 +25,15 @@ class Choice:
         device: key of the device it was asked for.
         source: ``pinned`` (by the user), ``measured`` (this problem is in the training data),
             ``predicted`` (the model), ``heuristic`` (no model for this device, or for any of the
-            families that are legal) or ``fallback`` (no kernel is legal).
+            families that are legal) or ``fallback`` (no kernel is legal, or none that the caller
+            accepts: `confpred.predict.trust`).
         candidate: what to launch; PyTorch's own operator is one too.
         predicted_ms: expected time of one launch, milliseconds; None for ``fallback``.
         regret_bound: with 95 % confidence the choice is at most this many times as slow as the best
-            config, as calibrated on networks that the model was not trained on; None where
-            nothing was calibrated.
+            config, PyTorch's operator included, as calibrated on networks that the model was not
+            trained on; None where nothing was calibrated, as for what is `extrapolated`.
+        extrapolated: whether the model predicts for a problem unlike all that it was trained on: of
+            a size out of their range, or of a kind that none of them is of.
         model: version of the model that answered, or None.
         server: address of the service that answered, or None for this process. It is no part of the
             answer: choices are equal whoever made them.
@@ -42,6 +45,7 @@ class Choice:
     candidate: Candidate = PYTORCH_OPERATOR
     predicted_ms: float | None = None
     regret_bound: float | None = None
+    extrapolated: bool = False
     model: str | None = None
     server: str | None = field(default=None, compare=False)
 
@@ -85,6 +89,7 @@ class Choice:
             "config": None if self.config is None else dict(self.config),
             "predicted_ms": self.predicted_ms,
             "regret_bound": self.regret_bound,
+            "extrapolated": self.extrapolated,
             "model": self.model,
         }
 

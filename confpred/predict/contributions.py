@@ -25,7 +25,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from confpred.families.candidate import Candidate
-from confpred.families.protocol import Rows
 from confpred.families.registry import config_words
 from confpred.model.ranking import FamilyModel
 from confpred.problem.device import Device
@@ -101,7 +100,7 @@ def middling(learned: FamilyModel, problem: Record, device: Device) -> Candidate
     """The config in the middle of the order in which the model puts those that it offers; of the
     two in the middle, the faster one. There is to be a legal one."""
     rows = learned.candidates(problem, device)
-    cost = learned.order.predict(features_of(learned, problem, device, rows))
+    cost = learned.order.predict(learned.features(problem, device, rows))
     row = rows[np.lexsort((rows, cost))[(len(rows) - 1) // 2]]
     return Candidate(learned.family.name, int(row))
 
@@ -111,7 +110,7 @@ def compare(
 ) -> Comparison:
     """Why `chosen` is expected to be faster than `other`; both are of the family of `learned`."""
     rows = np.array([chosen.config_id, other.config_id], np.intp)
-    ours, theirs = features_of(learned, problem, device, rows)
+    ours, theirs = learned.features(problem, device, rows)
     names = learned.pool.feature_names
     differ = [i for i in range(len(names)) if _differ(ours[i], theirs[i])]
     groups: dict[str, list[int]] = {}
@@ -128,13 +127,6 @@ def compare(
     ]
     contributions.sort(key=lambda c: -abs(math.log(c.ratio)))
     return Comparison(other, math.exp(whole), tuple(contributions))
-
-
-def features_of(
-    learned: FamilyModel, problem: Record, device: Device, rows: Rows
-) -> NDArray[np.float32]:
-    """What the trees of `learned` are given for some rows of its family's config table."""
-    return learned.pool.features(learned.family, problem, device, rows)
 
 
 def _differ(one: np.float32, other: np.float32) -> bool:

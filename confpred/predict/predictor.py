@@ -15,12 +15,15 @@ from confpred.families.protocol import Lister
 from confpred.families.registry import all_families, kernels_of
 from confpred.files import read_json
 from confpred.memory import Remembered
-from confpred.model.competition import Ranking, rank_families
+from confpred.model.bounds import Trust
+from confpred.model.competition import rank_families
+from confpred.model.deciding import Options, fastest, with_pytorch
 from confpred.model.folder import Model, NewestModels, load_model
 from confpred.model.ranking import rank_by_estimate
 from confpred.predict import pins as pins_file
 from confpred.predict import plans
 from confpred.predict.choice import Choice, Source, check_top
+from confpred.predict.trust import check_max_regret, within
 from confpred.problem.device import Device, get_device
 from confpred.problem.record import Record
 
@@ -31,6 +34,7 @@ RANKINGS_KEPT = 512
 #: How many problems are worked out together at most: more would be no faster, and each takes about
 #: 200 kB while it is under way.
 TOGETHER = 64
+_UNKNOWN = Trust(None, False)
 _Asked = tuple[Record, Device, int]  # the problem, for which device, and how many choices
 
 
@@ -110,31 +114,57 @@ class Predictor:
         """The models in use, by device key."""
         return self._models
 
-    def choose(self, problem: Record, device: str | Device) -> Choice:
+    def choose(
+        self, problem: Record, device: str | Device, *, max_regret: float | None = None
+    ) -> Choice:
         """The best config known for `problem` on `device`; never fails for a valid problem.
 
+        Args:
+            problem: what is asked.
+            device: where it is to run.
+            max_regret: where the bound on the choice's regret is above it, or there is none, the
+                answer is PyTorch's own operator, as a ``fallback``: measure then, or pin a config.
+
         Raises:
-            InvalidInput: `problem` is not a `Problem`, or the record of another operation.
+            InvalidInput: `problem` is not a `Problem`, or the record of another operation, or
+                `max_regret` is below 1.
             UnknownDevice: no description of `device` is known.
         """
-        return self._answer(problem, get_device(device), 1)[0]
+        choices = self._answer(problem, get_device(device), 1)
+        return choices[0] if max_regret is None else _within(choices, max_regret)[0]
 
-    def choose_many(self, problems: Iterable[Record], device: str | Device) -> list[Choice]:
+    def choose_many(
+        self,
+        problems: Iterable[Record],
+        device: str | Device,
+        *,
+        max_regret: float | None = None,
+    ) -> list[Choice]:
         """`choose` for each of `problems`, in order; those that are new are worked out together,
         which is faster."""
         known = get_device(device)
         asked = [(_checked(problem), known, 1) for problem in problems]
         parts = (asked[i : i + TOGETHER] for i in range(0, len(asked), TOGETHER))
-        return [choices[0] for part in parts for choices in self._best.many(part)]
+        found = (choices for part in parts for choices in self._best.many(part))
+        return [c[0] if max_regret is None else _within(c, max_regret)[0] for c in found]
 
-    def rank(self, problem: Record, device: str | Device, top: int = 5) -> list[Choice]:
-        """The best `top` choices, best first; one ``fallback`` choice if no kernel is legal.
+    def rank(
+        self,
+        problem: Record,
+        device: str | Device,
+        top: int = 5,
+        *,
+        max_regret: float | None = None,
+    ) -> list[Choice]:
+        """The best `top` choices, best first; one ``fallback`` choice if no kernel is legal. With
+        `max_regret`, the first one is what `choose` says, and predictions follow.
 
         Raises:
-            InvalidInput: `top` is not an integer from 1 to ``MAX_TOP``.
+            InvalidInput: `top` is not an integer from 1 to ``MAX_TOP``; others as of `choose`.
             UnknownDevice: no description of `device` is known.
         """
-        return list(self._answer(problem, get_device(device), check_top(top)))
+        choices = self._answer(problem, get_device(device), check_top(top))
+        return list(choices) if max_regret is None else _within(choices, max_regret)
 
     def knows_libraries(self, device: str | Device) -> bool:
         """Whether algorithms of a library are among what is chosen from on `device`: without them
@@ -175,12 +205,17 @@ class Predictor:
     def _work_out(self, asked: Sequence[_Asked]) -> list[tuple[Choice, ...]]:
         """The answers to questions that are all about one device and number of choices."""
         settled = [self._settled(*each) for each in asked]
+        trust = [_UNKNOWN] * len(asked)
         short = [i for i, options in enumerate(settled) if len(options) < asked[i][2]]
         found = self._found([asked[i] for i in short])
-        for i, options in zip(short, found, strict=True):
-            known = {option.candidate for option in settled[i]}
-            settled[i] += [option for option in options if option.candidate not in known]
-        return [self._choices(*each, options) for each, options in zip(asked, settled, strict=True)]
+        for i, (options, known) in zip(short, found, strict=True):
+            listed = {option.candidate for option in settled[i]}
+            settled[i] += [option for option in options if option.candidate not in listed]
+            trust[i] = known
+        return [
+            self._choices(*each, options, known)
+            for each, options, known in zip(asked, settled, trust, strict=True)
+        ]
 
     def _settled(self, problem: Record, device: Device, top: int) -> list[_Option]:
         """What needs no prediction: the user's pin, and the best measured config."""
@@ -196,26 +231,56 @@ class Predictor:
             options.append(_Option("measured", best.candidate, best.time_ms * 1e-3))
         return options
 
-    def _found(self, asked: Sequence[_Asked]) -> list[list[_Option]]:
-        """What is predicted, or else estimated, for each question."""
+    def _found(self, asked: Sequence[_Asked]) -> list[tuple[list[_Option], Trust]]:
+        """What is predicted, or else estimated, for each question, and how far the first of it can
+        be trusted."""
         alike: dict[type[Record], list[int]] = {}
         for i, (problem, _, _) in enumerate(asked):
             alike.setdefault(type(problem), []).append(i)
-        found: list[list[_Option]] = [[] for _ in asked]
+        found: list[tuple[list[_Option], Trust]] = [([], _UNKNOWN)] * len(asked)
         for places in alike.values():
             first, device, top = asked[places[0]]
             model = self._model(first, device)
             if model is not None:
-                options = _predicted([asked[i][0] for i in places], device, model, top)
-                for i, each in zip(places, options, strict=True):
-                    found[i] = each
+                problems = [asked[i][0] for i in places]
+                predicted = _predicted(problems, device, model, top)
+                trusts = self._trusts(problems, device, model, top, predicted)
+                for i, options, trust in zip(places, predicted, trusts, strict=True):
+                    found[i] = [_Option("predicted", c, seconds) for seconds, c in options], trust
         return [
-            options or _estimated(problem, device, top)
-            for options, (problem, device, top) in zip(found, asked, strict=True)
+            (options, trust) if options else (_estimated(problem, device, top), _UNKNOWN)
+            for (options, trust), (problem, device, top) in zip(found, asked, strict=True)
         ]
 
+    def _trusts(
+        self,
+        problems: Sequence[Record],
+        device: Device,
+        model: Model,
+        top: int,
+        predicted: Sequence[Options],
+    ) -> list[Trust]:
+        """How far the first prediction for each problem can be trusted, which does not depend on
+        how many were asked for."""
+        if top > 1:
+            best = (self._best((problem, device, 1))[0] for problem in problems)
+            return [Trust(choice.regret_bound, choice.extrapolated) for choice in best]
+        served = [i for i, options in enumerate(predicted) if options]
+        found = [_UNKNOWN] * len(problems)
+        trusts = model.bounds.of(
+            [problems[i] for i in served], device, [predicted[i] for i in served]
+        )
+        for i, trust in zip(served, trusts, strict=True):
+            found[i] = trust
+        return found
+
     def _choices(
-        self, problem: Record, device: Device, top: int, options: Sequence[_Option]
+        self,
+        problem: Record,
+        device: Device,
+        top: int,
+        options: Sequence[_Option],
+        trust: Trust,
     ) -> tuple[Choice, ...]:
         """The first `top` of `options` spelled out; the fallback if there are none."""
         planned = self._planned.get((problem, device))
@@ -223,12 +288,11 @@ class Predictor:
             return (planned,)  # so that a start from a plan loads no model
         model = self._model(problem, device)
         options = options or [_Option("fallback", PYTORCH_OPERATOR, None)]
-        bound = model.regret_bound if model and options[0].source == "predicted" else None
-        choices = tuple(
-            _choice(problem, device, option, model, bound if index == 0 else None)
-            for index, option in enumerate(options[:top])
-        )
-        return choices if planned is None else (planned, *choices[1:])
+        choices = [_choice(problem, device, option, model) for option in options[:top]]
+        if options[0].source == "predicted":
+            bound, extrapolated = trust
+            choices[0] = replace(choices[0], regret_bound=bound, extrapolated=extrapolated)
+        return tuple(choices) if planned is None else (planned, *choices[1:])
 
 
 def _checked(problem: object) -> Record:
@@ -237,24 +301,22 @@ def _checked(problem: object) -> Record:
     return problem
 
 
+def _within(choices: Sequence[Choice], max_regret: float) -> list[Choice]:
+    return within(choices, check_max_regret(max_regret))
+
+
 def _predicted(
     problems: Sequence[Record], device: Device, model: Model, top: int = 1
-) -> list[list[_Option]]:
+) -> list[Options]:
     """For each of `problems` at least `top` candidates, if the families that `model` knows have
-    them, fastest first. PyTorch's own operator comes before those that do not beat it even if its
-    time is overestimated. Empty where nothing is legal."""
-    rankings = rank_families(model.families, model.gate, problems, device, top)
-    found = [
-        [_Option("predicted", candidate, seconds) for seconds, candidate in ranking]
-        for ranking in rankings
-    ]
-    served = [i for i, ranking in enumerate(rankings) if ranking]
+    them, and PyTorch's own operator, in the order of the answer, with their seconds. Empty where
+    nothing is legal."""
+    found = rank_families(model.families, model.gate, problems, device, top)
+    served = [i for i, options in enumerate(found) if options]
     if served and model.pytorch is not None:
         slowdowns = model.pytorch.slowdowns([problems[i] for i in served], device)
         for i, slowdown in zip(served, slowdowns, strict=True):
-            expected, least = (rankings[i][0][0] * times for times in slowdown)
-            place = sum(seconds <= least for seconds, _ in rankings[i])
-            found[i].insert(place, _Option("predicted", PYTORCH_OPERATOR, expected))
+            found[i] = with_pytorch(found[i], slowdown)
     return found
 
 
@@ -263,12 +325,10 @@ def _estimated(problem: Record, device: Device, top: int) -> list[_Option]:
 
     Estimates are too rough to be compared with anything but one another.
     """
-    found: Ranking = []
-    for name, family in kernels_of(problem).items():
-        rows, seconds = rank_by_estimate(family, problem, device)
-        pairs = zip(seconds[:top].tolist(), rows[:top].tolist(), strict=True)
-        found += [(value, Candidate(name, row)) for value, row in pairs]
-    return [_Option("heuristic", candidate, seconds) for seconds, candidate in sorted(found)]
+    families = kernels_of(problem).items()
+    ranked = {name: rank_by_estimate(f, problem, device) for name, f in families}
+    found = fastest(ranked, top)
+    return [_Option("heuristic", candidate, seconds) for seconds, candidate in found]
 
 
 def _expected_s(
@@ -277,7 +337,7 @@ def _expected_s(
     """Seconds that `candidate` is expected to take."""
     if candidate == PYTORCH_OPERATOR:
         predicted = _predicted([problem], device, model)[0] if model else []
-        return next((o.seconds for o in predicted if o.candidate == candidate), None)
+        return next((seconds for seconds, found in predicted if found == candidate), None)
     row = np.array([candidate.config_id], np.intp)
     learned = model.families.get(candidate.provider) if model else None
     if learned is None:
@@ -286,15 +346,12 @@ def _expected_s(
     return float(learned.rank(problem, device, row)[1][0])
 
 
-def _choice(
-    problem: Record, device: Device, option: _Option, model: Model | None, bound: float | None
-) -> Choice:
+def _choice(problem: Record, device: Device, option: _Option, model: Model | None) -> Choice:
     return Choice(
         problem,
         device.key,
         option.source,
         option.candidate,
         predicted_ms=None if option.seconds is None else option.seconds * 1e3,
-        regret_bound=bound,
         model=model.version if model and option.source in ("predicted", "measured") else None,
     )

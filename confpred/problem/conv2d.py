@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import ClassVar
+
+import numpy as np
 
 from confpred.errors import InvalidProblem
 from confpred.problem.record import Record
@@ -163,13 +166,30 @@ class Problem(Record):
 
     @property
     def minimum_bytes(self) -> int:
-        """Bytes that must cross device memory: every operand read or written once.
+        """Bytes that must cross device memory: what is written, and what is read of each operand,
+        once.
 
-        Every direction has the same three tensors, and writes one of them.
+        Every direction has the same three tensors, and writes one of them. Of the image, a strided
+        window may leave out pixels; only its gradient has a value for each of them.
         """
-        elements = self.input_elements + self.filter_elements + self.output_elements
+        image = self.input_elements
+        if self.direction != "dgrad":
+            image = self.n * self.c * self._pixels_read
+        elements = image + self.filter_elements + self.output_elements
         extra = (self.k if self.bias else 0) + (self.output_elements if self.residual else 0)
         return self.itemsize * (elements + extra)
+
+    @property
+    def _pixels_read(self) -> int:
+        """Pixels of an image of the input that some window has."""
+        sizes = ((self.h, self.p, self.r), (self.w, self.q, self.s))
+        rows, columns = (
+            _places_read(size, outputs, taps, stride, padding, dilation)
+            for (size, outputs, taps), stride, padding, dilation in zip(
+                sizes, self.stride, self.padding, self.dilation, strict=True
+            )
+        )
+        return rows * columns
 
     @property
     def flops(self) -> int:
@@ -179,3 +199,16 @@ class Problem(Record):
 
 def _output_size(size: int, filter_size: int, stride: int, padding: int, dilation: int) -> int:
     return (size + 2 * padding - dilation * (filter_size - 1) - 1) // stride + 1
+
+
+@lru_cache(maxsize=4096)
+def _places_read(
+    size: int, outputs: int, taps: int, stride: int, padding: int, dilation: int
+) -> int:
+    """How many of `size` places along an axis are under some tap of some window."""
+    read = np.zeros(size, np.bool_)
+    for tap in range(taps):
+        first = tap * dilation - padding  # of the places that this tap meets, one a window
+        end = max(first + (outputs - 1) * stride + 1, 0)
+        read[first if first >= 0 else first % stride : end : stride] = True
+    return int(read.sum())

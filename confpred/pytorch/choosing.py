@@ -60,6 +60,7 @@ served: dict[Any, Any] = {}
 latest: dict[Any, tuple[Any, Callable[..., bool], Any]] = {}
 _predictor: Predictor | None = None  # loaded when it is first needed
 _watchers: list[Callable[[Choice], None]] = []
+_max_regret: float | None = None  # what bound on regret is accepted; None for any
 _chosen: dict[tuple[Problem, int], Future[Choice | None]] = {}
 #: Whether a dense layer may be served by anything but PyTorch's own operator, as far as is known;
 #: while it may not, whoever meets one need not look further.
@@ -72,6 +73,15 @@ def use_predictor(predictor: Predictor) -> None:
     global _predictor
     _predictor = predictor
     forget()
+
+
+def accept(max_regret: float | None) -> None:
+    """Let kernels of ours run only where the bound on their regret is at most `max_regret`, if it
+    is not None."""
+    global _max_regret
+    if max_regret != _max_regret:
+        _max_regret = max_regret
+        forget()
 
 
 def use_plan(path: Path) -> Callable[[], None]:
@@ -154,12 +164,13 @@ def watch_choices(callback: Callable[[Choice], None]) -> Iterator[None]:
         _watchers.remove(callback)
 
 
-def choose(problem: Problem, ordinal: int) -> Choice | None:
-    """The choice for `problem` on CUDA device `ordinal`; None for a device without a
-    description."""
+def choose(problem: Problem, ordinal: int, *, any_bound: bool = False) -> Choice | None:
+    """The choice for `problem` on CUDA device `ordinal`, if `any_bound` is set whatever bound on
+    its regret is accepted; None for a device without a description."""
+    accepted = None if any_bound else _max_regret
     try:
         predictor, device = current_predictor(), driver.device_of(ordinal)
-        choice = predictor.choose(problem, device)
+        choice = predictor.choose(problem, device, max_regret=accepted)
         if device not in _serves_dense:
             _learn_of_dense(device, predictor.knows_libraries(device))
     except UnknownDevice as error:
@@ -225,7 +236,7 @@ def why_not_ours(choice: Choice) -> str | None:
         dense = getattr(choice.problem, "groups", None) == 1
         return "dense layers were never sampled" if dense else "no model for this device"
     if choice.source == "fallback":
-        return "no kernel of ours is legal"
+        return "no kernel of ours is legal, or none within max_regret"
     if choice.candidate == PYTORCH_OPERATOR:
         told = {"pinned": "pinned", "measured": "measured slower"}
         return told.get(choice.source, "predicted slower")

@@ -35,10 +35,12 @@ class Policy:
         background: choices are made and kernels compiled in other threads, while PyTorch's own
             operator serves.
         verifier: measures the best predictions where one is set.
+        max_regret: the largest bound on regret that is accepted unmeasured; None for any.
     """
 
     background: bool = False
     verifier: Verifier | None = None
+    max_regret: float | None = None
 
 
 _current = Policy()
@@ -49,6 +51,7 @@ def use(policy: Policy) -> Policy:
     chosen again."""
     global _current
     former, _current = _current, policy
+    choosing.accept(policy.max_regret)
     if policy.verifier is not former.verifier:
         choosing.forget()
     return former

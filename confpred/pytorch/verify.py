@@ -23,6 +23,7 @@ from confpred.cuda import driver
 from confpred.families.candidate import PYTORCH_OPERATOR
 from confpred.measure.pytorch import operands
 from confpred.predict.choice import Choice
+from confpred.predict.trust import is_trusted, within
 from confpred.problem.conv2d import Problem
 from confpred.problem.conv2d_operation import CONVOLUTION
 from confpred.pytorch import choosing
@@ -47,6 +48,8 @@ class Verifier:
         spent_s: seconds taken so far.
         winners: what was chosen.
         followed: choices of the plan that were taken as they are, and stay in it.
+        max_regret: predictions whose bound on regret is at most this are taken as they are; None to
+            measure all.
     """
 
     top: int
@@ -55,6 +58,7 @@ class Verifier:
     spent_s: float = 0.0
     winners: dict[tuple[Problem, int], Choice] = field(default_factory=dict)
     followed: tuple[Choice, ...] = ()
+    max_regret: float | None = None
 
     def fastest(self, problem: Problem, ordinal: int) -> Choice | None:
         """The fastest of the candidates by measurement, or the predicted choice where the budget is
@@ -63,9 +67,13 @@ class Verifier:
         if key in self.winners:
             choosing.announce(self.winners[key])
             return self.winners[key]
-        predicted = choosing.choose(problem, ordinal)
-        if predicted is None or self.spent_s >= self.budget_s:
+        predicted = choosing.choose(problem, ordinal, any_bound=True)
+        if predicted is None:
+            return None
+        if self.max_regret is not None and is_trusted(predicted, self.max_regret):
             return predicted
+        if self.spent_s >= self.budget_s:
+            return within([predicted], self.max_regret)[0]
         if predicted.is_guess or predicted.source in ("pinned", "fallback"):
             return predicted
         started = time.monotonic()

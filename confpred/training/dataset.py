@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +20,7 @@ from confpred.families.candidate import PYTORCH
 from confpred.families.protocol import Rows
 from confpred.families.registry import all_families, all_operations, config_ids
 from confpred.measure.outcome import STATUSES
-from confpred.problem.device import Device, get_device
+from confpred.problem.device import KNOWN, Device, get_device
 from confpred.problem.operation import Operation
 from confpred.problem.record import Record
 
@@ -36,6 +36,9 @@ class Timings:
         rows: rows of its config table, ascending; never empty.
         time_ms: median time of each row, milliseconds.
         spread_ms: interquartile range of that time, milliseconds.
+        device: the device that was measured.
+        registers: of a thread of each row's kernel, as compiled; 0 or None where that was not
+            recorded.
     """
 
     problem: Record
@@ -44,11 +47,13 @@ class Timings:
     rows: Rows
     time_ms: NDArray[np.float64]
     spread_ms: NDArray[np.float64]
+    device: Device
+    registers: NDArray[np.int64] | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Dataset:
-    """All that was measured on one device.
+    """All that was measured on one device, and what can be learned from others.
 
     Attributes:
         device: the device that was measured.
@@ -59,6 +64,8 @@ class Dataset:
         skipped: ``ok`` rows left out because this version has no such family or config, or does
             not allow it for the problem.
         kernels: digests of each family's CUDA source.
+        others: what was measured on other devices, of the same operation. What makes one config
+            slower than another is much the same on all of them.
     """
 
     device: Device
@@ -68,20 +75,43 @@ class Dataset:
     statuses: Mapping[str, int]
     skipped: int
     kernels: Mapping[str, tuple[str, ...]]
+    others: tuple[Dataset, ...] = ()
+
+    @property
+    def everywhere(self) -> tuple[Timings, ...]:
+        """The timings of all devices, those of this one first."""
+        return self.timings + tuple(t for other in self.others for t in other.timings)
+
+    @property
+    def pytorch_everywhere(self) -> dict[tuple[Device, Record], float]:
+        """`pytorch_ms` of all devices."""
+        return {(d.device, p): ms for d in (self, *self.others) for p, ms in d.pytorch_ms.items()}
 
     @property
     def rows(self) -> int:
         """Distinct (problem, config) pairs."""
         return sum(len(t.rows) for t in self.timings)
 
+    def restricted(self, problems: Collection[Record]) -> Dataset:
+        """What was measured of `problems`, on all devices."""
+        return replace(
+            self,
+            timings=tuple(t for t in self.timings if t.problem in problems),
+            pytorch_ms={p: ms for p, ms in self.pytorch_ms.items() if p in problems},
+            others=tuple(other.restricted(problems) for other in self.others),
+        )
+
     @property
     def digest(self) -> str:
-        """Identity of the timings, however they are spread over files: 16 hex digits."""
+        """Identity of all timings, however they are spread over files: 16 hex digits."""
         state = hashlib.sha256(self.device.key.encode())
         for t in self.timings:
             state.update(f"\n{t.problem};{t.family};{','.join(t.networks)};".encode())
             state.update(t.rows.tobytes() + t.time_ms.tobytes())
             state.update(repr(self.pytorch_ms.get(t.problem)).encode())
+            state.update(b"" if t.registers is None else t.registers.tobytes())
+        for other in self.others:
+            state.update(other.digest.encode())
         return state.hexdigest()[:16]
 
 
@@ -92,7 +122,8 @@ def read_dataset(paths: Sequence[Path], device: str | None = None) -> Dataset:
 
     Args:
         paths: files or folders.
-        device: keep the rows of this device only; may be None where the data is of one device.
+        device: the device to learn for; may be None where the data is of one device. What was
+            measured on others is kept apart, or left out where the device has no description.
 
     Raises:
         DataError: a file cannot be read, is not Parquet, lacks a column or holds an impossible
@@ -106,20 +137,32 @@ def read_dataset(paths: Sequence[Path], device: str | None = None) -> Dataset:
     found = sorted(pc.unique(table["device"]).to_pylist())
     if device is not None:
         wanted = get_device(device).key
-        table = table.filter(pc.field("device") == wanted)
-        if not table.num_rows:
+        if wanted not in found:
             raise DataError(f"no measurements of {wanted}; the data is of {' and '.join(found)}")
     elif len(found) > 1:
         raise DataError(f"the data is of {' and '.join(found)}: choose one device")
-    where = get_device(wanted if device is not None else "".join(found))
+    else:
+        wanted = found[0] if found else ""
+    known = (name for name in found if name in KNOWN and name != wanted)
+    rest = (_of_device(name, read, operation) for name in known)
+    others = tuple(other for other in rest if other.timings)
+    dataset = replace(_of_device(wanted, read, operation), others=others)
+    if not dataset.timings:
+        raise DataError(
+            f"nothing to learn from: {sum(dataset.statuses.values())} rows, "
+            f"{dataset.statuses.get('ok', 0)} timed, {dataset.skipped} of configs that this "
+            "version does not have"
+        )
+    return dataset
+
+
+def _of_device(name: str, read: CheckedRows, operation: Operation) -> Dataset:
+    """What was measured on the device called `name`."""
+    where = get_device(name)
+    table = read.table.filter(pc.field("device") == name)
     # Of PyTorch's operator, the times of cuDNN's benchmark mode count; a hold-out has both.
     timed = table.filter((pc.field("status") == "ok") & (pc.field("cudnn_mode") != "heuristics"))
     timings, pytorch_ms, skipped = _timings(timed, read, where, operation)
-    if not timings:
-        raise DataError(
-            f"nothing to learn from: {table.num_rows} rows, {timed.num_rows} timed, {skipped} of "
-            "configs that this version does not have"
-        )
     counted = pc.value_counts(table["status"]).to_pylist()
     counts = {entry["values"]: entry["counts"] for entry in counted}
     return Dataset(
@@ -170,6 +213,7 @@ def _timings(
     names, of_name = provider.dictionary.to_pylist(), provider.indices.to_numpy()
     number = _config_numbers(timed["config"], names, of_name)
     time_ms, spread_ms = (timed[column].to_numpy() for column in ("time_ms", "spread_ms"))
+    registers = timed["registers"].to_numpy().astype(np.int64)
 
     # Sorted, the rows of a problem and provider lie together, and in them those of a config.
     order = np.lexsort((number, of_name, of_problem))
@@ -189,8 +233,11 @@ def _timings(
             used += len(rows)
             if len(rows):
                 ids, starts = np.unique(number[rows], return_index=True)
-                times = (_medians(column[rows], starts) for column in (time_ms, spread_ms))
-                timings.append(Timings(problem, networks[index], name, ids, *times))
+                median, spread = (_medians(c[rows], starts) for c in (time_ms, spread_ms))
+                compiled = np.maximum.reduceat(registers[rows], starts)
+                timings.append(
+                    Timings(problem, networks[index], name, ids, median, spread, device, compiled)
+                )
     timings.sort(key=lambda t: (str(t.problem), t.family))
     return tuple(timings), pytorch_ms, timed.num_rows - used
 

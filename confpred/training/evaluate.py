@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from confpred.errors import MissingExtra
-from confpred.model.ranking import PytorchModel
-from confpred.model.trees import Trees
+from confpred.families.candidate import PYTORCH_OPERATOR
 from confpred.problem.device import Device
-from confpred.problem.record import Record
+from confpred.training.answers import Answer, answers
+from confpred.training.bounds import FittedBounds, fit_bounds
 from confpred.training.dataset import Dataset, Timings
 from confpred.training.fit import Hyperparameters
-from confpred.training.gate import fit_gate
 from confpred.training.helpers import run_in_helpers
 from confpred.training.methods import TOPS, Method, Score, baselines, model_method
-from confpred.training.pytorch import fit_pytorch
 from confpred.training.split import Fold, split_by_network
 
 MODEL = "model"
@@ -116,10 +114,28 @@ def _judge_fold(method: Method, fold: Fold, device: Device, seed: int) -> tuple[
         return str(error)
 
 
-def judge_model(dataset: Dataset, hyper: Hyperparameters, folds: int, seed: int) -> Judged:
+def folds_of(dataset: Dataset, folds: int, seed: int) -> tuple[Fold, ...]:
+    """The networks of `dataset` in folds; what is held out of one is held out on all devices.
+
+    Raises:
+        DataError: the data cannot be split by network.
+    """
+    others = [t for other in dataset.others for t in other.timings]
+    return split_by_network(dataset.timings, folds, seed, others)
+
+
+def judge_model(
+    dataset: Dataset, folds: Sequence[Fold], hyper: Hyperparameters, seed: int
+) -> Judged:
     """Cross-validate the deployed model alone, as training does to calibrate it."""
-    split = split_by_network(dataset.timings, folds, seed)
-    return judge(split, {MODEL: model_method(hyper)}, dataset.device, seed)
+    return judge(folds, {MODEL: model_method(hyper)}, dataset.device, seed)
+
+
+def _with_all(judged: Judged) -> Judged:
+    """`judged`, and the model with every measured config as a candidate."""
+    every = tuple(score.of_all or score for score in judged.scores[MODEL])
+    model, *rest = judged.scores.items()
+    return replace(judged, scores=dict([model, (MODEL_ALL, every), *rest]))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -130,16 +146,49 @@ class Whole:
     Attributes:
         regret: regret against the best of all measured times: of the choice, and of always choosing
             one side.
+        time: the times of all problems together, over those of the best: of the same. Large layers
+            count for more here, as they do in a network.
         speed, worst_speed: PyTorch's time over that of the choice: geometric mean, and least.
         slower: problems on which the choice is slower than PyTorch's by more than ``SLOWER``.
         pytorch: problems left to PyTorch's operator.
+        given_away: of these, problems on which our choice is faster by more than ``SLOWER``.
     """
 
     regret: Mapping[str, Summary]
+    time: Mapping[str, float]
     speed: float
     worst_speed: float
     slower: int
     pytorch: int
+    given_away: int
+
+
+def whole(found: Sequence[Answer]) -> Whole | None:
+    """How the answers `found` do; None where PyTorch's operator is no candidate."""
+    both = [(a, a.pytorch_ms) for a in found if a.pytorch_ms is not None]
+    if not both:
+        return None
+    ours, best = (np.array([getattr(a, n) for a, _ in both]) for n in ("ours_ms", "best_ms"))
+    theirs = np.array([ms for _, ms in both])
+    left = np.array([a.chosen == PYTORCH_OPERATOR for a, _ in both])
+    times = {
+        CHOSEN: np.where(left, theirs, ours),
+        "always ours": ours,
+        "always PyTorch's": theirs,
+    }
+    speed = theirs / times[CHOSEN]
+    return Whole(
+        regret={
+            name: Summary.of(np.repeat((ms / best)[:, None], len(TOPS), axis=1), [2])
+            for name, ms in times.items()
+        },
+        time={name: float(ms.sum() / best.sum()) for name, ms in times.items()},
+        speed=float(np.exp(np.log(speed).mean())),
+        worst_speed=float(speed.min()),
+        slower=int((speed < 1 / (1 + SLOWER)).sum()),
+        pytorch=int(left.sum()),
+        given_away=int((left & (theirs > (1 + SLOWER) * ours)).sum()),
+    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -149,6 +198,7 @@ class Evaluation:
     Attributes:
         judged: problems and scores.
         whole: the choice that a user gets; None where PyTorch's own operator was not measured.
+        bounds: the bound on an answer's regret, and how often it held.
         noise: median and 95 % quantile of a timing's interquartile range over its median.
     """
 
@@ -157,15 +207,17 @@ class Evaluation:
     seed: int
     judged: Judged
     whole: Whole | None
+    bounds: FittedBounds
     noise: tuple[float, float]
 
     def to_json(self) -> dict[str, Any]:
         """The figures as plain data."""
         judged, names = self.judged, sorted({t.family for t in self.judged.timings})
         return {
-            "format": "confpred-evaluation/2",
+            "format": "confpred-evaluation/3",
             "device": self.dataset.device.key,
             "data": self.dataset.digest,
+            "other_devices": [other.device.key for other in self.dataset.others],
             "rows": self.dataset.rows,
             "problems": len(self.dataset.timings),
             "statuses": dict(self.dataset.statuses),
@@ -182,6 +234,7 @@ class Evaluation:
             },
             "missing": dict(judged.missing),
             "whole": self.whole and asdict(self.whole),
+            "bounds": {"coverage": self.bounds.coverage, "median": self.bounds.median},
             "judged": [
                 {
                     "problem": str(t.problem),
@@ -202,76 +255,20 @@ def evaluate(dataset: Dataset, hyper: Hyperparameters, folds: int, seed: int) ->
     Raises:
         DataError: the data cannot be split by network.
     """
-    split = split_by_network(dataset.timings, folds, seed)
+    split = folds_of(dataset, folds, seed)
     methods = {
         MODEL: model_method(hyper),
-        MODEL_ALL: model_method(hyper, portfolio=False),
         **baselines(),
     }
-    judged = judge(split, methods, dataset.device, seed)
+    judged = _with_all(judge(split, methods, dataset.device, seed))
+    found = answers(dataset, split, judged.scores[MODEL], hyper, seed)
     spread = np.concatenate([t.spread_ms / t.time_ms for t in dataset.timings])
     return Evaluation(
         dataset=dataset,
         folds=split,
         seed=seed,
         judged=judged,
-        whole=_whole(dataset, split, judged, hyper, seed),
+        whole=whole(found),
+        bounds=fit_bounds(found, dataset, seed),
         noise=(float(np.nanmedian(spread)), float(np.nanquantile(spread, 0.95))),
-    )
-
-
-def _whole(
-    dataset: Dataset,
-    folds: Sequence[Fold],
-    judged: Judged,
-    hyper: Hyperparameters,
-    seed: int,
-) -> Whole | None:
-    """How the whole choice does, judged as it is made: each fold's own model and margin."""
-    # Of each family: the predicted time of its choice, that choice's true time, the best one.
-    ours: dict[Record, dict[str, tuple[float, float, float]]] = {}
-    for t, score in zip(judged.timings, judged.scores[MODEL], strict=True):
-        best = float(t.time_ms.min())
-        predicted = np.inf if score.predicted_ms is None else score.predicted_ms
-        ours.setdefault(t.problem, {})[t.family] = (predicted, score.regret[0] * best, best)
-    regrets: dict[str, list[float]] = {CHOSEN: [], "always ours": [], "always PyTorch's": []}
-    speeds = []
-    for fold in folds:
-        fitted = fit_pytorch(
-            fold.train, dataset.pytorch_ms, dataset.operation, dataset.device, hyper, seed
-        )
-        if fitted is None:
-            return None
-        gate = fit_gate(fold.train, dataset.operation, dataset.device, seed)
-        known = None if gate is None else gate.gate(dataset.operation)
-        pytorch = PytorchModel(dataset.operation, Trees(fitted.ratio), fitted.margin)
-        for problem in dict.fromkeys(t.problem for t in fold.test):
-            theirs = dataset.pytorch_ms.get(problem)
-            if theirs is None:
-                continue
-            names = (
-                [[*ours[problem]]]
-                if known is None
-                else known.open([problem], dataset.device, [[*ours[problem]]])
-            )
-            _, mine, _ = min(ours[problem][name] for name in names[0])
-            best = min(theirs, *(oracle for _, _, oracle in ours[problem].values()))
-            _, least = pytorch.slowdown(problem, dataset.device)
-            chosen = mine if least >= 1 else theirs
-            speeds.append(theirs / chosen)
-            regrets[CHOSEN].append(chosen / best)
-            regrets["always ours"].append(mine / best)
-            regrets["always PyTorch's"].append(theirs / best)
-    if not speeds:
-        return None
-    speed = np.array(speeds)
-    return Whole(
-        regret={
-            name: Summary.of(np.repeat(np.array(values)[:, None], len(TOPS), axis=1), [2])
-            for name, values in regrets.items()
-        },
-        speed=float(np.exp(np.log(speed).mean())),
-        worst_speed=float(speed.min()),
-        slower=int((speed < 1 / (1 + SLOWER)).sum()),
-        pytorch=int((speed == 1).sum()),
     )

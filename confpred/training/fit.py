@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from confpred.errors import DataError
 from confpred.families.registry import all_families
 from confpred.model.pools import Pool, pools
+from confpred.model.registers import Registers, registers_text
 from confpred.problem.device import Device
 from confpred.training.dataset import Timings
 from confpred.training.portfolio import choose_portfolio
@@ -66,28 +67,37 @@ class Fitted:
         pool: the families.
         order, time: their regressors in LightGBM's text form.
         portfolios: each family's, by its name.
+        registers: of the compiled kernels of each family, as text, by its name; without families of
+            which nothing is known.
     """
 
     pool: Pool
     order: str
     time: str
     portfolios: Mapping[str, NDArray[np.bool_]]
+    registers: Mapping[str, str]
 
 
 def fit_families(
     timings: Sequence[Timings], device: Device, hyper: Hyperparameters, seed: int
 ) -> tuple[Fitted, ...]:
-    """Fit each family that `timings` has. The same input gives the same bytes.
+    """Fit each family that `timings` has on `device`; what other devices took for its configs, and
+    for those of families with the same table, is learned from too. The same input gives the same
+    bytes.
 
     Raises:
-        DataError: there are no timings.
+        DataError: there are no timings of `device`.
     """
-    if not timings:
+    measured = {t.family: all_families()[t.family] for t in timings if t.device == device}
+    if not measured:
         raise DataError("no measurements are left to train on")
-    measured = {t.family: all_families()[t.family] for t in timings}
     return tuple(
         _fit_pool(
-            [t for t in timings if measured[t.family] in pool.families], pool, device, hyper, seed
+            [t for t in timings if measured.get(t.family) in pool.families],
+            pool,
+            device,
+            hyper,
+            seed,
         )
         for pool in pools(measured.values())
     )
@@ -96,11 +106,24 @@ def fit_families(
 def _fit_pool(
     timings: Sequence[Timings], pool: Pool, device: Device, hyper: Hyperparameters, seed: int
 ) -> Fitted:
+    texts = {
+        family.name: registers_text(
+            family, [(t.problem, t.rows, t.registers) for t in timings if t.family == family.name]
+        )
+        for family in pool.families
+    }
+    tables = {name: text for name, text in texts.items() if text is not None}
+    registers = {n: Registers(all_families()[n], text) for n, text in tables.items()}
     features = np.concatenate(
-        [pool.features(all_families()[t.family], t.problem, device, t.rows) for t in timings]
+        [
+            pool.features(
+                all_families()[t.family], t.problem, t.device, t.rows, registers.get(t.family)
+            )
+            for t in timings
+        ]
     )
     regret = np.concatenate([t.time_ms / t.time_ms.min() for t in timings])
-    slowdown = np.concatenate([t.time_ms * 1e-3 / device.roofline_s(t.problem) for t in timings])
+    slowdown = np.concatenate([t.time_ms * 1e-3 / t.device.roofline_s(t.problem) for t in timings])
 
     def fit(target: NDArray[np.float64], trees: int, leaves: int) -> str:
         data = lightgbm.Dataset(
@@ -123,14 +146,17 @@ def _fit_pool(
         time=fit(slowdown, hyper.time_trees, hyper.time_leaves),
         portfolios={
             family.name: choose_portfolio(
-                [t for t in timings if t.family == family.name], family, device
+                [t for t in timings if t.family == family.name and t.device == device],
+                family,
+                device,
             )
             for family in pool.families
         },
+        registers=tables,
     )
 
 
-def boost(data: lightgbm.Dataset, grow: Mapping[str, float], trees: int, seed: int) -> str:
+def boost(data: lightgbm.Dataset, grow: Mapping[str, float | str], trees: int, seed: int) -> str:
     """Regression trees in LightGBM's text form; `grow` are its parameters.
 
     The text holds what predictions need, and is half as long as LightGBM writes it.
@@ -143,6 +169,6 @@ def boost(data: lightgbm.Dataset, grow: Mapping[str, float], trees: int, seed: i
         "num_threads": _THREADS,
         "verbosity": -1,
     }
-    booster = lightgbm.train({**grow, **fixed}, data, num_boost_round=trees)
+    booster = lightgbm.train({**fixed, **grow}, data, num_boost_round=trees)
     text, end, _ = str(booster.model_to_string()).partition("end of trees\n")
     return _UNUSED.sub("", text) + end

@@ -208,14 +208,11 @@ def without_holdout(dataset: Dataset, holdout: Dataset) -> Dataset:
     """`dataset` without the networks of `holdout`, and without any layer of it."""
     networks = {name for t in holdout.timings for name in t.networks}
     layers = {t.problem.layer() for t in holdout.timings}
-    kept = [
-        t for t in without_networks(dataset.timings, networks) if t.problem.layer() not in layers
-    ]
-    if not kept:
+    everywhere = without_networks(dataset.everywhere, networks)
+    kept = dataset.restricted({t.problem for t in everywhere if t.problem.layer() not in layers})
+    if not kept.timings:
         raise DataError("the hold-out shares a network or a layer with all of the training data")
-    problems = {t.problem for t in kept}
-    pytorch_ms = {p: ms for p, ms in dataset.pytorch_ms.items() if p in problems}
-    return replace(dataset, timings=tuple(kept), pytorch_ms=pytorch_ms)
+    return kept
 
 
 def check_unseen(model: Model, trained_on: Dataset, holdout: Dataset) -> str:
@@ -231,10 +228,8 @@ def check_unseen(model: Model, trained_on: Dataset, holdout: Dataset) -> str:
     """
     facts = model.card["data"]
     excluded = facts["excluded_networks"]
-    timings = without_networks(trained_on.timings, excluded)
-    problems = {t.problem for t in timings}
-    pytorch_ms = {p: ms for p, ms in trained_on.pytorch_ms.items() if p in problems}
-    given = replace(trained_on, timings=timings, pytorch_ms=pytorch_ms)
+    timings = without_networks(trained_on.everywhere, excluded)
+    given = trained_on.restricted({t.problem for t in timings})
     kind = model.operation.problem
     seen = {kind.parse(text).layer() for text in model.measured}
     networks: set[str] = set()

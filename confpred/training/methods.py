@@ -7,15 +7,17 @@ have cost on a problem: the measured regret of its choice among the problem's me
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from math import comb
 
 import numpy as np
 from numpy.typing import NDArray
 
 from confpred.errors import MissingExtra
+from confpred.families.protocol import Rows
 from confpred.families.registry import all_families
 from confpred.model.ranking import FamilyModel
+from confpred.model.registers import Registers
 from confpred.model.trees import Trees
 from confpred.problem.device import Device
 from confpred.training.dataset import Timings
@@ -33,11 +35,16 @@ class Score:
         regret: for each k of ``TOPS``, that of the best of the method's first k choices.
         candidates: configs that it chose from.
         predicted_ms: what it expected of its first choice; None where it expects nothing.
+        ranked: what it would offer if nothing had to have been measured: the first choices among
+            all that it knows, and their expected seconds, rising; None as before.
+        of_all: how it does if every measured config is a candidate, where that makes a difference.
     """
 
     regret: tuple[float, ...]
     candidates: int
     predicted_ms: float | None = None
+    ranked: tuple[Rows, NDArray[np.float64]] | None = None
+    of_all: Score | None = None
 
 
 Judge = Callable[[Timings], Score]
@@ -60,28 +67,42 @@ def family_models(fitted: Sequence[Fitted]) -> dict[str, FamilyModel]:
     for f in fitted:
         order, time = Trees(f.order), Trees(f.time)
         for family in f.pool.families:
-            portfolio = f.portfolios[family.name]
-            models[family.name] = FamilyModel(family, f.pool, order, time, portfolio)
+            text = f.registers.get(family.name)
+            models[family.name] = FamilyModel(
+                family,
+                f.pool,
+                order,
+                time,
+                f.portfolios[family.name],
+                None if text is None else Registers(family, text),
+            )
     return models
 
 
-def model_method(hyper: Hyperparameters, *, portfolio: bool = True) -> Method:
-    """The model as it is deployed, or with every measured config as a candidate."""
+def model_method(hyper: Hyperparameters) -> Method:
+    """The model as it is deployed, and with every measured config as a candidate."""
 
     def method(train: Sequence[Timings], device: Device, seed: int) -> Judge:
         models = family_models(fit_families(train, device, hyper, seed))
 
         def judge(t: Timings) -> Score:
             model = models[t.family]
-            offered = t.rows[model.portfolio[t.rows]] if portfolio else t.rows
-            candidates = offered if len(offered) else t.rows
-            rows, seconds = model.rank(t.problem, device, candidates)
-            order = np.searchsorted(t.rows, rows)
-            return Score(_regret(t, order), len(candidates), float(seconds[0]) * 1e3)
+            offered = t.rows[model.portfolio[t.rows]]
+            every = _score(model, t, t.rows)
+            score = _score(model, t, offered) if len(offered) else every
+            ranked = model.rank(t.problem, device, model.candidates(t.problem, device))
+            return replace(score, ranked=ranked, of_all=every)
 
         return judge
 
     return method
+
+
+def _score(model: FamilyModel, t: Timings, candidates: Rows) -> Score:
+    """How `model` does on a problem, choosing from some of its measured configs."""
+    rows, seconds = model.rank(t.problem, t.device, candidates)
+    order = np.searchsorted(t.rows, rows)
+    return Score(_regret(t, order), len(candidates), float(seconds[0]) * 1e3)
 
 
 def _regret(t: Timings, order: NDArray[np.intp]) -> tuple[float, ...]:
@@ -90,12 +111,17 @@ def _regret(t: Timings, order: NDArray[np.intp]) -> tuple[float, ...]:
     return tuple(float(t.time_ms[order[:k]].min() / best) for k in TOPS)
 
 
+def _of(timings: Sequence[Timings], device: Device) -> list[Timings]:
+    """The timings of `device`, which is all that the baselines know."""
+    return [t for t in timings if t.device == device]
+
+
 def _fixed(train: Sequence[Timings], device: Device, seed: int) -> Judge:
     """One order of all configs, by mean log regret over the training problems; the first that a
     problem can use is taken. A config counts as ``_UNSERVED`` times the best where it is illegal
     or was not measured."""
     cost = {name: np.zeros(len(family.configs)) for name, family in all_families().items()}
-    for t in train:
+    for t in _of(train, device):
         cost[t.family][t.rows] += np.log((t.time_ms / t.time_ms.min()).clip(max=_UNSERVED) / 2)
     return lambda t: Score(_regret(t, np.argsort(cost[t.family][t.rows], kind="stable")), 1)
 
@@ -134,8 +160,8 @@ def _ancestor(train: Sequence[Timings], device: Device, seed: int) -> Judge:
     except ImportError:
         raise MissingExtra("xgboost", "dev") from None
     models = {}
-    for name in {t.family for t in train}:
-        own = [t for t in train if t.family == name]
+    for name in {t.family for t in _of(train, device)}:
+        own = [t for t in _of(train, device) if t.family == name]
         data = xgboost.DMatrix(
             np.concatenate([_raw_features(t) for t in own]),
             np.concatenate([t.time_ms for t in own]),

@@ -10,6 +10,7 @@ import lightgbm
 import numpy as np
 from numpy.typing import NDArray
 
+from confpred.model.ranking import pytorch_feature_names, pytorch_features
 from confpred.model.trees import Trees
 from confpred.problem.device import Device
 from confpred.problem.operation import Operation
@@ -22,9 +23,9 @@ MIN_PROBLEMS = 30  # fewer say nothing about where PyTorch's own operator wins
 #: and it is not answered better by learning that cuDNN now and then takes 30 times as long.
 CAP = 1.0
 #: Where the logarithm of the predicted ratio is within DOUBT (a factor of 1.6), it is in doubt
-#: which one is faster. RISK is the share of these layers on which ours may be preferred although it
-#: is slower.
-DOUBT, RISK = 0.5, 0.08
+#: which one is faster. RISK is the share of these layers on which the ratio may be overestimated by
+#: more than the margin.
+DOUBT, RISK = 0.5, 0.25
 _PARTS = 5  # of the cross-validation that calibrates
 #: One row a problem is little data, so each tree sees another half of the rows.
 _GROW = {
@@ -46,36 +47,44 @@ class FittedPytorch:
 
 def fit_pytorch(
     timings: Sequence[Timings],
-    pytorch_ms: Mapping[Record, float],
+    pytorch_ms: Mapping[tuple[Device, Record], float],
     operation: Operation,
     device: Device,
     hyper: Hyperparameters,
     seed: int,
 ) -> FittedPytorch | None:
-    """Fit the logarithm of (PyTorch's time / that of our fastest measured config).
+    """Fit the logarithm of (PyTorch's time / that of our fastest measured config), on all devices
+    that were measured.
 
     The margin is conformal: it is the quantile of how far the prediction exceeds the truth on the
-    doubtful problems, each predicted by trees that saw no problem of its layer.
+    doubtful problems of `device`, each predicted by trees that saw no problem of its layer.
 
     Args:
         timings: what to learn from.
         pytorch_ms: milliseconds of PyTorch's own operator, in cuDNN's benchmark mode; problems that
             `timings` lacks are left out.
+        operation: what is computed.
+        device: the device to compare on.
+        hyper: how the trees grow.
+        seed: of the trees, and of the parts in which problems are held out.
 
     Returns:
-        None if fewer than ``MIN_PROBLEMS`` were measured.
+        None if fewer than ``MIN_PROBLEMS`` were measured on `device`.
     """
-    ours: dict[Record, float] = {}
+    ours: dict[tuple[Device, Record], float] = {}
     for t in timings:
-        ours[t.problem] = min(ours.get(t.problem, np.inf), float(t.time_ms.min()))
-    problems = sorted(ours.keys() & pytorch_ms.keys(), key=str)
-    if len(problems) < MIN_PROBLEMS:
+        asked = t.device, t.problem
+        ours[asked] = min(ours.get(asked, np.inf), float(t.time_ms.min()))
+    both = sorted(ours.keys() & pytorch_ms.keys(), key=lambda asked: (str(asked[1]), asked[0].key))
+    problems = [problem for _, problem in both]
+    here = np.array([where == device for where, _ in both], np.bool_)
+    if here.sum() < MIN_PROBLEMS:
         return None
-    features = np.concatenate([operation.features(p, device) for p in problems])
-    ratio = np.log([pytorch_ms[p] / ours[p] for p in problems]).clip(-CAP, CAP)
+    features = np.concatenate([pytorch_features(operation, p, where) for where, p in both])
+    ratio = np.log([pytorch_ms[asked] / ours[asked] for asked in both]).clip(-CAP, CAP)
 
     def fit(rows: NDArray[np.bool_]) -> str:
-        names = list(operation.feature_names)
+        names = list(pytorch_feature_names(operation))
         data = lightgbm.Dataset(features[rows], ratio[rows], feature_name=names)
         grow = {**_GROW, "num_leaves": hyper.pytorch_leaves}
         return boost(data, grow, hyper.pytorch_trees, seed)
@@ -85,7 +94,7 @@ def fit_pytorch(
     for number in set(part.tolist()):
         held_out = part == number
         expected[held_out] = Trees(fit(~held_out)).predict(features[held_out])
-    doubtful = np.abs(expected) < DOUBT
+    doubtful = here & (np.abs(expected) < DOUBT)
     return FittedPytorch(
         ratio=fit(np.ones(len(problems), np.bool_)),
         margin=_upper_quantile((expected - ratio)[doubtful], RISK),

@@ -40,12 +40,16 @@ def print_evaluation(evaluation: Evaluation, console: Console) -> None:
         console.print(f"{method}: not installed ({reason})")
     if whole := evaluation.whole:
         console.print(
-            _whole_table(whole.regret),
+            _whole_table(whole.regret, whole.time),
             f"over PyTorch's own operator: {whole.speed:.3f}x, worst {whole.worst_speed:.2f}x; "
             f"slower by more than {SLOWER:.0%}: {whole.slower} of {whole.regret[CHOSEN].problems} "
-            f"problems; left to it: {whole.pytorch}",
+            f"problems; left to it: {whole.pytorch}, of which ours is faster by more than "
+            f"{SLOWER:.0%} on {whole.given_away}",
             sep="\n",
         )
+    bounds = evaluation.bounds
+    shares = ", ".join(f"{name} {share:.1%}" for name, share in bounds.coverage.items())
+    console.print(f"answers within their bound on regret (median {bounds.median:.3f}): {shares}")
 
 
 def print_verdict(verdict: Verdict, console: Console) -> None:
@@ -117,16 +121,15 @@ def _table(title: str, summaries: Mapping[str, Summary]) -> Table:
     return table
 
 
-def _whole_table(summaries: Mapping[str, Summary]) -> Table:
+def _whole_table(summaries: Mapping[str, Summary], time: Mapping[str, float]) -> Table:
     title = "among all families and PyTorch's operator: time / time of the fastest"
     table = Table(title=title, title_justify="left")
     table.add_column("choice")
-    for column in ("problems", "geomean", "p95", "worst"):
+    for column in ("problems", "geomean", "p95", "worst", "all time together"):
         table.add_column(column, justify="right")
     for name, s in summaries.items():
-        table.add_row(
-            name, str(s.problems), *(f"{value:.3f}" for value in (s.geomean, s.p95, s.worst))
-        )
+        figures = (s.geomean, s.p95, s.worst, time[name])
+        table.add_row(name, str(s.problems), *(f"{value:.3f}" for value in figures))
     return table
 
 

@@ -21,7 +21,7 @@ class Fold:
 
     Attributes:
         networks: held out.
-        train: timings without any layer of those networks.
+        train: timings without any layer of those networks, of other devices too.
         test: timings to judge by. Over all folds, each problem that some network has is judged
             once: in the fold that holds out the first of its networks.
     """
@@ -37,13 +37,16 @@ def without_networks(timings: Sequence[Timings], networks: Collection[str]) -> t
     return tuple(t for t in timings if t.problem.layer() not in held_out)
 
 
-def split_by_network(timings: Sequence[Timings], folds: int, seed: int) -> tuple[Fold, ...]:
+def split_by_network(
+    timings: Sequence[Timings], folds: int, seed: int, others: Sequence[Timings] = ()
+) -> tuple[Fold, ...]:
     """Divide the networks into `folds` parts of about as many problems each.
 
     Args:
         timings: a whole dataset's.
         folds: at least 2; at most one a network is made.
         seed: of the order in which equally large networks are dealt out.
+        others: timings of other devices, to train on only.
 
     Raises:
         DataError: the data has fewer than two networks.
@@ -70,7 +73,7 @@ def split_by_network(timings: Sequence[Timings], folds: int, seed: int) -> tuple
     return tuple(
         Fold(
             networks=tuple(sorted(part)),
-            train=without_networks(timings, part),
+            train=without_networks([*timings, *others], part),
             test=tuple(t for name in sorted(part) for t in of_network[name]),
         )
         for part in parts

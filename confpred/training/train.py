@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Collection
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from datetime import datetime, timezone
 from importlib.metadata import version
 from pathlib import Path
@@ -19,18 +19,22 @@ from confpred.families.registry import all_families
 from confpred.files import write_folder
 from confpred.model.features import examples_of, family_card, operation_card
 from confpred.model.folder import (
+    BOUND_TREES,
     CARD,
     FORMAT,
     GATE_TREES,
     MEASURED,
     ORDER_TREES,
     PYTORCH_TREES,
+    REGISTERS,
     TIME_TREES,
 )
 from confpred.model.pools import configs_digest
 from confpred.problem.record import Record
+from confpred.training.answers import answers
+from confpred.training.bounds import fit_bounds
 from confpred.training.dataset import Dataset, Timings
-from confpred.training.evaluate import MODEL, Summary, judge_model
+from confpred.training.evaluate import MODEL, Summary, folds_of, judge_model, whole
 from confpred.training.fit import Fitted, Hyperparameters, fit_families
 from confpred.training.gate import FittedGate, fit_gate
 from confpred.training.pytorch import fit_pytorch
@@ -68,19 +72,25 @@ def train(
     if out.exists():
         raise InvalidInput("out", str(out), "a folder that does not exist yet")
     dataset = _without(dataset, exclude)
-    regret = judge_model(dataset, hyper, FOLDS, seed).summary(MODEL)
-    fitted = fit_families(dataset.timings, dataset.device, hyper, seed)
-    operation = dataset.operation
+    operation, split = dataset.operation, folds_of(dataset, FOLDS, seed)
+    judged = judge_model(dataset, split, hyper, seed)
+    regret = judged.summary(MODEL)
+    held_out = answers(dataset, split, judged.scores[MODEL], hyper, seed)
+    bounds = fit_bounds(held_out, dataset, seed)
+    fitted = fit_families(dataset.everywhere, dataset.device, hyper, seed)
     pytorch = fit_pytorch(
-        dataset.timings, dataset.pytorch_ms, operation, dataset.device, hyper, seed
+        dataset.everywhere, dataset.pytorch_everywhere, operation, dataset.device, hyper, seed
     )
     gate = fit_gate(dataset.timings, operation, dataset.device, seed)
     files = {ORDER_TREES.format(f.pool.name): f.order for f in fitted}
     files |= {TIME_TREES.format(f.pool.name): f.time for f in fitted}
     if gate is not None:
         files[GATE_TREES] = gate.lag
+    for f in fitted:
+        files |= {REGISTERS.format(name): text for name, text in f.registers.items()}
     if pytorch is not None:
         files[PYTORCH_TREES] = pytorch.ratio
+    files[BOUND_TREES] = bounds.quantile
     files[MEASURED] = _lines(_best(dataset))
     card = {
         "format": FORMAT,
@@ -94,6 +104,7 @@ def train(
             "problems": len(dataset.timings),
             "networks": len({name for t in dataset.timings for name in t.networks}),
             "excluded_networks": sorted(exclude),
+            "other_devices": {other.device.key: other.rows for other in dataset.others},
             "statuses": dict(dataset.statuses),
         },
         "families": {
@@ -104,8 +115,20 @@ def train(
         "gate": gate and _gate_card(gate, dataset),
         "pytorch": pytorch and {"margin": pytorch.margin, "features": _pytorch_features(dataset)},
         "hyperparameters": asdict(hyper),
-        "metrics": {"folds": FOLDS, "regret": asdict(regret)},
-        "regret_bound": regret.p95,
+        "metrics": {
+            "folds": FOLDS,
+            "regret": asdict(regret),
+            "whole": asdict(found) if (found := whole(held_out)) else None,
+        },
+        "bounds": {
+            "offsets": bounds.offsets,
+            "ranges": {
+                name: {"least": least, "largest": largest}
+                for name, (least, largest) in bounds.ranges.items()
+            },
+            "coverage": bounds.coverage,
+            "median": bounds.median,
+        },
         "libraries": {
             "confpred": confpred.__version__,
             **{name: version(name) for name in ("lightgbm", "numpy")},
@@ -121,10 +144,8 @@ def _without(dataset: Dataset, networks: Collection[str]) -> Dataset:
     for name in networks:
         if name not in known:
             raise InvalidInput("exclude-network", name, f"one of {', '.join(sorted(known))}")
-    timings = without_networks(dataset.timings, networks)
-    kept = {t.problem for t in timings}
-    pytorch_ms = {p: ms for p, ms in dataset.pytorch_ms.items() if p in kept}
-    return replace(dataset, timings=timings, pytorch_ms=pytorch_ms)
+    kept = {t.problem for t in without_networks(dataset.everywhere, networks)}
+    return dataset.restricted(kept)
 
 
 def _family_card(family: Family, fitted: Fitted, dataset: Dataset) -> dict[str, Any]:

@@ -273,6 +273,7 @@ class DepthwiseBanded(Tabled):
     operation = CONVOLUTION
     configs = _CONFIGS
     whole = _WHOLE
+    kernel_fields = COMPILED
 
     def __init__(self, direction: str) -> None:
         self.name = f"depthwise_banded_{direction}"

@@ -138,6 +138,7 @@ class DepthwiseImage(Tabled):
     operation = CONVOLUTION
     configs = _CONFIGS
     whole = _WHOLE
+    kernel_fields = _COMPILED
 
     def __init__(self, direction: str) -> None:
         self.name = f"depthwise_{direction}"

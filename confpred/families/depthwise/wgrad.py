@@ -87,6 +87,7 @@ class DepthwiseWgrad(Tabled):
     operation = CONVOLUTION
     configs = _CONFIGS
     whole = _WHOLE
+    kernel_fields = ("vec", "tile_q", "row_groups", "prefetch")  # the kernel: rows of a group
     feature_names: tuple[str, ...] = (
         "log_n", "log_c", "log_p", "log_q", "r", "s", "stride_h", "stride_w",
         "dilation_h", "dilation_w", "itemsize", "log_bytes", "log_intensity", "bias",

@@ -124,6 +124,7 @@ class GroupedWgrad(Tabled):
     operation = CONVOLUTION
     configs = _CONFIGS
     whole = _WHOLE
+    kernel_fields = _COMPILED
     feature_names: tuple[str, ...] = (
         "log_n", "log_c", "log_p", "log_q", "r", "s", "group_width", "log_bytes",
         "stride_h", "stride_w", "dilation_h", "dilation_w",

@@ -46,12 +46,24 @@ def test_table_has_a_line_a_choice(model_folder):
     done = predict("--layer", LAYER, "--layer", STRIDED, *words)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert lines[0].split() == ["layer", "rank", "source", "provider", "ms", "config"]
+    assert lines[0].split() == ["layer", "rank", "source", "provider", "ms", "bound", "config"]
     assert [line[lines[0].index("rank")] for line in lines[1:5]] == ["1", "2", "3", "1"]
     assert "predicted" in lines[1]
     assert "fallback" in lines[4]
     assert lines[4].endswith(" pytorch")
-    assert lines[5].startswith("model made-up-1: with 95 % confidence at most 1.")
+    assert lines[5].startswith(
+        "model made-up-1: with 95 % confidence a choice is at most its bound"
+    )
+    bounds = [line[lines[0].index("bound") :].split()[0] for line in lines[1:3]]
+    assert float(bounds[0]) >= 1
+    assert "=" in bounds[1]  # the second choice has none
+
+
+def test_a_bound_that_is_not_accepted_names_pytorchs_operator(model_folder):
+    words = ("--device", "h100", "--model", model_folder, "--layer", LAYER)
+    done = predict(*words, "--max-regret", "1", "--json")
+    (choice,) = json.loads(done.stdout)["choices"][0]
+    assert choice["provider"] == "pytorch"
 
 
 @pytest.mark.parametrize(

@@ -213,13 +213,14 @@ def test_a_server_that_is_restarted_with_another_model_is_noticed(
     other = tmp_path / "made-up-2"
     shutil.copytree(model_folder, other)
     card = json.loads((other / "card.json").read_text())
-    (other / "card.json").write_text(json.dumps(card | {"regret_bound": 7.5}))
+    card["bounds"]["offsets"] = dict.fromkeys(card["bounds"]["offsets"], 2.0)
+    (other / "card.json").write_text(json.dumps(card))
     with serving(tmp_path, "--model", str(model_folder)) as url:
         client = Client(url, timeout_s=60, retries=50)
         assert client.choose(LAYER, "h100").model == "made-up-1"
     with serving(tmp_path, "--model", str(other), port=int(url.rpartition(":")[2])):
         client.choose(replace(LAYER, n=3), "h100")
-        assert client.choose(LAYER, "h100").regret_bound == 7.5
+        assert client.choose(LAYER, "h100").regret_bound > 5
         client.close()
 
 

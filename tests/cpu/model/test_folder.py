@@ -35,7 +35,7 @@ def test_a_sound_folder_is_read(model_folder):
     assert model.version == "made-up-1"
     assert model.device.key == "h100"
     assert model.stale == ()
-    assert model.regret_bound >= 1
+    assert set(model.bounds.offsets) == {"grouped_fprop", "pytorch"}
     assert model.families["grouped_fprop"].portfolio.sum() == len(
         model.card["families"]["grouped_fprop"]["portfolio"]
     )
@@ -72,7 +72,10 @@ def test_a_damaged_file_is_named(folder, name, damage):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda card: card.update(format="confpred-model/2"), "is not a model card"),
+        (
+            lambda card: card.update(format="confpred-model/2"),
+            "is of confpred-model/2, and this",
+        ),
         (lambda card: card.update(device="tpu"), "device='tpu' is not allowed"),
         (lambda card: card.pop("files"), "is damaged: KeyError"),
         (lambda card: card["files"].pop("measured.json"), "is damaged: KeyError"),
@@ -147,7 +150,7 @@ junk = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
     max_leaves=4,
 )
-USED = ("device", "families", "pytorch", "regret_bound", "files")
+USED = ("device", "families", "pytorch", "bounds", "files")
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=150)
@@ -160,17 +163,35 @@ def test_a_card_with_junk_in_a_field_is_refused_or_harmless(folder, model_folder
     except ModelError:
         pass
     else:
-        assert field in ("families", "regret_bound")
+        assert field == "families"
 
 
 @pytest.mark.parametrize("value", [-0.5, float("nan"), float("inf"), "1.2", None, True])
-@pytest.mark.parametrize("name", ["margin", "regret_bound"])
+@pytest.mark.parametrize("name", ["margin", "offset"])
 def test_an_impossible_bound_is_refused(folder, name, value):
+    if (name, value) == ("offset", -0.5):
+        return  # trees may well predict too much
+
     def change(card: dict) -> None:
-        (card["pytorch"] if name == "margin" else card)[name] = value
+        if name == "margin":
+            card["pytorch"]["margin"] = value
+        else:
+            card["bounds"]["offsets"]["pytorch"] = value
 
     edit(folder, change)
     with pytest.raises(ModelError, match=rf"card\.json is damaged: .*{name} is"):
+        load_model(folder)
+
+
+def test_a_range_of_other_features_is_refused(folder):
+    edit(folder, lambda card: card["bounds"]["ranges"]["pytorch"]["least"].pop())
+    with pytest.raises(ModelError, match="the range of pytorch is not of 25 features"):
+        load_model(folder)
+
+
+def test_a_folder_of_the_former_format_is_refused(folder):
+    edit(folder, lambda card: card.update(format="confpred-model/4"))
+    with pytest.raises(ModelError, match=r"confpred-model/4.*confpred-model/5"):
         load_model(folder)
 
 

@@ -11,6 +11,7 @@ import synthetic
 from confpred.families.registry import all_families
 from confpred.model.pools import Pool, pools
 from confpred.problem.conv2d import Problem
+from confpred.problem.device import get_device
 from confpred.training.dataset import Timings
 from confpred.training.fit import fit_families
 from confpred.training.methods import family_models
@@ -59,8 +60,18 @@ def test_a_family_alone_is_its_own_pool():
     pool = Pool([FPROP])
     rows = rows_of(FPROP)
     matrix = pool.features(FPROP, LAYER, synthetic.DEVICE, rows)
-    assert pool.feature_names == FPROP.feature_names
-    assert np.array_equal(matrix, FPROP.features(LAYER, synthetic.DEVICE, rows))
+    assert pool.feature_names == (*FPROP.feature_names, "log_device_bandwidth")
+    assert np.array_equal(matrix[:, :-1], FPROP.features(LAYER, synthetic.DEVICE, rows))
+    assert len(np.unique(matrix[:, -1])) == 1
+
+
+def test_a_pool_tells_devices_apart():
+    pool = Pool([FPROP])
+    h100, h200 = (
+        pool.features(FPROP, LAYER, get_device(key), rows_of(FPROP))[:, -1]
+        for key in ("h100", "h200")
+    )
+    assert (h100 < h200).all()
 
 
 def test_families_of_a_pool_share_trees_that_tell_them_apart():
@@ -71,7 +82,7 @@ def test_families_of_a_pool_share_trees_that_tell_them_apart():
             problem = replace(PROBLEMS[family], n=n)
             rows = rows_of(family, problem)
             ms = 2.0 - sign * 0.2 * np.log2(family.configs["vec"][rows])
-            timings.append(Timings(problem, ("net",), family.name, rows, ms, ms))
+            timings.append(Timings(problem, ("net",), family.name, rows, ms, ms, synthetic.DEVICE))
     models = family_models(fit_families(timings, synthetic.DEVICE, synthetic.SMALL, 0))
     assert models[FPROP.name].order is models[DGRAD.name].order
     for family, best in ((FPROP, max), (DGRAD, min)):

@@ -66,7 +66,8 @@ def test_a_measured_problem_gets_its_best_config(predictor, measured):
 def test_an_unseen_problem_gets_a_prediction(predictor):
     choice = predictor.choose(UNSEEN, "h100")
     assert choice.source == "predicted"
-    assert choice.regret_bound == predictor.models["h100"].regret_bound
+    assert choice.regret_bound >= 1
+    assert not choice.extrapolated
     if choice.family is not None:
         assert FAMILY.legal(UNSEEN, H100)[choice.config_id]
         assert dict(choice.config) == config_dict(FAMILY, choice.config_id)
@@ -82,7 +83,7 @@ def test_predictions_are_those_of_lightgbm(predictor, model_folder):
     same = []
     for problem in neighbours(40):
         rows = np.flatnonzero(FAMILY.legal(problem, H100) & model.portfolio)
-        features = FAMILY.features(problem, H100, rows)
+        features = model.features(problem, H100, rows)
         cost = dict(zip(rows.tolist(), order.predict(features), strict=True))
         ranked = [c for c in predictor.rank(problem, "h100", MAX_TOP) if c.family]
         costs = np.array([cost[c.config_id] for c in ranked])

@@ -57,6 +57,28 @@ def test_library_and_http_agree_to_the_bit(
     assert reply.content == as_sent([PREDICTOR.rank(problem, device, 5) for problem in asked])
 
 
+@settings(max_examples=10, deadline=None)
+@given(asked=st.lists(problems_of(FAMILY), min_size=1, max_size=4), most=st.floats(1, 2))
+def test_max_regret_is_what_the_library_makes_of_it(
+    client: TestClient, asked: list[Problem], most: float
+) -> None:
+    body = {"device": "h100", "problems": [problem.to_json() for problem in asked]}
+    plain = client.post("/v1/predict", json=body)
+    reply = client.post("/v1/predict", json={**body, "max_regret": most})
+    found = [[PREDICTOR.choose(problem, "h100", max_regret=most)] for problem in asked]
+    assert reply.content == as_sent(found)
+    # What was remembered for those who accept all is not what others get, and stays.
+    assert client.post("/v1/predict", json=body).content == plain.content
+
+
+@pytest.mark.parametrize("value", [0.5, "1.1", True, []])
+def test_an_impossible_max_regret_is_refused(client: TestClient, value: object) -> None:
+    body = {"device": "h100", "problem": EXAMPLE.to_json(), "max_regret": value}
+    reply = client.post("/v1/predict", json=body)
+    assert reply.status_code == 422
+    assert reply.json()["error"]["field"] == "max_regret"
+
+
 def test_one_problem_is_answered_as_a_batch_of_one(client: TestClient) -> None:
     one = {"device": "h100", "problem": EXAMPLE.to_json()}
     many = {"device": "h100", "problems": [EXAMPLE.to_json()]}

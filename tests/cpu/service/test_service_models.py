@@ -19,7 +19,7 @@ import httpx
 import pytest
 from test_service_process import ONE, Server, eventually, running
 
-VERSION = "h100-2026.11.21.3"
+VERSION = "h100-2026.11.22"
 
 
 @dataclass
@@ -195,7 +195,7 @@ def damage(models: Models, how: str) -> None:
         content = path.read_bytes()
         path.write_bytes(content[:-2] + b"9\n")
     elif how == "a field":  # which only the loading finds
-        models.add("z", regret_bound="none")
+        models.add("z", bounds="none")
     elif how == "another format":
         models.add("z", format="confpred-model/99")
     elif how == "a file gone":

@@ -159,13 +159,13 @@ def test_stopping_twice_is_at_once(tmp_path: Path, temporary: Path) -> None:
 
 def test_a_model_that_does_not_load_ends_the_start(tmp_path: Path, repository: Path) -> None:
     folder = tmp_path / "model"
-    shutil.copytree(repository / "models" / "h100-2026.11.21.3", folder)
+    shutil.copytree(next((repository / "models").glob("h100-*")), folder)
     card = (folder / "card.json").read_text()
-    (folder / "card.json").write_text(card.replace('"regret_bound": 1.', '"regret_bound": -1.'))
+    (folder / "card.json").write_text(card.replace('"margin": 0.', '"margin": -1.'))
     code, said = refused("--port", "0", "--model", str(folder), "--workers", "2")
     assert (code, len(said.splitlines())) == (1, 1)
     assert said.startswith("confpred: ")
-    assert "regret_bound" in said
+    assert "margin" in said
 
 
 def test_a_log_that_cannot_be_written_costs_the_lines_alone(tmp_path: Path) -> None:
@@ -207,7 +207,7 @@ def test_a_full_disk_at_the_start_is_one_clear_line(temporary: Path) -> None:
 
 def test_a_full_disk_refuses_the_reload_alone(tmp_path: Path, repository: Path) -> None:
     folder = tmp_path / "model"
-    shutil.copytree(repository / "models" / "h100-2026.11.21.3", folder)
+    shutil.copytree(repository / "models" / "h100-2026.11.22", folder)
     with running(tmp_path, "--model", str(folder)) as server:
         card = (folder / "card.json").read_text()
         (folder / "card.json").write_text(card + "\n")

@@ -33,7 +33,7 @@ def evaluation(measurements) -> Evaluation:
 def test_random_choice_is_judged_by_its_expectation():
     times = np.array([3.0, 1.0, 2.0, 7.0])
     problem = Problem.parse("n=4 c=64 h=14 w=14 k=64 r=3 s=3 groups=8 padding=1")
-    t = Timings(problem, (), "grouped_fprop", np.arange(4), times, times)
+    t = Timings(problem, (), "grouped_fprop", np.arange(4), times, times, H100)
     judged = baselines()["random"]([], H100, 0)(t)
     for k, regret in zip(TOPS, judged.regret, strict=True):
         subsets = list(itertools.combinations(times, min(k, len(times))))
@@ -43,7 +43,8 @@ def test_random_choice_is_judged_by_its_expectation():
 def test_the_fixed_config_is_the_best_of_the_training_problems():
     def timings(n, rows, ms):
         problem = Problem(n, 64, 14, 14, 64, 3, 3, padding=1, groups=8)
-        return Timings(problem, (), "grouped_fprop", np.array(rows), np.array(ms), np.array(ms))
+        times = np.array(ms)
+        return Timings(problem, (), "grouped_fprop", np.array(rows), times, times, H100)
 
     train = [timings(n, [0, 1, 2], [1.5, 1.0, 1.1]) for n in (1, 2)]
     train += [timings(n, [0, 2], [1.9, 1.0]) for n in (3, 4)]

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import synthetic
 
+from confpred.problem.device import get_device
 from confpred.training.dataset import Dataset, Timings, read_dataset
 from confpred.training.portfolio import ENOUGH, TOLERANCE, choose_portfolio
 
@@ -35,7 +36,7 @@ def test_each_problem_has_enough_configs(dataset, portfolio):
 def timings(rows: list[int], ms: list[float], n: int = 32) -> Timings:
     problem = synthetic.Problem(n, 64, 28, 28, 64, 3, 3, padding=1, groups=8)
     times = np.array(ms)
-    return Timings(problem, (), "grouped_fprop", np.array(rows), times, times)
+    return Timings(problem, (), "grouped_fprop", np.array(rows), times, times, get_device("h100"))
 
 
 def test_one_config_that_suits_all_is_found_and_configs_without_merit_are_not(monkeypatch):

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from confpred.errors import DataError
 from confpred.problem.conv2d import Problem
+from confpred.problem.device import get_device
 from confpred.training.dataset import Timings
 from confpred.training.split import split_by_network, without_networks
 
@@ -44,6 +45,7 @@ def timings_of(drawn) -> list[Timings]:
             np.zeros(1, np.intp),
             one,
             one,
+            get_device("h100"),
         )
         for c, h, n, dtype, act, bias, names in drawn
     ]

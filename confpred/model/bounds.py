@@ -1,0 +1,124 @@
+"""How far an answer may be from the best: a bound on its regret, and whether the problem is unlike
+all that the model was trained on.
+
+The bound is conditional: regressors predict a high quantile of the regret from how close the first
+candidates are to each other, how PyTorch's operator compares, and the problem itself. It is
+conformal: an offset for each provider, and so one for PyTorch's operator, makes it hold for the
+answers of models that saw none of the problem's layer (`confpred.training.bounds`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import exp, log
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from confpred.families.candidate import PYTORCH_OPERATOR
+from confpred.model.deciding import Options
+from confpred.model.ranking import pytorch_feature_names, pytorch_features
+from confpred.model.trees import Trees
+from confpred.problem.device import Device
+from confpred.problem.operation import Operation
+from confpred.problem.record import Record
+
+_CLOSE = 0.02  # of logarithms of times: candidates of about the same time
+_OF_OPTIONS = ("is_pytorch", "log_pytorch", "log_second", "log_sixth", "close", "log_other_family")
+
+
+class Trust(NamedTuple):
+    """How far an answer can be trusted.
+
+    Attributes:
+        bound: on its regret; None where there is none.
+        extrapolated: whether the problem is unlike all that the model was trained on; there is no
+            bound then.
+    """
+
+    bound: float | None
+    extrapolated: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Range:
+    """The least and the largest value of each feature of some problems."""
+
+    least: NDArray[np.float32]
+    largest: NDArray[np.float32]
+
+    def has(self, features: NDArray[np.float32]) -> bool:
+        """Whether all `features` of a problem lie in it."""
+        return bool(((features >= self.least) & (features <= self.largest)).all())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Bounds:
+    """What a model has learned of the regret of its own answers.
+
+    Attributes:
+        operation: what is computed.
+        quantile: regressor of a high quantile of log(regret), from `signals`.
+        offsets: what is added to that, by the provider that is chosen.
+        ranges: what the problems are like that each provider was measured on.
+    """
+
+    operation: Operation
+    quantile: Trees
+    offsets: Mapping[str, float]
+    ranges: Mapping[str, Range]
+
+    def of(
+        self, problems: Sequence[Record], device: Device, options: Sequence[Options]
+    ) -> list[Trust]:
+        """How far the first of each problem's `options` can be trusted.
+
+        Args:
+            problems: what is asked.
+            device: where it is to run.
+            options: of each problem the candidates in the order of the answer, with their expected
+                seconds; each family's finalists, if it competes.
+        """
+        found = [Trust(None, True)] * len(problems)
+        known, matrix, offsets = [], [], []
+        for i, (problem, mine) in enumerate(zip(problems, options, strict=True)):
+            features = pytorch_features(self.operation, problem, device)
+            provider = mine[0][1].provider
+            if provider in self.offsets and self.ranges[provider].has(features[0]):
+                known.append(i)
+                matrix.append(signals(features, mine))
+                offsets.append(self.offsets[provider])
+        quantiles = self.quantile.predict(np.concatenate(matrix)).tolist() if known else []
+        for i, quantile, offset in zip(known, quantiles, offsets, strict=True):
+            found[i] = Trust(exp(max(0.0, quantile + offset)), False)
+        return found
+
+
+def signal_names(operation: Operation) -> tuple[str, ...]:
+    """The columns of `signals`."""
+    return (*pytorch_feature_names(operation), *_OF_OPTIONS)
+
+
+def signals(features: NDArray[np.float32], options: Options) -> NDArray[np.float32]:
+    """What the regret of an answer depends on, as a matrix of one row.
+
+    Args:
+        features: those of the problem (`pytorch_features`).
+        options: the candidates in the order of the answer, with their expected seconds.
+    """
+    ours = [(seconds, c) for seconds, c in options if c != PYTORCH_OPERATOR]
+    theirs = [seconds for seconds, c in options if c == PYTORCH_OPERATOR]
+    best, first = ours[0]
+    behind = [log(seconds / best) for seconds, _ in ours[1:]]
+    other = [log(s / best) for s, c in ours if c.provider != first.provider]
+    row = (
+        options[0][1] == PYTORCH_OPERATOR,
+        log(theirs[0] / best) if theirs else np.nan,
+        behind[0] if behind else np.nan,
+        behind[4] if len(behind) > 4 else np.nan,
+        sum(distance < _CLOSE for distance in behind),
+        other[0] if other else np.nan,
+    )
+    return np.append(features[0], np.array(row, np.float32))[None, :]
