@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from confpred.model.folder import Model
 from confpred.model.ranking import FamilyModel
-from confpred.predict.contributions import features_of, theme_of
+from confpred.predict.contributions import theme_of
 
 _LAYERS, _CONFIGS = 80, 32  # of a pool, and of each of these layers
 _SEED = 0
@@ -83,7 +83,7 @@ def _features(
             rows = learned.candidates(problem, model.device)
             rows = np.sort(rng.permutation(rows)[:_CONFIGS])
             if len(rows) > 1:
-                found.append(features_of(learned, problem, model.device, rows))
+                found.append(learned.features(problem, model.device, rows))
         if len(found) >= _LAYERS:
             break
     return found
