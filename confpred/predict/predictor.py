@@ -21,13 +21,15 @@ from confpred.model.ranking import rank_by_estimate
 from confpred.predict import pins as pins_file
 from confpred.predict import plans
 from confpred.predict.choice import MAX_TOP, Choice, Source, check_top
-from confpred.problem.device import Device, get_device
+from confpred.predict.donors import donor_for, widened
+from confpred.problem.device import KNOWN, Device, get_device
 from confpred.problem.record import Record
 
 #: How many answers are remembered, or up to twice as many: best choices, of 1.5 kB each, and
 #: rankings, of up to 16 kB.
 BEST_KEPT = 8_192
 RANKINGS_KEPT = 512
+_OF_MODELS = ("predicted", "transferred", "measured")
 _Asked = tuple[Record, Device, int]  # the problem, for which device, and how many choices
 
 
@@ -114,11 +116,11 @@ class Predictor:
             InvalidInput: `problem` is not a `Problem`, or the record of another operation.
             UnknownDevice: no description of `device` is known.
         """
-        return self._answer(problem, get_device(device), 1)[0]
+        return self._answer(problem, self._device(device), 1)[0]
 
     def choose_many(self, problems: Iterable[Record], device: str | Device) -> list[Choice]:
         """`choose` for each of `problems`, in order."""
-        known = get_device(device)
+        known = self._device(device)
         return [self._answer(problem, known, 1)[0] for problem in problems]
 
     def rank(self, problem: Record, device: str | Device, top: int = 5) -> list[Choice]:
@@ -128,7 +130,7 @@ class Predictor:
             InvalidInput: `top` is not an integer from 1 to ``MAX_TOP``.
             UnknownDevice: no description of `device` is known.
         """
-        return list(self._answer(problem, get_device(device), check_top(top)))
+        return list(self._answer(problem, self._device(device), check_top(top)))
 
     def expected_ms(
         self, problem: Record, device: str | Device, candidate: Candidate
@@ -139,10 +141,9 @@ class Predictor:
         Raises:
             UnknownDevice: no description of `device` is known.
         """
-        known = get_device(device)
-        model = self._models.get(known.key)
-        if model is not None and model.operation.problem is not type(problem):
-            model = None
+        known = self._device(device)
+        own = self._own_model(problem, known)
+        model = own or donor_for(self._models, known, type(problem))
         seconds = _expected_s(problem, known, model, candidate)
         return None if seconds is None else seconds * 1e3
 
@@ -157,23 +158,38 @@ class Predictor:
         planned = self._planned.get((problem, device))
         if planned is not None and top == 1:
             return (planned,)  # so that a start from a plan loads no model
-        model = self._models.get(device.key)
-        if model is not None and model.operation.problem is not type(problem):
-            model = None
-        options = [*self._settled(problem, device, model)]
+        own = self._own_model(problem, device)
+        model = own or donor_for(self._models, device, type(problem))
+        options = [*self._settled(problem, device, own)]
         settled = {option.candidate for option in options}
         if len(options) < top:
             found = _predicted(problem, device, model) if model else []
+            if own is None:
+                found = [replace(option, source="transferred") for option in found]
             found = found or _estimated(problem, device)
             options += (option for option in found if option.candidate not in settled)
         if not options:
             options = [_Option("fallback", PYTORCH_OPERATOR, None)]
-        bound = model.regret_bound if model and options[0].source == "predicted" else None
+        bound = None
+        if model is not None and options[0].source in ("predicted", "transferred"):
+            bound = model.regret_bound
+            bound = bound if own is not None else widened(bound, model, device)
         choices = tuple(
             _choice(problem, device, option, model, bound if index == 0 else None)
             for index, option in enumerate(options[:top])
         )
         return choices if planned is None else (planned, *choices[1:])
+
+    def _own_model(self, problem: Record, device: Device) -> Model | None:
+        """The model of `device`, if it knows problems of this kind."""
+        model = self._models.get(device.key)
+        return model if model and model.operation.problem is type(problem) else None
+
+    def _device(self, name: str | Device) -> Device:
+        """The device called `name`; one that no table has may be a model's own."""
+        if isinstance(name, str) and name not in KNOWN and name in self._models:
+            return self._models[name].device
+        return get_device(name)
 
     def _settled(self, problem: Record, device: Device, model: Model | None) -> Iterator[_Option]:
         """What needs no prediction: the user's pin, and the best measured config."""
@@ -251,5 +267,5 @@ def _choice(
         option.candidate,
         predicted_ms=None if option.seconds is None else option.seconds * 1e3,
         regret_bound=bound,
-        model=model.version if model and option.source in ("predicted", "measured") else None,
+        model=model.version if model and option.source in _OF_MODELS else None,
     )

@@ -204,8 +204,8 @@ def announce(choice: Choice) -> None:
 
 def why_not_ours(choice: Choice) -> str | None:
     """Why PyTorch's own operator is to run, in words; None if a kernel of ours is."""
-    if choice.source == "heuristic":
-        return "no model for this device"  # a guess is not enough
+    if choice.source in ("transferred", "heuristic"):  # a guess is not enough
+        return "no model for this device, and not measured on it"
     if choice.source == "fallback":
         return "no kernel of ours is legal"
     if choice.candidate == PYTORCH_OPERATOR:
