@@ -1,7 +1,7 @@
 """How well a model chooses on a device of which few problems were measured, or none.
 
-    nice python benchmarks/transfer.py                     # some minutes of one core
-    nice python benchmarks/transfer.py --folds 2 --draws 1 # a rough look
+    nice python benchmarks/transfer.py             # about six minutes of one core
+    nice python benchmarks/transfer.py --folds 2   # a rough look
 
 One device gives (the H100) and one asks (the H200); then the other way round without any problem of
 the asker. For each share of the asker's problems, order trees learn from all of the giver's
@@ -11,8 +11,8 @@ networks whose layers neither has seen of either device, by the time of the conf
 first over that of the best one, both measured on the asker. The configs to choose from are those
 that were measured, of the kernel families that both devices have.
 
-Whole layers are drawn, all their problems with them, `DRAWS` times where that is a small part; a
-share holds the smaller ones.
+Whole layers are drawn, all their problems with them; a share holds the smaller ones. With
+``--draws`` the shares up to 5 % are drawn several times.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from confpred.training.split import split_by_network
 
 DATASETS = Path(__file__).parents[1] / "datasets"
 SHARES = (0.0, 0.01, 0.05, 0.2, 1.0)
-FOLDS, DRAWS = 4, 2
+FOLDS, DRAWS = 4, 1
 #: What tells a model of several devices which one a row is of: logarithms to base 2.
 DEVICE_FEATURES = ("sm_count", "dram_bytes_per_s", "tensor_flops", "simt_flops")
 

@@ -17,6 +17,8 @@ COMMANDS = {
     "sample": "Measure configs on this machine's GPUs.",
     "merge": "Join measurements into one file.",
     "train": "Train a model from measurements (retrain-predictor).",
+    "retrain": "Measure this machine's GPU, train on it, and use the model if it is better.",
+    "drift": "Time a few of a model's configs again: does it still hold?",
     "evaluate": "Judge configs chosen for networks that were not trained on.",
     "serve": "Answer config queries over HTTP.",
     "token": "Make an access token for the HTTP service, or revoke one.",

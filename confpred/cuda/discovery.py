@@ -211,4 +211,4 @@ def _seconds(cuda_device: Any, stream: Any, enqueue: Callable[[Any], object]) ->
         stream.record(end)
         end.sync()
         found.append((end - start) * 1e-3)
-    return min(found)
+    return float(min(found))

@@ -101,7 +101,7 @@ def device_from(fields: Mapping[str, Any]) -> Device:
     Raises:
         DataError: a field is missing or is no possible value.
     """
-    found = {}
+    found: dict[str, Any] = {}
     for field in dataclasses.fields(Device):
         kind = {"str": str, "int": int, "float": float}[str(field.type)]
         value = fields.get(field.name, field.default)

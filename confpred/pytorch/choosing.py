@@ -36,6 +36,8 @@ from confpred.errors import (
 )
 from confpred.families.candidate import PYTORCH_OPERATOR
 from confpred.families.registry import all_families
+from confpred.measure.pytorch import cudnn_version
+from confpred.model.conditions import changes
 from confpred.predict.choice import Choice
 from confpred.predict.predictor import Predictor
 from confpred.problem.conv2d import Problem
@@ -59,6 +61,7 @@ served: dict[Any, Any] = {}
 latest: dict[Any, tuple[Any, Callable[..., bool], Any]] = {}
 _predictor: Predictor | None = None  # loaded when it is first needed
 _watchers: list[Callable[[Choice], None]] = []
+_noticed: set[int] = set()  # devices whose versions were compared
 _chosen: dict[tuple[Problem, int], Future[Choice | None]] = {}
 
 
@@ -66,6 +69,7 @@ def use_predictor(predictor: Predictor) -> None:
     """Let `predictor` choose from now on, in place of the newest model of the package."""
     global _predictor
     _predictor = predictor
+    _noticed.clear()
     forget()
 
 
@@ -157,8 +161,27 @@ def choose(problem: Problem, ordinal: int) -> Choice | None:
     except ConfpredError as error:  # such as a damaged model: worth a look
         log.warning("PyTorch's own operator: %s", error)
         return None
+    _notice_changes(ordinal)
     announce(choice)
     return choice
+
+
+def _notice_changes(ordinal: int) -> None:
+    """Warn once a device where the driver or cuDNN is another one than its model's measurements
+    are of."""
+    if ordinal in _noticed:
+        return
+    _noticed.add(ordinal)
+    try:
+        model = current_predictor().models.get(driver.device_of(ordinal).key)
+        if model is None:
+            return
+        now = {"driver": driver.describe(ordinal)[1], "cudnn": cudnn_version()}
+    except Exception as error:  # a warning is not worth an error
+        log.debug("versions cannot be compared: %s", error)
+        return
+    for change in changes(model, **now):
+        log.warning("model %s: %s; `confpred drift` tells whether it holds", model.version, change)
 
 
 def choose_soon(problem: Problem, ordinal: int) -> Future[Choice | None]:

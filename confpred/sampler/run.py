@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from multiprocessing.connection import wait
@@ -25,7 +26,7 @@ from confpred.sampler import jobs
 from confpred.sampler.compiling import Compilers
 from confpred.sampler.gpu_worker import Finished, GpuWorker
 from confpred.sampler.store import Store, open_store
-from confpred.sampler.tasks import Task, tasks_left
+from confpred.sampler.tasks import Measured, Task, tasks_left
 
 _TICK_SECONDS = 0.1
 
@@ -108,6 +109,7 @@ def sample(
     runs: Mapping[int, Run],
     settings: Settings,
     *,
+    chosen: Callable[[Mapping[Measured, AbstractSet[str]]], list[Task]] | None = None,
     interrupts: Callable[[], int] = lambda: 0,
     show: Callable[[Tally], None] = lambda tally: None,
 ) -> Tally:
@@ -118,6 +120,7 @@ def sample(
         folder: of Parquet shards; made if missing. What it holds is not measured again.
         runs: CUDA device -> what its rows share. All of them are GPUs of one kind.
         settings: see `Settings`.
+        chosen: names the tasks in place of `tasks_left`, given what `folder` holds.
         interrupts: how often the user has asked to stop: once ends the run after the problems in
             flight, twice at once.
         show: called about ten times a second.
@@ -139,14 +142,19 @@ def sample(
     run_id = next(iter(runs.values())).run_id
     operation = operation_of(suite.entries[0].problem)
     with open_store(folder, run_id, operation) as store:
-        tasks = tasks_left(
-            suite,
-            device,
-            seed=settings.seed,
-            configs=settings.configs,
-            offered=settings.offered,
-            pytorch=settings.pytorch,
-            measured=store.measured(device.key),
+        measured = store.measured(device.key)
+        tasks = (
+            chosen(measured)
+            if chosen is not None
+            else tasks_left(
+                suite,
+                device,
+                seed=settings.seed,
+                configs=settings.configs,
+                offered=settings.offered,
+                pytorch=settings.pytorch,
+                measured=measured,
+            )
         )
         compilers = Compilers(tasks, device.arch, settings.processes, settings.compile)
         gpus = [

@@ -20,6 +20,7 @@ from confpred.files import write_folder
 from confpred.model.features import examples_of, family_card, operation_card
 from confpred.model.folder import CARD, FORMAT, MEASURED, ORDER_TREES, PYTORCH_TREES, TIME_TREES
 from confpred.model.pools import configs_digest
+from confpred.problem.device import KNOWN, Device
 from confpred.problem.record import Record
 from confpred.training.dataset import Dataset, Timings
 from confpred.training.evaluate import MODEL, Summary, judge_model
@@ -74,6 +75,7 @@ def train(
         "format": FORMAT,
         "operation": operation.name,
         "device": dataset.device.key,
+        **_board(dataset.device),
         "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "seed": seed,
         "data": {
@@ -91,6 +93,7 @@ def train(
         },
         "pytorch": pytorch and {"margin": pytorch.margin, "features": _pytorch_features(dataset)},
         "hyperparameters": asdict(hyper),
+        "measured_with": {name: list(found) for name, found in dataset.measured_with.items()},
         "metrics": {"folds": FOLDS, "regret": asdict(regret)},
         "regret_bound": regret.p95,
         "libraries": {
@@ -101,6 +104,11 @@ def train(
     }
     write_folder(out, {CARD: json.dumps(card, indent=1) + "\n", **files})
     return regret
+
+
+def _board(device: Device) -> dict[str, Any]:
+    """The description of a device that is in no table, so that the folder can be used elsewhere."""
+    return {} if device.key in KNOWN else {"board": asdict(device)}
 
 
 def _without(dataset: Dataset, networks: Collection[str]) -> Dataset:
