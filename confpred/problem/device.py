@@ -62,9 +62,23 @@ class Device:
         return max(memory, problem.flops / rate)
 
 
+@lru_cache
+def _table() -> tuple[Mapping[str, Device], Mapping[str, str]]:
+    """The boards by key, and the key by what a driver may call a board."""
+    devices, keys = {}, {}
+    for row in boards.read_table():
+        device = device_from(row)
+        devices[device.key] = device
+        for called in (device.product, *row["other_names"]):
+            keys[boards.plain(called)] = device.key
+            # Drivers before version 460 leave out the vendor.
+            keys[boards.plain(called).removeprefix("nvidia ")] = device.key
+    return MappingProxyType(devices), keys
+
+
 #: The boards that confpred knows by name, by key: those of ``devices.json`` beside this module,
 #: read when the first one is asked for.
-KNOWN: Mapping[str, Device] = boards.Lazily(lambda: _known()[0])
+KNOWN: Mapping[str, Device] = boards.Lazily(lambda: _table()[0])
 
 
 def get_device(name: str | Device) -> Device:
@@ -92,7 +106,7 @@ def get_device(name: str | Device) -> Device:
 def listed(name: str) -> Device | None:
     """The device of the table that `name` is of, by its key or by what a driver calls it."""
     wanted = boards.plain(name)
-    return KNOWN.get(wanted) or KNOWN.get(_known()[1].get(wanted, ""))
+    return KNOWN.get(wanted) or KNOWN.get(_table()[1].get(wanted, ""))
 
 
 def device_from(fields: Mapping[str, Any]) -> Device:
@@ -104,25 +118,12 @@ def device_from(fields: Mapping[str, Any]) -> Device:
     found: dict[str, Any] = {}
     for field in dataclasses.fields(Device):
         kind = {"str": str, "int": int, "float": float}[str(field.type)]
-        value = fields.get(field.name, field.default)
-        if type(value) is not kind or not value or (kind is not str and not 0 < value < math.inf):
+        value: Any = fields.get(field.name, field.default)
+        known = isinstance(value, kind) and (kind is str or 0 < value < math.inf)
+        if not known or not value:
             raise DataError(f"a device's {field.name} is {value!r}, not {kind.__name__} above 0")
         found[field.name] = value
     return Device(**found)
-
-
-@lru_cache
-def _known() -> tuple[Mapping[str, Device], Mapping[str, str]]:
-    """The boards by key, and the key by what a driver may call a board."""
-    devices, keys = {}, {}
-    for row in boards.read_table():
-        device = device_from(row)
-        devices[device.key] = device
-        for called in (device.product, *row["other_names"]):
-            keys[boards.plain(called)] = device.key
-            # Drivers before version 460 leave out the vendor.
-            keys[boards.plain(called).removeprefix("nvidia ")] = device.key
-    return MappingProxyType(devices), keys
 
 
 def _remembered(name: str) -> Device | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 
@@ -101,7 +101,7 @@ def tasks_to_learn(
     return [task for i in plan(offers, places, costs, budget_s) for task in offers[i].tasks]
 
 
-def tasks_to_judge(entry: Entry, candidates: Sequence[Candidate]) -> list[Task]:
+def tasks_to_judge(entry: Entry, candidates: Iterable[Candidate]) -> list[Task]:
     """Tasks that time these candidates of a problem."""
     providers: dict[str, set[int]] = {}
     for candidate in candidates:

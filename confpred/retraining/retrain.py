@@ -38,6 +38,7 @@ from confpred.retraining.planning import Costs, is_held_out
 from confpred.retraining.session import Session, finished, open_session, save
 from confpred.retraining.timed import times_in
 from confpred.sampler.run import Settings, Tally, sample
+from confpred.sampler.tasks import Task
 from confpred.training.dataset import Dataset, read_dataset
 from confpred.training.fit import Hyperparameters
 from confpred.training.train import train
@@ -115,22 +116,23 @@ def retrain(
     """
     device, models = request.device, NewestModels()
     own = models.get(device.key)
+    old = None if own is None else own.version
     session = open_session(request.folder, None if own is None else own.digest)
     log.debug("%s", session)
     session = _learn(request, session, models, interrupts, show, say)
     if interrupts():
-        return Report(None, None, own and own.version)
+        return Report(None, None, old)
     trained = request.folder / f"model-{session.number}"
     if not (trained / CARD).exists():
         _train(request, trained, say)
     session, pairs = _judge(request, session, models, load_model(trained), interrupts, show, say)
     if interrupts():
-        return Report(None, None, own and own.version)
+        return Report(None, None, old)
     verdict = compare(pairs)
     published = publish(trained, users_models()) if verdict.better else None
     save(request.folder, finished(session))
     shutil.rmtree(trained)
-    return Report(verdict, published, own and own.version)
+    return Report(verdict, published, old)
 
 
 def _learn(
@@ -151,7 +153,7 @@ def _learn(
     say(f"session {session.number}: measuring for {left:.0f} s what {of} has most to learn from")
     predictor = Predictor(models)
 
-    def chosen(measured: offers.Have) -> list[offers.Task]:
+    def chosen(measured: offers.Have) -> list[Task]:
         return offers.tasks_to_learn(
             request.suite,
             request.device,
@@ -174,7 +176,7 @@ def _measure(
     request: Request,
     name: str,
     budget_s: float,
-    chosen: Callable[[offers.Have], list[offers.Task]],
+    chosen: Callable[[offers.Have], list[Task]],
     noted: Callable[[float], Session],
     interrupts: Callable[[], int],
     show: Show,
@@ -245,7 +247,7 @@ def _judge(
     )
     left = max(request.budget_s * JUDGING - session.judging_s, 0.0)
 
-    def chosen(measured: offers.Have) -> list[offers.Task]:
+    def chosen(measured: offers.Have) -> list[Task]:
         have = {(key.problem, key.provider) for key in measured}
         tasks = [t for entry, both in differing for t in offers.tasks_to_judge(entry, both)]
         if not settings.pytorch:
