@@ -117,7 +117,7 @@ def device_from(fields: Mapping[str, Any]) -> Device:
     """
     found: dict[str, Any] = {}
     for field in dataclasses.fields(Device):
-        kind = {"str": str, "int": int, "float": float}[str(field.type)]
+        kind: Any = {"str": str, "int": int, "float": float}[str(field.type)]
         value: Any = fields.get(field.name, field.default)
         known = isinstance(value, kind) and (kind is str or 0 < value < math.inf)
         if not known or not value:
