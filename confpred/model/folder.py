@@ -45,7 +45,7 @@ from confpred.model.features import check_family, check_operation
 from confpred.model.pools import Pool, configs_digest
 from confpred.model.ranking import FamilyModel, PytorchModel
 from confpred.model.trees import Trees
-from confpred.problem.device import KNOWN, Device, device_from, get_device
+from confpred.problem.device import KNOWN, Device, device_from, get_device, introduce
 from confpred.problem.operation import Operation
 
 log = logging.getLogger(__name__)
@@ -311,7 +311,14 @@ def _load(folder: Path, read: ModelFiles) -> Model:
 def _device(card: Mapping[str, Any]) -> Device:
     """The device of the table; of another one the card has the description that it learned by."""
     key, board = card["device"], card.get("board")
-    return get_device(key) if key in KNOWN or board is None else device_from(board)
+    if key in KNOWN or board is None:
+        return get_device(key)
+    try:
+        device = device_from(board)
+    except DataError as error:
+        raise ValueError(str(error)) from error
+    introduce(device)
+    return device
 
 
 def _trees(folder: Path, files: Mapping[str, bytes], name: str, features: tuple[str, ...]) -> Trees:

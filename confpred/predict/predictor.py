@@ -186,7 +186,8 @@ class Predictor:
         return model if model and model.operation.problem is type(problem) else None
 
     def _device(self, name: str | Device) -> Device:
-        """The device called `name`; one that no table has may be a model's own."""
+        """The device called `name`; one that no table has may be a model's own, which describes it
+        when it is loaded."""
         if isinstance(name, str) and name not in KNOWN and name in self._models:
             return self._models[name].device
         return get_device(name)

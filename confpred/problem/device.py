@@ -95,7 +95,7 @@ def get_device(name: str | Device) -> Device:
     if isinstance(name, Device):
         return name
     if isinstance(name, str):
-        device = listed(name) or _remembered(name)
+        device = listed(name) or _introduced.get(boards.key_of(name)) or _remembered(name)
         if device is not None:
             return device
         if " mig " in boards.plain(name):
@@ -107,6 +107,15 @@ def listed(name: str) -> Device | None:
     """The device of the table that `name` is of, by its key or by what a driver calls it."""
     wanted = boards.plain(name)
     return KNOWN.get(wanted) or KNOWN.get(_table()[1].get(wanted, ""))
+
+
+def introduce(device: Device) -> None:
+    """Have `get_device` know `device` in this process, as a model of it is loaded that brings its
+    description along; a board of the table stays what it is."""
+    _introduced[device.key] = device
+
+
+_introduced: dict[str, Device] = {}
 
 
 def device_from(fields: Mapping[str, Any]) -> Device:

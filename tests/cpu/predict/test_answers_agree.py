@@ -62,7 +62,7 @@ def test_the_three_ways_agree_to_the_bit(repository, predictor, url, device, top
     expected = answers_json(answers)
     sources = {choices[0].source for choices in answers}
     own = {"measured", "predicted", "fallback"}
-    assert sources == (own if device == "h100" else {"transferred", "heuristic", "fallback"})
+    assert sources == (own if device == "h100" else {"transferred", "fallback"})
     words = [word for text in texts for word in ("--layer", text)]
     done = command("--gpu", device, "--top", top, *words)
     assert (done.returncode, done.stdout) == (0, expected + "\n"), done.stderr
