@@ -243,6 +243,22 @@ def sampling_plans(result: dict[str, Any]) -> str:
     return markdown(heads, rows)
 
 
+def transfer(result: dict[str, Any]) -> str:
+    """Regret on a device by the share of its problems that were learned from, with and without
+    those of another device (``benchmarks/transfer.py``)."""
+    told = ("from", "to", "its problems", "learned from", "rows of it")
+    heads = (*told, "geomean", "p95", "worst", "best of 3", "best of 8")
+    rows = []
+    for direction in (result["there"], result["back"]):
+        giver, asker = (direction[name].upper() for name in ("giver", "asker"))
+        for row in direction["curve"]:
+            both = row["learned_from"] == "both devices"
+            told = (giver if both else "none", asker, f"{row['share']:.0%}", row["learned_from"])
+            regrets = (row[name] for name in ("geomean", "p95", "worst", "top3", "top8"))
+            rows.append((*told, f"{row['rows']:,}", *(f"{value:.3f}" for value in regrets)))
+    return markdown(heads, rows)
+
+
 _RUNS = (
     "conv_vs_cudnn.json",
     "in_situ.json",
@@ -282,6 +298,7 @@ _OF_A_DEVICE: dict[str, tuple[tuple[str, ...], Callable[..., str]]] = (
 TABLES: dict[str, tuple[tuple[str, ...], Callable[..., str]]] = {
     "service": (("service_latency.json",), service),
     "mechanisms": (("host_mechanisms.json",), partial(mechanisms, markdown=markdown)),
+    "transfer": (("transfer.json",), transfer),
 } | {
     f"{device}-{name}": (tuple(f"{device}/{file}" for file in files), make)
     for device in ("h100", "h200")

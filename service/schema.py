@@ -72,7 +72,7 @@ class PredictReply:
     choices: list[list[ChoiceReply]]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ServedDevice(Device):
     """A device that can be asked for, and the version and digest of the model that answers."""
 

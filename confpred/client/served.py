@@ -22,7 +22,7 @@ from confpred.memory import Recent
 from confpred.model.folder import Model
 from confpred.predict.choice import Choice
 from confpred.predict.predictor import BEST_KEPT, RANKINGS_KEPT, Predictor
-from confpred.problem.device import Device, get_device
+from confpred.problem.device import Device
 from confpred.problem.record import Record
 
 log = logging.getLogger(__name__)
@@ -83,7 +83,7 @@ class ServedPredictor(Predictor):
 
     def choose_many(self, problems: Iterable[Record], device: str | Device) -> list[Choice]:
         """`choose` for each of `problems`, in order; all of them wait once."""
-        known, asked = get_device(device), list(problems)
+        known, asked = self._device(device), list(problems)
         self._wait_for(asked, known, 1)
         return [self._answer(problem, known, 1, wait_for_it=False)[0] for problem in asked]
 

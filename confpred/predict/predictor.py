@@ -21,7 +21,8 @@ from confpred.model.ranking import rank_by_estimate
 from confpred.predict import pins as pins_file
 from confpred.predict import plans
 from confpred.predict.choice import Choice, Source, check_top
-from confpred.problem.device import Device, get_device
+from confpred.predict.donors import donor_for, widened
+from confpred.problem.device import KNOWN, Device, get_device
 from confpred.problem.record import Record
 
 #: How many answers are remembered, or up to twice as many: best choices, of 1.5 kB each, and
@@ -31,6 +32,7 @@ RANKINGS_KEPT = 512
 #: How many problems are worked out together at most: more would be no faster, and each takes about
 #: 200 kB while it is under way.
 TOGETHER = 64
+_OF_MODELS = ("predicted", "transferred", "measured")
 _Asked = tuple[Record, Device, int]  # the problem, for which device, and how many choices
 
 
@@ -117,12 +119,12 @@ class Predictor:
             InvalidInput: `problem` is not a `Problem`, or the record of another operation.
             UnknownDevice: no description of `device` is known.
         """
-        return self._answer(problem, get_device(device), 1)[0]
+        return self._answer(problem, self._device(device), 1)[0]
 
     def choose_many(self, problems: Iterable[Record], device: str | Device) -> list[Choice]:
         """`choose` for each of `problems`, in order; those that are new are worked out together,
         which is faster."""
-        known = get_device(device)
+        known = self._device(device)
         asked = [(_checked(problem), known, 1) for problem in problems]
         parts = (asked[i : i + TOGETHER] for i in range(0, len(asked), TOGETHER))
         return [choices[0] for part in parts for choices in self._best.many(part)]
@@ -134,7 +136,7 @@ class Predictor:
             InvalidInput: `top` is not an integer from 1 to ``MAX_TOP``.
             UnknownDevice: no description of `device` is known.
         """
-        return list(self._answer(problem, get_device(device), check_top(top)))
+        return list(self._answer(problem, self._device(device), check_top(top)))
 
     def knows_libraries(self, device: str | Device) -> bool:
         """Whether algorithms of a library are among what is chosen from on `device`: without them
@@ -143,7 +145,7 @@ class Predictor:
         Raises:
             UnknownDevice: no description of `device` is known.
         """
-        model = self._models.get(get_device(device).key)
+        model = self._models.get(self._device(device).key)
         learned = () if model is None else model.families.values()
         return any(isinstance(each.family, Lister) for each in learned)
 
@@ -156,21 +158,30 @@ class Predictor:
         Raises:
             UnknownDevice: no description of `device` is known.
         """
-        known = get_device(device)
-        model = self._models.get(known.key)
-        if model is not None and model.operation.problem is not type(problem):
-            model = None
-        seconds = _expected_s(problem, known, model, candidate)
+        known = self._device(device)
+        seconds = _expected_s(problem, known, self._model(type(problem), known), candidate)
         return None if seconds is None else seconds * 1e3
 
     def _answer(self, problem: Record, device: Device, top: int) -> tuple[Choice, ...]:
         remembered = self._best if top == 1 else self._ranking
         return remembered((_checked(problem), device, top))
 
-    def _model(self, problem: Record, device: Device) -> Model | None:
-        """The model that knows such problems on `device`."""
+    def _device(self, name: str | Device) -> Device:
+        """The device called `name`; one that no table has may be a model's own, which describes it
+        when it is loaded."""
+        if isinstance(name, str) and name not in KNOWN and name in self._models:
+            return self._models[name].device
+        return get_device(name)
+
+    def _own_model(self, kind: type[Record], device: Device) -> Model | None:
+        """The model of `device`, if it knows problems of this kind."""
         model = self._models.get(device.key)
-        return model if model and model.operation.problem is type(problem) else None
+        return model if model and model.operation.problem is kind else None
+
+    def _model(self, kind: type[Record], device: Device) -> Model | None:
+        """The model that answers for problems of this kind on `device`: its own, or else that of
+        the nearest device that has one."""
+        return self._own_model(kind, device) or donor_for(self._models, device, kind)
 
     def _work_out(self, asked: Sequence[_Asked]) -> list[tuple[Choice, ...]]:
         """The answers to questions that are all about one device and number of choices."""
@@ -187,7 +198,7 @@ class Predictor:
         pin = self._pins.get((problem, device))
         if top == 1 and (problem, device) in self._planned:
             return [_Option("pinned", self._planned[problem, device].candidate, None)]
-        model = self._model(problem, device)
+        model = self._own_model(type(problem), device)
         best = model.measured.get(str(problem)) if model else None
         options = []
         if pin is not None:
@@ -202,13 +213,15 @@ class Predictor:
         for i, (problem, _, _) in enumerate(asked):
             alike.setdefault(type(problem), []).append(i)
         found: list[list[_Option]] = [[] for _ in asked]
-        for places in alike.values():
-            first, device, top = asked[places[0]]
-            model = self._model(first, device)
-            if model is not None:
-                options = _predicted([asked[i][0] for i in places], device, model, top)
-                for i, each in zip(places, options, strict=True):
-                    found[i] = each
+        for kind, places in alike.items():
+            _, device, top = asked[places[0]]
+            model = self._model(kind, device)
+            if model is None:
+                continue
+            own = model is self._own_model(kind, device)
+            options = _predicted([asked[i][0] for i in places], device, model, top)
+            for i, each in zip(places, options, strict=True):
+                found[i] = each if own else [replace(o, source="transferred") for o in each]
         return [
             options or _estimated(problem, device, top)
             for options, (problem, device, top) in zip(found, asked, strict=True)
@@ -221,9 +234,13 @@ class Predictor:
         planned = self._planned.get((problem, device))
         if planned is not None and top == 1:
             return (planned,)  # so that a start from a plan loads no model
-        model = self._model(problem, device)
+        model = self._model(type(problem), device)
         options = options or [_Option("fallback", PYTORCH_OPERATOR, None)]
-        bound = model.regret_bound if model and options[0].source == "predicted" else None
+        bound = None
+        if model is not None and options[0].source == "predicted":
+            bound = model.regret_bound
+        elif model is not None and options[0].source == "transferred":
+            bound = widened(model.regret_bound, model, device)
         choices = tuple(
             _choice(problem, device, option, model, bound if index == 0 else None)
             for index, option in enumerate(options[:top])
@@ -296,5 +313,5 @@ def _choice(
         option.candidate,
         predicted_ms=None if option.seconds is None else option.seconds * 1e3,
         regret_bound=bound,
-        model=model.version if model and option.source in ("predicted", "measured") else None,
+        model=model.version if model and option.source in _OF_MODELS else None,
     )

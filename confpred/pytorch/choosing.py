@@ -36,6 +36,8 @@ from confpred.errors import (
 )
 from confpred.families.candidate import PYTORCH_OPERATOR, Candidate
 from confpred.families.registry import all_families
+from confpred.measure.pytorch import cudnn_version
+from confpred.model.conditions import changes
 from confpred.predict.choice import MAX_TOP, Choice
 from confpred.predict.predictor import Predictor
 from confpred.problem.conv2d import Problem
@@ -60,6 +62,7 @@ served: dict[Any, Any] = {}
 latest: dict[Any, tuple[Any, Callable[..., bool], Any]] = {}
 _predictor: Predictor | None = None  # loaded when it is first needed
 _watchers: list[Callable[[Choice], None]] = []
+_noticed: set[int] = set()  # devices whose versions were compared
 _chosen: dict[tuple[Problem, int], Future[Choice | None]] = {}
 #: Whether a dense layer may be served by anything but PyTorch's own operator, as far as is known;
 #: while it may not, whoever meets one need not look further.
@@ -71,6 +74,7 @@ def use_predictor(predictor: Predictor) -> None:
     """Let `predictor` choose from now on, in place of the newest model of the package."""
     global _predictor
     _predictor = predictor
+    _noticed.clear()
     forget()
 
 
@@ -168,6 +172,7 @@ def choose(problem: Problem, ordinal: int) -> Choice | None:
     except ConfpredError as error:  # such as a damaged model: worth a look
         log.warning("PyTorch's own operator: %s", error)
         return None
+    _notice_changes(ordinal)
     announce(choice)
     return choice
 
@@ -176,6 +181,24 @@ def _learn_of_dense(device: Device, served_there: bool) -> None:
     global may_serve_dense
     _serves_dense[device] = served_there
     may_serve_dense = any(_serves_dense.values())
+
+
+def _notice_changes(ordinal: int) -> None:
+    """Warn once a device where the driver or cuDNN is another one than its model's measurements
+    are of."""
+    if ordinal in _noticed:
+        return
+    _noticed.add(ordinal)
+    try:
+        model = current_predictor().models.get(driver.device_of(ordinal).key)
+        if model is None:
+            return
+        now = {"driver": driver.describe(ordinal)[1], "cudnn": cudnn_version()}
+    except Exception as error:  # a warning is not worth an error
+        log.debug("versions cannot be compared: %s", error)
+        return
+    for change in changes(model, **now):
+        log.warning("model %s: %s; `confpred drift` tells whether it holds", model.version, change)
 
 
 def choose_soon(problem: Problem, ordinal: int) -> Future[Choice | None]:
@@ -222,8 +245,9 @@ def announce(choice: Choice) -> None:
 def why_not_ours(choice: Choice) -> str | None:
     """Why PyTorch's own operator is to run, in words; None if a kernel of ours is."""
     if choice.is_guess:  # which is not enough
-        dense = getattr(choice.problem, "groups", None) == 1
-        return "dense layers were never sampled" if dense else "no model for this device"
+        dense = getattr(choice.problem, "groups", None) == 1 and choice.source != "transferred"
+        no_model = "no model for this device, and not measured on it"
+        return "dense layers were never sampled" if dense else no_model
     if choice.source == "fallback":
         return "no kernel of ours is legal"
     if choice.candidate == PYTORCH_OPERATOR:

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from confpred.data.checks import ROW, CheckedRows, read_checked
+from confpred.data.checks import MEASURED_WITH, ROW, CheckedRows, read_checked
 from confpred.data.measurements import problem_of_row
 from confpred.data.parquet import operation_in, problem_columns
 from confpred.errors import DataError, InvalidProblem
@@ -59,6 +59,8 @@ class Dataset:
         skipped: ``ok`` rows left out because this version has no such family or config, or does
             not allow it for the problem.
         kernels: digests of each family's CUDA source.
+        measured_with: the versions that the times depend on, of the rows that were timed:
+            ``driver``, and ``cudnn`` of PyTorch's operator where it was recorded.
     """
 
     device: Device
@@ -68,6 +70,7 @@ class Dataset:
     statuses: Mapping[str, int]
     skipped: int
     kernels: Mapping[str, tuple[str, ...]]
+    measured_with: Mapping[str, tuple[str, ...]]
 
     @property
     def rows(self) -> int:
@@ -130,6 +133,10 @@ def read_dataset(paths: Sequence[Path], device: str | None = None) -> Dataset:
         statuses={status: counts[status] for status in STATUSES if status in counts},
         skipped=skipped,
         kernels=_kernels(timed),
+        measured_with={
+            name: tuple(sorted(filter(None, pc.unique(timed[name]).to_pylist())))
+            for name in MEASURED_WITH
+        },
     )
 
 
