@@ -21,6 +21,7 @@ layers      PyTorch's arguments as a problem
 layouts     which layouts kernels read, and when it pays to convert to them
 casts       weights in autocast's dtype
 ready       launches that are ready to run, one for each shape
+programs    the same for launches with matrix products in them
 workspace   the device memory that launches on one stream share
 streams     what the hot path asks CUDA's runtime
 """

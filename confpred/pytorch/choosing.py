@@ -44,6 +44,7 @@ from confpred.problem.record import Record
 from confpred.pytorch import layouts
 from confpred.pytorch.guards import guard
 from confpred.pytorch.kernels import loaded, submit
+from confpred.pytorch.programs import ReadyProgram
 from confpred.pytorch.ready import Enqueue, ReadyLaunch
 
 log = logging.getLogger(__name__)
@@ -237,8 +238,10 @@ def load(choice: Choice, ordinal: int) -> ReadyLaunch | None:
                 built = Plans(problem, ordinal).build(launch.plan)
             launch = replace(launch, scratch_bytes=built.workspace_bytes)
             return ReadyLaunch(problem, launch, built.bind, ordinal)
-        for step in launch.steps:
-            submit(step.kernel, _arch(ordinal))  # side by side
+        for kernel in launch.kernels:
+            submit(kernel, _arch(ordinal))  # side by side
+        if launch.program:
+            return ReadyProgram(problem, launch, ordinal)
         kernels = [loaded(step.kernel, step.smem_bytes, ordinal) for step in launch.steps]
 
         def bind(names: Sequence[str]) -> Enqueue:
@@ -255,8 +258,8 @@ def compile_ahead(choices: Sequence[Choice], others: Iterable[KernelSpec], ordin
     device `ordinal`; a kernel that cannot be had is left to the call that needs it."""
     ours = [choice for choice in choices if is_ours(choice)]
     for choice in ours:
-        for step in _launch_of(choice).steps:
-            submit(step.kernel, _arch(ordinal))
+        for kernel in _launch_of(choice).kernels:
+            submit(kernel, _arch(ordinal))
     for kernel in others:  # after those that are waited for
         submit(kernel, _arch(ordinal))
     for choice in ours:
@@ -266,7 +269,7 @@ def compile_ahead(choices: Sequence[Choice], others: Iterable[KernelSpec], ordin
 def waiting_for(choice: Choice, ordinal: int) -> list[Future[Compiled]]:
     """Compilations that are under way for `choice`, started now if need be; empty when all of its
     kernels are compiled."""
-    found = [submit(step.kernel, _arch(ordinal)) for step in _launch_of(choice).steps]
+    found = [submit(kernel, _arch(ordinal)) for kernel in _launch_of(choice).kernels]
     return [future for future in found if not future.done()]
 
 

@@ -1,0 +1,125 @@
+"""Launches that consist of kernels and matrix products, on PyTorch's tensors.
+
+Launch --> Program(launch, bind) --> program(operands)
+                        |
+        what a kernel is launched by: the driver, or an interpreter
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from confpred.cuda.launch import BoundLaunch
+from confpred.problem.operation import Launch, Step
+from confpred.problem.products import Product, View
+
+#: The operands by name. Those of an operation have its dtype and are dense; the workspaces are of
+#: bytes.
+Operands = Mapping[str, Tensor]
+#: What launches a step on the current stream.
+Bound = Callable[[Operands], None]
+
+_MATMUL: Any = torch.backends.cuda.matmul
+_ADD_RELU: Any = torch.ops.aten._addmm_activation
+
+
+class Program:
+    """A launch that is ready for operands of one problem; called with them, it enqueues all of it
+    on PyTorch's current stream.
+
+    It allocates nothing. Where PyTorch's flag does not allow or forbid TF32 as the launch has it,
+    the flag is changed for the time of the call.
+
+    Args:
+        launch: one with a program.
+        bind: from a step to what launches it.
+    """
+
+    def __init__(self, launch: Launch, bind: Callable[[Step], Bound]) -> None:
+        self._parts = [bind(part) if isinstance(part, Step) else part for part in launch.program]
+        self._tf32 = launch.tf32
+
+    def __call__(self, operands: Operands) -> None:
+        if allows_tf32() != self._tf32:
+            with _tf32(self._tf32):
+                self._run(operands)
+        else:
+            self._run(operands)
+
+    def _run(self, operands: Operands) -> None:
+        for part in self._parts:
+            if isinstance(part, Product):
+                multiply(part, operands)
+            else:
+                part(operands)
+
+
+def by_driver(step: Step, kernel: Any) -> Bound:
+    """What launches `kernel`, which is loaded on the current CUDA device, as `step` says.
+
+    It raises `NoContext` where the thread has no CUDA context yet, and `LaunchError` where the
+    driver refuses.
+    """
+    names = tuple(dict.fromkeys(step.operands))
+    enqueue = BoundLaunch([kernel], Launch((step,)), names).enqueue
+
+    def run(operands: Operands) -> None:
+        addresses = [operands[name].data_ptr() if name in operands else 0 for name in names]
+        enqueue(torch.cuda.current_stream().cuda_stream, addresses)
+
+    return run
+
+
+def multiply(product: Product, operands: Operands) -> None:
+    """Compute `product` in place of its `out`."""
+    dtype = next(t.dtype for t in operands.values() if t.dtype is not torch.uint8)
+    out, a, b = (_matrices(v, operands, dtype) for v in (product.out, product.a, product.b))
+    if out.dim() == 3:
+        if product.accumulate:
+            torch.baddbmm(out, a, b, out=out)
+        else:
+            torch.bmm(a, b, out=out)
+    elif product.bias is not None:
+        bias = operands[product.bias]
+        if product.relu:
+            _ADD_RELU.out(bias, a, b, use_gelu=False, out=out)  # in cuBLASLt's epilogue
+        else:
+            torch.addmm(bias, a, b, out=out)
+    elif product.accumulate:
+        torch.addmm(out, a, b, out=out)
+    else:
+        torch.mm(a, b, out=out)
+
+
+def _matrices(view: View, operands: Operands, dtype: torch.dtype) -> Tensor:
+    """The batch, or the one matrix of a batch of 1."""
+    tensor = operands[view.operand].view(dtype)
+    offset = tensor.storage_offset() + view.offset
+    if view.shape[0] == 1:
+        return tensor.as_strided(view.shape[1:], view.strides[1:], offset)
+    return tensor.as_strided(view.shape, view.strides, offset)
+
+
+def allows_tf32() -> bool:
+    """Whether PyTorch's products may round float32 inputs to TF32."""
+    precision = getattr(_MATMUL, "fp32_precision", None)  # since PyTorch 2.9
+    allowed: bool = _MATMUL.allow_tf32 if precision is None else precision == "tf32"
+    return allowed
+
+
+@contextmanager
+def _tf32(allowed: bool) -> Iterator[None]:
+    former = getattr(_MATMUL, "fp32_precision", None)
+    before = allows_tf32()
+    _MATMUL.allow_tf32 = allowed  # sets the newer flag too
+    try:
+        yield
+    finally:
+        _MATMUL.allow_tf32 = before
+        if former is not None:
+            _MATMUL.fp32_precision = former
