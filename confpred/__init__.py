@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from confpred.problem.conv2d import Problem as Problem
     from confpred.problem.device import Device as Device
     from confpred.problem.device import get_device as get_device
+    from confpred.problem.limits import Limits as Limits
     from confpred.pytorch.choosing import use_predictor as use_predictor
     from confpred.pytorch.conv2d import conv2d as conv2d
     from confpred.pytorch.recording import record_plan as record_plan
@@ -32,6 +33,7 @@ _WHERE = {
     "Choice": "confpred.predict.choice",
     "Device": "confpred.problem.device",
     "Explanation": "confpred.network.explain",
+    "Limits": "confpred.problem.limits",
     "Predictor": "confpred.predict.predictor",
     "Problem": "confpred.problem.conv2d",
     "conv2d": "confpred.pytorch.conv2d",

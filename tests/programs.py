@@ -33,9 +33,7 @@ class CpuProgram:
         self._arch, self._launch = arch, launch
         self._dtype = next(iter(inputs.values())).dtype
         item = _ITEM[self._dtype]
-        watched = [
-            Operand(name, _bytes(x), written=True, once=False) for name, x in inputs.items()
-        ]
+        watched = [Operand(name, _bytes(x), written=True, once=False) for name, x in inputs.items()]
         for name, shape in outputs.items():
             watched.append(
                 Operand(name, np.empty(item * shape.numel(), np.uint8), written=False, once=False)

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from confpred.errors import InvalidInput
 from confpred.families.candidate import PYTORCH_OPERATOR, Candidate
+from confpred.families.limits import within
 from confpred.families.protocol import Rows
 from confpred.families.registry import all_families, families_of
 from confpred.files import read_json
@@ -22,12 +23,15 @@ from confpred.predict import pins as pins_file
 from confpred.predict import plans
 from confpred.predict.choice import MAX_TOP, Choice, Source, check_top
 from confpred.problem.device import Device, get_device
+from confpred.problem.limits import UNLIMITED, Limits
 from confpred.problem.record import Record
 
 #: How many answers are remembered, or up to twice as many: best choices, of 1.5 kB each, and
 #: rankings, of up to 16 kB.
 BEST_KEPT = 8_192
 RANKINGS_KEPT = 512
+#: For how many limits there are answers in memory.
+_LIMITS_KEPT = 8
 _Asked = tuple[Record, Device, int]  # the problem, for which device, and how many choices
 
 
@@ -56,6 +60,8 @@ class Predictor:
         """Use `models`, by device key, which are not to change, what the user has pinned, and a
         recorded plan, whose choices are pins too."""
         self._models = MappingProxyType(models)
+        self._limits = UNLIMITED
+        self._within: dict[Limits, Predictor] = {}
         self._pins = dict(pins or {})
         self._planned: dict[tuple[Record, Device], Choice] = {}
         if plan is not None:
@@ -107,6 +113,21 @@ class Predictor:
         """The models in use, by device key."""
         return self._models
 
+    def within(self, limits: Limits) -> Predictor:
+        """What chooses as this one does, of what keeps within `limits` alone: pins, plans and
+        measured configs that do not are passed over."""
+        if limits == self._limits:
+            return self
+        found = self._within.get(limits)
+        if found is None:
+            found = Predictor(self._models)
+            found._pins, found._planned = self._pins, self._planned
+            found._limits = limits
+            if len(self._within) >= _LIMITS_KEPT:
+                self._within.clear()
+            self._within[limits] = found
+        return found
+
     def choose(self, problem: Record, device: str | Device) -> Choice:
         """The best config known for `problem` on `device`; never fails for a valid problem.
 
@@ -154,7 +175,10 @@ class Predictor:
 
     def _work_out(self, asked: _Asked) -> tuple[Choice, ...]:
         problem, device, top = asked
+        problem = _repeatable(problem) if self._limits.deterministic else problem
         planned = self._planned.get((problem, device))
+        if planned is not None and not self._keeps_within(problem, planned.candidate):
+            planned = None
         if planned is not None and top == 1:
             return (planned,)  # so that a start from a plan loads no model
         model = self._models.get(device.key)
@@ -163,12 +187,13 @@ class Predictor:
         options = [*self._settled(problem, device, model)]
         settled = {option.candidate for option in options}
         if len(options) < top:
-            found = _predicted(problem, device, model) if model else []
-            found = found or _estimated(problem, device)
+            found = _predicted(problem, device, model, self._limits) if model else []
+            found = found or _estimated(problem, device, self._limits)
             options += (option for option in found if option.candidate not in settled)
         if not options:
             options = [_Option("fallback", PYTORCH_OPERATOR, None)]
-        bound = model.regret_bound if model and options[0].source == "predicted" else None
+        calibrated = model and options[0].source == "predicted" and self._limits == UNLIMITED
+        bound = model.regret_bound if model and calibrated else None
         choices = tuple(
             _choice(problem, device, option, model, bound if index == 0 else None)
             for index, option in enumerate(options[:top])
@@ -179,38 +204,73 @@ class Predictor:
         """What needs no prediction: the user's pin, and the best measured config."""
         pin = self._pins.get((problem, device))
         best = model.measured.get(str(problem)) if model else None
-        if pin is not None:
+        if pin is not None and self._keeps_within(problem, pin):
             yield _Option("pinned", pin, _expected_s(problem, device, model, pin))
-        if best is not None and best.candidate != pin:
+        known = best is not None and best.candidate != pin
+        if best is not None and known and self._keeps_within(problem, best.candidate):
             yield _Option("measured", best.candidate, best.time_ms * 1e-3)
 
+    def _keeps_within(self, problem: Record, candidate: Candidate) -> bool:
+        if candidate == PYTORCH_OPERATOR:
+            return True
+        row = np.array([candidate.config_id], np.intp)
+        return len(within(all_families()[candidate.provider], problem, row, self._limits)) == 1
 
-def _predicted(problem: Record, device: Device, model: Model) -> list[_Option]:
+
+def _repeatable(problem: Record) -> Record:
+    """`problem`, to be computed to the same bit at every call, if it can ask for that."""
+    asked = getattr(problem, "deterministic", True)
+    if asked or getattr(problem, "direction", "wgrad") != "wgrad":
+        return problem  # what is asked for, or always so
+    strict: Record = replace(problem, deterministic=True)  # type: ignore[call-arg]
+    return strict
+
+
+def _predicted(
+    problem: Record, device: Device, model: Model, limits: Limits = UNLIMITED
+) -> list[_Option]:
     """The finalists of the families that `model` knows, fastest first. PyTorch's own operator comes
     before those that do not beat it even if its time is overestimated. Empty if nothing is
     legal."""
-    ranked = {}
-    for name, learned in model.families.items():
-        candidates = learned.candidates(problem, device)
-        if len(candidates):
-            ranked[name] = learned.rank(problem, device, candidates)
-    found = _fastest(ranked)
+    found = _ranked(problem, device, model, limits)
     options = [_Option("predicted", candidate, seconds) for seconds, candidate in found]
     if found and model.pytorch is not None:
-        best = found[0][0]
+        # PyTorch's operator was compared with the fastest config of all.
+        every = found if limits == UNLIMITED else _ranked(problem, device, model, UNLIMITED)
+        best = every[0][0]
         expected, least = (best * times for times in model.pytorch.slowdown(problem, device))
         place = sum(seconds <= least for seconds, _ in found)
         options.insert(place, _Option("predicted", PYTORCH_OPERATOR, expected))
     return options
 
 
-def _estimated(problem: Record, device: Device) -> list[_Option]:
+def _ranked(
+    problem: Record, device: Device, model: Model, limits: Limits
+) -> list[tuple[float, Candidate]]:
+    ranked = {}
+    for name, learned in model.families.items():
+        offered = learned.candidates(problem, device)
+        candidates = within(learned.family, problem, offered, limits)
+        if len(offered) and not len(candidates):  # the portfolio was chosen without limits
+            legal = np.flatnonzero(learned.family.legal(problem, device))
+            candidates = within(learned.family, problem, legal, limits)
+        if len(candidates):
+            ranked[name] = learned.rank(problem, device, candidates)
+    return _fastest(ranked)
+
+
+def _estimated(problem: Record, device: Device, limits: Limits) -> list[_Option]:
     """The configs of all families by their own estimates, fastest first; empty if none is legal.
 
     Estimates are too rough to be compared with anything but one another.
     """
     families = families_of(problem).items()
-    found = _fastest({name: rank_by_estimate(f, problem, device) for name, f in families})
+    ranked = {}
+    for name, family in families:
+        rows, seconds = rank_by_estimate(family, problem, device)
+        kept = np.isin(rows, within(family, problem, rows, limits))
+        ranked[name] = rows[kept], seconds[kept]
+    found = _fastest(ranked)
     return [_Option("heuristic", candidate, seconds) for seconds, candidate in found]
 
 

@@ -28,7 +28,7 @@ from confpred.families.protocol import Rows
 from confpred.problem.conv2d import Problem
 from confpred.problem.conv2d_operation import CONVOLUTION, dtype_macro
 from confpred.problem.device import Device
-from confpred.problem.limits import ORDINARY_ERROR
+from confpred.problem.limits import ORDINARY_ERROR, TF32_ERROR, Limits
 from confpred.problem.operation import SCRATCH, KernelSpec, Launch, Step
 from confpred.problem.products import Product, View
 
@@ -108,6 +108,15 @@ class Im2col:
         samples = config_columns(self.configs)["samples"]
         chunk = np.where(samples == ALL, p.n, np.minimum(samples, p.n))
         return chunk * (0 if rows.are_the_image else rows.pixels * rows.length * p.itemsize)
+
+    def allowed(self, problem: Problem, rows: Rows, limits: Limits) -> NDArray[np.bool_]:
+        """As `Limits.allow` has it of launches, which take long where the chunks are many."""
+        tf32 = self.configs["tf32"][rows] == 1
+        ordinary = np.where(tf32, TF32_ERROR, ORDINARY_ERROR[problem.dtype])
+        mask: NDArray[np.bool_] = ~tf32 | limits.tf32
+        if limits.workspace_bytes is not None:
+            mask &= self.workspace_bytes(problem)[rows] <= limits.workspace_bytes
+        return mask if limits.max_error is None else mask & (ordinary <= limits.max_error)
 
     def estimate_s(self, problem: Problem, device: Device, rows: Rows) -> NDArray[np.float64]:
         return self._derived(problem, device, rows)["estimate"]

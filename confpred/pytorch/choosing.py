@@ -39,6 +39,7 @@ from confpred.families.registry import all_families
 from confpred.predict.choice import Choice
 from confpred.predict.predictor import Predictor
 from confpred.problem.conv2d import Problem
+from confpred.problem.limits import UNLIMITED, Limits
 from confpred.problem.operation import KernelSpec, Launch
 from confpred.problem.record import Record
 from confpred.pytorch import layouts
@@ -60,7 +61,9 @@ served: dict[Any, Any] = {}
 latest: dict[Any, tuple[Any, Callable[..., bool], Any]] = {}
 _predictor: Predictor | None = None  # loaded when it is first needed
 _watchers: list[Callable[[Choice], None]] = []
-_chosen: dict[tuple[Problem, int], Future[Choice | None]] = {}
+_chosen: dict[tuple[Record, int, Limits], Future[Choice | None]] = {}
+_limits = UNLIMITED  # of all choices; a call may have others
+_cudnn_tf32 = torch._C._get_cudnn_allow_tf32
 
 
 def use_predictor(predictor: Predictor) -> None:
@@ -114,6 +117,23 @@ def _first_predictor() -> Predictor:
     return Predictor.load()
 
 
+def use_limits(limits: Limits) -> None:
+    """Have every choice that is made from now on keep within `limits`."""
+    global _limits
+    if limits != _limits:
+        _limits = limits
+        forget()
+
+
+def limits_of(problem: Record, own: Limits | None = None) -> Limits:
+    """What a choice for `problem` keeps within: the limits of all choices, or a call's `own`, and
+    what PyTorch's switch says of TF32 in convolutions."""
+    limits = _limits if own is None else own
+    if limits.tf32 and problem.dtype == "float32" and not _cudnn_tf32():
+        limits = replace(limits, tf32=False)
+    return limits
+
+
 def forget() -> None:
     """Choose again for every shape; kernels stay loaded."""
     served.clear()
@@ -147,11 +167,12 @@ def watch_choices(callback: Callable[[Choice], None]) -> Iterator[None]:
         _watchers.remove(callback)
 
 
-def choose(problem: Problem, ordinal: int) -> Choice | None:
-    """The choice for `problem` on CUDA device `ordinal`; None for a device without a
-    description."""
+def choose(problem: Problem, ordinal: int, own: Limits | None = None) -> Choice | None:
+    """The choice for `problem` on CUDA device `ordinal`, within the limits of all choices or those
+    of the call's `own`; None for a device without a description."""
     try:
-        choice = current_predictor().choose(problem, driver.device_of(ordinal))
+        predictor = current_predictor().within(limits_of(problem, own))
+        choice = predictor.choose(problem, driver.device_of(ordinal))
     except UnknownDevice as error:
         log.debug("PyTorch's own operator: %s", error)
         return None
@@ -162,12 +183,12 @@ def choose(problem: Problem, ordinal: int) -> Choice | None:
     return choice
 
 
-def choose_soon(problem: Problem, ordinal: int) -> Future[Choice | None]:
+def choose_soon(problem: Problem, ordinal: int, own: Limits | None = None) -> Future[Choice | None]:
     """`choose` in another thread: the first choice of a process loads the model, and a network has
     tens of problems."""
-    key = (problem, ordinal)
+    key = (problem, ordinal, limits_of(problem, own))
     if key not in _chosen:
-        _chosen[key] = _chooser().submit(choose, problem, ordinal)
+        _chosen[key] = _chooser().submit(choose, problem, ordinal, key[2])
     return _chosen[key]
 
 
@@ -225,9 +246,9 @@ def is_ours(choice: Choice) -> bool:
     return reason is None
 
 
-def load(choice: Choice, ordinal: int) -> ReadyLaunch | None:
+def load(choice: Choice, ordinal: int, own: Limits | None = None) -> ReadyLaunch | None:
     """The launch of `choice`, compiled now if need be; None where the driver or the compiler
-    refuses it, which is logged."""
+    refuses it, or a plan turns out to need more memory than the limits allow, which is logged."""
     problem = choice.problem
     if not isinstance(problem, Problem):
         raise InvalidProblem("problem", problem, "a convolution")
@@ -237,6 +258,8 @@ def load(choice: Choice, ordinal: int) -> ReadyLaunch | None:
             with torch.cuda.device(ordinal):
                 built = Plans(problem, ordinal).build(launch.plan)
             launch = replace(launch, scratch_bytes=built.workspace_bytes)
+            if not limits_of(problem, own).allow(problem, launch):
+                raise LaunchError(f"the plan needs {built.workspace_bytes} bytes, over the limit")
             return ReadyLaunch(problem, launch, built.bind, ordinal)
         for kernel in launch.kernels:
             submit(kernel, _arch(ordinal))  # side by side
