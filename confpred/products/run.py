@@ -7,8 +7,7 @@ Launch --> Program(launch, bind) --> program(operands)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from confpred.cuda.launch import BoundLaunch
 from confpred.problem.operation import Launch, Step
+from confpred.problem.precision import allows_tf32, matmul_tf32
 from confpred.problem.products import Product, View
 
 #: The operands by name. Those of an operation have its dtype and are dense; the workspaces are of
@@ -24,7 +24,6 @@ Operands = Mapping[str, Tensor]
 #: What launches a step on the current stream.
 Bound = Callable[[Operands], None]
 
-_MATMUL: Any = torch.backends.cuda.matmul
 _ADD_RELU: Any = torch.ops.aten._addmm_activation
 
 
@@ -46,7 +45,7 @@ class Program:
 
     def __call__(self, operands: Operands) -> None:
         if allows_tf32() != self._tf32:
-            with _tf32(self._tf32):
+            with matmul_tf32(self._tf32):
                 self._run(operands)
         else:
             self._run(operands)
@@ -103,23 +102,3 @@ def _matrices(view: View, operands: Operands, dtype: torch.dtype) -> Tensor:
     if view.shape[0] == 1:
         return tensor.as_strided(view.shape[1:], view.strides[1:], offset)
     return tensor.as_strided(view.shape, view.strides, offset)
-
-
-def allows_tf32() -> bool:
-    """Whether PyTorch's products may round float32 inputs to TF32."""
-    precision = getattr(_MATMUL, "fp32_precision", None)  # since PyTorch 2.9
-    allowed: bool = _MATMUL.allow_tf32 if precision is None else precision == "tf32"
-    return allowed
-
-
-@contextmanager
-def _tf32(allowed: bool) -> Iterator[None]:
-    former = getattr(_MATMUL, "fp32_precision", None)
-    before = allows_tf32()
-    _MATMUL.allow_tf32 = allowed  # sets the newer flag too
-    try:
-        yield
-    finally:
-        _MATMUL.allow_tf32 = before
-        if former is not None:
-            _MATMUL.fp32_precision = former
