@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from confpred.problem.limits import Limits as Limits
     from confpred.pytorch.choosing import use_predictor as use_predictor
     from confpred.pytorch.conv2d import conv2d as conv2d
+    from confpred.pytorch.linear_chain import linear_chain as linear_chain
     from confpred.pytorch.recording import record_plan as record_plan
     from confpred.pytorch.switch import disable as disable
     from confpred.pytorch.switch import enable as enable
@@ -42,6 +43,7 @@ _WHERE = {
     "enabled": "confpred.pytorch.switch",
     "explain": "confpred.network.explain",
     "get_device": "confpred.problem.device",
+    "linear_chain": "confpred.pytorch.linear_chain",
     "load_bundle": "confpred.network.bundle",
     "optimize": "confpred.network.optimize",
     "prepare": "confpred.network.bundle",

@@ -103,7 +103,8 @@ class Launch:
             stream order; empty where there are none.
         prepare: kernels that fill the operand ``prepared`` from inputs that seldom change, such as
             weights: before the first launch, and again once these have changed.
-        prepared_bytes: size of the operand ``prepared``; of any content before `prepare`.
+        prepared_bytes: size of the operand ``prepared``; of any content before `prepare`, and then
+            of the same content for all configs of a family.
         error: largest relative error of an output in the 2-norm, where the way of computing it is
             less exact than sums in float32 that are rounded once; None where it is not.
     """

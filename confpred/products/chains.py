@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from math import inf
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +14,7 @@ from confpred.problem.device import Device
 from confpred.problem.limits import ORDINARY_ERROR, TF32_ERROR, Limits
 from confpred.problem.linear_chain import LinearChain
 from confpred.problem.linear_chain_operation import LINEAR_CHAIN
+from confpred.problem.operation import Launch
 
 _UNIT = 16  # bytes: what parts of a workspace are aligned to
 #: Rate of tensor cores for TF32 over that for half precision.
@@ -55,14 +57,16 @@ def ordinary_error(problem: LinearChain) -> float:
     return float(one * problem.layers**0.5)
 
 
-def allowed(problem: LinearChain, error: float, workspace: int, limits: Limits) -> bool:
-    """Whether a launch of this error and workspace keeps within `limits`; whether TF32 may be used
-    is part of the problem."""
-    if limits.workspace_bytes is not None and workspace > limits.workspace_bytes:
-        return False
-    if problem.tf32 and not limits.tf32:
-        return False
-    return error <= (ordinary_error(problem) if limits.max_error is None else limits.max_error)
+def allowed(problem: LinearChain, launches: Iterable[Launch], limits: Limits) -> NDArray[np.bool_]:
+    """Which of `launches`, each of which states its error, keep within `limits`; whether TF32 may
+    be used is part of the problem."""
+    bound = ordinary_error(problem) if limits.max_error is None else limits.max_error
+    most = inf if limits.workspace_bytes is None else limits.workspace_bytes
+    kept = [
+        launch.error is not None and launch.error <= bound and launch.workspace_bytes <= most
+        for launch in launches
+    ]
+    return np.array(kept, np.bool_) & (limits.tf32 or not problem.tf32)
 
 
 def product_s(problem: LinearChain, device: Device, flops: float, moved: float) -> float:

@@ -38,10 +38,8 @@ class FusedEpilogue:
         return np.full(1, p.bias and p.activation in ("none", "relu"))
 
     def allowed(self, problem: LinearChain, rows: Rows, limits: Limits) -> NDArray[np.bool_]:
-        launches = [self.launch(problem, int(row)) for row in rows]
-        error = chains.ordinary_error(problem)
-        kept = [chains.allowed(problem, error, l.workspace_bytes, limits) for l in launches]
-        return np.array(kept, np.bool_)
+        launches = (self.launch(problem, int(row)) for row in rows)
+        return chains.allowed(problem, launches, limits)
 
     def estimate_s(self, problem: LinearChain, device: Device, rows: Rows) -> NDArray[np.float64]:
         p = problem

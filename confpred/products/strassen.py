@@ -89,10 +89,8 @@ class Strassen:
         return np.array([min(p.widths) >= _LEAST_WIDTH and fits, inner and fits])
 
     def allowed(self, problem: LinearChain, rows: Rows, limits: Limits) -> NDArray[np.bool_]:
-        launches = [self.launch(problem, int(row)) for row in rows]
-        error = error_of(problem)
-        kept = [chains.allowed(problem, error, l.workspace_bytes, limits) for l in launches]
-        return np.array(kept, np.bool_)
+        launches = (self.launch(problem, int(row)) for row in rows)
+        return chains.allowed(problem, launches, limits)
 
     def estimate_s(self, problem: LinearChain, device: Device, rows: Rows) -> NDArray[np.float64]:
         return self._derived(problem, device, rows)["estimate"]
@@ -168,11 +166,11 @@ class _Chain:
         self._results = self._scratch.add(_PRODUCTS * max(results))
         # Outputs of layers that are matrices: none follows another but across a halved layer.
         self._whole = self._scratch.add(max(whole, default=0))
-        self._weights = {
-            i: self._kept.add(_PRODUCTS * _half(p, before) * _half(p, after))
-            for i, (before, after) in layers
-            if halved[i]
-        }
+        # Of all layers, so that what is kept serves every config.
+        self._weights = [
+            self._kept.add(_PRODUCTS * _half(p, before) * _half(p, after))
+            for _, (before, after) in layers
+        ]
 
     def _feeds_halves(self, index: int) -> bool:
         """Whether one kernel ends layer `index` and begins the next."""
@@ -182,7 +180,6 @@ class _Chain:
     def launch(self) -> Launch:
         p = self._p
         program: list[Step | Product] = []
-        prepare = []
         at, start = "in", 0  # where the matrix before a layer is
         for index, (before, after) in enumerate(pairwise(p.widths)):
             end = index == p.layers - 1
@@ -190,7 +187,6 @@ class _Chain:
             if not self._halved[index]:
                 program.append(self._ordinary(index, before, after, at, start, to, to_start))
             else:
-                prepare.append(self._right(index, before, after))
                 if index == 0 or not self._halved[index - 1]:
                     program.append(self._left(before, at, start))
                 program.append(self._products(index, before, after))
@@ -199,7 +195,7 @@ class _Chain:
         return Launch.of_program(
             program,
             scratch_bytes=self._scratch.bytes,
-            prepare=tuple(prepare),
+            prepare=tuple(self._right(i, *pair) for i, pair in enumerate(pairwise(p.widths))),
             prepared_bytes=self._kept.bytes,
             error=error_of(p),
         )

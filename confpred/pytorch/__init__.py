@@ -4,6 +4,8 @@ switch      `enable` and `disable`
 routing     the functions that they put in the place of PyTorch's
 module      the method of `torch.nn.Conv2d` that they do
 conv2d      the public function: checks its arguments, and decides which way a call goes
+linear_chain  the public function for chains of linear layers
+prepared    what is made of weights once, and again when they change
 autograd    eager calls, with gradients or without
 operators   what torch.compile sees
 tracing     where an operator of ours pays in a compiled program

@@ -35,10 +35,11 @@ from confpred.errors import (
     UnknownDevice,
 )
 from confpred.families.candidate import PYTORCH_OPERATOR
-from confpred.families.registry import all_families
+from confpred.families.registry import all_families, operation_named
 from confpred.predict.choice import Choice
 from confpred.predict.predictor import Predictor
 from confpred.problem.conv2d import Problem
+from confpred.problem.conv2d_operation import CONVOLUTION
 from confpred.problem.limits import UNLIMITED, Limits
 from confpred.problem.operation import KernelSpec, Launch
 from confpred.problem.record import Record
@@ -60,17 +61,32 @@ served: dict[Any, Any] = {}
 #: else it depends on. It is a hint: whoever reads it compares both.
 latest: dict[Any, tuple[Any, Callable[..., bool], Any]] = {}
 _predictor: Predictor | None = None  # loaded when it is first needed
+_others: dict[str, Predictor] = {}  # by operation, of those that are no convolution
+_forgetting: list[Callable[[], None]] = []
 _watchers: list[Callable[[Choice], None]] = []
 _chosen: dict[tuple[Record, int, Limits], Future[Choice | None]] = {}
 _limits = UNLIMITED  # of all choices; a call may have others
 _cudnn_tf32 = torch._C._get_cudnn_allow_tf32
 
 
-def use_predictor(predictor: Predictor) -> None:
-    """Let `predictor` choose from now on, in place of the newest model of the package."""
+def use_predictor(predictor: Predictor, operation: str = CONVOLUTION.name) -> None:
+    """Let `predictor` choose from now on, in place of the newest model of the package; for another
+    operation than convolution, such as ``linear_chain``, in place of PyTorch's own.
+
+    Raises:
+        InvalidInput: no family computes that operation.
+    """
     global _predictor
-    _predictor = predictor
+    if operation_named(operation) is CONVOLUTION:
+        _predictor = predictor
+    else:
+        _others[operation] = predictor
     forget()
+
+
+def predictor_for(operation: str) -> Predictor | None:
+    """What was given to `use_predictor` for an operation that is no convolution."""
+    return _others.get(operation)
 
 
 def use_plan(path: Path) -> Callable[[], None]:
@@ -139,6 +155,13 @@ def forget() -> None:
     served.clear()
     latest.clear()
     _chosen.clear()
+    for also in _forgetting:
+        also()
+
+
+def when_forgotten(also: Callable[[], None]) -> None:
+    """Call `also` whenever all shapes are to be chosen again."""
+    _forgetting.append(also)
 
 
 def remember(key: Any, what: Found) -> Found:
