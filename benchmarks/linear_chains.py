@@ -3,7 +3,7 @@
     python benchmarks/linear_chains.py [--out FOLDER] [--seconds 1500] [--quick]
 
 By PyTorch's operators, by a fused epilogue and by Strassen's algorithm: widths of 128 to 4096,
-batches of 1 to 512, and 1, 4 and 8 layers with bias and ReLU, in float32 with and without TF32 and in
+batches of 1 to 512, 1, 4 and 8 layers with bias and ReLU, in float32 with and without TF32 and in
 float16. All ways of one chain are timed in turns in one run; eager steps include what the host
 takes, CUDA graphs do not. Errors are those of the result in the 2-norm against float64. A run that
 is cut short leaves a fair sample, and goes on where it stopped when it is started again.

@@ -71,7 +71,7 @@ class Strassen:
 
     name = "linear_strassen"
     operation = LINEAR_CHAIN
-    configs = config_table(("layers",), [(ALL,), (INNER,)])
+    configs = config_table(("inner",), [(ALL,), (INNER,)])
     feature_names: tuple[str, ...] = (
         *LINEAR_CHAIN.feature_names, "inner", "log_half_batch", "filled", "saved", "log_workspace",
         "log_estimate",
@@ -99,7 +99,7 @@ class Strassen:
         derived = self._derived(problem, device, rows)
         full = np.full(len(rows), 1.0)
         own = {
-            "inner": self.configs["layers"][rows].astype(np.float64),
+            "inner": self.configs["inner"][rows].astype(np.float64),
             "log_half_batch": np.log2(full * -(-problem.batch // 2)),
             "filled": derived["filled"],
             "saved": derived["saved"],
@@ -137,7 +137,7 @@ class Strassen:
 
     def launch(self, problem: LinearChain, row: int) -> Launch:
         p = problem
-        ends = (0, p.layers - 1) if int(self.configs["layers"][row]) == INNER else ()
+        ends = (0, p.layers - 1) if int(self.configs["inner"][row]) == INNER else ()
         return _Chain(p, [index not in ends for index in range(p.layers)]).launch()
 
 

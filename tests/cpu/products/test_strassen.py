@@ -69,7 +69,7 @@ def test_random_chains_are_within_the_stated_error(seed: int) -> None:
     for row in legal(problem):
         found = run_program(FAMILY, problem, row, inputs, ("sm_80", H100.arch)[seed % 2])["out"]
         assert error(found, right) <= error_of(problem), problem
-        if int(FAMILY.configs["layers"][row]) == ALL:
+        if int(FAMILY.configs["inner"][row]) == ALL:
             # Sums in another order: a few of them are rounded to the neighbour.
             assert error(found, in_pytorch(problem, inputs).double()) <= error_of(problem) / 4
 
