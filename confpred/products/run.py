@@ -15,7 +15,7 @@ from torch import Tensor
 
 from confpred.cuda.launch import BoundLaunch
 from confpred.problem.operation import Launch, Step
-from confpred.problem.precision import allows_tf32, matmul_tf32
+from confpred.problem.precision import float32_sums, matmul_tf32
 from confpred.problem.products import Product, View
 
 #: The operands by name. Those of an operation have its dtype and are dense; the workspaces are of
@@ -31,8 +31,8 @@ class Program:
     """A launch that is ready for operands of one problem; called with them, it enqueues all of it
     on PyTorch's current stream.
 
-    It allocates nothing. Where PyTorch's flag does not allow or forbid TF32 as the launch has it,
-    the flag is changed for the time of the call.
+    It allocates nothing. PyTorch's switches for TF32 and for sums in half precision are set for the
+    time of the call, where they are not as the launch has it.
 
     Args:
         launch: one with a program.
@@ -44,18 +44,12 @@ class Program:
         self._tf32 = launch.tf32
 
     def __call__(self, operands: Operands) -> None:
-        if allows_tf32() != self._tf32:
-            with matmul_tf32(self._tf32):
-                self._run(operands)
-        else:
-            self._run(operands)
-
-    def _run(self, operands: Operands) -> None:
-        for part in self._parts:
-            if isinstance(part, Product):
-                multiply(part, operands)
-            else:
-                part(operands)
+        with matmul_tf32(self._tf32), float32_sums():
+            for part in self._parts:
+                if isinstance(part, Product):
+                    multiply(part, operands)
+                else:
+                    part(operands)
 
 
 def by_driver(step: Step, kernel: Any) -> Bound:

@@ -22,7 +22,7 @@ from confpred.problem.limits import UNLIMITED, Limits
 from confpred.problem.linear_chain import MOST_LAYERS, LinearChain
 from confpred.problem.linear_chain_operation import LINEAR_CHAIN
 from confpred.problem.operation import PRODUCTS, REFERENCE, Launch, Operation, Step
-from confpred.problem.precision import allows_tf32, matmul_tf32
+from confpred.problem.precision import allows_tf32, float32_sums, matmul_tf32
 from confpred.problem.products import Product
 from confpred.products.chains import ordinary_error
 from confpred.products.epilogue import FAMILY
@@ -145,6 +145,15 @@ def test_tf32_is_switched_for_the_time_of_a_call() -> None:
             assert allows_tf32() is wanted
             assert torch.backends.cuda.matmul.allow_tf32 is wanted
         assert (allows_tf32(), torch.backends.cuda.matmul.allow_tf32) == before
+
+
+def test_sums_are_in_float32_for_the_time_of_a_call() -> None:
+    matmul = torch.backends.cuda.matmul
+    names = ("allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction")
+    before = [getattr(matmul, name) for name in names]
+    with float32_sums():
+        assert not any(getattr(matmul, name) for name in names)
+    assert [getattr(matmul, name) for name in names] == before
 
 
 def test_a_launch_knows_what_it_is_made_of() -> None:
