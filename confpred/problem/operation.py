@@ -105,6 +105,8 @@ class Launch:
             weights: before the first launch, and again once these have changed.
         prepared_bytes: size of the operand ``prepared``; of any content before `prepare`, and then
             of the same content for all configs of a family.
+        file: the CUDA source that stands for the launch where it is not that of the first step, as
+            of a family some of whose launches need no kernel.
         error: largest relative error of an output in the 2-norm, where the way of computing it is
             less exact than sums in float32 that are rounded once; None where it is not.
     """
@@ -116,6 +118,7 @@ class Launch:
     program: tuple[Step | Product, ...] = ()
     prepare: tuple[Step, ...] = ()
     prepared_bytes: int = 0
+    file: str = ""
     error: float | None = None
 
     @classmethod
@@ -129,7 +132,7 @@ class Launch:
         """Name of what runs, whose identity is `confpred.families.kernel_text.identity_of`."""
         if self.plan is not None:
             return self.plan.source
-        return self.steps[0].kernel.file if self.steps else PRODUCTS
+        return self.file or (self.steps[0].kernel.file if self.steps else PRODUCTS)
 
     @property
     def kernels(self) -> tuple[KernelSpec, ...]:

@@ -34,6 +34,7 @@ from confpred.problem.products import Product, View
 
 #: As a number of samples: all of them.
 ALL = 0
+_FILE = "im2col.cu"
 _FIELDS = ("samples", "batched", "tf32")
 _SAMPLES = (ALL, 1, 2, 4, 8, 16, 32, 64, 128, 256)
 #: Most chunks of a batch: a program of more takes the host longer than it could ever save.
@@ -169,7 +170,7 @@ class Im2col:
         # In half precision, what follows the product rounds its sums a second time.
         twice = p.dtype != "float32" and isinstance(program[-1], Step) and p.direction == "fprop"
         error = ORDINARY_ERROR[p.dtype] if twice else None
-        return Launch.of_program(program, scratch_bytes=scratch, error=error)
+        return Launch.of_program(program, scratch_bytes=scratch, file=_FILE, error=error)
 
 
 def _chunk(
@@ -219,7 +220,7 @@ def _copy(p: Problem, entry: str, first: int, count: int) -> Step:
     blocks_down = -(-down // (threads_down * (_IN_FLIGHT if there else 1)))
     defines = (dtype_macro(p), ("VECTOR", vector), ("THREADS", _THREADS), ("IN_FLIGHT", _IN_FLIGHT))
     return Step(
-        KernelSpec("im2col.cu", entry, defines),
+        KernelSpec(_FILE, entry, defines),
         grid=(min(blocks_down, max(1, _BLOCKS // blocks_across)), blocks_across, 1),
         block=(across, threads_down, 1),
         smem_bytes=0,

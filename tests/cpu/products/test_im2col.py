@@ -84,6 +84,7 @@ def test_a_window_of_one_pixel_needs_no_copy(direction: str, dtype: str) -> None
     launch = FAMILY.launch(problem, row)
     assert launch.scratch_bytes == 0
     assert launch.steps == ()
+    assert launch.source == "im2col.cu"
     inputs = random_inputs(FAMILY, problem, 0)
     outputs = [o for o in FAMILY.operation.operands(problem) if o.terms]
     results = run_program(FAMILY, problem, row, inputs, H100.arch)
