@@ -95,8 +95,10 @@ def test_a_model_of_chains_is_trained_and_chooses(repository: Path, tmp_path: Pa
 def test_the_suite_is_what_its_script_makes(repository: Path, monkeypatch, tmp_path: Path) -> None:
     file = repository / "datasets" / "suites" / "linear_chains.json"
     program = (
-        "import sys; sys.path.insert(0, sys.argv[1]); import chain_suite as c; from pathlib import "
-        "Path; from confpred.data.suites import write_suite; write_suite(c.suite(), Path(sys.argv[2]))"
+        "import sys; sys.path.insert(0, sys.argv[1]); import chain_suite; "
+        "from pathlib import Path; "
+        "from confpred.data.suites import write_suite; "
+        "write_suite(chain_suite.suite(), Path(sys.argv[2]))"
     )
     made = tmp_path / "made.json"
     done = subprocess.run(
