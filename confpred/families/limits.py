@@ -21,6 +21,23 @@ class Bounded(Protocol):
         ...
 
 
+#: How many launches are laid out at a time where only the first that keep within are asked for.
+_SOME = 64
+
+
+def first_within(family: Family, problem: Any, rows: Rows, limits: Limits, count: int) -> Rows:
+    """The first `count` of `within`."""
+    if limits == UNLIMITED or isinstance(family, Bounded):
+        return within(family, problem, rows, limits)[:count]
+    found = rows[:0]
+    for start in range(0, len(rows), _SOME):
+        some = within(family, problem, rows[start : start + _SOME], limits)
+        found = np.concatenate([found, some])
+        if len(found) >= count:
+            break
+    return found[:count]
+
+
 def within(family: Family, problem: Any, rows: Rows, limits: Limits) -> Rows:
     """Those of `rows` that keep within `limits`."""
     if isinstance(family, Bounded):

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from confpred.errors import InvalidInput
 from confpred.families.candidate import PYTORCH_OPERATOR, Candidate
-from confpred.families.limits import within
+from confpred.families.limits import first_within, within
 from confpred.families.protocol import Rows
 from confpred.families.registry import all_families, families_of
 from confpred.files import read_json
@@ -268,7 +268,7 @@ def _estimated(problem: Record, device: Device, limits: Limits) -> list[_Option]
     ranked = {}
     for name, family in families:
         rows, seconds = rank_by_estimate(family, problem, device)
-        kept = np.isin(rows, within(family, problem, rows, limits))
+        kept = np.isin(rows, first_within(family, problem, rows, limits, MAX_TOP))
         ranked[name] = rows[kept], seconds[kept]
     found = _fastest(ranked)
     return [_Option("heuristic", candidate, seconds) for seconds, candidate in found]

@@ -44,7 +44,8 @@ ALL, INNER = range(2)
 _THREADS = 256
 _BYTES = 16  # of an access
 _LEAST_BATCH, _LEAST_WIDTH = 2, 16
-_MOST_BYTES = 2**34  # of a part of the workspace; kernels count it in 31 bits of 16 bytes
+#: Of a part of the workspace, of which there are three: kernels count it in 31 bits of 16 bytes.
+_MOST_BYTES = 2**33
 _PRODUCTS = 7
 #: Relative error of one layer in the 2-norm, against float64; see `error_of`.
 _ERROR: Mapping[str, float] = {

@@ -108,7 +108,7 @@ def test_without_limits_it_is_the_predictor_itself() -> None:
     limited = predictor.within(NONE)
     assert limited is predictor.within(NONE)
     assert limited.within(NONE) is limited
-    for size in range(1, 40):  # more than are kept
+    for size in range(1, 12):  # more than are kept
         assert predictor.within(Limits(workspace_bytes=size)).choose(FPROP, A100)
 
 
