@@ -31,7 +31,7 @@ from confpred.problem.record import Record
 BEST_KEPT = 8_192
 RANKINGS_KEPT = 512
 #: For how many limits there are answers in memory.
-_LIMITS_KEPT = 8
+_LIMITS_KEPT = 4
 _Asked = tuple[Record, Device, int]  # the problem, for which device, and how many choices
 
 
@@ -115,7 +115,13 @@ class Predictor:
 
     def within(self, limits: Limits) -> Predictor:
         """What chooses as this one does, of what keeps within `limits` alone: pins, plans and
-        measured configs that do not are passed over."""
+        measured configs that do not are passed over.
+
+        Raises:
+            InvalidInput: `limits` are none.
+        """
+        if not isinstance(limits, Limits):
+            raise InvalidInput("limits", limits, "a confpred.Limits")
         if limits == self._limits:
             return self
         found = self._within.get(limits)

@@ -24,7 +24,8 @@ Operands = Mapping[str, Tensor]
 #: What launches a step on the current stream.
 Bound = Callable[[Operands], None]
 
-_ADD_RELU: Any = torch.ops.aten._addmm_activation
+#: With bias and ReLU in cuBLASLt's epilogue; not every PyTorch has it.
+_ADD_RELU: Any = getattr(torch, "_addmm_activation", None)
 
 
 class Program:
@@ -79,10 +80,12 @@ def multiply(product: Product, operands: Operands) -> None:
             torch.bmm(a, b, out=out)
     elif product.bias is not None:
         bias = operands[product.bias]
-        if product.relu:
-            _ADD_RELU.out(bias, a, b, use_gelu=False, out=out)  # in cuBLASLt's epilogue
+        if product.relu and _ADD_RELU is not None:
+            _ADD_RELU(bias, a, b, use_gelu=False, out=out)
         else:
             torch.addmm(bias, a, b, out=out)
+            if product.relu:
+                out.relu_()
     elif product.accumulate:
         torch.addmm(out, a, b, out=out)
     else:

@@ -68,12 +68,15 @@ def conv2d(
         Shape (N, K, P, Q), of `x`'s dtype.
 
     Raises:
-        InvalidInput: `activation` is unknown, or a tensor argument has the wrong rank.
+        InvalidInput: `activation` is unknown, `limits` are none, or a tensor argument has the wrong
+            rank.
         RuntimeError: PyTorch refuses the arguments.
     """
     name = "none" if activation is None else activation
     if name not in ACTIVATIONS:
         raise InvalidInput("activation", activation, f"None or one of {', '.join(ACTIVATIONS)}")
+    if limits is not None and not isinstance(limits, Limits):
+        raise InvalidInput("limits", limits, "None or a confpred.Limits")
     tensors = (("x", x, 4), ("weight", weight, 4), ("bias", bias, 1), ("residual", residual, 4))
     for argument, tensor, rank in tensors:
         if tensor is not None and tensor.dim() != rank:

@@ -78,8 +78,8 @@ def linear_chain(
         Shape (..., features of the last weight), of `x`'s dtype.
 
     Raises:
-        InvalidInput: `activation` or `max_error` is not allowed, there is no weight, or the biases
-            are not as many as the weights.
+        InvalidInput: `activation`, `max_error` or `limits` is not allowed, there is no weight, or
+            the biases are not as many as the weights.
         RuntimeError: PyTorch refuses the arguments.
     """
     name = "none" if activation is None else activation
@@ -91,6 +91,8 @@ def linear_chain(
         allowed = f"one for each of {len(weights)} weights, or None"
         raise InvalidInput("biases", f"{len(biases)} biases", allowed)
     bound = Limits() if limits is None else limits
+    if not isinstance(bound, Limits):
+        raise InvalidInput("limits", limits, "None or a confpred.Limits")
     bound = bound if max_error is None else replace(bound, max_error=max_error)
     for start in range(0, len(weights), MOST_LAYERS):
         part = slice(start, start + MOST_LAYERS)

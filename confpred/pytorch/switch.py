@@ -67,14 +67,16 @@ def enable(
             ``confpred.Limits(workspace_bytes=2**26)``.
 
     Raises:
-        InvalidInput: `verify` or `verify_budget_s` is out of range, or `plan` was made for another
-            device.
+        InvalidInput: `verify`, `verify_budget_s` or `limits` is not allowed, or `plan` was made for
+            another device.
         DataError: `plan` is not valid, or was made for other kernels.
     """
     if verify is not None and (type(verify) is not int or not 1 <= verify <= 8):
         raise InvalidInput("verify", verify, "an integer from 1 to 8, or None")
     if type(verify_budget_s) not in (int, float) or not verify_budget_s > 0:
         raise InvalidInput("verify_budget_s", verify_budget_s, "a positive number of seconds")
+    if not isinstance(limits, Limits):
+        raise InvalidInput("limits", limits, "a confpred.Limits")
     path = None if plan is None else Path(plan)
     undo: Callable[[], None] | None = None
     followed: tuple[Choice, ...] = ()

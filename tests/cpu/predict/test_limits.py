@@ -248,6 +248,18 @@ def test_pytorchs_switch_forbids_tf32(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choosing.limits_of(FPROP).tf32  # there is none in half precision
 
 
+def test_what_are_no_limits_is_refused() -> None:
+    x, weight, wrong = torch.zeros(1, 1, 3, 3), torch.zeros(1, 1, 3, 3), 2**20
+    for call in (
+        lambda: Predictor({}).within(wrong),  # type: ignore[arg-type]
+        lambda: confpred.enable(limits=wrong),  # type: ignore[arg-type]
+        lambda: confpred.conv2d(x, weight, limits=wrong),  # type: ignore[arg-type]
+        lambda: confpred.linear_chain(x, [weight], limits=wrong),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(InvalidInput, match="limits=1048576 is not allowed"):
+            call()
+
+
 def test_conv2d_takes_limits_of_its_own() -> None:
     x, weight = torch.randn(2, 4, 6, 6), torch.randn(4, 4, 3, 3)
     right = F.conv2d(x, weight, padding=1).relu()
