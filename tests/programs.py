@@ -84,7 +84,7 @@ class CpuProgram:
                 marks = self._marks(view)
                 if marks is not None and not (marks == 255).all():
                     raise PtxError(f"{view.operand} is multiplied where nothing was written")
-            multiply(product, operands)
+            multiply(product, operands, {})
             marks = self._marks(product.out)
             if marks is not None:
                 marks[...] = 255

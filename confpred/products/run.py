@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from confpred.cuda.launch import BoundLaunch
-from confpred.problem.operation import Launch, Step
+from confpred.problem.operation import PREPARED, SCRATCH, Launch, Step
 from confpred.problem.precision import float32_sums, matmul_tf32
 from confpred.problem.products import Product, View
 
-#: The operands by name. Those of an operation have its dtype and are dense; the workspaces are of
-#: bytes.
+#: The operands by name. Those of an operation have its dtype and are dense, and come first; the
+#: workspaces are of bytes.
 Operands = Mapping[str, Tensor]
 #: What launches a step on the current stream.
 Bound = Callable[[Operands], None]
@@ -41,16 +41,25 @@ class Program:
     """
 
     def __init__(self, launch: Launch, bind: Callable[[Step], Bound]) -> None:
-        self._parts = [bind(part) if isinstance(part, Step) else part for part in launch.program]
+        self._parts: list[Bound | Product] = [
+            bind(part) if isinstance(part, Step) else part for part in launch.program
+        ]
         self._tf32 = launch.tf32
 
     def __call__(self, operands: Operands) -> None:
-        with matmul_tf32(self._tf32), float32_sums():
+        dtype = next(iter(operands.values())).dtype
+        typed = dict(operands)
+        for name in (SCRATCH, PREPARED):
+            if name in typed:
+                typed[name] = typed[name].view(dtype)
+        made: dict[View, Tensor] = {}  # layers share views, which cost the host something
+        switches = matmul_tf32(self._tf32) if dtype is torch.float32 else float32_sums()
+        with switches:
             for part in self._parts:
                 if isinstance(part, Product):
-                    multiply(part, operands)
+                    multiply(part, typed, made)
                 else:
-                    part(operands)
+                    part(typed)
 
 
 def by_driver(step: Step, kernel: Any) -> Bound:
@@ -69,10 +78,18 @@ def by_driver(step: Step, kernel: Any) -> Bound:
     return run
 
 
-def multiply(product: Product, operands: Operands) -> None:
-    """Compute `product` in place of its `out`."""
-    dtype = next(t.dtype for t in operands.values() if t.dtype is not torch.uint8)
-    out, a, b = (_matrices(v, operands, dtype) for v in (product.out, product.a, product.b))
+def multiply(product: Product, operands: Operands, made: dict[View, Tensor]) -> None:
+    """Compute `product` in place of its `out`.
+
+    Args:
+        product: any.
+        operands: by name, all of the launch's dtype.
+        made: the matrices of views that were met before, to which new ones are added.
+    """
+    out, a, b = (
+        made[view] if view in made else _made(view, operands, made)
+        for view in (product.out, product.a, product.b)
+    )
     if out.dim() == 3:
         if product.accumulate:
             torch.baddbmm(out, a, b, out=out)
@@ -92,10 +109,11 @@ def multiply(product: Product, operands: Operands) -> None:
         torch.mm(a, b, out=out)
 
 
-def _matrices(view: View, operands: Operands, dtype: torch.dtype) -> Tensor:
-    """The batch, or the one matrix of a batch of 1."""
-    tensor = operands[view.operand].view(dtype)
+def _made(view: View, operands: Operands, made: dict[View, Tensor]) -> Tensor:
+    """The batch of matrices, or the one matrix of a batch of 1."""
+    tensor = operands[view.operand]
     offset = tensor.storage_offset() + view.offset
-    if view.shape[0] == 1:
-        return tensor.as_strided(view.shape[1:], view.strides[1:], offset)
-    return tensor.as_strided(view.shape, view.strides, offset)
+    one = view.shape[0] == 1
+    shape, strides = (view.shape[1:], view.strides[1:]) if one else (view.shape, view.strides)
+    found = made[view] = tensor.as_strided(shape, strides, offset)
+    return found
