@@ -14,7 +14,7 @@ from confpred.problem.linear_chain_operation import LINEAR_CHAIN
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
-def random_chain(rng: random.Random, most_width: int = 70, **fixed: object) -> LinearChain:
+def random_chain(rng: random.Random, most_width: int = 50, **fixed: object) -> LinearChain:
     """Odd sizes and even ones, long chains and short."""
     layers = rng.choice((1, 1, 2, 3, 4, 8))
     outputs = rng.randint(16, most_width)
