@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))  # this file may be loaded from elsewhere
+import im2col_chunks
+import linear_chains
 from holdout_tables import OF_HOLDOUTS
 from network_tables import OF_NETWORKS, host_layers, mechanisms
 
@@ -267,8 +269,23 @@ _RUNS = (
     "sampling_rate.json",
     "networks.json",
 )
+
+
+def chunks(result: dict[str, Any]) -> str:
+    """What samples a chunk gain, and the memory that they cost."""
+    return im2col_chunks.table(result["summary"]) + "\n"
+
+
+def chains(result: dict[str, Any]) -> str:
+    """Linear chains by each way, over PyTorch's operators."""
+    return linear_chains.table(result["summary"]) + "\n"
+
+
 #: Results that a device may lack.
-OPTIONAL = ("networks.json", "sampling_plans.json")
+OPTIONAL = (
+    *("networks.json", "sampling_plans.json"),
+    *("im2col_chunks.json", "linear_chains.json"),
+)
 #: Table -> its result files, and the function that makes the table from them.
 _OF_A_DEVICE: dict[str, tuple[tuple[str, ...], Callable[..., str]]] = (
     {
@@ -283,6 +300,8 @@ _OF_A_DEVICE: dict[str, tuple[tuple[str, ...], Callable[..., str]]] = (
         "sampling": (("sampling_rate.json",), sampling),
         "sampling-plans": (("sampling_plans.json",), sampling_plans),
         "runs": (_RUNS, runs),
+        "im2col-chunks": (("im2col_chunks.json",), chunks),
+        "linear-chains": (("linear_chains.json",), chains),
         "host-layers": (("host_overhead.json",), partial(host_layers, markdown=markdown)),
         "mechanisms": (("host_overhead.json",), partial(mechanisms, markdown=markdown)),
     }

@@ -53,7 +53,8 @@ def working(
     for done, (question, answer) in enumerate(new.items()):
         yield len(new) - done
         if answer.text is None:
-            choices = predictor.rank(question.problem, asked.device, asked.top)
+            within = predictor.within(asked.limits)
+            choices = within.rank(question.problem, asked.device, asked.top)
             answer.source, answer.text = choices[0].source, answer_json(choices)
             memory.keep(question, answer)
             worked_out()
@@ -61,7 +62,9 @@ def working(
 
 
 def _questions(asked: PredictRequest) -> list[Question]:
-    return [Question(asked.device.key, asked.top, problem) for problem in asked.problems]
+    return [
+        Question(asked.device.key, asked.top, problem, asked.limits) for problem in asked.problems
+    ]
 
 
 def _reply(memory: Memory, body: bytes, asked: PredictRequest, answers: Iterable[Answer]) -> Reply:

@@ -15,6 +15,7 @@ from typing import Generic, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from confpred.predict.predictor import Predictor
+from confpred.problem.limits import Limits
 from confpred.problem.record import Record
 
 _K = TypeVar("_K")
@@ -24,11 +25,13 @@ _LARGEST_SHARE = 1 / 16  # of the memory: one larger entry would push out too ma
 
 
 class Question(NamedTuple):
-    """What is asked of one problem: for the device of which key, how many choices, and of what."""
+    """What is asked of one problem: for the device of which key, how many choices, of what, and
+    within which limits."""
 
     device: str
     top: int
     problem: Record
+    limits: Limits
 
 
 @dataclass(eq=False)

@@ -14,6 +14,7 @@ from confpred.errors import InvalidInput
 from confpred.predict.choice import check_top
 from confpred.problem.conv2d import Problem
 from confpred.problem.device import Device, get_device
+from confpred.problem.limits import UNLIMITED, Limits
 
 from .errors import Error, RequestError, shorten
 from .settings import Settings
@@ -22,7 +23,7 @@ from .settings import Settings
 Headers = Mapping[bytes, bytes]
 
 _JSON = b"application/json"
-_FIELDS = ("device", "problem", "problems", "top")
+_FIELDS = ("device", "problem", "problems", "top", "limits")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +34,13 @@ class PredictRequest:
         device: for which to choose.
         problems: one or more, in the order asked.
         top: how many choices each is to get.
+        limits: what they keep within.
     """
 
     device: Device
     problems: tuple[Problem, ...]
     top: int
+    limits: Limits
 
 
 async def read_body(headers: Headers, receive: Receive, settings: Settings) -> bytes:
@@ -108,11 +111,13 @@ def _request(fields: Any, settings: Settings) -> Generator[None, None, PredictRe
             raise InvalidInput(shorten(name), fields[name], f"a field among {', '.join(_FIELDS)}")
     device = get_device(fields.get("device"))  # type: ignore[arg-type]  # it refuses all but names
     top = check_top(fields.get("top", 1))
+    limits = _limits(fields["limits"]) if "limits" in fields else UNLIMITED
     if ("problem" in fields) == ("problems" in fields):
         given = [name for name in ("problem", "problems") if name in fields]
         raise InvalidInput("problem", given or None, "exactly one of problem and problems")
     if "problem" in fields:
-        return PredictRequest(device, (_problem("problem", fields["problem"]),), top)
+        problem = _problem("problem", fields["problem"])
+        return PredictRequest(device, (problem,), top, limits)
     many = fields["problems"]
     if not isinstance(many, list) or not 1 <= len(many) <= settings.max_batch:
         shown = f"{len(many)} problems" if isinstance(many, list) else many
@@ -121,7 +126,15 @@ def _request(fields: Any, settings: Settings) -> Generator[None, None, PredictRe
     for index, entry in enumerate(many):
         yield
         problems.append(_problem(f"problems[{index}]", entry))
-    return PredictRequest(device, tuple(problems), top)
+    return PredictRequest(device, tuple(problems), top, limits)
+
+
+def _limits(fields: Any) -> Limits:
+    try:
+        return Limits.from_json(fields)
+    except InvalidInput as error:
+        field = error.field if error.field == "limits" else f"limits.{error.field}"
+        raise InvalidInput(field, error.value, error.allowed) from None
 
 
 def _problem(path: str, fields: Any) -> Problem:

@@ -65,7 +65,8 @@ class ServedPredictor(Predictor):
     """Chooses what the service chooses, where it answers in time.
 
     Safe to share between threads, and to fork. What this process chose itself has no
-    `Choice.server`. Expected times (`expected_ms`) are always of its own model.
+    `Choice.server`. Expected times (`expected_ms`) are always of its own model, and so are choices
+    `within` limits.
     """
 
     def __init__(self, client: Client, models: Mapping[str, Model], patience_s: float) -> None:

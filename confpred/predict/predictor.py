@@ -11,6 +11,7 @@ import numpy as np
 
 from confpred.errors import InvalidInput
 from confpred.families.candidate import PYTORCH_OPERATOR, Candidate
+from confpred.families.limits import first_within, within
 from confpred.families.protocol import Lister
 from confpred.families.registry import all_families, kernels_of
 from confpred.files import read_json
@@ -23,12 +24,15 @@ from confpred.predict import plans
 from confpred.predict.choice import Choice, Source, check_top
 from confpred.predict.donors import donor_for, widened
 from confpred.problem.device import KNOWN, Device, get_device
+from confpred.problem.limits import UNLIMITED, Limits
 from confpred.problem.record import Record
 
 #: How many answers are remembered, or up to twice as many: best choices, of 1.5 kB each, and
 #: rankings, of up to 16 kB.
 BEST_KEPT = 8_192
 RANKINGS_KEPT = 512
+#: For how many limits there are answers in memory.
+_LIMITS_KEPT = 4
 #: How many problems are worked out together at most: more would be no faster, and each takes about
 #: 200 kB while it is under way.
 TOGETHER = 64
@@ -61,6 +65,8 @@ class Predictor:
         """Use `models`, by device key, which are not to change, what the user has pinned, and a
         recorded plan, whose choices are pins too."""
         self._models = MappingProxyType(models)
+        self._limits = UNLIMITED
+        self._within: dict[Limits, Predictor] = {}
         self._pins = dict(pins or {})
         self._planned: dict[tuple[Record, Device], Choice] = {}
         if plan is not None:
@@ -111,6 +117,27 @@ class Predictor:
     def models(self) -> Mapping[str, Model]:
         """The models in use, by device key."""
         return self._models
+
+    def within(self, limits: Limits) -> Predictor:
+        """What chooses as this one does, of what keeps within `limits` alone: pins, plans and
+        measured configs that do not are passed over.
+
+        Raises:
+            InvalidInput: `limits` are none.
+        """
+        if not isinstance(limits, Limits):
+            raise InvalidInput("limits", limits, "a confpred.Limits")
+        if limits == self._limits:
+            return self
+        found = self._within.get(limits)
+        if found is None:
+            found = Predictor(self._models)
+            found._pins, found._planned = self._pins, self._planned
+            found._limits = limits
+            if len(self._within) >= _LIMITS_KEPT:
+                self._within.clear()
+            self._within[limits] = found
+        return found
 
     def choose(self, problem: Record, device: str | Device) -> Choice:
         """The best config known for `problem` on `device`; never fails for a valid problem.
@@ -185,6 +212,8 @@ class Predictor:
 
     def _work_out(self, asked: Sequence[_Asked]) -> list[tuple[Choice, ...]]:
         """The answers to questions that are all about one device and number of choices."""
+        if self._limits.deterministic:
+            asked = [(_repeatable(problem), device, top) for problem, device, top in asked]
         settled = [self._settled(*each) for each in asked]
         short = [i for i, options in enumerate(settled) if len(options) < asked[i][2]]
         found = self._found([asked[i] for i in short])
@@ -196,16 +225,31 @@ class Predictor:
     def _settled(self, problem: Record, device: Device, top: int) -> list[_Option]:
         """What needs no prediction: the user's pin, and the best measured config."""
         pin = self._pins.get((problem, device))
-        if top == 1 and (problem, device) in self._planned:
-            return [_Option("pinned", self._planned[problem, device].candidate, None)]
+        planned = self._plan_for(problem, device) if top == 1 else None
+        if planned is not None:
+            return [_Option("pinned", planned.candidate, None)]
         model = self._own_model(type(problem), device)
         best = model.measured.get(str(problem)) if model else None
         options = []
-        if pin is not None:
+        if pin is not None and self._keeps_within(problem, pin):
             options.append(_Option("pinned", pin, _expected_s(problem, device, model, pin)))
-        if best is not None and best.candidate != pin:
+        known = best is not None and best.candidate != pin
+        if best is not None and known and self._keeps_within(problem, best.candidate):
             options.append(_Option("measured", best.candidate, best.time_ms * 1e-3))
         return options
+
+    def _plan_for(self, problem: Record, device: Device) -> Choice | None:
+        """What a recorded plan has for a problem, if it keeps within the limits."""
+        planned = self._planned.get((problem, device))
+        if planned is not None and self._keeps_within(problem, planned.candidate):
+            return planned
+        return None
+
+    def _keeps_within(self, problem: Record, candidate: Candidate) -> bool:
+        if candidate == PYTORCH_OPERATOR:
+            return True
+        row = np.array([candidate.config_id], np.intp)
+        return len(within(all_families()[candidate.provider], problem, row, self._limits)) == 1
 
     def _found(self, asked: Sequence[_Asked]) -> list[list[_Option]]:
         """What is predicted, or else estimated, for each question."""
@@ -219,11 +263,12 @@ class Predictor:
             if model is None:
                 continue
             own = model is self._own_model(kind, device)
-            options = _predicted([asked[i][0] for i in places], device, model, top)
+            alike_ones = [asked[i][0] for i in places]
+            options = _predicted(alike_ones, device, model, top, self._limits)
             for i, each in zip(places, options, strict=True):
                 found[i] = each if own else [replace(o, source="transferred") for o in each]
         return [
-            options or _estimated(problem, device, top)
+            options or _estimated(problem, device, top, self._limits)
             for options, (problem, device, top) in zip(found, asked, strict=True)
         ]
 
@@ -231,15 +276,16 @@ class Predictor:
         self, problem: Record, device: Device, top: int, options: Sequence[_Option]
     ) -> tuple[Choice, ...]:
         """The first `top` of `options` spelled out; the fallback if there are none."""
-        planned = self._planned.get((problem, device))
+        planned = self._plan_for(problem, device)
         if planned is not None and top == 1:
             return (planned,)  # so that a start from a plan loads no model
         model = self._model(type(problem), device)
         options = options or [_Option("fallback", PYTORCH_OPERATOR, None)]
         bound = None
-        if model is not None and options[0].source == "predicted":
+        calibrated = model is not None and self._limits == UNLIMITED
+        if model is not None and calibrated and options[0].source == "predicted":
             bound = model.regret_bound
-        elif model is not None and options[0].source == "transferred":
+        elif model is not None and calibrated and options[0].source == "transferred":
             bound = widened(model.regret_bound, model, device)
         choices = tuple(
             _choice(problem, device, option, model, bound if index == 0 else None)
@@ -254,28 +300,46 @@ def _checked(problem: object) -> Record:
     return problem
 
 
+def _repeatable(problem: Record) -> Record:
+    """`problem`, to be computed to the same bit at every call, if it can ask for that."""
+    asked = getattr(problem, "deterministic", True)
+    if asked or getattr(problem, "direction", "wgrad") != "wgrad":
+        return problem  # what is asked for, or always so
+    strict: Record = replace(problem, deterministic=True)  # type: ignore[call-arg]
+    return strict
+
+
 def _predicted(
-    problems: Sequence[Record], device: Device, model: Model, top: int = 1
+    problems: Sequence[Record],
+    device: Device,
+    model: Model,
+    top: int = 1,
+    limits: Limits = UNLIMITED,
 ) -> list[list[_Option]]:
-    """For each of `problems` at least `top` candidates, if the families that `model` knows have
-    them, fastest first. PyTorch's own operator comes before those that do not beat it even if its
-    time is overestimated. Empty where nothing is legal."""
-    rankings = rank_families(model.families, model.gate, problems, device, top)
+    """For each of `problems` at least `top` candidates within `limits`, if the families that
+    `model` knows have them, fastest first. PyTorch's own operator comes before those that do not
+    beat it even if its time is overestimated. Empty where nothing is legal."""
+    rankings = rank_families(model.families, model.gate, problems, device, top, limits)
     found = [
         [_Option("predicted", candidate, seconds) for seconds, candidate in ranking]
         for ranking in rankings
     ]
     served = [i for i, ranking in enumerate(rankings) if ranking]
     if served and model.pytorch is not None:
-        slowdowns = model.pytorch.slowdowns([problems[i] for i in served], device)
-        for i, slowdown in zip(served, slowdowns, strict=True):
-            expected, least = (rankings[i][0][0] * times for times in slowdown)
+        asked = [problems[i] for i in served]
+        slowdowns = model.pytorch.slowdowns(asked, device)
+        # PyTorch's operator was compared with the fastest config of all.
+        every = [rankings[i] for i in served]
+        if limits != UNLIMITED:
+            every = rank_families(model.families, model.gate, asked, device, top)
+        for i, fastest, slowdown in zip(served, every, slowdowns, strict=True):
+            expected, least = ((fastest or rankings[i])[0][0] * times for times in slowdown)
             place = sum(seconds <= least for seconds, _ in rankings[i])
             found[i].insert(place, _Option("predicted", PYTORCH_OPERATOR, expected))
     return found
 
 
-def _estimated(problem: Record, device: Device, top: int) -> list[_Option]:
+def _estimated(problem: Record, device: Device, top: int, limits: Limits) -> list[_Option]:
     """The configs of all families by their own estimates, fastest first; empty if none is legal.
 
     Estimates are too rough to be compared with anything but one another.
@@ -283,7 +347,8 @@ def _estimated(problem: Record, device: Device, top: int) -> list[_Option]:
     found: Ranking = []
     for name, family in kernels_of(problem).items():
         rows, seconds = rank_by_estimate(family, problem, device)
-        pairs = zip(seconds[:top].tolist(), rows[:top].tolist(), strict=True)
+        kept = np.isin(rows, first_within(family, problem, rows, limits, top))
+        pairs = zip(seconds[kept].tolist(), rows[kept].tolist(), strict=True)
         found += [(value, Candidate(name, row)) for value, row in pairs]
     return [_Option("heuristic", candidate, seconds) for seconds, candidate in sorted(found)]
 

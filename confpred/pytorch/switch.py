@@ -23,6 +23,7 @@ from confpred.errors import InvalidInput
 from confpred.forks import uninterrupted
 from confpred.predict.choice import Choice
 from confpred.predict.plans import read_plan
+from confpred.problem.limits import UNLIMITED, Limits
 from confpred.pytorch import choosing, policy, routing
 from confpred.pytorch.fallback import (
     PYTORCH_CONV1D,
@@ -44,6 +45,7 @@ def enable(
     verify: int | None = None,
     verify_budget_s: float = 60.0,
     plan: str | Path | None = None,
+    limits: Limits = UNLIMITED,
 ) -> None:
     """Let every convolution of this process be computed by the fastest kernel.
 
@@ -61,16 +63,20 @@ def enable(
         verify_budget_s: seconds after which `verify` measures no more.
         plan: a file of choices (``confpred.record_plan``) that are taken as they are; with
             `verify`, what is measured is written to it.
+        limits: what every choice keeps within, such as
+            ``confpred.Limits(workspace_bytes=2**26)``.
 
     Raises:
-        InvalidInput: `verify` or `verify_budget_s` is out of range, or `plan` was made for another
-            device.
+        InvalidInput: `verify`, `verify_budget_s` or `limits` is not allowed, or `plan` was made for
+            another device.
         DataError: `plan` is not valid, or was made for other kernels.
     """
     if verify is not None and (type(verify) is not int or not 1 <= verify <= 8):
         raise InvalidInput("verify", verify, "an integer from 1 to 8, or None")
     if type(verify_budget_s) not in (int, float) or not verify_budget_s > 0:
         raise InvalidInput("verify_budget_s", verify_budget_s, "a positive number of seconds")
+    if not isinstance(limits, Limits):
+        raise InvalidInput("limits", limits, "a confpred.Limits")
     path = None if plan is None else Path(plan)
     undo: Callable[[], None] | None = None
     followed: tuple[Choice, ...] = ()
@@ -82,7 +88,7 @@ def enable(
     if verify is not None:
         verifier = Verifier(verify, verify_budget_s, path, followed=followed)
     with uninterrupted, _lock:
-        former = policy.use(policy.Policy(background=not wait, verifier=verifier))
+        former = policy.use(policy.Policy(not wait, verifier, limits))
         _former.append((former, undo))
         _tell_torchscript()
         _tell_dynamo()

@@ -83,7 +83,8 @@ class Verifier:
 
     def _measured(self, problem: Problem, ordinal: int, predicted: Choice) -> Choice:
         device = driver.device_of(ordinal)
-        ranked = choosing.current_predictor().rank(problem, device, self.top + 1)
+        within = choosing.current_predictor().within(choosing.limits_of(problem))
+        ranked = within.rank(problem, device, self.top + 1)
         ours = [c for c in map(_trusted, ranked) if choosing.is_ours(c)][: self.top]
         choosing.compile_ahead(ours, (), ordinal)
         calls: list[tuple[Choice, Callable[[], Any]]] = []
