@@ -59,11 +59,11 @@ lint: $(READY) tree  ## ruff, mypy --strict and the import contracts
 	cd $(TREE) && $(CURDIR)/$(BIN)/mypy --config-file $(CURDIR)/pyproject.toml
 	cd $(TREE) && $(CURDIR)/$(BIN)/lint-imports --config $(CURDIR)/pyproject.toml --no-cache
 
-# The package as it is installed: service, kernels and models lie beside confpred in the repository
+# The package as it is installed: service, kernels, models and suites lie beside confpred in the repository
 # and inside it in an installation, which is where their imports make sense.
 tree:
 	@rm -rf $(TREE) && mkdir -p $(TREE) && cp -R confpred $(TREE)/
-	@cp -R service kernels models $(TREE)/confpred/
+	@cp -R service kernels models datasets/suites $(TREE)/confpred/
 
 serve: $(READY)  ## answer config queries over HTTP on 127.0.0.1:8000
 	$(BIN)/confpred serve

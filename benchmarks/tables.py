@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))  # this file may be loaded from elsewhere
+import im2col_chunks
+import linear_chains
 from holdout_tables import OF_HOLDOUTS
 from network_tables import OF_NETWORKS, host_layers, mechanisms
 
@@ -243,6 +245,22 @@ def sampling_plans(result: dict[str, Any]) -> str:
     return markdown(heads, rows)
 
 
+def transfer(result: dict[str, Any]) -> str:
+    """Regret on a device by the share of its problems that were learned from, with and without
+    those of another device (``benchmarks/transfer.py``)."""
+    told = ("from", "to", "its problems", "learned from", "rows of it")
+    heads = (*told, "geomean", "p95", "worst", "best of 3", "best of 8")
+    rows = []
+    for direction in (result["there"], result["back"]):
+        giver, asker = (direction[name].upper() for name in ("giver", "asker"))
+        for row in direction["curve"]:
+            both = row["learned_from"] == "both devices"
+            told = (giver if both else "none", asker, f"{row['share']:.0%}", row["learned_from"])
+            regrets = (row[name] for name in ("geomean", "p95", "worst", "top3", "top8"))
+            rows.append((*told, f"{row['rows']:,}", *(f"{value:.3f}" for value in regrets)))
+    return markdown(heads, rows)
+
+
 _RUNS = (
     "conv_vs_cudnn.json",
     "in_situ.json",
@@ -251,8 +269,23 @@ _RUNS = (
     "sampling_rate.json",
     "networks.json",
 )
+
+
+def chunks(result: dict[str, Any]) -> str:
+    """What samples a chunk gain, and the memory that they cost."""
+    return im2col_chunks.table(result["summary"]) + "\n"
+
+
+def chains(result: dict[str, Any]) -> str:
+    """Linear chains by each way, over PyTorch's operators."""
+    return linear_chains.table(result["summary"]) + "\n"
+
+
 #: Results that a device may lack.
-OPTIONAL = ("networks.json", "sampling_plans.json")
+OPTIONAL = (
+    *("networks.json", "sampling_plans.json"),
+    *("im2col_chunks.json", "linear_chains.json"),
+)
 #: Table -> its result files, and the function that makes the table from them.
 _OF_A_DEVICE: dict[str, tuple[tuple[str, ...], Callable[..., str]]] = (
     {
@@ -267,6 +300,8 @@ _OF_A_DEVICE: dict[str, tuple[tuple[str, ...], Callable[..., str]]] = (
         "sampling": (("sampling_rate.json",), sampling),
         "sampling-plans": (("sampling_plans.json",), sampling_plans),
         "runs": (_RUNS, runs),
+        "im2col-chunks": (("im2col_chunks.json",), chunks),
+        "linear-chains": (("linear_chains.json",), chains),
         "host-layers": (("host_overhead.json",), partial(host_layers, markdown=markdown)),
         "mechanisms": (("host_overhead.json",), partial(mechanisms, markdown=markdown)),
     }
@@ -282,6 +317,7 @@ _OF_A_DEVICE: dict[str, tuple[tuple[str, ...], Callable[..., str]]] = (
 TABLES: dict[str, tuple[tuple[str, ...], Callable[..., str]]] = {
     "service": (("service_latency.json",), service),
     "mechanisms": (("host_mechanisms.json",), partial(mechanisms, markdown=markdown)),
+    "transfer": (("transfer.json",), transfer),
 } | {
     f"{device}-{name}": (tuple(f"{device}/{file}" for file in files), make)
     for device in ("h100", "h200")

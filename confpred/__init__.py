@@ -22,8 +22,10 @@ if TYPE_CHECKING:
     from confpred.problem.conv2d import Problem as Problem
     from confpred.problem.device import Device as Device
     from confpred.problem.device import get_device as get_device
+    from confpred.problem.limits import Limits as Limits
     from confpred.pytorch.choosing import use_predictor as use_predictor
     from confpred.pytorch.conv2d import conv2d as conv2d
+    from confpred.pytorch.linear_chain import linear_chain as linear_chain
     from confpred.pytorch.recording import record_plan as record_plan
     from confpred.pytorch.switch import disable as disable
     from confpred.pytorch.switch import enable as enable
@@ -35,6 +37,7 @@ _WHERE = {
     "Device": "confpred.problem.device",
     "Explanation": "confpred.network.explain",
     "LayerExplanation": "confpred.predict.explain",
+    "Limits": "confpred.problem.limits",
     "Predictor": "confpred.predict.predictor",
     "Problem": "confpred.problem.conv2d",
     "conv2d": "confpred.pytorch.conv2d",
@@ -44,6 +47,7 @@ _WHERE = {
     "explain": "confpred.network.explain",
     "explain_layer": "confpred.predict.explain",
     "get_device": "confpred.problem.device",
+    "linear_chain": "confpred.pytorch.linear_chain",
     "load_bundle": "confpred.network.bundle",
     "optimize": "confpred.network.optimize",
     "prepare": "confpred.network.bundle",

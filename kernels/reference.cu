@@ -21,8 +21,8 @@ __device__ __forceinline__ float uniform(u32 x) {
 #define FOR_EACH(i, count) \
     for (i64 i = blockIdx.x * static_cast<i64>(blockDim.x) + threadIdx.x; i < count; i += static_cast<i64>(gridDim.x) * blockDim.x)
 
-extern "C" __global__ void fill_random(elem* out, i64 count, u32 seed) {
-    FOR_EACH(i, count) out[i] = store(uniform(static_cast<u32>(i) ^ static_cast<u32>(i >> 32) * 0x9e3779b9u ^ seed));
+extern "C" __global__ void fill_random(elem* out, i64 count, u32 seed, float scale) {
+    FOR_EACH(i, count) out[i] = store(scale * uniform(static_cast<u32>(i) ^ static_cast<u32>(i >> 32) * 0x9e3779b9u ^ seed));
 }
 
 // NHWC, KRSC; any stride, padding, dilation and groups. All kernels take the same sizes.

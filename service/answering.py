@@ -53,7 +53,8 @@ def working(
     for done, (question, answer) in enumerate(new.items()):
         yield len(new) - done
         if answer.text is None:
-            choices = predictor.rank(
+            within = predictor.within(asked.limits)
+            choices = within.rank(
                 question.problem, asked.device, asked.top, max_regret=asked.max_regret
             )
             answer.source, answer.text = choices[0].source, answer_json(choices)
@@ -63,8 +64,8 @@ def working(
 
 
 def _questions(asked: PredictRequest) -> list[Question]:
-    key, top, accepted = asked.device.key, asked.top, asked.max_regret
-    return [Question(key, top, problem, accepted) for problem in asked.problems]
+    key, top, accepted, limits = asked.device.key, asked.top, asked.max_regret, asked.limits
+    return [Question(key, top, problem, accepted, limits) for problem in asked.problems]
 
 
 def _reply(memory: Memory, body: bytes, asked: PredictRequest, answers: Iterable[Answer]) -> Reply:

@@ -116,7 +116,8 @@ def _predict_route(predict: Predict) -> APIRoute:
 async def devices(request: Request, response: Response) -> schema.DevicesReply:
     current = _loaded(request.app).current
     response.headers["etag"] = f'"{current.digest}"'
-    served = [_served(device, current) for device in KNOWN.values()]
+    own = {model.device.key: model.device for model in current.predictor.models.values()}
+    served = [_served(device, current) for device in {**KNOWN, **own}.values()]
     return schema.DevicesReply(served)
 
 

@@ -57,7 +57,7 @@ class Generation:
 def of(predictor: Predictor, pins: bytes | None = None) -> Generation:
     """`predictor`'s generation, its tables made, so that no client need wait for them; `pins` is
     the text of its pins."""
-    for device in KNOWN:
+    for device in (*predictor.models, next(iter(KNOWN))):
         predictor.choose(EXAMPLE, device)
     models = {device: (m.version, m.digest) for device, m in predictor.models.items()}
     named = ", ".join(f"{device}={models[device][1]}" for device in sorted(models))

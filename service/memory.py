@@ -15,6 +15,7 @@ from typing import Generic, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from confpred.predict.predictor import Predictor
+from confpred.problem.limits import UNLIMITED, Limits
 from confpred.problem.record import Record
 
 _K = TypeVar("_K")
@@ -24,13 +25,14 @@ _LARGEST_SHARE = 1 / 16  # of the memory: one larger entry would push out too ma
 
 
 class Question(NamedTuple):
-    """What is asked of one problem: for the device of which key, how many choices, of what, and up
-    to which bound on regret."""
+    """What is asked of one problem: for the device of which key, how many choices, of what, up to
+    which bound on regret, and within which limits."""
 
     device: str
     top: int
     problem: Record
     max_regret: float | None = None
+    limits: Limits = UNLIMITED
 
 
 @dataclass(eq=False)

@@ -15,6 +15,7 @@ from confpred.predict.choice import check_top
 from confpred.predict.trust import check_max_regret
 from confpred.problem.conv2d import Problem
 from confpred.problem.device import Device, get_device
+from confpred.problem.limits import UNLIMITED, Limits
 
 from .errors import Error, RequestError, shorten
 from .settings import Settings
@@ -23,7 +24,7 @@ from .settings import Settings
 Headers = Mapping[bytes, bytes]
 
 _JSON = b"application/json"
-_FIELDS = ("device", "problem", "problems", "top", "max_regret")
+_FIELDS = ("device", "problem", "problems", "top", "max_regret", "limits")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +36,14 @@ class PredictRequest:
         problems: one or more, in the order asked.
         top: how many choices each is to get.
         max_regret: the largest bound on regret that is accepted; None for any.
+        limits: what they keep within.
     """
 
     device: Device
     problems: tuple[Problem, ...]
     top: int
     max_regret: float | None = None
+    limits: Limits = UNLIMITED
 
 
 async def read_body(headers: Headers, receive: Receive, settings: Settings) -> bytes:
@@ -112,11 +115,13 @@ def _request(fields: Any, settings: Settings) -> Generator[None, None, PredictRe
     device = get_device(fields.get("device"))  # type: ignore[arg-type]  # it refuses all but names
     top = check_top(fields.get("top", 1))
     accepted = check_max_regret(fields.get("max_regret"))
+    limits = _limits(fields["limits"]) if "limits" in fields else UNLIMITED
     if ("problem" in fields) == ("problems" in fields):
         given = [name for name in ("problem", "problems") if name in fields]
         raise InvalidInput("problem", given or None, "exactly one of problem and problems")
     if "problem" in fields:
-        return PredictRequest(device, (_problem("problem", fields["problem"]),), top, accepted)
+        problem = _problem("problem", fields["problem"])
+        return PredictRequest(device, (problem,), top, accepted, limits)
     many = fields["problems"]
     if not isinstance(many, list) or not 1 <= len(many) <= settings.max_batch:
         shown = f"{len(many)} problems" if isinstance(many, list) else many
@@ -125,7 +130,15 @@ def _request(fields: Any, settings: Settings) -> Generator[None, None, PredictRe
     for index, entry in enumerate(many):
         yield
         problems.append(_problem(f"problems[{index}]", entry))
-    return PredictRequest(device, tuple(problems), top, accepted)
+    return PredictRequest(device, tuple(problems), top, accepted, limits)
+
+
+def _limits(fields: Any) -> Limits:
+    try:
+        return Limits.from_json(fields)
+    except InvalidInput as error:
+        field = error.field if error.field == "limits" else f"limits.{error.field}"
+        raise InvalidInput(field, error.value, error.allowed) from None
 
 
 def _problem(path: str, fields: Any) -> Problem:

@@ -13,6 +13,7 @@ from fastapi.openapi.utils import get_openapi
 from confpred.predict.choice import MAX_TOP, Source
 from confpred.problem.conv2d import CHOICES, LIMITS, PAIRS, Problem
 from confpred.problem.device import KNOWN, Device
+from confpred.problem.limits import Limits
 
 from .settings import Settings
 
@@ -74,7 +75,7 @@ class PredictReply:
     choices: list[list[ChoiceReply]]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ServedDevice(Device):
     """A device that can be asked for, and the version and digest of the model that answers."""
 
@@ -165,6 +166,7 @@ def install(app: FastAPI, settings: Settings) -> None:
             )
             described["components"]["schemas"] |= {
                 "Problem": _problem(),
+                "Limits": _limits(),
                 "PredictRequest": _request(settings),
             }
             app.openapi_schema = described
@@ -225,6 +227,25 @@ def _field(name: str) -> dict[str, Any]:
     return {"anyOf": [integer, {"type": "array", "items": integer, "minItems": 2, "maxItems": 2}]}
 
 
+def _limits() -> dict[str, Any]:
+    return {
+        "title": "Limits",
+        "description": inspect.getdoc(Limits),
+        "type": "object",
+        "properties": {
+            "workspace_bytes": {"type": ["integer", "null"], "minimum": 0, "maximum": 2**63 - 1},
+            "deterministic": {"type": "boolean", "default": False},
+            "tf32": {"type": "boolean", "default": True},
+            "max_error": {
+                "type": ["number", "null"],
+                "exclusiveMinimum": 0,
+                "exclusiveMaximum": 1,
+            },
+        },
+        "additionalProperties": False,
+    }
+
+
 def _request(settings: Settings) -> dict[str, Any]:
     problem = {"$ref": "#/components/schemas/Problem"}
     return {
@@ -257,6 +278,7 @@ def _request(settings: Settings) -> dict[str, Any]:
                 "description": "Answer PyTorch's own operator, as a fallback, where the bound on "
                 "the choice's regret is above this.",
             },
+            "limits": {"$ref": "#/components/schemas/Limits"},
         },
         "required": ["device"],
         "oneOf": [{"required": ["problem"]}, {"required": ["problems"]}],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,14 @@ from hypothesis import settings
 # a fixed seed keeps a failure reproducible and a pass meaningful from one run to the next.
 settings.register_profile("project", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("project")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_models_of_the_user(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Tests see the models that ship with the package, not those that `confpred retrain` made."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CONFPRED_MODELS_DIR", str(tmp_path_factory.mktemp("models") / "none"))
+        yield
 
 
 @pytest.fixture(scope="session")

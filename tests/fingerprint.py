@@ -3,9 +3,9 @@
     python tests/fingerprint.py before.json     # ... the change ...
     python tests/fingerprint.py after.json && cmp before.json after.json
 
-For a seventh of the suites' problems and 150 random ones a family, on every known device: the first
-eight choices, and digests of what each family says is legal, of its features, estimates and
-launches. It takes about twenty seconds.
+For a seventh of the suites' problems and 150 random ones a family, on the devices that have a model
+and a board of each architecture: the first eight choices, and digests of what each family says is
+legal, of its features, estimates and launches. It takes about twenty seconds.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
-from layers import random_layer
+from layers import ARCHITECTURES, random_layer
 
 from confpred import Predictor
 from confpred.data.suites import read_suite
@@ -28,6 +28,8 @@ from confpred.problem.device import KNOWN, Device
 from confpred.problem.record import Record
 
 SUITES = Path(__file__).parents[1] / "datasets" / "suites"
+DEVICES = {key: KNOWN[key] for key in ("h100", "h200")}
+DEVICES |= {board.key: board for board in ARCHITECTURES.values()}
 EACH, RANDOM, TOP = 7, 150, 8
 ROWS, LAUNCHES = 24, 6  # of the legal configs of a problem, how many are described and launched
 
@@ -64,13 +66,13 @@ def main(out: Path) -> None:
     result = {
         "choices": {
             f"{device} {problem}": [c.to_json() for c in predictor.rank(problem, device, TOP)]
-            for device in KNOWN
+            for device in DEVICES
             for problem in sample
         },
         "families": {
             f"{name} {key}": of_family(family, device, sample)
             for name, family in all_kernels().items()
-            for key, device in KNOWN.items()
+            for key, device in DEVICES.items()
         },
     }
     out.write_text(json.dumps(result, indent=1) + "\n")

@@ -10,10 +10,12 @@ import numpy as np
 
 from confpred.families.protocol import Family
 from confpred.problem.conv2d import ACTIVATIONS, DIRECTIONS, DTYPES, Problem
-from confpred.problem.device import Device, get_device
+from confpred.problem.device import KNOWN, Device, get_device
 from confpred.problem.operation import KernelSpec
 
 H100 = get_device("h100")
+#: A board of each architecture, by its target: legality and launches differ between these.
+ARCHITECTURES = {device.arch: device for device in reversed(list(KNOWN.values()))}
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)
 #: In place of a group width: of layers with one group, of at most so many channels.
 DENSE, MOST_DENSE = 0, 128

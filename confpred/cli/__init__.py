@@ -18,6 +18,8 @@ COMMANDS = {
     "sample": "Measure configs on this machine's GPUs.",
     "merge": "Join measurements into one file.",
     "train": "Train a model from measurements (retrain-predictor).",
+    "retrain": "Measure this machine's GPU, train on it, and use the model if it is better.",
+    "drift": "Time a few of a model's configs again: does it still hold?",
     "evaluate": "Judge configs chosen for networks that were not trained on.",
     "report": "Write what is known of a model or of measurements as one HTML page.",
     "serve": "Answer config queries over HTTP.",

@@ -10,6 +10,7 @@ import click
 from confpred.cli.inputs import FILE, FOLDER
 from confpred.cli.layers import aligned, layer_options, problems_of
 from confpred.predict.choice import MAX_TOP, Choice, answers_json
+from confpred.problem.limits import Limits
 
 _HEADINGS = ("layer", "rank", "source", "provider", "ms", "bound", "config")
 
@@ -30,6 +31,10 @@ _HEADINGS = ("layer", "rank", "source", "provider", "ms", "bound", "config")
     metavar="FACTOR",
     help="Name PyTorch's own operator where the bound on a choice's regret is above this.",
 )
+@click.option("--workspace-limit", type=click.IntRange(0), help="Most bytes beside the tensors.")
+@click.option("--max-error", type=float, help="Largest relative error; default: as PyTorch's own.")
+@click.option("--deterministic", is_flag=True, help="Only what repeats to the bit.")
+@click.option("--no-tf32", is_flag=True, help="Nothing that rounds float32 inputs to TF32.")
 @click.option("--json", "as_json", is_flag=True, help="Print what the HTTP service would reply.")
 @click.option("--model", type=FOLDER, help="Model folder; default: the newest.")
 @click.option("--pins", "--plan", type=FILE, help="File of pinned configs, or a plan.")
@@ -40,6 +45,10 @@ def command(
     device: str,
     top: int,
     max_regret: float | None,
+    workspace_limit: int | None,
+    max_error: float | None,
+    deterministic: bool,
+    no_tf32: bool,
     as_json: bool,
     model: Path | None,
     pins: Path | None,
@@ -60,8 +69,9 @@ def command(
     """
     from confpred.predict.predictor import Predictor
 
+    limits = Limits(workspace_limit, deterministic, not no_tf32, max_error)
     problems = problems_of(layers, operation, network)
-    predictor = Predictor.load(model, pins=pins)
+    predictor = Predictor.load(model, pins=pins).within(limits)
     answers = [predictor.rank(problem, device, top, max_regret=max_regret) for problem in problems]
     if as_json:
         click.echo(answers_json(answers))

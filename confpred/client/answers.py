@@ -115,7 +115,7 @@ def devices_of(reply: Reply) -> tuple[ServedDevice, ...]:
     """The devices in a reply to ``/v1/devices``."""
     names = [field.name for field in dataclasses.fields(Device)]
     return tuple(
-        ServedDevice(Device(**{name: fields[name] for name in names}), fields["model"])
+        ServedDevice(Device(**{n: fields[n] for n in names if n in fields}), fields["model"])
         for fields in json.loads(reply.body)["devices"]
     )
 

@@ -23,7 +23,7 @@ from confpred.model.folder import Model
 from confpred.predict.choice import Choice
 from confpred.predict.predictor import BEST_KEPT, RANKINGS_KEPT, Predictor
 from confpred.predict.trust import check_max_regret, within
-from confpred.problem.device import Device, get_device
+from confpred.problem.device import Device
 from confpred.problem.record import Record
 
 log = logging.getLogger(__name__)
@@ -66,7 +66,8 @@ class ServedPredictor(Predictor):
     """Chooses what the service chooses, where it answers in time.
 
     Safe to share between threads, and to fork. What this process chose itself has no
-    `Choice.server`. Expected times (`expected_ms`) are always of its own model.
+    `Choice.server`. Expected times (`expected_ms`) are always of its own model, and so are choices
+    `within` limits.
     """
 
     def __init__(self, client: Client, models: Mapping[str, Model], patience_s: float) -> None:
@@ -90,7 +91,7 @@ class ServedPredictor(Predictor):
         max_regret: float | None = None,
     ) -> list[Choice]:
         """`choose` for each of `problems`, in order; all of them wait once."""
-        known, asked = get_device(device), list(problems)
+        known, asked = self._device(device), list(problems)
         accepted = check_max_regret(max_regret)
         self._wait_for(asked, known, 1)
         found = (self._answer(problem, known, 1, wait_for_it=False) for problem in asked)

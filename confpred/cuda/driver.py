@@ -9,8 +9,9 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from confpred.cuda.compiler import Compiled
-from confpred.errors import LaunchError, MissingExtra
-from confpred.problem.device import Device, get_device
+from confpred.cuda.discovery import Facts, Rates, device_with, measure_rates
+from confpred.errors import LaunchError, MissingExtra, UnknownDevice
+from confpred.problem.device import Device
 
 if TYPE_CHECKING:
     from cuda.core import Kernel
@@ -64,14 +65,46 @@ def make_current(ordinal: int) -> Any:
     return device
 
 
-@lru_cache
 def device_of(ordinal: int) -> Device:
-    """The description of CUDA device `ordinal`.
+    """The description of CUDA device `ordinal`; of a GPU that is in no table it is measured, the
+    first time that this user meets one under a driver (`confpred.cuda.discovery`).
 
     Raises:
-        UnknownDevice: it is a GPU that confpred has no description of.
+        UnknownDevice: there can be none.
     """
-    return get_device(_cuda_device(ordinal).name)
+    found = _found(ordinal)
+    if isinstance(found, UnknownDevice):
+        raise found
+    return found
+
+
+@lru_cache
+def _found(ordinal: int) -> Device | UnknownDevice:
+    """The description, or why there is none, so that nothing is measured twice."""
+    cuda_device = _cuda_device(ordinal)
+    facts = Facts.of(cuda_device, describe(ordinal)[1])
+
+    def measured(arch: str) -> Rates:
+        with _current(cuda_device), outside_capture():
+            return measure_rates(cuda_device, facts)
+
+    try:
+        return device_with(facts, measured)
+    except UnknownDevice as error:
+        return error
+
+
+@contextmanager
+def _current(cuda_device: Any) -> Iterator[None]:
+    """Let `cuda_device` be this thread's within the block; PyTorch may count on another one."""
+    from cuda.bindings import driver
+
+    _, former = driver.cuCtxGetCurrent()
+    try:
+        cuda_device.set_current()
+        yield
+    finally:
+        driver.cuCtxSetCurrent(former)
 
 
 def describe(ordinal: int) -> tuple[str, str]:

@@ -15,6 +15,7 @@ from confpred.families.protocol import ABSENT, Rows
 from confpred.problem.conv2d import Problem
 from confpred.problem.conv2d_operation import CONVOLUTION
 from confpred.problem.device import Device
+from confpred.problem.limits import ORDINARY_ERROR, TF32_ERROR, Limits
 from confpred.problem.operation import Launch, Plan
 
 #: What a plan takes over the roofline where nothing is known of it.
@@ -58,6 +59,16 @@ class CudnnPlans:
         for row in np.flatnonzero(mask):
             mask[row] = graph.place(self._dict(row)) is not None
         return mask
+
+    def allowed(self, problem: Problem, rows: Rows, limits: Limits) -> NDArray[np.bool_]:
+        """The workspace of a plan is known when it is built, and limited then."""
+        notes = table().notes
+        core = notes["tensor_core"][rows] & (problem.dtype == "float32")
+        ordinary = np.where(core, TF32_ERROR, ORDINARY_ERROR[problem.dtype])
+        mask: NDArray[np.bool_] = (notes["repeatable"][rows] | (not limits.deterministic)) & (
+            ~core | limits.tf32
+        )
+        return mask if limits.max_error is None else mask & (ordinary <= limits.max_error)
 
     def estimate_s(self, problem: Problem, device: Device, rows: Rows) -> NDArray[np.float64]:
         return np.full(len(rows), _GUESS * device.roofline_s(problem))

@@ -17,7 +17,12 @@ from confpred.problem.operation import Operation
 
 #: The column that says where a row comes from; see `CheckedRows`.
 ROW = "row"
-_TEXTS = ("networks", "family", "config", "source_digest", "device", "status", "cudnn_mode")
+#: Columns of the versions that times depend on, beside the kernels.
+MEASURED_WITH = ("driver", "cudnn")
+_TEXTS = (
+    *("networks", "family", "config", "source_digest", "device", "status", "cudnn_mode"),
+    *MEASURED_WITH,
+)
 _TIMES = ("time_ms", "spread_ms")
 _REGISTERS = "registers"
 _MOST_REGISTERS = 1024  # no device's threads have as many

@@ -14,6 +14,7 @@ from confpred.cuda.compiler import compile_kernel
 from confpred.cuda.launch import BoundLaunch
 from confpred.errors import LaunchError
 from confpred.problem.operation import (
+    PREPARED,
     REFERENCE,
     SCRATCH,
     ZEROED,
@@ -21,6 +22,7 @@ from confpred.problem.operation import (
     Launch,
     Operand,
     Operation,
+    Step,
 )
 from confpred.problem.record import Record
 
@@ -46,10 +48,10 @@ class Operands:
     """Several copies of a problem's operands in device memory.
 
     Attributes:
-        names: of the operation's operands, then ``zeroed`` and ``scratch``.
+        names: of the operation's operands, then ``zeroed``, ``scratch`` and ``prepared``.
         bases: address of the first of each; 0 for a workspace that nothing needs.
-        strides: bytes from each to the next of its kind; 0 for the workspaces, which launches of
-            one stream share as they do in a program.
+        strides: bytes from each to the next of its kind; 0 for ``zeroed`` and ``scratch``, which
+            launches of one stream share as they do in a program.
         slots: how many copies there are.
     """
 
@@ -85,19 +87,19 @@ class Arena:
         self.stream = self.cuda.create_stream()
         self.handle = int(self.stream.handle)
         self._buffers: dict[str, Any] = {}
-        self._filled: dict[str, str] = {}
+        self._filled: dict[str, tuple[str, float]] = {}
         self._kernels: dict[KernelSpec, driver.LoadedKernel] = {}
 
     def operands(
         self, operation: Operation, problem: Record, launches: Sequence[Launch]
     ) -> Operands:
         """Random inputs, sliced so that successive slices do not fit in L2 together, and the
-        workspaces that any of `launches` needs."""
+        workspaces that any of `launches` needs; what `launches` have prepared is."""
         tensors = operation.operands(problem)
         sizes = [_aligned(t.bytes) for t in tensors]
         slots = -(-_L2_MULTIPLE * self.device.l2_bytes // sum(sizes))
         bases = [
-            self._buffer(t.name, slots * size, None if t.terms else t.dtype)
+            self._buffer(t.name, slots * size, None if t.terms else (t.dtype, t.scale))
             for t, size in zip(tensors, sizes, strict=True)
         ]
         for name, size in (
@@ -105,12 +107,23 @@ class Arena:
             (SCRATCH, max((launch.scratch_bytes for launch in launches), default=0)),
         ):
             bases.append(self._buffer(name, size, None) if size else 0)
-        return Operands(
-            names=(*(t.name for t in tensors), ZEROED, SCRATCH),
+        prepared = _aligned(max((launch.prepared_bytes for launch in launches), default=0))
+        bases.append(self._buffer(PREPARED, slots * prepared, None) if prepared else 0)
+        found = Operands(
+            names=(*(t.name for t in tensors), ZEROED, SCRATCH, PREPARED),
             bases=tuple(bases),
-            strides=(*sizes, 0, 0),
+            strides=(*sizes, 0, 0, prepared),
             slots=slots,
         )
+        self._prepare(next((launch.prepare for launch in launches if launch.prepare), ()), found)
+        return found
+
+    def _prepare(self, steps: Sequence[Step], operands: Operands) -> None:
+        """Fill the operand ``prepared`` of every slot."""
+        for step in steps:
+            bound = BoundLaunch([self.load(step.kernel).kernel], Launch((step,)), operands.names)
+            for index in range(operands.slots):
+                bound.enqueue(self.handle, operands.slot(index))
 
     def reference(
         self, operation: Operation, problem: Record, output: Operand, operands: Operands
@@ -189,8 +202,9 @@ class Arena:
             raise LaunchError(f"reading results back failed: {code.name}")
         return host
 
-    def _buffer(self, name: str, size: int, random_dtype: str | None) -> int:
-        """Address of at least `size` bytes, grown as needed; random numbers in it if asked."""
+    def _buffer(self, name: str, size: int, random: tuple[str, float] | None) -> int:
+        """Address of at least `size` bytes, grown as needed; random numbers in it if asked, of a
+        dtype and between minus a scale and the scale."""
         buffer = self._buffers.get(name)
         if buffer is None or buffer.size < size:
             if buffer is not None:
@@ -199,11 +213,13 @@ class Arena:
             size = _aligned(max(size, _ALIGN))
             buffer = self._buffers[name] = self.cuda.allocate(size, stream=self.stream)
             self._filled.pop(name, None)
-        if random_dtype is not None and self._filled.get(name) != random_dtype:
+        if random is not None and self._filled.get(name) != random:
+            dtype, scale = random
             seed = np.uint32(sum(name.encode()))
-            words = np.int64(buffer.size // (4 if random_dtype == "float32" else 2))
-            self._enqueue("fill_random", random_dtype, (int(buffer.handle), words, seed))
-            self._filled[name] = random_dtype
+            words = np.int64(buffer.size // (4 if dtype == "float32" else 2))
+            arguments = (int(buffer.handle), words, seed, np.float32(scale))
+            self._enqueue("fill_random", dtype, arguments)
+            self._filled[name] = random
         return int(buffer.handle)
 
     def _enqueue(self, entry: str, dtype: str, arguments: tuple[Any, ...]) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 from confpred.cuda import driver
 from confpred.cuda.launch import BoundLaunch
@@ -12,8 +14,8 @@ from confpred.errors import CompileError, LaunchError
 from confpred.families.protocol import Family
 from confpred.measure.arena import Arena, Operands, arena_of
 from confpred.measure.outcome import Outcome
-from confpred.measure.timing import launches_a_replay, time_interleaved
-from confpred.problem.operation import Launch, Operand
+from confpred.measure.timing import Replayable, launches_a_replay, time_interleaved
+from confpred.problem.operation import Launch, Operand, Step
 from confpred.problem.record import Record
 
 #: A plan that wants more is not measured: networks have little memory to spare.
@@ -54,6 +56,7 @@ class _Checked:
     enqueue: Enqueue
     outcome: Outcome  # as far as it is known before it is timed
     seconds: float
+    is_program: bool
 
 
 def measure(
@@ -160,18 +163,24 @@ def _check(
 
 def _check_one(shared: _Shared, row: int, candidate: _Candidate) -> _Checked:
     """Launch one config once on poisoned outputs and compare them with the references: each element
-    must be within the dtype's rounding, or within that of TF32 where the config uses it.
+    must be within the dtype's rounding, or within that of TF32 where the config uses it; where a
+    launch states another error, the output as a whole must be within that.
 
     Raises:
         CompileError, LaunchError: it cannot run.
     """
     arena, launch, names = shared.arena, candidate.launch, shared.operands.names
     loaded = [arena.load(step.kernel) for step in launch.steps]
-    if candidate.built is None:
-        enqueue: Enqueue = BoundLaunch([k.kernel for k in loaded], launch, names).enqueue
+    if candidate.built is not None:
+        enqueue: Enqueue = candidate.built.bind(names)
+    elif launch.program:
+        from confpred.measure.programs import enqueue_of  # imports torch
+
+        sizes = {o.name: o for o in shared.family.operation.operands(shared.problem)}
+        load = partial(_kernel_of, arena)
+        enqueue = enqueue_of(launch, sizes, names, load, arena.ordinal)
     else:
-        enqueue = candidate.built.bind(names)
-    tf32 = launch.plan is not None and launch.plan.tf32
+        enqueue = BoundLaunch([k.kernel for k in loaded], launch, names).enqueue
     arena.poison(shared.outputs)
     start, end = (arena.cuda.create_event({"timing_enabled": True}) for _ in range(2))
     arena.stream.record(start)
@@ -179,9 +188,12 @@ def _check_one(shared: _Shared, row: int, candidate: _Candidate) -> _Checked:
     arena.stream.record(end)
     errors, faults = [], []
     for output, reference in zip(shared.outputs, shared.references, strict=True):
-        error, outside = arena.compare(output, shared.operands, reference, tf32=tf32)
+        error, outside = arena.compare(output, shared.operands, reference, tf32=launch.tf32)
         errors.append(error)
-        if outside:
+        if launch.error is not None:
+            if not error <= launch.error:  # NaN is wrong too
+                faults.append(f"the error of {output.name} is {error:.2g}")
+        elif outside:
             faults.append(f"{outside} of {output.elements} elements of {output.name} are off")
     if not arena.left_zero(shared.operands, launch.zeroed_bytes):
         faults.append("the zeroed workspace is not zero again")
@@ -194,15 +206,28 @@ def _check_one(shared: _Shared, row: int, candidate: _Candidate) -> _Checked:
         error=max(errors),
         message="; ".join(faults),
     )
-    return _Checked(row, enqueue, outcome, (end - start) * 1e-3)
+    return _Checked(row, enqueue, outcome, (end - start) * 1e-3, bool(launch.program))
+
+
+def _kernel_of(arena: Arena, step: Step) -> Any:
+    return arena.load(step.kernel).kernel
 
 
 def _time(shared: _Shared, candidates: Sequence[_Checked], seed: int) -> dict[int, Outcome]:
     """The outcomes of the correct configs, by row."""
     arena = shared.arena
-    graphs, launches, slot = [], [], 0
+    graphs: list[Replayable] = []
+    launches, slot = [], 0
     for candidate in candidates:
         count = launches_a_replay(candidate.seconds)
+        if candidate.is_program:
+            from confpred.measure.programs import graph_of  # imports torch
+
+            slots = [shared.operands.slot(slot + i) for i in range(count)]
+            graphs.append(graph_of(candidate.enqueue, slots))
+            launches.append(count)
+            slot += count
+            continue
         builder = arena.stream.create_graph_builder().begin_building()
         capturing = int(builder.stream.handle)
         for _ in range(count):

@@ -67,7 +67,7 @@ def operands(operation: Operation, problem: Record, copies: int) -> list[dict[st
     return [
         {
             o.name: torch.empty(o.shape, dtype=getattr(torch, o.dtype), device="cuda").uniform_(
-                -1, 1
+                -o.scale, o.scale
             )
             for o in inputs
         }

@@ -24,7 +24,9 @@ def fastest(ranked: Ranked, most: int) -> Options:
     )
 
 
-def with_pytorch(options: Options, slowdown: tuple[float, float] | None) -> Options:
+def with_pytorch(
+    options: Options, slowdown: tuple[float, float] | None, fastest_s: float | None = None
+) -> Options:
     """`options`, which are ours, and among them PyTorch's own operator, before those that do not
     beat it even if its time is overestimated.
 
@@ -32,9 +34,11 @@ def with_pytorch(options: Options, slowdown: tuple[float, float] | None) -> Opti
         options: fastest first.
         slowdown: how many times as long as our fastest config PyTorch's takes: expected, and at
             least (`confpred.model.ranking.PytorchModel`); None where that is not known.
+        fastest_s: seconds of our fastest config, where that is not among `options`.
     """
     if not options or slowdown is None:
         return options
-    expected, least = (options[0][0] * times for times in slowdown)
+    best = options[0][0] if fastest_s is None else fastest_s
+    expected, least = (best * times for times in slowdown)
     place = sum(seconds <= least for seconds, _ in options)
     return [*options[:place], (expected, PYTORCH_OPERATOR), *options[place:]]

@@ -27,6 +27,7 @@ import hashlib
 import json
 import logging
 import math
+import os
 import re
 import threading
 from collections.abc import Iterator, Mapping
@@ -35,6 +36,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import platformdirs
 
 import confpred.models
 from confpred.errors import ConfpredError, DataError, ModelError
@@ -51,7 +53,7 @@ from confpred.model.pools import Pool, configs_digest
 from confpred.model.ranking import FamilyModel, PytorchModel, pytorch_feature_names
 from confpred.model.registers import Registers
 from confpred.model.trees import Trees
-from confpred.problem.device import Device, get_device
+from confpred.problem.device import KNOWN, Device, device_from, get_device, introduce
 from confpred.problem.operation import Operation
 
 log = logging.getLogger(__name__)
@@ -184,6 +186,13 @@ def shipped_models() -> Path:
     return Path(confpred.models.__path__[0])
 
 
+def users_models() -> Path:
+    """The folder of the models that `confpred retrain` makes on this user's GPUs:
+    ``$CONFPRED_MODELS_DIR``, or one in the user's data folder as the operating system names it."""
+    chosen = os.environ.get("CONFPRED_MODELS_DIR")
+    return Path(chosen) if chosen else Path(platformdirs.user_data_dir("confpred")) / "models"
+
+
 class NewestModels(Mapping[str, Model]):
     """The newest model in a folder of model folders for each device, by the device's key.
 
@@ -195,23 +204,48 @@ class NewestModels(Mapping[str, Model]):
     """
 
     def __init__(self, folder: Path | None = None) -> None:
-        """Of `folder`, or of the models that ship with the package."""
+        """Of `folder`; or of those that `confpred retrain` made for this user, and of the models
+        that ship with the package for devices that have none of these, or none that this version
+        can use."""
         self._folders = model_folders(shipped_models() if folder is None else folder)
+        self._first = _users_folders() if folder is None else {}
         self._loaded: dict[str, Model] = {}
         self._lock = threading.Lock()
 
     def __getitem__(self, device: str) -> Model:
-        folder = self._folders[device]
+        first, folder = self._first.get(device), self._folders.get(device)
+        if first is None and folder is None:
+            raise KeyError(device)
         with uninterrupted, self._lock:
             if device not in self._loaded:
-                self._loaded[device] = load_model(folder)
+                self._loaded[device] = _load_first(first, folder)
             return self._loaded[device]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._folders)
+        return iter({**self._folders, **self._first})
 
     def __len__(self) -> int:
-        return len(self._folders)
+        return len({**self._folders, **self._first})
+
+
+def _users_folders() -> dict[str, Path]:
+    """The newest of `users_models` for each device; a damaged folder of theirs stops nobody."""
+    try:
+        return model_folders(users_models())
+    except ModelError as error:
+        log.warning("%s: not used", error)
+        return {}
+
+
+def _load_first(first: Path | None, second: Path | None) -> Model:
+    """The model in the folder `first` if this version can use it, else that in `second`."""
+    if first is None or second is None:
+        return load_model(first or second or Path())
+    try:
+        return load_model(first)
+    except ModelError as error:
+        log.warning("%s; the model that ships with the package is used instead", error)
+        return load_model(second)
 
 
 def _read_card(folder: Path) -> tuple[bytes, dict[str, Any]]:
@@ -247,7 +281,7 @@ def _load(folder: Path, read: ModelFiles) -> Model:
     card, files = read.card, read.files
     if card["operation"] not in all_operations():
         raise ModelError(f"{folder} is for operation {card['operation']!r}, which no family has")
-    operation, device = all_operations()[card["operation"]], get_device(card["device"])
+    operation, device = all_operations()[card["operation"]], _device(card)
     members: dict[str, list[Family]] = {}
     for name, entry in card["families"].items():
         if name not in all_families():
@@ -323,6 +357,19 @@ def _bounds(
         offsets=offsets,
         ranges=ranges,
     )
+
+
+def _device(card: Mapping[str, Any]) -> Device:
+    """The device of the table; of another one the card has the description that it learned by."""
+    key, board = card["device"], card.get("board")
+    if key in KNOWN or board is None:
+        return get_device(key)
+    try:
+        device = device_from(board)
+    except DataError as error:
+        raise ValueError(str(error)) from error
+    introduce(device)
+    return device
 
 
 def _trees(folder: Path, files: Mapping[str, bytes], name: str, features: tuple[str, ...]) -> Trees:

@@ -9,6 +9,7 @@ from math import exp
 import numpy as np
 from numpy.typing import NDArray
 
+from confpred.families.limits import is_free, within
 from confpred.families.protocol import Family, Rows
 from confpred.families.several import Several
 from confpred.model.cascade import Pairs, best_first
@@ -18,6 +19,7 @@ from confpred.model.pools import DEVICE, Pool, bandwidth
 from confpred.model.registers import Registers
 from confpred.model.trees import Trees
 from confpred.problem.device import Device
+from confpred.problem.limits import Limits
 from confpred.problem.operation import Operation
 from confpred.problem.record import Record
 
@@ -36,6 +38,7 @@ class FamilyModel:
         portfolio: mask over the family's config table: the configs worth offering.
         registers: what is known of the family's compiled kernels, or None.
         offer: the portfolio, prepared for predictions.
+        is_free: whether its configs need not be looked into where nothing is limited.
     """
 
     family: Family
@@ -45,10 +48,12 @@ class FamilyModel:
     portfolio: NDArray[np.bool_]
     registers: Registers | None = None
     offer: Offer = field(init=False, repr=False, compare=False)
+    is_free: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         offer = Offer(self.family, self.pool, self.portfolio, self.registers)
         object.__setattr__(self, "offer", offer)
+        object.__setattr__(self, "is_free", is_free(self.family))
 
     def candidates(self, problem: Record, device: Device) -> Rows:
         """Configs worth comparing: the portfolio's legal ones, or all legal ones if it has none."""
@@ -78,6 +83,22 @@ class FamilyModel:
         """
         pairs = self.offer.pairs(problems, device)
         return self._ranked(pairs, problems.problems, device, runners_up)
+
+    def rank_within(
+        self, problems: Sequence[Record], device: Device, limits: Limits
+    ) -> dict[int, tuple[Rows, NDArray[np.float64]]]:
+        """`rank` of what keeps within `limits`, of each of `problems` that has any, by its place:
+        of the candidates, or, as these were chosen without limits, else of all legal configs."""
+        found = {}
+        for place, problem in enumerate(problems):
+            offered = self.candidates(problem, device)
+            rows = within(self.family, problem, offered, limits)
+            if len(offered) and not len(rows):
+                legal = np.flatnonzero(self.family.legal(problem, device))
+                rows = within(self.family, problem, legal, limits)
+            if len(rows):
+                found[place] = self.rank(problem, device, rows)
+        return found
 
     def _ranked(
         self, pairs: Pairs, problems: Sequence[Record], device: Device, runners_up: bool

@@ -13,7 +13,7 @@ from confpred.families.registry import all_families, all_kernels, config_of
 from confpred.problem.record import Record
 
 MAX_TOP = 32  # choices that one answer may have
-Source = Literal["pinned", "measured", "predicted", "heuristic", "fallback"]
+Source = Literal["pinned", "measured", "predicted", "transferred", "heuristic", "fallback"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,14 +24,15 @@ class Choice:
         problem: what was asked.
         device: key of the device it was asked for.
         source: ``pinned`` (by the user), ``measured`` (this problem is in the training data),
-            ``predicted`` (the model), ``heuristic`` (no model for this device, or for any of the
-            families that are legal) or ``fallback`` (no kernel is legal, or none that the caller
-            accepts: `confpred.predict.trust`).
+            ``predicted`` (the model), ``transferred`` (the model of another device, as this one has
+            none), ``heuristic`` (no model knows any of the families that are legal) or ``fallback``
+            (no kernel is legal, or none that the caller accepts: `confpred.predict.trust`).
         candidate: what to launch; PyTorch's own operator is one too.
         predicted_ms: expected time of one launch, milliseconds; None for ``fallback``.
         regret_bound: with 95 % confidence the choice is at most this many times as slow as the best
             config, PyTorch's operator included, as calibrated on networks that the model was not
-            trained on; None where nothing was calibrated, as for what is `extrapolated`.
+            trained on, and wider where it is ``transferred``; None where nothing was calibrated, as
+            for what is `extrapolated`.
         extrapolated: whether the model predicts for a problem unlike all that it was trained on: of
             a size out of their range, or of a kind that none of them is of.
         model: version of the model that answered, or None.
@@ -71,11 +72,11 @@ class Choice:
 
     @property
     def is_guess(self) -> bool:
-        """Whether no measurement of such problems stands behind the choice: there is no model, or
-        a kernel of ours is to serve a dense layer, which none was measured on. PyTorch's operator
-        runs then."""
+        """Whether no measurement of such problems on this device stands behind the choice: it has
+        no model, or a kernel of ours is to serve a dense layer, which none was measured on.
+        PyTorch's operator runs then."""
         dense = getattr(self.problem, "groups", None) == 1 and self.provider in all_kernels()
-        return self.source == "heuristic" or (self.source == "predicted" and dense)
+        return self.source in ("transferred", "heuristic") or (self.source == "predicted" and dense)
 
     def to_json(self) -> dict[str, Any]:
         """The one JSON form of a choice, printed by the CLI and sent by the service."""

@@ -17,9 +17,11 @@ _SOURCES: Mapping[str, str] = {
     "pinned": "as the user pinned it",
     "measured": "the fastest of what was measured of this very layer",
     "predicted": "as predicted",
+    "transferred": "predicted by the model of another device, as this one has none",
     "heuristic": "by the families' own estimates, as no model knows them on this device",
     "fallback": "as no kernel of ours is legal",
 }
+_PREDICTED = ("predicted", "transferred")
 #: Of each cause in a comparison; the JSON form has all.
 FEATURES_SHOWN = 6
 
@@ -53,6 +55,9 @@ def page(explanation: LayerExplanation) -> Iterator[str]:
     elif choice.source == "heuristic":
         yield ""
         yield "Nothing was learned or measured here: the times are rough estimates."
+    elif choice.source == "transferred":
+        yield ""
+        yield "Nothing was learned or measured on this device, but on another one."
 
 
 def _summary(explanation: LayerExplanation) -> Iterator[str]:
@@ -85,7 +90,7 @@ def _pytorch(explanation: LayerExplanation) -> str:
     text = f"its operator is expected to take {theirs:.4f} ms"
     if choice.provider == PYTORCH:
         best = next((c for c in explanation.choices if c.family and c.predicted_ms), None)
-        if best is not None and best.predicted_ms is not None and choice.source == "predicted":
+        if best is not None and best.predicted_ms is not None and choice.source in _PREDICTED:
             text += (
                 f", the best of ours {best.predicted_ms:.4f} ms: it goes first wherever ours may "
                 "be the slower one, by what the ratio's prediction has erred"

@@ -228,8 +228,7 @@ def _specs(choice: Choice) -> list[KernelSpec]:
     family = all_families().get(choice.provider)
     if family is None:
         return []
-    steps = family.launch(choice.problem, choice.candidate.config_id).steps
-    return [step.kernel for step in steps]
+    return [*family.launch(choice.problem, choice.candidate.config_id).kernels]
 
 
 def _digests(choices: Iterable[Choice]) -> dict[str, str]:
@@ -238,7 +237,7 @@ def _digests(choices: Iterable[Choice]) -> dict[str, str]:
         family = all_families().get(choice.provider)
         if family is not None:
             launch = family.launch(choice.problem, choice.candidate.config_id)
-            found = {step.kernel.file for step in launch.steps} | {launch.source}
+            found = {kernel.file for kernel in launch.kernels} | {launch.source}
             sources.setdefault(choice.provider, set()).update(found)
     return {name: "+".join(map(identity_of, sorted(some))) for name, some in sources.items()}
 

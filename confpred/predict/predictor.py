@@ -11,6 +11,7 @@ import numpy as np
 
 from confpred.errors import InvalidInput
 from confpred.families.candidate import PYTORCH_OPERATOR, Candidate
+from confpred.families.limits import first_within, within
 from confpred.families.protocol import Lister
 from confpred.families.registry import all_families, kernels_of
 from confpred.files import read_json
@@ -21,20 +22,25 @@ from confpred.model.deciding import Options, fastest, with_pytorch
 from confpred.model.folder import Model, NewestModels, load_model
 from confpred.model.ranking import rank_by_estimate
 from confpred.predict import pins as pins_file
-from confpred.predict import plans
+from confpred.predict import plans, trust
 from confpred.predict.choice import Choice, Source, check_top
-from confpred.predict.trust import check_max_regret, within
-from confpred.problem.device import Device, get_device
+from confpred.predict.donors import donor_for, widened
+from confpred.predict.trust import check_max_regret
+from confpred.problem.device import KNOWN, Device, get_device
+from confpred.problem.limits import UNLIMITED, Limits
 from confpred.problem.record import Record
 
 #: How many answers are remembered, or up to twice as many: best choices, of 1.5 kB each, and
 #: rankings, of up to 16 kB.
 BEST_KEPT = 8_192
 RANKINGS_KEPT = 512
+#: For how many limits there are answers in memory.
+_LIMITS_KEPT = 4
 #: How many problems are worked out together at most: more would be no faster, and each takes about
 #: 200 kB while it is under way.
 TOGETHER = 64
 _UNKNOWN = Trust(None, False)
+_OF_MODELS = ("predicted", "transferred", "measured")
 _Asked = tuple[Record, Device, int]  # the problem, for which device, and how many choices
 
 
@@ -63,6 +69,8 @@ class Predictor:
         """Use `models`, by device key, which are not to change, what the user has pinned, and a
         recorded plan, whose choices are pins too."""
         self._models = MappingProxyType(models)
+        self._limits = UNLIMITED
+        self._within: dict[Limits, Predictor] = {}
         self._pins = dict(pins or {})
         self._planned: dict[tuple[Record, Device], Choice] = {}
         if plan is not None:
@@ -114,6 +122,27 @@ class Predictor:
         """The models in use, by device key."""
         return self._models
 
+    def within(self, limits: Limits) -> Predictor:
+        """What chooses as this one does, of what keeps within `limits` alone: pins, plans and
+        measured configs that do not are passed over.
+
+        Raises:
+            InvalidInput: `limits` are none.
+        """
+        if not isinstance(limits, Limits):
+            raise InvalidInput("limits", limits, "a confpred.Limits")
+        if limits == self._limits:
+            return self
+        found = self._within.get(limits)
+        if found is None:
+            found = Predictor(self._models)
+            found._pins, found._planned = self._pins, self._planned
+            found._limits = limits
+            if len(self._within) >= _LIMITS_KEPT:
+                self._within.clear()
+            self._within[limits] = found
+        return found
+
     def choose(
         self, problem: Record, device: str | Device, *, max_regret: float | None = None
     ) -> Choice:
@@ -130,8 +159,8 @@ class Predictor:
                 `max_regret` is below 1.
             UnknownDevice: no description of `device` is known.
         """
-        choices = self._answer(problem, get_device(device), 1)
-        return choices[0] if max_regret is None else _within(choices, max_regret)[0]
+        choices = self._answer(problem, self._device(device), 1)
+        return choices[0] if max_regret is None else _accepted(choices, max_regret)[0]
 
     def choose_many(
         self,
@@ -142,11 +171,11 @@ class Predictor:
     ) -> list[Choice]:
         """`choose` for each of `problems`, in order; those that are new are worked out together,
         which is faster."""
-        known = get_device(device)
+        known = self._device(device)
         asked = [(_checked(problem), known, 1) for problem in problems]
         parts = (asked[i : i + TOGETHER] for i in range(0, len(asked), TOGETHER))
         found = (choices for part in parts for choices in self._best.many(part))
-        return [c[0] if max_regret is None else _within(c, max_regret)[0] for c in found]
+        return [c[0] if max_regret is None else _accepted(c, max_regret)[0] for c in found]
 
     def rank(
         self,
@@ -163,8 +192,8 @@ class Predictor:
             InvalidInput: `top` is not an integer from 1 to ``MAX_TOP``; others as of `choose`.
             UnknownDevice: no description of `device` is known.
         """
-        choices = self._answer(problem, get_device(device), check_top(top))
-        return list(choices) if max_regret is None else _within(choices, max_regret)
+        choices = self._answer(problem, self._device(device), check_top(top))
+        return list(choices) if max_regret is None else _accepted(choices, max_regret)
 
     def knows_libraries(self, device: str | Device) -> bool:
         """Whether algorithms of a library are among what is chosen from on `device`: without them
@@ -173,7 +202,7 @@ class Predictor:
         Raises:
             UnknownDevice: no description of `device` is known.
         """
-        model = self._models.get(get_device(device).key)
+        model = self._models.get(self._device(device).key)
         learned = () if model is None else model.families.values()
         return any(isinstance(each.family, Lister) for each in learned)
 
@@ -186,50 +215,76 @@ class Predictor:
         Raises:
             UnknownDevice: no description of `device` is known.
         """
-        known = get_device(device)
-        model = self._models.get(known.key)
-        if model is not None and model.operation.problem is not type(problem):
-            model = None
-        seconds = _expected_s(problem, known, model, candidate)
+        known = self._device(device)
+        seconds = _expected_s(problem, known, self._model(type(problem), known), candidate)
         return None if seconds is None else seconds * 1e3
 
     def _answer(self, problem: Record, device: Device, top: int) -> tuple[Choice, ...]:
         remembered = self._best if top == 1 else self._ranking
         return remembered((_checked(problem), device, top))
 
-    def _model(self, problem: Record, device: Device) -> Model | None:
-        """The model that knows such problems on `device`."""
+    def _device(self, name: str | Device) -> Device:
+        """The device called `name`; one that no table has may be a model's own, which describes it
+        when it is loaded."""
+        if isinstance(name, str) and name not in KNOWN and name in self._models:
+            return self._models[name].device
+        return get_device(name)
+
+    def _own_model(self, kind: type[Record], device: Device) -> Model | None:
+        """The model of `device`, if it knows problems of this kind."""
         model = self._models.get(device.key)
-        return model if model and model.operation.problem is type(problem) else None
+        return model if model and model.operation.problem is kind else None
+
+    def _model(self, kind: type[Record], device: Device) -> Model | None:
+        """The model that answers for problems of this kind on `device`: its own, or else that of
+        the nearest device that has one."""
+        return self._own_model(kind, device) or donor_for(self._models, device, kind)
 
     def _work_out(self, asked: Sequence[_Asked]) -> list[tuple[Choice, ...]]:
         """The answers to questions that are all about one device and number of choices."""
+        if self._limits.deterministic:
+            asked = [(_repeatable(problem), device, top) for problem, device, top in asked]
         settled = [self._settled(*each) for each in asked]
-        trust = [_UNKNOWN] * len(asked)
+        trusts = [_UNKNOWN] * len(asked)
         short = [i for i, options in enumerate(settled) if len(options) < asked[i][2]]
         found = self._found([asked[i] for i in short])
         for i, (options, known) in zip(short, found, strict=True):
             listed = {option.candidate for option in settled[i]}
             settled[i] += [option for option in options if option.candidate not in listed]
-            trust[i] = known
+            trusts[i] = known
         return [
             self._choices(*each, options, known)
-            for each, options, known in zip(asked, settled, trust, strict=True)
+            for each, options, known in zip(asked, settled, trusts, strict=True)
         ]
 
     def _settled(self, problem: Record, device: Device, top: int) -> list[_Option]:
         """What needs no prediction: the user's pin, and the best measured config."""
         pin = self._pins.get((problem, device))
-        if top == 1 and (problem, device) in self._planned:
-            return [_Option("pinned", self._planned[problem, device].candidate, None)]
-        model = self._model(problem, device)
+        planned = self._plan_for(problem, device) if top == 1 else None
+        if planned is not None:
+            return [_Option("pinned", planned.candidate, None)]
+        model = self._own_model(type(problem), device)
         best = model.measured.get(str(problem)) if model else None
         options = []
-        if pin is not None:
+        if pin is not None and self._keeps_within(problem, pin):
             options.append(_Option("pinned", pin, _expected_s(problem, device, model, pin)))
-        if best is not None and best.candidate != pin:
+        known = best is not None and best.candidate != pin
+        if best is not None and known and self._keeps_within(problem, best.candidate):
             options.append(_Option("measured", best.candidate, best.time_ms * 1e-3))
         return options
+
+    def _plan_for(self, problem: Record, device: Device) -> Choice | None:
+        """What a recorded plan has for a problem, if it keeps within the limits."""
+        planned = self._planned.get((problem, device))
+        if planned is not None and self._keeps_within(problem, planned.candidate):
+            return planned
+        return None
+
+    def _keeps_within(self, problem: Record, candidate: Candidate) -> bool:
+        if candidate == PYTORCH_OPERATOR:
+            return True
+        row = np.array([candidate.config_id], np.intp)
+        return len(within(all_families()[candidate.provider], problem, row, self._limits)) == 1
 
     def _found(self, asked: Sequence[_Asked]) -> list[tuple[list[_Option], Trust]]:
         """What is predicted, or else estimated, for each question, and how far the first of it can
@@ -238,18 +293,21 @@ class Predictor:
         for i, (problem, _, _) in enumerate(asked):
             alike.setdefault(type(problem), []).append(i)
         found: list[tuple[list[_Option], Trust]] = [([], _UNKNOWN)] * len(asked)
-        for places in alike.values():
-            first, device, top = asked[places[0]]
-            model = self._model(first, device)
-            if model is not None:
-                problems = [asked[i][0] for i in places]
-                predicted = _predicted(problems, device, model, top)
-                trusts = self._trusts(problems, device, model, top, predicted)
-                for i, options, trust in zip(places, predicted, trusts, strict=True):
-                    found[i] = [_Option("predicted", c, seconds) for seconds, c in options], trust
+        for kind, places in alike.items():
+            _, device, top = asked[places[0]]
+            model = self._model(kind, device)
+            if model is None:
+                continue
+            own = model is self._own_model(kind, device)
+            source: Source = "predicted" if own else "transferred"
+            problems = [asked[i][0] for i in places]
+            predicted = _predicted(problems, device, model, top, self._limits)
+            trusts = self._trusts(problems, device, model, top, predicted)
+            for i, options, known in zip(places, predicted, trusts, strict=True):
+                found[i] = [_Option(source, c, seconds) for seconds, c in options], known
         return [
-            (options, trust) if options else (_estimated(problem, device, top), _UNKNOWN)
-            for (options, trust), (problem, device, top) in zip(found, asked, strict=True)
+            (options, known) if options else (_estimated(problem, device, top, self._limits), known)
+            for (options, known), (problem, device, top) in zip(found, asked, strict=True)
         ]
 
     def _trusts(
@@ -265,13 +323,17 @@ class Predictor:
         if top > 1:
             best = (self._best((problem, device, 1))[0] for problem in problems)
             return [Trust(choice.regret_bound, choice.extrapolated) for choice in best]
-        served = [i for i, options in enumerate(predicted) if options]
         found = [_UNKNOWN] * len(problems)
+        served = [i for i, options in enumerate(predicted) if options]
+        if self._limits != UNLIMITED or not served:
+            return found  # nothing was calibrated for what is left within limits
+        # Of a device without a model: by what the model knows of its own, and wider.
         trusts = model.bounds.of(
-            [problems[i] for i in served], device, [predicted[i] for i in served]
+            [problems[i] for i in served], model.device, [predicted[i] for i in served]
         )
-        for i, trust in zip(served, trusts, strict=True):
-            found[i] = trust
+        for i, (bound, extrapolated) in zip(served, trusts, strict=True):
+            wide = None if bound is None else widened(bound, model, device)
+            found[i] = Trust(wide, extrapolated)
         return found
 
     def _choices(
@@ -280,17 +342,17 @@ class Predictor:
         device: Device,
         top: int,
         options: Sequence[_Option],
-        trust: Trust,
+        known: Trust,
     ) -> tuple[Choice, ...]:
         """The first `top` of `options` spelled out; the fallback if there are none."""
-        planned = self._planned.get((problem, device))
+        planned = self._plan_for(problem, device)
         if planned is not None and top == 1:
             return (planned,)  # so that a start from a plan loads no model
-        model = self._model(problem, device)
+        model = self._model(type(problem), device)
         options = options or [_Option("fallback", PYTORCH_OPERATOR, None)]
         choices = [_choice(problem, device, option, model) for option in options[:top]]
-        if options[0].source == "predicted":
-            bound, extrapolated = trust
+        if options[0].source in ("predicted", "transferred"):
+            bound, extrapolated = known
             choices[0] = replace(choices[0], regret_bound=bound, extrapolated=extrapolated)
         return tuple(choices) if planned is None else (planned, *choices[1:])
 
@@ -301,32 +363,53 @@ def _checked(problem: object) -> Record:
     return problem
 
 
-def _within(choices: Sequence[Choice], max_regret: float) -> list[Choice]:
-    return within(choices, check_max_regret(max_regret))
+def _accepted(choices: Sequence[Choice], max_regret: float) -> list[Choice]:
+    return trust.within(choices, check_max_regret(max_regret))
+
+
+def _repeatable(problem: Record) -> Record:
+    """`problem`, to be computed to the same bit at every call, if it can ask for that."""
+    asked = getattr(problem, "deterministic", True)
+    if asked or getattr(problem, "direction", "wgrad") != "wgrad":
+        return problem  # what is asked for, or always so
+    strict: Record = replace(problem, deterministic=True)  # type: ignore[call-arg]
+    return strict
 
 
 def _predicted(
-    problems: Sequence[Record], device: Device, model: Model, top: int = 1
+    problems: Sequence[Record],
+    device: Device,
+    model: Model,
+    top: int = 1,
+    limits: Limits = UNLIMITED,
 ) -> list[Options]:
-    """For each of `problems` at least `top` candidates, if the families that `model` knows have
-    them, and PyTorch's own operator, in the order of the answer, with their seconds. Empty where
-    nothing is legal."""
-    found = rank_families(model.families, model.gate, problems, device, top)
+    """For each of `problems` at least `top` candidates within `limits`, if the families that
+    `model` knows have them, and PyTorch's own operator, in the order of the answer, with their
+    seconds. Empty where nothing is legal."""
+    found = rank_families(model.families, model.gate, problems, device, top, limits)
     served = [i for i, options in enumerate(found) if options]
     if served and model.pytorch is not None:
-        slowdowns = model.pytorch.slowdowns([problems[i] for i in served], device)
-        for i, slowdown in zip(served, slowdowns, strict=True):
-            found[i] = with_pytorch(found[i], slowdown)
+        asked = [problems[i] for i in served]
+        slowdowns = model.pytorch.slowdowns(asked, device)
+        # PyTorch's operator was compared with the fastest config of all.
+        every = [found[i] for i in served]
+        if limits != UNLIMITED:
+            every = rank_families(model.families, model.gate, asked, device, top)
+        for i, options, slowdown in zip(served, every, slowdowns, strict=True):
+            found[i] = with_pytorch(found[i], slowdown, (options or found[i])[0][0])
     return found
 
 
-def _estimated(problem: Record, device: Device, top: int) -> list[_Option]:
+def _estimated(problem: Record, device: Device, top: int, limits: Limits) -> list[_Option]:
     """The configs of all families by their own estimates, fastest first; empty if none is legal.
 
     Estimates are too rough to be compared with anything but one another.
     """
-    families = kernels_of(problem).items()
-    ranked = {name: rank_by_estimate(f, problem, device) for name, f in families}
+    ranked = {}
+    for name, family in kernels_of(problem).items():
+        rows, seconds = rank_by_estimate(family, problem, device)
+        kept = np.isin(rows, first_within(family, problem, rows, limits, top))
+        ranked[name] = rows[kept], seconds[kept]
     found = fastest(ranked, top)
     return [_Option("heuristic", candidate, seconds) for seconds, candidate in found]
 
@@ -353,5 +436,5 @@ def _choice(problem: Record, device: Device, option: _Option, model: Model | Non
         option.source,
         option.candidate,
         predicted_ms=None if option.seconds is None else option.seconds * 1e3,
-        model=model.version if model and option.source in ("predicted", "measured") else None,
+        model=model.version if model and option.source in _OF_MODELS else None,
     )

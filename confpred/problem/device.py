@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
+import logging
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import lru_cache
 from types import MappingProxyType
+from typing import Any
 
-from confpred.errors import UnknownDevice
+from confpred.errors import DataError, UnknownDevice
+from confpred.problem import boards
 from confpred.problem.record import Record
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +24,7 @@ class Device:
 
     Attributes:
         key: short name, as users type it and as models are filed under.
-        product: the name that the driver reports (others: ``_OTHER_NAMES``).
+        product: the name that the driver reports (others: ``devices.json``).
         arch: NVRTC target.
         sm_count: multiprocessors.
         l2_bytes: level-2 cache.
@@ -25,6 +33,7 @@ class Device:
         dram_bytes_per_s: copy bandwidth, bytes read plus bytes written.
         tensor_flops: dense half-precision matrix rate with float32 accumulation.
         simt_flops: float32 rate of ordinary arithmetic.
+        warps_per_sm, blocks_per_sm: most of each that a multiprocessor holds at once.
     """
 
     key: str
@@ -37,13 +46,12 @@ class Device:
     dram_bytes_per_s: float
     tensor_flops: float
     simt_flops: float
+    warps_per_sm: int = 64
+    blocks_per_sm: int = 32
 
-    # Of sm_80 and sm_90 (CUDA C++ Programming Guide, "Compute Capabilities"): limits of a
-    # multiprocessor, and the driver's part of each block's shared memory. A device of another
-    # architecture may need a subclass that has others.
+    # Of every architecture from sm_80 on (CUDA Programming Guide, "Compute Capabilities"):
+    # registers of a multiprocessor, and the driver's part of each block's shared memory.
     regs_per_sm = 65_536
-    warps_per_sm = 64
-    blocks_per_sm = 32
     smem_reserved_per_block = 1_024
 
     def memory_s(self, problem: Record) -> float:
@@ -61,147 +69,85 @@ class Device:
         return max(self.memory_s(problem), self.arithmetic_s(problem))
 
 
-# Sizes are from the vendor's data sheets and the CUDA Programming Guide. Of the rates, bandwidth
-# and tensor rate of the H100 and H200 are measured (device copy at 3.0 and 4.3 TB/s, 8192^3
-# half-precision products at 750 to 798 TFLOP/s); the others are 85 to 90 % of the data sheets.
-_H100 = Device(
-    key="h100",
-    product="NVIDIA H100 80GB HBM3",
-    arch="sm_90a",
-    sm_count=132,
-    l2_bytes=52_428_800,
-    smem_per_sm=233_472,
-    smem_per_block=232_448,
-    dram_bytes_per_s=3.0e12,
-    tensor_flops=770e12,
-    simt_flops=60e12,
-)
-_H200 = replace(
-    _H100,
-    key="h200",
-    product="NVIDIA H200",
-    l2_bytes=62_914_560,
-    dram_bytes_per_s=4.3e12,
-    tensor_flops=790e12,
-)
-_A100 = Device(
-    key="a100",
-    product="NVIDIA A100-SXM4-80GB",
-    arch="sm_80",
-    sm_count=108,
-    l2_bytes=41_943_040,
-    smem_per_sm=167_936,
-    smem_per_block=166_912,
-    dram_bytes_per_s=1.7e12,
-    tensor_flops=265e12,
-    simt_flops=17e12,
-)
-#: The other boards with these processors. A board with fewer multiprocessors, slower memory or a
-#: lower clock is a device of its own: a model's times are of one device, and so is the order of
-#: configs. None of these has been measured, so their answers are estimates. They are of the data
-#: sheets, save those of the boards that were made for one buyer, which have none: ``h100-hbm2`` and
-#: ``a100-64gb``.
-_BOARDS = (
-    replace(
-        _H100,
-        key="h100-pcie",
-        product="NVIDIA H100 PCIe",
-        sm_count=114,
-        dram_bytes_per_s=1.8e12,
-        tensor_flops=590e12,
-        simt_flops=46e12,
-    ),
-    replace(
-        _H100,
-        key="h100-nvl",
-        product="NVIDIA H100 NVL",
-        l2_bytes=62_914_560,
-        dram_bytes_per_s=3.5e12,
-        tensor_flops=650e12,
-        simt_flops=54e12,
-    ),
-    replace(
-        _H100,
-        key="h100-hbm2",
-        product="NVIDIA H100",
-        l2_bytes=41_943_040,
-        dram_bytes_per_s=1.8e12,
-    ),
-    replace(
-        _H200,
-        key="h200-nvl",
-        product="NVIDIA H200 NVL",
-        tensor_flops=650e12,
-        simt_flops=54e12,
-    ),
-    replace(
-        _H200,
-        key="gh200",
-        product="NVIDIA GH200 480GB",
-        dram_bytes_per_s=3.6e12,
-    ),
-    replace(
-        _H200,
-        key="gh200-144gb",
-        product="NVIDIA GH200 144G HBM3e",
-        dram_bytes_per_s=4.4e12,
-    ),
-    replace(
-        _A100,
-        key="a100-40gb",
-        product="NVIDIA A100-SXM4-40GB",
-        dram_bytes_per_s=1.3e12,
-    ),
-    replace(
-        _A100,
-        key="a100-64gb",
-        product="NVIDIA A100-SXM-64GB",
-        sm_count=124,
-        l2_bytes=33_554_432,
-        dram_bytes_per_s=1.4e12,
-        tensor_flops=304e12,
-        simt_flops=19.5e12,
-    ),
-)
-_DEVICES = (_H100, _H200, _A100, *_BOARDS)
-KNOWN: Mapping[str, Device] = MappingProxyType({d.key: d for d in _DEVICES})
+@lru_cache
+def _table() -> tuple[Mapping[str, Device], Mapping[str, str]]:
+    """The boards by key, and the key by what a driver may call a board."""
+    devices, keys = {}, {}
+    for row in boards.read_table():
+        device = device_from(row)
+        devices[device.key] = device
+        for called in (device.product, *row["other_names"]):
+            keys[boards.plain(called)] = device.key
+            # Drivers before version 460 leave out the vendor.
+            keys[boards.plain(called).removeprefix("nvidia ")] = device.key
+    return MappingProxyType(devices), keys
 
-#: Names of boards whose figures are those of another one, all but equal in what counts here.
-_OTHER_NAMES = {
-    "NVIDIA H100 64GB HBM2": "h100-hbm2",
-    "NVIDIA GH200 120GB": "gh200",
-    "NVIDIA A100 80GB PCIe": "a100",
-    "NVIDIA A100-PCIE-40GB": "a100-40gb",
-    "NVIDIA A100-PG509-200": "a100-40gb",
-}
+
+#: The boards that confpred knows by name, by key: those of ``devices.json`` beside this module,
+#: read when the first one is asked for.
+KNOWN: Mapping[str, Device] = boards.Lazily(lambda: _table()[0])
 
 
 def get_device(name: str | Device) -> Device:
-    """The device called `name` (a key such as ``h100``, or the name that the driver reports).
+    """The device called `name`: a key such as ``h100``, or the name that the driver reports.
+
+    A GPU that is no board of the table has a description once its driver was asked on this machine
+    (`confpred.cuda.discovery`), and is found by its key from then on.
 
     Raises:
         UnknownDevice: no description is of that name. Neither is one of a part of a GPU (MIG), or
-            of a virtual GPU: these have fewer multiprocessors than the board.
+            of a virtual GPU, before its driver was asked: these have fewer multiprocessors than the
+            board.
     """
     if isinstance(name, Device):
         return name
     if isinstance(name, str):
-        wanted = _plain(name)
-        device = KNOWN.get(wanted) or KNOWN.get(_KEYS.get(wanted, ""))
+        device = listed(name) or _introduced.get(boards.key_of(name)) or _remembered(name)
         if device is not None:
             return device
-        if " mig " in wanted:
+        if " mig " in boards.plain(name):
             raise UnknownDevice("device", name, f"a whole GPU: {' or '.join(KNOWN)}")
     raise UnknownDevice("device", name, " or ".join(KNOWN))
 
 
-def _plain(name: str) -> str:
-    return " ".join(name.lower().split())
+def listed(name: str) -> Device | None:
+    """The device of the table that `name` is of, by its key or by what a driver calls it."""
+    wanted = boards.plain(name)
+    return KNOWN.get(wanted) or KNOWN.get(_table()[1].get(wanted, ""))
 
 
-#: Device key by what its boards are called; drivers before version 460 leave out the vendor.
-_KEYS = {
-    _plain(name).removeprefix(vendor): key
-    for vendor in ("", "nvidia ")
-    for name, key in ({d.product: d.key for d in KNOWN.values()} | _OTHER_NAMES).items()
-}
+def introduce(device: Device) -> None:
+    """Have `get_device` know `device` in this process, as a model of it is loaded that brings its
+    description along; a board of the table stays what it is."""
+    _introduced[device.key] = device
+
+
+_introduced: dict[str, Device] = {}
+
+
+def device_from(fields: Mapping[str, Any]) -> Device:
+    """The device with these values of `Device`'s fields, as ``dataclasses.asdict`` gives them.
+
+    Raises:
+        DataError: a field is missing or is no possible value.
+    """
+    found: dict[str, Any] = {}
+    for field in dataclasses.fields(Device):
+        kind: Any = {"str": str, "int": int, "float": float}[str(field.type)]
+        value: Any = fields.get(field.name, field.default)
+        known = isinstance(value, kind) and (kind is str or 0 < value < math.inf)
+        if not known or not value:
+            raise DataError(f"a device's {field.name} is {value!r}, not {kind.__name__} above 0")
+        found[field.name] = value
+    return Device(**found)
+
+
+def _remembered(name: str) -> Device | None:
+    found = boards.recall(boards.key_of(name))
+    if found is None:
+        return None
+    try:
+        return device_from(found.board)
+    except DataError as error:  # as if it had never been kept: the driver is asked again
+        log.warning("the description of %s is damaged: %s", name, error)
+        return None

@@ -7,7 +7,7 @@ convolution (``docs/adding-a-kernel.md``).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -16,15 +16,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from confpred.problem.device import Device
+from confpred.problem.products import Product
 from confpred.problem.record import Record
 
 if TYPE_CHECKING:
     import torch
 
 #: Operands that a launch may ask for beside its operation's: see `Launch`.
-ZEROED, SCRATCH = "zeroed", "scratch"
+ZEROED, SCRATCH, PREPARED = "zeroed", "scratch", "prepared"
 #: The float64 output of a reference kernel.
 REFERENCE = "reference"
+#: What runs where no kernel of ours does: products by the cuBLAS of the PyTorch that is installed.
+PRODUCTS = "cublas"
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,23 +93,62 @@ class Launch:
     """How a config computes a problem.
 
     Attributes:
-        steps: the launches, in stream order; none where there is a `plan`.
+        steps: the kernels, in stream order; none where there is a `plan`.
         zeroed_bytes: size of the operand ``zeroed``: device memory that is zero before the first
             step and that the steps leave zero again, so that nobody has to clear it between calls.
         scratch_bytes: size of the operand ``scratch``: device memory of any content. What a plan
             needs is known when it is built.
         plan: what a library runs in place of `steps`.
+        program: where a library multiplies matrices, `steps` with these products between them, in
+            stream order; empty where there are none.
+        prepare: kernels that fill the operand ``prepared`` from inputs that seldom change, such as
+            weights: before the first launch, and again once these have changed.
+        prepared_bytes: size of the operand ``prepared``; of any content before `prepare`, and then
+            of the same content for all configs of a family.
+        file: the CUDA source that stands for the launch where it is not that of the first step, as
+            of a family some of whose launches need no kernel.
+        error: largest relative error of an output in the 2-norm, where the way of computing it is
+            less exact than sums in float32 that are rounded once; None where it is not.
     """
 
     steps: tuple[Step, ...]
     zeroed_bytes: int = 0
     scratch_bytes: int = 0
     plan: Plan | None = None
+    program: tuple[Step | Product, ...] = ()
+    prepare: tuple[Step, ...] = ()
+    prepared_bytes: int = 0
+    file: str = ""
+    error: float | None = None
+
+    @classmethod
+    def of_program(cls, program: Sequence[Step | Product], **others: Any) -> Launch:
+        """A launch of kernels and products; `others` are further attributes."""
+        steps = tuple(part for part in program if isinstance(part, Step))
+        return cls(steps, program=tuple(program), **others)
 
     @property
     def source(self) -> str:
         """Name of what runs, whose identity is `confpred.families.kernel_text.identity_of`."""
-        return self.steps[0].kernel.file if self.plan is None else self.plan.source
+        if self.plan is not None:
+            return self.plan.source
+        return self.file or (self.steps[0].kernel.file if self.steps else PRODUCTS)
+
+    @property
+    def kernels(self) -> tuple[KernelSpec, ...]:
+        """What has to be compiled for it."""
+        return tuple(dict.fromkeys(step.kernel for step in (*self.prepare, *self.steps)))
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Device memory that it needs beside the operands, as far as it is known beforehand."""
+        return self.zeroed_bytes + self.scratch_bytes + self.prepared_bytes
+
+    @property
+    def tf32(self) -> bool:
+        """Whether it rounds float32 inputs to TF32."""
+        products = (part for part in self.program if isinstance(part, Product))
+        return any(p.tf32 for p in products) or (self.plan is not None and self.plan.tf32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,12 +161,14 @@ class Operand:
         dtype: ``float16``, ``bfloat16`` or ``float32``.
         terms: how many products each element of an output sums, as its rounding error grows with
             them; 0 for an input.
+        scale: where inputs are made up, they are between minus this and this.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     terms: int = 0
+    scale: float = 1.0
 
     @property
     def elements(self) -> int:

@@ -4,6 +4,8 @@ switch      `enable` and `disable`
 routing     the functions that they put in the place of PyTorch's
 module      the method of `torch.nn.Conv2d` that they do
 conv2d      the public function: checks its arguments, and decides which way a call goes
+linear_chain  the public function for chains of linear layers
+prepared    what is made of weights once, and again when they change
 autograd    eager calls, with gradients or without
 operators   what torch.compile sees
 tracing     where an operator of ours pays in a compiled program
@@ -21,6 +23,7 @@ layers      PyTorch's arguments as a problem
 layouts     which layouts kernels read, and when it pays to convert to them
 casts       weights in autocast's dtype
 ready       launches that are ready to run, one for each shape
+programs    the same for launches with matrix products in them
 workspace   the device memory that launches on one stream share
 streams     what the hot path asks CUDA's runtime
 """

@@ -35,16 +35,21 @@ from confpred.errors import (
     UnknownDevice,
 )
 from confpred.families.candidate import PYTORCH_OPERATOR, Candidate
-from confpred.families.registry import all_families
+from confpred.families.registry import all_families, operation_named
+from confpred.measure.pytorch import cudnn_version
+from confpred.model.conditions import changes
 from confpred.predict.choice import MAX_TOP, Choice
 from confpred.predict.predictor import Predictor
 from confpred.problem.conv2d import Problem
+from confpred.problem.conv2d_operation import CONVOLUTION
 from confpred.problem.device import Device
+from confpred.problem.limits import UNLIMITED, Limits
 from confpred.problem.operation import KernelSpec, Launch
 from confpred.problem.record import Record
 from confpred.pytorch import layouts
 from confpred.pytorch.guards import guard
 from confpred.pytorch.kernels import loaded, submit
+from confpred.pytorch.programs import ReadyProgram
 from confpred.pytorch.ready import Enqueue, ReadyLaunch
 
 log = logging.getLogger(__name__)
@@ -59,19 +64,33 @@ served: dict[Any, Any] = {}
 #: else it depends on. It is a hint: whoever reads it compares both.
 latest: dict[Any, tuple[Any, Callable[..., bool], Any]] = {}
 _predictor: Predictor | None = None  # loaded when it is first needed
+_others: dict[str, Predictor] = {}  # by operation, of those that are no convolution
+_forgetting: list[Callable[[], None]] = []
 _watchers: list[Callable[[Choice], None]] = []
 _max_regret: float | None = None  # what bound on regret is accepted; None for any
-_chosen: dict[tuple[Problem, int], Future[Choice | None]] = {}
+_noticed: set[int] = set()  # devices whose versions were compared
+_chosen: dict[tuple[Record, int, Limits], Future[Choice | None]] = {}
+_limits = UNLIMITED  # of all choices; a call may have others
+_cudnn_tf32 = torch._C._get_cudnn_allow_tf32
 #: Whether a dense layer may be served by anything but PyTorch's own operator, as far as is known;
 #: while it may not, whoever meets one need not look further.
 may_serve_dense = True
 _serves_dense: dict[Device, bool] = {}
 
 
-def use_predictor(predictor: Predictor) -> None:
-    """Let `predictor` choose from now on, in place of the newest model of the package."""
+def use_predictor(predictor: Predictor, operation: str = CONVOLUTION.name) -> None:
+    """Let `predictor` choose from now on, in place of the newest model of the package; for another
+    operation than convolution, such as ``linear_chain``, in place of PyTorch's own.
+
+    Raises:
+        InvalidInput: no family computes that operation.
+    """
     global _predictor
-    _predictor = predictor
+    if operation_named(operation) is CONVOLUTION:
+        _predictor = predictor
+        _noticed.clear()
+    else:
+        _others[operation] = predictor
     forget()
 
 
@@ -82,6 +101,11 @@ def accept(max_regret: float | None) -> None:
     if max_regret != _max_regret:
         _max_regret = max_regret
         forget()
+
+
+def predictor_for(operation: str) -> Predictor | None:
+    """What was given to `use_predictor` for an operation that is no convolution."""
+    return _others.get(operation)
 
 
 def use_plan(path: Path) -> Callable[[], None]:
@@ -128,6 +152,23 @@ def _first_predictor() -> Predictor:
     return Predictor.load()
 
 
+def use_limits(limits: Limits) -> None:
+    """Have every choice that is made from now on keep within `limits`."""
+    global _limits
+    if limits != _limits:
+        _limits = limits
+        forget()
+
+
+def limits_of(problem: Record, own: Limits | None = None) -> Limits:
+    """What a choice for `problem` keeps within: the limits of all choices, or a call's `own`, and
+    what PyTorch's switch says of TF32 in convolutions."""
+    limits = _limits if own is None else own
+    if limits.tf32 and problem.dtype == "float32" and not _cudnn_tf32():
+        limits = replace(limits, tf32=False)
+    return limits
+
+
 def forget() -> None:
     """Choose again for every shape; kernels stay loaded."""
     global may_serve_dense
@@ -136,6 +177,13 @@ def forget() -> None:
     _chosen.clear()
     _serves_dense.clear()
     may_serve_dense = True
+    for also in _forgetting:
+        also()
+
+
+def when_forgotten(also: Callable[[], None]) -> None:
+    """Call `also` whenever all shapes are to be chosen again."""
+    _forgetting.append(also)
 
 
 def remember(key: Any, what: Found) -> Found:
@@ -164,13 +212,17 @@ def watch_choices(callback: Callable[[Choice], None]) -> Iterator[None]:
         _watchers.remove(callback)
 
 
-def choose(problem: Problem, ordinal: int, *, any_bound: bool = False) -> Choice | None:
-    """The choice for `problem` on CUDA device `ordinal`, if `any_bound` is set whatever bound on
-    its regret is accepted; None for a device without a description."""
+def choose(
+    problem: Problem, ordinal: int, own: Limits | None = None, *, any_bound: bool = False
+) -> Choice | None:
+    """The choice for `problem` on CUDA device `ordinal`, within the limits of all choices or those
+    of the call's `own`, and, if `any_bound` is set, whatever bound on its regret is accepted; None
+    for a device without a description."""
     accepted = None if any_bound else _max_regret
     try:
         predictor, device = current_predictor(), driver.device_of(ordinal)
-        choice = predictor.choose(problem, device, max_regret=accepted)
+        within = predictor.within(limits_of(problem, own))
+        choice = within.choose(problem, device, max_regret=accepted)
         if device not in _serves_dense:
             _learn_of_dense(device, predictor.knows_libraries(device))
     except UnknownDevice as error:
@@ -179,6 +231,7 @@ def choose(problem: Problem, ordinal: int, *, any_bound: bool = False) -> Choice
     except ConfpredError as error:  # such as a damaged model: worth a look
         log.warning("PyTorch's own operator: %s", error)
         return None
+    _notice_changes(ordinal)
     announce(choice)
     return choice
 
@@ -189,12 +242,30 @@ def _learn_of_dense(device: Device, served_there: bool) -> None:
     may_serve_dense = any(_serves_dense.values())
 
 
-def choose_soon(problem: Problem, ordinal: int) -> Future[Choice | None]:
+def _notice_changes(ordinal: int) -> None:
+    """Warn once a device where the driver or cuDNN is another one than its model's measurements
+    are of."""
+    if ordinal in _noticed:
+        return
+    _noticed.add(ordinal)
+    try:
+        model = current_predictor().models.get(driver.device_of(ordinal).key)
+        if model is None:
+            return
+        now = {"driver": driver.describe(ordinal)[1], "cudnn": cudnn_version()}
+    except Exception as error:  # a warning is not worth an error
+        log.debug("versions cannot be compared: %s", error)
+        return
+    for change in changes(model, **now):
+        log.warning("model %s: %s; `confpred drift` tells whether it holds", model.version, change)
+
+
+def choose_soon(problem: Problem, ordinal: int, own: Limits | None = None) -> Future[Choice | None]:
     """`choose` in another thread: the first choice of a process loads the model, and a network has
     tens of problems."""
-    key = (problem, ordinal)
+    key = (problem, ordinal, limits_of(problem, own))
     if key not in _chosen:
-        _chosen[key] = _chooser().submit(choose, problem, ordinal)
+        _chosen[key] = _chooser().submit(choose, problem, ordinal, key[2])
     return _chosen[key]
 
 
@@ -233,8 +304,9 @@ def announce(choice: Choice) -> None:
 def why_not_ours(choice: Choice) -> str | None:
     """Why PyTorch's own operator is to run, in words; None if a kernel of ours is."""
     if choice.is_guess:  # which is not enough
-        dense = getattr(choice.problem, "groups", None) == 1
-        return "dense layers were never sampled" if dense else "no model for this device"
+        dense = getattr(choice.problem, "groups", None) == 1 and choice.source != "transferred"
+        no_model = "no model for this device, and not measured on it"
+        return "dense layers were never sampled" if dense else no_model
     if choice.source == "fallback":
         return "no kernel of ours is legal, or none within max_regret"
     if choice.candidate == PYTORCH_OPERATOR:
@@ -253,19 +325,21 @@ def is_ours(choice: Choice) -> bool:
     return reason is None
 
 
-def load(choice: Choice, ordinal: int) -> ReadyLaunch | None:
+def load(choice: Choice, ordinal: int, own: Limits | None = None) -> ReadyLaunch | None:
     """The launch of `choice`, compiled now if need be; None where the driver or the compiler
     refuses it, which is logged. Of a library's plans it is the first in the ranking from `choice`
-    on that the library builds."""
+    on that the library builds and that needs no more memory than the limits allow."""
     problem = choice.problem
     if not isinstance(problem, Problem):
         raise InvalidProblem("problem", problem, "a convolution")
     launch = _launch_of(choice)
     if launch.plan is not None:
-        return _load_plan(choice, problem, ordinal)
+        return _load_plan(choice, problem, ordinal, own)
     try:
-        for step in launch.steps:
-            submit(step.kernel, _arch(ordinal))  # side by side
+        for kernel in launch.kernels:
+            submit(kernel, _arch(ordinal))  # side by side
+        if launch.program:
+            return ReadyProgram(problem, launch, ordinal)
         kernels = [loaded(step.kernel, step.smem_bytes, ordinal) for step in launch.steps]
 
         def bind(names: Sequence[str]) -> Enqueue:
@@ -277,7 +351,9 @@ def load(choice: Choice, ordinal: int) -> ReadyLaunch | None:
         return None
 
 
-def _load_plan(choice: Choice, problem: Problem, ordinal: int) -> ReadyLaunch | None:
+def _load_plan(
+    choice: Choice, problem: Problem, ordinal: int, own: Limits | None
+) -> ReadyLaunch | None:
     """What a library offers for a problem is known to the library alone, so a plan that is chosen
     from what it has offered for such problems may not be there: then the next one in the ranking
     is tried, until PyTorch's own operator is."""
@@ -287,13 +363,14 @@ def _load_plan(choice: Choice, problem: Problem, ordinal: int) -> ReadyLaunch | 
     except (LaunchError, MissingExtra) as error:
         _warn_once(str(error))
         return None
-    for candidate in _from_on(choice, ordinal):
+    limits = limits_of(problem, own)
+    for candidate in _from_on(choice, ordinal, limits):
         found = replace(choice, candidate=candidate)
         if not is_ours(found):
             break
         launch = _launch_of(found)
         if launch.plan is None:
-            return load(found, ordinal)
+            return load(found, ordinal, own)
         if launch.plan.tf32:
             continue  # whether PyTorch may round to it is a setting that can change at any time
         try:
@@ -306,15 +383,19 @@ def _load_plan(choice: Choice, problem: Problem, ordinal: int) -> ReadyLaunch | 
             log.debug("%s: %s", problem, error)
             continue
         launch = replace(launch, scratch_bytes=built.workspace_bytes)
+        if not limits.allow(problem, launch):
+            log.debug("%s: the plan needs %d bytes", problem, built.workspace_bytes)
+            continue
         return ReadyLaunch(problem, launch, built.bind, ordinal)
     log.info("%s: PyTorch's own operator, as no plan that is predicted to win is there", problem)
     return None
 
 
-def _from_on(choice: Choice, ordinal: int) -> Iterator[Candidate]:
+def _from_on(choice: Choice, ordinal: int, limits: Limits) -> Iterator[Candidate]:
     """The candidates from `choice` on, best first; the others are ranked once they are needed."""
     yield choice.candidate
-    for other in current_predictor().rank(choice.problem, driver.device_of(ordinal), MAX_TOP):
+    predictor, device = current_predictor().within(limits), driver.device_of(ordinal)
+    for other in predictor.rank(choice.problem, device, MAX_TOP):
         if other.candidate != choice.candidate:
             yield other.candidate
 
@@ -329,8 +410,8 @@ def compile_ahead(choices: Sequence[Choice], others: Iterable[KernelSpec], ordin
     device `ordinal`; a kernel that cannot be had is left to the call that needs it."""
     ours = [choice for choice in choices if is_ours(choice)]
     for choice in ours:
-        for step in _launch_of(choice).steps:
-            submit(step.kernel, _arch(ordinal))
+        for kernel in _launch_of(choice).kernels:
+            submit(kernel, _arch(ordinal))
     for kernel in others:  # after those that are waited for
         submit(kernel, _arch(ordinal))
     for choice in ours:
@@ -340,7 +421,7 @@ def compile_ahead(choices: Sequence[Choice], others: Iterable[KernelSpec], ordin
 def waiting_for(choice: Choice, ordinal: int) -> list[Future[Compiled]]:
     """Compilations that are under way for `choice`, started now if need be; empty when all of its
     kernels are compiled."""
-    found = [submit(step.kernel, _arch(ordinal)) for step in _launch_of(choice).steps]
+    found = [submit(kernel, _arch(ordinal)) for kernel in _launch_of(choice).kernels]
     return [future for future in found if not future.done()]
 
 

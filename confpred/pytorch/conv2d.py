@@ -11,12 +11,15 @@ launched.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from confpred.errors import InvalidInput
 from confpred.problem.conv2d import ACTIVATIONS
+from confpred.problem.limits import Limits
 from confpred.pytorch.autograd import find_eager
 from confpred.pytorch.directions import forward
 from confpred.pytorch.fallback import PYTORCH_CONV2D, activate, pytorch_apart
@@ -38,6 +41,7 @@ def conv2d(
     groups: int = 1,
     activation: str | None = None,
     residual: Tensor | None = None,
+    limits: Limits | None = None,
 ) -> Tensor:
     """``activation(torch.nn.functional.conv2d(x, weight, bias, ...) + residual)``, by the fastest
     kernel.
@@ -57,17 +61,22 @@ def conv2d(
         activation: None, ``"relu"``, ``"silu"``, ``"gelu"`` (the exact one, with erf), ``"relu6"``
             or ``"hardswish"``.
         residual: shape (N, K, P, Q), added before the activation, or None.
+        limits: what the choice keeps within, in place of what `confpred.enable` was told. Under
+            ``torch.compile`` and where gradients are recorded, PyTorch's own operator then serves.
 
     Returns:
         Shape (N, K, P, Q), of `x`'s dtype.
 
     Raises:
-        InvalidInput: `activation` is unknown, or a tensor argument has the wrong rank.
+        InvalidInput: `activation` is unknown, `limits` are none, or a tensor argument has the wrong
+            rank.
         RuntimeError: PyTorch refuses the arguments.
     """
     name = "none" if activation is None else activation
     if name not in ACTIVATIONS:
         raise InvalidInput("activation", activation, f"None or one of {', '.join(ACTIVATIONS)}")
+    if limits is not None and not isinstance(limits, Limits):
+        raise InvalidInput("limits", limits, "None or a confpred.Limits")
     tensors = (("x", x, 4), ("weight", weight, 4), ("bias", bias, 1), ("residual", residual, 4))
     for argument, tensor, rank in tensors:
         if tensor is not None and tensor.dim() != rank:
@@ -81,9 +90,10 @@ def conv2d(
     compiling = torch.compiler.is_compiling()
     given = [tensor for _, tensor, _ in tensors if tensor is not None]
     plain = all(type(tensor) in _PLAIN for tensor in given)
-    if not compiling and (not plain or is_watched()):
-        return pytorch_apart(x, weight, bias, residual, geometry, name)
     differentiable = torch.is_grad_enabled() and any(t.requires_grad for t in given)
+    limited = limits is not None and (compiling or differentiable)
+    if limited or (not compiling and (not plain or is_watched())):
+        return pytorch_apart(x, weight, bias, residual, geometry, name)
     if differentiable and not compiling:
 
         def original(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -97,7 +107,7 @@ def conv2d(
             autocast = x.is_cuda and torch.is_autocast_enabled("cuda")
             out = out + (residual.to(out.dtype) if autocast else residual)
         return activate(name, out)
-    place = id(weight)
+    place: Any = id(weight) if limits is None else (id(weight), limits)
     if x.is_cuda and torch.is_autocast_enabled("cuda"):
         dtype = torch.get_autocast_dtype("cuda")
         x, weight = x.to(dtype), weight.to(dtype)
@@ -108,7 +118,7 @@ def conv2d(
         return activate(name, out if residual is None else out + residual)
     if compiling:
         return traced(x, weight, bias, residual, geometry, name)
-    return forward(x, weight, bias, residual, geometry, name, place)
+    return forward(x, weight, bias, residual, geometry, name, place, limits)
 
 
 def _pair(name: str, value: int | Pair) -> Pair:

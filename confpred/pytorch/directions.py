@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
+from confpred.problem.limits import Limits
 from confpred.pytorch import choosing, policy
 from confpred.pytorch.choosing import latest, note, remember, served
 from confpred.pytorch.fallback import pytorch_fused, pytorch_run
@@ -31,6 +32,7 @@ def forward(
     geometry: Geometry,
     activation: str,
     place: Any,
+    limits: Limits | None = None,
 ) -> Tensor:
     """``activation(conv2d(x, weight, bias) + residual)`` of plain tensors, without gradients.
 
@@ -42,6 +44,7 @@ def forward(
         geometry: stride, padding, dilation, groups.
         activation: one of `confpred.problem.conv2d.ACTIVATIONS`.
         place: what the caller is told by, hashable; see `confpred.pytorch.choosing.latest`.
+        limits: of this call, in place of those of all choices.
     """
     known = latest.get(place)
     if known is not None:
@@ -65,11 +68,12 @@ def forward(
         activation,
         bias if bias is None else (bias.dtype, bias.get_device(), bias.shape, bias.stride()),
         residual if residual is None else _like(residual),
+        limits,
     )
     try:
         run = served[key]
     except KeyError:
-        run = _find(key, x, weight, bias, residual, geometry, activation)
+        run = _find(key, x, weight, bias, residual, geometry, activation, limits)
     if run is None:
         run = partial(pytorch_fused, geometry=geometry, activation=activation)
     facts = (geometry, activation, bias is None, residual is None)
@@ -86,6 +90,7 @@ def _find(
     residual: Tensor | None,
     geometry: Geometry,
     activation: str,
+    limits: Limits | None,
 ) -> Any:
     inputs = (x, weight, bias, residual)
     if not alike(*inputs) or not is_channels_last(x):
@@ -98,12 +103,12 @@ def _find(
         return remember(key, None)
     if residual is not None and residual.shape != (problem.n, problem.k, problem.p, problem.q):
         return remember(key, None)  # one that is broadcast
-    found = policy.find(problem, x.get_device())
+    found = policy.find(problem, x.get_device(), limits)
     if found is None:
         return remember(key, pytorch_run(geometry, activation, partial(remember, key)))
     if isinstance(found, policy.Pending):
         theirs = partial(pytorch_fused, geometry=geometry, activation=activation)
-        again = partial(_find, key, geometry=geometry, activation=activation)
+        again = partial(_find, key, geometry=geometry, activation=activation, limits=limits)
         return remember(key, found.until_then(theirs, again))
     return remember(key, densely(found.run, inputs))
 

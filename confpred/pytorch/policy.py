@@ -12,6 +12,7 @@ import torch
 
 from confpred.predict.choice import Choice
 from confpred.problem.conv2d import Problem
+from confpred.problem.limits import UNLIMITED, Limits
 from confpred.pytorch import choosing
 from confpred.pytorch.ready import ReadyLaunch
 from confpred.pytorch.streams import is_capturing
@@ -36,11 +37,13 @@ class Policy:
             operator serves.
         verifier: measures the best predictions where one is set.
         max_regret: the largest bound on regret that is accepted unmeasured; None for any.
+        limits: what every choice keeps within.
     """
 
     background: bool = False
     verifier: Verifier | None = None
     max_regret: float | None = None
+    limits: Limits = UNLIMITED
 
 
 _current = Policy()
@@ -54,6 +57,7 @@ def use(policy: Policy) -> Policy:
     choosing.accept(policy.max_regret)
     if policy.verifier is not former.verifier:
         choosing.forget()
+    choosing.use_limits(policy.limits)
     return former
 
 
@@ -84,19 +88,22 @@ def is_verifying() -> bool:
     return _current.verifier is not None
 
 
-def decide(problems: Sequence[Problem | None], ordinal: int) -> list[Choice | None] | Pending:
+def decide(
+    problems: Sequence[Problem | None], ordinal: int, own: Limits | None = None
+) -> list[Choice | None] | Pending:
     """For each of `problems` the kernel of ours that is to serve it on CUDA device `ordinal`, None
-    for PyTorch's own operator; or what all of them wait for."""
+    for PyTorch's own operator; or what all of them wait for. With limits of its `own`, a call
+    trusts the predictions."""
     verifier = _current.verifier
-    if verifier is not None and not is_capturing():
+    if verifier is not None and own is None and not is_capturing():
         found = [p if p is None else verifier.fastest(p, ordinal) for p in problems]
     elif _in_background() and not choosing.is_watched():
-        futures = [p if p is None else choosing.choose_soon(p, ordinal) for p in problems]
+        futures = [p if p is None else choosing.choose_soon(p, ordinal, own) for p in problems]
         if not all(future is None or future.done() for future in futures):
             return Pending(tuple(future for future in futures if future is not None))
         found = [future if future is None else future.result() for future in futures]
     else:
-        found = [p if p is None else choosing.choose(p, ordinal) for p in problems]
+        found = [p if p is None else choosing.choose(p, ordinal, own) for p in problems]
     return [c if c is not None and choosing.is_ours(c) else None for c in found]
 
 
@@ -106,22 +113,25 @@ def _in_background() -> bool:
     return _current.background and not is_capturing() and not is_deterministic()
 
 
-def prepare(choice: Choice, ordinal: int) -> ReadyLaunch | Pending | None:
+def prepare(
+    choice: Choice, ordinal: int, own: Limits | None = None
+) -> ReadyLaunch | Pending | None:
     """The launch of `choice`, or what it waits for; None where it cannot be had."""
     if _in_background():
         futures = choosing.waiting_for(choice, ordinal)
         if futures:
             return Pending(tuple(futures))
-    return choosing.load(choice, ordinal)
+    return choosing.load(choice, ordinal, own)
 
 
-def find(problem: Problem, ordinal: int) -> ReadyLaunch | Pending | None:
-    """What is to serve `problem` on CUDA device `ordinal`; None for PyTorch's own operator."""
-    found = decide([problem], ordinal)
+def find(problem: Problem, ordinal: int, own: Limits | None = None) -> ReadyLaunch | Pending | None:
+    """What is to serve `problem` on CUDA device `ordinal`, within limits of the call's `own` if it
+    has some; None for PyTorch's own operator."""
+    found = decide([problem], ordinal, own)
     if isinstance(found, Pending):
         return found
     (choice,) = found
-    return None if choice is None else prepare(choice, ordinal)
+    return None if choice is None else prepare(choice, ordinal, own)
 
 
 def saves_ms(choices: Iterable[Choice | None], ordinal: int) -> float:

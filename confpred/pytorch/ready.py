@@ -21,7 +21,7 @@ CHANNELS_LAST = torch.channels_last
 ALIGNMENT = 16  # bytes; the kernels load this much at a time
 _UNALIGNED = ALIGNMENT - 1  # an address with any of these bits is not aligned to that
 #: Operands in the order in which a ready launch is given them, outputs first.
-_NAMES = {
+NAMES = {
     "fprop": ("out", "in", "filter", "bias", "residual"),
     "dgrad": ("in_grad", "out_grad", "filter"),
     "wgrad": ("filter_grad", "bias_grad", "out_grad", "in"),
@@ -38,7 +38,7 @@ class ReadyLaunch:
 
     Attributes:
         problem: what it computes.
-        run: called with the inputs in the order of ``_NAMES``, as tensors of the problem's shapes
+        run: called with the inputs in the order of ``NAMES``, as tensors of the problem's shapes
             and dtype on the launch's device, None for one that the problem does not have. They have
             to be dense as the kernels read them; what is not aligned is copied. It returns the
             output, or the gradients of filter and bias, the latter None if it is not asked for.
@@ -48,7 +48,7 @@ class ReadyLaunch:
 
     def __init__(self, problem: Problem, launch: Launch, bind: Bind, ordinal: int) -> None:
         self.problem = problem
-        names = _NAMES[problem.direction]
+        names = NAMES[problem.direction]
         ends = (ZEROED, SCRATCH) if launch.zeroed_bytes or launch.scratch_bytes else ()
         enqueue = bind((*names, *ends))
         enqueue = _with_workspace(enqueue, launch, ordinal) if ends else enqueue
@@ -69,8 +69,8 @@ def _with_workspace(plain: Enqueue, launch: Launch, ordinal: int) -> Enqueue:
 
 
 def _one_output(problem: Problem, enqueue: Enqueue, ordinal: int) -> Callable[..., Tensor]:
-    name, *inputs = _NAMES[problem.direction]
-    size, stride = _layout(_shapes(problem)[name])
+    name, *inputs = NAMES[problem.direction]
+    size, stride = layout_of(shapes_of(problem)[name])
     dtype: torch.dtype = getattr(torch, problem.dtype)
     epilogue = len(inputs) > 2
 
@@ -83,10 +83,10 @@ def _one_output(problem: Problem, enqueue: Enqueue, ordinal: int) -> Callable[..
         at_d = 0 if d is None else d.data_ptr()
         if (at_a | at_b | at_c | at_d) & _UNALIGNED:
             return run(
-                _aligned(a),
-                _aligned(b),
-                None if c is None else _aligned(c),
-                None if d is None else _aligned(d),
+                aligned(a),
+                aligned(b),
+                None if c is None else aligned(c),
+                None if d is None else aligned(d),
             )
         out: Tensor = empty(size, stride, dtype)
         places = (out.data_ptr(), at_a, at_b, at_c, at_d)
@@ -103,8 +103,8 @@ def _one_output(problem: Problem, enqueue: Enqueue, ordinal: int) -> Callable[..
 def _filter_gradient(
     problem: Problem, enqueue: Enqueue, ordinal: int
 ) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    shapes = _shapes(problem)
-    size, stride = _layout(shapes["filter_grad"])
+    shapes = shapes_of(problem)
+    size, stride = layout_of(shapes["filter_grad"])
     channels = shapes.get("bias_grad")
     dtype: torch.dtype = getattr(torch, problem.dtype)
 
@@ -114,7 +114,7 @@ def _filter_gradient(
                 return run(out_grad, x)
         at_grad, at_x = out_grad.data_ptr(), x.data_ptr()
         if (at_grad | at_x) & _UNALIGNED:
-            return run(_aligned(out_grad), _aligned(x))
+            return run(aligned(out_grad), aligned(x))
         grad: Tensor = empty(size, stride, dtype)
         bias: Tensor | None = None if channels is None else empty(channels, (1,), dtype)
         at_bias = 0 if bias is None else bias.data_ptr()
@@ -151,16 +151,16 @@ def densely(run: Callable[..., Any], inputs: Sequence[Tensor | None]) -> Callabl
     return repacked
 
 
-def _aligned(t: Tensor) -> Tensor:
+def aligned(t: Tensor) -> Tensor:
     layout = CHANNELS_LAST if t.dim() == 4 else torch.contiguous_format
     return t.clone(memory_format=layout) if t.data_ptr() & _UNALIGNED else t
 
 
-def _shapes(problem: Problem) -> dict[str, Sizes]:
+def shapes_of(problem: Problem) -> dict[str, Sizes]:
     return {operand.name: operand.shape for operand in CONVOLUTION.operands(problem)}
 
 
-def _layout(shape: Sizes) -> tuple[Sizes, Sizes]:
+def layout_of(shape: Sizes) -> tuple[Sizes, Sizes]:
     """Shape and strides, as PyTorch counts them, of a tensor whose dense shape is `shape`."""
     n, h, w, c = shape
     return (n, c, h, w), (h * w * c, 1, w * c, c)

@@ -24,6 +24,7 @@ from confpred.forks import uninterrupted
 from confpred.predict.choice import Choice
 from confpred.predict.plans import read_plan
 from confpred.predict.trust import check_max_regret
+from confpred.problem.limits import UNLIMITED, Limits
 from confpred.pytorch import choosing, policy, routing
 from confpred.pytorch.fallback import (
     PYTORCH_CONV1D,
@@ -46,6 +47,7 @@ def enable(
     verify_budget_s: float = 60.0,
     plan: str | Path | None = None,
     max_regret: float | None = None,
+    limits: Limits = UNLIMITED,
 ) -> None:
     """Let every convolution of this process be computed by the fastest kernel.
 
@@ -65,10 +67,12 @@ def enable(
             `verify`, what is measured is written to it.
         max_regret: trust a prediction only where the bound on its regret is at most this; other
             shapes are measured with `verify`, and left to PyTorch's operator without it.
+        limits: what every choice keeps within, such as
+            ``confpred.Limits(workspace_bytes=2**26)``.
 
     Raises:
-        InvalidInput: `verify`, `verify_budget_s` or `max_regret` is out of range, or `plan` was
-            made for another device.
+        InvalidInput: `verify`, `verify_budget_s`, `max_regret` or `limits` is not allowed, or
+            `plan` was made for another device.
         DataError: `plan` is not valid, or was made for other kernels.
     """
     if verify is not None and (type(verify) is not int or not 1 <= verify <= 8):
@@ -76,6 +80,8 @@ def enable(
     if type(verify_budget_s) not in (int, float) or not verify_budget_s > 0:
         raise InvalidInput("verify_budget_s", verify_budget_s, "a positive number of seconds")
     accepted = check_max_regret(max_regret)
+    if not isinstance(limits, Limits):
+        raise InvalidInput("limits", limits, "a confpred.Limits")
     path = None if plan is None else Path(plan)
     undo: Callable[[], None] | None = None
     followed: tuple[Choice, ...] = ()
@@ -87,7 +93,7 @@ def enable(
     if verify is not None:
         verifier = Verifier(verify, verify_budget_s, path, followed=followed, max_regret=accepted)
     with uninterrupted, _lock:
-        former = policy.use(policy.Policy(not wait, verifier, accepted))
+        former = policy.use(policy.Policy(not wait, verifier, accepted, limits))
         _former.append((former, undo))
         _tell_torchscript()
         _tell_dynamo()

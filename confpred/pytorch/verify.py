@@ -74,7 +74,7 @@ class Verifier:
             return predicted
         if self.spent_s >= self.budget_s:
             return within([predicted], self.max_regret)[0]
-        if predicted.is_guess or predicted.source in ("pinned", "fallback"):
+        if _trusted(predicted).is_guess or predicted.source in ("pinned", "fallback"):
             return predicted
         started = time.monotonic()
         try:
@@ -91,8 +91,9 @@ class Verifier:
 
     def _measured(self, problem: Problem, ordinal: int, predicted: Choice) -> Choice:
         device = driver.device_of(ordinal)
-        ranked = choosing.current_predictor().rank(problem, device, self.top + 1)
-        ours = [c for c in ranked if choosing.is_ours(c)][: self.top]
+        within = choosing.current_predictor().within(choosing.limits_of(problem))
+        ranked = within.rank(problem, device, self.top + 1)
+        ours = [c for c in map(_trusted, ranked) if choosing.is_ours(c)][: self.top]
         choosing.compile_ahead(ours, (), ordinal)
         calls: list[tuple[Choice, Callable[[], Any]]] = []
         with torch.cuda.device(ordinal), torch.no_grad():
@@ -119,6 +120,11 @@ class Verifier:
         if self.plan is not None:
             measured = [choice for (_, where), choice in self.winners.items() if where == ordinal]
             write_plan(self.plan, plan_of([*self.followed, *measured]))
+
+
+def _trusted(choice: Choice) -> Choice:
+    """`choice` as if its model were of this device: what is measured need not be trusted."""
+    return replace(choice, source="predicted") if choice.source == "transferred" else choice
 
 
 def _ours(ready: ReadyLaunch, inputs: dict[str, Tensor]) -> Callable[[], Any]:

@@ -10,10 +10,9 @@ from pathlib import Path
 
 import confpred
 from confpred.cuda.compiler import nvrtc_version
-from confpred.cuda.driver import describe, device_count
+from confpred.cuda.driver import describe, device_count, device_of
 from confpred.data.measurements import Run
 from confpred.errors import InvalidInput, LaunchError
-from confpred.problem.device import get_device
 
 
 def find_gpus(gpus: str) -> dict[int, Run]:
@@ -26,7 +25,7 @@ def find_gpus(gpus: str) -> dict[int, Run]:
         MissingExtra: the CUDA packages are not installed.
         LaunchError: there is no GPU.
         InvalidInput: a number names no GPU.
-        UnknownDevice: a GPU is of a kind that confpred has no description of.
+        UnknownDevice: a GPU cannot be described (`confpred.cuda.driver.device_of`).
     """
     cuda = nvrtc_version()
     count = device_count()
@@ -45,7 +44,7 @@ def find_gpus(gpus: str) -> dict[int, Run]:
     for ordinal in ordinals:
         name, driver = describe(ordinal)
         sitting = run_id if len(ordinals) == 1 else f"{run_id}-{ordinal}"
-        runs[ordinal] = Run(sitting, get_device(name).key, name, driver, cuda, project)
+        runs[ordinal] = Run(sitting, device_of(ordinal).key, name, driver, cuda, project)
     return runs
 
 

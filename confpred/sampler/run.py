@@ -116,6 +116,7 @@ def sample(
     runs: Mapping[int, Run],
     settings: Settings,
     *,
+    chosen: Callable[[Mapping[Measured, AbstractSet[str]]], list[Task]] | None = None,
     interrupts: Callable[[], int] = lambda: 0,
     show: Callable[[Tally], None] = lambda tally: None,
 ) -> Tally:
@@ -126,6 +127,7 @@ def sample(
         folder: of Parquet shards; made if missing. What it holds is not measured again.
         runs: CUDA device -> what its rows share. All of them are GPUs of one kind.
         settings: see `Settings`.
+        chosen: names the tasks in place of `plan`, given what `folder` holds.
         interrupts: how often the user has asked to stop: once ends the run after the problems in
             flight, twice at once.
         show: called about ten times a second.
@@ -147,7 +149,8 @@ def sample(
     run_id = next(iter(runs.values())).run_id
     operation = operation_of(suite.entries[0].problem)
     with open_store(folder, run_id, operation) as store:
-        tasks = plan(suite, device, settings, store.measured(device.key))
+        measured = store.measured(device.key)
+        tasks = plan(suite, device, settings, measured) if chosen is None else chosen(measured)
         compilers = Compilers(tasks, device.arch, settings.processes, settings.compile)
         gpus = [
             GpuWorker(run, ordinal, settings.measure, settings.silence_s, settings.seed)

@@ -56,8 +56,7 @@ class Task:
         family = all_families().get(self.provider)
         if family is None:
             return [() for _ in self.config_ids]
-        launches = (family.launch(self.problem, row) for row in self.config_ids)
-        return [tuple(step.kernel for step in launch.steps) for launch in launches]
+        return [family.launch(self.problem, row).kernels for row in self.config_ids]
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from confpred.data.checks import ROW, CheckedRows, read_checked
+from confpred.data.checks import MEASURED_WITH, ROW, CheckedRows, read_checked
 from confpred.data.measurements import problem_of_row
 from confpred.data.parquet import operation_in, problem_columns
 from confpred.errors import DataError, InvalidProblem
@@ -64,6 +64,8 @@ class Dataset:
         skipped: ``ok`` rows left out because this version has no such family or config, or does
             not allow it for the problem.
         kernels: digests of each family's CUDA source.
+        measured_with: the versions that the times depend on, of the rows that were timed:
+            ``driver``, and ``cudnn`` of PyTorch's operator where it was recorded.
         others: what was measured on other devices, of the same operation. What makes one config
             slower than another is much the same on all of them.
     """
@@ -75,6 +77,7 @@ class Dataset:
     statuses: Mapping[str, int]
     skipped: int
     kernels: Mapping[str, tuple[str, ...]]
+    measured_with: Mapping[str, tuple[str, ...]]
     others: tuple[Dataset, ...] = ()
 
     @property
@@ -173,6 +176,10 @@ def _of_device(name: str, read: CheckedRows, operation: Operation) -> Dataset:
         statuses={status: counts[status] for status in STATUSES if status in counts},
         skipped=skipped,
         kernels=_kernels(timed),
+        measured_with={
+            name: tuple(sorted(filter(None, pc.unique(timed[name]).to_pylist())))
+            for name in MEASURED_WITH
+        },
     )
 
 

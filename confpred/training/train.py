@@ -30,6 +30,7 @@ from confpred.model.folder import (
     TIME_TREES,
 )
 from confpred.model.pools import configs_digest
+from confpred.problem.device import KNOWN, Device
 from confpred.problem.record import Record
 from confpred.training.answers import answers
 from confpred.training.bounds import fit_bounds
@@ -96,6 +97,7 @@ def train(
         "format": FORMAT,
         "operation": operation.name,
         "device": dataset.device.key,
+        **_board(dataset.device),
         "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "seed": seed,
         "data": {
@@ -115,6 +117,7 @@ def train(
         "gate": gate and _gate_card(gate, dataset),
         "pytorch": pytorch and {"margin": pytorch.margin, "features": _pytorch_features(dataset)},
         "hyperparameters": asdict(hyper),
+        "measured_with": {name: list(found) for name, found in dataset.measured_with.items()},
         "metrics": {
             "folds": FOLDS,
             "regret": asdict(regret),
@@ -137,6 +140,11 @@ def train(
     }
     write_folder(out, {CARD: json.dumps(card, indent=1) + "\n", **files})
     return regret
+
+
+def _board(device: Device) -> dict[str, Any]:
+    """The description of a device that is in no table, so that the folder can be used elsewhere."""
+    return {} if device.key in KNOWN else {"board": asdict(device)}
 
 
 def _without(dataset: Dataset, networks: Collection[str]) -> Dataset:

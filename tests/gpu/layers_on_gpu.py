@@ -49,7 +49,11 @@ class OursFirst(Predictor):
     def choose(self, problem: Record, device: str | Device) -> Choice:
         choice = super().choose(problem, device)
         self.chosen.append(choice.family)
-        return replace(choice, source="pinned") if choice.source == "heuristic" else choice
+        return (
+            replace(choice, source="pinned")
+            if choice.source in ("transferred", "heuristic")
+            else choice
+        )
 
 
 @contextmanager

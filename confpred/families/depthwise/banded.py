@@ -151,6 +151,8 @@ def fits(
         & ((blocks == 1) | (registers > 0.95 * most))
         & (smem_bytes <= device.smem_per_block)
         & (blocks * (smem_bytes + device.smem_reserved_per_block) <= device.smem_per_sm)
+        & (blocks * threads_of(t) <= 32 * device.warps_per_sm)
+        & (blocks <= device.blocks_per_sm)
     )
     return found
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from layers import ARCHITECTURES
 from strategies import epilogue
 
 from confpred.families.common import ATOMIC, DIRECT, TWO_KERNELS
@@ -15,7 +16,7 @@ from confpred.families.depthwise.image import _axes
 from confpred.families.protocol import Family, config_dict
 from confpred.families.registry import all_families
 from confpred.problem.conv2d import DIRECTIONS, DTYPES, Problem
-from confpred.problem.device import KNOWN, Device, get_device
+from confpred.problem.device import Device, get_device
 
 H100 = get_device("h100")
 TYPICAL = (
@@ -66,7 +67,7 @@ def depthwise_problems(draw: st.DrawFn, *, largest: int = 40, images: int = 9) -
     )
 
 
-@pytest.mark.parametrize("device", KNOWN.values(), ids=KNOWN)
+@pytest.mark.parametrize("device", ARCHITECTURES.values(), ids=ARCHITECTURES)
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("layer", TYPICAL)
 def test_typical_layers_have_many_configs_of_few_kernels(

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from layers import ARCHITECTURES
 from ptxas import ARCHS, resources
 from strategies import epilogue
 
@@ -66,7 +67,7 @@ def banded_problems(draw: st.DrawFn, *, largest: int = 40, images: int = 40) -> 
     )
 
 
-@pytest.mark.parametrize("device", KNOWN.values(), ids=KNOWN)
+@pytest.mark.parametrize("device", ARCHITECTURES.values(), ids=ARCHITECTURES)
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("layer", TYPICAL)
 def test_typical_layers_have_many_configs_of_few_kernels(
@@ -76,7 +77,8 @@ def test_typical_layers_have_many_configs_of_few_kernels(
     rows = legal_rows(problem, device)
     kernels = {family_of(problem).launch(problem, row).steps[0].kernel for row in rows}
     assert len(rows) >= 30
-    assert 5 <= len(kernels) <= 250
+    few = 3 if device.smem_per_block < 2**17 else 5  # large windows need large bands of rows
+    assert few <= len(kernels) <= 250
 
 
 @given(banded_problems())

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from layers import serves_channels
+from layers import ARCHITECTURES, serves_channels
 from ptxas import resources
 from strategies import pairs, problems
 
@@ -198,7 +198,7 @@ TYPICAL = (
 
 
 @pytest.mark.parametrize("layer", TYPICAL)
-@pytest.mark.parametrize("device", KNOWN.values(), ids=KNOWN)
+@pytest.mark.parametrize("device", ARCHITECTURES.values(), ids=ARCHITECTURES)
 def test_typical_layers_have_many_configs_of_few_kernels(layer: str, device: Device) -> None:
     problem = Problem.parse(f"{layer} direction=wgrad")
     rows = np.flatnonzero(FAMILY.legal(problem, device))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from layers import H100, first_kernel, representative
+from layers import ARCHITECTURES, H100, first_kernel, representative
 from ptxas import ARCHS, resources
 
 from confpred.cuda.cache import KernelCache
@@ -43,6 +43,24 @@ def test_samples_compile_and_hardly_spill(family: Family, arch: str) -> None:
         registers, stack_bytes = resources(source, arch)
         assert 8 <= registers <= 255
         assert stack_bytes <= MOST_STACK_BYTES or arch != H100.arch, source
+
+
+@pytest.mark.parametrize("arch", sorted(ARCHITECTURES.keys() - set(ARCHS)))
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+def test_what_is_legal_on_a_board_compiles_for_it(family: Family, arch: str) -> None:
+    """One launch each, of the config that needs the most shared memory: it fits, also as often as
+    the kernel asks for, and no kernel has instructions of another target."""
+    device, rng = ARCHITECTURES[arch], random.Random(arch)
+    problem = rng.choice(representative(family))
+    rows = np.flatnonzero(family.legal(problem, device)).tolist()
+    launches = [family.launch(problem, row) for row in rng.sample(rows, min(50, len(rows)))]
+    steps = max(launches, key=lambda launch: launch.steps[0].smem_bytes).steps
+    for step in steps:
+        blocks = int(dict(step.kernel.defines).get("MIN_BLOCKS", 1))
+        assert step.smem_bytes <= device.smem_per_block
+        assert blocks * np.prod(step.block) <= 32 * device.warps_per_sm
+        registers, _ = resources(step.kernel, arch)
+        assert np.prod(step.block) * registers <= device.regs_per_sm
 
 
 @pytest.mark.parametrize("arch", ARCHS)

@@ -61,9 +61,8 @@ def test_the_three_ways_agree_to_the_bit(repository, predictor, url, device, top
     answers = [predictor.rank(problem, device, top) for problem in problems]
     expected = answers_json(answers)
     sources = {choices[0].source for choices in answers}
-    assert sources == (
-        {"measured", "predicted", "fallback"} if device == "h100" else {"heuristic", "fallback"}
-    )
+    own = {"measured", "predicted", "fallback"}
+    assert sources == (own if device == "h100" else {"transferred", "fallback"})
     words = [word for text in texts for word in ("--layer", text)]
     done = command("--gpu", device, "--top", top, *words)
     assert (done.returncode, done.stdout) == (0, expected + "\n"), done.stderr

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections import namedtuple
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import lightgbm
@@ -22,7 +24,9 @@ from confpred.families.candidate import PYTORCH, PYTORCH_OPERATOR, Candidate
 from confpred.families.protocol import config_dict
 from confpred.families.registry import all_families, all_kernels, config_of
 from confpred.model.cascade import STAGES
+from confpred.model.folder import load_model
 from confpred.predict.choice import MAX_TOP, Choice
+from confpred.predict.donors import donor_for
 from confpred.predict.pins import read_pins
 from confpred.predict.predictor import RANKINGS_KEPT, Predictor
 from confpred.problem.conv2d import Problem
@@ -114,8 +118,56 @@ def test_no_legal_kernel_is_a_fallback(predictor):
     assert predictor.rank(STRIDED, "h100", 5) == [Choice(STRIDED, "h100", "fallback")]
 
 
-def test_a_device_without_a_model_gets_the_heuristic(predictor):
+def test_a_device_without_a_model_gets_the_order_of_another_devices(predictor, model_folder):
+    """Asked with the device's own description, which decides what is legal and how it is filled."""
+    a100, model = get_device("a100"), load_model(model_folder)
     ranked = predictor.rank(UNSEEN, "a100", 5)
+    assert {(c.source, c.device, c.model) for c in ranked} == {
+        ("transferred", "a100", model.version)
+    }
+    assert ranked[0].is_guess  # PyTorch's operator runs, unless it is measured
+    learned = model.families[FAMILY.name]
+    rows, seconds = learned.rank(UNSEEN, a100, learned.candidates(UNSEEN, a100))
+    ours = [c for c in ranked if c.family]
+    assert [c.config_id for c in ours] == rows[: len(ours)].tolist()
+    assert [c.predicted_ms for c in ours] == [s * 1e3 for s in seconds[: len(ours)]]
+    assert set(rows) <= set(np.flatnonzero(FAMILY.legal(UNSEEN, a100)))
+
+
+def test_a_transferred_bound_is_wider_the_less_alike_the_devices_are(predictor, model_folder):
+    own = load_model(model_folder).regret_bound
+    bounds = [
+        predictor.choose(UNSEEN, device).regret_bound
+        for device in ("h100", "h200", "a100", "rtx-4090", "rtx-3060")
+    ]
+    assert bounds[0] == own
+    assert all(wider > bound for bound, wider in pairwise(bounds))
+
+
+def test_the_nearest_device_that_knows_the_operation_is_the_donor():
+    model = namedtuple("model", "device operation")
+    convolution = namedtuple("operation", "problem")(Problem)
+    other = namedtuple("operation", "problem")(str)
+    models = {
+        key: model(get_device(key), convolution if key != "h200-nvl" else other)
+        for key in ("h100", "h200", "rtx-4090", "h200-nvl")
+    }
+    donors = {
+        key: donor_for(models, get_device(key), Problem).device.key
+        for key in ("gh200", "h100-nvl", "rtx-5090", "l40s", "b200")
+    }
+    assert donors == {
+        "gh200": "h200",
+        "h100-nvl": "h100",
+        "rtx-5090": "rtx-4090",
+        "l40s": "rtx-4090",
+        "b200": "h200",
+    }
+    assert donor_for(models, get_device("h200"), int) is None
+
+
+def test_without_any_model_the_order_is_the_estimates():
+    ranked = Predictor({}).rank(UNSEEN, "a100", 5)
     assert {c.source for c in ranked} == {"heuristic"}
     assert [c.predicted_ms for c in ranked] == sorted(c.predicted_ms for c in ranked)
     assert all(c.model is None and c.regret_bound is None for c in ranked)
@@ -282,7 +334,7 @@ def test_a_pin_goes_before_everything(model_folder, predictor, measured, tmp_pat
         assert ranked[0].regret_bound is None
         rest = [c for c in predictor.rank(problem, "h100", 4) if c.config_id != row]
         assert [c.config_id for c in ranked[1:]] == [c.config_id for c in rest][:3]
-    assert pinned.choose(known, "a100").source == "heuristic"
+    assert pinned.choose(known, "a100").source == "transferred"
     choice = pinned.choose(STRIDED, "h100")
     assert (choice.source, choice.candidate) == ("pinned", PYTORCH_OPERATOR)
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict, replace
+from pathlib import Path
+
 import pytest
 
 from confpred.errors import UnknownDevice
+from confpred.problem import boards
 from confpred.problem.conv2d import Problem
 from confpred.problem.device import KNOWN, Device, get_device
 
@@ -32,6 +36,13 @@ BOARDS = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """No description that this user's machines gave."""
+    monkeypatch.setenv("CONFPRED_CACHE_DIR", str(tmp_path))
+    return tmp_path
+
+
 @pytest.mark.parametrize(("name", "key", "sm_count", "tb_per_s"), BOARDS)
 def test_every_board_is_the_device_that_it_is(
     name: str, key: str, sm_count: int, tb_per_s: float
@@ -42,8 +53,33 @@ def test_every_board_is_the_device_that_it_is(
     assert 0.8 < device.dram_bytes_per_s / (tb_per_s * 1e12) < 0.95
 
 
-def test_every_device_is_on_some_board() -> None:
-    assert {key for _, key, _, _ in BOARDS} == set(KNOWN)
+@pytest.mark.parametrize("row", boards.read_table(), ids=lambda row: row["key"])
+def test_rates_are_a_share_of_the_data_sheets(row: dict) -> None:
+    device, sheet = KNOWN[row["key"]], row["sheet"]
+    assert 0.78 < device.dram_bytes_per_s / (sheet["dram_gb_per_s"] * 1e9) <= 0.97
+    assert 0.75 < device.tensor_flops / (sheet["tensor_tflops"] * 1e12) < 0.95
+    assert 0.85 < device.simt_flops / (sheet["simt_tflops"] * 1e12) < 0.95
+    assert row["source"]
+    assert boards.key_of(row["key"]) == row["key"]
+
+
+@pytest.mark.parametrize(
+    ("arch", "smem_kb", "warps", "blocks"),
+    [
+        # CUDA Programming Guide, "Compute Capabilities": of a multiprocessor.
+        ("sm_80", 164, 64, 32),
+        ("sm_86", 100, 48, 16),
+        ("sm_89", 100, 48, 24),
+        ("sm_90a", 228, 64, 32),
+        ("sm_100", 228, 64, 32),
+        ("sm_120", 100, 48, 24),
+    ],
+)
+def test_limits_of_each_architecture(arch: str, smem_kb: int, warps: int, blocks: int) -> None:
+    found = [device for device in KNOWN.values() if device.arch == arch]
+    assert found
+    for d in found:
+        assert (d.smem_per_sm, d.warps_per_sm, d.blocks_per_sm) == (smem_kb * 1024, warps, blocks)
 
 
 @pytest.mark.parametrize(
@@ -53,6 +89,8 @@ def test_every_device_is_on_some_board() -> None:
         (" H100 ", "h100"),
         ("h100-pcie", "h100-pcie"),
         ("nvidia  h100  nvl", "h100-nvl"),
+        ("NVIDIA GeForce RTX 4090", "rtx-4090"),
+        ("NVIDIA RTX A6000", "rtx-a6000"),
         ("A100-SXM4-40GB", "a100-40gb"),  # as drivers before version 460 say it
     ],
 )
@@ -64,7 +102,17 @@ def test_found_by_key_and_by_the_drivers_name(name: str, key: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["", "h1000", "NVIDIA H20", "NVIDIA H100 80GB", "NVIDIA A100", "NVIDIA H100-80C", None, 100],
+    [
+        "",
+        "h1000",
+        "NVIDIA H20",
+        "../h100",
+        "NVIDIA H100 80GB",
+        "NVIDIA A100",
+        "NVIDIA H100-80C",
+        None,
+        100,
+    ],
 )
 def test_an_unknown_device_is_named_with_those_known(name: object) -> None:
     with pytest.raises(UnknownDevice) as caught:
@@ -86,8 +134,40 @@ def test_descriptions_are_coherent(device: Device) -> None:
     assert device.arch.startswith("sm_")
     # One block may take all of a multiprocessor's shared memory but the driver's own share.
     assert device.smem_per_block + device.smem_reserved_per_block == device.smem_per_sm
-    # Half-precision products per byte: no GPU is built with fewer than 100 or more than 1,000.
-    assert 100 < device.tensor_flops / device.dram_bytes_per_s < 1000
+    # Half-precision products per byte: no GPU is built with fewer than 50 or more than 1,000.
+    assert 50 < device.tensor_flops / device.dram_bytes_per_s < 1000
+
+
+def test_what_a_driver_told_is_found_by_key_and_by_name(cache: Path) -> None:
+    told = replace(KNOWN["rtx-3090"], key="rtx-a2000", product="NVIDIA RTX A2000", sm_count=26)
+    boards.remember("580.1", asdict(told))
+    assert get_device("rtx-a2000") == get_device("NVIDIA RTX A2000") == told
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda text: text[:40],
+        lambda text: text.replace('"sm_count": 82', '"sm_count": -82'),
+        lambda text: text.replace('"sm_count": 82', '"sm_count": "82"'),
+        lambda text: text.replace('"tensor_flops"', '"flops"'),
+        lambda text: text.replace("confpred-device/1", "confpred-device/0"),
+        lambda text: text.replace('"key": "odd"', '"key": "even"'),
+    ],
+)
+def test_a_damaged_description_is_none_and_is_told(cache: Path, damage, caplog) -> None:
+    boards.remember("580.1", asdict(replace(KNOWN["rtx-3090"], key="odd", product="Odd")))
+    path = cache / "devices" / "odd.json"
+    path.write_text(damage(path.read_text()))
+    with pytest.raises(UnknownDevice):
+        get_device("odd")
+    assert "odd" in caplog.text
+
+
+def test_a_folder_that_cannot_be_written_costs_a_warning(monkeypatch, caplog) -> None:
+    monkeypatch.setenv("CONFPRED_CACHE_DIR", "/proc/none")
+    boards.remember("580.1", asdict(replace(KNOWN["rtx-3090"], key="odd")))
+    assert "is not kept" in caplog.text
 
 
 def test_a_roofline_is_the_larger_of_its_two_times() -> None:

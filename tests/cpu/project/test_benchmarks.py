@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
-from itertools import islice
+from itertools import islice, pairwise
 from types import ModuleType
 
 import pytest
 
 from confpred.families.registry import all_families
+from confpred.model.pools import pools
 from confpred.problem.conv2d import DIRECTIONS, Problem
 from confpred.problem.device import get_device
+from confpred.training.dataset import read_dataset
 
 
 @pytest.fixture
@@ -128,3 +130,34 @@ def test_the_spread_has_the_fastest_and_the_predicted(in_situ):
     assert ("any", 30) in chosen
     assert len(chosen) == in_situ.CHOSEN + 1
     assert all(times[c] <= in_situ.RANGE for c in chosen if c != ("any", 30))
+
+
+@pytest.fixture
+def transfer(repository, monkeypatch) -> ModuleType:
+    monkeypatch.syspath_prepend(repository / "benchmarks")
+    return __import__("transfer")
+
+
+def test_a_share_of_layers_holds_the_smaller_ones(transfer, measurements):
+    dataset = read_dataset([measurements])
+    (pool,) = pools([all_families()["grouped_fprop"]])
+    examples = transfer.examples_of(dataset, {"grouped_fprop": pool})
+    assert len(examples) == len(dataset.timings)
+    shares = [transfer.drawn(examples, share, seed=0) for share in (0.0, 0.2, 0.6, 1.0)]
+    assert [*map(len, shares)] == sorted({*map(len, shares)})
+    assert (shares[0], shares[3]) == ([], examples)
+    for fewer, more in pairwise(shares):
+        assert {id(e) for e in fewer} <= {id(e) for e in more}
+
+
+def test_a_device_is_learned_from_another(transfer, measurements):
+    """Of the same device the giver tells all: no problem of the asker is needed."""
+    dataset = read_dataset([measurements])
+    found = transfer.curve(dataset, dataset, (0.0, 1.0), folds=2, draws=1, seed=0)
+    assert (found["families"], found["distance"]) == (["grouped_fprop"], 0.0)
+    rows = {(row["share"], row["learned_from"]): row for row in found["curve"]}
+    assert set(rows) == {(0.0, "both devices"), (1.0, "both devices"), (1.0, "alone")}
+    assert rows[0.0, "both devices"]["rows"] == 0
+    assert rows[1.0, "alone"]["rows"] > 100
+    assert rows[0.0, "both devices"]["geomean"] == rows[1.0, "alone"]["geomean"]
+    assert 1 <= rows[1.0, "alone"]["top8"] <= rows[1.0, "alone"]["geomean"] < 1.5

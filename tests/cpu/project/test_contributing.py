@@ -169,12 +169,12 @@ print(json.dumps(create_app(Settings()).openapi()["components"]["schemas"]["Choi
 """
 
 
-def test_a_device_is_answered_for_by_estimates(copy: Path) -> None:
+def test_a_device_is_answered_for_at_once(copy: Path) -> None:
     taken = walk("a device", copy)
     check_files("a device", taken)
     (tested_and_predicted,) = taken.outputs
     assert re.search(r"\d+ passed", tested_and_predicted)
-    assert re.search(r"groups=16 +1 +heuristic +grouped_fprop", tested_and_predicted)
+    assert re.search(r"groups=16 +1 +transferred +(grouped_fprop|pytorch)", tested_and_predicted)
 
 
 def test_an_activation_is_computed_as_pytorch_does(copy: Path) -> None:
@@ -186,12 +186,11 @@ def test_an_activation_is_computed_as_pytorch_does(copy: Path) -> None:
     assert compiled == {"depthwise_banded.cu", "depthwise.cu", "grouped_rows.cu", "reference.cu"}
 
 
-def test_a_family_is_found_and_chosen(copy: Path) -> None:
+def test_a_family_is_found(copy: Path) -> None:
     taken = walk("a kernel family", copy)
     check_files("a kernel family", taken)
-    _, chosen_and_tested = taken.outputs
-    assert re.search(r"direction=wgrad +1 +heuristic +channel_wgrad", chosen_and_tested)
-    assert re.search(r"\d+ passed", chosen_and_tested)
+    _, tested = taken.outputs
+    assert re.search(r"\d+ passed", tested)
 
 
 def test_a_field_is_in_the_reply_and_its_description(copy: Path) -> None:

@@ -69,8 +69,8 @@ def installed(repository: Path, tmp_path: Path) -> Path:
     """A copy of the sources, laid out as they are installed."""
     target = tmp_path / "confpred"
     shutil.copytree(repository / "confpred", target)
-    for folder in ("service", "kernels", "models"):
-        shutil.copytree(repository / folder, target / folder)
+    for folder in ("service", "kernels", "models", "datasets/suites"):
+        shutil.copytree(repository / folder, target / Path(folder).name)
     return target
 
 

@@ -26,7 +26,7 @@ def run(*command: str | Path, cwd: Path) -> str:
 def wheel(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     # Built from a copy, so that setuptools leaves nothing of its own in the repository.
     source = tmp_path_factory.mktemp("source")
-    for name in ("confpred", "service", "kernels", "models"):
+    for name in ("confpred", "service", "kernels", "models", "datasets/suites"):
         shutil.copytree(repository / name, source / name)
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(repository / name, source)
@@ -48,11 +48,13 @@ def bare(repository: Path, wheel: Path, tmp_path_factory: pytest.TempPathFactory
 
 
 def test_the_wheel_holds_sources_and_models_and_nothing_else(wheel: Path, repository: Path) -> None:
-    names = zipfile.ZipFile(wheel).namelist()
+    names = set(zipfile.ZipFile(wheel).namelist())
     assert {name.partition("/")[0].partition("-")[0] for name in names} == {"confpred"}
-    assert {"confpred/py.typed", "confpred/kernels/common.cuh"} <= set(names)
+    assert {"confpred/py.typed", "confpred/kernels/common.cuh"} <= names
     for source in (*repository.glob("kernels/*.cu*"), *repository.glob("models/*/*")):
         assert f"confpred/{source.relative_to(repository).as_posix()}" in names
+    suites = {f"confpred/suites/{file.name}" for file in repository.glob("datasets/suites/*.json")}
+    assert {"confpred/problem/devices.json", *suites} <= names
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
 

@@ -252,7 +252,7 @@ def test_a_block_of_code_runs(block: Block, request: pytest.FixtureRequest, tmp_
 
 def test_it_installs_as_it_says(repository: Path, tmp_path: Path) -> None:
     """Dry: test_packaging.py installs the package for real, without extras."""
-    for name in ("confpred", "service", "kernels", "models"):
+    for name in ("confpred", "service", "kernels", "models", "datasets/suites"):
         shutil.copytree(repository / name, tmp_path / name)
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(repository / name, tmp_path)

@@ -1,0 +1,214 @@
+"""The description of whichever GPU is at hand: from the table of boards, else from its driver.
+
+    name and multiprocessors are those of a board in the table?  ->  that board
+    the driver was asked before, and is the same?                ->  what was remembered
+    compute capability 8.0 or later                              ->  sizes from the driver; rates
+                                                                     measured, and remembered
+
+The rates are measured in a fraction of a second: a device copy, and the two kernels of
+``kernels/rates.cu``. The driver tells clocks and widths, but not which share of them kernels reach,
+nor that a board is held back, as a part of a GPU (MIG) or a virtual one is.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from confpred.cuda.compiler import compile_kernel
+from confpred.errors import ConfpredError, LaunchError, UnknownDevice
+from confpred.problem.boards import key_of, recall, remember
+from confpred.problem.device import Device, device_from, listed
+from confpred.problem.operation import KernelSpec
+
+log = logging.getLogger(__name__)
+_OLDEST = (8, 0)  # the first with the asynchronous copies and the products that the kernels use
+_ARCH_SPECIFIC = {"sm_90": "sm_90a"}  # the target that the measurements are of
+
+#: Share of the tensor cores' rate that ``mma.sync`` reaches where the full rate needs other
+#: instructions ("Benchmarking and Dissecting the Nvidia Hopper GPU Architecture via
+#: Microbenchmarking", 2024: 62.9 % on average); elsewhere it reaches nearly all.
+_MMA_SYNC_SHARE = {"sm_90a": 0.63}
+_THREADS, _CHAINS, _STEPS, _WAVES = 256, 8, 4096, 4
+_PRODUCT_FLOPS = 4096  # of one m16n8k16
+_COPY_BYTES = 256 << 20  # at least; and a multiple of the cache
+_L2_MULTIPLE = 4
+_TURNS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What a driver says of a GPU.
+
+    Attributes:
+        name: of the board.
+        driver: version of the driver.
+        capability: compute capability, major and minor.
+        sm_count, l2_bytes, smem_per_sm, smem_per_block, warps_per_sm, blocks_per_sm: as in
+            `confpred.problem.device.Device`.
+        regs_per_sm, smem_reserved_per_block: the same, which the kernels count on.
+    """
+
+    name: str
+    driver: str
+    capability: tuple[int, int]
+    sm_count: int
+    l2_bytes: int
+    smem_per_sm: int
+    smem_per_block: int
+    warps_per_sm: int
+    blocks_per_sm: int
+    regs_per_sm: int
+    smem_reserved_per_block: int
+
+    @classmethod
+    def of(cls, cuda_device: Any, driver: str) -> Facts:
+        """Those of a `cuda.core` device."""
+        told = cuda_device.properties
+        return cls(
+            name=str(cuda_device.name),
+            driver=driver,
+            capability=(told.compute_capability_major, told.compute_capability_minor),
+            sm_count=told.multiprocessor_count,
+            l2_bytes=told.l2_cache_size,
+            smem_per_sm=told.max_shared_memory_per_multiprocessor,
+            smem_per_block=told.max_shared_memory_per_block_optin,
+            warps_per_sm=told.max_threads_per_multiprocessor // 32,
+            blocks_per_sm=told.max_blocks_per_multiprocessor,
+            regs_per_sm=told.max_registers_per_multiprocessor,
+            smem_reserved_per_block=told.reserved_shared_memory_per_block,
+        )
+
+    @property
+    def arch(self) -> str:
+        """NVRTC target."""
+        plain = "sm_{}{}".format(*self.capability)
+        return _ARCH_SPECIFIC.get(plain, plain)
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What a GPU was measured to do: the three rates of `confpred.problem.device.Device`."""
+
+    dram_bytes_per_s: float
+    tensor_flops: float
+    simt_flops: float
+
+
+def device_with(facts: Facts, measure: Callable[[str], Rates]) -> Device:
+    """The description of a GPU with these `facts`; `measure` is given the NVRTC target, and called
+    only where neither the table nor what was remembered has the GPU.
+
+    Raises:
+        UnknownDevice: it is older than compute capability 8.0, its multiprocessors are not what
+            the kernels count on, or its rates cannot be measured.
+    """
+    board, key = listed(facts.name), key_of(facts.name)
+    if board is not None and board.sm_count == facts.sm_count:
+        return board
+    if board is not None:  # one name may have boards of several sizes, and virtual GPUs
+        key = f"{key}-{facts.sm_count}sm"
+    if facts.capability < _OLDEST:
+        told = ".".join(map(str, facts.capability))
+        needed = "a GPU of compute capability 8.0 or later"
+        raise UnknownDevice("device", f"{facts.name} (compute capability {told})", needed)
+    fixed = (Device.regs_per_sm, Device.smem_reserved_per_block)
+    if (facts.regs_per_sm, facts.smem_reserved_per_block) != fixed:
+        needed = "a GPU of {:,} registers a multiprocessor and {:,} bytes reserved a block"
+        raise UnknownDevice("device", facts.name, needed.format(*fixed))
+    known = recall(key)
+    if known is not None and known.driver == facts.driver:
+        return device_from(known.board)
+    try:
+        rates = measure(facts.arch)
+    except ConfpredError as error:
+        needed = f"a GPU of the table, or one whose rates can be measured ({error})"
+        raise UnknownDevice("device", facts.name, needed) from error
+    device = Device(
+        key=key,
+        product=facts.name,
+        arch=facts.arch,
+        sm_count=facts.sm_count,
+        l2_bytes=facts.l2_bytes,
+        smem_per_sm=facts.smem_per_sm,
+        smem_per_block=facts.smem_per_block,
+        **dataclasses.asdict(rates),
+        warps_per_sm=facts.warps_per_sm,
+        blocks_per_sm=facts.blocks_per_sm,
+    )
+    remember(facts.driver, dataclasses.asdict(device))
+    log.info("%s is described as %s, with measured rates", facts.name, device)
+    return device
+
+
+def measure_rates(cuda_device: Any, facts: Facts) -> Rates:
+    """Measure the GPU `cuda_device` (of `cuda.core`, current in this thread), in about a tenth of a
+    second and twice ``_COPY_BYTES`` of its memory, beside whatever else it does.
+
+    Raises:
+        CompileError, MissingExtra: a kernel of ``rates.cu`` cannot be compiled.
+        LaunchError: the driver refuses memory or a launch.
+    """
+    try:
+        stream = cuda_device.create_stream()
+        products = _seconds(cuda_device, stream, _work("products", facts))
+        arithmetic = _seconds(cuda_device, stream, _work("arithmetic", facts))
+        size = max(_COPY_BYTES, _L2_MULTIPLE * facts.l2_bytes)
+        one, other = (cuda_device.allocate(size, stream=stream) for _ in range(2))
+        try:
+            copy = _seconds(cuda_device, stream, lambda s: one.copy_to(other, stream=s))
+        finally:
+            one.close(stream)
+            other.close(stream)
+            stream.sync()
+    except ConfpredError:
+        raise
+    except Exception as error:  # cuda.core raises several classes
+        raise LaunchError(f"the rates of {facts.name} cannot be measured: {error}") from error
+    rounds = _blocks(facts) * _THREADS // 32 * _CHAINS * _STEPS  # of all warps
+    reached = _MMA_SYNC_SHARE.get(facts.arch, 1.0)
+    return Rates(
+        dram_bytes_per_s=2 * size / copy,
+        tensor_flops=rounds * _PRODUCT_FLOPS / products / reached,
+        simt_flops=rounds * 32 * 2 / arithmetic,
+    )
+
+
+def rate_kernel(entry: str) -> KernelSpec:
+    """The kernel ``products`` or ``arithmetic`` of ``rates.cu``."""
+    sizes = (("THREADS", _THREADS), ("CHAINS", _CHAINS), ("STEPS", _STEPS))
+    return KernelSpec("rates.cu", entry, (("DTYPE", "DTYPE_FLOAT16"), *sizes))
+
+
+def _blocks(facts: Facts) -> int:
+    """Blocks of a launch of ``rates.cu``: whole waves."""
+    return facts.sm_count * _WAVES * (facts.warps_per_sm * 32 // _THREADS)
+
+
+def _work(entry: str, facts: Facts) -> Callable[[Any], None]:
+    """What launches a kernel of ``rates.cu`` on every multiprocessor, several times over."""
+    from cuda.core import LaunchConfig, ObjectCode, launch
+
+    compiled = compile_kernel(rate_kernel(entry), facts.arch)
+    kernel = ObjectCode.from_cubin(compiled.cubin).get_kernel(compiled.entry)
+    config = LaunchConfig(grid=_blocks(facts), block=_THREADS)
+    nowhere = 0  # nothing is stored
+    return lambda stream: launch(stream, config, kernel, ctypes.c_void_p(nowhere))
+
+
+def _seconds(cuda_device: Any, stream: Any, enqueue: Callable[[Any], object]) -> float:
+    """The fastest of several turns of what `enqueue` puts on `stream`, by device events."""
+    enqueue(stream)  # clocks rise, code is loaded
+    found = []
+    for _ in range(_TURNS):
+        start, end = (cuda_device.create_event({"timing_enabled": True}) for _ in range(2))
+        stream.record(start)
+        enqueue(stream)
+        stream.record(end)
+        end.sync()
+        found.append((end - start) * 1e-3)
+    return float(min(found))

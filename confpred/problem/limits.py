@@ -1,0 +1,91 @@
+"""What a caller allows whoever computes a problem."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from confpred.errors import InvalidInput
+from confpred.problem.operation import Launch
+from confpred.problem.record import Record
+
+#: Relative error in the 2-norm, against float64, up to which an answer is as exact as PyTorch's
+#: own: sums in float32 whose rounding to the dtype happens once or twice.
+ORDINARY_ERROR: Mapping[str, float] = {
+    "float16": 5e-4,
+    "bfloat16": 4e-3,
+    "float32": 2e-6,
+}
+#: The same where float32 inputs are rounded to TF32.
+TF32_ERROR = 6e-4
+_MOST_BYTES = 2**63 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a choice may need and do. Without any, all that is as exact as PyTorch's own is allowed.
+
+    PyTorch's own operator is never refused: what it needs, and whether it repeats to the bit, is
+    set by PyTorch's own switches.
+
+    Attributes:
+        workspace_bytes: most device memory beside the operands that a launch may need; None for
+            any amount.
+        deterministic: whether the result must be the same to the bit at every call.
+        tf32: whether float32 inputs may be rounded to TF32.
+        max_error: largest relative error of an output in the 2-norm, against float64; None for that
+            of PyTorch's own operator. Only algorithms that compute another sum, such as Strassen's,
+            are less exact than that.
+
+    Raises:
+        InvalidInput: a value is out of range.
+    """
+
+    workspace_bytes: int | None = None
+    deterministic: bool = False
+    tf32: bool = True
+    max_error: float | None = None
+
+    def __post_init__(self) -> None:
+        size, error = self.workspace_bytes, self.max_error
+        if size is not None and (type(size) is not int or not 0 <= size <= _MOST_BYTES):
+            raise InvalidInput("workspace_bytes", size, "a number of bytes, 0 or more, or null")
+        for name in ("deterministic", "tf32"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidInput(name, getattr(self, name), "true or false")
+        if error is not None and (
+            isinstance(error, bool) or not isinstance(error, (int, float)) or not 0 < error < 1
+        ):
+            raise InvalidInput("max_error", error, "a relative error between 0 and 1, or null")
+
+    @classmethod
+    def from_json(cls, value: object) -> Limits:
+        """The limits that a JSON object of some of the attributes names.
+
+        Raises:
+            InvalidInput: it is no object, or a field is unknown or out of range.
+        """
+        known = cls.__dataclass_fields__
+        if not isinstance(value, dict) or not set(value) <= set(known):
+            raise InvalidInput("limits", value, f"an object of {', '.join(known)}")
+        return cls(**value)
+
+    def to_json(self) -> dict[str, Any]:
+        """The attributes by name."""
+        return {name: getattr(self, name) for name in self.__dataclass_fields__}
+
+    def allow(self, problem: Record, launch: Launch) -> bool:
+        """Whether `launch`, which computes `problem`, keeps within. What a library's plan needs is
+        known when it is built; until then it counts as nothing."""
+        if self.workspace_bytes is not None and launch.workspace_bytes > self.workspace_bytes:
+            return False
+        if launch.tf32 and not self.tf32:
+            return False
+        ordinary = TF32_ERROR if launch.tf32 else ORDINARY_ERROR[problem.dtype]
+        error = launch.error if launch.error is not None else ordinary
+        return error <= (ordinary if self.max_error is None else self.max_error)
+
+
+#: Nothing is limited.
+UNLIMITED = Limits()

@@ -1,0 +1,112 @@
+"""A *linear chain*: linear layers one after the other, with a bias and an activation after each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import ClassVar
+
+from confpred.errors import InvalidProblem
+from confpred.problem.conv2d import ACTIVATIONS, DTYPES
+from confpred.problem.record import Record
+
+#: A longer chain is computed in parts.
+MOST_LAYERS = 8
+#: The reference holds two rows of float64 in the shared memory of a block.
+MOST_WIDTH = 14_336
+
+
+@dataclass(frozen=True, slots=True)
+class LinearChain(Record):
+    """``x = activation(x @ weight.T + bias)``, layer after layer.
+
+    Attributes:
+        batch: rows of the input.
+        inputs, hidden, outputs: features of the input, of what lies between two layers, and of the
+            output; `hidden` is that of the output where there is one layer.
+        layers: how many.
+        dtype: of all tensors; sums are in float32.
+        tf32: whether float32 inputs may be rounded to TF32.
+        activation: after each layer.
+        bias: whether the layers have one.
+        last: whether the activation follows the last layer too.
+
+    Raises:
+        InvalidProblem: a field is out of range, or does not go with the others.
+    """
+
+    LIMITS: ClassVar[Mapping[str, tuple[int, int]]] = {
+        "batch": (1, 2**20),
+        "inputs": (1, MOST_WIDTH),
+        "hidden": (1, MOST_WIDTH),
+        "outputs": (1, MOST_WIDTH),
+        "layers": (1, MOST_LAYERS),
+    }
+    CHOICES: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "dtype": DTYPES,
+        "activation": ACTIVATIONS,
+    }
+
+    batch: int
+    inputs: int
+    hidden: int
+    outputs: int
+    layers: int
+    dtype: str = "float16"
+    tf32: bool = False
+    activation: str = "relu"
+    bias: bool = True
+    last: bool = True
+
+    def __post_init__(self) -> None:
+        Record.__post_init__(self)  # a slotted dataclass has no zero-argument super()
+        if self.tf32 and self.dtype != "float32":
+            raise InvalidProblem("tf32", self.tf32, f"false with dtype {self.dtype}")
+        if self.layers == 1 and self.hidden != self.outputs:
+            raise InvalidProblem("hidden", self.hidden, "that of outputs where layers is 1")
+
+    def layer(self) -> LinearChain:
+        """`self` with all that a user chooses made the same: batch, dtype and length."""
+        layers, hidden = min(self.layers, 2), self.hidden
+        return replace(
+            self,
+            batch=1,
+            layers=layers,
+            hidden=hidden,
+            dtype="float16",
+            tf32=False,
+            activation="relu",
+            bias=True,
+            last=True,
+        )
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Features before the first layer, between layers, and after the last one."""
+        return (self.inputs, *(self.hidden,) * (self.layers - 1), self.outputs)
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element."""
+        return 4 if self.dtype == "float32" else 2
+
+    @property
+    def weight_elements(self) -> int:
+        return sum(a * b for a, b in pairwise(self.widths))
+
+    @property
+    def minimum_bytes(self) -> int:
+        """Bytes that must cross device memory: input, parameters and output once."""
+        biases = sum(self.widths[1:]) if self.bias else 0
+        ends = self.batch * (self.inputs + self.outputs)
+        return self.itemsize * (ends + self.weight_elements + biases)
+
+    @property
+    def flops(self) -> int:
+        """Multiplications plus additions of ordinary products."""
+        return 2 * self.batch * self.weight_elements
+
+    def activated(self, index: int) -> str:
+        """The activation after layer `index`."""
+        return self.activation if self.last or index < self.layers - 1 else "none"

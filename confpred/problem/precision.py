@@ -1,0 +1,60 @@
+"""PyTorch's switches for how exact products of matrices are. They are the whole process's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+_LESS_EXACT = (
+    "allow_fp16_reduced_precision_reduction",
+    "allow_bf16_reduced_precision_reduction",
+    "allow_fp16_accumulation",  # since PyTorch 2.7
+)
+
+
+def allows_tf32() -> bool:
+    """Whether PyTorch's products may round float32 inputs to TF32."""
+    matmul = _matmul()
+    precision = getattr(matmul, "fp32_precision", None)  # since PyTorch 2.9
+    allowed: bool = matmul.allow_tf32 if precision is None else precision == "tf32"
+    return allowed
+
+
+@contextmanager
+def matmul_tf32(allowed: bool) -> Iterator[None]:
+    """Allow or forbid that in the block."""
+    before = allows_tf32()
+    if before == allowed:
+        yield
+        return
+    matmul = _matmul()
+    precision = getattr(matmul, "fp32_precision", None)
+    matmul.allow_tf32 = allowed  # sets the newer switch too
+    try:
+        yield
+    finally:
+        matmul.allow_tf32 = before
+        if precision is not None:
+            matmul.fp32_precision = precision
+
+
+@contextmanager
+def float32_sums() -> Iterator[None]:
+    """Have products in half precision sum in float32 in the block. By PyTorch's default cuBLAS may
+    add up the parts of a long sum in half precision, which rounds them once more each."""
+    matmul = _matmul()
+    lax = [name for name in _LESS_EXACT if getattr(matmul, name, False)]
+    for name in lax:
+        setattr(matmul, name, False)
+    try:
+        yield
+    finally:
+        for name in lax:
+            setattr(matmul, name, True)
+
+
+def _matmul() -> Any:
+    import torch
+
+    return torch.backends.cuda.matmul

@@ -1,0 +1,259 @@
+"""Convolution as a product of matrices: see ``im2col.cu``.
+
+A config says of how many samples the windows are copied at once: of one (the loop over samples), of
+some, or of all. More are faster where a sample is little work, and need more memory:
+
+    samples * P * Q * C * R * S elements
+
+and none where the window is one pixel at stride 1, whose rows are the image itself. Tensors have
+their channels last, so that the rows of a chunk are one matrix, and each group is one product;
+``batched`` multiplies sample by sample in one batch instead, which is what a layout with its
+channels first would need.
+
+A model does not offer it yet; ``CONFPRED_FAMILIES=confpred.products.im2col`` has it sampled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+
+import numpy as np
+from numpy.typing import NDArray
+
+from confpred.cuda.epilogue import MOST_CHANNELS, MOST_ROWS, epilogue_kernel, epilogue_launch
+from confpred.families.common import MAX_INT, config_columns, config_table
+from confpred.families.protocol import Rows
+from confpred.problem.conv2d import Problem
+from confpred.problem.conv2d_operation import CONVOLUTION, dtype_macro
+from confpred.problem.device import Device
+from confpred.problem.limits import ORDINARY_ERROR, TF32_ERROR, Limits
+from confpred.problem.operation import SCRATCH, KernelSpec, Launch, Step
+from confpred.problem.products import Product, View
+
+#: As a number of samples: all of them.
+ALL = 0
+_FILE = "im2col.cu"
+_FIELDS = ("samples", "batched", "tf32")
+_SAMPLES = (ALL, 1, 2, 4, 8, 16, 32, 64, 128, 256)
+#: Most chunks of a batch: a program of more takes the host longer than it could ever save.
+_MOST_CHUNKS = 256
+_MOST_WORKSPACE_BYTES = 2**31
+_THREADS, _MOST_ACROSS, _IN_FLIGHT = 256, 128, 4
+_BYTES = 16  # of a load, where a group's channels can be cut into such
+_BLOCKS = 4096  # fill any GPU several times
+_LAUNCH_S = 2.5e-6  # of a kernel or a product, and the gap to the next
+_TF32_OVER_HALF = 0.5  # rate of tensor cores
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """The matrix of windows.
+
+    Attributes:
+        pixels: rows of one sample.
+        length: elements of a row.
+        are_the_image: whether they need not be copied.
+    """
+
+    pixels: int
+    length: int
+    are_the_image: bool
+
+
+def _rows_of(problem: Problem) -> _Rows:
+    p = problem
+    plain = (p.r, p.s, p.stride, p.padding) == (1, 1, (1, 1), (0, 0))
+    return _Rows(p.p * p.q, p.c * p.r * p.s, plain)
+
+
+class Im2col:
+    """See the module."""
+
+    name = "im2col"
+    operation = CONVOLUTION
+    configs = config_table(_FIELDS, product(_SAMPLES, (0, 1), (0, 1)))
+    feature_names: tuple[str, ...] = (
+        *CONVOLUTION.feature_names, *_FIELDS,
+        "log_chunk", "log_chunks", "log_workspace", "log_row", "copied", "log_estimate",
+    )  # fmt: skip
+
+    def legal(self, problem: Problem, device: Device) -> NDArray[np.bool_]:
+        """Half precision is refused where sums would be rounded more than once: gradients of the
+        input add the copies of an element, those of the filter the chunks."""
+        p, t, rows = problem, config_columns(self.configs), _rows_of(problem)
+        chunk = np.where(t["samples"] == ALL, p.n, t["samples"])
+        one = (t["samples"] == ALL) | (p.n == 1)
+        legal: NDArray[np.bool_] = (
+            ((t["samples"] == ALL) | (t["samples"] < p.n))
+            & ((t["tf32"] == 0) | (p.dtype == "float32"))
+            & (self.workspace_bytes(p) <= _MOST_WORKSPACE_BYTES)
+            & (-(-p.n // chunk) <= _MOST_CHUNKS)
+            & (chunk * max(rows.pixels, p.h * p.w) <= MAX_INT // 2)
+            & ((t["batched"] == 0) | ((chunk > 1) & (p.groups == 1) & (p.direction == "fprop")))
+        )
+        if rows.are_the_image:
+            legal &= (t["samples"] == ALL) & (t["batched"] == 0)
+        elif p.dtype != "float32":
+            legal &= one if p.direction == "wgrad" else p.direction == "fprop"
+        if p.bias and p.direction == "wgrad":
+            legal &= False
+        if max(p.n * rows.pixels, p.k) > min(MOST_ROWS, MAX_INT) or p.k > MOST_CHANNELS:
+            legal &= False
+        return legal
+
+    def workspace_bytes(self, problem: Problem) -> NDArray[np.int64]:
+        """Bytes of device memory that each config needs, exactly."""
+        p, rows = problem, _rows_of(problem)
+        samples = config_columns(self.configs)["samples"]
+        chunk = np.where(samples == ALL, p.n, np.minimum(samples, p.n))
+        return chunk * (0 if rows.are_the_image else rows.pixels * rows.length * p.itemsize)
+
+    def allowed(self, problem: Problem, rows: Rows, limits: Limits) -> NDArray[np.bool_]:
+        """As `Limits.allow` has it of launches, which take long where the chunks are many."""
+        tf32 = self.configs["tf32"][rows] == 1
+        ordinary = np.where(tf32, TF32_ERROR, ORDINARY_ERROR[problem.dtype])
+        mask: NDArray[np.bool_] = ~tf32 | limits.tf32
+        if limits.workspace_bytes is not None:
+            mask &= self.workspace_bytes(problem)[rows] <= limits.workspace_bytes
+        return mask if limits.max_error is None else mask & (ordinary <= limits.max_error)
+
+    def estimate_s(self, problem: Problem, device: Device, rows: Rows) -> NDArray[np.float64]:
+        return self._derived(problem, device, rows)["estimate"]
+
+    def features(self, problem: Problem, device: Device, rows: Rows) -> NDArray[np.float32]:
+        derived = self._derived(problem, device, rows)
+        shared = np.repeat(CONVOLUTION.features(problem, device), len(rows), axis=0)
+        own = [self.configs[field][rows] for field in _FIELDS]
+        own += [np.log2(derived[name]) for name in ("chunk", "chunks")]
+        own += [np.log2(1.0 + derived["workspace"]), np.log2(derived["row"]), derived["copied"]]
+        own += [np.log2(derived["estimate"] / device.roofline_s(problem))]
+        return np.column_stack([shared, *own]).astype(np.float32)
+
+    def _derived(
+        self, problem: Problem, device: Device, rows: Rows
+    ) -> dict[str, NDArray[np.float64]]:
+        """The estimate: the copies cross device memory twice, unless a chunk stays in L2; the
+        products take what the roofline says; and each launch takes its time."""
+        p, of_rows = problem, _rows_of(problem)
+        t = config_columns(self.configs, rows)
+        chunk = np.where(t["samples"] == ALL, p.n, np.minimum(t["samples"], p.n))
+        chunks = -(-p.n // chunk)
+        workspace = self.workspace_bytes(p)[rows]
+        copied = 2.0 * workspace * chunks * np.where(workspace < device.l2_bytes / 2, 0.3, 1.0)
+        half = p.dtype != "float32"
+        tensor_rate = device.tensor_flops * (1.0 if half else _TF32_OVER_HALF)
+        rate = np.where(half | (t["tf32"] == 1), tensor_rate, device.simt_flops)
+        product_s = np.maximum(p.flops / rate, p.minimum_bytes / device.dram_bytes_per_s)
+        launches = chunks * (1 if of_rows.are_the_image else 2)
+        copy_s = copied / device.dram_bytes_per_s
+        return {
+            "chunk": chunk.astype(np.float64),
+            "chunks": chunks.astype(np.float64),
+            "workspace": workspace.astype(np.float64),
+            "row": np.full(len(rows), float(of_rows.length)),
+            "copied": copy_s / product_s,
+            "estimate": product_s + copy_s + launches * _LAUNCH_S,
+        }
+
+    def launch(self, problem: Problem, row: int) -> Launch:
+        samples, batched, tf32 = (int(x) for x in self.configs[row])
+        p, rows = problem, _rows_of(problem)
+        chunk = p.n if samples == ALL else min(samples, p.n)
+        program: list[Step | Product] = []
+        for first in range(0, p.n, chunk):
+            count = min(chunk, p.n - first)
+            program += _chunk(p, rows, first, count, bool(batched), bool(tf32))
+        program += _epilogue(p)
+        scratch = int(self.workspace_bytes(p)[row])
+        # In half precision, what follows the product rounds its sums a second time.
+        twice = p.dtype != "float32" and isinstance(program[-1], Step) and p.direction == "fprop"
+        error = ORDINARY_ERROR[p.dtype] if twice else None
+        return Launch.of_program(program, scratch_bytes=scratch, file=_FILE, error=error)
+
+
+def _chunk(
+    p: Problem, rows: _Rows, first: int, count: int, batched: bool, tf32: bool
+) -> Iterator[Step | Product]:
+    """The steps for `count` samples from `first` on."""
+    within, out_width, pixels = rows.length // p.groups, p.k // p.groups, count * rows.pixels
+    name = {"dgrad": "in_grad"}.get(p.direction, "in") if rows.are_the_image else SCRATCH
+    before = first * rows.pixels * rows.length if rows.are_the_image else 0
+    windows = View(name, (p.groups, pixels, within), (within, rows.length, 1), before)
+    start = first * rows.pixels * p.k
+    if p.direction == "wgrad":
+        grads = View("out_grad", (p.groups, out_width, pixels), (out_width, 1, p.k), start)
+        shape = (p.groups, out_width, within)
+        out = View("filter_grad", shape, (out_width * within, within, 1))
+        if not rows.are_the_image:
+            yield _copy(p, "im2col", first, count)
+        yield Product(out, grads, windows, accumulate=first > 0, tf32=tf32)
+    elif p.direction == "dgrad":
+        grads = View("out_grad", (p.groups, pixels, out_width), (out_width, p.k, 1), start)
+        filters = View("filter", (p.groups, out_width, within), (out_width * within, within, 1))
+        yield Product(windows, grads, filters, tf32=tf32)
+        if not rows.are_the_image:
+            yield _copy(p, "col2im", first, count)
+    else:
+        if not rows.are_the_image:
+            yield _copy(p, "im2col", first, count)
+        out = View("out", (p.groups, pixels, out_width), (out_width, p.k, 1), start)
+        filters = View("filter", (p.groups, within, out_width), (out_width * within, 1, within))
+        if batched:
+            out = View("out", (count, rows.pixels, p.k), (rows.pixels * p.k, p.k, 1), start)
+            shape = (count, rows.pixels, rows.length)
+            windows = View(SCRATCH, shape, (rows.pixels * rows.length, rows.length, 1))
+            filters = View("filter", (count, rows.length, p.k), (0, 1, rows.length))
+        yield Product(out, windows, filters, tf32=tf32)
+
+
+def _copy(p: Problem, entry: str, first: int, count: int) -> Step:
+    """The kernel between images and rows, in either direction."""
+    width, most = p.group_width, _BYTES // p.itemsize
+    vector = next(v for v in (8, 4, 2, 1) if v <= most and width % v == 0)
+    there = entry == "im2col"
+    columns = p.c * (p.r * p.s if there else 1) // vector
+    down = count * (p.p * p.q if there else p.h * p.w)
+    across = min(_MOST_ACROSS, 1 << (columns - 1).bit_length())
+    blocks_across, threads_down = -(-columns // across), _THREADS // across
+    blocks_down = -(-down // (threads_down * (_IN_FLIGHT if there else 1)))
+    defines = (dtype_macro(p), ("VECTOR", vector), ("THREADS", _THREADS), ("IN_FLIGHT", _IN_FLIGHT))
+    return Step(
+        KernelSpec(_FILE, entry, defines),
+        grid=(min(blocks_down, max(1, _BLOCKS // blocks_across)), blocks_across, 1),
+        block=(across, threads_down, 1),
+        smem_bytes=0,
+        operands=(SCRATCH, "in") if there else ("in_grad", SCRATCH),
+        scalars={
+            "first": first,
+            "images": count,
+            "c": p.c,
+            "h": p.h,
+            "w": p.w,
+            "r": p.r,
+            "s": p.s,
+            "p": p.p,
+            "q": p.q,
+            "stride_h": p.stride[0],
+            "stride_w": p.stride[1],
+            "pad_h": p.padding[0],
+            "pad_w": p.padding[1],
+            "dilation_h": p.dilation[0],
+            "dilation_w": p.dilation[1],
+            "groups": p.groups,
+        },
+    )
+
+
+def _epilogue(p: Problem) -> tuple[Step, ...]:
+    """One pass over the output for what is more than the products."""
+    if not (p.bias or p.residual or p.activation != "none"):
+        return ()
+    kernel = epilogue_kernel(
+        p.k, p.dtype, bias=p.bias, residual=p.residual, activation=p.activation
+    )
+    return epilogue_launch(kernel, p.n * p.p * p.q, p.k, _BLOCKS // 16).steps
+
+
+FAMILY = Im2col()

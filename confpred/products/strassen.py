@@ -1,0 +1,283 @@
+"""Chains of linear layers by Strassen's algorithm, one level deep: see ``strassen.cu``.
+
+A product of two matrices becomes seven of half the size, an eighth fewer multiplications, for sums
+of quarters before and after it. The right factor is a weight: its sums are made once and kept. The
+left one is what the layer before computes, so that one kernel does a layer's suffix, its bias and
+activation, and the prefix of the next:
+
+    in --> prefix --> 7 products --> suffix, bias, activation, prefix --> 7 products --> ... --> out
+                          ^                                                   ^
+              sums of weight 0, prepared                          sums of weight 1, prepared
+
+Odd sizes are filled up with zeros: half a width is rounded up to 16 bytes, which cuBLAS wants for
+its fast kernels in any case, and half a batch to a whole row. Nothing is copied for that, since the
+zeros exist in the workspace alone; peeling the last row and column off would take more products.
+
+Sums and differences of quarters are rounded to the dtype, so that the result is less exact than an
+ordinary product's (`error_of`), and an infinity makes more than its own row and column infinite.
+Whoever asks sets a bound, or gets ordinary products.
+
+A model does not offer it yet; ``CONFPRED_FAMILIES=confpred.products.strassen`` has it sampled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from confpred.families.common import config_table
+from confpred.families.protocol import Rows
+from confpred.problem.device import Device
+from confpred.problem.limits import Limits
+from confpred.problem.linear_chain import LinearChain
+from confpred.problem.linear_chain_operation import LINEAR_CHAIN
+from confpred.problem.operation import PREPARED, SCRATCH, KernelSpec, Launch, Step
+from confpred.problem.products import Product, View
+from confpred.products import chains
+
+#: Which layers are computed so: all of them, or those between the first and the last, whose outer
+#: width may be small.
+ALL, INNER = range(2)
+_THREADS = 256
+_BYTES = 16  # of an access
+_LEAST_BATCH, _LEAST_WIDTH = 2, 16
+#: Of a part of the workspace, of which there are three: kernels count it in 31 bits of 16 bytes.
+_MOST_BYTES = 2**33
+_PRODUCTS = 7
+#: Relative error of one layer in the 2-norm, against float64; see `error_of`.
+_ERROR: Mapping[str, float] = {
+    "float16": 1.5e-3,
+    "bfloat16": 1.2e-2,
+    "float32": 4e-6,
+    "tf32": 1.2e-3,
+}
+
+
+def error_of(problem: LinearChain) -> float:
+    """Relative error in the 2-norm, against float64, that the answer stays below.
+
+    Each layer adds an independent error of its own, and passes on those before it. The constants
+    are twice what was measured or more: ``benchmarks/linear_chains.py`` measures it again on a GPU,
+    and ``tests/cpu/products/test_strassen.py`` on a CPU.
+    """
+    one = _ERROR["tf32" if problem.tf32 else problem.dtype]
+    return float(one * problem.layers**0.5)
+
+
+class Strassen:
+    """See the module."""
+
+    name = "linear_strassen"
+    operation = LINEAR_CHAIN
+    configs = config_table(("inner",), [(ALL,), (INNER,)])
+    feature_names: tuple[str, ...] = (
+        *LINEAR_CHAIN.feature_names, "inner", "log_half_batch", "filled", "saved", "log_workspace",
+        "log_estimate",
+    )  # fmt: skip
+
+    def legal(self, problem: LinearChain, device: Device) -> NDArray[np.bool_]:
+        p = problem
+        if p.batch < _LEAST_BATCH:
+            return np.zeros(2, np.bool_)
+        # The layers at the ends are ordinary products, with an epilogue by cuBLASLt.
+        inner = p.layers > 2 and p.hidden >= _LEAST_WIDTH
+        inner &= p.bias and p.activation in ("none", "relu")
+        fits = _PRODUCTS * _half(p, max(p.widths)) ** 2 * p.itemsize <= _MOST_BYTES
+        fits &= _PRODUCTS * -(-p.batch // 2) * _half(p, max(p.widths)) * p.itemsize <= _MOST_BYTES
+        return np.array([min(p.widths) >= _LEAST_WIDTH and fits, inner and fits])
+
+    def allowed(self, problem: LinearChain, rows: Rows, limits: Limits) -> NDArray[np.bool_]:
+        launches = (self.launch(problem, int(row)) for row in rows)
+        return chains.allowed(problem, launches, limits)
+
+    def estimate_s(self, problem: LinearChain, device: Device, rows: Rows) -> NDArray[np.float64]:
+        return self._derived(problem, device, rows)["estimate"]
+
+    def features(self, problem: LinearChain, device: Device, rows: Rows) -> NDArray[np.float32]:
+        derived = self._derived(problem, device, rows)
+        full = np.full(len(rows), 1.0)
+        own = {
+            "inner": self.configs["inner"][rows].astype(np.float64),
+            "log_half_batch": np.log2(full * -(-problem.batch // 2)),
+            "filled": derived["filled"],
+            "saved": derived["saved"],
+            "log_workspace": np.log2(derived["workspace"]),
+            "log_estimate": np.log2(derived["estimate"] / device.roofline_s(problem)),
+        }
+        return chains.matrix(problem, device, rows, own)
+
+    def _derived(
+        self, problem: LinearChain, device: Device, rows: Rows
+    ) -> dict[str, NDArray[np.float64]]:
+        """The estimate: products by the roofline, and passes by what they move, most of which stays
+        in the L2 cache where it fits."""
+        p = problem
+        found: dict[str, list[float]] = {
+            n: [] for n in ("estimate", "filled", "saved", "workspace")
+        }
+        for row in rows:
+            launch = self.launch(p, int(row))
+            flops = moved = 0.0
+            for part in launch.program:
+                if isinstance(part, Product):
+                    batch, m, k = part.a.shape
+                    n = part.b.shape[2]
+                    flops += 2.0 * batch * m * k * n
+                    moved += p.itemsize * batch * (m * k + k * n + m * n)
+            passes = 2.0 * launch.scratch_bytes
+            passes *= 0.3 if launch.scratch_bytes < device.l2_bytes / 2 else 1.0
+            seconds = chains.product_s(p, device, flops, moved) + passes / device.dram_bytes_per_s
+            found["estimate"].append(seconds + len(launch.program) * chains.LAUNCH_S)
+            found["filled"].append(8.0 / 7.0 * flops / p.flops)
+            found["saved"].append(1.0 - flops / p.flops)
+            found["workspace"].append(float(launch.workspace_bytes))
+        return {name: np.array(values, np.float64) for name, values in found.items()}
+
+    def launch(self, problem: LinearChain, row: int) -> Launch:
+        p = problem
+        ends = (0, p.layers - 1) if int(self.configs["inner"][row]) == INNER else ()
+        return _Chain(p, [index not in ends for index in range(p.layers)]).launch()
+
+
+FAMILY = Strassen()
+
+
+def _half(p: LinearChain, width: int) -> int:
+    """Columns of a quarter of a matrix of so many."""
+    vector = _BYTES // p.itemsize
+    return -(-width // (2 * vector)) * vector
+
+
+class _Chain:
+    """The launch of a chain, of which some layers are `halved`."""
+
+    def __init__(self, p: LinearChain, halved: list[bool]) -> None:
+        self._p, self._halved = p, halved
+        self._half_batch = -(-p.batch // 2)
+        layers = list(enumerate(pairwise(p.widths)))
+        quarter = self._half_batch
+        sums = [quarter * _half(p, before) for i, (before, _) in layers if halved[i]]
+        results = [quarter * _half(p, after) for i, (_, after) in layers if halved[i]]
+        whole = [p.batch * after for i, (_, after) in layers[:-1] if not self._feeds_halves(i)]
+        self._scratch, self._kept = chains.Layout(p.itemsize), chains.Layout(p.itemsize)
+        self._sums = self._scratch.add(_PRODUCTS * max(sums))
+        self._results = self._scratch.add(_PRODUCTS * max(results))
+        # Outputs of layers that are matrices: none follows another but across a halved layer.
+        self._whole = self._scratch.add(max(whole, default=0))
+        # Of all layers, so that what is kept serves every config.
+        self._weights = [
+            self._kept.add(_PRODUCTS * _half(p, before) * _half(p, after))
+            for _, (before, after) in layers
+        ]
+
+    def _feeds_halves(self, index: int) -> bool:
+        """Whether one kernel ends layer `index` and begins the next."""
+        halved = self._halved
+        return halved[index] and index + 1 < len(halved) and halved[index + 1]
+
+    def launch(self) -> Launch:
+        p = self._p
+        program: list[Step | Product] = []
+        at, start = "in", 0  # where the matrix before a layer is
+        for index, (before, after) in enumerate(pairwise(p.widths)):
+            end = index == p.layers - 1
+            to, to_start = ("out", 0) if end else (SCRATCH, self._whole)
+            if not self._halved[index]:
+                program.append(self._ordinary(index, before, after, at, start, to, to_start))
+            else:
+                if index == 0 or not self._halved[index - 1]:
+                    program.append(self._left(before, at, start))
+                program.append(self._products(index, before, after))
+                program.append(self._between(index, after, to, to_start))
+            at, start = to, to_start
+        return Launch.of_program(
+            program,
+            scratch_bytes=self._scratch.bytes,
+            prepare=tuple(self._right(i, *pair) for i, pair in enumerate(pairwise(p.widths))),
+            prepared_bytes=self._kept.bytes,
+            error=error_of(p),
+        )
+
+    def _ordinary(
+        self, index: int, before: int, after: int, at: str, start: int, to: str, to_start: int
+    ) -> Product:
+        p = self._p
+        return Product(
+            View(to, (1, p.batch, after), (0, after, 1), self._scratch.elements(to_start)),
+            View(at, (1, p.batch, before), (0, before, 1), self._scratch.elements(start)),
+            View(f"weight{index}", (1, before, after), (0, 1, before)),
+            bias=f"bias{index}",
+            relu=p.activated(index) == "relu",
+            tf32=p.tf32,
+        )
+
+    def _products(self, index: int, before: int, after: int) -> Product:
+        m, k, n = self._half_batch, _half(self._p, before), _half(self._p, after)
+        sums, results = self._scratch.elements(self._sums), self._scratch.elements(self._results)
+        weights = self._kept.elements(self._weights[index])
+        return Product(
+            View(SCRATCH, (_PRODUCTS, m, n), (m * n, n, 1), results),
+            View(SCRATCH, (_PRODUCTS, m, k), (m * k, k, 1), sums),
+            View(PREPARED, (_PRODUCTS, k, n), (n * k, 1, k), weights),
+            tf32=self._p.tf32,
+        )
+
+    def _right(self, index: int, before: int, after: int) -> Step:
+        """The sums of a weight, features after x features before."""
+        to = (PREPARED, self._weights[index])
+        sizes = (after, before, _half(self._p, after), _half(self._p, before))
+        return self._step("MATRIX", "RIGHT", to, (f"weight{index}", 0), sizes)
+
+    def _left(self, before: int, at: str, start: int) -> Step:
+        sizes = (self._p.batch, before, self._half_batch, _half(self._p, before))
+        return self._step("MATRIX", "LEFT", (SCRATCH, self._sums), (at, start), sizes)
+
+    def _between(self, index: int, after: int, to: str, to_start: int) -> Step:
+        sizes = (self._p.batch, after, self._half_batch, _half(self._p, after))
+        feeds = self._feeds_halves(index)
+        target = (SCRATCH, self._sums) if feeds else (to, to_start)
+        source = (SCRATCH, self._results)
+        return self._step("PRODUCTS", "LEFT" if feeds else "MATRIX", target, source, sizes, index)
+
+    def _step(
+        self,
+        source_form: str,
+        target_form: str,
+        to: tuple[str, int],
+        source: tuple[str, int],
+        sizes: tuple[int, int, int, int],
+        index: int | None = None,
+    ) -> Step:
+        """One kernel; `index` is that of the layer that it ends."""
+        p, vector = self._p, _BYTES // self._p.itemsize
+        rows, columns, half_rows, half_columns = sizes
+        bias = index is not None and p.bias
+        activation = "none" if index is None else p.activated(index)
+        defines = (
+            ("DTYPE", f"DTYPE_{p.dtype.upper()}"),
+            ("FROM", source_form),
+            ("TO", target_form),
+            ("ACTIVATION", f"ACTIVATION_{activation.upper()}"),
+            ("HAS_BIAS", int(bias)),
+            ("ALIGNED", int(columns % vector == 0)),
+            ("VECTOR", vector),
+            ("THREADS", _THREADS),
+        )
+        return Step(
+            KernelSpec("strassen.cu", "strassen", defines),
+            grid=(-(-half_rows * (half_columns // vector) // _THREADS), 1, 1),
+            block=(_THREADS, 1, 1),
+            smem_bytes=0,
+            operands=(to[0], source[0], "bias" if index is None else f"bias{index}"),
+            scalars={
+                "to_start": self._scratch.units(to[1]),
+                "from_start": self._scratch.units(source[1]),
+                "rows": rows,
+                "columns": columns,
+                "half_rows": half_rows,
+                "half_columns": half_columns,
+            },
+        )

@@ -1,0 +1,208 @@
+"""Whether a model still holds: a few of its measured configs, timed again."""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from confpred.data.measurements import Run
+from confpred.data.suites import Entry, Suite
+from confpred.errors import DataError
+from confpred.families.candidate import PYTORCH_OPERATOR, Candidate
+from confpred.families.registry import config_words
+from confpred.model.conditions import changes
+from confpred.model.folder import Model
+from confpred.problem.record import Record
+from confpred.retraining.offers import tasks_to_judge
+from confpred.retraining.timed import times_in
+from confpred.sampler.run import Settings, Tally, sample
+
+FORMAT = "confpred-drift/1"
+#: Times hold while their geometric mean is within MEAN of what was measured, and no more than
+#: SHARE of them are further than FAR away. A model keeps the best of many noisy times, which comes
+#: out a percent or two slower when it is taken again.
+MEAN, FAR, SHARE = 0.07, 0.20, 0.15
+LEAST = 8  # times that say something
+State = Literal["ok", "drifted", "kernels changed", "driver or cuDNN changed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Retimed:
+    """One config, timed again.
+
+    Attributes:
+        problem: what it computes, in words.
+        provider, config: the candidate, the latter in words.
+        expected_ms: its time in the model's measurements.
+        measured_ms: its time now.
+    """
+
+    problem: str
+    provider: str
+    config: str
+    expected_ms: float
+    measured_ms: float
+
+    @property
+    def ratio(self) -> float:
+        """Time now over expected time."""
+        return self.measured_ms / self.expected_ms
+
+
+@dataclass(frozen=True, slots=True)
+class Drift:
+    """What was found.
+
+    Attributes:
+        device: key of the device.
+        model: version of the model.
+        state: the verdict in a word or two.
+        why: the verdict in a sentence.
+        ratio: geometric mean of (time now / expected time).
+        far: share of the times that are further than ``FAR`` from what was expected.
+        kernels: in words, which kernels are others than those that were measured.
+        versions: in words, which of driver and cuDNN are.
+        retimed: what was timed, the worst ratio first.
+    """
+
+    device: str
+    model: str
+    state: State
+    why: str
+    ratio: float
+    far: float
+    kernels: tuple[str, ...]
+    versions: tuple[str, ...]
+    retimed: tuple[Retimed, ...]
+
+    @property
+    def holds(self) -> bool:
+        """Whether the model can be used as it is: its kernels are those of today, and take the
+        times that it expects. Another driver alone does not change that."""
+        return self.state in ("ok", "driver or cuDNN changed")
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain data."""
+        rows = [{**asdict(each), "ratio": each.ratio} for each in self.retimed]
+        return {"format": FORMAT, "holds": self.holds, **asdict(self), "retimed": rows}
+
+
+def time_again(
+    model: Model,
+    runs: Mapping[int, Run],
+    settings: Settings,
+    *,
+    count: int,
+    seed: int,
+    cudnn: str,
+    interrupts: Callable[[], int] = lambda: 0,
+    show: Callable[[Tally], None] = lambda tally: None,
+) -> Drift:
+    """Time `count` of the model's measured configs, or fewer if it has no more, and judge.
+
+    Args:
+        model: of the device that `runs` are on.
+        runs: its CUDA number, and what its rows share.
+        settings: how to sample; its choice of configs does not count.
+        count, seed: how many, and of which draw.
+        cudnn: version of cuDNN in use; empty where there is none.
+        interrupts, show: see `confpred.sampler.run.sample`.
+
+    Raises:
+        DataError: too few could be timed to say anything.
+        ConfpredError: see `confpred.sampler.run.sample`.
+    """
+    (driver,) = {run.driver for run in runs.values()}
+    drawn = draw(model, count, seed, pytorch=settings.pytorch)
+    if not drawn:
+        raise DataError(f"model {model.version} has no measured config to time again")
+    entries = {problem: Entry(problem) for problem, _, _ in drawn}
+    tasks = [t for problem, c, _ in drawn for t in tasks_to_judge(entries[problem], [c])]
+    with tempfile.TemporaryDirectory(prefix="confpred-drift-") as folder:
+        suite = Suite("drift", tuple(entries.values()))
+        sample(
+            suite,
+            Path(folder),
+            runs,
+            settings,
+            chosen=lambda measured: tasks,
+            interrupts=interrupts,
+            show=show,
+        )
+        times = times_in(Path(folder), model.operation)
+    retimed = [
+        Retimed(str(problem), c.provider, config_words(c), expected, times[problem, c])
+        for problem, c, expected in drawn
+        if (problem, c) in times
+    ]
+    return judged(model, retimed, changes(model, driver=driver, cudnn=cudnn))
+
+
+def draw(
+    model: Model, count: int, seed: int, *, pytorch: bool
+) -> list[tuple[Record, Candidate, float]]:
+    """Random problems of the model's measurements, with the best config and its time; of each
+    provider about as many."""
+    of_provider: dict[str, list[str]] = {}
+    for words, best in model.measured.items():
+        if pytorch or best.candidate != PYTORCH_OPERATOR:
+            of_provider.setdefault(best.candidate.provider, []).append(words)
+    rng = random.Random(seed)
+    for _, found in sorted(of_provider.items()):
+        found.sort()
+        rng.shuffle(found)
+    chosen: list[str] = []
+    while len(chosen) < count and any(of_provider.values()):
+        chosen += [found.pop() for _, found in sorted(of_provider.items()) if found]
+    parse = model.operation.problem.parse
+    return [
+        (parse(words), model.measured[words].candidate, model.measured[words].time_ms)
+        for words in chosen[:count]
+    ]
+
+
+def judged(model: Model, retimed: Sequence[Retimed], versions: Sequence[str]) -> Drift:
+    """The verdict on these times.
+
+    Raises:
+        DataError: they are too few to say anything, and no kernel has changed either.
+    """
+    state: State
+    if len(retimed) < LEAST and not model.stale:
+        raise DataError(f"only {len(retimed)} configs could be timed; it takes {LEAST} to tell")
+    logs = np.log([each.ratio for each in retimed])
+    ratio = float(np.exp(logs.mean())) if len(logs) else 1.0
+    far = float((np.abs(logs) > np.log1p(FAR)).mean()) if len(logs) else 0.0
+    times = (
+        f"{len(retimed)} configs take {ratio:.3f} of the times that the model expects, and "
+        f"{far:.0%} of them are off by more than {FAR:.0%}"
+    )
+    if model.stale:
+        state, why = "kernels changed", f"{'; '.join(model.stale)}; {times}"
+    elif abs(np.log(ratio)) > np.log1p(MEAN) or far > SHARE:
+        state, why = "drifted", times
+    elif versions:
+        state, why = (
+            "driver or cuDNN changed",
+            f"{'; '.join(versions)}; but the model holds: {times}",
+        )
+    else:
+        state, why = "ok", times
+    worst_first = sorted(retimed, key=lambda each: -abs(np.log(each.ratio)))
+    return Drift(
+        device=model.device.key,
+        model=model.version,
+        state=state,
+        why=why,
+        ratio=ratio,
+        far=far,
+        kernels=model.stale,
+        versions=tuple(versions),
+        retimed=tuple(worst_first),
+    )

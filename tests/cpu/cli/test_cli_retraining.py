@@ -1,0 +1,61 @@
+"""`confpred retrain` and `confpred drift` where nothing can be measured."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CONFPRED = Path(sys.executable).with_name("confpred")
+
+
+def command(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    words = [CONFPRED, *map(str, arguments)]
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.run(words, capture_output=True, text=True, check=False, env=environment)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (
+            ("retrain", "--budget", "soon"),
+            "budget='soon' is not allowed; allowed: a number above 0",
+        ),
+        (("retrain", "--device", "h100"), "device='h100' is not allowed; allowed: a GPU of this"),
+        (("retrain", "--suite", "none.json"), "none.json"),
+        (("drift", "--device", "cuda:x"), "device='cuda:x' is not allowed"),
+        (("drift", "--count", "2"), "'--count'"),
+    ],
+)
+def test_a_wrong_option_is_named(arguments: tuple[str, ...], said: str) -> None:
+    done = command(*arguments)
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("name", ["retrain", "drift"])
+def test_without_a_gpu_that_is_said(name: str, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    done = command(name)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "needs an NVIDIA GPU" in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert not list(tmp_path.rglob("*"))
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("retrain", ("Exit code", "never learns", "--budget", "goes on where it was", "drift")),
+        ("drift", ("Exit code", "kernels changed", "driver or cuDNN changed", "--json")),
+    ],
+)
+def test_help_teaches(name: str, words: tuple[str, ...]) -> None:
+    text = command(name, "--help").stdout
+    for word in words:
+        assert word in text

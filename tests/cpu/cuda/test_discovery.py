@@ -1,0 +1,148 @@
+"""The description of whichever GPU is at hand: which facts decide, and what is remembered."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from ptxas import resources
+
+from confpred.cuda.cache import KernelCache
+from confpred.cuda.compiler import compile_kernel
+from confpred.cuda.discovery import Facts, Rates, device_with, rate_kernel
+from confpred.errors import LaunchError, UnknownDevice
+from confpred.problem.device import KNOWN, Device, get_device
+
+#: What the driver says of a laptop's GPU, which is in no table.
+LAPTOP = Facts(
+    name="NVIDIA GeForce RTX 4090 Laptop GPU",
+    driver="580.1",
+    capability=(8, 9),
+    sm_count=76,
+    l2_bytes=67_108_864,
+    smem_per_sm=102_400,
+    smem_per_block=101_376,
+    warps_per_sm=48,
+    blocks_per_sm=24,
+    regs_per_sm=65_536,
+    smem_reserved_per_block=1_024,
+)
+RATES = Rates(dram_bytes_per_s=0.5e12, tensor_flops=80e12, simt_flops=40e12)
+
+
+class Gpu:
+    """What measures the rates, and counts how often."""
+
+    def __init__(self, rates: Rates = RATES) -> None:
+        self.rates, self.asked = rates, []
+
+    def __call__(self, arch: str) -> Rates:
+        self.asked.append(arch)
+        return self.rates
+
+
+@pytest.fixture(autouse=True)
+def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setenv("CONFPRED_CACHE_DIR", str(tmp_path))
+    return tmp_path
+
+
+@pytest.mark.parametrize("key", ["h100", "a100-40gb", "rtx-4090", "b200"])
+def test_a_board_of_the_table_is_not_measured(key: str) -> None:
+    board = KNOWN[key]
+    gpu, facts = Gpu(), replace(LAPTOP, name=board.product, sm_count=board.sm_count)
+    assert device_with(facts, gpu) is board
+    assert not gpu.asked
+
+
+def test_any_other_is_measured_once_a_driver_and_found_by_its_key() -> None:
+    gpu = Gpu()
+    device = device_with(LAPTOP, gpu)
+    assert device == Device(
+        key="rtx-4090-laptop-gpu",
+        product=LAPTOP.name,
+        arch="sm_89",
+        sm_count=76,
+        l2_bytes=67_108_864,
+        smem_per_sm=102_400,
+        smem_per_block=101_376,
+        dram_bytes_per_s=0.5e12,
+        tensor_flops=80e12,
+        simt_flops=40e12,
+        warps_per_sm=48,
+        blocks_per_sm=24,
+    )
+    assert device_with(LAPTOP, gpu) == get_device("rtx-4090-laptop-gpu") == device
+    assert gpu.asked == ["sm_89"]
+    gpu.rates = replace(RATES, dram_bytes_per_s=0.6e12)
+    assert device_with(replace(LAPTOP, driver="590.2"), gpu).dram_bytes_per_s == 0.6e12
+    assert len(gpu.asked) == 2
+
+
+def test_a_board_with_other_multiprocessors_than_its_namesake_is_its_own() -> None:
+    """The RTX 3080 of 12 GB has 70, that of 10 GB 68, and both have one name."""
+    facts = replace(LAPTOP, name="NVIDIA GeForce RTX 3080", capability=(8, 6), sm_count=70)
+    device = device_with(facts, Gpu())
+    assert (device.key, device.sm_count) == ("rtx-3080-70sm", 70)
+    assert get_device("rtx-3080-70sm") == device
+    assert get_device("NVIDIA GeForce RTX 3080").sm_count == 68
+
+
+def test_a_part_of_a_gpu_is_described_as_what_it_is() -> None:
+    name = "NVIDIA H100 80GB HBM3 MIG 1g.10gb"
+    device = device_with(replace(LAPTOP, name=name, capability=(9, 0), sm_count=16), Gpu())
+    assert (device.key, device.arch) == ("h100-80gb-hbm3-mig-1g-10gb", "sm_90a")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"name": "Tesla V100", "capability": (7, 0)}, "capability 7.0"),
+        ({"regs_per_sm": 32_768}, "65,536 registers"),
+        ({"smem_reserved_per_block": 2_048}, "1,024 bytes reserved"),
+    ],
+)
+def test_a_gpu_that_the_kernels_cannot_count_on_is_refused(change: dict, said: str) -> None:
+    gpu = Gpu()
+    with pytest.raises(UnknownDevice, match=said):
+        device_with(replace(LAPTOP, **change), gpu)
+    assert not gpu.asked
+
+
+def test_a_gpu_that_cannot_be_measured_is_refused_with_the_reason(cache: Path) -> None:
+    def broken(arch: str) -> Rates:
+        raise LaunchError("out of memory")
+
+    with pytest.raises(UnknownDevice, match="out of memory"):
+        device_with(LAPTOP, broken)
+    assert not list(cache.rglob("*.json"))
+
+
+def test_facts_are_read_from_the_drivers_properties() -> None:
+    told = SimpleNamespace(
+        compute_capability_major=8,
+        compute_capability_minor=9,
+        multiprocessor_count=76,
+        l2_cache_size=67_108_864,
+        max_shared_memory_per_multiprocessor=102_400,
+        max_shared_memory_per_block_optin=101_376,
+        max_threads_per_multiprocessor=1_536,
+        max_blocks_per_multiprocessor=24,
+        max_registers_per_multiprocessor=65_536,
+        reserved_shared_memory_per_block=1_024,
+    )
+    device = SimpleNamespace(name=LAPTOP.name, properties=told)
+    assert Facts.of(device, "580.1") == LAPTOP
+
+
+@pytest.mark.parametrize("arch", sorted({device.arch for device in KNOWN.values()}))
+@pytest.mark.parametrize("entry", ["products", "arithmetic"])
+def test_the_kernels_that_measure_rates_compute_in_registers(
+    entry: str, arch: str, tmp_path: Path
+) -> None:
+    assert compile_kernel(rate_kernel(entry), arch, KernelCache(tmp_path)).cubin
+    registers, stack = resources(rate_kernel(entry), arch)
+    assert registers <= 128
+    assert stack == 0
