@@ -37,9 +37,9 @@ THEMES = {
     "occupancy": r"(blocks|warps)_per_sm|registers|smem_bytes|(block_)?threads|bytes_in_flight",
     "waves": r"waves|wave_waste|log_blocks.*|rounds|round_waste|steps|.*at_once",
     "wasted work": r".*_waste|.*_tail|bands_cut",
-    "memory access": r"halo_.*|log_load_bytes|log_sum_bytes|run_bytes|pixel_alignment|loads|in_x",
+    "memory access": r"halo.*|log_(load|filter|sum)_bytes|run_bytes|pixel_alignment|loads|in_x",
     "work": r".*products|(log_)?work|band_.*|.*_items|.*_tiles|warp_groups|lanes|block_r|parts|sums"
-    "|slice_rows",
+    "|slice_rows|k_blocks|in_turn",
     "estimate": r"log_estimate",
 }
 CONFIG, OTHER = "config", "other"

@@ -152,6 +152,7 @@ class DenseTiles(Tabled):
     operation = CONVOLUTION
     configs = _CONFIGS
     whole = _WHOLE
+    kernel_fields = _COMPILED
 
     def __init__(self, name: str, direction: str, operands: tuple[str, ...]) -> None:
         self.name = name

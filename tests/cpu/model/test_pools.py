@@ -53,6 +53,7 @@ def test_each_family_fills_the_columns_that_it_has(family):
     for name, column in zip(family.feature_names, own.T, strict=True):
         assert np.array_equal(columns.pop(name), column), name
     assert set(columns.pop("pool_member")) == {pool.families.index(family)}
+    assert len(set(columns.pop("log_device_bandwidth"))) == 1
     assert all(np.isnan(column).all() for column in columns.values())
 
 

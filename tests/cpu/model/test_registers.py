@@ -11,13 +11,13 @@ from confpred.errors import ModelError
 from confpred.families.common import Occupancy
 from confpred.families.kinds import Kind
 from confpred.families.protocol import Compiled
-from confpred.families.registry import all_families
+from confpred.families.registry import all_kernels
 from confpred.model.pools import Pool
 from confpred.model.registers import Registers, kernels_of, registers_text
 from confpred.problem.conv2d import Problem
 from confpred.problem.device import get_device
 
-FAMILY = all_families()["grouped_fprop"]
+FAMILY = all_kernels()["grouped_fprop"]
 H100 = get_device("h100")
 LAYER = Problem(16, 64, 28, 28, 64, 3, 3, padding=1, groups=8)
 ROWS = np.flatnonzero(FAMILY.legal(LAYER, H100))
@@ -28,15 +28,15 @@ def table(registers: np.ndarray, problem: Problem = LAYER, rows: np.ndarray = RO
 
 
 def test_every_family_of_this_package_says_what_its_kernels_are_compiled_for() -> None:
-    for family in all_families().values():
+    for family in all_kernels().values():
         assert isinstance(family, Compiled)
         assert set(family.kernel_fields) < set(family.configs.dtype.names)
 
 
-@pytest.mark.parametrize("name", sorted(all_families()))
+@pytest.mark.parametrize("name", sorted(all_kernels()))
 def test_configs_of_one_number_launch_one_kernel(name: str) -> None:
     """And layers of one kind, whatever their sizes."""
-    family = all_families()[name]
+    family = all_kernels()[name]
     direction = name.rpartition("_")[2]
     width = 8 if name.startswith("grouped") else 1
     layers = [

@@ -15,7 +15,7 @@ import pytest
 import confpred
 from confpred.errors import InvalidInput, UnknownDevice
 from confpred.families.candidate import PYTORCH_OPERATOR
-from confpred.families.registry import all_families
+from confpred.families.registry import all_families, all_kernels
 from confpred.model.folder import Model
 from confpred.predict.contributions import OTHER, compare, middling, theme_of
 from confpred.predict.explain import NEAREST, LayerExplanation, explain_layers
@@ -87,7 +87,7 @@ def test_comparisons_are_with_the_next_and_with_a_middling_config(explained, our
 def test_a_middling_config_is_in_the_middle(model):
     learned = model.families[FAMILY.name]
     rows = learned.candidates(UNSEEN, H100)
-    cost = learned.order.predict(learned.pool.features(FAMILY, UNSEEN, H100, rows))
+    cost = learned.order.predict(learned.features(UNSEEN, H100, rows))
     middle = cost[rows == middling(learned, UNSEEN, H100).config_id]
     assert (cost < middle).sum() <= len(rows) / 2
     assert (cost > middle).sum() <= len(rows) / 2
@@ -97,13 +97,12 @@ def test_factors_are_exact_shapley_values(explained, model, model_folder):
     """As LightGBM itself says, exchanging the groups in every order."""
     booster = lightgbm.Booster(model_file=model_folder / "grouped_fprop.order.txt")
     chosen = explained.choice.candidate
-    comparison = compare(
-        model.families[FAMILY.name], UNSEEN, H100, chosen, explained.comparisons[-1].other
-    )
+    learned = model.families[FAMILY.name]
+    comparison = compare(learned, UNSEEN, H100, chosen, explained.comparisons[-1].other)
     rows = np.array([chosen.config_id, comparison.other.config_id])
-    ours, theirs = FAMILY.features(UNSEEN, H100, rows)
+    ours, theirs = learned.features(UNSEEN, H100, rows)
     groups = [
-        [FAMILY.feature_names.index(name) for name in part.features]
+        [learned.pool.feature_names.index(name) for name in part.features]
         for part in comparison.contributions
     ]
     assert sorted(itertools.chain(*groups)) == np.flatnonzero(ours != theirs).tolist()
@@ -144,8 +143,9 @@ def test_every_feature_of_every_family_has_a_meaning(model):
     problems = {
         "grouped": "n=4 c=64 h=14 w=14 k=64 r=3 s=3 groups=8 padding=1",
         "depthwise": "n=4 c=64 h=14 w=14 k=64 r=3 s=3 groups=64 padding=1",
+        "dense": "n=4 c=64 h=14 w=14 k=64 r=3 s=3 padding=1",
     }
-    for name, family in all_families().items():
+    for name, family in all_kernels().items():
         kind, _, direction = name.rpartition("_")
         problem = Problem.parse(problems[kind.partition("_")[0]] + f" direction={direction}")
         rows = np.flatnonzero(family.legal(problem, H100))
@@ -200,7 +200,7 @@ def test_where_pytorchs_operator_is_chosen_its_risk_is_named(predictor, model):
 
 
 def test_without_a_model_or_a_kernel_there_is_less_to_say(predictor):
-    guessed = confpred.explain_layer(UNSEEN, "a100", predictor=predictor)
+    guessed = confpred.explain_layer(UNSEEN, "a100", predictor=Predictor({}))
     assert (guessed.comparisons, guessed.nearest, guessed.model) == ((), (), None)
     assert "rough estimates" in str(guessed)
     left = confpred.explain_layer(STRIDED, "h100", predictor=predictor)

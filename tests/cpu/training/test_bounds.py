@@ -69,7 +69,10 @@ def test_it_is_wide_where_answers_are_worse(fitted, answers, dataset) -> None:
     one = bounds(fitted, dataset)
     # All of a problem that was measured, so that nothing is out of range.
     problem = next(t.problem for t in dataset.timings if t.problem in dataset.pytorch_ms)
-    of = {index: one.of(problem, dataset.device, answers[index].options)[0] for index in (2, 1, 5)}
+    of = {
+        index: one.of([problem], dataset.device, [answers[index].options])[0].bound
+        for index in (2, 1, 5)
+    }
     close, apart, theirs = of.values()
     assert 1 <= close < apart < theirs
 
@@ -77,16 +80,16 @@ def test_it_is_wide_where_answers_are_worse(fitted, answers, dataset) -> None:
 def test_what_is_out_of_the_datas_range_has_none(fitted, answers, dataset) -> None:
     one = bounds(fitted, dataset)
     measured = dataset.timings[0].problem
-    assert one.of(measured, dataset.device, answers[1].options)[1] is False
+    assert one.of([measured], dataset.device, [answers[1].options])[0].extrapolated is False
     for change in ({"n": 50_000}, {"dtype": "float32"}, {"r": 9, "s": 9, "padding": (4, 4)}):
         outside = Problem(**{**measured.to_json(), **change})
-        assert one.of(outside, dataset.device, answers[1].options) == (None, True)
+        assert one.of([outside], dataset.device, [answers[1].options]) == [(None, True)]
 
 
 def test_a_provider_of_which_nothing_is_known_has_none(fitted, answers, dataset) -> None:
     options = [(1.0, Candidate("depthwise_fprop", 0))]
     one = bounds(fitted, dataset)
-    assert one.of(dataset.timings[0].problem, dataset.device, options) == (None, True)
+    assert one.of([dataset.timings[0].problem], dataset.device, [options]) == [(None, True)]
 
 
 def test_the_same_answers_give_the_same_bytes(fitted, answers, dataset) -> None:

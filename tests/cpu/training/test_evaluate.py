@@ -106,7 +106,7 @@ def test_the_whole_choice_is_made_with_its_margin(evaluation):
     predicted = dict(zip(evaluation.judged.timings, evaluation.judged.scores[MODEL], strict=True))
     for fold in evaluation.folds:
         fitted = fit_pytorch(
-            fold.train, data.pytorch_ms, data.operation, data.device, SMALL, evaluation.seed
+            fold.train, data.pytorch_everywhere, data.operation, data.device, SMALL, evaluation.seed
         )
         pytorch = PytorchModel(data.operation, Trees(fitted.ratio), fitted.margin)
         for t in fold.test:

@@ -19,7 +19,7 @@ FAMILIES = ("depthwise_fprop", "grouped_fprop")
 
 def timed(problem: Problem, family: str, ms: float) -> Timings:
     rows = np.arange(3)
-    return Timings(problem, (), family, rows, ms * np.array([1.5, 1.0, 2.0]), np.zeros(3))
+    return Timings(problem, (), family, rows, ms * np.array([1.5, 1.0, 2.0]), np.zeros(3), H100)
 
 
 def timings(count: int) -> list[Timings]:

@@ -17,6 +17,7 @@ from confpred.model.folder import load_model
 from confpred.predict.choice import Choice
 from confpred.problem.conv2d import Problem
 from confpred.problem.conv2d_operation import CONVOLUTION
+from confpred.problem.device import get_device
 from confpred.training import holdout
 from confpred.training.dataset import Timings, read_dataset
 from confpred.training.holdout import (
@@ -30,6 +31,7 @@ from confpred.training.holdout import (
 )
 from confpred.training.sittings import across_sittings
 
+H100 = get_device("h100")
 LAYER = Problem(8, 64, 14, 14, 64, 3, 3, padding=1, groups=8)
 
 
@@ -164,7 +166,7 @@ def measured(times, ranking, pytorch):
         )
         for place, row in enumerate(ranking)
     )
-    timings = (Timings(LAYER, ("net",), "grouped_fprop", rows, ms, ms),)
+    timings = (Timings(LAYER, ("net",), "grouped_fprop", rows, ms, ms, H100),)
     return holdout._Measured(LAYER, ("net",), timings, candidates, pytorch, choices)
 
 

@@ -66,29 +66,16 @@ def test_the_least_slowdown_is_the_expected_one_less_the_margin(dataset):
 
 
 def test_the_margin_is_on_the_side_of_pytorch(dataset):
-    """Its few surprises are all that it is much faster than predicted, which is what the margin is
+    """Its surprises are all that it is much faster than predicted, which is what the margin is
     for; as many that it is slower would need none."""
     problems = sorted({t.problem for t in dataset.timings}, key=str)
-    surprises = np.random.default_rng(0).random(len(problems)) < 0.15
+    surprises = np.random.default_rng(0).random(len(problems)) < 0.35
 
     def margin(surprise: float) -> float:
         ratios = {p: surprise if s else 1.2 for p, s in zip(problems, surprises, strict=True)}
         return fit(dataset, ratios).margin
 
     assert margin(1.2 * 0.7) > 2 * margin(1.2 / 0.7)
-
-
-def test_layers_that_are_alike_are_predicted_by_trees_that_saw_none_of_them(dataset):
-    """Each layer has a ratio of its own at every batch. Trees that had seen it at another batch
-    would predict it, and find that they do not err."""
-    rng = np.random.default_rng(0)
-    of_layer: dict[Record, float] = {}
-    for t in dataset.timings:
-        of_layer.setdefault(t.problem.layer(), float(np.exp(rng.normal(scale=0.2))))
-    problems = {t.problem for t in dataset.timings}
-    assert len(problems) > 1.5 * len(of_layer)
-    margin = fit(dataset, {p: of_layer[p.layer()] for p in problems}).margin
-    assert margin > 0.2
 
 
 def test_too_few_measurements_say_nothing(dataset):
