@@ -194,7 +194,7 @@ def providers(done: subprocess.CompletedProcess[str]) -> list[str]:
 
 def test_the_command_keeps_within_limits() -> None:
     words = ["--device", "a100", "--json", "--top", "3"]
-    words += ["--layer", "n=8 c=64 h=14 w=14 k=64 r=3 s=3 padding=1"]
+    words += ["--layer", "n=8 c=64 h=14 w=14 k=64 r=3 s=3 padding=1 dilation=3"]
     assert "im2col" in providers(command(*words, families="confpred.products.im2col"))
     limited = command(*words, "--workspace-limit", "1000", families="confpred.products.im2col")
     assert "im2col" not in providers(limited)

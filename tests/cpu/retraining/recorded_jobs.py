@@ -46,7 +46,7 @@ def measure(job: MeasureJob, report: Callable[[int], None]) -> list[Outcome]:
 def ms(problem: Record, provider: str, row: int) -> float:
     """Recorded milliseconds."""
     if provider == PYTORCH_OPERATOR.provider:
-        return 4e3 * DEVICE.roofline_s(problem) + 0.02
+        return 4e3 * DEVICE.roofline_s(problem) + 0.005
     family = all_families()[provider]
     estimate = float(family.estimate_s(problem, DEVICE, np.array([row], np.intp))[0])
     fields = [float(family.configs[name][row]) for name in family.configs.dtype.names or ()]
