@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -14,6 +15,7 @@ from confpred.predict.choice import MAX_TOP, Choice
 from confpred.predict.predictor import Predictor
 from confpred.problem.conv2d import Problem
 from confpred.problem.device import Device, get_device
+from confpred.problem.record import Record
 
 H100 = get_device("h100")
 FAMILY = all_families()["grouped_fprop"]
@@ -56,7 +58,8 @@ def test_families_compete_by_their_times():
 def test_only_the_portfolio_is_offered(model):
     few = np.flatnonzero(FAMILY.legal(UNSEEN, H100))[::50].tolist()
     ranked = offering(model, few).rank(UNSEEN, "h100", MAX_TOP)
-    assert {choice.config_id for choice in ranked} == set(few[:MAX_TOP])
+    assert len(ranked) > 2
+    assert {choice.config_id for choice in ranked} <= set(few)
 
 
 def test_where_the_portfolio_has_nothing_legal_every_legal_config_competes(model):
@@ -93,8 +96,8 @@ class Ratio:
     expected: float
     least: float
 
-    def slowdown(self, problem: Problem, device: Device) -> tuple[float, float]:
-        return self.expected, self.least
+    def slowdowns(self, problems: Sequence[Record], device: Device) -> list[tuple[float, float]]:
+        return [(self.expected, self.least) for _ in problems]
 
 
 def test_pytorchs_operator_goes_before_what_may_be_slower(model):

@@ -94,8 +94,9 @@ def test_the_tables_are_those_of_the_results(repository: Path) -> None:
 
 
 def test_every_table_of_a_page_with_results_is_made(tables: ModuleType, repository: Path) -> None:
-    assert set(tables.PAGES) == {"README.md", "docs/results.md"}
-    for page in tables.PAGES:
+    pages = {"README.md", "docs/results.md"}
+    assert pages <= set(tables.PAGES)
+    for page in pages:  # other pages have tables of options too
         rest = _TABLES.sub("", (repository / page).read_text(encoding="utf-8"))
         typed = [
             line for line in rest.splitlines() if line.startswith("|") and re.search(r"\d", line)
