@@ -231,7 +231,7 @@ def test_without_a_model_pytorch_serves(layer, caplog) -> None:
     x, weight, bias = layer
     with caplog.at_level(logging.DEBUG, logger="confpred.pytorch.choosing"):
         out = confpred.conv2d(x, weight, bias, **SHAPE)
-    assert "PyTorch's own operator (transferred: no model" in caplog.text
+    assert "PyTorch's own operator (heuristic: no model" in caplog.text
     close(out, F.conv2d(x, weight, bias, **SHAPE))
 
 
