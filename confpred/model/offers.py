@@ -34,6 +34,11 @@ class Offer:
         self._batched = family if isinstance(family, Batched) else None
         self._table = None if self._batched is None else self._batched.table(self._rows)
 
+    @property
+    def is_batched(self) -> bool:
+        """Whether the family is one of formulas (`confpred.families.protocol.Batched`)."""
+        return self._batched is not None
+
     def serves(self, problem: Record) -> bool:
         """Whether the family may compute `problem`, which can be told in a microsecond; its
         candidates may turn out to be none."""

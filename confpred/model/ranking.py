@@ -104,7 +104,9 @@ class FamilyModel:
         self, pairs: Pairs, problems: Sequence[Record], device: Device, runners_up: bool
     ) -> dict[int, tuple[Rows, NDArray[np.float64]]]:
         """The best one's time is what `time` says; the others' follow by the ratios of `order`."""
-        pairs, cost = best_first(self.order, pairs, runners_up=runners_up)
+        pairs, cost = best_first(
+            self.order, pairs, runners_up=runners_up, by_estimate=self.offer.is_batched
+        )
         if not pairs.places:
             return {}
         best = self.time.predict(pairs.features[pairs.bounds[:-1]])
