@@ -33,9 +33,9 @@ class Choice:
             config, PyTorch's operator included, as calibrated on networks that the model was not
             trained on, and wider where it is ``transferred``; None where nothing was calibrated, as
             for what is `extrapolated`.
+        model: version of the model that answered, or None.
         extrapolated: whether the model predicts for a problem unlike all that it was trained on: of
             a size out of their range, or of a kind that none of them is of.
-        model: version of the model that answered, or None.
         server: address of the service that answered, or None for this process. It is no part of the
             answer: choices are equal whoever made them.
     """
@@ -46,8 +46,8 @@ class Choice:
     candidate: Candidate = PYTORCH_OPERATOR
     predicted_ms: float | None = None
     regret_bound: float | None = None
-    extrapolated: bool = False
     model: str | None = None
+    extrapolated: bool = False
     server: str | None = field(default=None, compare=False)
 
     @property

@@ -10,7 +10,7 @@ import pytest
 from random_layers import problems
 
 from confpred.families.candidate import Candidate
-from confpred.model.cascade import STAGES, WITHIN, Pairs, best_first
+from confpred.model.cascade import FINALISTS, STAGES, WITHIN, Pairs, best_first
 from confpred.model.competition import rank_families
 from confpred.model.folder import Model, NewestModels
 from confpred.model.gate import Gate
@@ -29,15 +29,16 @@ def model(request: pytest.FixtureRequest) -> Model:
 
 
 def plain(model: Model, problem: Problem, names: list[str]) -> list[tuple[float, Candidate]]:
-    """The best of each family, by the whole config table and one problem at a time."""
+    """Each family's finalists, by the whole config table and one problem at a time."""
     found = []
     for name in names:
         family = model.families[name]
         rows = family.candidates(problem, model.device)
         if len(rows):
             ranked, seconds = family.rank(problem, model.device, rows)
-            found.append((float(seconds[0]), Candidate(name, int(ranked[0]))))
-    return sorted(found)
+            best = zip(seconds[:FINALISTS].tolist(), ranked[:FINALISTS].tolist(), strict=True)
+            found += [(value, Candidate(name, row)) for value, row in best]
+    return sorted(found, key=lambda entry: (entry[0], entry[1].provider))
 
 
 def test_together_and_from_the_portfolio_is_as_alone_and_from_the_table(model):

@@ -200,7 +200,7 @@ def test_where_pytorchs_operator_is_chosen_its_risk_is_named(predictor, model):
 
 
 def test_without_a_model_or_a_kernel_there_is_less_to_say(predictor):
-    guessed = confpred.explain_layer(UNSEEN, "a100", predictor=Predictor({}))
+    guessed = confpred.explain_layer(UNSEEN, "a100", predictor=predictor)
     assert (guessed.comparisons, guessed.nearest, guessed.model) == ((), (), None)
     assert guessed.choice.source == "transferred"
     assert "Nothing was learned or measured on this device, but on another one" in str(guessed)

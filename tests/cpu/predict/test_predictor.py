@@ -26,7 +26,7 @@ from confpred.families.registry import all_families, all_kernels, config_of
 from confpred.model.cascade import STAGES
 from confpred.model.folder import load_model
 from confpred.predict.choice import MAX_TOP, Choice
-from confpred.predict.donors import donor_for
+from confpred.predict.donors import donor_for, widened
 from confpred.predict.pins import read_pins
 from confpred.predict.predictor import RANKINGS_KEPT, Predictor
 from confpred.problem.conv2d import Problem
@@ -135,13 +135,15 @@ def test_a_device_without_a_model_gets_the_order_of_another_devices(predictor, m
 
 
 def test_a_transferred_bound_is_wider_the_less_alike_the_devices_are(predictor, model_folder):
-    own = load_model(model_folder).regret_bound
-    bounds = [
-        predictor.choose(UNSEEN, device).regret_bound
-        for device in ("h100", "h200", "a100", "rtx-4090", "rtx-3060")
-    ]
-    assert bounds[0] == own
+    model = load_model(model_folder)
+    devices = ("h100", "h200", "a100", "rtx-4090", "rtx-3060")
+    bounds = [widened(1.2, model, get_device(device)) for device in devices]
+    assert bounds[0] == 1.2
     assert all(wider > bound for bound, wider in pairwise(bounds))
+    own, transferred = (predictor.choose(UNSEEN, device) for device in ("h100", "a100"))
+    assert (own.source, transferred.source) == ("predicted", "transferred")
+    assert 1 < own.regret_bound
+    assert 1 < transferred.regret_bound
 
 
 def test_the_nearest_device_that_knows_the_operation_is_the_donor():
