@@ -31,7 +31,7 @@ from confpred.sampler.run import Settings, Tally, sample
 from confpred.sampler.store import open_store
 
 LAYER = Problem(2, 64, 14, 14, 64, 3, 3, padding=1, groups=8)
-DENSE = Problem(2, 128, 14, 14, 128, 3, 3, padding=1)
+DENSE = Problem(2, 256, 14, 14, 256, 3, 3, padding=1)
 SUITE = Suite("test", (Entry(LAYER, ("net",)), Entry(DENSE)))
 FAMILY = all_families()["grouped_fprop"]
 CONFIGS = 6

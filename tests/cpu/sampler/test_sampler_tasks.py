@@ -33,7 +33,7 @@ def test_all_legal_configs_of_all_problems_are_planned():
 
 
 def test_a_problem_without_legal_configs_is_left_to_pytorch():
-    dense = Problem(8, 128, 28, 28, 128, 3, 3)
+    dense = Problem(8, 256, 28, 28, 256, 3, 3)
     found = tasks(Suite("dense", (Entry(dense),)), pytorch=True)
     (task,) = found
     assert (task.provider, task.config_ids) == (PYTORCH, (PYTORCH_OPERATOR.config_id,))
