@@ -366,7 +366,11 @@ def _shape_of(problem: Problem) -> _Shape:
 
 @lru_cache(maxsize=1024)
 def _shape(
-    channels: int, window: tuple[int, int], taps: tuple[int, int], down: tuple[int, int], dgrad: bool
+    channels: int,
+    window: tuple[int, int],
+    taps: tuple[int, int],
+    down: tuple[int, int],
+    dgrad: bool,
 ) -> _Shape:
     """What a block takes and does. The kernel works most of it out from its macros too, and asserts
     that the threads and the shared memory are the same."""
