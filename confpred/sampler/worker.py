@@ -143,7 +143,7 @@ def _serve(connection: Connection, function: str) -> None:
     while True:
         try:
             job = connection.recv()
-        except EOFError:
+        except (EOFError, ConnectionResetError):  # the sampler is gone, or ends this process
             return
         try:
             run: JobFunction = getattr(import_module(module), name)

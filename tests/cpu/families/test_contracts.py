@@ -144,6 +144,7 @@ every_step = pytest.mark.parametrize("step", STEPS, ids=lambda step: step.kernel
 
 def test_every_kernel_is_here() -> None:
     assert {step.kernel.file for step in STEPS} == {
+        "dense_tiles.cu",
         "depthwise.cu",
         "depthwise_banded.cu",
         "depthwise_banded_wgrad.cu",
