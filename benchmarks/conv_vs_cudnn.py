@@ -35,7 +35,7 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -178,14 +178,13 @@ def our_call(
 
 def compare(row: dict[str, Any], bandwidth: float, evict: Any) -> dict[str, Any]:
     """The times of one problem in this process, in milliseconds: ours, ours again and cuDNN's."""
-    import torch
-
     from confpred.cuda import driver
     from confpred.measure import pytorch as operator
     from confpred.measure import timing
 
     problem = Problem.parse(row["problem"])
-    device, facts = driver.make_current(0), driver.device_of(0)
+    driver.make_current(0)
+    facts = driver.device_of(0)
     floor_s = replace(facts, dram_bytes_per_s=bandwidth).roofline_s(problem)
     launches = timing.launches_a_replay(2 * floor_s)
     copies = operator.copies_for(problem, launches, facts.l2_bytes)
@@ -199,12 +198,28 @@ def compare(row: dict[str, Any], bandwidth: float, evict: Any) -> dict[str, Any]
         ours = our_call(problem, launch, facts)
         found["difference"] = _difference(ours(sets[0])[0], theirs(sets[0]), problem)
         calls += [ours, ours]
+    names = ("cudnn_ms", "ours_ms", "ours_again_ms")
+    return found | dict(zip(names, interleaved_ms(calls, turns, evict), strict=False))
+
+
+def interleaved_ms(
+    calls: Iterable[Callable[..., Any]], turns: Sequence[Mapping[str, torch.Tensor]], evict: Any
+) -> list[float]:
+    """Median milliseconds of each of `calls` on the operands of `turns`, one graph each, timed in
+    the same rounds."""
+    import torch
+
+    from confpred.cuda import driver
+    from confpred.measure import pytorch as operator
+    from confpred.measure import timing
+
+    device = driver.make_current(0)
     graphs = [operator.TorchGraph([partial(call, turn) for turn in turns]) for call in calls]
     torch.cuda.synchronize()
+    launches = [len(turns)] * len(graphs)
     stream = device.create_stream()
-    times = timing.time_interleaved(device, stream, graphs, [launches] * len(graphs), 0, evict)
-    names = ("cudnn_ms", "ours_ms", "ours_again_ms")
-    return found | {name: t.median_ms for name, t in zip(names, times, strict=False)}
+    times = timing.time_interleaved(device, stream, graphs, launches, 0, evict)
+    return [t.median_ms for t in times]
 
 
 def _difference(ours: torch.Tensor, theirs: Any, problem: Problem) -> float:

@@ -32,6 +32,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from conv_vs_cudnn import MODES, SLOWER, interleaved_ms
 from provenance import RESULTS, provenance, write
 
 from confpred.data.suites import read_suite
@@ -44,8 +45,6 @@ if TYPE_CHECKING:
 NAME = "dense"
 SUITES = Path(__file__).parents[1] / "datasets" / "suites" / "dense"
 NETWORKS = SUITES.parents[1] / "dense_networks.json"
-MODES = ("benchmark", "heuristics")
-SLOWER = 1.05  # a layer this many times as slow as PyTorch's counts as lost
 #: Inputs in the order in which a ready launch takes them.
 INPUTS = {
     "fprop": ("in", "filter", "bias", "residual"),
@@ -113,13 +112,12 @@ def our_call(problem: Problem) -> tuple[Any, Callable[[Mapping[str, torch.Tensor
 
 def compare(problem: Problem, evict: Any) -> dict[str, Any]:
     """The times of one problem in this process, in milliseconds: PyTorch's, ours, ours again."""
-    import torch
-
     from confpred.cuda import driver
     from confpred.measure import pytorch as operator
     from confpred.measure import timing
 
-    device, facts = driver.make_current(0), driver.device_of(0)
+    driver.make_current(0)
+    facts = driver.device_of(0)
     launches = timing.launches_a_replay(2 * facts.roofline_s(problem))
     copies = operator.copies_for(problem, launches, facts.l2_bytes)
     sets = operator.operands(CONVOLUTION, problem, copies)
@@ -136,12 +134,8 @@ def compare(problem: Problem, evict: Any) -> dict[str, Any]:
     if ours is not None:
         found["difference"] = difference(ours(sets[0]), theirs(sets[0]), problem)
         calls += [ours, ours]
-    graphs = [operator.TorchGraph([partial(call, turn) for turn in turns]) for call in calls]
-    torch.cuda.synchronize()
-    stream = device.create_stream()
-    times = timing.time_interleaved(device, stream, graphs, [launches] * len(graphs), 0, evict)
     names = ("pytorch_ms", "ours_ms", "ours_again_ms")
-    return found | {name: t.median_ms for name, t in zip(names, times, strict=False)}
+    return found | dict(zip(names, interleaved_ms(calls, turns, evict), strict=False))
 
 
 def difference(ours: Any, theirs: Any, problem: Problem) -> float:

@@ -80,21 +80,26 @@ def rows(networks: int = 6, configs: int = 80, seed: int = 0) -> Iterator[dict[s
         ms = FAMILY.estimate_s(problem, DEVICE, ids) * np.exp(bend) * 1e3
         ms *= np.exp(rng.normal(scale=_NOISE, size=len(ids)))
         for row, time_ms in zip(chosen, ms, strict=True):
-            yield _row(problem, names, Candidate(FAMILY.name, row), float(time_ms))
-        yield _row(problem, names, Candidate(FAMILY.name, failed), None)
+            yield row_of(problem, names, Candidate(FAMILY.name, row), float(time_ms))
+        yield row_of(problem, names, Candidate(FAMILY.name, failed), None)
         ratio = 0.6 if problem.group_width == 32 else 2.0
-        yield _row(problem, names, PYTORCH_OPERATOR, float(ms.min() * ratio))
+        yield row_of(problem, names, PYTORCH_OPERATOR, float(ms.min() * ratio))
 
 
-def _row(
-    problem: Problem, networks: tuple[str, ...], candidate: Candidate, ms: float | None
+def row_of(
+    problem: Problem,
+    networks: tuple[str, ...],
+    candidate: Candidate,
+    ms: float | None,
+    source: str = source_digest(SOURCE),
 ) -> dict[str, object]:
+    """A measurement of one config, or of PyTorch's operator; a failure where `ms` is None."""
     theirs = candidate == PYTORCH_OPERATOR
     return Measurement(
         problem=problem,
         networks=networks,
         candidate=candidate,
-        source_digest="" if theirs else source_digest(SOURCE),
+        source_digest="" if theirs else source,
         cudnn="9.19.0" if theirs else "",
         cudnn_mode="benchmark" if theirs else "",
         run=_RUN,

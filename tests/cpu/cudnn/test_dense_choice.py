@@ -15,7 +15,6 @@ import pytest
 import synthetic
 
 from confpred.cudnn.family import FAMILY
-from confpred.data.measurements import Measurement
 from confpred.data.parquet import schema
 from confpred.errors import LaunchError
 from confpred.families.candidate import PYTORCH_OPERATOR, Candidate
@@ -47,27 +46,7 @@ def rows() -> Iterator[dict[str, object]]:
 
 
 def measurement(problem: Problem, index: int, candidate: Candidate, ms: float) -> dict[str, object]:
-    theirs = candidate == PYTORCH_OPERATOR
-    return Measurement(
-        problem=problem,
-        networks=(f"net{index % 6}",),
-        candidate=candidate,
-        source_digest="" if theirs else "cudnn 9.19",
-        cudnn="9.19.0" if theirs else "",
-        cudnn_mode="benchmark" if theirs else "",
-        run=synthetic._RUN,
-        status="ok",
-        time_ms=ms,
-        spread_ms=ms / 100,
-        samples=20,
-        registers=0,
-        local_bytes=0,
-        smem_bytes=0,
-        error=1e-3,
-        sm_clock_mhz=1980,
-        message="",
-        time="2025-01-01T00:00:00Z",
-    ).to_row()
+    return synthetic.row_of(problem, (f"net{index % 6}",), candidate, ms, source="cudnn 9.19")
 
 
 @pytest.fixture(scope="module")
