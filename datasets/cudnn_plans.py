@@ -1,6 +1,6 @@
 """Extend the list of cuDNN's plans by what cuDNN offers for the problems of the suites.
 
-    python datasets/cudnn_plans.py [--device h200] [SUITE ...]
+    python datasets/cudnn_plans.py [--device h200] [--jobs 8] [SUITE ...]
 
 It needs cuDNN and its Python front end (``pip install 'confpred[cudnn]'``) and no GPU, though the
 engines that are compiled at run time are offered only where a driver is installed. Lines are only
@@ -11,7 +11,11 @@ from __future__ import annotations
 
 import argparse
 import csv
+import multiprocessing
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from io import StringIO
+from itertools import repeat
 from pathlib import Path
 
 from confpred.cudnn.graphs import notes_of, release
@@ -47,12 +51,25 @@ def lines_of(problem: Problem, device: Device) -> list[dict[str, str]]:
     return found
 
 
-def extended(lines: list[dict[str, str]], problems: list[Problem], device: Device) -> int:
-    """Add to `lines` what is offered for `problems`; returns for how many nothing is."""
+def each_of(
+    problems: list[Problem], device: Device, jobs: int
+) -> Iterator[list[dict[str, str]]]:
+    """The lines of each problem, in order."""
+    if jobs == 1:
+        yield from (lines_of(problem, device) for problem in problems)
+        return
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
+        yield from pool.map(lines_of, problems, repeat(device), chunksize=8)
+
+
+def extended(
+    lines: list[dict[str, str]], problems: list[Problem], device: Device, jobs: int = 1
+) -> int:
+    """Add to `lines` what is offered for `problems`, which `jobs` processes ask for; returns for
+    how many nothing is."""
     known = {key_of(line): line for line in lines}
     without = 0
-    for problem in problems:
-        offered = lines_of(problem, device)
+    for offered in each_of(problems, device, jobs):
         without += not offered
         for line in offered:
             old = known.setdefault(key_of(line), line)
@@ -71,6 +88,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("suites", nargs="*", type=Path, metavar="SUITE")
     parser.add_argument("--device", choices=list(KNOWN), default="h200")
+    parser.add_argument("--jobs", type=int, default=1, help="processes (default: %(default)s)")
     arguments = parser.parse_args()
     device = get_device(arguments.device)
     suites = arguments.suites or sorted(SUITES.rglob("*.json"))
@@ -79,7 +97,7 @@ def main() -> None:
     for path in suites:
         problems = [entry.problem for entry in read_suite(path).entries]
         problems = [p for p in problems if isinstance(p, Problem)]
-        without = extended(lines, problems, device)
+        without = extended(lines, problems, device, arguments.jobs)
         print(f"{path}: {len(problems)} problems, {without} without a plan; {len(lines)} plans")
     text = StringIO()
     writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")

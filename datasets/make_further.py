@@ -112,7 +112,7 @@ def _entry(
         problem = Problem.from_json(layer.to_json() | batch | variant)
     except InvalidProblem:
         return None
-    small = not networks and problem.minimum_bytes < make_suite.MIN_BYTES
+    small = not networks and make_suite.tensor_bytes(problem) < make_suite.MIN_BYTES
     good = make_suite.in_scope(problem) and make_suite._affordable(problem) and not small
     return Entry(problem, networks) if good else None
 

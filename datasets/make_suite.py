@@ -317,7 +317,7 @@ def _draw(
                 problem = Problem.from_json(fields)
             except InvalidProblem:  # a window larger than the image
                 continue
-            small = not networks and problem.minimum_bytes < MIN_BYTES
+            small = not networks and tensor_bytes(problem) < MIN_BYTES
             if problem in found or small or not in_scope(problem) or not _affordable(problem):
                 continue
             if variants is None or _compiled_in(problem) in variants:
@@ -439,6 +439,13 @@ def in_scope(problem: Problem) -> bool:
         and set(problem.dilation) <= {1, 2}
         and (depthwise or problem.dtype != "float32")
     )
+
+
+def tensor_bytes(problem: Problem) -> int:
+    """Bytes of the three tensors: what suites are drawn by, so that they stay as they were
+    measured whatever is found out about the bytes that must move."""
+    elements = problem.input_elements + problem.filter_elements + problem.output_elements
+    return problem.itemsize * elements
 
 
 def _affordable(problem: Problem) -> bool:
