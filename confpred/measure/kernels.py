@@ -20,6 +20,9 @@ from confpred.problem.record import Record
 
 #: A plan that wants more is not measured: networks have little memory to spare.
 MAX_WORKSPACE_BYTES = 2**31
+#: A config that takes this many times as long as the fastest, and this many seconds, can be of no
+#: use. Some of cuDNN's plans take hundreds of milliseconds, and would fill most of a run.
+HOPELESS_FACTOR, HOPELESS_SECONDS = 30.0, 5e-3
 Enqueue = Callable[[int, Sequence[int]], None]
 
 
@@ -213,8 +216,38 @@ def _kernel_of(arena: Arena, step: Step) -> Any:
     return arena.load(step.kernel).kernel
 
 
+def _is_hopeless(seconds: float, best: float) -> bool:
+    return seconds > HOPELESS_SECONDS and seconds > HOPELESS_FACTOR * best
+
+
+def _once(shared: _Shared, candidate: _Checked) -> float:
+    """Seconds of one more launch: in the first one, modules may have been loaded."""
+    arena = shared.arena
+    start, end = (arena.cuda.create_event({"timing_enabled": True}) for _ in range(2))
+    arena.stream.record(start)
+    candidate.enqueue(arena.handle, shared.operands.slot(0))
+    arena.stream.record(end)
+    arena.stream.sync()
+    return float(end - start) * 1e-3
+
+
 def _time(shared: _Shared, candidates: Sequence[_Checked], seed: int) -> dict[int, Outcome]:
-    """The outcomes of the correct configs, by row."""
+    """The outcomes of the correct configs, by row; one that is hopeless has a single sample."""
+    best = min((c.seconds for c in candidates), default=0.0)
+    useful, hopeless = [], {}
+    for candidate in candidates:
+        seconds = candidate.seconds
+        if _is_hopeless(seconds, best):
+            seconds = _once(shared, candidate)
+        if _is_hopeless(seconds, best):
+            once = {"time_ms": 1e3 * seconds, "spread_ms": 0.0, "samples": 1}
+            hopeless[candidate.row] = replace(candidate.outcome, **once)
+        else:
+            useful.append(replace(candidate, seconds=seconds))
+    return hopeless | _replayed(shared, useful, seed)
+
+
+def _replayed(shared: _Shared, candidates: Sequence[_Checked], seed: int) -> dict[int, Outcome]:
     arena = shared.arena
     graphs: list[Replayable] = []
     launches, slot = [], 0
