@@ -308,7 +308,8 @@ def why_not_ours(choice: Choice) -> str | None:
         no_model = "no model for this device, and not measured on it"
         return "dense layers were never sampled" if dense else no_model
     if choice.source == "fallback":
-        return "no kernel of ours is legal, or none within max_regret"
+        legal = "no kernel of ours is legal"
+        return legal if _max_regret is None else f"{legal} and bounded within max_regret"
     if choice.candidate == PYTORCH_OPERATOR:
         told = {"pinned": "pinned", "measured": "measured slower"}
         return told.get(choice.source, "predicted slower")

@@ -118,7 +118,7 @@ def test_layouts_and_devices() -> None:
     assert (row.provider, row.reason) == ("pytorch", "layout NCHW")
     assert row.expected_ms == row.pytorch_ms
     (row,) = confpred.explain(First().half(), x, "a100").rows
-    assert (row.provider, row.reason) == ("pytorch", "no model for this device")
+    assert (row.provider, row.reason) == ("pytorch", "no model for this device, and not measured on it")
     with pytest.raises(UnknownDevice):
         confpred.explain(First(), x, "gtx")
 

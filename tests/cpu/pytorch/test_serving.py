@@ -331,10 +331,12 @@ class Slow(Predictor):
         super().__init__({})
         self.go, self.asked = threading.Event(), 0
 
-    def choose(self, problem: Record, device: str | Device) -> Choice:
+    def choose(
+        self, problem: Record, device: str | Device, *, max_regret: float | None = None
+    ) -> Choice:
         self.asked += 1
         assert self.go.wait(60)
-        return replace(super().choose(problem, device), source="pinned")
+        return replace(super().choose(problem, device, max_regret=max_regret), source="pinned")
 
 
 @pytest.fixture

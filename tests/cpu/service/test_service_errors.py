@@ -14,6 +14,7 @@ from fastapi.testclient import TestClient
 from confpred import Choice, Device, Predictor
 from confpred.predict.choice import MAX_TOP
 from confpred.problem.conv2d import CHOICES, LIMITS, PAIRS, Problem
+from confpred.problem.record import Record
 from confpred.service.app import create_app
 from confpred.service.schema import EXAMPLE
 from confpred.service.settings import Settings
@@ -198,10 +199,12 @@ def test_any_host_header_and_path_are_survived(client: TestClient) -> None:
 class Faulty(Predictor):
     """A predictor with a bug that one problem size brings out."""
 
-    def rank(self, problem: Problem, device: str | Device, top: int = 5) -> list[Choice]:
-        if problem.n == 13:
+    def rank(
+        self, problem: Record, device: str | Device, top: int = 5, **terms: Any
+    ) -> list[Choice]:
+        if getattr(problem, "n", None) == 13:
             raise RuntimeError("the inner secret")
-        return super().rank(problem, device, top)
+        return super().rank(problem, device, top, **terms)
 
 
 @pytest.mark.parametrize("count", [1, 15], ids=["on the loop", "in the thread"])

@@ -5,12 +5,14 @@ from __future__ import annotations
 import gc
 import json
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from fastapi.testclient import TestClient
 
 from confpred import Choice, Device, Predictor
 from confpred.problem.conv2d import Problem
+from confpred.problem.record import Record
 from confpred.service import generations
 from confpred.service.app import create_app
 from confpred.service.generations import Loaded
@@ -27,9 +29,11 @@ class Counting(Predictor):
 
     asked = 0
 
-    def rank(self, problem: Problem, device: str | Device, top: int = 5) -> list[Choice]:
+    def rank(
+        self, problem: Record, device: str | Device, top: int = 5, **terms: Any
+    ) -> list[Choice]:
         self.asked += 1
-        return super().rank(problem, device, top)
+        return super().rank(problem, device, top, **terms)
 
 
 @pytest.fixture
