@@ -51,9 +51,7 @@ def lines_of(problem: Problem, device: Device) -> list[dict[str, str]]:
     return found
 
 
-def each_of(
-    problems: list[Problem], device: Device, jobs: int
-) -> Iterator[list[dict[str, str]]]:
+def each_of(problems: list[Problem], device: Device, jobs: int) -> Iterator[list[dict[str, str]]]:
     """The lines of each problem, in order."""
     if jobs == 1:
         yield from (lines_of(problem, device) for problem in problems)

@@ -48,8 +48,7 @@ def kind_of(problem: Problem) -> str:
     """What decides, apart from sizes, which plans there are: such as ``fprop float16 dense 3x3
     stride bias relu``."""
     p = problem
-    groups = "dense" if p.groups == 1 else "depthwise" if p.group_width == 1 else "grouped"
-    found = [p.direction, p.dtype, groups, "1x1" if p.r == p.s == 1 else "window"]
+    found = [p.direction, p.dtype, p.grouping, "1x1" if p.r == p.s == 1 else "window"]
     found += ["stride"] if max(p.stride) > 1 else []
     found += ["dilation"] if max(p.dilation) > 1 else []
     found += ["bias"] if p.bias else []

@@ -240,8 +240,9 @@ def _time(shared: _Shared, candidates: Sequence[_Checked], seed: int) -> dict[in
         if _is_hopeless(seconds, best):
             seconds = _once(shared, candidate)
         if _is_hopeless(seconds, best):
-            once = {"time_ms": 1e3 * seconds, "spread_ms": 0.0, "samples": 1}
-            hopeless[candidate.row] = replace(candidate.outcome, **once)
+            hopeless[candidate.row] = replace(
+                candidate.outcome, time_ms=1e3 * seconds, spread_ms=0.0, samples=1
+            )
         else:
             useful.append(replace(candidate, seconds=seconds))
     return hopeless | _replayed(shared, useful, seed)

@@ -320,9 +320,12 @@ def _load(folder: Path, read: ModelFiles) -> Model:
     pytorch = None
     if PYTORCH_TREES in files:
         ratio = _trees(folder, files, PYTORCH_TREES, pytorch_feature_names(operation))
-        margin = _number("margin", card["pytorch"]["margin"], least=0.0)
+        margins = {
+            str(kind): _number("margin", margin, least=0.0)
+            for kind, margin in card["pytorch"]["margins"].items()
+        }
         check_operation(folder, operation, device, card["pytorch"]["features"])
-        pytorch = PytorchModel(operation, ratio, margin)
+        pytorch = PytorchModel(operation, ratio, margins)
     return Model(
         version=folder.resolve().name,
         digest=read.digest,

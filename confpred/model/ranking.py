@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from math import exp
+from math import exp, inf
 
 import numpy as np
 from numpy.typing import NDArray
@@ -127,23 +127,29 @@ class PytorchModel:
         ratio: regressor of log(its time / time of our fastest config), from `pytorch_features`; it
             does not tell large ratios apart, as nothing depends on that
             (`confpred.training.pytorch`).
-        margin: by how much that logarithm may be too large, as calibrated on layers that the
-            regressor was not trained on.
+        margins: by how much that logarithm may be too large, as calibrated on layers that the
+            regressor was not trained on, by the problem's kind. Where nothing is known of a kind,
+            none of ours is sure to be faster.
     """
 
     operation: Operation
     ratio: Trees
-    margin: float
+    margins: Mapping[str, float]
 
     def slowdown(self, problem: Record, device: Device) -> tuple[float, float]:
         """How many times as long as our fastest config it takes: expected, and at least."""
         return self.slowdowns([problem], device)[0]
 
+    def log_ratios(self, problems: Sequence[Record], device: Device) -> NDArray[np.float64]:
+        """What is expected of `ratio` for each problem."""
+        features = [pytorch_features(self.operation, problem, device) for problem in problems]
+        return self.ratio.predict(np.concatenate(features))
+
     def slowdowns(self, problems: Sequence[Record], device: Device) -> list[tuple[float, float]]:
         """`slowdown` of each problem."""
-        features = [pytorch_features(self.operation, problem, device) for problem in problems]
-        ratios = self.ratio.predict(np.concatenate(features)).tolist()
-        return [(exp(ratio), exp(ratio - self.margin)) for ratio in ratios]
+        ratios = self.log_ratios(problems, device).tolist()
+        margins = [self.margins.get(problem.kind, inf) for problem in problems]
+        return [(exp(r), exp(r - margin)) for r, margin in zip(ratios, margins, strict=True)]
 
 
 def pytorch_feature_names(operation: Operation) -> tuple[str, ...]:

@@ -148,6 +148,17 @@ class Problem(Record):
         return self.c // self.groups
 
     @property
+    def grouping(self) -> str:
+        """``dense`` (one group), ``depthwise`` (as many as channels) or ``grouped``."""
+        return "dense" if self.groups == 1 else "depthwise" if self.group_width == 1 else "grouped"
+
+    @property
+    def kind(self) -> str:
+        """Its grouping, and whether more than the convolution is to be computed."""
+        fused = self.bias or self.residual or self.activation != "none"
+        return f"fused {self.grouping}" if fused else self.grouping
+
+    @property
     def itemsize(self) -> int:
         """Bytes of one element."""
         return 4 if self.dtype == "float32" else 2

@@ -21,6 +21,19 @@ _THREADS = 256
 _SLICES = 512
 
 
+_MOST_ALIGNED = 64
+
+
+def _product(p: Problem) -> tuple[int, int, int]:
+    """Rows, columns and terms of a sum, of the matrix product that a group's convolution is."""
+    taps, pixels, width, depth = p.r * p.s, p.n * p.p * p.q, p.group_width, p.k // p.groups
+    if p.direction == "fprop":
+        return pixels, depth, taps * width
+    if p.direction == "dgrad":
+        return p.n * p.h * p.w, width, taps * depth
+    return depth, taps * width, pixels
+
+
 class Convolution:
     """Activations are N H W C (and N P Q K), filters K R S C/groups; names as in `operands`."""
 
@@ -31,6 +44,7 @@ class Convolution:
         "group_width", "log_groups", "stride_h", "stride_w", "dilation_h", "dilation_w",
         "padding_h", "padding_w", "bias", "activation", "residual", "deterministic",
         "log_bytes", "log_intensity", "log_roofline",
+        "log_rows", "log_columns", "log_terms", "align_c", "align_k",
     )  # fmt: skip
 
     def operands(self, problem: Problem) -> tuple[Operand, ...]:
@@ -58,7 +72,8 @@ class Convolution:
         return tuple(Operand(name, shape, p.dtype, terms) for name, shape, terms in found)
 
     def features(self, problem: Problem, device: Device) -> NDArray[np.float32]:
-        """Logarithms are to base 2."""
+        """Logarithms are to base 2; `align_c` is the power of two that divides `c`, up to 64, as
+        tensor cores want channels in such portions."""
         p = problem
         intensity = p.flops / p.minimum_bytes
         row = (
@@ -67,6 +82,7 @@ class Convolution:
             p.group_width, np.log2(p.groups), *p.stride, *p.dilation, *p.padding,
             p.bias, ACTIVATIONS.index(p.activation), p.residual, p.deterministic,
             *np.log2((p.minimum_bytes, intensity, device.roofline_s(p))),
+            *np.log2(_product(p)), *(min(size & -size, _MOST_ALIGNED) for size in (p.c, p.k)),
         )  # fmt: skip
         return np.array([row], np.float32)
 

@@ -102,6 +102,11 @@ class Record:
         """Multiplications plus additions."""
         raise NotImplementedError
 
+    @property
+    def kind(self) -> str:
+        """What sort of problem it is, where sorts differ in how well PyTorch's operator does."""
+        return "any"
+
     def layer(self: _R) -> _R:
         """The part of the problem that a network's design fixes. Problems that differ only in what
         a user chooses (batch, dtype) have the same layer, and are held out of training together."""

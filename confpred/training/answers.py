@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import islice
-from math import inf
+from math import exp, inf, log
+
+import numpy as np
 
 from confpred.families.candidate import PYTORCH_OPERATOR, Candidate
 from confpred.model.cascade import FINALISTS
@@ -18,7 +20,7 @@ from confpred.training.dataset import Dataset, Timings
 from confpred.training.fit import Hyperparameters
 from confpred.training.gate import fit_gate
 from confpred.training.methods import Score
-from confpred.training.pytorch import fit_pytorch
+from confpred.training.pytorch import fit_pytorch, margins
 from confpred.training.split import Fold
 
 
@@ -64,15 +66,40 @@ class Answer:
         return self.time_ms / self.best_ms
 
 
-def answers(
+@dataclass(frozen=True, slots=True, eq=False)
+class HeldOut:
+    """What came of problems that were held out.
+
+    Attributes:
+        answers: of each.
+        margins: of the regressor of PyTorch's time, by kind of problem, as all of them have it
+            (`confpred.training.pytorch.margins`).
+    """
+
+    answers: tuple[Answer, ...]
+    margins: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Offered:
+    """A problem of a fold's test, before PyTorch's operator has its place among the candidates of
+    `ours`; `log_ratio` is what is expected of its time, or None where nothing is."""
+
+    fold: int
+    ours: Answer
+    log_ratio: float | None
+
+
+def held_out_answers(
     dataset: Dataset,
     folds: Sequence[Fold],
     scores: Sequence[Score],
     hyper: Hyperparameters,
     seed: int,
-) -> tuple[Answer, ...]:
+) -> HeldOut:
     """Answers for the test problems of each fold: those whose time with PyTorch's operator is
-    known, or all of them where it was measured too seldom to learn from.
+    known, or all of them where it was measured too seldom to learn from. Each fold's answers keep
+    the margins that the other folds' have.
 
     Args:
         dataset: what was measured.
@@ -80,43 +107,65 @@ def answers(
         scores: how the model of each fold did on its test timings, fold by fold.
         hyper, seed: of what predicts PyTorch's time.
     """
-    found: list[Answer] = []
-    left = iter(scores)
-    for fold in folds:
-        pytorch = _pytorch(fold, dataset, hyper, seed)
-        fitted = fit_gate(fold.train, dataset.operation, dataset.device, seed)
-        gate = None if fitted is None else fitted.gate(dataset.operation)
+    offered = list(_offered(dataset, folds, scores, hyper, seed))
+    found = []
+    for number in range(len(folds)):
+        known = _margins([o for o in offered if o.fold != number])
+        found += [_placed(o, known) for o in offered if o.fold == number]
+    return HeldOut(tuple(found), _margins(offered))
+
+
+def _margins(offered: Sequence[_Offered]) -> dict[str, float]:
+    kinds, expected, actual = [], [], []
+    for o in offered:
+        if o.log_ratio is not None and o.ours.pytorch_ms is not None:
+            kinds.append(o.ours.problem.kind)
+            expected.append(o.log_ratio)
+            actual.append(log(o.ours.pytorch_ms / o.ours.ours_ms))
+    return margins(kinds, np.array(expected), np.array(actual))
+
+
+def _placed(offered: _Offered, known: Mapping[str, float]) -> Answer:
+    ours, ratio = offered.ours, offered.log_ratio
+    if ratio is None:
+        return ours
+    slowdown = (exp(ratio), exp(ratio - known.get(ours.problem.kind, inf)))
+    return replace(ours, options=with_pytorch(ours.options, slowdown))
+
+
+def _offered(
+    dataset: Dataset,
+    folds: Sequence[Fold],
+    scores: Sequence[Score],
+    hyper: Hyperparameters,
+    seed: int,
+) -> Iterator[_Offered]:
+    left, device = iter(scores), dataset.device
+    everywhere, operation = dataset.pytorch_everywhere, dataset.operation
+    for number, fold in enumerate(folds):
+        ratio = fit_pytorch(fold.train, everywhere, operation, device, hyper, seed)
+        model = None if ratio is None else PytorchModel(operation, Trees(ratio), {})
+        fitted = fit_gate(fold.train, operation, device, seed)
+        gate = None if fitted is None else fitted.gate(operation)
         of_problem: dict[Record, list[tuple[Timings, Score]]] = {}
         for t, score in zip(fold.test, islice(left, len(fold.test)), strict=True):
             of_problem.setdefault(t.problem, []).append((t, score))
         for problem, parts in of_problem.items():
             theirs = dataset.pytorch_ms.get(problem)
-            if pytorch is None:
-                found.append(_answer(problem, parts, gate, None, None))
+            if model is None:
+                yield _Offered(number, _ours(problem, parts, gate, None), None)
             elif theirs is not None:
-                slowdown = pytorch.slowdown(problem, dataset.device)
-                found.append(_answer(problem, parts, gate, slowdown, theirs))
-    return tuple(found)
+                (expected,) = model.log_ratios([problem], device).tolist()
+                yield _Offered(number, _ours(problem, parts, gate, theirs), expected)
 
 
-def _pytorch(
-    fold: Fold, dataset: Dataset, hyper: Hyperparameters, seed: int
-) -> PytorchModel | None:
-    fitted = fit_pytorch(
-        fold.train, dataset.pytorch_everywhere, dataset.operation, dataset.device, hyper, seed
-    )
-    if fitted is None:
-        return None
-    return PytorchModel(dataset.operation, Trees(fitted.ratio), fitted.margin)
-
-
-def _answer(
+def _ours(
     problem: Record,
     parts: Sequence[tuple[Timings, Score]],
     gate: Gate | None,
-    slowdown: tuple[float, float] | None,
     theirs: float | None,
 ) -> Answer:
+    """The answer without PyTorch's operator among the candidates."""
     # What is judged is the choice among measured configs; how sure the model is of it shows in all
     # that it would offer.
     families = [t.family for t, _ in parts]
@@ -128,7 +177,7 @@ def _answer(
     return Answer(
         problem=problem,
         networks=timings.networks,
-        options=with_pytorch(offered, slowdown),
+        options=offered,
         ours_ms=score.regret[0] * float(timings.time_ms.min()),
         our_best_ms=min(float(t.time_ms.min()) for t, _ in parts),
         pytorch_ms=theirs,

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from confpred.errors import MissingExtra
 from confpred.families.candidate import PYTORCH_OPERATOR
 from confpred.problem.device import Device
-from confpred.training.answers import Answer, answers
+from confpred.training.answers import Answer, held_out_answers
 from confpred.training.bounds import FittedBounds, fit_bounds
 from confpred.training.dataset import Dataset, Timings
 from confpred.training.fit import Hyperparameters
@@ -261,7 +261,7 @@ def evaluate(dataset: Dataset, hyper: Hyperparameters, folds: int, seed: int) ->
         **baselines(),
     }
     judged = _with_all(judge(split, methods, dataset.device, seed))
-    found = answers(dataset, split, judged.scores[MODEL], hyper, seed)
+    found = held_out_answers(dataset, split, judged.scores[MODEL], hyper, seed).answers
     spread = np.concatenate([t.spread_ms / t.time_ms for t in dataset.timings])
     return Evaluation(
         dataset=dataset,

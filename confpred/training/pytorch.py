@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import lightgbm
 import numpy as np
 from numpy.typing import NDArray
 
 from confpred.model.ranking import pytorch_feature_names, pytorch_features
-from confpred.model.trees import Trees
 from confpred.problem.device import Device
 from confpred.problem.operation import Operation
 from confpred.problem.record import Record
@@ -23,10 +20,9 @@ MIN_PROBLEMS = 30  # fewer say nothing about where PyTorch's own operator wins
 #: and it is not answered better by learning that cuDNN now and then takes 30 times as long.
 CAP = 1.0
 #: Where the logarithm of the predicted ratio is within DOUBT (a factor of 1.6), it is in doubt
-#: which one is faster. RISK is the share of these layers on which the ratio may be overestimated by
-#: more than the margin.
-DOUBT, RISK = 0.5, 0.25
-_PARTS = 5  # of the cross-validation that calibrates
+#: which one is faster. RISK is the share of these layers of a kind on which the ratio may be
+#: overestimated by more than the margin.
+DOUBT, RISK = 0.5, 0.15
 #: One row a problem is little data, so each tree sees another half of the rows.
 _GROW = {
     "learning_rate": 0.05,
@@ -37,14 +33,6 @@ _GROW = {
 }
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class FittedPytorch:
-    """A `confpred.model.ranking.PytorchModel`, with its regressor in LightGBM's text form."""
-
-    ratio: str
-    margin: float
-
-
 def fit_pytorch(
     timings: Sequence[Timings],
     pytorch_ms: Mapping[tuple[Device, Record], float],
@@ -52,12 +40,9 @@ def fit_pytorch(
     device: Device,
     hyper: Hyperparameters,
     seed: int,
-) -> FittedPytorch | None:
+) -> str | None:
     """Fit the logarithm of (PyTorch's time / that of our fastest measured config), on all devices
     that were measured.
-
-    The margin is conformal: it is the quantile of how far the prediction exceeds the truth on the
-    doubtful problems of `device`, each predicted by trees that saw no problem of its layer.
 
     Args:
         timings: what to learn from.
@@ -66,39 +51,47 @@ def fit_pytorch(
         operation: what is computed.
         device: the device to compare on.
         hyper: how the trees grow.
-        seed: of the trees, and of the parts in which problems are held out.
+        seed: of the trees.
 
     Returns:
-        None if fewer than ``MIN_PROBLEMS`` were measured on `device`.
+        The regressor in LightGBM's text form; None if fewer than ``MIN_PROBLEMS`` were measured on
+        `device`.
     """
     ours: dict[tuple[Device, Record], float] = {}
     for t in timings:
         asked = t.device, t.problem
         ours[asked] = min(ours.get(asked, np.inf), float(t.time_ms.min()))
     both = sorted(ours.keys() & pytorch_ms.keys(), key=lambda asked: (str(asked[1]), asked[0].key))
-    problems = [problem for _, problem in both]
-    here = np.array([where == device for where, _ in both], np.bool_)
-    if here.sum() < MIN_PROBLEMS:
+    if sum(where == device for where, _ in both) < MIN_PROBLEMS:
         return None
     features = np.concatenate([pytorch_features(operation, p, where) for where, p in both])
     ratio = np.log([pytorch_ms[asked] / ours[asked] for asked in both]).clip(-CAP, CAP)
+    names = list(pytorch_feature_names(operation))
+    data = lightgbm.Dataset(features, ratio, feature_name=names)
+    return boost(data, {**_GROW, "num_leaves": hyper.pytorch_leaves}, hyper.pytorch_trees, seed)
 
-    def fit(rows: NDArray[np.bool_]) -> str:
-        names = list(pytorch_feature_names(operation))
-        data = lightgbm.Dataset(features[rows], ratio[rows], feature_name=names)
-        grow = {**_GROW, "num_leaves": hyper.pytorch_leaves}
-        return boost(data, grow, hyper.pytorch_trees, seed)
 
-    part = _parts(problems, seed)
-    expected = np.empty(len(problems))
-    for number in set(part.tolist()):
-        held_out = part == number
-        expected[held_out] = Trees(fit(~held_out)).predict(features[held_out])
-    doubtful = here & (np.abs(expected) < DOUBT)
-    return FittedPytorch(
-        ratio=fit(np.ones(len(problems), np.bool_)),
-        margin=_upper_quantile((expected - ratio)[doubtful], RISK),
-    )
+def margins(
+    kinds: Sequence[str], expected: NDArray[np.float64], actual: NDArray[np.float64]
+) -> dict[str, float]:
+    """By how much predictions may be too large, by the kind of the problem: conformal quantiles of
+    how far they exceed the truth on doubtful problems; on all of the kind where fewer than
+    ``MIN_PROBLEMS`` of them are doubtful, and on all problems where the kind has so few.
+
+    Args:
+        kinds: of problems that the predictions were not learned from.
+        expected: predicted logarithms of PyTorch's time over ours.
+        actual: the same as measured, ours being the config that was chosen: that it is not the
+            fastest is among the reasons why a prediction is too large.
+    """
+    errors, doubtful = expected - actual, np.abs(expected) < DOUBT
+    found = {}
+    for kind in sorted(set(kinds)):
+        of_kind = np.array(kinds) == kind
+        few = (errors[of_kind & doubtful], errors[of_kind], errors)
+        enough = next((some for some in few if len(some) >= MIN_PROBLEMS), errors)
+        found[kind] = _upper_quantile(enough, RISK)
+    return found
 
 
 def _upper_quantile(errors: NDArray[np.float64], risk: float) -> float:
@@ -108,11 +101,3 @@ def _upper_quantile(errors: NDArray[np.float64], risk: float) -> float:
     if level > 1 or not len(errors):
         return CAP
     return max(0.0, float(np.quantile(errors, level, method="higher")))
-
-
-def _parts(problems: Sequence[Record], seed: int) -> NDArray[np.intp]:
-    """A number below ``_PARTS`` for each problem, the same for all of a layer."""
-    layers = sorted({str(p.layer()) for p in problems})
-    random.Random(seed).shuffle(layers)
-    number = {layer: i % _PARTS for i, layer in enumerate(layers)}
-    return np.array([number[str(p.layer())] for p in problems])

@@ -32,7 +32,7 @@ from confpred.model.folder import (
 from confpred.model.pools import configs_digest
 from confpred.problem.device import KNOWN, Device
 from confpred.problem.record import Record
-from confpred.training.answers import answers
+from confpred.training.answers import held_out_answers
 from confpred.training.bounds import fit_bounds
 from confpred.training.dataset import Dataset, Timings
 from confpred.training.evaluate import MODEL, Summary, folds_of, judge_model, whole
@@ -76,8 +76,8 @@ def train(
     operation, split = dataset.operation, folds_of(dataset, FOLDS, seed)
     judged = judge_model(dataset, split, hyper, seed)
     regret = judged.summary(MODEL)
-    held_out = answers(dataset, split, judged.scores[MODEL], hyper, seed)
-    bounds = fit_bounds(held_out, dataset, seed)
+    held_out = held_out_answers(dataset, split, judged.scores[MODEL], hyper, seed)
+    bounds = fit_bounds(held_out.answers, dataset, seed)
     fitted = fit_families(dataset.everywhere, dataset.device, hyper, seed)
     pytorch = fit_pytorch(
         dataset.everywhere, dataset.pytorch_everywhere, operation, dataset.device, hyper, seed
@@ -90,7 +90,7 @@ def train(
     for f in fitted:
         files |= {REGISTERS.format(name): text for name, text in f.registers.items()}
     if pytorch is not None:
-        files[PYTORCH_TREES] = pytorch.ratio
+        files[PYTORCH_TREES] = pytorch
     files[BOUND_TREES] = bounds.quantile
     files[MEASURED] = _lines(_best(dataset))
     card = {
@@ -115,13 +115,14 @@ def train(
             for family in f.pool.families
         },
         "gate": gate and _gate_card(gate, dataset),
-        "pytorch": pytorch and {"margin": pytorch.margin, "features": _pytorch_features(dataset)},
+        "pytorch": pytorch
+        and {"margins": dict(held_out.margins), "features": _pytorch_features(dataset)},
         "hyperparameters": asdict(hyper),
         "measured_with": {name: list(found) for name, found in dataset.measured_with.items()},
         "metrics": {
             "folds": FOLDS,
             "regret": asdict(regret),
-            "whole": asdict(found) if (found := whole(held_out)) else None,
+            "whole": asdict(found) if (found := whole(held_out.answers)) else None,
         },
         "bounds": {
             "offsets": bounds.offsets,

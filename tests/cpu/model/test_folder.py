@@ -174,7 +174,7 @@ def test_an_impossible_bound_is_refused(folder, name, value):
 
     def change(card: dict) -> None:
         if name == "margin":
-            card["pytorch"]["margin"] = value
+            card["pytorch"]["margins"]["depthwise"] = value
         else:
             card["bounds"]["offsets"]["pytorch"] = value
 

@@ -118,7 +118,8 @@ def test_layouts_and_devices() -> None:
     assert (row.provider, row.reason) == ("pytorch", "layout NCHW")
     assert row.expected_ms == row.pytorch_ms
     (row,) = confpred.explain(First().half(), x, "a100").rows
-    assert (row.provider, row.reason) == ("pytorch", "no model for this device, and not measured on it")
+    unknown = "no model for this device, and not measured on it"
+    assert (row.provider, row.reason) == ("pytorch", unknown)
     with pytest.raises(UnknownDevice):
         confpred.explain(First(), x, "gtx")
 

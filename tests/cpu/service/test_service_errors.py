@@ -13,7 +13,7 @@ from fastapi.testclient import TestClient
 
 from confpred import Choice, Device, Predictor
 from confpred.predict.choice import MAX_TOP
-from confpred.problem.conv2d import CHOICES, LIMITS, PAIRS, Problem
+from confpred.problem.conv2d import CHOICES, LIMITS, PAIRS
 from confpred.problem.record import Record
 from confpred.service.app import create_app
 from confpred.service.schema import EXAMPLE
