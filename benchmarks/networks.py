@@ -79,10 +79,11 @@ LEAST_S = 30  # less than this left of the budget, and no new process is started
 
 
 def sampled_networks() -> set[str]:
-    """The networks of which a committed suite, and so perhaps the measurements, has a layer."""
+    """The networks of which a committed suite, and so perhaps the measurements, has a layer; those
+    that models are judged by are for no model to learn from."""
     return {
         network
-        for path in SUITES.glob("*.json")
+        for path in (*SUITES.glob("*.json"), SUITES / "dense" / "training.json")
         for problem in json.loads(path.read_text())["problems"]
         for network in problem.get("networks", ())
     }

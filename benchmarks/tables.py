@@ -110,6 +110,28 @@ def cudnn(result: dict[str, Any]) -> str:
     return markdown(heads, rows)
 
 
+def dense(result: dict[str, Any]) -> str:
+    """Our choice for dense layers of kinds of networks that nothing was learned from."""
+    heads = (
+        "layers",
+        "problems",
+        "over PyTorch's default",
+        "worst",
+        "over its benchmark mode",
+        "worst",
+        "slower by more than 5 %",
+        "not left to PyTorch",
+    )
+    rows = []
+    for part in result["summary"]:
+        name = f"{part['kind']}, {'with' if part['fused'] else 'without'} an epilogue"
+        modes = [part[mode] for mode in ("heuristics", "benchmark")]
+        speeds = [f"{mode[key]:.2f}x" for mode in modes for key in ("speedup", "worst")]
+        slower = max(mode["slower"] for mode in modes)
+        rows.append((name, str(part["problems"]), *speeds, str(slower), str(part["launched"])))
+    return markdown(heads, rows)
+
+
 def evidence(result: dict[str, Any]) -> str:
     """Our choice against cuDNN's better mode, layer by layer, in few and plain words."""
     heads = (
@@ -268,6 +290,8 @@ _RUNS = (
     "predict_latency.json",
     "sampling_rate.json",
     "networks.json",
+    "dense.json",
+    "dense_networks.json",
 )
 
 
@@ -283,7 +307,7 @@ def chains(result: dict[str, Any]) -> str:
 
 #: Results that a device may lack.
 OPTIONAL = (
-    *("networks.json", "sampling_plans.json"),
+    *("networks.json", "sampling_plans.json", "dense.json", "dense_networks.json"),
     *("im2col_chunks.json", "linear_chains.json"),
 )
 #: Table -> its result files, and the function that makes the table from them.
@@ -294,6 +318,7 @@ _OF_A_DEVICE: dict[str, tuple[tuple[str, ...], Callable[..., str]]] = (
         "families": (("evaluation.json",), families),
         "whole": (("evaluation.json",), whole),
         "cudnn": (("conv_vs_cudnn.json",), cudnn),
+        "dense": (("dense.json",), dense),
         "in-situ": (("in_situ.json",), in_situ),
         "host": (("host_overhead.json",), host),
         "latency": (("predict_latency.json",), latency),
@@ -307,6 +332,10 @@ _OF_A_DEVICE: dict[str, tuple[tuple[str, ...], Callable[..., str]]] = (
     }
     | {
         name: (("networks.json",), partial(make, markdown=markdown))
+        for name, make in OF_NETWORKS.items()
+    }
+    | {
+        f"dense-{name}": (("dense_networks.json",), partial(make, markdown=markdown))
         for name, make in OF_NETWORKS.items()
     }
     | {

@@ -23,8 +23,8 @@ _GUESS = 2.0
 _DESCRIBED = (ENGINE, *KNOBS)
 #: Engines by direction whose results are not as exact as an ordinary kernel's: gradients whose
 #: partial sums are rounded to the tensors' 16 bits (20, 47), or are off by more for some layers. Of
-#: the plans of dense layers in ``datasets/``, 76 of the 103 filter gradients of 20 and 47 in 16 bits
-#: failed the check against float64, and 46 of the 26,459 of engines that are not named here.
+#: the plans of dense layers in ``datasets/``, 76 of the 103 filter gradients of 20 and 47 in 16
+#: bits failed the check against float64, and 46 of the 26,459 of engines not named here.
 _INEXACT = frozenset({("dgrad", 2), ("wgrad", 17), ("wgrad", 20), ("wgrad", 47), ("wgrad", 62)})
 
 

@@ -14,6 +14,8 @@ from confpred.problem.record import Record
 
 MAX_TOP = 32  # choices that one answer may have
 Source = Literal["pinned", "measured", "predicted", "transferred", "heuristic", "fallback"]
+#: Families are called after the layers that they are for.
+_FOR_DENSE = "dense_"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +75,12 @@ class Choice:
     @property
     def is_guess(self) -> bool:
         """Whether no measurement of such problems on this device stands behind the choice: it has
-        no model, or a kernel of ours is to serve a dense layer, which none was measured on.
-        PyTorch's operator runs then."""
+        no model, or a kernel of ours is to serve a dense layer, which those for grouped layers
+        could and were not measured on. PyTorch's operator runs then."""
+        if self.source != "predicted":
+            return self.source in ("transferred", "heuristic")
         dense = getattr(self.problem, "groups", None) == 1 and self.provider in all_kernels()
-        return self.source in ("transferred", "heuristic") or (self.source == "predicted" and dense)
+        return dense and (self.extrapolated or not self.provider.startswith(_FOR_DENSE))
 
     def to_json(self) -> dict[str, Any]:
         """The one JSON form of a choice, printed by the CLI and sent by the service."""

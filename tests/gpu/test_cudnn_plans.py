@@ -88,8 +88,9 @@ def test_plans_are_timed_like_kernels(device: Device) -> None:
     rows = np.flatnonzero(FAMILY.listed(problem, device))[:8].tolist()
     outcomes = measure(problem, FAMILY, rows, ordinal=0, seed=0, report=lambda _row: None)
     timed = [o for o in outcomes if o.status == "ok"]
-    assert timed
-    assert all(0 < o.time_ms < 10 for o in timed)
+    assert all(o.time_ms > 0 for o in timed)
+    assert min(o.time_ms for o in timed) < 10
+    assert all(o.samples > 1 for o in timed if o.time_ms < 5)  # others may be hopeless
 
 
 def test_a_plan_runs_on_pytorchs_tensors_and_stream(device: Device) -> None:
