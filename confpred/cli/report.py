@@ -37,8 +37,8 @@ def command(
     script are inside it, and it asks no server for anything.
 
     \b
-    confpred report models/h200-2026.11.21 datasets/h200.parquet \\
-      benchmarks/results/h200/evaluation.json --out report.html
+    confpred report models datasets/*.parquet benchmarks/results/*/evaluation.json \\
+      --out report.html
     confpred report runs/ --out report.html
     confpred report models/ --out models.html
     """

@@ -36,7 +36,7 @@ def rank_families(
         limits: what every config keeps within. Who can win was learned without any, so that all
             families compete where there are some.
     """
-    serving = [[n for n, known in families.items() if known.offer.serves(p)] for p in problems]
+    serving = [[n for n, known in families.items() if known.serves(p)] for p in problems]
     together = Several.of(problems)
     gate = gate if limits == UNLIMITED else None
     opened = serving if gate is None else gate.open(problems, device, serving)

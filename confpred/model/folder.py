@@ -308,7 +308,10 @@ def _load(folder: Path, read: ModelFiles) -> Model:
             registers = None
             if (table := REGISTERS.format(family.name)) in files:
                 registers = Registers(family, files[table].decode())
-            families[family.name] = FamilyModel(family, pool, order, time, portfolio, registers)
+            groupings = frozenset(map(str, entry["groupings"]))
+            families[family.name] = FamilyModel(
+                family, pool, order, time, portfolio, registers, groupings
+            )
             stale += _stale(entry["source"], entry["source_digests"])
     gate = None
     if GATE_TREES in files:

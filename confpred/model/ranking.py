@@ -37,6 +37,7 @@ class FamilyModel:
         time: regressor of log(time / roofline time), from the same features.
         portfolio: mask over the family's config table: the configs worth offering.
         registers: what is known of the family's compiled kernels, or None.
+        groupings: of the problems that it was measured on, and serves; None for any.
         offer: the portfolio, prepared for predictions.
         is_free: whether its configs need not be looked into where nothing is limited.
     """
@@ -47,6 +48,7 @@ class FamilyModel:
     time: Trees
     portfolio: NDArray[np.bool_]
     registers: Registers | None = None
+    groupings: frozenset[str] | None = None
     offer: Offer = field(init=False, repr=False, compare=False)
     is_free: bool = field(init=False, repr=False, compare=False)
 
@@ -54,6 +56,11 @@ class FamilyModel:
         offer = Offer(self.family, self.pool, self.portfolio, self.registers)
         object.__setattr__(self, "offer", offer)
         object.__setattr__(self, "is_free", is_free(self.family))
+
+    def serves(self, problem: Record) -> bool:
+        """Whether it may have configs for `problem`, and was measured on problems like it."""
+        known = self.groupings is None or problem.grouping in self.groupings
+        return known and self.offer.serves(problem)
 
     def candidates(self, problem: Record, device: Device) -> Rows:
         """Configs worth comparing: the portfolio's legal ones, or all legal ones if it has none."""

@@ -9,13 +9,11 @@ from typing import Any, Literal
 
 from confpred.errors import InvalidInput
 from confpred.families.candidate import PYTORCH_OPERATOR, Candidate
-from confpred.families.registry import all_families, all_kernels, config_of
+from confpred.families.registry import all_families, config_of
 from confpred.problem.record import Record
 
 MAX_TOP = 32  # choices that one answer may have
 Source = Literal["pinned", "measured", "predicted", "transferred", "heuristic", "fallback"]
-#: Families are called after the layers that they are for.
-_FOR_DENSE = "dense_"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,13 +72,9 @@ class Choice:
 
     @property
     def is_guess(self) -> bool:
-        """Whether no measurement of such problems on this device stands behind the choice: it has
-        no model, or a kernel of ours is to serve a dense layer, which those for grouped layers
-        could and were not measured on. PyTorch's operator runs then."""
-        if self.source != "predicted":
-            return self.source in ("transferred", "heuristic")
-        dense = getattr(self.problem, "groups", None) == 1 and self.provider in all_kernels()
-        return dense and (self.extrapolated or not self.provider.startswith(_FOR_DENSE))
+        """Whether no measurement of such problems on this device stands behind the choice: no
+        model of the device knows them. PyTorch's operator runs then."""
+        return self.source in ("transferred", "heuristic")
 
     def to_json(self) -> dict[str, Any]:
         """The one JSON form of a choice, printed by the CLI and sent by the service."""

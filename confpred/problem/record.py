@@ -103,9 +103,15 @@ class Record:
         raise NotImplementedError
 
     @property
-    def kind(self) -> str:
-        """What sort of problem it is, where sorts differ in how well PyTorch's operator does."""
+    def grouping(self) -> str:
+        """What sort of problem it is, where what was measured of one sort says nothing of another:
+        one for all by default."""
         return "any"
+
+    @property
+    def kind(self) -> str:
+        """Its grouping, and what else decides how well PyTorch's operator does."""
+        return self.grouping
 
     def layer(self: _R) -> _R:
         """The part of the problem that a network's design fixes. Problems that differ only in what

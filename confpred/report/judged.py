@@ -21,7 +21,7 @@ from confpred.files import read_json
 from confpred.problem.device import Device, get_device
 from confpred.problem.record import Record
 
-FORMAT = "confpred-evaluation/2"
+FORMAT = "confpred-evaluation/3"
 #: A choice that takes this many times as long as the best config is told apart as slow.
 SLOW = 1.1
 COVERAGE = 0.95  # that a bound is calibrated for

@@ -113,13 +113,25 @@ def test_plans_of_a_kind_are_described_and_launched(direction: str, dtype: str) 
         assert launch.plan.tf32 == (core and dtype == "float32")
 
 
-def test_what_must_repeat_to_the_bit_has_fewer_plans() -> None:
+def test_what_must_repeat_to_the_bit_does() -> None:
     sizes = (8, 64, 56, 56, 64, 3, 3)
     free = FAMILY.legal(Problem(*sizes, padding=1, direction="wgrad"), H200)
     strict = Problem(*sizes, padding=1, direction="wgrad", deterministic=True)
     repeatable = FAMILY.legal(strict, H200)
-    assert 0 < repeatable.sum() < free.sum()
+    assert repeatable.any()
     assert not (repeatable & ~free).any()
+    for problem in (strict, replace(strict, direction="dgrad", deterministic=False)):
+        assert table().notes["repeatable"][FAMILY.legal(problem, H200)].all()
+
+
+@pytest.mark.parametrize(("direction", "engines"), [("wgrad", {20, 47}), ("dgrad", {2})])
+def test_engines_that_are_not_exact_are_not_offered(direction: str, engines: set[int]) -> None:
+    problem = Problem(8, 64, 56, 56, 64, 3, 3, padding=1, direction=direction)
+    known = table().kinds[kind_of(problem)]
+    assert engines <= set(FAMILY.configs["engine"][known].tolist())
+    offered = FAMILY.legal(problem, H200)
+    assert not engines & set(FAMILY.configs["engine"][offered].tolist())
+    assert not (offered & ~known).any()
 
 
 def test_gradients_of_filter_and_bias_together_have_no_plan() -> None:

@@ -139,21 +139,3 @@ def test_dense_layers_pass_by_where_no_library_is_known(
     assert choosing.may_serve_dense  # not known yet
     choosing.choose(replace(NEW, n=2), 0)
     assert not choosing.may_serve_dense
-
-
-@pytest.mark.parametrize(
-    ("provider", "extrapolated", "guess"),
-    [
-        ("dense_fprop", False, False),
-        ("dense_fprop", True, True),
-        ("grouped_fprop", False, True),
-        ("cudnn", True, False),
-    ],
-)
-def test_kernels_serve_the_dense_layers_that_they_were_measured_on(
-    dense: Predictor, provider: str, extrapolated: bool, guess: bool
-) -> None:
-    choice = dense.choose(NEW, DEVICE)
-    asked = replace(choice, candidate=Candidate(provider, 0), extrapolated=extrapolated)
-    assert asked.is_guess is guess
-    assert not replace(asked, source="pinned").is_guess

@@ -33,6 +33,8 @@ def plain(model: Model, problem: Problem, names: list[str]) -> list[tuple[float,
     found = []
     for name in names:
         family = model.families[name]
+        if not family.serves(problem):
+            continue
         rows = family.candidates(problem, model.device)
         if len(rows):
             ranked, seconds = family.rank(problem, model.device, rows)
@@ -60,7 +62,7 @@ def test_many_choices_are_those_of_one_after_another(model):
 
 
 def test_the_gate_leaves_families_out_and_nothing_else(model):
-    serving = [[n for n, f in model.families.items() if f.offer.serves(p)] for p in EVERY]
+    serving = [[n for n, f in model.families.items() if f.serves(p)] for p in EVERY]
     opened = model.gate.open(EVERY, model.device, serving)
     rankings = rank_families(model.families, model.gate, EVERY, model.device)
     closed = 0
@@ -123,6 +125,19 @@ def pairs_of(model: Model, problem: Problem, count: int) -> tuple[Pairs, np.ndar
     rows = family.candidates(problem, model.device)[:count]
     features = family.pool.features(family.family, problem, model.device, rows)
     return Pairs.of_one(rows, features), family.order.predict(features)
+
+
+def test_families_serve_what_they_were_measured_on(model):
+    """Grouped kernels could compute dense layers, and cuDNN's plans grouped ones."""
+    sizes = "n=8 c=64 h=28 w=28 k=64 r=3 s=3 padding=1"
+    served = {8: {"grouped"}, 64: {"depthwise", "grouped"}, 1: {"cudnn", "dense"}}
+    for groups, kinds in served.items():
+        problem = Problem.parse(f"{sizes} groups={groups}")
+        (options,) = rank_families(model.families, None, [problem], model.device, MAX_TOP)
+        found = {candidate.provider.partition("_")[0] for _, candidate in options}
+        dense = groups == 1 and "cudnn" not in model.families
+        assert found <= (set() if dense else kinds)
+        assert found or dense
 
 
 def test_few_candidates_are_ordered_by_the_whole_ensemble(model):

@@ -185,7 +185,7 @@ def test_an_impossible_bound_is_refused(folder, name, value):
 
 def test_a_range_of_other_features_is_refused(folder):
     edit(folder, lambda card: card["bounds"]["ranges"]["pytorch"]["least"].pop())
-    with pytest.raises(ModelError, match="the range of pytorch is not of 25 features"):
+    with pytest.raises(ModelError, match="the range of pytorch is not of 30 features"):
         load_model(folder)
 
 

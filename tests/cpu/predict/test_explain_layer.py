@@ -192,7 +192,7 @@ def test_a_measured_layer_says_so_and_is_its_own_neighbour(predictor, model):
 
 
 def test_where_pytorchs_operator_is_chosen_its_risk_is_named(predictor, model):
-    careful = replace(model, pytorch=replace(model.pytorch, margin=5.0))
+    careful = replace(model, pytorch=replace(model.pytorch, margins={UNSEEN.kind: 5.0}))
     found = confpred.explain_layer(UNSEEN, predictor=Predictor({"h100": careful}))
     assert found.choice.candidate == PYTORCH_OPERATOR
     assert found.comparisons == ()

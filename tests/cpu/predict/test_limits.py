@@ -147,16 +147,17 @@ def test_predictions_and_measured_bests_keep_within(model_folder: Path) -> None:
 
 def test_a_family_may_answer_for_itself() -> None:
     from confpred.cudnn.family import FAMILY
+    from confpred.cudnn.table import table
 
     problem = replace(FPROP, groups=1, direction="dgrad", dtype="float32")
     rows = np.flatnonzero(FAMILY.legal(problem, H100))
     exact = within(FAMILY, problem, rows, Limits(tf32=False))
     assert 0 < len(exact) < len(rows)
     assert not any(FAMILY.launch(problem, int(row)).tf32 for row in exact)
-    problem = replace(problem, direction="wgrad")  # only its plans may differ from call to call
-    rows = np.flatnonzero(FAMILY.legal(problem, H100))
-    repeatable = within(FAMILY, problem, rows, Limits(deterministic=True))
-    assert 0 < len(repeatable) < len(rows)
+    every = np.arange(len(FAMILY.configs))  # also those that no problem is offered
+    repeatable = within(FAMILY, problem, every, Limits(deterministic=True))
+    assert repeatable.tolist() == np.flatnonzero(table().notes["repeatable"]).tolist()
+    assert len(repeatable) < len(every)
 
 
 def test_the_service_keeps_within_limits() -> None:

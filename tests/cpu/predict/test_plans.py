@@ -218,10 +218,10 @@ def test_an_absent_file_is_named(tmp_path: Path) -> None:
 
 
 def test_a_guess_becomes_pytorchs_operator_in_a_plan() -> None:
-    """No suite has a dense layer: what the model says of one is never launched."""
+    """What no model knows of is never launched."""
     dense = Problem(n=32, c=32, h=56, w=56, k=32, r=3, s=3, padding=(1, 1))
-    choice = Choice(dense, "h200", "predicted", Candidate("grouped_fprop", 0), predicted_ms=0.1)
+    choice = Choice(dense, "h200", "heuristic", Candidate("grouped_fprop", 0), predicted_ms=0.1)
     assert choice.is_guess
     assert not replace(choice, source="pinned").is_guess
-    assert not replace(choice, candidate=PYTORCH_OPERATOR).is_guess
+    assert not replace(choice, source="predicted").is_guess
     assert [c.candidate for c in plan_of([choice]).choices] == [PYTORCH_OPERATOR]

@@ -39,7 +39,7 @@ def entry(problem: str, regret: float, *networks: str, family: str = "grouped_fp
 
 WGRAD = LAYER.format(9) + " direction=wgrad dtype=bfloat16"
 FIGURES: dict[str, Any] = {
-    "format": "confpred-evaluation/2",
+    "format": "confpred-evaluation/3",
     "device": "h100",
     "folds": [{"networks": ["a", "b"]}, {"networks": ["c"]}],
     "judged": [
