@@ -205,7 +205,7 @@ def short_cuts(model: Model, problems: Sequence[Problem]) -> dict[str, Any]:
         expected: dict[Candidate, float] = {}
         for name, learned in model.families.items():
             rows = learned.candidates(problem, model.device)
-            if not len(rows):
+            if not len(rows) or not learned.serves(problem):
                 continue
             serving += 1
             features = learned.features(problem, model.device, rows)
@@ -216,6 +216,8 @@ def short_cuts(model: Model, problems: Sequence[Problem]) -> dict[str, Any]:
                 Candidate(name, row): value
                 for row, value in zip(rows.tolist(), log_s.tolist(), strict=True)
             }
+        if not expected:  # nothing of what it was measured on is legal
+            continue
         compared += len({candidate.provider for _, candidate in ranking})
         lost = expected[ranking[0][1]] - min(expected.values())
         missed.append(lost > 0)
