@@ -81,7 +81,7 @@ class HeldOut:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Offered:
+class Offered:
     """A problem of a fold's test, before PyTorch's operator has its place among the candidates of
     `ours`; `log_ratio` is what is expected of its time, or None where nothing is."""
 
@@ -107,15 +107,19 @@ def held_out_answers(
         scores: how the model of each fold did on its test timings, fold by fold.
         hyper, seed: of what predicts PyTorch's time.
     """
-    offered = list(_offered(dataset, folds, scores, hyper, seed))
+    return answered(list(_offered(dataset, folds, scores, hyper, seed)))
+
+
+def answered(offered: Sequence[Offered]) -> HeldOut:
+    """`offered`, fold by fold, with PyTorch's operator in its place."""
     found = []
-    for number in range(len(folds)):
+    for number in sorted({o.fold for o in offered}):
         known = _margins([o for o in offered if o.fold != number])
         found += [_placed(o, known) for o in offered if o.fold == number]
     return HeldOut(tuple(found), _margins(offered))
 
 
-def _margins(offered: Sequence[_Offered]) -> dict[str, float]:
+def _margins(offered: Sequence[Offered]) -> dict[str, float]:
     kinds, expected, actual = [], [], []
     for o in offered:
         if o.log_ratio is not None and o.ours.pytorch_ms is not None:
@@ -125,7 +129,7 @@ def _margins(offered: Sequence[_Offered]) -> dict[str, float]:
     return margins(kinds, np.array(expected), np.array(actual))
 
 
-def _placed(offered: _Offered, known: Mapping[str, float]) -> Answer:
+def _placed(offered: Offered, known: Mapping[str, float]) -> Answer:
     ours, ratio = offered.ours, offered.log_ratio
     if ratio is None:
         return ours
@@ -139,7 +143,7 @@ def _offered(
     scores: Sequence[Score],
     hyper: Hyperparameters,
     seed: int,
-) -> Iterator[_Offered]:
+) -> Iterator[Offered]:
     left, device = iter(scores), dataset.device
     everywhere, operation = dataset.pytorch_everywhere, dataset.operation
     for number, fold in enumerate(folds):
@@ -153,10 +157,10 @@ def _offered(
         for problem, parts in of_problem.items():
             theirs = dataset.pytorch_ms.get(problem)
             if model is None:
-                yield _Offered(number, _ours(problem, parts, gate, None), None)
+                yield Offered(number, _ours(problem, parts, gate, None), None)
             elif theirs is not None:
                 (expected,) = model.log_ratios([problem], device).tolist()
-                yield _Offered(number, _ours(problem, parts, gate, theirs), expected)
+                yield Offered(number, _ours(problem, parts, gate, theirs), expected)
 
 
 def _ours(

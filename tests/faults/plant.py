@@ -37,6 +37,8 @@ else:
 ROOT = Path(__file__).parents[2]
 FAULTS = Path(__file__).with_name("faults.toml")
 WANTED = 0.95
+#: Seconds that the tests of a fault may take; all of them take ten at most without it.
+_PATIENCE_S = 120.0
 #: What is installed inside the package and lies beside it in the repository.
 _INSIDE = ("kernels", "models", "service")
 #: Plugins that no test here needs; they would take longer to import than most tests take.
@@ -121,13 +123,17 @@ def copied(root: Path) -> Iterator[Path]:
 
 
 def run_tests(copy: Path, tests: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """Run `tests` in the copy of the repository, up to the first that fails."""
+    """Run `tests` in the copy of the repository, up to the first that fails; one that never ends
+    fails too."""
     environment = os.environ | {"PYTHONPATH": str(copy)}  # before the installation
-    return subprocess.run(
-        [sys.executable, "-m", "pytest", "-x", "-q", *_QUICKER, *tests],
-        cwd=copy, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT, text=True, check=False,
-    )  # fmt: skip
+    command = [sys.executable, "-m", "pytest", "-x", "-q", *_QUICKER, *tests]
+    try:
+        return subprocess.run(
+            command, cwd=copy, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, text=True, check=False, timeout=_PATIENCE_S,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return subprocess.CompletedProcess(command, _FAILED, "the tests did not end")
 
 
 def plant(copy: Path, fault: Fault) -> Outcome:

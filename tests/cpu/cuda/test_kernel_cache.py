@@ -80,6 +80,10 @@ def test_a_damaged_entry_is_removed_and_compiled_again(
             "foreign": b"\x7fELF not one of ours",
         }[damage]
     )
+    damaged = path.read_bytes()
+    assert KernelCache(tmp_path).get(path.stem) is None
+    assert not path.exists()
+    path.write_bytes(damaged)
     again = compile_into(tmp_path)
     assert not again.cached
     assert again.cubin == good.cubin
@@ -113,12 +117,13 @@ def test_a_folder_that_cannot_be_written_only_costs_a_compile(
     assert "not writable" in caplog.text
 
 
+@pytest.mark.parametrize("mode", [0o702, 0o720])
 def test_a_folder_that_others_can_write_to_is_not_trusted(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    mode: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     compile_into(tmp_path)
     folder = entry(tmp_path).parent
     assert folder.stat().st_mode & 0o777 == 0o700
-    folder.chmod(0o777)
+    folder.chmod(mode)
     assert not compile_into(tmp_path).cached
     assert "can be written by other users" in caplog.text

@@ -76,6 +76,13 @@ def test_repeated_measurements_are_combined_by_their_median(tmp_path):
     assert timings.time_ms.tolist() == [2.0]
 
 
+def test_repeated_measurements_of_pytorchs_operator_are_too(tmp_path):
+    theirs = next(row for row in ROWS if row["family"] == PYTORCH)
+    rows = [*ROWS, *(theirs | {"time_ms": theirs["time_ms"] * times} for times in (4, 9))]
+    found = read_dataset([write(tmp_path / "rows.parquet", rows)]).pytorch_ms
+    assert 4 * theirs["time_ms"] in found.values()
+
+
 def test_networks_of_repeated_measurements_are_joined(tmp_path):
     rows = [ROWS[0] | {"networks": names} for names in ("b", "a,c", "")]
     (timings,) = read_dataset([write(tmp_path / "rows.parquet", rows)]).timings
