@@ -76,3 +76,22 @@ class Tabled(ABC):
         t = table.at(at)
         derived = self._derived(problem, device, t, workings)
         return feature_matrix(self.feature_names, problem, device, t, derived)
+
+
+class OneDirection(Tabled):
+    """One direction of a kernel that computes several, of which the forward one has an epilogue.
+
+    Attributes:
+        direction: of the problems it serves.
+        operands: the kernel's pointers, in its order.
+        shared_features: the columns that all its directions have.
+    """
+
+    shared_features: tuple[str, ...]
+
+    def __init__(self, name: str, direction: str, operands: tuple[str, ...]) -> None:
+        self.name = name
+        self.direction = direction
+        self.operands = operands
+        epilogue = ("bias", "activation", "residual") if direction == "fprop" else ()
+        self.feature_names = (*self.shared_features, *epilogue)

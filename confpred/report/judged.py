@@ -20,8 +20,8 @@ from confpred.families.registry import all_families
 from confpred.files import read_json
 from confpred.problem.device import Device, get_device
 from confpred.problem.record import Record
+from confpred.training import EVALUATION_FORMAT
 
-FORMAT = "confpred-evaluation/3"
 #: A choice that takes this many times as long as the best config is told apart as slow.
 SLOW = 1.1
 COVERAGE = 0.95  # that a bound is calibrated for
@@ -77,7 +77,7 @@ def read_evaluation(path: Path) -> Evaluated:
     Raises:
         DataError: the file cannot be read, is damaged, or is no evaluation.
     """
-    return evaluated(read_json(path, "an evaluation", FORMAT), path.name)
+    return evaluated(read_json(path, "an evaluation", EVALUATION_FORMAT), path.name)
 
 
 def evaluated(figures: Mapping[str, Any], source: str) -> Evaluated:

@@ -6,6 +6,8 @@ from importlib.util import find_spec
 
 from confpred.errors import MissingExtra
 
+#: What the JSON of ``confpred evaluate`` says of its own form; `confpred.report` reads it.
+EVALUATION_FORMAT = "confpred-evaluation/3"
 _PACKAGES = ("pyarrow", "joblib", "rich", "matplotlib")
 
 

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from confpred.errors import MissingExtra
 from confpred.families.candidate import PYTORCH_OPERATOR
 from confpred.problem.device import Device
+from confpred.training import EVALUATION_FORMAT
 from confpred.training.answers import Answer, held_out_answers
 from confpred.training.bounds import FittedBounds, fit_bounds
 from confpred.training.dataset import Dataset, Timings
@@ -214,7 +215,7 @@ class Evaluation:
         """The figures as plain data."""
         judged, names = self.judged, sorted({t.family for t in self.judged.timings})
         return {
-            "format": "confpred-evaluation/3",
+            "format": EVALUATION_FORMAT,
             "device": self.dataset.device.key,
             "data": self.dataset.digest,
             "other_devices": [other.device.key for other in self.dataset.others],

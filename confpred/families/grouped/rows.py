@@ -17,7 +17,7 @@ from confpred.families.grouped import common as grouped
 from confpred.families.grouped.axis import axes_of
 from confpred.families.protocol import Rows
 from confpred.families.several import each, each_row, narrowed
-from confpred.families.tabled import Tabled
+from confpred.families.tabled import OneDirection
 from confpred.problem.conv2d import Problem
 from confpred.problem.conv2d_operation import CONVOLUTION, dtype_macro
 from confpred.problem.device import Device
@@ -121,27 +121,14 @@ _SHARED_FEATURES = (
 )  # fmt: skip
 
 
-class GroupedRows(Tabled):
-    """One direction of ``kernels/grouped_rows.cu``.
-
-    Attributes:
-        name: of the family.
-        direction: of the problems it serves.
-        operands: the kernel's pointers, in its order.
-        feature_names: of its problems and configs.
-    """
+class GroupedRows(OneDirection):
+    """One direction of ``kernels/grouped_rows.cu``."""
 
     operation = CONVOLUTION
     configs = _CONFIGS
     whole = _WHOLE
     kernel_fields = _COMPILED
-
-    def __init__(self, name: str, direction: str, operands: tuple[str, ...]) -> None:
-        self.name = name
-        self.direction = direction
-        self.operands = operands
-        epilogue = ("bias", "activation", "residual") if direction == "fprop" else ()
-        self.feature_names: tuple[str, ...] = (*_SHARED_FEATURES, *epilogue)
+    shared_features = _SHARED_FEATURES
 
     def serves(self, problem: Problem) -> bool:
         return problem.direction == self.direction and grouped.handles(problem)
