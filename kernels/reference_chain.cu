@@ -1,21 +1,6 @@
 // What chains of linear layers are checked against: in float64, a block computes one row of the output, and a
-// warp a feature at a time. Rows of features before and after a layer lie in shared memory. Where there is no GPU,
-// a test has it in float32, which can be interpreted.
-#include "depthwise.cuh"
-
-#ifndef REAL
-#define REAL double
-#endif
-typedef REAL Real;
-
-__device__ __forceinline__ Real activated(Real x) {
-    if (ACTIVATION == ACTIVATION_RELU) return x < Real(0.0) ? Real(0.0) : x;
-    if (ACTIVATION == ACTIVATION_SILU) return x / (Real(1.0) + exp(-x));
-    if (ACTIVATION == ACTIVATION_GELU) return Real(0.5) * x * (Real(1.0) + erf(x * Real(0.70710678118654752)));
-    if (ACTIVATION == ACTIVATION_RELU6) return fmin(fmax(x, Real(0.0)), Real(6.0));
-    if (ACTIVATION == ACTIVATION_HARDSWISH) return x * fmin(fmax(x + Real(3.0), Real(0.0)), Real(6.0)) / Real(6.0);
-    return x;
-}
+// warp a feature at a time. Rows of features before and after a layer lie in shared memory.
+#include "reference.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS) reference_chain(
     Real* reference, const Element* in, const Element* weight0, const Element* weight1, const Element* weight2,
@@ -26,7 +11,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) reference_chain(
     const Element* const weights[] = {weight0, weight1, weight2, weight3, weight4, weight5, weight6, weight7};
     const Element* const biases[] = {bias0, bias1, bias2, bias3, bias4, bias5, bias6, bias7};
     extern __shared__ Real rows[];
-    for (int i = threadIdx.x; i < inputs; i += THREADS) rows[i] = element_to_float(in[static_cast<i64>(blockIdx.x) * inputs + i]);
+    for (int i = threadIdx.x; i < inputs; i += THREADS) rows[i] = real(in[static_cast<i64>(blockIdx.x) * inputs + i]);
     __syncthreads();
     const int lane = threadIdx.x % 32;
     for (int layer = 0; layer < layers; ++layer) {
@@ -36,11 +21,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) reference_chain(
         for (int feature = threadIdx.x / 32; feature < after; feature += THREADS / 32) {
             const Element* const weight = weights[layer] + static_cast<i64>(feature) * before;
             Real sum = 0;
-            for (int i = lane; i < before; i += 32) sum += from[i] * element_to_float(weight[i]);
+            for (int i = lane; i < before; i += 32) sum += from[i] * real(weight[i]);
             for (int apart = 16; apart > 0; apart /= 2) sum += __shfl_down_sync(~0u, sum, apart);
             if (lane) continue;
-            if (biases[layer]) sum += element_to_float(biases[layer][feature]);
-            to[feature] = layer < layers - 1 || last ? activated(sum) : sum;
+            if (biases[layer]) sum += real(biases[layer][feature]);
+            to[feature] = layer < layers - 1 || last ? activated(sum, ACTIVATION) : sum;
         }
         __syncthreads();
     }

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 _THREADS = 256
 #: Into how many parts the reference cuts the pixels that a filter element's gradient sums over.
 _SLICES = 512
+#: The reference of a dense convolution: rows and columns of a block's tile, and how many blocks are
+#: enough to fill a GPU.
+_TILE, _BLOCKS = 64, 1024
 
 
 _MOST_ALIGNED = 64
@@ -94,9 +97,15 @@ class Convolution:
             "filter_grad": (("out_grad", "in"), p.filter_elements, _SLICES),
             "bias_grad": (("out_grad",), p.k, _SLICES),
         }[output]
+        source, grid = "reference", (-(-elements // _THREADS), slices, 1)
+        if p.groups == 1 and output != "bias_grad":
+            rows, columns, terms = _product(p)
+            tiles = -(-rows // _TILE), -(-columns // _TILE)
+            slices = min(-(-_BLOCKS // (tiles[0] * tiles[1])), -(-terms // _TILE))
+            source, grid = "reference_dense", (*tiles, slices if output == "filter_grad" else 1)
         return Step(
-            KernelSpec("reference.cu", f"reference_{output}", (dtype_macro(p),)),
-            grid=(-(-elements // _THREADS), slices, 1),
+            KernelSpec(f"{source}.cu", f"{source}_{output}", (dtype_macro(p),)),
+            grid=grid,
             block=(_THREADS, 1, 1),
             smem_bytes=0,
             operands=(REFERENCE, *inputs),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ptx.machine import Copy, Machine, numpy_type
-from ptx.memory import Lanes, unsigned
+from ptx.memory import Lanes, Words, unsigned
 from ptx.operands import Maker, Step, elements, refuse, shared_address
 from ptx.text import SIZES, PtxError
 
@@ -21,7 +21,8 @@ def _load(modifiers: list[str], operands: list[str]) -> Step:
         if space == "param":
             name = operands[1][1:-1]
             value = np.array(machine.arguments[name] & (1 << 8 * SIZES[kind]) - 1)
-            machine.write(registers[0], value.astype(numpy_type(f"u{8 * SIZES[kind]}")), lanes)
+            bits = value.astype(numpy_type(f"u{8 * SIZES[kind]}"))
+            _write_widened(machine, registers[0], bits.view(numpy_type(kind)), lanes)
             return
         size, count = SIZES[kind], len(registers)
         if space == "global":
@@ -38,12 +39,17 @@ def _load(modifiers: list[str], operands: list[str]) -> Step:
             raise PtxError(f"memory of space {space} is not interpreted")
         for i, register in enumerate(registers):
             value = np.ascontiguousarray(words[:, i]).view(numpy_type(kind))
-            width = SIZES[machine.kernel.registers[register]]
-            if value.dtype.itemsize < width:
-                value = value.astype(np.dtype(f"{value.dtype.kind}{width}"))
-            machine.write(register, value, lanes)
+            _write_widened(machine, register, value, lanes)
 
     return step
+
+
+def _write_widened(machine: Machine, register: str, value: Words, lanes: Lanes) -> None:
+    """Set a register that may be wider than what was loaded; the loaded type extends the sign."""
+    width = SIZES[machine.kernel.registers[register]]
+    if value.dtype.itemsize < width:
+        value = value.astype(np.dtype(f"{value.dtype.kind}{width}"))
+    machine.write(register, value, lanes)
 
 
 def _store(modifiers: list[str], operands: list[str]) -> Step:

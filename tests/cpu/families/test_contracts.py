@@ -23,7 +23,7 @@ from ptx.text import PtxError
 from confpred.families.kernel_text import file_text
 from confpred.families.protocol import Family
 from confpred.families.registry import all_kernels
-from confpred.problem.conv2d import Problem
+from confpred.problem.conv2d import DIRECTIONS, Problem
 from confpred.problem.conv2d_operation import CONVOLUTION
 from confpred.problem.operation import REFERENCE, KernelSpec, Operation, Step
 from confpred.problem.record import Record
@@ -44,10 +44,12 @@ ROLES: Mapping[str, Mapping[str, str]] = {
     "depthwise_banded_wgrad": _SUMS,
     "depthwise_wgrad_sum": _SUMS,
     "grouped_wgrad_sum": {"scratch": "sums"},
-    "reference_out": {REFERENCE: "out"},
-    "reference_in_grad": {REFERENCE: "in_grad"},
-    "reference_filter_grad": {REFERENCE: "filter_grad"},
     "reference_bias_grad": {REFERENCE: "bias_grad"},
+    **{
+        f"{reference}_{output}": {REFERENCE: output}
+        for reference in ("reference", "reference_dense")
+        for output in ("out", "in_grad", "filter_grad")
+    },
     "reference_layer_norm": {REFERENCE: "out"},
 }
 
@@ -130,12 +132,15 @@ def references(operation: Operation, *problems: Record) -> list[Step]:
     ]
 
 
-LAYER = Problem(2, 16, 9, 9, 16, 3, 3, groups=2)
-WGRAD = replace(LAYER, direction="wgrad", bias=True)
+LAYERS_OF_REFERENCES = [
+    Problem(2, 16, 9, 9, 16, 3, 3, groups=groups, direction=direction, bias=direction == "wgrad")
+    for groups in (1, 2)
+    for direction in DIRECTIONS
+]
 NORM = layer_norm.LayerNormProblem(32, 96)
 STEPS = [
     *itertools.chain.from_iterable(map(steps_of, FAMILIES.values())),
-    *references(CONVOLUTION, LAYER, replace(LAYER, direction="dgrad"), WGRAD),
+    *references(CONVOLUTION, *LAYERS_OF_REFERENCES),
     layer_norm.FAMILY.launch(NORM, int(np.argmax(layer_norm.FAMILY.legal(NORM, H100)))).steps[0],
     *references(layer_norm.FAMILY.operation, NORM),
 ]
@@ -155,6 +160,7 @@ def test_every_kernel_is_here() -> None:
         "grouped_wgrad_sum.cu",
         "layer_norm.cu",
         "reference.cu",
+        "reference_dense.cu",
     }
 
 
@@ -188,7 +194,7 @@ def test_a_missing_or_unknown_name_is_seen(step: Step) -> None:
 
 
 def test_a_parameter_that_is_no_int_is_seen() -> None:
-    step = references(CONVOLUTION, LAYER)[0]
+    step = references(CONVOLUTION, LAYERS_OF_REFERENCES[0])[0]
     text = file_text(step.kernel.file).replace("int activation", "float activation")
     assert len(breaches(step, text)) == 1
 

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -74,13 +75,13 @@ def test_features_are_one_finite_row(problem: Problem) -> None:
     assert np.isfinite(row).all()
 
 
+@pytest.mark.parametrize("groups", [1, 3])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("output", sorted(set().union(*OUTPUTS.values())))
-def test_reference_kernels_compile(output: str, dtype: str, tmp_path: Path) -> None:
+def test_reference_kernels_compile(output: str, dtype: str, groups: int, tmp_path: Path) -> None:
     direction = next(d for d in OUTPUTS if output in OUTPUTS[d])
-    bias = direction == "wgrad"
-    problem = Problem.parse(f"{SMALL} direction={direction} dtype={dtype} bias={bias}")
-    step = CONVOLUTION.reference(problem, output)
+    layer = Problem.parse(f"{SMALL} direction={direction} bias={direction == 'wgrad'}")
+    step = CONVOLUTION.reference(replace(layer, dtype=dtype, groups=groups), output)
     assert REFERENCE in step.operands
     assert compile_kernel(step.kernel, "sm_90a", KernelCache(tmp_path)).cubin
 

@@ -1,0 +1,77 @@
+"""What kernels are checked against on a GPU is right: here it is interpreted, in float32."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from layers import H100
+from ptx.launch import run_step
+from ptx.memory import DeviceMemory, Operand
+from references import reference
+
+from confpred.problem.conv2d import DIRECTIONS, DTYPES, Problem
+from confpred.problem.conv2d_operation import Convolution
+from confpred.problem.operation import REFERENCE
+
+CONVOLUTION = Convolution()
+
+
+def random_problem(rng: random.Random, direction: str, groups: int) -> Problem:
+    """Small, and of any window."""
+    r, s = rng.choice(((1, 1), (3, 3), (2, 3), (1, 5)))
+    dilation = (rng.randint(1, 2), rng.randint(1, 2))
+    extras = {}
+    if direction == "fprop":  # other activations use what is not interpreted
+        extras = {
+            "activation": rng.choice(("none", "relu", "relu6", "hardswish")),
+            "residual": rng.random() < 0.5,
+        }
+    return Problem(
+        direction=direction,
+        n=rng.randint(1, 3),
+        c=groups * rng.randint(1, 40 // groups),
+        h=rng.randint(5, 9),
+        w=rng.randint(5, 9),
+        k=groups * rng.randint(1, 80 // groups),
+        r=r,
+        s=s,
+        stride=(rng.randint(1, 2), rng.randint(1, 3)),
+        padding=(rng.randint(0, r), rng.randint(0, s)),
+        dilation=dilation,
+        groups=groups,
+        dtype=rng.choice(DTYPES),
+        bias=direction != "dgrad" and rng.random() < 0.5,
+        **extras,
+    )
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("groups", [1, 4])
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_references_are_right(direction: str, groups: int, seed: int) -> None:
+    problem = random_problem(random.Random(f"{direction} {groups} {seed}"), direction, groups)
+    tensors = CONVOLUTION.operands(problem)
+    generator = torch.Generator().manual_seed(seed)
+    inputs = {
+        o.name: (torch.rand(o.shape, generator=generator) * 2 - 1).to(getattr(torch, o.dtype))
+        for o in tensors
+        if not o.terms
+    }
+    expected = reference(problem, inputs)
+    memory = {name: x.contiguous().view(torch.uint8).numpy().ravel() for name, x in inputs.items()}
+    for output in (o for o in tensors if o.terms):
+        step = CONVOLUTION.reference(problem, output.name)
+        kernel = replace(step.kernel, defines=(*step.kernel.defines, ("REAL", "float")))
+        zeros = np.zeros(4 * output.elements, np.uint8)
+        found, *others = (
+            Operand(name, data, written=True, once=False)
+            for name, data in ((REFERENCE, zeros), *memory.items())
+        )
+        run_step(replace(step, kernel=kernel), DeviceMemory([found, *others]), H100.arch)
+        right = expected[output.name].numpy().ravel()
+        error = np.linalg.norm(found.content.view(np.float32) - right)
+        assert error <= 2e-6 * np.linalg.norm(right), (problem, output.name)
