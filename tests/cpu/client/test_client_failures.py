@@ -116,7 +116,7 @@ def test_no_call_outlives_its_deadline(ask: Choose, slow: Answer, local: Predict
         start = time.monotonic()
         with pytest.raises(ServiceUnavailable):
             ask(server.url, timeout_s=0.5, retries=100)
-        assert time.monotonic() - start < 5
+        assert time.monotonic() - start < 10
 
 
 @both
