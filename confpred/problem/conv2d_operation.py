@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     import torch
 
 _THREADS = 256
+#: What the kernels of the reference are told of a problem, in their order.
+_SIZES = "n c h w k r s p q stride_h stride_w pad_h pad_w dilation_h dilation_w groups"
 #: Into how many parts the reference cuts the pixels that a filter element's gradient sums over.
 _SLICES = 512
 #: The reference of a dense convolution: rows and columns of a block's tile, and how many blocks are
@@ -110,22 +112,7 @@ class Convolution:
             smem_bytes=0,
             operands=(REFERENCE, *inputs),
             scalars={
-                "n": p.n,
-                "c": p.c,
-                "h": p.h,
-                "w": p.w,
-                "k": p.k,
-                "r": p.r,
-                "s": p.s,
-                "p": p.p,
-                "q": p.q,
-                "stride_h": p.stride[0],
-                "stride_w": p.stride[1],
-                "pad_h": p.padding[0],
-                "pad_w": p.padding[1],
-                "dilation_h": p.dilation[0],
-                "dilation_w": p.dilation[1],
-                "groups": p.groups,
+                **kernel_sizes(p, _SIZES),
                 "activation": ACTIVATIONS.index(p.activation),
             },
         )
@@ -162,6 +149,21 @@ class Convolution:
                 t["out_grad"], x, weight, [p.k] if p.bias else None,
                 p.stride, p.padding, p.dilation, False, (0, 0), p.groups, mask,
             )  # fmt: skip
+
+
+def kernel_sizes(problem: Problem, names: str) -> dict[str, int]:
+    """What kernels are told of a problem: the sizes in `names`, such as ``n c h w pad_h pad_w``, in
+    that order."""
+    p = problem
+    known = {name: getattr(p, name) for name in ("n", "c", "h", "w", "k", "r", "s", "p", "q")}
+    for name, (down, across) in (
+        ("stride", p.stride),
+        ("pad", p.padding),
+        ("dilation", p.dilation),
+    ):
+        known |= {f"{name}_h": down, f"{name}_w": across}
+    known["groups"] = p.groups
+    return {name: known[name] for name in names.split()}
 
 
 def dtype_macro(problem: Problem) -> tuple[str, str]:

@@ -26,7 +26,7 @@ from confpred.cuda.epilogue import MOST_CHANNELS, MOST_ROWS, epilogue_kernel, ep
 from confpred.families.common import MAX_INT, config_columns, config_table
 from confpred.families.protocol import Rows
 from confpred.problem.conv2d import Problem
-from confpred.problem.conv2d_operation import CONVOLUTION, dtype_macro
+from confpred.problem.conv2d_operation import CONVOLUTION, dtype_macro, kernel_sizes
 from confpred.problem.device import Device
 from confpred.problem.limits import ORDINARY_ERROR, TF32_ERROR, Limits
 from confpred.problem.operation import SCRATCH, KernelSpec, Launch, Step
@@ -43,6 +43,7 @@ _MOST_WORKSPACE_BYTES = 2**31
 _THREADS, _MOST_ACROSS, _IN_FLIGHT = 256, 128, 4
 _BYTES = 16  # of a load, where a group's channels can be cut into such
 _BLOCKS = 4096  # fill any GPU several times
+_SIZES = "c h w r s p q stride_h stride_w pad_h pad_w dilation_h dilation_w groups"
 _LAUNCH_S = 2.5e-6  # of a kernel or a product, and the gap to the next
 _TF32_OVER_HALF = 0.5  # rate of tensor cores
 
@@ -225,24 +226,7 @@ def _copy(p: Problem, entry: str, first: int, count: int) -> Step:
         block=(across, threads_down, 1),
         smem_bytes=0,
         operands=(SCRATCH, "in") if there else ("in_grad", SCRATCH),
-        scalars={
-            "first": first,
-            "images": count,
-            "c": p.c,
-            "h": p.h,
-            "w": p.w,
-            "r": p.r,
-            "s": p.s,
-            "p": p.p,
-            "q": p.q,
-            "stride_h": p.stride[0],
-            "stride_w": p.stride[1],
-            "pad_h": p.padding[0],
-            "pad_w": p.padding[1],
-            "dilation_h": p.dilation[0],
-            "dilation_w": p.dilation[1],
-            "groups": p.groups,
-        },
+        scalars={"first": first, "images": count, **kernel_sizes(p, _SIZES)},
     )
 
 

@@ -24,7 +24,7 @@ from confpred.families.protocol import Rows
 from confpred.families.several import each, narrowed, picked
 from confpred.families.tabled import Tabled
 from confpred.problem.conv2d import Problem
-from confpred.problem.conv2d_operation import CONVOLUTION, dtype_macro
+from confpred.problem.conv2d_operation import CONVOLUTION, dtype_macro, kernel_sizes
 from confpred.problem.device import Device
 from confpred.problem.operation import KernelSpec, Launch, Step
 
@@ -162,14 +162,7 @@ class DepthwiseBandedWgrad(Tabled):
             smem_bytes=int(tiling.smem_bytes[0]),
             operands=depthwise.WGRAD_OPERANDS,
             scalars={
-                "n": problem.n,
-                "c": problem.c,
-                "h": problem.h,
-                "w": problem.w,
-                "p": problem.p,
-                "q": problem.q,
-                "pad_h": problem.padding[0],
-                "pad_w": problem.padding[1],
+                **kernel_sizes(problem, "n c h w p q pad_h pad_w"),
                 "band_rows": int(tiling.band_rows[0]),
                 "bands": int(tiling.bands[0]),
                 "q_tiles": int(tiling.q_tiles[0]),

@@ -29,7 +29,7 @@ from confpred.families.protocol import Rows
 from confpred.families.several import each, each_row, narrowed
 from confpred.families.tabled import Tabled
 from confpred.problem.conv2d import Problem
-from confpred.problem.conv2d_operation import CONVOLUTION, dtype_macro
+from confpred.problem.conv2d_operation import CONVOLUTION, dtype_macro, kernel_sizes
 from confpred.problem.device import Device
 from confpred.problem.operation import KernelSpec, Launch, Step
 
@@ -226,14 +226,7 @@ class GroupedWgrad(Tabled):
             smem_bytes=int(shape.smem_bytes[row]),
             operands=("filter_grad", "bias_grad", "out_grad", "in", "scratch", "zeroed"),
             scalars={
-                "n": problem.n,
-                "c": problem.c,
-                "h": problem.h,
-                "w": problem.w,
-                "p": problem.p,
-                "q": problem.q,
-                "pad_h": problem.padding[0],
-                "pad_w": problem.padding[1],
+                **kernel_sizes(problem, "n c h w p q pad_h pad_w"),
                 "row_step": vertical.step * vertical.dilation,
                 "column_step": horizontal.step,
                 "phases": phases,
