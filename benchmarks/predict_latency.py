@@ -43,6 +43,7 @@ from confpred.problem.conv2d import ACTIVATIONS, DIRECTIONS, Problem
 KINDS = [f"{kind}, {direction}" for kind in ("depthwise", "grouped") for direction in DIRECTIONS]
 PROBLEMS, REPEATS, COLD_RUNS, TURNS = 100, 20, 20, 7
 LAYERS = 50  # of a network
+WARM = 20  # problems that parse the trees of all families of a kind
 Turn = dict[str, Any]
 #: What is not to be exceeded; the 99 % quantile of unseen problems is not to exceed twice the
 #: median.
@@ -132,8 +133,9 @@ def turn(model: Path | None, device: str, problems: Mapping[str, Sequence[Proble
     models = Predictor.load(model).models
     result: Turn = {"unseen": {}, "network": {}, "repeated": []}
     for kind, some in problems.items():
-        warm, predictor = next(random_problems(kind, seed=1)), Predictor(models)
-        predictor.choose(warm, device)
+        for warm in islice(random_problems(kind, seed=1), WARM):
+            Predictor(models).choose(warm, device)
+        predictor = Predictor(models)
         found = []
         for problem in some:
             start, processor = time.perf_counter(), time.thread_time()

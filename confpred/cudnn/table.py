@@ -10,6 +10,7 @@ import csv
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
+from operator import itemgetter
 from pathlib import Path
 from types import MappingProxyType
 
@@ -17,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from confpred.cudnn.names import ENGINE, KNOBS
+from confpred.families.common import config_table
 from confpred.families.protocol import ABSENT
 from confpred.problem.conv2d import Problem
 
@@ -71,23 +73,33 @@ def release_text(release: int) -> str:
 def read_lines(file: Path) -> list[dict[str, str]]:
     """The lines by column name."""
     with open(file, newline="", encoding="ascii") as lines:
-        return list(csv.DictReader(lines))
+        names, *rows = csv.reader(lines)  # a third of the time of `csv.DictReader`
+    return [dict(zip(names, row, strict=True)) for row in rows]
 
 
 def table_of(lines: Iterable[Mapping[str, str]]) -> Table:
     """The table that these lines hold."""
     lines = list(lines)
     fields = (RELEASE, ENGINE, *KNOBS)
-    rows = [tuple(int(line[name] or ABSENT) for name in fields) for line in lines]
-    configs = np.array(rows, dtype=[(name, np.int32) for name in fields])
+    configs = config_table(fields, (map(_number, row) for row in map(itemgetter(*fields), lines)))
     notes = {name: np.array([line[name] == "1" for line in lines], np.bool_) for name in NOTES}
-    kinds: dict[str, NDArray[np.bool_]] = {}
+    alike: dict[str, list[int]] = {}  # many plans are offered for the same kinds
     for row, line in enumerate(lines):
-        for kind in line[KINDS].split("|"):
-            kinds.setdefault(kind, np.zeros(len(lines), np.bool_))[row] = True
-    for array in (configs, *notes.values(), *kinds.values()):
+        alike.setdefault(line[KINDS], []).append(row)
+    kinds: dict[str, NDArray[np.bool_]] = {}
+    for text, rows in alike.items():
+        for kind in text.split("|"):
+            if kind not in kinds:
+                kinds[kind] = np.zeros(len(lines), np.bool_)
+            kinds[kind][rows] = True
+    for array in (*notes.values(), *kinds.values()):
         array.setflags(write=False)
     return Table(configs, MappingProxyType(notes), MappingProxyType(kinds))
+
+
+@cache
+def _number(text: str) -> int:
+    return int(text or ABSENT)
 
 
 @cache

@@ -6,6 +6,7 @@ import hashlib
 import re
 import sys
 from functools import cache
+from itertools import groupby
 from pathlib import Path
 
 import confpred.kernels
@@ -62,5 +63,10 @@ def meaning(text: str) -> str:
     """CUDA source `text` as its tokens, one blank apart, with each directive on a line of its
     own."""
     plain = _COMMENT_OR_TEXT.sub(lambda match: match[1] or " ", text).replace("\\\n", " ")
-    lines = (" ".join(_TOKEN.findall(line)) for line in plain.splitlines())
-    return " ".join(f"\n{line}\n" if line.startswith("#") else line for line in lines if line)
+    found = []
+    for directive, lines in groupby(plain.splitlines(), lambda line: line.lstrip()[:1] == "#"):
+        if directive:
+            found += [f"\n{' '.join(_TOKEN.findall(line))}\n" for line in lines]
+        else:  # at once, as no token goes beyond its line
+            found += _TOKEN.findall("\n".join(lines))
+    return " ".join(found)

@@ -65,8 +65,14 @@ class Batched(Protocol):
     """A family that answers for a part of its table and for several problems at once, with the same
     results to the bit as `Family.legal` and `Family.features` (`confpred.families.tabled`).
 
+    Attributes:
+        feature_names: as of a `Family`.
+
     A ``problem`` is one, or `confpred.families.several.Several` of them.
     """
+
+    @property
+    def feature_names(self) -> tuple[str, ...]: ...
 
     def serves(self, problem: Any) -> bool:
         """Whether some config may compute one problem, as far as that depends on no config."""
@@ -88,7 +94,8 @@ class Batched(Protocol):
     def described(
         self, problem: Any, device: Device, table: Any, at: Rows, workings: Any
     ) -> NDArray[np.float32]:
-        """The features of what `offered` returned."""
+        """The features of what `offered` returned, as formulas give them: a column of ``features``
+        is a row here, ``(len(feature_names), rows)``."""
         ...
 
 

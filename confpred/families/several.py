@@ -72,10 +72,14 @@ class Several:
 
     def each_row(self, function: Callable[[Any], _Found], at: Rows | None = None) -> _Found:
         """See the function `each_row`."""
-        found = _rows_of([function(p) for p in self.problems])
-        if at is not None:
-            found = _mapped(found, lambda values: values[self.index, at])
-        return cast("_Found", found)
+        found = [function(p) for p in self.problems]
+        # Problems that share their arrays share one row of them.
+        distinct = {id(value): value for value in found}
+        places = {each: place for place, each in enumerate(distinct)}
+        which = np.array([places[id(value)] for value in found])
+        chosen: Any = which if at is None else (which[self.index], at)
+        rows = _rows_of([*distinct.values()])
+        return cast("_Found", _mapped(rows, lambda values: values[chosen]))
 
     def pairs(self, rows: Rows, kept: NDArray[np.bool_]) -> tuple[Several, Rows]:
         """See `narrowed`."""

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from confpred.families.common import Array, Table, feature_matrix
+from confpred.families.common import Array, Table, feature_columns
 from confpred.families.protocol import Rows
 from confpred.problem.conv2d import Problem
 from confpred.problem.device import Device
@@ -63,7 +63,8 @@ class Tabled(ABC):
 
     def features(self, problem: Problem, device: Device, rows: Rows) -> NDArray[np.float32]:
         workings = self._workings(problem, self.whole, rows)
-        return self.described(problem, device, self.whole, rows, workings)
+        columns = self.described(problem, device, self.whole, rows, workings)
+        return np.ascontiguousarray(columns.T)
 
     def table(self, rows: Rows) -> Table:
         """A part of the config table."""
@@ -72,10 +73,10 @@ class Tabled(ABC):
     def described(
         self, problem: Any, device: Device, table: Table, at: Rows, workings: Any
     ) -> NDArray[np.float32]:
-        """The `features` of what `offered` found."""
+        """See `confpred.families.protocol.Batched`."""
         t = table.at(at)
         derived = self._derived(problem, device, t, workings)
-        return feature_matrix(self.feature_names, problem, device, t, derived)
+        return feature_columns(self.feature_names, problem, device, t, derived)
 
 
 class OneDirection(Tabled):

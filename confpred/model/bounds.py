@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from confpred.families.candidate import PYTORCH_OPERATOR
+from confpred.families.candidate import PYTORCH
 from confpred.model.deciding import Options
 from confpred.model.ranking import pytorch_feature_names, pytorch_features
 from confpred.model.trees import Trees
@@ -82,17 +82,17 @@ class Bounds:
                 seconds; each family's finalists, if it competes.
         """
         found = [Trust(None, True)] * len(problems)
-        known, matrix, offsets = [], [], []
-        for i, (problem, mine) in enumerate(zip(problems, options, strict=True)):
-            features = pytorch_features(self.operation, problem, device)
-            provider = mine[0][1].provider
-            if provider in self.offsets and self.ranges[provider].has(features[0]):
-                known.append(i)
-                matrix.append(signals(features, mine))
-                offsets.append(self.offsets[provider])
-        quantiles = self.quantile.predict(np.concatenate(matrix)).tolist() if known else []
-        for i, quantile, offset in zip(known, quantiles, offsets, strict=True):
-            found[i] = Trust(exp(max(0.0, quantile + offset)), False)
+        features = pytorch_features(self.operation, problems, device)
+        chosen = [mine[0][1].provider for mine in options]
+        known = [
+            i
+            for i, provider in enumerate(chosen)
+            if provider in self.offsets and self.ranges[provider].has(features[i])
+        ]
+        if known:
+            matrix = signals(features[known], [options[i] for i in known])
+            for i, quantile in zip(known, self.quantile.predict(matrix).tolist(), strict=True):
+                found[i] = Trust(exp(max(0.0, quantile + self.offsets[chosen[i]])), False)
         return found
 
 
@@ -101,24 +101,29 @@ def signal_names(operation: Operation) -> tuple[str, ...]:
     return (*pytorch_feature_names(operation), *_OF_OPTIONS)
 
 
-def signals(features: NDArray[np.float32], options: Options) -> NDArray[np.float32]:
-    """What the regret of an answer depends on, as a matrix of one row.
+def signals(features: NDArray[np.float32], options: Sequence[Options]) -> NDArray[np.float32]:
+    """What the regret of answers depends on, a row each.
 
     Args:
-        features: those of the problem (`pytorch_features`).
-        options: the candidates in the order of the answer, with their expected seconds.
+        features: those of the problems (`pytorch_features`).
+        options: of each problem the candidates in the order of the answer, with their expected
+            seconds.
     """
-    ours = [(seconds, c) for seconds, c in options if c != PYTORCH_OPERATOR]
-    theirs = [seconds for seconds, c in options if c == PYTORCH_OPERATOR]
+    return np.hstack([features, np.array([_of_options(mine) for mine in options], np.float32)])
+
+
+def _of_options(options: Options) -> tuple[float, ...]:
+    """The signals that follow from the candidates for one problem."""
+    ours = [(seconds, c) for seconds, c in options if c.provider != PYTORCH]
+    theirs = [seconds for seconds, c in options if c.provider == PYTORCH]
     best, first = ours[0]
     behind = [log(seconds / best) for seconds, _ in ours[1:]]
     other = [log(s / best) for s, c in ours if c.provider != first.provider]
-    row = (
-        options[0][1] == PYTORCH_OPERATOR,
+    return (
+        options[0][1].provider == PYTORCH,
         log(theirs[0] / best) if theirs else np.nan,
         behind[0] if behind else np.nan,
         behind[4] if len(behind) > 4 else np.nan,
         sum(distance < _CLOSE for distance in behind),
         other[0] if other else np.nan,
     )
-    return np.append(features[0], np.array(row, np.float32))[None, :]

@@ -45,12 +45,13 @@ def examples_of(problems: Iterable[Record]) -> list[Record]:
 
 
 def operation_features(
-    operation: Operation, problem: Record, device: Device
+    operation: Operation, problems: Sequence[Record], device: Device
 ) -> NDArray[np.float32]:
-    """The features of a problem that all its kernels share. They are kept, as several regressors
+    """The features of each problem that all its kernels share. They are kept, as several regressors
     take them."""
     asked: Any = operation  # which can be hashed, though its protocol does not say so
-    return _operation_features(asked, problem, device)
+    rows = [_operation_features(asked, problem, device) for problem in problems]
+    return rows[0] if len(rows) == 1 else np.concatenate(rows)
 
 
 @lru_cache(maxsize=256)

@@ -213,6 +213,9 @@ class NewestModels(Mapping[str, Model]):
         self._lock = threading.Lock()
 
     def __getitem__(self, device: str) -> Model:
+        loaded = self._loaded.get(device)
+        if loaded is not None:
+            return loaded
         first, folder = self._first.get(device), self._folders.get(device)
         if first is None and folder is None:
             raise KeyError(device)
@@ -307,7 +310,7 @@ def _load(folder: Path, read: ModelFiles) -> Model:
             check_family(folder, family, device, entry["features"])
             registers = None
             if (table := REGISTERS.format(family.name)) in files:
-                registers = Registers(family, files[table].decode())
+                registers = Registers(family, files[table])
             groupings = frozenset(map(str, entry["groupings"]))
             families[family.name] = FamilyModel(
                 family, pool, order, time, portfolio, registers, groupings
@@ -380,7 +383,7 @@ def _device(card: Mapping[str, Any]) -> Device:
 
 def _trees(folder: Path, files: Mapping[str, bytes], name: str, features: tuple[str, ...]) -> Trees:
     try:
-        trees = Trees(files[name].decode())
+        trees = Trees(files[name])
     except ModelError as error:
         raise ModelError(f"{folder / name} is damaged: {error}") from error
     if trees.features != features:

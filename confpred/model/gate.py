@@ -49,12 +49,9 @@ class Gate:
         asked = [(i, names) for i, names in asked if len(names) > 1]
         if not asked:
             return found
-        matrix = np.concatenate(
-            [
-                gate_features(self.operation, problems[i], device, self.families, names)
-                for i, names in asked
-            ]
-        )
+        some = [problems[i] for i, _ in asked]
+        groups = [names for _, names in asked]
+        matrix = gate_features(self.operation, some, device, self.families, groups)
         lags = self.lag.predict(matrix).tolist()
         for i, names in asked:
             mine, lags = lags[: len(names)], lags[len(names) :]
@@ -66,12 +63,16 @@ class Gate:
 
 def gate_features(
     operation: Operation,
-    problem: Record,
+    problems: Sequence[Record],
     device: Device,
     families: Sequence[str],
-    asked: Sequence[str],
+    asked: Sequence[Sequence[str]],
 ) -> NDArray[np.float32]:
-    """The features that a gate's trees take: a row for each family that is `asked` about."""
-    own = operation_features(operation, problem, device)
-    places = np.array([[families.index(name)] for name in asked], np.float32)
-    return np.hstack([np.repeat(own, len(asked), axis=0), places])
+    """The features that a gate's trees take: a row for each family that is `asked` about each of
+    `problems`."""
+    own = operation_features(operation, problems, device)
+    places = [families.index(name) for names in asked for name in names]
+    matrix = np.empty((len(places), own.shape[1] + 1), np.float32)
+    matrix[:, :-1] = np.repeat(own, [len(names) for names in asked], axis=0)
+    matrix[:, -1] = places
+    return matrix

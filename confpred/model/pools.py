@@ -67,7 +67,7 @@ class Pool:
             rows: the configs.
             registers: what is known of the family's compiled kernels.
         """
-        own = family.features(problem, device, rows)
+        own = family.features(problem, device, rows).T
         if registers is not None:
             registers.correct(own, registers.of(problem, rows), device)
         return self.spread(family, own, device)
@@ -75,9 +75,10 @@ class Pool:
     def spread(
         self, family: Family, own: NDArray[np.float32], device: Device
     ) -> NDArray[np.float32]:
-        """The features `own` of one of its families in the pool's columns."""
-        matrix = np.full((len(own), len(self.feature_names)), np.nan, np.float32)
-        matrix[:, self._columns[family.name]] = own
+        """The features `own` of one of its families, ``(len(family.feature_names), rows)``, in the
+        pool's columns."""
+        matrix = np.full((own.shape[1], len(self.feature_names)), np.nan, np.float32)
+        matrix[:, self._columns[family.name]] = own.T
         if len(self.families) > 1:
             matrix[:, -2] = bandwidth(device)
             matrix[:, -1] = self._member[family.name]

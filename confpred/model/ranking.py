@@ -75,7 +75,7 @@ class FamilyModel:
     def rank(self, problem: Record, device: Device, rows: Rows) -> tuple[Rows, NDArray[np.float64]]:
         """The best of `rows`, as many as `confpred.model.cascade` orders, and their predicted
         seconds, rising."""
-        pairs = Pairs.of_one(rows, self.features(problem, device, rows))
+        pairs = self.offer.of_rows(rows, problem, device)
         return self._ranked(pairs, [problem], device, runners_up=True)[0]
 
     def rank_all(
@@ -111,18 +111,17 @@ class FamilyModel:
         self, pairs: Pairs, problems: Sequence[Record], device: Device, runners_up: bool
     ) -> dict[int, tuple[Rows, NDArray[np.float64]]]:
         """The best one's time is what `time` says; the others' follow by the ratios of `order`."""
-        pairs, cost = best_first(
-            self.order, pairs, runners_up=runners_up, by_estimate=self.offer.is_batched
-        )
+        pairs, cost = best_first(self.order, pairs, runners_up=runners_up)
         if not pairs.places:
             return {}
-        best = self.time.predict(pairs.features[pairs.bounds[:-1]])
-        found = {}
-        for place, part, expected in zip(pairs.places, pairs.parts(), best, strict=True):
-            costs = cost[part]
-            seconds = np.exp(expected + costs - costs[:1]) * device.roofline_s(problems[place])
-            found[place] = pairs.rows[part], seconds
-        return found
+        index, firsts = pairs.index, pairs.starts
+        best = self.time.predict(pairs.features[firsts])
+        roofline = np.array([device.roofline_s(problems[place]) for place in pairs.places])
+        seconds = np.exp(best[index] + (cost - cost[firsts][index])) * roofline[index]
+        return {
+            place: (pairs.rows[part], seconds[part])
+            for place, part in zip(pairs.places, pairs.parts(), strict=True)
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,8 +148,7 @@ class PytorchModel:
 
     def log_ratios(self, problems: Sequence[Record], device: Device) -> NDArray[np.float64]:
         """What is expected of `ratio` for each problem."""
-        features = [pytorch_features(self.operation, problem, device) for problem in problems]
-        return self.ratio.predict(np.concatenate(features))
+        return self.ratio.predict(pytorch_features(self.operation, problems, device))
 
     def slowdowns(self, problems: Sequence[Record], device: Device) -> list[tuple[float, float]]:
         """`slowdown` of each problem."""
@@ -164,10 +162,15 @@ def pytorch_feature_names(operation: Operation) -> tuple[str, ...]:
     return (*operation.feature_names, DEVICE)
 
 
-def pytorch_features(operation: Operation, problem: Record, device: Device) -> NDArray[np.float32]:
-    """The features of `problem` alone, and the device's, as a matrix of one row."""
-    own = operation_features(operation, problem, device)
-    return np.append(own, np.float32(bandwidth(device)))[None, :]
+def pytorch_features(
+    operation: Operation, problems: Sequence[Record], device: Device
+) -> NDArray[np.float32]:
+    """The features of each of `problems` alone, and the device's: a row each."""
+    own = operation_features(operation, problems, device)
+    matrix = np.empty((len(own), own.shape[1] + 1), np.float32)
+    matrix[:, :-1] = own
+    matrix[:, -1] = bandwidth(device)
+    return matrix
 
 
 def rank_by_estimate(

@@ -35,13 +35,12 @@ class Registers:
     The text is parsed by the first question: a process may ask about one family.
     """
 
-    def __init__(self, family: Family, text: str) -> None:
+    def __init__(self, family: Family, text: str | bytes) -> None:
         """Take what `registers_text` gave for `family`.
 
         The text is trusted: check its digest first.
         """
-        self._text = text
-        self._kernel_of = kernels_of(family)
+        self._family, self._text = family, text
         names = list(family.feature_names)
         threads = "block_threads" if "block_threads" in names else "threads"
         self._registers, self._smem, self._threads, self._per_sm, self._waves = (
@@ -50,6 +49,7 @@ class Registers:
         )
         self._occupancy = [names.index(name) for name in OCCUPANCY]
         self._of_kind = lru_cache(maxsize=_KINDS_KEPT)(self._found)
+        self._measured = lru_cache(maxsize=_KINDS_KEPT)(self._row)
 
     def of(self, problem: Any, rows: Rows) -> NDArray[np.int16]:
         """Registers of a thread of each of `rows`; 0 where no like kernel is known."""
@@ -57,26 +57,34 @@ class Registers:
         return found
 
     def correct(
-        self, features: NDArray[np.float32], registers: NDArray[np.int16], device: Device
+        self, columns: NDArray[np.float32], registers: NDArray[np.int16], device: Device
     ) -> None:
-        """Put what is known in the place of what the family estimates, in its `features` of configs
-        for which `of` found `registers`."""
+        """Put what is known in the place of what the family estimates.
+
+        Args:
+            columns: features of some configs, ``(len(feature_names), configs)``.
+            registers: what `of` found for them.
+            device: the device that the features are for.
+        """
         known = registers > 0
         taken: Array = -(-registers.astype(np.int64) // _ALLOCATED) * _ALLOCATED
-        per_sm = features[:, self._waves].astype(np.float64) * features[:, self._per_sm]
+        per_sm = columns[self._waves].astype(np.float64) * columns[self._per_sm]
         blocks, threads, smem = (
             np.rint(column).astype(np.int64)
             for column in (
                 per_sm * device.sm_count,
-                features[:, self._threads],
-                features[:, self._smem],
+                columns[self._threads],
+                columns[self._smem],
             )
         )
         filled = Occupancy.of(device, blocks, threads, taken.clip(1), smem).features()
-        columns = [(self._registers, registers)]
-        columns += [(i, filled[name]) for i, name in zip(self._occupancy, OCCUPANCY, strict=True)]
-        for index, column in columns:
-            features[:, index] = np.where(known, column, features[:, index])
+        np.copyto(columns[self._registers], registers, where=known)
+        for index, name in zip(self._occupancy, OCCUPANCY, strict=True):
+            np.copyto(columns[index], filled[name], where=known)
+
+    @cached_property
+    def _kernel_of(self) -> Rows:
+        return kernels_of(self._family)
 
     @cached_property
     def _known(self) -> Mapping[str, list[int]]:
@@ -90,16 +98,29 @@ class Registers:
         """Registers of each kernel for layers of `kind`, or else of the kind most like it."""
         registers = np.zeros(int(self._kernel_of.max(initial=-1)) + 1, np.int16)
         for like in (kind, *kind.stand_ins()):
-            if row := self._known.get(str(like)):
-                registers = np.where(registers, registers, np.array(row, np.int16))
+            measured = self._measured(like)
+            if measured is not None:
+                registers = np.where(registers, registers, measured)
         return registers
+
+    def _row(self, kind: Kind) -> NDArray[np.int16] | None:
+        """Registers of each kernel that was measured for layers of `kind`, and 0 of the others;
+        None where none was."""
+        row = self._known.get(str(kind))
+        return None if row is None else np.array(row, np.int16)
 
 
 def kernels_of(family: Family) -> Rows:
     """The number of the kernel that each config of a `Compiled` family is a launch of."""
-    fields: Any = family.kernel_fields if isinstance(family, Compiled) else ()
-    found = np.unique(family.configs[list(fields)], return_inverse=True)[1]
-    return found.astype(np.intp)
+    found = np.zeros(len(family.configs), np.intp)
+    fields = family.kernel_fields if isinstance(family, Compiled) else ()
+    if fields:
+        columns = [family.configs[name] for name in fields]
+        # A tenth of the time that `numpy.unique` takes for records.
+        order = np.lexsort(columns[::-1])
+        differs = [np.diff(column[order]) != 0 for column in columns]
+        found[order[1:]] = np.cumsum(np.any(differs, axis=0))
+    return found
 
 
 def registers_text(

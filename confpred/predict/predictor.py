@@ -30,7 +30,7 @@ from confpred.problem.device import KNOWN, Device, get_device
 from confpred.problem.limits import UNLIMITED, Limits
 from confpred.problem.record import Record
 
-#: How many answers are remembered, or up to twice as many: best choices, of 1.5 kB each, and
+#: How many answers are remembered, or up to twice as many: best choices, of 2 kB each, and
 #: rankings, of up to 16 kB.
 BEST_KEPT = 8_192
 RANKINGS_KEPT = 512
@@ -350,10 +350,12 @@ class Predictor:
             return (planned,)  # so that a start from a plan loads no model
         model = self._model(type(problem), device)
         options = options or [_Option("fallback", PYTORCH_OPERATOR, None)]
-        choices = [_choice(problem, device, option, model) for option in options[:top]]
-        if options[0].source in ("predicted", "transferred"):
-            bound, extrapolated = known
-            choices[0] = replace(choices[0], regret_bound=bound, extrapolated=extrapolated)
+        trusts = [known if options[0].source in ("predicted", "transferred") else _UNKNOWN]
+        trusts += [_UNKNOWN] * (len(options) - 1)
+        choices = [
+            _choice(problem, device, option, model, trust)
+            for option, trust in zip(options[:top], trusts, strict=False)
+        ]
         return tuple(choices) if planned is None else (planned, *choices[1:])
 
 
@@ -429,12 +431,16 @@ def _expected_s(
     return float(learned.rank(problem, device, row)[1][0])
 
 
-def _choice(problem: Record, device: Device, option: _Option, model: Model | None) -> Choice:
+def _choice(
+    problem: Record, device: Device, option: _Option, model: Model | None, known: Trust
+) -> Choice:
     return Choice(
         problem,
         device.key,
         option.source,
         option.candidate,
         predicted_ms=None if option.seconds is None else option.seconds * 1e3,
+        regret_bound=known.bound,
+        extrapolated=known.extrapolated,
         model=model.version if model and option.source in _OF_MODELS else None,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import ClassVar
 
 import numpy as np
@@ -47,7 +47,7 @@ _ONLY_IN = (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # without slots, as the sizes that are asked for most are kept
 class Problem(Record):
     """One convolution of one layer, sizes as PyTorch's ``conv2d`` counts them.
 
@@ -95,7 +95,7 @@ class Problem(Record):
     deterministic: bool = False
 
     def __post_init__(self) -> None:
-        Record.__post_init__(self)  # a slotted dataclass has no zero-argument super()
+        super().__post_init__()
         for name, default, directions in _ONLY_IN:
             value = getattr(self, name)
             if value != default and self.direction not in directions:
@@ -132,12 +132,12 @@ class Problem(Record):
             deterministic=False,
         )
 
-    @property
+    @cached_property
     def p(self) -> int:
         """Output height."""
         return _output_size(self.h, self.r, self.stride[0], self.padding[0], self.dilation[0])
 
-    @property
+    @cached_property
     def q(self) -> int:
         """Output width."""
         return _output_size(self.w, self.s, self.stride[1], self.padding[1], self.dilation[1])
@@ -175,7 +175,7 @@ class Problem(Record):
     def output_elements(self) -> int:
         return self.n * self.k * self.p * self.q
 
-    @property
+    @cached_property
     def minimum_bytes(self) -> int:
         """Bytes that must cross device memory: what is written, and what is read of each operand,
         once.
@@ -202,7 +202,7 @@ class Problem(Record):
         )
         return rows * columns
 
-    @property
+    @cached_property
     def flops(self) -> int:
         """Multiplications plus additions."""
         return 2 * self.output_elements * self.group_width * self.r * self.s
@@ -217,6 +217,8 @@ def _places_read(
     size: int, outputs: int, taps: int, stride: int, padding: int, dilation: int
 ) -> int:
     """How many of `size` places along an axis are under some tap of some window."""
+    if dilation == 1 and stride <= taps:  # windows meet: all from the first to the last place
+        return max(min((outputs - 1) * stride + taps - padding, size), 0)
     read = np.zeros(size, np.bool_)
     for tap in range(taps):
         first = tap * dilation - padding  # of the places that this tap meets, one a window

@@ -80,14 +80,15 @@ class Convolution:
         """Logarithms are to base 2; `align_c` is the power of two that divides `c`, up to 64, as
         tensor cores want channels in such portions."""
         p = problem
-        intensity = p.flops / p.minimum_bytes
+        costs = (p.minimum_bytes, p.flops / p.minimum_bytes, device.roofline_s(p))
+        sizes = (p.n, p.c, p.k, p.p, p.q, p.groups, *costs, *_product(p))
+        n, c, k, height, width, groups, *rest = np.log2(np.array(sizes, np.float64)).tolist()
         row = (
             DIRECTIONS.index(p.direction), DTYPES.index(p.dtype),
-            *np.log2((p.n, p.c, p.k, p.p, p.q)), p.r, p.s,
-            p.group_width, np.log2(p.groups), *p.stride, *p.dilation, *p.padding,
+            n, c, k, height, width, p.r, p.s,
+            p.group_width, groups, *p.stride, *p.dilation, *p.padding,
             p.bias, ACTIVATIONS.index(p.activation), p.residual, p.deterministic,
-            *np.log2((p.minimum_bytes, intensity, device.roofline_s(p))),
-            *np.log2(_product(p)), *(min(size & -size, _MOST_ALIGNED) for size in (p.c, p.k)),
+            *rest, *(min(size & -size, _MOST_ALIGNED) for size in (p.c, p.k)),
         )  # fmt: skip
         return np.array([row], np.float32)
 

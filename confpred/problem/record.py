@@ -179,13 +179,13 @@ class Record:
     def __str__(self) -> str:
         """The words that `parse` reads, defaults left out."""
         words = []
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
+        for name, field in self._fields().items():
+            value = getattr(self, name)
             if value == field.default:
                 continue
             if isinstance(value, tuple):
                 value = value[0] if value[0] == value[1] else "x".join(map(str, value))
-            words.append(f"{field.name}={str(value).lower()}")
+            words.append(f"{name}={str(value).lower()}")
         return " ".join(words)
 
 

@@ -65,9 +65,8 @@ def fit_bounds(found: Sequence[Answer], dataset: Dataset, seed: int) -> FittedBo
     operation, device = dataset.operation, dataset.device
     regret = np.log([answer.regret for answer in found])
     provider = np.array([answer.chosen.provider for answer in found])
-    matrix = np.concatenate(
-        [signals(pytorch_features(operation, a.problem, device), a.options) for a in found]
-    )
+    features = pytorch_features(operation, [answer.problem for answer in found], device)
+    matrix = signals(features, [answer.options for answer in found])
     names = list(signal_names(operation))
 
     def fit(rows: NDArray[np.bool_]) -> str:
@@ -141,8 +140,6 @@ def _ranges(dataset: Dataset) -> dict[str, tuple[list[float], list[float]]]:
         problems[PYTORCH] = list(dataset.pytorch_ms)
     found = {}
     for name, own in problems.items():
-        features = np.concatenate(
-            [pytorch_features(dataset.operation, p, dataset.device) for p in own]
-        )
+        features = pytorch_features(dataset.operation, own, dataset.device)
         found[name] = (features.min(axis=0).tolist(), features.max(axis=0).tolist())
     return found

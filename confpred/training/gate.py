@@ -70,11 +70,9 @@ def fit_gate(
         return None
     families = tuple(sorted({name for times in best.values() for name in times}))
     problems = sorted(best, key=str)
-    features, lag = [], []
-    for problem in problems:
-        times = dict(sorted(best[problem].items()))
-        features.append(gate_features(operation, problem, device, families, list(times)))
-        lag += [np.log(ms / min(times.values())) for ms in times.values()]
+    measured = [dict(sorted(best[problem].items())) for problem in problems]
+    features = gate_features(operation, problems, device, families, list(map(list, measured)))
+    lag = [np.log(ms / min(times.values())) for times in measured for ms in times.values()]
     names = [*operation.feature_names, FAMILY]
-    data = lightgbm.Dataset(np.concatenate(features), np.clip(lag, 0.0, CAP), feature_name=names)
+    data = lightgbm.Dataset(features, np.clip(lag, 0.0, CAP), feature_name=names)
     return FittedGate(families, boost(data, _GROW, _TREES, seed), MARGIN, tuple(problems))

@@ -64,7 +64,7 @@ def fit_pytorch(
     both = sorted(ours.keys() & pytorch_ms.keys(), key=lambda asked: (str(asked[1]), asked[0].key))
     if sum(where == device for where, _ in both) < MIN_PROBLEMS:
         return None
-    features = np.concatenate([pytorch_features(operation, p, where) for where, p in both])
+    features = np.concatenate([pytorch_features(operation, [p], where) for where, p in both])
     ratio = np.log([pytorch_ms[asked] / ours[asked] for asked in both]).clip(-CAP, CAP)
     names = list(pytorch_feature_names(operation))
     data = lightgbm.Dataset(features, ratio, feature_name=names)

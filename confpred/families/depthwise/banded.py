@@ -17,7 +17,6 @@ blocks win where registers allow them.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -66,10 +65,7 @@ _BANDS = (1, 2, 4, 8, 16)
 
 
 def _config_table() -> NDArray[np.void]:
-    rows = [
-        (*tile, *rest)
-        for tile, *rest in itertools.product(TILES, (1, 2), (2, 4), (1, 2, 3), _BANDS)
-    ]
+    rows = common.crossed(TILES, (1, 2), (2, 4), (1, 2, 3), _BANDS)
     return common.config_table(_FIELDS, rows)
 
 

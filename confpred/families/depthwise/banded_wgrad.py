@@ -8,7 +8,6 @@ accumulators in registers, and 2 R fragments of the gradient for each 16 strips.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -43,12 +42,7 @@ _LAUNCHES = tuple(
 
 
 def _config_table() -> NDArray[np.void]:
-    rows = [
-        (*tile, *rest, *launch)
-        for tile, *rest, launch in itertools.product(
-            banded.TILES, (1, 2), (_STAGES,), (1, 2), _LAUNCHES
-        )
-    ]
+    rows = common.crossed(banded.TILES, (1, 2), (_STAGES,), (1, 2), _LAUNCHES)
     return common.config_table(_FIELDS, rows)
 
 

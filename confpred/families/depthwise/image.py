@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -33,7 +32,7 @@ _OPERANDS = {
 
 
 def _config_table() -> NDArray[np.void]:
-    rows = itertools.product(
+    rows = common.crossed(
         (1, 2, 4),
         (2, 4, 7, 8),
         (0, 1),
@@ -43,15 +42,10 @@ def _config_table() -> NDArray[np.void]:
         (128, 256),
         (1, 2, 4, 8, 16),
     )
-    return common.config_table(
-        _FIELDS,
-        (
-            (vec, tile_q, filter_shared, min_blocks, prefetch, *rest)
-            for vec, tile_q, filter_shared, min_blocks, prefetch, *rest in rows
-            # Sharing pays from 24 taps on, loading so far ahead up to 12: no window has both.
-            if (vec, filter_shared, prefetch) != (1, 1, 4)
-        ),
-    )
+    vec, _, filter_shared, _, prefetch = rows.T[:5]
+    # Sharing pays from 24 taps on, loading so far ahead up to 12: no window has both.
+    kept = (vec != 1) | (filter_shared != 1) | (prefetch != 4)
+    return common.config_table(_FIELDS, rows[kept])
 
 
 _SHARED = (

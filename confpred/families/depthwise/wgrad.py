@@ -4,7 +4,6 @@ launches of ``depthwise_wgrad.cu``. As many filters as channels.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -33,7 +32,7 @@ MAX_SUMS = 128  # of a thread: more would leave too few registers for the window
 
 def _config_table() -> NDArray[np.void]:
     reductions = depthwise.reductions((4, 8, 16, 32, 64, 128, 256))
-    rows = itertools.product(
+    rows = common.crossed(
         (1, 2, 4),
         (4, 8),
         (1, 2, 4),
@@ -43,16 +42,11 @@ def _config_table() -> NDArray[np.void]:
         (1, 4, 16),
         reductions,
     )
-    return common.config_table(
-        _FIELDS,
-        (
-            (vec, tile_q, row_groups, prefetch, *rest, *reduction)
-            for vec, tile_q, row_groups, prefetch, *rest, reduction in rows
-            # Loading so far ahead pays for few taps, dividing filter rows among threads for many:
-            # no window has both.
-            if min(row_groups, prefetch) == 1 or 50 // prefetch * vec > 16 * row_groups
-        ),
-    )
+    vec, _, row_groups, prefetch = rows.T[:4]
+    # Loading so far ahead pays for few taps, dividing filter rows among threads for many: no window
+    # has both.
+    kept = (np.minimum(row_groups, prefetch) == 1) | (50 // prefetch * vec > 16 * row_groups)
+    return common.config_table(_FIELDS, rows[kept])
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from dataclasses import replace
 
@@ -27,6 +28,14 @@ def test_pieces_cover_a_size_and_none_is_empty(size: int, pieces: int) -> None:
     assert (count - 1) * piece < size <= count * piece
     assert count <= pieces
     assert [x.tolist() for x in cut(size, np.array([pieces]))] == [[piece], [count]]
+
+
+def test_crossed_rows_are_those_of_a_product() -> None:
+    parts = ((1, 2), ((3, 4), (5, 6), (7, 8)), (9,), (10, 11))
+    rows = [(a, *b, c, d) for a, b, c, d in itertools.product(*parts)]
+    assert common.crossed(*parts).tolist() == [list(row) for row in rows]
+    table = common.config_table("abcde", common.crossed(*parts))
+    assert table.tolist() == common.config_table("abcde", rows).tolist() == rows
 
 
 @given(size=sizes)

@@ -36,7 +36,7 @@ def test_together_and_in_part_is_as_alone_and_whole(family, key):
     for start in range(0, len(served), 25):
         few = served[start : start + 25]
         together, at, workings = family.offered(Several.of(few), device, table)
-        features = family.described(together, device, table, at, workings)
+        features = family.described(together, device, table, at, workings).T
         for i, problem in enumerate(few):
             legal = np.flatnonzero(family.legal(problem, device))
             legal = legal[[row in some for row in legal.tolist()]].astype(np.intp)
@@ -46,7 +46,7 @@ def test_together_and_in_part_is_as_alone_and_whole(family, key):
             assert features[mine].tobytes() == expected.tobytes(), str(problem)
             one, at_one, found = family.offered(Several.of([problem]), device, table)
             assert rows[at_one].tolist() == legal.tolist(), str(problem)
-            alone = family.described(one, device, table, at_one, found)
+            alone = family.described(one, device, table, at_one, found).T
             assert alone.tobytes() == expected.tobytes(), str(problem)
             seen += len(legal)
     assert seen > 1000
@@ -138,3 +138,13 @@ def test_rules_are_asked_once_for_each_kind_of_row():
 @pytest.mark.parametrize("piece", range(1, 6))
 def test_pieces_are_rounded_up(size, piece):
     assert common.ceil_div(size, piece) == -(-size // piece)
+    assert common.ceil_div(np.array([size]), piece).tolist() == [-(-size // piece)]
+
+
+def test_pieces_of_large_arrays_are_rounded_up_without_an_error():
+    """As far as integers are floats too: what divides evenly, and what is one off."""
+    rng = np.random.default_rng(0)
+    piece = rng.integers(1, 2**20, 10_000)
+    even = piece * rng.integers(1, 2**32, len(piece))
+    for size in (even - 1, even, even + 1):
+        assert common.ceil_div(size, piece).tolist() == (-(-size // piece)).tolist()

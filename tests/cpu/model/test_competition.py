@@ -10,7 +10,7 @@ import pytest
 from random_layers import problems
 
 from confpred.families.candidate import Candidate
-from confpred.model.cascade import FINALISTS, STAGES, WITHIN, Pairs, best_first
+from confpred.model.cascade import FINALISTS, MOST, STAGES, WITHIN, Pairs, best_first, near_best
 from confpred.model.competition import rank_families
 from confpred.model.folder import Model, NewestModels
 from confpred.model.gate import Gate
@@ -124,7 +124,7 @@ def pairs_of(model: Model, problem: Problem, count: int) -> tuple[Pairs, np.ndar
     family = next(f for f in model.families.values() if plain(model, problem, [f.family.name]))
     rows = family.candidates(problem, model.device)[:count]
     features = family.pool.features(family.family, problem, model.device, rows)
-    return Pairs.of_one(rows, features), family.order.predict(features)
+    return Pairs([0], [0, len(rows)], rows, features), family.order.predict(features)
 
 
 def test_families_serve_what_they_were_measured_on(model):
@@ -143,12 +143,39 @@ def test_families_serve_what_they_were_measured_on(model):
 def test_few_candidates_are_ordered_by_the_whole_ensemble(model):
     family = next(f for f in model.families.values() if plain(model, WHOLE, [f.family.name]))
     pairs, cost = pairs_of(model, WHOLE, STAGES[-1][1])
-    column = pairs.features[:, family.order.features.index("log_estimate")]
-    near = column <= column.min() + WITHIN
     found, costs = best_first(family.order, pairs)
-    order = np.lexsort((pairs.rows[near], cost[near]))
-    assert found.rows.tolist() == pairs.rows[near][order].tolist()
-    assert costs.tolist() == cost[near][order].tolist()
+    order = np.lexsort((pairs.rows, cost))
+    assert found.rows.tolist() == pairs.rows[order].tolist()
+    assert costs == pytest.approx(cost[order])  # sums of parts, which may be rounded otherwise
+
+
+def test_a_candidates_cost_depends_on_no_other(model):
+    """Whether a stage leaves candidates out, and whose they are, changes no bit of the others'."""
+    family = next(f for f in model.families.values() if plain(model, WHOLE, [f.family.name]))
+    pairs, _ = pairs_of(model, WHOLE, 10**6)
+    all_rows, costs = best_first(family.order, pairs)
+    expected = dict(zip(all_rows.rows.tolist(), costs.tolist(), strict=True))
+    best = all_rows.rows[: FINALISTS // 2]
+    few = pairs.pick(np.flatnonzero(np.isin(pairs.rows, best)))
+    both = Pairs(
+        [0, 1],
+        [0, len(few.rows), len(few.rows) + len(pairs.rows)],
+        np.concatenate([few.rows, pairs.rows]),
+        np.concatenate([few.features, pairs.features]),
+    )
+    found, mine = best_first(family.order, both)
+    alone, same = (found.rows[part].tolist() for part in found.parts())
+    assert alone == best.tolist()
+    assert same == all_rows.rows.tolist()
+    assert mine.tolist() == [expected[row] for row in (*alone, *same)]
+
+
+def test_an_estimate_leaves_out_what_is_far_off_or_far_behind():
+    near = np.linspace(0, WITHIN, MOST // 2, dtype=np.float32)
+    far = np.linspace(WITHIN + 0.01, 2, 10, dtype=np.float32)
+    assert near_best(np.concatenate([far, near])).tolist() == [*range(10, 10 + len(near))]
+    many = np.linspace(WITHIN, 0, 3 * MOST, dtype=np.float32)
+    assert near_best(many).tolist() == [*range(2 * MOST, 3 * MOST)]
 
 
 def test_runners_up_come_after_the_finalists(model):
@@ -162,5 +189,5 @@ def test_runners_up_come_after_the_finalists(model):
     assert others[:most].tolist() == costs.tolist()
     assert others.tolist() == sorted(others)
     expected = dict(zip(pairs.rows.tolist(), cost, strict=True))
-    assert [expected[row] for row in finalists.rows.tolist()] == costs.tolist()
+    assert [expected[row] for row in finalists.rows.tolist()] == pytest.approx(costs)
     assert min(expected.values()) >= min(costs) - 0.05  # the best is hardly ever left out

@@ -35,11 +35,22 @@ def matrix() -> np.ndarray:
     return np.random.default_rng(1).normal(size=(500, FEATURES)).astype(np.float32)
 
 
-@pytest.mark.parametrize("rows", [0, 1, 2, 63, 500])
-@pytest.mark.parametrize("prefix", [1, 20, 50, -1])
-def test_equals_lightgbm(booster, trees, matrix, rows, prefix):
-    expected = booster.predict(matrix[:rows], num_iteration=prefix) if rows else []
-    assert trees.predict(matrix[:rows], prefix).tolist() == list(expected)
+@pytest.mark.parametrize("rows", [0, 1, 2, 16, 17, 63, 500])
+@pytest.mark.parametrize(
+    ("first", "end"), [(0, 1), (0, 20), (0, 50), (0, None), (1, 5), (20, 50), (20, None), (49, 60)]
+)
+def test_equals_lightgbm(booster, trees, matrix, rows, first, end):
+    """Few rows go another way than many."""
+    count = -1 if end is None else end - first
+    expected = (
+        booster.predict(matrix[:rows], start_iteration=first, num_iteration=count) if rows else []
+    )
+    assert trees.predict(matrix[:rows], first, end).tolist() == list(expected)
+
+
+def test_trees_that_are_not_there_add_nothing(trees, matrix):
+    assert not trees.predict(matrix, 50).any()
+    assert trees.predict(matrix[:3], 0, 80).tolist() == trees.predict(matrix[:3]).tolist()
 
 
 def test_layout_of_the_matrix_does_not_matter(trees, matrix):
@@ -97,7 +108,7 @@ def test_parsing_leaves_lightgbms_number_of_threads_as_it_was(booster, matrix):
     before = most()
     fresh = [Trees(booster.model_to_string()) for _ in range(64)]
     with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda trees: trees.predict(matrix, 20), fresh))
+        list(pool.map(lambda trees: trees.predict(matrix, 0, 20), fresh))
     assert most() == before
 
 
@@ -120,12 +131,12 @@ def test_training_keeps_what_predictions_need(matrix):
 
 def test_threads_may_ask_for_other_numbers_of_trees(trees, matrix):
     """LightGBM keeps the number in the booster, where a call beside this one would change it."""
-    counts = (1, 25, 50)
-    expected = {count: trees.predict(matrix, count) for count in counts}
+    parts = ((0, 1), (0, 25), (25, None), (0, None))
+    expected = {part: trees.predict(matrix, *part) for part in parts}
 
     def ask(index: int) -> bool:
-        count = counts[index % len(counts)]
-        return np.array_equal(trees.predict(matrix, count), expected[count])
+        part, rows = parts[index % len(parts)], 8 if index % 3 else len(matrix)
+        return np.array_equal(trees.predict(matrix[:rows], *part), expected[part][:rows])
 
     with ThreadPoolExecutor(8) as threads:
         assert all(threads.map(ask, range(900)))

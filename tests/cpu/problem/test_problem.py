@@ -65,6 +65,8 @@ def test_sizes_are_those_of_pytorch(problem: Problem) -> None:
         "h=9 w=14 r=1 s=1 stride=2",
         "h=9 w=14 r=3 s=3 stride=2",
         "h=12 w=7 r=2 s=3 stride=3x2 padding=1x0",
+        "h=10 w=11 r=3 s=4 stride=3",
+        "h=3 w=2 r=2 s=1 stride=2x1 padding=4x3",
         "h=17 w=16 r=3 s=2 stride=2x4 padding=2x5 dilation=2x3",
         "h=2 w=9 r=2 s=3 padding=5x0 dilation=1x4",
     ],

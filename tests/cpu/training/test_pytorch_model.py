@@ -92,7 +92,7 @@ def test_the_least_slowdown_is_the_expected_one_less_the_margin(dataset):
     operation: Operation = dataset.operation
     problem = dataset.timings[0].problem
     model = PytorchModel(operation, Trees(fitted), {problem.kind: 0.3})
-    (expected,) = model.ratio.predict(pytorch_features(operation, problem, dataset.device))
+    (expected,) = model.ratio.predict(pytorch_features(operation, [problem], dataset.device))
     slowdown, least = model.slowdown(problem, dataset.device)
     assert np.log(slowdown) == pytest.approx(expected)
     assert np.log(slowdown / least) == pytest.approx(0.3)
