@@ -226,12 +226,14 @@ def find_layer(
     futures = [f for one in found if isinstance(one, policy.Pending) for f in one.futures]
     if futures:
         return policy.Pending(tuple(futures))
-    out, dx, dw = (one.run if isinstance(one, ReadyLaunch) else None for one in found)
-    if out is None and dx is None and dw is None:
+    ready = [one if isinstance(one, ReadyLaunch) else None for one in found]
+    if not any(ready):
         return None
+    out, dx, dw = (None if one is None else one.run for one in ready)
     layer = Layer(shape, out, dx, {deterministic: dw})
     if any(mask):
-        layer.saves_ms = policy.saves_ms(choices, shape.ordinal)
+        served = (None if one is None else one.choice for one in ready)
+        layer.saves_ms = policy.saves_ms(served, shape.ordinal)
     return layer
 
 
