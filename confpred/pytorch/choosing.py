@@ -77,6 +77,7 @@ _limits = UNLIMITED  # of all choices; a call may have others
 #: while it may not, whoever meets one need not look further.
 may_serve_dense = True
 _serves_dense: dict[Device, bool] = {}
+_at_hand: dict[tuple[Choice, int, Limits], Choice | None] = {}
 
 
 def use_predictor(predictor: Predictor, operation: str = CONVOLUTION.name) -> None:
@@ -177,6 +178,7 @@ def forget() -> None:
     latest.clear()
     _chosen.clear()
     _serves_dense.clear()
+    _at_hand.clear()
     may_serve_dense = True
     for also in _forgetting:
         also()
@@ -224,8 +226,7 @@ def choose(
         predictor, device = current_predictor(), driver.device_of(ordinal)
         within = predictor.within(limits_of(problem, own))
         choice = within.choose(problem, device, max_regret=accepted)
-        if device not in _serves_dense:
-            _learn_of_dense(device, predictor.knows_libraries(device))
+        _learn_of_dense(device)
     except UnknownDevice as error:
         log.debug("PyTorch's own operator: %s", error)
         return None
@@ -237,10 +238,22 @@ def choose(
     return choice
 
 
-def _learn_of_dense(device: Device, served_there: bool) -> None:
+def serves_dense(ordinal: int) -> bool:
+    """Whether a dense layer may be served by anything but PyTorch's own operator on CUDA device
+    `ordinal`; it may take as long as to load the model."""
+    try:
+        return _learn_of_dense(driver.device_of(ordinal))
+    except ConfpredError as error:  # `choose` says so where it counts
+        log.debug("PyTorch's own operator: %s", error)
+        return False
+
+
+def _learn_of_dense(device: Device) -> bool:
     global may_serve_dense
-    _serves_dense[device] = served_there
-    may_serve_dense = any(_serves_dense.values())
+    if device not in _serves_dense:
+        _serves_dense[device] = current_predictor().knows_libraries(device)
+        may_serve_dense = any(_serves_dense.values())
+    return _serves_dense[device]
 
 
 def _notice_changes(ordinal: int) -> None:
@@ -439,8 +452,11 @@ def at_hand(choice: Choice, ordinal: int) -> Choice | None:
     first that `load` has, which may be none."""
     if _launch_of(choice).plan is None:
         return choice
-    ready = load(choice, ordinal)
-    return None if ready is None else ready.choice
+    key = (choice, ordinal, limits_of(choice.problem))
+    if key not in _at_hand:
+        ready = load(choice, ordinal)
+        _at_hand[key] = None if ready is None else ready.choice
+    return _at_hand[key]
 
 
 def compile_ahead(choices: Sequence[Choice], others: Iterable[KernelSpec], ordinal: int) -> None:

@@ -5,7 +5,7 @@ costs it a third of a microsecond; an override of ``aten::convolution`` at the C
 would cost it three, and fifteen in the backward pass (``benchmarks/host_mechanisms.py`` compares
 the ways).
 
-    F.conv2d --+-- dense, subclasses, torch.func, tracing, other modes --> PyTorch's function
+    F.conv2d --+-- subclasses, torch.func, tracing, other modes --> PyTorch's function
                +-- torch.compile -----------------------> torch.ops.confpred.conv2d (chosen at run)
                `-- eager --> latest --> served ----+-- ours, with or without gradients
                                                    `-- else PyTorch's function
@@ -35,6 +35,7 @@ from confpred.pytorch.fallback import (
 from confpred.pytorch.layers import Geometry
 from confpred.pytorch.layouts import is_channels_last
 from confpred.pytorch.operators import traced
+from confpred.pytorch.tracing import dense_may_be_ours
 
 _PLAIN = frozenset((Tensor, Parameter))
 _peek = torch._C._functorch.peek_interpreter_stack
@@ -75,10 +76,11 @@ def conv2d(
 
     `place` is the identity of what calls from there again and again; by default the weight's.
     """
-    if groups == 1 and (_is_dynamo() or not choosing.may_serve_dense or not _is_cuda(input)):
-        return PYTORCH_CONV2D(input, weight, bias, stride, padding, dilation, groups)
     if _is_dynamo():
-        return _special(input, weight, bias, stride, padding, dilation, groups)
+        run = PYTORCH_CONV2D if groups == 1 and not dense_may_be_ours() else _special
+        return run(input, weight, bias, stride, padding, dilation, groups)
+    if groups == 1 and (not choosing.may_serve_dense or not _is_cuda(input)):
+        return PYTORCH_CONV2D(input, weight, bias, stride, padding, dilation, groups)
     if place is None:
         place = id(weight)
     records = _is_grad_enabled()
@@ -172,7 +174,7 @@ def _special(
     dilation: Any,
     groups: int,
 ) -> Tensor:
-    """A grouped convolution that is not an eager one of plain tensors."""
+    """A convolution that is not an eager one of plain tensors."""
 
     def original() -> Tensor:
         return PYTORCH_CONV2D(x, weight, bias, stride, padding, dilation, groups)
