@@ -314,6 +314,21 @@ def test_what_has_to_repeat_is_noticed_at_each_backward(
         exactly(False)
 
 
+def test_an_operator_whose_gradient_was_pytorchs_notices_too(
+    cudnn: Cudnn, exactly: Callable[[bool], None]
+) -> None:
+    strict = replace(WGRAD, deterministic=True)
+    choosing.use_predictor(Predictor({}, {(strict, H200): plans_of(strict)[0]}))
+    x, weight, _ = tensors()
+    out_grad = torch.randn(2, 24, 6, 5).to(memory_format=torch.channels_last)
+    launched = []
+    for on in (False, True, False):
+        exactly(on)
+        gradients.backward(out_grad, x, weight, GEOMETRY, (False, True, False), "a test")
+        launched.append(len(cudnn.last()))
+    assert launched == [0, 1, 0]
+
+
 def test_a_plan_that_does_not_repeat_is_not_within_the_limit() -> None:
     """Though it is pinned; no plan that is exact is one of those."""
     assert all(table().notes["repeatable"][c.config_id] for c in plans_of(WGRAD))
