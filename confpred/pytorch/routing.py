@@ -79,7 +79,7 @@ def conv2d(
     if _is_dynamo():
         run = PYTORCH_CONV2D if groups == 1 and not dense_may_be_ours() else _special
         return run(input, weight, bias, stride, padding, dilation, groups)
-    if groups == 1 and (not choosing.may_serve_dense or not _is_cuda(input)):
+    if groups == 1 and not choosing.may_serve_dense:
         return PYTORCH_CONV2D(input, weight, bias, stride, padding, dilation, groups)
     if place is None:
         place = id(weight)
@@ -89,7 +89,7 @@ def conv2d(
         serve, agrees, facts = known
         if serve is None:
             # The answer is PyTorch's whatever else has changed, so what counts is that it is quick.
-            if facts is records and agrees(input, weight):
+            if facts is (records and weight.requires_grad) and agrees(input):
                 return PYTORCH_CONV2D(input, weight, bias, stride, padding, dilation, groups)
         elif (
             facts == (stride, padding, dilation, groups, bias is None, records, _low("cuda"))
@@ -98,6 +98,8 @@ def conv2d(
             and forward_ad._current_level < 0
         ):
             return serve(input, weight, bias)  # type: ignore[no-any-return]
+    elif groups == 1 and not _is_cuda(input):
+        return PYTORCH_CONV2D(input, weight, bias, stride, padding, dilation, groups)
     if not _is_plain(input, weight, bias):
         return _special(input, weight, bias, stride, padding, dilation, groups)
     dtype = x_dtype = input.dtype
@@ -137,7 +139,7 @@ def conv2d(
         serve = None
     else:
         if serve is None:
-            note(place, None, (input, weight), records)
+            note(place, None, (input,), records and weight.requires_grad)
         else:
             facts = (stride, padding, dilation, groups, bias is None, records, _low("cuda"))
             note(place, serve, (input, weight, bias), facts)

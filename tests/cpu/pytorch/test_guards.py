@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from confpred.pytorch import choosing
+import confpred
+from confpred.pytorch import choosing, routing
 from confpred.pytorch.guards import guard
 
 
@@ -112,3 +113,46 @@ def test_what_is_remembered_anew_is_asked_for_again() -> None:
     choosing.latest[1] = object()
     choosing.forget()
     assert not choosing.latest
+
+
+class Lookups(dict[Any, Any]):
+    """What serves calls, and how often it was looked up."""
+
+    count = 0
+
+    def __getitem__(self, key: Any) -> Any:
+        self.count += 1
+        return super().__getitem__(key)
+
+
+@pytest.mark.parametrize("by_module", [False, True])
+def test_a_layer_that_stays_pytorchs_is_not_looked_up_again(by_module, monkeypatch) -> None:
+    """Until its input is of another kind, or gradients of its filter are or are not asked for."""
+    served = Lookups()
+    for module in (choosing, routing):
+        monkeypatch.setattr(module, "served", served)
+    monkeypatch.setattr(routing, "_is_cuda", lambda _: True)
+    monkeypatch.setattr(routing, "_is_plain", lambda *_: True)
+    monkeypatch.setattr(routing, "_find_conv2d", lambda key, *_: choosing.remember(key, None))
+    module = torch.nn.Conv2d(8, 8, 3, bias=False)
+
+    def looked_up(x: Tensor) -> int:
+        before = served.count
+        with confpred.enabled():
+            if by_module:
+                module(x)
+            else:
+                routing.conv2d(x, module.weight)
+        return served.count - before
+
+    choosing.forget()
+    for x in (image(), image(size=7), image().requires_grad_()):
+        assert [looked_up(x) for _ in range(4)] == [1, 1, 0, 0]  # found, noted
+    with torch.no_grad():
+        assert [looked_up(image()) for _ in range(4)] == [1, 1, 0, 0]
+    assert looked_up(image()) == 1
+    module.weight.requires_grad_(False)
+    assert [looked_up(image()) for _ in range(2)] == [1, 0]
+    module.weight.requires_grad_()
+    assert [looked_up(image()) for _ in range(2)] == [1, 0]
+    choosing.forget()
