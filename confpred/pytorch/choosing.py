@@ -73,6 +73,7 @@ _max_regret: float | None = None  # what bound on regret is accepted; None for a
 _noticed: set[int] = set()  # devices whose versions were compared
 _chosen: dict[tuple[Record, int, Limits], Future[Choice | None]] = {}
 _limits = UNLIMITED  # of all choices; a call may have others
+_tf32 = True  # as PyTorch's switch was last seen
 #: Whether a dense layer may be served by anything but PyTorch's own operator, as far as is known;
 #: while it may not, whoever meets one need not look further.
 may_serve_dense = True
@@ -166,9 +167,20 @@ def limits_of(problem: Record, own: Limits | None = None) -> Limits:
     """What a choice for `problem` keeps within: the limits of all choices, or a call's `own`, and
     what PyTorch's switch says of TF32 in convolutions."""
     limits = _limits if own is None else own
-    if limits.tf32 and problem.dtype == "float32" and not convolutions_allow_tf32():
+    if problem.dtype == "float32" and not notice_switch() and limits.tf32:
         limits = replace(limits, tf32=False)
     return limits
+
+
+def notice_switch() -> bool:
+    """Whether PyTorch's switch allows TF32 in convolutions; everything is chosen anew where it has
+    been turned since the last time."""
+    global _tf32
+    allowed = convolutions_allow_tf32()
+    if allowed is not _tf32:
+        _tf32 = allowed
+        forget()
+    return allowed
 
 
 def forget() -> None:
@@ -428,7 +440,7 @@ def _follow_switch(ready: ReadyLaunch, problem: Problem) -> None:
     """Have `ready` ask at each call whether PyTorch's switch for TF32 is as it was when it was
     chosen, if that decides whether it may run, or what else might; once it is not, everything is
     chosen anew, and PyTorch's own operator serves that call."""
-    allowed = convolutions_allow_tf32()
+    allowed = notice_switch()
     if allowed and not ready.tf32:
         return  # it may run in any case; forbidden, PyTorch's operator only gets slower
     wanted, run, theirs = ready.tf32, ready.run, pytorch_for(problem)
@@ -436,7 +448,7 @@ def _follow_switch(ready: ReadyLaunch, problem: Problem) -> None:
     def serve(*given: Any) -> Any:
         if convolutions_allow_tf32() is wanted:
             return run(*given)
-        forget()
+        notice_switch()
         return theirs(*given)
 
     ready.run = serve

@@ -3,7 +3,8 @@
 A program that Inductor has made calls PyTorch's convolution in C++, and its pointwise kernels take
 what follows it; a layer of ours is launched from Python. Where it saves the GPU less than that
 takes the host, the program keeps PyTorch's own, for the host is often what a compiled program waits
-for. A program that becomes a CUDA graph (``mode="reduce-overhead"``) has no such cost.
+for. A program that becomes a CUDA graph (``mode="reduce-overhead"``) has no such cost. A library's
+plan has to be there, too: a program in which PyTorch's operator is called by way of us is slower.
 """
 
 from __future__ import annotations

@@ -17,10 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import confpred
 from confpred.cudnn.family import FAMILY
 from confpred.cudnn.table import table
 from confpred.errors import LaunchError
-from confpred.families.candidate import Candidate
+from confpred.families.candidate import PYTORCH_OPERATOR, Candidate
 from confpred.predict.predictor import Predictor
 from confpred.problem.conv2d import Problem
 from confpred.problem.device import get_device
@@ -243,6 +244,30 @@ def test_the_launch_knows_which_plan_it_is(cudnn: Cudnn) -> None:
     assert not found.tf32
 
 
+def test_what_is_at_hand_is_what_would_run(cudnn: Cudnn) -> None:
+    """Which is looked for once, until everything is chosen anew."""
+    choosing.use_predictor(ByLimits({}))
+    choice = choosing.choose(LAYER, 0)
+    assert choice is not None
+    for _ in range(3):
+        assert choosing.at_hand(choice, 0) == choice
+    assert len(cudnn.built) == 1
+    cudnn.refused.append(plan(TF32))
+    choosing.forget()
+    for _ in range(3):
+        assert choosing.at_hand(choice, 0) is None
+    assert len(cudnn.built) == 2
+
+
+def test_pins_of_dense_layers_are_followed_where_no_model_knows_any() -> None:
+    pinned = Predictor({}, {(LAYER, H200): TF32})
+    assert pinned.knows_libraries(H200)
+    assert not pinned.knows_libraries("h100")
+    assert not Predictor({}, {(LAYER, H200): PYTORCH_OPERATOR}).knows_libraries(H200)
+    grouped = replace(LAYER, groups=2)
+    assert not Predictor({}, {(grouped, H200): TF32}).knows_libraries(H200)
+
+
 @pytest.mark.parametrize("mask", [ALL, (False, True, True), (True, True, False)])
 def test_a_bias_is_summed_beside_the_plan_of_the_filter(cudnn: Cudnn, mask: Any) -> None:
     dgrad = replace(LAYER, direction="dgrad", bias=False)
@@ -356,6 +381,39 @@ def test_a_limit_of_the_workspace_holds_for_what_a_plan_turns_out_to_need(cudnn:
         choosing.use_limits(Limits(workspace_bytes=2**20))
         forward()
         assert cudnn.last() == [("fprop", plan(TF32))]
+
+
+def test_what_was_left_to_pytorch_is_chosen_again(cudnn: Cudnn) -> None:
+    """For a switch that was turned meanwhile, by the next `enable` or a new shape."""
+    other = replace(LAYER, n=3)
+    pins = {(problem, H200): TF32 for problem in (LAYER, other)}
+    choosing.use_predictor(Predictor({}, pins))
+
+    def enable() -> None:
+        confpred.enable(wait=True)
+        confpred.disable()
+
+    for noticed in (enable, lambda: policy.find(other, 0)):
+        torch.backends.cudnn.allow_tf32 = False
+        noticed()
+        for _ in range(2):
+            forward()
+        torch.backends.cudnn.allow_tf32 = True
+        assert cudnn.last() == []
+        noticed()
+        forward()
+        assert cudnn.last() == [("fprop", plan(TF32))]
+
+
+def test_the_same_switch_forgets_nothing(cudnn: Cudnn) -> None:
+    choosing.use_predictor(ByLimits({}))
+    forward()
+    before = dict(choosing.served)
+    assert before
+    with confpred.enabled(wait=True):
+        policy.find(LAYER, 0)
+        forward()
+    assert choosing.served == before
 
 
 def test_a_switch_decides_what_policy_finds(cudnn: Cudnn) -> None:
