@@ -94,7 +94,7 @@ class Plans:
             kernel_cache: where plans that are slow to build are kept; the user's by default.
 
         Raises:
-            MissingExtra: cuDNN's front end is not installed.
+            MissingExtra, LaunchError: see `_handle`.
         """
         self._problem = problem
         self._ordinal = ordinal
@@ -168,15 +168,24 @@ class Plans:
 
 def _handle(ordinal: int, stream: int | None = None) -> int:
     """This thread's cuDNN handle of the current CUDA device `ordinal`, set to `stream` where it is
-    to launch. cuDNN allows a handle one thread at a time."""
+    to launch. cuDNN allows a handle one thread at a time.
+
+    Raises:
+        MissingExtra: see `front_end`.
+        LaunchError: cuDNN gives none.
+    """
     try:
         handles: dict[int, list[int]] = _of_thread.handles
     except AttributeError:
         handles = _of_thread.handles = {}
     known = handles.get(ordinal)
     if known is None:
-        with driver.outside_capture():
-            known = handles[ordinal] = [front_end().create_handle(), -1]
+        library = front_end()
+        try:
+            with driver.outside_capture():
+                known = handles[ordinal] = [library.create_handle(), -1]
+        except RuntimeError as error:
+            raise LaunchError(f"cuDNN gives no handle: {error}") from error
     if stream is not None and stream != known[1]:
         front_end().set_stream(handle=known[0], stream=stream)
         known[1] = stream
