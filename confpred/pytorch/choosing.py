@@ -53,6 +53,7 @@ from confpred.pytorch.guards import guard
 from confpred.pytorch.kernels import loaded, submit
 from confpred.pytorch.programs import ReadyProgram
 from confpred.pytorch.ready import Enqueue, ReadyLaunch
+from confpred.pytorch.streams import is_capturing
 
 log = logging.getLogger(__name__)
 Found = TypeVar("Found")
@@ -209,11 +210,23 @@ def remember(key: Any, what: Found) -> Found:
     return what
 
 
-def note(place: Any, serve: Any, tensors: Sequence[Tensor | None], facts: Any) -> None:
-    """Have `serve` serve what comes next from `place` with tensors like these."""
+def note(
+    place: Any,
+    serve: Any,
+    tensors: Sequence[Tensor | None],
+    facts: Any,
+    *,
+    outside_graphs: bool = False,
+) -> None:
+    """Have `serve` serve what comes next from `place` with tensors like these, or only what is not
+    captured."""
     if len(latest) >= _MOST_PLACES:
         latest.clear()  # weights that are made anew at each call have ever new identities
-    latest[place] = serve, guard(*(t for t in tensors if t is not None)), facts
+    agrees = guard(*(t for t in tensors if t is not None))
+    if outside_graphs:
+        latest[place] = serve, lambda *given: not is_capturing() and agrees(*given), facts
+    else:
+        latest[place] = serve, agrees, facts
 
 
 @contextmanager

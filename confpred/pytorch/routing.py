@@ -25,7 +25,7 @@ from torch.nn import Parameter
 from torch.utils._device import DeviceContext
 
 from confpred.pytorch import choosing
-from confpred.pytorch.autograd import find_convolution, find_eager
+from confpred.pytorch.autograd import InGraphs, find_convolution, find_eager
 from confpred.pytorch.choosing import latest, note, remember, served
 from confpred.pytorch.fallback import (
     PYTORCH_CONV1D,
@@ -138,8 +138,9 @@ def conv2d(
             )
         serve = None
     else:
-        if serve is None:
-            note(place, None, (input,), records and weight.requires_grad)
+        if serve is None or type(serve) is InGraphs:
+            trains = records and weight.requires_grad
+            note(place, None, (input,), trains, outside_graphs=serve is not None)
         else:
             facts = (stride, padding, dilation, groups, bias is None, records, _low("cuda"))
             note(place, serve, (input, weight, bias), facts)
