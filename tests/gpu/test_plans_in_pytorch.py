@@ -28,6 +28,7 @@ from confpred.predict.predictor import Predictor
 from confpred.problem.conv2d import Problem
 from confpred.problem.device import Device
 from confpred.problem.limits import TF32_ERROR, Limits
+from confpred.pytorch import policy
 
 pytestmark = pytest.mark.skipif(
     find_spec("cudnn") is None, reason="needs nvidia-cudnn-frontend, an optional extra"
@@ -111,6 +112,28 @@ def test_a_training_step_is_captured(autocast, launched) -> None:
         graph.replay()
         for mine, exact in zip(captured, exactly(given), strict=True):
             close(mine, exact, 1e-2)
+
+
+def test_a_layer_that_saves_little_is_ours_in_a_graph_alone(launched, monkeypatch) -> None:
+    monkeypatch.setattr(policy, "saves_ms", lambda *_: 0.001)
+    given = made()
+    exact = exactly(given)
+    leaves, grad = [t.requires_grad_() for t in given], out_grad_for(exact[0]).half()
+
+    def train() -> tuple[torch.Tensor, ...]:
+        out = F.conv2d(*leaves, padding=1)
+        return out.detach(), *torch.autograd.grad(out, leaves, grad)
+
+    for _ in range(3):
+        train()
+    assert not launched
+    graph, captured = capture(train)
+    assert len(launched) == 3
+    train()
+    assert len(launched) == 3
+    graph.replay()
+    for mine, right in zip(captured, exact, strict=True):
+        assert off(mine, right) < 2e-3
 
 
 _CAPTURE = """
