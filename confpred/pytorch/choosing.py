@@ -275,10 +275,11 @@ def serves_dense(ordinal: int) -> bool:
 
 def _learn_of_dense(device: Device) -> bool:
     global may_serve_dense
-    if device not in _serves_dense:
-        _serves_dense[device] = current_predictor().knows_libraries(device)
+    served_there = _serves_dense.get(device)
+    if served_there is None:
+        served_there = _serves_dense[device] = current_predictor().knows_libraries(device)
         may_serve_dense = any(_serves_dense.values())
-    return _serves_dense[device]
+    return served_there
 
 
 def _notice_changes(ordinal: int) -> None:
@@ -478,10 +479,12 @@ def at_hand(choice: Choice, ordinal: int) -> Choice | None:
     if _launch_of(choice).plan is None:
         return choice
     key = (choice, ordinal, limits_of(choice.problem))
-    if key not in _at_hand:
+    try:
+        return _at_hand[key]
+    except KeyError:
         ready = load(choice, ordinal)
-        _at_hand[key] = None if ready is None else ready.choice
-    return _at_hand[key]
+        found = _at_hand[key] = None if ready is None else ready.choice
+        return found
 
 
 def compile_ahead(choices: Sequence[Choice], others: Iterable[KernelSpec], ordinal: int) -> None:
