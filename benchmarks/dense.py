@@ -75,11 +75,6 @@ def problems(wanted: Sequence[str]) -> dict[Problem, str]:
     return {problem: found[problem] for problem in order}
 
 
-def is_fused(problem: Problem) -> bool:
-    """Whether something follows the convolution."""
-    return problem.residual or problem.activation != "none"
-
-
 def our_call(problem: Problem) -> tuple[Any, Callable[[Mapping[str, torch.Tensor]], Any] | None]:
     """The choice for `problem`, and what it runs, of inputs by name; None for PyTorch's operator
     alone."""
@@ -99,7 +94,7 @@ def our_call(problem: Problem) -> tuple[Any, Callable[[Mapping[str, torch.Tensor
         run = ready.run
         wanted = len(names) if problem.direction != "fprop" else 4
         return choice, lambda tensors: run(*given(tensors)[:wanted])
-    if not is_fused(problem):
+    if not problem.has_epilogue:
         return choice, None
     geometry = (problem.stride, problem.padding, problem.dilation, problem.groups)
     activation = problem.activation
@@ -175,7 +170,7 @@ def run_mode(mode: str, words: list[str], model: str | None, seconds: float) -> 
 def joined(words: str, kind: str, times: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """One problem of the result, made from what both processes measured."""
     found = {"problem": words, "kind": kind, "direction": Problem.parse(words).direction}
-    found["fused"] = is_fused(Problem.parse(words))
+    found["fused"] = Problem.parse(words).has_epilogue
     first = times["heuristics"]
     found |= {key: first[key] for key in ("provider", "config", "predicted_ms", "launched")}
     for mode, time_of in times.items():

@@ -147,8 +147,8 @@ def load(compiled: Compiled, smem_bytes: int) -> LoadedKernel:
 
 @contextmanager
 def outside_capture() -> Iterator[None]:
-    """Let this thread do what a stream capture forbids, such as loading a kernel; what is done so
-    does not become part of the captured graph."""
+    """Let this thread do what a stream capture forbids, such as loading a kernel; of what is done
+    so, only launches on the captured stream become part of the graph."""
     from cuda.bindings import driver
 
     relaxed = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED

@@ -29,14 +29,14 @@ _BYTES = 16  # of a load, where the channels can be cut into such
 def left_to_pytorch(problem: Problem) -> Problem:
     """What PyTorch's own operator computes of `problem`: all of it, or, where something other than
     a bias follows the convolution, the convolution alone."""
-    if problem.activation == "none" and not problem.residual:
+    if not problem.has_epilogue:
         return problem
     return replace(problem, bias=False, activation="none", residual=False)
 
 
 def epilogue_source(problem: Record) -> str:
     """Identity of the kernel that follows PyTorch's own operator; empty where none does."""
-    follows = isinstance(problem, Problem) and left_to_pytorch(problem) != problem
+    follows = isinstance(problem, Problem) and problem.has_epilogue
     return identity_of(FILE) if follows else ""
 
 

@@ -7,6 +7,10 @@
 
 Most plans are ready in cuDNN, and built in a tenth of a millisecond; those of engines that are
 compiled at run time take half a second, and are kept beside the compiled kernels.
+
+All of it may happen while a CUDA graph is captured: what a capture forbids, such as to load a
+kernel or to allocate, is done outside of it (`confpred.cuda.driver.outside_capture`), and the graph
+has the plan's launches alone.
 """
 
 from __future__ import annotations
@@ -57,13 +61,20 @@ class BuiltPlan:
         index, ordinal = self._index, self._ordinal
         slots = [(uid, names.index(name)) for name, uid in self._uids.items()]
         scratch = names.index(SCRATCH) if self.workspace_bytes else None
+        is_loaded = False
 
         def enqueue(stream: int, addresses: Sequence[int]) -> None:
+            nonlocal is_loaded
             handle = _handle(ordinal, stream)
             given = {uid: addresses[slot] for uid, slot in slots}
             workspace = 0 if scratch is None else addresses[scratch]
             try:
-                run(given, workspace, index, handle)
+                if is_loaded:
+                    run(given, workspace, index, handle)
+                    return
+                with driver.outside_capture():  # CUDA loads a kernel when it is first launched
+                    run(given, workspace, index, handle)
+                is_loaded = True
             except RuntimeError as error:
                 raise LaunchError(f"cuDNN refused a launch: {error}") from error
 
@@ -83,14 +94,14 @@ class Plans:
             kernel_cache: where plans that are slow to build are kept; the user's by default.
 
         Raises:
-            MissingExtra: cuDNN's front end is not installed.
+            MissingExtra, LaunchError: see `_handle`.
         """
         self._problem = problem
         self._ordinal = ordinal
         self._cache = kernel_cache or KernelCache(default_folder())
         self._uids = operand_uids(problem)
         self._offered: Graph | None = None
-        _handle(ordinal, 0)
+        _handle(ordinal)
 
     def build(self, plan: Plan) -> BuiltPlan:
         """
@@ -101,7 +112,8 @@ class Plans:
             here = release_text(release())
             raise LaunchError(f"the plan is of cuDNN {plan.version}, and this is {here}")
         key = self._key(plan)
-        return self._kept(key) or self._new(plan, key)
+        with driver.outside_capture():
+            return self._kept(key) or self._new(plan, key)
 
     def is_of_this_release(self, plan: Plan) -> bool:
         """Whether `plan` is of the cuDNN that is installed; another one numbers its engines and
@@ -111,7 +123,7 @@ class Plans:
     def _new(self, plan: Plan, key: str) -> BuiltPlan:
         offered = self._offered
         if offered is None:
-            offered = self._offered = Graph(self._problem, handle=_handle(self._ordinal, 0))
+            offered = self._offered = Graph(self._problem, handle=_handle(self._ordinal))
         index = offered.place(plan.config)
         if index is None:
             raise LaunchError("cuDNN does not offer the plan for this problem")
@@ -130,7 +142,7 @@ class Plans:
         content = self._cache.get(key)
         if content is None:
             return None
-        handle = _handle(self._ordinal, 0)
+        handle = _handle(self._ordinal)
         try:
             graph = front_end().pygraph(handle=handle)
             graph.deserialize(handle, list(content))
@@ -154,17 +166,27 @@ class Plans:
         return hashlib.sha256(repr(facts).encode()).hexdigest()
 
 
-def _handle(ordinal: int, stream: int) -> int:
-    """This thread's cuDNN handle of the current CUDA device `ordinal`, set to `stream`. cuDNN
-    allows a handle one thread at a time."""
+def _handle(ordinal: int, stream: int | None = None) -> int:
+    """This thread's cuDNN handle of the current CUDA device `ordinal`, set to `stream` where it is
+    to launch. cuDNN allows a handle one thread at a time.
+
+    Raises:
+        MissingExtra: see `front_end`.
+        LaunchError: cuDNN gives none.
+    """
     try:
         handles: dict[int, list[int]] = _of_thread.handles
     except AttributeError:
         handles = _of_thread.handles = {}
     known = handles.get(ordinal)
     if known is None:
-        known = handles[ordinal] = [front_end().create_handle(), -1]
-    if stream != known[1]:
+        library = front_end()
+        try:
+            with driver.outside_capture():
+                known = handles[ordinal] = [library.create_handle(), -1]
+        except RuntimeError as error:
+            raise LaunchError(f"cuDNN gives no handle: {error}") from error
+    if stream is not None and stream != known[1]:
         front_end().set_stream(handle=known[0], stream=stream)
         known[1] = stream
     return known[0]

@@ -185,10 +185,7 @@ def _check_one(shared: _Shared, row: int, candidate: _Candidate) -> _Checked:
     else:
         enqueue = BoundLaunch([k.kernel for k in loaded], launch, names).enqueue
     arena.poison(shared.outputs)
-    start, end = (arena.cuda.create_event({"timing_enabled": True}) for _ in range(2))
-    arena.stream.record(start)
-    enqueue(arena.handle, shared.operands.slot(0))
-    arena.stream.record(end)
+    seconds = _once(shared, enqueue)
     errors, faults = [], []
     for output, reference in zip(shared.outputs, shared.references, strict=True):
         error, outside = arena.compare(output, shared.operands, reference, tf32=launch.tf32)
@@ -209,7 +206,7 @@ def _check_one(shared: _Shared, row: int, candidate: _Candidate) -> _Checked:
         error=max(errors),
         message="; ".join(faults),
     )
-    return _Checked(row, enqueue, outcome, (end - start) * 1e-3, bool(launch.program))
+    return _Checked(row, enqueue, outcome, seconds, bool(launch.program))
 
 
 def _kernel_of(arena: Arena, step: Step) -> Any:
@@ -220,12 +217,12 @@ def _is_hopeless(seconds: float, best: float) -> bool:
     return seconds > HOPELESS_SECONDS and seconds > HOPELESS_FACTOR * best
 
 
-def _once(shared: _Shared, candidate: _Checked) -> float:
-    """Seconds of one more launch: in the first one, modules may have been loaded."""
+def _once(shared: _Shared, enqueue: Enqueue) -> float:
+    """Seconds of one launch, which has ended."""
     arena = shared.arena
     start, end = (arena.cuda.create_event({"timing_enabled": True}) for _ in range(2))
     arena.stream.record(start)
-    candidate.enqueue(arena.handle, shared.operands.slot(0))
+    enqueue(arena.handle, shared.operands.slot(0))
     arena.stream.record(end)
     arena.stream.sync()
     return float(end - start) * 1e-3
@@ -237,8 +234,8 @@ def _time(shared: _Shared, candidates: Sequence[_Checked], seed: int) -> dict[in
     useful, hopeless = [], {}
     for candidate in candidates:
         seconds = candidate.seconds
-        if _is_hopeless(seconds, best):
-            seconds = _once(shared, candidate)
+        if _is_hopeless(seconds, best):  # in the first launch, modules may have been loaded
+            seconds = _once(shared, candidate.enqueue)
         if _is_hopeless(seconds, best):
             hopeless[candidate.row] = replace(
                 candidate.outcome, time_ms=1e3 * seconds, spread_ms=0.0, samples=1

@@ -140,7 +140,7 @@ def _as_the_library_calls(
     operation: Operation, problem: Record, ordinal: int
 ) -> Callable[[dict[str, torch.Tensor]], Any]:
     """What the library runs for `problem` where PyTorch's operator is the answer."""
-    if not isinstance(problem, Problem) or left_to_pytorch(problem) == problem:
+    if not isinstance(problem, Problem) or not problem.has_epilogue:
         return partial(operation.pytorch, problem)
     plain, p = left_to_pytorch(problem), problem
     device = driver.device_of(ordinal)

@@ -86,7 +86,7 @@ def epilogue_kernels(choices: Iterable[Choice]) -> list[KernelSpec]:
         p = choice.problem
         if choice.family is not None or not isinstance(p, Problem):
             continue
-        if p.direction == "fprop" and (p.residual or p.activation != "none"):
+        if p.has_epilogue:
             found.append(
                 epilogue_kernel(
                     p.k, p.dtype, bias=p.bias, residual=p.residual, activation=p.activation

@@ -30,10 +30,11 @@ from torch.nn.modules import module as every_module
 from confpred.forks import uninterrupted
 from confpred.network.chains import Program, Site, fuse
 from confpred.network.fused import TracedCalls, fused_call
-from confpred.network.instance_forward import InstanceForward, constant_while_compiling
+from confpred.network.instance_forward import InstanceForward
 from confpred.network.modules import autocast_dtype, is_convolution, norm_slots
 from confpred.network.tracing import convolutions_of, trace
 from confpred.pytorch.streams import is_capturing
+from confpred.pytorch.tracing import constant_while_compiling
 
 log = logging.getLogger("confpred")
 

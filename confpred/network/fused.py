@@ -16,6 +16,7 @@ from confpred.network.operators import conv2d_norm, fold
 from confpred.pytorch.directions import forward
 from confpred.pytorch.fallback import activate
 from confpred.pytorch.operators import written
+from confpred.pytorch.tracing import dense_may_be_ours
 
 CHANNELS_LAST = torch.channels_last
 
@@ -97,14 +98,14 @@ class TracedCall(nn.Module):
         self.convolution, self.norm, self.activation = site.convolution, site.norm, site.activation
         sizes, geometry = (*site.convolution.weight.shape,), geometry_of(site.convolution)
         eps = 0.0 if site.norm is None else eps_of(site.norm)
-        self.may_be_ours = site.convolution.groups > 1
+        self.is_dense = site.convolution.groups == 1
         # Written here, as the compiler is not to look into it. Of the version: see `traced`.
         self.fused = written(sizes, geometry, site.activation, eps, __version__)
         self.apart = written(sizes, geometry, "none", eps, __version__)
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         convolution, norm, activation = self.convolution, self.norm, self.activation
-        if not self.may_be_ours:
+        if self.is_dense and not dense_may_be_ours():
             return plain_call(convolution, norm, activation, x, residual)
         cast = autocast_dtype(x.device.type)
         x = x if cast is None else x.to(cast)

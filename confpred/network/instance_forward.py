@@ -12,15 +12,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 Self = TypeVar("Self", bound="InstanceForward")
-Function = TypeVar("Function", bound=Callable[..., Any])
 _installed: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()
-
-
-def constant_while_compiling(function: Function) -> Function:
-    """What ``torch.compiler.assume_constant_result`` does, to which this is equal, without
-    importing the compiler, which takes a second."""
-    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
-    return function
 
 
 class InstanceForward:

@@ -23,7 +23,7 @@ from confpred.network.modules import autocast_dtype, geometry_of
 from confpred.network.tracing import convolutions_of, trace_parts
 from confpred.problem.conv2d import Problem
 from confpred.pytorch.fallback import PYTORCH_CONV2D
-from confpred.pytorch.layers import described
+from confpred.pytorch.layers import described, sums_bias
 from confpred.pytorch.ready import CHANNELS_LAST, DTYPES
 
 _OTHERS: Mapping[Any, str] = {
@@ -278,7 +278,8 @@ class _Recorder(TorchFunctionMode):
             exact = (
                 torch.are_deterministic_algorithms_enabled() or torch.backends.cudnn.deterministic
             )
-            kinds.append(("wgrad", {"bias": epilogue["bias"], "deterministic": exact}))
+            bias = epilogue["bias"] and sums_bias(geometry[3])
+            kinds.append(("wgrad", {"bias": bias, "deterministic": exact}))
         for direction, fields in kinds:
             if dtype not in DTYPES:
                 self._add(name, None, direction, f"dtype {str(dtype).removeprefix('torch.')}")

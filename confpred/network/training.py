@@ -27,7 +27,6 @@ from torch import Tensor, nn
 
 from confpred.network.instance_forward import (
     InstanceForward,
-    constant_while_compiling,
     forget_method,
     install_method,
 )
@@ -39,6 +38,7 @@ from confpred.network.modules import (
 )
 from confpred.pytorch.routing import conv2d
 from confpred.pytorch.streams import current_device, empty
+from confpred.pytorch.tracing import constant_while_compiling
 
 _CHUNK = 24  # layers; larger saves little more, smaller makes gradients wait less
 _is_dynamo = torch.compiler.is_dynamo_compiling

@@ -196,15 +196,19 @@ class Predictor:
         return list(choices) if max_regret is None else _accepted(choices, max_regret)
 
     def knows_libraries(self, device: str | Device) -> bool:
-        """Whether algorithms of a library are among what is chosen from on `device`: without them
-        the answer for a dense layer is PyTorch's own operator.
+        """Whether algorithms of a library, or pins of dense layers, are among what is chosen from
+        on `device`: without them the answer for a dense layer is PyTorch's own operator.
 
         Raises:
             UnknownDevice: no description of `device` is known.
         """
-        model = self._models.get(self._device(device).key)
+        known = self._device(device)
+        model = self._models.get(known.key)
         learned = () if model is None else model.families.values()
-        return any(isinstance(each.family, Lister) for each in learned)
+        return any(isinstance(each.family, Lister) for each in learned) or any(
+            where == known and problem.grouping == "dense" and candidate != PYTORCH_OPERATOR
+            for (problem, where), candidate in self._pins.items()
+        )
 
     def expected_ms(
         self, problem: Record, device: str | Device, candidate: Candidate

@@ -153,9 +153,14 @@ class Problem(Record):
         return "dense" if self.groups == 1 else "depthwise" if self.group_width == 1 else "grouped"
 
     @property
+    def has_epilogue(self) -> bool:
+        """Whether more than a bias follows the convolution."""
+        return self.residual or self.activation != "none"
+
+    @property
     def kind(self) -> str:
         """Its grouping, and whether more than the convolution is to be computed."""
-        fused = self.bias or self.residual or self.activation != "none"
+        fused = self.bias or self.has_epilogue
         return f"fused {self.grouping}" if fused else self.grouping
 
     @property

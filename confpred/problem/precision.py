@@ -1,4 +1,4 @@
-"""PyTorch's switches for how exact products of matrices are. They are the whole process's."""
+"""PyTorch's switches for how exact products and convolutions are. They are the whole process's."""
 
 from __future__ import annotations
 
@@ -19,6 +19,18 @@ def allows_tf32() -> bool:
     precision = getattr(matmul, "fp32_precision", None)  # since PyTorch 2.9
     allowed: bool = matmul.allow_tf32 if precision is None else precision == "tf32"
     return allowed
+
+
+def convolutions_allow_tf32() -> bool:
+    """Whether PyTorch's convolutions may round float32 inputs to TF32."""
+    import torch
+
+    # Since PyTorch 2.9 there is a switch for each kind of operator, and where they differ the
+    # former one for all of cuDNN can no longer be read.
+    precision = getattr(torch._C, "_get_fp32_precision_getter", None)
+    if precision is None:
+        return torch._C._get_cudnn_allow_tf32()
+    return bool(precision("cuda", "conv") == "tf32")
 
 
 @contextmanager

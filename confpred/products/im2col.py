@@ -232,7 +232,7 @@ def _copy(p: Problem, entry: str, first: int, count: int) -> Step:
 
 def _epilogue(p: Problem) -> tuple[Step, ...]:
     """One pass over the output for what is more than the products."""
-    if not (p.bias or p.residual or p.activation != "none"):
+    if not (p.bias or p.has_epilogue):
         return ()
     kernel = epilogue_kernel(
         p.k, p.dtype, bias=p.bias, residual=p.residual, activation=p.activation

@@ -7,6 +7,7 @@ own node of the graph (``benchmarks/host_mechanisms.py``).
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -54,6 +55,17 @@ class _Convolution(torch.autograd.Function):
             out_grad, x, weight.to(out_grad.dtype), channels, *arguments, list(mask)
         )
         return (None, *grads)
+
+
+@dataclass(frozen=True, slots=True)
+class InGraphs:
+    """What serves a layer that is ours in CUDA graphs alone: `ours` there, else `theirs`."""
+
+    ours: Callable[..., Tensor]
+    theirs: Callable[..., Tensor]
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return (self.ours if is_capturing() else self.theirs)(x, weight, bias)
 
 
 # `torch.autograd.Function.apply` without what it does for `torch.func`, whose transforms never come
@@ -126,11 +138,7 @@ def find_convolution(
             return _apply(layer, x, weight, bias)
 
         if layer.saves_ms < _HOST_MS:
-
-            def differentiate_in_graphs(x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
-                return (differentiate if is_capturing() else original)(x, weight, bias)
-
-            return remember(key, differentiate_in_graphs)
+            return remember(key, InGraphs(differentiate, original))
         return remember(key, partial(_apply, layer) if as_they_are else differentiate)
     if low is x and weight.dtype is dtype and layer.out is not None and not transposed:
         return remember(key, densely(layer.out, (x, weight, bias)))

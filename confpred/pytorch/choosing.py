@@ -34,7 +34,7 @@ from confpred.errors import (
     MissingExtra,
     UnknownDevice,
 )
-from confpred.families.candidate import PYTORCH_OPERATOR, Candidate
+from confpred.families.candidate import PYTORCH_OPERATOR
 from confpred.families.registry import all_families, operation_named
 from confpred.measure.pytorch import cudnn_version
 from confpred.model.conditions import changes
@@ -45,12 +45,15 @@ from confpred.problem.conv2d_operation import CONVOLUTION
 from confpred.problem.device import Device
 from confpred.problem.limits import UNLIMITED, Limits
 from confpred.problem.operation import KernelSpec, Launch
+from confpred.problem.precision import convolutions_allow_tf32
 from confpred.problem.record import Record
 from confpred.pytorch import layouts
+from confpred.pytorch.fallback import pytorch_for
 from confpred.pytorch.guards import guard
 from confpred.pytorch.kernels import loaded, submit
 from confpred.pytorch.programs import ReadyProgram
 from confpred.pytorch.ready import Enqueue, ReadyLaunch
+from confpred.pytorch.streams import is_capturing
 
 log = logging.getLogger(__name__)
 Found = TypeVar("Found")
@@ -71,11 +74,12 @@ _max_regret: float | None = None  # what bound on regret is accepted; None for a
 _noticed: set[int] = set()  # devices whose versions were compared
 _chosen: dict[tuple[Record, int, Limits], Future[Choice | None]] = {}
 _limits = UNLIMITED  # of all choices; a call may have others
-_cudnn_tf32 = torch._C._get_cudnn_allow_tf32
+_tf32 = True  # as PyTorch's switch was last seen
 #: Whether a dense layer may be served by anything but PyTorch's own operator, as far as is known;
 #: while it may not, whoever meets one need not look further.
 may_serve_dense = True
 _serves_dense: dict[Device, bool] = {}
+_at_hand: dict[tuple[Choice, int, Limits], Choice | None] = {}
 
 
 def use_predictor(predictor: Predictor, operation: str = CONVOLUTION.name) -> None:
@@ -164,9 +168,20 @@ def limits_of(problem: Record, own: Limits | None = None) -> Limits:
     """What a choice for `problem` keeps within: the limits of all choices, or a call's `own`, and
     what PyTorch's switch says of TF32 in convolutions."""
     limits = _limits if own is None else own
-    if limits.tf32 and problem.dtype == "float32" and not _cudnn_tf32():
+    if problem.dtype == "float32" and not notice_switch() and limits.tf32:
         limits = replace(limits, tf32=False)
     return limits
+
+
+def notice_switch() -> bool:
+    """Whether PyTorch's switch allows TF32 in convolutions; everything is chosen anew where it has
+    been turned since the last time."""
+    global _tf32
+    allowed = convolutions_allow_tf32()
+    if allowed is not _tf32:
+        _tf32 = allowed
+        forget()
+    return allowed
 
 
 def forget() -> None:
@@ -176,6 +191,7 @@ def forget() -> None:
     latest.clear()
     _chosen.clear()
     _serves_dense.clear()
+    _at_hand.clear()
     may_serve_dense = True
     for also in _forgetting:
         also()
@@ -194,11 +210,23 @@ def remember(key: Any, what: Found) -> Found:
     return what
 
 
-def note(place: Any, serve: Any, tensors: Sequence[Tensor | None], facts: Any) -> None:
-    """Have `serve` serve what comes next from `place` with tensors like these."""
+def note(
+    place: Any,
+    serve: Any,
+    tensors: Sequence[Tensor | None],
+    facts: Any,
+    *,
+    outside_graphs: bool = False,
+) -> None:
+    """Have `serve` serve what comes next from `place` with tensors like these, or only what is not
+    captured."""
     if len(latest) >= _MOST_PLACES:
         latest.clear()  # weights that are made anew at each call have ever new identities
-    latest[place] = serve, guard(*(t for t in tensors if t is not None)), facts
+    agrees = guard(*(t for t in tensors if t is not None))
+    if outside_graphs:
+        latest[place] = serve, lambda *given: not is_capturing() and agrees(*given), facts
+    else:
+        latest[place] = serve, agrees, facts
 
 
 @contextmanager
@@ -223,8 +251,7 @@ def choose(
         predictor, device = current_predictor(), driver.device_of(ordinal)
         within = predictor.within(limits_of(problem, own))
         choice = within.choose(problem, device, max_regret=accepted)
-        if device not in _serves_dense:
-            _learn_of_dense(device, predictor.knows_libraries(device))
+        _learn_of_dense(device)
     except UnknownDevice as error:
         log.debug("PyTorch's own operator: %s", error)
         return None
@@ -236,10 +263,23 @@ def choose(
     return choice
 
 
-def _learn_of_dense(device: Device, served_there: bool) -> None:
+def serves_dense(ordinal: int) -> bool:
+    """Whether a dense layer may be served by anything but PyTorch's own operator on CUDA device
+    `ordinal`; it may take as long as to load the model."""
+    try:
+        return _learn_of_dense(driver.device_of(ordinal))
+    except ConfpredError as error:  # `choose` says so where it counts
+        log.debug("PyTorch's own operator: %s", error)
+        return False
+
+
+def _learn_of_dense(device: Device) -> bool:
     global may_serve_dense
-    _serves_dense[device] = served_there
-    may_serve_dense = any(_serves_dense.values())
+    served_there = _serves_dense.get(device)
+    if served_there is None:
+        served_there = _serves_dense[device] = current_predictor().knows_libraries(device)
+        may_serve_dense = any(_serves_dense.values())
+    return served_there
 
 
 def _notice_changes(ordinal: int) -> None:
@@ -330,30 +370,41 @@ def load(choice: Choice, ordinal: int, own: Limits | None = None) -> ReadyLaunch
     """The launch of `choice`, compiled now if need be; None where the driver or the compiler
     refuses it, which is logged. Of a library's plans it is the first in the ranking from `choice`
     on that the library builds and that needs no more memory than the limits allow."""
-    problem = choice.problem
-    if not isinstance(problem, Problem):
-        raise InvalidProblem("problem", problem, "a convolution")
-    launch = _launch_of(choice)
+    if not isinstance(choice.problem, Problem):
+        raise InvalidProblem("problem", choice.problem, "a convolution")
+    limits, launch = limits_of(choice.problem, own), _launch_of(choice)
     if launch.plan is not None:
-        return _load_plan(choice, problem, ordinal, own)
+        ready = _load_plan(choice, choice.problem, ordinal, limits)
+    else:
+        ready = _load_kernels(choice, launch, ordinal, limits)
+    if ready is not None and choice.problem.dtype == "float32":
+        _follow_switch(ready, choice.problem)
+    return ready
+
+
+def _load_kernels(
+    choice: Choice, launch: Launch, ordinal: int, limits: Limits
+) -> ReadyLaunch | None:
+    if not limits.allow(choice.problem, launch):  # they are others since it was chosen
+        return None
     try:
         for kernel in launch.kernels:
             submit(kernel, _arch(ordinal))  # side by side
         if launch.program:
-            return ReadyProgram(problem, launch, ordinal)
+            return ReadyProgram(choice, launch, ordinal)
         kernels = [loaded(step.kernel, step.smem_bytes, ordinal) for step in launch.steps]
 
         def bind(names: Sequence[str]) -> Enqueue:
             return BoundLaunch(kernels, launch, names).enqueue
 
-        return ReadyLaunch(problem, launch, bind, ordinal)
+        return ReadyLaunch(choice, launch, bind, ordinal)
     except (CompileError, LaunchError, MissingExtra) as error:
         log.warning("PyTorch's own operator: %s", error)
         return None
 
 
 def _load_plan(
-    choice: Choice, problem: Problem, ordinal: int, own: Limits | None
+    choice: Choice, problem: Problem, ordinal: int, limits: Limits
 ) -> ReadyLaunch | None:
     """What a library offers for a problem is known to the library alone, so a plan that is chosen
     from what it has offered for such problems may not be there: then the next one in the ranking
@@ -364,16 +415,14 @@ def _load_plan(
     except (LaunchError, MissingExtra) as error:
         _warn_once(str(error))
         return None
-    limits = limits_of(problem, own)
-    for candidate in _from_on(choice, ordinal, limits):
-        found = replace(choice, candidate=candidate)
+    for found in _from_on(choice, ordinal, limits):
         if not is_ours(found):
             break
         launch = _launch_of(found)
         if launch.plan is None:
-            return load(found, ordinal, own)
-        if launch.plan.tf32:
-            continue  # whether PyTorch may round to it is a setting that can change at any time
+            return _load_kernels(found, launch, ordinal, limits)
+        if not limits.allow(problem, launch):
+            continue
         try:
             with torch.cuda.device(ordinal):
                 built = plans.build(launch.plan)
@@ -387,23 +436,55 @@ def _load_plan(
         if not limits.allow(problem, launch):
             log.debug("%s: the plan needs %d bytes", problem, built.workspace_bytes)
             continue
-        return ReadyLaunch(problem, launch, built.bind, ordinal)
+        return ReadyLaunch(found, launch, built.bind, ordinal)
     log.info("%s: PyTorch's own operator, as no plan that is predicted to win is there", problem)
     return None
 
 
-def _from_on(choice: Choice, ordinal: int, limits: Limits) -> Iterator[Candidate]:
-    """The candidates from `choice` on, best first; the others are ranked once they are needed."""
-    yield choice.candidate
+def _from_on(choice: Choice, ordinal: int, limits: Limits) -> Iterator[Choice]:
+    """The choices from `choice` on, best first; the others are ranked once they are needed."""
+    yield choice
     predictor, device = current_predictor().within(limits), driver.device_of(ordinal)
     for other in predictor.rank(choice.problem, device, MAX_TOP):
         if other.candidate != choice.candidate:
-            yield other.candidate
+            yield replace(choice, candidate=other.candidate, predicted_ms=other.predicted_ms)
+
+
+def _follow_switch(ready: ReadyLaunch, problem: Problem) -> None:
+    """Have `ready` ask at each call whether PyTorch's switch for TF32 is as it was when it was
+    chosen, if that decides whether it may run, or what else might; once it is not, everything is
+    chosen anew, and PyTorch's own operator serves that call."""
+    allowed = notice_switch()
+    if allowed and not ready.tf32:
+        return  # it may run in any case; forbidden, PyTorch's operator only gets slower
+    wanted, run, theirs = ready.tf32, ready.run, pytorch_for(problem)
+
+    def serve(*given: Any) -> Any:
+        if convolutions_allow_tf32() is wanted:
+            return run(*given)
+        notice_switch()
+        return theirs(*given)
+
+    ready.run = serve
 
 
 @cache
 def _warn_once(message: str) -> None:
     log.warning("PyTorch's own operator: %s", message)
+
+
+def at_hand(choice: Choice, ordinal: int) -> Choice | None:
+    """What would run where `choice` is the answer: `choice` itself, or, of a library's plans, the
+    first that `load` has, which may be none."""
+    if _launch_of(choice).plan is None:
+        return choice
+    key = (choice, ordinal, limits_of(choice.problem))
+    try:
+        return _at_hand[key]
+    except KeyError:
+        ready = load(choice, ordinal)
+        found = _at_hand[key] = None if ready is None else ready.choice
+        return found
 
 
 def compile_ahead(choices: Sequence[Choice], others: Iterable[KernelSpec], ordinal: int) -> None:

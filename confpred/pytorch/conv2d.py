@@ -46,11 +46,12 @@ def conv2d(
     """``activation(torch.nn.functional.conv2d(x, weight, bias, ...) + residual)``, by the fastest
     kernel.
 
-    Our kernels serve channels-last CUDA tensors of grouped and depthwise layers, in the forward and
-    in the backward pass. Everything else goes to PyTorch, in the mode that the caller has set
-    (logged at level debug); so does every layer where PyTorch's operator (measured with cuDNN's
-    benchmark mode on) is predicted to be faster. Works under ``torch.compile`` and autocast. The
-    filter's gradient is repeatable to the bit where PyTorch is asked for deterministic algorithms.
+    Our kernels serve channels-last CUDA tensors of grouped and depthwise layers, and cuDNN's plans
+    those of dense layers, in the forward and in the backward pass. Everything else goes to PyTorch,
+    in the mode that the caller has set (logged at level debug); so does every layer where PyTorch's
+    operator (measured with cuDNN's benchmark mode on) is predicted to be faster. Works under
+    ``torch.compile`` and autocast. The filter's gradient is repeatable to the bit where PyTorch is
+    asked for deterministic algorithms.
 
     Args:
         x: input, shape (N, C, H, W), ``memory_format=torch.channels_last``.

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from confpred.problem.conv2d import Problem
 from confpred.pytorch.epilogue import apply_epilogue, epilogue_of
 from confpred.pytorch.layers import Geometry
 
@@ -73,6 +74,36 @@ def pytorch_fused(
     if residual is None or (residual.shape == out.shape and residual.dtype is out.dtype):
         return apply_epilogue(out, bias, residual, activation)
     return activate(activation, apply_epilogue(out, bias, None, "none") + residual)
+
+
+def pytorch_for(problem: Problem) -> Callable[..., Any]:
+    """PyTorch's own operator in the place of a launch of ours for `problem`: it takes and returns
+    what `confpred.pytorch.ready.ReadyLaunch.run` does."""
+    p = problem
+    layer = (p.stride, p.padding, p.dilation)
+    if p.direction == "fprop":
+        geometry: Geometry = (*layer, p.groups)
+
+        def forward(
+            x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None
+        ) -> Tensor:
+            return pytorch_fused(x, weight, bias, residual, geometry, p.activation)
+
+        return forward
+    arguments = (*layer, False, (0, 0), p.groups)
+
+    # Of the operand whose gradient is asked for, PyTorch's operator reads sizes and layout only.
+    def of_input(out_grad: Tensor, weight: Tensor) -> Tensor | None:
+        x = out_grad.new_empty(p.n, p.h, p.w, p.c).permute(0, 3, 1, 2)
+        return pytorch_backward(out_grad, x, weight, None, *arguments, [True, False, False])[0]
+
+    def of_filter(out_grad: Tensor, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        weight = x.new_empty(p.k, p.r, p.s, p.group_width).permute(0, 3, 1, 2)
+        sizes = [p.k] if p.bias else None
+        mask = [False, True, p.bias]
+        return pytorch_backward(out_grad, x, weight, sizes, *arguments, mask)[1:]
+
+    return of_input if p.direction == "dgrad" else of_filter
 
 
 def pytorch_run(

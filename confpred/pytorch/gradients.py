@@ -22,7 +22,7 @@ from torch import Tensor
 from confpred.pytorch import policy
 from confpred.pytorch.choosing import latest, note, remember, served
 from confpred.pytorch.fallback import pytorch_backward, pytorch_forward
-from confpred.pytorch.layers import Geometry, alike, problem_of, transposed_image
+from confpred.pytorch.layers import Geometry, alike, problem_of, sums_bias, transposed_image
 from confpred.pytorch.layouts import is_channels_last
 from confpred.pytorch.ready import CHANNELS_LAST, ReadyLaunch, dense, is_dense
 
@@ -66,8 +66,7 @@ class Shape:
             return None
         epilogue: dict[str, Any] = {}
         if role == "weight":
-            # A transposed convolution's bias is added to what is the input here.
-            epilogue = {"bias": self.bias and not self.transposed, "deterministic": deterministic}
+            epilogue = {"bias": self.bias and not self.bias_apart, "deterministic": deterministic}
         elif role == "out" and not self.transposed:
             epilogue = {"bias": self.bias}
         problem = problem_of(
@@ -77,6 +76,12 @@ class Shape:
             return None
         output = (problem.n, problem.k, problem.p, problem.q)
         return None if self.transposed and output != self.x else problem
+
+    @property
+    def bias_apart(self) -> bool:
+        """Whether the gradient of the bias is summed apart from that of the filter; a transposed
+        convolution's bias is added to what is the input here."""
+        return self.transposed or not sums_bias(self.geometry[3])
 
     def arguments(self) -> tuple[Any, ...]:
         """The last arguments of ``aten::convolution``."""
@@ -102,6 +107,7 @@ class Layer:
 
     __slots__ = (
         "_arguments",
+        "_bias_apart",
         "_flip",
         "dtype",
         "forward",
@@ -119,7 +125,7 @@ class Layer:
         self.dtype = shape.dtype
         self.saves_ms = inf
         self._arguments = shape.arguments()
-        self._flip = shape.transposed
+        self._flip, self._bias_apart = shape.transposed, shape.bias_apart
         self.forward = self._forward if out is None or shape.transposed else out
 
     def _forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -136,7 +142,7 @@ class Layer:
             return self._theirs(out_grad, x, weight, mask)
         if not out_grad.is_contiguous(memory_format=CHANNELS_LAST):
             out_grad = dense(out_grad)
-        if run_x is not None and run_weight is not None and not (mask[2] and self._flip):
+        if run_x is not None and run_weight is not None and not (mask[2] and self._bias_apart):
             pair = (x, out_grad) if self._flip else (out_grad, x)
             return run_x(out_grad, weight), *run_weight(*pair)
         grad_x = grad_weight = grad_bias = None
@@ -220,12 +226,14 @@ def find_layer(
     futures = [f for one in found if isinstance(one, policy.Pending) for f in one.futures]
     if futures:
         return policy.Pending(tuple(futures))
-    out, dx, dw = (one.run if isinstance(one, ReadyLaunch) else None for one in found)
-    if out is None and dx is None and dw is None:
+    ready = [one if isinstance(one, ReadyLaunch) else None for one in found]
+    if not any(ready):
         return None
+    out, dx, dw = (None if one is None else one.run for one in ready)
     layer = Layer(shape, out, dx, {deterministic: dw})
     if any(mask):
-        layer.saves_ms = policy.saves_ms(choices, shape.ordinal)
+        served = (None if one is None else one.choice for one in ready)
+        layer.saves_ms = policy.saves_ms(served, shape.ordinal)
     return layer
 
 

@@ -79,6 +79,16 @@ def described(
     )
 
 
+def sums_bias(groups: int) -> bool:
+    """Whether the problem of a filter's gradient has the gradient of the bias in it.
+
+    Kernels of grouped layers sum it on their way. No plan of cuDNN's does, and PyTorch's own
+    backward sums the output's gradient beside cuDNN. So of a dense layer the filter's gradient is
+    asked for alone, and PyTorch's sum follows whichever of the two is taken.
+    """
+    return groups > 1
+
+
 def alike(x: Tensor, *others: Tensor | None) -> bool:
     """Whether `x` is on a CUDA device and `others` have its dtype and device."""
     return x.is_cuda and all(

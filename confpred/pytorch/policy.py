@@ -58,6 +58,7 @@ def use(policy: Policy) -> Policy:
     if policy.verifier is not former.verifier:
         choosing.forget()
     choosing.use_limits(policy.limits)
+    choosing.notice_switch()
     return former
 
 

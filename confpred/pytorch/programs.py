@@ -10,7 +10,7 @@ from torch import Tensor
 
 from confpred.cuda import driver
 from confpred.cuda.launch import NoContext
-from confpred.problem.conv2d import Problem
+from confpred.predict.choice import Choice
 from confpred.problem.operation import PREPARED, SCRATCH, Launch, Step
 from confpred.products.run import Bound, Operands, Program, by_driver
 from confpred.pytorch.kernels import loaded
@@ -64,7 +64,8 @@ class ReadyProgram(ReadyLaunch):
 
     __slots__ = ()
 
-    def __init__(self, problem: Problem, launch: Launch, ordinal: int) -> None:
+    def __init__(self, choice: Choice, launch: Launch, ordinal: int) -> None:
+        problem: Any = choice.problem
         program = LoadedProgram(launch, ordinal)
         name, *inputs = (n for n in NAMES[problem.direction] if n != "bias_grad")
         size, stride = layout_of(shapes_of(problem)[name])
@@ -83,5 +84,5 @@ class ReadyProgram(ReadyLaunch):
             program(operands)
             return out if alone else (out, None)
 
-        self.problem = problem
+        self.choice, self.tf32 = choice, launch.tf32
         self.run = run

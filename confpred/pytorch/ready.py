@@ -10,6 +10,7 @@ from torch import Tensor
 
 from confpred.cuda import driver
 from confpred.cuda.launch import NoContext
+from confpred.predict.choice import Choice
 from confpred.problem.conv2d import Problem
 from confpred.problem.conv2d_operation import CONVOLUTION
 from confpred.problem.operation import SCRATCH, ZEROED, Launch
@@ -20,12 +21,15 @@ DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "
 CHANNELS_LAST = torch.channels_last
 ALIGNMENT = 16  # bytes; the kernels load this much at a time
 _UNALIGNED = ALIGNMENT - 1  # an address with any of these bits is not aligned to that
-#: Operands in the order in which a ready launch is given them, outputs first.
-NAMES = {
-    "fprop": ("out", "in", "filter", "bias", "residual"),
-    "dgrad": ("in_grad", "out_grad", "filter"),
-    "wgrad": ("filter_grad", "bias_grad", "out_grad", "in"),
+#: What a ready launch computes, and, in the order in which it is given them, of what.
+OUTPUTS = {"fprop": ("out",), "dgrad": ("in_grad",), "wgrad": ("filter_grad", "bias_grad")}
+INPUTS = {
+    "fprop": ("in", "filter", "bias", "residual"),
+    "dgrad": ("out_grad", "filter"),
+    "wgrad": ("out_grad", "in"),
 }
+#: Both.
+NAMES = {direction: (*OUTPUTS[direction], *INPUTS[direction]) for direction in INPUTS}
 
 
 Enqueue = Callable[[int, Sequence[int]], None]
@@ -37,17 +41,19 @@ class ReadyLaunch:
     """A launch for one problem, chosen, compiled and loaded.
 
     Attributes:
-        problem: what it computes.
-        run: called with the inputs in the order of ``NAMES``, as tensors of the problem's shapes
+        choice: what it is the launch of; of a convolution.
+        tf32: whether it rounds float32 inputs to TF32.
+        run: called with the inputs in the order of ``INPUTS``, as tensors of the problem's shapes
             and dtype on the launch's device, None for one that the problem does not have. They have
             to be dense as the kernels read them; what is not aligned is copied. It returns the
             output, or the gradients of filter and bias, the latter None if it is not asked for.
     """
 
-    __slots__ = ("problem", "run")
+    __slots__ = ("choice", "run", "tf32")
 
-    def __init__(self, problem: Problem, launch: Launch, bind: Bind, ordinal: int) -> None:
-        self.problem = problem
+    def __init__(self, choice: Choice, launch: Launch, bind: Bind, ordinal: int) -> None:
+        self.choice, self.tf32 = choice, launch.tf32
+        problem: Any = choice.problem
         names = NAMES[problem.direction]
         ends = (ZEROED, SCRATCH) if launch.zeroed_bytes or launch.scratch_bytes else ()
         enqueue = bind((*names, *ends))

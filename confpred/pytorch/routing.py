@@ -5,7 +5,7 @@ costs it a third of a microsecond; an override of ``aten::convolution`` at the C
 would cost it three, and fifteen in the backward pass (``benchmarks/host_mechanisms.py`` compares
 the ways).
 
-    F.conv2d --+-- dense, subclasses, torch.func, tracing, other modes --> PyTorch's function
+    F.conv2d --+-- subclasses, torch.func, tracing, other modes --> PyTorch's function
                +-- torch.compile -----------------------> torch.ops.confpred.conv2d (chosen at run)
                `-- eager --> latest --> served ----+-- ours, with or without gradients
                                                    `-- else PyTorch's function
@@ -25,7 +25,7 @@ from torch.nn import Parameter
 from torch.utils._device import DeviceContext
 
 from confpred.pytorch import choosing
-from confpred.pytorch.autograd import find_convolution, find_eager
+from confpred.pytorch.autograd import InGraphs, find_convolution, find_eager
 from confpred.pytorch.choosing import latest, note, remember, served
 from confpred.pytorch.fallback import (
     PYTORCH_CONV1D,
@@ -35,6 +35,7 @@ from confpred.pytorch.fallback import (
 from confpred.pytorch.layers import Geometry
 from confpred.pytorch.layouts import is_channels_last
 from confpred.pytorch.operators import traced
+from confpred.pytorch.tracing import dense_may_be_ours
 
 _PLAIN = frozenset((Tensor, Parameter))
 _peek = torch._C._functorch.peek_interpreter_stack
@@ -75,10 +76,11 @@ def conv2d(
 
     `place` is the identity of what calls from there again and again; by default the weight's.
     """
-    if groups == 1 and (_is_dynamo() or not choosing.may_serve_dense or not _is_cuda(input)):
-        return PYTORCH_CONV2D(input, weight, bias, stride, padding, dilation, groups)
     if _is_dynamo():
-        return _special(input, weight, bias, stride, padding, dilation, groups)
+        run = PYTORCH_CONV2D if groups == 1 and not dense_may_be_ours() else _special
+        return run(input, weight, bias, stride, padding, dilation, groups)
+    if groups == 1 and not choosing.may_serve_dense:
+        return PYTORCH_CONV2D(input, weight, bias, stride, padding, dilation, groups)
     if place is None:
         place = id(weight)
     records = _is_grad_enabled()
@@ -87,7 +89,7 @@ def conv2d(
         serve, agrees, facts = known
         if serve is None:
             # The answer is PyTorch's whatever else has changed, so what counts is that it is quick.
-            if facts is records and agrees(input, weight):
+            if facts is (records and weight.requires_grad) and agrees(input):
                 return PYTORCH_CONV2D(input, weight, bias, stride, padding, dilation, groups)
         elif (
             facts == (stride, padding, dilation, groups, bias is None, records, _low("cuda"))
@@ -96,6 +98,8 @@ def conv2d(
             and forward_ad._current_level < 0
         ):
             return serve(input, weight, bias)  # type: ignore[no-any-return]
+    elif groups == 1 and not _is_cuda(input):
+        return PYTORCH_CONV2D(input, weight, bias, stride, padding, dilation, groups)
     if not _is_plain(input, weight, bias):
         return _special(input, weight, bias, stride, padding, dilation, groups)
     dtype = x_dtype = input.dtype
@@ -134,8 +138,9 @@ def conv2d(
             )
         serve = None
     else:
-        if serve is None:
-            note(place, None, (input, weight), records)
+        if serve is None or type(serve) is InGraphs:
+            trains = records and weight.requires_grad
+            note(place, None, (input,), trains, outside_graphs=serve is not None)
         else:
             facts = (stride, padding, dilation, groups, bias is None, records, _low("cuda"))
             note(place, serve, (input, weight, bias), facts)
@@ -172,7 +177,7 @@ def _special(
     dilation: Any,
     groups: int,
 ) -> Tensor:
-    """A grouped convolution that is not an eager one of plain tensors."""
+    """A convolution that is not an eager one of plain tensors."""
 
     def original() -> Tensor:
         return PYTORCH_CONV2D(x, weight, bias, stride, padding, dilation, groups)

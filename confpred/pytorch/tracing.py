@@ -3,17 +3,20 @@
 A program that Inductor has made calls PyTorch's convolution in C++, and its pointwise kernels take
 what follows it; a layer of ours is launched from Python. Where it saves the GPU less than that
 takes the host, the program keeps PyTorch's own, for the host is often what a compiled program waits
-for. A program that becomes a CUDA graph (``mode="reduce-overhead"``) has no such cost.
+for. A program that becomes a CUDA graph (``mode="reduce-overhead"``) has no such cost. A library's
+plan has to be there, too: a program in which PyTorch's operator is called by way of us is slower.
 """
 
 from __future__ import annotations
 
 import sys
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from confpred.predict.choice import Choice
 from confpred.pytorch import choosing, inductor, policy
 from confpred.pytorch.gradients import Mask, Shape
 from confpred.pytorch.layers import Geometry, problem_of
@@ -24,6 +27,21 @@ from confpred.pytorch.layouts import is_channels_last
 #: waited for an H200's host, steps were longer by 30 to 100 us for each layer of ours.
 HOST_MS, HOST_TRAINING_MS = 0.04, 0.08
 _PLAIN = (Tensor, torch.nn.Parameter)
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def constant_while_compiling(function: Function) -> Function:
+    """What ``torch.compiler.assume_constant_result`` does, to which this is equal, without
+    importing the compiler, which takes a second."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+@constant_while_compiling
+def dense_may_be_ours() -> bool:
+    """Whether a dense layer of the program that is being traced may be anything but PyTorch's own
+    operator. A program where none may be is traced as it is without us."""
+    return torch.cuda.is_available() and choosing.serves_dense(torch.cuda.current_device())
 
 
 def pays(
@@ -43,14 +61,17 @@ def pays(
     if type(x) in _PLAIN:
         return True  # no trace
     inductor.teach()
-    if policy.is_verifying():
-        return True  # the choice has to wait for what is measured at run time
     if not x.is_cuda or not is_channels_last(x):
         return False
     hints = [_known(size) for size in x.shape]
     sizes = tuple(size for size in hints if size is not None)
-    if len(sizes) < len(hints):
-        return True
+    if policy.is_verifying() or len(sizes) < len(hints):
+        # It is measured, or told by the sizes, at run time. But most dense layers are left to
+        # PyTorch, to which a program's own call is cheaper than one by way of us.
+        if geometry[3] > 1:
+            return True
+        if len(sizes) < len(hints):
+            return False
     filters = tuple(map(int, weight.shape))
     ordinal = torch.cuda.current_device() if x.device.index is None else x.device.index
     epilogue = {"activation": activation, "residual": residual is not None}
@@ -62,9 +83,16 @@ def pays(
     ]
     found = [None if p is None else choosing.choose(p, ordinal) for p in problems]
     ours = [c if c is not None and choosing.is_ours(c) else None for c in found]
-    if not any(ours):
-        return False
-    return policy.saves_ms(ours, ordinal) >= _host_ms(mask)
+    least = _host_ms(mask)
+    # A library's plan may turn out not to be there, which takes long to find out.
+    return _saves(ours, ordinal, least) and _saves(
+        [c if c is None else choosing.at_hand(c, ordinal) for c in ours], ordinal, least
+    )
+
+
+def _saves(choices: Sequence[Choice | None], ordinal: int, least: float) -> bool:
+    """Whether `choices`, of which one at least is there, save `least` milliseconds."""
+    return any(choices) and policy.saves_ms(choices, ordinal) >= least
 
 
 def _known(size: Any) -> int | None:

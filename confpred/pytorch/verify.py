@@ -13,11 +13,11 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from confpred.cuda import driver
 from confpred.families.candidate import PYTORCH_OPERATOR
@@ -26,9 +26,10 @@ from confpred.predict.choice import Choice
 from confpred.predict.trust import is_trusted, within
 from confpred.problem.conv2d import Problem
 from confpred.problem.conv2d_operation import CONVOLUTION
+from confpred.problem.limits import Limits
 from confpred.pytorch import choosing
-from confpred.pytorch.fallback import pytorch_backward, pytorch_forward, pytorch_fused
-from confpred.pytorch.ready import ReadyLaunch
+from confpred.pytorch.fallback import pytorch_for
+from confpred.pytorch.ready import INPUTS
 
 log = logging.getLogger(__name__)
 _ROUNDS = 5
@@ -46,7 +47,7 @@ class Verifier:
         budget_s: seconds that all measurements together may take, compilations included.
         plan: a file that winners are kept in, or None.
         spent_s: seconds taken so far.
-        winners: what was chosen.
+        winners: what was chosen for a problem on a CUDA device within limits.
         followed: choices of the plan that were taken as they are, and stay in it.
         max_regret: predictions whose bound on regret is at most this are taken as they are; None to
             measure all.
@@ -56,14 +57,14 @@ class Verifier:
     budget_s: float
     plan: Path | None = None
     spent_s: float = 0.0
-    winners: dict[tuple[Problem, int], Choice] = field(default_factory=dict)
+    winners: dict[tuple[Problem, int, Limits], Choice] = field(default_factory=dict)
     followed: tuple[Choice, ...] = ()
     max_regret: float | None = None
 
     def fastest(self, problem: Problem, ordinal: int) -> Choice | None:
         """The fastest of the candidates by measurement, or the predicted choice where the budget is
         spent, a pin decides or there is nothing to compare."""
-        key = (problem, ordinal)
+        key = (problem, ordinal, choosing.limits_of(problem))
         if key in self.winners:
             choosing.announce(self.winners[key])
             return self.winners[key]
@@ -101,12 +102,13 @@ class Verifier:
             inputs = {
                 name: t.permute(0, 3, 1, 2) if t.dim() == 4 else t for name, t in tensors.items()
             }
+            given = [inputs.get(name) for name in INPUTS[problem.direction]]
             for choice in ours:
                 ready = choosing.load(choice, ordinal)
                 if ready is not None:
-                    calls.append((choice, _ours(ready, inputs)))
+                    calls.append((ready.choice, partial(ready.run, *given)))
             own = replace(predicted, candidate=PYTORCH_OPERATOR, predicted_ms=None)
-            calls.append((own, _theirs(problem, inputs)))
+            calls.append((own, partial(pytorch_for(problem), *given)))
             times = interleaved([call for _, call in calls])
         best = min(range(len(calls)), key=times.__getitem__)
         log.info("%s: %s is the fastest of %d", problem, calls[best][0].provider, len(calls))
@@ -118,44 +120,13 @@ class Verifier:
         from confpred.predict.plans import plan_of, write_plan
 
         if self.plan is not None:
-            measured = [choice for (_, where), choice in self.winners.items() if where == ordinal]
+            measured = [choice for key, choice in self.winners.items() if key[1] == ordinal]
             write_plan(self.plan, plan_of([*self.followed, *measured]))
 
 
 def _trusted(choice: Choice) -> Choice:
     """`choice` as if its model were of this device: what is measured need not be trusted."""
     return replace(choice, source="predicted") if choice.source == "transferred" else choice
-
-
-def _ours(ready: ReadyLaunch, inputs: dict[str, Tensor]) -> Callable[[], Any]:
-    names = {
-        "fprop": ("in", "filter", "bias", "residual"),
-        "dgrad": ("out_grad", "filter"),
-        "wgrad": ("out_grad", "in"),
-    }[ready.problem.direction]
-    given = [inputs.get(name) for name in names]
-    return lambda: ready.run(*given)
-
-
-def _theirs(problem: Problem, inputs: dict[str, Tensor]) -> Callable[[], Any]:
-    p = problem
-    geometry = (p.stride, p.padding, p.dilation, p.groups)
-    if p.direction == "fprop":
-        x, weight = inputs["in"], inputs["filter"]
-        bias, residual = inputs.get("bias"), inputs.get("residual")
-        if p.activation == "none" and residual is None:
-            arguments = (p.stride, p.padding, p.dilation, False, (0, 0), p.groups)
-            return lambda: pytorch_forward(x, weight, bias, *arguments)
-        return lambda: pytorch_fused(x, weight, bias, residual, geometry, p.activation)
-    empty = inputs["out_grad"].new_empty
-    x = inputs.get("in", empty(p.n, p.h, p.w, p.c).permute(0, 3, 1, 2))
-    weight = inputs.get("filter", empty(p.k, p.r, p.s, p.group_width).permute(0, 3, 1, 2))
-    mask = [p.direction == "dgrad", p.direction == "wgrad", p.bias]
-    sizes = [p.k] if p.bias else None
-    return lambda: pytorch_backward(
-        inputs["out_grad"], x, weight, sizes, p.stride, p.padding, p.dilation, False, (0, 0),
-        p.groups, mask,
-    )  # fmt: skip
 
 
 def interleaved(calls: list[Callable[[], Any]]) -> list[float]:

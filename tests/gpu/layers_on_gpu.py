@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
 
+import numpy as np
 import pytest
 import torch
 
 import confpred
+from confpred.cudnn.family import FAMILY
+from confpred.cudnn.plans import BuiltPlan
+from confpred.cudnn.table import table
+from confpred.families.candidate import PYTORCH_OPERATOR, Candidate
 from confpred.predict.choice import Choice
 from confpred.predict.predictor import Predictor
-from confpred.problem.device import Device
+from confpred.problem.device import Device, get_device
+from confpred.problem.limits import UNLIMITED, Limits
 from confpred.problem.record import Record
 from confpred.pytorch import gradients, routing
 
@@ -46,14 +52,84 @@ class OursFirst(Predictor):
         super().__init__({})
         self.chosen: list[str | None] = []
 
-    def choose(self, problem: Record, device: str | Device) -> Choice:
-        choice = super().choose(problem, device)
+    def within(self, limits: Limits) -> OursFirst:
+        if limits == self._limits:
+            return self
+        found = OursFirst()
+        found.chosen, found._limits = self.chosen, limits
+        return found
+
+    def choose(
+        self, problem: Record, device: str | Device, *, max_regret: float | None = None
+    ) -> Choice:
+        choice = super().choose(problem, device, max_regret=max_regret)
         self.chosen.append(choice.family)
         return (
             replace(choice, source="pinned")
             if choice.source in ("transferred", "heuristic")
             else choice
         )
+
+
+class PlansFirst(Predictor):
+    """A predictor that takes what cuDNN offers for a layer as if its user had pinned it, plans on
+    tensor cores first; where it offers nothing, PyTorch's own operator."""
+
+    def __init__(self, limits: Limits = UNLIMITED) -> None:
+        super().__init__({})
+        self._limits = limits
+
+    def within(self, limits: Limits) -> PlansFirst:
+        return self if limits == self._limits else PlansFirst(limits)
+
+    def knows_libraries(self, device: str | Device) -> bool:
+        return True
+
+    def choose(
+        self, problem: Record, device: str | Device, *, max_regret: float | None = None
+    ) -> Choice:
+        return self.rank(problem, device, 1)[0]
+
+    def rank(
+        self,
+        problem: Record,
+        device: str | Device,
+        top: int = 5,
+        *,
+        max_regret: float | None = None,
+    ) -> list[Choice]:
+        here = get_device(device)
+        rows = np.flatnonzero(FAMILY.listed(problem, here))
+        rows = rows[FAMILY.allowed(problem, rows, self._limits)]
+        rows = rows[np.argsort(~table().notes["tensor_core"][rows], kind="stable")]
+        found = [Candidate(FAMILY.name, row) for row in rows[:top].tolist()]
+        choices = [Choice(problem, here.key, "pinned", candidate) for candidate in found]
+        return choices or [Choice(problem, here.key, "fallback", PYTORCH_OPERATOR)]
+
+
+@contextmanager
+def launched_plans() -> Iterator[list[BuiltPlan]]:
+    """cuDNN's plans in the order of their launches inside the block, where they serve every layer
+    that they can."""
+    launched: list[BuiltPlan] = []
+    bind = BuiltPlan.bind
+
+    def noting(built: BuiltPlan, names: Sequence[str]) -> Callable[..., None]:
+        enqueue = bind(built, names)
+
+        def noted(stream: int, addresses: Sequence[int]) -> None:
+            enqueue(stream, addresses)
+            launched.append(built)
+
+        return noted
+
+    confpred.use_predictor(PlansFirst())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(BuiltPlan, "bind", noting)
+        try:
+            yield launched
+        finally:
+            confpred.use_predictor(Predictor({}))
 
 
 @contextmanager

@@ -173,10 +173,10 @@ def test_cudnns_switch_asks_for_deterministic_gradients_too(layer, monkeypatch) 
     asked: list[bool] = []
 
     class Listening(OursFirst):
-        def choose(self, problem: Any, device: str | Device) -> Choice:
+        def choose(self, problem: Any, device: str | Device, **others: Any) -> Choice:
             if problem.direction == "wgrad":
                 asked.append(problem.deterministic)
-            return super().choose(problem, device)
+            return super().choose(problem, device, **others)
 
     confpred.use_predictor(Listening())
     x, weight, _ = layer

@@ -8,11 +8,13 @@ import pytest
 import torch
 from network_blocks import BLOCKS, Bottleneck, InvertedResidual, Network, images, made
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
 
 import confpred
-from confpred.network import operators
+from confpred.network import fused, operators
 from confpred.network.operators import conv2d_norm, conv2d_norm_run, fold
 from confpred.pytorch.operators import written
+from confpred.pytorch.tracing import constant_while_compiling
 
 
 @pytest.fixture(autouse=True)
@@ -45,10 +47,48 @@ def test_one_graph_without_folds(kind: str) -> None:
     assert torch.rsqrt not in called
 
 
-@pytest.mark.parametrize("pays", [True, False])
+@pytest.mark.parametrize("kind", BLOCKS)
 @torch.no_grad()
-def test_inductor_gives_the_same_numbers(pays, monkeypatch) -> None:
+def test_dense_layers_are_one_operator_where_they_may_be_ours(kind: str, monkeypatch) -> None:
+    monkeypatch.setattr(fused, "dense_may_be_ours", constant_while_compiling(lambda: True))
+    model, x, graphs = made(BLOCKS[kind]()), images(), Graphs()
+    expected = model(x)
+    convolutions = sum(isinstance(m, nn.Conv2d) for m in model.modules())
+    compiled = torch.compile(confpred.optimize(model), fullgraph=True, backend=graphs)
+    torch.testing.assert_close(compiled(x), expected)
+    (graph,) = graphs.seen
+    called = [node.target for node in graph.graph.nodes if node.op == "call_function"]
+    assert called.count(conv2d_norm) >= convolutions  # a module may be called twice
+    assert nn.functional.conv2d not in called
+
+
+@torch.no_grad()
+def test_a_program_of_layers_that_do_not_pay_is_pytorchs(monkeypatch) -> None:
+    """The same operators as without us, whether or not a dense layer might have been ours."""
+    monkeypatch.setattr(operators, "pays", lambda *_: False)
+    model, x, programs = made(BLOCKS["bottleneck"]()), images(), []
+
+    def note(graph: torch.fx.GraphModule, _: object) -> object:
+        programs.append([str(n.target) for n in graph.graph.nodes if n.op == "call_function"])
+        return graph.forward
+
+    for optimized, may_be_ours in ((False, False), (True, False), (True, True)):
+        monkeypatch.setattr(
+            fused, "dense_may_be_ours", constant_while_compiling(lambda may=may_be_ours: may)
+        )
+        torch._dynamo.reset()
+        given = confpred.optimize(model) if optimized else model
+        torch.compile(given, fullgraph=True, backend=aot_autograd(fw_compiler=note))(x)
+    without, *others = (sorted(n for n in p if "convolution" in n or "norm" in n) for p in programs)
+    assert others == [without, without]
+
+
+@pytest.mark.parametrize("pays", [True, False])
+@pytest.mark.parametrize("dense", [True, False])
+@torch.no_grad()
+def test_inductor_gives_the_same_numbers(dense, pays, monkeypatch) -> None:
     monkeypatch.setattr(operators, "pays", lambda *_: pays)
+    monkeypatch.setattr(fused, "dense_may_be_ours", constant_while_compiling(lambda: dense))
     model, x = made(Network(InvertedResidual(8), Bottleneck(8, 8, stride=2))), images()
     expected = model(x)
     compiled = torch.compile(confpred.optimize(model), fullgraph=True)

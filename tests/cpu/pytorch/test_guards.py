@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from confpred.pytorch import choosing
+import confpred
+from confpred.pytorch import autograd, choosing, routing
 from confpred.pytorch.guards import guard
 
 
@@ -112,3 +113,76 @@ def test_what_is_remembered_anew_is_asked_for_again() -> None:
     choosing.latest[1] = object()
     choosing.forget()
     assert not choosing.latest
+
+
+class Lookups(dict[Any, Any]):
+    """What serves calls, and how often it was looked up."""
+
+    count = 0
+
+    def __getitem__(self, key: Any) -> Any:
+        self.count += 1
+        return super().__getitem__(key)
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[Lookups]:
+    """What serves dense layers, all of whose tensors are taken for plain ones on a GPU."""
+    found = Lookups()
+    for module in (choosing, routing):
+        monkeypatch.setattr(module, "served", found)
+    monkeypatch.setattr(routing, "_is_cuda", lambda _: True)
+    monkeypatch.setattr(routing, "_is_plain", lambda *_: True)
+    choosing.forget()
+    yield found
+    choosing.forget()
+
+
+def test_a_layer_that_is_ours_in_graphs_alone_is_looked_up_there(served, monkeypatch) -> None:
+    capturing, ours = [False], []
+    for module in (choosing, autograd):
+        monkeypatch.setattr(module, "is_capturing", lambda: capturing[0])
+    serve = autograd.InGraphs(lambda x, *_: ours.append(x) or x, torch.conv2d)
+    monkeypatch.setattr(routing, "_find_conv2d", lambda key, *_: choosing.remember(key, serve))
+    module, x = torch.nn.Conv2d(8, 8, 3), image()
+    with confpred.enabled():
+        for step, looked_up in ((3, 2), (2, 0)):
+            before = served.count
+            for _ in range(step):
+                module(x)
+            assert served.count - before == looked_up
+            assert not ours
+        capturing[0] = True
+        for _ in range(3):
+            assert module(x) is x
+        capturing[0] = False
+        before = served.count
+        module(x)
+        assert served.count == before
+    assert len(ours) == 3
+
+
+@pytest.mark.parametrize("by_module", [False, True])
+def test_a_layer_that_stays_pytorchs_is_not_looked_up_again(by_module, served, monkeypatch) -> None:
+    """Until its input is of another kind, or gradients of its filter are or are not asked for."""
+    monkeypatch.setattr(routing, "_find_conv2d", lambda key, *_: choosing.remember(key, None))
+    module = torch.nn.Conv2d(8, 8, 3, bias=False)
+
+    def looked_up(x: Tensor) -> int:
+        before = served.count
+        with confpred.enabled():
+            if by_module:
+                module(x)
+            else:
+                routing.conv2d(x, module.weight)
+        return served.count - before
+
+    for x in (image(), image(size=7), image().requires_grad_()):
+        assert [looked_up(x) for _ in range(4)] == [1, 1, 0, 0]  # found, noted
+    with torch.no_grad():
+        assert [looked_up(image()) for _ in range(4)] == [1, 1, 0, 0]
+    assert looked_up(image()) == 1
+    module.weight.requires_grad_(False)
+    assert [looked_up(image()) for _ in range(2)] == [1, 0]
+    module.weight.requires_grad_()
+    assert [looked_up(image()) for _ in range(2)] == [1, 0]

@@ -23,6 +23,7 @@ from confpred.errors import ConfpredError, DataError, InvalidInput
 from confpred.predict.plans import plan_of, read_plan, write_plan
 from confpred.predict.predictor import Predictor
 from confpred.problem.conv2d import Problem
+from confpred.problem.limits import UNLIMITED
 from confpred.pytorch import casts, choosing, policy, routing, switch
 
 NAMES = ("conv1d", "conv2d", "conv_transpose2d")
@@ -330,6 +331,6 @@ def test_a_plan_that_is_verified_further_stays_in_its_file(tmp_path: Path, monke
         assert [choice.problem for choice in verifier.followed] == [layer]
         assert choosing.current_predictor().choose(layer, "h100").source == "pinned"
         other = replace(guess, problem=replace(layer, n=16), source="measured", predicted_ms=0.1)
-        verifier.winners[other.problem, 0] = other
+        verifier.winners[other.problem, 0, UNLIMITED] = other
         verifier._keep(0)
     assert {choice.problem for choice in read_plan(path).choices} == {layer, other.problem}

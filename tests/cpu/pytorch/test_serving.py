@@ -74,7 +74,8 @@ def test_problems_have_the_sizes_of_pytorchs_tensors(seed, transposed) -> None:
         assert (problem.k, problem.group_width, problem.r, problem.s) == weight.shape
         geometry = (problem.stride, problem.padding, problem.dilation, problem.groups)
         assert geometry == shape.geometry
-        fused = shape.bias and not transposed and role != "x"
+        sums = {"out": True, "x": False, "weight": groups > 1}[role]
+        fused = shape.bias and not transposed and sums
         assert (problem.bias, problem.deterministic) == (fused, role == "weight")
         assert problem.dtype == "float16"
     assert torch.ops.aten.convolution(x, weight, None, *shape.arguments()).shape == out.shape

@@ -70,8 +70,11 @@ class Ours:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, saves_ms: float) -> None:
         self.asked: list[str] = []
+        self.built: list[str] = []
+        self.is_there = True
         monkeypatch.setattr(tracing.choosing, "choose", self.choose)
         monkeypatch.setattr(tracing.choosing, "is_ours", lambda _: True)
+        monkeypatch.setattr(tracing.choosing, "at_hand", self.at_hand)
         monkeypatch.setattr(
             tracing.policy,
             "saves_ms",
@@ -82,13 +85,17 @@ class Ours:
         self.asked.append(problem.direction)
         return SimpleNamespace(problem=problem)
 
+    def at_hand(self, choice: Any, _: int) -> Any:
+        self.built.append(choice.problem.direction)
+        return choice if self.is_there else None
 
-def traced_pays(*, mask: Any = NO_GRADIENTS, last: bool = True) -> bool:
+
+def traced_pays(*, mask: Any = NO_GRADIENTS, last: bool = True, groups: int = 4) -> bool:
     with FakeTensorMode():
         x = torch.empty(2, 8, 6, 5, dtype=torch.float16, device="cuda:0")
         x = x.to(memory_format=torch.channels_last) if last else x
-        weight = torch.empty(8, 2, 3, 3, dtype=torch.float16, device="cuda:0")
-        return tracing.pays(x, weight, None, None, GEOMETRY, "none", mask)
+        weight = torch.empty(8, 8 // groups, 3, 3, dtype=torch.float16, device="cuda:0")
+        return tracing.pays(x, weight, None, None, (*GEOMETRY[:3], groups), "none", mask)
 
 
 @pytest.mark.parametrize(
@@ -104,6 +111,14 @@ def test_what_it_saves_has_to_pay_for_the_host(saves_ms, mask, expected, monkeyp
     ours = Ours(monkeypatch, saves_ms)
     assert traced_pays(mask=mask) is expected
     assert ours.asked == (["fprop", "dgrad", "wgrad"] if any(mask) else ["fprop"])
+    assert ours.built == (ours.asked if expected else [])  # not for too little
+
+
+def test_a_plan_that_is_not_there_saves_nothing(monkeypatch) -> None:
+    ours = Ours(monkeypatch, 1.0)
+    assert traced_pays(groups=1)
+    ours.is_there = False
+    assert not traced_pays(groups=1)
 
 
 def test_a_cuda_graph_costs_no_host_time(monkeypatch) -> None:
@@ -129,6 +144,38 @@ def test_what_is_measured_is_decided_at_run_time(monkeypatch) -> None:
     Ours(monkeypatch, 0.0)
     monkeypatch.setattr(policy, "_current", policy.Policy(verifier=object()))  # type: ignore[arg-type]
     assert traced_pays()
+    assert not traced_pays(groups=1)  # most dense layers are left to PyTorch
+
+
+def test_a_size_that_is_not_known_is_met_at_run_time(monkeypatch) -> None:
+    Ours(monkeypatch, 1.0)
+    monkeypatch.setattr(tracing, "_known", lambda _: None)
+    assert traced_pays()
+    assert not traced_pays(groups=1)
+
+
+@pytest.mark.parametrize("pays", [True, False])
+@pytest.mark.parametrize("may_be_ours", [True, False])
+def test_a_dense_layer_is_in_a_program_what_it_is_in_eager_mode(
+    may_be_ours, pays, monkeypatch
+) -> None:
+    """PyTorch's operator where no model knows of dense layers, and where it would not pay."""
+    constant = tracing.constant_while_compiling(lambda: may_be_ours)
+    monkeypatch.setattr(routing, "dense_may_be_ours", constant)
+    asked: list[bool] = []
+    monkeypatch.setattr(operators, "pays", lambda *_: asked.append(True) or pays)
+    ours = may_be_ours and pays
+    with FakeTensorMode(), torch.no_grad(), confpred.enabled():
+        x = torch.empty(2, 8, 6, 5, dtype=torch.float16, device="cuda:0")
+        weight = torch.empty(8, 8, 3, 3, dtype=torch.float16, device="cuda:0")
+        given = {"x": x.to(memory_format=torch.channels_last), "weight": weight}
+        (program,) = programs(lambda x, weight: F.conv2d(x, weight, padding=1), **given)
+    assert program == ["confpred.conv2d_run.default" if ours else "aten.convolution.default"]
+    assert bool(asked) is may_be_ours
+
+
+def test_where_no_gpu_is_no_dense_layer_is_ours() -> None:
+    assert not tracing.dense_may_be_ours()
 
 
 def test_a_program_of_inductor_calls_a_function(monkeypatch) -> None:
