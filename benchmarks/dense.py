@@ -45,12 +45,6 @@ if TYPE_CHECKING:
 NAME = "dense"
 SUITES = Path(__file__).parents[1] / "datasets" / "suites" / "dense"
 NETWORKS = SUITES.parents[1] / "dense_networks.json"
-#: Inputs in the order in which a ready launch takes them.
-INPUTS = {
-    "fprop": ("in", "filter", "bias", "residual"),
-    "dgrad": ("out_grad", "filter"),
-    "wgrad": ("out_grad", "in"),
-}
 
 
 def kinds() -> dict[str, str]:
@@ -79,30 +73,21 @@ def our_call(problem: Problem) -> tuple[Any, Callable[[Mapping[str, torch.Tensor
     """The choice for `problem`, and what it runs, of inputs by name; None for PyTorch's operator
     alone."""
     from confpred.pytorch import choosing
-    from confpred.pytorch.fallback import pytorch_fused
+    from confpred.pytorch.fallback import pytorch_for
     from confpred.pytorch.policy import find_at_once
+    from confpred.pytorch.ready import INPUTS
 
     choice = choosing.choose(problem, 0)
     ready = find_at_once(problem, 0)
-    names = INPUTS[problem.direction]
-
-    def given(tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor | None]:
-        found = [tensors.get(name) for name in names]
-        return [t.permute(0, 3, 1, 2) if t is not None and t.dim() == 4 else t for t in found]
-
-    if ready is not None:
-        run = ready.run
-        wanted = len(names) if problem.direction != "fprop" else 4
-        return choice, lambda tensors: run(*given(tensors)[:wanted])
-    if not problem.has_epilogue:
+    if ready is None and not problem.has_epilogue:
         return choice, None
-    geometry = (problem.stride, problem.padding, problem.dilation, problem.groups)
-    activation = problem.activation
-    return choice, lambda tensors: pytorch_fused(
-        *given(tensors),
-        geometry=geometry,
-        activation=activation,  # type: ignore[arg-type]
-    )
+    run = pytorch_for(problem) if ready is None else ready.run
+
+    def call(tensors: Mapping[str, torch.Tensor]) -> Any:
+        found = [tensors.get(name) for name in INPUTS[problem.direction]]
+        return run(*(t.permute(0, 3, 1, 2) if t is not None and t.dim() == 4 else t for t in found))
+
+    return choice, call
 
 
 def compare(problem: Problem, evict: Any) -> dict[str, Any]:

@@ -22,7 +22,8 @@ from confpred.network.tracing import convolutions_of, trace_parts
 from confpred.network.training import is_trainable, train_together
 from confpred.predict.choice import Choice
 from confpred.predict.predictor import Predictor
-from confpred.pytorch.choosing import compile_ahead, current_predictor, use_predictor
+from confpred.pytorch.choosing import current_predictor, use_predictor
+from confpred.pytorch.loading import compile_ahead
 
 log = logging.getLogger("confpred")
 Model = TypeVar("Model", bound=nn.Module)

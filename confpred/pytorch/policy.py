@@ -13,7 +13,7 @@ import torch
 from confpred.predict.choice import Choice
 from confpred.problem.conv2d import Problem
 from confpred.problem.limits import UNLIMITED, Limits
-from confpred.pytorch import choosing
+from confpred.pytorch import choosing, loading
 from confpred.pytorch.ready import ReadyLaunch
 from confpred.pytorch.streams import is_capturing
 from confpred.pytorch.verify import Verifier
@@ -119,10 +119,10 @@ def prepare(
 ) -> ReadyLaunch | Pending | None:
     """The launch of `choice`, or what it waits for; None where it cannot be had."""
     if _in_background():
-        futures = choosing.waiting_for(choice, ordinal)
+        futures = loading.waiting_for(choice, ordinal)
         if futures:
             return Pending(tuple(futures))
-    return choosing.load(choice, ordinal, own)
+    return loading.load(choice, ordinal, own)
 
 
 def find(problem: Problem, ordinal: int, own: Limits | None = None) -> ReadyLaunch | Pending | None:
@@ -156,4 +156,4 @@ def find_at_once(problem: Problem | None, ordinal: int) -> ReadyLaunch | None:
     if problem is None:
         return None
     choice = choosing.choose(problem, ordinal)
-    return choosing.load(choice, ordinal) if choice and choosing.is_ours(choice) else None
+    return loading.load(choice, ordinal) if choice and choosing.is_ours(choice) else None

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from confpred.predict.choice import Choice
-from confpred.pytorch import choosing, inductor, policy
+from confpred.pytorch import choosing, inductor, loading, policy
 from confpred.pytorch.gradients import Mask, Shape
 from confpred.pytorch.layers import Geometry, problem_of
 from confpred.pytorch.layouts import is_channels_last
@@ -86,7 +86,7 @@ def pays(
     least = _host_ms(mask)
     # A library's plan may turn out not to be there, which takes long to find out.
     return _saves(ours, ordinal, least) and _saves(
-        [c if c is None else choosing.at_hand(c, ordinal) for c in ours], ordinal, least
+        [c if c is None else loading.at_hand(c, ordinal) for c in ours], ordinal, least
     )
 
 

@@ -27,7 +27,7 @@ from confpred.predict.trust import is_trusted, within
 from confpred.problem.conv2d import Problem
 from confpred.problem.conv2d_operation import CONVOLUTION
 from confpred.problem.limits import Limits
-from confpred.pytorch import choosing
+from confpred.pytorch import choosing, loading
 from confpred.pytorch.fallback import pytorch_for
 from confpred.pytorch.ready import INPUTS
 
@@ -95,7 +95,7 @@ class Verifier:
         within = choosing.current_predictor().within(choosing.limits_of(problem))
         ranked = within.rank(problem, device, self.top + 1)
         ours = [c for c in map(_trusted, ranked) if choosing.is_ours(c)][: self.top]
-        choosing.compile_ahead(ours, (), ordinal)
+        loading.compile_ahead(ours, (), ordinal)
         calls: list[tuple[Choice, Callable[[], Any]]] = []
         with torch.cuda.device(ordinal), torch.no_grad():
             (tensors,) = operands(CONVOLUTION, problem, 1)
@@ -104,7 +104,7 @@ class Verifier:
             }
             given = [inputs.get(name) for name in INPUTS[problem.direction]]
             for choice in ours:
-                ready = choosing.load(choice, ordinal)
+                ready = loading.load(choice, ordinal)
                 if ready is not None:
                     calls.append((ready.choice, partial(ready.run, *given)))
             own = replace(predicted, candidate=PYTORCH_OPERATOR, predicted_ms=None)

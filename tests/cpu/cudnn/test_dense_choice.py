@@ -22,7 +22,7 @@ from confpred.predict.predictor import Predictor
 from confpred.problem.conv2d import Problem
 from confpred.problem.conv2d_operation import CONVOLUTION
 from confpred.problem.operation import Plan
-from confpred.pytorch import choosing
+from confpred.pytorch import choosing, loading
 from confpred.training.dataset import read_dataset
 from confpred.training.train import train
 
@@ -87,10 +87,10 @@ def on_gpu(dense: Predictor, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[R
     plans = type("Plans", (Refusing,), {})
     monkeypatch.setattr(choosing.driver, "device_of", lambda _: DEVICE)
     monkeypatch.setattr(choosing.torch.cuda, "device", lambda _: nullcontext())
-    monkeypatch.setattr(choosing, "Plans", plans)
+    monkeypatch.setattr(loading, "Plans", plans)
     monkeypatch.setattr(choosing, "_predictor", None)
     choosing.use_predictor(dense)
-    choosing._warn_once.cache_clear()
+    loading._warn_once.cache_clear()
     yield plans
     choosing.forget()
 
@@ -112,9 +112,9 @@ def test_the_next_plan_serves_where_the_first_is_not_offered(
     choice = choosing.choose(NEW, 0)
     assert choice is not None
     assert choice.candidate == ranking[0]
-    assert choosing.load(choice, 0) is not None
+    assert loading.load(choice, 0) is not None
     on_gpu.row = None
-    assert choosing.load(choice, 0) is None  # PyTorch's own operator
+    assert loading.load(choice, 0) is None  # PyTorch's own operator
 
 
 def test_plans_of_another_cudnn_are_not_tried(
@@ -124,8 +124,8 @@ def test_plans_of_another_cudnn_are_not_tried(
     choice = choosing.choose(NEW, 0)
     assert choice is not None
     with caplog.at_level(logging.WARNING):
-        assert choosing.load(choice, 0) is None
-        assert choosing.load(choice, 0) is None
+        assert loading.load(choice, 0) is None
+        assert loading.load(choice, 0) is None
     assert len(caplog.records) == 1
 
 

@@ -27,7 +27,7 @@ from confpred.problem.conv2d import Problem
 from confpred.problem.device import get_device
 from confpred.problem.limits import UNLIMITED, Limits
 from confpred.problem.operation import Plan
-from confpred.pytorch import choosing, directions, gradients, policy, ready
+from confpred.pytorch import choosing, directions, gradients, loading, policy, ready
 
 H200 = get_device("h200")
 LAYER = Problem(2, 16, 6, 5, 24, 3, 3, padding=1, bias=True, dtype="float32")
@@ -97,7 +97,7 @@ def cudnn(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cudnn]:
     found = Cudnn()
     monkeypatch.setattr(choosing.driver, "device_of", lambda _: H200)
     monkeypatch.setattr(choosing.torch.cuda, "device", lambda _: nullcontext())
-    monkeypatch.setattr(choosing, "Plans", found)
+    monkeypatch.setattr(loading, "Plans", found)
     monkeypatch.setattr(choosing, "_notice_changes", lambda _: None)
     monkeypatch.setattr(ready, "current_device", lambda: -1)
     monkeypatch.setattr(ready, "current_stream", lambda _: 0)
@@ -216,7 +216,7 @@ def test_a_tf32_plan_is_not_even_built_where_it_is_forbidden(cudnn: Cudnn) -> No
     assert choice is not None
     assert choice.candidate == TF32
     torch.backends.cudnn.allow_tf32 = False
-    choosing.load(choice, 0)
+    loading.load(choice, 0)
     assert not [found for _, found in cudnn.built if found.tf32]
 
 
@@ -225,8 +225,8 @@ def test_half_precision_asks_for_no_switch(cudnn: Cudnn, monkeypatch: pytest.Mon
     choosing.use_predictor(Predictor({}, {(half, H200): plans_of(half)[0]}))
     choice = choosing.choose(half, 0)
     assert choice is not None
-    monkeypatch.setattr(choosing, "convolutions_allow_tf32", lambda: pytest.fail("asked"))
-    assert choosing.load(choice, 0) is not None
+    monkeypatch.setattr(loading, "convolutions_allow_tf32", lambda: pytest.fail("asked"))
+    assert loading.load(choice, 0) is not None
 
 
 def test_the_launch_knows_which_plan_it_is(cudnn: Cudnn) -> None:
@@ -238,7 +238,7 @@ def test_the_launch_knows_which_plan_it_is(cudnn: Cudnn) -> None:
     cudnn.refused.append(plan(TF32))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Predictor, "rank", lambda *_: [choice, second])
-        found = choosing.load(choice, 0)
+        found = loading.load(choice, 0)
     assert found is not None
     assert (found.choice.candidate, found.choice.predicted_ms) == (EXACT, 7.0)
     assert not found.tf32
@@ -250,12 +250,12 @@ def test_what_is_at_hand_is_what_would_run(cudnn: Cudnn) -> None:
     choice = choosing.choose(LAYER, 0)
     assert choice is not None
     for _ in range(3):
-        assert choosing.at_hand(choice, 0) == choice
+        assert loading.at_hand(choice, 0) == choice
     assert len(cudnn.built) == 1
     cudnn.refused.append(plan(TF32))
     choosing.forget()
     for _ in range(3):
-        assert choosing.at_hand(choice, 0) is None
+        assert loading.at_hand(choice, 0) is None
     assert len(cudnn.built) == 2
 
 

@@ -11,13 +11,12 @@ import torch
 from layers import H100
 from ptx.launch import run_step
 from ptx.memory import DeviceMemory, Operand
-from references import reference
+from references import random_inputs, reference
 
+from confpred.cudnn.family import FAMILY
 from confpred.problem.conv2d import DIRECTIONS, DTYPES, Problem
-from confpred.problem.conv2d_operation import Convolution
+from confpred.problem.conv2d_operation import CONVOLUTION
 from confpred.problem.operation import REFERENCE
-
-CONVOLUTION = Convolution()
 
 
 def random_problem(rng: random.Random, direction: str, groups: int) -> Problem:
@@ -54,16 +53,10 @@ def random_problem(rng: random.Random, direction: str, groups: int) -> Problem:
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_references_are_right(direction: str, groups: int, seed: int) -> None:
     problem = random_problem(random.Random(f"{direction} {groups} {seed}"), direction, groups)
-    tensors = CONVOLUTION.operands(problem)
-    generator = torch.Generator().manual_seed(seed)
-    inputs = {
-        o.name: (torch.rand(o.shape, generator=generator) * 2 - 1).to(getattr(torch, o.dtype))
-        for o in tensors
-        if not o.terms
-    }
+    inputs = random_inputs(FAMILY, problem, seed)
     expected = reference(problem, inputs)
     memory = {name: x.contiguous().view(torch.uint8).numpy().ravel() for name, x in inputs.items()}
-    for output in (o for o in tensors if o.terms):
+    for output in (o for o in CONVOLUTION.operands(problem) if o.terms):
         step = CONVOLUTION.reference(problem, output.name)
         kernel = replace(step.kernel, defines=(*step.kernel.defines, ("REAL", "float")))
         zeros = np.zeros(4 * output.elements, np.uint8)

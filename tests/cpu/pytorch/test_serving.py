@@ -28,7 +28,16 @@ from confpred.predict.predictor import Predictor
 from confpred.problem.conv2d import Problem
 from confpred.problem.device import Device
 from confpred.problem.record import Record
-from confpred.pytorch import autograd, casts, choosing, gradients, kernels, layouts, policy
+from confpred.pytorch import (
+    autograd,
+    casts,
+    choosing,
+    gradients,
+    kernels,
+    layouts,
+    loading,
+    policy,
+)
 from confpred.pytorch.gradients import Shape
 
 HALF = torch.float16
@@ -427,24 +436,24 @@ def test_a_kernel_is_compiled_once(cache) -> None:
 
 def test_all_choices_are_compiled_before_any_is_loaded(cache, monkeypatch) -> None:
     layers = [LAYER, replace(LAYER, r=5, s=5, padding=(2, 2))]
-    monkeypatch.setattr(choosing, "_arch", lambda _: "sm_90a")
+    monkeypatch.setattr(loading, "_arch", lambda _: "sm_90a")
     loaded = []
 
     def load(choice, ordinal) -> None:
-        known = [kernels.submit(s.kernel, "sm_90a") for s in choosing._launch_of(choice).steps]
+        known = [kernels.submit(s.kernel, "sm_90a") for s in loading._launch_of(choice).steps]
         assert all(future.result(120).cubin for future in known)
         loaded.append((choice, ordinal, len(kernels._compiling)))
 
-    monkeypatch.setattr(choosing, "load", load)
+    monkeypatch.setattr(loading, "load", load)
     guesses = Predictor({}).choose_many(layers, H100)
-    choosing.compile_ahead(guesses, (), 0)
+    loading.compile_ahead(guesses, (), 0)
     assert loaded == []  # a guess without a model is never launched
     pinned = [replace(choice, source="pinned") for choice in guesses]
-    wanted = {s.kernel for c in pinned for s in choosing._launch_of(c).steps}
+    wanted = {s.kernel for c in pinned for s in loading._launch_of(c).steps}
     follows = epilogue_kernel(64, "float16", bias=True, residual=False, activation="relu")
-    choosing.compile_ahead(pinned, [follows], 0)
+    loading.compile_ahead(pinned, [follows], 0)
     assert loaded == [(choice, 0, len(wanted) + 1) for choice in pinned]
-    assert choosing.waiting_for(pinned[0], 0) == []
+    assert loading.waiting_for(pinned[0], 0) == []
     assert [spec for spec, _ in kernels._compiling][-1] == follows  # for which nobody waits
     kernels.submit(follows, "sm_90a").result(120)
     assert len(list(cache.rglob("*.cubin"))) == len(wanted) + 1

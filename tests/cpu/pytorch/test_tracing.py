@@ -74,7 +74,7 @@ class Ours:
         self.is_there = True
         monkeypatch.setattr(tracing.choosing, "choose", self.choose)
         monkeypatch.setattr(tracing.choosing, "is_ours", lambda _: True)
-        monkeypatch.setattr(tracing.choosing, "at_hand", self.at_hand)
+        monkeypatch.setattr(tracing.loading, "at_hand", self.at_hand)
         monkeypatch.setattr(
             tracing.policy,
             "saves_ms",
