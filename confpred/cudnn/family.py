@@ -8,6 +8,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from confpred.cudnn import tiles
 from confpred.cudnn.names import ENGINE, KNOBS
 from confpred.cudnn.table import NOTES, RELEASE, kind_of, release_text, table
 from confpred.errors import LaunchError
@@ -33,7 +34,9 @@ class CudnnPlans:
 
     name = "cudnn"
     operation = CONVOLUTION
-    feature_names: tuple[str, ...] = (*CONVOLUTION.feature_names, *_DESCRIBED, *NOTES)
+    feature_names: tuple[str, ...] = (
+        *CONVOLUTION.feature_names, *_DESCRIBED, *NOTES, *tiles.NAMES,
+    )  # fmt: skip
 
     @property
     def configs(self) -> NDArray[np.void]:
@@ -86,7 +89,9 @@ class CudnnPlans:
         own = [plans.configs[name][rows] for name in _DESCRIBED]
         own += [plans.notes[name][rows] for name in NOTES]
         shared = np.repeat(CONVOLUTION.features(problem, device), len(rows), axis=0)
-        return np.column_stack([shared, *own]).astype(np.float32)
+        known = tiles.tiles(len(plans.configs))
+        tiled = tiles.described(problem, device, known, rows)
+        return np.column_stack([shared, *own, tiled]).astype(np.float32)
 
     def launch(self, problem: Problem, row: int) -> Launch:
         plans = table()

@@ -29,7 +29,7 @@ _TILE, _BLOCKS = 64, 1024
 _MOST_ALIGNED = 64
 
 
-def _product(p: Problem) -> tuple[int, int, int]:
+def product(p: Problem) -> tuple[int, int, int]:
     """Rows, columns and terms of a sum, of the matrix product that a group's convolution is."""
     taps, pixels, width, depth = p.r * p.s, p.n * p.p * p.q, p.group_width, p.k // p.groups
     if p.direction == "fprop":
@@ -81,7 +81,7 @@ class Convolution:
         tensor cores want channels in such portions."""
         p = problem
         costs = (p.minimum_bytes, p.flops / p.minimum_bytes, device.roofline_s(p))
-        sizes = (p.n, p.c, p.k, p.p, p.q, p.groups, *costs, *_product(p))
+        sizes = (p.n, p.c, p.k, p.p, p.q, p.groups, *costs, *product(p))
         n, c, k, height, width, groups, *rest = np.log2(np.array(sizes, np.float64)).tolist()
         row = (
             DIRECTIONS.index(p.direction), DTYPES.index(p.dtype),
@@ -102,7 +102,7 @@ class Convolution:
         }[output]
         source, grid = "reference", (-(-elements // _THREADS), slices, 1)
         if p.groups == 1 and output != "bias_grad":
-            rows, columns, terms = _product(p)
+            rows, columns, terms = product(p)
             tiles = -(-rows // _TILE), -(-columns // _TILE)
             slices = min(-(-_BLOCKS // (tiles[0] * tiles[1])), -(-terms // _TILE))
             source, grid = "reference_dense", (*tiles, slices if output == "filter_grad" else 1)

@@ -22,6 +22,9 @@ from confpred.training.portfolio import choose_portfolio
 #: (`examples/`), choices had a regret of 2.18 with leaves of 200 rows, and of 1.07 with leaves of a
 #: twentieth of the rows.
 MIN_LEAVES = 20
+#: Regrets end here, where configs are ordered: which of the hopeless ones is the worse, and by how
+#: many thousand times, takes leaves from those that are close.
+HOPELESS = 4.5
 #: LightGBM's threads wait for one another by spinning, thousands of times a tree: with as many as
 #: there are cores, anything else on the machine makes a fit of 2 s take minutes.
 _THREADS = 1
@@ -142,7 +145,7 @@ def _fit_pool(
 
     return Fitted(
         pool=pool,
-        order=fit(regret, hyper.trees, hyper.num_leaves),
+        order=fit(regret.clip(max=HOPELESS), hyper.trees, hyper.num_leaves),
         time=fit(slowdown, hyper.time_trees, hyper.time_leaves),
         portfolios={
             family.name: choose_portfolio(
