@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import builtins
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,9 +30,13 @@ from confpred.cudnn.table import (
     table_of,
 )
 from confpred.data.suites import Entry, Suite
-from confpred.errors import MissingExtra
+from confpred.errors import InvalidInput, MissingExtra
+from confpred.families.candidate import Candidate
 from confpred.families.protocol import ABSENT, Family, Lister, config_dict
-from confpred.problem.conv2d import Problem
+from confpred.predict.choice import Choice
+from confpred.predict.pins import named_candidate
+from confpred.predict.plans import plan_of, read_plan, write_plan
+from confpred.problem.conv2d import ACTIVATIONS, Problem
 from confpred.problem.device import get_device
 from confpred.sampler import tasks
 
@@ -111,6 +117,62 @@ def test_plans_of_a_kind_are_described_and_launched(direction: str, dtype: str) 
         assert words == config_dict(FAMILY, int(row))
         core = bool(table().notes["tensor_core"][row])
         assert launch.plan.tf32 == (core and dtype == "float32")
+
+
+def of_kind(kind: str, n: int) -> Problem:
+    """A problem of this kind, of `n` images."""
+    direction, dtype, grouping, window, *rest = kind.split()
+    size = 1 if window == "1x1" else 3
+    activation = next((name for name in rest if name in ACTIVATIONS), "none")
+    problem = Problem(
+        n, 32, 15, 15, 32, size, size,
+        stride=2 if "stride" in rest else 1,
+        dilation=2 if "dilation" in rest else 1,
+        groups={"dense": 1, "grouped": 4, "depthwise": 32}[grouping],
+        dtype=dtype, direction=direction,
+        bias="bias" in rest, residual="residual" in rest, activation=activation,
+    )  # fmt: skip
+    assert kind_of(problem) == kind
+    return problem
+
+
+def test_a_recorded_plan_names_any_of_the_plans(tmp_path: Path) -> None:
+    """A config is written without the knobs that the plan does not have, and found again; those of
+    engines that are never offered are found, and refused for that."""
+    choices = []
+    for row, line in enumerate(read_lines(FILE)):
+        problems = [of_kind(kind, 1 + row) for kind in line[KINDS].split("|")]
+        offered = [problem for problem in problems if FAMILY.legal(problem, H200)[row]]
+        if offered:
+            candidate = Candidate(FAMILY.name, row)
+            choices.append(Choice(offered[0], H200.key, "predicted", candidate, 0.5))
+        else:
+            with pytest.raises(InvalidInput, match="a config that is legal for the problem"):
+                named_candidate(problems[0], H200, FAMILY.name, config_dict(FAMILY, row))
+    assert len(choices) > 1500
+    path = tmp_path / "plan.json"
+    write_plan(path, plan_of(choices))
+    found = read_plan(path, H200).choices
+    assert [c.candidate for c in found] == [c.candidate for c in choices]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda config: config.pop("engine"),
+        lambda config: config.update(use_tex=1),
+        lambda config: config.update(use_tex=ABSENT),
+        lambda config: config.update(colour=1),
+    ],
+)
+def test_a_config_that_is_not_spelled_out_is_none(change: Callable[..., Any]) -> None:
+    row = int(np.flatnonzero(FAMILY.legal(DENSE, H200))[0])
+    config = config_dict(FAMILY, row)
+    assert "use_tex" not in config
+    assert named_candidate(DENSE, H200, FAMILY.name, config).config_id == row
+    change(config)
+    with pytest.raises(InvalidInput, match="a config of cudnn"):
+        named_candidate(DENSE, H200, FAMILY.name, config)
 
 
 def test_what_must_repeat_to_the_bit_does() -> None:
