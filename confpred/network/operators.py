@@ -25,10 +25,10 @@ from confpred.pytorch.operators import read
 from confpred.pytorch.tracing import pays
 
 _LIBRARY = torch.library.Library("confpred", "FRAGMENT")
-for _name in ("conv2d_norm", "conv2d_norm_run"):
+for _name, _more in (("conv2d_norm", ", str made_by=''"), ("conv2d_norm_run", "")):
     _LIBRARY.define(
         f"{_name}(Tensor x, Tensor weight, Tensor? bias, Tensor? norm_weight, Tensor? norm_bias, "
-        "Tensor? mean, Tensor? var, Tensor? steps, Tensor? residual, str call) -> Tensor",
+        f"Tensor? mean, Tensor? var, Tensor? steps, Tensor? residual, str call{_more}) -> Tensor",
         tags=(torch.Tag.pt2_compliant_tag,),
     )
 #: What is called: while a program is traced, the operator that runs, or PyTorch's own ones.
@@ -72,6 +72,7 @@ def _choose(
     steps: Tensor | None,
     residual: Tensor | None,
     call: str,
+    made_by: str = "",
 ) -> Tensor:
     _, geometry, activation, eps, *_ = read(call)
     folded = bias if mean is None else mean  # as for a bias, only that there is one counts

@@ -338,14 +338,36 @@ def test_an_optimized_network_is_compiled_with_its_epilogues_in_plans(mode, laun
             assert len(launched) == 3
 
 
+class Guessing(PlansFirst):
+    """A predictor that knows of plans and has none to offer."""
+
+    def rank(self, *given: Any, **named: Any) -> list[Choice]:
+        return Predictor({}).rank(*given, **named)
+
+
+@pytest.mark.parametrize("optimized", [False, True])
+def test_a_program_from_the_disk_is_of_who_would_make_it_now(optimized, launched) -> None:
+    """PyTorch takes a program that it has made before without asking whether operators pay."""
+    from torch._inductor.utils import fresh_cache
+
+    model, x = network().half().eval(), images()
+    exact = network().double().eval()(x.double())
+    if optimized:
+        confpred.optimize(model)
+    with fresh_cache(), torch.inference_mode():
+        for predictor, plans in ((Guessing(), 0), (PlansFirst(), 3), (Guessing(), 0)):
+            confpred.use_predictor(predictor)
+            torch._dynamo.reset()
+            compiled = torch.compile(model, fullgraph=True)
+            close(compiled(x), exact, 2e-2)
+            launched.clear()
+            close(compiled(x), exact, 2e-2)
+            assert len(launched) == plans
+
+
 @pytest.mark.parametrize("optimized", [False, True])
 def test_layers_that_are_left_to_pytorch_are_so_in_a_program(optimized, monkeypatch) -> None:
     """Where no plan is there, though models know of plans."""
-
-    class Guessing(PlansFirst):
-        def rank(self, *given: Any, **named: Any) -> list[Choice]:
-            return Predictor({}).rank(*given, **named)
-
     confpred.use_predictor(Guessing())
     model, x, calls = network().half().eval(), images(), []
     for name in ("conv2d_run_in_programs", "conv2d_norm_run_in_programs"):
