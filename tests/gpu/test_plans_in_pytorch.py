@@ -325,17 +325,42 @@ def test_a_compiled_program_trains_by_plans_for_any_batch(launched) -> None:
 
 @pytest.mark.parametrize("mode", [None, "reduce-overhead"])
 def test_an_optimized_network_is_compiled_with_its_epilogues_in_plans(mode, launched) -> None:
-    model, x = network().half().eval(), images()
-    exact = network().double().eval()(x.double())
+    """Also where it becomes a CUDA graph, in whose pool nothing may stay."""
+    model, counts = network().half().eval(), []
     with torch.inference_mode():
         confpred.optimize(model)
         torch._dynamo.reset()
         compiled = torch.compile(model, fullgraph=True, mode=mode)
-        for _ in range(3):
+        for _ in range(5):
+            x = images()
+            exact = network().double().eval()(x.double())
             launched.clear()
             close(compiled(x).clone(), exact, 2e-2)
-        if mode is None:
-            assert len(launched) == 3
+            counts.append(len(launched))
+    assert counts[0] == 3
+    assert counts[-1] == (3 if mode is None else 0)  # a replay
+
+
+def test_a_compiled_program_trains_by_plans_in_cuda_graphs(launched) -> None:
+    """Whose pool is not where the workspace is that plans share."""
+    leaves, counts = [t.requires_grad_() for t in made()], []
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda *layer: F.conv2d(*layer, padding=1), fullgraph=True, mode="reduce-overhead"
+    )
+    for seed in range(5):
+        torch.compiler.cudagraph_mark_step_begin()
+        with torch.no_grad():
+            for leaf, new in zip(leaves, made(seed=seed), strict=True):
+                leaf.copy_(new)
+        launched.clear()
+        out = compiled(*leaves)
+        grads = torch.autograd.grad(out, leaves, out_grad_for(out))
+        counts.append(len(launched))
+        for mine, exact in zip((out.detach(), *grads), exactly(leaves), strict=True):
+            assert off(mine, exact) < 2e-3
+    assert counts[0] == 3
+    assert counts[-1] == 0  # a replay
 
 
 class Guessing(PlansFirst):
