@@ -16,7 +16,7 @@ from confpred.network.operators import conv2d_norm, fold
 from confpred.pytorch.directions import forward
 from confpred.pytorch.fallback import activate
 from confpred.pytorch.operators import written
-from confpred.pytorch.tracing import dense_may_be_ours
+from confpred.pytorch.tracing import decision_key, dense_may_be_ours
 
 CHANNELS_LAST = torch.channels_last
 
@@ -99,7 +99,8 @@ class TracedCall(nn.Module):
         sizes, geometry = (*site.convolution.weight.shape,), geometry_of(site.convolution)
         eps = 0.0 if site.norm is None else eps_of(site.norm)
         self.is_dense = site.convolution.groups == 1
-        # Written here, as the compiler is not to look into it. Of the version: see `traced`.
+        # Written here, as the compiler is not to look into it; of the version, as PyTorch keeps
+        # programs on disk.
         self.fused = written(sizes, geometry, site.activation, eps, __version__)
         self.apart = written(sizes, geometry, "none", eps, __version__)
 
@@ -123,6 +124,7 @@ class TracedCall(nn.Module):
             None if norm is None else norm._buffers.get(STEPS),
             residual if fits else None,
             self.fused if fits else self.apart,
+            decision_key(x.device.index) if x.is_cuda else __version__,
         )
         return out if fits or residual is None else activate(activation, out + residual)
 

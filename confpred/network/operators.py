@@ -11,6 +11,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter, is_
 from typing import Any
 
@@ -22,13 +23,15 @@ from confpred.pytorch.directions import forward
 from confpred.pytorch.fallback import activate, pytorch_apart
 from confpred.pytorch.inductor import call_in_programs
 from confpred.pytorch.operators import read
+from confpred.pytorch.streams import is_capturing
 from confpred.pytorch.tracing import pays
+from confpred.pytorch.workspace import lasting
 
 _LIBRARY = torch.library.Library("confpred", "FRAGMENT")
-for _name in ("conv2d_norm", "conv2d_norm_run"):
+for _name, _more in (("conv2d_norm", ", str made_by=''"), ("conv2d_norm_run", "")):
     _LIBRARY.define(
         f"{_name}(Tensor x, Tensor weight, Tensor? bias, Tensor? norm_weight, Tensor? norm_bias, "
-        "Tensor? mean, Tensor? var, Tensor? steps, Tensor? residual, str call) -> Tensor",
+        f"Tensor? mean, Tensor? var, Tensor? steps, Tensor? residual, str call{_more}) -> Tensor",
         tags=(torch.Tag.pt2_compliant_tag,),
     )
 #: What is called: while a program is traced, the operator that runs, or PyTorch's own ones.
@@ -72,6 +75,7 @@ def _choose(
     steps: Tensor | None,
     residual: Tensor | None,
     call: str,
+    made_by: str = "",
 ) -> Tensor:
     _, geometry, activation, eps, *_ = read(call)
     folded = bias if mean is None else mean  # as for a bias, only that there is one counts
@@ -133,6 +137,7 @@ def _fake(
 
 
 Others = tuple["Tensor | None", ...]  # bias, the norm's weight, bias, mean, variance, and its steps
+Made = tuple[Tensor, "Tensor | None"]
 _version = attrgetter("_version")
 _address: Callable[[Any], int] = Tensor.data_ptr
 
@@ -148,6 +153,8 @@ class _Fold:
         versions: the sum of the versions of all, which only rise.
         address, addresses: of the filter and of `present`.
         made: filter and bias.
+        captured: what was made of the filter, now or before, and is read by CUDA graphs, which know
+            nothing but its address.
     """
 
     weight: Any
@@ -156,7 +163,8 @@ class _Fold:
     versions: int
     address: int
     addresses: list[int]
-    made: tuple[Tensor, Tensor | None]
+    made: Made
+    captured: list[Made]
 
 
 class _Folds:
@@ -165,9 +173,7 @@ class _Folds:
     def __init__(self) -> None:
         self._kept: dict[tuple[int, torch.dtype, float], _Fold] = {}
 
-    def get(
-        self, weight: Tensor, others: Others, eps: float, dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor | None]:
+    def get(self, weight: Tensor, others: Others, eps: float, dtype: torch.dtype) -> Made:
         """Filter and bias in `dtype`, dense and in channels-last order."""
         found = self._kept.get((id(weight), dtype, eps))
         if (
@@ -178,12 +184,12 @@ class _Folds:
             and weight.data_ptr() == found.address
             and [*map(_address, found.present)] == found.addresses
         ):
+            if _is_for_a_graph(weight):
+                found.captured.append(found.made)
             return found.made
         return self._fold(weight, others, eps, dtype)
 
-    def _fold(
-        self, weight: Tensor, others: Others, eps: float, dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor | None]:
+    def _fold(self, weight: Tensor, others: Others, eps: float, dtype: torch.dtype) -> Made:
         present = tuple(t for t in others if t is not None)
         try:
             versions = sum(map(_version, present), weight._version)
@@ -191,11 +197,14 @@ class _Folds:
             return _folded(weight, others, eps, dtype)
         address, addresses = weight.data_ptr(), [*map(_address, present)]
         made = _folded(weight, others, eps, dtype)
+        if _is_for_a_graph(weight):
+            return made  # its memory belongs to the graph
+        made = _lasting(made[0]), None if made[1] is None else _lasting(made[1])
         if weight.is_cuda:
-            if torch.cuda.is_current_stream_capturing():
-                return made  # its memory belongs to the graph
             torch.cuda.synchronize(weight.device)  # other streams are going to read it
         key, kept = (id(weight), dtype, eps), self._kept
+        former = kept.get(key)
+        captured = former.captured if former is not None and former.weight() is weight else []
 
         def forget(reference: Any) -> None:
             held = kept.get(key)
@@ -203,14 +212,22 @@ class _Folds:
                 del kept[key]
 
         reference = weakref.ref(weight, forget)
-        kept[key] = _Fold(reference, others, present, versions, address, addresses, made)
+        kept[key] = _Fold(reference, others, present, versions, address, addresses, made, captured)
         return made
 
 
+def _is_for_a_graph(weight: Tensor) -> bool:
+    """Whether what is made of `weight` now is read by a CUDA graph that is being captured."""
+    return weight.is_cuda and bool(is_capturing())
+
+
+def _lasting(made: Tensor) -> Tensor:
+    """A copy of `made` that may be kept."""
+    return lasting(partial(torch.empty_like, made)).copy_(made)
+
+
 @torch.no_grad()
-def _folded(
-    weight: Tensor, others: Others, eps: float, dtype: torch.dtype
-) -> tuple[Tensor, Tensor | None]:
+def _folded(weight: Tensor, others: Others, eps: float, dtype: torch.dtype) -> Made:
     bias, norm_weight, norm_bias, mean, variance, _ = others
     if mean is not None and variance is not None:
         weight, bias = fold(weight, bias, norm_weight, norm_bias, mean, variance, eps)

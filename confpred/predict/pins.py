@@ -22,7 +22,7 @@ import numpy as np
 
 from confpred.errors import DataError, InvalidInput
 from confpred.families.candidate import PYTORCH, PYTORCH_OPERATOR, Candidate
-from confpred.families.protocol import Family
+from confpred.families.protocol import ABSENT, Family
 from confpred.families.registry import families_of, operation_named
 from confpred.files import read_json
 from confpred.problem.conv2d_operation import CONVOLUTION
@@ -104,12 +104,14 @@ def named_candidate(problem: Record, device: Device, name: object, config: objec
 
 
 def _row_of(family: Family, config: object) -> int | None:
-    """The row of the family's table that `config` spells out, if there is one."""
+    """The row of the family's table that `config` spells out, if there is one. A field that the row
+    does not have is not spelled out either (`confpred.families.protocol.config_dict`)."""
     names = family.configs.dtype.names or ()
-    if not isinstance(config, dict) or sorted(config) != sorted(names):
+    if not isinstance(config, dict) or not set(config) <= set(names):
         return None
-    if not all(type(value) is int for value in config.values()):
+    if not all(type(value) is int and value != ABSENT for value in config.values()):
         return None
-    equal = np.logical_and.reduce([family.configs[name] == config[name] for name in names])
+    wanted = {name: config.get(name, ABSENT) for name in names}
+    equal = np.logical_and.reduce([family.configs[name] == wanted[name] for name in names])
     rows = np.flatnonzero(equal)
     return int(rows[0]) if len(rows) else None

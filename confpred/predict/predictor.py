@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -121,6 +122,21 @@ class Predictor:
     def models(self) -> Mapping[str, Model]:
         """The models in use, by device key."""
         return self._models
+
+    def identity(self, device: str | Device) -> str | None:
+        """A text that is the same for predictors whose choices for `device` are the same, in any
+        process of this release; None where only time can tell, as for a service's or a subclass's.
+        """
+        if type(self) is not Predictor:
+            return None
+        here = get_device(device)
+        own = self._models.get(here.key)
+        models = self._models.values() if own is None else (own,)  # of others it is transferred
+        pins = sorted(
+            repr((problem, pin)) for (problem, on), pin in self._pins.items() if on == here
+        )
+        facts = (sorted(model.digest for model in models), pins, self._limits)
+        return hashlib.sha256(repr(facts).encode()).hexdigest()
 
     def within(self, limits: Limits) -> Predictor:
         """What chooses as this one does, of what keeps within `limits` alone: pins, plans and

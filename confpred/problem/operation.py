@@ -75,12 +75,16 @@ class Plan:
         version: the library's release that the numbers in `config` belong to, such as ``9.19``.
         config: the library's algorithm, by field name.
         tf32: whether it rounds float32 inputs to TF32, as PyTorch lets cuDNN do by default.
+        error: largest relative error of an output in the 2-norm that the library's plans are known
+            to have, PyTorch's own operator too, which is one of them; None for the ordinary one
+            (`confpred.problem.limits`).
     """
 
     library: str
     version: str
     config: Mapping[str, int]
     tf32: bool = False
+    error: float | None = None
 
     @property
     def source(self) -> str:

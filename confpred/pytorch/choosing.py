@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
+from uuid import uuid4
 
 import torch
 from torch import Tensor
@@ -58,6 +60,8 @@ _max_regret: float | None = None  # what bound on regret is accepted; None for a
 _noticed: set[int] = set()  # devices whose versions were compared
 _chosen: dict[tuple[Record, int, Limits], Future[Choice | None]] = {}
 _limits = UNLIMITED  # of all choices; a call may have others
+#: What names predictors that cannot tell what they follow, in this process alone.
+_unnamed: weakref.WeakKeyDictionary[Predictor, str] = weakref.WeakKeyDictionary()
 _tf32 = True  # as PyTorch's switch was last seen
 #: Whether a dense layer may be served by anything but PyTorch's own operator, as far as is known;
 #: while it may not, whoever meets one need not look further.
@@ -137,6 +141,19 @@ def _first_predictor() -> Predictor:
         except ConfpredError as error:  # no reason to hold up a network
             log.warning("CONFPRED_URL is of no use: %s; this process chooses", error)
     return Predictor.load()
+
+
+def decided_by(ordinal: int) -> tuple[object, ...]:
+    """What the choices for CUDA device `ordinal` follow from, as values that are written alike in
+    every process where they are the same."""
+    predictor = current_predictor()
+    try:
+        identity = predictor.identity(driver.device_of(ordinal))
+    except ConfpredError as error:  # such as an unknown device, whose layers are PyTorch's
+        identity = str(error)
+    if identity is None:
+        identity = _unnamed.setdefault(predictor, uuid4().hex)
+    return identity, _limits, _max_regret, convolutions_allow_tf32()
 
 
 def use_limits(limits: Limits) -> None:

@@ -31,7 +31,7 @@ from confpred.pytorch.gradients import backward
 from confpred.pytorch.inductor import call_in_programs
 from confpred.pytorch.layers import Geometry
 from confpred.pytorch.ready import CHANNELS_LAST
-from confpred.pytorch.tracing import pays
+from confpred.pytorch.tracing import decision_key, pays
 
 _library = torch.library.Library("confpred", "FRAGMENT")
 _TAGS = (torch.Tag.pt2_compliant_tag,)
@@ -216,11 +216,8 @@ def traced(
     geometry: Geometry,
     activation: str,
 ) -> Tensor:
-    """The same in a program that is being traced: an operator that chooses when it runs.
-
-    PyTorch keeps on disk what it makes of a traced program. Another version of confpred is to make
-    its own, so that the version is an argument.
-    """
-    geometry_and_more = *geometry, activation, __version__
+    """The same in a program that is being traced: an operator that chooses when it runs."""
+    made_by = decision_key(x.device.index) if x.is_cuda else __version__
+    geometry_and_more = *geometry, activation, made_by
     out: Tensor = torch.ops.confpred.conv2d(x, weight, bias, residual, *geometry_and_more)
     return out

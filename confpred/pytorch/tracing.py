@@ -9,6 +9,7 @@ plan has to be there, too: a program in which PyTorch's operator is called by wa
 
 from __future__ import annotations
 
+import hashlib
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -16,6 +17,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from confpred import __version__
+from confpred.cudnn.graphs import front_end
+from confpred.errors import MissingExtra
 from confpred.predict.choice import Choice
 from confpred.pytorch import choosing, inductor, loading, policy
 from confpred.pytorch.gradients import Mask, Shape
@@ -42,6 +46,30 @@ def dense_may_be_ours() -> bool:
     """Whether a dense layer of the program that is being traced may be anything but PyTorch's own
     operator. A program where none may be is traced as it is without us."""
     return torch.cuda.is_available() and choosing.serves_dense(torch.cuda.current_device())
+
+
+@constant_while_compiling
+def decision_key(index: int | None) -> str:
+    """All that decides which layers of a traced program on CUDA device `index` are ours, as a text.
+
+    PyTorch keeps on disk what it makes of a program, and takes it where the same one is traced
+    again: before anybody is asked whether an operator pays. So the text is an argument of the
+    operators that are asked, and a program that another version, model or setting would make
+    otherwise is another program.
+    """
+    ordinal = torch.cuda.current_device() if index is None else index
+    switches = policy.is_verifying(), policy.is_deterministic()
+    facts = __version__, choosing.decided_by(ordinal), switches, _cudnn()
+    return hashlib.sha256(repr(facts).encode()).hexdigest()
+
+
+def _cudnn() -> tuple[object, ...]:
+    """Which cuDNN plans are built by, if there is one."""
+    try:
+        library = front_end()
+    except MissingExtra:
+        return ()
+    return library.__version__, library.backend_version()
 
 
 def pays(

@@ -20,21 +20,23 @@ from layers_on_gpu import LAST, PlansFirst, capture, close, launched_plans
 from torch import nn
 
 import confpred
-from confpred.cudnn.family import FAMILY
+from confpred.cudnn.family import FAMILY, largest_error
 from confpred.cudnn.plans import BuiltPlan
 from confpred.measure.kernels import check
 from confpred.predict.choice import Choice
 from confpred.predict.predictor import Predictor
 from confpred.problem.conv2d import Problem
 from confpred.problem.device import Device
-from confpred.problem.limits import TF32_ERROR, Limits
+from confpred.problem.limits import Limits
 from confpred.pytorch import policy
 
 pytestmark = pytest.mark.skipif(
     find_spec("cudnn") is None, reason="needs nvidia-cudnn-frontend, an optional extra"
 )
 conv2d = F.conv2d  # PyTorch's own
-EXACT_ERROR = TF32_ERROR / 10  # far above what sums in float32 are off by
+#: What lies between the errors of sums of some thousand products in float32, which are below 1e-5,
+#: and those of plans that round to TF32, which are above 1.8e-4 and below 1e-3 (`datasets/`).
+EXACT_ERROR, TF32_ERROR = 6e-5, 1e-3
 
 
 @pytest.fixture(autouse=True)
@@ -235,7 +237,7 @@ def test_the_switch_for_tf32_is_followed(turn, launched) -> None:
 @pytest.mark.parametrize("direction", ["fprop", "dgrad", "wgrad"])
 @pytest.mark.parametrize("seed", range(3))
 def test_how_exact_plans_in_float32_are(direction: str, seed: int, device: Device) -> None:
-    """Those on tensor cores to TF32, and the others far more."""
+    """As exact as they tell; and those that do not round to TF32 far more than those that do."""
     rng = random.Random(f"{direction} {seed}")
     problem = Problem(
         rng.randint(1, 4), rng.choice((16, 64)), 20, rng.randint(9, 30), rng.choice((16, 40)), 3, 3,
@@ -248,8 +250,9 @@ def test_how_exact_plans_in_float32_are(direction: str, seed: int, device: Devic
     assert exact.tolist() == [not tf32[row] for row in rows]
     for outcome in check(problem, FAMILY, rows, ordinal=0):
         if outcome.status == "ok":
-            least = TF32_ERROR if tf32[outcome.config_id] else EXACT_ERROR
-            assert outcome.error <= least, outcome
+            told = largest_error(problem, tf32=tf32[outcome.config_id])
+            assert outcome.error <= told, outcome
+            assert (outcome.error > EXACT_ERROR) is tf32[outcome.config_id], outcome
 
 
 @pytest.mark.parametrize("switch", ["algorithms", "cudnn"])
@@ -322,27 +325,74 @@ def test_a_compiled_program_trains_by_plans_for_any_batch(launched) -> None:
 
 @pytest.mark.parametrize("mode", [None, "reduce-overhead"])
 def test_an_optimized_network_is_compiled_with_its_epilogues_in_plans(mode, launched) -> None:
-    model, x = network().half().eval(), images()
-    exact = network().double().eval()(x.double())
+    """Also where it becomes a CUDA graph, in whose pool nothing may stay."""
+    model, counts = network().half().eval(), []
     with torch.inference_mode():
         confpred.optimize(model)
         torch._dynamo.reset()
         compiled = torch.compile(model, fullgraph=True, mode=mode)
-        for _ in range(3):
+        for _ in range(5):
+            x = images()
+            exact = network().double().eval()(x.double())
             launched.clear()
             close(compiled(x).clone(), exact, 2e-2)
-        if mode is None:
-            assert len(launched) == 3
+            counts.append(len(launched))
+    assert counts[0] == 3
+    assert counts[-1] == (3 if mode is None else 0)  # a replay
+
+
+def test_a_compiled_program_trains_by_plans_in_cuda_graphs(launched) -> None:
+    """Whose pool is not where the workspace is that plans share."""
+    leaves, counts = [t.requires_grad_() for t in made()], []
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda *layer: F.conv2d(*layer, padding=1), fullgraph=True, mode="reduce-overhead"
+    )
+    for seed in range(5):
+        torch.compiler.cudagraph_mark_step_begin()
+        with torch.no_grad():
+            for leaf, new in zip(leaves, made(seed=seed), strict=True):
+                leaf.copy_(new)
+        launched.clear()
+        out = compiled(*leaves)
+        grads = torch.autograd.grad(out, leaves, out_grad_for(out))
+        counts.append(len(launched))
+        for mine, exact in zip((out.detach(), *grads), exactly(leaves), strict=True):
+            assert off(mine, exact) < 2e-3
+    assert counts[0] == 3
+    assert counts[-1] == 0  # a replay
+
+
+class Guessing(PlansFirst):
+    """A predictor that knows of plans and has none to offer."""
+
+    def rank(self, *given: Any, **named: Any) -> list[Choice]:
+        return Predictor({}).rank(*given, **named)
+
+
+@pytest.mark.parametrize("optimized", [False, True])
+def test_a_program_from_the_disk_is_of_who_would_make_it_now(optimized, launched) -> None:
+    """PyTorch takes a program that it has made before without asking whether operators pay."""
+    from torch._inductor.utils import fresh_cache
+
+    model, x = network().half().eval(), images()
+    exact = network().double().eval()(x.double())
+    if optimized:
+        confpred.optimize(model)
+    with fresh_cache(), torch.inference_mode():
+        for predictor, plans in ((Guessing(), 0), (PlansFirst(), 3), (Guessing(), 0)):
+            confpred.use_predictor(predictor)
+            torch._dynamo.reset()
+            compiled = torch.compile(model, fullgraph=True)
+            close(compiled(x), exact, 2e-2)
+            launched.clear()
+            close(compiled(x), exact, 2e-2)
+            assert len(launched) == plans
 
 
 @pytest.mark.parametrize("optimized", [False, True])
 def test_layers_that_are_left_to_pytorch_are_so_in_a_program(optimized, monkeypatch) -> None:
     """Where no plan is there, though models know of plans."""
-
-    class Guessing(PlansFirst):
-        def rank(self, *given: Any, **named: Any) -> list[Choice]:
-            return Predictor({}).rank(*given, **named)
-
     confpred.use_predictor(Guessing())
     model, x, calls = network().half().eval(), images(), []
     for name in ("conv2d_run_in_programs", "conv2d_norm_run_in_programs"):

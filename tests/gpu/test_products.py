@@ -17,8 +17,10 @@ import torch
 import torch.nn.functional as F
 
 import confpred
+from confpred.families.candidate import Candidate
 from confpred.families.protocol import Family, config_dict
 from confpred.measure.kernels import check, measure
+from confpred.predict.choice import Choice
 from confpred.problem.conv2d import ACTIVATIONS, DTYPES, Problem
 from confpred.problem.device import Device
 from confpred.problem.linear_chain import LinearChain
@@ -109,8 +111,9 @@ def test_im2col_runs_on_pytorchs_tensors_streams_and_graphs(row: int, device: De
     weight = torch.randn(48, 32, 3, 3, device="cuda").half().div(17).contiguous(**layout)
     bias = torch.randn(48, device="cuda").half()
     right = F.conv2d(x.double(), weight.double(), bias.double(), padding=1).relu()
-    config = np.flatnonzero(im2col.FAMILY.legal(problem, device))[row]
-    ready = ReadyProgram(problem, im2col.FAMILY.launch(problem, int(config)), 0)
+    config = int(np.flatnonzero(im2col.FAMILY.legal(problem, device))[row])
+    choice = Choice(problem, device.key, "pinned", Candidate(im2col.FAMILY.name, config))
+    ready = ReadyProgram(choice, im2col.FAMILY.launch(problem, config), 0)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):

@@ -385,6 +385,35 @@ def test_compiles_forward_and_backward(name, ours) -> None:
         close(a, b)
 
 
+@pytest.mark.parametrize("name", LAYERS)
+def test_trains_where_a_compiled_program_becomes_cuda_graphs(name, ours) -> None:
+    """PyTorch warms these up in their own pool, and refuses memory that stays there: the workspace
+    of a filter's gradient."""
+    kwargs, channels = LAYERS[name]
+    leaves = [t.requires_grad_() for t in make_layer(kwargs, channels)]
+
+    def block(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        return confpred.conv2d(x, weight, bias, **kwargs).relu()
+
+    torch._dynamo.reset()
+    compiled = torch.compile(block, fullgraph=True, mode="reduce-overhead")
+    for seed in range(5):  # warmed up, captured, and replayed
+        torch.compiler.cudagraph_mark_step_begin()
+        with torch.no_grad():
+            for leaf, new in zip(leaves, make_layer(kwargs, channels, seed=seed), strict=True):
+                leaf.copy_(new)
+        out = compiled(*leaves)
+        grad = torch.ones_like(out)
+        mine = torch.autograd.grad(out, leaves, grad)
+        exact = [t.detach().double().requires_grad_() for t in leaves]
+        right = F.conv2d(*exact, **kwargs).relu()
+        close(out.detach(), right.detach())
+        theirs = torch.autograd.grad(right, exact, grad.double())
+        for a, b in zip(mine, theirs, strict=True):
+            assert (a.double() - b).norm() <= 5e-2 * b.norm()  # a sum near 0 has another sign
+    assert all(served_by(direction, ours) for direction in ("fprop", "dgrad", "wgrad"))
+
+
 def test_passes_pytorchs_checks_of_custom_operators(layer) -> None:
     x, weight, bias = layer
     geometry = ([1, 1], [1, 1], [1, 1], 8)

@@ -20,7 +20,7 @@ from confpred.problem.device import Device
 from confpred.pytorch import choosing
 from confpred.retraining.offers import to_judge_by, to_learn_from
 
-CONFPRED = Path(sys.executable).with_name("confpred")
+PROGRAM = "from confpred.cli import main; main()"
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def command(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    words = [CONFPRED, *map(str, arguments)]
+    words = [sys.executable, "-c", PROGRAM, *map(str, arguments)]
     return subprocess.run(words, capture_output=True, text=True, check=False, timeout=280)
 
 

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import builtins
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.compute as pc
 import pytest
 
 from confpred.cli.sample import offered_configs
-from confpred.cudnn.family import FAMILY
+from confpred.cudnn.family import FAMILY, largest_error
 from confpred.cudnn.graphs import front_end
 from confpred.cudnn.names import ENGINE, KNOBS, config_of
 from confpred.cudnn.table import (
@@ -27,11 +31,20 @@ from confpred.cudnn.table import (
     table,
     table_of,
 )
+from confpred.data.measurements import problem_of_row
+from confpred.data.parquet import problem_columns, read
 from confpred.data.suites import Entry, Suite
-from confpred.errors import MissingExtra
+from confpred.errors import InvalidInput, MissingExtra
+from confpred.families.candidate import Candidate
 from confpred.families.protocol import ABSENT, Family, Lister, config_dict
-from confpred.problem.conv2d import Problem
+from confpred.families.registry import config_ids
+from confpred.predict.choice import Choice
+from confpred.predict.pins import named_candidate
+from confpred.predict.plans import plan_of, read_plan, write_plan
+from confpred.problem.conv2d import ACTIVATIONS, Problem
+from confpred.problem.conv2d_operation import CONVOLUTION
 from confpred.problem.device import get_device
+from confpred.problem.limits import Limits
 from confpred.sampler import tasks
 
 H200 = get_device("h200")
@@ -113,6 +126,62 @@ def test_plans_of_a_kind_are_described_and_launched(direction: str, dtype: str) 
         assert launch.plan.tf32 == (core and dtype == "float32")
 
 
+def of_kind(kind: str, n: int) -> Problem:
+    """A problem of this kind, of `n` images."""
+    direction, dtype, grouping, window, *rest = kind.split()
+    size = 1 if window == "1x1" else 3
+    activation = next((name for name in rest if name in ACTIVATIONS), "none")
+    problem = Problem(
+        n, 32, 15, 15, 32, size, size,
+        stride=2 if "stride" in rest else 1,
+        dilation=2 if "dilation" in rest else 1,
+        groups={"dense": 1, "grouped": 4, "depthwise": 32}[grouping],
+        dtype=dtype, direction=direction,
+        bias="bias" in rest, residual="residual" in rest, activation=activation,
+    )  # fmt: skip
+    assert kind_of(problem) == kind
+    return problem
+
+
+def test_a_recorded_plan_names_any_of_the_plans(tmp_path: Path) -> None:
+    """A config is written without the knobs that the plan does not have, and found again; those of
+    engines that are never offered are found, and refused for that."""
+    choices = []
+    for row, line in enumerate(read_lines(FILE)):
+        problems = [of_kind(kind, 1 + row) for kind in line[KINDS].split("|")]
+        offered = [problem for problem in problems if FAMILY.legal(problem, H200)[row]]
+        if offered:
+            candidate = Candidate(FAMILY.name, row)
+            choices.append(Choice(offered[0], H200.key, "predicted", candidate, 0.5))
+        else:
+            with pytest.raises(InvalidInput, match="a config that is legal for the problem"):
+                named_candidate(problems[0], H200, FAMILY.name, config_dict(FAMILY, row))
+    assert len(choices) > 1500
+    path = tmp_path / "plan.json"
+    write_plan(path, plan_of(choices))
+    found = read_plan(path, H200).choices
+    assert [c.candidate for c in found] == [c.candidate for c in choices]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda config: config.pop("engine"),
+        lambda config: config.update(use_tex=1),
+        lambda config: config.update(use_tex=ABSENT),
+        lambda config: config.update(colour=1),
+    ],
+)
+def test_a_config_that_is_not_spelled_out_is_none(change: Callable[..., Any]) -> None:
+    row = int(np.flatnonzero(FAMILY.legal(DENSE, H200))[0])
+    config = config_dict(FAMILY, row)
+    assert "use_tex" not in config
+    assert named_candidate(DENSE, H200, FAMILY.name, config).config_id == row
+    change(config)
+    with pytest.raises(InvalidInput, match="a config of cudnn"):
+        named_candidate(DENSE, H200, FAMILY.name, config)
+
+
 def test_what_must_repeat_to_the_bit_does() -> None:
     sizes = (8, 64, 56, 56, 64, 3, 3)
     free = FAMILY.legal(Problem(*sizes, padding=1, direction="wgrad"), H200)
@@ -132,6 +201,58 @@ def test_engines_that_are_not_exact_are_not_offered(direction: str, engines: set
     offered = FAMILY.legal(problem, H200)
     assert not engines & set(FAMILY.configs["engine"][offered].tolist())
     assert not (offered & ~known).any()
+
+
+@pytest.mark.parametrize("name", ["h200.parquet", "holdout/dense/h200.parquet"])
+def test_no_measured_plan_is_off_by_more_than_it_tells(name: str, repository: Path) -> None:
+    measured = ["family", "config", "status", "error"]
+    columns = [*problem_columns(CONVOLUTION), *measured]
+    given = read(repository / "datasets" / name, CONVOLUTION, columns)
+    given = given.filter(pc.field("family") == FAMILY.name)
+    known, core = config_ids(FAMILY.name), table().notes["tensor_core"]
+    legal = cache(lambda problem: FAMILY.legal(problem, H200))
+    compared = 0
+    for line in given.to_pylist():
+        row, problem = known[line["config"]], problem_of_row(line, Problem)
+        if line["status"] not in ("ok", "wrong_result") or not legal(problem)[row]:
+            continue
+        compared += 1
+        tf32 = problem.dtype == "float32" and bool(core[row])
+        assert line["error"] <= largest_error(problem, tf32=tf32), line
+    assert compared > 5000
+
+
+@pytest.mark.parametrize("direction", ["fprop", "wgrad"])
+def test_plans_that_may_be_off_by_more_than_is_allowed_are_left_out(direction: str) -> None:
+    """By whoever lists candidates, and by whoever loads a launch."""
+    problem = Problem(8, 64, 56, 56, 64, 3, 3, padding=1, dtype="float32", direction=direction)
+    exact, rounded = (largest_error(problem, tf32=tf32) for tf32 in (False, True))
+    rows = np.flatnonzero(FAMILY.legal(problem, H200))
+    core = table().notes["tensor_core"][rows]
+    assert core.any()
+    assert not core.all()
+    for limits, expected in (
+        (Limits(), core | True),
+        (Limits(max_error=rounded), core | True),
+        (Limits(max_error=rounded * 0.99), ~core),
+        (Limits(max_error=exact), ~core),
+        (Limits(max_error=exact * 0.99), core & False),
+    ):
+        assert (FAMILY.allowed(problem, rows, limits) == expected).all()
+        for row, allowed in zip(rows[:20].tolist(), expected, strict=False):
+            assert limits.allow(problem, FAMILY.launch(problem, row)) == allowed
+
+
+def test_a_filters_gradient_is_off_by_more_the_more_it_sums() -> None:
+    """So that a limit which small layers keep leaves out plans for large ones."""
+    small, large = (
+        Problem(n, 64, 56, 56, 64, 3, 3, padding=1, direction="wgrad") for n in (1, 256)
+    )
+    assert largest_error(small, tf32=False) < 1e-3 < largest_error(large, tf32=False)
+    limits = Limits(max_error=1e-3)
+    for problem, kept in ((small, True), (large, False)):
+        rows = np.flatnonzero(FAMILY.legal(problem, H200))
+        assert (FAMILY.allowed(problem, rows, limits) == kept).all()
 
 
 def test_gradients_of_filter_and_bias_together_have_no_plan() -> None:

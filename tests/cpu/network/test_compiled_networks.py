@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import copy
+import weakref
 
 import pytest
 import torch
+from allocations import OfThisThread
 from network_blocks import BLOCKS, Bottleneck, InvertedResidual, Network, images, made
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 
 import confpred
 from confpred.network import fused, operators
-from confpred.network.operators import conv2d_norm, conv2d_norm_run, fold
+from confpred.network.operators import _folds, conv2d_norm, conv2d_norm_run, fold
 from confpred.pytorch.operators import written
 from confpred.pytorch.tracing import constant_while_compiling
 
@@ -259,13 +261,59 @@ def test_the_operator_sees_training_steps() -> None:
 
 
 def test_the_operator_keeps_no_filter_alive() -> None:
-    from confpred.network.operators import _folds
-
     given = operands()
     call(given)
     before = len(_folds._kept)
     del given
     assert len(_folds._kept) == before - 1
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_what_is_folded_is_not_kept_in_the_pool_of_a_cuda_graph(inference, monkeypatch) -> None:
+    """A program that becomes a CUDA graph is warmed up in the graph's pool, where PyTorch refuses
+    what stays there after the call."""
+    given = operands()
+    expected = reference(*given, None)
+    folds: list[tuple[int, ...]] = []
+    folded = operators._folded
+    monkeypatch.setattr(operators, "_folded", lambda *a: folds.append(()) or folded(*a))
+    with torch.inference_mode(inference), torch.no_grad(), OfThisThread() as pool:
+        for _ in range(3):
+            out = torch.ops.confpred.conv2d_norm_run_in_programs(*given, None, CALL)
+            torch.testing.assert_close(out, expected)
+            assert pool.alive() <= {out.untyped_storage().data_ptr()}
+        given[1].mul_(2)
+        out = torch.ops.confpred.conv2d_norm_run_in_programs(*given, None, CALL)
+        assert pool.alive() <= {out.untyped_storage().data_ptr()}
+    assert len(folds) == 2
+
+
+def test_what_is_folded_in_a_capture_is_the_graphs_and_what_it_reads_is_kept(monkeypatch) -> None:
+    """A graph knows nothing but addresses, and lives on when the filter changes."""
+    given = operands()
+
+    def fold_of() -> Tensor:
+        return _folds.get(given[1], tuple(given[2:]), 1e-5, torch.float32)[0]
+
+    monkeypatch.setattr(operators, "_is_for_a_graph", lambda _: True)
+    with OfThisThread() as pool:
+        made = fold_of()
+        assert made.untyped_storage().data_ptr() in pool.alive()
+        del made
+        assert not pool.alive()
+    monkeypatch.setattr(operators, "_is_for_a_graph", lambda _: False)
+    eager = weakref.ref(fold_of())
+    given[1].mul_(2)
+    read = weakref.ref(fold_of())
+    assert eager() is None
+    monkeypatch.setattr(operators, "_is_for_a_graph", lambda _: True)
+    assert fold_of() is read()
+    monkeypatch.setattr(operators, "_is_for_a_graph", lambda _: False)
+    given[1].mul_(2)
+    assert fold_of() is not read()
+    assert read() is not None
+    given.clear()
+    assert read() is None
 
 
 def test_the_operator_computes_in_its_inputs_dtype() -> None:

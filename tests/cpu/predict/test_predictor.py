@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections import namedtuple
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -32,6 +34,7 @@ from confpred.predict.predictor import RANKINGS_KEPT, Predictor
 from confpred.problem.conv2d import Problem
 from confpred.problem.conv2d_operation import CONVOLUTION
 from confpred.problem.device import get_device
+from confpred.problem.limits import Limits
 from confpred.training.dataset import read_dataset
 from confpred.training.train import train
 
@@ -222,6 +225,28 @@ def test_pytorchs_operator_is_chosen_where_it_is_predicted_to_win(by_pytorch):
         assert ours.family == "grouped_fprop"
         assert 0 < theirs.predicted_ms < ours.predicted_ms
         assert fast.rank(problem, "h100", 2)[1].config_id == ours.config_id
+
+
+def test_what_answers_alike_has_one_identity_in_every_process(predictor, model_folder):
+    class Other(Predictor):
+        pass
+
+    found = predictor.identity("h100")
+    assert Predictor.load(model_folder).identity("h100") == found
+    program = (
+        "import sys; from confpred import Predictor;"
+        "print(Predictor.load(sys.argv[1]).identity('h100'), end='')"
+    )
+    command = [sys.executable, "-c", program, str(model_folder)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == found
+    pinned = Predictor(predictor.models, {(UNSEEN, H100): PYTORCH_OPERATOR})
+    elsewhere = Predictor(predictor.models, {(UNSEEN, get_device("h200")): PYTORCH_OPERATOR})
+    assert elsewhere.identity("h100") == found
+    limited = predictor.within(Limits(workspace_bytes=0))
+    others = {each.identity("h100") for each in (pinned, Predictor({}), limited)}
+    assert len(others - {found, None}) == 3
+    assert Other(predictor.models).identity("h100") is None
 
 
 def test_answers_do_not_depend_on_order_threads_or_process(predictor, model_folder):

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses import FakeTensorMode
 
 import confpred
-from confpred.pytorch import operators, policy, routing, tracing
+from confpred.families.candidate import PYTORCH_OPERATOR
+from confpred.network.chains import Site
+from confpred.network.fused import TracedCall
+from confpred.predict.predictor import Predictor
+from confpred.problem.conv2d import Problem
+from confpred.problem.device import get_device
+from confpred.problem.limits import UNLIMITED, Limits
+from confpred.pytorch import choosing, operators, policy, routing, tracing
 
 GEOMETRY = ((1, 1), (1, 1), (1, 1), 4)
+H200 = get_device("h200")
 NO_GRADIENTS, GRADIENTS = (False, False, False), (True, True, False)
 
 
@@ -172,6 +181,76 @@ def test_a_dense_layer_is_in_a_program_what_it_is_in_eager_mode(
         (program,) = programs(lambda x, weight: F.conv2d(x, weight, padding=1), **given)
     assert program == ["confpred.conv2d_run.default" if ours else "aten.convolution.default"]
     assert bool(asked) is may_be_ours
+
+
+def key_of(layer: Any, **tensors: Tensor) -> str:
+    """The last argument of the one operator of ours in the program that is traced of `layer`, which
+    is what PyTorch knows a program on disk by."""
+    found: list[str] = []
+
+    def note(graph: torch.fx.GraphModule, _: Any) -> Any:
+        found.extend(n.args[-1] for n in graph.graph.nodes if "confpred" in str(n.target))
+        return graph.forward
+
+    torch._dynamo.reset()
+    torch.compile(layer, fullgraph=True, backend=note)(**tensors)
+    (key,) = found
+    return key
+
+
+class OtherPredictor(Predictor):
+    """What it chooses by, nobody knows."""
+
+
+@pytest.fixture
+def settings(monkeypatch) -> Iterator[pytest.MonkeyPatch]:
+    """Those of a process with an H200, and back."""
+    monkeypatch.setattr(choosing.driver, "device_of", lambda _: H200)
+    choosing.use_predictor(Predictor({}))
+    yield monkeypatch
+    monkeypatch.undo()
+    choosing.use_predictor(Predictor({}))
+    choosing.use_limits(UNLIMITED)
+    choosing.accept(None)
+    torch.backends.cudnn.allow_tf32 = True
+
+
+PINS = {(Problem(2, 8, 6, 5, 8, 3, 3, padding=1, groups=4), H200): PYTORCH_OPERATOR}
+CHANGES = {
+    "pins": lambda _: choosing.use_predictor(Predictor({}, PINS)),
+    "predictor": lambda _: choosing.use_predictor(OtherPredictor({})),
+    "limits": lambda _: choosing.use_limits(Limits(workspace_bytes=0)),
+    "bound": lambda _: choosing.accept(1.1),
+    "tf32": lambda _: setattr(torch.backends.cudnn, "allow_tf32", False),
+    "measured": lambda patch: patch.setattr(policy, "_current", policy.Policy(verifier=object())),
+    "repeats": lambda patch: patch.setattr(torch.backends.cudnn, "deterministic", True),
+    "version": lambda patch: patch.setattr(tracing, "__version__", "another"),
+    "cudnn": lambda patch: patch.setattr(tracing, "_cudnn", lambda: ("another",)),
+}
+
+
+@pytest.mark.parametrize("optimized", [False, True])
+@pytest.mark.parametrize("change", [None, *CHANGES])
+def test_a_program_is_another_one_where_other_things_decide(change, optimized, settings) -> None:
+    """So that PyTorch does not take one from its disk in which other layers are ours."""
+    with FakeTensorMode(), torch.no_grad():
+        x = torch.empty(2, 8, 6, 5, dtype=torch.float16, device="cuda:0")
+        x = x.to(memory_format=torch.channels_last)
+        module = nn.Conv2d(8, 8, 3, padding=1, groups=4, bias=False, device="meta")
+        filters = torch.empty(8, 2, 3, 3, dtype=torch.float16, device="cuda:0")
+        module.weight = nn.Parameter(filters, requires_grad=False)
+        site = Site("layer", module, None, "none", residual=False)
+
+        def routed(x: Tensor) -> Tensor:
+            return confpred.conv2d(x, module.weight, padding=1, groups=4)
+
+        layer = TracedCall(site) if optimized else routed
+        first = key_of(layer, x=x)
+        if change is None:
+            choosing.use_predictor(Predictor({}))
+        else:
+            CHANGES[change](settings)
+        assert (key_of(layer, x=x) == first) is (change is None)
 
 
 def test_where_no_gpu_is_no_dense_layer_is_ours() -> None:
