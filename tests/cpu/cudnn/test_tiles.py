@@ -66,7 +66,7 @@ def test_names_of_kernels_say_how_they_tile(
 def test_a_plan_is_its_longest_kernel_with_a_tile(script: ModuleType) -> None:
     longer = event(AHEAD.replace("64x32x64", "128x64x32"), 5.0, threads=256)
     plain = event("void nhwcToNchwKernel<float>", 9.0)
-    found = script.lines_of([(7, [plain, event(AHEAD, 3.0), longer]), (8, [plain])])
+    found = script.lines_of([(7, [plain, longer, event(AHEAD, 3.0)]), (8, [plain])])
     expected = (128, 64, 32, 256, 90, 4096)
     assert found == {7: dict(zip(tiles.FIELDS, expected, strict=True))}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ from confpred.families.registry import all_families
 from confpred.model.folder import load_model
 from confpred.problem.conv2d import Problem
 from confpred.training.dataset import read_dataset
+from confpred.training.fit import fit_families
 from confpred.training.train import train
 
 
@@ -89,6 +91,24 @@ def test_problems_with_few_configs_measured_do_not_count_as_measured(tmp_path):
     for words in load_model(tmp_path / "model").measured:
         problem = Problem.parse(words)
         assert all_families()["grouped_fprop"].legal(problem, synthetic.DEVICE).sum() <= 10
+
+
+def test_how_hopeless_a_config_is_does_not_change_the_order(measurements):
+    timings = read_dataset([measurements]).timings
+
+    def slowed(times: int) -> str:
+        some = [replace(t, time_ms=_hopeless(t.time_ms, times)) for t in timings]
+        (fitted,) = fit_families(some, synthetic.DEVICE, replace(SMALL, focus=0.0), 0)
+        return fitted.order
+
+    assert slowed(100) == slowed(10_000)
+    assert slowed(100) != slowed(2)  # which is not hopeless
+
+
+def _hopeless(times_ms, times):
+    worse = times_ms.copy()
+    worse[times_ms > np.median(times_ms)] *= times
+    return worse
 
 
 def test_the_seed_changes_the_split_and_so_the_bound(measurements, model_folder, tmp_path):
