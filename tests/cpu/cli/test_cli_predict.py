@@ -12,6 +12,7 @@ import pytest
 from confpred.data.suites import read_suite
 from confpred.predict.predictor import Predictor
 
+HERE = str(Path(__file__).parent)  # a folder that is no model and has none
 LAYER = "n=24 c=160 h=30 w=30 k=160 r=3 s=3 groups=20 padding=1"
 STRIDED = LAYER + " stride=3"
 
@@ -82,7 +83,7 @@ def test_a_bound_that_is_not_accepted_names_pytorchs_operator(model_folder):
         (("--device", "h100", "--network", "none"), "'--network': File 'none' does not exist"),
         (("--device", "h100", "--network", "/tmp"), "'--network': File '/tmp' is a directory"),
         (("--device", "h100", "--layer", LAYER, "--model", "none"), "'--model': Directory 'none'"),
-        (("--device", "h100", "--layer", LAYER, "--model", "/tmp"), "cannot read /tmp/card.json"),
+        (("--device", "h100", "--layer", LAYER, "--model", HERE), f"cannot read {HERE}/card.json"),
         (("--device", "h100", "--layer", LAYER, "--plan", "none"), "'--plan': File 'none' does"),
     ],
 )
