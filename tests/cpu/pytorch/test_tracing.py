@@ -206,10 +206,11 @@ class OtherPredictor(Predictor):
 def settings(monkeypatch) -> Iterator[pytest.MonkeyPatch]:
     """Those of a process with an H200, and back."""
     monkeypatch.setattr(choosing.driver, "device_of", lambda _: H200)
+    monkeypatch.setattr(choosing, "_predictor", None)
     choosing.use_predictor(Predictor({}))
     yield monkeypatch
     monkeypatch.undo()
-    choosing.use_predictor(Predictor({}))
+    choosing.forget()
     choosing.use_limits(UNLIMITED)
     choosing.accept(None)
     torch.backends.cudnn.allow_tf32 = True
