@@ -27,6 +27,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from confpred.cudnn.table import read_lines
 from confpred.cudnn.tiles import FIELDS, FILE, PLAN
 from confpred.files import write_whole
 from confpred.problem.conv2d import Problem
@@ -49,7 +50,6 @@ TILES = tuple(
 )
 MARK = "CUDAFunctorOnSelf_add"  # in the name of the kernel before and after each plan's
 CHUNK = 8  # problems that are profiled together
-MOST_WORKSPACE = 2**31
 
 Task = tuple[str, tuple[int, ...]]
 Launch = tuple[int, list[dict[str, Any]]]  # a plan, and what the profiler says of its kernels
@@ -143,6 +143,7 @@ def _launches(problem: Problem, rows: Sequence[int]) -> Iterator[tuple[int, Call
     from confpred.cudnn.family import FAMILY
     from confpred.cudnn.plans import Plans
     from confpred.errors import LaunchError
+    from confpred.measure.kernels import MAX_WORKSPACE_BYTES
     from confpred.problem.conv2d_operation import CONVOLUTION
     from confpred.problem.operation import SCRATCH
 
@@ -154,7 +155,7 @@ def _launches(problem: Problem, rows: Sequence[int]) -> Iterator[tuple[int, Call
         plan = FAMILY.launch(problem, row).plan
         try:
             built = plans.build(plan)  # type: ignore[arg-type]  # each has one
-            if built.workspace_bytes > MOST_WORKSPACE:
+            if built.workspace_bytes > MAX_WORKSPACE_BYTES:
                 continue
             scratch = allocate(max(built.workspace_bytes, 1))
             addresses = [t.data_ptr() for t in (*tensors.values(), scratch)]
@@ -181,10 +182,8 @@ def main() -> None:
     with ProcessPoolExecutor(arguments.jobs, multiprocessing.get_context("spawn")) as pool:
         for future in as_completed([pool.submit(launched, chunk) for chunk in chunks]):
             launches += future.result()
-    known: dict[int, Mapping[str, Any]] = {}
-    if FILE.exists():
-        with open(FILE, newline="", encoding="ascii") as lines:
-            known = {int(line.pop(PLAN)): line for line in csv.DictReader(lines)}
+    lines = read_lines(FILE) if FILE.exists() else []
+    known: dict[int, Mapping[str, Any]] = {int(line.pop(PLAN)): line for line in lines}
     new = lines_of(launches)
     text = table_text(known | new)
     write_whole(FILE, lambda file: file.write(text.encode()))

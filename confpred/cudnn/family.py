@@ -108,8 +108,7 @@ class CudnnPlans:
         own = [plans.configs[name][rows] for name in _DESCRIBED]
         own += [plans.notes[name][rows] for name in NOTES]
         shared = np.repeat(CONVOLUTION.features(problem, device), len(rows), axis=0)
-        known = tiles.tiles(len(plans.configs))
-        tiled = tiles.described(problem, device, known, rows)
+        tiled = tiles.described(problem, device, tiles.tiles(), rows)
         return np.column_stack([shared, *own, tiled]).astype(np.float32)
 
     def launch(self, problem: Problem, row: int) -> Launch:

@@ -8,7 +8,6 @@ that was not seen, or whose kernel has a name that says nothing, is described by
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
@@ -16,6 +15,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from confpred.cudnn.table import read_lines, table
 from confpred.families.common import Array, Occupancy
 from confpred.families.protocol import Rows
 from confpred.problem.conv2d import Problem
@@ -39,20 +39,17 @@ NAMES = (
 
 def tiles_of(lines: Iterable[Mapping[str, str]], plans: int) -> dict[str, Array]:
     """Each of ``FIELDS`` as an array over so many plans, 0 where nothing is known."""
-    found = {name: np.zeros(plans, np.int64) for name in FIELDS}
-    for line in lines:
-        for name in FIELDS:
-            found[name][int(line[PLAN])] = int(line[name])
-    for array in found.values():
-        array.setflags(write=False)
-    return found
+    numbers = np.array([[int(line[name]) for name in (PLAN, *FIELDS)] for line in lines], np.int64)
+    found = np.zeros((len(FIELDS), plans), np.int64)
+    found[:, numbers[:, 0]] = numbers[:, 1:].T
+    found.setflags(write=False)
+    return dict(zip(FIELDS, found, strict=True))
 
 
 @cache
-def tiles(plans: int) -> dict[str, Array]:
-    """What ``tiles.csv`` holds of the first so many plans of ``plans.csv``."""
-    with open(FILE, newline="", encoding="ascii") as lines:
-        return tiles_of(csv.DictReader(lines), plans)
+def tiles() -> dict[str, Array]:
+    """What ``tiles.csv`` holds of the plans of ``plans.csv``."""
+    return tiles_of(read_lines(FILE), len(table().configs))
 
 
 def described(
@@ -84,8 +81,7 @@ def _columns(
     places = occupancy.per_sm * device.sm_count
     slices = np.clip(places // blocks, 1, steps)
     split_waves = np.ceil(blocks * slices / places) * occupancy.per_sm
-    size = 4 if p.dtype == "float32" else 2
-    held = p.minimum_bytes / size
+    held = p.minimum_bytes / p.itemsize
     return [
         *(height, width, depth),
         np.log(blocks),
