@@ -23,7 +23,9 @@ from typing import Any
 import numpy as np
 from provenance import RESULTS, provenance, write
 
+from confpred.families.candidate import Candidate
 from confpred.families.protocol import config_dict
+from confpred.predict.choice import Choice
 from confpred.problem.conv2d import Problem
 from confpred.problem.device import get_device
 from confpred.problem.operation import SCRATCH, Launch, Step
@@ -122,6 +124,11 @@ def measure(case: tuple[int, int, int], dtype: str, *, tf32: bool) -> list[dict[
     from confpred.pytorch.programs import ReadyProgram
 
     problem = problem_of(case, dtype)
+
+    def ready(config: int) -> Callable[..., Any]:
+        choice = Choice(problem, "h100", "pinned", Candidate(FAMILY.name, config))
+        return ReadyProgram(choice, FAMILY.launch(problem, config), 0).run
+
     layout = {"memory_format": torch.channels_last}
     kind = getattr(torch, dtype)
     x = torch.randn(problem.n, problem.c, problem.h, problem.w, device="cuda", dtype=kind)
@@ -144,7 +151,7 @@ def measure(case: tuple[int, int, int], dtype: str, *, tf32: bool) -> list[dict[
         return run
 
     rows = configs(problem, tf32=tf32)
-    calls = [stack(ReadyProgram(problem, FAMILY.launch(problem, row), 0).run) for row in rows]
+    calls = [stack(ready(row)) for row in rows]
     calls.append(stack(lambda out, weight: torch.conv2d(out, weight, padding=1)))
     with torch.inference_mode():
         right = calls[-1]().double()

@@ -12,7 +12,6 @@ nor that a board is held back, as a part of a GPU (MIG) or a virtual one is.
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import logging
 from collections.abc import Callable
@@ -196,8 +195,8 @@ def _work(entry: str, facts: Facts) -> Callable[[Any], None]:
     compiled = compile_kernel(rate_kernel(entry), facts.arch)
     kernel = ObjectCode.from_cubin(compiled.cubin).get_kernel(compiled.entry)
     config = LaunchConfig(grid=_blocks(facts), block=_THREADS)
-    nowhere = 0  # nothing is stored
-    return lambda stream: launch(stream, config, kernel, ctypes.c_void_p(nowhere))
+    nowhere = 0  # an address, as `cuda.core` takes a plain number for; nothing is stored
+    return lambda stream: launch(stream, config, kernel, nowhere)
 
 
 def _seconds(cuda_device: Any, stream: Any, enqueue: Callable[[Any], object]) -> float:

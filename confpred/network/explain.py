@@ -134,7 +134,9 @@ def explain(
 ) -> Explanation:
     """What is chosen for each convolution of `model` on `device`; needs no GPU.
 
-    For inference, the network is as `confpred.optimize` would fuse it.
+    For inference, the network is as `confpred.optimize` would fuse it. Which plans cuDNN has for a
+    layer is known on the GPU alone: where the one that is named here is not there, the next one in
+    the ranking runs.
 
     Args:
         model: the network, optimized or not; it is not changed, nothing is computed.
