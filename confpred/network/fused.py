@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from confpred import __version__
 from confpred.network.chains import Program, Site
-from confpred.network.modules import STEPS, autocast_dtype, eps_of, geometry_of, norm_tensors
-from confpred.network.operators import conv2d_norm, fold
+from confpred.network.modules import autocast_dtype, eps_of, geometry_of, norm_tensors
+from confpred.network.operators import conv2d_norm, fold, may_be_folded
 from confpred.pytorch.directions import forward
 from confpred.pytorch.fallback import activate
 from confpred.pytorch.operators import written
@@ -96,6 +96,8 @@ class TracedCall(nn.Module):
     def __init__(self, site: Site) -> None:
         super().__init__()
         self.convolution, self.norm, self.activation = site.convolution, site.norm, site.activation
+        if site.norm is not None:
+            may_be_folded(site.norm)
         sizes, geometry = (*site.convolution.weight.shape,), geometry_of(site.convolution)
         eps = 0.0 if site.norm is None else eps_of(site.norm)
         self.is_dense = site.convolution.groups == 1
@@ -121,7 +123,6 @@ class TracedCall(nn.Module):
             bias,
             mean,
             variance,
-            None if norm is None else norm._buffers.get(STEPS),
             residual if fits else None,
             self.fused if fits else self.apart,
             decision_key(x.device.index) if x.is_cuda else __version__,

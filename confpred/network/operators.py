@@ -1,15 +1,17 @@
 """`confpred::conv2d_norm`: convolution, batch norm, residual and activation as one operator.
 
 For `torch.compile` alone, which would otherwise trace into the folding and repeat it at each step.
-The operator takes the parameters as they are, with the norm's count of training steps, and
-remembers what it has folded. It is defined as those of `confpred.pytorch.operators`, and for the
-same reason: in a compiled program the host is often what is waited for.
+The operator takes the parameters as they are, and remembers what it has folded. It is defined as
+those of `confpred.pytorch.operators`, and for the same reason: in a compiled program the host is
+often what is waited for. Training moves a norm's statistics in a way that does not raise their
+versions, so that its count of steps is what tells of it. That count is looked up in the norm: as an
+input of the program, one for each norm of the network, it made steps half as long again.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter, is_
@@ -17,8 +19,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
+from confpred.network.modules import STEPS
 from confpred.pytorch.directions import forward
 from confpred.pytorch.fallback import activate, pytorch_apart
 from confpred.pytorch.inductor import call_in_programs
@@ -31,7 +34,7 @@ _LIBRARY = torch.library.Library("confpred", "FRAGMENT")
 for _name, _more in (("conv2d_norm", ", str made_by=''"), ("conv2d_norm_run", "")):
     _LIBRARY.define(
         f"{_name}(Tensor x, Tensor weight, Tensor? bias, Tensor? norm_weight, Tensor? norm_bias, "
-        f"Tensor? mean, Tensor? var, Tensor? steps, Tensor? residual, str call{_more}) -> Tensor",
+        f"Tensor? mean, Tensor? var, Tensor? residual, str call{_more}) -> Tensor",
         tags=(torch.Tag.pt2_compliant_tag,),
     )
 #: What is called: while a program is traced, the operator that runs, or PyTorch's own ones.
@@ -72,7 +75,6 @@ def _choose(
     norm_bias: Tensor | None,
     mean: Tensor | None,
     var: Tensor | None,
-    steps: Tensor | None,
     residual: Tensor | None,
     call: str,
     made_by: str = "",
@@ -80,7 +82,7 @@ def _choose(
     _, geometry, activation, eps, *_ = read(call)
     folded = bias if mean is None else mean  # as for a bias, only that there is one counts
     if pays(x, weight, folded, residual, geometry, activation, (False, False, False)):
-        others = (bias, norm_weight, norm_bias, mean, var, steps)
+        others = (bias, norm_weight, norm_bias, mean, var)
         return conv2d_norm_run(x, weight, *others, residual, call)  # type: ignore[no-any-return]
     if weight.dtype is not x.dtype:
         weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
@@ -99,18 +101,15 @@ def _compute(
     norm_bias: Tensor | None,
     mean: Tensor | None,
     var: Tensor | None,
-    steps: Tensor | None,
     residual: Tensor | None,
     call: str,
 ) -> Tensor:
     if torch.is_grad_enabled():  # it has no formula for gradients
         with torch.no_grad():
-            return _compute(
-                x, weight, bias, norm_weight, norm_bias, mean, var, steps, residual, call
-            )
+            return _compute(x, weight, bias, norm_weight, norm_bias, mean, var, residual, call)
     _, geometry, activation, eps, *_ = read(call)
     if mean is not None or weight.dtype is not x.dtype:
-        others = (bias, norm_weight, norm_bias, mean, var, steps)
+        others = (bias, norm_weight, norm_bias, mean, var)
         weight, bias = _folds.get(weight, others, eps, x.dtype)
     return forward(x, weight, bias, residual, geometry, activation, call)
 
@@ -123,7 +122,6 @@ def _fake(
     norm_bias: Tensor | None,
     mean: Tensor | None,
     var: Tensor | None,
-    steps: Tensor | None,
     residual: Tensor | None,
     call: str,
 ) -> Tensor:
@@ -136,10 +134,26 @@ def _fake(
     return out if residual is None else out + residual
 
 
-Others = tuple["Tensor | None", ...]  # bias, the norm's weight, bias, mean, variance, and its steps
+Others = tuple["Tensor | None", ...]  # bias, and the norm's weight, bias, mean and variance
 Made = tuple[Tensor, "Tensor | None"]
+Counts = tuple[tuple[Mapping[str, "Tensor | None"], Tensor], ...]
 _version = attrgetter("_version")
 _address: Callable[[Any], int] = Tensor.data_ptr
+#: The norms whose statistics programs are given.
+_norms: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+def may_be_folded(norm: nn.Module) -> None:
+    """Have the operator know `norm` by its mean. A mean of no norm that it knows, as where Inductor
+    has frozen a program's inputs to constants, is taken not to move in training."""
+    _norms.add(norm)
+
+
+def _counts_of(mean: Tensor | None) -> Counts:
+    """Of the norms with this mean, the buffers and the count of steps."""
+    homes = () if mean is None else tuple(norm._buffers for norm in tuple(_norms))
+    counts = [(home, home.get(STEPS)) for home in homes if home.get("running_mean") is mean]
+    return tuple((home, count) for home, count in counts if count is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +163,8 @@ class _Fold:
     Attributes:
         weight: a weak reference to the filter; the fold lives no longer.
         others: what else it was made from.
-        present: those of them that are there.
+        counts: buffers of the norms that have this mean, and the count of steps that each had.
+        present: those of `others` that are there, and the counts.
         versions: the sum of the versions of all, which only rise.
         address, addresses: of the filter and of `present`.
         made: filter and bias.
@@ -159,6 +174,7 @@ class _Fold:
 
     weight: Any
     others: Others
+    counts: Counts
     present: tuple[Tensor, ...]
     versions: int
     address: int
@@ -180,6 +196,7 @@ class _Folds:
             found is not None
             and found.weight() is weight
             and all(map(is_, found.others, others))
+            and all([buffers.get(STEPS) is count for buffers, count in found.counts])
             and sum(map(_version, found.present), weight._version) == found.versions
             and weight.data_ptr() == found.address
             and [*map(_address, found.present)] == found.addresses
@@ -190,7 +207,8 @@ class _Folds:
         return self._fold(weight, others, eps, dtype)
 
     def _fold(self, weight: Tensor, others: Others, eps: float, dtype: torch.dtype) -> Made:
-        present = tuple(t for t in others if t is not None)
+        counts = _counts_of(others[3])
+        present = *(t for t in others if t is not None), *(count for _, count in counts)
         try:
             versions = sum(map(_version, present), weight._version)
         except RuntimeError:  # a tensor that was made in inference mode does not count its changes
@@ -212,7 +230,8 @@ class _Folds:
                 del kept[key]
 
         reference = weakref.ref(weight, forget)
-        kept[key] = _Fold(reference, others, present, versions, address, addresses, made, captured)
+        now = versions, address, addresses
+        kept[key] = _Fold(reference, others, counts, present, *now, made, captured)
         return made
 
 
@@ -228,7 +247,7 @@ def _lasting(made: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _folded(weight: Tensor, others: Others, eps: float, dtype: torch.dtype) -> Made:
-    bias, norm_weight, norm_bias, mean, variance, _ = others
+    bias, norm_weight, norm_bias, mean, variance = others
     if mean is not None and variance is not None:
         weight, bias = fold(weight, bias, norm_weight, norm_bias, mean, variance, eps)
     weight = weight.to(dtype).contiguous(memory_format=torch.channels_last)
