@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import inf
 from types import SimpleNamespace
 from typing import Any
 
@@ -75,14 +76,17 @@ def test_a_program_is_not_taken_for_an_export(monkeypatch) -> None:
 
 
 class Ours:
-    """Choices of ours that are expected to save so many milliseconds a direction."""
+    """Choices of ours that are expected to save so many milliseconds a direction, of so many."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, saves_ms: float) -> None:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, saves_ms: float, pytorch_ms: float | None = 1.0
+    ) -> None:
         self.asked: list[str] = []
         self.built: list[str] = []
         self.is_there = True
         monkeypatch.setattr(tracing.choosing, "choose", self.choose)
         monkeypatch.setattr(tracing.choosing, "is_ours", lambda _: True)
+        monkeypatch.setattr(tracing.choosing, "pytorch_ms", lambda *_: pytorch_ms)
         monkeypatch.setattr(tracing.loading, "at_hand", self.at_hand)
         monkeypatch.setattr(
             tracing.policy,
@@ -108,16 +112,21 @@ def traced_pays(*, mask: Any = NO_GRADIENTS, last: bool = True, groups: int = 4)
 
 
 @pytest.mark.parametrize(
-    ("saves_ms", "mask", "expected"),
+    ("saves_ms", "pytorch_ms", "mask", "expected"),
     [
-        (tracing.HOST_MS, NO_GRADIENTS, True),
-        (tracing.HOST_MS * 0.9, NO_GRADIENTS, False),
-        (tracing.HOST_TRAINING_MS / 3, GRADIENTS, True),
-        (tracing.HOST_TRAINING_MS / 3.5, GRADIENTS, False),
+        (tracing.INFERENCE.more, tracing.INFERENCE.layer, NO_GRADIENTS, True),
+        (inf, None, NO_GRADIENTS, True),  # a pin
+        (tracing.INFERENCE.more * 0.9, tracing.INFERENCE.layer, NO_GRADIENTS, False),
+        (tracing.INFERENCE.more, tracing.INFERENCE.layer * 0.9, NO_GRADIENTS, False),
+        (tracing.TRAINING.more / 2.9, tracing.TRAINING.layer / 2.9, GRADIENTS, True),
+        (tracing.TRAINING.more / 3.5, tracing.TRAINING.layer / 2.9, GRADIENTS, False),
+        (tracing.TRAINING.more / 2.9, tracing.TRAINING.layer / 3.5, GRADIENTS, False),
     ],
 )
-def test_what_it_saves_has_to_pay_for_the_host(saves_ms, mask, expected, monkeypatch) -> None:
-    ours = Ours(monkeypatch, saves_ms)
+def test_what_it_saves_has_to_pay_for_the_host(
+    saves_ms, pytorch_ms, mask, expected, monkeypatch
+) -> None:
+    ours = Ours(monkeypatch, saves_ms, pytorch_ms)
     assert traced_pays(mask=mask) is expected
     assert ours.asked == (["fprop", "dgrad", "wgrad"] if any(mask) else ["fprop"])
     assert ours.built == (ours.asked if expected else [])  # not for too little
