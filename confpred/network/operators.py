@@ -196,7 +196,7 @@ class _Folds:
             found is not None
             and found.weight() is weight
             and all(map(is_, found.others, others))
-            and all([buffers.get(STEPS) is count for buffers, count in found.counts])
+            and all(buffers.get(STEPS) is count for buffers, count in found.counts)
             and sum(map(_version, found.present), weight._version) == found.versions
             and weight.data_ptr() == found.address
             and [*map(_address, found.present)] == found.addresses
