@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from operator import attrgetter, is_, itemgetter
 from types import SimpleNamespace
@@ -33,8 +33,9 @@ from confpred.network.fused import TracedCalls, fused_call
 from confpred.network.instance_forward import InstanceForward
 from confpred.network.modules import autocast_dtype, is_convolution, norm_slots
 from confpred.network.tracing import convolutions_of, trace
+from confpred.problem.conv2d import Problem
 from confpred.pytorch.streams import is_capturing
-from confpred.pytorch.tracing import constant_while_compiling
+from confpred.pytorch.tracing import constant_while_compiling, mean_layer_ms
 
 log = logging.getLogger("confpred")
 
@@ -53,10 +54,12 @@ class Settings:
     Attributes:
         refused: names, in the module, of the convolutions that are to be left alone.
         channels_last: whether the input is brought into that layout.
+        layers: the convolutions of the whole network for its example inputs, if there were any.
     """
 
     refused: frozenset[str] = frozenset()
     channels_last: bool = True
+    layers: tuple[Problem, ...] = ()
 
     def within(self, name: str) -> Settings:
         """The same for the submodule `name`."""
@@ -65,7 +68,7 @@ class Settings:
         def cut(names: frozenset[str]) -> frozenset[str]:
             return frozenset(n[len(prefix) :] for n in names if f"{n}.".startswith(prefix))
 
-        return Settings(cut(self.refused), self.channels_last)
+        return replace(self, refused=cut(self.refused))
 
 
 class ModuleWatch:
@@ -173,8 +176,11 @@ class OptimizedForward(InstanceForward):
         module = self._module()
         if module is None or module.training or not self._is_built(module):
             return False
-        program = self._program
-        return program is not None and len(program.arguments) == arguments
+        program, traced = self._program, self._traced
+        if program is None or traced is None or len(program.arguments) != arguments:
+            return False
+        traced.tell(mean_layer_ms(self._settings.layers))
+        return True
 
     def _in_order(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -98,13 +98,16 @@ class TracedCall(nn.Module):
         self.convolution, self.norm, self.activation = site.convolution, site.norm, site.activation
         if site.norm is not None:
             may_be_folded(site.norm)
-        sizes, geometry = (*site.convolution.weight.shape,), geometry_of(site.convolution)
-        eps = 0.0 if site.norm is None else eps_of(site.norm)
         self.is_dense = site.convolution.groups == 1
-        # Written here, as the compiler is not to look into it; of the version, as PyTorch keeps
-        # programs on disk.
-        self.fused = written(sizes, geometry, site.activation, eps, __version__)
-        self.apart = written(sizes, geometry, "none", eps, __version__)
+        self.tell(None)
+
+    def tell(self, layer_ms: float | None) -> None:
+        """Write down what the operator is told, as the compiler is not to look into it; of the
+        version, as PyTorch keeps programs on disk."""
+        sizes, geometry = (*self.convolution.weight.shape,), geometry_of(self.convolution)
+        eps = 0.0 if self.norm is None else eps_of(self.norm)
+        self.fused = written(sizes, geometry, self.activation, eps, __version__, layer_ms)
+        self.apart = written(sizes, geometry, "none", eps, __version__, layer_ms)
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         convolution, norm, activation = self.convolution, self.norm, self.activation
@@ -145,6 +148,12 @@ class TracedCalls(nn.Module):
             setattr(self, name, TracedCall(site))
         norms = {site.norm for site in program.sites.values()}
         self.modes = nn.ModuleList(m for m in program.modes if m not in norms)
+
+    def tell(self, layer_ms: float | None) -> None:
+        """Tell all sites what PyTorch's operators take for a layer of the network, on average."""
+        for call in self._modules.values():
+            if isinstance(call, TracedCall):
+                call.tell(layer_ms)
 
     def evaluates(self) -> bool:
         """Whether none of the modules that do something else in training is to train."""

@@ -79,9 +79,10 @@ def _choose(
     call: str,
     made_by: str = "",
 ) -> Tensor:
-    _, geometry, activation, eps, *_ = read(call)
+    _, geometry, activation, eps, *more = read(call)
     folded = bias if mean is None else mean  # as for a bias, only that there is one counts
-    if pays(x, weight, folded, residual, geometry, activation, (False, False, False)):
+    layer_ms = more[1] if len(more) > 1 else None
+    if pays(x, weight, folded, residual, geometry, activation, (False, False, False), layer_ms):
         others = (bias, norm_weight, norm_bias, mean, var)
         return conv2d_norm_run(x, weight, *others, residual, call)  # type: ignore[no-any-return]
     if weight.dtype is not x.dtype:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,11 +17,11 @@ from confpred.network.bundle import epilogue_kernels
 from confpred.network.forward import OptimizedForward, Settings
 from confpred.network.instance_forward import InstanceForward, remove
 from confpred.network.modules import is_convolution
-from confpred.network.problems import LayerCall, as_arguments, network_problems
+from confpred.network.problems import as_arguments, network_problems
 from confpred.network.tracing import convolutions_of, trace_parts
 from confpred.network.training import is_trainable, train_together
-from confpred.predict.choice import Choice
 from confpred.predict.predictor import Predictor
+from confpred.problem.conv2d import Problem
 from confpred.pytorch.choosing import current_predictor, use_predictor
 from confpred.pytorch.loading import compile_ahead
 
@@ -102,16 +102,16 @@ def optimize(
     )
     if channels_last:
         _to_channels_last(model)
-    choices = _choices(model, example_inputs, training)
+    layers = _layers(model, example_inputs, training)
     if training:
         train_together(model, refused)
     else:
-        settings = Settings(refused, channels_last)
+        settings = Settings(refused, channels_last, layers)
         convolutions = convolutions_of(model, lambda _, name: name not in refused)
         for part in list(trace_parts(model, convolutions)):
             OptimizedForward.install(part.module, settings.within(part.name))
     if example_inputs is not None:
-        _compile(model, choices)
+        _compile(model, layers)
         if not training:
             _verify(model, example_inputs)
     return model
@@ -165,32 +165,30 @@ def _ordinal(model: nn.Module) -> int | None:
     return first.device.index if first is not None and first.is_cuda else None
 
 
-def _choices(model: nn.Module, example_inputs: Any, training: bool) -> list[Choice] | None:
-    """What is chosen for each layer of `model`, all in one batch; None if that has to wait for the
-    first call."""
-    ordinal = _ordinal(model)
-    if example_inputs is None or ordinal is None:
-        return None
+def _layers(model: nn.Module, example_inputs: Any, training: bool) -> tuple[Problem, ...]:
+    """The convolutions of `model`, one for each call; none where they are left to the first call,
+    as without example inputs or a GPU."""
+    if example_inputs is None or _ordinal(model) is None:
+        return ()
     try:
-        calls: list[LayerCall] = [
-            call
-            for call in network_problems(model, example_inputs, training=training)
-            if call.problem is not None
-        ]
-        device = driver.device_of(ordinal)
-        problems = [call.problem for call in calls if call.problem is not None]
-        found = current_predictor().choose_many(problems, device)
-    except UnknownDevice:
-        return None
+        calls = list(network_problems(model, example_inputs, training=training))
     except ConfpredError as error:
         log.warning("choices are made at the first call: %s", error)
-        return None
-    return found
+        return ()
+    return tuple(call.problem for call in calls if isinstance(call.problem, Problem))
 
 
-def _compile(model: nn.Module, choices: list[Choice] | None) -> None:
+def _compile(model: nn.Module, layers: Sequence[Problem]) -> None:
+    """Compile what is chosen for `layers`, all in one batch."""
     ordinal = _ordinal(model)
-    if choices is None or ordinal is None:
+    if ordinal is None or not layers:
+        return
+    try:
+        choices = current_predictor().choose_many(layers, driver.device_of(ordinal))
+    except UnknownDevice:
+        return
+    except ConfpredError as error:
+        log.warning("choices are made at the first call: %s", error)
         return
     compile_ahead(choices, epilogue_kernels(choices), ordinal)
 

@@ -2,20 +2,21 @@
 
 A program that Inductor has made calls PyTorch's convolution in C++, and its pointwise kernels take
 what follows it; a layer of ours is launched from Python, which takes the host a little longer. The
-host is often what a compiled program waits for, and whether it is, nobody knows while it is traced.
-So a layer is judged by itself: it is ours where the GPU takes as long for PyTorch's operator as the
-host takes for a layer, and ours saves more than it costs. A program that becomes a CUDA graph
-(``mode="reduce-overhead"``) has no such cost. A library's plan has to be there, too: a program in
-which PyTorch's operator is called by way of us is slower.
+host is often what a compiled program waits for; it is not where the GPU takes longer for a layer
+than the host. Where that is so of a network's layers on average, each that saves more than it costs
+is ours; where it is not so, only those that save much. Of a network that is not known it is asked
+of each layer. A program that becomes a CUDA graph (``mode="reduce-overhead"``) has no such cost. A
+library's plan has to be there, too: a program in which PyTorch's operator is called by way of us is
+slower.
 """
 
 from __future__ import annotations
 
 import hashlib
+import logging
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import inf
 from typing import Any, TypeVar
 
 import torch
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from confpred import __version__
 from confpred.cudnn.graphs import front_end
-from confpred.errors import MissingExtra
+from confpred.errors import ConfpredError, MissingExtra
 from confpred.predict.choice import Choice
 from confpred.problem.conv2d import Problem
 from confpred.pytorch import choosing, inductor, loading, policy
@@ -34,22 +35,27 @@ from confpred.pytorch.layouts import is_channels_last
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """What a layer takes the host in a compiled program, in milliseconds.
+    """What decides whether the host is waited for, in milliseconds; without gradients, or of the
+    forward and backward pass together.
 
     Attributes:
-        layer: one of PyTorch's, with the pointwise kernel behind it.
-        more: how much longer one of ours takes.
+        layer: a network whose layers take the GPU at least this long by PyTorch's operators, on
+            average, does not wait for the host.
+        more: how much longer a layer of ours takes the host.
+        much: what a layer has to save in a network that waits for the host, or may do so.
     """
 
     layer: float
     more: float
+    much: float
 
 
-#: In compiled networks of 53 to 81 convolutions at batch 32, an H200's host took 34 to 36 us a
-#: layer, and 0 to 10 us more for one of ours. In training, forward and backward pass together, it
-#: is taken to be three times that.
-INFERENCE, TRAINING, GRAPH = Host(0.03, 0.006), Host(0.09, 0.02), Host(0.0, 0.0)
+#: In compiled networks an H200's host took 31 to 43 us a layer, with the pointwise kernels between
+#: them, and 5 to 40 us more for one of ours: the fewer there are, the colder is what they run.
+#: Training is taken to be three times that.
+INFERENCE, TRAINING, GRAPH = Host(0.045, 0.006, 0.05), Host(0.135, 0.02, 0.15), Host(0, 0, 0)
 _PLAIN = (Tensor, torch.nn.Parameter)
+log = logging.getLogger(__name__)
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -99,9 +105,11 @@ def pays(
     geometry: Geometry,
     activation: str,
     mask: Mask,
+    layer_ms: float | None = None,
 ) -> bool:
     """Whether the operator of ours is to be called for tensors like these, of which `x` may be one
-    of a trace; `mask` tells of which of `x`, `weight` and `bias` there will be gradients.
+    of a trace; `mask` tells of which of `x`, `weight` and `bias` there will be gradients, and
+    `layer_ms` what PyTorch's operators take for a layer of the network, on average.
 
     A size that is not known stands for the one that the program is traced with.
     """
@@ -131,25 +139,35 @@ def pays(
     found = [None if p is None else choosing.choose(p, ordinal) for p in problems]
     ours = [c if c is not None and choosing.is_ours(c) else None for c in found]
     asked = [p for p in problems if p is not None]
-    if not _pay(ours, asked, ordinal, _host(mask)):
+    if layer_ms is None:
+        layer_ms = sum(choosing.pytorch_ms(p, ordinal) or 0.0 for p in asked)
+    host = _host(mask)
+    least = host.more if layer_ms >= host.layer else host.much
+    if not _save(ours, ordinal, least):
         return False
     # A library's plan may turn out not to be there, which takes long to find out.
     there = [c if c is None else loading.at_hand(c, ordinal) for c in ours]
-    return _pay(there, asked, ordinal, _host(mask))
+    return _save(there, ordinal, least)
 
 
-def _pay(
-    choices: Sequence[Choice | None], problems: Sequence[Problem], ordinal: int, host: Host
-) -> bool:
-    """Whether `choices` for `problems`, of which one at least is there, are worth the host's time;
-    they are where nothing is predicted, as for a pin."""
-    if not any(choices):
-        return False
-    saved = policy.saves_ms(choices, ordinal)
-    if saved == inf:
-        return True
-    theirs = sum(choosing.pytorch_ms(problem, ordinal) or 0.0 for problem in problems)
-    return saved >= host.more and theirs >= host.layer
+def _save(choices: Sequence[Choice | None], ordinal: int, least: float) -> bool:
+    """Whether `choices`, of which one at least is there, save `least` milliseconds."""
+    return any(choices) and policy.saves_ms(choices, ordinal) >= least
+
+
+def mean_layer_ms(problems: Sequence[Problem]) -> float | None:
+    """What PyTorch's operators are expected to take for one of `problems` on the current CUDA
+    device, on average; None where nothing tells."""
+    if not problems or not torch.cuda.is_available():
+        return None
+    ordinal = torch.cuda.current_device()
+    try:
+        times = {p: choosing.pytorch_ms(p, ordinal) for p in dict.fromkeys(problems)}
+    except ConfpredError as error:  # such as an unknown device
+        log.debug("the layers of a network are judged one by one: %s", error)
+        return None
+    known = [ms for p in problems if (ms := times[p]) is not None]
+    return sum(known) / len(known) if known else None
 
 
 def _known(size: Any) -> int | None:

@@ -13,8 +13,10 @@ from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 
 import confpred
-from confpred.network import fused, operators
+from confpred.network import forward, fused, operators
+from confpred.network.forward import OptimizedForward, Settings
 from confpred.network.operators import _folds, conv2d_norm, conv2d_norm_run, fold
+from confpred.problem.conv2d import Problem
 from confpred.pytorch.operators import written
 from confpred.pytorch.tracing import constant_while_compiling
 
@@ -83,6 +85,20 @@ def test_a_program_of_layers_that_do_not_pay_is_pytorchs(monkeypatch) -> None:
         torch.compile(given, fullgraph=True, backend=aot_autograd(fw_compiler=note))(x)
     without, *others = (sorted(n for n in p if "convolution" in n or "norm" in n) for p in programs)
     assert others == [without, without]
+
+
+@torch.no_grad()
+def test_what_a_layer_takes_on_average_is_told(monkeypatch) -> None:
+    """For the inputs that the network was optimized with."""
+    layer, asked = Problem(2, 8, 6, 6, 8, 3, 3, groups=4), []
+    monkeypatch.setattr(forward, "mean_layer_ms", lambda layers: asked.append(layers) or 0.25)
+    told = []
+    monkeypatch.setattr(operators, "pays", lambda *given: told.append(given[7:]) or False)
+    model, x = made(BLOCKS["inverted residual"]()), images()
+    OptimizedForward.install(model, Settings(layers=(layer,)).within(""))
+    torch.compile(copy.deepcopy(model), fullgraph=True, backend="aot_eager")(x)
+    assert set(asked) == {(layer,)}
+    assert set(told) == {(0.25,)}
 
 
 @pytest.mark.parametrize("pays", [True, False])

@@ -15,6 +15,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses import FakeTensorMode
 
 import confpred
+from confpred.errors import UnknownDevice
 from confpred.families.candidate import PYTORCH_OPERATOR
 from confpred.network.chains import Site
 from confpred.network.fused import TracedCall
@@ -103,21 +104,32 @@ class Ours:
         return choice if self.is_there else None
 
 
-def traced_pays(*, mask: Any = NO_GRADIENTS, last: bool = True, groups: int = 4) -> bool:
+def traced_pays(
+    *,
+    mask: Any = NO_GRADIENTS,
+    last: bool = True,
+    groups: int = 4,
+    layer_ms: float | None = None,
+) -> bool:
     with FakeTensorMode():
         x = torch.empty(2, 8, 6, 5, dtype=torch.float16, device="cuda:0")
         x = x.to(memory_format=torch.channels_last) if last else x
         weight = torch.empty(8, 8 // groups, 3, 3, dtype=torch.float16, device="cuda:0")
-        return tracing.pays(x, weight, None, None, (*GEOMETRY[:3], groups), "none", mask)
+        geometry = (*GEOMETRY[:3], groups)
+        return tracing.pays(x, weight, None, None, geometry, "none", mask, layer_ms)
+
+
+MORE, MUCH, LAYER = tracing.INFERENCE.more, tracing.INFERENCE.much, tracing.INFERENCE.layer
 
 
 @pytest.mark.parametrize(
     ("saves_ms", "pytorch_ms", "mask", "expected"),
     [
-        (tracing.INFERENCE.more, tracing.INFERENCE.layer, NO_GRADIENTS, True),
+        (MORE, LAYER, NO_GRADIENTS, True),
+        (MORE * 0.9, LAYER, NO_GRADIENTS, False),
+        (MUCH * 0.9, LAYER * 0.9, NO_GRADIENTS, False),
+        (MUCH, LAYER * 0.9, NO_GRADIENTS, True),
         (inf, None, NO_GRADIENTS, True),  # a pin
-        (tracing.INFERENCE.more * 0.9, tracing.INFERENCE.layer, NO_GRADIENTS, False),
-        (tracing.INFERENCE.more, tracing.INFERENCE.layer * 0.9, NO_GRADIENTS, False),
         (tracing.TRAINING.more / 2.9, tracing.TRAINING.layer / 2.9, GRADIENTS, True),
         (tracing.TRAINING.more / 3.5, tracing.TRAINING.layer / 2.9, GRADIENTS, False),
         (tracing.TRAINING.more / 2.9, tracing.TRAINING.layer / 3.5, GRADIENTS, False),
@@ -130,6 +142,33 @@ def test_what_it_saves_has_to_pay_for_the_host(
     assert traced_pays(mask=mask) is expected
     assert ours.asked == (["fprop", "dgrad", "wgrad"] if any(mask) else ["fprop"])
     assert ours.built == (ours.asked if expected else [])  # not for too little
+
+
+@pytest.mark.parametrize(
+    ("saves_ms", "mean_ms", "expected"),
+    [(MORE, LAYER, True), (MUCH * 0.9, LAYER * 0.9, False), (MUCH, LAYER * 0.9, True)],
+)
+def test_a_known_network_is_judged_as_a_whole(saves_ms, mean_ms, expected, monkeypatch) -> None:
+    for own_ms in (0.0, 1.0):
+        Ours(monkeypatch, saves_ms, own_ms)
+        assert traced_pays(layer_ms=mean_ms) is expected
+
+
+def test_the_mean_of_a_network_counts_each_call(monkeypatch) -> None:
+    times = {"short": 1.0, "long": 4.0, "unknown": None}
+    monkeypatch.setattr(tracing.choosing, "pytorch_ms", lambda problem, _: times[problem])
+    assert tracing.mean_layer_ms(["short"]) is None  # no GPU
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    assert tracing.mean_layer_ms(["short", "long", "short", "unknown"]) == 2.0
+    assert tracing.mean_layer_ms(["unknown"]) is None
+    assert tracing.mean_layer_ms([]) is None
+
+    def refuse(*_: object) -> None:
+        raise UnknownDevice("device", "none", "one")
+
+    monkeypatch.setattr(tracing.choosing, "pytorch_ms", refuse)
+    assert tracing.mean_layer_ms(["short"]) is None
 
 
 def test_a_plan_that_is_not_there_saves_nothing(monkeypatch) -> None:
