@@ -28,6 +28,7 @@ CONFPRED = Path(sys.executable).with_name("confpred")
 
 
 HOLDOUT = ROOT / "datasets" / "holdout"
+ANCHORS = ROOT / "datasets" / "anchors"
 EXAMPLE = ROOT / "examples" / "layer_norm"
 
 
@@ -75,7 +76,6 @@ def results() -> None:
     """Evaluate for each device that was measured, learning from all of them, and by its hold-out
     where that is measured, and fill the tables of all results."""
     newest = model_folders(ROOT / "models")
-    anchors = ROOT / "datasets" / "anchors" / "anchors.parquet"
     data = [path for path in sorted(ROOT.glob("datasets/*.parquet")) if path.stem in KNOWN]
     for device in (path.stem for path in data):
         out = ROOT / "benchmarks" / "results" / device
@@ -83,7 +83,7 @@ def results() -> None:
         more: list[str | Path] = []
         if (held := HOLDOUT / f"{device}.parquet").exists():
             more += ["--holdout", held, "--model", newest[device]]
-        if anchors.exists():
+        if (anchors := ANCHORS / f"{device}.parquet").exists():
             more += ["--anchors", anchors]
         confpred("evaluate", *data, "--device", device, *more, *files, "--force")
     subprocess.run([sys.executable, ROOT / "benchmarks" / "tables.py"], check=True)

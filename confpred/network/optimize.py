@@ -17,11 +17,10 @@ from confpred.network.bundle import epilogue_kernels
 from confpred.network.forward import OptimizedForward, Settings
 from confpred.network.instance_forward import InstanceForward, remove
 from confpred.network.modules import is_convolution
-from confpred.network.problems import as_arguments, network_problems
+from confpred.network.problems import CHANNELS_FIRST, LayerCall, as_arguments, network_problems
 from confpred.network.tracing import convolutions_of, trace_parts
 from confpred.network.training import is_trainable, train_together
 from confpred.predict.predictor import Predictor
-from confpred.problem.conv2d import Problem
 from confpred.pytorch.choosing import current_predictor, use_predictor
 from confpred.pytorch.loading import compile_ahead
 
@@ -102,16 +101,17 @@ def optimize(
     )
     if channels_last:
         _to_channels_last(model)
-    layers = _layers(model, example_inputs, training)
+    calls = _layer_calls(model, example_inputs, training)
     if training:
         train_together(model, refused)
     else:
+        layers = tuple(call.problem for call in calls if call.problem is not None)
         settings = Settings(refused, channels_last, layers)
         convolutions = convolutions_of(model, lambda _, name: name not in refused)
         for part in list(trace_parts(model, convolutions)):
             OptimizedForward.install(part.module, settings.within(part.name))
     if example_inputs is not None:
-        _compile(model, layers)
+        _compile(model, calls)
         if not training:
             _verify(model, example_inputs)
     return model
@@ -165,22 +165,22 @@ def _ordinal(model: nn.Module) -> int | None:
     return first.device.index if first is not None and first.is_cuda else None
 
 
-def _layers(model: nn.Module, example_inputs: Any, training: bool) -> tuple[Problem, ...]:
-    """The convolutions of `model`, one for each call; none where they are left to the first call,
-    as without example inputs or a GPU."""
+def _layer_calls(model: nn.Module, example_inputs: Any, training: bool) -> list[LayerCall]:
+    """The convolutions of `model`; none where they are left to the first call, as without example
+    inputs or a GPU."""
     if example_inputs is None or _ordinal(model) is None:
-        return ()
+        return []
     try:
-        calls = list(network_problems(model, example_inputs, training=training))
+        return list(network_problems(model, example_inputs, training=training))
     except ConfpredError as error:
         log.warning("choices are made at the first call: %s", error)
-        return ()
-    return tuple(call.problem for call in calls if isinstance(call.problem, Problem))
+        return []
 
 
-def _compile(model: nn.Module, layers: Sequence[Problem]) -> None:
-    """Compile what is chosen for `layers`, all in one batch."""
-    ordinal = _ordinal(model)
+def _compile(model: nn.Module, calls: Sequence[LayerCall]) -> None:
+    """Compile what is chosen for `calls`, all in one batch, but for those that cannot be ours."""
+    ordinal, possible = _ordinal(model), (None, CHANNELS_FIRST)  # which may be converted
+    layers = [c.problem for c in calls if c.problem is not None and c.hindrance in possible]
     if ordinal is None or not layers:
         return
     try:

@@ -24,6 +24,7 @@ from confpred.network.tracing import convolutions_of, trace_parts
 from confpred.problem.conv2d import Problem
 from confpred.pytorch.fallback import PYTORCH_CONV2D
 from confpred.pytorch.layers import described, sums_bias
+from confpred.pytorch.layouts import is_channels_last
 from confpred.pytorch.ready import CHANNELS_LAST, DTYPES
 
 _OTHERS: Mapping[Any, str] = {
@@ -36,6 +37,8 @@ _OTHERS: Mapping[Any, str] = {
 
 #: Why a layer whose tensors have their channels first is left to PyTorch.
 CHANNELS_FIRST = "layout NCHW"
+#: A tensor of one pixel or one channel has either layout; PyTorch's operator is left with it.
+EITHER_LAYOUT = "one pixel or one channel"
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,7 +258,7 @@ class _Recorder(TorchFunctionMode):
             x, weight = x.to(kept), weight.to(kept)
             bias = None if bias is None else bias.to(kept)
         out = F.conv2d(x, weight, bias, stride, padding, dilation, groups)
-        last = any(_is_channels_last(t) for t in (x, weight))
+        last = any(is_channels_last(t) for t in (x, weight))
         return out.contiguous(memory_format=CHANNELS_LAST) if last and out.dim() == 4 else out
 
     def note(
@@ -269,8 +272,9 @@ class _Recorder(TorchFunctionMode):
     ) -> None:
         """Add the forward of a layer, and its gradients where they are needed."""
         dtype = self._dtype or self._cast(x)
-        layout = x.is_contiguous(memory_format=CHANNELS_LAST)
-        hindrance = None if layout else CHANNELS_FIRST
+        hindrance = None if is_channels_last(x) else CHANNELS_FIRST
+        if hindrance and x.is_contiguous(memory_format=CHANNELS_LAST):
+            hindrance = EITHER_LAYOUT
         kinds = [("fprop", epilogue)]
         if self._training and x.requires_grad:
             kinds.append(("dgrad", {}))
@@ -302,11 +306,6 @@ class _Recorder(TorchFunctionMode):
 
     def _name(self, weight: object) -> str:
         return self._names.get(id(weight), "").rpartition(".")[0]
-
-
-def _is_channels_last(t: Tensor) -> bool:
-    """Whether `t` asks for channels last: it is, and is not also contiguous."""
-    return t.dim() == 4 and (t.is_contiguous(memory_format=CHANNELS_LAST) and not t.is_contiguous())
 
 
 def _pair(value: Any) -> tuple[int, int]:

@@ -125,6 +125,18 @@ def test_layouts_and_devices() -> None:
         confpred.explain(First(), x, "gtx")
 
 
+def test_a_layer_of_one_pixel_is_left_to_pytorch() -> None:
+    """Its tensors have either layout, which is not what our kernels are launched for."""
+    rows = confpred.explain(
+        made(Network(InvertedResidual(8))).half(), images(torch.half), "h200"
+    ).rows
+    pixels = [row for row in rows if (row.problem.h, row.problem.w) == (1, 1)]
+    assert len(pixels) == 2
+    for row in pixels:
+        assert (row.provider, row.reason) == ("pytorch", "one pixel or one channel")
+    assert all(row.reason != "one pixel or one channel" for row in rows if row not in pixels)
+
+
 def test_a_pin_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = network_problems(Wide().half(), picture())[1].problem
     pins = {(problem, confpred.get_device("h100")): PYTORCH_OPERATOR}

@@ -18,6 +18,8 @@ import confpred
 from confpred.errors import ConfpredError, InvalidInput
 from confpred.network import optimize as optimize_module
 from confpred.network.forward import OptimizedForward
+from confpred.network.problems import EITHER_LAYOUT, network_problems
+from confpred.problem.device import get_device
 
 
 def parts(model: nn.Module) -> dict[str, OptimizedForward]:
@@ -588,3 +590,17 @@ def test_tensors_without_memory() -> None:
     expected = model.to("meta")(images().to("meta"))
     assert confpred.optimize(model)(images().to("meta")).shape == expected.shape
     assert confpred.explain(model, images().to("meta")).rows
+
+
+def test_what_cannot_be_ours_is_not_compiled(monkeypatch) -> None:
+    model, compiled = made(Network(InvertedResidual(8))).half(), []
+    calls = list(network_problems(model, images(torch.half)))
+    assert {call.hindrance for call in calls} == {None, EITHER_LAYOUT}
+    monkeypatch.setattr(optimize_module, "_ordinal", lambda _: 0)
+    monkeypatch.setattr(optimize_module.driver, "device_of", lambda _: get_device("h200"))
+    monkeypatch.setattr(
+        optimize_module, "compile_ahead", lambda choices, *_: compiled.extend(choices)
+    )
+    optimize_module._compile(model, calls)
+    assert [c.problem for c in compiled] == [c.problem for c in calls if c.hindrance is None]
+    optimize_module._compile(model, [])
