@@ -73,7 +73,8 @@ def optimize(
         model: the network; on the device and of the dtype that it is to run with.
         example_inputs: a tensor, a tuple or list of positional arguments, or a dictionary of
             arguments by name. With it, all choices are made and their kernels compiled now, and,
-            for inference, the outputs of the optimized and of the original model are compared.
+            for inference, the outputs of the optimized and of the original model are compared, and
+            ``torch.compile`` knows what the layers take when it decides which are ours.
         training: whether the model is to train; its mode is not changed.
         filter_fn: called once with each convolution and its name, for training with each linear
             layer and batch norm too; False leaves it alone.

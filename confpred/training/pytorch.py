@@ -21,8 +21,9 @@ MIN_PROBLEMS = 30  # fewer say nothing about where PyTorch's own operator wins
 CAP = 1.0
 #: Where the logarithm of the predicted ratio is within DOUBT (a factor of 1.6), it is in doubt
 #: which one is faster. RISK is the share of these layers of a kind on which the ratio may be
-#: overestimated by more than the margin.
-DOUBT, RISK = 0.5, 0.15
+#: overestimated by more than the margin; of dense ones, most of which are in doubt, DENSE_RISK.
+DOUBT, RISK, DENSE_RISK = 0.5, 0.25, 0.15
+_DENSE = ("dense", "fused dense")
 #: One row a problem is little data, so each tree sees another half of the rows.
 _GROW = {
     "learning_rate": 0.05,
@@ -90,7 +91,7 @@ def margins(
         of_kind = np.array(kinds) == kind
         few = (errors[of_kind & doubtful], errors[of_kind], errors)
         enough = next((some for some in few if len(some) >= MIN_PROBLEMS), errors)
-        found[kind] = _upper_quantile(enough, RISK)
+        found[kind] = _upper_quantile(enough, DENSE_RISK if kind in _DENSE else RISK)
     return found
 
 

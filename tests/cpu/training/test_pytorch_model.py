@@ -59,6 +59,16 @@ def test_the_margin_is_on_the_side_of_pytorch():
     assert margin_of(-surprises) == 0
 
 
+def test_dense_layers_are_chosen_at_a_smaller_risk():
+    """Of a surprise in five, which is more than one risk allows, and less than the other."""
+    kinds = ["dense"] * 200 + ["fused dense"] * 200 + ["grouped"] * 200 + ["fused depthwise"] * 200
+    predicted = np.full(len(kinds), 0.1)
+    errors = np.where(np.arange(len(kinds)) % 5, 0.0, 0.3)
+    found = margins(kinds, predicted, predicted - errors)
+    assert found["dense"] == found["fused dense"] == pytest.approx(0.3)
+    assert found["grouped"] == found["fused depthwise"] == pytest.approx(0.0)
+
+
 def test_kinds_have_margins_of_their_own():
     kinds = ["dense"] * 200 + ["grouped"] * 200 + ["depthwise"] * (MIN_PROBLEMS - 1)
     errors = np.array([0.1] * 200 + [0.4] * 200 + [9.0] * (MIN_PROBLEMS - 1))
