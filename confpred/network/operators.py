@@ -141,18 +141,21 @@ Counts = tuple[tuple[Mapping[str, "Tensor | None"], Tensor], ...]
 _version = attrgetter("_version")
 _address: Callable[[Any], int] = Tensor.data_ptr
 #: The norms whose statistics programs are given.
-_norms: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_norms: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()
 
 
 def may_be_folded(norm: nn.Module) -> None:
     """Have the operator know `norm` by its mean. A mean of no norm that it knows, as where Inductor
     has frozen a program's inputs to constants, is taken not to move in training."""
-    _norms.add(norm)
+    _norms[norm] = None
 
 
 def _counts_of(mean: Tensor | None) -> Counts:
     """Of the norms with this mean, the buffers and the count of steps."""
-    homes = () if mean is None else tuple(norm._buffers for norm in tuple(_norms))
+    if mean is None:
+        return ()
+    norms = [reference() for reference in _norms.keyrefs()]  # other threads add to them
+    homes = [norm._buffers for norm in norms if norm is not None]
     counts = [(home, home.get(STEPS)) for home in homes if home.get("running_mean") is mean]
     return tuple((home, count) for home, count in counts if count is not None)
 

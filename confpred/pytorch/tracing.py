@@ -138,9 +138,10 @@ def pays(
     ]
     found = [None if p is None else choosing.choose(p, ordinal) for p in problems]
     ours = [c if c is not None and choosing.is_ours(c) else None for c in found]
-    asked = [p for p in problems if p is not None]
+    if not any(ours):  # as on a device that nothing is known of
+        return False
     if layer_ms is None:
-        layer_ms = sum(choosing.pytorch_ms(p, ordinal) or 0.0 for p in asked)
+        layer_ms = sum(choosing.pytorch_ms(p, ordinal) or 0.0 for p in problems if p is not None)
     host = _host(mask)
     least = host.more if layer_ms >= host.layer else host.much
     if not _save(ours, ordinal, least):

@@ -171,6 +171,17 @@ def test_the_mean_of_a_network_counts_each_call(monkeypatch) -> None:
     assert tracing.mean_layer_ms(["short"]) is None
 
 
+def test_on_an_unknown_device_nothing_is_ours(monkeypatch) -> None:
+    """There nothing is expected of PyTorch's operator either."""
+
+    def unknown(*_: object) -> None:
+        raise UnknownDevice("device", "none", "one")
+
+    monkeypatch.setattr(tracing.choosing.driver, "device_of", unknown)
+    assert not traced_pays()
+    assert not traced_pays(mask=GRADIENTS)
+
+
 def test_a_plan_that_is_not_there_saves_nothing(monkeypatch) -> None:
     ours = Ours(monkeypatch, 1.0)
     assert traced_pays(groups=1)
