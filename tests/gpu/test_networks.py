@@ -19,7 +19,6 @@ from layers_on_gpu import LAST, OursFirst, capture, ours_first, served_by
 from torch import nn
 
 import confpred
-from confpred.cudnn.family import FAMILY as CUDNN
 from confpred.families.registry import all_families
 from confpred.network.instance_forward import InstanceForward
 from confpred.predict.plans import read_plan
@@ -250,7 +249,4 @@ def test_the_explanation_is_what_runs(name, device: Device, tmp_path) -> None:
         model(x)
     ran = {c.problem: c.provider for c in read_plan(path, device).choices}
     told = {r.problem: r.provider for r in found.rows if r.provider in all_families()}
-    same = {problem for problem, provider in told.items() if ran[problem] == provider}
-    # Which plans the library has for a problem is known to it alone: the named one may be missing.
-    assert {told[problem] for problem in told.keys() - same} <= {CUDNN.name}
-    assert len(same) > len(told) / 2
+    assert told.items() <= ran.items()
