@@ -171,8 +171,8 @@ class OptimizedForward(InstanceForward):
 
     @constant_while_compiling
     def _is_ready(self, arguments: int) -> bool:
-        """Whether the graph is there for so many arguments and up to date; run while compiling, not
-        compiled."""
+        """Whether the graph is there for so many arguments and up to date, with its sites told of
+        the network; run while compiling, not compiled."""
         module = self._module()
         if module is None or module.training or not self._is_built(module):
             return False

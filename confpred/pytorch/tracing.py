@@ -56,6 +56,8 @@ class Host:
 INFERENCE, TRAINING, GRAPH = Host(0.045, 0.006, 0.05), Host(0.135, 0.02, 0.15), Host(0, 0, 0)
 _PLAIN = (Tensor, torch.nn.Parameter)
 log = logging.getLogger(__name__)
+_means: dict[tuple[tuple[Problem, ...], int], float | None] = {}
+choosing.when_forgotten(_means.clear)
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -158,10 +160,17 @@ def _save(choices: Sequence[Choice | None], ordinal: int, least: float) -> bool:
 
 def mean_layer_ms(problems: Sequence[Problem]) -> float | None:
     """What PyTorch's operators are expected to take for one of `problems` on the current CUDA
-    device, on average; None where nothing tells."""
+    device, on average; None where nothing tells. It is remembered, as each part of a network that
+    is traced by itself asks."""
     if not problems or not torch.cuda.is_available():
         return None
-    ordinal = torch.cuda.current_device()
+    asked = tuple(problems), torch.cuda.current_device()
+    if asked not in _means:
+        _means[asked] = _mean_ms(*asked)
+    return _means[asked]
+
+
+def _mean_ms(problems: Sequence[Problem], ordinal: int) -> float | None:
     try:
         times = {p: choosing.pytorch_ms(p, ordinal) for p in dict.fromkeys(problems)}
     except ConfpredError as error:  # such as an unknown device

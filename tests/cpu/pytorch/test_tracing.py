@@ -169,6 +169,21 @@ def test_the_mean_of_a_network_counts_each_call(monkeypatch) -> None:
 
     monkeypatch.setattr(tracing.choosing, "pytorch_ms", refuse)
     assert tracing.mean_layer_ms(["short"]) is None
+    choosing.forget()
+
+
+def test_the_mean_of_a_network_is_found_once_while_the_same_decides(monkeypatch) -> None:
+    asked = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(tracing.choosing, "pytorch_ms", lambda *given: asked.append(given) or 1.0)
+    for _ in range(2):
+        assert tracing.mean_layer_ms(["layer"]) == 1.0
+    assert len(asked) == 1
+    choosing.forget()
+    assert tracing.mean_layer_ms(["layer"]) == 1.0
+    assert len(asked) == 2
+    choosing.forget()
 
 
 def test_on_an_unknown_device_nothing_is_ours(monkeypatch) -> None:
