@@ -235,11 +235,23 @@ def free(setting: Setting) -> None:
         torch.cuda.empty_cache()
 
 
+def wait_while(path: Path | None) -> None:
+    """Return once there is no file at `path`."""
+    while path is not None and path.exists():
+        time.sleep(0.2)
+
+
 def measure(
-    base: nn.Module, setting: Setting, names: list[str], rounds: int, turn_s: float, group: Group
+    base: nn.Module,
+    setting: Setting,
+    names: list[str],
+    rounds: int,
+    turn_s: float,
+    group: Group,
+    hold: Path | None = None,
 ) -> dict[str, Any]:
     """All variants of one batch: for each its ``times_ms``, ``peak_mb`` and ``difference``, or its
-    ``error``. `group` is what the process belongs to."""
+    ``error``. `group` is what the process belongs to; none is timed as long as `hold` exists."""
     found: dict[str, Any] = {}
     variants: dict[str, Variant] = {}
     data = images_and_labels(setting)
@@ -259,6 +271,7 @@ def measure(
     wanted = dict.fromkeys([*names, *(AGAIN[split(name)[0]] for name in names)])
     add(name for name in wanted if name not in {*variants, *errors})
     free(setting)
+    wait_while(hold)
     with group.alone():
         errors |= time_interleaved(variants, setting, rounds, turn_s)
     for name, variant in variants.items():
@@ -293,7 +306,8 @@ def main() -> None:
             break
         setting = Setting(task["network"], task["mode"], batch, **sizes)
         base = base or lively_network(setting)
-        timing = (task["rounds"], task["turn_s"], Group(Path(task["group"])))
+        hold = Path(task["hold"]) if task["hold"] else None
+        timing = (task["rounds"], task["turn_s"], Group(Path(task["group"])), hold)
         batches[batch] = measure(base, setting, task["variants"], *timing)
         whole = out.with_suffix(".tmp")
         whole.write_text(json.dumps(batches))  # a crash later on costs only the later batches

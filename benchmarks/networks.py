@@ -35,7 +35,8 @@ a step allocates at most above what the process held before it.
 get ready at once, and Inductor compiles in each of them by one thread. While cuDNN's benchmark mode
 chooses the algorithms of a process's eager step, and while that process times its variants, all
 others are stopped (``SIGSTOP``). Memory for that many networks at once has to be there. Set
-``TORCHINDUCTOR_CACHE_DIR`` to keep what is compiled for another run.
+``TORCHINDUCTOR_CACHE_DIR`` to keep what is compiled for another run. With ``--hold FILE`` nothing
+is timed as long as FILE exists: what is compiled beside other work is timed on a quiet machine.
 
 Results are merged: rows that are measured again are replaced, all others kept, and each row names
 its run.
@@ -139,6 +140,7 @@ def tasks(arguments: argparse.Namespace, recorded: dict[str, Any]) -> list[dict[
                     "size": arguments.size,
                     "rounds": arguments.rounds,
                     "turn_s": arguments.turn,
+                    "hold": None if arguments.hold is None else str(arguments.hold),
                 }
                 if arguments.jobs > 1:  # or the batches share a process, which starts once
                     found += [task | {"batches": [batch]} for batch in batches]
@@ -254,6 +256,7 @@ def parsed(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--jobs", type=int, default=1, help="processes at once; one at a time is timed"
     )
+    parser.add_argument("--hold", type=Path, help="time no steps as long as this file exists")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--turn", type=float, default=0.05, help="seconds of a turn")
     parser.add_argument("--resume", action="store_true", help="leave out what this commit has")

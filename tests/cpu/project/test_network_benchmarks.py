@@ -259,6 +259,24 @@ def test_one_process_of_a_group_is_alone(tmp_path: Path) -> None:
             process.wait()
 
 
+def test_nothing_is_timed_while_a_file_holds_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps, models, group = map(__import__, ("network_steps", "network_models", "network_group"))
+    hold, timed = tmp_path / "hold", []
+    hold.touch()
+    (tmp_path / "group").touch()
+    monkeypatch.setattr(steps.time, "sleep", lambda seconds: hold.unlink())
+    monkeypatch.setattr(steps, "reference", lambda *_: torch.zeros(1))
+    monkeypatch.setattr(steps, "make", lambda *_: steps.Variant(None, None, None, 0.0, []))
+    monkeypatch.setattr(steps, "time_interleaved", lambda *_: timed.append(hold.exists()) or {})
+    setting = models.Setting("mobilenetv3_large_100", "inference", 1, 32, "cpu")
+    one = group.Group(tmp_path / "group")
+    found = steps.measure(torch.nn.Identity(), setting, ["eager"], 1, 0.01, one, hold)
+    assert timed == [False]
+    assert found["eager"]["times_ms"] == []
+
+
 def test_dense_networks_have_a_result_of_their_own(
     networks: ModuleType, capsys: pytest.CaptureFixture[str]
 ) -> None:
