@@ -4,8 +4,8 @@ A program that Inductor has made calls PyTorch's convolution in C++, and its poi
 what follows it; a layer of ours is launched from Python, which takes the host a little longer. The
 host is often what a compiled program waits for; it is not where the GPU takes longer for a layer
 than the host. Where that is so of a network's layers on average, each that saves more than it costs
-is ours; where it is not so, only those that save much. Of a network that is not known it is asked
-of each layer. A program that becomes a CUDA graph (``mode="reduce-overhead"``) has no such cost. A
+is ours; where it is not so, or the network is not known, those that take the GPU that long
+themselves, and others that save much. A program that becomes a CUDA graph (``mode="reduce-overhead"``) has no such cost. A
 library's plan has to be there, too: a program in which PyTorch's operator is called by way of us is
 slower.
 """
@@ -39,10 +39,10 @@ class Host:
     forward and backward pass together.
 
     Attributes:
-        layer: a network whose layers take the GPU at least this long by PyTorch's operators, on
-            average, does not wait for the host.
+        layer: where a layer, or a network's layers on average, take the GPU at least this long by
+            PyTorch's operators, the host is taken not to be waited for.
         more: how much longer a layer of ours takes the host.
-        much: what a layer has to save in a network that waits for the host, or may do so.
+        much: what a layer has to save where the host is waited for, or may be.
     """
 
     layer: float
@@ -142,10 +142,9 @@ def pays(
     ours = [c if c is not None and choosing.is_ours(c) else None for c in found]
     if not any(ours):  # as on a device that nothing is known of
         return False
-    if layer_ms is None:
-        layer_ms = sum(choosing.pytorch_ms(p, ordinal) or 0.0 for p in problems if p is not None)
+    own_ms = sum(choosing.pytorch_ms(p, ordinal) or 0.0 for p in problems if p is not None)
     host = _host(mask)
-    least = host.more if layer_ms >= host.layer else host.much
+    least = host.more if max(own_ms, layer_ms or 0.0) >= host.layer else host.much
     if not _save(ours, ordinal, least):
         return False
     # A library's plan may turn out not to be there, which takes long to find out.
