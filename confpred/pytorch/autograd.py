@@ -71,10 +71,6 @@ class InGraphs:
 # `torch.autograd.Function.apply` without what it does for `torch.func`, whose transforms never come
 # here.
 _apply: Any = torch._C._FunctionBase.__dict__["apply"].__get__(None, _Convolution)
-#: What a layer in training costs the host more than PyTorch's own node of the graph, which is
-#: C++ (``benchmarks/host_overhead.py``). A layer that saves the GPU less than that is left to
-#: PyTorch in eager mode, as the host may be what a step waits for; a CUDA graph has no such cost.
-_HOST_MS = 0.04
 
 
 def find_convolution(
@@ -137,11 +133,11 @@ def find_convolution(
                 bias = bias.contiguous()
             return _apply(layer, x, weight, bias)
 
-        if layer.saves_ms < _HOST_MS:
-            return remember(key, InGraphs(differentiate, original))
-        return remember(key, partial(_apply, layer) if as_they_are else differentiate)
+        as_ever = partial(_apply, layer) if as_they_are else differentiate
+        return remember(key, as_ever if layer.pays else InGraphs(differentiate, original))
     if low is x and weight.dtype is dtype and layer.out is not None and not transposed:
-        return remember(key, densely(layer.out, (x, weight, bias)))
+        plain = densely(layer.out, (x, weight, bias))
+        return remember(key, plain if layer.pays else InGraphs(plain, original))
 
     def compute(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         x = x if x.dtype is dtype else x.to(dtype)
@@ -150,7 +146,7 @@ def find_convolution(
             bias = dense(bias) if bias.dtype is dtype else low_precision(bias, dtype)
         return layer.forward(x, weight, bias)
 
-    return remember(key, compute)
+    return remember(key, compute if layer.pays else InGraphs(compute, original))
 
 
 def find_eager(

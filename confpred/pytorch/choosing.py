@@ -223,7 +223,7 @@ def note(
         latest.clear()  # weights that are made anew at each call have ever new identities
     agrees = guard(*(t for t in tensors if t is not None))
     if outside_graphs:
-        latest[place] = serve, lambda *given: not is_capturing() and agrees(*given), facts
+        latest[place] = serve, lambda given: not is_capturing() and agrees(given), facts
     else:
         latest[place] = serve, agrees, facts
 

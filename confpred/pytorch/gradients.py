@@ -13,15 +13,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from math import inf
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from confpred.pytorch import policy
-from confpred.pytorch.choosing import latest, note, remember, served
+from confpred.pytorch.choosing import latest, note, pytorch_ms, remember, served
 from confpred.pytorch.fallback import pytorch_backward, pytorch_forward
+from confpred.pytorch.host import EAGER_PLAN, EAGER_TRAINING, Host
 from confpred.pytorch.layers import Geometry, alike, problem_of, sums_bias, transposed_image
 from confpred.pytorch.layouts import is_channels_last
 from confpred.pytorch.ready import CHANNELS_LAST, ReadyLaunch, dense, is_dense
@@ -102,7 +102,7 @@ class Layer:
         dtype: of all tensors.
         forward: called with dense x, weight and bias or None, of that dtype; the layer's output,
             without gradients.
-        saves_ms: of the GPU's time, in all directions together, against PyTorch's own operator.
+        pays: whether it is worth the host's time in an eager step, and not in a CUDA graph alone.
     """
 
     __slots__ = (
@@ -112,7 +112,7 @@ class Layer:
         "dtype",
         "forward",
         "out",
-        "saves_ms",
+        "pays",
         "shape",
         "weight",
         "x",
@@ -123,7 +123,7 @@ class Layer:
     ) -> None:
         self.shape, self.out, self.x, self.weight = shape, out, x, weight
         self.dtype = shape.dtype
-        self.saves_ms = inf
+        self.pays = True
         self._arguments = shape.arguments()
         self._flip, self._bias_apart = shape.transposed, shape.bias_apart
         self.forward = self._forward if out is None or shape.transposed else out
@@ -231,10 +231,21 @@ def find_layer(
         return None
     out, dx, dw = (None if one is None else one.run for one in ready)
     layer = Layer(shape, out, dx, {deterministic: dw})
-    if any(mask):
-        served = (None if one is None else one.choice for one in ready)
-        layer.saves_ms = policy.saves_ms(served, shape.ordinal)
+    if any(mask) or any(one.is_plan for one in ready if one is not None):
+        layer.pays = _pays(problems, ready, EAGER_TRAINING if any(mask) else EAGER_PLAN, shape)
     return layer
+
+
+def _pays(
+    problems: Sequence[Any], ready: Sequence[ReadyLaunch | None], host: Host, shape: Shape
+) -> bool:
+    """Whether what is `ready` for some of `problems` saves as much as `host` asks."""
+    choices = [one.choice for one in ready if one is not None]
+    saved = policy.saves_ms(choices, shape.ordinal)
+    if not host.more <= saved < host.much:  # what PyTorch's operators take makes no difference
+        return saved >= host.much
+    taken = [pytorch_ms(problem, shape.ordinal) for problem in problems if problem is not None]
+    return saved >= host.least(sum(ms or 0.0 for ms in taken))
 
 
 def backward(

@@ -43,16 +43,17 @@ class ReadyLaunch:
     Attributes:
         choice: what it is the launch of; of a convolution.
         tf32: whether it rounds float32 inputs to TF32.
+        is_plan: whether it is a plan of a library, not a kernel of ours.
         run: called with the inputs in the order of ``INPUTS``, as tensors of the problem's shapes
             and dtype on the launch's device, None for one that the problem does not have. They have
             to be dense as the kernels read them; what is not aligned is copied. It returns the
             output, or the gradients of filter and bias, the latter None if it is not asked for.
     """
 
-    __slots__ = ("choice", "run", "tf32")
+    __slots__ = ("choice", "is_plan", "run", "tf32")
 
     def __init__(self, choice: Choice, launch: Launch, bind: Bind, ordinal: int) -> None:
-        self.choice, self.tf32 = choice, launch.tf32
+        self.choice, self.tf32, self.is_plan = choice, launch.tf32, launch.plan is not None
         problem: Any = choice.problem
         names = NAMES[problem.direction]
         ends = (ZEROED, SCRATCH) if launch.zeroed_bytes or launch.scratch_bytes else ()

@@ -5,9 +5,9 @@ what follows it; a layer of ours is launched from Python, which takes the host a
 host is often what a compiled program waits for; it is not where the GPU takes longer for a layer
 than the host. Where that is so of a network's layers on average, each that saves more than it costs
 is ours; where it is not so, or the network is not known, those that take the GPU that long
-themselves, and others that save much. A program that becomes a CUDA graph (``mode="reduce-overhead"``) has no such cost. A
-library's plan has to be there, too: a program in which PyTorch's operator is called by way of us is
-slower.
+themselves, and others that save much. A program that becomes a CUDA graph
+(``mode="reduce-overhead"``) has no such cost. A library's plan has to be there, too: a program in
+which PyTorch's operator is called by way of us is slower.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import hashlib
 import logging
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -29,31 +28,10 @@ from confpred.predict.choice import Choice
 from confpred.problem.conv2d import Problem
 from confpred.pytorch import choosing, inductor, loading, policy
 from confpred.pytorch.gradients import Mask, Shape
+from confpred.pytorch.host import COMPILED, COMPILED_TRAINING, GRAPH, Host
 from confpred.pytorch.layers import Geometry, problem_of
 from confpred.pytorch.layouts import is_channels_last
 
-
-@dataclass(frozen=True, slots=True)
-class Host:
-    """What decides whether the host is waited for, in milliseconds; without gradients, or of the
-    forward and backward pass together.
-
-    Attributes:
-        layer: where a layer, or a network's layers on average, take the GPU at least this long by
-            PyTorch's operators, the host is taken not to be waited for.
-        more: how much longer a layer of ours takes the host.
-        much: what a layer has to save where the host is waited for, or may be.
-    """
-
-    layer: float
-    more: float
-    much: float
-
-
-#: In compiled networks an H200's host took 31 to 43 us a layer, with the pointwise kernels between
-#: them, and 5 to 40 us more for one of ours: the fewer there are, the colder is what they run.
-#: Training is taken to be three times that.
-INFERENCE, TRAINING, GRAPH = Host(0.045, 0.006, 0.05), Host(0.135, 0.02, 0.15), Host(0, 0, 0)
 _PLAIN = (Tensor, torch.nn.Parameter)
 log = logging.getLogger(__name__)
 _means: dict[tuple[tuple[Problem, ...], int], float | None] = {}
@@ -143,8 +121,7 @@ def pays(
     if not any(ours):  # as on a device that nothing is known of
         return False
     own_ms = sum(choosing.pytorch_ms(p, ordinal) or 0.0 for p in problems if p is not None)
-    host = _host(mask)
-    least = host.more if max(own_ms, layer_ms or 0.0) >= host.layer else host.much
+    least = _host(mask).least(max(own_ms, layer_ms or 0.0))
     if not _save(ours, ordinal, least):
         return False
     # A library's plan may turn out not to be there, which takes long to find out.
@@ -187,4 +164,4 @@ def _host(mask: Mask) -> Host:
     config: Any = sys.modules.get("torch._inductor.config")
     if config is not None and config.triton.cudagraphs:
         return GRAPH
-    return TRAINING if any(mask) else INFERENCE
+    return COMPILED_TRAINING if any(mask) else COMPILED

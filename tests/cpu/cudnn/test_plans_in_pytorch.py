@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -27,13 +28,14 @@ from confpred.problem.conv2d import Problem
 from confpred.problem.device import get_device
 from confpred.problem.limits import UNLIMITED, Limits
 from confpred.problem.operation import Plan
-from confpred.pytorch import choosing, directions, gradients, loading, policy, ready
+from confpred.pytorch import autograd, choosing, directions, gradients, loading, policy, ready
+from confpred.pytorch.host import EAGER_PLAN, EAGER_TRAINING
 
 H200 = get_device("h200")
 LAYER = Problem(2, 16, 6, 5, 24, 3, 3, padding=1, bias=True, dtype="float32")
 WGRAD = replace(LAYER, direction="wgrad", bias=False)
 GEOMETRY = ((1, 1), (1, 1), (1, 1), 1)
-ALL = (True, True, True)
+ALL, NONE = (True, True, True), (False, False, False)
 
 
 def plans_of(problem: Problem, **notes: bool) -> list[Candidate]:
@@ -285,6 +287,70 @@ def test_a_bias_is_summed_beside_the_plan_of_the_filter(cudnn: Cudnn, mask: Any)
     assert (grad_bias is not None) is mask[2]
     if grad_bias is not None:
         torch.testing.assert_close(grad_bias, gradients_of(out_grad)[2])
+
+
+@pytest.mark.parametrize(
+    ("saves_ms", "pytorch_ms", "mask", "expected"),
+    [
+        (EAGER_PLAN.more, EAGER_PLAN.layer, NONE, True),
+        (EAGER_PLAN.more * 0.9, EAGER_PLAN.layer, NONE, False),
+        (EAGER_PLAN.more, EAGER_PLAN.layer * 0.9, NONE, False),
+        (EAGER_PLAN.much * 0.9, None, NONE, False),
+        (EAGER_PLAN.much, EAGER_PLAN.layer * 0.9, NONE, True),
+        (inf, None, NONE, True),  # a pin
+        (EAGER_TRAINING.much, 0.0, ALL, True),
+        (EAGER_TRAINING.much * 0.9, 1.0, ALL, False),
+    ],
+)
+def test_an_eager_plan_has_to_pay_for_the_host(
+    saves_ms, pytorch_ms, mask, expected, cudnn: Cudnn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    choosing.use_predictor(ByLimits({}))
+    monkeypatch.setattr(policy, "saves_ms", lambda *_: saves_ms)
+    monkeypatch.setattr(gradients, "pytorch_ms", lambda *_: pytorch_ms)
+    layer = gradients.find_layer(*tensors(), torch.float32, GEOMETRY, mask)
+    assert isinstance(layer, gradients.Layer)
+    assert layer.pays is expected
+
+
+def test_an_eager_kernel_of_ours_costs_the_host_nothing_more(
+    cudnn: Cudnn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    choosing.use_predictor(ByLimits({}))
+    kernel = object.__new__(ready.ReadyLaunch)
+    kernel.is_plan, kernel.run = False, lambda *_: None
+    monkeypatch.setattr(policy, "prepare", lambda *_: kernel)
+    monkeypatch.setattr(policy, "saves_ms", lambda *_: pytest.fail("asked"))
+    layer = gradients.find_layer(*tensors(), torch.float32, GEOMETRY, NONE)
+    assert isinstance(layer, gradients.Layer)
+    assert layer.pays
+
+
+@pytest.mark.parametrize("pays", [True, False])
+@pytest.mark.parametrize("way", ["as it is", "cast", "with gradients"])
+def test_what_does_not_pay_for_the_host_runs_in_graphs_alone(
+    pays, way, cudnn: Cudnn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    choosing.use_predictor(ByLimits({}))
+    x, weight, bias = tensors()
+    mask = ALL if way == "with gradients" else NONE
+    layer = gradients.find_layer(x, weight, bias, torch.float32, GEOMETRY, mask)
+    assert isinstance(layer, gradients.Layer)
+    layer.pays = pays
+    monkeypatch.setattr(autograd, "find_layer", lambda *_: layer)
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda _: way == "cast")
+    if way == "cast":
+        weight = weight.half()
+    serve = autograd.find_convolution(
+        "a test", x, weight, bias, GEOMETRY, lambda x, weight, bias: "PyTorch's",
+        dtype=torch.float32, mask=mask,
+    )  # fmt: skip
+    assert choosing.served["a test"] is serve
+    serve(x, weight, bias)
+    assert len(cudnn.last()) == pays
+    monkeypatch.setattr(autograd, "is_capturing", lambda: True)
+    assert serve(x, weight, bias).shape == (2, 24, 6, 5)
+    assert len(cudnn.last()) == 1
 
 
 def test_only_kernels_of_groups_are_asked_for_both_gradients() -> None:

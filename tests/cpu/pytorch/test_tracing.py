@@ -24,6 +24,7 @@ from confpred.problem.conv2d import Problem
 from confpred.problem.device import get_device
 from confpred.problem.limits import UNLIMITED, Limits
 from confpred.pytorch import choosing, operators, policy, routing, tracing
+from confpred.pytorch.host import COMPILED, COMPILED_TRAINING
 
 GEOMETRY = ((1, 1), (1, 1), (1, 1), 4)
 H200 = get_device("h200")
@@ -119,7 +120,7 @@ def traced_pays(
         return tracing.pays(x, weight, None, None, geometry, "none", mask, layer_ms)
 
 
-MORE, MUCH, LAYER = tracing.INFERENCE.more, tracing.INFERENCE.much, tracing.INFERENCE.layer
+MORE, MUCH, LAYER = COMPILED.more, COMPILED.much, COMPILED.layer
 
 
 @pytest.mark.parametrize(
@@ -130,9 +131,9 @@ MORE, MUCH, LAYER = tracing.INFERENCE.more, tracing.INFERENCE.much, tracing.INFE
         (MUCH * 0.9, LAYER * 0.9, NO_GRADIENTS, False),
         (MUCH, LAYER * 0.9, NO_GRADIENTS, True),
         (inf, None, NO_GRADIENTS, True),  # a pin
-        (tracing.TRAINING.more / 2.9, tracing.TRAINING.layer / 2.9, GRADIENTS, True),
-        (tracing.TRAINING.more / 3.5, tracing.TRAINING.layer / 2.9, GRADIENTS, False),
-        (tracing.TRAINING.more / 2.9, tracing.TRAINING.layer / 3.5, GRADIENTS, False),
+        (COMPILED_TRAINING.more / 2.9, COMPILED_TRAINING.layer / 2.9, GRADIENTS, True),
+        (COMPILED_TRAINING.more / 3.5, COMPILED_TRAINING.layer / 2.9, GRADIENTS, False),
+        (COMPILED_TRAINING.more / 2.9, COMPILED_TRAINING.layer / 3.5, GRADIENTS, False),
     ],
 )
 def test_what_it_saves_has_to_pay_for_the_host(
