@@ -8,7 +8,7 @@ held out of training, wherever else that layer occurs.
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from confpred.errors import DataError
@@ -22,8 +22,9 @@ class Fold:
     Attributes:
         networks: held out.
         train: timings without any layer of those networks, of other devices too.
-        test: timings to judge by. Over all folds, each problem that some network has is judged
-            once: in the fold that holds out the first of its networks.
+        test: timings to judge by, of families that `train` has timings of. Over all folds, each
+            problem that some network has is judged once: in the fold that holds out the first of
+            its networks.
     """
 
     networks: tuple[str, ...]
@@ -49,7 +50,7 @@ def split_by_network(
         others: timings of other devices, to train on only.
 
     Raises:
-        DataError: the data has fewer than two networks.
+        DataError: the data has fewer than two networks, or no family that two of them share.
     """
     of_network: dict[str, list[Timings]] = {}  # each problem under the first of its networks
     for t in timings:
@@ -70,11 +71,16 @@ def split_by_network(
         smallest = sizes.index(min(sizes))
         parts[smallest].append(name)
         sizes[smallest] += len(of_network[name])
-    return tuple(
-        Fold(
-            networks=tuple(sorted(part)),
-            train=without_networks([*timings, *others], part),
-            test=tuple(t for name in sorted(part) for t in of_network[name]),
-        )
-        for part in parts
-    )
+    made = [_fold(part, of_network, [*timings, *others]) for part in parts]
+    if not any(fold.test for fold in made):
+        raise DataError("splitting by network needs a family that problems of 2 networks have")
+    return tuple(made)
+
+
+def _fold(
+    networks: Sequence[str], of_network: Mapping[str, Sequence[Timings]], every: Sequence[Timings]
+) -> Fold:
+    train = without_networks(every, networks)
+    learnt = {t.family for t in train}  # after a short run perhaps not all
+    test = (t for name in sorted(networks) for t in of_network[name] if t.family in learnt)
+    return Fold(tuple(sorted(networks)), train, tuple(test))

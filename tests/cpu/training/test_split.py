@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -12,6 +14,9 @@ from confpred.problem.conv2d import Problem
 from confpred.problem.device import get_device
 from confpred.training.dataset import Timings
 from confpred.training.split import split_by_network, without_networks
+
+LAYERS = ((64, "a"), (128, "b"), (192, "b"))
+OF_NO_NETWORK = (256, 14, 1, "float16", "none", False, frozenset())
 
 
 def _problem_of(entry):
@@ -65,23 +70,49 @@ def test_nothing_leaks(drawn, folds, seed):
         with pytest.raises(DataError, match="at least 2 networks"):
             split_by_network(timings, folds, seed)
         return
-    split = split_by_network(timings, folds, seed)
+    try:
+        split = split_by_network(timings, folds, seed)
+    except DataError:  # nothing is left to learn from, so no layer is of no network
+        assert {layer(t.problem) for t in timings} == {
+            layer(t.problem) for t in timings if t.networks
+        }
+        return
     assert sorted(name for fold in split for name in fold.networks) == sorted(networks)
     judged = [t.problem for fold in split for t in fold.test]
     assert len(set(judged)) == len(judged)
-    assert set(judged) == {t.problem for t in timings if t.networks}
+    assert set(judged) <= {t.problem for t in timings if t.networks}
     for fold in split:
         held_out = [t for t in timings if set(t.networks) & set(fold.networks)]
-        assert {t.problem for t in fold.test} <= {t.problem for t in held_out}
+        first = [t.problem for t in held_out if t.networks[0] in fold.networks]
+        assert {t.problem for t in fold.test} == (set(first) if fold.train else set())
         hidden = {layer(t.problem) for t in held_out}
         # Exactly the hidden layers are missing: no leak, and nothing is thrown away.
         kept = [t.problem for t in timings if layer(t.problem) not in hidden]
         assert [t.problem for t in fold.train] == kept
 
 
+def test_a_fold_judges_only_families_that_it_learns() -> None:
+    found = [
+        replace(t, family=family)
+        for t, family in zip(
+            timings_of((c, 14, 1, "float16", "none", False, {n}) for c, n in LAYERS),
+            ("grouped_fprop", "grouped_fprop", "depthwise_fprop"),
+            strict=True,
+        )
+    ]
+    split = split_by_network(found, 2, 0)
+    assert {f.networks: f.test for f in split} == {("a",): (found[0],), ("b",): (found[1],)}
+    alone = [found[0], found[2]]
+    with pytest.raises(DataError, match="a family that problems of 2 networks have"):
+        split_by_network(alone, 2, 0)
+    (other,) = timings_of([OF_NO_NETWORK])  # another device's
+    split = split_by_network(alone, 2, 0, [replace(other, family="depthwise_fprop")])
+    assert [t for f in split for t in f.test] == [found[2]]
+
+
 @given(entries, st.integers(0, 5))
 def test_the_same_seed_gives_the_same_split(drawn, seed):
-    timings = timings_of(drawn)
+    timings = timings_of([*drawn, OF_NO_NETWORK])
     if len({name for t in timings for name in t.networks}) >= 2:
         first, second = (split_by_network(timings, 3, seed) for _ in range(2))
         assert [f.networks for f in first] == [f.networks for f in second]
