@@ -27,14 +27,15 @@ from confpred.files import write_whole
 from confpred.measure.timing import MAX_LAUNCHES, REPLAY_SECONDS, REPLAYS
 from confpred.problem.device import Device
 from confpred.problem.operation import KernelSpec
-from confpred.sampler.tasks import Task
+from confpred.sampler.tasks import BENCHMARK, HEURISTICS, Task
 
 #: Seconds a row beside the GPU's own, for loading, checking and building graphs: of the rates of
 #: ``benchmarks/results/*/sampling_rate.json`` (277 rows a second on an H100, 307 on an H200) what
 #: replays do not explain, less the start of the processes.
 ROW_S = 1.4e-3
-#: Seconds of PyTorch's own operator on a problem, in one mode of cuDNN.
-PYTORCH_S = 0.1
+#: Seconds of PyTorch's own operator on a problem by the mode of cuDNN, most of them to choose an
+#: algorithm: the means of 843 problems on an H200 (``datasets/README.md``).
+PYTORCH_S = {BENCHMARK: 0.35, HEURISTICS: 0.11}
 #: Seconds of one core for a kernel: 0.5 to 1.7, by the family.
 COMPILE_S = 1.0
 _CHUNK = 64
@@ -76,7 +77,7 @@ def measuring_s(task: Task, device: Device) -> float:
     """Seconds of one GPU for `task`: its replays, by the family's own estimate of each config, of
     which the sum over the committed measurements is right to 7 %, and ``ROW_S`` a config."""
     if task.provider == PYTORCH:
-        return PYTORCH_S
+        return PYTORCH_S[task.cudnn_mode]
     family = all_families()[task.provider]
     launch_s = family.estimate_s(task.problem, device, np.array(task.config_ids, np.intp))
     launches = np.ceil(REPLAY_SECONDS / launch_s).clip(2, MAX_LAUNCHES)
