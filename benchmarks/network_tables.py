@@ -151,6 +151,26 @@ def mechanisms(result: dict[str, Any], markdown: Markdown) -> str:
     return markdown(("mechanism", "us a call"), rows) if rows else ""
 
 
+def host_in_networks(result: dict[str, Any], markdown: Markdown) -> str:
+    """What the host takes for a step and, of that, for its convolutions."""
+    heads = (
+        "eager step",
+        "host, ms",
+        "step, ms",
+        "ratio",
+        "dense layers, us",
+        "grouped layers, us",
+    )
+    rows = []
+    for row in result["rows"]:
+        times = (f"{row['host_ms']:.2f}", f"{row['step_ms']:.2f}", f"{row['ratio']:.3f}x")
+        kinds = (row["calls"][kind] for kind in ("dense", "grouped"))
+        calls = (f"{kind['us']:.0f} of {kind['layers']}" for kind in kinds)
+        name = f"{row['network']}, batch {row['batch']}: {row['way']}"
+        rows.append((name, *times, *calls))
+    return markdown(heads, rows)
+
+
 #: Table -> the function that makes it from ``networks.json``.
 OF_NETWORKS: dict[str, Callable[..., str]] = {
     "networks": whole_networks,

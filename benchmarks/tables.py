@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # this file may be loaded from e
 import im2col_chunks
 import linear_chains
 from holdout_tables import OF_HOLDOUTS
-from network_tables import OF_NETWORKS, host_layers, mechanisms
+from network_tables import OF_NETWORKS, host_in_networks, host_layers, mechanisms
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -308,7 +308,7 @@ def chains(result: dict[str, Any]) -> str:
 #: Results that a device may lack.
 OPTIONAL = (
     *("networks.json", "sampling_plans.json", "dense.json", "dense_networks.json"),
-    *("im2col_chunks.json", "linear_chains.json"),
+    *("im2col_chunks.json", "linear_chains.json", "host_in_networks.json"),
 )
 #: Table -> its result files, and the function that makes the table from them.
 _OF_A_DEVICE: dict[str, tuple[tuple[str, ...], Callable[..., str]]] = (
@@ -329,6 +329,10 @@ _OF_A_DEVICE: dict[str, tuple[tuple[str, ...], Callable[..., str]]] = (
         "linear-chains": (("linear_chains.json",), chains),
         "host-layers": (("host_overhead.json",), partial(host_layers, markdown=markdown)),
         "mechanisms": (("host_overhead.json",), partial(mechanisms, markdown=markdown)),
+        "host-in-networks": (
+            ("host_in_networks.json",),
+            partial(host_in_networks, markdown=markdown),
+        ),
     }
     | {
         name: (("networks.json",), partial(make, markdown=markdown))
