@@ -247,7 +247,7 @@ def test_helper_processes_end_with_train(
         wait_until(lambda: len(helpers_of(process.pid)) > 1)
         (os.killpg if to_all else os.kill)(process.pid, number)
         _, said = process.communicate(timeout=60)
-        assert process.returncode == code
+        assert process.returncode == code, said
         if word is not None:
             assert said == f"confpred: {word}\n"
         wait_until(lambda: not helpers_of(process.pid))
