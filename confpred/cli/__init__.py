@@ -8,7 +8,7 @@ from importlib import import_module
 
 import click
 
-from confpred.cli.stopping import Stopped, stop_on_signals
+from confpred.cli.stopping import stop_behind, stop_on_signals
 from confpred.errors import ConfpredError, InvalidInput
 
 #: Subcommand -> one-line help. Each lives in the module of its name, as `command`.
@@ -62,9 +62,12 @@ def main() -> None:
     try:
         stop_on_signals()
         cli(standalone_mode=True)
-    except Stopped as stopped:
-        click.echo(f"confpred: {stopped}", err=True)
-        sys.exit(stopped.exit_code)
-    except (ConfpredError, OSError) as error:  # OSError: standard output may go to a full disk
-        click.echo(f"confpred: {error}", err=True)
+    except BaseException as error:
+        stopped = stop_behind(error)
+        if stopped is not None:
+            click.echo(f"confpred: {stopped}", err=True)
+            sys.exit(stopped.exit_code)
+        if not isinstance(error, (ConfpredError, OSError)):
+            raise
+        click.echo(f"confpred: {error}", err=True)  # OSError: standard output may go to a full disk
         sys.exit(2 if isinstance(error, InvalidInput) else 1)

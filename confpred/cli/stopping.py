@@ -20,6 +20,14 @@ class Stopped(BaseException):
         super().__init__(_WORDS[signal.Signals(number)])
 
 
+def stop_behind(error: BaseException | None) -> Stopped | None:
+    """The `Stopped` that `error` is, or that was on its way when `error` was raised, as by a
+    library that was stopped amid its start and failed to clear up."""
+    while error is not None and not isinstance(error, Stopped):
+        error = error.__cause__ or error.__context__
+    return error
+
+
 def stop_on_signals() -> None:
     """From now on the first of these signals raises `Stopped` in the main thread; further ones are
     ignored, so that they do not cut the clearing up short."""

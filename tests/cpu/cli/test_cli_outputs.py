@@ -16,6 +16,8 @@ from pathlib import Path
 import pytest
 from sampler_rows import ROW, fill, other
 
+from confpred.cli import main
+from confpred.cli.stopping import Stopped
 from confpred.data.merging import merge, shards_in
 from confpred.errors import StorageError
 from confpred.files import write_whole
@@ -256,3 +258,23 @@ def test_helper_processes_end_with_train(
         for left in (process.pid, *helpers_of(process.pid)):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(left, signal.SIGKILL)
+
+
+def test_a_stop_that_a_library_stumbles_over_is_still_a_stop(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """joblib does, where a signal comes while it starts a thread."""
+
+    def command(**_: object) -> None:
+        try:
+            raise Stopped(signal.SIGTERM)
+        finally:
+            raise RuntimeError("the pool is not there yet")
+
+    monkeypatch.setattr("confpred.cli.cli", command)
+    monkeypatch.setattr("confpred.cli.stop_on_signals", lambda: None)
+    monkeypatch.setattr("confpred.cli.gc.set_threshold", lambda _: None)
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 143
+    assert capsys.readouterr().err == "confpred: terminated\n"
