@@ -232,6 +232,17 @@ def wait_until(condition: Callable[[], object]) -> None:
         time.sleep(0.02)
 
 
+#: Has the helper processes work for longer than any test waits: the training itself may be over
+#: before a signal comes.
+LONG = """
+import time
+from confpred.training import evaluate
+def judge_fold(*_):
+    time.sleep(600)
+evaluate._judge_fold = judge_fold
+"""
+
+
 @pytest.mark.parametrize(
     ("number", "to_all", "code", "word"),
     [
@@ -243,7 +254,8 @@ def wait_until(condition: Callable[[], object]) -> None:
 def test_helper_processes_end_with_train(
     measurements: Path, tmp_path: Path, number: int, to_all: bool, code: int, word: str | None
 ) -> None:
-    command = [sys.executable, "-c", PROGRAM, "train", measurements, "--out", tmp_path / "model"]
+    program = f"{LONG}\n{PROGRAM}"
+    command = [sys.executable, "-c", program, "train", measurements, "--out", tmp_path / "model"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
     try:
         wait_until(lambda: len(helpers_of(process.pid)) > 1)
