@@ -26,16 +26,30 @@ def end_with(parent: int) -> None:
 
 
 @contextlib.contextmanager
-def interrupts_held() -> Iterator[None]:
-    """Ctrl-C comes after the block. Processes that are started in it inherit the blocked signal and
-    never see it: the terminal sends it to them too, but the process that started them decides what
-    becomes of their work."""
+def stops_held() -> Iterator[None]:
+    """Ctrl-C and SIGTERM come after the block, so that nothing which starts processes in it is cut
+    off halfway, unless they end this process at once or are ignored. Processes that are started
+    inherit the blocked Ctrl-C and never see it: the terminal sends it to them too, but the process
+    that started them decides what becomes of their work."""
     resource_tracker.ensure_running()  # where it starts by itself, it unblocks the signal
+    came: list[int] = []
+    # Blocking alone does not do: a thread that has the signal unblocked may take it, and Python
+    # then runs the handler in the main thread all the same.
+    held = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    if threading.current_thread() is not threading.main_thread():
+        held = {}  # handlers do not run here
+    held = {number: handler for number, handler in held.items() if callable(handler)}
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
+        for number in held:
+            signal.signal(number, lambda number, _: came.append(number))
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        for number, handler in held.items():
+            signal.signal(number, handler)
+        if came:
+            signal.raise_signal(came[0])
 
 
 def _end_after(parent: int) -> None:

@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any, Literal
 
-from confpred.processes import end_with, interrupts_held
+from confpred.processes import end_with, stops_held
 
 #: What a worker runs: a function of a job and of a function to call with each sign of life. A
 #: worker is given its import path, ``"package.module:function"``, so that a spawned process can
@@ -129,7 +129,7 @@ class Worker:
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs, self._function), daemon=True)
-        with interrupts_held():
+        with stops_held():
             self._process.start()
         theirs.close()
         return ours

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from joblib import Parallel, cpu_count, delayed
 
 from confpred.errors import ConfpredError, StorageError
-from confpred.processes import end_with, interrupts_held
+from confpred.processes import end_with, stops_held
 
 _T = TypeVar("_T")
 
@@ -26,7 +26,7 @@ def run_in_helpers(function: Callable[..., _T], arguments: Sequence[tuple[Any, .
     count = min(cpu_count(), len(arguments))
     try:
         with Parallel(count, initializer=end_with, initargs=(os.getpid(),)) as parallel:
-            with interrupts_held():  # until the processes run, and leave Ctrl-C to this one
+            with stops_held():  # until the processes run, and leave them to this one
                 parallel(delayed(int)() for _ in range(count))
             done: list[_T] = parallel(delayed(function)(*each) for each in arguments)
     except OSError as error:

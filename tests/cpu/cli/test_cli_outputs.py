@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,6 +22,7 @@ from confpred.cli.stopping import Stopped
 from confpred.data.merging import merge, shards_in
 from confpred.errors import StorageError
 from confpred.files import write_whole
+from confpred.processes import stops_held
 
 LAYER = "n=32 c=128 h=56 w=56 k=128 r=3 s=3 groups=16 padding=1"
 PROGRAM = "from confpred.cli import main; main()"
@@ -270,6 +272,37 @@ def test_helper_processes_end_with_train(
         for left in (process.pid, *helpers_of(process.pid)):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(left, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stop_waits_until_the_processes_run(number: signal.Signals) -> None:
+    """Also where a thread has taken the signal, which then is not blocked."""
+
+    def stop(number: int, _: object) -> None:
+        raise Stopped(number)
+
+    before = signal.signal(number, stop)
+    waiting = threading.Event()
+    thread = threading.Thread(target=waiting.wait)
+    thread.start()
+    started = []
+
+    def start() -> None:
+        with stops_held():
+            os.kill(os.getpid(), number)
+            time.sleep(0.1)
+            started.append(True)
+
+    try:
+        with pytest.raises(Stopped):
+            start()
+        assert started
+        assert signal.getsignal(number) is stop
+        assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == set()
+    finally:
+        waiting.set()
+        thread.join()
+        signal.signal(number, before)
 
 
 def test_a_stop_that_a_library_stumbles_over_is_still_a_stop(
