@@ -22,14 +22,14 @@ synchronisation, and then as many steps as take about ``--turn`` seconds, at lea
 device is done with the last: the wall clock of the host over the number of steps, which is what a
 user waits. The result is the median over the rounds; many short turns, because hosts drift.
 ``confpred.enable()`` holds for a whole process, so it is switched on only around its own variants'
-turns; what it compiles, it compiles before. A ratio is the time without confpred over the time with
-it, in the same round, and of the rounds the median: a host that is slow for some seconds is so for
-both. (Rows up to commit b45e6cd have the ratio of the medians.) Each way
-without confpred is timed as two variants, and what these differ by is the noise. (Rows without
-``way_noise`` have that of eager PyTorch alone.) Each variant's first output, in training the first
-gradients of all parameters, is compared with that of float32; a variant that is much further from
-it than eager PyTorch in half precision is recorded as an error, without a time. Peak memory is what
-a step allocates at most above what the process held before it.
+turns, which begin with four untimed steps; what it compiles, it compiles before. A ratio is the
+time without confpred over the time with it, in the same round, and of the rounds the median: a host
+that is slow for some seconds is so for both. (Rows up to commit b45e6cd have the ratio of the
+medians.) Each way without confpred is timed as two variants, and what these differ by is the noise.
+(Rows without ``way_noise`` have that of eager PyTorch alone.) Each variant's first output, in
+training the first gradients of all parameters, is compared with that of float32; a variant that is
+much further from it than eager PyTorch in half precision is recorded as an error, without a time.
+Peak memory is what a step allocates at most above what the process held before it.
 
 ``torch.compile`` takes long to compile, so with ``--jobs`` several processes, each of one batch,
 get ready at once, and Inductor compiles in each of them by one thread. While cuDNN's benchmark mode

@@ -16,7 +16,9 @@ from confpred.pytorch.layers import Geometry
 #: PyTorch's own functions, also while `confpred.enable` has put others in their places.
 PYTORCH_CONV1D, PYTORCH_CONV2D = F.conv1d, F.conv2d
 PYTORCH_CONV_TRANSPOSE2D = F.conv_transpose2d
-PYTORCH_CONV_FORWARD = torch.nn.Conv2d._conv_forward
+PYTORCH_FORWARD = torch.nn.Conv2d.forward
+PYTORCH_CONV_FORWARD = torch.nn.Conv2d._conv_forward  # which it calls
+PYTORCH_CAPTURE_BEGIN = torch.cuda.CUDAGraph.capture_begin
 _BACKWARD = torch.ops.aten.convolution_backward.default
 
 

@@ -7,7 +7,7 @@ the ways).
 
     F.conv2d --+-- subclasses, torch.func, tracing, other modes --> PyTorch's function
                +-- torch.compile -----------------------> torch.ops.confpred.conv2d (chosen at run)
-               `-- eager --> latest --> served ----+-- ours, with or without gradients
+               `-- eager --> quiet? latest, served +-- ours, with or without gradients
                                                    `-- else PyTorch's function
 """
 
@@ -26,7 +26,7 @@ from torch.utils._device import DeviceContext
 
 from confpred.pytorch import choosing
 from confpred.pytorch.autograd import InGraphs, find_convolution, find_eager
-from confpred.pytorch.choosing import latest, note, remember, served
+from confpred.pytorch.choosing import QUIET_CALLS, latest, note, quiet, remember, served
 from confpred.pytorch.fallback import (
     PYTORCH_CONV1D,
     PYTORCH_CONV2D,
@@ -83,6 +83,10 @@ def conv2d(
         return PYTORCH_CONV2D(input, weight, bias, stride, padding, dilation, groups)
     if place is None:
         place = id(weight)
+    left = quiet.get(place)
+    if left:
+        quiet[place] = left - 1
+        return PYTORCH_CONV2D(input, weight, bias, stride, padding, dilation, groups)
     records = _is_grad_enabled()
     known = latest.get(place)
     if known is not None:
@@ -90,6 +94,7 @@ def conv2d(
         if serve is None:
             # The answer is PyTorch's whatever else has changed, so what counts is that it is quick.
             if facts is (records and weight.requires_grad) and agrees(input):
+                quiet[place] = QUIET_CALLS
                 return PYTORCH_CONV2D(input, weight, bias, stride, padding, dilation, groups)
         elif (
             facts == (stride, padding, dilation, groups, bias is None, records, _low("cuda"))

@@ -2,8 +2,9 @@
 
 While enabled, ``conv1d``, ``conv2d`` and ``conv_transpose2d`` of `torch.nn.functional` (and of
 `torch`, where they have the same names) are those of `confpred.pytorch.routing`; every `torch.nn`
-layer calls them. `torch.nn.Conv2d` calls them by a method that is put in place too, so that its
-dense layers do not have to.
+layer calls them. `torch.nn.Conv2d` calls them by a method that is put in place too, so that those
+of its layers that stay PyTorch's do not have to. And a CUDA graph that begins is noticed, as a
+layer that is PyTorch's in eager steps may be ours in it.
 """
 
 from __future__ import annotations
@@ -27,12 +28,13 @@ from confpred.predict.trust import check_max_regret
 from confpred.problem.limits import UNLIMITED, Limits
 from confpred.pytorch import choosing, policy, routing
 from confpred.pytorch.fallback import (
+    PYTORCH_CAPTURE_BEGIN,
     PYTORCH_CONV1D,
     PYTORCH_CONV2D,
-    PYTORCH_CONV_FORWARD,
     PYTORCH_CONV_TRANSPOSE2D,
+    PYTORCH_FORWARD,
 )
-from confpred.pytorch.module import conv_forward
+from confpred.pytorch.module import forward
 from confpred.pytorch.verify import Verifier
 
 _lock = threading.Lock()
@@ -97,7 +99,7 @@ def enable(
         _former.append((former, undo))
         _tell_torchscript()
         _tell_dynamo()
-        _install(routing.conv1d, routing.conv2d, routing.conv_transpose2d, conv_forward)
+        _install(routing.conv1d, routing.conv2d, routing.conv_transpose2d, forward, _capture_begin)
 
 
 def disable() -> None:
@@ -114,7 +116,13 @@ def disable() -> None:
         if undo_plan is not None:
             undo_plan()
         if not _former:
-            _install(PYTORCH_CONV1D, PYTORCH_CONV2D, PYTORCH_CONV_TRANSPOSE2D, PYTORCH_CONV_FORWARD)
+            _install(
+                PYTORCH_CONV1D,
+                PYTORCH_CONV2D,
+                PYTORCH_CONV_TRANSPOSE2D,
+                PYTORCH_FORWARD,
+                PYTORCH_CAPTURE_BEGIN,
+            )
             _tell_dynamo()
 
 
@@ -133,12 +141,21 @@ def is_enabled() -> bool:
     return bool(_former)
 
 
-def _install(conv1d: Any, conv2d: Any, conv_transpose2d: Any, module: Any) -> None:
+def _install(
+    conv1d: Any, conv2d: Any, conv_transpose2d: Any, module: Any, capture_begin: Any
+) -> None:
     for place in (F, torch):
         place.conv1d = conv1d  # type: ignore[attr-defined]
         place.conv2d = conv2d  # type: ignore[attr-defined]
         place.conv_transpose2d = conv_transpose2d  # type: ignore[attr-defined]
-    nn.Conv2d._conv_forward = module  # type: ignore[method-assign]
+    nn.Conv2d.forward = module  # type: ignore[method-assign]
+    torch.cuda.CUDAGraph.capture_begin = capture_begin  # type: ignore[method-assign]
+
+
+def _capture_begin(graph: torch.cuda.CUDAGraph, *given: Any, **named: Any) -> Any:
+    """``torch.cuda.CUDAGraph.capture_begin``, while enabled."""
+    choosing.quiet.clear()
+    return PYTORCH_CAPTURE_BEGIN(graph, *given, **named)
 
 
 def _tell_dynamo() -> None:

@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import confpred
-from confpred.pytorch import autograd, choosing, routing
+from confpred.pytorch import autograd, choosing, routing, switch
+from confpred.pytorch.choosing import QUIET_CALLS
 from confpred.pytorch.guards import guard
 
 
@@ -27,9 +28,11 @@ class Subclass(Tensor):
     pass
 
 
-def image(*, size: int = 6, dtype: torch.dtype = torch.float32, last: bool = True) -> Tensor:
+def image(
+    *, n: int = 2, size: int = 6, dtype: torch.dtype = torch.float32, last: bool = True
+) -> Tensor:
     layout = torch.channels_last if last else torch.contiguous_format
-    return torch.zeros(2, 8, size, size, dtype=dtype).to(memory_format=layout)
+    return torch.zeros(n, 8, size, size, dtype=dtype).to(memory_format=layout)
 
 
 def weight() -> torch.nn.Parameter:
@@ -107,12 +110,12 @@ def test_without_pytorchs_guards_nothing_agrees(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_what_is_remembered_anew_is_asked_for_again() -> None:
-    choosing.latest[1] = object()
-    choosing.remember("key", None)
-    assert not choosing.latest
-    choosing.latest[1] = object()
-    choosing.forget()
-    assert not choosing.latest
+    for anew in (lambda: choosing.remember("key", None), choosing.forget):
+        choosing.latest[1] = object()
+        choosing.quiet[1] = 2
+        anew()
+        assert not choosing.latest
+        assert not choosing.quiet
 
 
 class Lookups(dict[Any, Any]):
@@ -144,15 +147,17 @@ def test_a_layer_that_is_ours_in_graphs_alone_is_looked_up_there(served, monkeyp
         monkeypatch.setattr(module, "is_capturing", lambda: capturing[0])
     serve = autograd.InGraphs(lambda x, *_: ours.append(x) or x, torch.conv2d)
     monkeypatch.setattr(routing, "_find_conv2d", lambda key, *_: choosing.remember(key, serve))
+    monkeypatch.setattr(switch, "PYTORCH_CAPTURE_BEGIN", lambda _: None)
     module, x = torch.nn.Conv2d(8, 8, 3), image()
     with confpred.enabled():
-        for step, looked_up in ((3, 2), (2, 0)):
+        for step, looked_up in ((3, 2), (2 * QUIET_CALLS, 0)):
             before = served.count
             for _ in range(step):
                 module(x)
             assert served.count - before == looked_up
             assert not ours
         capturing[0] = True
+        torch.cuda.CUDAGraph.capture_begin(None)
         for _ in range(3):
             assert module(x) is x
         capturing[0] = False
@@ -164,7 +169,8 @@ def test_a_layer_that_is_ours_in_graphs_alone_is_looked_up_there(served, monkeyp
 
 @pytest.mark.parametrize("by_module", [False, True])
 def test_a_layer_that_stays_pytorchs_is_not_looked_up_again(by_module, served, monkeypatch) -> None:
-    """Until its input is of another kind, or gradients of its filter are or are not asked for."""
+    """Until its input is of another kind, or gradients of its filter are or are not asked for, for
+    more than some calls."""
     monkeypatch.setattr(routing, "_find_conv2d", lambda key, *_: choosing.remember(key, None))
     module = torch.nn.Conv2d(8, 8, 3, bias=False)
 
@@ -177,12 +183,48 @@ def test_a_layer_that_stays_pytorchs_is_not_looked_up_again(by_module, served, m
                 routing.conv2d(x, module.weight)
         return served.count - before
 
+    def while_quiet(x: Tensor) -> None:
+        """The calls of a layer that nobody looks at."""
+        while choosing.quiet.get(id(module.weight)):
+            assert looked_up(x) == 0
+
     for x in (image(), image(size=7), image().requires_grad_()):
+        while_quiet(x)
         assert [looked_up(x) for _ in range(4)] == [1, 1, 0, 0]  # found, noted
     with torch.no_grad():
+        while_quiet(image())
         assert [looked_up(image()) for _ in range(4)] == [1, 1, 0, 0]
-    assert looked_up(image()) == 1
-    module.weight.requires_grad_(False)
-    assert [looked_up(image()) for _ in range(2)] == [1, 0]
-    module.weight.requires_grad_()
-    assert [looked_up(image()) for _ in range(2)] == [1, 0]
+    for wanted in (True, False, True):
+        module.weight.requires_grad_(wanted)
+        while_quiet(image())
+        assert [looked_up(image()) for _ in range(2)] == [1, 0]
+
+
+def test_a_layer_that_stays_pytorchs_is_looked_at_now_and_then(served, monkeypatch) -> None:
+    monkeypatch.setattr(routing, "_find_conv2d", lambda key, *_: choosing.remember(key, None))
+    agreeing: list[Tensor] = []
+    monkeypatch.setattr(choosing, "guard", lambda *_: lambda x: not agreeing.append(x))
+    module, x = torch.nn.Conv2d(8, 8, 3), image()
+    with confpred.enabled():
+        for _ in range(2 + 3 * (1 + QUIET_CALLS)):
+            module(x)
+    assert len(agreeing) == 3
+
+
+def test_shapes_that_alternate_are_both_noticed(served, monkeypatch) -> None:
+    """Each is served as it should be, though the other one's layer is PyTorch's."""
+    ours: list[int] = []
+
+    def find(key: Any, x: Tensor, *_: object) -> Any:
+        serve = (lambda x, *_: ours.append(len(x)) or x) if len(x) == 4 else None
+        return choosing.remember(key, serve)
+
+    monkeypatch.setattr(routing, "_find_conv2d", find)
+    module = torch.nn.Conv2d(8, 8, 3)
+    with confpred.enabled(), torch.no_grad():
+        for _ in range(2 + QUIET_CALLS):
+            module(image(n=2))
+        for _ in range(10):
+            module(image(n=4))
+            module(image(n=2))
+    assert len(ours) >= 10 - QUIET_CALLS // 2 - 1
