@@ -37,7 +37,7 @@ from confpred.problem.device import Device
 from confpred.problem.limits import UNLIMITED, Limits
 from confpred.problem.precision import convolutions_allow_tf32
 from confpred.problem.record import Record
-from confpred.pytorch import layouts
+from confpred.pytorch import layouts, quiet
 from confpred.pytorch.guards import guard
 from confpred.pytorch.streams import is_capturing
 
@@ -52,12 +52,6 @@ served: dict[Any, Any] = {}
 #: a weight's identity: the function, a guard of its tensors (`confpred.pytorch.guards`), and what
 #: else it depends on. It is a hint: whoever reads it compares both.
 latest: dict[Any, tuple[Any, Callable[..., bool], Any]] = {}
-#: How many more calls of a place go straight to PyTorch's function, which was the answer when it
-#: was last looked up, before it is looked up again. Inside a network the processor's caches hold
-#: nothing of `latest` and its guards, and to read them takes more than a microsecond. What comes in
-#: turns, such as steps with gradients and without, is noticed unless there are seven turns.
-quiet: dict[Any, int] = {}
-QUIET_CALLS = 6
 _predictor: Predictor | None = None  # loaded when it is first needed
 _others: dict[str, Predictor] = {}  # by operation, of those that are no convolution
 _forgetting: list[Callable[[], None]] = []
@@ -194,7 +188,8 @@ def forget() -> None:
     """Choose again for every shape; kernels stay loaded."""
     global may_serve_dense
     served.clear()
-    look_again()
+    latest.clear()
+    quiet.forget()
     _chosen.clear()
     _serves_dense.clear()
     may_serve_dense = True
@@ -211,14 +206,9 @@ def remember(key: Any, what: Found) -> Found:
     """`what`, which serves calls of `key` from now on."""
     if len(served) < _MOST_KEPT:
         served[key] = what
-    look_again()
-    return what
-
-
-def look_again() -> None:
-    """Look up anew what serves each place."""
     latest.clear()
-    quiet.clear()
+    quiet.forget()
+    return what
 
 
 def note(
@@ -231,7 +221,7 @@ def note(
 ) -> None:
     """Have `serve` serve what comes next from `place` with tensors like these, or only what is not
     captured."""
-    quiet.clear()  # where one layer gets other tensors, others do
+    quiet.look_again()  # where one layer gets other tensors, others do
     if len(latest) >= _MOST_PLACES:
         latest.clear()  # weights that are made anew at each call have ever new identities
     agrees = guard(*(t for t in tensors if t is not None))

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from confpred.pytorch.choosing import quiet
 from confpred.pytorch.fallback import PYTORCH_CONV2D, PYTORCH_CONV_FORWARD, PYTORCH_FORWARD
+from confpred.pytorch.quiet import LAST, left
 from confpred.pytorch.routing import conv2d
 
 _is_dynamo = torch.compiler.is_dynamo_compiling
@@ -43,10 +43,10 @@ def _forward(self: nn.Conv2d, input: Tensor) -> Tensor:
     ):
         return PYTORCH_FORWARD(self, input)
     weight, run = parameters["weight"], conv2d
-    place = id(weight)
-    left = quiet.get(place)
-    if left:  # as `conv2d` would find out
-        quiet[place] = left - 1
+    slot = id(weight) >> 4 & LAST
+    calls = left[slot]
+    if calls:  # as `conv2d` would find out
+        left[slot] = calls - 1
         run = PYTORCH_CONV2D
     return run(
         input,

@@ -24,9 +24,9 @@ from torch.autograd import forward_ad
 from torch.nn import Parameter
 from torch.utils._device import DeviceContext
 
-from confpred.pytorch import choosing
+from confpred.pytorch import choosing, quiet
 from confpred.pytorch.autograd import InGraphs, find_convolution, find_eager
-from confpred.pytorch.choosing import QUIET_CALLS, latest, note, quiet, remember, served
+from confpred.pytorch.choosing import latest, note, remember, served
 from confpred.pytorch.fallback import (
     PYTORCH_CONV1D,
     PYTORCH_CONV2D,
@@ -83,9 +83,10 @@ def conv2d(
         return PYTORCH_CONV2D(input, weight, bias, stride, padding, dilation, groups)
     if place is None:
         place = id(weight)
-    left = quiet.get(place)
-    if left:
-        quiet[place] = left - 1
+    slot = place >> 4 & quiet.LAST
+    calls = quiet.left[slot]
+    if calls:
+        quiet.left[slot] = calls - 1
         return PYTORCH_CONV2D(input, weight, bias, stride, padding, dilation, groups)
     records = _is_grad_enabled()
     known = latest.get(place)
@@ -94,7 +95,7 @@ def conv2d(
         if serve is None:
             # The answer is PyTorch's whatever else has changed, so what counts is that it is quick.
             if facts is (records and weight.requires_grad) and agrees(input):
-                quiet[place] = QUIET_CALLS
+                quiet.rest(place)
                 return PYTORCH_CONV2D(input, weight, bias, stride, padding, dilation, groups)
         elif (
             facts == (stride, padding, dilation, groups, bias is None, records, _low("cuda"))
@@ -149,6 +150,7 @@ def conv2d(
         else:
             facts = (stride, padding, dilation, groups, bias is None, records, _low("cuda"))
             note(place, serve, (input, weight, bias), facts)
+            quiet.serve(place)
     if serve is None:
         return PYTORCH_CONV2D(input, weight, bias, stride, padding, dilation, groups)
     return serve(input, weight, bias)  # type: ignore[no-any-return]

@@ -26,7 +26,7 @@ from confpred.predict.choice import Choice
 from confpred.predict.plans import read_plan
 from confpred.predict.trust import check_max_regret
 from confpred.problem.limits import UNLIMITED, Limits
-from confpred.pytorch import choosing, policy, routing
+from confpred.pytorch import choosing, policy, quiet, routing
 from confpred.pytorch.fallback import (
     PYTORCH_CAPTURE_BEGIN,
     PYTORCH_CONV1D,
@@ -154,7 +154,7 @@ def _install(
 
 def _capture_begin(graph: torch.cuda.CUDAGraph, *given: Any, **named: Any) -> Any:
     """``torch.cuda.CUDAGraph.capture_begin``, while enabled."""
-    choosing.quiet.clear()
+    quiet.look_again()
     return PYTORCH_CAPTURE_BEGIN(graph, *given, **named)
 
 

@@ -14,8 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import confpred
-from confpred.pytorch import autograd, choosing, routing, switch
-from confpred.pytorch.choosing import QUIET_CALLS
+from confpred.pytorch import autograd, choosing, quiet, routing, switch
 from confpred.pytorch.guards import guard
 
 
@@ -112,10 +111,10 @@ def test_without_pytorchs_guards_nothing_agrees(monkeypatch: pytest.MonkeyPatch)
 def test_what_is_remembered_anew_is_asked_for_again() -> None:
     for anew in (lambda: choosing.remember("key", None), choosing.forget):
         choosing.latest[1] = object()
-        choosing.quiet[1] = 2
+        quiet.rest(1)
         anew()
         assert not choosing.latest
-        assert not choosing.quiet
+        assert not any(quiet.left)
 
 
 class Lookups(dict[Any, Any]):
@@ -150,7 +149,7 @@ def test_a_layer_that_is_ours_in_graphs_alone_is_looked_up_there(served, monkeyp
     monkeypatch.setattr(switch, "PYTORCH_CAPTURE_BEGIN", lambda _: None)
     module, x = torch.nn.Conv2d(8, 8, 3), image()
     with confpred.enabled():
-        for step, looked_up in ((3, 2), (2 * QUIET_CALLS, 0)):
+        for step, looked_up in ((3, 2), (2 * quiet.CALLS, 0)):
             before = served.count
             for _ in range(step):
                 module(x)
@@ -185,7 +184,7 @@ def test_a_layer_that_stays_pytorchs_is_not_looked_up_again(by_module, served, m
 
     def while_quiet(x: Tensor) -> None:
         """The calls of a layer that nobody looks at."""
-        while choosing.quiet.get(id(module.weight)):
+        while quiet.left[quiet.slot_of(id(module.weight))]:
             assert looked_up(x) == 0
 
     for x in (image(), image(size=7), image().requires_grad_()):
@@ -206,9 +205,42 @@ def test_a_layer_that_stays_pytorchs_is_looked_at_now_and_then(served, monkeypat
     monkeypatch.setattr(choosing, "guard", lambda *_: lambda x: not agreeing.append(x))
     module, x = torch.nn.Conv2d(8, 8, 3), image()
     with confpred.enabled():
-        for _ in range(2 + 3 * (1 + QUIET_CALLS)):
+        for _ in range(2 + 3 * (1 + quiet.CALLS)):
             module(x)
     assert len(agreeing) == 3
+
+
+def test_a_layer_in_the_slot_of_one_of_ours_is_always_looked_up() -> None:
+    place, same, other = 16, 16 * (2 + quiet.LAST), 32
+    quiet.serve(place)
+    for each in (same, other):
+        quiet.rest(each)
+    assert [quiet.left[quiet.slot_of(each)] for each in (same, other)] == [0, quiet.CALLS]
+    quiet.look_again()
+    quiet.rest(same)
+    assert not any(quiet.left)
+    quiet.forget()
+    quiet.rest(same)
+    assert quiet.left[quiet.slot_of(place)]
+    quiet.serve(place)
+    assert not any(quiet.left), "no call of a layer of ours is skipped"
+
+
+def test_a_layer_rests_though_it_was_pending_at_first(served, monkeypatch) -> None:
+    """As where other threads find the kernels, and find none that pays."""
+    monkeypatch.setattr(
+        routing, "_find_conv2d", lambda key, *_: choosing.remember(key, torch.conv2d)
+    )
+    module, x = torch.nn.Conv2d(8, 8, 3), image()
+    with confpred.enabled(), torch.no_grad():
+        for _ in range(4):
+            module(x)
+        assert not any(quiet.left)
+        for key in list(served):
+            choosing.remember(key, None)
+        for _ in range(3):
+            module(x)
+        assert quiet.left[quiet.slot_of(id(module.weight))]
 
 
 def test_shapes_that_alternate_are_both_noticed(served, monkeypatch) -> None:
@@ -222,9 +254,9 @@ def test_shapes_that_alternate_are_both_noticed(served, monkeypatch) -> None:
     monkeypatch.setattr(routing, "_find_conv2d", find)
     module = torch.nn.Conv2d(8, 8, 3)
     with confpred.enabled(), torch.no_grad():
-        for _ in range(2 + QUIET_CALLS):
+        for _ in range(2 + quiet.CALLS):
             module(image(n=2))
         for _ in range(10):
             module(image(n=4))
             module(image(n=2))
-    assert len(ours) >= 10 - QUIET_CALLS // 2 - 1
+    assert len(ours) >= 10 - quiet.CALLS // 2 - 1
