@@ -135,16 +135,20 @@ def find(problem: Problem, ordinal: int, own: Limits | None = None) -> ReadyLaun
     return None if choice is None else prepare(choice, ordinal, own)
 
 
-def saves_ms(choices: Iterable[Choice | None], ordinal: int) -> float:
-    """Milliseconds of the GPU's time that `choices` are expected to save against PyTorch's own
-    operator; infinite where nothing is expected, as for a pin."""
+def saves_ms(
+    choices: Iterable[Choice | None],
+    ordinal: int,
+    theirs_ms: Callable[[Any, int], float | None] = choosing.pytorch_ms,
+) -> float:
+    """Milliseconds of the GPU's time that `choices` are expected to save against what they replace,
+    which takes `theirs_ms`; infinite where nothing is expected, as for a pin."""
     saved = 0.0
     for choice in choices:
         if choice is None:
             continue
         if choice.source not in ("predicted", "measured") or choice.predicted_ms is None:
             return inf
-        theirs = choosing.pytorch_ms(choice.problem, ordinal)
+        theirs = theirs_ms(choice.problem, ordinal)
         if theirs is None:
             return inf
         saved += theirs - choice.predicted_ms

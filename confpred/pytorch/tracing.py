@@ -4,8 +4,9 @@ A program that Inductor has made calls PyTorch's convolution in C++, and its poi
 what follows it; a layer of ours is launched from Python, which takes the host a little longer. The
 host is often what a compiled program waits for; it is not where the GPU takes longer for a layer
 than the host. Where that is so of a network's layers on average, each that saves more than it costs
-is ours; where it is not so, or the network is not known, those that take the GPU that long
-themselves, and others that save much. A program that becomes a CUDA graph
+is ours; else those that save much. Where the network is not known, each is judged by itself. What
+is saved is counted against what the program would have: a convolution, and one kernel for all that
+follows it, where eager mode has several. A program that becomes a CUDA graph
 (``mode="reduce-overhead"``) has no such cost. A library's plan has to be there, too: a program in
 which PyTorch's operator is called by way of us is slower.
 """
@@ -16,22 +17,27 @@ import hashlib
 import logging
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from confpred import __version__
+from confpred.cuda import driver
 from confpred.cudnn.graphs import front_end
 from confpred.errors import ConfpredError, MissingExtra
 from confpred.predict.choice import Choice
 from confpred.problem.conv2d import Problem
 from confpred.pytorch import choosing, inductor, loading, policy
 from confpred.pytorch.gradients import Mask, Shape
-from confpred.pytorch.host import COMPILED, COMPILED_TRAINING, GRAPH, Host
+from confpred.pytorch.host import COMPILED, COMPILED_NETWORK, COMPILED_TRAINING, GRAPH, Host
 from confpred.pytorch.layers import Geometry, problem_of
 from confpred.pytorch.layouts import is_channels_last
 
+#: What a pointwise kernel of Inductor's is taken to reach of the device's bandwidth, and to cost
+#: besides, milliseconds.
+POINTWISE_SHARE, POINTWISE_MS = 0.75, 0.0025
 _PLAIN = (Tensor, torch.nn.Parameter)
 log = logging.getLogger(__name__)
 _means: dict[tuple[tuple[Problem, ...], int], float | None] = {}
@@ -89,7 +95,7 @@ def pays(
 ) -> bool:
     """Whether the operator of ours is to be called for tensors like these, of which `x` may be one
     of a trace; `mask` tells of which of `x`, `weight` and `bias` there will be gradients, and
-    `layer_ms` what PyTorch's operators take for a layer of the network, on average.
+    `layer_ms` what `mean_layer_ms` says of the network.
 
     A size that is not known stands for the one that the program is traced with.
     """
@@ -120,8 +126,11 @@ def pays(
     ours = [c if c is not None and choosing.is_ours(c) else None for c in found]
     if not any(ours):  # as on a device that nothing is known of
         return False
-    own_ms = sum(choosing.pytorch_ms(p, ordinal) or 0.0 for p in problems if p is not None)
-    least = _host(mask).least(max(own_ms, layer_ms or 0.0))
+    if layer_ms is None:
+        layer_ms = sum(compiled_ms(p, ordinal) or 0.0 for p in problems if p is not None)
+        least = _host(mask, COMPILED).least(layer_ms)
+    else:
+        least = _host(mask, COMPILED_NETWORK).least(layer_ms)
     if not _save(ours, ordinal, least):
         return False
     # A library's plan may turn out not to be there, which takes long to find out.
@@ -131,11 +140,27 @@ def pays(
 
 def _save(choices: Sequence[Choice | None], ordinal: int, least: float) -> bool:
     """Whether `choices`, of which one at least is there, save `least` milliseconds."""
-    return any(choices) and policy.saves_ms(choices, ordinal) >= least
+    return any(choices) and policy.saves_ms(choices, ordinal, compiled_ms) >= least
+
+
+def compiled_ms(problem: Problem, ordinal: int) -> float | None:
+    """Milliseconds that a program without us is expected to take for `problem` on CUDA device
+    `ordinal`. PyTorch's operator was measured as eager mode runs it, with a kernel each for bias,
+    sum and activation; Inductor makes one kernel of them. A bias alone, or a norm, is taken to
+    share one with what comes later."""
+    if problem.direction != "fprop" or not (problem.bias or problem.has_epilogue):
+        return choosing.pytorch_ms(problem, ordinal)
+    bare = replace(problem, bias=False, residual=False, activation="none")
+    alone_ms = choosing.pytorch_ms(bare, ordinal)
+    if alone_ms is None or not problem.has_epilogue:
+        return alone_ms
+    moved = problem.itemsize * problem.output_elements * (3 if problem.residual else 2)
+    bandwidth = driver.device_of(ordinal).dram_bytes_per_s
+    return alone_ms + POINTWISE_MS + 1e3 * moved / (POINTWISE_SHARE * bandwidth)
 
 
 def mean_layer_ms(problems: Sequence[Problem]) -> float | None:
-    """What PyTorch's operators are expected to take for one of `problems` on the current CUDA
+    """What a program without us is expected to take for one of `problems` on the current CUDA
     device, on average; None where nothing tells. It is remembered, as each part of a network that
     is traced by itself asks."""
     if not problems or not torch.cuda.is_available():
@@ -148,7 +173,7 @@ def mean_layer_ms(problems: Sequence[Problem]) -> float | None:
 
 def _mean_ms(problems: Sequence[Problem], ordinal: int) -> float | None:
     try:
-        times = {p: choosing.pytorch_ms(p, ordinal) for p in dict.fromkeys(problems)}
+        times = {p: compiled_ms(p, ordinal) for p in dict.fromkeys(problems)}
     except ConfpredError as error:  # such as an unknown device
         log.debug("the layers of a network are judged one by one: %s", error)
         return None
@@ -160,8 +185,8 @@ def _known(size: Any) -> int | None:
     return size if isinstance(size, int) else size.node.hint
 
 
-def _host(mask: Mask) -> Host:
+def _host(mask: Mask, inference: Host) -> Host:
     config: Any = sys.modules.get("torch._inductor.config")
     if config is not None and config.triton.cudagraphs:
         return GRAPH
-    return COMPILED_TRAINING if any(mask) else COMPILED
+    return COMPILED_TRAINING if any(mask) else inference

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import confpred
 from confpred.pytorch import autograd, choosing, quiet, routing, switch
+from confpred.pytorch.fallback import PYTORCH_CONV2D
 from confpred.pytorch.guards import guard
 
 
@@ -229,7 +230,7 @@ def test_a_layer_in_the_slot_of_one_of_ours_is_always_looked_up() -> None:
 def test_a_layer_rests_though_it_was_pending_at_first(served, monkeypatch) -> None:
     """As where other threads find the kernels, and find none that pays."""
     monkeypatch.setattr(
-        routing, "_find_conv2d", lambda key, *_: choosing.remember(key, torch.conv2d)
+        routing, "_find_conv2d", lambda key, *_: choosing.remember(key, PYTORCH_CONV2D)
     )
     module, x = torch.nn.Conv2d(8, 8, 3), image()
     with confpred.enabled(), torch.no_grad():

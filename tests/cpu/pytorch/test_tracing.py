@@ -24,7 +24,7 @@ from confpred.problem.conv2d import Problem
 from confpred.problem.device import get_device
 from confpred.problem.limits import UNLIMITED, Limits
 from confpred.pytorch import choosing, operators, policy, routing, tracing
-from confpred.pytorch.host import COMPILED, COMPILED_TRAINING
+from confpred.pytorch.host import COMPILED, COMPILED_NETWORK, COMPILED_TRAINING
 
 GEOMETRY = ((1, 1), (1, 1), (1, 1), 4)
 H200 = get_device("h200")
@@ -93,7 +93,7 @@ class Ours:
         monkeypatch.setattr(
             tracing.policy,
             "saves_ms",
-            lambda found, _: saves_ms * sum(c is not None for c in found),
+            lambda found, *_: saves_ms * sum(c is not None for c in found),
         )
 
     def choose(self, problem: Any, _: int) -> Any:
@@ -121,6 +121,7 @@ def traced_pays(
 
 
 MORE, MUCH, LAYER = COMPILED.more, COMPILED.much, COMPILED.layer
+NETWORK = COMPILED_NETWORK
 
 
 @pytest.mark.parametrize(
@@ -146,25 +147,52 @@ def test_what_it_saves_has_to_pay_for_the_host(
 
 
 @pytest.mark.parametrize(
-    ("saves_ms", "own_ms", "mean_ms", "expected"),
+    ("saves_ms", "mean_ms", "expected"),
     [
-        (MORE, 0.0, LAYER, True),
-        (MORE, LAYER, 0.0, True),
-        (MORE * 0.9, LAYER, LAYER, False),
-        (MUCH * 0.9, LAYER * 0.9, LAYER * 0.9, False),
-        (MUCH, 0.0, LAYER * 0.9, True),
+        (NETWORK.more, NETWORK.layer, True),
+        (NETWORK.more * 0.9, NETWORK.layer, False),
+        (NETWORK.much * 0.9, NETWORK.layer * 0.9, False),
+        (NETWORK.much, NETWORK.layer * 0.9, True),
     ],
 )
-def test_a_long_layer_counts_and_so_does_a_network_of_them(
-    saves_ms, own_ms, mean_ms, expected, monkeypatch
+@pytest.mark.parametrize("own_ms", [0.0, 2 * LAYER])
+def test_a_network_that_is_known_is_judged_as_a_whole(
+    own_ms, saves_ms, mean_ms, expected, monkeypatch
 ) -> None:
     Ours(monkeypatch, saves_ms, own_ms)
     assert traced_pays(layer_ms=mean_ms) is expected
 
 
+LAYER_OF = {"n": 32, "c": 64, "h": 56, "w": 56, "k": 128, "r": 3, "s": 3}
+
+
+@pytest.mark.parametrize(
+    ("epilogue", "times_moved"),
+    [
+        ({}, 0),
+        ({"bias": True}, 0),
+        ({"bias": True, "activation": "relu"}, 2),
+        ({"residual": True}, 3),
+        ({"activation": "silu", "residual": True}, 3),
+    ],
+)
+def test_a_program_has_one_kernel_for_all_that_follows(epilogue, times_moved, monkeypatch) -> None:
+    monkeypatch.setattr(tracing.choosing, "pytorch_ms", lambda p, _: 1.0 if p == bare else 9.0)
+    monkeypatch.setattr(tracing.driver, "device_of", lambda _: H200)
+    bare = Problem(**LAYER_OF)
+    moved = times_moved * 2 * 32 * 128 * 54 * 54
+    more = 0.0025 + 1e3 * moved / (0.75 * H200.dram_bytes_per_s) if times_moved else 0.0
+    assert tracing.compiled_ms(Problem(**LAYER_OF, **epilogue), 0) == pytest.approx(1.0 + more)
+
+
+def test_the_gradient_of_a_bias_stays_with_that_of_the_filter(monkeypatch) -> None:
+    monkeypatch.setattr(tracing.choosing, "pytorch_ms", lambda p, _: 2.0 if p.bias else 1.0)
+    assert tracing.compiled_ms(Problem(**LAYER_OF, direction="wgrad", bias=True), 0) == 2.0
+
+
 def test_the_mean_of_a_network_counts_each_call(monkeypatch) -> None:
     times = {"short": 1.0, "long": 4.0, "unknown": None}
-    monkeypatch.setattr(tracing.choosing, "pytorch_ms", lambda problem, _: times[problem])
+    monkeypatch.setattr(tracing, "compiled_ms", lambda problem, _: times[problem])
     assert tracing.mean_layer_ms(["short"]) is None  # no GPU
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
@@ -175,7 +203,7 @@ def test_the_mean_of_a_network_counts_each_call(monkeypatch) -> None:
     def refuse(*_: object) -> None:
         raise UnknownDevice("device", "none", "one")
 
-    monkeypatch.setattr(tracing.choosing, "pytorch_ms", refuse)
+    monkeypatch.setattr(tracing, "compiled_ms", refuse)
     assert tracing.mean_layer_ms(["short"]) is None
     choosing.forget()
 
@@ -184,7 +212,7 @@ def test_the_mean_of_a_network_is_found_once_while_the_same_decides(monkeypatch)
     asked = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(tracing.choosing, "pytorch_ms", lambda *given: asked.append(given) or 1.0)
+    monkeypatch.setattr(tracing, "compiled_ms", lambda *given: asked.append(given) or 1.0)
     for _ in range(2):
         assert tracing.mean_layer_ms(["layer"]) == 1.0
     assert len(asked) == 1
