@@ -317,7 +317,7 @@ def test_the_hosts_time_in_a_network_is_told_by_kind_of_layer(tables: ModuleType
         assert row["step_ms"] >= row["host_ms"] > 0
         assert row["calls"]["dense"]["layers"] == layers
         assert row["calls"]["grouped"] == {"layers": 0, "us": 0}
-        assert 0 < row["calls"]["dense"]["us"] < 2e3 * row["host_ms"]
+        assert row["calls"]["dense"]["us"] > 0
     _, made = tables.TABLES["h200-host-in-networks"]
     lines = made({"rows": rows}).splitlines()
     assert len(lines) == 2 + len(host.WAYS)

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils import prune
 from torch.utils.flop_counter import FlopCounterMode
 
 import confpred
@@ -24,7 +25,7 @@ from confpred.predict.plans import plan_of, read_plan, write_plan
 from confpred.predict.predictor import Predictor
 from confpred.problem.conv2d import Problem
 from confpred.problem.limits import UNLIMITED
-from confpred.pytorch import casts, choosing, policy, routing, switch
+from confpred.pytorch import casts, choosing, policy, quiet, routing, switch
 
 NAMES = ("conv1d", "conv2d", "conv_transpose2d")
 OWN = {name: getattr(F, name) for name in NAMES}
@@ -101,6 +102,62 @@ def test_modules_pad_as_before(groups, padding, mode) -> None:
     expected = layer(x)
     with confpred.enabled():
         assert torch.equal(layer(x), expected)
+
+
+def given_a_method(layer: nn.Conv2d) -> None:
+    """As diffusion pipelines do to make images that tile."""
+
+    def conv_forward(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        return F.conv2d(F.pad(x, (1, 1, 1, 1), "circular"), weight, bias)
+
+    layer._conv_forward = conv_forward  # type: ignore[assignment]
+
+
+def pruned(layer: nn.Conv2d) -> None:
+    prune.random_unstructured(layer, "weight", 0.5)
+
+
+def sharded(layer: nn.Conv2d) -> None:
+    """As wrappers leave a layer whose parameters are views of one buffer."""
+    weight = layer._parameters.pop("weight")
+    layer.__dict__["weight"] = 2 * weight.detach()
+
+
+def shadowed(layer: nn.Conv2d) -> None:
+    layer.__dict__["bias"] = torch.ones(4)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        given_a_method,
+        pruned,
+        sharded,
+        shadowed,
+        lambda layer: nn.utils.parametrize.register_parametrization(layer, "weight", nn.Tanh()),
+        lambda layer: nn.utils.weight_norm(layer),
+        lambda layer: setattr(layer, "padding_mode", "circular"),
+        lambda layer: setattr(layer, "stride", (2, 2)),
+        lambda layer: setattr(layer, "bias", None),
+    ],
+)
+@pytest.mark.parametrize("rests", [False, True])
+def test_a_layer_that_was_changed_is_computed_as_by_pytorch(changed, rests) -> None:
+    layer, x = nn.Conv2d(4, 4, 3, padding=1), torch.randn(1, 4, 6, 6)
+    changed(layer)
+    expected = layer(x)
+    with confpred.enabled():
+        if rests:
+            quiet.left[:] = bytes([quiet.CALLS]) * len(quiet.left)
+        assert torch.equal(layer(x), expected)
+    quiet.forget()
+
+
+def test_parameters_of_one_call_are_those_that_count() -> None:
+    layer, x = nn.Conv2d(4, 4, 3), torch.randn(1, 4, 6, 6)
+    given = {"weight": torch.randn(4, 4, 3, 3), "bias": torch.randn(4)}
+    with confpred.enabled():
+        assert torch.equal(torch.func.functional_call(layer, given, x), F.conv2d(x, **given))
 
 
 def test_each_enable_needs_its_own_disable() -> None:
