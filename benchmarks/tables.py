@@ -283,6 +283,19 @@ def transfer(result: dict[str, Any]) -> str:
     return markdown(heads, rows)
 
 
+def transfer_holdout(result: dict[str, Any]) -> str:
+    """What whole models are worth on a device by the share of its problems that were learned from
+    (``benchmarks/transfer_holdout.py``)."""
+    heads = ("from", "to", "its problems", "rows of it", "ours: geomean", "p95", "worst")
+    rows = []
+    for row in result["rows"]:
+        share, ours = ("H100", "H200", f"{row['share']:.0%}", f"{row['rows']:,}"), row["ours"]
+        figures = [*(ours[name] for name in ("geomean", "p95", "worst")), row["first"]["3"]]
+        whole = (row["whole"]["geomean"], row["weighted"])
+        rows.append((*share, *(f"{value:.3f}" for value in (*figures, *whole))))
+    return markdown((*heads, "best of 3", "whole: geomean", "by time"), rows)
+
+
 _RUNS = (
     "conv_vs_cudnn.json",
     "in_situ.json",
@@ -351,6 +364,7 @@ TABLES: dict[str, tuple[tuple[str, ...], Callable[..., str]]] = {
     "service": (("service_latency.json",), service),
     "mechanisms": (("host_mechanisms.json",), partial(mechanisms, markdown=markdown)),
     "transfer": (("transfer.json",), transfer),
+    "transfer-holdout": (("transfer_holdout.json",), transfer_holdout),
 } | {
     f"{device}-{name}": (tuple(f"{device}/{file}" for file in files), make)
     for device in ("h100", "h200")

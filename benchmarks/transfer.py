@@ -20,7 +20,7 @@ from __future__ import annotations
 import argparse
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -96,11 +96,16 @@ def regrets(order: Trees, test: Sequence[Example]) -> list[list[float]]:
     return found
 
 
+def share_of(layers: Collection[str], share: float, seed: int) -> set[str]:
+    """A random `share` of `layers`, which holds those of smaller shares."""
+    shuffled = sorted(layers)
+    random.Random(seed).shuffle(shuffled)
+    return set(shuffled[: round(share * len(shuffled))])
+
+
 def drawn(examples: Sequence[Example], share: float, seed: int) -> list[Example]:
     """The examples of `share` of the layers."""
-    layers = sorted({str(e.timings.problem.layer()) for e in examples})
-    random.Random(seed).shuffle(layers)
-    kept = set(layers[: round(share * len(layers))])
+    kept = share_of({str(e.timings.problem.layer()) for e in examples}, share, seed)
     return [e for e in examples if str(e.timings.problem.layer()) in kept]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,6 +21,14 @@ def no_models_of_the_user(tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CONFPRED_MODELS_DIR", str(tmp_path_factory.mktemp("models") / "none"))
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def interrupts_are_heard() -> None:
+    """A shell has what it runs in the background ignore Ctrl-C, and so would all processes that
+    tests start: confpred leaves a signal alone that is ignored."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import shutil
+from dataclasses import replace
 from itertools import islice, pairwise
+from pathlib import Path
 from types import ModuleType
 
 import pytest
+import synthetic
 
 from confpred.families.registry import all_families
 from confpred.model.pools import pools
 from confpred.problem.conv2d import DIRECTIONS, Problem
 from confpred.problem.device import get_device
 from confpred.training.dataset import read_dataset
+from confpred.training.holdout import read_holdout
 
 
 @pytest.fixture
@@ -161,3 +166,31 @@ def test_a_device_is_learned_from_another(transfer, measurements):
     assert rows[1.0, "alone"]["rows"] > 100
     assert rows[0.0, "both devices"]["geomean"] == rows[1.0, "alone"]["geomean"]
     assert 1 <= rows[1.0, "alone"]["top8"] <= rows[1.0, "alone"]["geomean"] < 1.5
+
+
+def test_a_whole_model_is_judged_elsewhere(transfer, measurements, model_folder, tmp_path):
+    elsewhere, tables = map(__import__, ("transfer_holdout", "tables"))
+    giver = read_dataset([measurements])
+    asker = replace(giver, device=get_device("h200"), others=(giver,))
+    assert elsewhere.with_share(asker, 0.0, 0) is giver
+    half, whole = (elsewhere.with_share(asker, share, 0) for share in (0.5, 1.0))
+    assert 0 < len(half.timings) < len(whole.timings) == len(asker.timings)
+    assert {t.problem for t in half.timings} >= half.pytorch_ms.keys()
+    assert half.others == asker.others
+
+    path = synthetic.write_holdout(tmp_path / "held.parquet", "net0")
+    held = read_holdout(read_dataset([path]), [path])
+    learned: list[object] = []
+
+    def learn(known: object, out: Path) -> None:
+        learned.append(known)
+        shutil.copytree(model_folder, out)
+
+    here = replace(asker, device=giver.device)
+    rows = [elsewhere.judged(here, held, share, 0, learn) for share in (0.0, 1.0)]
+    assert learned[0] is giver
+    assert rows[0]["ours"] == rows[1]["ours"]
+    assert rows[0]["ours"]["geomean"] >= 1
+    assert rows[1]["rows"] == sum(len(t.rows) for t in giver.timings)
+    _, made = tables.TABLES["transfer-holdout"]
+    assert "| H100 | H200 | 0% |" in made({"rows": rows})
