@@ -10,7 +10,8 @@ right for any tensors; what is late by some calls, where tensors of another shap
 that would have been faster. Whatever is noticed to have changed ends it for all places.
 
 The marks are a byte a slot, in one page of memory, by the address of what names the place. Where a
-layer of ours has the same slot, nothing is skipped.
+layer of ours has the same slot, nothing is skipped. Addresses differ from one process to the next,
+so where PyTorch is told to be deterministic, nothing rests.
 """
 
 from __future__ import annotations

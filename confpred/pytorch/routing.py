@@ -35,6 +35,7 @@ from confpred.pytorch.fallback import (
 from confpred.pytorch.layers import Geometry
 from confpred.pytorch.layouts import is_channels_last
 from confpred.pytorch.operators import traced
+from confpred.pytorch.policy import is_deterministic
 from confpred.pytorch.tracing import dense_may_be_ours
 
 _PLAIN = frozenset((Tensor, Parameter))
@@ -95,7 +96,8 @@ def conv2d(
         if serve is None:
             # The answer is PyTorch's whatever else has changed, so what counts is that it is quick.
             if facts is (records and weight.requires_grad) and agrees(input):
-                quiet.rest(place)
+                if not is_deterministic():  # which layers have one slot differs between processes
+                    quiet.rest(place)
                 return PYTORCH_CONV2D(input, weight, bias, stride, padding, dilation, groups)
         elif (
             facts == (stride, padding, dilation, groups, bias is None, records, _low("cuda"))

@@ -213,6 +213,16 @@ def test_a_layer_that_stays_pytorchs_is_looked_at_now_and_then(served, monkeypat
     assert len(agreeing) == 3
 
 
+def test_where_results_are_to_repeat_no_layer_rests(served, monkeypatch) -> None:
+    monkeypatch.setattr(routing, "_find_conv2d", lambda key, *_: choosing.remember(key, None))
+    monkeypatch.setattr(routing, "is_deterministic", lambda: True)
+    module = torch.nn.Conv2d(8, 8, 3)
+    with confpred.enabled():
+        for _ in range(4):
+            module(image())
+    assert not any(quiet.left)
+
+
 def test_a_layer_in_the_slot_of_one_of_ours_is_always_looked_up() -> None:
     place, same, other = 16, 16 * (2 + quiet.LAST), 32
     quiet.serve(place)
