@@ -39,6 +39,7 @@ from network_models import (
     prepared,
     step_of,
 )
+from network_steps import UNTIMED
 from provenance import RESULTS, provenance, write
 from torch import nn
 
@@ -53,7 +54,6 @@ WAYS: dict[str, Around] = {
     LOOKING: partial(confpred.enabled, wait=True, max_regret=1.0),  # type: ignore[attr-defined]
 }
 NETWORKS = ("efficientnet_b0", "mobilenetv3_large_100", "regnety_040", "convnext_tiny")
-UNTIMED = 4  # steps of a turn
 
 
 @dataclass(frozen=True, slots=True)

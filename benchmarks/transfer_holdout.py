@@ -38,10 +38,8 @@ def with_share(asker: Dataset, share: float, seed: int) -> Dataset:
     if not kept:
         (giver,) = asker.others
         return giver
-    timings = tuple(t for t in asker.timings if str(t.problem.layer()) in kept)
-    problems = {t.problem for t in timings}
-    pytorch_ms = {p: ms for p, ms in asker.pytorch_ms.items() if p in problems}
-    return replace(asker, timings=timings, pytorch_ms=pytorch_ms)
+    problems = {t.problem for t in asker.timings if str(t.problem.layer()) in kept}
+    return replace(asker.restricted(problems), others=asker.others)
 
 
 def judged(
@@ -58,10 +56,9 @@ def judged(
         model: Model = load_model(Path(folder) / "model")
     checked = check_unseen(model, known, held.dataset)
     verdict = judge_holdout(replace(model, device=asker.device), held, checked, seed)
-    own = known if known.device == asker.device else None
     return {
         "share": share,
-        "rows": sum(len(t.rows) for t in own.timings) if own else 0,
+        "rows": known.rows if known.device == asker.device else 0,
         "problems": verdict.problems,
         "ours": asdict(verdict.ours),
         "first": dict(verdict.first),

@@ -27,7 +27,8 @@ _NONE = bytes(LAST + 1)
 
 
 def slot_of(place: int) -> int:
-    """The slot of a place that an address names; objects are 16 bytes apart at least."""
+    """The slot of a place that an address names; objects are 16 bytes apart at least. What looks at
+    each call writes this out, as a call costs as much."""
     return place >> 4 & LAST
 
 
