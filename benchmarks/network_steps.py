@@ -41,7 +41,9 @@ SLACK = 0.01
 CHECKED = 8  # images, in inference, where they do not depend on one another
 WARM_UPS = 3
 LEAST_STEPS = 3  # of a turn
-UNTIMED = 4  # steps after `confpred.enable`, which forgets: finding, noting, agreeing, and one more
+#: Steps of a turn that are not timed: after `confpred.enable` or `disable`, which make all variants
+#: of ours forget, come finding, noting, agreeing, and one more.
+UNTIMED = 4
 
 
 @dataclass
@@ -203,8 +205,8 @@ def time_interleaved(
 
     def turn(variant: Variant, steps: int) -> float:
         with variant.around():
-            for _ in range(1 if variant.around is nullcontext else UNTIMED):
-                variant.step()  # what entering the context has emptied is filled again
+            for _ in range(UNTIMED):
+                variant.step()
             setting.synchronize()
             start = time.perf_counter()
             for _ in range(steps):

@@ -11,6 +11,8 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from confpred.pytorch.quiet import MARK
+
 Self = TypeVar("Self", bound="InstanceForward")
 _installed: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()
 
@@ -76,8 +78,9 @@ def forget_method(module: nn.Module) -> None:
 
 
 def remove(model: nn.Module) -> None:
-    """Take every `InstanceForward` and every method off `model`."""
+    """Take every `InstanceForward` and every method off `model`, and what its layers count."""
     for module in model.modules():
+        module.__dict__.pop(MARK, None)
         forget_method(module)
         if isinstance(module.__dict__.get("forward"), InstanceForward):
             del module.__dict__["forward"]

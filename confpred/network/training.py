@@ -36,6 +36,8 @@ from confpred.network.modules import (
     is_counting_norm,
     is_linear,
 )
+from confpred.pytorch.fallback import PYTORCH_CONV2D
+from confpred.pytorch.quiet import rests
 from confpred.pytorch.routing import conv2d
 from confpred.pytorch.streams import current_device, empty
 from confpred.pytorch.tracing import constant_while_compiling
@@ -172,7 +174,9 @@ def _convolution(running: Running, _: type[nn.Module]) -> Forward:
         if _is_dynamo():
             return conv2d(x, self.weight, self.bias, *geometry)
         weight, bias = _tensors(self, running)
-        return conv2d(x, weight, bias, *geometry, place=id(self))
+        if rests(self.__dict__):
+            return PYTORCH_CONV2D(x, weight, bias, *geometry)  # type: ignore[arg-type]
+        return conv2d(x, weight, bias, *geometry, layer=self)
 
     return forward
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from confpred.pytorch import policy
 from confpred.pytorch.choosing import latest, note, pytorch_ms, remember, served
 from confpred.pytorch.fallback import pytorch_backward, pytorch_forward
-from confpred.pytorch.host import EAGER_PLAN, EAGER_TRAINING, Host
+from confpred.pytorch.host import EAGER, EAGER_TRAINING, Host
 from confpred.pytorch.layers import Geometry, alike, problem_of, sums_bias, transposed_image
 from confpred.pytorch.layouts import is_channels_last
 from confpred.pytorch.ready import CHANNELS_LAST, ReadyLaunch, dense, is_dense
@@ -231,8 +231,8 @@ def find_layer(
         return None
     out, dx, dw = (None if one is None else one.run for one in ready)
     layer = Layer(shape, out, dx, {deterministic: dw})
-    if any(mask) or any(one.is_plan for one in ready if one is not None):
-        layer.pays = _pays(problems, ready, EAGER_TRAINING if any(mask) else EAGER_PLAN, shape)
+    if any(mask) or bias is None or any(one.is_plan for one in ready if one is not None):
+        layer.pays = _pays(problems, ready, EAGER_TRAINING if any(mask) else EAGER, shape)
     return layer
 
 

@@ -41,10 +41,10 @@ COMPILED, COMPILED_TRAINING = Host(0.045, 0.006, 0.05), Host(0.135, 0.02, 0.15)
 #: were timed, those that layers of ours made slower took up to 39 us a layer, and those of 40 and
 #: more gained.
 COMPILED_NETWORK = Host(0.04, 0.006, 0.05)
-#: An eager layer that is a plan of a library and no more: its launch takes the host as long as
-#: PyTorch's operator, but some microseconds longer inside a network, where there are many of them.
-#: A kernel of ours takes no longer, and a fused one takes the place of several launches.
-EAGER_PLAN = Host(0.045, 0.006, 0.05)
+#: An eager layer: its launch takes the host as long as PyTorch's operator, but 4 to 9 us longer
+#: inside a network. A kernel that adds a bias, or fuses more, takes no longer, as it is in place of
+#: several launches of PyTorch's; a plan of a library does, as there are many.
+EAGER = Host(0.045, 0.006, 0.05)
 #: A node of the graph in Python takes the host longer than PyTorch's own, which is C++
 #: (``benchmarks/host_overhead.py``).
 EAGER_TRAINING = Host(0.0, 0.04, 0.04)

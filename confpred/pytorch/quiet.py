@@ -2,56 +2,57 @@
 
 A step at a small batch waits for the host, and the answer for most layers is PyTorch's own
 function, as it was at the step before. Inside a network the processor's caches hold nothing of
-`choosing.latest` and its guards when a layer comes: each object that is read costs a tenth of a
-microsecond or more, and to look a layer up two, of some twenty that the call takes
-(``benchmarks/host_in_networks.py``). So after a lookup that said PyTorch's, the next calls of the
-place go there at once, and then one looks again. That serves only PyTorch's own function, which is
-right for any tensors; what is late by some calls, where tensors of another shape come, is a kernel
-that would have been faster. Whatever is noticed to have changed ends it for all places.
+`choosing.latest` and its guards when a layer comes: to look one up costs three microseconds, of
+some twenty that the call takes (``benchmarks/host_in_networks.py``). So after a lookup that said
+PyTorch's, the next calls of the layer go there at once, and then one looks again. That serves only
+PyTorch's own function, which is right for any tensors; what is late by some calls, where tensors of
+another shape come, is a kernel that would have been faster. Whatever is noticed to have changed
+ends it for all layers.
 
-The marks are a byte a slot, in one page of memory, by the address of what names the place. Where a
-layer of ours has the same slot, nothing is skipped. Addresses differ from one process to the next,
-so where PyTorch is told to be deterministic, nothing rests.
+The count is among the attributes of the layer, which are at hand when it is called: a table of
+ours, by the layer's address, cost ten times as much. `leave` takes it away.
 """
 
 from __future__ import annotations
 
+import weakref
+from typing import Any
+
+from torch import nn
+
 #: Calls that go straight on. What comes in turns, such as steps with gradients and without, is
 #: noticed nevertheless, unless there are seven turns.
 CALLS = 6
-LAST = 4095  # slot; a power of two less one
-#: By slot, how many more calls go straight on.
-left = bytearray(LAST + 1)
-_ours = bytearray(LAST + 1)
-_NONE = bytes(LAST + 1)
+#: The attribute of a layer that says how many calls are left, from `woken` on.
+MARK = "_confpred_rests"
+woken = 0
+_marked: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
 
 
-def slot_of(place: int) -> int:
-    """The slot of a place that an address names; objects are 16 bytes apart at least. What looks at
-    each call writes this out, as a call costs as much."""
-    return place >> 4 & LAST
+def rest(layer: nn.Module) -> None:
+    """Look `layer` up again after some calls; it was PyTorch's."""
+    own = layer.__dict__
+    if MARK not in own:
+        _marked[id(layer)] = layer
+    own[MARK] = woken + CALLS
 
 
-def rest(place: int) -> None:
-    """Look `place` up again after some calls; it was PyTorch's."""
-    slot = slot_of(place)
-    if not _ours[slot]:
-        left[slot] = CALLS
-
-
-def serve(place: int) -> None:
-    """Look `place` up at each call; it is ours."""
-    slot = slot_of(place)
-    _ours[slot] = 1
-    left[slot] = 0
+def rests(own: dict[str, Any]) -> bool:
+    """Whether the layer whose attributes are `own` is not to be looked up at this call."""
+    if not 0 < own.get(MARK, 0) - woken <= CALLS:  # other processes count from elsewhere
+        return False
+    own[MARK] -= 1
+    return True
 
 
 def look_again() -> None:
-    """Look each place up at its next call."""
-    left[:] = _NONE
+    """Look each layer up at its next call."""
+    global woken
+    woken += CALLS
 
 
-def forget() -> None:
-    """Look each place up at its next call, and let slots that were ours be others'."""
-    look_again()
-    _ours[:] = _NONE
+def leave() -> None:
+    """Take all counts away from their layers."""
+    for layer in list(_marked.values()):
+        layer.__dict__.pop(MARK, None)
+    _marked.clear()

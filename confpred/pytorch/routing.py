@@ -7,8 +7,8 @@ the ways).
 
     F.conv2d --+-- subclasses, torch.func, tracing, other modes --> PyTorch's function
                +-- torch.compile -----------------------> torch.ops.confpred.conv2d (chosen at run)
-               `-- eager --> quiet? latest, served +-- ours, with or without gradients
-                                                   `-- else PyTorch's function
+               `-- eager --> latest, served +-- ours, with or without gradients
+                                            `-- else PyTorch's function
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
 from torch.nn import Parameter
@@ -35,7 +35,6 @@ from confpred.pytorch.fallback import (
 from confpred.pytorch.layers import Geometry
 from confpred.pytorch.layouts import is_channels_last
 from confpred.pytorch.operators import traced
-from confpred.pytorch.policy import is_deterministic
 from confpred.pytorch.tracing import dense_may_be_ours
 
 _PLAIN = frozenset((Tensor, Parameter))
@@ -71,24 +70,19 @@ def conv2d(
     dilation: Any = 1,
     groups: int = 1,
     *,
-    place: int | None = None,
+    layer: nn.Module | None = None,
 ) -> Tensor:
     """``torch.nn.functional.conv2d``, by the fastest kernel; what `enable` puts in its place.
 
-    `place` is the identity of what calls from there again and again; by default the weight's.
+    `layer` is what calls from there again and again, and may rest (`confpred.pytorch.quiet`); by
+    default the weight is taken for that, and never rests.
     """
     if _is_dynamo():
         run = PYTORCH_CONV2D if groups == 1 and not dense_may_be_ours() else _special
         return run(input, weight, bias, stride, padding, dilation, groups)
     if groups == 1 and not choosing.may_serve_dense:
         return PYTORCH_CONV2D(input, weight, bias, stride, padding, dilation, groups)
-    if place is None:
-        place = id(weight)
-    slot = place >> 4 & quiet.LAST
-    calls = quiet.left[slot]
-    if calls:
-        quiet.left[slot] = calls - 1
-        return PYTORCH_CONV2D(input, weight, bias, stride, padding, dilation, groups)
+    place = id(weight if layer is None else layer)
     records = _is_grad_enabled()
     known = latest.get(place)
     if known is not None:
@@ -96,8 +90,8 @@ def conv2d(
         if serve is None:
             # The answer is PyTorch's whatever else has changed, so what counts is that it is quick.
             if facts is (records and weight.requires_grad) and agrees(input):
-                if not is_deterministic():  # which layers have one slot differs between processes
-                    quiet.rest(place)
+                if layer is not None:
+                    quiet.rest(layer)
                 return PYTORCH_CONV2D(input, weight, bias, stride, padding, dilation, groups)
         elif (
             facts == (stride, padding, dilation, groups, bias is None, records, _low("cuda"))
@@ -152,7 +146,6 @@ def conv2d(
         else:
             facts = (stride, padding, dilation, groups, bias is None, records, _low("cuda"))
             note(place, serve, (input, weight, bias), facts)
-            quiet.serve(place)
     if serve is None:
         return PYTORCH_CONV2D(input, weight, bias, stride, padding, dilation, groups)
     return serve(input, weight, bias)  # type: ignore[no-any-return]

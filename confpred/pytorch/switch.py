@@ -3,7 +3,8 @@
 While enabled, ``conv1d``, ``conv2d`` and ``conv_transpose2d`` of `torch.nn.functional` (and of
 `torch`, where they have the same names) are those of `confpred.pytorch.routing`; every `torch.nn`
 layer calls them. `torch.nn.Conv2d` calls them by a method that is put in place too, so that those
-of its layers that stay PyTorch's do not have to. And a CUDA graph that begins is noticed, as a
+of its layers that stay PyTorch's do not have to; what they count for that stays out of copies and
+files. And a CUDA graph that begins is noticed, as a
 layer that is PyTorch's in eager steps may be ours in it.
 """
 
@@ -34,7 +35,7 @@ from confpred.pytorch.fallback import (
     PYTORCH_CONV_TRANSPOSE2D,
     PYTORCH_FORWARD,
 )
-from confpred.pytorch.module import forward
+from confpred.pytorch.module import forward, getstate
 from confpred.pytorch.verify import Verifier
 
 _lock = threading.Lock()
@@ -53,8 +54,10 @@ def enable(
 ) -> None:
     """Let every convolution of this process be computed by the fastest kernel.
 
-    No model is touched, and nothing else changes: what has no kernel of ours, or none that is
-    predicted to win, is computed by PyTorch's own operator. `disable` undoes it. Calls nest: each
+    No model is touched, but for a count that layers of PyTorch's have among their attributes
+    meanwhile, and their copies and files have not; and nothing else changes: what has no kernel of
+    ours, or none that is predicted to win, is computed by PyTorch's own operator. `disable` undoes
+    it. Calls nest: each
     `enable` needs its own `disable`, and the settings of the latest that is not undone hold.
     Programs that `torch.compile` has compiled stay as they were compiled.
 
@@ -100,6 +103,7 @@ def enable(
         _tell_torchscript()
         _tell_dynamo()
         _install(routing.conv1d, routing.conv2d, routing.conv_transpose2d, forward, _capture_begin)
+        nn.Conv2d.__getstate__ = getstate  # type: ignore[assignment,method-assign]
 
 
 def disable() -> None:
@@ -123,6 +127,8 @@ def disable() -> None:
                 PYTORCH_FORWARD,
                 PYTORCH_CAPTURE_BEGIN,
             )
+            del nn.Conv2d.__getstate__  # which is inherited
+            quiet.leave()
             _tell_dynamo()
 
 

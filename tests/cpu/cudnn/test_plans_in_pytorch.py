@@ -29,7 +29,7 @@ from confpred.problem.device import get_device
 from confpred.problem.limits import UNLIMITED, Limits
 from confpred.problem.operation import Plan
 from confpred.pytorch import autograd, choosing, directions, gradients, loading, policy, ready
-from confpred.pytorch.host import EAGER_PLAN, EAGER_TRAINING
+from confpred.pytorch.host import EAGER, EAGER_TRAINING
 
 H200 = get_device("h200")
 LAYER = Problem(2, 16, 6, 5, 24, 3, 3, padding=1, bias=True, dtype="float32")
@@ -292,11 +292,11 @@ def test_a_bias_is_summed_beside_the_plan_of_the_filter(cudnn: Cudnn, mask: Any)
 @pytest.mark.parametrize(
     ("saves_ms", "pytorch_ms", "mask", "expected"),
     [
-        (EAGER_PLAN.more, EAGER_PLAN.layer, NONE, True),
-        (EAGER_PLAN.more * 0.9, EAGER_PLAN.layer, NONE, False),
-        (EAGER_PLAN.more, EAGER_PLAN.layer * 0.9, NONE, False),
-        (EAGER_PLAN.much * 0.9, None, NONE, False),
-        (EAGER_PLAN.much, EAGER_PLAN.layer * 0.9, NONE, True),
+        (EAGER.more, EAGER.layer, NONE, True),
+        (EAGER.more * 0.9, EAGER.layer, NONE, False),
+        (EAGER.more, EAGER.layer * 0.9, NONE, False),
+        (EAGER.much * 0.9, None, NONE, False),
+        (EAGER.much, EAGER.layer * 0.9, NONE, True),
         (inf, None, NONE, True),  # a pin
         (EAGER_TRAINING.much, 0.0, ALL, True),
         (EAGER_TRAINING.much * 0.9, 1.0, ALL, False),
@@ -313,17 +313,22 @@ def test_an_eager_plan_has_to_pay_for_the_host(
     assert layer.pays is expected
 
 
-def test_an_eager_kernel_of_ours_costs_the_host_nothing_more(
-    cudnn: Cudnn, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("adds_bias", [True, False])
+def test_an_eager_kernel_of_ours_has_to_pay_unless_it_adds_a_bias(
+    adds_bias, cudnn: Cudnn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    choosing.use_predictor(ByLimits({}))
+    pins = {(replace(LAYER, bias=adds_bias), H200): TF32}
+    choosing.use_predictor(Predictor({}, pins))
     kernel = object.__new__(ready.ReadyLaunch)
-    kernel.is_plan, kernel.run = False, lambda *_: None
+    kernel.is_plan, kernel.run, kernel.choice = False, lambda *_: None, None
     monkeypatch.setattr(policy, "prepare", lambda *_: kernel)
-    monkeypatch.setattr(policy, "saves_ms", lambda *_: pytest.fail("asked"))
-    layer = gradients.find_layer(*tensors(), torch.float32, GEOMETRY, NONE)
+    monkeypatch.setattr(policy, "saves_ms", lambda *_: EAGER.more * 0.9)
+    monkeypatch.setattr(gradients, "pytorch_ms", lambda *_: EAGER.layer)
+    x, weight, bias = tensors()
+    given = bias if adds_bias else None
+    layer = gradients.find_layer(x, weight, given, torch.float32, GEOMETRY, NONE)
     assert isinstance(layer, gradients.Layer)
-    assert layer.pays
+    assert layer.pays is adds_bias
 
 
 @pytest.mark.parametrize("pays", [True, False])
