@@ -21,8 +21,8 @@ from typing import Any
 from torch import nn
 
 #: Calls that go straight on. What comes in turns, such as steps with gradients and without, is
-#: noticed nevertheless, unless there are seven turns.
-CALLS = 6
+#: noticed nevertheless, unless there are thirteen turns.
+CALLS = 12
 #: The attribute of a layer that says how many calls are left, from `woken` on.
 MARK = "_confpred_rests"
 woken = 0
