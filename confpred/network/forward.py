@@ -163,11 +163,12 @@ class OptimizedForward(InstanceForward):
     def _call_compiled(self, *args: Any, **kwargs: Any) -> Any:
         if kwargs or torch.is_grad_enabled() or not self._is_ready(len(args)):
             return self.original(*args, **kwargs)
-        if self._module().training or not self._traced.evaluates():  # type: ignore[union-attr]
+        traced = self._traced
+        if self._module().training or not traced.evaluates():  # type: ignore[union-attr]
             return self.original(*args)
         if self._channels_last:
             args = tuple([_channels_last(x) for x in args])
-        return self._program.run(self._traced, *args)  # type: ignore[union-attr]
+        return traced.run(traced, *args)  # type: ignore[union-attr]
 
     @constant_while_compiling
     def _is_ready(self, arguments: int) -> bool:

@@ -137,11 +137,17 @@ class TracedCalls(nn.Module):
     """What a program calls while `torch.compile` traces it.
 
     Modules, each reached by one way: of what else the trace looks at, the compiled code would ask
-    Python before each call whether it is still the same.
+    Python before each call whether it is still the same. Where the trace looks at nothing but the
+    dictionaries of modules, PyTorch may ask once for all of them whether any has changed.
+
+    Attributes:
+        run: the program's function, which is called with this.
+        modes: the modules that do something else in training, other than the sites' norms.
     """
 
     def __init__(self, program: Program) -> None:
         super().__init__()
+        self.run = program.run
         for name, call in program.others.items():
             setattr(self, name, call)
         for name, site in program.sites.items():
@@ -157,7 +163,8 @@ class TracedCalls(nn.Module):
 
     def evaluates(self) -> bool:
         """Whether none of the modules that do something else in training is to train."""
-        for module in self.modes:
+        # A loop over the list looks at more than its dictionary, and sites would be asked one by one.
+        for module in self.modes._modules.values():
             if module.training:
                 return False
         for call in self._modules.values():

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import weakref
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -129,6 +131,35 @@ def test_mixed_precision_compiles(pays, monkeypatch) -> None:
         found = compiled(x)
     assert found.dtype is expected.dtype
     torch.testing.assert_close(found.float(), exact, rtol=0.1, atol=0.1 * exact.abs().max().item())
+
+
+@pytest.mark.skipif(
+    not hasattr(torch._dynamo.config, "use_recursive_dict_tags_for_guards"),
+    reason="this PyTorch has no such guards",
+)
+@pytest.mark.parametrize("dense", [True, False])
+@torch.no_grad()
+def test_what_is_traced_is_guarded_as_one(dense, monkeypatch) -> None:
+    """Also where a module outside of the sites, such as the dropout, is asked for its mode."""
+    monkeypatch.setattr(fused, "dense_may_be_ours", constant_while_compiling(lambda: dense))
+    monkeypatch.setattr(
+        torch._dynamo.guards,
+        "guard_manager_testing_hook_fn",
+        lambda guards, *_: together.extend(_guarded_together(guards.root)),
+    )
+    together: list[str] = []
+    model, x = made(Network(InvertedResidual(8), nn.Dropout(), Bottleneck(8, 8))), images()
+    with torch._dynamo.config.patch(use_recursive_dict_tags_for_guards=True):
+        torch.compile(confpred.optimize(model), fullgraph=True, backend="eager")(x)
+    assert "L['self']._traced" in together
+
+
+def _guarded_together(guards: Any) -> Iterator[str]:
+    """Where the objects are that are guarded by one look for all that is below them."""
+    if guards.is_tag_safe_root():
+        yield guards.get_source()
+    for below in guards.get_child_managers():
+        yield from _guarded_together(below)
 
 
 @torch.no_grad()
