@@ -163,7 +163,7 @@ class TracedCalls(nn.Module):
 
     def evaluates(self) -> bool:
         """Whether none of the modules that do something else in training is to train."""
-        # A loop over the list looks at more than its dictionary, and sites would be asked one by one.
+        # A loop over the list looks at more than dictionaries: each site would be asked by itself.
         for module in self.modes._modules.values():
             if module.training:
                 return False

@@ -189,7 +189,7 @@ def forget() -> None:
     global may_serve_dense
     served.clear()
     latest.clear()
-    quiet.look_again()
+    quiet.forget()
     _chosen.clear()
     _serves_dense.clear()
     may_serve_dense = True
@@ -207,7 +207,7 @@ def remember(key: Any, what: Found) -> Found:
     if len(served) < _MOST_KEPT:
         served[key] = what
     latest.clear()
-    quiet.look_again()
+    quiet.forget()
     return what
 
 

@@ -46,6 +46,7 @@ def forward(
         place: what the caller is told by, hashable; see `confpred.pytorch.choosing.latest`.
         limits: of this call, in place of those of all choices.
     """
+    place = place, x.shape, residual is None  # several layers, or shapes, may share what they tell
     known = latest.get(place)
     if known is not None:
         run, agrees, facts = known

@@ -253,6 +253,7 @@ def backward(
 ) -> Grads:
     """The gradients of a convolution of plain tensors of one dtype that `mask` asks for; `place`
     is what the caller is told by (`confpred.pytorch.choosing.latest`)."""
+    place = place, x.shape
     facts = (geometry, mask, policy.is_deterministic())
     known = latest.get(place)
     if known is not None:

@@ -23,18 +23,30 @@ from torch import nn
 #: Calls that go straight on. What comes in turns, such as steps with gradients and without, is
 #: noticed nevertheless, unless there are thirteen turns.
 CALLS = 12
-#: The attribute of a layer that says how many calls are left, from `woken` on.
+#: The attribute of a layer that says how many calls are left, from `woken` on; negative where a
+#: kernel of ours serves some of its calls.
 MARK = "_confpred_rests"
 woken = 0
+_chosen = 0  # how often all was chosen anew
 _marked: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
 
 
 def rest(layer: nn.Module) -> None:
     """Look `layer` up again after some calls; it was PyTorch's."""
+    if layer.__dict__.get(MARK) != -1 - _chosen:
+        _mark(layer, woken + CALLS)
+
+
+def serve(layer: nn.Module) -> None:
+    """Look `layer` up at each call; it is ours, for some tensors at least."""
+    _mark(layer, -1 - _chosen)
+
+
+def _mark(layer: nn.Module, value: int) -> None:
     own = layer.__dict__
     if MARK not in own:
         _marked[id(layer)] = layer
-    own[MARK] = woken + CALLS
+    own[MARK] = value
 
 
 def rests(own: dict[str, Any]) -> bool:
@@ -49,6 +61,13 @@ def look_again() -> None:
     """Look each layer up at its next call."""
     global woken
     woken += CALLS
+
+
+def forget() -> None:
+    """Look each layer up at its next call, as all is chosen anew."""
+    global _chosen
+    _chosen += 1
+    look_again()
 
 
 def leave() -> None:

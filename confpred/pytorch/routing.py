@@ -82,7 +82,7 @@ def conv2d(
         return run(input, weight, bias, stride, padding, dilation, groups)
     if groups == 1 and not choosing.may_serve_dense:
         return PYTORCH_CONV2D(input, weight, bias, stride, padding, dilation, groups)
-    place = id(weight if layer is None else layer)
+    place = id(weight if layer is None else layer), input.shape  # a layer may get several in turn
     records = _is_grad_enabled()
     known = latest.get(place)
     if known is not None:
@@ -146,6 +146,8 @@ def conv2d(
         else:
             facts = (stride, padding, dilation, groups, bias is None, records, _low("cuda"))
             note(place, serve, (input, weight, bias), facts)
+            if layer is not None:
+                quiet.serve(layer)
     if serve is None:
         return PYTORCH_CONV2D(input, weight, bias, stride, padding, dilation, groups)
     return serve(input, weight, bias)  # type: ignore[no-any-return]

@@ -288,3 +288,17 @@ def test_shapes_that_alternate_are_both_noticed(served, monkeypatch) -> None:
             module(image(n=4))
             module(image(n=2))
     assert len(ours) >= 10 - quiet.CALLS // 2 - 1
+
+
+def test_a_layer_of_several_shapes_is_noted_once_for_each(served, monkeypatch) -> None:
+    """As of a head that is shared by maps of several sizes."""
+    monkeypatch.setattr(routing, "_find_conv2d", lambda key, *_: choosing.remember(key, None))
+    noted: list[Any] = []
+    real = routing.note
+    monkeypatch.setattr(routing, "note", lambda *g, **k: noted.append(g) or real(*g, **k))
+    module, sizes = torch.nn.Conv2d(8, 8, 3), (5, 6, 7)
+    with confpred.enabled(), torch.no_grad():
+        for _ in range(20):
+            for size in sizes:
+                module(image(size=size))
+    assert len(noted) <= 2 * len(sizes)

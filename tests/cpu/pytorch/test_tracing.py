@@ -151,8 +151,8 @@ def test_what_it_saves_has_to_pay_for_the_host(
     [
         (NETWORK.more, NETWORK.layer, True),
         (NETWORK.more * 0.9, NETWORK.layer, False),
-        (NETWORK.much * 0.9, NETWORK.layer * 0.9, False),
-        (NETWORK.much, NETWORK.layer * 0.9, True),
+        (1e3, NETWORK.layer * 0.9, False),
+        (inf, NETWORK.layer * 0.9, True),  # a pin
     ],
 )
 @pytest.mark.parametrize("own_ms", [0.0, 2 * LAYER])
