@@ -313,6 +313,26 @@ def test_an_eager_plan_has_to_pay_for_the_host(
     assert layer.pays is expected
 
 
+def test_calls_of_one_place_do_not_displace_each_other(
+    cudnn: Cudnn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a compiled program, whose layers of one geometry share a place."""
+    summed = replace(LAYER, residual=True)
+    pins = {(p, H200): plans_of(p)[0] for p in (LAYER, summed, replace(LAYER, h=7))}
+    choosing.use_predictor(Predictor({}, pins))
+    noted: list[Any] = []
+    real = directions.note
+    monkeypatch.setattr(directions, "note", lambda *given: noted.append(given) or real(*given))
+    x, weight, bias = tensors()
+    taller = torch.randn(2, 16, 7, 5).to(memory_format=torch.channels_last)
+    residual = torch.randn(2, 24, 6, 5).to(memory_format=torch.channels_last)
+    for _ in range(4):
+        for image, other in ((x, None), (x, residual), (taller, None)):
+            directions.forward(image, weight, bias, other, GEOMETRY, "none", "a place")
+    assert len(cudnn.launched) == 12
+    assert len(noted) <= 3 + 2  # what is found anew makes the others note again
+
+
 @pytest.mark.parametrize("adds_bias", [True, False])
 def test_an_eager_kernel_of_ours_has_to_pay_unless_it_adds_a_bias(
     adds_bias, cudnn: Cudnn, monkeypatch: pytest.MonkeyPatch
