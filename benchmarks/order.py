@@ -27,7 +27,7 @@ from confpred.model.pools import Pool, pools
 from confpred.model.registers import Registers, registers_text
 from confpred.model.trees import Trees
 from confpred.training.dataset import Timings, read_dataset
-from confpred.training.fit import MIN_LEAVES, Hyperparameters, boost
+from confpred.training.fit import HOPELESS, MIN_LEAVES, Hyperparameters, boost, grow_order
 from confpred.training.split import split_by_network, without_networks
 
 ROOT = Path(__file__).parents[1]
@@ -47,6 +47,7 @@ class Variant:
         registers: whether occupancy is of the registers that the compiler gave.
         relative: whether there are features relative to the problem's other candidates.
         seeds: how many ensembles are averaged.
+        within: whether differences within a problem are learned, not regrets as such.
         hyper: how the trees grow.
     """
 
@@ -54,19 +55,23 @@ class Variant:
     registers: bool = True
     relative: bool = False
     seeds: int = 1
+    within: bool = True
     hyper: Hyperparameters = HYPER
 
 
+#: As trees grew before decision 144.
+BEFORE = replace(HYPER, trees=200, num_leaves=63)
 VARIANTS: Mapping[str, Variant] = {
-    "each device alone, estimated registers": Variant(together=False, registers=False),
-    "both devices, estimated registers": Variant(registers=False),
-    "each device alone, compiled registers": Variant(together=False),
-    "both devices, compiled registers (deployed)": Variant(),
+    "regrets as such, 200 trees of 63 leaves (before)": Variant(within=False, hyper=BEFORE),
+    "regrets as such, 300 trees of 127 leaves": Variant(within=False),
+    "differences within a problem, 200 trees of 63 leaves": Variant(hyper=BEFORE),
+    "the same, 400 trees": Variant(hyper=replace(BEFORE, trees=400)),
+    "the same, 600 trees": Variant(hyper=replace(BEFORE, trees=600)),
+    "differences within a problem, 300 trees of 127 leaves (deployed)": Variant(),
+    "deployed, each device alone": Variant(together=False),
+    "deployed, estimated registers": Variant(registers=False),
     "deployed, and relative features": Variant(relative=True),
     "deployed, three seeds": Variant(seeds=3),
-    "deployed, half as many trees at twice the rate": Variant(
-        hyper=replace(HYPER, trees=HYPER.trees // 2, learning_rate=2 * HYPER.learning_rate)
-    ),
 }
 
 
@@ -90,9 +95,12 @@ def learned(
     pool: Pool, train: Sequence[Timings], matrices: Sequence[NDArray[np.float32]], variant: Variant
 ) -> list[Trees]:
     """The ensembles of `variant`, as `confpred.training.fit` grows them."""
-    regret = np.concatenate([t.time_ms / t.time_ms.min() for t in train])
     matrix, hyper = np.concatenate(matrices), variant.hyper
     names = [f"column_{i}" for i in range(matrix.shape[1])]
+    seeds = range(variant.seeds)
+    if variant.within:
+        return [Trees(grow_order(matrix, names, train, hyper, seed)) for seed in seeds]
+    regret = np.concatenate([t.time_ms / t.time_ms.min() for t in train])
     grow = {
         "num_leaves": hyper.num_leaves,
         "learning_rate": hyper.learning_rate,
@@ -100,9 +108,12 @@ def learned(
         "feature_fraction": hyper.feature_fraction,
     }
     texts = []
-    for seed in range(variant.seeds):
+    for seed in seeds:
         data = lightgbm.Dataset(
-            matrix, np.log(regret), weight=regret**-hyper.focus, feature_name=names
+            matrix,
+            np.log(regret.clip(max=HOPELESS)),
+            weight=regret**-hyper.focus,
+            feature_name=names,
         )
         texts.append(boost(data, grow, hyper.trees, seed))
     return [Trees(text) for text in texts]

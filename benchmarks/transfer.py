@@ -25,7 +25,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import lightgbm
 import numpy as np
 import provenance
 from numpy.typing import NDArray
@@ -36,7 +35,7 @@ from confpred.model.trees import Trees
 from confpred.predict.donors import distance
 from confpred.training.dataset import Dataset, Timings, read_dataset
 from confpred.training.evaluate import Summary
-from confpred.training.fit import MIN_LEAVES, Hyperparameters, boost
+from confpred.training.fit import Hyperparameters, grow_order
 from confpred.training.methods import TOPS
 from confpred.training.split import split_by_network
 
@@ -72,19 +71,9 @@ def order_of(examples: Sequence[Example], names: Sequence[str], seed: int) -> Tr
     """The trees that a model of these examples would have; None where there are none."""
     if not examples:
         return None
-    hyper = Hyperparameters()
     features = np.concatenate([e.features for e in examples])
-    regret = np.concatenate([e.regret for e in examples])
-    data = lightgbm.Dataset(
-        features, np.log(regret), weight=regret**-hyper.focus, feature_name=list(names)
-    )
-    grow = {
-        "num_leaves": hyper.num_leaves,
-        "learning_rate": hyper.learning_rate,
-        "min_data_in_leaf": min(hyper.min_data_in_leaf, len(features) // MIN_LEAVES),
-        "feature_fraction": hyper.feature_fraction,
-    }
-    return Trees(boost(data, grow, hyper.trees, seed))
+    timings = [e.timings for e in examples]
+    return Trees(grow_order(features, names, timings, Hyperparameters(), seed))
 
 
 def regrets(order: Trees, test: Sequence[Example]) -> list[list[float]]:

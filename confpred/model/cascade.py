@@ -25,9 +25,9 @@ from confpred.model.trees import Trees
 #: rough one of a plug-in it made a regret of 1.02 one of 1.10 (`examples/`).
 ESTIMATE, WITHIN, MOST = "log_estimate", np.float32(0.8), 96
 #: Then the first so many trees leave so many candidates of a problem. Of layers that the trees had
-#: not seen, with 225 candidates each, the best of the finalists is 0.12 % slower than the best of
-#: all, both by all trees, and 4 % at worst (decision 125).
-STAGES = ((10, 32), (60, 6))
+#: not seen, the best of the finalists is 0.2 % slower than the best of all, both by all trees, and
+#: 10 % at worst (decision 144).
+STAGES = ((10, 32), (40, 12), (100, 6))
 FINALISTS = STAGES[-1][1]
 
 
@@ -108,7 +108,7 @@ def best_first(
     Args:
         order: regressor of the logarithm of a candidate's cost.
         pairs: the candidates.
-        runners_up: whether those that only the last stage leaves out follow the finalists. They
+        runners_up: whether those that the first stage does not leave out follow the finalists. They
             count as no better than the last of these, though all trees may say so.
 
     Returns:
@@ -117,18 +117,19 @@ def best_first(
     if not pairs.places:
         return pairs, np.empty(0)
     cost, done, late = np.zeros(len(pairs.rows)), 0, None
-    for trees, most in STAGES:
+    for number, (trees, most) in enumerate(STAGES):
         # Part by part even where nobody is left out, so that a candidate's cost, a sum over the
         # parts, depends on no other candidate or problem.
         cost += order.predict(pairs.features, done, trees)
         done = trees
         if pairs.longest <= most:
             continue
-        at = pairs.first(cost, most)
-        if runners_up and most == FINALISTS:
+        if runners_up and number:
+            at = pairs.first(cost if late is None else np.where(late, np.inf, cost), most)
             late = np.ones(len(cost), np.bool_)
             late[at] = False
         else:
+            at = pairs.first(cost, most)
             pairs, cost = pairs.pick(at), cost[at]
     cost += order.predict(pairs.features, done)
     at = pairs.sorted(pairs.rows, cost) if late is None else pairs.sorted(pairs.rows, cost, late)

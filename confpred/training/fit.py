@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import lightgbm
 import numpy as np
@@ -28,6 +29,12 @@ HOPELESS = 4.5
 #: LightGBM's threads wait for one another by spinning, thousands of times a tree: with as many as
 #: there are cores, anything else on the machine makes a fit of 2 s take minutes.
 _THREADS = 1
+#: Its numbers have 17 digits; of these so many are kept. A feature is a float32, which nine digits
+#: tell from its neighbours, and what seven miss of a leaf is nothing to a sum of hundreds.
+_DIGITS = {"threshold": 9, "leaf_value": 7}
+_NUMBERS = re.compile(rf"^({'|'.join(_DIGITS)})=(.*)$", re.MULTILINE)
+#: Of an objective: the first and second derivative of the error by each prediction.
+_Derivatives = tuple[NDArray[np.float64], NDArray[np.float64]]
 #: What LightGBM writes of a tree only for continued training and explanations. Without it trees are
 #: shorter, so the lengths of trees that LightGBM writes would be wrong, and are left out too.
 _UNUSED = re.compile(
@@ -50,8 +57,8 @@ class Hyperparameters:
             (`confpred.training.pytorch`).
     """
 
-    trees: int = 200
-    num_leaves: int = 63
+    trees: int = 300
+    num_leaves: int = 127
     learning_rate: float = 0.08
     min_data_in_leaf: int = 50
     feature_fraction: float = 0.8
@@ -125,28 +132,15 @@ def _fit_pool(
             for t in timings
         ]
     )
-    regret = np.concatenate([t.time_ms / t.time_ms.min() for t in timings])
     slowdown = np.concatenate([t.time_ms * 1e-3 / t.device.roofline_s(t.problem) for t in timings])
-
-    def fit(target: NDArray[np.float64], trees: int, leaves: int) -> str:
-        data = lightgbm.Dataset(
-            features,
-            np.log(target),
-            weight=regret**-hyper.focus,
-            feature_name=list(pool.feature_names),
-        )
-        grow = {
-            "num_leaves": leaves,
-            "learning_rate": hyper.learning_rate,
-            "min_data_in_leaf": min(hyper.min_data_in_leaf, len(features) // MIN_LEAVES),
-            "feature_fraction": hyper.feature_fraction,
-        }
-        return boost(data, grow, trees, seed)
-
+    names = list(pool.feature_names)
+    time = lightgbm.Dataset(
+        features, np.log(slowdown), weight=_weight(timings, hyper), feature_name=names
+    )
     return Fitted(
         pool=pool,
-        order=fit(regret.clip(max=HOPELESS), hyper.trees, hyper.num_leaves),
-        time=fit(slowdown, hyper.time_trees, hyper.time_leaves),
+        order=grow_order(features, names, timings, hyper, seed),
+        time=boost(time, _growth(hyper, hyper.time_leaves, len(features)), hyper.time_trees, seed),
         portfolios={
             family.name: choose_portfolio(
                 [t for t in timings if t.family == family.name and t.device == device],
@@ -159,10 +153,63 @@ def _fit_pool(
     )
 
 
-def boost(data: lightgbm.Dataset, grow: Mapping[str, float | str], trees: int, seed: int) -> str:
-    """Regression trees in LightGBM's text form; `grow` are its parameters.
+def grow_order(
+    features: NDArray[np.float32],
+    names: Sequence[str],
+    timings: Sequence[Timings],
+    hyper: Hyperparameters,
+    seed: int,
+) -> str:
+    """The regressor that orders configs, in LightGBM's text form.
 
-    The text holds what predictions need, and is half as long as LightGBM writes it.
+    It learns differences within each of `timings`: what all configs of a problem have in common is
+    nothing to order them by, and a problem's regrets are all off by one factor, as they are
+    relative to the best of the few configs that were measured of it (decision 144).
+
+    Args:
+        features: a row for each config of each of `timings`.
+        names: of its columns.
+        timings: what was measured.
+        hyper, seed: how it grows.
+    """
+    regret = np.log(_regret(timings).clip(max=HOPELESS))
+    weight = _weight(timings, hyper)
+    timing = np.repeat(np.arange(len(timings)), [len(t.rows) for t in timings])
+    weights = np.bincount(timing, weight)
+
+    def within(predicted: NDArray[np.float64], _: lightgbm.Dataset) -> _Derivatives:
+        error = predicted - regret
+        common = np.bincount(timing, weight * error) / weights
+        return weight * (error - common[timing]), weight
+
+    data = lightgbm.Dataset(features, regret, feature_name=list(names))
+    growth = _growth(hyper, hyper.num_leaves, len(features))
+    return boost(data, {**growth, "objective": within}, hyper.trees, seed)
+
+
+def _regret(timings: Sequence[Timings]) -> NDArray[np.float64]:
+    return np.concatenate([t.time_ms / t.time_ms.min() for t in timings])
+
+
+def _weight(timings: Sequence[Timings], hyper: Hyperparameters) -> NDArray[np.float64]:
+    weight: NDArray[np.float64] = _regret(timings) ** -hyper.focus
+    return weight
+
+
+def _growth(hyper: Hyperparameters, leaves: int, rows: int) -> dict[str, Any]:
+    return {
+        "num_leaves": leaves,
+        "learning_rate": hyper.learning_rate,
+        "min_data_in_leaf": min(hyper.min_data_in_leaf, rows // MIN_LEAVES),
+        "feature_fraction": hyper.feature_fraction,
+    }
+
+
+def boost(data: lightgbm.Dataset, grow: Mapping[str, Any], trees: int, seed: int) -> str:
+    """Regression trees in LightGBM's text form; `grow` are its parameters, and may name another
+    objective than squared error.
+
+    The text holds what predictions need, and is a third as long as LightGBM writes it.
     """
     fixed = {
         "objective": "regression",
@@ -174,4 +221,9 @@ def boost(data: lightgbm.Dataset, grow: Mapping[str, float | str], trees: int, s
     }
     booster = lightgbm.train({**fixed, **grow}, data, num_boost_round=trees)
     text, end, _ = str(booster.model_to_string()).partition("end of trees\n")
-    return _UNUSED.sub("", text) + end
+    return _NUMBERS.sub(_shorter, _UNUSED.sub("", text)) + end
+
+
+def _shorter(line: re.Match[str]) -> str:
+    digits = _DIGITS[line[1]]
+    return f"{line[1]}={' '.join(f'{float(number):.{digits}g}' for number in line[2].split())}"

@@ -17,7 +17,7 @@ from confpred.problem.device import Device
 from confpred.training.dataset import Timings
 
 TOLERANCE = 1.01  # a config this close to a problem's best is as good as the best
-ENOUGH = 100  # candidates of a problem; as one serves others too, the mean ends near 300
+ENOUGH = 150  # candidates of a problem; as one serves others too, the mean ends near 400
 _UNSERVED = 2.0  # regret that a problem counts with while none of its configs is chosen
 
 

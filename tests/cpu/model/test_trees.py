@@ -113,7 +113,8 @@ def test_parsing_leaves_lightgbms_number_of_threads_as_it_was(booster, matrix):
 
 
 def test_training_keeps_what_predictions_need(matrix):
-    """`boost` leaves out half of LightGBM's text; the answers are those of the whole."""
+    """`boost` leaves out most of LightGBM's text; the answers are those of the whole, but for the
+    digits of what leaves say."""
     rng = np.random.default_rng(2)
     label = matrix[:, 0] * matrix[:, 1] + rng.normal(size=len(matrix))
     grow = {"num_leaves": 15, "min_data_in_leaf": 5}
@@ -122,11 +123,10 @@ def test_training_keeps_what_predictions_need(matrix):
         {**grow, **fixed, "verbosity": -1}, lightgbm.Dataset(matrix, label), num_boost_round=30
     )
     text = boost(lightgbm.Dataset(matrix, label), grow, trees=30, seed=0)
-    assert Trees(text).predict(matrix).tolist() == whole.predict(matrix).tolist()
-    assert lightgbm.Booster(model_str=text).predict(matrix).tolist() == (
-        whole.predict(matrix).tolist()
-    )
-    assert len(text) < 0.7 * len(whole.model_to_string())
+    assert Trees(text).predict(matrix) == pytest.approx(whole.predict(matrix), abs=1e-5)
+    same = lightgbm.Booster(model_str=text).predict(matrix).tolist()
+    assert Trees(text).predict(matrix).tolist() == same
+    assert len(text) < 0.5 * len(whole.model_to_string())
 
 
 def test_threads_may_ask_for_other_numbers_of_trees(trees, matrix):

@@ -17,9 +17,10 @@ from confpred.errors import DataError, InvalidInput, StorageError
 from confpred.families.candidate import PYTORCH, PYTORCH_OPERATOR
 from confpred.families.registry import all_families
 from confpred.model.folder import load_model
+from confpred.model.trees import Trees
 from confpred.problem.conv2d import Problem
 from confpred.training.dataset import read_dataset
-from confpred.training.fit import fit_families
+from confpred.training.fit import fit_families, grow_order
 from confpred.training.train import train
 
 
@@ -91,6 +92,24 @@ def test_problems_with_few_configs_measured_do_not_count_as_measured(tmp_path):
     for words in load_model(tmp_path / "model").measured:
         problem = Problem.parse(words)
         assert all_families()["grouped_fprop"].legal(problem, synthetic.DEVICE).sum() <= 10
+
+
+def test_what_the_configs_of_a_problem_have_in_common_is_not_learned(measurements):
+    """The best config of a problem may not have been measured; then the others' regrets are all too
+    small by one factor, which says nothing of any of them."""
+    timings = read_dataset([measurements]).timings
+    number = np.repeat(np.arange(len(timings)), [len(t.rows) for t in timings])
+    column = np.concatenate([t.rows for t in timings]) % 7
+
+    def spread(*columns) -> float:
+        matrix = np.stack(columns, axis=1).astype(np.float32)
+        names = [f"column_{i}" for i in range(len(columns))]
+        hyper = replace(SMALL, min_data_in_leaf=1)
+        found = Trees(grow_order(matrix, names, timings, hyper, 0)).predict(matrix)
+        return float(np.ptp(found))
+
+    assert spread(number) == pytest.approx(0.0, abs=1e-3)
+    assert spread(number, column) > 0.1
 
 
 def test_how_hopeless_a_config_is_does_not_change_the_order(measurements):
