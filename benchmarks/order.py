@@ -27,7 +27,7 @@ from confpred.model.pools import Pool, pools
 from confpred.model.registers import Registers, registers_text
 from confpred.model.trees import Trees
 from confpred.training.dataset import Timings, read_dataset
-from confpred.training.fit import HOPELESS, MIN_LEAVES, Hyperparameters, boost, grow_order
+from confpred.training.fit import HOPELESS, Hyperparameters, boost, grow_order, growth
 from confpred.training.split import split_by_network, without_networks
 
 ROOT = Path(__file__).parents[1]
@@ -101,12 +101,6 @@ def learned(
     if variant.within:
         return [Trees(grow_order(matrix, names, train, hyper, seed)) for seed in seeds]
     regret = np.concatenate([t.time_ms / t.time_ms.min() for t in train])
-    grow = {
-        "num_leaves": hyper.num_leaves,
-        "learning_rate": hyper.learning_rate,
-        "min_data_in_leaf": min(hyper.min_data_in_leaf, len(matrix) // MIN_LEAVES),
-        "feature_fraction": hyper.feature_fraction,
-    }
     texts = []
     for seed in seeds:
         data = lightgbm.Dataset(
@@ -115,6 +109,7 @@ def learned(
             weight=regret**-hyper.focus,
             feature_name=names,
         )
+        grow = growth(hyper, hyper.num_leaves, len(matrix))
         texts.append(boost(data, grow, hyper.trees, seed))
     return [Trees(text) for text in texts]
 

@@ -140,7 +140,7 @@ def _fit_pool(
     return Fitted(
         pool=pool,
         order=grow_order(features, names, timings, hyper, seed),
-        time=boost(time, _growth(hyper, hyper.time_leaves, len(features)), hyper.time_trees, seed),
+        time=boost(time, growth(hyper, hyper.time_leaves, len(features)), hyper.time_trees, seed),
         portfolios={
             family.name: choose_portfolio(
                 [t for t in timings if t.family == family.name and t.device == device],
@@ -183,8 +183,8 @@ def grow_order(
         return weight * (error - common[timing]), weight
 
     data = lightgbm.Dataset(features, regret, feature_name=list(names))
-    growth = _growth(hyper, hyper.num_leaves, len(features))
-    return boost(data, {**growth, "objective": within}, hyper.trees, seed)
+    grow = {**growth(hyper, hyper.num_leaves, len(features)), "objective": within}
+    return boost(data, grow, hyper.trees, seed)
 
 
 def _regret(timings: Sequence[Timings]) -> NDArray[np.float64]:
@@ -196,7 +196,8 @@ def _weight(timings: Sequence[Timings], hyper: Hyperparameters) -> NDArray[np.fl
     return weight
 
 
-def _growth(hyper: Hyperparameters, leaves: int, rows: int) -> dict[str, Any]:
+def growth(hyper: Hyperparameters, leaves: int, rows: int) -> dict[str, Any]:
+    """What `boost` is told of trees of so many leaves that learn from so many rows."""
     return {
         "num_leaves": leaves,
         "learning_rate": hyper.learning_rate,
