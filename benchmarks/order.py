@@ -27,7 +27,14 @@ from confpred.model.pools import Pool, pools
 from confpred.model.registers import Registers, registers_text
 from confpred.model.trees import Trees
 from confpred.training.dataset import Timings, read_dataset
-from confpred.training.fit import HOPELESS, Hyperparameters, boost, grow_order, growth
+from confpred.training.fit import (
+    HOPELESS,
+    Hyperparameters,
+    boost,
+    grow_order,
+    growth,
+    regrets,
+)
 from confpred.training.split import split_by_network, without_networks
 
 ROOT = Path(__file__).parents[1]
@@ -91,27 +98,33 @@ def features(
     return found
 
 
+def grow_as_such(
+    matrix: NDArray[np.float32],
+    names: Sequence[str],
+    timings: Sequence[Timings],
+    hyper: Hyperparameters,
+    seed: int,
+) -> str:
+    """`grow_order` with squared error of the regrets as such."""
+    regret = regrets(timings)
+    data = lightgbm.Dataset(
+        matrix,
+        np.log(regret.clip(max=HOPELESS)),
+        weight=regret**-hyper.focus,
+        feature_name=list(names),
+    )
+    return boost(data, growth(hyper, hyper.num_leaves, len(matrix)), hyper.trees, seed)
+
+
 def learned(
-    pool: Pool, train: Sequence[Timings], matrices: Sequence[NDArray[np.float32]], variant: Variant
+    train: Sequence[Timings], matrices: Sequence[NDArray[np.float32]], variant: Variant
 ) -> list[Trees]:
-    """The ensembles of `variant`, as `confpred.training.fit` grows them."""
-    matrix, hyper = np.concatenate(matrices), variant.hyper
+    """The ensembles of `variant`."""
+    matrix = np.concatenate(matrices)
     names = [f"column_{i}" for i in range(matrix.shape[1])]
+    grow = grow_order if variant.within else grow_as_such
     seeds = range(variant.seeds)
-    if variant.within:
-        return [Trees(grow_order(matrix, names, train, hyper, seed)) for seed in seeds]
-    regret = np.concatenate([t.time_ms / t.time_ms.min() for t in train])
-    texts = []
-    for seed in seeds:
-        data = lightgbm.Dataset(
-            matrix,
-            np.log(regret.clip(max=HOPELESS)),
-            weight=regret**-hyper.focus,
-            feature_name=names,
-        )
-        grow = growth(hyper, hyper.num_leaves, len(matrix))
-        texts.append(boost(data, grow, hyper.trees, seed))
-    return [Trees(text) for text in texts]
+    return [Trees(grow(matrix, names, train, variant.hyper, seed)) for seed in seeds]
 
 
 def judged(
@@ -139,7 +152,7 @@ def judged(
                 if not lessons or not questions:
                     continue
                 matrices = features(pool, lessons, tables, variant)
-                trees = learned(pool, lessons, matrices, variant)
+                trees = learned(lessons, matrices, variant)
                 for t, matrix in zip(
                     questions, features(pool, questions, tables, variant), strict=True
                 ):

@@ -1,6 +1,6 @@
 """How well a model chooses on a device of which few problems were measured, or none.
 
-    nice python benchmarks/transfer.py             # about six minutes of one core
+    nice python benchmarks/transfer.py             # about nine minutes of one core
     nice python benchmarks/transfer.py --folds 2   # a rough look
 
 One device gives (the H100) and one asks (the H200); then the other way round without any problem of

@@ -25,7 +25,7 @@ from confpred.model.trees import Trees
 #: rough one of a plug-in it made a regret of 1.02 one of 1.10 (`examples/`).
 ESTIMATE, WITHIN, MOST = "log_estimate", np.float32(0.8), 96
 #: Then the first so many trees leave so many candidates of a problem. Of layers that the trees had
-#: not seen, the best of the finalists is 0.2 % slower than the best of all, both by all trees, and
+#: not seen, the best of the finalists is 0.3 % slower than the best of all, both by all trees, and
 #: 10 % at worst (decision 144).
 STAGES = ((10, 32), (40, 12), (100, 6))
 FINALISTS = STAGES[-1][1]

@@ -29,18 +29,19 @@ HOPELESS = 4.5
 #: LightGBM's threads wait for one another by spinning, thousands of times a tree: with as many as
 #: there are cores, anything else on the machine makes a fit of 2 s take minutes.
 _THREADS = 1
-#: Its numbers have 17 digits; of these so many are kept. A feature is a float32, which nine digits
-#: tell from its neighbours, and what seven miss of a leaf is nothing to a sum of hundreds.
-_DIGITS = {"threshold": 9, "leaf_value": 7}
-_NUMBERS = re.compile(rf"^({'|'.join(_DIGITS)})=(.*)$", re.MULTILINE)
-#: Of an objective: the first and second derivative of the error by each prediction.
-_Derivatives = tuple[NDArray[np.float64], NDArray[np.float64]]
 #: What LightGBM writes of a tree only for continued training and explanations. Without it trees are
 #: shorter, so the lengths of trees that LightGBM writes would be wrong, and are left out too.
 _UNUSED = re.compile(
     r"^(?:split_gain|(?:leaf|internal)_(?:weight|count)|internal_value|tree_sizes)=.*\n",
     re.MULTILINE,
 )
+#: LightGBM writes 17 digits of a number; so many are kept. A feature is a float32, which nine tell
+#: from its neighbours, though one that lies on a threshold may come to its other side; what seven
+#: miss of a leaf is nothing to a sum of hundreds.
+_DIGITS = {"threshold": 9, "leaf_value": 7}
+_NUMBERS = re.compile(rf"^({'|'.join(_DIGITS)})=(.*)$", re.MULTILINE)
+#: Of an objective: the first and second derivative of the error by each prediction.
+_Derivatives = tuple[NDArray[np.float64], NDArray[np.float64]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,13 +134,15 @@ def _fit_pool(
         ]
     )
     slowdown = np.concatenate([t.time_ms * 1e-3 / t.device.roofline_s(t.problem) for t in timings])
-    names = list(pool.feature_names)
     time = lightgbm.Dataset(
-        features, np.log(slowdown), weight=_weight(timings, hyper), feature_name=names
+        features,
+        np.log(slowdown),
+        weight=regrets(timings) ** -hyper.focus,
+        feature_name=list(pool.feature_names),
     )
     return Fitted(
         pool=pool,
-        order=grow_order(features, names, timings, hyper, seed),
+        order=grow_order(features, pool.feature_names, timings, hyper, seed),
         time=boost(time, growth(hyper, hyper.time_leaves, len(features)), hyper.time_trees, seed),
         portfolios={
             family.name: choose_portfolio(
@@ -172,28 +175,24 @@ def grow_order(
         timings: what was measured.
         hyper, seed: how it grows.
     """
-    regret = np.log(_regret(timings).clip(max=HOPELESS))
-    weight = _weight(timings, hyper)
+    regret = regrets(timings)
+    label, weight = np.log(regret.clip(max=HOPELESS)), regret**-hyper.focus
     timing = np.repeat(np.arange(len(timings)), [len(t.rows) for t in timings])
     weights = np.bincount(timing, weight)
 
     def within(predicted: NDArray[np.float64], _: lightgbm.Dataset) -> _Derivatives:
-        error = predicted - regret
+        error = predicted - label
         common = np.bincount(timing, weight * error) / weights
         return weight * (error - common[timing]), weight
 
-    data = lightgbm.Dataset(features, regret, feature_name=list(names))
+    data = lightgbm.Dataset(features, label, feature_name=list(names))
     grow = {**growth(hyper, hyper.num_leaves, len(features)), "objective": within}
     return boost(data, grow, hyper.trees, seed)
 
 
-def _regret(timings: Sequence[Timings]) -> NDArray[np.float64]:
+def regrets(timings: Sequence[Timings]) -> NDArray[np.float64]:
+    """How many times as long as the best measured config of its problem each config takes."""
     return np.concatenate([t.time_ms / t.time_ms.min() for t in timings])
-
-
-def _weight(timings: Sequence[Timings], hyper: Hyperparameters) -> NDArray[np.float64]:
-    weight: NDArray[np.float64] = _regret(timings) ** -hyper.focus
-    return weight
 
 
 def growth(hyper: Hyperparameters, leaves: int, rows: int) -> dict[str, Any]:
