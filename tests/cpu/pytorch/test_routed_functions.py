@@ -11,13 +11,15 @@ import pickle
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
 
 import confpred
@@ -255,6 +257,35 @@ def test_export(strict) -> None:
         "aten.conv_transpose2d.input",
     } <= targets
     assert torch.equal(program.module()(images()), by_pytorch(net, images()))
+
+
+def for_any_batch(way: str, net: nn.Module, x: torch.Tensor) -> Callable[..., torch.Tensor]:
+    """`net` as a program that is traced with `x`, of images whose number it leaves open."""
+    if way in ("eager", "aot_eager"):
+        torch._dynamo.mark_dynamic(x, 0)
+        return torch.compile(net, fullgraph=True, backend=way)
+    if way in ("make_fx", "functionalize"):
+        weights = dict(net.named_parameters())
+
+        def function(weights: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+            return torch.func.functional_call(net, weights, (x,))
+
+        traced = torch.func.functionalize(function) if way == "functionalize" else function
+        return partial(make_fx(traced, tracing_mode="symbolic")(weights, x), weights)
+    sizes = ({0: torch.export.Dim("n", min=2, max=64)},)
+    return torch.export.export(net, (x,), dynamic_shapes=sizes, strict=way == "strict").module()
+
+
+@pytest.mark.parametrize(
+    "way", ["eager", "aot_eager", "make_fx", "functionalize", "strict", "not strict"]
+)
+def test_programs_for_any_batch(way) -> None:
+    layers = Net()
+    net = nn.Sequential(layers.first, layers.same, layers.dense, layers.up)
+    program = for_any_batch(way, net, images())
+    for batch in (2, 3, 5):
+        x = torch.randn(batch, 8, 7, 6)
+        torch.testing.assert_close(program(x), by_pytorch(net, x))
 
 
 def test_a_symbolic_trace_records_pytorchs_own_function() -> None:
