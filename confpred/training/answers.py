@@ -149,7 +149,7 @@ def _offered(
     for number, fold in enumerate(folds):
         ratio = fit_pytorch(fold.train, everywhere, operation, device, hyper, seed)
         model = None if ratio is None else PytorchModel(operation, Trees(ratio), {})
-        fitted = fit_gate(fold.train, operation, device, seed)
+        fitted = fit_gate(fold.train, operation, seed)
         gate = None if fitted is None else fitted.gate(operation)
         of_problem: dict[Record, list[tuple[Timings, Score]]] = {}
         for t, score in zip(fold.test, islice(left, len(fold.test)), strict=True):

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from confpred.errors import DataError
+from confpred.families.protocol import Family
 from confpred.families.registry import all_families
 from confpred.model.pools import Pool, pools
 from confpred.model.registers import Registers, registers_text
@@ -93,24 +94,28 @@ def fit_families(
     timings: Sequence[Timings], device: Device, hyper: Hyperparameters, seed: int
 ) -> tuple[Fitted, ...]:
     """Fit each family that `timings` has on `device`; what other devices took for its configs, and
-    for those of families with the same table, is learned from too. The same input gives the same
-    bytes.
+    for those of families with the same table, is learned from too. So is a family that only others
+    were measured with, if that was for problems that `device` was measured with: what it competes
+    with is known there, and what makes a config slow is much the same on all (decision 145). The
+    same input gives the same bytes.
 
     Raises:
         DataError: there are no timings of `device`.
     """
-    measured = {t.family: all_families()[t.family] for t in timings if t.device == device}
-    if not measured:
+    here = {t.problem for t in timings if t.device == device}
+    if not here:
         raise DataError("no measurements are left to train on")
+    names = {t.family for t in timings if t.device == device or t.problem in here}
+    learned = {name: all_families()[name] for name in sorted(names)}
     return tuple(
         _fit_pool(
-            [t for t in timings if measured.get(t.family) in pool.families],
+            [t for t in timings if learned.get(t.family) in pool.families],
             pool,
             device,
             hyper,
             seed,
         )
-        for pool in pools(measured.values())
+        for pool in pools(learned.values())
     )
 
 
@@ -144,16 +149,14 @@ def _fit_pool(
         pool=pool,
         order=grow_order(features, pool.feature_names, timings, hyper, seed),
         time=boost(time, growth(hyper, hyper.time_leaves, len(features)), hyper.time_trees, seed),
-        portfolios={
-            family.name: choose_portfolio(
-                [t for t in timings if t.family == family.name and t.device == device],
-                family,
-                device,
-            )
-            for family in pool.families
-        },
+        portfolios={family.name: _portfolio(timings, family, device) for family in pool.families},
         registers=tables,
     )
+
+
+def _portfolio(timings: Sequence[Timings], family: Family, device: Device) -> NDArray[np.bool_]:
+    own = [t for t in timings if t.family == family.name]
+    return choose_portfolio([t for t in own if t.device == device] or own, family, device)
 
 
 def grow_order(

@@ -54,25 +54,34 @@ class FittedGate:
         return Gate(operation, self.families, Trees(self.lag), self.margin)
 
 
-def fit_gate(
-    timings: Sequence[Timings], operation: Operation, device: Device, seed: int
-) -> FittedGate | None:
-    """Fit the logarithm of (time of a family's fastest measured config / that of all families').
+def fit_gate(timings: Sequence[Timings], operation: Operation, seed: int) -> FittedGate | None:
+    """Fit the logarithm of (time of a family's fastest measured config / that of all families'), on
+    all devices that were measured.
 
     Returns:
         None if fewer than ``MIN_PROBLEMS`` were measured with several families.
     """
-    best: dict[Record, dict[str, float]] = {}
-    for t in timings:
-        best.setdefault(t.problem, {})[t.family] = float(t.time_ms.min())
-    best = {problem: times for problem, times in best.items() if len(times) > 1}
-    if len(best) < MIN_PROBLEMS:
+    best: dict[Device, dict[Record, dict[str, float]]] = {}
+    for t in sorted(timings, key=lambda t: (t.device.key, str(t.problem), t.family)):
+        of_problem = best.setdefault(t.device, {}).setdefault(t.problem, {})
+        of_problem[t.family] = float(t.time_ms.min())
+    compared = {
+        device: {problem: times for problem, times in found.items() if len(times) > 1}
+        for device, found in best.items()
+    }
+    measured = [times for found in compared.values() for times in found.values()]
+    if len(measured) < MIN_PROBLEMS:
         return None
-    families = tuple(sorted({name for times in best.values() for name in times}))
-    problems = sorted(best, key=str)
-    measured = [dict(sorted(best[problem].items())) for problem in problems]
-    features = gate_features(operation, problems, device, families, list(map(list, measured)))
+    families = tuple(sorted({name for times in measured for name in times}))
+    features = np.concatenate(
+        [
+            gate_features(operation, list(found), device, families, list(map(list, found.values())))
+            for device, found in compared.items()
+            if found
+        ]
+    )
     lag = [np.log(ms / min(times.values())) for times in measured for ms in times.values()]
+    problems = sorted({problem for found in compared.values() for problem in found}, key=str)
     names = [*operation.feature_names, FAMILY]
     data = lightgbm.Dataset(features, np.clip(lag, 0.0, CAP), feature_name=names)
     return FittedGate(families, boost(data, _GROW, _TREES, seed), MARGIN, tuple(problems))

@@ -82,7 +82,8 @@ def train(
     pytorch = fit_pytorch(
         dataset.everywhere, dataset.pytorch_everywhere, operation, dataset.device, hyper, seed
     )
-    gate = fit_gate(dataset.timings, operation, dataset.device, seed)
+    families = {family.name for f in fitted for family in f.pool.families}
+    gate = fit_gate([t for t in dataset.everywhere if t.family in families], operation, seed)
     files = {ORDER_TREES.format(f.pool.name): f.order for f in fitted}
     files |= {TIME_TREES.format(f.pool.name): f.time for f in fitted}
     if gate is not None:
@@ -158,11 +159,16 @@ def _without(dataset: Dataset, networks: Collection[str]) -> Dataset:
 
 
 def _family_card(family: Family, fitted: Fitted, dataset: Dataset) -> dict[str, Any]:
-    rows = {t.problem: t.rows.tolist() for t in dataset.timings if t.family == family.name}
+    measured = [
+        d for d in (dataset, *dataset.others) if any(t.family == family.name for t in d.timings)
+    ]
+    first = measured[0]  # this device, or one that the family is taken over from
+    rows = {t.problem: t.rows.tolist() for t in first.timings if t.family == family.name}
     problem = next(iter(rows))
     return {
+        "devices": [d.device.key for d in measured],
         "source": family.launch(problem, rows[problem][0]).source,
-        "source_digests": dataset.kernels[family.name],
+        "source_digests": first.kernels[family.name],
         "configs": configs_digest(family),
         "groupings": sorted({p.grouping for p in rows}),
         "features": family_card(family, dataset.device, [(p, rows[p]) for p in examples_of(rows)]),

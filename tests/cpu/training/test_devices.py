@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import synthetic
+from layers import first_kernel
 from synthetic import SMALL
 
+from confpred.errors import DataError
+from confpred.families.kernel_text import source_digest
+from confpred.families.registry import all_families
 from confpred.model.folder import load_model
-from confpred.problem.device import get_device
-from confpred.training.dataset import Dataset, read_dataset
+from confpred.predict.predictor import Predictor
+from confpred.problem.conv2d import Problem
+from confpred.problem.conv2d_operation import CONVOLUTION
+from confpred.problem.device import Device, get_device
+from confpred.training.dataset import Dataset, Timings, read_dataset
 from confpred.training.evaluate import folds_of
+from confpred.training.fit import fit_families
 from confpred.training.train import train
 
 H100, H200 = get_device("h100"), get_device("h200")
@@ -75,3 +85,53 @@ def test_a_model_says_whom_it_learned_from(both, tmp_path) -> None:
     model = load_model(tmp_path / "model")
     assert model.device == H100
     assert model.families["grouped_fprop"].registers is not None
+
+
+def layer(number: int) -> Problem:
+    channels = 64 * (1 + number % 4)
+    return Problem(1 + number, channels, 28, 28, channels, 3, 3, padding=1, groups=channels)
+
+
+def timings(family: str, device: Device, times: float, count: int = 40) -> list[Timings]:
+    """Of layers of 8 networks, each of which takes `times` as long as the family estimates."""
+    found = []
+    for number in range(count):
+        problem = layer(number)
+        rows = np.flatnonzero(all_families()[family].legal(problem, device))[:60]
+        ms = 1e3 * times * all_families()[family].estimate_s(problem, device, rows)
+        names = (f"net{number % 8}",)
+        found.append(Timings(problem, names, family, rows, ms, np.zeros(len(rows)), device))
+    return found
+
+
+def dataset(device: Device, measured: list[Timings], others: tuple[Dataset, ...] = ()) -> Dataset:
+    families = {name: all_families()[name] for name in {t.family for t in measured}}
+    kernels = {n: (source_digest(first_kernel(f).file),) for n, f in families.items()}
+    return Dataset(device, CONVOLUTION, tuple(measured), {}, {}, 0, kernels, {}, others)
+
+
+def test_a_family_is_taken_over_where_what_it_competes_with_is_known(tmp_path) -> None:
+    slow, fast = timings("grouped_fprop", H100, 50.0), timings("depthwise_fprop", H200, 1.0)
+    elsewhere = dataset(H200, [*timings("grouped_fprop", H200, 50.0), *fast])
+    train(dataset(H100, slow, (elsewhere,)), tmp_path / "model", hyper=SMALL)
+    card = json.loads((tmp_path / "model" / "card.json").read_text())
+    assert {name: entry["devices"] for name, entry in card["families"].items()} == {
+        "depthwise_fprop": ["h200"],
+        "grouped_fprop": ["h100", "h200"],
+    }
+    assert card["gate"]["families"] == ["depthwise_fprop", "grouped_fprop"]
+    first = Predictor({"h100": load_model(tmp_path / "model")}).choose(layer(100), "h100")
+    assert first.candidate.provider == "depthwise_fprop"
+    assert first.regret_bound is None, "nothing of it was measured here"
+
+
+def test_a_family_that_was_measured_for_other_problems_alone_is_not_taken_over() -> None:
+    here = timings("grouped_fprop", H100, 1.0, count=20)
+    there = timings("depthwise_fprop", H200, 1.0)
+    names = [
+        {family.name for f in fit_families(found, H100, SMALL, 0) for family in f.pool.families}
+        for found in ([*here, *there], [*here, *there[20:]])
+    ]
+    assert names == [{"depthwise_fprop", "grouped_fprop"}, {"grouped_fprop"}]
+    with pytest.raises(DataError, match="no measurements"):
+        fit_families(there, H100, SMALL, 0)
