@@ -289,7 +289,8 @@ def transfer_holdout(result: dict[str, Any]) -> str:
     heads = ("from", "to", "its problems", "rows of it", "ours: geomean", "p95", "worst")
     rows = []
     for row in result["rows"]:
-        share, ours = ("H100", "H200", f"{row['share']:.0%}", f"{row['rows']:,}"), row["ours"]
+        named = " and ".join(row["from"]).upper(), row["to"].upper()
+        share, ours = (*named, f"{row['share']:.0%}", f"{row['rows']:,}"), row["ours"]
         figures = [*(ours[name] for name in ("geomean", "p95", "worst")), row["first"]["3"]]
         whole = (row["whole"]["geomean"], row["weighted"])
         rows.append((*share, *(f"{value:.3f}" for value in (*figures, *whole))))

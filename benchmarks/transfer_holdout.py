@@ -1,13 +1,14 @@
 """How well whole models choose on a device of which few problems were measured, by its hold-out.
 
-    nice python benchmarks/transfer_holdout.py            # about four minutes of one core a share
-    python benchmarks/transfer_holdout.py --shares 0.05   # only with a twentieth of the problems
+    nice python benchmarks/transfer_holdout.py            # about four minutes of one core a row
+    python benchmarks/transfer_holdout.py --to h100 --shares 0.05
 
 ``transfer.py`` compares order trees by the configs that happen to be measured. Here a model is
-trained as `confpred train` does, of all that was measured on the H100 and a share of the layers of
-the H200, and judged by the H200's hold-out, of which every legal config was measured. Without any
-layer of the H200 it is the H100's model with the H200's rates in place of its own. What it does not
-know, such as families that were never measured on the H100, it does not choose.
+trained as `confpred train` does, of all that was measured on one device and a share of the layers
+of another, and judged by the other's hold-out, of which every legal config was measured. Without
+any layer of that it is the first device's model with the second one's rates in place of its own.
+Families that were measured with neither it does not know, and does not choose: the H100's data has
+fewer than the H200's.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from confpred.training.dataset import Dataset, read_dataset
 from confpred.training.holdout import HeldOut, check_unseen, judge_holdout, read_holdout
 from confpred.training.train import train
 
-GIVER, ASKER = "h100", "h200"
+DEVICES = ("h100", "h200")
 SHARES = (0.0, 0.05, 1.0)
 
 
@@ -49,7 +50,7 @@ def judged(
     seed: int,
     learn: Callable[[Dataset, Path], object],
 ) -> dict[str, Any]:
-    """A row: what the model of `share` is worth; `learn` makes its folder."""
+    """A row of the result: what the model of `share` is worth; `learn` makes its folder."""
     known = with_share(asker, share, seed)
     with tempfile.TemporaryDirectory() as folder:
         learn(known, Path(folder) / "model")
@@ -57,6 +58,8 @@ def judged(
     checked = check_unseen(model, known, held.dataset)
     verdict = judge_holdout(replace(model, device=asker.device), held, checked, seed)
     return {
+        "from": [other.device.key for other in asker.others],
+        "to": asker.device.key,
         "share": share,
         "rows": known.rows if known.device == asker.device else 0,
         "problems": verdict.problems,
@@ -71,23 +74,28 @@ def judged(
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     shares = {"type": lambda text: [float(x) for x in text.split(",")], "default": list(SHARES)}
-    parser.add_argument("--shares", help="of the H200's layers, with commas", **shares)
+    parser.add_argument("--to", choices=DEVICES, help="judge on this device only")
+    parser.add_argument("--shares", help="of its layers, with commas", **shares)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=RESULTS)
     told = parser.parse_args()
-    asker = read_dataset([DATASETS / f"{key}.parquet" for key in (GIVER, ASKER)], ASKER)
-    path = DATASETS / "holdout" / f"{ASKER}.parquet"
-    held = read_holdout(read_dataset([path], ASKER), [path])
     result = provenance("lightgbm", "numpy", gpu=False) | {
-        "data": {each.device.key: each.digest for each in (asker, *asker.others)},
-        "holdout": held.dataset.digest,
         "seed": told.seed,
+        "data": {},
+        "holdout": {},
         "rows": [],
     }
-    for share in told.shares:
-        row = judged(asker, held, share, told.seed, lambda d, out: train(d, out, seed=told.seed))
-        print(row, flush=True)
-        result["rows"].append(row)
+    for key in reversed(DEVICES) if told.to is None else (told.to,):
+        asker = read_dataset([DATASETS / f"{name}.parquet" for name in DEVICES], key)
+        path = DATASETS / "holdout" / f"{key}.parquet"
+        held = read_holdout(read_dataset([path], key), [path])
+        result["data"][key], result["holdout"][key] = asker.digest, held.dataset.digest
+        for share in told.shares:
+            row = judged(
+                asker, held, share, told.seed, lambda d, out: train(d, out, seed=told.seed)
+            )
+            print(row, flush=True)
+            result["rows"].append(row)
     print(write("transfer_holdout", result, told.out))
 
 
