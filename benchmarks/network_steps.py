@@ -51,6 +51,7 @@ class Variant:
     """A variant that is ready to be timed.
 
     Attributes:
+        model: the network.
         step: one step.
         around: makes the context in which its turns stand.
         peak_mb: see `peak_mb`.
@@ -58,6 +59,7 @@ class Variant:
         times_ms: of a step, one for each round.
     """
 
+    model: nn.Module
     step: Step
     around: Callable[[], AbstractContextManager[Any]]
     peak_mb: float | None
@@ -139,31 +141,43 @@ def exact() -> AbstractContextManager[Any]:
 
 
 def started(
-    name: str, base: nn.Module, setting: Setting, data: tuple[Tensor, Tensor]
+    name: str,
+    base: nn.Module,
+    setting: Setting,
+    data: tuple[Tensor, Tensor],
+    plain: Variant | None,
 ) -> tuple[nn.Module, Step, Callable[[], AbstractContextManager[Any]]]:
-    """The variant's own model, its step, and what makes the context that its steps stand in."""
+    """The variant's model, its step, and what makes the context that its steps stand in. `plain` is
+    the eager variant without confpred, if there is one yet."""
     way, helped = split(name)
     around: Callable[[], AbstractContextManager[Any]] = nullcontext
-    model = prepared(base, setting)
     if helped == "enable":
         import confpred
 
         around = partial(confpred.enabled, wait=True)  # type: ignore[attr-defined]
-    elif helped == "optimize":
+        if plain is not None and way == "eager" and setting.mode == "inference":
+            return plain.model, plain.step, around  # a copy would be another one to the host
+    model = prepared(base, setting)
+    if helped == "optimize":
         model = optimized(model, data[0], setting)
     forward: Any = torch.compile(model, backend=own_inductor()) if way == "compile" else model
     return model, step_of(model, forward, setting, data), around
 
 
 def make(
-    name: str, base: nn.Module, setting: Setting, data: tuple[Tensor, Tensor], check: Check
+    name: str,
+    base: nn.Module,
+    setting: Setting,
+    data: tuple[Tensor, Tensor],
+    check: Check,
+    plain: Variant | None = None,
 ) -> Variant:
-    """The variant, warm and checked.
+    """The variant, warm and checked; `plain` as of `started`.
 
     Raises:
         ValueError: its answer is further from float32's than half precision explains.
     """
-    model, step, around = started(name, base, setting, data)
+    model, step, around = started(name, base, setting, data, plain)
     with around():
         difference = check(answer(model, step, setting))
         for _ in range(WARM_UPS - 1):
@@ -174,7 +188,7 @@ def make(
             if setting.mode == "inference":  # the weights are still those of the reference
                 difference = check(answer(model, step, setting))
         setting.synchronize()
-    return Variant(step, around, peak, difference, [])
+    return Variant(model, step, around, peak, difference, [])
 
 
 class Check:
@@ -264,7 +278,7 @@ def measure(
     def add(names: Iterable[str]) -> None:
         for name in names:
             try:
-                variants[name] = make(name, base, setting, data, check)
+                variants[name] = make(name, base, setting, data, check, variants.get("eager"))
             except Exception as error:  # of one variant; the others still count
                 errors[name] = told(error)
 

@@ -37,7 +37,7 @@ NOT_BETTER = 3
     "--data",
     type=FILE_OR_FOLDER,
     multiple=True,
-    help="Older measurements of such a GPU to learn from too; may be repeated.",
+    help="Measurements to learn from too, of such a GPU or another; may be repeated.",
 )
 @click.option(
     "--suite",

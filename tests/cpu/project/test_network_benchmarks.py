@@ -268,13 +268,24 @@ def test_nothing_is_timed_while_a_file_holds_it(
     (tmp_path / "group").touch()
     monkeypatch.setattr(steps.time, "sleep", lambda seconds: hold.unlink())
     monkeypatch.setattr(steps, "reference", lambda *_: torch.zeros(1))
-    monkeypatch.setattr(steps, "make", lambda *_: steps.Variant(None, None, None, 0.0, []))
+    monkeypatch.setattr(steps, "make", lambda *_: steps.Variant(None, None, None, None, 0.0, []))
     monkeypatch.setattr(steps, "time_interleaved", lambda *_: timed.append(hold.exists()) or {})
     setting = models.Setting("mobilenetv3_large_100", "inference", 1, 32, "cpu")
     one = group.Group(tmp_path / "group")
     found = steps.measure(torch.nn.Identity(), setting, ["eager"], 1, 0.01, one, hold)
     assert timed == [False]
     assert found["eager"]["times_ms"] == []
+
+
+@pytest.mark.parametrize("mode", ["inference", "training"])
+def test_eager_inference_with_enable_is_of_the_model_without(mode: str) -> None:
+    steps, models = map(__import__, ("network_steps", "network_models"))
+    setting = models.Setting("unet", mode, 1, 32, "cpu")
+    base, data = torch.nn.Conv2d(3, 8, 3), (torch.zeros(1, 3, 8, 8), torch.zeros(1))
+    plain = steps.Variant(*steps.started("eager", base, setting, data, None), None, 0.0, [])
+    for name in ("eager + enable", "eager again", "graph + enable"):
+        shared = steps.started(name, base, setting, data, plain)[0] is plain.model
+        assert shared is (name == "eager + enable" and mode == "inference")
 
 
 def test_dense_networks_have_a_result_of_their_own(
