@@ -155,8 +155,11 @@ def _fit_pool(
 
 
 def _portfolio(timings: Sequence[Timings], family: Family, device: Device) -> NDArray[np.bool_]:
-    own = [t for t in timings if t.family == family.name]
-    return choose_portfolio([t for t in own if t.device == device] or own, family, device)
+    """Worth offering on `device`, by what was measured there, and elsewhere of other problems."""
+    of_family = [t for t in timings if t.family == family.name]
+    here = {t.problem for t in of_family if t.device == device}
+    told = [t for t in of_family if t.device == device or t.problem not in here]
+    return choose_portfolio(told, family, device)
 
 
 def grow_order(
