@@ -50,7 +50,7 @@ def test_it_learns_who_wins():
 def test_times_are_compared_with_those_of_the_same_device():
     """Another device, a thousand times as fast, was measured with one family alone."""
     there = [
-        replace(t, time_ms=t.time_ms / 1e3, device=get_device("a100"))
+        replace(t, time_ms=t.time_ms / 1e3, device=get_device("h200"))
         for t in timings(60)
         if t.family == FAMILIES[0]
     ]
