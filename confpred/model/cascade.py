@@ -23,7 +23,7 @@ from confpred.model.trees import Trees
 #: best by it, to base 2, are left out, and so are those behind the first so many: more than half of
 #: them. That is for families whose estimates count what a kernel does, as this package's do; by the
 #: rough one of a plug-in it made a regret of 1.02 one of 1.10 (`examples/`).
-ESTIMATE, WITHIN, MOST = "log_estimate", np.float32(0.8), 96
+ESTIMATE, WITHIN, MOST = "log_estimate", np.float32(0.8), 144
 #: Then the first so many trees leave so many candidates of a problem. Of layers that the trees had
 #: not seen, the best of the finalists is 0.3 % slower than the best of all, both by all trees, and
 #: 10 % at worst (decision 144).
