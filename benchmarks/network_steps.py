@@ -170,7 +170,7 @@ def make(
     setting: Setting,
     data: tuple[Tensor, Tensor],
     check: Check,
-    plain: Variant | None = None,
+    plain: Variant | None,
 ) -> Variant:
     """The variant, warm and checked; `plain` as of `started`.
 
