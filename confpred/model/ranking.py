@@ -133,9 +133,9 @@ class PytorchModel:
         ratio: regressor of log(its time / time of our fastest config), from `pytorch_features`; it
             does not tell large ratios apart, as nothing depends on that
             (`confpred.training.pytorch`).
-        margins: by how much that logarithm may be too large, as calibrated on layers that the
-            regressor was not trained on, by the problem's kind. Where nothing is known of a kind,
-            none of ours is sure to be faster.
+        margins: how large that logarithm must be for ours to be preferred, by the problem's kind:
+            what cost least on layers that the regressor was not trained on. Where nothing is known
+            of a kind, none of ours is.
     """
 
     operation: Operation

@@ -32,7 +32,8 @@ def test_a_fold_keeps_the_margins_that_the_others_have() -> None:
     found = answered(exact + mistaken)
     # The mistaken fold does not know of its mistakes, and the exact one is warned by them.
     assert chosen(found) == [PYTORCH_OPERATOR] * count + [OURS] * count
-    assert found.margins["grouped"] == pytest.approx(0.4)
+    # Midway between what is expected of all of them, and the most that a margin can be.
+    assert found.margins["grouped"] == pytest.approx((0.2 + CAP) / 2)
 
 
 def test_where_nothing_is_known_of_pytorchs_time_ours_is_chosen() -> None:
