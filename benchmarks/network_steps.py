@@ -155,8 +155,9 @@ def started(
         import confpred
 
         around = partial(confpred.enabled, wait=True)  # type: ignore[attr-defined]
-        if plain is not None and way == "eager" and setting.mode == "inference":
-            return plain.model, plain.step, around  # a copy would be another one to the host
+        if plain is not None and way == "eager":  # a copy would be another one to the host
+            plain.model.load_state_dict(base.state_dict())  # for the gradients that are compared
+            return plain.model, plain.step, around
     model = prepared(base, setting)
     if helped == "optimize":
         model = optimized(model, data[0], setting)

@@ -17,24 +17,24 @@ eager step, and by ``torch.compile`` with its defaults, and each of these withou
 
 The protocol. Each network and mode has a process of its own, so that a crash costs only itself; its
 error is recorded. All variants of a batch are timed in the same process, in random order in rounds,
-each with its own copy of the network, but for eager inference with ``enable``: that is of the very
+each with its own copy of the network, but for eager steps with ``enable``: these are of the very
 model that eager PyTorch is, as where steps wait for the host, two copies of one network differ by
-up to 5 %. (Rows up to commit 9f6abc8 have a copy of their own there, too.) A turn of a variant is
-four steps that are not timed, a synchronisation, and then as many steps as take about ``--turn``
-seconds, at least 3, until the device is done with the last: the wall clock of the host over the
-number of steps, which is what a user waits. The result is the median over the rounds; many short
-turns, because hosts drift. ``confpred.enable()`` holds for a whole process, so it is switched on
-only around its own variants' turns. That makes all variants of ours forget what serves them, which
-they find again in steps that are not timed; what they compile, they have compiled before. (Rows up
-to commit 3d678ae have one such step but for ``enable``, so ``optimize`` beside it was timed while
-it found.) A ratio is the time without confpred over the time with it, in the same round, and of the
-rounds the median: a host that is slow for some seconds is so for both. (Rows up to commit b45e6cd
-have the ratio of the medians.) Each way without confpred is timed as two variants, and what these
-differ by is the noise. (Rows without ``way_noise`` have that of eager PyTorch alone.) Each
-variant's first output, in training the first gradients of all parameters, is compared with that of
-float32; a variant that is much further from it than eager PyTorch in half precision is recorded as
-an error, without a time. Peak memory is what a step allocates at most above what the process held
-before it.
+up to 5 %. (Rows up to commit 9f6abc8, and of training up to b23f04c, have a copy of their own
+there, too.) A turn of a variant is four steps that are not timed, a synchronisation, and then as
+many steps as take about ``--turn`` seconds, at least 3, until the device is done with the last: the
+wall clock of the host over the number of steps, which is what a user waits. The result is the
+median over the rounds; many short turns, because hosts drift. ``confpred.enable()`` holds for a
+whole process, so it is switched on only around its own variants' turns. That makes all variants of
+ours forget what serves them, which they find again in steps that are not timed; what they compile,
+they have compiled before. (Rows up to commit 3d678ae have one such step but for ``enable``, so
+``optimize`` beside it was timed while it found.) A ratio is the time without confpred over the time
+with it, in the same round, and of the rounds the median: a host that is slow for some seconds is so
+for both. (Rows up to commit b45e6cd have the ratio of the medians.) Each way without confpred is
+timed as two variants, and what these differ by is the noise. (Rows without ``way_noise`` have that
+of eager PyTorch alone.) Each variant's first output, in training the first gradients of all
+parameters, is compared with that of float32; a variant that is much further from it than eager
+PyTorch in half precision is recorded as an error, without a time. Peak memory is what a step
+allocates at most above what the process held before it.
 
 ``torch.compile`` takes long to compile, so with ``--jobs`` several processes, each of one batch,
 get ready at once, and Inductor compiles in each of them by one thread. While cuDNN's benchmark mode

@@ -278,14 +278,16 @@ def test_nothing_is_timed_while_a_file_holds_it(
 
 
 @pytest.mark.parametrize("mode", ["inference", "training"])
-def test_eager_inference_with_enable_is_of_the_model_without(mode: str) -> None:
+def test_eager_steps_with_enable_are_of_the_model_without(mode: str) -> None:
     steps, models = map(__import__, ("network_steps", "network_models"))
     setting = models.Setting("unet", mode, 1, 32, "cpu")
     base, data = torch.nn.Conv2d(3, 8, 3), (torch.zeros(1, 3, 8, 8), torch.zeros(1))
     plain = steps.Variant(*steps.started("eager", base, setting, data, None), None, 0.0, [])
     for name in ("eager + enable", "eager again", "graph + enable"):
-        shared = steps.started(name, base, setting, data, plain)[0] is plain.model
-        assert shared is (name == "eager + enable" and mode == "inference")
+        torch.nn.init.zeros_(plain.model.weight)  # as if it had been trained meanwhile
+        model = steps.started(name, base, setting, data, plain)[0]
+        assert (model is plain.model) is (name == "eager + enable")
+        assert torch.equal(model.weight, base.weight.to(model.weight.dtype))
 
 
 def test_dense_networks_have_a_result_of_their_own(
