@@ -72,8 +72,8 @@ class HeldOut:
 
     Attributes:
         answers: of each.
-        margins: of the regressor of PyTorch's time, by kind of problem, as all of them have it
-            (`confpred.training.pytorch.margins`).
+        margins: of the regressor of PyTorch's time, by kind of problem, by all of them and what was
+            held out on other devices (`confpred.training.pytorch.margins`).
     """
 
     answers: tuple[Answer, ...]
@@ -90,6 +90,17 @@ class Offered:
     log_ratio: float | None
 
 
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """A problem that was held out of a fold: what its time with PyTorch's operator was expected to
+    be, and what it was, both as the logarithm of their ratio to that of ours."""
+
+    fold: int
+    kind: str
+    expected: float
+    actual: float
+
+
 def held_out_answers(
     dataset: Dataset,
     folds: Sequence[Fold],
@@ -99,7 +110,7 @@ def held_out_answers(
 ) -> HeldOut:
     """Answers for the test problems of each fold: those whose time with PyTorch's operator is
     known, or all of them where it was measured too seldom to learn from. Each fold's answers keep
-    the margins that the other folds' have.
+    the margins that the other folds' problems have, of all devices.
 
     Args:
         dataset: what was measured.
@@ -107,26 +118,66 @@ def held_out_answers(
         scores: how the model of each fold did on its test timings, fold by fold.
         hyper, seed: of what predicts PyTorch's time.
     """
-    return answered(list(_offered(dataset, folds, scores, hyper, seed)))
+    ratios = [_ratio(dataset, fold, hyper, seed) for fold in folds]
+    offered = list(_offered(dataset, folds, scores, ratios, seed))
+    cost = np.log([o.ours.ours_ms / o.ours.our_best_ms for o in offered])
+    lost = float(cost.mean()) if len(cost) else 0.0
+    return answered(offered, list(compared_elsewhere(dataset, folds, ratios, lost)))
 
 
-def answered(offered: Sequence[Offered]) -> HeldOut:
-    """`offered`, fold by fold, with PyTorch's operator in its place."""
+def answered(offered: Sequence[Offered], elsewhere: Sequence[Compared] = ()) -> HeldOut:
+    """`offered`, fold by fold, with PyTorch's operator in its place; `elsewhere` is what came of
+    the folds' problems on other devices."""
+    compared = [*_compared(offered), *elsewhere]
     found = []
     for number in sorted({o.fold for o in offered}):
-        known = _margins([o for o in offered if o.fold != number])
+        known = _margins([c for c in compared if c.fold != number])
         found += [_placed(o, known) for o in offered if o.fold == number]
-    return HeldOut(tuple(found), _margins(offered))
+    return HeldOut(tuple(found), _margins(compared))
 
 
-def _margins(offered: Sequence[Offered]) -> dict[str, float]:
-    kinds, expected, actual = [], [], []
+def _compared(offered: Sequence[Offered]) -> Iterator[Compared]:
     for o in offered:
         if o.log_ratio is not None and o.ours.pytorch_ms is not None:
-            kinds.append(o.ours.problem.kind)
-            expected.append(o.log_ratio)
-            actual.append(log(o.ours.pytorch_ms / o.ours.ours_ms))
-    return margins(kinds, np.array(expected), np.array(actual))
+            actual = log(o.ours.pytorch_ms / o.ours.ours_ms)
+            yield Compared(o.fold, o.ours.problem.kind, o.log_ratio, actual)
+
+
+def compared_elsewhere(
+    dataset: Dataset, folds: Sequence[Fold], ratios: Sequence[PytorchModel | None], lost: float
+) -> Iterator[Compared]:
+    """The problems on other devices that a fold holds out. Nothing was chosen for them, so ours is
+    the fastest that was measured, and what a choice costs on average, `lost`, is added."""
+    for number, (fold, ratio) in enumerate(zip(folds, ratios, strict=True)):
+        if ratio is None:
+            continue
+        seen = {(t.device, t.problem) for t in fold.train}
+        for other in dataset.others:
+            best: dict[Record, float] = {}
+            for t in other.timings:
+                if t.problem in other.pytorch_ms and (t.device, t.problem) not in seen:
+                    best[t.problem] = min(best.get(t.problem, inf), float(t.time_ms.min()))
+            if not best:
+                continue
+            expected = ratio.log_ratios(list(best), other.device).tolist()
+            for (problem, ours_ms), value in zip(best.items(), expected, strict=True):
+                actual = log(other.pytorch_ms[problem] / ours_ms) - lost
+                yield Compared(number, problem.kind, value, actual)
+
+
+def _ratio(dataset: Dataset, fold: Fold, hyper: Hyperparameters, seed: int) -> PytorchModel | None:
+    """What predicts PyTorch's time for the fold's test problems."""
+    everywhere, operation = dataset.pytorch_everywhere, dataset.operation
+    ratio = fit_pytorch(fold.train, everywhere, operation, dataset.device, hyper, seed)
+    return None if ratio is None else PytorchModel(operation, Trees(ratio), {})
+
+
+def _margins(compared: Sequence[Compared]) -> dict[str, float]:
+    return margins(
+        [c.kind for c in compared],
+        np.array([c.expected for c in compared]),
+        np.array([c.actual for c in compared]),
+    )
 
 
 def _placed(offered: Offered, known: Mapping[str, float]) -> Answer:
@@ -141,14 +192,11 @@ def _offered(
     dataset: Dataset,
     folds: Sequence[Fold],
     scores: Sequence[Score],
-    hyper: Hyperparameters,
+    ratios: Sequence[PytorchModel | None],
     seed: int,
 ) -> Iterator[Offered]:
-    left, device = iter(scores), dataset.device
-    everywhere, operation = dataset.pytorch_everywhere, dataset.operation
-    for number, fold in enumerate(folds):
-        ratio = fit_pytorch(fold.train, everywhere, operation, device, hyper, seed)
-        model = None if ratio is None else PytorchModel(operation, Trees(ratio), {})
+    left, device, operation = iter(scores), dataset.device, dataset.operation
+    for number, (fold, model) in enumerate(zip(folds, ratios, strict=True)):
         fitted = fit_gate(fold.train, operation, seed)
         gate = None if fitted is None else fitted.gate(operation)
         of_problem: dict[Record, list[tuple[Timings, Score]]] = {}

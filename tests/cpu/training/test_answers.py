@@ -8,7 +8,7 @@ import pytest
 
 from confpred.families.candidate import PYTORCH_OPERATOR, Candidate
 from confpred.problem.conv2d import Problem
-from confpred.training.answers import Answer, HeldOut, Offered, answered
+from confpred.training.answers import Answer, Compared, HeldOut, Offered, answered
 from confpred.training.pytorch import CAP, MIN_PROBLEMS
 
 OURS = Candidate("grouped_fprop", 0)
@@ -44,3 +44,13 @@ def test_where_nothing_is_known_of_pytorchs_time_ours_is_chosen() -> None:
 def test_too_few_answers_leave_all_to_pytorch() -> None:
     found = answered([offered(i % 2, 1 + i, 0.5 * CAP, 0.0) for i in range(4)])
     assert set(chosen(found)) == {PYTORCH_OPERATOR}
+
+
+def test_what_came_of_it_on_other_devices_counts_for_the_margins() -> None:
+    """A device of few problems is warned, or encouraged, by the other folds' of others."""
+    few = [offered(i % 2, 1 + i, 0.2, 0.0) for i in range(4)]
+    exact = [Compared(i % 2, "grouped", 0.2, 0.2) for i in range(2 * MIN_PROBLEMS)]
+    assert set(chosen(answered(few))) == {PYTORCH_OPERATOR}
+    assert set(chosen(answered(few, exact))) == {OURS}
+    mistaken = [Compared(1, "grouped", 0.2, -0.2) for _ in range(MIN_PROBLEMS)]
+    assert chosen(answered(few, exact + mistaken)) == [PYTORCH_OPERATOR] * 2 + [OURS] * 2

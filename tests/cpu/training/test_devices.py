@@ -17,13 +17,17 @@ from confpred.errors import DataError
 from confpred.families.kernel_text import source_digest
 from confpred.families.registry import all_families
 from confpred.model.folder import load_model
+from confpred.model.ranking import PytorchModel
+from confpred.model.trees import Trees
 from confpred.predict.predictor import Predictor
 from confpred.problem.conv2d import Problem
 from confpred.problem.conv2d_operation import CONVOLUTION
 from confpred.problem.device import Device, get_device
+from confpred.training.answers import compared_elsewhere
 from confpred.training.dataset import Dataset, Timings, read_dataset
 from confpred.training.evaluate import folds_of
 from confpred.training.fit import fit_families
+from confpred.training.pytorch import fit_pytorch
 from confpred.training.train import train
 
 H100, H200 = get_device("h100"), get_device("h200")
@@ -150,3 +154,22 @@ def test_configs_are_offered_that_were_good_elsewhere_for_problems_not_measured_
     ]
     assert [bool(found & elsewhere) for found in offered] == [False, True]
     assert offered[0] < offered[1]
+
+
+def test_margins_learn_from_what_other_devices_were_held_out_of(both: Dataset) -> None:
+    """Of each fold's problems on others, none of which the fold has learned from."""
+    folds = folds_of(both, 3, 0)
+    text = [
+        fit_pytorch(f.train, both.pytorch_everywhere, both.operation, H100, SMALL, 0) for f in folds
+    ]
+    ratios = [PytorchModel(both.operation, Trees(t), {}) for t in text if t is not None]
+    found = list(compared_elsewhere(both, folds, ratios, 0.0))
+    dearer = list(compared_elsewhere(both, folds, ratios, 0.1))
+    assert {c.fold for c in found} == {0, 1, 2}
+    assert [c.actual - 0.1 for c in found] == pytest.approx([c.actual for c in dearer])
+    (other,) = both.others
+    for number, fold in enumerate(folds):
+        learned = {t.problem for t in fold.train if t.device == H200}
+        held_out = {t.problem for t in other.timings} - learned
+        assert len([c for c in found if c.fold == number]) == len(held_out & set(other.pytorch_ms))
+        assert min(len(learned), len(held_out)) > 0
