@@ -20,7 +20,7 @@ from confpred.training.dataset import Dataset, Timings
 from confpred.training.fit import Hyperparameters
 from confpred.training.gate import fit_gate
 from confpred.training.methods import Score
-from confpred.training.pytorch import fit_pytorch, margins
+from confpred.training.pytorch import fastest_ms, fit_pytorch, margins
 from confpred.training.split import Fold
 
 
@@ -118,7 +118,7 @@ def held_out_answers(
         scores: how the model of each fold did on its test timings, fold by fold.
         hyper, seed: of what predicts PyTorch's time.
     """
-    ratios = [_ratio(dataset, fold, hyper, seed) for fold in folds]
+    ratios = _ratios(dataset, folds, hyper, seed)
     offered = list(_offered(dataset, folds, scores, ratios, seed))
     cost = np.log([o.ours.ours_ms / o.ours.our_best_ms for o in offered])
     lost = float(cost.mean()) if len(cost) else 0.0
@@ -148,28 +148,33 @@ def compared_elsewhere(
 ) -> Iterator[Compared]:
     """The problems on other devices that a fold holds out. Nothing was chosen for them, so ours is
     the fastest that was measured, and what a choice costs on average, `lost`, is added."""
-    for number, (fold, ratio) in enumerate(zip(folds, ratios, strict=True)):
-        if ratio is None:
-            continue
-        seen = {(t.device, t.problem) for t in fold.train}
-        for other in dataset.others:
-            best: dict[Record, float] = {}
-            for t in other.timings:
-                if t.problem in other.pytorch_ms and (t.device, t.problem) not in seen:
-                    best[t.problem] = min(best.get(t.problem, inf), float(t.time_ms.min()))
-            if not best:
+    for other in dataset.others:
+        fastest_there = fastest_ms(other.timings)
+        for number, (fold, ratio) in enumerate(zip(folds, ratios, strict=True)):
+            seen = {(t.device, t.problem) for t in fold.train}
+            held_out = [
+                (problem, ours_ms)
+                for (where, problem), ours_ms in fastest_there.items()
+                if problem in other.pytorch_ms and (where, problem) not in seen
+            ]
+            if ratio is None or not held_out:
                 continue
-            expected = ratio.log_ratios(list(best), other.device).tolist()
-            for (problem, ours_ms), value in zip(best.items(), expected, strict=True):
+            expected = ratio.log_ratios([problem for problem, _ in held_out], other.device).tolist()
+            for (problem, ours_ms), value in zip(held_out, expected, strict=True):
                 actual = log(other.pytorch_ms[problem] / ours_ms) - lost
                 yield Compared(number, problem.kind, value, actual)
 
 
-def _ratio(dataset: Dataset, fold: Fold, hyper: Hyperparameters, seed: int) -> PytorchModel | None:
-    """What predicts PyTorch's time for the fold's test problems."""
+def _ratios(
+    dataset: Dataset, folds: Sequence[Fold], hyper: Hyperparameters, seed: int
+) -> list[PytorchModel | None]:
+    """What predicts PyTorch's time for each fold's test problems."""
     everywhere, operation = dataset.pytorch_everywhere, dataset.operation
-    ratio = fit_pytorch(fold.train, everywhere, operation, dataset.device, hyper, seed)
-    return None if ratio is None else PytorchModel(operation, Trees(ratio), {})
+    fitted = (
+        fit_pytorch(fold.train, everywhere, operation, dataset.device, hyper, seed)
+        for fold in folds
+    )
+    return [None if f is None else PytorchModel(operation, Trees(f), {}) for f in fitted]
 
 
 def _margins(compared: Sequence[Compared]) -> dict[str, float]:

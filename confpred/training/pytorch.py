@@ -56,10 +56,7 @@ def fit_pytorch(
         The regressor in LightGBM's text form; None if fewer than ``MIN_PROBLEMS`` were measured on
         `device`.
     """
-    ours: dict[tuple[Device, Record], float] = {}
-    for t in timings:
-        asked = t.device, t.problem
-        ours[asked] = min(ours.get(asked, np.inf), float(t.time_ms.min()))
+    ours = fastest_ms(timings)
     both = sorted(ours.keys() & pytorch_ms.keys(), key=lambda asked: (str(asked[1]), asked[0].key))
     if sum(where == device for where, _ in both) < MIN_PROBLEMS:
         return None
@@ -68,6 +65,15 @@ def fit_pytorch(
     names = list(pytorch_feature_names(operation))
     data = lightgbm.Dataset(features, ratio, feature_name=names)
     return boost(data, {**_GROW, "num_leaves": hyper.pytorch_leaves}, hyper.pytorch_trees, seed)
+
+
+def fastest_ms(timings: Sequence[Timings]) -> dict[tuple[Device, Record], float]:
+    """Milliseconds of our fastest measured config of each problem on each device."""
+    found: dict[tuple[Device, Record], float] = {}
+    for t in timings:
+        asked = t.device, t.problem
+        found[asked] = min(found.get(asked, np.inf), float(t.time_ms.min()))
+    return found
 
 
 def margins(
