@@ -19,6 +19,7 @@ from typing import Any
 
 import lightgbm
 import numpy as np
+from measured import measured
 from numpy.typing import NDArray
 from provenance import RESULTS, provenance, write
 
@@ -37,7 +38,6 @@ from confpred.training.fit import (
 )
 from confpred.training.split import split_by_network, without_networks
 
-ROOT = Path(__file__).parents[1]
 DEVICES = ("h100", "h200")
 #: Features whose distance to the least among a problem's candidates is tried.
 RELATIVE = ("log_estimate", "log_work", "log_load_bytes", "log_products", "waves", "wave_waste")
@@ -192,7 +192,7 @@ def main() -> None:
     parser.add_argument("--variant", action="append", choices=VARIANTS, help="default: all")
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
-    data = read_dataset([ROOT / "datasets" / f"{key}.parquet" for key in DEVICES], DEVICES[0])
+    data = read_dataset([path for key in DEVICES for path in measured(key)], DEVICES[0])
     every = data.everywhere
     held_out = [fold.networks for fold in split_by_network(every, arguments.folds, seed=0)]
     base, *_ = VARIANTS

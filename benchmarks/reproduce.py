@@ -20,15 +20,13 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from measured import DATASETS, HOLDOUT, ROOT, measured
+
 from confpred.model.folder import CARD, model_folders
 from confpred.problem.device import KNOWN
 
-ROOT = Path(__file__).parents[1]
 CONFPRED = Path(sys.executable).with_name("confpred")
-
-
-HOLDOUT = ROOT / "datasets" / "holdout"
-ANCHORS = ROOT / "datasets" / "anchors"
+ANCHORS = DATASETS / "anchors"
 EXAMPLE = ROOT / "examples" / "layer_norm"
 
 
@@ -60,9 +58,9 @@ def models() -> None:
         with tempfile.TemporaryDirectory() as folder:
             made = Path(folder) / shipped.name
             excluded = [f"--exclude-network={name}" for name in facts["data"]["excluded_networks"]]
-            measured = EXAMPLE if EXAMPLE in card.parents else ROOT / "datasets"
+            where = EXAMPLE if EXAMPLE in card.parents else DATASETS
             device, others = facts["device"], facts["data"]["other_devices"]
-            data = [measured / f"{name}.parquet" for name in (device, *sorted(others))]
+            data = [path for name in (device, *sorted(others)) for path in measured(name, where)]
             options = ("--device", device, "--out", made, f"--seed={facts['seed']}")
             confpred("train", *data, *options, *excluded)
             changed = differing(shipped, made)
@@ -76,8 +74,9 @@ def results() -> None:
     """Evaluate for each device that was measured, learning from all of them, and by its hold-out
     where that is measured, and fill the tables of all results."""
     newest = model_folders(ROOT / "models")
-    data = [path for path in sorted(ROOT.glob("datasets/*.parquet")) if path.stem in KNOWN]
-    for device in (path.stem for path in data):
+    devices = [path.stem for path in sorted(DATASETS.glob("*.parquet")) if path.stem in KNOWN]
+    data = [path for device in devices for path in measured(device)]
+    for device in devices:
         out = ROOT / "benchmarks" / "results" / device
         files = ("--json", out / "evaluation.json", "--plot", out / "evaluation.png")
         more: list[str | Path] = []

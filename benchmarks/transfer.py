@@ -27,6 +27,7 @@ from typing import Any
 
 import numpy as np
 import provenance
+from measured import measured
 from numpy.typing import NDArray
 
 from confpred.families.registry import all_families
@@ -39,7 +40,6 @@ from confpred.training.fit import Hyperparameters, grow_order
 from confpred.training.methods import TOPS
 from confpred.training.split import split_by_network
 
-DATASETS = Path(__file__).parents[1] / "datasets"
 SHARES = (0.0, 0.01, 0.05, 0.2, 1.0)
 FOLDS, DRAWS = 4, 1
 #: What tells a model of several devices which one a row is of: logarithms to base 2.
@@ -184,7 +184,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=provenance.RESULTS)
     told = parser.parse_args()
     begun = time.monotonic()
-    h100, h200 = (read_dataset([DATASETS / f"{key}.parquet"]) for key in ("h100", "h200"))
+    h100, h200 = (read_dataset(measured(key)) for key in ("h100", "h200"))
     result = {
         "provenance": provenance.provenance("lightgbm", "numpy", gpu=False),
         "data": {dataset.device.key: dataset.digest for dataset in (h100, h200)},

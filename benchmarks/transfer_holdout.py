@@ -20,8 +20,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from measured import HOLDOUT, measured
 from provenance import RESULTS, provenance, write
-from transfer import DATASETS, share_of
+from transfer import share_of
 
 from confpred.model.folder import Model, load_model
 from confpred.training.dataset import Dataset, read_dataset
@@ -86,8 +87,8 @@ def main() -> None:
         "rows": [],
     }
     for key in reversed(DEVICES) if told.to is None else (told.to,):
-        asker = read_dataset([DATASETS / f"{name}.parquet" for name in DEVICES], key)
-        path = DATASETS / "holdout" / f"{key}.parquet"
+        asker = read_dataset([path for name in DEVICES for path in measured(name)], key)
+        path = HOLDOUT / f"{key}.parquet"
         held = read_holdout(read_dataset([path], key), [path])
         result["data"][key], result["holdout"][key] = asker.digest, held.dataset.digest
         for share in told.shares:

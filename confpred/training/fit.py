@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,11 +36,15 @@ _UNUSED = re.compile(
     r"^(?:split_gain|(?:leaf|internal)_(?:weight|count)|internal_value|tree_sizes)=.*\n",
     re.MULTILINE,
 )
-#: LightGBM writes 17 digits of a number; so many are kept. A feature is a float32, which nine tell
-#: from its neighbours, though one that lies on a threshold may come to its other side; what seven
-#: miss of a leaf is nothing to a sum of hundreds.
-_DIGITS = {"threshold": 9, "leaf_value": 7}
-_NUMBERS = re.compile(rf"^({'|'.join(_DIGITS)})=(.*)$", re.MULTILINE)
+#: LightGBM writes 17 digits of a number. A feature is a float32, which nine digits tell from its
+#: neighbours, though one that lies on a threshold may come to its other side. A leaf adds to a
+#: logarithm, or to a ratio: what five decimals miss of it is nothing to a sum of hundreds, and of
+#: what a model's files compress to, digits of leaves are the largest part.
+_FORMATS: dict[str, Callable[[float], str]] = {
+    "threshold": lambda x: f"{x:.9g}",
+    "leaf_value": lambda x: f"{x:.5f}".rstrip("0").rstrip("."),
+}
+_NUMBERS = re.compile(rf"^({'|'.join(_FORMATS)})=(.*)$", re.MULTILINE)
 #: Of an objective: the first and second derivative of the error by each prediction.
 _Derivatives = tuple[NDArray[np.float64], NDArray[np.float64]]
 
@@ -231,5 +235,5 @@ def boost(data: lightgbm.Dataset, grow: Mapping[str, Any], trees: int, seed: int
 
 
 def _shorter(line: re.Match[str]) -> str:
-    digits = _DIGITS[line[1]]
-    return f"{line[1]}={' '.join(f'{float(number):.{digits}g}' for number in line[2].split())}"
+    written = _FORMATS[line[1]]
+    return f"{line[1]}={' '.join(written(float(number)) for number in line[2].split())}"

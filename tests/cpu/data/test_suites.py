@@ -6,6 +6,7 @@ import itertools
 import json
 from dataclasses import replace
 
+import pyarrow as pa
 import pytest
 
 from confpred.data.measurements import problem_of_row
@@ -158,7 +159,8 @@ def test_the_second_draw_adds_sizes_and_hardly_a_kernel(repository, shipped, mon
 @pytest.mark.parametrize(("device", "draws"), [("h100", 1), ("h200", 2)])
 def test_what_was_measured_is_in_the_suites(repository, shipped, device, draws):
     columns = problem_columns(CONVOLUTION)
-    table = read(repository / "datasets" / f"{device}.parquet", CONVOLUTION, columns)
+    files = sorted((repository / "datasets").glob(f"{device}*.parquet"))
+    table = pa.concat_tables(read(path, CONVOLUTION, columns) for path in files)
     rows = table.group_by(columns).aggregate([]).to_pylist()
     of_draws = [entry for d in DIRECTIONS for entry in shipped[d][: 470 * draws]]
     problems = {entry.problem for entry in of_draws}

@@ -127,7 +127,7 @@ def test_training_keeps_what_predictions_need(matrix):
     leaves = (each.predict(matrix, pred_leaf=True).tolist() for each in (kept, whole))
     assert next(leaves) == next(leaves)
     assert Trees(text).predict(matrix).tolist() == kept.predict(matrix).tolist()
-    assert kept.predict(matrix) == pytest.approx(whole.predict(matrix), rel=0, abs=1e-6)
+    assert kept.predict(matrix) == pytest.approx(whole.predict(matrix), rel=0, abs=30 * 0.5e-5)
     assert len(text) < 0.5 * len(whole.model_to_string())
 
 

@@ -58,7 +58,7 @@ def test_a_report_of_what_ships_is_written(folder: Path) -> None:
     assert run("run: report", folder).startswith("report.html: 6 files, ")
     text = (folder / "report.html").read_text()
     assert text.count("<summary>") >= 20
-    assert "h200-2026.11.23.6" in text
+    assert "h200-2026.11.24" in text
 
 
 def test_what_it_names_exists(repository: Path) -> None:

@@ -19,7 +19,7 @@ import httpx
 import pytest
 from test_service_process import ONE, Server, eventually, running
 
-VERSION = "h100-2026.11.23.6"
+VERSION = "h100-2026.11.24"
 
 
 @dataclass

@@ -222,7 +222,7 @@ def test_a_full_disk_at_the_start_is_one_clear_line(temporary: Path) -> None:
 
 def test_a_full_disk_refuses_the_reload_alone(tmp_path: Path, repository: Path) -> None:
     folder = tmp_path / "model"
-    shutil.copytree(repository / "models" / "h100-2026.11.23.6", folder)
+    shutil.copytree(repository / "models" / "h100-2026.11.24", folder)
     with running(tmp_path, "--model", str(folder)) as server:
         card = (folder / "card.json").read_text()
         (folder / "card.json").write_text(card + "\n")
