@@ -39,7 +39,10 @@ allocates at most above what the process held before it.
 ``torch.compile`` takes long to compile, so with ``--jobs`` several processes, each of one batch,
 get ready at once, and Inductor compiles in each of them by one thread. While cuDNN's benchmark mode
 chooses the algorithms of a process's eager step, and while that process times its variants, all
-others are stopped (``SIGSTOP``). Memory for that many networks at once has to be there. Set
+others are stopped (``SIGSTOP``). Memory for that many networks at once has to be there. But
+Inductor chooses the configs of reductions by timing them when a program first runs, which is while
+others are at work: two programs of the same kernels then differ by up to 7 %, so compiled rows that
+are to be compared with one another take ``--jobs 1``. Set
 ``TORCHINDUCTOR_CACHE_DIR`` to keep what is compiled for another run. With ``--hold FILE`` nothing
 is timed as long as FILE exists: what is compiled beside other work is timed on a quiet machine.
 
