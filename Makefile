@@ -29,7 +29,7 @@ demo: $(READY)  ## retrain, judge, predict and serve; on a GPU machine sample an
 test: lint  ## lint, types, import direction, and every test that this machine can run
 	@if nvidia-smi --list-gpus >/dev/null 2>&1; then $(BIN)/python -m pytest tests/gpu; fi
 	$(BIN)/python -m pytest tests/browser
-	$(BIN)/python -m pytest --numprocesses auto --dist loadfile tests/cpu
+	$(BIN)/python -m pytest --numprocesses auto --dist loadfile --no-loadscope-reorder tests/cpu
 
 fuzz: $(READY)  ## schemathesis asks a served confpred for a quarter of an hour; seconds of it are in test
 	CONFPRED_FUZZ_EXAMPLES=10000 $(BIN)/python -m pytest tests/cpu/service/test_service_schemathesis.py

@@ -17,7 +17,7 @@ from confpred.model.folder import Model
 from confpred.model.ranking import FamilyModel
 from confpred.predict.contributions import theme_of
 
-_LAYERS, _CONFIGS = 80, 32  # of a pool, and of each of these layers
+_LAYERS, _CONFIGS = 40, 32  # of a pool, and of each of these layers
 _SEED = 0
 
 

@@ -55,7 +55,7 @@ def test_explanations_are_as_the_page_says(folder: Path) -> None:
 
 
 def test_a_report_of_what_ships_is_written(folder: Path) -> None:
-    assert run("run: report", folder).startswith("report.html: 6 files, ")
+    assert run("run: report", folder).startswith("report.html: 7 files, ")
     text = (folder / "report.html").read_text()
     assert text.count("<summary>") >= 20
     assert "h200-2026.11.24" in text

@@ -321,11 +321,11 @@ def test_networks_of_our_own_compute() -> None:
 def test_the_hosts_time_in_a_network_is_told_by_kind_of_layer(tables: ModuleType) -> None:
     host, models = map(__import__, ("host_in_networks", "network_models"))
     forward = torch.nn.Conv2d.forward
-    rows = host.measure(models.Setting("unet", "inference", 1, 32, "cpu"), 2, 1)
+    rows = host.measure(models.Setting("detector", "inference", 1, 32, "cpu"), 2, 1)
     assert torch.nn.Conv2d.forward is forward
     assert [row["way"] for row in rows] == list(host.WAYS)
     assert rows[0]["ratio"] == 1.0
-    layers = sum(isinstance(m, torch.nn.Conv2d) for m in models.OWN["unet"]().modules())
+    layers = sum(isinstance(m, torch.nn.Conv2d) for m in models.OWN["detector"]().modules())
     for row in rows:
         assert row["step_ms"] >= row["host_ms"] > 0
         assert row["calls"]["dense"]["layers"] == layers
@@ -334,7 +334,7 @@ def test_the_hosts_time_in_a_network_is_told_by_kind_of_layer(tables: ModuleType
     _, made = tables.TABLES["h200-host-in-networks"]
     lines = made({"rows": rows}).splitlines()
     assert len(lines) == 2 + len(host.WAYS)
-    assert lines[2].startswith("| unet, batch 1: eager |")
+    assert lines[2].startswith("| detector, batch 1: eager |")
 
 
 def test_a_trial_of_the_hosts_time_is_no_result(
