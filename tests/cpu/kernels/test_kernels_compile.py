@@ -19,7 +19,7 @@ from confpred.families.registry import all_kernels
 from confpred.problem.operation import KernelSpec
 
 FAMILIES = all_kernels()
-KERNELS = 10  # a family and target
+KERNELS = 5  # a family and target
 MOST_STACK_BYTES = 640  # 544 in the worst of all kernels today
 
 
