@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from network_own import OWN
 from torch import Tensor, nn
 
 Step = Callable[[], Tensor]
@@ -25,7 +24,7 @@ class Setting:
     """What is run, apart from who computes its convolutions.
 
     Attributes:
-        network: timm's name of it, or one of `network_own.OWN`.
+        network: timm's name of it.
         mode: ``inference`` (half precision) or ``training`` (autocast, SGD with momentum).
         batch: images a step.
         size: height and width of an image.
@@ -53,12 +52,9 @@ class Setting:
 def network(setting: Setting) -> nn.Module:
     """The network in float32 and training mode, with random weights, the same in every process."""
     torch.manual_seed(0)
-    if setting.network in OWN:
-        model = OWN[setting.network]()
-    else:
-        import timm
+    import timm
 
-        model = timm.create_model(setting.network, pretrained=False)
+    model: nn.Module = timm.create_model(setting.network, pretrained=False)
     return model.to(setting.device, memory_format=torch.channels_last)
 
 
@@ -109,17 +105,6 @@ def images_and_labels(setting: Setting) -> tuple[Tensor, Tensor]:
     return images, labels.to(setting.device)
 
 
-def optimized(model: nn.Module, images: Tensor, setting: Setting) -> nn.Module:
-    """`confpred.optimize`, as a user of this setting would call it."""
-    import confpred
-
-    training = setting.mode == "training"
-    if not training:
-        return confpred.optimize(model, (images,))  # type: ignore[attr-defined,no-any-return]
-    with setting.autocast():  # so that it sees the dtypes that the steps will have
-        return confpred.optimize(model, (images,), training=True)  # type: ignore[attr-defined,no-any-return]
-
-
 def step_of(model: nn.Module, forward: Any, setting: Setting, data: tuple[Tensor, Tensor]) -> Step:
     """One step of `model`, which is called by `forward` (itself, or what it was compiled to).
 
@@ -129,7 +114,7 @@ def step_of(model: nn.Module, forward: Any, setting: Setting, data: tuple[Tensor
     images, labels = data
 
     def infer() -> Tensor:
-        with torch.inference_mode():
+        with torch.no_grad():
             out: Tensor = forward(images)
         return out
 

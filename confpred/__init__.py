@@ -9,12 +9,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from confpred.network.bundle import load_bundle as load_bundle
-    from confpred.network.bundle import prepare as prepare
-    from confpred.network.explain import Explanation as Explanation
-    from confpred.network.explain import explain as explain
-    from confpred.network.optimize import optimize as optimize
-    from confpred.network.optimize import revert as revert
+    from confpred.pytorch.bundle import load_bundle as load_bundle
+    from confpred.pytorch.bundle import prepare as prepare
+    from confpred.pytorch.explain import Explanation as Explanation
+    from confpred.pytorch.explain import explain as explain
+    from confpred.pytorch.network import optimize as optimize
+    from confpred.pytorch.network import revert as revert
     from confpred.predict.choice import Choice as Choice
     from confpred.predict.explain import LayerExplanation as LayerExplanation
     from confpred.predict.explain import explain_layer as explain_layer
@@ -25,34 +25,36 @@ if TYPE_CHECKING:
     from confpred.problem.limits import Limits as Limits
     from confpred.pytorch.choosing import use_predictor as use_predictor
     from confpred.pytorch.conv2d import conv2d as conv2d
+    from confpred.pytorch.inductor import inductor_options as inductor_options
     from confpred.pytorch.linear_chain import linear_chain as linear_chain
     from confpred.pytorch.recording import record_plan as record_plan
-    from confpred.pytorch.switch import disable as disable
-    from confpred.pytorch.switch import enable as enable
-    from confpred.pytorch.switch import enabled as enabled
+    from confpred.pytorch.eager import disable as disable
+    from confpred.pytorch.eager import enable as enable
+    from confpred.pytorch.eager import enabled as enabled
 
 __version__ = "0.1.0"
 _WHERE = {
     "Choice": "confpred.predict.choice",
     "Device": "confpred.problem.device",
-    "Explanation": "confpred.network.explain",
+    "Explanation": "confpred.pytorch.explain",
     "LayerExplanation": "confpred.predict.explain",
     "Limits": "confpred.problem.limits",
     "Predictor": "confpred.predict.predictor",
     "Problem": "confpred.problem.conv2d",
     "conv2d": "confpred.pytorch.conv2d",
-    "disable": "confpred.pytorch.switch",
-    "enable": "confpred.pytorch.switch",
-    "enabled": "confpred.pytorch.switch",
-    "explain": "confpred.network.explain",
+    "disable": "confpred.pytorch.eager",
+    "enable": "confpred.pytorch.eager",
+    "enabled": "confpred.pytorch.eager",
+    "explain": "confpred.pytorch.explain",
     "explain_layer": "confpred.predict.explain",
     "get_device": "confpred.problem.device",
+    "inductor_options": "confpred.pytorch.inductor",
     "linear_chain": "confpred.pytorch.linear_chain",
-    "load_bundle": "confpred.network.bundle",
-    "optimize": "confpred.network.optimize",
-    "prepare": "confpred.network.bundle",
+    "load_bundle": "confpred.pytorch.bundle",
+    "optimize": "confpred.pytorch.network",
+    "prepare": "confpred.pytorch.bundle",
     "record_plan": "confpred.pytorch.recording",
-    "revert": "confpred.network.optimize",
+    "revert": "confpred.pytorch.network",
     "use_predictor": "confpred.pytorch.choosing",
 }
 __all__ = ["__version__", *_WHERE]

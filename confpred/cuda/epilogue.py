@@ -61,9 +61,15 @@ def epilogue_kernel(
     )
 
 
-def epilogue_launch(kernel: KernelSpec, rows: int, channels: int, sm_count: int) -> Launch:
+def epilogue_launch(
+    kernel: KernelSpec,
+    rows: int,
+    channels: int,
+    sm_count: int,
+    operands: tuple[str, ...] = ("out", "bias", "residual"),
+) -> Launch:
     """`kernel` on a tensor of ``rows * channels`` elements, the operand ``out``, on a device of
-    `sm_count` multiprocessors; ``bias`` and ``residual`` are the other operands.
+    `sm_count` multiprocessors; the others of `operands` are the other operands.
 
     The grid is as large as the device holds at once, or smaller where the tensor is, and its
     threads are a multiple of the accesses of a row, which the kernel counts on.
@@ -77,7 +83,7 @@ def epilogue_launch(kernel: KernelSpec, rows: int, channels: int, sm_count: int)
         grid=(whole * min(most, needed), 1, 1),
         block=(_THREADS, 1, 1),
         smem_bytes=0,
-        operands=("out", "bias", "residual"),
+        operands=operands,
         scalars={"rows": rows, "channels": channels},
     )
     return Launch((step,))

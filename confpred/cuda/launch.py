@@ -117,3 +117,21 @@ def _refuse(code: int) -> None:
 
     kind = NoContext if code == driver.CUresult.CUDA_ERROR_INVALID_CONTEXT else LaunchError
     raise kind(f"launch failed: {driver.CUresult(code).name}")
+
+
+def launch_with(
+    kernel: Kernel, grid: tuple[int, int, int], threads: int, stream: int, argument: ctypes.Structure
+) -> None:
+    """Launch `kernel`, whose one parameter is `argument`, passed by value, on a CUDA stream.
+
+    Raises:
+        NoContext: this thread has no current CUDA context.
+        LaunchError: the driver refused.
+    """
+    config = _Config((ctypes.c_uint * 3)(*grid), (ctypes.c_uint * 3)(threads, 1, 1), 0, stream)
+    arguments = (ctypes.c_void_p * 1)(ctypes.addressof(argument))
+    code = _launch_kernel()(
+        ctypes.byref(config), ctypes.c_void_p(int(kernel.handle)), arguments, None
+    )
+    if code:
+        _refuse(code)

@@ -1,12 +1,8 @@
-"""`conv2d`: PyTorch's function with a fused epilogue, by kernels that are chosen, compiled once and
-launched.
+"""`conv2d`: PyTorch's function with a fused epilogue.
 
-    conv2d --+-- gradients ------> convolve, then PyTorch's activation and sum
-             +-- torch.compile --> torch.ops.confpred.conv2d --+
-             `-- inference ------------------------------------+--> forward
-
-         a kernel is legal and predicted to win: launched on PyTorch's current stream
-         else: PyTorch's own operator
+    conv2d --+-- gradients ------> Convolution, then PyTorch's activation and sum
+             +-- torch.compile --> PyTorch's functions, which a backend may fuse
+             `-- inference ------> convolve.forward: a kernel, or PyTorch's operator
 """
 
 from __future__ import annotations
@@ -14,20 +10,17 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
-from torch.nn import Parameter
 
 from confpred.errors import InvalidInput
 from confpred.problem.conv2d import ACTIVATIONS
 from confpred.problem.limits import Limits
-from confpred.pytorch.autograd import find_eager
-from confpred.pytorch.directions import forward
-from confpred.pytorch.fallback import PYTORCH_CONV2D, activate, pytorch_apart
+from confpred.pytorch import convolve
+from confpred.pytorch.choosing import ANY, Wishes
+from confpred.pytorch.eager import Convolution, is_plain
 from confpred.pytorch.layers import Geometry, Pair
-from confpred.pytorch.operators import traced
-from confpred.pytorch.routing import is_watched
-
-_PLAIN = (Tensor, Parameter)
+from confpred.pytorch.pointwise import activate
 
 
 def conv2d(
@@ -62,15 +55,14 @@ def conv2d(
         activation: None, ``"relu"``, ``"silu"``, ``"gelu"`` (the exact one, with erf), ``"relu6"``
             or ``"hardswish"``.
         residual: shape (N, K, P, Q), added before the activation, or None.
-        limits: what the choice keeps within, in place of what `confpred.enable` was told. Under
-            ``torch.compile`` and where gradients are recorded, PyTorch's own operator then serves.
+        limits: the choice keeps within them; None for none.
 
     Returns:
         Shape (N, K, P, Q), of `x`'s dtype.
 
     Raises:
-        InvalidInput: `activation` is unknown, `limits` are none, or a tensor argument has the wrong
-            rank.
+        InvalidInput: `activation` is unknown, `limits` is not a `confpred.Limits`, or a tensor
+            argument has the wrong rank.
         RuntimeError: PyTorch refuses the arguments.
     """
     name = "none" if activation is None else activation
@@ -88,38 +80,25 @@ def conv2d(
         _pair("dilation", dilation),
         groups,
     )
-    compiling = torch.compiler.is_compiling()
     given = [tensor for _, tensor, _ in tensors if tensor is not None]
-    plain = all(type(tensor) in _PLAIN for tensor in given)
+    if torch.compiler.is_compiling() or not is_plain(*given):
+        out = F.conv2d(x, weight, bias, *geometry)
+        return activate(name, out if residual is None else out + residual)
     differentiable = torch.is_grad_enabled() and any(t.requires_grad for t in given)
-    limited = limits is not None and (compiling or differentiable)
-    if limited or (not compiling and (not plain or is_watched())):
-        return pytorch_apart(x, weight, bias, residual, geometry, name)
-    if differentiable and not compiling:
-
-        def original(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-            return PYTORCH_CONV2D(x, weight, bias, *geometry)
-
-        # The activation's gradient needs its input, so neither the activation nor the residual is
-        # fused.
-        serve = find_eager(x, weight, bias, geometry, original) or original
-        out = serve(x, weight, bias)
-        if residual is not None:
-            autocast = x.is_cuda and torch.is_autocast_enabled("cuda")
-            out = out + (residual.to(out.dtype) if autocast else residual)
-        return activate(name, out)
-    place: Any = id(weight) if limits is None else (id(weight), limits)
-    if x.is_cuda and torch.is_autocast_enabled("cuda"):
+    if x.is_cuda and torch.is_autocast_enabled("cuda") and x.dtype is not torch.float64:
         dtype = torch.get_autocast_dtype("cuda")
         x, weight = x.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
         residual = None if residual is None else residual.to(dtype)
+    wishes = ANY if limits is None else Wishes(limits)
     if differentiable:
-        out = traced(x, weight, bias, None, geometry, "none")
+        # The activation's gradient needs its input, so neither activation nor residual is fused.
+        out = Convolution.of(x, weight, bias, geometry, wishes)
         return activate(name, out if residual is None else out + residual)
-    if compiling:
-        return traced(x, weight, bias, residual, geometry, name)
-    return forward(x, weight, bias, residual, geometry, name, place, limits)
+    x, weight = x.resolve_neg(), weight.resolve_neg()
+    bias = None if bias is None else bias.resolve_neg()
+    residual = None if residual is None else residual.resolve_neg()
+    return convolve.forward(x, weight, bias, residual, geometry, name, wishes=wishes)
 
 
 def _pair(name: str, value: int | Pair) -> Pair:

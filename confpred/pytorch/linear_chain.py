@@ -31,7 +31,7 @@ from confpred.problem.linear_chain_operation import LINEAR_CHAIN
 from confpred.problem.operation import PREPARED, Launch
 from confpred.problem.precision import allows_tf32
 from confpred.pytorch import choosing
-from confpred.pytorch.fallback import activate
+from confpred.pytorch.pointwise import activate
 from confpred.pytorch.prepared import prepared, tracks_changes
 from confpred.pytorch.programs import LoadedProgram
 from confpred.pytorch.ready import ALIGNMENT, DTYPES

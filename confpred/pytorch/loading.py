@@ -1,4 +1,4 @@
-"""From a choice to a launch: compiled, loaded.
+"""From a choice to a launch: compiled in threads, loaded, ready for tensors of one shape.
 
 Choice --> compile (threads; NVRTC lets go of Python's lock) --> load --> ReadyLaunch
       `--> of a library's plans, the first in the ranking that it builds --^
@@ -7,8 +7,9 @@ Choice --> compile (threads; NVRTC lets go of Python's lock) --> load --> ReadyL
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -16,47 +17,51 @@ from typing import Any
 import torch
 
 from confpred.cuda import driver
-from confpred.cuda.compiler import Compiled
+from confpred.cuda.compiler import Compiled, compile_kernel, compiled_before
 from confpred.cuda.launch import BoundLaunch
 from confpred.cudnn.plans import Plans
 from confpred.errors import CompileError, InvalidProblem, LaunchError, MissingExtra
 from confpred.families.registry import all_families
 from confpred.predict.choice import MAX_TOP, Choice
 from confpred.problem.conv2d import Problem
-from confpred.problem.limits import Limits
+from confpred.problem.limits import UNLIMITED, Limits
 from confpred.problem.operation import KernelSpec, Launch
-from confpred.problem.precision import convolutions_allow_tf32
-from confpred.pytorch.choosing import (
-    current_predictor,
-    is_ours,
-    limits_of,
-    notice_switch,
-    when_forgotten,
-)
-from confpred.pytorch.fallback import pytorch_for
-from confpred.pytorch.kernels import loaded, submit
+from confpred.pytorch.choosing import current_predictor, is_ours, limits_for, when_forgotten
 from confpred.pytorch.programs import ReadyProgram
+from confpred.pytorch.kernels import loaded, submit
 from confpred.pytorch.ready import Enqueue, ReadyLaunch
 
 log = logging.getLogger(__name__)
-_at_hand: dict[tuple[Choice, int, Limits], Choice | None] = {}
-when_forgotten(_at_hand.clear)
+#: Launches by problem, candidate and CUDA device; None where the candidate cannot be had.
+_ready: dict[Any, ReadyLaunch | None] = {}
+when_forgotten(_ready.clear)
+_MOST_KEPT = 65_536
 
 
-def load(choice: Choice, ordinal: int, own: Limits | None = None) -> ReadyLaunch | None:
-    """The launch of `choice`, compiled now if need be; None where the driver or the compiler
-    refuses it, which is logged. Of a library's plans it is the first in the ranking from `choice`
-    on that the library builds and that needs no more memory than the limits allow."""
-    if not isinstance(choice.problem, Problem):
-        raise InvalidProblem("problem", choice.problem, "a convolution")
-    limits, launch = limits_of(choice.problem, own), _launch_of(choice)
-    if launch.plan is not None:
-        ready = _load_plan(choice, choice.problem, ordinal, limits)
-    else:
-        ready = _load_kernels(choice, launch, ordinal, limits)
-    if ready is not None and choice.problem.dtype == "float32":
-        _follow_switch(ready, choice.problem)
-    return ready
+def load(choice: Choice, ordinal: int, limits: Limits = UNLIMITED) -> ReadyLaunch | None:
+    """Return the launch of `choice` on CUDA device `ordinal`, compiled now if need be.
+
+    Of a library's plans it is the first in the ranking, from `choice` on, that the library builds
+    and that needs no more memory than `limits` allow.
+
+    Returns:
+        The launch; None where the driver or the compiler refuses it, which is logged.
+    """
+    problem = choice.problem
+    if not isinstance(problem, Problem):
+        raise InvalidProblem("problem", problem, "a convolution")
+    limits = limits_for(problem, limits)
+    key = (problem, choice.candidate, ordinal, limits)
+    if key not in _ready:
+        launch = _launch_of(choice)
+        if launch.plan is not None:
+            found = _load_plan(choice, problem, ordinal, limits)
+        else:
+            found = _load_kernels(choice, launch, ordinal, limits)
+        if len(_ready) >= _MOST_KEPT:
+            _ready.clear()
+        _ready[key] = found
+    return _ready[key]
 
 
 def _load_kernels(
@@ -76,16 +81,18 @@ def _load_kernels(
 
         return ReadyLaunch(choice, launch, bind, ordinal)
     except (CompileError, LaunchError, MissingExtra) as error:
-        log.warning("PyTorch's own operator: %s", error)
+        log.warning("falling back to PyTorch for %s: %s", choice.problem, error)
         return None
 
 
 def _load_plan(
     choice: Choice, problem: Problem, ordinal: int, limits: Limits
 ) -> ReadyLaunch | None:
-    """What a library offers for a problem is known to the library alone, so a plan that is chosen
-    from what it has offered for such problems may not be there: then the next one in the ranking
-    is tried, until PyTorch's own operator is."""
+    """Load the first plan in the ranking, from `choice` on, that the library builds.
+
+    Only the library knows which plans it has for a problem; where it lacks the chosen one, the next
+    in the ranking is tried, until PyTorch's operator comes.
+    """
     try:
         with torch.cuda.device(ordinal):
             plans = Plans(problem, ordinal)
@@ -114,12 +121,12 @@ def _load_plan(
             log.debug("%s: the plan needs %d bytes", problem, built.workspace_bytes)
             continue
         return ReadyLaunch(found, launch, built.bind, ordinal)
-    log.info("%s: PyTorch's own operator, as no plan that is predicted to win is there", problem)
+    log.info("falling back to PyTorch for %s: cuDNN builds none of the chosen plans", problem)
     return None
 
 
 def _from_on(choice: Choice, ordinal: int, limits: Limits) -> Iterator[Choice]:
-    """The choices from `choice` on, best first; the others are ranked once they are needed."""
+    """Yield `choice` and those ranked after it; the others are ranked once they are needed."""
     yield choice
     predictor, device = current_predictor().within(limits), driver.device_of(ordinal)
     for other in predictor.rank(choice.problem, device, MAX_TOP):
@@ -127,46 +134,19 @@ def _from_on(choice: Choice, ordinal: int, limits: Limits) -> Iterator[Choice]:
             yield replace(choice, candidate=other.candidate, predicted_ms=other.predicted_ms)
 
 
-def _follow_switch(ready: ReadyLaunch, problem: Problem) -> None:
-    """Have `ready` ask at each call whether PyTorch's switch for TF32 is as it was when it was
-    chosen, if that decides whether it may run, or what else might; once it is not, everything is
-    chosen anew, and PyTorch's own operator serves that call."""
-    allowed = notice_switch()
-    if allowed and not ready.tf32:
-        return  # it may run in any case; forbidden, PyTorch's operator only gets slower
-    wanted, run, theirs = ready.tf32, ready.run, pytorch_for(problem)
-
-    def serve(*given: Any) -> Any:
-        if convolutions_allow_tf32() is wanted:
-            return run(*given)
-        notice_switch()
-        return theirs(*given)
-
-    ready.run = serve
-
-
 @cache
 def _warn_once(message: str) -> None:
-    log.warning("PyTorch's own operator: %s", message)
+    log.warning("falling back to PyTorch: %s", message)
 
 
-def at_hand(choice: Choice, ordinal: int) -> Choice | None:
-    """What would run where `choice` is the answer: `choice` itself, or, of a library's plans, the
-    first that `load` has, which may be none."""
-    if _launch_of(choice).plan is None:
-        return choice
-    key = (choice, ordinal, limits_of(choice.problem))
-    try:
-        return _at_hand[key]
-    except KeyError:
-        ready = load(choice, ordinal)
-        found = _at_hand[key] = None if ready is None else ready.choice
-        return found
-
-
-def compile_ahead(choices: Sequence[Choice], others: Iterable[KernelSpec], ordinal: int) -> None:
-    """Compile, in parallel, what `choices` will launch and `others`, and load the former on CUDA
-    device `ordinal`; a kernel that cannot be had is left to the call that needs it."""
+def compile_ahead(
+    choices: Sequence[Choice],
+    others: Iterable[KernelSpec],
+    ordinal: int,
+    limits: Limits = UNLIMITED,
+) -> None:
+    """Compile in parallel the kernels of `choices` and `others`, and load those of `choices` on
+    CUDA device `ordinal`. A kernel that cannot be had is left to the call that needs it."""
     ours = [choice for choice in choices if is_ours(choice)]
     for choice in ours:
         for kernel in _launch_of(choice).kernels:
@@ -174,14 +154,7 @@ def compile_ahead(choices: Sequence[Choice], others: Iterable[KernelSpec], ordin
     for kernel in others:  # after those that are waited for
         submit(kernel, _arch(ordinal))
     for choice in ours:
-        load(choice, ordinal)
-
-
-def waiting_for(choice: Choice, ordinal: int) -> list[Future[Compiled]]:
-    """Compilations that are under way for `choice`, started now if need be; empty when all of its
-    kernels are compiled."""
-    found = [submit(kernel, _arch(ordinal)) for kernel in _launch_of(choice).kernels]
-    return [future for future in found if not future.done()]
+        load(choice, ordinal, limits)
 
 
 def _launch_of(choice: Choice) -> Launch:

@@ -1,171 +1,144 @@
-"""Convolution as `torch.compile` sees it: operators of PyTorch's dispatcher that choose when they
-run.
+"""The operators that rewritten graphs call: ``torch.ops.confpred``.
 
-    confpred::conv2d ---- while a program is traced --+-- it does not pay --> PyTorch's own
-     (what users call)                                |-- no gradients -----> conv2d_run
-                                                      `-- gradients --------> conv2d_run,
-                                                                              conv2d_backward
+    conv2d            convolution, scale and shift or bias, residual, activation
+    conv2d_backward   both gradients of a convolution
+    scale_shift       batch norm by known statistics, with residual and activation
+    fold              batch norms of a graph as filters and biases, or scales and shifts
 
-What a program keeps is only what runs. The dispatcher takes a microsecond for each argument but
-tensors, twice for each list, and longer for an operator that has a formula for its gradient; so
-`conv2d_run` and `conv2d_backward` have none, and all that is no tensor comes to them as one text.
-They are registered without the wrapping of `torch.library.custom_op`, which costs more than a
-launch.
+What is no tensor comes to the convolutions as one text (`Call`): the dispatcher takes a microsecond
+for each argument. They have no formula for gradients; graphs of training call both directions.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from confpred import __version__
-from confpred.errors import InvalidInput
-from confpred.pytorch.directions import forward
-from confpred.pytorch.fallback import pytorch_apart
-from confpred.pytorch.gradients import backward
-from confpred.pytorch.inductor import call_in_programs
+from confpred.families.candidate import Candidate
+from confpred.problem.limits import Limits
+from confpred.pytorch import convolve, pointwise
+from confpred.pytorch import fold as folding
+from confpred.pytorch.choosing import ANY, Wishes
+from confpred.pytorch.convolve import Hint, Mask
 from confpred.pytorch.layers import Geometry
 from confpred.pytorch.ready import CHANNELS_LAST
-from confpred.pytorch.tracing import decision_key, pays
 
-_library = torch.library.Library("confpred", "FRAGMENT")
-_TAGS = (torch.Tag.pt2_compliant_tag,)
-_library.define(
-    "conv2d(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, SymInt[] stride, "
-    "SymInt[] padding, SymInt[] dilation, SymInt groups, str activation, str made_by='') -> Tensor",
-    tags=_TAGS,
-)
-_library.define(
-    "conv2d_run(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, str call) -> Tensor",
-    tags=_TAGS,
-)
-_library.define(
-    "conv2d_backward(Tensor out_grad, Tensor x, Tensor weight, str call)"
-    " -> (Tensor, Tensor, Tensor)",
-    tags=_TAGS,
-)
-Ints = Sequence[int]
 _MOST_TEXTS = 65_536
 
 
-def geometry_of(stride: Ints, padding: Ints, dilation: Ints, groups: int) -> Geometry:
-    return (
-        (int(stride[0]), int(stride[1])),
-        (int(padding[0]), int(padding[1])),
-        (int(dilation[0]), int(dilation[1])),
-        int(groups),
-    )
+@dataclass(frozen=True, slots=True)
+class Call:
+    """Arguments of a convolution that are no tensors.
 
+    Attributes:
+        geometry: stride, padding, dilation, groups.
+        activation: one of `confpred.problem.conv2d.ACTIVATIONS`.
+        mask: of the backward pass: which gradients of x, weight and bias are asked for.
+        hints: the candidates of the forward pass, or of the gradients of x and of weight.
+        wishes: for tensors of other sizes than the hints'.
+    """
 
-@lru_cache(_MOST_TEXTS)
-def written(*what: Any) -> str:
-    """`what`, of numbers, strings, truth values and tuples of them, as one text; see `read`."""
-    return json.dumps(what, separators=(",", ":"))
+    geometry: Geometry
+    activation: str = "none"
+    mask: Mask = (False, False, False)
+    hints: tuple[Hint | None, ...] = (None, None)
+    wishes: Wishes = ANY
 
-
-@lru_cache(_MOST_TEXTS)
-def read(text: str) -> tuple[Any, ...]:
-    """What was `written`."""
-    return _tuples(json.loads(text))  # type: ignore[no-any-return]
-
-
-def _tuples(value: Any) -> Any:
-    return tuple(_tuples(one) for one in value) if isinstance(value, list) else value
-
-
-def _sizes(t: Tensor) -> tuple[int, ...]:
-    """So that layers of one geometry have texts of their own; they are places of `forward`."""
-    return tuple(int(size) for size in t.shape)
-
-
-class _Traced(torch.autograd.Function):
-    """A convolution without an epilogue, and its gradients, as the operators that run."""
+    def text(self) -> str:
+        """Return this call as JSON; `read` is the way back."""
+        return json.dumps(dataclasses.asdict(self), separators=(",", ":"))
 
     @staticmethod
-    def forward(
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        residual: Tensor | None,
-        geometry: Geometry,
-        activation: str,
-    ) -> Tensor:
-        return _run(x, weight, bias, residual, geometry, activation)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, weight, _, residual, ctx.geometry, activation = inputs
-        ctx.fused = activation != "none" or residual is not None
-        ctx.save_for_backward(x, weight)
-
-    @staticmethod
-    def backward(ctx: Any, *out_grads: Tensor) -> Any:
-        if ctx.fused:
-            raise InvalidInput(
-                "activation", "fused", "none and no residual, where gradients are asked for"
-            )
-        (out_grad,) = out_grads
-        x, weight = ctx.saved_tensors
-        mask = ctx.needs_input_grad[:3]
-        call = written(_sizes(weight), ctx.geometry, mask)
-        grads = torch.ops.confpred.conv2d_backward(out_grad, x, weight, call)
-        return (*(g if asked else None for g, asked in zip(grads, mask, strict=True)), *(None,) * 3)
+    @lru_cache(_MOST_TEXTS)
+    def read(text: str) -> Call:
+        """Return the call whose `text` this is."""
+        fields = json.loads(text)
+        hints = tuple(
+            None if h is None else Hint(tuple(h["image"]), Candidate(**h["candidate"]))
+            for h in fields["hints"]
+        )
+        stride, padding, dilation, groups = fields["geometry"]
+        wishes = fields["wishes"]
+        return Call(
+            (tuple(stride), tuple(padding), tuple(dilation), groups),
+            fields["activation"],
+            tuple(fields["mask"]),
+            hints,
+            Wishes(Limits(**wishes["limits"]), wishes["max_regret"]),
+        )
 
 
-def _run(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    geometry: Geometry,
-    activation: str,
-) -> Tensor:
-    call = written(_sizes(weight), geometry, activation)
-    return torch.ops.confpred.conv2d_run(x, weight, bias, residual, call)  # type: ignore[no-any-return]
+_library = torch.library.Library("confpred", "FRAGMENT")
+# Kernels read one layout: Inductor keeps the strides that the graph was captured with.
+_STRIDES = getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_order)
+_TAGS = (torch.Tag.pt2_compliant_tag, _STRIDES)
+
+
+def _define(schema: str, run: Any, fake: Any) -> None:
+    name = schema.partition("(")[0]
+    _library.define(schema, tags=_TAGS)
+    _library.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"confpred::{name}", fake, lib=_library)
 
 
 def _conv2d(
     x: Tensor,
     weight: Tensor,
+    scale: Tensor | None,
     bias: Tensor | None,
     residual: Tensor | None,
-    stride: Ints,
-    padding: Ints,
-    dilation: Ints,
-    groups: int,
-    activation: str,
-    made_by: str = "",
+    call: str,
 ) -> Tensor:
-    geometry = geometry_of(stride, padding, dilation, groups)
-    given = (x, weight, bias, residual)
-    wants = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in given]
-    if not pays(x, weight, bias, residual, geometry, activation, (wants[0], wants[1], wants[2])):
-        return pytorch_apart(x, weight, bias, residual, geometry, activation)
-    if any(wants):
-        out: Tensor = _Traced.apply(*given, geometry, activation)  # type: ignore[no-untyped-call]
-        return out
-    return _run(x, weight, bias, residual, geometry, activation)
+    told = Call.read(call)
+    with torch.no_grad():
+        if scale is None or bias is None:
+            return convolve.forward(
+                x, weight, bias, residual, told.geometry, told.activation, told.hints[0],
+                told.wishes,
+            )  # fmt: skip
+        stride, padding, dilation, groups = told.geometry
+        out = torch.convolution(x, weight, None, stride, padding, dilation, False, (0, 0), groups)
+        return pointwise.scale_shift(out, scale, bias, residual, told.activation, in_place=True)
 
 
-def _conv2d_run(
-    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, call: str
+def _fake_conv2d(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    call: str,
 ) -> Tensor:
-    if torch.is_grad_enabled():  # it has no formula for gradients
-        with torch.no_grad():
-            return _conv2d_run(x, weight, bias, residual, call)
-    _, geometry, activation = read(call)
-    return forward(x, weight, bias, residual, geometry, activation, call)
+    stride, padding, dilation, groups = Call.read(call).geometry
+    out: Tensor = torch.ops.aten.convolution.default(
+        x, weight, None, stride, padding, dilation, False, [0, 0], groups
+    )
+    return out
+
+
+_define(
+    "conv2d(Tensor x, Tensor weight, Tensor? scale, Tensor? bias, Tensor? residual, str call)"
+    " -> Tensor",
+    _conv2d,
+    _fake_conv2d,
+)
 
 
 def _conv2d_backward(out_grad: Tensor, x: Tensor, weight: Tensor, call: str) -> tuple[Tensor, ...]:
-    _, geometry, mask = read(call)
-    grads = backward(out_grad, x, weight, geometry, mask, call)
-    # A schema has no optional output, and Inductor counts on the strides that were promised.
+    told = Call.read(call)
+    with torch.no_grad():
+        grads = convolve.backward(
+            out_grad, x, weight, told.geometry, told.mask, (told.hints[0], told.hints[1]),
+            told.wishes,
+        )  # fmt: skip
+    # A schema has no optional result, and the strides are those that were promised.
     return tuple(
         x.new_empty(0)
         if grad is None
@@ -176,25 +149,10 @@ def _conv2d_backward(out_grad: Tensor, x: Tensor, weight: Tensor, call: str) -> 
     )
 
 
-_library.impl("conv2d", _conv2d, "CompositeImplicitAutograd")
-_library.impl("conv2d_run", _conv2d_run, "CompositeExplicitAutograd")
-_library.impl("conv2d_backward", _conv2d_backward, "CompositeExplicitAutograd")
-
-
-def _fake_conv2d_run(
-    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, call: str
-) -> Tensor:
-    _, (stride, padding, dilation, groups), _ = read(call)
-    out: Tensor = torch.ops.aten.convolution.default(
-        x, weight, bias, stride, padding, dilation, False, [0, 0], groups
-    )
-    return out if residual is None else out + residual
-
-
 def _fake_conv2d_backward(
     out_grad: Tensor, x: Tensor, weight: Tensor, call: str
 ) -> tuple[Tensor, ...]:
-    mask = read(call)[2]
+    mask = Call.read(call).mask
     return (
         torch.empty_like(x, memory_format=CHANNELS_LAST) if mask[0] else x.new_empty(0),
         torch.empty_like(weight, memory_format=CHANNELS_LAST) if mask[1] else x.new_empty(0),
@@ -202,22 +160,77 @@ def _fake_conv2d_backward(
     )
 
 
-torch.library.register_fake("confpred::conv2d_run", _fake_conv2d_run, lib=_library)
-torch.library.register_fake("confpred::conv2d_backward", _fake_conv2d_backward, lib=_library)
-call_in_programs(torch.ops.confpred.conv2d_run.default, _conv2d_run)
-call_in_programs(torch.ops.confpred.conv2d_backward.default, _conv2d_backward)
+_define(
+    "conv2d_backward(Tensor out_grad, Tensor x, Tensor weight, str call)"
+    " -> (Tensor, Tensor, Tensor)",
+    _conv2d_backward,
+    _fake_conv2d_backward,
+)
 
 
-def traced(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    geometry: Geometry,
-    activation: str,
+def _scale_shift(
+    x: Tensor, scale: Tensor, shift: Tensor, residual: Tensor | None, activation: str
 ) -> Tensor:
-    """The same in a program that is being traced: an operator that chooses when it runs."""
-    made_by = decision_key(x.device.index) if x.is_cuda else __version__
-    geometry_and_more = *geometry, activation, made_by
-    out: Tensor = torch.ops.confpred.conv2d(x, weight, bias, residual, *geometry_and_more)
-    return out
+    return pointwise.scale_shift(x, scale, shift, residual, activation)
+
+
+def _fake_scale_shift(
+    x: Tensor, scale: Tensor, shift: Tensor, residual: Tensor | None, activation: str
+) -> Tensor:
+    return torch.empty_like(x)
+
+
+_define(
+    "scale_shift(Tensor x, Tensor scale, Tensor shift, Tensor? residual, str activation) -> Tensor",
+    _scale_shift,
+    _fake_scale_shift,
+)
+
+
+def _fold(
+    gammas: Any,
+    betas: Any,
+    means: Sequence[Tensor],
+    variances: Sequence[Tensor],
+    biases: Any,
+    filters: Any,
+    eps: Sequence[float],
+    dtypes: str,
+) -> list[Tensor]:
+    with torch.no_grad():
+        return folding.fold(
+            gammas, betas, means, variances, biases, filters, eps, _dtypes(dtypes)
+        )
+
+
+def _fake_fold(
+    gammas: Any,
+    betas: Any,
+    means: Sequence[Tensor],
+    variances: Sequence[Tensor],
+    biases: Any,
+    filters: Any,
+    eps: Sequence[float],
+    dtypes: str,
+) -> list[Tensor]:
+    return folding_results(means, filters, _dtypes(dtypes))
+
+
+def folding_results(
+    means: Sequence[Tensor], filters: Any, dtypes: Sequence[torch.dtype]
+) -> list[Tensor]:
+    """Return the results of ``fold``, not yet written."""
+    each = zip(means, filters, dtypes, strict=True)
+    return [t for mean, filter_, dtype in each for t in folding.empty(mean, filter_, dtype)]
+
+
+def _dtypes(text: str) -> list[torch.dtype]:
+    return [getattr(torch, name) for name in text.split(",")]
+
+
+_define(
+    "fold(Tensor?[] gammas, Tensor?[] betas, Tensor[] means, Tensor[] variances, Tensor?[] biases,"
+    " Tensor?[] filters, float[] eps, str dtypes) -> Tensor[]",
+    _fold,
+    _fake_fold,
+)

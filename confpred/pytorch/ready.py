@@ -15,7 +15,6 @@ from confpred.problem.conv2d import Problem
 from confpred.problem.conv2d_operation import CONVOLUTION
 from confpred.problem.operation import SCRATCH, ZEROED, Launch
 from confpred.pytorch.streams import Sizes, current_device, current_stream, empty
-from confpred.pytorch.workspace import workspace
 
 DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
 CHANNELS_LAST = torch.channels_last
@@ -64,13 +63,18 @@ class ReadyLaunch:
 
 
 def _with_workspace(plain: Enqueue, launch: Launch, ordinal: int) -> Enqueue:
+    """Give each launch memory of its own, from the current stream's pool.
+
+    Memory that is kept between calls would be shared by streams and CUDA graphs.
+    """
     device = torch.device("cuda", ordinal)
     zeroed, scratch = launch.zeroed_bytes, launch.scratch_bytes
 
     def enqueue(stream: int, addresses: Sequence[int]) -> None:
-        space = workspace(zeroed, scratch, device, stream)
-        with space.lock:
-            plain(stream, (*addresses, space.zeroed.data_ptr(), space.scratch.data_ptr()))
+        zeros = torch.zeros(zeroed, dtype=torch.uint8, device=device) if zeroed else None
+        space = torch.empty(scratch, dtype=torch.uint8, device=device) if scratch else None
+        ends = (0 if t is None else t.data_ptr() for t in (zeros, space))
+        plain(stream, (*addresses, *ends))
 
     return enqueue
 

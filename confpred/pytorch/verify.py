@@ -1,8 +1,7 @@
-"""Measured choices: the best predictions and PyTorch's own operator are timed once, at first use.
+"""Measured choices: the best predictions and PyTorch's operator are timed when a graph is captured.
 
 The prediction names the candidates, the GPU at hand decides among them. Operands are random and of
-the problem's sizes; nothing that the user computes is touched, and nothing is timed while a CUDA
-graph is captured.
+the problem's sizes.
 """
 
 from __future__ import annotations
@@ -10,11 +9,9 @@ from __future__ import annotations
 import logging
 import random
 import statistics
-import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,12 +20,12 @@ from confpred.cuda import driver
 from confpred.families.candidate import PYTORCH_OPERATOR
 from confpred.measure.pytorch import operands
 from confpred.predict.choice import Choice
-from confpred.predict.trust import is_trusted, within
 from confpred.problem.conv2d import Problem
 from confpred.problem.conv2d_operation import CONVOLUTION
-from confpred.problem.limits import Limits
-from confpred.pytorch import choosing, loading
-from confpred.pytorch.fallback import pytorch_for
+from confpred.pytorch import choosing, convolve
+from confpred.pytorch.choosing import Wishes
+from confpred.pytorch.convolve import Hint
+from confpred.pytorch.loading import compile_ahead, load
 from confpred.pytorch.ready import INPUTS
 
 log = logging.getLogger(__name__)
@@ -38,99 +35,72 @@ _ROUND_S = 2e-4
 _MOST_LAUNCHES = 50
 
 
-@dataclass(slots=True)
-class Verifier:
-    """Times candidates until its budget is spent, and predicts from then on.
+def fastest(problem: Problem, ordinal: int, top: int, wishes: Wishes) -> Choice | None:
+    """Return the fastest of the `top` best predictions and PyTorch's operator, by measurement.
 
-    Attributes:
-        top: how many of our best predictions are timed.
-        budget_s: seconds that all measurements together may take, compilations included.
-        plan: a file that winners are kept in, or None.
-        spent_s: seconds taken so far.
-        winners: what was chosen for a problem on a CUDA device within limits.
-        followed: choices of the plan that were taken as they are, and stay in it.
-        max_regret: predictions whose bound on regret is at most this are taken as they are; None to
-            measure all.
+    A pinned choice is taken as it is; so is the prediction where nothing can be measured.
     """
-
-    top: int
-    budget_s: float
-    plan: Path | None = None
-    spent_s: float = 0.0
-    winners: dict[tuple[Problem, int, Limits], Choice] = field(default_factory=dict)
-    followed: tuple[Choice, ...] = ()
-    max_regret: float | None = None
-
-    def fastest(self, problem: Problem, ordinal: int) -> Choice | None:
-        """The fastest of the candidates by measurement, or the predicted choice where the budget is
-        spent, a pin decides or there is nothing to compare."""
-        key = (problem, ordinal, choosing.limits_of(problem))
-        if key in self.winners:
-            choosing.announce(self.winners[key])
-            return self.winners[key]
-        predicted = choosing.choose(problem, ordinal, any_bound=True)
-        if predicted is None:
-            return None
-        if self.max_regret is not None and is_trusted(predicted, self.max_regret):
-            return predicted
-        if self.spent_s >= self.budget_s:
-            return within([predicted], self.max_regret)[0]
-        if _trusted(predicted).is_guess or predicted.source in ("pinned", "fallback"):
-            return predicted
-        started = time.monotonic()
-        try:
-            winner = self._measured(problem, ordinal, predicted)
-        except (torch.OutOfMemoryError, RuntimeError) as error:
-            log.warning("%s cannot be measured: %s", problem, str(error).splitlines()[0])
-            winner = predicted
-        self.spent_s += time.monotonic() - started
-        self.winners[key] = winner
-        choosing.announce(winner)
-        if self.plan is not None:
-            self._keep(ordinal)
-        return winner
-
-    def _measured(self, problem: Problem, ordinal: int, predicted: Choice) -> Choice:
-        device = driver.device_of(ordinal)
-        within = choosing.current_predictor().within(choosing.limits_of(problem))
-        ranked = within.rank(problem, device, self.top + 1)
-        ours = [c for c in map(_trusted, ranked) if choosing.is_ours(c)][: self.top]
-        loading.compile_ahead(ours, (), ordinal)
-        calls: list[tuple[Choice, Callable[[], Any]]] = []
-        with torch.cuda.device(ordinal), torch.no_grad():
-            (tensors,) = operands(CONVOLUTION, problem, 1)
-            inputs = {
-                name: t.permute(0, 3, 1, 2) if t.dim() == 4 else t for name, t in tensors.items()
-            }
-            given = [inputs.get(name) for name in INPUTS[problem.direction]]
-            for choice in ours:
-                ready = loading.load(choice, ordinal)
-                if ready is not None:
-                    calls.append((ready.choice, partial(ready.run, *given)))
-            own = replace(predicted, candidate=PYTORCH_OPERATOR, predicted_ms=None)
-            calls.append((own, partial(pytorch_for(problem), *given)))
-            times = interleaved([call for _, call in calls])
-        best = min(range(len(calls)), key=times.__getitem__)
-        log.info("%s: %s is the fastest of %d", problem, calls[best][0].provider, len(calls))
-        return replace(
-            calls[best][0], source="measured", predicted_ms=times[best], regret_bound=None
-        )
-
-    def _keep(self, ordinal: int) -> None:
-        from confpred.predict.plans import plan_of, write_plan
-
-        if self.plan is not None:
-            measured = [choice for key, choice in self.winners.items() if key[1] == ordinal]
-            write_plan(self.plan, plan_of([*self.followed, *measured]))
+    predicted = choosing.choose(problem, ordinal, wishes)
+    if predicted is None or predicted.source in ("pinned", "fallback", "heuristic"):
+        return predicted
+    try:
+        winner = _measured(problem, ordinal, predicted, top, wishes)
+    except RuntimeError as error:  # of memory, too
+        log.warning("%s cannot be measured: %s", problem, str(error).splitlines()[0])
+        return predicted
+    choosing.announce(winner)
+    return winner
 
 
-def _trusted(choice: Choice) -> Choice:
-    """`choice` as if its model were of this device: what is measured need not be trusted."""
+def _measured(
+    problem: Problem, ordinal: int, predicted: Choice, top: int, wishes: Wishes
+) -> Choice:
+    device = driver.device_of(ordinal)
+    within = choosing.current_predictor().within(choosing.limits_for(problem, wishes.limits))
+    ranked = [_own(choice) for choice in within.rank(problem, device, top + 1)]
+    ours = [choice for choice in ranked if choosing.is_ours(choice)][:top]
+    compile_ahead(ours, (), ordinal, wishes.limits)
+    calls: list[tuple[Choice, Callable[[], Any]]] = []
+    with torch.cuda.device(ordinal), torch.no_grad():
+        (tensors,) = operands(CONVOLUTION, problem, 1)
+        inputs = {n: t.permute(0, 3, 1, 2) if t.dim() == 4 else t for n, t in tensors.items()}
+        given = [inputs.get(name) for name in INPUTS[problem.direction]]
+        for choice in ours:
+            ready = load(choice, ordinal, wishes.limits)
+            if ready is not None:
+                calls.append((ready.choice, partial(ready.run, *given)))
+        own = replace(predicted, candidate=PYTORCH_OPERATOR, predicted_ms=None)
+        calls.append((own, partial(_pytorch, problem, *given)))
+        times = interleaved([call for _, call in calls])
+    best = min(range(len(calls)), key=times.__getitem__)
+    log.info("%s: %s is the fastest of %d", problem, calls[best][0].provider, len(calls))
+    return replace(calls[best][0], source="measured", predicted_ms=times[best], regret_bound=None)
+
+
+def _pytorch(p: Problem, *given: Any) -> Any:
+    """Compute `p` by PyTorch's operator, from the inputs that a launch is given."""
+    geometry = (p.stride, p.padding, p.dilation, p.groups)
+    image = (p.n, p.c, p.h, p.w)
+    own = Hint(image)
+    if p.direction == "fprop":
+        x, weight, bias, residual = given
+        return convolve.forward(x, weight, bias, residual, geometry, p.activation, own)
+    out_grad, other = given
+    # PyTorch reads only sizes and layout of the operand whose gradient is asked for.
+    if p.direction == "dgrad":
+        x = out_grad.new_empty(p.n, p.h, p.w, p.c).permute(0, 3, 1, 2)
+        return convolve.backward(out_grad, x, other, geometry, (True, False, False), (own, own))
+    weight = other.new_empty(p.k, p.r, p.s, p.group_width).permute(0, 3, 1, 2)
+    return convolve.backward(out_grad, other, weight, geometry, (False, True, p.bias), (own, own))
+
+
+def _own(choice: Choice) -> Choice:
+    """Return `choice` as if its model were of this device: a measurement needs no trust."""
     return replace(choice, source="predicted") if choice.source == "transferred" else choice
 
 
 def interleaved(calls: list[Callable[[], Any]]) -> list[float]:
-    """Median milliseconds of one launch of each of `calls`, whose rounds take turns."""
+    """Return median milliseconds of one launch of each of `calls`, whose rounds take turns."""
     times: list[list[float]] = [[] for _ in calls]
     launches = []
     for call in calls:
@@ -145,9 +115,9 @@ def interleaved(calls: list[Callable[[], Any]]) -> list[float]:
 
 
 def _elapsed(call: Callable[[], Any], launches: int) -> float:
-    """Milliseconds a launch, by events on the current stream."""
+    """Return milliseconds a launch, by events on the current stream."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    # The host runs ahead while the GPU sleeps, so that what is timed is not the host's issuing.
+    # The host runs ahead while the GPU sleeps, so that the host's issuing is not timed.
     torch.cuda._sleep(20_000 * launches)
     start.record()
     for _ in range(launches):

@@ -1,0 +1,229 @@
+"""``torch.compile(model, backend="confpred")``: PyTorch captures, confpred chooses.
+
+    Dynamo --> AOTAutograd --> rewrite (what runs, chosen in one call) --> CUDA graph
+              inference        fuse
+              joint            serve_training, then forward and backward apart
+              forward          update_in_place
+
+Dynamo's guards say when a captured graph still holds. Parameters and buffers are inputs of the
+graphs, so that every write to one is seen.
+"""
+
+from __future__ import annotations
+
+import difflib
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from confpred.cuda import driver
+from confpred.errors import ConfpredError, InvalidInput
+from confpred.predict.choice import Choice
+from confpred.problem.conv2d import Problem
+from confpred.problem.limits import UNLIMITED, Limits
+from confpred.pytorch import choosing, rewrite, verify
+from confpred.pytorch.choosing import Wishes
+from confpred.pytorch.freeze import frozen
+from confpred.pytorch.graphs import graphed
+from confpred.pytorch.loading import compile_ahead
+
+log = logging.getLogger("confpred")
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Options of the backend, the keys of ``torch.compile(..., options={...})``.
+
+    Attributes:
+        graphs: replay captured graphs as CUDA graphs.
+        freeze: compute once what depends on parameters and buffers alone, such as folded filters.
+            For networks whose weights are not written any more: a write is not seen.
+        verify: time so many of the best predictions and PyTorch's operator for each layer, and take
+            the fastest; 0 trusts the predictions.
+        max_regret: take a prediction only where the bound on its regret is at most this.
+        limits: every choice keeps within them.
+
+    Raises:
+        InvalidInput: a value is not allowed.
+    """
+
+    graphs: bool = True
+    freeze: bool = False
+    verify: int = 0
+    max_regret: float | None = None
+    limits: Limits = UNLIMITED
+
+    def __post_init__(self) -> None:
+        for name in ("graphs", "freeze"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidInput(name, getattr(self, name), "True or False")
+        if type(self.verify) is not int or not 0 <= self.verify <= 8:
+            raise InvalidInput("verify", self.verify, "an integer from 0 to 8")
+        _ = self.wishes
+
+    @property
+    def wishes(self) -> Wishes:
+        return Wishes(self.limits, self.max_regret)
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any] | None) -> Options:
+        """Return the options that a dictionary names.
+
+        Raises:
+            InvalidInput: there is no such option, or a value is not allowed.
+        """
+        names = [f.name for f in fields(cls)]
+        for name in given or {}:
+            if name not in names:
+                near = difflib.get_close_matches(name, names, 1)
+                meant = f"; did you mean {near[0]!r}?" if near else ""
+                raise InvalidInput("options", name, f"one of {', '.join(names)}{meant}")
+        return cls(**(given or {}))
+
+
+def confpred(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Any:
+    """Compile a graph of Dynamo's; the backend that ``torch.compile`` finds by this name.
+
+    Args:
+        gm, example_inputs: from Dynamo.
+        mode: None; confpred has no modes.
+        options: see `Options`.
+
+    Raises:
+        InvalidInput: `mode` or `options` is not allowed.
+    """
+    from torch._dynamo.backends.common import aot_autograd
+
+    if mode not in (None, "default"):
+        raise InvalidInput("mode", mode, "None; options={'graphs': False} is without CUDA graphs")
+    compiler = Compiler(Options.of(options))
+    return aot_autograd(
+        fw_compiler=compiler.forward,
+        bw_compiler=compiler.backward,
+        inference_compiler=compiler.inference,
+        partition_fn=compiler.partition,
+        keep_inference_input_mutations=True,
+    )(gm, example_inputs)
+
+
+class Compiler:
+    """What AOTAutograd calls with the graphs of one capture.
+
+    Attributes:
+        options: see `Options`.
+        sites: the convolutions found, as `confpred.pytorch.rewrite` describes them.
+    """
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self.sites: list[rewrite.Site] = []
+
+    def inference(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        """Compile a graph without gradients."""
+        ordinal = ordinal_of(gm.graph)
+        if ordinal is not None:
+            self.sites = rewrite.fuse(gm.graph, chooser(ordinal, self.options), self.options.wishes)
+        static = _static_inputs(gm)
+        written = rewrite.update_in_place(gm.graph)
+        if self.options.freeze:
+            return frozen(gm, static, lambda rest, still: self._run(rest, still, written, None, "inference"))
+        return self._run(gm, static, written, None, "inference")
+
+    def partition(self, joint: fx.GraphModule, inputs: Any, **told: Any) -> Any:
+        """Rewrite a graph of forward and backward, and cut it where autograd would.
+
+        Nothing is computed again in the backward pass: without fused pointwise kernels that costs
+        a pass over memory each.
+        """
+        from torch._functorch.partitioners import default_partition
+
+        ordinal = ordinal_of(joint.graph)
+        choose = chooser(ordinal, self.options) if ordinal is not None else _choose_nothing
+        self.sites = rewrite.serve(joint.graph, choose, self.options.wishes)
+        rewrite.batch_norms_as_eager(joint.graph)
+        joint.recompile()
+        return default_partition(joint, inputs, **told)
+
+    def forward(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        """Compile the forward pass of a graph with gradients."""
+        written = rewrite.update_in_place(gm.graph)
+        visible = _metadata().num_forward_returns
+        return self._run(gm, _static_inputs(gm), written, visible, "forward")
+
+    def backward(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        """Compile the backward pass."""
+        tangents = sum("tangents" in n.name for n in gm.graph.nodes if n.op == "placeholder")
+        saved = range(len([n for n in gm.graph.nodes if n.op == "placeholder"]) - tangents)
+        return self._run(gm, list(saved), rewrite.update_in_place(gm.graph), None, "backward")
+
+    def _run(
+        self,
+        gm: fx.GraphModule,
+        static: Sequence[int],
+        written: set[fx.Node],
+        visible: int | None,
+        kind: str,
+    ) -> Any:
+        from torch._dynamo.backends.debugging import boxed_nop
+
+        gm.recompile()
+        plain = boxed_nop(gm, [])
+        if not self.options.graphs or ordinal_of(gm.graph) is None:
+            return plain
+        places = [n for n in gm.graph.nodes if n.op == "placeholder"]
+        mutated = [i for i, node in enumerate(places) if node in written]
+        return graphed(gm, plain, static=static, written=mutated, visible=visible, kind=kind)
+
+
+def chooser(ordinal: int, options: Options) -> rewrite.Choose:
+    """Return a function that chooses for CUDA device `ordinal`, and compiles in parallel."""
+
+    def choose(problems: Sequence[Problem]) -> Sequence[Choice | None]:
+        try:
+            device = driver.device_of(ordinal)
+        except ConfpredError as error:
+            log.info("PyTorch's convolutions: %s", error)
+            return [None] * len(problems)
+        if options.verify:
+            top, wishes = options.verify, options.wishes
+            found = {p: verify.fastest(p, ordinal, top, wishes) for p in dict.fromkeys(problems)}
+            return [found[problem] for problem in problems]
+        choices = choosing.choose_many(problems, device, options.wishes)
+        choosing.notice_changes(ordinal)
+        known = [choice for choice in dict.fromkeys(choices) if choice is not None]
+        compile_ahead(known, (), ordinal, options.limits)
+        return choices
+
+    return choose
+
+
+def _choose_nothing(problems: Sequence[Problem]) -> Sequence[Choice | None]:
+    return [None] * len(problems)
+
+
+def ordinal_of(graph: fx.Graph) -> int | None:
+    """Return the CUDA device of the tensors of `graph`; None where they are elsewhere."""
+    for node in graph.nodes:
+        val = node.meta.get("val")
+        if isinstance(val, Tensor) and val.device.type == "cuda":
+            return val.device.index or 0
+    return None
+
+
+def _metadata() -> Any:
+    return torch._guards.TracingContext.get().fw_metadata
+
+
+def _static_inputs(gm: fx.GraphModule) -> list[int]:
+    """Return the places of the inputs that stay where they are: parameters and buffers."""
+    return [int(i) for i in _metadata().static_input_indices]

@@ -1,0 +1,76 @@
+"""What depends on parameters and buffers alone, computed once: folded filters, casts of weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import fx
+
+Run = Callable[[list[Any]], Any]
+
+
+def frozen(
+    gm: fx.GraphModule, static: Sequence[int], compile: Callable[[fx.GraphModule, Sequence[int]], Run]
+) -> Run:
+    """Split `gm` into a part that depends on its static inputs alone, and the rest.
+
+    Args:
+        gm: a graph of inference.
+        static: places of parameters and buffers among the inputs.
+        compile: compiles the rest, given its own static inputs.
+
+    Returns:
+        A function that computes the first part at the first call, keeps the results, and runs the
+        rest with them at every call.
+    """
+    graph = gm.graph
+    inputs = [n for n in graph.nodes if n.op == "placeholder"]
+    fixed = {inputs[i] for i in static}
+    for node in graph.nodes:
+        if node.op == "call_function" and node.all_input_nodes:
+            random = any("nondeterministic" in str(tag) for tag in getattr(node.target, "tags", ()))
+            if not random and all(n in fixed for n in node.all_input_nodes) and not _writes(node):
+                fixed.add(node)
+    results = [
+        n for n in fixed
+        if n.op != "placeholder" and not isinstance(n.meta.get("val"), (list, tuple))
+        and any(user not in fixed for user in n.users)
+    ]  # fmt: skip
+    if not results:
+        return compile(gm, static)
+    first = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        if node.op == "placeholder" or node in fixed:
+            copies[node] = first.node_copy(node, copies.__getitem__)
+    first.output([copies[n] for n in results])
+    once = fx.GraphModule(gm, first)
+    for node in results:
+        with graph.inserting_after(inputs[-1]):
+            given = graph.placeholder(f"frozen_{node.name}")
+        given.meta = dict(node.meta)
+        node.replace_all_uses_with(given)
+    order = [n for n in graph.nodes if n.op == "placeholder"][len(inputs) :]
+    by_name = {f"frozen_{n.name}": i for i, n in enumerate(results)}
+    places = [by_name[str(n.target)] for n in order]
+    graph.eliminate_dead_code()
+    more = range(len(inputs), len(inputs) + len(results))
+    run = compile(gm, [*static, *more])
+    kept: list[Any] = []
+
+    def call(given: list[Any]) -> Any:
+        if not kept:
+            made = once(*given)
+            kept.extend(made[place] for place in places)
+        both = [*given, *kept]
+        given.clear()
+        return run(both)
+
+    call._boxed_call = True  # type: ignore[attr-defined]
+    return call
+
+
+def _writes(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and schema.is_mutable

@@ -1,0 +1,178 @@
+"""CUDA graphs of captured graphs, by PyTorch's cudagraph trees.
+
+A replay overwrites what the one before it returned. As the network has to behave as in eager mode,
+results that the caller sees are copied out.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from confpred.problem.precision import convolutions_allow_tf32
+
+log = logging.getLogger("confpred")
+#: Graphs that one captured graph may become: one for each set of open sizes and switches.
+MOST_GRAPHS = 8
+#: The stream of the last replay on each device: replays share memory, so they follow one another.
+_last_stream: dict[int, torch.cuda.Stream] = {}
+Run = Callable[[list[Any]], Any]
+
+
+def graphed(
+    gm: fx.GraphModule,
+    plain: Run,
+    *,
+    static: Sequence[int],
+    written: Sequence[int],
+    visible: int | None,
+    kind: str,
+) -> Run:
+    """Return a function that replays `gm` as a CUDA graph wherever that is right.
+
+    Args:
+        gm: the captured graph, for what it says of its nodes.
+        plain: runs it without a CUDA graph; takes a list of inputs, which it empties.
+        static: places of inputs that stay where they are, such as parameters.
+        written: places of inputs that it writes to.
+        visible: how many results, from the first on, the caller sees; None for all.
+        kind: ``inference``, ``forward`` or ``backward``.
+    """
+    why = why_not(gm)
+    if why is not None:
+        log.info("no CUDA graph of the %s pass: %s", kind, why)
+        return plain
+    return _Graphed(gm, plain, static, written, visible, kind)
+
+
+def why_not(gm: fx.GraphModule) -> str | None:
+    """Return why `gm` cannot become a CUDA graph, in words; None if it can."""
+    from torch._inductor.utils import get_first_incompatible_cudagraph_node
+
+    devices = {
+        t.device
+        for node in gm.graph.nodes
+        for t in _tensors(node.meta.get("val"))
+        if t.device.type != "meta"
+    }
+    others = sorted(str(device) for device in devices if device.type != "cuda")
+    if not devices or others:
+        return f"it uses {', '.join(others) or 'no device'}"
+    if len(devices) > 1:
+        return f"it uses several devices: {', '.join(sorted(map(str, devices)))}"
+    node = get_first_incompatible_cudagraph_node(gm)
+    return None if node is None else f"{node.target} cannot be captured"
+
+
+class _Graphed:
+    """A captured graph that is replayed; called with a list of inputs, which it empties."""
+
+    _boxed_call = True
+
+    def __init__(
+        self,
+        gm: fx.GraphModule,
+        plain: Run,
+        static: Sequence[int],
+        written: Sequence[int],
+        visible: int | None,
+        kind: str,
+    ) -> None:
+        from torch._inductor.cudagraph_utils import get_placeholder_info
+
+        self._plain, self._visible, self._kind = plain, visible, kind
+        self._device = next(
+            t.device.index for node in gm.graph.nodes for t in _tensors(node.meta.get("val"))
+        )
+        self._static, self._written = tuple(static), tuple(written)
+        self._placeholders = get_placeholder_info(gm.graph)
+        self._graphs: dict[Any, Run] = {}
+        # Cudagraph trees belong to a thread, and to the threads that autograd starts for it.
+        self._thread = threading.get_ident()
+        self._refused = False
+
+    def __call__(self, inputs: list[Any]) -> Any:
+        if torch.cuda.is_current_stream_capturing() or not self._is_own_thread():
+            return self._plain(inputs)
+        key = (_switches(), *(x for x in inputs if isinstance(x, int)))
+        run = self._graphs.get(key)
+        if run is None:
+            if len(self._graphs) >= MOST_GRAPHS:
+                if not self._refused:
+                    self._refused = True
+                    log.warning(
+                        "the %s pass runs without a CUDA graph for further sizes: it has %d graphs",
+                        self._kind,
+                        MOST_GRAPHS,
+                    )
+                return self._plain(inputs)
+            run = self._graphs[key] = self._graph()
+        stream = torch.cuda.current_stream(self._device)
+        last = _last_stream.get(self._device)
+        if last is not None and last != stream:
+            stream.wait_stream(last)
+        _last_stream[self._device] = stream
+        return self._copied(run(inputs))
+
+    def _graph(self) -> Run:
+        from torch._inductor.cudagraph_trees import cudagraphify_impl
+
+        run: Run = cudagraphify_impl(
+            self._plain,
+            [],
+            self._static,
+            device_index=self._device,
+            is_backward=self._kind == "backward",
+            is_inference=self._kind == "inference",
+            stack_traces=None,
+            placeholders=self._placeholders,
+            mutated_input_idxs=self._written,
+        )
+        return run
+
+    def _is_own_thread(self) -> bool:
+        from torch._inductor import cudagraph_trees
+
+        return threading.get_ident() == self._thread or (
+            self._kind == "backward"
+            and not hasattr(cudagraph_trees.local, "tree_manager_containers")
+            and torch._C._is_key_in_tls("tree_manager_containers")
+        )
+
+    def _copied(self, results: Any) -> list[Any]:
+        """Return `results` with copies in the place of what the caller sees."""
+        results = list(results)
+        end = len(results) if self._visible is None else self._visible
+        places = [i for i in range(end) if isinstance(results[i], Tensor)]
+        copies = [torch.empty_like(results[i]) for i in places]
+        if copies:
+            with torch.no_grad():
+                torch._foreach_copy_(copies, [results[i] for i in places])
+        for i, copy in zip(places, copies, strict=True):
+            results[i] = copy
+        return results
+
+
+def _switches() -> tuple[bool, ...]:
+    """Return PyTorch's switches that decide how a recorded graph computes, and no guard knows."""
+    cudnn = torch.backends.cudnn
+    return (
+        cudnn.enabled,
+        cudnn.benchmark,
+        cudnn.deterministic,
+        convolutions_allow_tf32(),
+        torch.are_deterministic_algorithms_enabled(),
+    )
+
+
+def _tensors(val: Any) -> list[Tensor]:
+    if isinstance(val, Tensor):
+        return [val]
+    if isinstance(val, (tuple, list)):
+        return [t for t in val if isinstance(t, Tensor)]
+    return []

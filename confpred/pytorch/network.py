@@ -1,0 +1,266 @@
+"""`optimize` and `revert`: a network captured by PyTorch, with confpred's choices, in place."""
+
+from __future__ import annotations
+
+import logging
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree
+
+from confpred.errors import ConfpredError, InvalidInput
+from confpred.pytorch.backend import Options, confpred
+
+log = logging.getLogger("confpred")
+Model = TypeVar("Model", bound=nn.Module)
+#: Largest difference of the optimized output, as a part of the output's norm. A fold rounds once
+#: more or once less, and another algorithm adds in another order.
+TOLERANCE = {
+    torch.float64: 1e-6,
+    torch.float32: 1e-2,  # TF32 is PyTorch's default for convolutions
+    torch.float16: 5e-2,
+    torch.bfloat16: 1e-1,
+}
+
+
+def optimize(
+    model: Model, example_inputs: Any = None, *, dynamic: bool | None = None, **options: Any
+) -> Model:
+    """Let `model` run as a captured graph with the fastest kernels, in place.
+
+    PyTorch captures the forward, and the backward where gradients are recorded; confpred chooses
+    for every convolution, fuses what follows it in inference, and the whole becomes a CUDA graph.
+    One call serves inference and training. Names, parameters, buffers and ``state_dict`` stay as
+    they are, and every write to a weight is seen. `revert` undoes it; a copy or a pickle of the
+    model is not optimized.
+
+    ::
+
+        confpred.optimize(model.eval(), images)
+        with torch.no_grad():
+            model(images)
+
+    Args:
+        model: the network; on the device and of the dtype that it is to run with, best with
+            ``model.to(memory_format=torch.channels_last)``.
+        example_inputs: a tensor, a tuple or list of positional arguments, or a dictionary of
+            arguments by name. With it, the network is captured and compiled now, under the gradient
+            and autocast modes in force, and its outputs (in training its gradients, too) are
+            compared with the original's. Without it the first call captures.
+        dynamic: as of ``torch.compile``: None lets a size that changes become an open one.
+        options: ``graphs``, ``freeze``, ``verify``, ``max_regret`` and ``limits``; see
+            `confpred.pytorch.backend.Options`.
+
+    Returns:
+        `model` itself.
+
+    Raises:
+        InvalidInput: `model` is not a ``torch.nn.Module``, or an option is not allowed.
+        ConfpredError: the network cannot be captured, or does not compute what the original does;
+            it is as it was.
+    """
+    _check(model)
+    Options.of(options)
+    former = model._compiled_call_impl
+    # The choices of options reach the backend as they are: ``torch.compile`` passes them on.
+    call = _own_frame(model)
+    model._compiled_call_impl = torch.compile(
+        call, backend=confpred, dynamic=dynamic, options=dict(options)
+    )
+    if example_inputs is None:
+        return model
+    try:
+        _compare(model, *as_arguments(example_inputs))
+    except BaseException as error:
+        model._compiled_call_impl = former
+        if isinstance(error, ConfpredError) or not isinstance(error, Exception):
+            raise
+        raise ConfpredError(f"{type(model).__name__} is as it was: {error}") from error
+    return model
+
+
+def revert(model: Model) -> Model:
+    """Undo `optimize`; a model that is not optimized is returned as it is.
+
+    Raises:
+        InvalidInput: `model` is not a ``torch.nn.Module``.
+    """
+    _check(model)
+    model._compiled_call_impl = None
+    return model
+
+
+def is_optimized(model: nn.Module) -> bool:
+    """Return whether calls of `model` run a captured graph."""
+    return model._compiled_call_impl is not None
+
+
+def as_arguments(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return positional and named arguments from a tensor, a tuple or list, or a dictionary.
+
+    Raises:
+        InvalidInput: it is something else.
+    """
+    if isinstance(example_inputs, Tensor):
+        return (example_inputs,), {}
+    if isinstance(example_inputs, (tuple, list)):
+        return tuple(example_inputs), {}
+    if isinstance(example_inputs, dict):
+        return (), dict(example_inputs)
+    allowed = "a tensor, a tuple or list of arguments, or a dictionary of them by name"
+    raise InvalidInput("example_inputs", example_inputs, allowed)
+
+
+def _check(model: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise InvalidInput("model", model, "a torch.nn.Module")
+    if "_orig_mod" in model._modules:
+        raise InvalidInput("model", type(model).__name__, "a module that was not compiled yet")
+
+
+def _own_frame(model: nn.Module) -> Callable[..., Any]:
+    """Return a function that calls `model`, with code of its own.
+
+    Dynamo keeps captured graphs by code object, a limited number for each, and looks into no
+    function of ``torch.nn``: many models of one class, or made of PyTorch's containers alone, need
+    a frame that is theirs.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return model._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+    own = types.FunctionType(
+        call.__code__.replace(co_name="call"), call.__globals__, "call", None, call.__closure__
+    )
+    return own
+
+
+def _compare(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Run `model` captured and as it was, on copies of these inputs.
+
+    Raises:
+        ConfpredError: they compute something else.
+    """
+    captured = model._compiled_call_impl
+    parts = _GraphBreaks()
+    with _unchanged(model) as again:
+        ours = _results(model, args, kwargs)
+        parts.tell(type(model).__name__)
+        again()
+        try:
+            model._compiled_call_impl = None
+            theirs = _results(model, args, kwargs)
+            difference = _largest_difference(ours, theirs)
+            if difference is not None:
+                # A network may make much of any rounding, or draw random numbers.
+                again()
+                nearby = _results(model, args, kwargs, noise=True)
+                if _largest_difference(nearby, theirs) is not None:
+                    log.warning(
+                        "the outputs of %s cannot be compared, as they change with any rounding of"
+                        " the inputs: %s",
+                        type(model).__name__,
+                        difference,
+                    )
+                    difference = None
+        finally:
+            model._compiled_call_impl = captured
+        again()
+        # A CUDA graph is recorded at the second call.
+        _results(model, args, kwargs)
+    if difference is not None:
+        raise ConfpredError(f"{type(model).__name__} is as it was: {difference}")
+
+
+class _GraphBreaks:
+    """Where Dynamo could not capture a forward whole."""
+
+    def __init__(self) -> None:
+        self._before = self._reasons()
+
+    @staticmethod
+    def _reasons() -> dict[str, int]:
+        from torch._dynamo.utils import counters
+
+        return dict(counters["graph_break"])
+
+    def tell(self, name: str) -> None:
+        """Log the breaks since this object was made."""
+        now = self._reasons()
+        new = [reason for reason, count in now.items() if count > self._before.get(reason, 0)]
+        if new:
+            reason = new[0].strip().splitlines()[0]
+            log.warning("%s is captured in parts, cut where: %s", name, reason)
+
+
+@contextmanager
+def _unchanged(model: nn.Module) -> Iterator[Callable[[], None]]:
+    """Bring buffers and random numbers back to what they are now, at the end and when told."""
+    buffers = [(b, b.detach().clone()) for b in model.buffers()]
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices):
+        seed = torch.random.get_rng_state(), [torch.cuda.get_rng_state(d) for d in devices]
+
+        def again() -> None:
+            with torch.no_grad():
+                for buffer, then in buffers:
+                    buffer.copy_(then)
+            torch.random.set_rng_state(seed[0])
+            for device, state in zip(devices, seed[1], strict=True):
+                torch.cuda.set_rng_state(state, device)
+
+        try:
+            yield again
+        finally:
+            again()
+
+
+def _results(model: nn.Module, args: Any, kwargs: Any, noise: bool = False) -> list[Tensor]:
+    """Return the tensors that `model` returns, and the gradients of its parameters where they are
+    recorded; with `noise`, of inputs that differ by some roundings."""
+
+    def copied(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        if noise and x.is_floating_point():
+            return x * (1 + 4 * torch.finfo(x.dtype).eps * torch.randn_like(x))
+        return x.detach().clone()
+
+    args, kwargs = _pytree.tree_map(copied, (args, kwargs))
+    leaves, _ = _pytree.tree_flatten(model(*args, **kwargs))
+    found = [x for x in leaves if isinstance(x, Tensor)]
+    recorded = [x for x in found if x.requires_grad]
+    results = [x.detach().clone() for x in found]
+    if recorded:
+        wanted = [p for p in model.parameters() if p.requires_grad]
+        heads = [torch.full_like(x, 1.0 / max(1, x.numel())) for x in recorded]
+        grads = torch.autograd.grad(recorded, wanted, heads, allow_unused=True)
+        # Together: a gradient that is zero by arithmetic is nothing but rounding.
+        flat = [g.detach().float().flatten() for g in grads if g is not None]
+        results += [torch.cat(flat)] if flat else []
+    return results
+
+
+def _largest_difference(ours: list[Tensor], theirs: list[Tensor]) -> str | None:
+    """Return how `ours` differ, in words; None if they do not."""
+    if [x.shape for x in ours] != [x.shape for x in theirs]:
+        return "its outputs have other shapes"
+    for mine, other in zip(ours, theirs, strict=True):
+        if mine.dtype is not other.dtype:
+            return f"an output is of {mine.dtype} and not of {other.dtype}"
+        if not other.is_floating_point():
+            if not torch.equal(mine, other):
+                return "an output of whole numbers differs"
+            continue
+        a, b = mine.double(), other.double()
+        finite = b.isfinite()
+        if not torch.equal(a.isfinite(), finite):
+            return "a number is infinite in one output alone"
+        off, size = torch.where(finite, a - b, 0.0).norm(), torch.where(finite, b, 0.0).norm()
+        if off > max(TOLERANCE.get(t.dtype, 1e-1) for t in ours) * size:
+            return f"an output of norm {size.item():.3g} is {off.item():.3g} off"
+    return None

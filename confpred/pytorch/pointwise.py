@@ -1,0 +1,206 @@
+"""One kernel for what follows a convolution, in the place of one a step.
+
+    apply_epilogue    activation(out + bias + residual), in place of `out`
+    scale_shift       activation(x * scale + shift + residual): batch norm by known statistics
+
+Where a kernel cannot take the tensors, PyTorch's operators compute the same.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from confpred.cuda import driver
+from confpred.cuda.epilogue import MOST_CHANNELS, MOST_ROWS, epilogue_kernel, epilogue_launch
+from confpred.cuda.launch import BoundLaunch, NoContext
+from confpred.errors import ConfpredError, UnknownDevice
+from confpred.problem.operation import KernelSpec
+from confpred.pytorch.kernels import loaded
+from confpred.pytorch.ready import ALIGNMENT, CHANNELS_LAST, DTYPES
+from confpred.pytorch.streams import current_stream
+
+log = logging.getLogger(__name__)
+_MOST_KEPT = 65_536
+_bound: dict[Any, BoundLaunch | None] = {}  # None: by PyTorch's operators
+
+
+def activate(name: str, x: Tensor) -> Tensor:
+    """Return `x` after one of `confpred.problem.conv2d.ACTIVATIONS`, by PyTorch's function."""
+    if name == "none":
+        return x
+    activated: Tensor = getattr(F, name)(x)  # confpred's names are PyTorch's
+    return activated
+
+
+def apply_epilogue(
+    out: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str
+) -> Tensor:
+    """Compute ``activation(out + bias + residual)`` in place of `out`, on the current stream.
+
+    No gradient is recorded. Arithmetic is in float32, rounded once, where `can_apply` says so.
+
+    Args:
+        out: shape (N, K, P, Q), which nothing else refers to.
+        bias: shape (K,), or None.
+        residual: of `out`'s shape, or None.
+        activation: one of `confpred.problem.conv2d.ACTIVATIONS`.
+
+    Returns:
+        `out`.
+    """
+    if bias is None and residual is None and activation == "none":
+        return out
+    if can_apply(out, bias, residual):
+        kernel = epilogue_kernel(
+            out.shape[1], DTYPES[out.dtype], bias=bias is not None,
+            residual=residual is not None, activation=activation,
+        )  # fmt: skip
+        if _launch(kernel, {"out": out, "bias": bias, "residual": residual}):
+            return out
+    with torch.no_grad():
+        if bias is not None:
+            out.add_(bias.view(-1, *(1,) * (out.dim() - 2)))
+        if residual is not None:
+            out.add_(residual)
+        if activation != "none":
+            getattr(torch.ops.aten, f"{activation}_")(out)
+    return out
+
+
+def scale_shift(
+    x: Tensor,
+    scale: Tensor,
+    shift: Tensor,
+    residual: Tensor | None,
+    activation: str,
+    *,
+    in_place: bool = False,
+) -> Tensor:
+    """Compute ``activation(x * scale + shift + residual)``, a scale and a shift a channel.
+
+    Arithmetic is in float32, rounded once.
+
+    Args:
+        x: shape (N, C, H, W).
+        scale, shift: shape (C,), float32.
+        residual: of `x`'s shape and dtype, or None.
+        activation: one of `confpred.problem.conv2d.ACTIVATIONS`.
+        in_place: write to `x`, which nothing else refers to.
+
+    Returns:
+        Shape (N, C, H, W), of `x`'s dtype and layout.
+    """
+    if can_apply(x, None, residual):
+        kernel = scale_shift_kernel(
+            x.shape[1], DTYPES[x.dtype], residual=residual is not None, activation=activation
+        )
+        out = x if in_place else torch.empty_like(x)
+        operands = {"out": out, "x": x, "scale": scale, "shift": shift, "residual": residual}
+        if _launch(kernel, operands):
+            return out
+    with torch.no_grad():
+        sides = (1,) * (x.dim() - 2)
+        wide = x.float() * scale.view(-1, *sides) + shift.view(-1, *sides)
+        if residual is not None:
+            wide = wide + residual.float()
+        return activate(activation, wide).to(x.dtype)
+
+
+def can_apply(out: Tensor, bias: Tensor | None, residual: Tensor | None) -> bool:
+    """Return whether a kernel can take these tensors.
+
+    They are plain ones of one CUDA device and one dtype of float16, bfloat16 and float32; `out` and
+    `residual` channels last, dense, of one shape and aligned to 16 bytes, neither empty nor of more
+    than ``MOST_CHANNELS`` channels or ``MOST_ROWS`` pixels; `bias` dense.
+    """
+    if not _is_taken(out):
+        return False
+    shape = out.shape
+    channels, elements = shape[1], out.numel()
+    if not 0 < elements <= MOST_ROWS * channels or channels > MOST_CHANNELS:
+        return False
+    if bias is not None and not (
+        bias.dtype is out.dtype
+        and bias.device == out.device
+        and bias.is_contiguous()
+        and bias.shape == (channels,)
+        and not bias.is_neg()
+    ):
+        return False
+    return residual is None or (
+        _is_taken(residual)
+        and residual.dtype is out.dtype
+        and residual.device == out.device
+        and residual.shape == shape
+    )
+
+
+def _is_taken(t: Tensor) -> bool:
+    return (
+        t.is_cuda
+        and t.dtype in DTYPES
+        and t.dim() == 4
+        and t.is_contiguous(memory_format=CHANNELS_LAST)
+        and t.data_ptr() % ALIGNMENT == 0
+        and not t.is_neg()
+    )
+
+
+def scale_shift_kernel(
+    channels: int, dtype: str, *, residual: bool, activation: str
+) -> KernelSpec:
+    """Return the kernel of ``kernels/scale_shift.cu`` for tensors of so many `channels`."""
+    like = epilogue_kernel(channels, dtype, bias=False, residual=residual, activation=activation)
+    defines = tuple(pair for pair in like.defines if pair[0] != "HAS_BIAS")
+    return KernelSpec("scale_shift.cu", "scale_shift", defines)
+
+
+def _launch(kernel: KernelSpec, operands: dict[str, Tensor | None]) -> bool:
+    """Launch `kernel` on the current stream; return False where it cannot be had."""
+    out = operands["out"]
+    if out is None:
+        return False
+    ordinal, channels = out.get_device(), out.shape[1]
+    key = (kernel, out.numel(), channels, ordinal)
+    with torch.cuda.device(ordinal):
+        try:
+            bound = _bound[key]
+        except KeyError:
+            bound = _bind(key, kernel, out.numel() // channels, channels, ordinal, list(operands))
+        if bound is None:
+            return False
+        addresses = [0 if t is None else t.data_ptr() for t in operands.values()]
+        try:
+            bound.enqueue(current_stream(ordinal), addresses)
+        except NoContext:  # a thread's first use of the GPU
+            driver.make_current(ordinal)
+            bound.enqueue(current_stream(ordinal), addresses)
+    return True
+
+
+def _bind(
+    key: Any, kernel: KernelSpec, rows: int, channels: int, ordinal: int, names: Sequence[str]
+) -> BoundLaunch | None:
+    bound = None
+    try:
+        sm_count = driver.device_of(ordinal).sm_count
+        launch = epilogue_launch(kernel, rows, channels, sm_count, tuple(names))
+        bound = BoundLaunch([loaded(kernel, 0, ordinal)], launch, names)
+    except UnknownDevice as error:
+        log.debug("falling back to PyTorch for %s: %s", kernel.entry, error)
+    except ConfpredError as error:  # such as a compiler that is not installed: worth a look
+        log.warning("falling back to PyTorch for %s: %s", kernel.entry, error)
+    if len(_bound) >= _MOST_KEPT:
+        _bound.clear()
+    _bound[key] = bound
+    return bound
+
+
+os.register_at_fork(after_in_child=_bound.clear)

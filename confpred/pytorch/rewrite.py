@@ -1,0 +1,559 @@
+"""Passes over ATen graphs: which convolutions confpred computes, and what is fused with them.
+
+    inference   convolution -> [batch norm] -> [+ residual] -> [activation]      one operator
+                batch norm -> [+ residual] -> [activation]                       one operator
+    training    convolution, and both halves of its backward                     an operator each
+                batch norm as eager mode computes it, statistics updated in place
+
+All convolutions of a graph are chosen in one call. A node that no pass changes runs as PyTorch runs
+it. Graphs come from AOTAutograd: functional, but for copies into mutated inputs at the end.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from confpred.predict.choice import Choice
+from confpred.problem.conv2d import Problem
+from confpred.pytorch import choosing, operators
+from confpred.pytorch.choosing import ANY, Wishes
+from confpred.pytorch.convolve import Hint, is_deterministic
+from confpred.pytorch.layers import Geometry, problem_of, sums_bias
+from confpred.pytorch.layouts import is_channels_last
+from confpred.pytorch.ready import CHANNELS_LAST, DTYPES
+
+aten = torch.ops.aten
+confpred = torch.ops.confpred
+#: From the problems of a graph to choices; None where nothing is known.
+Choose = Callable[[Sequence[Problem]], Sequence["Choice | None"]]
+_NORM = aten._native_batch_norm_legit_no_training.default
+_ACTIVATIONS = {aten.relu.default: "relu", aten.silu.default: "silu", aten.hardswish.default: "hardswish"}
+
+
+@dataclass(slots=True)
+class Site:
+    """One convolution of a graph in one direction, or a batch norm that follows none.
+
+    Attributes:
+        name: of the layer, as the network calls it; empty where it is not known.
+        direction: ``fprop``, ``dgrad`` or ``wgrad``; ``norm`` for a batch norm.
+        problem: what is computed; None where no confpred kernel is made for it.
+        why: why no kernel is, in words; None where there is a problem.
+        choice: what was chosen; None where nothing is known.
+        fused: operators that became one with it, such as ``("batch_norm", "relu")``.
+    """
+
+    name: str
+    direction: str
+    problem: Problem | None
+    why: str | None = None
+    choice: Choice | None = None
+    fused: tuple[str, ...] = ()
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether a confpred kernel, or a chosen plan of a library, computes it."""
+        return self.choice is not None and choosing.why_pytorch(self.choice) is None
+
+
+@dataclass(slots=True)
+class _Chain:
+    """Nodes that become one operator.
+
+    Attributes:
+        nodes: first to last, with the ``getitem`` of a norm.
+        convolution, norm: the nodes, or None.
+        sum: the node that adds the residual, or None, and the residual's place among its arguments.
+        activation: one of `confpred.problem.conv2d.ACTIVATIONS`.
+        site: what is known of it.
+    """
+
+    nodes: list[fx.Node]
+    convolution: fx.Node | None = None
+    norm: fx.Node | None = None
+    sum: tuple[fx.Node, int] | None = None
+    activation: str = "none"
+    site: Site = field(default_factory=lambda: Site("", "norm", None))
+
+    @property
+    def last(self) -> fx.Node:
+        return self.nodes[-1]
+
+    @property
+    def residual(self) -> Any:
+        """The node that is added, or None; another one once its own chain is replaced."""
+        return None if self.sum is None else self.sum[0].args[self.sum[1]]
+
+
+# ------------------------------------------------------------------------------------- inference
+
+
+def fuse(graph: fx.Graph, choose: Choose, wishes: Wishes = ANY) -> list[Site]:
+    """Rewrite a graph of inference in place.
+
+    Args:
+        graph: from AOTAutograd; nodes have their fake tensors in ``meta["val"]``.
+        choose: chooses for all convolutions of the graph.
+        wishes: what `choose` was told, for tensors of other sizes.
+
+    Returns:
+        What was found, in the order of the graph.
+    """
+    chains = list(_chains(graph))
+    for chain in chains:
+        _describe(chain)
+    _choose([chain.site for chain in chains], choose)
+    folds: list[_Fold] = []
+    for chain in chains:
+        _replace(graph, chain, folds, wishes)
+    _insert_folds(graph, folds)
+    graph.eliminate_dead_code()
+    graph.lint()
+    return [chain.site for chain in chains]
+
+
+def _chains(graph: fx.Graph) -> Iterator[_Chain]:
+    claimed: set[fx.Node] = set()
+    found: dict[fx.Node, _Chain] = {}
+    starts = [n for n in graph.nodes if n.target in (aten.convolution.default, _NORM)]
+    # The later convolution of two that are summed takes the sum: the other's is there by then.
+    # A norm starts a chain only where no convolution has claimed it.
+    starts.sort(key=lambda n: n.target is _NORM)
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    convolutions = [n for n in starts if n.target is not _NORM]
+    for node in [*reversed(convolutions), *(n for n in starts if n.target is _NORM)]:
+        if node not in claimed and _is_image(node.args[0]):
+            chain = _follow(node, claimed)
+            claimed.update(chain.nodes)
+            found[node] = chain
+    for node in sorted(found, key=order.__getitem__):
+        yield found[node]
+
+
+def _follow(start: fx.Node, claimed: set[fx.Node]) -> _Chain:
+    """Return the longest chain that begins with `start`."""
+    chain = _Chain([start])
+    if start.target is _NORM:
+        chain.norm = start
+        first = _first_result(start)
+        if first is None:
+            return chain
+        chain.nodes.append(first)
+    else:
+        chain.convolution = start
+    while len(chain.last.users) == 1 and chain.activation == "none":
+        last = chain.last
+        (node,) = last.users
+        if node in claimed:
+            break
+        following = [node]
+        if node.target is _NORM:
+            first = _first_result(node)
+            if first is None or node.args[0] is not last or chain.norm or chain.sum:
+                break
+            following.append(first)
+        if not isinstance(_val(following[-1]), Tensor) or (
+            _val(following[-1]).dtype is not _val(last).dtype
+        ):
+            break
+        if node.target is _NORM:
+            chain.norm = node
+        elif node.target is aten.add.Tensor and chain.sum is None:
+            place = _other_operand(node, last)
+            if place is None:
+                break
+            chain.sum = (node, place)
+        elif (activation := _activation(node)) is not None:
+            chain.activation = activation
+        else:
+            break
+        chain.nodes += following
+    return chain
+
+
+def _first_result(norm: fx.Node) -> fx.Node | None:
+    """Return the node of the normalised tensor; None where other results are used, too."""
+    items = [n for n in norm.users if n.users]
+    if len(items) == 1 and items[0].target is operator.getitem and items[0].args[1] == 0:
+        return items[0]
+    return None
+
+
+def _activation(node: fx.Node) -> str | None:
+    if node.target is aten.gelu.default and node.kwargs.get("approximate", "none") == "none":
+        return "gelu"
+    if node.target is aten.hardtanh.default and tuple(node.args[1:]) == (0.0, 6.0):
+        return "relu6"
+    return _ACTIVATIONS.get(node.target)  # type: ignore[arg-type]
+
+
+def _other_operand(node: fx.Node, one: fx.Node) -> int | None:
+    """Return the place of what `node` adds to `one`; None where that has another shape or dtype."""
+    if node.kwargs.get("alpha", 1) != 1 or len(node.args) != 2:
+        return None
+    place = 1 if node.args[0] is one else 0
+    other = node.args[place]
+    if not isinstance(other, fx.Node) or other is one:
+        return None
+    a, b = _val(one), _val(other)
+    same = isinstance(b, Tensor) and b.shape == a.shape and b.dtype is a.dtype
+    return place if same and b.device == a.device else None
+
+
+def _describe(chain: _Chain) -> None:
+    """Say what `chain` is, as far as that is known before anything is chosen."""
+    fused = ["batch_norm"] * (chain.norm is not None) + ["add"] * (chain.residual is not None)
+    fused += [chain.activation] * (chain.activation != "none")
+    node = chain.convolution
+    if node is None:
+        chain.site = Site(_name(chain.nodes[0]), "norm", None, None, None, tuple(fused[1:]))
+        return
+    epilogue = {
+        "bias": chain.norm is not None or node.args[2] is not None,
+        "activation": chain.activation,
+        "residual": chain.residual is not None,
+    }
+    problem, why = _problem("fprop", node.args[0], node.args[1], node, 3, **epilogue)
+    chain.site = Site(_name(node), "fprop", problem, why, None, tuple(fused))
+
+
+@dataclass(frozen=True, slots=True)
+class _Fold:
+    """A norm that is folded.
+
+    Attributes:
+        norm: weight, bias, mean, variance and epsilon, as nodes or values.
+        bias, filter: of the convolution before it, or None.
+        dtype: of the activations.
+        results: the nodes of filter and bias, or of scale and shift.
+    """
+
+    norm: tuple[Any, ...]
+    bias: Any
+    filter: Any
+    dtype: torch.dtype
+    results: tuple[fx.Node, fx.Node]
+
+    @property
+    def is_of_inputs(self) -> bool:
+        nodes = [n for n in (*self.norm, self.bias, self.filter) if isinstance(n, fx.Node)]
+        return all(node.op == "placeholder" for node in nodes)
+
+
+def _replace(graph: fx.Graph, chain: _Chain, folds: list[_Fold], wishes: Wishes) -> None:
+    """Put one operator in the place of `chain`, if that is fewer launches or a confpred kernel."""
+    node, norm, last, ours = chain.convolution, chain.norm, chain.last, chain.site.is_ours
+    out = _val(last)
+    if not ours and not (out.dtype in DTYPES and is_channels_last(out)):
+        return
+    if not ours and norm is None and len(chain.nodes) == 1:
+        return  # PyTorch's convolution with nothing after it
+    first = second = None
+    with graph.inserting_before(last):
+        if norm is not None:
+            # Filled in by `_insert_folds`.
+            first, second = (graph.call_function(operator.getitem, ((), i)) for i in (0, 1))
+            weight, bias = (None, None) if node is None else node.args[1:3]
+            filters = _uncast(weight) if ours else None
+            parts = (*norm.args[1:5], norm.args[6])
+            folds.append(_Fold(parts, bias, filters, out.dtype, (first, second)))
+        if node is None:
+            x = chain.nodes[0].args[0]
+            given = (x, first, second, chain.residual, chain.activation)
+            new = graph.call_function(confpred.scale_shift.default, given)
+        else:
+            x, weight, bias = node.args[:3]
+            if norm is not None and ours:
+                operands = (x, first, None, second)
+            elif norm is not None:
+                operands = (x, weight, first, second)
+            else:
+                operands = (x, weight, None, bias)
+            call = operators.Call(
+                _geometry(node, 3), chain.activation, hints=(_hint(chain.site), None), wishes=wishes
+            )
+            given = (*operands, chain.residual, call.text())
+            new = graph.call_function(confpred.conv2d.default, given)
+    new.meta = dict(last.meta)
+    last.replace_all_uses_with(new)
+    for old in reversed(chain.nodes):
+        for unused in list(old.users):  # other results of a norm
+            graph.erase_node(unused)
+        graph.erase_node(old)
+
+
+def _insert_folds(graph: fx.Graph, folds: Sequence[_Fold]) -> None:
+    """Fold all norms whose tensors are inputs of the graph in one launch, the others one by one."""
+    early = [each for each in folds if each.is_of_inputs]
+    if early:
+        after = [n for n in graph.nodes if n.op == "placeholder"][-1]
+        with graph.inserting_after(after):
+            _insert_fold(graph, early)
+    for each in folds:
+        if not each.is_of_inputs:
+            with graph.inserting_before(each.results[0]):
+                _insert_fold(graph, [each])
+
+
+def _insert_fold(graph: fx.Graph, group: Sequence[_Fold]) -> None:
+    columns = [list(column) for column in zip(*(each.norm for each in group), strict=True)]
+    gammas, betas, means, variances, eps = columns
+    biases, filters = [each.bias for each in group], [each.filter for each in group]
+    dtypes = [each.dtype for each in group]
+    names = ",".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+    given = (gammas, betas, means, variances, biases, filters, eps, names)
+    node = graph.call_function(confpred.fold.default, given)
+    node.meta["val"] = operators.folding_results(
+        [_val(mean) for mean in means],
+        [None if each is None else _val(each) for each in filters],
+        dtypes,
+    )
+    results = [result for each in group for result in each.results]
+    for place, result in enumerate(results):
+        result.args = (node, place)
+        result.meta["val"] = node.meta["val"][place]
+
+
+def _uncast(node: Any) -> Any:
+    """Return the tensor that autocast has cast, as the fold reads every dtype."""
+    if isinstance(node, fx.Node) and node.target is aten._to_copy.default:
+        source = node.args[0]
+        if isinstance(source, fx.Node) and source.op == "placeholder" and _val(source).dtype in DTYPES:
+            return source
+    return node
+
+
+# -------------------------------------------------------------------------------------- training
+
+
+def serve(graph: fx.Graph, choose: Choose, wishes: Wishes = ANY) -> list[Site]:
+    """Let confpred compute the convolutions of a graph, and halves of their backward, in place.
+
+    Args:
+        graph, choose, wishes: as of `fuse`; a joint graph of forward and backward, or one of both.
+
+    Returns:
+        What was found, in the order of the graph.
+    """
+    found: list[tuple[fx.Node, list[Site]]] = []
+    for node in graph.nodes:
+        if node.target is aten.convolution.default and _is_image(node.args[0]):
+            bias = node.args[2] is not None
+            problem, why = _problem("fprop", node.args[0], node.args[1], node, 3, bias=bias)
+            found.append((node, [Site(_name(node), "fprop", problem, why)]))
+        elif node.target is aten.convolution_backward.default and _is_image(node.args[1]):
+            found.append((node, list(_backward_sites(node))))
+    _choose([site for _, sites in found for site in sites], choose)
+    for node, sites in found:
+        if any(site.is_ours for site in sites):
+            _serve_one(graph, node, sites, wishes)
+    graph.lint()
+    return [site for _, sites in found for site in sites]
+
+
+def _backward_sites(node: fx.Node) -> Iterator[Site]:
+    _, x, weight, *_ = node.args
+    mask: Any = node.args[10]
+    groups: Any = node.args[9]
+    if mask[0]:
+        yield Site(_name(node), "dgrad", *_problem("dgrad", x, weight, node, 4))
+    if mask[1]:
+        fields = {"bias": mask[2] and sums_bias(groups), "deterministic": is_deterministic()}
+        yield Site(_name(node), "wgrad", *_problem("wgrad", x, weight, node, 4, **fields))
+
+
+def _serve_one(graph: fx.Graph, node: fx.Node, sites: Sequence[Site], wishes: Wishes) -> None:
+    hints = {site.direction: _hint(site) for site in sites}
+    if node.target is aten.convolution.default:
+        x, weight, bias = node.args[:3]
+        call = operators.Call(_geometry(node, 3), hints=(hints["fprop"], None), wishes=wishes)
+        target, given = confpred.conv2d.default, (x, weight, None, bias, None, call.text())
+    else:
+        mask: Any = node.args[10]
+        both = hints.get("dgrad"), hints.get("wgrad")
+        call = operators.Call(_geometry(node, 4), mask=tuple(mask), hints=both, wishes=wishes)  # type: ignore[arg-type]
+        target, given = confpred.conv2d_backward.default, (*node.args[:3], call.text())
+    with graph.inserting_before(node):
+        new = graph.call_function(target, given)
+    new.meta = dict(node.meta)
+    node.replace_all_uses_with(new)
+    graph.erase_node(node)
+
+
+def batch_norms_as_eager(graph: fx.Graph) -> None:
+    """Let batch norms of training be computed by the library that eager mode would take.
+
+    A capture names PyTorch's own kernels in the place of cuDNN's. The operators that replace them
+    here decide as eager mode does, and hand cuDNN's reserve from forward to backward.
+    """
+    forward, backward = aten._batch_norm_with_update_functional.default, aten.batch_norm_backward.default
+    reserves: dict[fx.Node, fx.Node] = {}  # by the node of the saved mean
+    for node in list(graph.nodes):
+        if node.target is aten._native_batch_norm_legit_functional.default:
+            x, weight, bias, mean, variance, training, momentum, eps = node.args
+            if not training or not isinstance(mean, fx.Node) or not isinstance(variance, fx.Node):
+                continue
+            with graph.inserting_before(node):
+                new = graph.call_function(forward, (x, weight, bias, mean, variance, momentum, eps))
+                reserve = graph.call_function(operator.getitem, (new, 3))
+            new.meta, reserve.meta = dict(node.meta), dict(node.meta)
+            values = list(node.meta["val"])
+            empty = values[0].new_empty(0, dtype=torch.uint8)
+            new.meta["val"], reserve.meta["val"] = [*values[:3], empty, *values[3:]], empty
+            for item in list(node.users):
+                place = item.args[1]
+                item.args = (new, place if place < 3 else place + 1)  # type: ignore[operator]
+                if place == 1:
+                    reserves[item] = reserve
+            graph.erase_node(node)
+            # The results of the update are to stand behind the node that computes them.
+            new.append(reserve)
+        elif node.target is aten.native_batch_norm_backward.default:
+            grad, x, weight, _, _, saved_mean, saved_deviation, training, eps, mask = node.args
+            reserve_of = reserves.get(saved_mean)  # type: ignore[arg-type]
+            if reserve_of is None or not training:
+                continue
+            with graph.inserting_before(node):
+                given = (grad, x, weight, None, None, saved_mean, saved_deviation, True, eps, mask, reserve_of)
+                new = graph.call_function(backward, given)
+            new.meta = dict(node.meta)
+            node.replace_all_uses_with(new)
+            graph.erase_node(node)
+
+
+def update_in_place(graph: fx.Graph) -> set[fx.Node]:
+    """Let a forward graph update running statistics and counts of batches where they are.
+
+    A functional graph computes new ones and copies them at its end, two launches a batch norm more.
+
+    Returns:
+        The inputs that are written.
+    """
+    functional = aten._batch_norm_with_update_functional.default
+    written: set[fx.Node] = set()
+    counts: list[fx.Node] = []
+    for copy in [n for n in graph.nodes if n.target is aten.copy_.default]:
+        home, value = copy.args[:2]
+        if not isinstance(home, fx.Node) or not isinstance(value, fx.Node):
+            continue
+        if home.op != "placeholder" or copy.users:
+            continue
+        written.add(home)
+        if value.target is aten.add.Tensor and value.args == (home, 1) and len(value.users) == 1:
+            if home.users.keys() == {value, copy}:
+                graph.erase_node(copy)
+                graph.erase_node(value)
+                counts.append(home)
+    for node in [n for n in graph.nodes if n.target is functional]:
+        _update_one(graph, node)
+    if counts:
+        with graph.inserting_before(_output(graph)):
+            graph.call_function(aten._foreach_add_.Scalar, (counts, 1))
+    graph.lint()
+    return written
+
+
+def _update_one(graph: fx.Graph, node: fx.Node) -> None:
+    homes = node.args[3:5]
+    items = {item.args[1]: item for item in node.users}
+    copies = []
+    for place, home in ((4, homes[0]), (5, homes[1])):
+        item = items.get(place)
+        if item is None or len(item.users) != 1 or not isinstance(home, fx.Node):
+            return
+        (copy,) = item.users
+        if copy.target is not aten.copy_.default or copy.args[0] is not home:
+            return
+        if home.users.keys() != {node, copy}:
+            return  # something else reads the statistics
+        copies += [copy, item]
+    for old in copies:
+        graph.erase_node(old)
+    with graph.inserting_before(node):
+        new = graph.call_function(aten._batch_norm_with_update.default, node.args)
+    new.meta = dict(node.meta)
+    new.meta["val"] = node.meta["val"][:4]
+    node.replace_all_uses_with(new)
+    graph.erase_node(node)
+
+
+# ---------------------------------------------------------------------------------------- shared
+
+
+def _choose(sites: Sequence[Site], choose: Choose) -> None:
+    asked = [site for site in sites if site.problem is not None]
+    if asked:
+        choices = choose([site.problem for site in asked if site.problem is not None])
+        for site, choice in zip(asked, choices, strict=True):
+            site.choice = choice
+
+
+def _hint(site: Site) -> Hint | None:
+    """Return what is to run for the sizes of the capture."""
+    if site.problem is None:
+        return None
+    p = site.problem
+    image = (p.n, p.c, p.h, p.w)
+    if site.choice is None or not site.is_ours:
+        return Hint(image)
+    return Hint(image, site.choice.candidate)
+
+
+def _problem(
+    direction: str, x: Any, weight: Any, node: fx.Node, at: int, **fields: Any
+) -> tuple[Problem | None, str | None]:
+    """Return the problem of a convolution, or why there is none."""
+    image, filters = _val(x), _val(weight)
+    if node.args[at + 3]:
+        return None, "transposed"
+    if image.dtype not in DTYPES:
+        return None, f"dtype {str(image.dtype).removeprefix('torch.')}"
+    sizes = [_size(s) for s in image.shape]
+    if None in sizes:
+        return None, "a size that depends on values"
+    problem = problem_of(
+        direction, [s for s in sizes if s is not None], [int(s) for s in filters.shape],
+        image.dtype, _geometry(node, at), **fields,
+    )  # fmt: skip
+    if problem is None:
+        return None, "no convolution that confpred describes"
+    if not is_channels_last(image):
+        either = image.is_contiguous(memory_format=CHANNELS_LAST)
+        return None, "one pixel or one channel" if either else "channels first"
+    return problem, None
+
+
+def _geometry(node: fx.Node, at: int) -> Geometry:
+    """Return stride, padding, dilation, groups; `at` is the place of the stride."""
+    stride, padding, dilation = (tuple(map(int, pair)) for pair in node.args[at : at + 3])  # type: ignore[arg-type]
+    return stride, padding, dilation, int(node.args[at + 5])  # type: ignore[return-value,arg-type]
+
+
+def _is_image(node: Any) -> bool:
+    return isinstance(node, fx.Node) and isinstance(_val(node), Tensor) and _val(node).dim() == 4
+
+
+def _val(node: Any) -> Any:
+    return node.meta.get("val")
+
+
+def _size(size: Any) -> int | None:
+    """Return a size, or the one that stands for it where it is open; None where nothing does."""
+    return size if isinstance(size, int) else size.node.hint  # type: ignore[no-any-return]
+
+
+def _output(graph: fx.Graph) -> fx.Node:
+    return next(iter(reversed(graph.nodes)))
+
+
+def _name(node: fx.Node) -> str:
+    """Return the name of the innermost module that `node` comes from."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    path = next(reversed([p for p, _ in stack.values()]), "") if stack else ""
+    return str(path).replace("L['self'].", "").replace("self.", "")

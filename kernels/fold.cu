@@ -1,0 +1,78 @@
+// Batch norm by known statistics as a scale and a shift, for many layers in one launch:
+//
+//   scale[k] = gamma[k] / sqrt(variance[k] + eps)
+//   shift[k] = beta[k] + (bias[k] - mean[k]) * scale[k]             bias: of the convolution before the norm
+//
+// A layer with a filter gets the filter times the scale, as (K, R, S, C / groups), and the shift, both in the dtype
+// of its activations. A layer without one gets scale and shift in float32.
+//
+//   blockIdx.y    one layer                blockIdx.x, warp    one output channel k at a time
+//                                          lane                every 32nd element of the channel's filter
+#define DTYPE DTYPE_FLOAT16  // of the shared wrappers, none of which is used for elements here
+#include "common.cuh"
+
+enum { THREADS = 256, WARPS = THREADS / 32 };
+
+// As confpred/pytorch/fold.py lays it out. A dtype is one of DTYPE_...; `types` has four bits for each.
+struct Layer {
+    const void *gamma, *beta, *mean, *variance, *bias, *filter;
+    void *first, *second;  // scale and shift, or filter and bias
+    float eps;
+    int channels, width, filter_rows, filter_columns;
+    int stride_k, stride_c, stride_r, stride_s;
+    u32 types;
+};
+struct Layers {
+    Layer layer[LAYERS];
+};
+
+__device__ __forceinline__ float read(const void* from, i64 at, u32 type) {
+    if (type == DTYPE_FLOAT32) return static_cast<const float*>(from)[at];
+    const u16 bits = static_cast<const u16*>(from)[at];
+    if (type == DTYPE_BFLOAT16) return __uint_as_float(static_cast<u32>(bits) << 16);
+    float value;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+    return value;
+}
+
+__device__ __forceinline__ void write(void* to, i64 at, float value, u32 type) {
+    u16 bits;
+    if (type == DTYPE_FLOAT32) {
+        static_cast<float*>(to)[at] = value;
+        return;
+    }
+    if (type == DTYPE_BFLOAT16) {
+        asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+    } else {
+        asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+    }
+    static_cast<u16*>(to)[at] = bits;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) fold(const __grid_constant__ Layers layers) {
+    const Layer& layer = layers.layer[blockIdx.y];
+    const u32 lane = threadIdx.x % 32;
+    const u32 affine = layer.types & 15, statistics = layer.types >> 4 & 15, bias = layer.types >> 8 & 15;
+    const u32 filter = layer.types >> 12 & 15, result = layer.types >> 16 & 15;
+    const int elements = layer.width * layer.filter_rows * layer.filter_columns;
+    for (int k = blockIdx.x * WARPS + threadIdx.x / 32; k < layer.channels; k += gridDim.x * WARPS) {
+        float scale = 1.0f / sqrtf(read(layer.variance, k, statistics) + layer.eps);
+        if (layer.gamma) scale *= read(layer.gamma, k, affine);
+        float shift = -read(layer.mean, k, statistics);
+        if (layer.bias) shift += read(layer.bias, k, bias);
+        shift *= scale;
+        if (layer.beta) shift += read(layer.beta, k, affine);
+        if (lane == 0) {
+            if (!layer.filter) write(layer.first, k, scale, result);
+            write(layer.second, k, shift, result);
+        }
+        if (!layer.filter) continue;
+        for (int e = lane; e < elements; e += 32) {
+            const int c = e % layer.width, s = e / layer.width % layer.filter_columns;
+            const int r = e / layer.width / layer.filter_columns;
+            const i64 from = static_cast<i64>(k) * layer.stride_k + static_cast<i64>(c) * layer.stride_c +
+                             static_cast<i64>(r) * layer.stride_r + static_cast<i64>(s) * layer.stride_s;
+            write(layer.first, static_cast<i64>(k) * elements + e, read(layer.filter, from, filter) * scale, result);
+        }
+    }
+}
