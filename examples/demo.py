@@ -36,7 +36,7 @@ from confpred.training.dataset import read_dataset
 
 ROOT = Path(__file__).parents[1]
 DEVICE = "h100"
-DATA = Path("datasets") / f"{DEVICE}.parquet"
+DATA = Path("datasets") / DEVICE
 SUITE = Path("datasets") / "suites" / "smoke.json"
 NETWORK = "resnext50_32x4d"  # left out of the training, then predicted
 SHOWN = 20

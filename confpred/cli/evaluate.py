@@ -69,8 +69,8 @@ def command(
     perfect. The data has some configs of each problem; a hold-out has them all.
 
     \b
-    confpred evaluate datasets/h100.parquet datasets/h200.parquet --device h100
-    confpred evaluate datasets/h100.parquet --holdout datasets/holdout/h100.parquet
+    confpred evaluate datasets/h100 datasets/h200 --device h100
+    confpred evaluate datasets/h100 --holdout datasets/holdout/h100
     confpred evaluate runs/ --folds 8 --json evaluation.json --plot regret.png
     """
     require_packages()

@@ -39,8 +39,8 @@ def command(
     from everything.
 
     \b
-    confpred train datasets/h100.parquet datasets/h200.parquet --device h100 --out models/h100-2
-    confpred train datasets/ runs/ --device h200 --out /tmp/trial --exclude-network resnext101_32x8d
+    confpred train datasets/h100 datasets/h200 --device h100 --out models/h100-2
+    confpred train datasets/h200 runs/ --out /tmp/trial --exclude-network resnext101_32x8d
     confpred predict --model models/h100-2 --device h100 --layer "n=32 c=64 ..."
     """
     require_packages()

@@ -97,8 +97,10 @@ def test_what_cannot_be_written_is_told_at_once(
         (tmp_path / "pipe", "a plain file"),
         (tmp_path / "file" / "out", "Not a directory"),
         (Path("/proc/out"), "cannot write /proc/out"),
-        (tmp_path / ("x" * 250), "File name too long"),
+        (tmp_path / ("x" * 242 + ".parquet"), "File name too long"),
     ):
+        if out == tmp_path and writer(out)[0] == "merge":
+            continue  # it adds a part to a folder
         refused(confpred(*writer(out), "--force", prelude=begun), reason)
     assert (tmp_path / "file").read_bytes() == PRECIOUS
     assert (tmp_path / "pipe").is_fifo()
@@ -152,6 +154,20 @@ def test_merge_never_overwrites_its_shards(shards: Path, tmp_path: Path) -> None
     refused(confpred("merge", shards, shards / "rows-all.parquet"), "shard of")
     assert len(shards_in(shards)) == 2
     assert shard.read_bytes() == before
+
+
+def test_merge_into_a_folder_adds_a_part_and_changes_none(shards: Path, tmp_path: Path) -> None:
+    parts = tmp_path / "datasets" / "h100"
+    done = confpred("merge", shards, parts)
+    (part,) = parts.iterdir()
+    assert (done.returncode, done.stdout) == (0, f"299 rows in {part}\n")
+    before = part.read_bytes()
+    done = confpred("merge", shards, parts, "--force")
+    assert (done.returncode, done.stdout) == (0, f"no rows that {parts} lacks\n")
+    assert list(parts.iterdir()) == [part]
+    assert part.read_bytes() == before
+    refused(confpred("merge", parts, part, "--force"), "file that is not read as well")
+    refused(confpred("merge", parts, shards), "without a sampler's shards")
 
 
 def test_other_commands_never_overwrite_their_inputs(

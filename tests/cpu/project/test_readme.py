@@ -208,8 +208,8 @@ def in_a_network(block: Block, request: pytest.FixtureRequest, folder: Path) -> 
 def on_made_up_data(block: Block, request: pytest.FixtureRequest, folder: Path) -> None:
     """Run it in a folder whose measurements are few and made up; sampling ends without a GPU."""
     data = folder / "datasets"
-    data.mkdir()
-    shutil.copy(request.getfixturevalue("few_measurements"), data / "h100.parquet")
+    (data / "h100").mkdir(parents=True)
+    shutil.copy(request.getfixturevalue("few_measurements"), data / "h100" / "part-1.parquet")
     (data / "suites").symlink_to(request.getfixturevalue("repository") / "datasets" / "suites")
     sample, *others = block.text.splitlines()
     assert sample.startswith("confpred sample ")
