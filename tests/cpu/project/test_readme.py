@@ -258,7 +258,8 @@ def test_it_installs_as_it_says(repository: Path, tmp_path: Path) -> None:
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(repository / name, tmp_path)
     commands = [span for span in SPANS if span.startswith("pip ")]
-    assert commands == ["pip install .", "pip install '.[gpu]'", "pip install '.[train]'"]
+    extras_named = [f"pip install '.[{extra}]'" for extra in ("serve", "gpu", "train")]
+    assert commands == ["pip install .", *extras_named]
     for command in commands:
         assert "Would install confpred-" in said(run(_PIP + command, tmp_path))
     extras = {extra for command in commands for extra in re.findall(r"\[(\w+)\]", command)}
