@@ -15,7 +15,7 @@ before all problems were timed; each problem's figures still come from one run a
 How good is the choice for a network that nobody has measured? For that, train without these:
 
     exclusions=$(python benchmarks/conv_vs_cudnn.py --exclusions)
-    confpred train datasets/h200.parquet --out /tmp/holdout $exclusions
+    confpred train datasets/h200 --out /tmp/holdout $exclusions
     python benchmarks/conv_vs_cudnn.py --model /tmp/holdout
 
 The result says for each problem whether the model's data had it (``seen``: ``problem``), had only

@@ -192,7 +192,7 @@ def main() -> None:
     parser.add_argument("--variant", action="append", choices=VARIANTS, help="default: all")
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
-    data = read_dataset([path for key in DEVICES for path in measured(key)], DEVICES[0])
+    data = read_dataset([measured(key) for key in DEVICES], DEVICES[0])
     every = data.everywhere
     held_out = [fold.networks for fold in split_by_network(every, arguments.folds, seed=0)]
     base, *_ = VARIANTS

@@ -20,13 +20,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from measured import DATASETS, HOLDOUT, ROOT, measured
+from measured import ANCHORS, DATASETS, HOLDOUT, ROOT, measured, measured_devices
 
 from confpred.model.folder import CARD, model_folders
-from confpred.problem.device import KNOWN
 
 CONFPRED = Path(sys.executable).with_name("confpred")
-ANCHORS = DATASETS / "anchors"
 EXAMPLE = ROOT / "examples" / "layer_norm"
 
 
@@ -60,7 +58,7 @@ def models() -> None:
             excluded = [f"--exclude-network={name}" for name in facts["data"]["excluded_networks"]]
             where = EXAMPLE if EXAMPLE in card.parents else DATASETS
             device, others = facts["device"], facts["data"]["other_devices"]
-            data = [path for name in (device, *sorted(others)) for path in measured(name, where)]
+            data = [measured(name, where) for name in (device, *sorted(others))]
             options = ("--device", device, "--out", made, f"--seed={facts['seed']}")
             confpred("train", *data, *options, *excluded)
             changed = differing(shipped, made)
@@ -74,15 +72,15 @@ def results() -> None:
     """Evaluate for each device that was measured, learning from all of them, and by its hold-out
     where that is measured, and fill the tables of all results."""
     newest = model_folders(ROOT / "models")
-    devices = [path.stem for path in sorted(DATASETS.glob("*.parquet")) if path.stem in KNOWN]
-    data = [path for device in devices for path in measured(device)]
+    devices = measured_devices()
+    data = [measured(device) for device in devices]
     for device in devices:
         out = ROOT / "benchmarks" / "results" / device
         files = ("--json", out / "evaluation.json", "--plot", out / "evaluation.png")
         more: list[str | Path] = []
-        if (held := HOLDOUT / f"{device}.parquet").exists():
+        if (held := measured(device, HOLDOUT)).exists():
             more += ["--holdout", held, "--model", newest[device]]
-        if (anchors := ANCHORS / f"{device}.parquet").exists():
+        if (anchors := measured(device, ANCHORS)).exists():
             more += ["--anchors", anchors]
         confpred("evaluate", *data, "--device", device, *more, *files, "--force")
     subprocess.run([sys.executable, ROOT / "benchmarks" / "tables.py"], check=True)

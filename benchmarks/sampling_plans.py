@@ -21,6 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+from measured import measured
 from numpy.typing import NDArray
 from provenance import RESULTS, provenance, write
 
@@ -30,7 +31,7 @@ from confpred.training.fit import Hyperparameters, fit_families
 from confpred.training.methods import family_models
 from confpred.training.split import split_by_network
 
-DATA = Path(__file__).parents[1] / "datasets" / "h100.parquet"
+DATA = measured("h100")
 #: The order among configs is what is compared; it needs no model of their times.
 HYPER = Hyperparameters(time_trees=1)
 RANDOM, PICKED = 20, 20

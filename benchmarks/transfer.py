@@ -184,7 +184,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=provenance.RESULTS)
     told = parser.parse_args()
     begun = time.monotonic()
-    h100, h200 = (read_dataset(measured(key)) for key in ("h100", "h200"))
+    h100, h200 = (read_dataset([measured(key)]) for key in ("h100", "h200"))
     result = {
         "provenance": provenance.provenance("lightgbm", "numpy", gpu=False),
         "data": {dataset.device.key: dataset.digest for dataset in (h100, h200)},

@@ -87,8 +87,8 @@ def main() -> None:
         "rows": [],
     }
     for key in reversed(DEVICES) if told.to is None else (told.to,):
-        asker = read_dataset([path for name in DEVICES for path in measured(name)], key)
-        path = HOLDOUT / f"{key}.parquet"
+        asker = read_dataset([measured(name) for name in DEVICES], key)
+        path = measured(key, HOLDOUT)
         held = read_holdout(read_dataset([path], key), [path])
         result["data"][key], result["holdout"][key] = asker.digest, held.dataset.digest
         for share in told.shares:

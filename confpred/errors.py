@@ -17,6 +17,8 @@ ConfpredError
 
 from __future__ import annotations
 
+from confpred.extras import install_command
+
 
 class ConfpredError(Exception):
     """Base of every error that confpred raises on purpose; its text is fit for a user."""
@@ -97,7 +99,7 @@ class MissingExtra(ConfpredError, ImportError):
     """An optional dependency is needed here and is not installed."""
 
     def __init__(self, package: str, extra: str) -> None:
-        super().__init__(f"this needs {package}: pip install 'confpred[{extra}]'")
+        super().__init__(f"this needs {package}: {install_command(extra)}")
 
 
 def _shown(value: object) -> str:

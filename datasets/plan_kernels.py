@@ -1,8 +1,8 @@
 """See which kernels cuDNN's plans launch, and keep what their names and launches tell.
 
-    python datasets/plan_kernels.py [--device h200] [--data FILE] [--problems 3] [--jobs 12]
+    python datasets/plan_kernels.py [--device h200] [--data FOLDER] [--problems 3] [--jobs 12]
 
-It needs a GPU, and cuDNN and its front end (``pip install 'confpred[cudnn]'``). Each plan that
+It needs a GPU, and cuDNN and its front end (``pip install '.[cudnn]'``). Each plan that
 the measurements have is launched once for a few problems under PyTorch's profiler; what its main
 kernel's name, threads, registers and shared memory are becomes its line of
 ``confpred/cudnn/tiles.csv``. Lines of other plans stay as they are.
@@ -33,7 +33,7 @@ from confpred.files import write_whole
 from confpred.problem.conv2d import Problem
 from confpred.training.dataset import read_dataset
 
-DATA = Path(__file__).parent / "h200.parquet"
+DATA = Path(__file__).parent / "h200"
 #: Rows, columns and terms of the tile in the names of NVIDIA's generators of kernels. The first
 #: is that of kernels compiled ahead, then CUTLASS's two, cuBLAS's, and those of run time.
 TILES = tuple(

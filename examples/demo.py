@@ -1,4 +1,4 @@
-"""The whole of confpred in a few minutes: retrain, judge, predict, serve; with a GPU also launch.
+"""The whole of confpred in a minute: retrain, judge, predict, serve; with a GPU also launch.
 
     make demo
 
@@ -11,9 +11,11 @@ import json
 import os
 import re
 import shlex
+import statistics
 import subprocess
 import sys
 import tempfile
+import time
 import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -25,10 +27,12 @@ from rich.console import Console
 from rich.table import Table
 
 from confpred import Predictor, Problem
+from confpred.cli.steps import show_steps
 from confpred.cuda.driver import device_count, device_of
 from confpred.data.suites import read_suite
 from confpred.errors import UnknownDevice
 from confpred.families.candidate import PYTORCH, PYTORCH_OPERATOR, Candidate
+from confpred.model.folder import model_folders
 from confpred.predict.choice import MAX_TOP, Choice
 from confpred.problem.conv2d_operation import CONVOLUTION
 from confpred.problem.device import Device
@@ -36,10 +40,16 @@ from confpred.training.dataset import read_dataset
 
 ROOT = Path(__file__).parents[1]
 DEVICE = "h100"
-DATA = Path("datasets") / f"{DEVICE}.parquet"
+DATA = Path("datasets") / DEVICE
+HOLDOUT = Path("datasets") / "holdout" / DEVICE
+SHIPPED = model_folders(ROOT / "models")[DEVICE].relative_to(ROOT)
 SUITE = Path("datasets") / "suites" / "smoke.json"
+FAMILIES = ("grouped_fprop", "depthwise_fprop")  # that the demo trains; there are more
+PROBLEMS = 200  # ... and on so many problems of them
 NETWORK = "resnext50_32x4d"  # left out of the training, then predicted
-SHOWN = 20
+SHOWN = 8
+SUMMARY = "Summary"
+CONFPRED = (sys.executable, "-m", "confpred")
 
 Measured = dict[Candidate, float]  # milliseconds
 
@@ -48,49 +58,79 @@ console = Console(width=None if sys.stdout.isatty() else 120)
 
 def main() -> None:
     os.chdir(ROOT)
-    with tempfile.TemporaryDirectory(prefix="confpred-demo-") as folder:
-        model = retrain(Path(folder) / "model")
-        judge()
-        layer = predict_network(model)
-        ask_over_http(model, layer)
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="confpred-demo-") as name:
+        folder = Path(name)
+        lines = [retrain(folder / "model"), judge(folder / "verdict.json")]
+        layer, line = predict_network(folder / "model")
+        lines += [line, ask_over_http(folder / "model", layer)]
         device = gpu()
         if device is not None:
-            sample(Path(folder) / "measurements")
-            launch(device)
+            sample(folder / "measurements")
+            lines += [launch(device), time_network()]
+        else:
+            lines += ["GPU        none that confpred knows here: nothing was sampled or launched"]
+    heading(f"{SUMMARY}: {time.monotonic() - began:.0f} s; regret is time / time of the fastest")
+    next_steps = (
+        "Next: README.md, 'Use it'. In PyTorch: confpred.optimize(model.eval(), images)",
+        "      Your own GPU: confpred retrain --help     Without a GPU: confpred predict --help",
+    )
+    for line in (*lines, *next_steps):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def heading(text: str) -> None:
     console.rule(f"[bold]{text}", align="left")
 
 
-def confpred(*arguments: str | Path) -> None:
+def confpred(*arguments: str | Path | int) -> None:
     """Show a confpred command and run it; its failure ends the demo."""
-    console.print(f"$ confpred {shlex.join(map(str, arguments))}", highlight=False, soft_wrap=True)
-    finished = subprocess.run([program(), *arguments])
+    words = list(map(str, arguments))
+    console.print(f"$ confpred {shlex.join(words)}", highlight=False, soft_wrap=True)
+    sys.stdout.flush()
+    finished = subprocess.run([*CONFPRED, *words], env={**wide(), **os.environ})
     if finished.returncode:
         sys.exit(finished.returncode)
 
 
-def program() -> Path:
-    return Path(sys.executable).with_name("confpred")
+def wide() -> dict[str, str]:
+    """Environment of a command whose output no terminal gives a width."""
+    return {} if sys.stdout.isatty() else {"COLUMNS": str(console.width)}
 
 
-def retrain(model: Path) -> Path:
-    heading(f"Retrain from the committed measurements, without {NETWORK}")
-    confpred("train", DATA, "--exclude-network", NETWORK, "--out", model)
-    return model
+def retrain(model: Path) -> str:
+    heading(f"1. Retrain on a part of the committed measurements, without {NETWORK}")
+    families = [word for name in FAMILIES for word in ("--family", name)]
+    part = (*families, "--problems", PROBLEMS, "--exclude-network", NETWORK)
+    confpred("train", DATA, *part, "--out", model)
+    card = json.loads((model / "card.json").read_text())
+    rows, regret = card["data"]["rows"], card["metrics"]["regret"]
+    return (
+        f"Retrained  on {rows:,} timed configs; regret on networks held out: "
+        f"{regret['geomean']:.3f}"
+    )
 
 
-def judge() -> None:
-    heading("Judge the choices on networks that were not trained on")
-    confpred("evaluate", DATA)
+def judge(verdict: Path) -> str:
+    heading("2. Judge the shipped model on layers that it has not seen, all configs measured")
+    told = ("--holdout", HOLDOUT, "--model", SHIPPED, "--holdout-only", "--json", verdict)
+    confpred("evaluate", DATA, *told)
+    found = json.loads(verdict.read_text())["holdout"]
+    return (
+        f"Judged     {found['model']}: regret {found['whole']['geomean']:.3f} on "
+        f"{found['problems']} layers of {found['networks']} networks, "
+        f"{found['speed']['benchmark']:.2f}x as fast as PyTorch"
+    )
 
 
-def predict_network(model: Path) -> Problem:
+def predict_network(model: Path) -> tuple[Problem, str]:
     """Predict the left-out network's layers, beside what was measured; returns one of them."""
-    heading(f"Predict the grouped layers of {NETWORK} for {DEVICE}")
+    heading(f"3. Predict layers of {NETWORK} for {DEVICE} by the model of step 1")
     predictor = Predictor.load(model)
-    measured = measured_of(NETWORK)
+    with show_steps() as say:
+        say("reading measurements", 0, 1)
+        measured = measured_of(NETWORK)
+        say("reading measurements", 1, 1)
     table = Table("layer", "provider", "predicted, ms", "measured, ms", "fastest, ms", "regret")
     for column in table.columns[2:]:
         column.justify = "right"
@@ -105,20 +145,22 @@ def predict_network(model: Path) -> Problem:
             figures = (f"{ms:.4f}" for ms in (choice.predicted_ms, ours, fastest))
             table.add_row(str(problem), choice.provider, *figures, f"{regrets[-1]:.3f}")
     console.print(table)
+    console.print(f"{len(regrets)} layers, {min(SHOWN, len(regrets))} shown")
     mean = np.exp(np.log(regrets).mean())
-    console.print(
-        f"{len(regrets)} layers, {min(SHOWN, len(regrets))} shown; regret "
-        f"{mean:.3f} in the geometric mean, {max(regrets):.3f} at worst"
+    return list(measured)[-1], (
+        f"Predicted  {len(regrets)} layers of {NETWORK}, left out of training: regret {mean:.3f}, "
+        f"{max(regrets):.2f} at worst"
     )
-    return next(iter(measured))
 
 
 def measured_of(network: str) -> dict[Problem, Measured]:
-    """Every measured way to compute each problem of `network`, PyTorch's own among them."""
+    """Every measured way to compute each problem of `network` that one of ``FAMILIES`` computes,
+    PyTorch's operator among them."""
     dataset = read_dataset([DATA], DEVICE)
+    asked = {t.problem for t in dataset.timings if network in t.networks and t.family in FAMILIES}
     found: dict[Problem, Measured] = {}
     for t in dataset.timings:
-        if network in t.networks:
+        if t.problem in asked:
             times = found.setdefault(t.problem, {})
             pairs = zip(t.rows, t.time_ms, strict=True)
             times |= {Candidate(t.family, int(row)): ms for row, ms in pairs}
@@ -136,7 +178,7 @@ def best_measured(predictor: Predictor, problem: Problem, times: Measured) -> Ch
 @contextmanager
 def serving(model: Path) -> Iterator[str]:
     """The address of `confpred serve` on a free port, stopped at the end."""
-    command = [program(), "serve", "--port", "0", "--no-access-log", "--model", str(model)]
+    command = [*CONFPRED, "serve", "--port", "0", "--no-access-log", "--model", str(model)]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         said = []
         try:
@@ -151,16 +193,23 @@ def serving(model: Path) -> Iterator[str]:
             process.terminate()
 
 
-def ask_over_http(model: Path, layer: Problem) -> None:
-    heading("Ask the service")
+def ask_over_http(model: Path, layer: Problem) -> str:
+    heading("4. Ask for one of them over HTTP")
     body = json.dumps({"device": DEVICE, "problem": layer.to_json()})
+    console.print(f"$ confpred serve --port 0 --model {model}", highlight=False)
     with serving(model) as address:
         console.print(f"POST {address}/v1/predict\n{body}", highlight=False)
         header = {"content-type": "application/json"}
         request = urllib.request.Request(f"{address}/v1/predict", body.encode(), header)
+        asked = time.monotonic()
         with urllib.request.urlopen(request, timeout=30) as reply:
-            console.print(f"{reply.status} {reply.reason}")
-            console.print(reply.read().decode(), highlight=False)
+            answer, took = reply.read().decode(), time.monotonic() - asked
+            console.print(f"{reply.status} {reply.reason}\n{answer}", highlight=False)
+    ((choice,),) = json.loads(answer)["choices"]
+    return (
+        f"Asked      confpred serve over HTTP: {choice['provider']} for one of them, "
+        f"{took * 1e3:.0f} ms"
+    )
 
 
 def gpu() -> Device | None:
@@ -176,11 +225,11 @@ def gpu() -> Device | None:
 
 
 def sample(out: Path) -> None:
-    heading("Sample a small suite on this machine's GPU")
-    confpred("sample", "--suite", SUITE, "--out", out, "--configs", "50", "--budget", "2m")
+    heading("5. Sample a few problems on this machine's GPU")
+    confpred("sample", "--suite", SUITE, "--out", out, "--configs", 10, "--budget", "20s")
 
 
-def launch(device: Device) -> None:
+def launch(device: Device) -> str:
     """Run the suite's layers through the library's own operator, and time the chosen kernels beside
     PyTorch's operator in cuDNN's benchmark mode."""
     import torch
@@ -189,11 +238,12 @@ def launch(device: Device) -> None:
     from confpred.measure import pytorch as operator
     from confpred.measure.kernels import measure
 
-    heading("Launch the chosen kernels, beside PyTorch's operator in cuDNN's benchmark mode")
-    predictor = Predictor.load()
+    heading("6. Launch the chosen kernels, beside PyTorch's operator in cuDNN's benchmark mode")
+    predictor, ratios = Predictor.load(), []
     table = Table("layer", "source", "confpred, ms", "PyTorch, ms", "speed-up", "difference")
     for entry in read_suite(SUITE).entries:
         problem = entry.problem
+        console.print(f"timing {problem}", highlight=False)
         choice = predictor.choose(problem, device)
         theirs = operator.measure_pytorch(CONVOLUTION, problem, ordinal=0, seed=0)
         provider, config_id = choice.provider, choice.candidate.config_id
@@ -207,9 +257,13 @@ def launch(device: Device) -> None:
         expected = CONVOLUTION.pytorch(problem, tensors).double()
         difference = torch.linalg.norm(out - expected) / torch.linalg.norm(expected)
         times = (f"{ours.time_ms:.4f}", f"{theirs.time_ms:.4f}")
-        ratio = f"{theirs.time_ms / ours.time_ms:.2f}x"
-        table.add_row(str(problem), choice.source, *times, ratio, f"{difference.item():.1e}")
+        ratios.append(theirs.time_ms / ours.time_ms)
+        table.add_row(
+            str(problem), choice.source, *times, f"{ratios[-1]:.2f}x", f"{difference.item():.1e}"
+        )
     console.print(table)
+    best = f", {max(ratios):.2f}x PyTorch at best" if ratios else ""
+    return f"Launched   {len(ratios)} of {table.row_count} layers as confpred kernels{best}"
 
 
 def library_call(p: Problem, tensors: Mapping[str, Any]) -> Any:
@@ -228,6 +282,70 @@ def library_call(p: Problem, tensors: Mapping[str, Any]) -> Any:
         activation=None if p.activation == "none" else p.activation,
         residual=t.get("residual"),
     )
+
+
+def time_network() -> str:
+    """Time a small network in inference, before and after `confpred.optimize`."""
+    import torch
+
+    from confpred import optimize
+
+    heading("7. Time a network before and after confpred.optimize")
+    torch.manual_seed(0)
+    torch.backends.cudnn.benchmark = True
+    shape = {"device": "cuda", "dtype": torch.float16}
+    model = network().to(**shape, memory_format=torch.channels_last).eval()
+    images = torch.randn(32, 3, 224, 224, **shape).to(memory_format=torch.channels_last)
+    expected, before = forward(model, images)
+    console.print(f"before: {before:.3f} ms a forward of {len(images)} images")
+    optimize(model, images)
+    found, after = forward(model, images)
+    console.print(f"after:  {after:.3f} ms")
+    error = torch.linalg.norm((found - expected).float()) / torch.linalg.norm(expected.float())
+    return (
+        f"Optimized  a small ResNeXt: {before:.2f} -> {after:.2f} ms a forward, "
+        f"{before / after:.2f}x (difference {error.item():.0e})"
+    )
+
+
+def network() -> Any:
+    """A small ResNeXt: twelve residual blocks of grouped 3x3 layers, 32 groups of width 4 to 16."""
+    from torch import nn
+
+    class Block(nn.Module):
+        def __init__(self, c: int, k: int, stride: int) -> None:
+            super().__init__()
+            grouped = nn.Conv2d(k, k, 3, stride, 1, groups=32, bias=False)
+            self.first = nn.Sequential(nn.Conv2d(c, k, 1, bias=False), nn.BatchNorm2d(k), nn.ReLU())
+            self.second = nn.Sequential(grouped, nn.BatchNorm2d(k), nn.ReLU())
+            self.third = nn.Sequential(nn.Conv2d(k, k, 1, bias=False), nn.BatchNorm2d(k))
+            self.skip = nn.Conv2d(c, k, 1, stride, bias=False) if c != k else nn.Identity()
+            self.relu = nn.ReLU()
+
+        def forward(self, x: Any) -> Any:
+            return self.relu(self.third(self.second(self.first(x))) + self.skip(x))
+
+    layers = [nn.Conv2d(3, 64, 7, 4, 3, bias=False), nn.BatchNorm2d(64), nn.ReLU()]
+    for c, k, stride in ((64, 128, 1), (128, 256, 2), (256, 512, 2)):
+        layers += [Block(c, k, stride), *(Block(k, k, 1) for _ in range(3))]
+    return nn.Sequential(*layers)
+
+
+def forward(model: Any, images: Any) -> tuple[Any, float]:
+    """The outputs, and the median of 20 forwards by CUDA events, in milliseconds, after 5 that do
+    not count."""
+    import torch
+
+    times = []
+    with torch.inference_mode():
+        for _ in range(25):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            outputs = model(images)
+            end.record()
+            end.synchronize()
+            times.append(begin.elapsed_time(end))
+    return outputs, statistics.median(times[5:])
 
 
 if __name__ == "__main__":

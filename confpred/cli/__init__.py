@@ -17,7 +17,7 @@ COMMANDS = {
     "explain": "Say why a layer gets the config that it gets.",
     "plan": "Write, show or check the choices of a network as one file.",
     "sample": "Measure configs on this machine's GPUs.",
-    "merge": "Join measurements into one file.",
+    "merge": "Join measurements into one file, or add them to a folder.",
     "train": "Train a model from measurements (retrain-predictor).",
     "retrain": "Measure this machine's GPU, train on it, and use the model if it is better.",
     "drift": "Time a few of a model's configs again: does it still hold?",

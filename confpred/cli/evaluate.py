@@ -14,11 +14,12 @@ from confpred.cli.inputs import FILE_OR_FOLDER, FOLDER
 from confpred.cli.outputs import check_files, force_option
 from confpred.errors import InvalidInput
 from confpred.files import write_whole
-from confpred.training import require_packages
+from confpred.training import HOLDOUT_FORMAT, require_packages
 
 if TYPE_CHECKING:
     from confpred.training.dataset import Dataset
     from confpred.training.holdout import Verdict
+    from confpred.training.steps import Said
 
 
 @click.command()
@@ -44,6 +45,9 @@ if TYPE_CHECKING:
     help="What every run measured again: the noise across runs; may be repeated.",
 )
 @click.option("--folds", type=click.IntRange(2, 50), default=5, show_default=True)
+@click.option(
+    "--holdout-only", is_flag=True, help="Judge by the --holdout alone, without cross-validation."
+)
 @click.option("--seed", type=click.IntRange(0, 2**31 - 1), default=0, show_default=True)
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write the figures.")
 @click.option("--plot", type=click.Path(path_type=Path), help="Write a PNG of the regret curves.")
@@ -55,6 +59,7 @@ def command(
     model_folder: Path | None,
     anchors: tuple[Path, ...],
     folds: int,
+    holdout_only: bool,
     seed: int,
     json_file: Path | None,
     plot: Path | None,
@@ -69,8 +74,9 @@ def command(
     perfect. The data has some configs of each problem; a hold-out has them all.
 
     \b
-    confpred evaluate datasets/h100.parquet datasets/h200.parquet --device h100
-    confpred evaluate datasets/h100.parquet --holdout datasets/holdout/h100.parquet
+    confpred evaluate datasets/h100 datasets/h200 --device h100
+    confpred evaluate datasets/h100 --holdout datasets/holdout/h100
+    confpred evaluate datasets/h100 --holdout datasets/holdout/h100 --holdout-only
     confpred evaluate runs/ --folds 8 --json evaluation.json --plot regret.png
     """
     require_packages()
@@ -78,10 +84,13 @@ def command(
 
     if model_folder is not None and not holdout:
         raise InvalidInput("model", str(model_folder), "a model to be judged by a --holdout")
+    if holdout_only and (plot is not None or not holdout):
+        raise InvalidInput("holdout-only", True, "with a --holdout, and without --plot")
     read = data_files((*data, *holdout, *anchors))
     check_files({"json": json_file, "plot": plot}, force=force, inputs=read)
     from rich.console import Console
 
+    from confpred.cli.steps import show_steps
     from confpred.training.evaluate import evaluate
     from confpred.training.fit import Hyperparameters
     from confpred.training.report import (
@@ -93,26 +102,34 @@ def command(
     from confpred.training.sittings import across_sittings
 
     console, found = Console(), {}
-    dataset = read_dataset(data, device)
-    if holdout:
-        verdict = _judge(dataset, holdout, model_folder, seed)
+    with show_steps() as say:
+        say("reading measurements", 0, 1)
+        dataset = read_dataset(data, device)
+        say("reading measurements", 1, 1)
+        verdict = _judge(dataset, holdout, model_folder, seed, say) if holdout else None
+    if verdict is not None:
         print_verdict(verdict, console)
         found["holdout"] = asdict(verdict)
     if anchors:
         noise = across_sittings(data_files(anchors), dataset.operation, dataset.device.key)
         print_sittings(noise, console)
         found["sittings"] = asdict(noise)
-    evaluation = evaluate(dataset, Hyperparameters(), folds, seed)
-    print_evaluation(evaluation, console)
+    figures = {"format": HOLDOUT_FORMAT, "device": dataset.device.key, "data": dataset.digest}
+    evaluation = None
+    if not holdout_only:
+        with show_steps() as say:
+            evaluation = evaluate(dataset, Hyperparameters(), folds, seed, say)
+        print_evaluation(evaluation, console)
+        figures = evaluation.to_json()
     if json_file is not None:
-        text = json.dumps(evaluation.to_json() | found, indent=1) + "\n"
+        text = json.dumps(figures | found, indent=1) + "\n"
         write_whole(json_file, lambda file: file.write(text.encode()), replace=force)
-    if plot is not None:
+    if plot is not None and evaluation is not None:
         plot_regret(evaluation, plot, replace=force)
 
 
 def _judge(
-    dataset: Dataset, holdout: tuple[Path, ...], model_folder: Path | None, seed: int
+    dataset: Dataset, holdout: tuple[Path, ...], model_folder: Path | None, seed: int, say: Said
 ) -> Verdict:
     """Judge the model of `model_folder` by `holdout`, or one that is trained on `dataset` without
     the hold-out's networks and layers.
@@ -134,10 +151,10 @@ def _judge(
     held = read_holdout(read_dataset(holdout, dataset.device.key), holdout)
     if model_folder is not None:
         model = load_model(model_folder)
-        return judge_holdout(model, held, check_unseen(model, dataset, held.dataset), seed)
+        return judge_holdout(model, held, check_unseen(model, dataset, held.dataset), seed, say)
     with tempfile.TemporaryDirectory() as folder:
         made = Path(folder) / "without-the-hold-out"
         known = without_holdout(dataset, held.dataset)
-        train(known, made, seed=seed)
+        train(known, made, seed=seed, say=say)
         model = load_model(made)
-        return judge_holdout(model, held, check_unseen(model, known, held.dataset), seed)
+        return judge_holdout(model, held, check_unseen(model, known, held.dataset), seed, say)

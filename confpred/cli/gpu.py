@@ -30,7 +30,7 @@ def find_gpu(text: str) -> tuple[dict[int, Run], Device]:
     """The GPU that `text` names: what its rows share, by its number, and its description.
 
     Raises:
-        MissingExtra: the packages of ``confpred[gpu]`` are not installed.
+        MissingExtra: the packages of the extra ``gpu`` are not installed.
         InvalidInput, LaunchError, UnknownDevice: see `confpred.sampler.gpus.find_gpus`.
     """
     ordinal = parse_ordinal(text)

@@ -37,7 +37,7 @@ def command(
     script are inside it, and it asks no server for anything.
 
     \b
-    confpred report models datasets/*.parquet benchmarks/results/*/evaluation.json \\
+    confpred report models datasets/h100 datasets/h200 benchmarks/results/*/evaluation.json \\
       --out report.html
     confpred report runs/ --out report.html
     confpred report models/ --out models.html

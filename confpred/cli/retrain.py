@@ -93,7 +93,7 @@ def command(
 
     \b
     confpred retrain --device cuda:0 --budget 15m
-    confpred retrain --budget 1h --data datasets/h100.parquet
+    confpred retrain --budget 1h --data datasets/h100
     confpred drift        # later: does it still hold?
     """
     require_packages()

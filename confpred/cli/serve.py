@@ -12,6 +12,7 @@ import click
 
 from confpred.cli.stopping import leave_signals
 from confpred.errors import DataError, InvalidInput
+from confpred.service import require_packages
 from confpred.service.settings import Settings
 
 if sys.version_info >= (3, 11):
@@ -81,7 +82,8 @@ _KINDS = {str: "a string", int: "an integer", bool: "true or false"}
 
 
 def _serve(**values: Any) -> None:
-    from confpred.service.server import serve  # the web stack, which `--help` can do without
+    require_packages()
+    from confpred.service.server import serve  # what `--help` can do without
     from confpred.service.supervisor import GaveUp
 
     leave_signals()

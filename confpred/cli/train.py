@@ -28,8 +28,26 @@ from confpred.training import require_packages
     metavar="NAME",
     help="Keep this network's layers out, to try the model on it later; may be repeated.",
 )
+@click.option(
+    "--family",
+    "families",
+    multiple=True,
+    metavar="NAME",
+    help="Learn of this family alone; may be repeated.  [default: all of DATA]",
+)
+@click.option(
+    "--problems",
+    type=click.IntRange(min=1),
+    help="Learn from so many problems, chosen at random, for a quick trial.  [default: all]",
+)
 def command(
-    data: tuple[Path, ...], out: Path, device: str | None, seed: int, exclude: tuple[str, ...]
+    data: tuple[Path, ...],
+    out: Path,
+    device: str | None,
+    seed: int,
+    exclude: tuple[str, ...],
+    families: tuple[str, ...],
+    problems: int | None,
 ) -> None:
     """Train a model from measurements (retrain-predictor).
 
@@ -39,17 +57,30 @@ def command(
     from everything.
 
     \b
-    confpred train datasets/h100.parquet datasets/h200.parquet --device h100 --out models/h100-2
-    confpred train datasets/ runs/ --device h200 --out /tmp/trial --exclude-network resnext101_32x8d
+    confpred train datasets/h100 datasets/h200 --device h100 --out models/h100-2
+    confpred train datasets/h200 runs/ --out /tmp/trial --exclude-network resnext101_32x8d
+    confpred train datasets/h100 --family grouped_fprop --problems 300 --out /tmp/quick
     confpred predict --model models/h100-2 --device h100 --layer "n=32 c=64 ..."
     """
     require_packages()
     check_new_folder("out", out)
+    from confpred.cli.steps import show_steps
     from confpred.training.dataset import read_dataset
     from confpred.training.train import train
 
-    dataset = read_dataset(data, device)
-    regret = train(dataset, out, seed=seed, exclude=exclude)
+    with show_steps() as say:
+        say("reading measurements", 0, 1)
+        dataset = read_dataset(data, device)
+        say("reading measurements", 1, 1)
+        regret = train(
+            dataset,
+            out,
+            seed=seed,
+            exclude=exclude,
+            families=families,
+            problems=problems,
+            say=say,
+        )
     click.echo(
         f"{out}: trained on {dataset.device.key}; regret on held-out networks: geomean "
         f"{regret.geomean:.3f}, p95 {regret.p95:.3f}, worst {regret.worst:.3f} "

@@ -8,6 +8,8 @@ from confpred.errors import MissingExtra
 
 #: What the JSON of ``confpred evaluate`` says of its own form; `confpred.report` reads it.
 EVALUATION_FORMAT = "confpred-evaluation/3"
+#: ... and with ``--holdout-only``, which has no cross-validation to show.
+HOLDOUT_FORMAT = "confpred-holdout/1"
 _PACKAGES = ("pyarrow", "joblib", "rich", "matplotlib")
 
 

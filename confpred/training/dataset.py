@@ -104,6 +104,18 @@ class Dataset:
             others=tuple(other.restricted(problems) for other in self.others),
         )
 
+    def of_families(self, families: Collection[str]) -> Dataset:
+        """What was measured of `families`, on all devices, and PyTorch's times beside it."""
+        timings = tuple(t for t in self.timings if t.family in families)
+        problems = {t.problem for t in timings}
+        return replace(
+            self,
+            timings=timings,
+            pytorch_ms={p: ms for p, ms in self.pytorch_ms.items() if p in problems},
+            kernels={name: found for name, found in self.kernels.items() if name in families},
+            others=tuple(other.of_families(families) for other in self.others),
+        )
+
     @property
     def digest(self) -> str:
         """Identity of all timings, however they are spread over files: 16 hex digits."""

@@ -20,10 +20,12 @@ from confpred.training.fit import Hyperparameters
 from confpred.training.helpers import run_in_helpers
 from confpred.training.methods import TOPS, Method, Score, baselines, model_method
 from confpred.training.split import Fold, split_by_network
+from confpred.training.steps import Said, unsaid
 
 MODEL = "model"
 MODEL_ALL = "no portfolio"
 CHOSEN = "the predicted fastest"
+CROSS_VALIDATING = "cross-validating by network"
 SLOWER = 0.05
 
 
@@ -84,7 +86,11 @@ class Judged:
 
 
 def judge(
-    folds: Sequence[Fold], methods: Mapping[str, Method], device: Device, seed: int
+    folds: Sequence[Fold],
+    methods: Mapping[str, Method],
+    device: Device,
+    seed: int,
+    say: Said = unsaid,
 ) -> Judged:
     """Let each method learn from each fold's training part and judge it on the other part.
 
@@ -94,8 +100,11 @@ def judge(
         ConfpredError: see `run_in_helpers`.
     """
     pairs = [(name, fold) for name in methods for fold in folds]
+    say(CROSS_VALIDATING, 0, len(pairs))
     parts = run_in_helpers(
-        _judge_fold, [(methods[name], fold, device, seed) for name, fold in pairs]
+        _judge_fold,
+        [(methods[name], fold, device, seed) for name, fold in pairs],
+        lambda done: say(CROSS_VALIDATING, done, len(pairs)),
     )
     scores: dict[str, tuple[Score, ...]] = {}
     missing: dict[str, str] = {}
@@ -126,10 +135,10 @@ def folds_of(dataset: Dataset, folds: int, seed: int) -> tuple[Fold, ...]:
 
 
 def judge_model(
-    dataset: Dataset, folds: Sequence[Fold], hyper: Hyperparameters, seed: int
+    dataset: Dataset, folds: Sequence[Fold], hyper: Hyperparameters, seed: int, say: Said = unsaid
 ) -> Judged:
     """Cross-validate the deployed model alone, as training does to calibrate it."""
-    return judge(folds, {MODEL: model_method(hyper)}, dataset.device, seed)
+    return judge(folds, {MODEL: model_method(hyper)}, dataset.device, seed, say)
 
 
 def _with_all(judged: Judged) -> Judged:
@@ -250,7 +259,9 @@ class Evaluation:
         }
 
 
-def evaluate(dataset: Dataset, hyper: Hyperparameters, folds: int, seed: int) -> Evaluation:
+def evaluate(
+    dataset: Dataset, hyper: Hyperparameters, folds: int, seed: int, say: Said = unsaid
+) -> Evaluation:
     """Judge the model and every baseline on networks that they did not learn from.
 
     Raises:
@@ -261,8 +272,10 @@ def evaluate(dataset: Dataset, hyper: Hyperparameters, folds: int, seed: int) ->
         MODEL: model_method(hyper),
         **baselines(),
     }
-    judged = _with_all(judge(split, methods, dataset.device, seed))
+    judged = _with_all(judge(split, methods, dataset.device, seed, say))
+    say("calibrating by the answers", 0, 1)
     found = held_out_answers(dataset, split, judged.scores[MODEL], hyper, seed).answers
+    say("calibrating by the answers", 1, 1)
     spread = np.concatenate([t.spread_ms / t.time_ms for t in dataset.timings])
     return Evaluation(
         dataset=dataset,

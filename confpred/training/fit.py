@@ -19,6 +19,7 @@ from confpred.model.registers import Registers, registers_text
 from confpred.problem.device import Device
 from confpred.training.dataset import Timings
 from confpred.training.portfolio import choose_portfolio
+from confpred.training.steps import Said, unsaid
 
 #: How many leaves a tree can have at least, however few rows there are: from 471 rows of layer norm
 #: (`examples/`), choices had a regret of 2.18 with leaves of 200 rows, and of 1.07 with leaves of a
@@ -95,7 +96,11 @@ class Fitted:
 
 
 def fit_families(
-    timings: Sequence[Timings], device: Device, hyper: Hyperparameters, seed: int
+    timings: Sequence[Timings],
+    device: Device,
+    hyper: Hyperparameters,
+    seed: int,
+    say: Said = unsaid,
 ) -> tuple[Fitted, ...]:
     """Fit each family that `timings` has on `device`; what other devices took for its configs, and
     for those of families with the same table, is learned from too. So is a family that only others
@@ -111,16 +116,14 @@ def fit_families(
         raise DataError("no measurements are left to train on")
     names = {t.family for t in timings if t.device == device or t.problem in here}
     learned = {name: all_families()[name] for name in sorted(names)}
-    return tuple(
-        _fit_pool(
-            [t for t in timings if learned.get(t.family) in pool.families],
-            pool,
-            device,
-            hyper,
-            seed,
-        )
-        for pool in pools(learned.values())
-    )
+    found = pools(learned.values())
+    fitted = []
+    for number, pool in enumerate(found):
+        say("fitting the model", number, len(found))
+        own = [t for t in timings if learned.get(t.family) in pool.families]
+        fitted.append(_fit_pool(own, pool, device, hyper, seed))
+    say("fitting the model", len(found), len(found))
+    return tuple(fitted)
 
 
 def _fit_pool(

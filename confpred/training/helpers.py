@@ -15,9 +15,18 @@ from confpred.processes import end_with, stops_held
 _T = TypeVar("_T")
 
 
-def run_in_helpers(function: Callable[..., _T], arguments: Sequence[tuple[Any, ...]]) -> list[_T]:
+def run_in_helpers(
+    function: Callable[..., _T],
+    arguments: Sequence[tuple[Any, ...]],
+    done: Callable[[int], None] = lambda count: None,
+) -> list[_T]:
     """``function(*a)`` for each `a` of `arguments`, in their order, side by side in processes that
     end with this one.
+
+    Args:
+        function: what to call; it and its arguments can be pickled.
+        arguments: of each call.
+        done: called with how many results are there, each time that there is one more.
 
     Raises:
         StorageError: the disk has no room for what the processes share.
@@ -25,10 +34,15 @@ def run_in_helpers(function: Callable[..., _T], arguments: Sequence[tuple[Any, .
     """
     count = min(cpu_count(), len(arguments))
     try:
-        with Parallel(count, initializer=end_with, initargs=(os.getpid(),)) as parallel:
+        with Parallel(
+            count, return_as="generator", initializer=end_with, initargs=(os.getpid(),)
+        ) as parallel:
             with stops_held():  # until the processes run, and leave them to this one
-                parallel(delayed(int)() for _ in range(count))
-            done: list[_T] = parallel(delayed(function)(*each) for each in arguments)
+                list(parallel(delayed(int)() for _ in range(count)))
+            found: list[_T] = []
+            for result in parallel(delayed(function)(*each) for each in arguments):
+                found.append(result)
+                done(len(found))
     except OSError as error:
         reason = error.strerror or error
         raise StorageError(f"cannot write what processes share: {reason}") from error
@@ -36,4 +50,4 @@ def run_in_helpers(function: Callable[..., _T], arguments: Sequence[tuple[Any, .
         raise ConfpredError(
             "a helper process was killed, which the system does where memory runs out"
         ) from error
-    return done
+    return found

@@ -27,6 +27,7 @@ from confpred.predict.predictor import Predictor
 from confpred.problem.record import Record
 from confpred.training.dataset import Dataset, Timings, data_files
 from confpred.training.split import without_networks
+from confpred.training.steps import Said, unsaid
 
 FAR = 1.10  # an answer this many times as slow as the best is far off
 SLOWER = 1.05  # ... and as PyTorch's operator, too slow
@@ -246,7 +247,9 @@ def check_unseen(model: Model, trained_on: Dataset, holdout: Dataset) -> str:
     return checked
 
 
-def judge_holdout(model: Model, held: HeldOut, checked: str, seed: int) -> Verdict:
+def judge_holdout(
+    model: Model, held: HeldOut, checked: str, seed: int, say: Said = unsaid
+) -> Verdict:
     """Judge `model` by `held`, whose layers it has not seen as far as `checked` says.
 
     Args:
@@ -254,6 +257,7 @@ def judge_holdout(model: Model, held: HeldOut, checked: str, seed: int) -> Verdi
         held: the hold-out; of the model's device.
         checked: see `check_unseen`.
         seed: of the thinned oracles.
+        say: told of each step.
 
     Raises:
         DataError: the hold-out is of another device or operation than the model.
@@ -264,7 +268,7 @@ def judge_holdout(model: Model, held: HeldOut, checked: str, seed: int) -> Verdi
             f"the hold-out is of {data.operation.name} on {data.device.key}; model "
             f"{model.version} is for {model.operation.name} on {model.device.key}"
         )
-    measured = _measured(model, held)
+    measured = _measured(model, held, say)
     judged = [found for m in measured if (found := _judge(m)) is not None]
     if not judged:
         raise DataError("no answer of the model was measured in the hold-out")
@@ -308,7 +312,7 @@ def judge_holdout(model: Model, held: HeldOut, checked: str, seed: int) -> Verdi
         },
         bounds={name: Bounds.of(pairs) for name, pairs in sorted(bounds.items())},
         unmeasured=sum(j.unmeasured for j in judged) + len(measured) - len(judged),
-        thinned=_thinned(model, measured, seed),
+        thinned=_thinned(model, measured, seed, say),
         worst=[
             (str(j.measured.problem), ",".join(j.measured.networks), j.whole[0], j.answer.provider)
             for j in sorted(judged, key=lambda j: -j.whole[0])[:_WORST]
@@ -375,13 +379,13 @@ def _judge(m: _Measured) -> _Judged | None:
     )
 
 
-def _measured(model: Model, held: HeldOut) -> list[_Measured]:
+def _measured(model: Model, held: HeldOut, say: Said) -> list[_Measured]:
     """Each problem of the hold-out with the model's answers, which may not be looked up."""
     predictor = Predictor({model.device.key: replace(model, measured={})})
     together: dict[Record, list[Timings]] = {}
     for t in held.dataset.timings:
         together.setdefault(t.problem, []).append(t)
-    found = []
+    found: list[_Measured] = []
     for problem, parts in together.items():
         pytorch = {mode: of[problem] for mode, of in held.pytorch_ms.items() if problem in of}
         times = {
@@ -391,25 +395,30 @@ def _measured(model: Model, held: HeldOut) -> list[_Measured]:
         }
         if pytorch:
             times[PYTORCH_OPERATOR] = pytorch.get(BENCHMARK, min(pytorch.values()))
+        say("choosing for the hold-out's layers", len(found), len(together))
         ranking = tuple(predictor.rank(problem, model.device, max(_TOPS) + 1))
         found.append(_Measured(problem, parts[0].networks, tuple(parts), times, pytorch, ranking))
+    say("choosing for the hold-out's layers", len(found), len(together))
     return found
 
 
 def _thinned(
-    model: Model, measured: Sequence[_Measured], seed: int
+    model: Model, measured: Sequence[_Measured], seed: int, say: Said
 ) -> dict[str, tuple[float, float]]:
     """What regret would be called if few configs had been measured: chosen among those of a random
     choice that the portfolio has, or all of it, and against the best of it."""
     generator = np.random.default_rng(seed)
     found = {}
-    for k in THINNED:
+    total = len(THINNED) * _DRAWS
+    for i, k in enumerate(THINNED):
         draws = []
-        for _ in range(_DRAWS):
+        for j in range(_DRAWS):
+            say("judging by fewer configs", i * _DRAWS + j, total)
             regret = np.array([_thinned_regret(model, m, k, generator) for m in measured])
             draws.append((_geomean(regret), float(np.quantile(regret, 0.95))))
         geomean, p95 = np.mean(draws, axis=0)
         found[str(k)] = (float(geomean), float(p95))
+    say("judging by fewer configs", total, total)
     return found
 
 

@@ -11,8 +11,8 @@ import random
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from confpred.errors import DataError
-from confpred.training.dataset import Timings
+from confpred.errors import DataError, InvalidInput
+from confpred.training.dataset import Dataset, Timings
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,6 +36,27 @@ def without_networks(timings: Sequence[Timings], networks: Collection[str]) -> t
     """The timings of problems that share no layer with any of `networks`."""
     held_out = {t.problem.layer() for t in timings if not set(networks).isdisjoint(t.networks)}
     return tuple(t for t in timings if t.problem.layer() not in held_out)
+
+
+def part_of(
+    dataset: Dataset, families: Collection[str], problems: int | None, seed: int
+) -> Dataset:
+    """What `dataset` has of some `families`, or of all if none is named, and of at most so many
+    `problems`, which `seed` chooses, or of all if it is None.
+
+    Raises:
+        InvalidInput: the data has no family of a name in `families`.
+    """
+    known = sorted({t.family for t in dataset.everywhere})
+    for name in families:
+        if name not in known:
+            raise InvalidInput("family", name, f"one of {', '.join(known)}")
+    if families:
+        dataset = dataset.of_families(families)
+    every = sorted({t.problem for t in dataset.timings}, key=str)
+    if problems is None or problems >= len(every):
+        return dataset
+    return dataset.restricted(set(random.Random(seed).sample(every, problems)))
 
 
 def split_by_network(

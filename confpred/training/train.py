@@ -39,7 +39,8 @@ from confpred.training.evaluate import MODEL, Summary, folds_of, judge_model, wh
 from confpred.training.fit import Fitted, Hyperparameters, fit_families
 from confpred.training.gate import FittedGate, fit_gate
 from confpred.training.pytorch import fit_pytorch
-from confpred.training.split import without_networks
+from confpred.training.split import part_of, without_networks
+from confpred.training.steps import Said, unsaid
 
 FOLDS = 5
 _MIN_MEASURED = 32  # measured configs, or all legal ones, that make a best one worth keeping
@@ -51,21 +52,29 @@ def train(
     *,
     seed: int = 0,
     exclude: Collection[str] = (),
+    families: Collection[str] = (),
+    problems: int | None = None,
     hyper: Hyperparameters | None = None,
+    say: Said = unsaid,
 ) -> Summary:
     """Write a model folder; the same data and seed give the same files, but for the date.
 
     Args:
         dataset: what to learn from.
         out: the folder to make; its name is the model's version.
-        seed: of the trees and of the cross-validation's split.
+        seed: of the trees, of the cross-validation's split and of the choice of `problems`.
         exclude: networks whose layers are kept out of everything.
+        families: the kernel families to learn; all of the data if there are none.
+        problems: how many problems to learn from, chosen at random; all if None.
+        hyper: how the trees grow.
+        say: told of each step.
 
     Returns:
         The regret on held-out networks, as in the card.
 
     Raises:
-        InvalidInput: `out` exists, or the data has no network of a name in `exclude`.
+        InvalidInput: `out` exists, or the data has no network of a name in `exclude`, or no family
+            of a name in `families`.
         DataError: the data is of fewer than two networks.
         StorageError: the disk refused a write; then `out` does not exist.
     """
@@ -73,12 +82,15 @@ def train(
     if out.exists():
         raise InvalidInput("out", str(out), "a folder that does not exist yet")
     dataset = _without(dataset, exclude)
+    dataset = part_of(dataset, families, problems, seed)
     operation, split = dataset.operation, folds_of(dataset, FOLDS, seed)
-    judged = judge_model(dataset, split, hyper, seed)
+    judged = judge_model(dataset, split, hyper, seed, say)
     regret = judged.summary(MODEL)
+    say("calibrating by the answers", 0, 1)
     held_out = held_out_answers(dataset, split, judged.scores[MODEL], hyper, seed)
     bounds = fit_bounds(held_out.answers, dataset, seed)
-    fitted = fit_families(dataset.everywhere, dataset.device, hyper, seed)
+    say("calibrating by the answers", 1, 1)
+    fitted = fit_families(dataset.everywhere, dataset.device, hyper, seed, say)
     pytorch = fit_pytorch(
         dataset.everywhere, dataset.pytorch_everywhere, operation, dataset.device, hyper, seed
     )

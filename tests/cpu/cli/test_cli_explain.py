@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from confpred.data.suites import read_suite
+from confpred.extras import install_command
 from confpred.predict.explain import explain_layer
 from confpred.predict.predictor import Predictor
 from confpred.problem.conv2d import Problem
@@ -92,7 +93,7 @@ def test_only_a_plot_needs_matplotlib(model_folder, tmp_path):
     assert explain(*words, prelude=prelude).returncode == 0
     done = explain(*words, "--plot", tmp_path / "why.png", prelude=prelude)
     assert done.returncode == 1
-    assert "this needs matplotlib: pip install 'confpred[train]'" in done.stderr
+    assert f"this needs matplotlib: {install_command('train')}" in done.stderr
 
 
 def test_help_teaches_by_example():

@@ -21,6 +21,7 @@ from client_servers import Answer, ToldServer, serving
 from confpred.client import AsyncClient, Client, Trace, circuit
 from confpred.client.exchange import retry_after_s
 from confpred.errors import InvalidInput, ServiceError, ServiceUnavailable
+from confpred.extras import install_command
 from confpred.predict.choice import Choice
 from confpred.predict.predictor import Predictor
 from confpred.problem.conv2d import Problem
@@ -308,4 +309,5 @@ def test_a_reply_that_makes_no_sense_is_refused(body: bytes, local: Predictor) -
 def test_without_httpx_the_extra_is_named() -> None:
     program = "import sys; sys.modules['httpx'] = None\nimport confpred.client"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.stderr.splitlines()[-1].endswith("this needs httpx: pip install 'confpred[client]'")
+    last = done.stderr.splitlines()[-1]
+    assert last.endswith(f"this needs httpx: {install_command('client')}")

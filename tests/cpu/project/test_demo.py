@@ -1,34 +1,132 @@
-"""The demo from its first line to its last, on few and made-up measurements."""
+"""The demo from its first line to its last: as it is, and on few and made-up measurements."""
 
 from __future__ import annotations
 
-import importlib.util
+import re
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import synthetic
+
+#: Seconds: of processor time in all, and without a line where nothing else uses the processors.
+BUDGET, SILENCE = 90.0, 10.0
+
+#: The demo with the constants of the words that follow, as on a machine without a GPU.
+PROGRAM = """
+import sys
+from pathlib import Path
+sys.path.insert(0, "examples")
+import demo
+demo.device_count = lambda: 0
+for word in sys.argv[1:]:
+    name, _, value = word.partition("=")
+    setattr(demo, name, type(getattr(demo, name))(value))
+demo.FAMILIES = {families}
+demo.main()
+"""
 
 
-def test_the_demo_runs_on_a_machine_without_a_gpu(
-    repository: Path,
-    few_measurements: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
+@dataclass(frozen=True)
+class Told:
+    """What the demo wrote, and the seconds that it took.
+
+    Attributes:
+        lines: in order, of both streams.
+        silence: the longest time without a line.
+        wall, processor: of the whole.
+    """
+
+    lines: Sequence[str]
+    silence: float
+    wall: float
+    processor: float
+
+
+def run(repository: Path, families: Sequence[str], **constants: object) -> Told:
+    """Run the demo with some of its constants changed; it has to succeed."""
+    words = [f"{name}={value}" for name, value in constants.items()]
+    program = PROGRAM.format(families=tuple(families))
+    before, began = _processor_s(), time.monotonic()
+    lines, times = [], [began]
+    with subprocess.Popen(
+        [sys.executable, "-c", program, *words],
+        cwd=repository,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as process:
+        for line in process.stdout or ():
+            lines.append(line.rstrip("\n"))
+            times.append(time.monotonic())
+    times.append(time.monotonic())
+    assert process.returncode == 0, "\n".join(lines)
+    silence = max(after - earlier for earlier, after in pairwise(times))
+    return Told(lines, silence, times[-1] - began, _processor_s() - before)
+
+
+def _processor_s() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def summary_of(told: Told) -> list[str]:
+    """The lines from the summary's heading on."""
+    (at,) = (i for i, line in enumerate(told.lines) if line.startswith("Summary: "))
+    return list(told.lines[at:])
+
+
+def check(told: Told) -> None:
+    """Every part has shown what it says, and the summary ends it all."""
+    said = "\n".join(told.lines)
+    for part in (
+        "regret on held-out networks",
+        "cross-validating by network",
+        "judging by fewer configs",
+        "time of the answer / time of the fastest",
+        "measured, ms",
+        "200 OK",
+        "No CUDA device here",
+    ):
+        assert part in said
+    summary = summary_of(told)
+    assert len(summary) <= 10
+    assert max(map(len, summary[1:])) <= 100
+    first = [line.split()[0] for line in summary[1:7]]
+    assert first == ["Retrained", "Judged", "Predicted", "Asked", "GPU", "Next:"]
+
+
+def test_the_demo_on_made_up_measurements(
+    repository: Path, few_measurements: Path, model_folder: Path, tmp_path: Path
 ) -> None:
-    path = repository / "examples" / "demo.py"
-    spec = importlib.util.spec_from_file_location("demo", path)
-    assert spec is not None
-    assert spec.loader is not None
-    demo = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(demo)
-    assert (repository / demo.DATA).exists()
-    monkeypatch.setattr(demo, "DATA", few_measurements)
-    monkeypatch.setattr(demo, "NETWORK", "net0")
-    monkeypatch.setattr(demo, "device_count", lambda: 0)
-    monkeypatch.chdir(repository)
-    demo.main()
-    said = capfd.readouterr().out
-    assert "regret on held-out networks" in said
-    assert "time of the choice / time of the best config" in said
-    assert "in the geometric mean" in said
-    assert "200 OK" in said
-    assert "No CUDA device here" in said
+    """The model was trained without the network that it is judged by here."""
+    told = run(
+        repository,
+        [synthetic.FAMILY.name],
+        DATA=few_measurements,
+        HOLDOUT=synthetic.write_holdout(tmp_path / "held.parquet", "net0"),
+        SHIPPED=model_folder,
+        NETWORK="net0",
+    )
+    check(told)
+    assert f"Judged     {model_folder.name}: regret 1." in "\n".join(summary_of(told))
+
+
+@pytest.mark.timeout(600)
+def test_the_demo_on_the_committed_measurements(repository: Path) -> None:
+    """It shows figures worth showing, in its time, and is never silent for long."""
+    told = run(repository, ["grouped_fprop", "depthwise_fprop"])
+    check(told)
+    assert told.processor <= BUDGET
+    busy = max(1.0, told.wall / told.processor)  # others use the processors too
+    assert told.silence <= SILENCE * busy
+    for line in summary_of(told)[1:4]:
+        regret = re.search(r"regret.*? (\d\.\d{3})\b", line)
+        assert regret is not None, line
+        assert 1.0 <= float(regret[1]) < 1.1

@@ -9,6 +9,7 @@ import pytest
 
 from confpred import errors
 from confpred.errors import CompileError, ConfpredError, InvalidInput, InvalidProblem, MissingExtra
+from confpred.extras import install_command
 
 CLASSES = [c for _, c in inspect.getmembers(errors, inspect.isclass)]
 
@@ -62,4 +63,4 @@ def test_compile_errors_carry_the_log() -> None:
     error = CompileError("grouped_fprop.cu", "line 3: error: what?")
     assert error.log in str(error)
     assert "grouped_fprop.cu" in str(error)
-    assert "confpred[gpu]" in str(MissingExtra("torch", "gpu"))
+    assert install_command("gpu") in str(MissingExtra("torch", "gpu"))

@@ -45,6 +45,18 @@ def test_predicting_loads_none_of_the_heavy_packages(program: str) -> None:
     assert sorted(set(HEAVY) & set(loaded)) == []
 
 
+def test_predicting_needs_none_of_the_heavy_packages() -> None:
+    """LightGBM's library is enough; what its Python part and the service need may be missing."""
+    missing = sorted({*HEAVY, "starlette", "prometheus_client", "narwhals"} - {"lightgbm"})
+    told = run_fresh(
+        f"import sys; sys.modules.update(dict.fromkeys({missing}))\n"
+        "from confpred import Predictor, Problem\n"
+        "layer = Problem.parse('n=32 c=64 h=56 w=56 k=64 r=3 s=3 padding=1 groups=8')\n"
+        "print(Predictor.load().choose(layer, 'h100').source)"
+    )
+    assert told == "predicted\n"
+
+
 def test_every_public_name_is_there() -> None:
     missing = [name for name in confpred.__all__ if not hasattr(confpred, name)]
     assert missing == []

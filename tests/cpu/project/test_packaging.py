@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -66,11 +68,12 @@ def test_every_python_module_is_in_the_wheel(wheel: Path, repository: Path) -> N
 
 
 @pytest.mark.timeout(600)
-def test_a_bare_installation_predicts_and_serves(bare: Path, tmp_path: Path) -> None:
-    """No GPU, torch, scikit-learn or pandas: the base dependencies are enough."""
+def test_a_bare_installation_predicts(bare: Path, tmp_path: Path) -> None:
+    """No GPU, torch, scikit-learn, pandas or web stack: the base dependencies are enough."""
     installed = json.loads(run(bare / "python", "-m", "pip", "list", "--format=json", cwd=tmp_path))
     names = {package["name"].lower() for package in installed}
     assert names.isdisjoint({"torch", "scikit-learn", "pandas", "pyarrow", "cuda-core"})
+    assert names.isdisjoint({"fastapi", "starlette", "pydantic", "uvicorn", "prometheus-client"})
     run(bare / "python", "-c", "import confpred.service, confpred.kernels", cwd=tmp_path)
     choice = run(
         bare / "confpred", "predict", "--layer", LAYER, "--device", "h100", "--json", cwd=tmp_path
@@ -78,22 +81,41 @@ def test_a_bare_installation_predicts_and_serves(bare: Path, tmp_path: Path) -> 
     assert json.loads(choice)
     assert "serve" in run(bare / "confpred", "--help", cwd=tmp_path)
     assert "--port" in run(bare / "confpred", "serve", "--help", cwd=tmp_path)
+    token = ("token", "--tokens", tmp_path / "tokens.json", "mine")
+    assert run(bare / "confpred", *token, cwd=tmp_path).startswith("confpred_")
+
+
+@pytest.mark.timeout(600)
+def test_serving_names_its_extra_in_one_line(bare: Path, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [bare / "confpred", "serve"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
+    assert done.stderr.startswith("confpred: this needs fastapi and uvicorn and ")
+    assert "[serve]" in done.stderr
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    ("program", "extra"),
+    "program",
     [
-        ("from confpred.cuda.compiler import nvrtc_version; nvrtc_version()", "confpred[gpu]"),
-        ("import confpred; confpred.conv2d", "confpred[gpu]"),
+        "from confpred.cuda.compiler import nvrtc_version; nvrtc_version()",
+        "import confpred; confpred.conv2d",
     ],
 )
-def test_what_is_missing_is_named_with_its_extra(
-    bare: Path, tmp_path: Path, program: str, extra: str
+def test_the_hint_for_what_is_missing_is_a_command_that_works(
+    bare: Path, wheel: Path, tmp_path: Path, program: str
 ) -> None:
+    """The wheel is known to pip by its place, as no index has it."""
     result = subprocess.run(
         [bare / "python", "-c", program], cwd=tmp_path, capture_output=True, text=True
     )
     assert result.returncode == 1
     assert "MissingExtra" in result.stderr
-    assert extra in result.stderr
+    hint = re.search(r"pip install .*", result.stderr)
+    assert hint is not None
+    _, _, what = shlex.split(hint[0])
+    assert what == f"{wheel}[gpu]"
+    dry = ("--dry-run", "--no-deps", "--no-index", "--ignore-installed")
+    said = run(bare / "python", "-m", "pip", "install", *dry, what, cwd=tmp_path)
+    assert "Would install confpred-" in said

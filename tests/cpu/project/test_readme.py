@@ -208,8 +208,8 @@ def in_a_network(block: Block, request: pytest.FixtureRequest, folder: Path) -> 
 def on_made_up_data(block: Block, request: pytest.FixtureRequest, folder: Path) -> None:
     """Run it in a folder whose measurements are few and made up; sampling ends without a GPU."""
     data = folder / "datasets"
-    data.mkdir()
-    shutil.copy(request.getfixturevalue("few_measurements"), data / "h100.parquet")
+    (data / "h100").mkdir(parents=True)
+    shutil.copy(request.getfixturevalue("few_measurements"), data / "h100" / "part-1.parquet")
     (data / "suites").symlink_to(request.getfixturevalue("repository") / "datasets" / "suites")
     sample, *others = block.text.splitlines()
     assert sample.startswith("confpred sample ")
@@ -258,7 +258,8 @@ def test_it_installs_as_it_says(repository: Path, tmp_path: Path) -> None:
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(repository / name, tmp_path)
     commands = [span for span in SPANS if span.startswith("pip ")]
-    assert commands == ["pip install .", "pip install '.[gpu]'", "pip install '.[train]'"]
+    extras_named = [f"pip install '.[{extra}]'" for extra in ("serve", "gpu", "train")]
+    assert commands == ["pip install .", *extras_named]
     for command in commands:
         assert "Would install confpred-" in said(run(_PIP + command, tmp_path))
     extras = {extra for command in commands for extra in re.findall(r"\[(\w+)\]", command)}

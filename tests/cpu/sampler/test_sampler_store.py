@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import subprocess
 import sys
@@ -15,14 +16,15 @@ import pytest
 from sampler_rows import LAYER, ROW, RUN, fill, other
 
 from confpred.data.measurements import problem_of_row
-from confpred.data.merging import merge
-from confpred.data.parquet import read, schema
+from confpred.data.merging import add_part, merge
+from confpred.data.parquet import operation_in, read, schema
 from confpred.errors import DataError, FolderBusy, InvalidInput, StorageError
 from confpred.families.registry import config_ids
 from confpred.problem.conv2d import Problem
 from confpred.problem.conv2d_operation import CONVOLUTION
 from confpred.sampler.store import FLUSH_ROWS, open_store
 from confpred.sampler.tasks import Measured
+from confpred.training.dataset import data_files
 
 
 def test_a_row_comes_back_as_it_was(tmp_path):
@@ -229,6 +231,53 @@ def test_merge_sorts_the_rows_of_all_folders(tmp_path):
     again = file.read_bytes()
     merge([tmp_path / "b", tmp_path / "a"], file)
     assert file.read_bytes() == again
+
+
+def test_a_folder_of_parts_gets_what_no_part_has(tmp_path):
+    parts = tmp_path / "h100"
+    fill(tmp_path / "a", [other(3), other(1)])
+    first, rows = add_part([tmp_path / "a"], parts)
+    assert re.fullmatch(r"part-\d{4}-\d\d-\d\d\.parquet", first.name)
+    assert rows == 2
+    before = first.read_bytes()
+    assert add_part([tmp_path / "a"], parts) is None, "nothing is new"
+    again = other(1, time="2026-01-03T00:00:00+00:00")  # the same config, timed another day
+    fill(tmp_path / "b", [other(3), other(2), again, other(1)])
+    second, rows = add_part([tmp_path / "a", tmp_path / "b"], parts)
+    fill(tmp_path / "c", [other(9, time_ms=math.nan, status="timeout")])
+    third, last = add_part([tmp_path / "c"], parts)
+    assert (rows, last) == (2, 1)
+    assert sorted(parts.iterdir()) == data_files([parts]) == [first, second, third]
+    assert first.read_bytes() == before
+    assert [row["n"] for row in read(second, CONVOLUTION).to_pylist()] == [1, 2]
+    assert operation_in(second) == CONVOLUTION.name
+    assert add_part([tmp_path / name for name in "abc"], parts) is None
+    assert merge([parts], tmp_path / "all.parquet") == 5, "parts are joined as shards are"
+
+
+def test_parts_of_a_day_are_in_the_order_of_their_names(tmp_path):
+    made = []
+    for n in range(1, 13):
+        fill(tmp_path / str(n), [other(n)])
+        made.append(add_part([tmp_path / str(n)], tmp_path / "parts")[0])
+    assert made == data_files([tmp_path / "parts"])
+
+
+def test_anchors_are_added_with_each_time_that_they_were_measured(tmp_path):
+    with open_store(tmp_path / "a", "r", CONVOLUTION) as store:
+        store.add([ROW, ROW], anchors=True)
+        store.flush()
+    assert add_part([tmp_path / "a"], tmp_path / "parts", anchors=True)[1] == 2
+    assert add_part([tmp_path / "a"], tmp_path / "parts", anchors=True) is None
+
+
+def test_a_samplers_folder_gets_no_parts(tmp_path):
+    fill(tmp_path / "a", [ROW])
+    fill(tmp_path / "b", [other(1)])
+    before = sorted((tmp_path / "b").iterdir())
+    with pytest.raises(InvalidInput, match="without a sampler's shards"):
+        add_part([tmp_path / "a"], tmp_path / "b")
+    assert sorted((tmp_path / "b").iterdir()) == before
 
 
 def test_merging_nothing_is_an_error(tmp_path):

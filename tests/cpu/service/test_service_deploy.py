@@ -111,6 +111,17 @@ def test_the_container_s_command_runs_and_is_healthy(tmp_path: Path, secret: str
         subprocess.run([sys.executable, *rest], check=True, timeout=60)
 
 
+def test_a_server_needs_nothing_that_its_container_leaves_out(tmp_path: Path) -> None:
+    text = (DEPLOY / "Containerfile").read_text()
+    left_out = re.search(r"pip uninstall --yes ([\w ]+?) &&", text)
+    assert left_out is not None
+    site = tmp_path / "sitecustomize.py"  # which every process of the server runs first
+    site.write_text(f"import sys; sys.modules.update(dict.fromkeys({left_out[1].split()!r}))")
+    with running(tmp_path, PYTHONPATH=str(tmp_path)) as server:
+        reply = httpx.post(f"{server.url}/v1/predict", json=ONE)
+        assert reply.json()["choices"][0][0]["source"] == "predicted"
+
+
 def test_the_proxy_fits_the_service() -> None:
     assert NGINX.count("{") == NGINX.count("}")
     statements = [part.strip() for part in re.split(r"[;{}]", NGINX) if part.strip()]

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from synthetic import SMALL
 
+from confpred.extras import install_command
 from confpred.model.ranking import PytorchModel
 from confpred.model.trees import Trees
 from confpred.problem.conv2d import Problem
@@ -183,5 +184,5 @@ def test_command_names_what_is_wrong(measurements, words, message):
 def test_command_names_a_missing_package(measurements):
     prelude = "import sys; sys.modules['joblib'] = None"
     done = command(measurements, prelude=prelude)
-    assert "this needs joblib: pip install 'confpred[train]'" in done.stderr
+    assert f"this needs joblib: {install_command('train')}" in done.stderr
     assert done.returncode == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 
@@ -45,6 +46,26 @@ def test_without_a_model_one_is_trained_on_the_rest(few_measurements, tmp_path):
         .aggregate([])
         .num_rows
     )
+
+
+def test_the_hold_out_alone_needs_no_cross_validation(measurements, model_folder, tmp_path):
+    held = synthetic.write_holdout(tmp_path / "held.parquet", "net0")
+    words = [measurements, "--holdout", held, "--model", model_folder, "--holdout-only"]
+    done = confpred("evaluate", *words, "--json", tmp_path / "verdict.json")
+    assert done.returncode == 0, done.stderr
+    assert "hold-out:" in done.stdout
+    assert "folds" not in done.stdout
+    assert re.search(r"^\[\d+s\] judging by fewer configs", done.stderr, re.MULTILINE)
+    content = json.loads((tmp_path / "verdict.json").read_text())
+    assert content["format"] == "confpred-holdout/1"
+    assert content["holdout"]["model"] == model_folder.name
+
+
+def test_the_hold_out_alone_has_to_be_given_and_has_no_plot(measurements, tmp_path):
+    for words in ((), ("--holdout", measurements, "--plot", tmp_path / "a.png")):
+        done = confpred("evaluate", measurements, "--holdout-only", *words)
+        assert done.returncode == 2
+        assert "with a --holdout, and without --plot" in done.stderr
 
 
 def test_a_model_without_a_hold_out_is_refused(measurements, model_folder):

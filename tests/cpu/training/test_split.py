@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from confpred.errors import DataError
+from confpred.errors import DataError, InvalidInput
 from confpred.problem.conv2d import Problem
 from confpred.problem.device import get_device
-from confpred.training.dataset import Timings
-from confpred.training.split import split_by_network, without_networks
+from confpred.training.dataset import Timings, read_dataset
+from confpred.training.split import part_of, split_by_network, without_networks
 
 LAYERS = ((64, "a"), (128, "b"), (192, "b"))
 OF_NO_NETWORK = (256, 14, 1, "float16", "none", False, frozenset())
@@ -142,3 +142,20 @@ def test_without_networks_hides_their_layers_everywhere():
         ]
     )
     assert without_networks(timings, ["a"]) == (timings[2],)
+
+
+def test_a_part_has_the_families_and_the_number_of_problems_asked_for(measurements):
+    dataset = read_dataset([measurements])
+    other = tuple(replace(t, family="depthwise_fprop") for t in dataset.timings[::2])
+    dataset = replace(dataset, timings=dataset.timings[1::2] + other)
+    assert part_of(dataset, (), None, 0) is dataset
+    of_family = part_of(dataset, ["depthwise_fprop"], None, 0)
+    assert of_family.timings == other
+    assert of_family.pytorch_ms.keys() == {t.problem for t in other}
+    few = part_of(dataset, ["depthwise_fprop"], 5, 0)
+    assert len(few.timings) == 5
+    assert set(few.timings) <= set(other)
+    assert few.digest == part_of(dataset, ["depthwise_fprop"], 5, 0).digest
+    assert few.digest != part_of(dataset, ["depthwise_fprop"], 5, 1).digest
+    with pytest.raises(InvalidInput, match="one of depthwise_fprop, grouped_fprop"):
+        part_of(dataset, ["grouped_wgrad"], None, 0)

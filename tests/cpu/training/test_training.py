@@ -49,6 +49,42 @@ def test_the_same_data_and_seed_give_the_same_model(measurements, model_folder, 
     assert first == second
 
 
+def test_a_part_of_the_data_is_learned_from(measurements, tmp_path):
+    dataset = read_dataset([measurements])
+    part = {"exclude": ["net0"], "families": ["grouped_fprop"], "problems": 20}
+    train(dataset, tmp_path / "part", hyper=SMALL, **part)
+    train(dataset, tmp_path / "again", hyper=SMALL, **part)
+    found, again = card_of(tmp_path / "part"), card_of(tmp_path / "again")
+    assert found["data"]["problems"] == 20
+    assert found["data"]["digest"] == again["data"]["digest"]
+    assert found["data"]["digest"] != dataset.digest
+    layers = {t.problem.layer() for t in dataset.timings if "net0" in t.networks}
+    measured = load_model(tmp_path / "part").measured
+    assert measured
+    assert not any(Problem.parse(text).layer() in layers for text in measured)
+
+
+def test_a_family_that_was_not_measured_is_refused(measurements, tmp_path):
+    with pytest.raises(InvalidInput, match="one of grouped_fprop"):
+        train(read_dataset([measurements]), tmp_path / "model", families=["depthwise_fprop"])
+
+
+def test_each_step_is_told(measurements, tmp_path):
+    steps = []
+    train(
+        read_dataset([measurements]),
+        tmp_path / "model",
+        problems=30,
+        hyper=SMALL,
+        say=lambda *told: steps.append(told),
+    )
+    assert steps == [
+        *(("cross-validating by network", done, 5) for done in range(6)),
+        *(("calibrating by the answers", done, 1) for done in range(2)),
+        *(("fitting the model", done, 1) for done in range(2)),
+    ]
+
+
 def test_the_card_says_what_the_model_is(measurements, model_folder):
     dataset, card = read_dataset([measurements]), card_of(model_folder)
     assert card["device"] == "h100"

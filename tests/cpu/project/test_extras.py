@@ -1,0 +1,112 @@
+"""Commands that install an optional part are right for how confpred was installed."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from importlib.metadata import metadata
+from pathlib import Path
+
+import pytest
+
+EXTRAS = metadata("confpred").get_all("Provides-Extra") or []
+_METADATA = """Metadata-Version: 2.1
+Name: confpred
+Version: 1
+Requires-Dist: numpy>=1.26
+Provides-Extra: data
+Requires-Dist: pyarrow>=15; extra == "data"
+Provides-Extra: train
+Requires-Dist: confpred[data]; extra == 'train'
+Requires-Dist: rich[a]>=13; extra == "train"
+Requires-Dist: tomli>=2; python_version < "3.11" and extra == "train"
+"""
+
+
+def command_in(folder: Path, extra: str) -> str:
+    """What `install_command` says where only `folder` has confpred."""
+    program = (
+        "import sys; sys.path.insert(0, sys.argv[1])\n"
+        "from confpred.extras import install_command; print(install_command(sys.argv[2]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", program, folder, extra],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=folder,
+    )
+    return done.stdout.strip()
+
+
+@pytest.fixture
+def installed(repository: Path, tmp_path: Path) -> Path:
+    """A folder with the modules that tell of extras, as a wheel leaves them, and their metadata."""
+    (tmp_path / "confpred").mkdir()
+    for name in ("__init__.py", "extras.py"):
+        shutil.copy(repository / "confpred" / name, tmp_path / "confpred")
+    told = tmp_path / "confpred-1.dist-info"
+    told.mkdir()
+    (told / "METADATA").write_text(_METADATA)
+    return tmp_path
+
+
+def test_in_a_clone_the_clone_is_installed_again(repository: Path, tmp_path: Path) -> None:
+    """Dry, and from a copy, as setuptools leaves files of its own beside the sources."""
+    for name in ("confpred", "service", "kernels", "models", "datasets/suites"):
+        shutil.copytree(repository / name, tmp_path / name)
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(repository / name, tmp_path)
+    command = command_in(tmp_path, "train")
+    assert command == f"pip install --editable {shlex.quote(f'{tmp_path}[train]')}"
+    dry = ("--dry-run", "--no-deps", "--no-index", "--no-build-isolation", "--ignore-installed")
+    words = [sys.executable, "-m", *shlex.split(command), *dry]
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "Would install confpred-" in done.stdout
+
+
+@pytest.mark.parametrize("kind", ["confpred-1-py3-none-any.whl", "a clone"])
+def test_a_source_that_is_still_there_is_installed_again(
+    installed: Path, tmp_path: Path, kind: str
+) -> None:
+    source = tmp_path / kind
+    url = f'{{"url": "{source.as_uri()}"}}'
+    (installed / "confpred-1.dist-info" / "direct_url.json").write_text(url)
+    assert "pyarrow" in command_in(installed, "train")  # the source is not there
+    source.touch()
+    assert command_in(installed, "train") == f"pip install {shlex.quote(f'{source}[train]')}"
+
+
+def test_without_a_source_the_packages_are_named(installed: Path) -> None:
+    said = command_in(installed, "train")
+    assert shlex.split(said)[2:] == ["pyarrow>=15", "rich[a]>=13", "tomli>=2"]
+    assert shlex.split(command_in(installed, "data"))[2:] == ["pyarrow>=15"]
+
+
+def test_no_text_installs_confpred_by_its_name_alone(repository: Path) -> None:
+    """Which no index has; and each extra that a text names is one."""
+    files = [
+        *(f for room in ("confpred", "service", "docs", "benchmarks", "datasets", "examples")
+          for kind in ("py", "md", "toml") for f in (repository / room).rglob(f"*.{kind}")),
+        *repository.glob("*.md"),
+    ]  # fmt: skip
+    texts = {file: file.read_text() for file in files}
+    hints = [
+        (file.name, hint)
+        for file, text in texts.items()
+        for hint in re.findall(r"pip install[^\n`]*", text)
+    ]
+    assert {name for name, _ in hints} >= {"README.md", "client.md", "sampling.md"}
+    assert [hint for hint in hints if re.search(r"install '?confpred\b", hint[1])] == []
+    named = {extra for _, hint in hints for extra in re.findall(r"'\.\[([a-z,]+)\]'", hint)}
+    assert named <= set(EXTRAS)
+    raised = {
+        extra
+        for text in texts.values()
+        for extra in re.findall(r'MissingExtra\(.+, "(\w+)"\)', text)
+    }
+    assert {"gpu", "train", "client", "cudnn", "data"} <= raised <= set(EXTRAS)
