@@ -47,7 +47,13 @@ def graphed(
     if why is not None:
         log.info("no CUDA graph of the %s pass: %s", kind, why)
         return plain
-    return _Graphed(gm, plain, static, written, visible, kind)
+    replay = _Graphed(gm, plain, static, written, visible, kind)
+
+    def run(inputs: list[Any]) -> Any:
+        return replay(inputs)
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
 
 
 def why_not(gm: fx.GraphModule) -> str | None:
@@ -72,8 +78,6 @@ def why_not(gm: fx.GraphModule) -> str | None:
 class _Graphed:
     """A captured graph that is replayed; called with a list of inputs, which it empties."""
 
-    _boxed_call = True
-
     def __init__(
         self,
         gm: fx.GraphModule,
@@ -91,6 +95,8 @@ class _Graphed:
         )
         self._static, self._written = tuple(static), tuple(written)
         self._placeholders = get_placeholder_info(gm.graph)
+        results: Any = next(iter(reversed(gm.graph.nodes))).args[0]
+        self._traces = [getattr(result, "stack_trace", None) for result in results]
         self._graphs: dict[Any, Run] = {}
         # Cudagraph trees belong to a thread, and to the threads that autograd starts for it.
         self._thread = threading.get_ident()
@@ -129,7 +135,7 @@ class _Graphed:
             device_index=self._device,
             is_backward=self._kind == "backward",
             is_inference=self._kind == "inference",
-            stack_traces=None,
+            stack_traces=self._traces,
             placeholders=self._placeholders,
             mutated_input_idxs=self._written,
         )
