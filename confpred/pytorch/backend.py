@@ -29,6 +29,7 @@ from confpred.pytorch import choosing, rewrite, verify
 from confpred.pytorch.choosing import Wishes
 from confpred.pytorch.freeze import frozen
 from confpred.pytorch.graphs import graphed
+from confpred.pytorch.layouts import to_channels_last
 from confpred.pytorch.loading import compile_ahead
 
 log = logging.getLogger("confpred")
@@ -137,6 +138,7 @@ class Compiler:
         """Compile a graph without gradients."""
         choose = self.chooser(gm.graph)
         if choose is not None:
+            to_channels_last(gm.graph)
             self.sites = rewrite.fuse(gm.graph, choose, self.options.wishes)
         static = _static_inputs(gm)
         written = rewrite.update_in_place(gm.graph)
@@ -156,6 +158,7 @@ class Compiler:
 
         choose = self.chooser(joint.graph)
         if choose is not None:
+            to_channels_last(joint.graph, told["num_fwd_outputs"])
             self.sites = rewrite.serve(joint.graph, choose, self.options.wishes)
         rewrite.batch_norms_as_eager(joint.graph)
         joint.recompile()

@@ -134,9 +134,9 @@ class Explanation:
             right = head in ("", "ms", "PyTorch")
             table.add_column(
                 head, justify="right" if right else "left", overflow="ellipsis", no_wrap=True,
-                min_width=width or None,
+                width=width,
             )  # fmt: skip
-        table.add_column("why", overflow="ellipsis", no_wrap=True, min_width=15)
+        table.add_column("why", overflow="ellipsis", no_wrap=True, width=13)
         for row in self.rows:
             times = ["" if t is None else f"{t:.4f}" for t in (row.expected_ms, row.pytorch_ms)]
             computes = " + ".join((*_geometry(row), *row.fused))
