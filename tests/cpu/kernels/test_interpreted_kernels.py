@@ -12,11 +12,12 @@ import torch
 from layers import H100, random_legal_layer
 from ptx.launch import interpret
 from references import outside, random_inputs, reference, some_rows
+from slow import slow_but
 
 from confpred.families.protocol import Family, config_dict
 from confpred.families.registry import all_kernels
 
-PROBLEMS = 8
+PROBLEMS = slow_but((0, 1), range(8), "the interpreter takes a second a problem")
 KERNELS, CONFIGS = 2, 2  # of a problem, and of a kernel
 MOST_FLOPS = 2**21
 
@@ -24,7 +25,7 @@ FAMILIES = all_kernels()
 every_family = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
 
 
-@pytest.mark.parametrize("seed", range(PROBLEMS))
+@pytest.mark.parametrize("seed", PROBLEMS)
 @every_family
 def test_random_configs_of_a_random_problem_are_correct(family: Family, seed: int) -> None:
     rng = random.Random(seed)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from layers import ARCHITECTURES, H100, first_kernel, representative
 from ptxas import ARCHS, resources
+from slow import slow_but
 
 from confpred.cuda.cache import KernelCache
 from confpred.cuda.compiler import compile_kernel
@@ -34,7 +35,7 @@ def sample(family: Family, seed: int) -> list[KernelSpec]:
     return list(dict.fromkeys(found))
 
 
-@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("arch", slow_but([H100.arch], ARCHS, "fifty compiles a target"))
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
 def test_samples_compile_and_hardly_spill(family: Family, arch: str) -> None:
     """Legality trusts an estimate of registers, made for the target that was measured; a kernel
@@ -45,6 +46,7 @@ def test_samples_compile_and_hardly_spill(family: Family, arch: str) -> None:
         assert stack_bytes <= MOST_STACK_BYTES or arch != H100.arch, source
 
 
+@pytest.mark.slow(reason="it looks at all layers and configs for each target")
 @pytest.mark.parametrize("arch", sorted(ARCHITECTURES.keys() - set(ARCHS)))
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
 def test_what_is_legal_on_a_board_compiles_for_it(family: Family, arch: str) -> None:
