@@ -10,9 +10,15 @@ import pytest
 
 
 def slow_but(fast: Container[object], values: Iterable[object], reason: str) -> list[object]:
-    """`values` for a parametrized test whose cases are slow except for those of `fast`."""
+    """`values` for a parametrized test whose cases are slow except for those of `fast`; a tuple is
+    the values of several parameters."""
     mark = pytest.mark.slow(reason=reason)
-    return [value if value in fast else pytest.param(value, marks=mark) for value in values]
+    return [
+        value
+        if value in fast
+        else pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=mark)
+        for value in values
+    ]
 
 
 def reasons(file: Path) -> Iterator[str | None]:

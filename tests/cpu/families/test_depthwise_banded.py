@@ -11,7 +11,6 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from layers import ARCHITECTURES
 from ptxas import ARCHS, resources
-from slow import slow_but
 from strategies import epilogue
 
 from confpred.families.common import ATOMIC, DIRECT, TWO_KERNELS, config_columns
@@ -212,7 +211,8 @@ def test_one_kernel_serves_every_size(problem: Problem, data: st.DataObject) -> 
             assert family.launch(problem, other_row).steps[0].kernel == source
 
 
-@pytest.mark.parametrize("arch", slow_but([H100.arch], ARCHS, "18 compiles a target"))
+@pytest.mark.slow(reason="18 compiles a target")
+@pytest.mark.parametrize("arch", ARCHS)
 def test_registers_are_near_the_estimate_and_hardly_spill(arch: str) -> None:
     """Legality trusts the estimate; a kernel that spills much would be a wrong estimate."""
     rng = np.random.default_rng(0)

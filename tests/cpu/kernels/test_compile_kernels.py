@@ -75,6 +75,7 @@ def test_the_report_counts_by_family_and_target_and_shows_failures():
     assert [cell.strip() for cell in row.strip("│ ").split("│")][2:] == ["2", "128", "1", "16"]
 
 
+@pytest.mark.slow(reason="all kernels of a family are listed")
 def test_each_config_is_compiled_for_some_layers():
     kernels, _ = compile_kernels.kernels_of(FAMILY)
     fields = {name.upper() for name in FAMILY.configs.dtype.names}

@@ -22,6 +22,7 @@ KERNELS, CONFIGS = 2, 2  # of a problem, and of a kernel
 MOST_FLOPS = 2**21
 
 FAMILIES = all_kernels()
+WGRAD = [name for name in FAMILIES if name.endswith("wgrad")]
 every_family = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
 
 
@@ -58,7 +59,7 @@ def test_a_wrong_result_is_seen(family: Family) -> None:
     assert outside(outputs, results, expected) == {outputs[0].name: 1}
 
 
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name.endswith("wgrad")])
+@pytest.mark.parametrize("name", slow_but(["grouped_wgrad"], WGRAD, "it interprets each twice"))
 def test_repeatable_sums_do_not_depend_on_the_blocks_that_run_together(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

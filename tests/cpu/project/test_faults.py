@@ -96,6 +96,7 @@ def test_tests_that_fail_by_themselves_are_told(project: Path) -> None:
         list(plant_all(project, [fault("a wrong sum", "a + b", "a - b")], jobs=1))
 
 
+@pytest.mark.slow(reason="the tests of a fault run into their limit")
 def test_all_tests_together_have_the_patience_of_all_faults(project: Path) -> None:
     """Sound tests may take longer than those of one fault, as they do where there are many."""
     (project / "test_sum.py").write_text("import time\n\n\ndef test_sum():\n    time.sleep(1.5)\n")
@@ -106,6 +107,7 @@ def test_all_tests_together_have_the_patience_of_all_faults(project: Path) -> No
         next(plant_all(project, [one], 1, patience_s=1))
 
 
+@pytest.mark.slow(reason="it starts pytest four times")
 def test_slow_tests_run_only_when_asked_for(project: Path) -> None:
     text = (project / "test_sum.py").read_text()
     marked = text.replace("def test_sum", '@pytest.mark.slow(reason="an example")\ndef test_sum')

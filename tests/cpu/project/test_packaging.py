@@ -65,6 +65,7 @@ def test_every_python_module_is_in_the_wheel(wheel: Path, repository: Path) -> N
             assert f"{package}/{module.relative_to(repository / folder).as_posix()}" in names
 
 
+@pytest.mark.slow(reason="it installs the wheel and what that requires")
 @pytest.mark.timeout(600)
 def test_a_bare_installation_predicts_and_serves(bare: Path, tmp_path: Path) -> None:
     """No GPU, torch, scikit-learn or pandas: the base dependencies are enough."""
@@ -80,6 +81,7 @@ def test_a_bare_installation_predicts_and_serves(bare: Path, tmp_path: Path) -> 
     assert "--port" in run(bare / "confpred", "serve", "--help", cwd=tmp_path)
 
 
+@pytest.mark.slow(reason="it installs the wheel and what that requires")
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("program", "extra"),

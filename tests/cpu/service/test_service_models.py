@@ -242,6 +242,7 @@ def test_a_model_replaced_in_place_is_not_seen_before_the_reload(models: Models)
         assert {answering(server) for _ in range(10)} == {replaced}
 
 
+@pytest.mark.slow(reason="a server loads its models many times")
 def test_reloads_do_not_add_up_in_memory(models: Models) -> None:
     models.add("a")
     with serving(models) as server:
