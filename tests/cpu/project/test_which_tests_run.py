@@ -1,10 +1,13 @@
-"""Slow tests say why, and nothing is left out of both `make test` and `make test-slow`."""
+"""Slow tests say why, CI runs each test once, and a missing Chromium is told or a failure."""
 
 from __future__ import annotations
 
+import os
 import subprocess
+import sys
 from pathlib import Path
 
+import pytest
 from slow import reasons, which_are_slow
 
 
@@ -42,3 +45,19 @@ def test_ci_runs_each_test_once(repository: Path) -> None:
         assert cpu.endswith(f"--dist worksteal{kind} tests/cpu tests/browser")
         assert any(f"-m pytest{kind} tests/gpu" in line for line in lines)
         assert any("ruff check" in line for line in lines) == (target != "test-slow")
+
+
+@pytest.mark.slow(reason="it starts pytest twice")
+def test_without_chromium_tests_in_a_browser_skip_and_in_ci_fail(
+    repository: Path, tmp_path: Path
+) -> None:
+    assert "CONFPRED_TEST_BROWSER=required" in (repository / ".ci" / "run").read_text()
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "tests/browser"]
+    for required, told in (("", "7 skipped"), ("required", "7 errors")):
+        environment = os.environ | {"PATH": str(tmp_path), "CONFPRED_TEST_BROWSER": required}
+        done = subprocess.run(
+            command, cwd=repository, env=environment, capture_output=True, text=True, check=False
+        )
+        assert told in done.stdout
+        assert "left out: no Chromium here" in done.stdout
+        assert done.returncode == (1 if required else 0)
