@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from layers import ARCHITECTURES, H100, first_kernel, representative
 from ptxas import ARCHS, resources
-from slow import slow_but
 
 from confpred.cuda.cache import KernelCache
 from confpred.cuda.compiler import compile_kernel
@@ -35,7 +34,8 @@ def sample(family: Family, seed: int) -> list[KernelSpec]:
     return list(dict.fromkeys(found))
 
 
-@pytest.mark.parametrize("arch", slow_but([H100.arch], ARCHS, "fifty compiles a target"))
+@pytest.mark.slow(reason="more than fifty compiles a target")
+@pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
 def test_samples_compile_and_hardly_spill(family: Family, arch: str) -> None:
     """Legality trusts an estimate of registers, made for the target that was measured; a kernel

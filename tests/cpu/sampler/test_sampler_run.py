@@ -146,6 +146,7 @@ def test_crash_hang_and_error_cost_one_config_each(tmp_path, monkeypatch):
     }
 
 
+@pytest.mark.slow(reason="workers start and die again and again")
 def test_a_task_that_fails_before_any_config_is_given_up_without_rows(tmp_path, monkeypatch):
     monkeypatch.setenv("FAULTS", '{"start": "error"}')
     tally = run(tmp_path)
@@ -156,6 +157,7 @@ def test_a_task_that_fails_before_any_config_is_given_up_without_rows(tmp_path, 
     assert run(tmp_path).statuses == {"ok": CONFIGS}
 
 
+@pytest.mark.slow(reason="workers start and die again and again")
 def test_a_gpu_that_fails_everything_ends_the_run(tmp_path, monkeypatch):
     monkeypatch.setenv("FAULTS", '{"start": "crash"}')
     layers = [Problem(n, 64, 14, 14, 64, 3, 3, padding=1, groups=8) for n in (1, 2, 3, 4)]

@@ -103,6 +103,7 @@ class Load:
                 self.answers.append((asked, found))
 
 
+@pytest.mark.slow(reason="a server of several workers is asked without a pause")
 def test_all_workers_switch_at_once_and_no_request_fails(models: Models) -> None:
     digest = models.add("a")
     with serving(models, "--workers", "2") as server, Load(server, 4) as load:
@@ -123,6 +124,7 @@ def test_all_workers_switch_at_once_and_no_request_fails(models: Models) -> None
     assert not load.failures
 
 
+@pytest.mark.slow(reason="a server is asked without a pause")
 @pytest.mark.parametrize("workers", ["1", "2"])
 def test_a_hangup_reloads_under_load_and_no_request_fails(models: Models, workers: str) -> None:
     models.add("a")
