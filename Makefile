@@ -46,7 +46,7 @@ endef
 fuzz: $(READY)  ## schemathesis asks a served confpred for a quarter of an hour; seconds of it are in test
 	CONFPRED_FUZZ_EXAMPLES=10000 $(BIN)/python -m pytest tests/cpu/service/test_service_schemathesis.py
 
-faults: $(READY)  ## plant each fault of tests/faults in a copy, and see that the tests notice; half an hour
+faults: $(READY)  ## plant each fault of tests/faults in a copy, and see that the fast tests notice; a quarter of an hour
 	$(BIN)/python tests/faults/plant.py
 
 kernels: $(READY)  ## compile every kernel of every family for every target; some CPU-hours, resumable
