@@ -147,6 +147,8 @@ def _follow(start: fx.Node, claimed: set[fx.Node]) -> _Chain:
         chain.nodes.append(first)
     else:
         chain.convolution = start
+        if start.args[6]:
+            return chain  # transposed: not what confpred's operator computes
     while len(chain.last.users) == 1 and chain.activation == "none":
         last = chain.last
         (node,) = last.users
@@ -166,8 +168,8 @@ def _follow(start: fx.Node, claimed: set[fx.Node]) -> _Chain:
             chain.norm = node
         elif node.target is aten.add.Tensor and chain.sum is None:
             place = _other_operand(node, last)
-            if place is None:
-                break
+            if place is None or is_channels_last(_val(node)) != is_channels_last(_val(last)):
+                break  # nodes that follow count on the strides of the sum
             chain.sum = (node, place)
         elif (activation := _activation(node)) is not None:
             chain.activation = activation
