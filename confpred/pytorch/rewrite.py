@@ -399,8 +399,8 @@ def batch_norms_as_eager(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         if node.target is aten._native_batch_norm_legit_functional.default:
             x, weight, bias, mean, variance, training, momentum, eps = node.args
-            if not training or not isinstance(mean, fx.Node) or not isinstance(variance, fx.Node):
-                continue
+            if not training or not all(isinstance(t, fx.Node) for t in (weight, mean, variance)):
+                continue  # the backward of the other operator wants a weight
             with graph.inserting_before(node):
                 new = graph.call_function(forward, (x, weight, bias, mean, variance, momentum, eps))
                 reserve = graph.call_function(operator.getitem, (new, 3))
@@ -447,7 +447,8 @@ def update_in_place(graph: fx.Graph) -> set[fx.Node]:
         if home.op != "placeholder" or copy.users:
             continue
         written.add(home)
-        if value.target is aten.add.Tensor and value.args == (home, 1) and len(value.users) == 1:
+        counted = value.target is aten.add.Tensor and value.args == (home, 1) and not value.kwargs
+        if counted and len(value.users) == 1:
             if home.users.keys() == {value, copy}:
                 graph.erase_node(copy)
                 graph.erase_node(value)
