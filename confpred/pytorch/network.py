@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import random
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -204,11 +205,13 @@ def _unchanged(model: nn.Module) -> Iterator[Callable[[], None]]:
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     with torch.random.fork_rng(devices):
         seed = torch.random.get_rng_state(), [torch.cuda.get_rng_state(d) for d in devices]
+        of_python = random.getstate()
 
         def again() -> None:
             with torch.no_grad():
                 for buffer, then in buffers:
                     buffer.copy_(then)
+            random.setstate(of_python)
             torch.random.set_rng_state(seed[0])
             for device, state in zip(devices, seed[1], strict=True):
                 torch.cuda.set_rng_state(state, device)
