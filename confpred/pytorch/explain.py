@@ -23,7 +23,7 @@ from confpred.problem.conv2d import Problem
 from confpred.problem.device import Device, get_device
 from confpred.pytorch import choosing
 from confpred.pytorch.backend import Compiler, Options
-from confpred.pytorch.network import as_arguments
+from confpred.pytorch.network import as_arguments, own_frame
 from confpred.pytorch.rewrite import Choose, Site
 
 aten = torch.ops.aten
@@ -284,13 +284,10 @@ def capture(
         copy = deepcopy(model, {id(t): fake(t) for t in tensors}).train(training)
         args, kwargs = _pytree.tree_map(fake, (args, kwargs))
 
-        def call(*args: Any, **kwargs: Any) -> Any:
-            return copy(*args, **kwargs)
-
         low = training and dtype is not None
         autocast = torch.autocast("cpu", dtype) if low else nullcontext()
         with mode, autocast, torch.set_grad_enabled(training):
-            out = torch.compile(call, backend=backend)(*args, **kwargs)
+            out = torch.compile(own_frame(copy), backend=backend)(*args, **kwargs)
             if training:
                 leaves = [t for t in _pytree.tree_leaves(out) if isinstance(t, Tensor)]
                 heads = [t for t in leaves if t.requires_grad]
