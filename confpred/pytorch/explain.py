@@ -315,7 +315,7 @@ def _rows(sites: Iterable[Site], device: Device) -> list[Row]:
         if problem is not None:
             theirs = choosing.pytorch_ms(problem, device)
         reason = why or "no model" if choice is None else choosing.why_pytorch(choice)
-        names = tuple(_readable(site.name) or "-" for site in group)
+        names = tuple(readable(site.name) or "-" for site in group)
         if choice is not None and reason is None:
             rows.append(
                 Row(
@@ -337,7 +337,7 @@ def _rows(sites: Iterable[Site], device: Device) -> list[Row]:
     return rows
 
 
-def _readable(name: str) -> str:
+def readable(name: str) -> str:
     """Return a module's name as ``named_modules`` has it, from the way that Dynamo writes it."""
     text = re.sub(r"^[A-Z]\[[^]]*\]\.?(_modules)?", "", name)
     text = re.sub(r"\._modules", "", text)

@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -275,7 +274,6 @@ def test_what_training_is_compared_by_are_gradients(steps: ModuleType) -> None:
     assert found.norm() > 0
 
 
-@pytest.mark.skipif(find_spec("timm") is None, reason="timm is not installed")
 def test_a_trial_runs_on_the_cpu(networks: ModuleType, tmp_path: Path) -> None:
     (tmp_path / "stub" / "torchvision").mkdir(parents=True)
     (tmp_path / "stub" / "torchvision" / "__init__.py").write_text(STUB)
