@@ -68,7 +68,7 @@ def optimize(
     Options.of(options)
     former = model._compiled_call_impl
     # The choices of options reach the backend as they are: ``torch.compile`` passes them on.
-    call = _own_frame(model)
+    call = own_frame(model)
     model._compiled_call_impl = torch.compile(
         call, backend=confpred, dynamic=dynamic, options=dict(options)
     )
@@ -123,7 +123,7 @@ def _check(model: object) -> None:
         raise InvalidInput("model", type(model).__name__, "a module that was not compiled yet")
 
 
-def _own_frame(model: nn.Module) -> Callable[..., Any]:
+def own_frame(model: nn.Module) -> Callable[..., Any]:
     """Return a function that calls `model`, with code of its own.
 
     Dynamo keeps captured graphs by code object, a limited number for each, and looks into no
