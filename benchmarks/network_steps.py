@@ -12,7 +12,6 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -77,7 +76,7 @@ def started(name: str, base: nn.Module, setting: Setting, data: tuple[Tensor, Te
 
 
 def answer(model: nn.Module, step: Step, setting: Setting) -> Tensor:
-    """Return what a step computes, in one dimension: outputs, or the gradients of all parameters."""
+    """Return what a step computes, flat: outputs, or the gradients of all parameters."""
     out = step()
     if setting.mode == "inference":
         return out[:CHECKED].float().flatten()

@@ -68,7 +68,9 @@ def run_one(task: dict[str, Any], seconds: float, cold: bool) -> tuple[Any, str]
         if errors:
             print(errors[-3000:], file=sys.stderr)
         last = (errors.strip().splitlines() or ["no message"])[-1]
-        return (json.loads(out.read_text()) if out.exists() else None), f"exit {code}: {last[-200:]}"
+        return (
+            json.loads(out.read_text()) if out.exists() else None
+        ), f"exit {code}: {last[-200:]}"
 
 
 def rows_of(task: dict[str, Any], found: Any, error: str) -> list[dict[str, Any]]:

@@ -9,12 +9,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from confpred.pytorch.bundle import load_bundle as load_bundle
-    from confpred.pytorch.bundle import prepare as prepare
-    from confpred.pytorch.explain import Explanation as Explanation
-    from confpred.pytorch.explain import explain as explain
-    from confpred.pytorch.network import optimize as optimize
-    from confpred.pytorch.network import revert as revert
     from confpred.predict.choice import Choice as Choice
     from confpred.predict.explain import LayerExplanation as LayerExplanation
     from confpred.predict.explain import explain_layer as explain_layer
@@ -23,14 +17,20 @@ if TYPE_CHECKING:
     from confpred.problem.device import Device as Device
     from confpred.problem.device import get_device as get_device
     from confpred.problem.limits import Limits as Limits
+    from confpred.pytorch.bundle import load_bundle as load_bundle
+    from confpred.pytorch.bundle import prepare as prepare
     from confpred.pytorch.choosing import use_predictor as use_predictor
     from confpred.pytorch.conv2d import conv2d as conv2d
-    from confpred.pytorch.inductor import inductor_options as inductor_options
-    from confpred.pytorch.linear_chain import linear_chain as linear_chain
-    from confpred.pytorch.recording import record_plan as record_plan
     from confpred.pytorch.eager import disable as disable
     from confpred.pytorch.eager import enable as enable
     from confpred.pytorch.eager import enabled as enabled
+    from confpred.pytorch.explain import Explanation as Explanation
+    from confpred.pytorch.explain import explain as explain
+    from confpred.pytorch.inductor import inductor_options as inductor_options
+    from confpred.pytorch.linear_chain import linear_chain as linear_chain
+    from confpred.pytorch.network import optimize as optimize
+    from confpred.pytorch.network import revert as revert
+    from confpred.pytorch.recording import record_plan as record_plan
 
 __version__ = "0.1.0"
 _WHERE = {

@@ -120,7 +120,11 @@ def _refuse(code: int) -> None:
 
 
 def launch_with(
-    kernel: Kernel, grid: tuple[int, int, int], threads: int, stream: int, argument: ctypes.Structure
+    kernel: Kernel,
+    grid: tuple[int, int, int],
+    threads: int,
+    stream: int,
+    argument: ctypes.Structure,
 ) -> None:
     """Launch `kernel`, whose one parameter is `argument`, passed by value, on a CUDA stream.
 

@@ -29,6 +29,7 @@ from confpred.pytorch import choosing, rewrite, verify
 from confpred.pytorch.choosing import Wishes
 from confpred.pytorch.freeze import frozen
 from confpred.pytorch.graphs import graphed
+from confpred.pytorch.layouts import to_channels_last
 from confpred.pytorch.loading import compile_ahead
 
 log = logging.getLogger("confpred")
@@ -128,15 +129,23 @@ class Compiler:
         self.options = options
         self.sites: list[rewrite.Site] = []
 
+    def chooser(self, graph: fx.Graph) -> rewrite.Choose | None:
+        """Return a function that chooses for the device of `graph`; None where that is no GPU."""
+        ordinal = ordinal_of(graph)
+        return None if ordinal is None else chooser(ordinal, self.options)
+
     def inference(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
         """Compile a graph without gradients."""
-        ordinal = ordinal_of(gm.graph)
-        if ordinal is not None:
-            self.sites = rewrite.fuse(gm.graph, chooser(ordinal, self.options), self.options.wishes)
+        choose = self.chooser(gm.graph)
+        if choose is not None:
+            to_channels_last(gm.graph)
+            self.sites = rewrite.fuse(gm.graph, choose, self.options.wishes)
         static = _static_inputs(gm)
         written = rewrite.update_in_place(gm.graph)
         if self.options.freeze:
-            return frozen(gm, static, lambda rest, still: self._run(rest, still, written, None, "inference"))
+            return frozen(
+                gm, static, lambda rest, still: self._run(rest, still, written, None, "inference")
+            )
         return self._run(gm, static, written, None, "inference")
 
     def partition(self, joint: fx.GraphModule, inputs: Any, **told: Any) -> Any:
@@ -147,9 +156,10 @@ class Compiler:
         """
         from torch._functorch.partitioners import default_partition
 
-        ordinal = ordinal_of(joint.graph)
-        choose = chooser(ordinal, self.options) if ordinal is not None else _choose_nothing
-        self.sites = rewrite.serve(joint.graph, choose, self.options.wishes)
+        choose = self.chooser(joint.graph)
+        if choose is not None:
+            to_channels_last(joint.graph, told["num_fwd_outputs"])
+            self.sites = rewrite.serve(joint.graph, choose, self.options.wishes)
         rewrite.batch_norms_as_eager(joint.graph)
         joint.recompile()
         return default_partition(joint, inputs, **told)
@@ -205,10 +215,6 @@ def chooser(ordinal: int, options: Options) -> rewrite.Choose:
         return choices
 
     return choose
-
-
-def _choose_nothing(problems: Sequence[Problem]) -> Sequence[Choice | None]:
-    return [None] * len(problems)
 
 
 def ordinal_of(graph: fx.Graph) -> int | None:

@@ -252,7 +252,7 @@ def why_pytorch(choice: Choice) -> str | None:
         no_model = "no model for this device, and not measured on it"
         return "dense layers were never sampled" if dense else no_model
     if choice.source == "fallback":
-        return "no kernel of confpred is legal, or none within limits and max_regret"
+        return "no legal kernel, or none within limits"
     if choice.candidate == PYTORCH_OPERATOR:
         told = {"pinned": "pinned", "measured": "measured slower"}
         return told.get(choice.source, "predicted slower")

@@ -1,13 +1,11 @@
 """`conv2d`: PyTorch's function with a fused epilogue.
 
-    conv2d --+-- gradients ------> Convolution, then PyTorch's activation and sum
-             +-- torch.compile --> PyTorch's functions, which a backend may fuse
-             `-- inference ------> convolve.forward: a kernel, or PyTorch's operator
+conv2d --+-- gradients ------> Convolution, then PyTorch's activation and sum
+         +-- torch.compile --> PyTorch's functions, which a backend may fuse
+         `-- inference ------> convolve.forward: a kernel, or PyTorch's operator
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 import torch.nn.functional as F

@@ -1,9 +1,9 @@
 """Convolution of plain tensors, without a record of gradients: forward, and both gradients.
 
-    forward, backward --> find: which launch serves tensors of these sizes?
-                            |-- a candidate that was chosen when a graph was captured (`Hint`)
-                            |-- else chosen now, and kept by sizes
-                            `-- none: PyTorch's operator
+forward, backward --> find: which launch serves tensors of these sizes?
+                        |-- a candidate that was chosen when a graph was captured (`Hint`)
+                        |-- else chosen now, and kept by sizes
+                        `-- none: PyTorch's operator
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from confpred.problem.conv2d import Problem
 from confpred.problem.precision import convolutions_allow_tf32
 from confpred.pytorch import choosing
 from confpred.pytorch.choosing import ANY, Wishes
-from confpred.pytorch.layers import Geometry, alike, problem_of, sums_bias
-from confpred.pytorch.layouts import is_channels_last
+from confpred.pytorch.layers import Geometry, alike, is_channels_last, problem_of, sums_bias
 from confpred.pytorch.loading import load
 from confpred.pytorch.pointwise import activate, apply_epilogue
 from confpred.pytorch.ready import ReadyLaunch, dense

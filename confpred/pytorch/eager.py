@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.utils import _pair  # noqa: F401  TorchScript looks it up here
 from torch.nn.parameter import Parameter
@@ -32,7 +31,7 @@ log = logging.getLogger("confpred")
 #: from Python takes the host that much longer than PyTorch's own.
 LEAST_MS = 0.02
 _PLAIN = frozenset((Tensor, Parameter))
-_PYTORCH = nn.Conv2d._conv_forward
+_PYTORCH: Callable[..., Tensor] = nn.Conv2d._conv_forward
 _lock = threading.Lock()
 #: Settings of each `enable` without a `disable` yet, and a function that undoes its plan.
 _former: list[tuple[Wishes, Callable[[], None] | None]] = []

@@ -11,7 +11,9 @@ Run = Callable[[list[Any]], Any]
 
 
 def frozen(
-    gm: fx.GraphModule, static: Sequence[int], compile: Callable[[fx.GraphModule, Sequence[int]], Run]
+    gm: fx.GraphModule,
+    static: Sequence[int],
+    compile: Callable[[fx.GraphModule, Sequence[int]], Run],
 ) -> Run:
     """Split `gm` into a part that depends on its static inputs alone, and the rest.
 

@@ -150,9 +150,9 @@ class _Graphed:
             and torch._C._is_key_in_tls("tree_manager_containers")
         )
 
-    def _copied(self, results: Any) -> list[Any]:
-        """Return `results` with copies in the place of what the caller sees."""
-        results = list(results)
+    def _copied(self, returned: Any) -> list[Any]:
+        """Return `returned` with copies in the place of what the caller sees."""
+        results: list[Any] = list(returned)
         end = len(results) if self._visible is None else self._visible
         places = [i for i in range(end) if isinstance(results[i], Tensor)]
         copies = [torch.empty_like(results[i]) for i in places]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from confpred.errors import InvalidProblem
 from confpred.problem.conv2d import Problem
-from confpred.pytorch.ready import DTYPES
+from confpred.pytorch.ready import CHANNELS_LAST, DTYPES
 
 Pair = tuple[int, int]
 Geometry = tuple[Pair, Pair, Pair, int]  # stride, padding, dilation, groups
@@ -113,3 +113,9 @@ def transposed_image(
         for i in (0, 1)
     )
     return x[0], filters[1] * groups, h, w
+
+
+def is_channels_last(x: Tensor) -> bool:
+    """Whether `x` is dense with its channels last, beyond doubt: a tensor of one channel or one
+    pixel is dense in either layout, and PyTorch takes it for one with its channels first."""
+    return x.dim() == 4 and x.is_contiguous(memory_format=CHANNELS_LAST) and not x.is_contiguous()

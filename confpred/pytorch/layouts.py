@@ -1,62 +1,147 @@
-"""Which layouts kernels of ours read, and when it pays to convert to them.
+"""Which layout a captured graph has: decided once for the whole graph.
 
-A tensor with its channels first (N, C, H, W as they are written) is copied into channels last, and
-the output back, where our kernel and both copies together are predicted to take less than PyTorch's
-operator on the tensor as it is. The model knows that operator's time on channels-last tensors only;
-what it takes on the others is a multiple of that, of which the smallest that was seen is assumed
-(``benchmarks/channels_first.py``).
+Tensor cores, and confpred's kernels, read channels last. Where a graph's convolutions in half
+precision read images with their channels first, the first images are copied into channels last,
+and everything behind them follows by itself. Results that the caller sees keep their layout.
 """
 
 from __future__ import annotations
 
-from torch import Tensor
+import logging
+from typing import Any
 
-from confpred.problem.conv2d import Problem
-from confpred.problem.device import Device
+import torch
+from torch import Tensor, fx
+
 from confpred.pytorch.ready import CHANNELS_LAST
 
-#: Time of PyTorch's operator on channels-first tensors over that on channels-last ones: the tenth
-#: percentile of the layers measured, depthwise and others.
-CHANNELS_FIRST = {True: 0.58, False: 1.47}
-#: Share of the device's bandwidth that PyTorch's copies between the layouts reach, and what one
-#: takes at least, milliseconds.
-COPY_SHARE, COPY_MS = 0.14, 0.004
+log = logging.getLogger("confpred")
+aten = torch.ops.aten
+_HALF = (torch.float16, torch.bfloat16)
+_VIEWS = (aten.view.default, aten._unsafe_view.default)
+#: Nodes whose result depends on how their input lies in memory.
+_BOUND = {aten.as_strided.default, aten.view.dtype, aten.native_dropout.default, aten.bernoulli.p}
 
 
-def is_channels_last(x: Tensor) -> bool:
-    """Whether `x` is dense with its channels last, beyond doubt: a tensor of one channel or one
-    pixel is dense in either layout, and PyTorch takes it for one with its channels first."""
-    return x.dim() == 4 and x.is_contiguous(memory_format=CHANNELS_LAST) and not x.is_contiguous()
+class _Bound(Exception):
+    """The graph is bound to the layout that it was captured in."""
 
 
-def is_channels_first(x: Tensor) -> bool:
-    """Whether `x` is dense with its channels first, beyond doubt."""
-    return x.dim() == 4 and x.is_contiguous() and not x.is_contiguous(memory_format=CHANNELS_LAST)
-
-
-def copies_ms(problem: Problem, device: Device) -> float:
-    """Milliseconds that the copies of input and output between the layouts take."""
-    moved = 2 * problem.itemsize * (problem.input_elements + problem.output_elements)
-    return 2 * COPY_MS + 1e3 * moved / (COPY_SHARE * device.dram_bytes_per_s)
-
-
-def channels_first_ms(problem: Problem, pytorch_ms: float) -> float:
-    """The least that PyTorch's operator is expected to take on tensors with their channels first,
-    milliseconds, where it takes `pytorch_ms` on the others."""
-    return CHANNELS_FIRST[problem.group_width == 1] * pytorch_ms
-
-
-def converting_pays(
-    problem: Problem, ours_ms: float | None, pytorch_ms: float | None, device: Device
-) -> bool:
-    """Whether our kernel, after and before a copy, is expected to beat PyTorch's operator on a
-    tensor with its channels first.
+def to_channels_last(graph: fx.Graph, visible: int | None = None) -> bool:
+    """Bring the images of a graph into channels last, if its convolutions want that.
 
     Args:
-        problem: of direction ``fprop``.
-        ours_ms, pytorch_ms: predicted for channels-last tensors.
-        device: where.
+        graph: from AOTAutograd, of inference or joint; changed in place, all or nothing.
+        visible: how many results the caller sees; None for all.
+
+    Returns:
+        Whether the graph was changed.
     """
-    if ours_ms is None or pytorch_ms is None:
+    if not any(_is_channels_first(node) for node in graph.nodes):
         return False
-    return ours_ms + copies_ms(problem, device) < channels_first_ms(problem, pytorch_ms)
+    try:
+        vals, copied, reshaped = _propagated(graph)
+        restored = _restored(graph, vals, visible)
+    except (_Bound, RuntimeError, ValueError) as error:
+        log.debug("the graph keeps its layout: %s", error)
+        return False
+    for node in reshaped:
+        node.target = aten.reshape.default
+    for node, val in vals.items():
+        node.meta["val"] = val
+    for node, place in copied:
+        source: Any = node.args[place]
+        with graph.inserting_before(node):
+            _replace_argument(node, place, _copy(graph, source, CHANNELS_LAST))
+    output = next(iter(reversed(graph.nodes)))
+    results: Any = list(output.args[0])
+    with graph.inserting_before(output):
+        for place in restored:
+            results[place] = _copy(graph, results[place], torch.contiguous_format)
+    output.args = (tuple(results),)
+    graph.lint()
+    return True
+
+
+def _is_channels_first(node: fx.Node) -> bool:
+    """Return whether `node` is a convolution of an image in half precision, channels first."""
+    if node.target is not aten.convolution.default or node.args[6]:
+        return False
+    x: Any = node.args[0]
+    val = x.meta.get("val")
+    return (
+        isinstance(val, Tensor)
+        and val.dim() == 4
+        and val.dtype in _HALF
+        and not val.is_contiguous(memory_format=CHANNELS_LAST)
+    )
+
+
+def _propagated(
+    graph: fx.Graph,
+) -> tuple[dict[fx.Node, Any], list[tuple[fx.Node, int]], list[fx.Node]]:
+    """Return the values of all nodes in the new layout, which arguments are to be copied into it,
+    and which views become reshapes."""
+    vals: dict[fx.Node, Any] = {}
+    copied: list[tuple[fx.Node, int]] = []
+    reshaped: list[fx.Node] = []
+    mode: Any = next(
+        n.meta["val"].fake_mode for n in graph.nodes if isinstance(n.meta.get("val"), Tensor)
+    )
+    for node in graph.nodes:
+        if node.op != "call_function":
+            vals[node] = node.meta.get("val")
+            continue
+        given, named = fx.map_arg((node.args, node.kwargs), lambda n: vals[n])
+        if node.target in _BOUND and _is_image(node.meta.get("val")):
+            raise _Bound(str(node.target))
+        given = list(given)
+        with mode:
+            if node.target is aten.convolution.default and _is_channels_first(node):
+                for place in (0, 1):
+                    if not given[place].is_contiguous(memory_format=CHANNELS_LAST):
+                        given[place] = given[place].clone(memory_format=CHANNELS_LAST)
+                        copied.append((node, place))
+            if node.target in _VIEWS:
+                try:
+                    vals[node] = node.target(*given, **named)
+                except (RuntimeError, ValueError):  # of fake tensors, the latter
+                    vals[node] = aten.reshape.default(*given, **named)
+                    reshaped.append(node)
+            else:
+                vals[node] = node.target(*given, **named)
+    return vals, copied, reshaped
+
+
+def _restored(graph: fx.Graph, vals: dict[fx.Node, Any], visible: int | None) -> list[int]:
+    """Return the places of results that have to be copied back into the layout they had."""
+    output = next(iter(reversed(graph.nodes)))
+    results: Any = output.args[0]
+    places = []
+    for place, node in enumerate(results[:visible]):
+        if not isinstance(node, fx.Node) or not isinstance(vals[node], Tensor):
+            continue
+        before, after = node.meta["val"], vals[node]
+        if before.stride() != after.stride():
+            if not before.is_contiguous():
+                raise _Bound("a result that is neither channels last nor first")
+            places.append(place)
+    return places
+
+
+def _is_image(val: Any) -> bool:
+    first = val[0] if isinstance(val, (tuple, list)) else val
+    return isinstance(first, Tensor) and first.dim() == 4 and first.shape[2] * first.shape[3] > 1
+
+
+def _copy(graph: fx.Graph, source: fx.Node, layout: torch.memory_format) -> fx.Node:
+    new = graph.call_function(aten.clone.default, (source,), {"memory_format": layout})
+    new.meta = dict(source.meta)
+    val = source.meta["val"]
+    with val.fake_mode:
+        new.meta["val"] = val.clone(memory_format=layout)
+    return new
+
+
+def _replace_argument(node: fx.Node, place: int, new: fx.Node) -> None:
+    node.args = (*node.args[:place], new, *node.args[place + 1 :])

@@ -7,9 +7,7 @@ Choice --> compile (threads; NVRTC lets go of Python's lock) --> load --> ReadyL
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -17,7 +15,6 @@ from typing import Any
 import torch
 
 from confpred.cuda import driver
-from confpred.cuda.compiler import Compiled, compile_kernel, compiled_before
 from confpred.cuda.launch import BoundLaunch
 from confpred.cudnn.plans import Plans
 from confpred.errors import CompileError, InvalidProblem, LaunchError, MissingExtra
@@ -27,8 +24,8 @@ from confpred.problem.conv2d import Problem
 from confpred.problem.limits import UNLIMITED, Limits
 from confpred.problem.operation import KernelSpec, Launch
 from confpred.pytorch.choosing import current_predictor, is_ours, limits_for, when_forgotten
-from confpred.pytorch.programs import ReadyProgram
 from confpred.pytorch.kernels import loaded, submit
+from confpred.pytorch.programs import ReadyProgram
 from confpred.pytorch.ready import Enqueue, ReadyLaunch
 
 log = logging.getLogger(__name__)

@@ -131,7 +131,7 @@ def _own_frame(model: nn.Module) -> Callable[..., Any]:
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        return model._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+        return model._call_impl(*args, **kwargs)
 
     own = types.FunctionType(
         call.__code__.replace(co_name="call"), call.__globals__, "call", None, call.__closure__

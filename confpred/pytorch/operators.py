@@ -198,9 +198,7 @@ def _fold(
     dtypes: str,
 ) -> list[Tensor]:
     with torch.no_grad():
-        return folding.fold(
-            gammas, betas, means, variances, biases, filters, eps, _dtypes(dtypes)
-        )
+        return folding.fold(gammas, betas, means, variances, biases, filters, eps, _dtypes(dtypes))
 
 
 def _fake_fold(

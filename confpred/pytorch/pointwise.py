@@ -153,9 +153,7 @@ def _is_taken(t: Tensor) -> bool:
     )
 
 
-def scale_shift_kernel(
-    channels: int, dtype: str, *, residual: bool, activation: str
-) -> KernelSpec:
+def scale_shift_kernel(channels: int, dtype: str, *, residual: bool, activation: str) -> KernelSpec:
     """Return the kernel of ``kernels/scale_shift.cu`` for tensors of so many `channels`."""
     like = epilogue_kernel(channels, dtype, bias=False, residual=residual, activation=activation)
     defines = tuple(pair for pair in like.defines if pair[0] != "HAS_BIAS")

@@ -24,8 +24,7 @@ from confpred.problem.conv2d import Problem
 from confpred.pytorch import choosing, operators
 from confpred.pytorch.choosing import ANY, Wishes
 from confpred.pytorch.convolve import Hint, is_deterministic
-from confpred.pytorch.layers import Geometry, problem_of, sums_bias
-from confpred.pytorch.layouts import is_channels_last
+from confpred.pytorch.layers import Geometry, is_channels_last, problem_of, sums_bias
 from confpred.pytorch.ready import CHANNELS_LAST, DTYPES
 
 aten = torch.ops.aten
@@ -33,7 +32,11 @@ confpred = torch.ops.confpred
 #: From the problems of a graph to choices; None where nothing is known.
 Choose = Callable[[Sequence[Problem]], Sequence["Choice | None"]]
 _NORM = aten._native_batch_norm_legit_no_training.default
-_ACTIVATIONS = {aten.relu.default: "relu", aten.silu.default: "silu", aten.hardswish.default: "hardswish"}
+_ACTIVATIONS: dict[Any, str] = {
+    aten.relu.default: "relu",
+    aten.silu.default: "silu",
+    aten.hardswish.default: "hardswish",
+}
 
 
 @dataclass(slots=True)
@@ -46,7 +49,7 @@ class Site:
         problem: what is computed; None where no confpred kernel is made for it.
         why: why no kernel is, in words; None where there is a problem.
         choice: what was chosen; None where nothing is known.
-        fused: operators that became one with it, such as ``("batch_norm", "relu")``.
+        fused: operators that became one with it, such as ``("norm", "relu")``.
     """
 
     name: str
@@ -190,7 +193,7 @@ def _activation(node: fx.Node) -> str | None:
         return "gelu"
     if node.target is aten.hardtanh.default and tuple(node.args[1:]) == (0.0, 6.0):
         return "relu6"
-    return _ACTIVATIONS.get(node.target)  # type: ignore[arg-type]
+    return _ACTIVATIONS.get(node.target)
 
 
 def _other_operand(node: fx.Node, one: fx.Node) -> int | None:
@@ -208,11 +211,11 @@ def _other_operand(node: fx.Node, one: fx.Node) -> int | None:
 
 def _describe(chain: _Chain) -> None:
     """Say what `chain` is, as far as that is known before anything is chosen."""
-    fused = ["batch_norm"] * (chain.norm is not None) + ["add"] * (chain.residual is not None)
+    fused = ["norm"] * (chain.norm is not None) + ["add"] * (chain.residual is not None)
     fused += [chain.activation] * (chain.activation != "none")
     node = chain.convolution
     if node is None:
-        chain.site = Site(_name(chain.nodes[0]), "norm", None, None, None, tuple(fused[1:]))
+        chain.site = Site(_name(chain.nodes[0]), "norm", None, None, None, tuple(fused))
         return
     epilogue = {
         "bias": chain.norm is not None or node.args[2] is not None,
@@ -269,6 +272,7 @@ def _replace(graph: fx.Graph, chain: _Chain, folds: list[_Fold], wishes: Wishes)
             new = graph.call_function(confpred.scale_shift.default, given)
         else:
             x, weight, bias = node.args[:3]
+            operands: tuple[Any, ...]
             if norm is not None and ours:
                 operands = (x, first, None, second)
             elif norm is not None:
@@ -324,7 +328,11 @@ def _uncast(node: Any) -> Any:
     """Return the tensor that autocast has cast, as the fold reads every dtype."""
     if isinstance(node, fx.Node) and node.target is aten._to_copy.default:
         source = node.args[0]
-        if isinstance(source, fx.Node) and source.op == "placeholder" and _val(source).dtype in DTYPES:
+        if (
+            isinstance(source, fx.Node)
+            and source.op == "placeholder"
+            and _val(source).dtype in DTYPES
+        ):
             return source
     return node
 
@@ -370,6 +378,7 @@ def _backward_sites(node: fx.Node) -> Iterator[Site]:
 
 def _serve_one(graph: fx.Graph, node: fx.Node, sites: Sequence[Site], wishes: Wishes) -> None:
     hints = {site.direction: _hint(site) for site in sites}
+    given: tuple[Any, ...]
     if node.target is aten.convolution.default:
         x, weight, bias = node.args[:3]
         call = operators.Call(_geometry(node, 3), hints=(hints["fprop"], None), wishes=wishes)
@@ -377,7 +386,7 @@ def _serve_one(graph: fx.Graph, node: fx.Node, sites: Sequence[Site], wishes: Wi
     else:
         mask: Any = node.args[10]
         both = hints.get("dgrad"), hints.get("wgrad")
-        call = operators.Call(_geometry(node, 4), mask=tuple(mask), hints=both, wishes=wishes)  # type: ignore[arg-type]
+        call = operators.Call(_geometry(node, 4), mask=tuple(mask), hints=both, wishes=wishes)
         target, given = confpred.conv2d_backward.default, (*node.args[:3], call.text())
     with graph.inserting_before(node):
         new = graph.call_function(target, given)
@@ -392,7 +401,10 @@ def batch_norms_as_eager(graph: fx.Graph) -> None:
     A capture names PyTorch's own kernels in the place of cuDNN's. The operators that replace them
     here decide as eager mode does, and hand cuDNN's reserve from forward to backward.
     """
-    forward, backward = aten._batch_norm_with_update_functional.default, aten.batch_norm_backward.default
+    forward, backward = (
+        aten._batch_norm_with_update_functional.default,
+        aten.batch_norm_backward.default,
+    )
     reserves: dict[fx.Node, fx.Node] = {}  # by the node of the saved mean
     for node in list(graph.nodes):
         if node.target is aten._native_batch_norm_legit_functional.default:
@@ -408,7 +420,7 @@ def batch_norms_as_eager(graph: fx.Graph) -> None:
             new.meta["val"], reserve.meta["val"] = [*values[:3], empty, *values[3:]], empty
             for item in list(node.users):
                 place = item.args[1]
-                item.args = (new, place if place < 3 else place + 1)  # type: ignore[operator]
+                item.args = (new, place if place < 3 else place + 1)
                 if place == 1:
                     reserves[item] = reserve
             graph.erase_node(node)
@@ -416,11 +428,23 @@ def batch_norms_as_eager(graph: fx.Graph) -> None:
             new.append(reserve)
         elif node.target is aten.native_batch_norm_backward.default:
             grad, x, weight, _, _, saved_mean, saved_deviation, training, eps, mask = node.args
-            reserve_of = reserves.get(saved_mean)  # type: ignore[arg-type]
+            reserve_of = reserves.get(saved_mean)
             if reserve_of is None or not training:
                 continue
             with graph.inserting_before(node):
-                given = (grad, x, weight, None, None, saved_mean, saved_deviation, True, eps, mask, reserve_of)
+                given = (
+                    grad,
+                    x,
+                    weight,
+                    None,
+                    None,
+                    saved_mean,
+                    saved_deviation,
+                    True,
+                    eps,
+                    mask,
+                    reserve_of,
+                )
                 new = graph.call_function(backward, given)
             new.meta = dict(node.meta)
             node.replace_all_uses_with(new)
@@ -445,11 +469,11 @@ def update_in_place(graph: fx.Graph) -> set[fx.Node]:
         if home.op != "placeholder" or copy.users:
             continue
         written.add(home)
-        if value.target is aten.add.Tensor and value.args == (home, 1) and len(value.users) == 1:
-            if home.users.keys() == {value, copy}:
-                graph.erase_node(copy)
-                graph.erase_node(value)
-                counts.append(home)
+        counted = value.target is aten.add.Tensor and value.args == (home, 1)
+        if counted and len(value.users) == 1 and home.users.keys() == {value, copy}:
+            graph.erase_node(copy)
+            graph.erase_node(value)
+            counts.append(home)
     for node in [n for n in graph.nodes if n.target is functional]:
         _update_one(graph, node)
     if counts:
@@ -531,8 +555,9 @@ def _problem(
 
 def _geometry(node: fx.Node, at: int) -> Geometry:
     """Return stride, padding, dilation, groups; `at` is the place of the stride."""
-    stride, padding, dilation = (tuple(map(int, pair)) for pair in node.args[at : at + 3])  # type: ignore[arg-type]
-    return stride, padding, dilation, int(node.args[at + 5])  # type: ignore[return-value,arg-type]
+    given: Any = node.args
+    stride, padding, dilation = ((int(v[0]), int(v[1])) for v in given[at : at + 3])
+    return stride, padding, dilation, int(given[at + 5])
 
 
 def _is_image(node: Any) -> bool:
@@ -545,11 +570,12 @@ def _val(node: Any) -> Any:
 
 def _size(size: Any) -> int | None:
     """Return a size, or the one that stands for it where it is open; None where nothing does."""
-    return size if isinstance(size, int) else size.node.hint  # type: ignore[no-any-return]
+    return size if isinstance(size, int) else size.node.hint
 
 
 def _output(graph: fx.Graph) -> fx.Node:
-    return next(iter(reversed(graph.nodes)))
+    last: fx.Node = next(iter(reversed(graph.nodes)))
+    return last
 
 
 def _name(node: fx.Node) -> str:
