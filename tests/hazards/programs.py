@@ -242,7 +242,7 @@ def data_parallel_training_of_processes(run: Run) -> Any:
             model = run.network(train=True)
             if is_before:
                 run.optimize(model)
-            wrapped = DistributedDataParallel(model, bucket_cap_mb=0.01)
+            wrapped = DistributedDataParallel(model, bucket_cap_mb=1)
             if not is_before:
                 run.optimize(wrapped)
             optimizer = torch.optim.SGD(wrapped.parameters(), 0.1)
@@ -260,7 +260,7 @@ def fully_sharded_training(run: Run) -> Any:
     from torch.distributed.fsdp import fully_shard
 
     with one_process(run.device):
-        model = run.network(train=True)
+        model = run.network(train=True).to(memory_format=torch.contiguous_format)
         mesh = init_device_mesh(run.device, (1,))
         for layer in (model.stem, model.grouped):
             fully_shard(layer, mesh=mesh)
@@ -307,12 +307,18 @@ def exported(run: Run) -> Any:
     return run.infer(program.module()), run.infer(model)
 
 
-@hazard()
-def traced_and_scripted(run: Run) -> Any:
+@hazard(refused="torch.jit.trace")
+def traced_by_jit(run: Run) -> Any:
     model = run.optimize(run.network())
     run.infer(model)
-    traced = torch.jit.trace(model, run.images())
-    return run.infer(traced), run.infer(torch.jit.script(model)), run.infer(model)
+    return run.infer(torch.jit.trace(model, run.images())), run.infer(model)
+
+
+@hazard()
+def scripted(run: Run) -> Any:
+    model = run.optimize(run.network())
+    run.infer(model)
+    return run.infer(torch.jit.script(model)), run.infer(model)
 
 
 @hazard()

@@ -87,12 +87,23 @@ def states_loaded(run: Run) -> Any:
     return found, list(model.state_dict())
 
 
-@hazard()
-def parameters_exchanged(run: Run) -> Any:
-    """By ``swap_tensors``, by a new parameter, and by ``set_``."""
+@hazard(refused="has weakref associated")
+def parameters_swapped(run: Run) -> Any:
+    """PyTorch refuses to swap what a guard refers to."""
     model = run.optimize(run.network())
     found = [run.infer(model)]
     torch.utils.swap_tensors(model.grouped.weight, nn.Parameter(model.grouped.weight.detach() * 3))
+    found.append(run.infer(model))
+    run.changed(*found)
+    return found
+
+
+@hazard()
+def parameters_exchanged(run: Run) -> Any:
+    """By a new parameter, and by ``set_``."""
+    model = run.optimize(run.network())
+    found = [run.infer(model)]
+    model.grouped.weight = nn.Parameter(model.grouped.weight.detach() * 3)
     found.append(run.infer(model))
     model.depthwise.weight = nn.Parameter(model.depthwise.weight.detach() * -3)
     found.append(run.infer(model))
