@@ -103,6 +103,7 @@ def test_what_a_layer_takes_on_average_is_told(monkeypatch) -> None:
     assert set(told) == {(0.25,)}
 
 
+@pytest.mark.slow(reason="Inductor compiles")
 @pytest.mark.parametrize("pays", [True, False])
 @pytest.mark.parametrize("dense", [True, False])
 @torch.no_grad()
@@ -162,6 +163,7 @@ def _guarded_together(guards: Any) -> Iterator[str]:
         yield from _guarded_together(below)
 
 
+@pytest.mark.slow(reason="torch.compile compiles a whole network again")
 @torch.no_grad()
 def test_a_dynamic_batch_compiles_once() -> None:
     model, graphs = confpred.optimize(made(BLOCKS["inverted residual"]())), Graphs()
@@ -205,6 +207,7 @@ def close_to_the_original(compiled: nn.Module, model: nn.Module) -> None:
     model.load_state_dict(state)
 
 
+@pytest.mark.slow(reason="torch.compile compiles a whole network again")
 @pytest.mark.parametrize("which", [0, -1])
 def test_a_norm_that_goes_into_training_is_seen(which) -> None:
     model = confpred.optimize(made(BLOCKS["inverted residual"]()))

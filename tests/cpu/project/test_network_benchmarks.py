@@ -318,6 +318,7 @@ def test_networks_of_our_own_compute() -> None:
         assert out.shape == shape
 
 
+@pytest.mark.slow(reason="whole networks run")
 def test_the_hosts_time_in_a_network_is_told_by_kind_of_layer(tables: ModuleType) -> None:
     host, models = map(__import__, ("host_in_networks", "network_models"))
     forward = torch.nn.Conv2d.forward

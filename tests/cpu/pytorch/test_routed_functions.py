@@ -351,6 +351,7 @@ def test_copies_and_pickles() -> None:
     assert torch.equal(pickled(traced)(x, weight), traced(x, weight))
 
 
+@pytest.mark.slow(reason="fresh processes compile")
 @pytest.mark.parametrize("first", ["plain", "enabled"])
 def test_programs_compile_whatever_was_compiled_first(first) -> None:
     """In a new process: what `torch.compile` knows of functions is decided at its first use."""

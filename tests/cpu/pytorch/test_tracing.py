@@ -368,6 +368,7 @@ def test_where_no_gpu_is_no_dense_layer_is_ours() -> None:
     assert not tracing.dense_may_be_ours()
 
 
+@pytest.mark.slow(reason="Inductor compiles")
 def test_a_program_of_inductor_calls_a_function(monkeypatch) -> None:
     """Without the dispatcher, in both passes, and with the same numbers."""
     real = tracing.pays
