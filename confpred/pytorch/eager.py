@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F  # noqa: F401  TorchScript looks these two up here
 from torch import Tensor, nn
-from torch.nn.modules.utils import _pair  # noqa: F401  TorchScript looks it up here
+from torch.nn.modules.utils import _pair  # noqa: F401
 from torch.nn.parameter import Parameter
 
 from confpred.cuda import driver

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import fx
 
 Run = Callable[[list[Any]], Any]
@@ -28,12 +29,14 @@ def frozen(
     """
     graph = gm.graph
     inputs = [n for n in graph.nodes if n.op == "placeholder"]
-    fixed = {inputs[i] for i in static}
+    changed = {n for node in graph.nodes if _writes(node) for n in node.all_input_nodes}
+    fixed = {inputs[i] for i in static} - changed
     for node in graph.nodes:
         if node.op == "call_function" and node.all_input_nodes:
             random = any("nondeterministic" in str(tag) for tag in getattr(node.target, "tags", ()))
             if not random and all(n in fixed for n in node.all_input_nodes) and not _writes(node):
                 fixed.add(node)
+    _return_copies(graph, fixed)
     results = [
         n for n in fixed
         if n.op != "placeholder" and not isinstance(n.meta.get("val"), (list, tuple))
@@ -71,6 +74,16 @@ def frozen(
 
     call._boxed_call = True  # type: ignore[attr-defined]
     return call
+
+
+def _return_copies(graph: fx.Graph, fixed: set[fx.Node]) -> None:
+    """Let `graph` return copies of what is kept, as its caller may write to them."""
+    output = next(iter(reversed(graph.nodes)))
+    for node in [n for n in output.all_input_nodes if n in fixed and n.op != "placeholder"]:
+        with graph.inserting_before(output):
+            copy = graph.call_function(torch.ops.aten.clone.default, (node,))
+        copy.meta = dict(node.meta)
+        output.replace_input_with(node, copy)
 
 
 def _writes(node: fx.Node) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import random
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -70,7 +71,7 @@ def optimize(
 
     # The choices of options reach the backend as they are: ``torch.compile`` passes them on.
     def capture() -> Callable[..., Any]:
-        call = _own_frame(model)
+        call = own_frame(model)
         return torch.compile(call, backend=confpred, dynamic=dynamic, options=dict(options))
 
     model._compiled_call_impl = _with_its_hooks(model, capture)
@@ -153,7 +154,7 @@ def _hooks(model: nn.Module) -> frozenset[int]:
     return frozenset(number for own in owners for kind in kinds for number in own[kind])
 
 
-def _own_frame(model: nn.Module) -> Callable[..., Any]:
+def own_frame(model: nn.Module) -> Callable[..., Any]:
     """Return a function that calls `model`, with code of its own.
 
     Dynamo keeps captured graphs by code object, a limited number for each, and looks into no
@@ -235,11 +236,13 @@ def _unchanged(model: nn.Module) -> Iterator[Callable[[], None]]:
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     with torch.random.fork_rng(devices):
         seed = torch.random.get_rng_state(), [torch.cuda.get_rng_state(d) for d in devices]
+        of_python = random.getstate()
 
         def again() -> None:
             with torch.no_grad():
                 for buffer, then in buffers:
                     buffer.copy_(then)
+            random.setstate(of_python)
             torch.random.set_rng_state(seed[0])
             for device, state in zip(devices, seed[1], strict=True):
                 torch.cuda.set_rng_state(state, device)

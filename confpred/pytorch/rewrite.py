@@ -150,6 +150,8 @@ def _follow(start: fx.Node, claimed: set[fx.Node]) -> _Chain:
         chain.nodes.append(first)
     else:
         chain.convolution = start
+        if start.args[6]:
+            return chain  # transposed: not what confpred's operator computes
     while len(chain.last.users) == 1 and chain.activation == "none":
         last = chain.last
         (node,) = last.users
@@ -169,8 +171,8 @@ def _follow(start: fx.Node, claimed: set[fx.Node]) -> _Chain:
             chain.norm = node
         elif node.target is aten.add.Tensor and chain.sum is None:
             place = _other_operand(node, last)
-            if place is None:
-                break
+            if place is None or is_channels_last(_val(node)) != is_channels_last(_val(last)):
+                break  # nodes that follow count on the strides of the sum
             chain.sum = (node, place)
         elif (activation := _activation(node)) is not None:
             chain.activation = activation
@@ -409,8 +411,8 @@ def batch_norms_as_eager(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         if node.target is aten._native_batch_norm_legit_functional.default:
             x, weight, bias, mean, variance, training, momentum, eps = node.args
-            if not training or not isinstance(mean, fx.Node) or not isinstance(variance, fx.Node):
-                continue
+            if not training or not all(isinstance(t, fx.Node) for t in (weight, mean, variance)):
+                continue  # the backward of the other operator wants a weight
             with graph.inserting_before(node):
                 new = graph.call_function(forward, (x, weight, bias, mean, variance, momentum, eps))
                 reserve = graph.call_function(operator.getitem, (new, 3))
@@ -479,7 +481,7 @@ def update_in_place(graph: fx.Graph) -> set[fx.Node]:
         if home.op != "placeholder" or copy.users:
             continue
         written.add(home)
-        counted = value.target is aten.add.Tensor and value.args == (home, 1)
+        counted = value.target is aten.add.Tensor and value.args == (home, 1) and not value.kwargs
         if counted and len(value.users) == 1 and home.users.keys() == {value, copy}:
             graph.erase_node(copy)
             graph.erase_node(value)

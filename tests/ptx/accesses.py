@@ -18,14 +18,16 @@ def _load(modifiers: list[str], operands: list[str]) -> Step:
     registers = elements(operands[0])
 
     def step(machine: Machine, lanes: Lanes) -> None:
-        if space == "param":
-            name = operands[1][1:-1]
+        name = operands[1][1:-1]
+        if space == "param" and isinstance(machine.arguments.get(name), int):
             value = np.array(machine.arguments[name] & (1 << 8 * SIZES[kind]) - 1)
             bits = value.astype(numpy_type(f"u{8 * SIZES[kind]}"))
             _write_widened(machine, registers[0], bits.view(numpy_type(kind)), lanes)
             return
         size, count = SIZES[kind], len(registers)
-        if space == "global":
+        if space == "param":
+            words = _member(machine, operands[1], size, count, lanes)
+        elif space == "global":
             address = machine.address(operands[1], "u64", lanes)
             words = machine.memory.load(address, size, count)
         elif space == "shared":
@@ -42,6 +44,17 @@ def _load(modifiers: list[str], operands: list[str]) -> Step:
             _write_widened(machine, register, value, lanes)
 
     return step
+
+
+def _member(machine: Machine, operand: str, size: int, count: int, lanes: Lanes) -> Words:
+    """Words of the parameter that is a struct."""
+    address = machine.address(operand, "u64", lanes).astype(np.int64)
+    if (address % (size * count)).any():
+        raise PtxError("an access to a parameter is not aligned")
+    if (address + size * count > len(machine.struct)).any():
+        raise PtxError(f"byte {address.max() + size * count - 1} of a parameter")
+    pieces = address[:, None] + np.arange(size * count)
+    return np.frombuffer(machine.struct, np.uint8)[pieces].view(unsigned(size))
 
 
 def _write_widened(machine: Machine, register: str, value: Words, lanes: Lanes) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 
 import numpy as np
@@ -89,8 +89,15 @@ def run(
 
 def run_step(step: Step, memory: DeviceMemory, arch: str) -> None:
     """Run one kernel launch, some blocks at a time, in their order."""
-    kernel = _kernel(step.kernel, arch)
     arguments = [*map(memory.address, step.operands), *step.scalars.values()]
+    run_kernel(step, arguments, memory, arch)
+
+
+def run_kernel(
+    step: Step, arguments: Sequence[int | bytes], memory: DeviceMemory, arch: str
+) -> None:
+    """Run one kernel launch on these arguments; a struct is given as its bytes."""
+    kernel = _kernel(step.kernel, arch)
     blocks = step.grid[0] * step.grid[1] * step.grid[2]
     threads = step.block[0] * step.block[1] * step.block[2]
     at_once = max(1, THREADS // threads)

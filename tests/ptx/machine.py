@@ -75,7 +75,7 @@ class Machine:
         kernel: Kernel,
         decode: Callable[[Instruction], Callable[[Machine, Lanes], None]],
         memory: DeviceMemory,
-        arguments: Sequence[int],
+        arguments: Sequence[int | bytes],
         grid: tuple[int, int, int],
         block: tuple[int, int, int],
         blocks: range,
@@ -86,6 +86,8 @@ class Machine:
             raise PtxError(f"{threads} threads a block are no whole warps")
         self.kernel, self.memory = kernel, memory
         self.arguments = dict(zip(kernel.parameters, arguments, strict=True))
+        #: The one parameter that is a struct; its address counts from 0.
+        self.struct = next((a for a in arguments if isinstance(a, bytes)), b"")
         self.lane = np.arange(len(blocks) * threads)
         self.thread = self.lane + blocks.start * threads
         self.shared = SharedMemory(len(blocks), kernel.shared_bytes + smem_bytes, threads)
@@ -205,6 +207,8 @@ class Machine:
         for addresses in (self.kernel.shared, self.kernel.local):
             if operand in addresses:
                 return wanted.type(addresses[operand])
+        if isinstance(self.arguments.get(operand), bytes):
+            return wanted.type(0)
         return _immediate(operand, wanted)
 
     def write(self, register: str, value: Any, lanes: Lanes) -> None:

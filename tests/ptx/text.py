@@ -70,7 +70,7 @@ class Kernel:
 
 _REGISTERS = re.compile(r"\.reg\s+\.(\w+)\s+(%?[\w$]+)(?:<(\d+)>)?")
 _VARIABLE = re.compile(r"\.(shared|local)\s+\.align\s+(\d+)\s+\.\w+\s+([\w$]+)\[(\d*)\]")
-_PARAMETER = re.compile(r"\.param\s+\.(\w+)\s+([\w$]+)")
+_PARAMETER = re.compile(r"\.param\s+(?:\.align\s+\d+\s+)?\.(\w+)\s+([\w$]+)")
 _STATEMENT = re.compile(r"(?:@(!?)(%\w+)\s+)?([a-z][\w.:]*)\s*(.*)", re.DOTALL)
 _OPERAND = re.compile(r"\{[^}]*\}|\[[^\]]*\]|[^\s,]+")
 _LABEL = re.compile(r"([$\w]+):(?!:)\s*")

@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -88,7 +86,8 @@ def on_gpu(dense: Predictor, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[R
     monkeypatch.setattr(choosing.driver, "device_of", lambda _: DEVICE)
     monkeypatch.setattr(choosing.torch.cuda, "device", lambda _: nullcontext())
     monkeypatch.setattr(loading, "Plans", plans)
-    monkeypatch.setattr(choosing, "_predictor", None)
+    monkeypatch.setattr(choosing._state, "predictor", None)
+    monkeypatch.setattr(choosing._state, "noticed", set())
     choosing.use_predictor(dense)
     loading._warn_once.cache_clear()
     yield plans
@@ -113,7 +112,9 @@ def test_the_next_plan_serves_where_the_first_is_not_offered(
     assert choice is not None
     assert choice.candidate == ranking[0]
     assert loading.load(choice, 0) is not None
+    assert loading.load(choice, 0) is loading.load(choice, 0)  # not built again
     on_gpu.row = None
+    choosing.forget()
     assert loading.load(choice, 0) is None  # PyTorch's own operator
 
 
@@ -127,15 +128,3 @@ def test_plans_of_another_cudnn_are_not_tried(
         assert loading.load(choice, 0) is None
         assert loading.load(choice, 0) is None
     assert len(caplog.records) == 1
-
-
-def test_dense_layers_pass_by_where_no_library_is_known(
-    dense: Predictor, model_folder: Path, on_gpu: type[Refusing]
-) -> None:
-    assert choosing.may_serve_dense
-    choosing.choose(NEW, 0)
-    assert choosing.may_serve_dense
-    choosing.use_predictor(Predictor.load(model_folder))
-    assert choosing.may_serve_dense  # not known yet
-    choosing.choose(replace(NEW, n=2), 0)
-    assert not choosing.may_serve_dense

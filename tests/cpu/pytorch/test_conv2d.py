@@ -9,7 +9,6 @@ import torch.nn.functional as F
 import confpred
 from confpred.errors import InvalidInput
 from confpred.problem.conv2d import ACTIVATIONS
-from confpred.pytorch.operators import written
 
 GEOMETRIES = (
     {"padding": 1, "groups": 4},
@@ -79,15 +78,6 @@ def test_a_gradient_that_was_expanded_is_taken() -> None:
     torch.testing.assert_close(ours, [x.grad, weight.grad, bias.grad])
 
 
-def test_a_fused_operator_has_no_gradient() -> None:
-    """`conv2d` never asks for one: it fuses nothing where gradients are needed."""
-    x, weight, _ = tensors()
-    weight.requires_grad_()
-    out = torch.ops.confpred.conv2d(x, weight, None, None, [1, 1], [0, 0], [1, 1], 1, "relu")
-    with pytest.raises(InvalidInput, match="where gradients are asked for"):
-        out.sum().backward()
-
-
 def test_traces_without_a_graph_break_forward_and_backward() -> None:
     x, weight, bias = tensors(groups=4)
 
@@ -102,19 +92,76 @@ def test_traces_without_a_graph_break_forward_and_backward() -> None:
     torch.testing.assert_close(grad, expected)
 
 
-def test_passes_pytorchs_checks_of_custom_operators() -> None:
+def test_gradients_of_gradients_and_batches_of_gradients() -> None:
+    given = [t.requires_grad_() for t in tensors(groups=4)]
+
+    def ours(*t: torch.Tensor) -> torch.Tensor:
+        return confpred.conv2d(*t, stride=2, padding=1, groups=4)
+
+    assert torch.autograd.gradgradcheck(ours, given, fast_mode=True)
+    assert torch.autograd.gradcheck(ours, given, fast_mode=True, check_batched_grad=True)
+
+
+def test_negative_and_conjugate_views_keep_their_signs() -> None:
     x, weight, bias = tensors(groups=4)
-    geometry = ([1, 1], [1, 1], [1, 1], 4)
-    last = torch.channels_last
-    x, weight = x.to(memory_format=last), weight.to(memory_format=last)
-    out = F.conv2d(x, weight, bias, padding=1, groups=4)
-    torch.library.opcheck(torch.ops.confpred.conv2d, (x, weight, bias, out, *geometry, "relu"))
-    pairs, sizes = ((1, 1), (1, 1), (1, 1), 4), tuple(weight.shape)
-    call = written(sizes, pairs, "relu")
-    torch.library.opcheck(torch.ops.confpred.conv2d_run, (x, weight, bias, out, call))
-    for mask in ((True, True, True), (True, False, False), (False, True, False)):
-        call = written(sizes, pairs, mask)
-        torch.library.opcheck(torch.ops.confpred.conv2d_backward, (out, x, weight, call))
+    views = [torch.complex(t, t).conj().imag for t in (x, weight, bias)]
+    assert all(view.is_neg() for view in views)
+    residual = torch.complex(*[F.conv2d(x, weight, bias, groups=4)] * 2).conj().imag
+    for wanted in (False, True):
+        for t in views:
+            t.requires_grad_(wanted)
+        found = confpred.conv2d(*views, groups=4, activation="silu", residual=residual)
+        expected = F.silu(F.conv2d(*views, groups=4) + residual)
+        torch.testing.assert_close(found, expected)
+    mine, other = (torch.autograd.grad(t.sum(), views) for t in (found, expected))
+    torch.testing.assert_close(mine, other)
+
+
+def test_transforms_of_torch_func() -> None:
+    x, weight, bias = tensors(groups=4)
+
+    def loss(function, weight):
+        return function(x, weight, bias, groups=4).square().sum()
+
+    grads = [torch.func.grad(loss, argnums=1)(f, weight) for f in (confpred.conv2d, F.conv2d)]
+    torch.testing.assert_close(*grads)
+    many = torch.stack([weight, 2 * weight])
+    found = [torch.func.vmap(lambda w, f=f: f(x, w, bias, groups=4))(many)
+             for f in (confpred.conv2d, F.conv2d)]  # fmt: skip
+    torch.testing.assert_close(*found)
+    tangent = torch.randn_like(weight)
+    found = [torch.func.jvp(lambda w, f=f: f(x, w, bias, groups=4), (weight,), (tangent,))
+             for f in (confpred.conv2d, F.conv2d)]  # fmt: skip
+    torch.testing.assert_close(*found)
+
+
+def test_odd_tensors_equal_pytorch() -> None:
+    """Slices, expanded tensors, gaps, an empty batch, one row, a window larger than the image."""
+    wide = torch.randn(3, 20, 9, 11)
+    odd = {
+        "a gap between channels": wide[:, 1:17:2], "an offset": wide[1:, 3:11],
+        "expanded": wide[:1, :8].expand(2, 8, 9, 11), "empty": wide[:0, :8],
+        "one row": wide[:, :8, :1], "transposed": wide[:, :8].mT,
+        "channels last, a part": wide.contiguous(memory_format=torch.channels_last)[:, 5:13],
+    }  # fmt: skip
+    weight = torch.randn(8, 2, 3, 3)
+    for name, x in odd.items():
+        for wanted in (False, True):
+            weight.requires_grad_(wanted)
+            found = confpred.conv2d(x, weight, padding=1, groups=4, activation="relu")
+            expected = F.relu(F.conv2d(x, weight, padding=1, groups=4))
+            torch.testing.assert_close(found, expected, msg=lambda m, n=name: f"{n}: {m}")
+    with pytest.raises(RuntimeError, match="Kernel size can't be greater"):
+        confpred.conv2d(wide[:, :8, :2, :2], weight, groups=4)
+
+
+def test_mixed_dtypes_are_refused_as_pytorch_does() -> None:
+    x, weight, _ = tensors()
+    with pytest.raises(RuntimeError) as theirs:
+        F.conv2d(x, weight.float())
+    with pytest.raises(RuntimeError) as ours:
+        confpred.conv2d(x, weight.float())
+    assert str(ours.value) == str(theirs.value)
 
 
 @pytest.mark.parametrize(

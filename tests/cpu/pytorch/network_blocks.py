@@ -177,11 +177,13 @@ def made(model: nn.Module) -> nn.Module:
     """`model` in evaluation, with statistics that matter."""
     torch.manual_seed(0)
     for module in model.modules():
-        if isinstance(module, nn.BatchNorm2d):
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
             for tensor in (module.weight, module.running_var):
-                nn.init.uniform_(tensor, 0.5, 1.5)
+                if tensor is not None:
+                    nn.init.uniform_(tensor, 0.5, 1.5)
             for tensor in (module.bias, module.running_mean):
-                nn.init.normal_(tensor)
+                if tensor is not None:
+                    nn.init.normal_(tensor)
     return model.eval()
 
 

@@ -1,0 +1,370 @@
+"""Inference: what becomes one operator, what stays as it is, and that both compute the same."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+from network_blocks import BLOCKS, images, made
+from torch import Tensor, nn
+
+from confpred.problem.conv2d import ACTIVATIONS, Problem
+from confpred.pytorch.backend import confpred as backend
+
+LAST = torch.channels_last
+CONV, SHIFT, FOLD = (
+    "confpred.conv2d.default",
+    "confpred.scale_shift.default",
+    "confpred.fold.default",
+)
+PLAIN, NORM = "aten.convolution.default", "aten._native_batch_norm_legit_no_training.default"
+
+
+class Chain(nn.Module):
+    """A convolution and what may follow it."""
+
+    def __init__(self, bias: bool, norm: bool, residual: bool, activation: str) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(8, 8, 3, padding=1, bias=bias, groups=2)
+        self.norm = nn.BatchNorm2d(8) if norm else nn.Identity()
+        self.residual, self.activation = residual, activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(self.conv(x))
+        if self.residual:
+            y = y + x
+        return y if self.activation == "none" else getattr(F, self.activation)(y)
+
+
+class Expression(nn.Module):
+    """A function of a convolution, another one, a norm and an image."""
+
+    def __init__(self, function) -> None:
+        super().__init__()
+        self.conv, self.other = nn.Conv2d(8, 8, 3, padding=1), nn.Conv2d(8, 8, 1)
+        self.norm, self.function = nn.BatchNorm2d(8), function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x, self.conv, self.other, self.norm)
+
+
+def image(dtype: torch.dtype = torch.float32, channels: int = 8) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2, channels, 7, 5, generator=generator, dtype=dtype)
+    return x.contiguous(memory_format=LAST)
+
+
+def run(model: nn.Module, *inputs: Tensor, layout: torch.memory_format = LAST) -> None:
+    """Compare a capture of `model` with `model`."""
+    model = made(model)
+    for parameter in model.parameters():
+        if parameter.dim() == 4:
+            parameter.data = parameter.data.contiguous(memory_format=layout)
+    inputs = inputs or (image(),)
+    with torch.no_grad():
+        found = torch.compile(model, backend=backend, fullgraph=True)(*inputs)
+        expected = model(*inputs)
+    torch.testing.assert_close(found, expected)
+    for mine, other in zip(_tensors(found), _tensors(expected), strict=True):
+        assert mine.stride() == other.stride()
+
+
+def _tensors(found) -> list[Tensor]:
+    return [found] if isinstance(found, Tensor) else list(found)
+
+
+def called(node) -> dict:
+    return json.loads(node.args[5])
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("norm", [True, False])
+@pytest.mark.parametrize("residual", [True, False])
+@pytest.mark.parametrize("wins", [True, False])
+def test_a_chain_is_one_operator(captured, activation, norm, residual, wins) -> None:
+    captured.wins = lambda problem: wins
+    run(Chain(not norm or residual, norm, residual, activation))
+    done = captured.of("inference")
+    ((problem,),) = captured.asked
+    assert (problem.activation, problem.residual, problem.bias) == (activation, residual, True)
+    if not wins and not norm and not residual and activation == "none":
+        assert done.targets() == [PLAIN]  # PyTorch's convolution adds the bias itself
+        return
+    assert done.targets() == [FOLD, CONV] if norm else [CONV]
+    (node,) = done.calls(CONV)
+    _, _, scale, _, added, _ = node.args
+    assert (scale is not None) == (norm and not wins)
+    assert (added is not None) == residual
+    assert called(node)["activation"] == activation
+    hint = called(node)["hints"][0]
+    assert hint["image"] == [2, 8, 7, 5]
+    assert hint["candidate"]["provider"] == ("cudnn" if wins else "pytorch")
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("residual", [True, False])
+def test_a_norm_without_a_convolution_is_one_operator(captured, activation, residual) -> None:
+    def function(x, conv, other, norm):
+        y = norm(x.sin())
+        y = x + y if residual else y
+        return y if activation == "none" else getattr(F, activation)(y)
+
+    run(Expression(function))
+    done = captured.of("inference")
+    assert captured.asked == []
+    assert done.targets() == [FOLD, "aten.sin.default", SHIFT]
+    assert done.calls(SHIFT)[0].args[4] == activation
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+@pytest.mark.parametrize("wins", [True, False])
+def test_networks_are_the_same_number(captured, kind, wins) -> None:
+    captured.wins = lambda problem: wins
+    run(BLOCKS[kind](), images().contiguous(memory_format=LAST))
+    done = captured.of("inference")
+    assert done.count(NORM) == 0
+    assert done.count(FOLD) == (kind not in ("convnext", "functional"))
+    assert (done.count(CONV) > 0) == (wins or kind != "convnext")
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_networks_whose_channels_are_first_stay_pytorchs(captured, kind) -> None:
+    run(BLOCKS[kind](), images(), layout=torch.contiguous_format)
+    done = captured.of("inference")
+    assert done.count(PLAIN) > 0
+    if kind != "convnext":  # which permutes its tensors itself
+        assert captured.asked == []
+        assert done.count(CONV) == done.count(SHIFT) == 0
+
+
+def test_all_norms_are_folded_in_one_launch(captured) -> None:
+    run(BLOCKS["bottleneck"](), images().contiguous(memory_format=LAST))
+    (fold,) = captured.of("inference").calls(FOLD)
+    gammas, *_, eps, dtypes = fold.args
+    assert len(gammas) == len(eps) == len(dtypes.split(",")) == 7
+
+
+def test_two_convolutions_that_are_summed(captured) -> None:
+    """The later one adds the other's output: that one is there by then."""
+    run(Expression(lambda x, conv, other, norm: F.relu(norm(conv(x)) + other(x))))
+    first, second = captured.of("inference").calls(CONV)
+    assert called(first)["activation"] == "none"
+    assert first.args[4] is None
+    assert called(second)["activation"] == "relu"
+    assert second.args[4] is first
+    assert [p.residual for p in captured.asked[0]] == [False, True]
+
+
+def test_a_chain_of_sums(captured) -> None:
+    run(Expression(lambda x, conv, other, norm: conv(x) + (conv(x.sin()) + (other(x) + x))))
+    nodes = captured.of("inference").calls(CONV)
+    assert all(node.args[4] is not None for node in nodes)
+    assert captured.of("inference").count("aten.add.Tensor") == 0
+
+
+LEFT_ALONE = {
+    # name: what is computed, and the activations of the operators that remain
+    "a value that is used again": (lambda x, c, o, n: (lambda y: F.relu(y) * y)(c(x)), ["none"]),
+    "an activation, used again": (lambda x, c, o, n: (lambda y: y + y)(F.relu(c(x))), ["relu"]),
+    "a value that is returned": (lambda x, c, o, n: (lambda y: (y, F.relu(y)))(c(x)), ["none"]),
+    "a norm's input that is returned": (lambda x, c, o, n: (lambda y: (y, n(y)))(c(x)), ["none"]),
+    "a norm's output, returned": (lambda x, c, o, n: (lambda y: (y, F.silu(y)))(n(c(x))), ["none"]),
+    "a sum that is returned": (lambda x, c, o, n: (lambda y: (y, F.silu(y)))(c(x) + x), ["none"]),
+    "a sum with itself": (lambda x, c, o, n: (lambda y: F.relu(y + y))(c(x)), ["none"]),
+    "a sum with a factor": (lambda x, c, o, n: torch.add(c(x), x, alpha=2), ["none"]),
+    "a sum with a factor on the output": (lambda x, c, o, n: torch.add(x, c(x), alpha=2), ["none"]),
+    "a sum that is broadcast": (lambda x, c, o, n: c(x) + x.mean((2, 3), keepdim=True), ["none"]),
+    "a sum into a larger tensor": (lambda x, c, o, n: c(x)[None] + x[None], ["none"]),
+    "a sum with a number": (lambda x, c, o, n: c(x) + 1.5, ["none"]),
+    "a sum with another dtype": (lambda x, c, o, n: c(x) + x.double(), ["none"]),
+    "a product": (lambda x, c, o, n: c(x) * x, ["none"]),
+    "another dtype before an activation": (lambda x, c, o, n: F.relu(c(x).double()), ["none"]),
+    "another gelu": (lambda x, c, o, n: F.gelu(c(x), approximate="tanh"), ["none"]),
+    "another clamp": (lambda x, c, o, n: F.hardtanh(c(x), 0.0, 5.0), ["none"]),
+    "a clamp from -1": (lambda x, c, o, n: F.hardtanh(c(x)), ["none"]),
+    "an activation without a name": (lambda x, c, o, n: F.elu(c(x)), ["none"]),
+    "two activations": (lambda x, c, o, n: F.silu(F.relu(c(x))), ["relu"]),
+    "a sum after an activation": (lambda x, c, o, n: F.relu(c(x)) + x, ["relu"]),
+    "two sums": (lambda x, c, o, n: c(x) + x + x.sin(), ["none"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", LEFT_ALONE)
+def test_what_is_not_the_same_is_not_fused(captured, kind) -> None:
+    function, activations = LEFT_ALONE[kind]
+    run(Expression(function))
+    nodes = captured.of("inference").calls(CONV)
+    assert [called(node)["activation"] for node in nodes] == activations
+
+
+def test_a_norm_after_a_sum_is_its_own_operator(captured) -> None:
+    run(Expression(lambda x, conv, other, norm: norm(conv(x) + x)))
+    assert captured.of("inference").targets() == [FOLD, CONV, SHIFT]
+
+
+def test_two_norms_are_two_operators(captured) -> None:
+    run(Expression(lambda x, conv, other, norm: norm(norm(conv(x)))))
+    assert captured.of("inference").targets() == [FOLD, CONV, SHIFT]
+
+
+def test_one_layer_twice_is_folded_where_it_stands(captured) -> None:
+    run(Expression(lambda x, conv, other, norm: norm(conv(F.relu(norm(conv(x)))))))
+    done = captured.of("inference")
+    assert done.targets() == [FOLD, CONV, CONV]
+
+
+def test_a_residual_of_another_layout_stays_a_sum(captured) -> None:
+    """The sum has the strides of its first operand, which a view may count on."""
+
+    class Sum(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(8, 8, 1)
+
+        def forward(self, x: Tensor, residual: Tensor) -> Tensor:
+            return (residual + self.conv(x)).flatten(1)
+
+    run(Sum(), image(), image().contiguous())
+    assert captured.of("inference").count("aten.add.Tensor") == 1
+
+
+class Transposed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.ConvTranspose2d(8, 8, 3, padding=1, bias=False)
+        self.norm = nn.BatchNorm2d(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.norm(self.up(x)))
+
+
+def test_a_transposed_convolution_stays_pytorchs(captured) -> None:
+    run(Transposed())
+    assert captured.asked == []
+    assert captured.of("inference").targets() == [FOLD, PLAIN, SHIFT]
+
+
+class OtherRanks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.line, self.norm = nn.Conv1d(8, 8, 3, padding=1), nn.BatchNorm1d(8)
+        self.volume, self.norm3 = nn.Conv3d(2, 2, 1), nn.BatchNorm3d(2)
+        self.flat = nn.BatchNorm1d(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.relu(self.norm(self.line(x.flatten(2))))
+        z = F.relu(self.norm3(self.volume(x.reshape(2, 2, 4, 7, 5))))
+        return y.sum() + z.sum() + self.flat(x.mean((2, 3))).sum()
+
+
+def test_other_numbers_of_dimensions_stay_pytorchs(captured) -> None:
+    run(OtherRanks())
+    done = captured.of("inference")
+    assert captured.asked == []
+    assert (done.count(NORM), done.count(CONV), done.count(SHIFT)) == (3, 0, 0)
+
+
+def test_float64_stays_pytorchs(captured) -> None:
+    run(Chain(True, True, True, "relu").double(), image(torch.float64))
+    assert captured.asked == []
+    assert captured.of("inference").count(PLAIN) == 1
+
+
+@pytest.mark.parametrize(
+    "norm", [nn.InstanceNorm2d(8), nn.GroupNorm(2, 8), nn.BatchNorm2d(8, track_running_stats=False)]
+)
+def test_other_norms_stay_pytorchs(captured, norm) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.norm = nn.Conv2d(8, 8, 1), norm
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.relu(self.norm(self.conv(x)))
+
+    run(Model())
+    assert captured.of("inference").count(FOLD) == 0
+
+
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("eps", [1e-3, 0.5])
+def test_norms_of_all_kinds_are_folded(captured, affine, eps) -> None:
+    model = Chain(False, True, False, "relu")
+    model.norm = nn.BatchNorm2d(8, eps=eps, affine=affine)
+    for tensor in (model.norm.running_mean, model.norm.running_var):
+        nn.init.uniform_(tensor, 0.5, 1.5)
+    model.eval().to(memory_format=LAST)
+    x = image()
+    with torch.no_grad():
+        torch.testing.assert_close(torch.compile(model, backend=backend)(x), model(x))
+    (fold,) = captured.of("inference").calls(FOLD)
+    assert fold.args[6] == [eps]
+    assert (fold.args[0] == [None]) is not affine
+
+
+def test_statistics_that_the_forward_writes_first_are_folded_after_that(captured) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.norm = nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.norm.running_mean.add_(x.mean())
+            return self.norm(self.conv(x))
+
+    model, x = made(Model()).to(memory_format=LAST), image()
+    before = model.norm.running_mean.clone()
+    compiled = torch.compile(model, backend=backend)
+    with torch.no_grad():
+        for times in (1, 2):
+            found = compiled(x)
+            torch.testing.assert_close(model.norm.running_mean, before + times * x.mean())
+            torch.testing.assert_close(found, model.norm(model.conv(x)))
+
+
+def test_autocast_folds_the_weights_themselves(captured) -> None:
+    model, x = made(Chain(False, True, False, "relu")).to(memory_format=LAST), image()
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        found, expected = torch.compile(model, backend=backend)(x), model(x)
+    assert found.dtype is torch.bfloat16
+    torch.testing.assert_close(found, expected, rtol=0.02, atol=0.05)
+    done = captured.of("inference")
+    (fold,) = done.calls(FOLD)
+    assert fold.args[5][0].op == "placeholder"
+    assert fold.args[7] == "bfloat16"
+    assert done.count("aten._to_copy.default") == 1  # the image
+    assert captured.asked[0][0].dtype == "bfloat16"
+
+
+def test_an_open_batch_is_captured_once(captured) -> None:
+    model = made(Chain(False, True, True, "silu")).to(memory_format=LAST)
+    compiled = torch.compile(model, backend=backend, dynamic=True)
+    with torch.no_grad():
+        for batch in (2, 3, 5):
+            x = image().repeat(batch, 1, 1, 1).contiguous(memory_format=LAST)
+            torch.testing.assert_close(compiled(x), model(x))
+    assert captured.of("inference").targets().count(CONV) == 1
+
+
+def test_problems_are_those_of_the_layers(captured) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(
+                8, 16, (3, 5), stride=(1, 2), padding=(2, 1), dilation=(2, 1), groups=4
+            )
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.relu(self.conv(x))
+
+    run(Model())
+    assert captured.asked == [
+        [
+            Problem(
+                2, 8, 7, 5, 16, 3, 5, stride=(1, 2), padding=(2, 1), dilation=(2, 1), groups=4,
+                dtype="float32", bias=True, activation="relu",
+            )
+        ]
+    ]  # fmt: skip

@@ -1,0 +1,384 @@
+"""`confpred.optimize` and `revert`: in place, and nothing but the speed of the model changes."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import logging
+import pickle
+import random
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from network_blocks import BLOCKS, images, made
+from torch import Tensor, nn
+
+import confpred
+from confpred.errors import ConfpredError, InvalidInput
+from confpred.pytorch import network, rewrite
+from confpred.pytorch.network import is_optimized
+
+LAST = torch.channels_last
+
+
+def image(batch: int = 2) -> Tensor:
+    return images(batch=batch).contiguous(memory_format=LAST)
+
+
+def small() -> nn.Module:
+    return made(BLOCKS["bottleneck"]()).to(memory_format=LAST)
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+@torch.no_grad()
+def test_equals_the_original_and_keeps_its_names(captured, kind) -> None:
+    model, x = made(BLOCKS[kind]()).to(memory_format=LAST), image()
+    expected = model(x)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    modules, own = [name for name, _ in model.named_modules()], set(vars(model))
+    assert confpred.optimize(model, x) is model
+    assert is_optimized(model)
+    torch.testing.assert_close(model(x), expected)
+    torch.testing.assert_close(model(x=x), expected)
+    assert captured.passes
+    after = model.state_dict()
+    assert list(after) == list(before)
+    assert all(torch.equal(after[name], before[name]) for name in before)
+    assert [name for name, _ in model.named_modules()] == modules
+    assert all(p.stride() == q.stride() for p, q in
+               zip(after.values(), before.values(), strict=True))  # fmt: skip
+    assert confpred.revert(model) is model
+    assert not is_optimized(model)
+    assert torch.equal(model(x), expected)
+    assert set(vars(model)) - own <= {"_compiled_call_impl"}
+
+
+def test_one_call_serves_inference_and_training(captured) -> None:
+    model, x = small(), image()
+    plain = copy.deepcopy(model)
+    confpred.optimize(model)
+    for training in (False, True, False):
+        for m in (model, plain):
+            m.train(training)
+        with torch.set_grad_enabled(training):
+            ours, theirs = model(x), plain(x)
+        torch.testing.assert_close(ours, theirs)
+        if training:
+            ours.sum().backward()
+            theirs.sum().backward()
+            for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
+                torch.testing.assert_close(mine.grad, other.grad)
+        torch.testing.assert_close(dict(model.named_buffers()), dict(plain.named_buffers()))
+    assert {p.kind for p in captured.passes} == {"inference", "forward", "backward"}
+
+
+class Named(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 3, 1)
+
+    def forward(self, x: Tensor, factor: Tensor | None = None, *, flag: bool = False) -> dict:
+        y = self.conv(x) if factor is None else self.conv(x) * factor
+        return {"out": [y, -y] if flag else [y]}
+
+
+@pytest.mark.parametrize("inputs", [
+    images(), (images(),), [images(), torch.ones(1)], {"x": images()},
+    {"factor": torch.ones(1), "x": images(), "flag": True},
+])  # fmt: skip
+@torch.no_grad()
+def test_examples_are_tensors_tuples_and_dictionaries(captured, inputs) -> None:
+    model = Named()
+    args, named = network.as_arguments(inputs)
+    expected = model(*args, **named)
+    confpred.optimize(model, inputs)
+    count = len(captured.passes)
+    torch.testing.assert_close(model(*args, **named), expected)
+    assert len(captured.passes) == count == 1
+
+
+@pytest.mark.parametrize(("arguments", "field"), [
+    ({"model": lambda x: x}, "model"), ({"example_inputs": 3}, "example_inputs"),
+    ({"example_inputs": "x"}, "example_inputs"), ({"grahps": False}, "options"),
+    ({"verify": "all"}, "verify"), ({"max_regret": 0.1}, "max_regret"),
+    ({"limits": 3}, "limits"), ({"graphs": None}, "graphs"),
+])  # fmt: skip
+def test_wrong_arguments_are_named_and_change_nothing(arguments, field) -> None:
+    model = small()
+    with pytest.raises(InvalidInput) as caught:
+        confpred.optimize(**{"model": model, **arguments})
+    assert caught.value.field == field
+    assert not is_optimized(model)
+
+
+def test_what_is_compiled_already_is_refused() -> None:
+    for function in (confpred.optimize, confpred.revert):
+        with pytest.raises(InvalidInput, match="not compiled yet"):
+            function(torch.compile(small()))
+    with pytest.raises(InvalidInput, match=r"torch\.nn\.Module"):
+        confpred.revert(3)
+
+
+@torch.no_grad()
+def test_copies_and_pickles_are_not_optimized(captured) -> None:
+    model, x = small(), image()
+    expected = model(x)
+    confpred.optimize(model, x)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    unpickled = pickle.loads(pickle.dumps(model))  # noqa: S301
+    again = [copy.deepcopy(model), copy.copy(model), unpickled,
+             torch.load(file, weights_only=False)]  # fmt: skip
+    for other in again:
+        assert not is_optimized(other)
+        torch.testing.assert_close(other(x), expected)
+        torch.testing.assert_close(confpred.optimize(other)(x), expected)
+    assert is_optimized(model)
+    model.blocks[0].conv1[0].weight.zero_()
+    assert not torch.allclose(model(x), again[0](x))
+
+
+@torch.no_grad()
+def test_state_dicts_go_round(captured) -> None:
+    model, other, x = small(), small(), image()
+    for parameter in other.parameters():
+        parameter.add_(0.1)
+    confpred.optimize(model, x)
+    model.load_state_dict(other.state_dict())
+    torch.testing.assert_close(model(x), other(x))
+
+
+@torch.no_grad()
+def test_a_wrong_number_is_found_and_undone(captured, monkeypatch) -> None:
+    model, x = small(), image()
+    expected = model(x)
+    monkeypatch.setitem(rewrite._ACTIVATIONS, torch.ops.aten.relu.default, "silu")
+    with pytest.raises(ConfpredError, match=r"Network is as it was: an output of norm \S+ is \S+"):
+        confpred.optimize(model, x)
+    assert not is_optimized(model)
+    assert torch.equal(model(x), expected)
+
+
+def test_a_wrong_gradient_is_found(captured, monkeypatch) -> None:
+    from confpred.pytorch import convolve
+
+    right = convolve.backward
+
+    def wrong(*given):
+        x, weight, bias = right(*given)
+        return x, None if weight is None else -weight, bias
+
+    monkeypatch.setattr(convolve, "backward", wrong)
+    with pytest.raises(ConfpredError, match="is as it was: an output of norm"):
+        confpred.optimize(small().train(), image())
+
+
+class Fails(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.conv(x)).view(-1, 7)
+
+
+def test_a_forward_that_raises_leaves_the_model_as_it_was(captured) -> None:
+    model = Fails().train()
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ConfpredError, match="Fails is as it was"):
+        confpred.optimize(model, image())
+    assert not is_optimized(model)
+    torch.testing.assert_close(dict(model.state_dict()), dict(before))
+    with pytest.raises(RuntimeError, match="invalid for input"):
+        model(image())
+
+
+def test_a_failure_leaves_an_optimized_model_optimized(captured) -> None:
+    model, x = small(), image()
+    with torch.no_grad():
+        confpred.optimize(model, x)
+        former = model._compiled_call_impl
+        with pytest.raises(ConfpredError):
+            confpred.optimize(model, torch.ones(2, 5, 4, 4))
+        assert model._compiled_call_impl is former
+        torch.testing.assert_close(model(x), confpred.revert(copy.deepcopy(model))(x))
+
+
+class Random(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(self.norm(self.conv(x)), 0.5)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_buffers_gradients_and_random_numbers_stay(captured, training) -> None:
+    model, x = Random().train(training).to(memory_format=LAST), image()
+    before = copy.deepcopy(model.state_dict())
+    torch.manual_seed(7)
+    random.seed(7)
+    with torch.set_grad_enabled(training):
+        confpred.optimize(model, x)
+    drawn, python = torch.rand(3), random.random()
+    torch.manual_seed(7)
+    random.seed(7)
+    assert torch.equal(drawn, torch.rand(3))
+    assert python == random.random()
+    torch.testing.assert_close(dict(model.state_dict()), dict(before), rtol=0, atol=0)
+    assert all(p.grad is None for p in model.parameters())
+    assert model.training is training
+
+
+class Draws(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(x) * random.random()
+
+
+@torch.no_grad()
+def test_numbers_that_python_draws_stay(captured) -> None:
+    random.seed(3)
+    expected = random.random()
+    random.seed(3)
+    confpred.optimize(Draws(), image())
+    assert random.random() == expected
+
+
+@torch.no_grad()
+def test_a_network_of_pytorchs_modules_alone_is_captured(captured) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU()).eval()
+    model.to(memory_format=LAST)
+    confpred.optimize(model, image())
+    (done,) = captured.passes
+    assert done.targets() == ["confpred.fold.default", "confpred.conv2d.default"]
+    layer = confpred.optimize(nn.Conv2d(3, 4, 1).eval(), image())
+    layer(image())
+    assert len(captured.passes) == 2
+
+
+@torch.no_grad()
+def test_many_models_of_one_class_are_captured(captured) -> None:
+    """Dynamo keeps a limited number of graphs for one function."""
+    x = image()
+    models = [nn.Sequential(nn.Conv2d(3, 2 + i, 1), nn.ReLU()).eval() for i in range(12)]
+    for model in models:
+        confpred.optimize(model, x)
+    assert len(captured.passes) == len(models)
+    for model in models:
+        torch.testing.assert_close(model(x), model._call_impl(x))
+    assert len(captured.passes) == len(models)
+
+
+class Breaks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.conv(x))
+        torch._dynamo.graph_break()
+        x = F.relu(self.conv(x))
+        torch._dynamo.graph_break()
+        return self.conv(x)
+
+
+@torch.no_grad()
+def test_breaks_of_the_graph_are_named_once(captured, caplog) -> None:
+    model, x = Breaks().eval().to(memory_format=LAST), image()
+    expected = model(x)
+    with caplog.at_level(logging.WARNING, logger="confpred"):
+        confpred.optimize(model, x)
+        torch.testing.assert_close(model(x), expected)
+    (said,) = [r.getMessage() for r in caplog.records if r.name == "confpred"]
+    assert said.startswith("Breaks is captured in parts, cut where: ")
+    assert "\n" not in said
+    assert len(captured.passes) == 3
+
+
+@torch.no_grad()
+def test_a_network_that_is_captured_whole_is_not_worth_a_word(captured, caplog) -> None:
+    with caplog.at_level(logging.WARNING, logger="confpred"):
+        confpred.optimize(small(), image())
+    assert not [r for r in caplog.records if r.name == "confpred"]
+
+
+class Unstable(nn.Module):
+    """Its output is one of rounding alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.relu(self.conv(x))
+        return (y * 1e7).sin()
+
+
+@torch.no_grad()
+def test_what_changes_with_any_rounding_is_told(captured, caplog, monkeypatch) -> None:
+    monkeypatch.setitem(rewrite._ACTIVATIONS, torch.ops.aten.relu.default, "silu")
+    with caplog.at_level(logging.WARNING, logger="confpred"):
+        confpred.optimize(Unstable().to(memory_format=LAST), image())
+    (said,) = [r.getMessage() for r in caplog.records if r.name == "confpred"]
+    assert said.startswith("the outputs of Unstable cannot be compared")
+
+
+@torch.no_grad()
+def test_an_open_batch(captured) -> None:
+    model = confpred.optimize(small(), image(), dynamic=True)
+    for batch in (3, 5, 4):
+        torch.testing.assert_close(model(image(batch)), model._call_impl(image(batch)))
+    assert len(captured.passes) == 1
+
+
+@torch.no_grad()
+def test_sizes_that_change_are_captured_again(captured) -> None:
+    model = confpred.optimize(small(), image())
+    for batch in (1, 3, 5, 7, 1):
+        torch.testing.assert_close(model(image(batch)), model._call_impl(image(batch)))
+    assert len(captured.passes) <= 4
+
+
+@torch.no_grad()
+def test_a_part_of_a_network(captured) -> None:
+    model, x = small(), image()
+    expected = model(x)
+    confpred.optimize(model.blocks[0])
+    torch.testing.assert_close(model(x), expected)
+    assert len(captured.passes) == 1
+    torch.testing.assert_close(confpred.optimize(model, x)(x), expected)
+
+
+@torch.no_grad()
+def test_the_original_is_freed(captured) -> None:
+    model = confpred.optimize(small(), image())
+    reference = weakref.ref(model)
+    captured.passes.clear()
+    del model
+    torch._dynamo.reset()
+    gc.collect()
+    assert reference() is None
+
+
+def test_differences_are_told() -> None:
+    one = torch.ones(3)
+    tell = network._largest_difference
+    assert tell([one], [one.clone()]) is None
+    assert tell([one], [one + 1e-6]) is None
+    assert "0.866 off" in tell([one], [one * 1.5])
+    assert "other shapes" in tell([one], [one[:2]])
+    assert "other shapes" in tell([one], [])
+    assert "torch.float32 and not of torch.float64" in tell([one], [one.double()])
+    assert "whole numbers" in tell([one.int()], [one.int() + 1])
+    assert "infinite" in tell([one / 0], [one])
+    assert tell([one / 0], [one / 0]) is None
+    assert tell([one * float("nan")], [one * float("nan")]) is None
