@@ -157,6 +157,7 @@ class Compiler:
 
     def inference(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
         """Compile a graph without gradients."""
+        rewrite.views_of_any_layout(gm.graph)
         choose = self.chooser(gm.graph)
         if choose is not None:
             to_channels_last(gm.graph)
@@ -177,6 +178,7 @@ class Compiler:
         """
         from torch._functorch.partitioners import default_partition
 
+        rewrite.views_of_any_layout(joint.graph)
         choose = self.chooser(joint.graph)
         if choose is not None:
             to_channels_last(joint.graph, told["num_fwd_outputs"])
@@ -207,7 +209,6 @@ class Compiler:
     ) -> Any:
         from torch._dynamo.backends.debugging import boxed_nop
 
-        rewrite.views_of_any_layout(gm.graph)
         gm.recompile()
         plain = boxed_nop(gm, [])
         if not self.options.graphs or ordinal_of(gm.graph) is None:
