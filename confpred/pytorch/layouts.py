@@ -53,8 +53,9 @@ def to_channels_last(graph: fx.Graph, visible: int | None = None) -> bool:
             _replace_argument(node, place, _copy(graph, source, CHANNELS_LAST))
     output = next(iter(reversed(graph.nodes)))
     results: Any = list(output.args[0])
-    with graph.inserting_before(output):
-        for place in restored:
+    for place in restored:
+        # At once behind it: a joint graph is cut where the last result of the forward pass is.
+        with graph.inserting_after(results[place]):
             results[place] = _copy(graph, results[place], torch.contiguous_format)
     output.args = (tuple(results),)
     graph.lint()

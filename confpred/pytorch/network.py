@@ -68,9 +68,8 @@ def optimize(
     Options.of(options)
     former = model._compiled_call_impl
     # The choices of options reach the backend as they are: ``torch.compile`` passes them on.
-    call = _own_frame(model)
-    model._compiled_call_impl = torch.compile(
-        call, backend=confpred, dynamic=dynamic, options=dict(options)
+    model._compiled_call_impl = _behind_captures(
+        torch.compile(_own_frame(model), backend=confpred, dynamic=dynamic, options=dict(options))
     )
     if example_inputs is None:
         return model
@@ -121,6 +120,21 @@ def _check(model: object) -> None:
         raise InvalidInput("model", model, "a torch.nn.Module")
     if "_orig_mod" in model._modules:
         raise InvalidInput("model", type(model).__name__, "a module that was not compiled yet")
+
+
+def _behind_captures(captured: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that calls `captured` once no other thread is capturing.
+
+    Before PyTorch 2.13 a captured function refuses to run while another thread traces anything.
+    """
+    from torch._dynamo.convert_frame import compile_lock
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with compile_lock:
+            pass
+        return captured(*args, **kwargs)
+
+    return call
 
 
 def _own_frame(model: nn.Module) -> Callable[..., Any]:

@@ -89,13 +89,13 @@ class AsksForModes(Net):
 
 @hazard()
 def a_forward_that_asks_for_modes(run: Run) -> Any:
-    model, found = run.optimize(run.network(AsksForModes)), []
+    model, found = run.optimize(run.network(AsksForModes, train=True).eval()), []
     for grad in (True, False, True):
         for cast in (False, True):
             with torch.set_grad_enabled(grad), torch.autocast(
                 run.device, torch.bfloat16, enabled=cast
             ):
-                found += [model(run.images(seed)).detach() for seed in range(3)]
+                found += [model(run.floats(seed)).detach() for seed in range(3)]
     return found
 
 

@@ -145,7 +145,7 @@ def an_optimizer_with_fused(run: Run) -> Any:
 
 @hazard()
 def fused_adam_on_folded_filters(run: Run) -> Any:
-    return _trained(run, lambda p: torch.optim.AdamW(p, 0.02, fused=True))
+    return _trained(run, lambda p: torch.optim.AdamW(p, 0.02, eps=1e-3, fused=True))
 
 
 @hazard()
@@ -157,7 +157,7 @@ def training_in_evaluation_mode(run: Run) -> Any:
 @hazard()
 def an_optimizer_that_has_state_already(run: Run) -> Any:
     model = run.network(train=True)
-    optimizer = torch.optim.AdamW(model.parameters(), 0.01, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01, eps=1e-3, fused=True)
     run.train(model, optimizer, 2)
     strides = [p.stride() for p in model.parameters()]
     run.optimize(model)
