@@ -242,7 +242,7 @@ def transforms_of_functions(run: Run) -> Any:
 
 @hazard()
 def a_penalty_on_several_outputs(run: Run) -> Any:
-    """Only some outputs get a gradient. A captured graph gives zeros where eager mode gives none."""
+    """Only some outputs get a gradient; a captured graph gives zeros where eager mode has none."""
 
     class Several(Net):
         def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:

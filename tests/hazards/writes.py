@@ -26,8 +26,7 @@ def weights_written_through_data(run: Run) -> Any:
     for weight in _halves(model):
         weight.data = weight.data * 1.5  # lies elsewhere
     found.append(run.infer(model))
-    for before, after in zip(found, found[1:], strict=False):
-        run.changed(before, after)
+    run.changed(*found)
     return found
 
 
@@ -51,8 +50,7 @@ def weights_and_statistics_copied_to(run: Run) -> Any:
     with torch.inference_mode():
         model.head.weight.mul_(2)
     found.append(run.infer(model))
-    for before, after in zip(found, found[1:], strict=False):
-        run.changed(before, after)
+    run.changed(*found)
     return found
 
 
@@ -82,8 +80,7 @@ def states_loaded(run: Run) -> Any:
     state = {k: v * 1.4 if v.is_floating_point() else v for k, v in model.state_dict().items()}
     model.load_state_dict(state, assign=True)
     found.append(run.infer(model))
-    for before, after in zip(found, found[1:], strict=False):
-        run.changed(before, after)
+    run.changed(*found)
     return found, list(model.state_dict())
 
 
@@ -110,8 +107,7 @@ def parameters_exchanged(run: Run) -> Any:
     with torch.no_grad():
         model.pointwise.weight.set_(model.pointwise.weight.detach() * -2)
     found.append(run.infer(model))
-    for before, after in zip(found, found[1:], strict=False):
-        run.changed(before, after)
+    run.changed(*found)
     return found
 
 
