@@ -40,8 +40,8 @@ class Way:
     Attributes:
         step: one step.
         first_s: seconds of the first step, compilation included.
-        peak_mb: most device memory that PyTorch reserves during a step above what it held before the
-            way was started, weights and the pools of CUDA graphs included, MiB.
+        peak_mb: most device memory that PyTorch reserves in a step, beyond what it held before the
+            way was started; weights and the pools of CUDA graphs are in it. MiB.
         difference: from float32, relative, in the 2-norm.
         graph: one CUDA graph of the step, or None.
         times_ms, graph_ms: of a step, one a round.
