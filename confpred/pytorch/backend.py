@@ -108,6 +108,7 @@ def confpred(
     if mode not in (None, "default"):
         raise InvalidInput("mode", mode, "None; options={'graphs': False} is without CUDA graphs")
     compiler = Compiler(Options.of(options))
+    _guard_hooks()
     return aot_autograd(
         fw_compiler=compiler.forward,
         bw_compiler=compiler.backward,
@@ -115,6 +116,26 @@ def confpred(
         partition_fn=compiler.partition,
         keep_inference_input_mutations=True,
     )(gm, example_inputs)
+
+
+def _guard_hooks() -> None:
+    """Let the guards of the capture under way see hooks that are added to modules later.
+
+    Dynamo skips them unless it is told not to, and a hook would be ignored.
+    """
+    from torch._dynamo import callback, config
+
+    if not config.skip_nnmodule_hook_guards:
+        return
+
+    def restore(*_: Any) -> None:
+        config.skip_nnmodule_hook_guards = True
+        callback.callback_handler.end_callbacks = [
+            each for each in callback.callback_handler.end_callbacks if each is not restore
+        ]
+
+    callback.on_compile_end(restore)
+    config.skip_nnmodule_hook_guards = False
 
 
 class Compiler:
@@ -186,6 +207,7 @@ class Compiler:
     ) -> Any:
         from torch._dynamo.backends.debugging import boxed_nop
 
+        rewrite.views_of_any_layout(gm.graph)
         gm.recompile()
         plain = boxed_nop(gm, [])
         if not self.options.graphs or ordinal_of(gm.graph) is None:
