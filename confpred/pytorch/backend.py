@@ -28,7 +28,7 @@ from confpred.problem.limits import UNLIMITED, Limits
 from confpred.pytorch import choosing, rewrite, verify
 from confpred.pytorch.choosing import Wishes
 from confpred.pytorch.freeze import frozen
-from confpred.pytorch.graphs import graphed
+from confpred.pytorch.graphs import Trees, graphed
 from confpred.pytorch.layouts import to_channels_last
 from confpred.pytorch.loading import compile_ahead
 
@@ -149,6 +149,7 @@ class Compiler:
     def __init__(self, options: Options) -> None:
         self.options = options
         self.sites: list[rewrite.Site] = []
+        self._trees = Trees()
 
     def chooser(self, graph: fx.Graph) -> rewrite.Choose | None:
         """Return a function that chooses for the device of `graph`; None where that is no GPU."""
@@ -157,6 +158,7 @@ class Compiler:
 
     def inference(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
         """Compile a graph without gradients."""
+        rewrite.views_of_any_layout(gm.graph)
         choose = self.chooser(gm.graph)
         if choose is not None:
             to_channels_last(gm.graph)
@@ -177,6 +179,7 @@ class Compiler:
         """
         from torch._functorch.partitioners import default_partition
 
+        rewrite.views_of_any_layout(joint.graph)
         choose = self.chooser(joint.graph)
         if choose is not None:
             to_channels_last(joint.graph, told["num_fwd_outputs"])
@@ -207,14 +210,16 @@ class Compiler:
     ) -> Any:
         from torch._dynamo.backends.debugging import boxed_nop
 
-        rewrite.views_of_any_layout(gm.graph)
         gm.recompile()
         plain = boxed_nop(gm, [])
         if not self.options.graphs or ordinal_of(gm.graph) is None:
             return plain
         places = [n for n in gm.graph.nodes if n.op == "placeholder"]
         mutated = [i for i, node in enumerate(places) if node in written]
-        return graphed(gm, plain, static=static, written=mutated, visible=visible, kind=kind)
+        return graphed(
+            gm, plain, static=static, written=mutated, visible=visible, kind=kind,
+            trees=self._trees,
+        )  # fmt: skip
 
 
 def chooser(ordinal: int, options: Options) -> rewrite.Choose:

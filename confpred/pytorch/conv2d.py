@@ -88,6 +88,8 @@ def conv2d(
         x, weight = x.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
         residual = None if residual is None else residual.to(dtype)
+    if any(t is not None and t.dtype is not x.dtype for t in (weight, bias)):
+        return F.conv2d(x, weight, bias, *geometry)  # PyTorch says what is wrong
     wishes = ANY if limits is None else Wishes(limits)
     if differentiable:
         # The activation's gradient needs its input, so neither activation nor residual is fused.

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,6 +26,43 @@ _last_stream: dict[int, torch.cuda.Stream] = {}
 Run = Callable[[list[Any]], Any]
 
 
+@dataclass(slots=True)
+class Trees:
+    """The cudagraph trees that the passes of one capture share.
+
+    Trees belong to a thread, and to those that autograd starts for its backward passes. A capture
+    takes those of the first thread that runs it, or of the main thread once that does; in other
+    threads it runs without CUDA graphs.
+
+    Attributes:
+        containers: PyTorch's own object, by which they are known; None until a pass has run.
+    """
+
+    containers: Any = None
+
+    def are_here(self, backward: bool) -> bool:
+        """Return whether this thread may run the passes as CUDA graphs."""
+        from torch._inductor import cudagraph_trees
+
+        local = cudagraph_trees.local
+        if hasattr(local, "tree_manager_containers"):
+            here = local.tree_manager_containers
+        elif torch._C._is_key_in_tls("tree_manager_containers"):
+            here = torch._C._get_obj_in_tls("tree_manager_containers")
+        elif backward:
+            return False
+        else:
+            # PyTorch prepares the thread that imports the module, before 2.13 no other one.
+            here = local.tree_manager_containers = {}
+            local.tree_manager_locks = defaultdict(threading.Lock)
+            torch._C._stash_obj_in_tls("tree_manager_containers", here)
+            torch._C._stash_obj_in_tls("tree_manager_locks", local.tree_manager_locks)
+        is_main = threading.current_thread() is threading.main_thread()
+        if not backward and (self.containers is None or is_main):
+            self.containers = here
+        return self.containers is here
+
+
 def graphed(
     gm: fx.GraphModule,
     plain: Run,
@@ -32,6 +71,7 @@ def graphed(
     written: Sequence[int],
     visible: int | None,
     kind: str,
+    trees: Trees,
 ) -> Run:
     """Return a function that replays `gm` as a CUDA graph wherever that is right.
 
@@ -42,12 +82,13 @@ def graphed(
         written: places of inputs that it writes to.
         visible: how many results, from the first on, the caller sees; None for all.
         kind: ``inference``, ``forward`` or ``backward``.
+        trees: of this capture.
     """
     why = why_not(gm)
     if why is not None:
         log.info("no CUDA graph of the %s pass: %s", kind, why)
         return plain
-    replay = _Graphed(gm, plain, static, written, visible, kind)
+    replay = _Graphed(gm, plain, static, written, visible, kind, trees)
 
     def run(inputs: list[Any]) -> Any:
         return replay(inputs)
@@ -86,6 +127,7 @@ class _Graphed:
         written: Sequence[int],
         visible: int | None,
         kind: str,
+        trees: Trees,
     ) -> None:
         from torch._inductor.cudagraph_utils import get_placeholder_info
 
@@ -98,13 +140,17 @@ class _Graphed:
         results: Any = next(iter(reversed(gm.graph.nodes))).args[0]
         self._traces = [getattr(result, "stack_trace", None) for result in results]
         self._graphs: dict[Any, Run] = {}
-        # Cudagraph trees belong to a thread, and to the threads that autograd starts for it.
-        self._thread = threading.get_ident()
+        self._trees, self._former = trees, None
         self._refused = False
 
     def __call__(self, inputs: list[Any]) -> Any:
-        if torch.cuda.is_current_stream_capturing() or not self._is_own_thread():
+        if torch.cuda.is_current_stream_capturing():
             return self._plain(inputs)
+        if not self._trees.are_here(self._kind == "backward"):
+            return self._plain(inputs)
+        if self._former is not self._trees.containers:
+            self._former = self._trees.containers
+            self._graphs.clear()
         key = (_switches(), *(x for x in inputs if isinstance(x, int)))
         run = self._graphs.get(key)
         if run is None:
@@ -141,25 +187,31 @@ class _Graphed:
         )
         return run
 
-    def _is_own_thread(self) -> bool:
-        from torch._inductor import cudagraph_trees
-
-        return threading.get_ident() == self._thread or (
-            self._kind == "backward"
-            and not hasattr(cudagraph_trees.local, "tree_manager_containers")
-            and torch._C._is_key_in_tls("tree_manager_containers")
-        )
-
     def _copied(self, returned: Any) -> list[Any]:
-        """Return `returned` with copies in the place of what the caller sees."""
+        """Return `returned` with copies in the place of what the caller sees.
+
+        Results that share memory, such as a tensor and a view of it, go on to share it.
+        """
         results: list[Any] = list(returned)
         end = len(results) if self._visible is None else self._visible
-        places = [i for i in range(end) if isinstance(results[i], Tensor)]
-        copies = [torch.empty_like(results[i]) for i in places]
-        if copies:
-            with torch.no_grad():
-                torch._foreach_copy_(copies, [results[i] for i in places])
-        for i, copy in zip(places, copies, strict=True):
+        groups: dict[int, list[int]] = {}
+        for i, t in enumerate(results[:end]):
+            if isinstance(t, Tensor):
+                groups.setdefault(t.untyped_storage()._cdata, []).append(i)
+        alone = [places[0] for places in groups.values() if len(places) == 1]
+        copies = [torch.empty_like(results[i]) for i in alone]
+        with torch.no_grad():
+            if copies:
+                torch._foreach_copy_(copies, [results[i] for i in alone])
+            for places in groups.values():
+                storage = results[places[0]].untyped_storage().clone() if len(places) > 1 else None
+                for i in places if storage is not None else ():
+                    t = results[i]
+                    shape = t.storage_offset(), t.shape, t.stride()
+                    results[i] = torch.empty_like(t, memory_format=torch.contiguous_format).set_(
+                        storage, *shape
+                    )
+        for i, copy in zip(alone, copies, strict=True):
             results[i] = copy
         return results
 

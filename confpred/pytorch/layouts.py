@@ -18,7 +18,6 @@ from confpred.pytorch.ready import CHANNELS_LAST
 log = logging.getLogger("confpred")
 aten = torch.ops.aten
 _HALF = (torch.float16, torch.bfloat16)
-_VIEWS = (aten.view.default, aten._unsafe_view.default)
 #: Nodes whose result depends on how their input lies in memory.
 _BOUND = {aten.as_strided.default, aten.view.dtype, aten.native_dropout.default, aten.bernoulli.p}
 
@@ -31,7 +30,8 @@ def to_channels_last(graph: fx.Graph, visible: int | None = None) -> bool:
     """Bring the images of a graph into channels last, if its convolutions want that.
 
     Args:
-        graph: from AOTAutograd, of inference or joint; changed in place, all or nothing.
+        graph: from AOTAutograd, of inference or joint, its views made reshapes; changed in place,
+            all or nothing.
         visible: how many results the caller sees; None for all.
 
     Returns:
@@ -40,13 +40,11 @@ def to_channels_last(graph: fx.Graph, visible: int | None = None) -> bool:
     if not any(_is_channels_first(node) for node in graph.nodes):
         return False
     try:
-        vals, copied, reshaped = _propagated(graph)
+        vals, copied = _propagated(graph)
         restored = _restored(graph, vals, visible)
-    except (_Bound, RuntimeError, ValueError) as error:
+    except (_Bound, RuntimeError) as error:
         log.debug("the graph keeps its layout: %s", error)
         return False
-    for node in reshaped:
-        node.target = aten.reshape.default
     for node, val in vals.items():
         node.meta["val"] = val
     for node, place in copied:
@@ -55,8 +53,9 @@ def to_channels_last(graph: fx.Graph, visible: int | None = None) -> bool:
             _replace_argument(node, place, _copy(graph, source, CHANNELS_LAST))
     output = next(iter(reversed(graph.nodes)))
     results: Any = list(output.args[0])
-    with graph.inserting_before(output):
-        for place in restored:
+    for place in restored:
+        # At once behind it: a joint graph is cut where the last result of the forward pass is.
+        with graph.inserting_after(results[place]):
             results[place] = _copy(graph, results[place], torch.contiguous_format)
     output.args = (tuple(results),)
     graph.lint()
@@ -77,14 +76,10 @@ def _is_channels_first(node: fx.Node) -> bool:
     )
 
 
-def _propagated(
-    graph: fx.Graph,
-) -> tuple[dict[fx.Node, Any], list[tuple[fx.Node, int]], list[fx.Node]]:
-    """Return the values of all nodes in the new layout, which arguments are to be copied into it,
-    and which views become reshapes."""
+def _propagated(graph: fx.Graph) -> tuple[dict[fx.Node, Any], list[tuple[fx.Node, int]]]:
+    """Return the values of all nodes in the new layout, and which arguments are to be copied."""
     vals: dict[fx.Node, Any] = {}
     copied: list[tuple[fx.Node, int]] = []
-    reshaped: list[fx.Node] = []
     mode: Any = next(
         n.meta["val"].fake_mode for n in graph.nodes if isinstance(n.meta.get("val"), Tensor)
     )
@@ -102,15 +97,8 @@ def _propagated(
                     if not given[place].is_contiguous(memory_format=CHANNELS_LAST):
                         given[place] = given[place].clone(memory_format=CHANNELS_LAST)
                         copied.append((node, place))
-            if node.target in _VIEWS:
-                try:
-                    vals[node] = node.target(*given, **named)
-                except (RuntimeError, ValueError):  # of fake tensors, the latter
-                    vals[node] = aten.reshape.default(*given, **named)
-                    reshaped.append(node)
-            else:
-                vals[node] = node.target(*given, **named)
-    return vals, copied, reshaped
+            vals[node] = node.target(*given, **named)
+    return vals, copied
 
 
 def _restored(graph: fx.Graph, vals: dict[fx.Node, Any], visible: int | None) -> list[int]:

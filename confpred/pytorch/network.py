@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree
-from torch.utils.hooks import RemovableHandle
 
 from confpred.errors import ConfpredError, InvalidInput
 from confpred.pytorch.backend import Options, confpred
@@ -68,13 +67,10 @@ def optimize(
     _check(model)
     Options.of(options)
     former = model._compiled_call_impl
-
     # The choices of options reach the backend as they are: ``torch.compile`` passes them on.
-    def capture() -> Callable[..., Any]:
-        call = own_frame(model)
-        return torch.compile(call, backend=confpred, dynamic=dynamic, options=dict(options))
-
-    model._compiled_call_impl = _with_its_hooks(model, capture)
+    model._compiled_call_impl = _behind_captures(
+        torch.compile(_own_frame(model), backend=confpred, dynamic=dynamic, options=dict(options))
+    )
     if example_inputs is None:
         return model
     try:
@@ -126,35 +122,22 @@ def _check(model: object) -> None:
         raise InvalidInput("model", type(model).__name__, "a module that was not compiled yet")
 
 
-def _with_its_hooks(
-    model: nn.Module, capture: Callable[[], Callable[..., Any]]
-) -> Callable[..., Any]:
-    """Return a function that calls what `capture` returns, and captures anew for added hooks.
+def _behind_captures(captured: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that calls `captured` once no other thread is capturing.
 
-    Dynamo guards the hooks that it finds, and not that there are none. Each handle of a hook has a
-    number of its own, so one comparison a call says that no hook was added anywhere.
+    Before PyTorch 2.13 a captured function refuses to run while another thread traces anything.
     """
-    captured, latest, known = capture(), RemovableHandle.next_id, _hooks(model)
+    from torch._dynamo.convert_frame import compile_lock
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        nonlocal captured, latest, known
-        if latest != RemovableHandle.next_id:
-            latest, now = RemovableHandle.next_id, _hooks(model)
-            if now != known:
-                captured, known = capture(), now
+        with compile_lock:
+            pass
         return captured(*args, **kwargs)
 
     return call
 
 
-def _hooks(model: nn.Module) -> frozenset[int]:
-    """Return the numbers of all hooks on modules of `model`."""
-    kinds = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-    owners = [vars(module) for module in model.modules()]
-    return frozenset(number for own in owners for kind in kinds for number in own[kind])
-
-
-def own_frame(model: nn.Module) -> Callable[..., Any]:
+def _own_frame(model: nn.Module) -> Callable[..., Any]:
     """Return a function that calls `model`, with code of its own.
 
     Dynamo keeps captured graphs by code object, a limited number for each, and looks into no

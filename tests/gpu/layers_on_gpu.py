@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -21,7 +21,6 @@ from confpred.predict.predictor import Predictor
 from confpred.problem.device import Device, get_device
 from confpred.problem.limits import UNLIMITED, Limits
 from confpred.problem.record import Record
-from confpred.pytorch import gradients, routing
 
 T = TypeVar("T")
 LAST = torch.channels_last
@@ -59,6 +58,15 @@ class OursFirst(Predictor):
         found.chosen, found._limits = self.chosen, limits
         return found
 
+    def choose_many(
+        self,
+        problems: Iterable[Record],
+        device: str | Device,
+        *,
+        max_regret: float | None = None,
+    ) -> list[Choice]:
+        return [self.choose(problem, device, max_regret=max_regret) for problem in problems]
+
     def choose(
         self, problem: Record, device: str | Device, *, max_regret: float | None = None
     ) -> Choice:
@@ -84,6 +92,15 @@ class PlansFirst(Predictor):
 
     def knows_libraries(self, device: str | Device) -> bool:
         return True
+
+    def choose_many(
+        self,
+        problems: Iterable[Record],
+        device: str | Device,
+        *,
+        max_regret: float | None = None,
+    ) -> list[Choice]:
+        return [self.choose(problem, device, max_regret=max_regret) for problem in problems]
 
     def choose(
         self, problem: Record, device: str | Device, *, max_regret: float | None = None
@@ -141,22 +158,6 @@ def ours_first() -> Iterator[OursFirst]:
         yield predictor
     finally:
         confpred.use_predictor(Predictor({}))
-
-
-@contextmanager
-def pytorch_refused() -> Iterator[None]:
-    """PyTorch's own convolutions fail where `confpred.enable` would pass on to them; to be entered
-    and left while enabled."""
-
-    def refuse(*_: Any) -> None:
-        raise AssertionError("PyTorch's own operator was called")
-
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("PYTORCH_CONV1D", "PYTORCH_CONV2D", "PYTORCH_CONV_TRANSPOSE2D"):
-            patch.setattr(routing, name, refuse)
-        for name in ("pytorch_forward", "pytorch_backward"):
-            patch.setattr(gradients, name, refuse)
-        yield
 
 
 Layer = tuple[torch.Tensor, torch.Tensor, torch.Tensor]

@@ -98,17 +98,17 @@ def test_a_recording_without_a_cuda_call_writes_nothing(tmp_path: Path) -> None:
 
 def test_the_whole_process_follows_a_plan(tmp_path: Path, device: Device) -> None:
     path = tmp_path / "plan.json"
-    layer = nn.Conv2d(64, 64, 5, padding=2, groups=64).cuda().half().to(memory_format=LAST)
-    x = torch.randn(32, 64, 28, 28, device="cuda", dtype=torch.half).to(memory_format=LAST)
-    with confpred.enabled(wait=True), confpred.record_plan(path), torch.no_grad():
+    layer = nn.Conv2d(512, 512, 5, padding=2, groups=512).cuda().half().to(memory_format=LAST)
+    x = torch.randn(32, 512, 28, 28, device="cuda", dtype=torch.half).to(memory_format=LAST)
+    with confpred.enabled(), confpred.record_plan(path), torch.no_grad():
         expected = layer(x)
-    with confpred.enabled(wait=True, plan=path), torch.no_grad():
-        assert torch.equal(layer(x), expected)
+    with confpred.enabled(plan=path), torch.no_grad():
+        torch.testing.assert_close(layer(x), expected, rtol=4e-3, atol=4e-3)
     other = "h100" if device.key != "h100" else "h200"
     path.write_text(path.read_text().replace(f'"device": "{device.key}"', f'"device": "{other}"'))
     with (
         pytest.raises(InvalidInput, match=f"device='{other}'"),
-        confpred.enabled(wait=True, plan=path),
+        confpred.enabled(plan=path),
     ):
         pytest.fail("a plan for another device was followed")
 

@@ -37,8 +37,9 @@ from confpred.predict.pins import read_pins
 from confpred.predict.predictor import Predictor
 from confpred.problem.conv2d import ACTIVATIONS, Problem
 from confpred.problem.device import Device
+from confpred.pytorch.backend import confpred as confpred_backend
 from confpred.pytorch.layers import Geometry
-from confpred.pytorch.operators import geometry_of, written
+from confpred.pytorch.operators import Call
 
 
 @pytest.fixture(autouse=True)
@@ -231,7 +232,8 @@ def test_without_a_model_pytorch_serves(layer, caplog) -> None:
     x, weight, bias = layer
     with caplog.at_level(logging.DEBUG, logger="confpred.pytorch.choosing"):
         out = confpred.conv2d(x, weight, bias, **SHAPE)
-    assert "PyTorch's own operator (heuristic: no model" in caplog.text
+    assert "falling back to PyTorch for" in caplog.text
+    assert "no model for this device" in caplog.text
     close(out, F.conv2d(x, weight, bias, **SHAPE))
 
 
@@ -287,7 +289,7 @@ def test_filter_gradients_on_many_streams_keep_their_workspaces_apart(name) -> N
     """Each thread computes on a stream of its own, all at once, with one ready launch."""
     kwargs, channels = LAYERS[name]
     layers = [make_layer(kwargs, channels, seed=seed) for seed in range(6)]
-    call = written((*layers[0][1].shape,), pairs(kwargs), (False, True, True))
+    call = Call(pairs(kwargs), mask=(False, True, True)).text()
 
     def filter_grad(
         grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor
@@ -361,7 +363,9 @@ def test_compiles_without_a_graph_break(layer) -> None:
         out = confpred.conv2d(x, weight, bias, activation="relu", **SHAPE)
         return confpred.conv2d(out, weight, bias, activation="hardswish", residual=x, **SHAPE)
 
-    close(torch.compile(block, fullgraph=True)(x), block(x))
+    for backend in (confpred_backend, "inductor"):
+        torch._dynamo.reset()
+        close(torch.compile(block, fullgraph=True, backend=backend)(x), block(x))
 
 
 @pytest.mark.parametrize("name", ["width 8", "depthwise"])
@@ -372,9 +376,11 @@ def test_compiles_forward_and_backward(name, ours) -> None:
     def block(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
         return confpred.conv2d(x, weight, bias, activation="silu", **kwargs) * 2
 
-    out = torch.compile(block, fullgraph=True)(x, weight, bias)
-    grad = torch.randn_like(out)
+    torch._dynamo.reset()
     ours.chosen.clear()
+    compiled = torch.compile(block, fullgraph=True, backend=confpred_backend)
+    out = compiled(x, weight, bias)
+    grad = torch.randn_like(out)
     mine = torch.autograd.grad(out, (x, weight, bias), grad)
     assert served_by("dgrad", ours)
     assert served_by("wgrad", ours)
@@ -385,8 +391,9 @@ def test_compiles_forward_and_backward(name, ours) -> None:
         close(a, b)
 
 
+@pytest.mark.parametrize("inductor", [False, True])
 @pytest.mark.parametrize("name", LAYERS)
-def test_trains_where_a_compiled_program_becomes_cuda_graphs(name, ours) -> None:
+def test_trains_where_a_compiled_program_becomes_cuda_graphs(name, inductor, ours) -> None:
     """PyTorch warms these up in their own pool, and refuses memory that stays there: the workspace
     of a filter's gradient."""
     kwargs, channels = LAYERS[name]
@@ -396,7 +403,9 @@ def test_trains_where_a_compiled_program_becomes_cuda_graphs(name, ours) -> None
         return confpred.conv2d(x, weight, bias, **kwargs).relu()
 
     torch._dynamo.reset()
-    compiled = torch.compile(block, fullgraph=True, mode="reduce-overhead")
+    options = confpred.inductor_options() if inductor else None
+    backend = "inductor" if inductor else confpred_backend
+    compiled = torch.compile(block, fullgraph=True, backend=backend, options=options)
     for seed in range(5):  # warmed up, captured, and replayed
         torch.compiler.cudagraph_mark_step_begin()
         with torch.no_grad():
@@ -416,18 +425,25 @@ def test_trains_where_a_compiled_program_becomes_cuda_graphs(name, ours) -> None
 
 def test_passes_pytorchs_checks_of_custom_operators(layer) -> None:
     x, weight, bias = layer
-    geometry = ([1, 1], [1, 1], [1, 1], 8)
+    geometry = pairs(SHAPE)
     out = confpred.conv2d(x, weight, bias, **SHAPE)
     operators = torch.ops.confpred
-    torch.library.opcheck(operators.conv2d, (x, weight, bias, None, *geometry, "none"))
-    call = written((*weight.shape,), geometry_of(*geometry), "silu")
-    torch.library.opcheck(operators.conv2d_run, (x, weight, bias, None, call))
-    torch.library.opcheck(operators.conv2d, (x, weight, None, out, *geometry, "gelu"))
+    checks = ("test_schema", "test_faketensor")  # the operators have no formula for gradients
+    scale = torch.rand(64, device="cuda") + 0.5
+    for given in (
+        (x, weight, None, bias, None, Call(geometry, "silu").text()),
+        (x, weight, None, bias, out, Call(geometry, "gelu").text()),
+        (x, weight, None, None, None, Call(geometry).text()),
+        (x, weight, scale, scale, out, Call(geometry, "relu").text()),
+    ):
+        torch.library.opcheck(operators.conv2d, given, test_utils=checks)
+    given = (x, scale, scale, out[:, :, :29, :28], "relu6")
+    torch.library.opcheck(operators.scale_shift, given, test_utils=checks)
     torch.use_deterministic_algorithms(True)  # the operator is run twice and compared
     try:
         for mask in ((True, True, True), (True, False, False), (False, True, False)):
-            call = written((*weight.shape,), geometry_of(*geometry), mask)
-            torch.library.opcheck(operators.conv2d_backward, (out, x, weight, call))
+            given = (out, x, weight, Call(geometry, mask=mask).text())
+            torch.library.opcheck(operators.conv2d_backward, given, test_utils=checks)
     finally:
         torch.use_deterministic_algorithms(False)
 

@@ -71,7 +71,8 @@ def test_a_transferred_choice_runs_only_where_it_is_measured(
     found = []
     with torch.no_grad(), choosing.watch_choices(found.append):
         confpred.conv2d(x, weight, padding=1, groups=16)
-        with confpred.enabled(wait=True, verify=3):
-            torch.nn.functional.conv2d(x, weight, padding=1, groups=16)
+        layer = torch.nn.Conv2d(128, 128, 3, padding=1, groups=16, bias=False)
+        layer.weight.data = weight
+        confpred.optimize(layer, verify=3)(x)
     assert [found[0].source, found[-1].source] == ["transferred", "measured"]
     assert not choosing.is_ours(found[0])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, TypeVar
 
 import torch
@@ -154,10 +155,12 @@ class Run:
         outs = [self.step(model, self.floats(seed + i), optimizer) for i in range(steps)]
         return outs, gradients(model), [b.clone() for b in model.buffers()]
 
-    def changed(self, before: Any, after: Any) -> None:
-        """Assert that two results differ by ten times the tolerance: a stale one would be seen."""
-        a, b = (torch.cat([t.float().flatten() for t in tensors(x)]) for x in (before, after))
-        assert (a - b).norm() > 10 * TOLERANCE[self.device] * b.norm()
+    def changed(self, *results: Any) -> None:
+        """Assert that each of `results` differs from the one before by three times the tolerance: a
+        stale one would be seen."""
+        flat = [torch.cat([t.float().flatten() for t in tensors(x)]) for x in results]
+        for before, after in pairwise(flat):
+            assert (before - after).norm() > 3 * TOLERANCE[self.device] * after.norm()
 
     def error(self, call: Callable[[], Any]) -> str:
         """Return the name of the builtin error that `call` raises; ``none`` without one."""

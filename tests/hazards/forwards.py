@@ -89,13 +89,14 @@ class AsksForModes(Net):
 
 @hazard()
 def a_forward_that_asks_for_modes(run: Run) -> Any:
-    model, found = run.optimize(run.network(AsksForModes)), []
+    model, found = run.optimize(run.network(AsksForModes, train=True).eval()), []
     for grad in (True, False, True):
         for cast in (False, True):
-            with torch.set_grad_enabled(grad), torch.autocast(
-                run.device, torch.bfloat16, enabled=cast
+            with (
+                torch.set_grad_enabled(grad),
+                torch.autocast(run.device, torch.bfloat16, enabled=cast),
             ):
-                found += [model(run.images(seed)).detach() for seed in range(3)]
+                found += [model(run.floats(seed)).detach() for seed in range(3)]
     return found
 
 
@@ -209,8 +210,7 @@ def forwards_replaced_later(run: Run) -> Any:
     found.append(run.infer(model))
     del model.forward
     found.append(run.infer(model))
-    for before, after in zip(found, found[1:], strict=False):
-        run.changed(before, after)
+    run.changed(*found)
     return found
 
 
@@ -231,8 +231,7 @@ def classes_and_submodules_swapped_later(run: Run) -> Any:
     found.append(run.infer(model))
     model.stem_norm = nn.Identity()
     found.append(run.infer(model))
-    for before, after in zip(found, found[1:], strict=False):
-        run.changed(before, after)
+    run.changed(*found)
     return found
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from hazards.base import LAST, Net, Run, gradients, hazard, loss_of
+from hazards.base import LAST, Run, gradients, hazard, loss_of
 
 
 def _sleep() -> None:
@@ -142,9 +142,7 @@ def several_cuda_graphs_beside_eager_steps(run: Run) -> Any:
     models = [run.optimize(run.network()) for _ in range(2)]
     inputs = [run.images(seed) for seed in range(2)]
     with torch.no_grad():
-        pairs = [
-            _captured(lambda m=m, x=x: m(x)) for m, x in zip(models, inputs, strict=True)
-        ]
+        pairs = [_captured(lambda m=m, x=x: m(x)) for m, x in zip(models, inputs, strict=True)]
         found = []
         for seed in range(3):
             for (graph, out), x in zip(pairs, inputs, strict=True):
@@ -343,7 +341,7 @@ def pickled_and_saved(run: Run) -> Any:
     torch.save(model, file)
     file.seek(0)
     copies = [
-        pickle.loads(pickle.dumps(model)),
+        pickle.loads(pickle.dumps(model)),  # noqa: S301  written here
         torch.load(file, weights_only=False),
         copy.deepcopy(model),
     ]
@@ -374,7 +372,9 @@ def modes_of_torch_functions(run: Run) -> Any:
     from torch.overrides import TorchFunctionMode
 
     class Doubling(TorchFunctionMode):
-        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             out = func(*args, **(kwargs or {}))
             return out * 2 if func is torch.conv2d else out
 

@@ -26,8 +26,7 @@ def weights_written_through_data(run: Run) -> Any:
     for weight in _halves(model):
         weight.data = weight.data * 1.5  # lies elsewhere
     found.append(run.infer(model))
-    for before, after in zip(found, found[1:], strict=False):
-        run.changed(before, after)
+    run.changed(*found)
     return found
 
 
@@ -51,8 +50,7 @@ def weights_and_statistics_copied_to(run: Run) -> Any:
     with torch.inference_mode():
         model.head.weight.mul_(2)
     found.append(run.infer(model))
-    for before, after in zip(found, found[1:], strict=False):
-        run.changed(before, after)
+    run.changed(*found)
     return found
 
 
@@ -82,8 +80,7 @@ def states_loaded(run: Run) -> Any:
     state = {k: v * 1.4 if v.is_floating_point() else v for k, v in model.state_dict().items()}
     model.load_state_dict(state, assign=True)
     found.append(run.infer(model))
-    for before, after in zip(found, found[1:], strict=False):
-        run.changed(before, after)
+    run.changed(*found)
     return found, list(model.state_dict())
 
 
@@ -110,8 +107,7 @@ def parameters_exchanged(run: Run) -> Any:
     with torch.no_grad():
         model.pointwise.weight.set_(model.pointwise.weight.detach() * -2)
     found.append(run.infer(model))
-    for before, after in zip(found, found[1:], strict=False):
-        run.changed(before, after)
+    run.changed(*found)
     return found
 
 
@@ -145,7 +141,7 @@ def an_optimizer_with_fused(run: Run) -> Any:
 
 @hazard()
 def fused_adam_on_folded_filters(run: Run) -> Any:
-    return _trained(run, lambda p: torch.optim.AdamW(p, 0.02, fused=True))
+    return _trained(run, lambda p: torch.optim.AdamW(p, 0.02, eps=1e-3, fused=True))
 
 
 @hazard()
@@ -157,7 +153,7 @@ def training_in_evaluation_mode(run: Run) -> Any:
 @hazard()
 def an_optimizer_that_has_state_already(run: Run) -> Any:
     model = run.network(train=True)
-    optimizer = torch.optim.AdamW(model.parameters(), 0.01, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01, eps=1e-3, fused=True)
     run.train(model, optimizer, 2)
     strides = [p.stride() for p in model.parameters()]
     run.optimize(model)

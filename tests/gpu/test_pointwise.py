@@ -9,7 +9,7 @@ from launching import Guarded
 from references import ABSOLUTE, ROUNDING
 
 from confpred.problem.conv2d import ACTIVATIONS
-from confpred.pytorch.epilogue import apply_epilogue, can_apply
+from confpred.pytorch.pointwise import apply_epilogue, can_apply
 
 LAST = torch.channels_last
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -61,7 +61,7 @@ def test_equals_pytorch_in_float64(name: str, activation: str, size: tuple[int, 
         out, place = guarded(random(*size, dtype=dtype))
         bias = random(size[1], dtype=dtype) if with_bias else None
         residual, other = guarded(random(*size, dtype=dtype)) if with_residual else (None, place)
-        assert can_apply(out, bias, residual, activation)
+        assert can_apply(out, bias, residual)
         right = expected(out, bias, residual, activation)
         before = None if residual is None else residual.clone()
         assert apply_epilogue(out, bias, residual, activation) is out
@@ -100,7 +100,7 @@ def test_what_the_kernel_cannot_take_goes_to_pytorch() -> None:
         "a bias with gaps": (last.clone(memory_format=LAST), bias.repeat(2)[::2], None),
     }
     for what, (out, some_bias, residual) in cases.items():
-        assert not can_apply(out, some_bias, residual, "silu"), what
+        assert not can_apply(out, some_bias, residual), what
         right = expected(out, some_bias, residual, "silu")
         assert apply_epilogue(out, some_bias, residual, "silu") is out
         torch.testing.assert_close(out.double(), right, rtol=4e-3, atol=4e-3)
@@ -110,7 +110,7 @@ def test_a_bias_may_begin_anywhere() -> None:
     out = random(2, 16, 5, 7, dtype=torch.float16).contiguous(memory_format=LAST)
     bias = random(17, dtype=torch.float16)[1:]
     right = expected(out, bias, None, "relu")
-    assert can_apply(out, bias, None, "relu")
+    assert can_apply(out, bias, None)
     check(apply_epilogue(out, bias, None, "relu"), right, "float16")
 
 
@@ -158,7 +158,7 @@ def test_more_than_two_to_the_31_elements() -> None:
     out = torch.full((1, rows, 1, 64), -1.0, dtype=torch.float16, device="cuda")
     bias = torch.arange(64, dtype=torch.float16, device="cuda")
     image = out.permute(0, 3, 1, 2)
-    assert can_apply(image, bias, None, "relu")
+    assert can_apply(image, bias, None)
     apply_epilogue(image, bias, None, "relu")
     row = (bias - 1).clamp(min=0)
     for part in out[0, :, 0].split(2**20):
