@@ -123,6 +123,20 @@ def memory(result: dict[str, Any], markdown: Markdown) -> str:
     return markdown(heads, rows)
 
 
+def captured(result: dict[str, Any], markdown: Markdown) -> str:
+    """Tabulate ``benchmarks/captured_networks.py``: how many networks compute what they did."""
+    heads = ("step", "networks", "compared", "right", "how captured", "wrong or failed")
+    rows = []
+    for mode, counts in result["counts"].items():
+        wrong = [
+            r["network"] for r in result["networks"] if r["mode"] == mode and not r["is_right"]
+        ]
+        kinds = ", ".join(f"{kind}: {count}" for kind, count in counts["captured"].items())
+        numbers = (str(counts[key]) for key in ("networks", "compared", "right"))
+        rows.append((mode, *numbers, kinds, ", ".join(wrong) or "none"))
+    return markdown(heads, rows)
+
+
 def _groups(rows: Sequence[Row]) -> Iterator[tuple[str, list[Row]]]:
     """Yield the rows of each mode and batch, with their name."""
     for mode in MODES:
@@ -182,4 +196,5 @@ OF_NETWORKS: dict[str, tuple[tuple[str, ...], Callable[..., str]]] = {
     "networks-training": (("networks.json",), training),
     "networks-first-steps": (("networks.json", "networks_cold.json"), first_steps),
     "networks-memory": (("networks.json",), memory),
+    "captured-networks": (("captured_networks.json",), captured),
 }

@@ -69,7 +69,7 @@ def optimize(
     former = model._compiled_call_impl
     # The choices of options reach the backend as they are: ``torch.compile`` passes them on.
     model._compiled_call_impl = _behind_captures(
-        torch.compile(_own_frame(model), backend=confpred, dynamic=dynamic, options=dict(options))
+        torch.compile(own_frame(model), backend=confpred, dynamic=dynamic, options=dict(options))
     )
     if example_inputs is None:
         return model
@@ -137,7 +137,7 @@ def _behind_captures(captured: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _own_frame(model: nn.Module) -> Callable[..., Any]:
+def own_frame(model: nn.Module) -> Callable[..., Any]:
     """Return a function that calls `model`, with code of its own.
 
     Dynamo keeps captured graphs by code object, a limited number for each, and looks into no

@@ -274,6 +274,7 @@ def test_what_training_is_compared_by_are_gradients(steps: ModuleType) -> None:
     assert found.norm() > 0
 
 
+@pytest.mark.slow(reason="a network is captured in inference and training, in bfloat16")
 def test_a_trial_runs_on_the_cpu(networks: ModuleType, tmp_path: Path) -> None:
     (tmp_path / "stub" / "torchvision").mkdir(parents=True)
     (tmp_path / "stub" / "torchvision" / "__init__.py").write_text(STUB)
@@ -364,6 +365,13 @@ def test_memory_is_of_the_largest_batch(tables: ModuleType) -> None:
     shown = _lines(tables, "networks-memory", _result())
     assert shown[0] == "| a | inference | 16 |  |  |  |  |  |  |"
     assert shown[1] == "| a | training | 32 | 100 |  |  | 80 |  | error |"
+
+
+def test_captured_networks_are_counted_and_the_wrong_ones_named(tables: ModuleType) -> None:
+    counts = {"networks": 2, "compared": 2, "right": 1, "captured": {"whole": 1, "-": 1}}
+    rows = [{"network": n, "mode": "training", "is_right": n == "a"} for n in ("a", "b")]
+    shown = _lines(tables, "captured-networks", {"counts": {"training": counts}, "networks": rows})
+    assert shown == ["| training | 2 | 2 | 1 | whole: 1, -: 1 | b |"]
 
 
 def test_a_result_not_measured_yet_leaves_its_tables_empty(
