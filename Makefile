@@ -6,10 +6,10 @@ READY  := $(VENV)/.ready
 TREE   := build/tree
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test fuzz faults kernels models results holdout lint tree serve clean
+.PHONY: help setup demo test test-all test-slow browsers fuzz faults kernels models results holdout lint tree serve clean
 
 help:  ## show this list
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 16
 
 setup: $(READY)  ## create .venv with everything that development needs
 
@@ -26,15 +26,27 @@ $(READY): pyproject.toml constraints-dev.txt
 demo: $(READY)  ## retrain, judge, predict and serve; on a GPU machine sample and launch too
 	$(BIN)/python examples/demo.py
 
-test: lint  ## lint, types, import direction, and every test that this machine can run
-	@if nvidia-smi --list-gpus >/dev/null 2>&1; then $(BIN)/python -m pytest tests/gpu; fi
-	$(BIN)/python -m pytest tests/browser
-	$(BIN)/python -m pytest --numprocesses auto --dist loadfile --no-loadscope-reorder tests/cpu
+test: lint  ## lint, types, import direction, and the fast tests; minutes
+	$(call run_tests,-m "not slow")
+
+test-all: lint  ## the same with every test that this machine can run, and the 30 slowest
+	$(call run_tests,--durations 30)
+
+test-slow: $(READY)  ## what test-all has beyond test
+	$(call run_tests,--durations 30 -m slow)
+
+# Tests on a GPU have it for themselves; the others share the cores, and a worker that has
+# nothing left takes tests of another.
+define run_tests
+	@if nvidia-smi --list-gpus >/dev/null 2>&1; then \
+	  $(BIN)/python -m pytest $(1) tests/gpu || [ $$? -eq 5 ]; fi  # 5: none is of that kind
+	$(BIN)/python -m pytest --numprocesses auto --dist worksteal $(1) tests/cpu tests/browser
+endef
 
 fuzz: $(READY)  ## schemathesis asks a served confpred for a quarter of an hour; seconds of it are in test
 	CONFPRED_FUZZ_EXAMPLES=10000 $(BIN)/python -m pytest tests/cpu/service/test_service_schemathesis.py
 
-faults: $(READY)  ## plant each fault of tests/faults in a copy, and see that the tests notice; half an hour
+faults: $(READY)  ## plant each fault of tests/faults in a copy, and see that the fast tests notice; a quarter of an hour
 	$(BIN)/python tests/faults/plant.py
 
 kernels: $(READY)  ## compile every kernel of every family for every target; some CPU-hours, resumable

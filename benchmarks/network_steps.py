@@ -40,7 +40,8 @@ class Way:
     Attributes:
         step: one step.
         first_s: seconds of the first step, compilation included.
-        peak_mb: most device memory that a step allocates above what was held before, MiB.
+        peak_mb: most device memory that PyTorch reserves during a step above what it held before the
+            way was started, weights and the pools of CUDA graphs included, MiB.
         difference: from float32, relative, in the 2-norm.
         graph: one CUDA graph of the step, or None.
         times_ms, graph_ms: of a step, one a round.
@@ -108,6 +109,8 @@ def make(
 ) -> Way:
     """Start a way, and run its first steps."""
     setting.synchronize()
+    free(setting)
+    held = torch.cuda.memory_reserved() if setting.device == "cuda" else 0
     begun = time.perf_counter()
     model, step = started(name, base, setting, data)
     found = answer(model, step, setting)
@@ -118,14 +121,21 @@ def make(
         step()
     setting.synchronize()
     if setting.device == "cuda":
+        free(setting)  # what only the first steps needed, such as workspaces that were tried
         torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
         step()
         torch.cuda.synchronize()
-        way.peak_mb = (torch.cuda.max_memory_allocated() - before) / 2**20
+        way.peak_mb = (torch.cuda.max_memory_reserved() - held) / 2**20
         if name != "reduce-overhead":
             way.graph = captured(step)
     return way
+
+
+def free(setting: Setting) -> None:
+    """Give back memory that is not in use."""
+    gc.collect()
+    if setting.device == "cuda":
+        torch.cuda.empty_cache()
 
 
 def captured(step: Step) -> Step:
@@ -193,7 +203,6 @@ def measure(base: nn.Module, setting: Setting, task: dict[str, Any]) -> dict[str
         except Exception as error:  # of one way; the others still count
             found[name] = {"error": f"{type(error).__name__}: {error}"[:500]}
             print(f"{setting}: {name}: {error}", file=sys.stderr)
-        gc.collect()
     time_rounds(ways, setting, task["rounds"], task["turn_s"])
     for name, way in ways.items():
         found[name] = {

@@ -14,7 +14,8 @@ way; *GPU time* is that of one CUDA graph of the whole step. A figure is the med
 a ratio the median of the rounds' ratios. ``again`` is eager once more: its ratio is the noise. Each
 way's first output, in training all gradients, is compared with float32; a way that is much further
 from it than eager PyTorch is recorded as an error. *First step* is the first call, compilation
-included; kernels that an earlier process compiled are in the caches, unless ``--cold``.
+included. Kernels that an earlier process compiled are in the caches; with ``--cold`` the caches are
+empty, and the result is ``networks_cold.json``.
 
 Results are merged: rows that are measured again are replaced, and each row names its run.
 """
@@ -99,7 +100,8 @@ def merged(
 
 def measure(told: argparse.Namespace) -> None:
     """Measure, writing after each process, so that a run that is cut off loses one."""
-    path = told.out / "networks.json"
+    name = "networks_cold" if told.cold else "networks"
+    path = told.out / f"{name}.json"
     result = json.loads(path.read_text()) if path.exists() else {}
     deadline = time.time() + told.budget
     facts = provenance("torch", "timm", gpu=told.device == "cuda")
@@ -123,7 +125,7 @@ def measure(told: argparse.Namespace) -> None:
                 for row in rows:
                     print(json.dumps(row), flush=True)
                 result = merged(result, rows, facts)
-                write("networks", result, told.out)
+                write(name, result, told.out)
 
 
 def parsed(words: Sequence[str] | None = None) -> argparse.Namespace:

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # this file may be loaded from e
 import im2col_chunks
 import linear_chains
 from holdout_tables import OF_HOLDOUTS
-from network_tables import OF_NETWORKS, host_in_networks, host_layers, mechanisms
+from network_tables import OF_NETWORKS
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -221,13 +221,6 @@ def latency(result: dict[str, Any]) -> str:
     return markdown(("p50 of", "measured", "budget"), rows)
 
 
-def host(result: dict[str, Any]) -> str:
-    """Host time of a call, and of the first one of a shape in a process."""
-    rows = [(name, f"{us:.1f} us") for name, us in result["call_us"].items()]
-    rows += [(f"first call: {name}", f"{s:.2f} s") for name, s in result["first_call_s"].items()]
-    return markdown(("call", "host time"), rows)
-
-
 def runs(*results: dict[str, Any] | None) -> str:
     """On what, when and with which versions each result was measured, if it was; of a result of
     several runs, the last of them."""
@@ -300,12 +293,10 @@ def transfer_holdout(result: dict[str, Any]) -> str:
 _RUNS = (
     "conv_vs_cudnn.json",
     "in_situ.json",
-    "host_overhead.json",
     "predict_latency.json",
     "sampling_rate.json",
     "networks.json",
     "dense.json",
-    "dense_networks.json",
 )
 
 
@@ -321,8 +312,8 @@ def chains(result: dict[str, Any]) -> str:
 
 #: Results that a device may lack.
 OPTIONAL = (
-    *("networks.json", "sampling_plans.json", "dense.json", "dense_networks.json"),
-    *("im2col_chunks.json", "linear_chains.json", "host_in_networks.json"),
+    *("networks.json", "networks_cold.json", "sampling_plans.json", "dense.json"),
+    *("im2col_chunks.json", "linear_chains.json"),
 )
 #: Table -> its result files, and the function that makes the table from them.
 _OF_A_DEVICE: dict[str, tuple[tuple[str, ...], Callable[..., str]]] = (
@@ -334,27 +325,16 @@ _OF_A_DEVICE: dict[str, tuple[tuple[str, ...], Callable[..., str]]] = (
         "cudnn": (("conv_vs_cudnn.json",), cudnn),
         "dense": (("dense.json",), dense),
         "in-situ": (("in_situ.json",), in_situ),
-        "host": (("host_overhead.json",), host),
         "latency": (("predict_latency.json",), latency),
         "sampling": (("sampling_rate.json",), sampling),
         "sampling-plans": (("sampling_plans.json",), sampling_plans),
         "runs": (_RUNS, runs),
         "im2col-chunks": (("im2col_chunks.json",), chunks),
         "linear-chains": (("linear_chains.json",), chains),
-        "host-layers": (("host_overhead.json",), partial(host_layers, markdown=markdown)),
-        "mechanisms": (("host_overhead.json",), partial(mechanisms, markdown=markdown)),
-        "host-in-networks": (
-            ("host_in_networks.json",),
-            partial(host_in_networks, markdown=markdown),
-        ),
     }
     | {
-        name: (("networks.json",), partial(make, markdown=markdown))
-        for name, make in OF_NETWORKS.items()
-    }
-    | {
-        f"dense-{name}": (("dense_networks.json",), partial(make, markdown=markdown))
-        for name, make in OF_NETWORKS.items()
+        name: (files, partial(make, markdown=markdown))
+        for name, (files, make) in OF_NETWORKS.items()
     }
     | {
         name: (("evaluation.json",), partial(make, markdown=markdown))
@@ -363,7 +343,6 @@ _OF_A_DEVICE: dict[str, tuple[tuple[str, ...], Callable[..., str]]] = (
 )
 TABLES: dict[str, tuple[tuple[str, ...], Callable[..., str]]] = {
     "service": (("service_latency.json",), service),
-    "mechanisms": (("host_mechanisms.json",), partial(mechanisms, markdown=markdown)),
     "transfer": (("transfer.json",), transfer),
     "transfer-holdout": (("transfer_holdout.json",), transfer_holdout),
 } | {
@@ -384,7 +363,7 @@ def filled(text: str, results: Path = RESULTS) -> str:
     def table(match: re.Match[str]) -> str:
         files, make = TABLES[match[2]]
         contents = [_content(results / file) for file in files]
-        made = "" if contents == [None] else make(*contents)
+        made = "" if all(content is None for content in contents) else make(*contents)
         return match[1] + made + match[3]
 
     return _MARKED.sub(table, text)

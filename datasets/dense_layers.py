@@ -6,7 +6,8 @@ Dense means a single group. The file maps each network to its kind and to its di
 with the fields of a problem that are not at their defaults, without the batch. Bias, activation and
 residual are those that follow the layer in inference, as `confpred.optimize` would put them into
 one call. ``bias_gradient`` says that training computes the gradient of a bias, and ``count`` how
-often the layer occurs. A network at several input sizes has the layers of all of them.
+often the layer occurs. A network at several input sizes has the layers of all of them. The committed
+file is of an earlier capture, which listed layers of one pixel too.
 """
 
 from __future__ import annotations
@@ -201,7 +202,8 @@ def _layers_of(
     """
     import torch
 
-    from confpred.network.problems import network_problems
+    from confpred.problem.device import get_device
+    from confpred.pytorch.explain import capture, readable
 
     class Detector(torch.nn.Module):
         def __init__(self, whole: Any) -> None:
@@ -217,11 +219,12 @@ def _layers_of(
         model = Detector(model) if detector else model
         for size in sizes:
             inputs = tuple(torch.empty(1, 3, *size) for _ in range(images))
-            for call in network_problems(model, inputs, dtype=torch.float16):
-                problem = call.problem
+            for site in capture(model, inputs, get_device("h100"), dtype=torch.float16).all_sites:
+                problem = site.problem
                 if problem is None or problem.groups > 1:
                     continue
-                own = getattr(model.get_submodule(call.name), "bias", None) if call.name else None
+                name = readable(site.name)
+                own = getattr(model.get_submodule(name), "bias", None) if name else None
                 # The two images of a flow network pass its encoder as one batch.
                 problem = dataclasses.replace(problem, n=1)
                 layers.append(Layer(problem, own is not None))

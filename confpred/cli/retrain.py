@@ -80,7 +80,7 @@ def command(
     2. trains on these, on what earlier runs measured, and on --data
     3. lets the old and the new model choose for networks that it never learns
        from, and measures what they choose differently
-    4. puts the new model where `confpred.enable()` and `confpred predict` find
+    4. puts the new model where `confpred.optimize` and `confpred predict` find
        it, if its choices are faster by more than chance; the old one stays
        beside it. Else it says why not.
 

@@ -54,7 +54,7 @@ class Client(Questions[httpx.Client]):
         self, problems: Iterable[Record], device: str | Device, *, trace: Trace | None = None
     ) -> Plan:
         """The choices of a network as a plan: written by `confpred.predict.plans.write_plan`, it is
-        what ``confpred.optimize(model, plan=...)`` and ``Predictor.load(pins=...)`` take."""
+        what ``confpred.enable(plan=...)`` and ``Predictor.load(pins=...)`` take."""
         return self._take(self._plan(problems, device, trace))
 
     def devices(self, *, trace: Trace | None = None) -> tuple[ServedDevice, ...]:

@@ -1,31 +1,35 @@
 """confpred inside PyTorch; importing this package imports PyTorch.
 
-switch      `enable` and `disable`
-routing     the functions that they put in the place of PyTorch's
-module      the method of `torch.nn.Conv2d` that they do
-conv2d      the public function: checks its arguments, and decides which way a call goes
-linear_chain  the public function for chains of linear layers
-prepared    what is made of weights once, and again when they change
-autograd    eager calls, with gradients or without
-operators   what torch.compile sees
-tracing     where an operator of ours pays in a compiled program
-guards      whether a call is like the last one from the same place
-directions  a forward without gradients: ours, or PyTorch's own with a cheap epilogue
-gradients   a layer in training: what serves each of its three directions
-policy      whether to wait for a kernel, and whether to measure
-verify      measured choices
-recording   the choices of a block as a plan
-choosing    from a problem to a launch; what was found is kept here
-kernels     the kernels of this process: compiled in threads, and loaded
-fallback    PyTorch's own operators, whatever is put over them
-epilogue    one kernel for what follows PyTorch's own convolution
-layers      PyTorch's arguments as a problem
-layouts     which layouts kernels read, and when it pays to convert to them
-casts       weights in autocast's dtype
-ready       launches that are ready to run, one for each shape
-programs    the same for launches with matrix products in them
-workspace   the device memory that launches on one stream share
-streams     what the hot path asks CUDA's runtime
+A network:
+    network    `optimize` and `revert`
+    backend    the backend of torch.compile, and its options
+    layouts    one layout for a graph
+    rewrite    passes over graphs: fusion, choice, batch norm
+    freeze     what depends on weights alone, computed once
+    graphs     CUDA graphs of captured graphs
+    inductor   the same choices inside PyTorch's compiler
+    explain    a capture on fake tensors: what would run
+    bundle     the same as a plan and compiled kernels
+
+Calls:
+    conv2d, linear_chain   the public functions
+    eager      `enable` and `disable`, and a convolution with a record of gradients
+    operators  what rewritten graphs call
+    convolve   forward and both gradients, by a launch or PyTorch's operator
+    pointwise  one kernel for what follows a convolution
+    fold       batch norms as filters and biases, in one launch
+    prepared   what is made of weights once, for `linear_chain`
+
+From a problem to a launch:
+    layers     PyTorch's arguments as a problem
+    choosing   the predictor, limits and switches in force
+    verify     measured choices
+    recording  the choices of a block as a plan
+    loading    from a choice to a launch
+    kernels    the kernels of this process: compiled in threads, and loaded
+    ready      launches that are ready to run, one for each shape
+    programs   the same for launches with matrix products in them
+    streams    what the hot path asks CUDA's runtime
 """
 
 from __future__ import annotations

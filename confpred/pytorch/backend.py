@@ -207,6 +207,7 @@ class Compiler:
     ) -> Any:
         from torch._dynamo.backends.debugging import boxed_nop
 
+        rewrite.views_of_any_layout(gm.graph)
         gm.recompile()
         plain = boxed_nop(gm, [])
         if not self.options.graphs or ordinal_of(gm.graph) is None:

@@ -23,7 +23,7 @@ from confpred.problem.conv2d import Problem
 from confpred.problem.device import Device, get_device
 from confpred.pytorch import choosing
 from confpred.pytorch.backend import Compiler, Options
-from confpred.pytorch.network import as_arguments
+from confpred.pytorch.network import as_arguments, own_frame
 from confpred.pytorch.rewrite import Choose, Site
 
 aten = torch.ops.aten
@@ -284,13 +284,10 @@ def capture(
         copy = deepcopy(model, {id(t): fake(t) for t in tensors}).train(training)
         args, kwargs = _pytree.tree_map(fake, (args, kwargs))
 
-        def call(*args: Any, **kwargs: Any) -> Any:
-            return copy(*args, **kwargs)
-
         low = training and dtype is not None
         autocast = torch.autocast("cpu", dtype) if low else nullcontext()
         with mode, autocast, torch.set_grad_enabled(training):
-            out = torch.compile(call, backend=backend)(*args, **kwargs)
+            out = torch.compile(own_frame(copy), backend=backend)(*args, **kwargs)
             if training:
                 leaves = [t for t in _pytree.tree_leaves(out) if isinstance(t, Tensor)]
                 heads = [t for t in leaves if t.requires_grad]
@@ -318,7 +315,7 @@ def _rows(sites: Iterable[Site], device: Device) -> list[Row]:
         if problem is not None:
             theirs = choosing.pytorch_ms(problem, device)
         reason = why or "no model" if choice is None else choosing.why_pytorch(choice)
-        names = tuple(_readable(site.name) or "-" for site in group)
+        names = tuple(readable(site.name) or "-" for site in group)
         if choice is not None and reason is None:
             rows.append(
                 Row(
@@ -340,7 +337,7 @@ def _rows(sites: Iterable[Site], device: Device) -> list[Row]:
     return rows
 
 
-def _readable(name: str) -> str:
+def readable(name: str) -> str:
     """Return a module's name as ``named_modules`` has it, from the way that Dynamo writes it."""
     text = re.sub(r"^[A-Z]\[[^]]*\]\.?(_modules)?", "", name)
     text = re.sub(r"\._modules", "", text)

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree
+from torch.utils.hooks import RemovableHandle
 
 from confpred.errors import ConfpredError, InvalidInput
 from confpred.pytorch.backend import Options, confpred
@@ -67,11 +68,13 @@ def optimize(
     _check(model)
     Options.of(options)
     former = model._compiled_call_impl
+
     # The choices of options reach the backend as they are: ``torch.compile`` passes them on.
-    call = _own_frame(model)
-    model._compiled_call_impl = torch.compile(
-        call, backend=confpred, dynamic=dynamic, options=dict(options)
-    )
+    def capture() -> Callable[..., Any]:
+        call = own_frame(model)
+        return torch.compile(call, backend=confpred, dynamic=dynamic, options=dict(options))
+
+    model._compiled_call_impl = _with_its_hooks(model, capture)
     if example_inputs is None:
         return model
     try:
@@ -123,7 +126,35 @@ def _check(model: object) -> None:
         raise InvalidInput("model", type(model).__name__, "a module that was not compiled yet")
 
 
-def _own_frame(model: nn.Module) -> Callable[..., Any]:
+def _with_its_hooks(
+    model: nn.Module, capture: Callable[[], Callable[..., Any]]
+) -> Callable[..., Any]:
+    """Return a function that calls what `capture` returns, and captures anew for added hooks.
+
+    Dynamo guards the hooks that it finds, and not that there are none. Each handle of a hook has a
+    number of its own, so one comparison a call says that no hook was added anywhere.
+    """
+    captured, latest, known = capture(), RemovableHandle.next_id, _hooks(model)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal captured, latest, known
+        if latest != RemovableHandle.next_id:
+            latest, now = RemovableHandle.next_id, _hooks(model)
+            if now != known:
+                captured, known = capture(), now
+        return captured(*args, **kwargs)
+
+    return call
+
+
+def _hooks(model: nn.Module) -> frozenset[int]:
+    """Return the numbers of all hooks on modules of `model`."""
+    kinds = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+    owners = [vars(module) for module in model.modules()]
+    return frozenset(number for own in owners for kind in kinds for number in own[kind])
+
+
+def own_frame(model: nn.Module) -> Callable[..., Any]:
     """Return a function that calls `model`, with code of its own.
 
     Dynamo keeps captured graphs by code object, a limited number for each, and looks into no

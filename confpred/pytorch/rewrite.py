@@ -453,6 +453,16 @@ def batch_norms_as_eager(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
+def views_of_any_layout(graph: fx.Graph) -> None:
+    """Let views copy where tensors lie in memory otherwise than fake ones did at the capture.
+
+    Such as results of a library's convolution in bfloat16, channels last, on a CPU.
+    """
+    for node in graph.nodes:
+        if node.target in (aten.view.default, aten._unsafe_view.default):
+            node.target = aten.reshape.default
+
+
 def update_in_place(graph: fx.Graph) -> set[fx.Node]:
     """Let a forward graph update running statistics and counts of batches where they are.
 

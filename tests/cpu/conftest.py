@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import synthetic
+from shared import once_a_run
 
 from confpred.training.dataset import read_dataset
 from confpred.training.train import train
@@ -15,22 +16,32 @@ from confpred.training.train import train
 @pytest.fixture(scope="session")
 def measurements(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Parquet file of made-up measurements."""
-    return synthetic.write(tmp_path_factory.mktemp("data") / "made-up.parquet", networks=8)
+
+    def write(folder: Path) -> None:
+        synthetic.write(folder / "made-up.parquet", networks=8)
+
+    return once_a_run(tmp_path_factory, "measurements", write) / "made-up.parquet"
 
 
 @pytest.fixture(scope="session")
 def few_measurements(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same of fewer networks and configs, for whole commands that take their time."""
-    path = tmp_path_factory.mktemp("data") / "few.parquet"
-    return synthetic.write(path, networks=3, configs=40)
+
+    def write(folder: Path) -> None:
+        synthetic.write(folder / "few.parquet", networks=3, configs=40)
+
+    return once_a_run(tmp_path_factory, "few-measurements", write) / "few.parquet"
 
 
 @pytest.fixture(scope="session")
 def model_folder(measurements: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small model trained on them, all but the network ``net0``."""
-    folder = tmp_path_factory.mktemp("models") / "made-up-1"
-    train(read_dataset([measurements]), folder, exclude=["net0"], hyper=synthetic.SMALL)
-    return folder
+
+    def fit(folder: Path) -> None:
+        data = read_dataset([measurements])
+        train(data, folder / "made-up-1", exclude=["net0"], hyper=synthetic.SMALL)
+
+    return once_a_run(tmp_path_factory, "model", fit) / "made-up-1"
 
 
 @pytest.hookimpl(wrapper=True)

@@ -1,13 +1,14 @@
 """Plant the faults of `faults.toml`, one at a time, and see whether the tests notice.
 
-    python tests/faults/plant.py                         # all of them; some minutes
+    python tests/faults/plant.py                         # all of them, before the fast tests
+    python tests/faults/plant.py --slow                  # before the slow ones too
     python tests/faults/plant.py --area timing           # those of one area
     python tests/faults/plant.py "the least replay"      # those whose names have these words
 
 The repository is copied to a temporary folder, and nothing is planted in the repository itself. The
 tests that are named must pass there before anything is planted. A fault is *caught* when one of the
-tests that it names then fails, and *missed* when all pass. The exit code is 0 where at least 95 %
-are caught.
+tests that it names then fails, and *missed* when all pass, or when all that it names are slow and
+these do not run. The exit code is 0 where at least 95 % are caught.
 """
 
 from __future__ import annotations
@@ -37,14 +38,15 @@ else:
 ROOT = Path(__file__).parents[2]
 FAULTS = Path(__file__).with_name("faults.toml")
 WANTED = 0.95
-#: Seconds that the tests of a fault may take; all of them take ten at most without it.
+#: Seconds that the tests of one fault may take; they take ten at most without it.
 _PATIENCE_S = 120.0
 #: What is installed inside the package and lies beside it in the repository.
 _INSIDE = ("kernels", "models", "service")
 #: Plugins that no test here needs; they would take longer to import than most tests take.
 _QUICKER = ("-p", "no:cacheprovider", "-p", "no:schemathesis", "-p", "no:xdist")
+_FAST = ("-m", "not slow")
 #: pytest's exit codes.
-_PASSED, _FAILED = 0, 1
+_PASSED, _FAILED, _NONE_RAN = 0, 1, 5
 Result = Literal["caught", "missed", "broken"]
 
 
@@ -122,22 +124,29 @@ def copied(root: Path) -> Iterator[Path]:
         yield copy
 
 
-def run_tests(copy: Path, tests: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """Run `tests` in the copy of the repository, up to the first that fails; one that never ends
-    fails too."""
+def run_tests(
+    copy: Path, tests: Sequence[str], patience_s: float, slow: bool = False
+) -> subprocess.CompletedProcess[str]:
+    """Run `tests` in the copy of the repository, up to the first that fails.
+
+    Tests that have not ended after `patience_s` seconds have failed. Those that are marked as slow
+    are left out unless `slow`.
+    """
     environment = os.environ | {"PYTHONPATH": str(copy)}  # before the installation
-    command = [sys.executable, "-m", "pytest", "-x", "-q", *_QUICKER, *tests]
+    kind = () if slow else _FAST
+    command = [sys.executable, "-m", "pytest", "-x", "-q", *_QUICKER, *kind, *tests]
     try:
         return subprocess.run(
             command, cwd=copy, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT, text=True, check=False, timeout=_PATIENCE_S,
+            stderr=subprocess.STDOUT, text=True, check=False, timeout=patience_s,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
-        return subprocess.CompletedProcess(command, _FAILED, "the tests did not end")
+        told = f"the tests did not end within {patience_s:.0f} s"
+        return subprocess.CompletedProcess(command, _FAILED, told)
 
 
-def plant(copy: Path, fault: Fault) -> Outcome:
-    """Plant `fault` in the copy, run its tests, and take it out again."""
+def plant(copy: Path, fault: Fault, patience_s: float = _PATIENCE_S, slow: bool = False) -> Outcome:
+    """Plant `fault` in the copy, run its tests (see `run_tests`), and take it out again."""
     begun = time.monotonic()
     path = copy / fault.file
     sound = path.read_text()
@@ -147,17 +156,28 @@ def plant(copy: Path, fault: Fault) -> Outcome:
     second = written + (1 + zlib.crc32(fault.name.encode())) * 10**9
     os.utime(path, ns=(second, second))
     try:
-        done = run_tests(copy, fault.tests)
+        done = run_tests(copy, fault.tests, patience_s, slow)
     finally:
         path.write_text(sound)
         os.utime(path, ns=(written, written))
-    results: dict[int, Result] = {_PASSED: "missed", _FAILED: "caught"}
+    results: dict[int, Result] = {_PASSED: "missed", _NONE_RAN: "missed", _FAILED: "caught"}
     result = results.get(done.returncode, "broken")
     return Outcome(fault.name, result, time.monotonic() - begun, done.stdout[-2000:])
 
 
-def plant_all(root: Path, faults: Sequence[Fault], jobs: int) -> Iterator[Outcome]:
+def plant_all(
+    root: Path,
+    faults: Sequence[Fault],
+    jobs: int,
+    patience_s: float = _PATIENCE_S,
+    slow: bool = False,
+) -> Iterator[Outcome]:
     """Plant `faults` side by side in `jobs` copies of the repository, and tell of each in turn.
+
+    Args:
+        patience_s: seconds that the tests of one fault may take. All tests together, which run
+            first without a fault, may take as long for each fault.
+        slow: run the tests that are marked as slow too.
 
     Raises:
         RuntimeError: a test fails before anything is planted.
@@ -167,14 +187,15 @@ def plant_all(root: Path, faults: Sequence[Fault], jobs: int) -> Iterator[Outcom
     def work(fault: Fault) -> Outcome:
         copy = copies.get()
         try:
-            return plant(copy, fault)
+            return plant(copy, fault, patience_s, slow)
         finally:
             copies.put(copy)
 
     with copied(root) as first:
         copies.put(first)
-        sound = run_tests(first, sorted({test for fault in faults for test in fault.tests}))
-        if sound.returncode != _PASSED:
+        tests = sorted({test for fault in faults for test in fault.tests})
+        sound = run_tests(first, tests, patience_s * len(faults), slow)
+        if sound.returncode not in (_PASSED, _NONE_RAN):
             raise RuntimeError(f"the tests fail without a fault:\n{sound.stdout[-4000:]}")
         with ThreadPoolExecutor(jobs) as pool:
             folders = [tempfile.TemporaryDirectory(prefix="faults-") for _ in range(jobs - 1)]
@@ -205,6 +226,7 @@ def main() -> int:
     parser.add_argument("words", nargs="*", help="only faults whose names have one of these words")
     parser.add_argument("--area", choices=areas, help="only faults of this area")
     parser.add_argument("--jobs", type=int, default=1, help="faults at a time (default: 1)")
+    parser.add_argument("--slow", action="store_true", help="run tests that are slow too")
     parser.add_argument("--json", type=Path, help="write what became of each to this file")
     told = parser.parse_args()
     chosen = [
@@ -217,7 +239,8 @@ def main() -> int:
         parser.error("no fault is of that area and name")
     begun = time.monotonic()
     outcomes = []
-    for outcome in plant_all(ROOT, chosen, max(1, told.jobs)):
+    print(f"running the tests of {len(chosen)} faults before any is planted ...", flush=True)
+    for outcome in plant_all(ROOT, chosen, max(1, told.jobs), slow=told.slow):
         outcomes.append(outcome)
         print(f"{outcome.result:7} {outcome.seconds:6.1f} s  {outcome.fault}", flush=True)
         if outcome.result == "broken":

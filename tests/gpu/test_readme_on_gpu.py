@@ -37,13 +37,11 @@ with torch.no_grad():
 model.half()
 """
 _COMPARED = """
-import time
-for _ in range(2):
+for _ in range(3):  # captured, recorded, replayed
     with torch.no_grad():
         y = model(images)
     difference = torch.linalg.norm(y.double() - expected) / torch.linalg.norm(expected)
     assert difference < 5e-3, difference
-    time.sleep(2)  # while kernels compile
 """
 
 
@@ -65,14 +63,11 @@ def test_the_call_is_right(repository: Path, tmp_path: Path, device: Device) -> 
     run(block(repository, "run: gpu", "docs/pytorch.md") + _CHECK, folder=tmp_path)
 
 
-@pytest.mark.parametrize("mark", ["run: enable", "run: optimize"])
-def test_a_network_computes_the_same(
-    repository: Path, tmp_path: Path, device: Device, mark: str
-) -> None:
-    run(_NETWORK + block(repository, mark) + _COMPARED, folder=tmp_path)
+def test_a_network_computes_the_same(repository: Path, tmp_path: Path, device: Device) -> None:
+    run(_NETWORK + block(repository, "run: optimize") + _COMPARED, folder=tmp_path)
 
 
-@pytest.mark.parametrize("mark", ["run: enabled", "run: optimized"])
+@pytest.mark.parametrize("mark", ["run: enabled", "run: optimize"])
 def test_the_page_runs(repository: Path, tmp_path: Path, device: Device, mark: str) -> None:
     run(block(repository, mark, "docs/pytorch.md"), folder=tmp_path)
 

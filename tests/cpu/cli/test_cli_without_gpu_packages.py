@@ -40,6 +40,7 @@ def test_merge_needs_pyarrow_alone(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow(reason="every command runs in a fresh process")
 @pytest.mark.parametrize(
     "command", ["predict", "explain", "plan", "train", "evaluate", "report", "serve"]
 )

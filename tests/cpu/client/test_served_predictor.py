@@ -146,6 +146,7 @@ print(current_predictor().choose(Problem.parse("{LAYER}"), "h100"))
     assert f"{url}: " in warned
 
 
+@pytest.mark.slow(reason="fresh processes import torch")
 @pytest.mark.parametrize(
     ("program", "url", "reason"),
     [

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from layers import first_kernel
 
 from confpred.families.registry import all_families
@@ -56,6 +57,7 @@ print(hung, "hung")
 """
 
 
+@pytest.mark.slow(reason="it forks again and again beside compiles")
 def test_no_child_hangs_that_was_forked_while_threads_compile(tmp_path: Path) -> None:
     kernel = first_kernel(all_families()["grouped_fprop"])
     program = _PROGRAM.format(kernel=kernel)

@@ -137,6 +137,7 @@ def test_facts_are_read_from_the_drivers_properties() -> None:
     assert Facts.of(device, "580.1") == LAPTOP
 
 
+@pytest.mark.slow(reason="two compiles for each known target")
 @pytest.mark.parametrize("arch", sorted({device.arch for device in KNOWN.values()}))
 @pytest.mark.parametrize("entry", ["products", "arithmetic"])
 def test_the_kernels_that_measure_rates_compute_in_registers(

@@ -211,6 +211,7 @@ def test_one_kernel_serves_every_size(problem: Problem, data: st.DataObject) -> 
             assert family.launch(problem, other_row).steps[0].kernel == source
 
 
+@pytest.mark.slow(reason="18 compiles a target")
 @pytest.mark.parametrize("arch", ARCHS)
 def test_registers_are_near_the_estimate_and_hardly_spill(arch: str) -> None:
     """Legality trusts the estimate; a kernel that spills much would be a wrong estimate."""

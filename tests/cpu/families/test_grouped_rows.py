@@ -14,10 +14,10 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from layers import serves_channels
-from ptxas import resources
+from ptxas import ARCHS, resources
+from slow import slow_but
 from strategies import problems
 
-from confpred.cuda.compiler import supported_archs
 from confpred.families.grouped.axis import axis_of
 from confpred.families.grouped.rows import _shape_of
 from confpred.families.protocol import config_dict
@@ -375,7 +375,7 @@ KINDS = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", supported_archs()[-1]])
+@pytest.mark.parametrize("arch", slow_but(["sm_90a"], ARCHS, "26 compiles a target"))
 def test_registers_are_near_the_estimate_and_hardly_spill(arch: str) -> None:
     """Legality trusts the estimate; a kernel that spills much would be a wrong estimate."""
     rng = np.random.default_rng(0)

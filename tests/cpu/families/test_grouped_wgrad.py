@@ -390,6 +390,7 @@ def test_one_kernel_serves_every_size(
     assert {FAMILY.launch(problem, int(i)).steps[0].kernel for i in same_tile} <= {source}
 
 
+@pytest.mark.slow(reason="it compiles 30 kernels")
 def test_registers_are_near_the_estimate_and_hardly_spill() -> None:
     """Legality trusts the estimate: 0.64 to 1.46 times it and at most 16 bytes of stack today."""
     rng = np.random.default_rng(0)

@@ -6,6 +6,7 @@ import json
 from dataclasses import asdict, replace
 
 import compile_kernels
+import pytest
 from compile_kernels import Kernel, Result, read_results, report
 from layers import H100, first_kernel
 from rich.console import Console
@@ -39,6 +40,7 @@ def test_what_is_read_is_what_was_written_less_failures_and_torn_lines(tmp_path)
         assert read_results(path) == expected | {failed.kernel: Result(failed.kernel, 64)}
 
 
+@pytest.mark.slow(reason="the command compiles in fresh processes, three times")
 def test_a_second_run_compiles_what_is_missing_or_stale(tmp_path, capsys):
     path = tmp_path / "build" / "results.jsonl"
     words = f"--family {FAMILY.name} --arch {H100.arch} --sample 3 --jobs 1 --out {path}".split()
@@ -73,6 +75,7 @@ def test_the_report_counts_by_family_and_target_and_shows_failures():
     assert [cell.strip() for cell in row.strip("│ ").split("│")][2:] == ["2", "128", "1", "16"]
 
 
+@pytest.mark.slow(reason="all kernels of a family are listed")
 def test_each_config_is_compiled_for_some_layers():
     kernels, _ = compile_kernels.kernels_of(FAMILY)
     fields = {name.upper() for name in FAMILY.configs.dtype.names}

@@ -16,6 +16,7 @@ from ptx.memory import DeviceMemory, Operand
 from ptx.text import PtxError
 from ptxas import ARCHS, resources
 from references import ABSOLUTE, ROUNDING
+from slow import slow_but
 
 from confpred.cuda.epilogue import epilogue_kernel, epilogue_launch
 from confpred.problem.conv2d import ACTIVATIONS, DTYPES
@@ -72,7 +73,7 @@ def wrong(found: torch.Tensor, right: torch.Tensor, dtype: str) -> int:
     return int((~((found.double() - right).abs() <= bound)).sum())  # NaN is wrong too
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", slow_but(DTYPES[:1], DTYPES, "the interpreter takes its time"))
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_equals_pytorch_in_float64(dtype: str, activation: str) -> None:
     for number, (size, bias, residual) in enumerate(product(SIZES, (True, False), (True, False))):

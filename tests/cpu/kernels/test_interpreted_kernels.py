@@ -12,19 +12,21 @@ import torch
 from layers import H100, random_legal_layer
 from ptx.launch import interpret
 from references import outside, random_inputs, reference, some_rows
+from slow import slow_but
 
 from confpred.families.protocol import Family, config_dict
 from confpred.families.registry import all_kernels
 
-PROBLEMS = 8
+PROBLEMS = slow_but((0, 1), range(8), "the interpreter takes a second a problem")
 KERNELS, CONFIGS = 2, 2  # of a problem, and of a kernel
 MOST_FLOPS = 2**21
 
 FAMILIES = all_kernels()
+WGRAD = [name for name in FAMILIES if name.endswith("wgrad")]
 every_family = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
 
 
-@pytest.mark.parametrize("seed", range(PROBLEMS))
+@pytest.mark.parametrize("seed", PROBLEMS)
 @every_family
 def test_random_configs_of_a_random_problem_are_correct(family: Family, seed: int) -> None:
     rng = random.Random(seed)
@@ -57,7 +59,7 @@ def test_a_wrong_result_is_seen(family: Family) -> None:
     assert outside(outputs, results, expected) == {outputs[0].name: 1}
 
 
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name.endswith("wgrad")])
+@pytest.mark.parametrize("name", slow_but(["grouped_wgrad"], WGRAD, "it interprets each twice"))
 def test_repeatable_sums_do_not_depend_on_the_blocks_that_run_together(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,6 +12,7 @@ from layers import H100
 from ptx.launch import run_step
 from ptx.memory import DeviceMemory, Operand
 from references import random_inputs, reference
+from slow import slow_but
 
 from confpred.cudnn.family import FAMILY
 from confpred.problem.conv2d import DIRECTIONS, DTYPES, Problem
@@ -48,7 +49,7 @@ def random_problem(rng: random.Random, direction: str, groups: int) -> Problem:
     )
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", slow_but((0, 1), range(5), "the interpreter takes its time"))
 @pytest.mark.parametrize("groups", [1, 4])
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_references_are_right(direction: str, groups: int, seed: int) -> None:

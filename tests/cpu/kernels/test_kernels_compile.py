@@ -34,6 +34,7 @@ def sample(family: Family, seed: int) -> list[KernelSpec]:
     return list(dict.fromkeys(found))
 
 
+@pytest.mark.slow(reason="more than fifty compiles a target")
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
 def test_samples_compile_and_hardly_spill(family: Family, arch: str) -> None:
@@ -45,6 +46,7 @@ def test_samples_compile_and_hardly_spill(family: Family, arch: str) -> None:
         assert stack_bytes <= MOST_STACK_BYTES or arch != H100.arch, source
 
 
+@pytest.mark.slow(reason="it looks at all layers and configs for each target")
 @pytest.mark.parametrize("arch", sorted(ARCHITECTURES.keys() - set(ARCHS)))
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
 def test_what_is_legal_on_a_board_compiles_for_it(family: Family, arch: str) -> None:

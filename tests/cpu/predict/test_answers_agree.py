@@ -109,6 +109,7 @@ def test_the_three_ways_refuse_alike(predictor, url, field, value):
         assert done.stderr == f"confpred: {error}\n"
 
 
+@pytest.mark.slow(reason="fresh processes answer")
 @pytest.mark.parametrize("device", ["v100", ""])
 def test_the_three_ways_refuse_a_device_alike(predictor, url, device):
     with pytest.raises(InvalidInput) as caught:

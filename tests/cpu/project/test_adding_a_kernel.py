@@ -117,6 +117,7 @@ def test_some_config_is_legal_and_all_such_are_described(
             assert held >= problem.columns
 
 
+@pytest.mark.slow(reason="it compiles 30 kernels")
 def test_the_kernel_compiles(repository: Path, folder: Path) -> None:
     (block,) = (b for b in walk.blocks(repository) if b.mark == "run" and b.language == "python")
     walk.run(block, repository, folder)
@@ -136,6 +137,7 @@ def test_a_source_is_found_beside_its_module(example: Path) -> None:
         file_text("no_such.cu")
 
 
+@pytest.mark.slow(reason="folds are trained and judged")
 def test_train_judge_and_predict(repository: Path, folder: Path) -> None:
     page = (repository / "docs" / "adding-a-kernel.md").read_text()
     told = re.search(r"it is (\S+) in the geometric\nmean; .* to (\S+), .* to (\S+)\. If", page)

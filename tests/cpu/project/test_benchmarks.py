@@ -155,6 +155,7 @@ def test_a_share_of_layers_holds_the_smaller_ones(transfer, measurements):
         assert {id(e) for e in fewer} <= {id(e) for e in more}
 
 
+@pytest.mark.slow(reason="folds are trained for each share of the layers")
 def test_a_device_is_learned_from_another(transfer, measurements):
     """Of the same device the giver tells all: no problem of the asker is needed."""
     dataset = read_dataset([measurements])

@@ -177,6 +177,7 @@ def test_a_device_is_answered_for_at_once(copy: Path) -> None:
     assert re.search(r"groups=16 +1 +transferred +(grouped_fprop|pytorch)", tested_and_predicted)
 
 
+@pytest.mark.slow(reason="a recipe is walked in a copy of the repository")
 def test_an_activation_is_computed_as_pytorch_does(copy: Path) -> None:
     taken = walk("an activation", copy)
     check_files("an activation", taken)
@@ -186,6 +187,7 @@ def test_an_activation_is_computed_as_pytorch_does(copy: Path) -> None:
     assert compiled == {"depthwise_banded.cu", "depthwise.cu", "grouped_rows.cu", "reference.cu"}
 
 
+@pytest.mark.slow(reason="a recipe is walked in a copy of the repository")
 def test_a_family_is_found(copy: Path) -> None:
     taken = walk("a kernel family", copy)
     check_files("a kernel family", taken)
@@ -193,6 +195,7 @@ def test_a_family_is_found(copy: Path) -> None:
     assert re.search(r"\d+ passed", tested)
 
 
+@pytest.mark.slow(reason="a recipe is walked in a copy of the repository")
 def test_a_field_is_in_the_reply_and_its_description(copy: Path) -> None:
     taken = walk("a field of the reply", copy)
     check_files("a field of the reply", taken)
@@ -205,6 +208,7 @@ def test_a_field_is_in_the_reply_and_its_description(copy: Path) -> None:
     assert json.loads(described)["properties"]["operation"]["type"] == "string"
 
 
+@pytest.mark.slow(reason="a recipe is walked in a copy of the repository")
 def test_a_feature_is_refused_and_then_learned(copy: Path) -> None:
     taken = walk("a feature", copy)
     check_files("a feature", taken)

@@ -119,6 +119,9 @@ def test_the_demo_on_made_up_measurements(
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.slow(
+    reason="trains, judges and serves on the real measurements: a minute of processor time"
+)
 def test_the_demo_on_the_committed_measurements(repository: Path) -> None:
     """It shows figures worth showing, in its time, and is never silent for long."""
     told = run(repository, ["grouped_fprop", "depthwise_fprop"])

@@ -54,6 +54,7 @@ def test_explanations_are_as_the_page_says(folder: Path) -> None:
     assert json.loads((folder / "why.json").read_text())["explanations"]
 
 
+@pytest.mark.slow(reason="all measurements of both devices are read and judged")
 def test_a_report_of_what_ships_is_written(folder: Path) -> None:
     assert run("run: report", folder).startswith("report.html: 7 files, ")
     text = (folder / "report.html").read_text()

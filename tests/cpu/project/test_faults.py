@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from faults.plant import Fault, plant_all, planted, read_faults
+from slow import which_are_slow
 
 ROOT = Path(__file__).parents[3]
 FAULTS = read_faults()
@@ -58,7 +59,7 @@ def project(tmp_path: Path) -> Path:
         "kernels/__init__.py": "inside = True\n",
         "test_sum.py": "from confpred.arithmetic import both\nfrom confpred.kernels import inside\n"
         "\n\ndef test_sum():\n    assert inside\n    assert both(2, 3)[0] == 5\n",
-        "pyproject.toml": "[tool.pytest.ini_options]\n",
+        "pyproject.toml": '[tool.pytest.ini_options]\nmarkers = ["slow(reason): takes long"]\n',
     }
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -93,3 +94,36 @@ def test_tests_that_fail_by_themselves_are_told(project: Path) -> None:
     (project / "test_sum.py").write_text("def test_sum():\n    assert False\n")
     with pytest.raises(RuntimeError, match="the tests fail without a fault"):
         list(plant_all(project, [fault("a wrong sum", "a + b", "a - b")], jobs=1))
+
+
+@pytest.mark.slow(reason="the tests of a fault run into their limit")
+def test_all_tests_together_have_the_patience_of_all_faults(project: Path) -> None:
+    """Sound tests may take longer than those of one fault, as they do where there are many."""
+    (project / "test_sum.py").write_text("import time\n\n\ndef test_sum():\n    time.sleep(1.5)\n")
+    one = fault("a wrong sum", "a + b", "a - b")
+    found = next(plant_all(project, [one] * 60, 1, patience_s=1))
+    assert (found.result, found.output) == ("caught", "the tests did not end within 1 s")
+    with pytest.raises(RuntimeError, match="the tests did not end within 1 s"):
+        next(plant_all(project, [one], 1, patience_s=1))
+
+
+@pytest.mark.slow(reason="it starts pytest four times")
+def test_slow_tests_run_only_when_asked_for(project: Path) -> None:
+    text = (project / "test_sum.py").read_text()
+    marked = text.replace("def test_sum", '@pytest.mark.slow(reason="an example")\ndef test_sum')
+    (project / "test_sum.py").write_text(f"import pytest\n{marked}")
+    faults = [fault("a wrong sum", "a + b", "a - b")]
+    for slow, result in ((False, "missed"), (True, "caught")):
+        (found,) = plant_all(project, faults, 1, slow=slow)
+        assert found.result == result
+
+
+def test_nearly_all_faults_name_a_test_that_is_fast() -> None:
+    """`make test` alone is to catch at least 90 % of the faults; `make faults` shows it."""
+    fast = set()
+    for file in {test.partition("::")[0] for fault in FAULTS for test in fault.tests}:
+        found = which_are_slow(ROOT / file)
+        fast |= {f"{file}::{name}" for name, is_slow in found.items() if not is_slow}
+        fast |= {file} if not all(found.values()) else set()
+    noticed = [fault for fault in FAULTS if fast & set(fault.tests)]
+    assert len(noticed) >= 0.9 * len(FAULTS)

@@ -67,6 +67,7 @@ def test_every_python_module_is_in_the_wheel(wheel: Path, repository: Path) -> N
             assert f"{package}/{module.relative_to(repository / folder).as_posix()}" in names
 
 
+@pytest.mark.slow(reason="it installs the wheel and what that requires")
 @pytest.mark.timeout(600)
 def test_a_bare_installation_predicts(bare: Path, tmp_path: Path) -> None:
     """No GPU, torch, scikit-learn, pandas or web stack: the base dependencies are enough."""
@@ -95,6 +96,7 @@ def test_serving_names_its_extra_in_one_line(bare: Path, tmp_path: Path) -> None
     assert "[serve]" in done.stderr
 
 
+@pytest.mark.slow(reason="it installs the wheel and what that requires")
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "program",

@@ -175,13 +175,12 @@ def targets_of_make(block: Block, request: pytest.FixtureRequest, folder: Path) 
     assert commands == [["make", "demo"], ["make", "test"]]
     demo, test = (said(run(f"make --dry-run {name}", repository)) for _, name in commands)
     assert "python examples/demo.py" in demo
-    assert "pytest tests/gpu" in test
+    assert re.search("pytest .*tests/gpu", test)
     assert re.search("pytest .*tests/cpu", test)
     assert "ruff check" in test
-    assert "exec make test" in (repository / ".ci" / "run").read_text()
 
 
-#: What comes before and after the first two blocks.
+#: Before and after the first block.
 _NETWORK = """
 import torch, confpred
 torch.manual_seed(0)
@@ -194,15 +193,13 @@ with torch.no_grad():
 _COMPARED = """
 with torch.no_grad():
     torch.testing.assert_close(model(images), expected)
-print(torch.nn.functional.conv2d.__module__, type(model.forward).__name__)
+print(confpred.pytorch.network.is_optimized(model))
 """
 
 
 def in_a_network(block: Block, request: pytest.FixtureRequest, folder: Path) -> None:
     """Run it on the CPU, where PyTorch's operators serve; tests/gpu runs it on a GPU."""
-    told = said(run(_NETWORK + block.text + _COMPARED, folder, block.language))
-    ours = ("confpred.pytorch.routing" in told, "OptimizedForward" in told)
-    assert ours == ("enable" in block.mark, "optimize" in block.mark), told
+    assert said(run(_NETWORK + block.text + _COMPARED, folder, block.language)) == "True\n"
 
 
 def on_made_up_data(block: Block, request: pytest.FixtureRequest, folder: Path) -> None:
@@ -227,7 +224,6 @@ def on_made_up_data(block: Block, request: pytest.FixtureRequest, folder: Path) 
 HANDLERS = {
     "run": as_shown,
     "run: make": targets_of_make,
-    "run: enable": in_a_network,
     "run: optimize": in_a_network,
     "run: service": with_a_server,
     "run: retrain": on_made_up_data,
@@ -276,5 +272,5 @@ def test_what_the_text_names_exists(repository: Path) -> None:
         elif program.startswith("confpred."):
             assert program.partition(".")[2] in confpred.__all__, span
         else:
-            assert program in {"make", "pip", "--json", "torch.compile", "training=True"}, span
+            assert program in {"make", "pip", "--json", "torch.compile"}, span
             assert words == [], span

@@ -141,6 +141,7 @@ def test_the_verdict_is_told_with_its_reason(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.slow(reason="three sessions measure and train")
 def test_a_run_that_is_stopped_goes_on_where_it_was(places: Path, monkeypatch, capsys) -> None:
     shown: list[int] = []
     stopped = retrain(

@@ -107,6 +107,7 @@ def test_a_second_run_measures_only_what_is_missing(tmp_path):
     assert {row["config"] for row in rows(tmp_path)} == first
 
 
+@pytest.mark.slow(reason="five runs of the sampler")
 def test_a_portfolio_is_measured_on_top_of_a_random_round(tmp_path):
     random_round = run(tmp_path / "a", pytorch=True)
     first = {row["config"] for row in rows(tmp_path / "a") if row["config"]}
@@ -129,6 +130,7 @@ def test_a_portfolio_is_measured_on_top_of_a_random_round(tmp_path):
         assert run(folder, **portfolio).total_rows == 0
 
 
+@pytest.mark.slow(reason="a hang is waited for")
 def test_crash_hang_and_error_cost_one_config_each(tmp_path, monkeypatch):
     crash, hang, error = planned_rows(tmp_path)[1:4]
     faults = {str(crash): "crash", str(hang): "hang", str(error): "error"}
@@ -144,6 +146,7 @@ def test_crash_hang_and_error_cost_one_config_each(tmp_path, monkeypatch):
     }
 
 
+@pytest.mark.slow(reason="workers start and die again and again")
 def test_a_task_that_fails_before_any_config_is_given_up_without_rows(tmp_path, monkeypatch):
     monkeypatch.setenv("FAULTS", '{"start": "error"}')
     tally = run(tmp_path)
@@ -154,6 +157,7 @@ def test_a_task_that_fails_before_any_config_is_given_up_without_rows(tmp_path, 
     assert run(tmp_path).statuses == {"ok": CONFIGS}
 
 
+@pytest.mark.slow(reason="workers start and die again and again")
 def test_a_gpu_that_fails_everything_ends_the_run(tmp_path, monkeypatch):
     monkeypatch.setenv("FAULTS", '{"start": "crash"}')
     layers = [Problem(n, 64, 14, 14, 64, 3, 3, padding=1, groups=8) for n in (1, 2, 3, 4)]
@@ -180,6 +184,7 @@ def test_a_compiler_that_cannot_run_ends_the_run(tmp_path):
         run(tmp_path, compile="no_such_module:compile")
 
 
+@pytest.mark.slow(reason="measurements take half a second")
 def test_two_gpus_share_the_work(tmp_path):
     layers = [Problem(n, 64, 14, 14, 64, 3, 3, padding=1, groups=8) for n in (2, 3, 4, 5)]
     suite = Suite("four", tuple(Entry(layer) for layer in layers))

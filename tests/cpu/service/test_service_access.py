@@ -125,6 +125,7 @@ def test_only_digests_are_kept_and_the_log_has_names(
     eventually(lambda: '"token": "host-1"' in guarded.log.read_text())
 
 
+@pytest.mark.slow(reason="four servers start")
 def test_listening_elsewhere_needs_tokens_or_a_word(tmp_path: Path) -> None:
     for host in ("0.0.0.0", "::", "192.0.2.1"):
         code, said = refused("--host", host, "--port", "0")
@@ -135,6 +136,7 @@ def test_listening_elsewhere_needs_tokens_or_a_word(tmp_path: Path) -> None:
         assert ask(server, "/v1/predict", None).status_code == 200
 
 
+@pytest.mark.slow(reason="six servers start")
 def test_a_damaged_file_of_tokens_ends_the_start(tmp_path: Path) -> None:
     path = tmp_path / "tokens.json"
     entry = {"name": "a", "scope": "read", "sha256": "0" * 64}

@@ -56,6 +56,7 @@ def short_soak(monkeypatch: pytest.MonkeyPatch) -> Any:
     return service_soak.soak
 
 
+@pytest.mark.slow(reason="a server is asked for seconds")
 def test_a_soak_finds_a_sound_server_sound(short_soak: Any) -> None:
     from service_load import server
 
@@ -66,6 +67,7 @@ def test_a_soak_finds_a_sound_server_sound(short_soak: Any) -> None:
     assert found["memory_mib"]["early"] > 50
 
 
+@pytest.mark.slow(reason="a server is asked for seconds")
 def test_a_soak_sees_a_server_that_ends(short_soak: Any) -> None:
     from service_load import server
 

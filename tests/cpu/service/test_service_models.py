@@ -103,6 +103,7 @@ class Load:
                 self.answers.append((asked, found))
 
 
+@pytest.mark.slow(reason="a server of several workers is asked without a pause")
 def test_all_workers_switch_at_once_and_no_request_fails(models: Models) -> None:
     digest = models.add("a")
     with serving(models, "--workers", "2") as server, Load(server, 4) as load:
@@ -123,6 +124,7 @@ def test_all_workers_switch_at_once_and_no_request_fails(models: Models) -> None
     assert not load.failures
 
 
+@pytest.mark.slow(reason="a server is asked without a pause")
 @pytest.mark.parametrize("workers", ["1", "2"])
 def test_a_hangup_reloads_under_load_and_no_request_fails(models: Models, workers: str) -> None:
     models.add("a")
@@ -242,6 +244,7 @@ def test_a_model_replaced_in_place_is_not_seen_before_the_reload(models: Models)
         assert {answering(server) for _ in range(10)} == {replaced}
 
 
+@pytest.mark.slow(reason="a server loads its models many times")
 def test_reloads_do_not_add_up_in_memory(models: Models) -> None:
     models.add("a")
     with serving(models) as server:

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from slow import slow_but
 
 from confpred.service.schema import EXAMPLE
 
@@ -198,7 +199,9 @@ def test_workers_add_up_their_counts(tmp_path: Path) -> None:
         assert server.process.wait(60) == 0
 
 
-@pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "sign", slow_but([signal.SIGTERM], [signal.SIGTERM, signal.SIGINT], "a long batch is finished")
+)
 def test_stopping_finishes_what_is_under_way(tmp_path: Path, sign: signal.Signals) -> None:
     with running(tmp_path) as server, ThreadPoolExecutor() as pool:
         batch = pool.submit(httpx.post, f"{server.url}/v1/predict", json=LONG, timeout=60)

@@ -56,6 +56,7 @@ def schemathesis(address: str, folder: Path, mode: str, **environment: str) -> C
     return Counter(entry["response"]["status"] for entry in asked)
 
 
+@pytest.mark.slow(reason="schemathesis asks hundreds of times")
 @pytest.mark.timeout(7200)
 def test_what_is_allowed_is_answered(address: str, tmp_path: Path, repository: Path) -> None:
     hooks = {"SCHEMATHESIS_HOOKS": "sensible_requests", "PYTHONPATH": str(repository / "tests")}
@@ -63,6 +64,7 @@ def test_what_is_allowed_is_answered(address: str, tmp_path: Path, repository: P
     assert statuses[200] > 0.9 * statuses.total() > 10, statuses
 
 
+@pytest.mark.slow(reason="schemathesis asks hundreds of times")
 @pytest.mark.timeout(7200)
 def test_what_is_not_allowed_is_refused(address: str, tmp_path: Path) -> None:
     statuses = schemathesis(address, tmp_path, "negative")

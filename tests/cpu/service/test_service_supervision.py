@@ -116,6 +116,7 @@ def test_the_only_worker_is_replaced_while_requests_wait(tmp_path: Path) -> None
         assert server.workers() != {victim}
 
 
+@pytest.mark.slow(reason="workers start, end and are replaced")
 def test_a_worker_that_is_told_to_end_hands_over(tmp_path: Path) -> None:
     with running(tmp_path, "--workers", "2") as server:
         for victim in sorted(server.workers()):
@@ -133,6 +134,7 @@ def test_no_worker_outlives_its_server(tmp_path: Path, temporary: Path) -> None:
         eventually(lambda: not any(alive(worker) for worker in workers))
 
 
+@pytest.mark.slow(reason="workers start again and again")
 def test_a_server_whose_workers_cannot_start_gives_up_and_says_why(tmp_path: Path) -> None:
     (tmp_path / "tmp").mkdir()
     with running(tmp_path, TMPDIR=str(tmp_path / "tmp")) as server:
@@ -145,6 +147,7 @@ def test_a_server_whose_workers_cannot_start_gives_up_and_says_why(tmp_path: Pat
         assert reason.startswith("confpred: gave up after 5 starts of a worker: cannot read ")
 
 
+@pytest.mark.slow(reason="workers start again and again")
 def test_a_worker_that_answers_is_kept_though_others_cannot_start(tmp_path: Path) -> None:
     (tmp_path / "tmp").mkdir()
     with running(tmp_path, "--workers", "2", TMPDIR=str(tmp_path / "tmp")) as server:

@@ -194,6 +194,7 @@ def test_failures_alone_are_nothing_to_learn_from(tmp_path):
         read_dataset([write(tmp_path / "rows.parquet", rows)])
 
 
+@pytest.mark.slow(reason="all committed measurements are read")
 def test_the_committed_rows_are_read_as_columns(repository: Path) -> None:
     """All of them, with every check, in a small multiple of the processor's time that it
     takes to decode the file: 6 times; row by row it was 80 times."""

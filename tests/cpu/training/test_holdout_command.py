@@ -9,6 +9,7 @@ import sys
 
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+import pytest
 import synthetic
 
 
@@ -28,6 +29,7 @@ def test_the_command_judges_a_model_by_the_hold_out_first(measurements, model_fo
     assert content["methods"]["model"]["geomean"] >= 1
 
 
+@pytest.mark.slow(reason="the command trains and judges")
 def test_without_a_model_one_is_trained_on_the_rest(few_measurements, tmp_path):
     """The hold-out's networks are among the data, and are left out of it."""
     table, out = pq.read_table(few_measurements), tmp_path / "evaluation.json"

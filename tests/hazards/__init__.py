@@ -1,0 +1,19 @@
+"""What a user's program may do around calls that confpred serves; a function for each.
+
+base         the network, its inputs, and how an optimized model is compared with an eager twin
+forwards     what a forward does
+writes       weights that change
+gradients    what a program does with autograd
+calls        inputs, outputs, switches and modes
+programs     streams, threads, processes, other compilers, copies
+
+Each function is a program that takes a `base.Run`: it is run with the model optimized, and with the
+model as it was. Everything that it returns has to be the same.
+"""
+
+from __future__ import annotations
+
+from hazards import calls, forwards, gradients, programs, writes
+from hazards.base import HAZARDS, compare
+
+__all__ = ["HAZARDS", "calls", "compare", "forwards", "gradients", "programs", "writes"]

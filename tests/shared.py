@@ -1,0 +1,31 @@
+"""What the tests of a run share, made once: by the worker that needs it first."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from filelock import FileLock
+
+
+def once_a_run(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], object]) -> Path:
+    """The folder `name`, which `make` has filled in this worker or in another one.
+
+    Tests must not write to it. Where `make` fails, the next worker tries again.
+    """
+    base = factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        base = base.parent  # the worker's own folder is in that of the run
+    folder = base / "shared" / name
+    folder.parent.mkdir(exist_ok=True)
+    made = folder.with_suffix(".made")
+    with FileLock(folder.with_suffix(".lock")):
+        if not made.exists():
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir()
+            make(folder)
+            made.touch()
+    return folder
