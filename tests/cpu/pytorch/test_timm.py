@@ -42,7 +42,7 @@ TRAINING = (
 )  # fmt: skip
 CONVOLUTIONS = ("confpred.conv2d.default", "confpred.conv2d_backward.default")
 
-slow = pytest.mark.slow("captures more than a hundred networks")
+pytestmark = pytest.mark.slow(reason="it captures a hundred networks")
 
 
 def network(name: str) -> tuple[nn.Module, torch.Tensor]:
@@ -57,7 +57,6 @@ def off(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     return float((ours.double() - theirs.double()).norm() / theirs.double().norm())
 
 
-@slow
 @pytest.mark.parametrize("name", INFERENCE)
 @torch.no_grad()
 def test_inference_is_that_of_eager_mode(captured, name: str) -> None:
@@ -71,7 +70,6 @@ def test_inference_is_that_of_eager_mode(captured, name: str) -> None:
     assert captured.of("inference").count("aten._native_batch_norm_legit_no_training.default") <= 4
 
 
-@slow
 @pytest.mark.parametrize("name", TRAINING)
 def test_training_is_that_of_eager_mode(captured, name: str) -> None:
     model, images = network(name)
