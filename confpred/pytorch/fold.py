@@ -87,7 +87,7 @@ def fold(
             log.warning("folding batch norms by PyTorch's operators: %s", error)
     for i in places:
         gamma, beta, bias, filters_ = gammas[i], betas[i], biases[i], filters[i]
-        scale = 1.0 / torch.sqrt(means[i].new_tensor(eps[i]).float() + variances[i].float())
+        scale = 1.0 / torch.sqrt(variances[i].float() + eps[i])
         scale = scale if gamma is None else scale * gamma.float()
         shift = -means[i].float() if bias is None else bias.float() - means[i].float()
         shift = shift * scale
