@@ -18,8 +18,8 @@ from confpred.pytorch.ready import CHANNELS_LAST
 log = logging.getLogger("confpred")
 aten = torch.ops.aten
 _HALF = (torch.float16, torch.bfloat16)
-#: Nodes whose result depends on how their input lies in memory.
-_BOUND = {aten.as_strided.default, aten.view.dtype, aten.native_dropout.default, aten.bernoulli.p}
+#: Operators whose result depends on how their input lies in memory; random ones do, too.
+_BOUND = {aten.as_strided.default, aten.view.dtype}
 
 
 class _Bound(Exception):
@@ -88,7 +88,10 @@ def _propagated(graph: fx.Graph) -> tuple[dict[fx.Node, Any], list[tuple[fx.Node
             vals[node] = node.meta.get("val")
             continue
         given, named = fx.map_arg((node.args, node.kwargs), lambda n: vals[n])
-        if node.target in _BOUND and _is_image(node.meta.get("val")):
+        bound = node.target in _BOUND or torch.Tag.nondeterministic_seeded in getattr(
+            node.target, "tags", ()
+        )
+        if bound and any(_is_moved(n.meta.get("val"), vals[n]) for n in node.all_input_nodes):
             raise _Bound(str(node.target))
         given = list(given)
         with mode:
@@ -117,9 +120,8 @@ def _restored(graph: fx.Graph, vals: dict[fx.Node, Any], visible: int | None) ->
     return places
 
 
-def _is_image(val: Any) -> bool:
-    first = val[0] if isinstance(val, (tuple, list)) else val
-    return isinstance(first, Tensor) and first.dim() == 4 and first.shape[2] * first.shape[3] > 1
+def _is_moved(before: Any, after: Any) -> bool:
+    return isinstance(before, Tensor) and before.stride() != after.stride()
 
 
 def _copy(graph: fx.Graph, source: fx.Node, layout: torch.memory_format) -> fx.Node:

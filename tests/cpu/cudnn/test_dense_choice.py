@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import synthetic
+import torch
 
 from confpred.cudnn.family import FAMILY
 from confpred.data.parquet import schema
@@ -19,6 +21,7 @@ from confpred.families.candidate import PYTORCH_OPERATOR, Candidate
 from confpred.predict.predictor import Predictor
 from confpred.problem.conv2d import Problem
 from confpred.problem.conv2d_operation import CONVOLUTION
+from confpred.problem.limits import UNLIMITED, Limits
 from confpred.problem.operation import Plan
 from confpred.pytorch import choosing, loading
 from confpred.training.dataset import read_dataset
@@ -111,8 +114,10 @@ def test_the_next_plan_serves_where_the_first_is_not_offered(
     choice = choosing.choose(NEW, 0)
     assert choice is not None
     assert choice.candidate == ranking[0]
-    assert loading.load(choice, 0) is not None
-    assert loading.load(choice, 0) is loading.load(choice, 0)  # not built again
+    ready = loading.load(choice, 0)
+    assert ready is loading.load(choice, 0)  # not built again
+    assert ready is not None
+    assert ready.choice.candidate == ranking[3]
     on_gpu.row = None
     choosing.forget()
     assert loading.load(choice, 0) is None  # PyTorch's own operator
@@ -128,3 +133,32 @@ def test_plans_of_another_cudnn_are_not_tried(
         assert loading.load(choice, 0) is None
         assert loading.load(choice, 0) is None
     assert len(caplog.records) == 1
+
+
+def test_a_limit_of_the_workspace_holds_for_what_a_plan_turns_out_to_need(
+    dense: Predictor, on_gpu: type[Refusing]
+) -> None:
+    choice = choosing.choose(NEW, 0)
+    assert choice is not None
+    on_gpu.row, on_gpu.workspace_bytes = choice.candidate.config_id, 2**20
+    assert loading.load(choice, 0, Limits(workspace_bytes=2**20)) is not None
+    assert loading.load(choice, 0, Limits(workspace_bytes=2**20 - 1)) is None
+
+
+def test_tf32_is_asked_for_only_where_pytorch_allows_it(on_gpu: type[Refusing]) -> None:
+    single = replace(NEW, dtype="float32")
+    before = torch.backends.cudnn.allow_tf32
+    try:
+        for allowed in (True, False):
+            torch.backends.cudnn.allow_tf32 = allowed
+            assert choosing.limits_for(single, UNLIMITED).tf32 is allowed
+            assert choosing.limits_for(NEW, UNLIMITED).tf32
+    finally:
+        torch.backends.cudnn.allow_tf32 = before
+
+
+def test_each_problem_of_a_graph_gets_its_choice(on_gpu: type[Refusing]) -> None:
+    problems = [NEW, replace(NEW, n=1), NEW, replace(NEW, dtype="float32")]
+    found = choosing.choose_many(problems, DEVICE)
+    assert [c.problem for c in found if c is not None] == problems
+    assert found == [choosing.choose(p, 0) for p in problems]

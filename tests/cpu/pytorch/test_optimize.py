@@ -349,6 +349,18 @@ def test_sizes_that_change_are_captured_again(captured) -> None:
 
 
 @torch.no_grad()
+def test_hooks_that_are_added_later_run(captured) -> None:
+    """Dynamo's guards do not look for them unless they are told to."""
+    before = torch._dynamo.config.skip_nnmodule_hook_guards
+    model, x = small(), image()
+    expected = model(x)
+    confpred.optimize(model, x)
+    assert torch._dynamo.config.skip_nnmodule_hook_guards is before
+    model.register_forward_hook(lambda _, __, out: out * 2)
+    torch.testing.assert_close(model(x), 2 * expected)
+
+
+@torch.no_grad()
 def test_a_part_of_a_network(captured) -> None:
     model, x = small(), image()
     expected = model(x)
