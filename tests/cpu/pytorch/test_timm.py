@@ -65,7 +65,7 @@ def test_inference_is_that_of_eager_mode(captured, name: str) -> None:
     expected = model(images)
     found = torch.compile(model, backend=backend, fullgraph=True)(images)
     assert found.stride() == expected.stride()
-    assert off(found, expected) < 1e-4
+    assert off(found, expected) < 1e-3
     assert captured.of("inference").count("confpred.conv2d.default") > 0
 
 
