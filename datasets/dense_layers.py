@@ -6,8 +6,8 @@ Dense means a single group. The file maps each network to its kind and to its di
 with the fields of a problem that are not at their defaults, without the batch. Bias, activation and
 residual are those that follow the layer in inference, as `confpred.optimize` would put them into
 one call. ``bias_gradient`` says that training computes the gradient of a bias, and ``count`` how
-often the layer occurs. A network at several input sizes has the layers of all of them. The committed
-file is of an earlier capture, which listed layers of one pixel too.
+often the layer occurs. A network at several input sizes has the layers of all of them. The
+committed file is of an earlier capture, which listed layers of one pixel too.
 """
 
 from __future__ import annotations

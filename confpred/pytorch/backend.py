@@ -28,7 +28,7 @@ from confpred.problem.limits import UNLIMITED, Limits
 from confpred.pytorch import choosing, rewrite, verify
 from confpred.pytorch.choosing import Wishes
 from confpred.pytorch.freeze import frozen
-from confpred.pytorch.graphs import Trees, graphed
+from confpred.pytorch.graphs import graphed
 from confpred.pytorch.layouts import to_channels_last
 from confpred.pytorch.loading import compile_ahead
 
@@ -149,7 +149,6 @@ class Compiler:
     def __init__(self, options: Options) -> None:
         self.options = options
         self.sites: list[rewrite.Site] = []
-        self._trees = Trees()
 
     def chooser(self, graph: fx.Graph) -> rewrite.Choose | None:
         """Return a function that chooses for the device of `graph`; None where that is no GPU."""
@@ -216,10 +215,7 @@ class Compiler:
             return plain
         places = [n for n in gm.graph.nodes if n.op == "placeholder"]
         mutated = [i for i, node in enumerate(places) if node in written]
-        return graphed(
-            gm, plain, static=static, written=mutated, visible=visible, kind=kind,
-            trees=self._trees,
-        )  # fmt: skip
+        return graphed(gm, plain, static=static, written=mutated, visible=visible, kind=kind)
 
 
 def chooser(ordinal: int, options: Options) -> rewrite.Choose:

@@ -10,7 +10,6 @@ import logging
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,25 +25,27 @@ _last_stream: dict[int, torch.cuda.Stream] = {}
 Run = Callable[[list[Any]], Any]
 
 
-@dataclass(slots=True)
-class Trees:
-    """The cudagraph trees that the passes of one capture share.
+class _Owner:
+    """The one thread whose passes become CUDA graphs.
 
-    Trees belong to a thread, and to those that autograd starts for its backward passes. A capture
-    takes those of the first thread that runs it, or of the main thread once that does; in other
-    threads it runs without CUDA graphs.
+    While a thread records a graph, others may not wait for the device, so graphs are the main
+    thread's, or the first thread's that runs a captured network, until it ends. Others run without.
 
     Attributes:
-        containers: PyTorch's own object, by which they are known; None until a pass has run.
+        thread: None until a pass has run.
+        trees: PyTorch's containers of cudagraph trees, which belong to a thread and to those that
+            autograd starts for its backward passes.
     """
 
-    containers: Any = None
+    def __init__(self) -> None:
+        self.thread: threading.Thread | None = None
+        self.trees: Any = None
 
-    def are_here(self, backward: bool) -> bool:
-        """Return whether this thread may run the passes as CUDA graphs."""
+    def is_here(self, backward: bool) -> bool:
+        """Return whether this thread may run a pass as a CUDA graph."""
         from torch._inductor import cudagraph_trees
 
-        local = cudagraph_trees.local
+        local, thread = cudagraph_trees.local, threading.current_thread()
         if hasattr(local, "tree_manager_containers"):
             here = local.tree_manager_containers
         elif torch._C._is_key_in_tls("tree_manager_containers"):
@@ -57,10 +58,13 @@ class Trees:
             local.tree_manager_locks = defaultdict(threading.Lock)
             torch._C._stash_obj_in_tls("tree_manager_containers", here)
             torch._C._stash_obj_in_tls("tree_manager_locks", local.tree_manager_locks)
-        is_main = threading.current_thread() is threading.main_thread()
-        if not backward and (self.containers is None or is_main):
-            self.containers = here
-        return self.containers is here
+        free = self.thread is None or not self.thread.is_alive()
+        if not backward and (free or thread is threading.main_thread()):
+            self.thread, self.trees = thread, here
+        return self.trees is here
+
+
+_owner = _Owner()
 
 
 def graphed(
@@ -71,7 +75,6 @@ def graphed(
     written: Sequence[int],
     visible: int | None,
     kind: str,
-    trees: Trees,
 ) -> Run:
     """Return a function that replays `gm` as a CUDA graph wherever that is right.
 
@@ -82,13 +85,12 @@ def graphed(
         written: places of inputs that it writes to.
         visible: how many results, from the first on, the caller sees; None for all.
         kind: ``inference``, ``forward`` or ``backward``.
-        trees: of this capture.
     """
     why = why_not(gm)
     if why is not None:
         log.info("no CUDA graph of the %s pass: %s", kind, why)
         return plain
-    replay = _Graphed(gm, plain, static, written, visible, kind, trees)
+    replay = _Graphed(gm, plain, static, written, visible, kind)
 
     def run(inputs: list[Any]) -> Any:
         return replay(inputs)
@@ -127,7 +129,6 @@ class _Graphed:
         written: Sequence[int],
         visible: int | None,
         kind: str,
-        trees: Trees,
     ) -> None:
         from torch._inductor.cudagraph_utils import get_placeholder_info
 
@@ -140,16 +141,16 @@ class _Graphed:
         results: Any = next(iter(reversed(gm.graph.nodes))).args[0]
         self._traces = [getattr(result, "stack_trace", None) for result in results]
         self._graphs: dict[Any, Run] = {}
-        self._trees, self._former = trees, None
+        self._trees: Any = None
         self._refused = False
 
     def __call__(self, inputs: list[Any]) -> Any:
         if torch.cuda.is_current_stream_capturing():
             return self._plain(inputs)
-        if not self._trees.are_here(self._kind == "backward"):
+        if not _owner.is_here(self._kind == "backward"):
             return self._plain(inputs)
-        if self._former is not self._trees.containers:
-            self._former = self._trees.containers
+        if self._trees is not _owner.trees:  # another thread's, from now on
+            self._trees = _owner.trees
             self._graphs.clear()
         key = (_switches(), *(x for x in inputs if isinstance(x, int)))
         run = self._graphs.get(key)
@@ -203,14 +204,12 @@ class _Graphed:
         with torch.no_grad():
             if copies:
                 torch._foreach_copy_(copies, [results[i] for i in alone])
-            for places in groups.values():
-                storage = results[places[0]].untyped_storage().clone() if len(places) > 1 else None
-                for i in places if storage is not None else ():
+            for places in (shared for shared in groups.values() if len(shared) > 1):
+                storage = results[places[0]].untyped_storage().clone()
+                for i in places:
                     t = results[i]
-                    shape = t.storage_offset(), t.shape, t.stride()
-                    results[i] = torch.empty_like(t, memory_format=torch.contiguous_format).set_(
-                        storage, *shape
-                    )
+                    empty = torch.empty(0, dtype=t.dtype, device=t.device)
+                    results[i] = empty.set_(storage, t.storage_offset(), t.shape, t.stride())
         for i, copy in zip(alone, copies, strict=True):
             results[i] = copy
         return results

@@ -20,7 +20,7 @@ Model = TypeVar("Model", bound=nn.Module)
 Program = Callable[["Run"], Any]
 #: Largest difference of a result, as a part of its norm. The programs change what they change by
 #: more than ten times as much (`Run.changed`).
-TOLERANCE = {"cuda": 2e-2, "cpu": 1e-3}
+TOLERANCE = {"cuda": 2e-2, "cpu": 2e-3}  # of bfloat16 on a CPU, too
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from confpred.pytorch.backend import confpred as backend
 
 #: The side of the images; 0 for what the network asks for.
 INFERENCE = {
-    "botnet26t_256": 0, "caformer_s18": 64, "coat_lite_tiny": 64, "coatnet_0_rw_224": 0,
+    "botnet26t_256": 0, "caformer_s18": 64, "coat_lite_tiny": 0, "coatnet_0_rw_224": 0,
     "convit_tiny": 0, "convmixer_768_32": 64, "convnext_atto": 64, "convnext_femto_ols": 64,
     "crossvit_9_240": 0, "cs3darknet_focus_s": 64, "cspresnet50": 64, "darknet53": 64,
     "davit_tiny": 64, "deit_tiny_patch16_224": 0, "densenet121": 64, "dla46_c": 64, "dpn48b": 64,
@@ -67,7 +67,6 @@ def test_inference_is_that_of_eager_mode(captured, name: str) -> None:
     assert found.stride() == expected.stride()
     assert off(found, expected) < 1e-4
     assert captured.of("inference").count("confpred.conv2d.default") > 0
-    assert captured.of("inference").count("aten._native_batch_norm_legit_no_training.default") <= 4
 
 
 @pytest.mark.parametrize("name", TRAINING)
