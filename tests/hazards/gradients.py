@@ -224,7 +224,7 @@ def training_and_inference_in_turns(run: Run) -> Any:
     return [x.clone() if isinstance(x, Tensor) else x for x in found]
 
 
-@hazard(refused="functorch")
+@hazard(refused="functorch", kernels=False)
 def transforms_of_functions(run: Run) -> Any:
     """``torch.func.grad`` through an optimized model, and ``vmap`` over it."""
     model = run.optimize(run.network())

@@ -253,7 +253,7 @@ def data_parallel_training_of_processes(run: Run) -> Any:
     return found
 
 
-@hazard()
+@hazard(kernels=False)
 def fully_sharded_training(run: Run) -> Any:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -357,7 +357,7 @@ class Told(Tensor):
     """A tensor that knows what it is told."""
 
 
-@hazard(refused="Multiple dispatch failed")
+@hazard(refused="Multiple dispatch failed", kernels=False)
 def subclasses_of_tensors(run: Run) -> Any:
     model, found = run.optimize(run.network()), []
     with torch.no_grad():
