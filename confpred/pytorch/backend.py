@@ -157,6 +157,7 @@ class Compiler:
 
     def inference(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
         """Compile a graph without gradients."""
+        rewrite.refuse_mixed_dtypes(gm.graph)
         rewrite.views_of_any_layout(gm.graph)
         choose = self.chooser(gm.graph)
         if choose is not None:
@@ -178,6 +179,7 @@ class Compiler:
         """
         from torch._functorch.partitioners import default_partition
 
+        rewrite.refuse_mixed_dtypes(joint.graph)
         rewrite.views_of_any_layout(joint.graph)
         choose = self.chooser(joint.graph)
         if choose is not None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,46 +24,19 @@ _last_stream: dict[int, torch.cuda.Stream] = {}
 Run = Callable[[list[Any]], Any]
 
 
-class _Owner:
-    """The one thread whose passes become CUDA graphs.
+def is_recordable(backward: bool) -> bool:
+    """Return whether this thread may run a pass as a CUDA graph.
 
-    While a thread records a graph, others may not wait for the device, so graphs are the main
-    thread's, or the first thread's that runs a captured network, until it ends. Others run without.
-
-    Attributes:
-        thread: None until a pass has run.
-        trees: PyTorch's containers of cudagraph trees, which belong to a thread and to those that
-            autograd starts for its backward passes.
+    Cudagraph trees belong to the main thread, and to those that autograd starts for its backward
+    passes. Others run without: PyTorch keeps trees in memory of the thread that is not safe to give
+    back when the thread ends, and no thread may wait for the device while another one records.
     """
+    if threading.current_thread() is threading.main_thread():
+        from torch._inductor.cudagraph_trees import local
 
-    def __init__(self) -> None:
-        self.thread: threading.Thread | None = None
-        self.trees: Any = None
-
-    def is_here(self, backward: bool) -> bool:
-        """Return whether this thread may run a pass as a CUDA graph."""
-        from torch._inductor import cudagraph_trees
-
-        local, thread = cudagraph_trees.local, threading.current_thread()
-        if hasattr(local, "tree_manager_containers"):
-            here = local.tree_manager_containers
-        elif torch._C._is_key_in_tls("tree_manager_containers"):
-            here = torch._C._get_obj_in_tls("tree_manager_containers")
-        elif backward:
-            return False
-        else:
-            # PyTorch prepares the thread that imports the module, before 2.13 no other one.
-            here = local.tree_manager_containers = {}
-            local.tree_manager_locks = defaultdict(threading.Lock)
-            torch._C._stash_obj_in_tls("tree_manager_containers", here)
-            torch._C._stash_obj_in_tls("tree_manager_locks", local.tree_manager_locks)
-        free = self.thread is None or not self.thread.is_alive()
-        if not backward and (free or thread is threading.main_thread()):
-            self.thread, self.trees = thread, here
-        return self.trees is here
-
-
-_owner = _Owner()
+        # Before PyTorch 2.13 trees are there only for the thread that has imported the module.
+        return hasattr(local, "tree_manager_containers")
+    return backward and bool(torch._C._is_key_in_tls("tree_manager_containers"))
 
 
 def graphed(
@@ -141,28 +113,19 @@ class _Graphed:
         results: Any = next(iter(reversed(gm.graph.nodes))).args[0]
         self._traces = [getattr(result, "stack_trace", None) for result in results]
         self._graphs: dict[Any, Run] = {}
-        self._trees: Any = None
-        self._refused = False
+        self._said: set[str] = set()
 
     def __call__(self, inputs: list[Any]) -> Any:
         if torch.cuda.is_current_stream_capturing():
             return self._plain(inputs)
-        if not _owner.is_here(self._kind == "backward"):
+        if not is_recordable(self._kind == "backward"):
+            self._say("in other threads than the main one")
             return self._plain(inputs)
-        if self._trees is not _owner.trees:  # another thread's, from now on
-            self._trees = _owner.trees
-            self._graphs.clear()
         key = (_switches(), *(x for x in inputs if isinstance(x, int)))
         run = self._graphs.get(key)
         if run is None:
             if len(self._graphs) >= MOST_GRAPHS:
-                if not self._refused:
-                    self._refused = True
-                    log.warning(
-                        "the %s pass runs without a CUDA graph for further sizes: it has %d graphs",
-                        self._kind,
-                        MOST_GRAPHS,
-                    )
+                self._say(f"for further sizes, as it has {MOST_GRAPHS} graphs")
                 return self._plain(inputs)
             run = self._graphs[key] = self._graph()
         stream = torch.cuda.current_stream(self._device)
@@ -171,6 +134,12 @@ class _Graphed:
             stream.wait_stream(last)
         _last_stream[self._device] = stream
         return self._copied(run(inputs))
+
+    def _say(self, where: str) -> None:
+        """Log once where this pass runs without a CUDA graph."""
+        if where not in self._said:
+            self._said.add(where)
+            log.warning("the %s pass runs without a CUDA graph %s", self._kind, where)
 
     def _graph(self) -> Run:
         from torch._inductor.cudagraph_trees import cudagraphify_impl

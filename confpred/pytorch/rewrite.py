@@ -131,7 +131,7 @@ def _chains(graph: fx.Graph) -> Iterator[_Chain]:
     order = {node: i for i, node in enumerate(graph.nodes)}
     convolutions = [n for n in starts if n.target is not _NORM]
     for node in [*reversed(convolutions), *(n for n in starts if n.target is _NORM)]:
-        if node not in claimed and _is_image(node.args[0]) and _is_of_one_dtype(node):
+        if node not in claimed and _is_image(node.args[0]):
             chain = _follow(node, claimed)
             claimed.update(chain.nodes)
             found[node] = chain
@@ -453,6 +453,19 @@ def batch_norms_as_eager(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
+def refuse_mixed_dtypes(graph: fx.Graph) -> None:
+    """Refuse convolutions whose operands have several dtypes, as eager mode does.
+
+    Raises:
+        RuntimeError: there is one; the operator of a captured graph would take it.
+    """
+    for node in graph.find_nodes(op="call_function", target=aten.convolution.default):
+        operands = [_val(n) for n in node.args[:3] if isinstance(n, fx.Node)]
+        if len({t.dtype for t in operands}) > 1:
+            dtypes = ", ".join(str(t.dtype) for t in operands)
+            raise RuntimeError(f"input, weight and bias should have one dtype, not {dtypes}")
+
+
 def views_of_any_layout(graph: fx.Graph) -> None:
     """Let views copy where tensors lie in memory otherwise than fake ones did at the capture.
 
@@ -574,14 +587,6 @@ def _geometry(node: fx.Node, at: int) -> Geometry:
 
 def _is_image(node: Any) -> bool:
     return isinstance(node, fx.Node) and isinstance(_val(node), Tensor) and _val(node).dim() == 4
-
-
-def _is_of_one_dtype(node: fx.Node) -> bool:
-    """Return whether a convolution's operands have one dtype; PyTorch refuses others."""
-    if node.target is not aten.convolution.default:
-        return True
-    operands = [_val(n) for n in node.args[:3] if isinstance(n, fx.Node)]
-    return len({t.dtype for t in operands}) == 1
 
 
 def _val(node: Any) -> Any:
