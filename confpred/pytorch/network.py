@@ -67,10 +67,13 @@ def optimize(
     _check(model)
     Options.of(options)
     former = model._compiled_call_impl
-    # The choices of options reach the backend as they are: ``torch.compile`` passes them on.
-    model._compiled_call_impl = _behind_captures(
-        torch.compile(own_frame(model), backend=confpred, dynamic=dynamic, options=dict(options))
-    )
+
+    def capture() -> Callable[..., Any]:
+        return torch.compile(
+            own_frame(model), backend=confpred, dynamic=dynamic, options=dict(options)
+        )
+
+    model._compiled_call_impl = _kept_right(model, capture)
     if example_inputs is None:
         return model
     try:
@@ -122,14 +125,22 @@ def _check(model: object) -> None:
         raise InvalidInput("model", type(model).__name__, "a module that was not compiled yet")
 
 
-def _behind_captures(captured: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls `captured` once no other thread is capturing.
+def _kept_right(model: nn.Module, capture: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
+    """Return a function that runs `model` as `capture` returns it, where Dynamo alone would not.
 
-    Before PyTorch 2.13 a captured function refuses to run while another thread traces anything.
+    Before PyTorch 2.13 no guard sees that a module has another class now, and a captured function
+    refuses to run while another thread traces anything.
     """
     from torch._dynamo.convert_frame import compile_lock
 
+    modules = tuple(model.modules())
+    classes, captured = tuple(map(type, modules)), capture()
+
     def call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal modules, classes, captured
+        if tuple(map(type, modules)) != classes:
+            modules = tuple(model.modules())
+            classes, captured = tuple(map(type, modules)), capture()
         with compile_lock:
             pass
         return captured(*args, **kwargs)
