@@ -213,30 +213,20 @@ def test_a_bound_on_the_error_admits_strassen() -> None:
     assert set(bounded) == {"linear_epilogue", "linear_strassen"}
 
 
-@pytest.fixture
-def _undone() -> object:
-    yield
-    choosing.use_limits(UNLIMITED)
-
-
-@pytest.mark.usefixtures("_undone")
-def test_enabled_limits_hold_for_all_choices(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_limits_hold_for_the_choices_of_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
     predictor = Predictor({}, {(WGRAD, A100): _biggest()})
-    monkeypatch.setattr(choosing, "_predictor", predictor)
+    monkeypatch.setattr(choosing._state, "predictor", predictor)
     monkeypatch.setattr(choosing.driver, "device_of", lambda _: A100)
-    chosen = choosing.choose(WGRAD, 0)
-    assert chosen is not None
-    assert chosen.source == "pinned"
-    with confpred.enabled(limits=NONE, wait=True):
-        limited = choosing.choose(WGRAD, 0)
-        assert limited is not None
-        assert needed(limited) == 0
-        own = choosing.choose(WGRAD, 0, Limits(workspace_bytes=2**40))  # of one call
-        assert own is not None
-        assert own.source == "pinned"
-    again = choosing.choose(WGRAD, 0)
-    assert again is not None
-    assert again.source == "pinned"
+    for limits, source in (
+        (None, "pinned"),
+        (NONE, None),
+        (Limits(workspace_bytes=2**40), "pinned"),
+    ):
+        wishes = choosing.ANY if limits is None else choosing.Wishes(limits)
+        chosen = choosing.choose(WGRAD, 0, wishes)
+        assert chosen is not None
+        assert source is None or chosen.source == source
+        assert limits is not NONE or needed(chosen) == 0
 
 
 def _biggest() -> Candidate:
@@ -244,11 +234,12 @@ def _biggest() -> Candidate:
 
 
 def test_pytorchs_switch_forbids_tf32(monkeypatch: pytest.MonkeyPatch) -> None:
+    single = replace(FPROP, dtype="float32")
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
-    assert choosing.limits_of(replace(FPROP, dtype="float32")).tf32
+    assert choosing.limits_for(single, UNLIMITED).tf32
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
-    assert not choosing.limits_of(replace(FPROP, dtype="float32")).tf32
-    assert choosing.limits_of(FPROP).tf32  # there is none in half precision
+    assert not choosing.limits_for(single, UNLIMITED).tf32
+    assert choosing.limits_for(FPROP, UNLIMITED).tf32  # there is none in half precision
 
 
 def test_what_are_no_limits_is_refused() -> None:
