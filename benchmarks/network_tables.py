@@ -37,7 +37,7 @@ def summary(result: dict[str, Any], markdown: Markdown) -> str:
         noise = _values(group, "again", "over_eager")
         cells.append(f"{min(noise):.2f}x to {max(noise):.2f}x" if noise else "")
         rows.append((name, *cells))
-    return markdown(heads, rows)
+    return _filled(heads, rows, markdown)
 
 
 def ways(result: dict[str, Any], markdown: Markdown) -> str:
@@ -51,6 +51,17 @@ def over_inductor(result: dict[str, Any], markdown: Markdown) -> str:
     return _by_way(result, markdown, "graph_over_compile", names)
 
 
+def _filled(
+    heads: Sequence[str], rows: Sequence[Sequence[str]], markdown: Markdown, labels: int = 1
+) -> str:
+    """Lay out a table without columns, and without rows, that no figure was recorded of; the first
+    `labels` columns say what a row is of."""
+    whole = [row for row in rows if any(row[labels:])]
+    kept = [i for i in range(len(heads)) if any(row[i] for row in whole)]
+    cut = [[row[i] for i in kept] for row in whole]
+    return markdown([heads[i] for i in kept], cut) if whole else ""
+
+
 def _by_way(result: dict[str, Any], markdown: Markdown, field: str, names: list[str]) -> str:
     heads = ["step, batch"]
     for name in names:
@@ -59,7 +70,7 @@ def _by_way(result: dict[str, Any], markdown: Markdown, field: str, names: list[
     for name, group in _groups(result["rows"]):
         cells = [cell for way in names for cell in _mean_and_least(_values(group, way, field))]
         rows.append((name, *cells))
-    return markdown(heads, rows)
+    return _filled(heads, rows, markdown)
 
 
 def per_network(result: dict[str, Any], markdown: Markdown, mode: str) -> str:
@@ -82,7 +93,7 @@ def per_network(result: dict[str, Any], markdown: Markdown, mode: str) -> str:
         for way in ("optimize", "compile+confpred"):
             cells.append(_shown(found.get(way, {}), "graph_over_compile"))
         rows.append(cells)
-    return markdown(heads, rows) if rows else ""
+    return _filled(heads, rows, markdown)
 
 
 def inference(result: dict[str, Any], markdown: Markdown) -> str:
@@ -109,7 +120,7 @@ def first_steps(
         found = [part.get(key, {}) for part in both]
         cells = [_shown(ways.get(way, {}), "first_s", "{:.1f}") for way in names for ways in found]
         rows.append((key[0], key[1], str(key[2]), *cells))
-    return markdown(heads, rows)
+    return _filled(heads, rows, markdown, 3)
 
 
 def memory(result: dict[str, Any], markdown: Markdown) -> str:
@@ -120,7 +131,7 @@ def memory(result: dict[str, Any], markdown: Markdown) -> str:
     for (network, mode, batch), found in sorted(_of_largest_batch(result["rows"]).items()):
         cells = [_shown(found.get(way, {}), "peak_mb", "{:.0f}") for way in shown]
         rows.append((network, mode, str(batch), *cells))
-    return markdown(heads, rows)
+    return _filled(heads, rows, markdown, 3)
 
 
 def captured(result: dict[str, Any], markdown: Markdown) -> str:
@@ -134,7 +145,7 @@ def captured(result: dict[str, Any], markdown: Markdown) -> str:
         kinds = ", ".join(f"{kind}: {count}" for kind, count in counts["captured"].items())
         numbers = (str(counts[key]) for key in ("networks", "compared", "right"))
         rows.append((mode, *numbers, kinds, ", ".join(wrong) or "none"))
-    return markdown(heads, rows)
+    return _filled(heads, rows, markdown)
 
 
 def _groups(rows: Sequence[Row]) -> Iterator[tuple[str, list[Row]]]:
