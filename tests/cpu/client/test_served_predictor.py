@@ -164,7 +164,7 @@ print(current_predictor().choose(Problem.parse("{LAYER}"), "h100").source)
 """
     said, warned = run(program, CONFPRED_URL=url)
     assert said == "predicted\n"
-    assert f"CONFPRED_URL is of no use: {reason}" in warned
+    assert f"ignoring CONFPRED_URL: {reason}" in warned
 
 
 @pytest.mark.parametrize(
