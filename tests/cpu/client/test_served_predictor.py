@@ -130,6 +130,7 @@ for n in range(5):
         subprocess.run([sys.executable, "-c", program, server.url], check=True, timeout=60)
 
 
+@pytest.mark.slow(reason="a server, and a process that asks it")
 def test_one_variable_makes_the_library_ask(model_folder: Path, tmp_path: Path) -> None:
     program = f"""
 from confpred import Problem

@@ -152,6 +152,7 @@ def test_the_axes_describe_the_convolution(problem: Problem) -> None:
         assert 0 <= axis.shift < axis.up or axis.shift == 0
 
 
+@pytest.mark.slow(reason="sixty random layers, every pixel of each")
 @given(depthwise_problems(), st.integers(0, 2**32 - 1))
 @settings(max_examples=60)
 def test_the_blocks_tile_the_image(problem: Problem, seed: int) -> None:

@@ -717,6 +717,7 @@ def test_a_model_that_cannot_run_is_as_it_was() -> None:
     same(model, copy.deepcopy(model), image())
 
 
+@pytest.mark.slow(reason="each block is captured in every mode")
 @pytest.mark.parametrize("kind", BLOCKS)
 def test_revert_and_modes_at_any_time(kind: str) -> None:
     model = made(BLOCKS[kind]()).to(memory_format=LAST)

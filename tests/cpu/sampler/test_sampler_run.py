@@ -224,6 +224,7 @@ def start_program(tmp_path: Path, problems: int = 12) -> tuple[subprocess.Popen,
     return process, folder
 
 
+@pytest.mark.slow(reason="a run of seconds is interrupted")
 def test_ctrl_c_stores_the_problem_in_flight_and_says_how_to_resume(tmp_path):
     process, folder = start_program(tmp_path, problems=40)
     os.killpg(process.pid, signal.SIGINT)  # a terminal's Ctrl-C reaches the workers as well
@@ -238,6 +239,7 @@ def test_ctrl_c_stores_the_problem_in_flight_and_says_how_to_resume(tmp_path):
     assert not list(folder.glob(".*.tmp"))
 
 
+@pytest.mark.slow(reason="a run of seconds is killed")
 def test_kill_loses_only_the_last_seconds_and_frees_the_folder(tmp_path):
     process, folder = start_program(tmp_path, problems=40)
     stored = names(rows(folder))

@@ -110,6 +110,7 @@ def test_silence_is_taken_for_a_hang(worker_of):
     assert ended == Failed("silent", "no sign of life for 5 s: killed", 5)
 
 
+@pytest.mark.slow(reason="it waits longer than the silence")
 def test_a_job_that_reports_may_last_longer_than_the_silence(worker_of):
     ended = run(worker_of(chatter, silence_s=5.0), 30)
     assert isinstance(ended, Done)

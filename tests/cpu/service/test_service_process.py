@@ -152,6 +152,7 @@ def test_what_is_not_http_is_refused(server: Server) -> None:
     assert httpx.get(f"{server.url}/healthz").status_code == 200
 
 
+@pytest.mark.slow(reason="a batch that takes seconds")
 def test_a_batch_does_not_hold_up_other_requests(server: Server) -> None:
     with httpx.Client(base_url=server.url, timeout=60) as client, ThreadPoolExecutor() as pool:
         batch = pool.submit(httpx.post, f"{server.url}/v1/predict", json=LONG, timeout=60)
@@ -188,6 +189,7 @@ def test_the_documented_commands_work(server: Server) -> None:
         assert reply.status_code == 200, reply.text
 
 
+@pytest.mark.slow(reason="a server of several workers")
 def test_workers_add_up_their_counts(tmp_path: Path) -> None:
     with running(tmp_path, "--workers", "2") as server:
         for _ in range(30):  # each on a connection of its own, so that both workers get some
