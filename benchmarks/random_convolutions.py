@@ -270,7 +270,7 @@ def compile_together(cases: list[Case]) -> None:
             problems.append(problem_of("wgrad", *given, bias=bias))
     known = [problem for problem in problems if problem is not None]
     choices = choosing.choose_many(known, driver.device_of(0))
-    loading.compile_ahead([c for c in choices if c is not None], (), 0)
+    loading.compile_ahead([c for c in choices if c is not None], 0)
 
 
 def checked(case: Case, device: str) -> dict[str, Any]:

@@ -139,7 +139,7 @@ def _guard_hooks() -> None:
 
 
 class Compiler:
-    """What AOTAutograd calls with the graphs of one capture.
+    """The compilers that AOTAutograd calls with the graphs of one capture.
 
     Attributes:
         options: see `Options`.
@@ -236,7 +236,7 @@ def chooser(ordinal: int, options: Options) -> rewrite.Choose:
         choices = choosing.choose_many(problems, device, options.wishes)
         choosing.notice_changes(ordinal)
         known = [choice for choice in dict.fromkeys(choices) if choice is not None]
-        compile_ahead(known, (), ordinal, options.limits)
+        compile_ahead(known, ordinal, options.limits)
         return choices
 
     return choose

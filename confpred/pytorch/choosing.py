@@ -55,7 +55,7 @@ _state = _State(None, {}, [], [], set())
 
 @dataclass(frozen=True, slots=True)
 class Wishes:
-    """What a caller asks of choices.
+    """Bounds that a caller sets on choices.
 
     Attributes:
         limits: every choice keeps within them.

@@ -1,4 +1,4 @@
-"""What depends on parameters and buffers alone, computed once: folded filters, casts of weights."""
+"""Folded filters, casts of weights and all else of weights alone, computed once."""
 
 from __future__ import annotations
 

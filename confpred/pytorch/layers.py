@@ -96,25 +96,6 @@ def alike(x: Tensor, *others: Tensor | None) -> bool:
     )
 
 
-def transposed_image(
-    x: Sequence[int], filters: Sequence[int], geometry: Geometry, output_padding: Pair
-) -> tuple[int, ...] | None:
-    """N, C, H, W of the output of a transposed convolution of `x`, which is the input of the
-    convolution that it transposes (``torch.nn.ConvTranspose2d`` has the formula)."""
-    if len(x) != 4 or len(filters) != 4 or x[1] != filters[0]:
-        return None
-    stride, padding, dilation, groups = geometry
-    h, w = (
-        (x[i + 2] - 1) * stride[i]
-        - 2 * padding[i]
-        + dilation[i] * (filters[i + 2] - 1)
-        + output_padding[i]
-        + 1
-        for i in (0, 1)
-    )
-    return x[0], filters[1] * groups, h, w
-
-
 def is_channels_last(x: Tensor) -> bool:
     """Whether `x` is dense with its channels last, beyond doubt: a tensor of one channel or one
     pixel is dense in either layout, and PyTorch takes it for one with its channels first."""

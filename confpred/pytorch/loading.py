@@ -7,7 +7,7 @@ Choice --> compile (threads; NVRTC lets go of Python's lock) --> load --> ReadyL
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -22,7 +22,7 @@ from confpred.families.registry import all_families
 from confpred.predict.choice import MAX_TOP, Choice
 from confpred.problem.conv2d import Problem
 from confpred.problem.limits import UNLIMITED, Limits
-from confpred.problem.operation import KernelSpec, Launch
+from confpred.problem.operation import Launch
 from confpred.pytorch.choosing import current_predictor, is_ours, limits_for, when_forgotten
 from confpred.pytorch.kernels import loaded, submit
 from confpred.pytorch.programs import ReadyProgram
@@ -136,20 +136,15 @@ def _warn_once(message: str) -> None:
     log.warning("falling back to PyTorch: %s", message)
 
 
-def compile_ahead(
-    choices: Sequence[Choice],
-    others: Iterable[KernelSpec],
-    ordinal: int,
-    limits: Limits = UNLIMITED,
-) -> None:
-    """Compile in parallel the kernels of `choices` and `others`, and load those of `choices` on
-    CUDA device `ordinal`. A kernel that cannot be had is left to the call that needs it."""
+def compile_ahead(choices: Sequence[Choice], ordinal: int, limits: Limits = UNLIMITED) -> None:
+    """Compile the kernels of `choices` in parallel, and load them on CUDA device `ordinal`.
+
+    A kernel that cannot be had is left to the call that needs it.
+    """
     ours = [choice for choice in choices if is_ours(choice)]
     for choice in ours:
         for kernel in _launch_of(choice).kernels:
             submit(kernel, _arch(ordinal))
-    for kernel in others:  # after those that are waited for
-        submit(kernel, _arch(ordinal))
     for choice in ours:
         load(choice, ordinal, limits)
 

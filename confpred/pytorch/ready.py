@@ -144,24 +144,6 @@ def dense(t: Tensor) -> Tensor:
     return t.contiguous(memory_format=CHANNELS_LAST if t.dim() == 4 else torch.contiguous_format)
 
 
-def is_dense(t: Tensor) -> bool:
-    """Whether `dense` would return `t` itself."""
-    layout = CHANNELS_LAST if t.dim() == 4 else torch.contiguous_format
-    return t.is_contiguous(memory_format=layout)
-
-
-def densely(run: Callable[..., Any], inputs: Sequence[Tensor | None]) -> Callable[..., Any]:
-    """`run` itself where all of `inputs` are dense; else `run` after what makes inputs of their
-    layout dense."""
-    if all(t is None or is_dense(t) for t in inputs):
-        return run
-
-    def repacked(*given: Tensor | None) -> Any:
-        return run(*(None if t is None else dense(t) for t in given))
-
-    return repacked
-
-
 def aligned(t: Tensor) -> Tensor:
     layout = CHANNELS_LAST if t.dim() == 4 else torch.contiguous_format
     return t.clone(memory_format=layout) if t.data_ptr() & _UNALIGNED else t

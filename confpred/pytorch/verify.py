@@ -59,7 +59,7 @@ def _measured(
     within = choosing.current_predictor().within(choosing.limits_for(problem, wishes.limits))
     ranked = [_own(choice) for choice in within.rank(problem, device, top + 1)]
     ours = [choice for choice in ranked if choosing.is_ours(choice)][:top]
-    compile_ahead(ours, (), ordinal, wishes.limits)
+    compile_ahead(ours, ordinal, wishes.limits)
     calls: list[tuple[Choice, Callable[[], Any]]] = []
     with torch.cuda.device(ordinal), torch.no_grad():
         (tensors,) = operands(CONVOLUTION, problem, 1)
