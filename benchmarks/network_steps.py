@@ -230,6 +230,11 @@ def ratio(theirs: list[float], ours: list[float]) -> float | None:
 def main() -> None:
     """``network_steps.py TASK OUT``: TASK is an object with the fields that are read here."""
     task, out = json.loads(sys.argv[1]), Path(sys.argv[2])
+    import timm  # noqa: F401 - before the wait, while another process has the GPU
+
+    import confpred  # noqa: F401
+
+    sys.stdin.readline()  # until it is this process's turn
     torch.backends.cudnn.benchmark = True
     random.seed(0)
     setting = Setting(task["network"], task["mode"], task["batch"], task["size"], task["device"])

@@ -7,15 +7,15 @@ timm's networks with random weights on random images of 224 x 224, channels last
 model in float16 under ``torch.no_grad``; *training* is forward under autocast to float16,
 cross-entropy, backward, and SGD with momentum (``foreach``). cuDNN's benchmark mode is on.
 
-Each network, mode and batch has a process of its own. All ways are timed in it, in random order in
-rounds. A turn is one step that is not timed, a synchronisation, and as many steps as take
-``--turn`` seconds, until the device is done with the last. *Wall time* is that, as a user runs the
-way; *GPU time* is that of one CUDA graph of the whole step. A figure is the median over the rounds,
-a ratio the median of the rounds' ratios. ``again`` is eager once more: its ratio is the noise. Each
-way's first output, in training all gradients, is compared with float32; a way that is much further
-from it than eager PyTorch is recorded as an error. *First step* is the first call, compilation
-included. Kernels that an earlier process compiled are in the caches; with ``--cold`` the caches are
-empty, and the result is ``networks_cold.json``.
+Each network, mode and batch has a process of its own; the next one imports meanwhile. All ways are
+timed in it, in random order in rounds. A turn is one step that is not timed, a synchronisation, and
+as many steps as take ``--turn`` seconds, until the device is done with the last. *Wall time* is
+that, as a user runs the way; *GPU time* is that of one CUDA graph of the whole step. A figure is
+the median over the rounds, a ratio the median of the rounds' ratios. ``again`` is eager once more:
+its ratio is the noise. Each way's first output, in training all gradients, is compared with
+float32; a way that is much further from it than eager PyTorch is recorded as an error. *First step*
+is the first call, compilation included. Kernels that an earlier process compiled are in the caches;
+with ``--cold`` the caches are empty, and the result is ``networks_cold.json``.
 
 Results are merged: rows that are measured again are replaced, and each row names its run.
 """
@@ -29,7 +29,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,30 +49,55 @@ LEAST_S = 20  # less than this left of the budget, and no new process is started
 KEY = ("network", "mode", "batch", "way")
 
 
-def run_one(task: dict[str, Any], seconds: float, cold: bool) -> tuple[Any, str]:
-    """Return what ``network_steps.py`` wrote for a task, None if nothing, and its last words."""
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "out.json"
-        command = [sys.executable, str(HERE / "network_steps.py"), json.dumps(task), str(out)]
+class Started:
+    """A process of ``network_steps.py`` that imports, and waits for its turn at the GPU."""
+
+    def __init__(self, task: dict[str, Any], cold: bool) -> None:
+        self.folder = tempfile.TemporaryDirectory()
+        self.out = Path(self.folder.name) / "out.json"
         environment = dict(os.environ)
         if cold:
             environment |= {
-                "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor",
-                "CONFPRED_CACHE_DIR": f"{folder}/kernels",
+                "TORCHINDUCTOR_CACHE_DIR": f"{self.folder.name}/inductor",
+                "CONFPRED_CACHE_DIR": f"{self.folder.name}/kernels",
             }
-        try:
-            done = subprocess.run(
-                command, stderr=subprocess.PIPE, text=True, timeout=seconds, env=environment
-            )
-            errors, code = done.stderr, done.returncode
-        except subprocess.TimeoutExpired:
-            return None, "stopped for want of time"
-        if errors:
-            print(errors[-3000:], file=sys.stderr)
-        last = (errors.strip().splitlines() or ["no message"])[-1]
-        return (
-            json.loads(out.read_text()) if out.exists() else None
-        ), f"exit {code}: {last[-200:]}"
+        command = [sys.executable, str(HERE / "network_steps.py"), json.dumps(task), str(self.out)]
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+        )
+
+    def finish(self, seconds: float) -> tuple[Any, str]:
+        """Let it run, and return what it wrote, None if nothing, and its last words.
+
+        With no seconds it does not run.
+        """
+        with self.folder:
+            try:
+                if seconds <= 0:
+                    raise subprocess.TimeoutExpired("", seconds)
+                _, errors = self.process.communicate("go\n", timeout=seconds)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.communicate()
+                return None, "stopped for want of time"
+            if errors:
+                print(errors[-3000:], file=sys.stderr)
+            last = (errors.strip().splitlines() or ["no message"])[-1]
+            return (
+                json.loads(self.out.read_text()) if self.out.exists() else None
+            ), f"exit {self.process.returncode}: {last[-200:]}"
+
+
+def started_ahead(
+    tasks: Sequence[dict[str, Any]], cold: bool
+) -> Iterator[tuple[dict[str, Any], Started]]:
+    """Yield each task with its process, after the next one has been started."""
+    ready: deque[tuple[dict[str, Any], Started]] = deque()
+    for task in tasks:
+        ready.append((task, Started(task, cold)))
+        if len(ready) > 1:
+            yield ready.popleft()
+    yield from ready
 
 
 def rows_of(task: dict[str, Any], found: Any, error: str) -> list[dict[str, Any]]:
@@ -105,27 +131,39 @@ def measure(told: argparse.Namespace) -> None:
     result = json.loads(path.read_text()) if path.exists() else {}
     deadline = time.time() + told.budget
     facts = provenance("torch", "timm", gpu=told.device == "cuda")
+    tasks = tasks_of(told, result)
+    for task, process in started_ahead(tasks, told.cold):
+        left = deadline - time.time()
+        if left < LEAST_S:
+            print("left out for want of time:", *(task[k] for k in KEY[:3]))
+            process.finish(0)
+            continue
+        rows = rows_of(task, *process.finish(left))
+        for row in rows:
+            print(json.dumps(row), flush=True)
+        result = merged(result, rows, facts)
+        write(name, result, told.out)
+
+
+def tasks_of(told: argparse.Namespace, result: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return a task a process: each batch, network and mode, without what `result` has."""
     known = {tuple(row[k] for k in KEY[:3]) for row in result.get("rows", ())}
-    for batch in told.batches:
-        for network in told.networks:
-            for mode in told.modes:
-                if told.resume and (network, mode, batch) in known:
-                    continue
-                left = deadline - time.time()
-                if left < LEAST_S:
-                    print(f"left out for want of time: {network}, {mode}, {batch}")
-                    continue
-                ways = [w for w in told.ways if w != "freeze" or mode == "inference"]
-                task = {
-                    "network": network, "mode": mode, "batch": batch, "ways": ways,
-                    "device": told.device, "size": told.size, "rounds": told.rounds,
-                    "turn_s": told.turn,
-                }  # fmt: skip
-                rows = rows_of(task, *run_one(task, left, told.cold))
-                for row in rows:
-                    print(json.dumps(row), flush=True)
-                result = merged(result, rows, facts)
-                write(name, result, told.out)
+    return [
+        {
+            "network": network,
+            "mode": mode,
+            "batch": batch,
+            "ways": [w for w in told.ways if w != "freeze" or mode == "inference"],
+            "device": told.device,
+            "size": told.size,
+            "rounds": told.rounds,
+            "turn_s": told.turn,
+        }
+        for batch in told.batches
+        for network in told.networks
+        for mode in told.modes
+        if not (told.resume and (network, mode, batch) in known)
+    ]
 
 
 def parsed(words: Sequence[str] | None = None) -> argparse.Namespace:

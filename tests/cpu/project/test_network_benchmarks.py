@@ -134,7 +134,7 @@ def test_a_process_that_fails_is_an_error_of_every_way(
     (tmp_path / "network_steps.py").write_text(text)
     monkeypatch.setattr(networks, "HERE", tmp_path)
     task = _task(["eager", "optimize"])
-    rows = networks.rows_of(task, *networks.run_one(task, 60, False))
+    rows = networks.rows_of(task, *networks.Started(task, False).finish(60))
     assert [(row["way"], row["error"]) for row in rows] == [("eager", told), ("optimize", told)]
 
 
@@ -143,7 +143,7 @@ def test_a_process_is_stopped_when_its_time_is_over(
 ) -> None:
     (tmp_path / "network_steps.py").write_text("import time; time.sleep(60)")
     monkeypatch.setattr(networks, "HERE", tmp_path)
-    assert networks.run_one({}, 0.5, False) == (None, "stopped for want of time")
+    assert networks.Started({}, False).finish(0.5) == (None, "stopped for want of time")
 
 
 def test_a_cold_process_has_empty_caches(
@@ -154,7 +154,7 @@ def test_a_cold_process_has_empty_caches(
     monkeypatch.setattr(networks, "HERE", tmp_path)
     monkeypatch.setenv("CONFPRED_CACHE_DIR", "mine")
     names = ("CONFPRED_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
-    warm, cold = (networks.run_one({}, 60, is_cold)[0] for is_cold in (False, True))
+    warm, cold = (networks.Started({}, is_cold).finish(60)[0] for is_cold in (False, True))
     assert warm["CONFPRED_CACHE_DIR"] == "mine"
     assert not any(Path(cold[name]).exists() for name in names)
 
@@ -165,11 +165,16 @@ def _measured(
     """Return the tasks of a run with these words, of which each succeeds."""
     tasks: list[dict[str, Any]] = []
 
-    def run_one(task: dict[str, Any], seconds: float, cold: bool) -> tuple[Any, str]:
-        tasks.append(task)
-        return {way: {"ms": 1.0} for way in task["ways"]}, ""
+    class Started:
+        def __init__(self, task: dict[str, Any], cold: bool) -> None:
+            self.task = task
 
-    monkeypatch.setattr(networks, "run_one", run_one)
+        def finish(self, seconds: float) -> tuple[Any, str]:
+            if seconds > 0:
+                tasks.append(self.task)
+            return {way: {"ms": 1.0} for way in self.task["ways"]}, ""
+
+    monkeypatch.setattr(networks, "Started", Started)
     monkeypatch.setattr(networks, "provenance", lambda *_, gpu: FACTS)
     networks.measure(networks.parsed(words))
     return tasks
