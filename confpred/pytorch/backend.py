@@ -159,6 +159,7 @@ class Compiler:
         """Compile a graph without gradients."""
         rewrite.refuse_mixed_dtypes(gm.graph)
         rewrite.views_of_any_layout(gm.graph)
+        rewrite.drop_copies(gm.graph)
         choose = self.chooser(gm.graph)
         if choose is not None:
             to_channels_last(gm.graph)
@@ -191,6 +192,7 @@ class Compiler:
 
     def forward(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
         """Compile the forward pass of a graph with gradients."""
+        rewrite.drop_copies(gm.graph)
         written = rewrite.update_in_place(gm.graph)
         visible = _metadata().num_forward_returns
         return self._run(gm, _static_inputs(gm), written, visible, "forward")
@@ -198,6 +200,7 @@ class Compiler:
     def backward(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
         """Compile the backward pass."""
         tangents = sum("tangents" in n.name for n in gm.graph.nodes if n.op == "placeholder")
+        rewrite.drop_copies(gm.graph)
         saved = range(len([n for n in gm.graph.nodes if n.op == "placeholder"]) - tangents)
         return self._run(gm, list(saved), rewrite.update_in_place(gm.graph), None, "backward")
 

@@ -466,6 +466,17 @@ def refuse_mixed_dtypes(graph: fx.Graph) -> None:
             raise RuntimeError(f"input, weight and bias should have one dtype, not {dtypes}")
 
 
+def drop_copies(graph: fx.Graph) -> None:
+    """Drop copies that nothing can tell from their source, such as those of dropout in inference.
+
+    A functional graph writes to nothing that is read later, so only copies between its inputs and
+    its results have to stay.
+    """
+    from torch._inductor.fx_passes.post_grad import remove_noop_ops
+
+    remove_noop_ops(graph)
+
+
 def views_of_any_layout(graph: fx.Graph) -> None:
     """Let views copy where tensors lie in memory otherwise than fake ones did at the capture.
 
