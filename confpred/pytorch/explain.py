@@ -24,7 +24,7 @@ from confpred.problem.device import Device, get_device
 from confpred.pytorch import choosing
 from confpred.pytorch.backend import Compiler, Options
 from confpred.pytorch.network import as_arguments, own_frame
-from confpred.pytorch.rewrite import Choose, Site
+from confpred.pytorch.rewrite import Choose, Site, is_view
 
 aten = torch.ops.aten
 #: A kernel that is bound by memory takes at least this long, and reaches this share of the
@@ -376,14 +376,8 @@ def _launching(graph: fx.Graph) -> list[fx.Node]:
     return [
         node
         for node in graph.nodes
-        if node.op == "call_function" and node.target not in _FREE and not _is_view(node)
+        if node.op == "call_function" and node.target not in _FREE and not is_view(node)
     ]
-
-
-def _is_view(node: fx.Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
-    returns = () if schema is None else schema.returns
-    return any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
 
 
 def _other_s(node: fx.Node, device: Device) -> float:

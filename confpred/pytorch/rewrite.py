@@ -469,12 +469,46 @@ def refuse_mixed_dtypes(graph: fx.Graph) -> None:
 def drop_copies(graph: fx.Graph) -> None:
     """Drop copies that nothing can tell from their source, such as those of dropout in inference.
 
-    A functional graph writes to nothing that is read later, so only copies between its inputs and
-    its results have to stay.
+    A functional graph writes to nothing that is read later. So only a result of the graph has to
+    stay a copy, where its source is an input or another result.
     """
-    from torch._inductor.fx_passes.post_grad import remove_noop_ops
+    owners: dict[fx.Node, fx.Node] = {}  # a node whose memory this one shares, or itself
 
-    remove_noop_ops(graph)
+    def owner_of(node: fx.Node) -> fx.Node:
+        while owners[node] is not node:
+            node = owners[node]
+        return node
+
+    for node in graph.nodes:
+        viewed = node.args[0] if node.target is operator.getitem else node
+        owners[node] = node.all_input_nodes[0] if is_view(viewed) else node
+    results = {owner_of(node) for node in _output(graph).all_input_nodes}
+    for node in graph.find_nodes(op="call_function", target=aten.clone.default):
+        (source,) = node.all_input_nodes
+        owner = owner_of(source)
+        if node in results and (owner.op == "placeholder" or owner in results):
+            continue
+        if _is_alike(_val(node), _val(source)):
+            owners[node] = owner
+            if node in results:
+                results.add(owner)
+            node.replace_all_uses_with(source)
+            graph.erase_node(node)
+
+
+def is_view(node: fx.Node) -> bool:
+    """Return whether the result of `node` may share memory with its first input."""
+    schema = getattr(node.target, "_schema", None)
+    returns = () if schema is None else schema.returns
+    return any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+
+
+def _is_alike(a: Any, b: Any) -> bool:
+    return bool(
+        isinstance(a, Tensor) and a.shape == b.shape and a.stride() == b.stride()
+        and a.dtype is b.dtype and a.device == b.device and a.is_neg() == b.is_neg()
+        and a.is_conj() == b.is_conj() and a.layout is b.layout
+    )  # fmt: skip
 
 
 def views_of_any_layout(graph: fx.Graph) -> None:
