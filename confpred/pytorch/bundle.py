@@ -19,7 +19,7 @@ from confpred.problem.conv2d import Problem
 from confpred.problem.device import Device, get_device
 from confpred.problem.operation import KernelSpec
 from confpred.pytorch import choosing, fold
-from confpred.pytorch.explain import capture, problems_of
+from confpred.pytorch.explain import capture
 from confpred.pytorch.pointwise import scale_shift_kernel
 
 
@@ -61,7 +61,7 @@ def prepare(
     """
     known = _current_device() if device is None else get_device(device)
     recorder = capture(model, example_inputs, known, training=training, dtype=dtype)
-    problems = problems_of(recorder)
+    problems = [site.problem for site in recorder.sites if site.problem is not None]
     if not problems:
         raise InvalidInput("model", type(model).__name__, "a network with convolutions")
     plan = plan_of(choosing.current_predictor().choose_many(problems, known))

@@ -8,7 +8,6 @@ forward, backward --> find: which launch serves tensors of these sizes?
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,11 +28,6 @@ from confpred.pytorch.ready import ReadyLaunch, dense
 
 Mask = tuple[bool, bool, bool]  # which gradients of x, weight and bias are asked for
 Grads = tuple["Tensor | None", "Tensor | None", "Tensor | None"]
-_MOST_KEPT = 65_536
-#: Launches by sizes; None stands for PyTorch's operator.
-_served: dict[Any, ReadyLaunch | None] = {}
-choosing.when_forgotten(_served.clear)
-os.register_at_fork(after_in_child=_served.clear)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +73,7 @@ def forward(
     ready = forward_launch(x, weight, bias, residual, geometry, activation, hint, wishes)
     if ready is not None:
         given = (x, weight, bias, residual)
-        out: Tensor = ready.run(*(None if t is None else dense(t) for t in given))
-        return out
+        return ready.run(*(None if t is None else dense(t) for t in given))[0]
     stride, padding, dilation, groups = geometry
     more = (stride, padding, dilation, False, (0, 0), groups)
     if residual is None and activation == "none":
@@ -146,9 +139,10 @@ def backward(
         if run_x is not None or run_weight is not None:
             out_grad = dense(out_grad)
         if run_x is not None:
-            grad_x = run_x.run(out_grad, dense(weight))
+            (grad_x,) = run_x.run(out_grad, dense(weight))
         if run_weight is not None:
-            grad_weight, grad_bias = run_weight.run(out_grad, x)
+            grad_weight, *grads_bias = run_weight.run(out_grad, x)
+            grad_bias = grads_bias[0] if grads_bias else None
     left = (
         mask[0] and grad_x is None,
         mask[1] and grad_weight is None,
@@ -207,15 +201,12 @@ def _find(
         direction, image, filters, dtype, ordinal, geometry, tuple(fields.values()), exact, hint,
         wishes,
     )  # fmt: skip
-    try:
-        return _served[key]
-    except KeyError:
+
+    def find() -> ReadyLaunch | None:
         problem = problem_of(direction, image, filters, dtype, geometry, **fields)
-        found = None if problem is None else _chosen(problem, ordinal, hint, wishes)
-        if len(_served) >= _MOST_KEPT:
-            _served.clear()
-        _served[key] = found
-        return found
+        return None if problem is None else _chosen(problem, ordinal, hint, wishes)
+
+    return choosing.kept(key, find)
 
 
 def _chosen(

@@ -37,8 +37,6 @@ _lock = threading.Lock()
 #: Settings of each `enable` without a `disable` yet, and a function that undoes its plan.
 _former: list[tuple[Wishes, Callable[[], None] | None]] = []
 _wishes = ANY
-_pays: dict[Any, bool] = {}
-choosing.when_forgotten(_pays.clear)
 
 
 def enable(
@@ -70,7 +68,6 @@ def enable(
     with uninterrupted, _lock:
         _former.append((_wishes, undo))
         _wishes = wishes
-        _pays.clear()
         nn.Conv2d._conv_forward = _conv_forward  # type: ignore[method-assign]
 
 
@@ -81,7 +78,6 @@ def disable() -> None:
         if not _former:
             return
         _wishes, undo = _former.pop()
-        _pays.clear()
         if undo is not None:
             undo()
         if not _former:
@@ -120,13 +116,10 @@ def _conv_forward(self: nn.Conv2d, input: Tensor, weight: Tensor, bias: Tensor |
         dtype = torch.get_autocast_dtype("cuda")
     needs = torch.is_grad_enabled() and (input.requires_grad, weight.requires_grad)
     key = (
-        input.shape, weight.shape, dtype, geometry, bias is None, input.get_device(), needs,
-        weight.is_cuda, input.is_contiguous(memory_format=CHANNELS_LAST),
+        "eager", input.shape, weight.shape, dtype, geometry, bias is None, input.get_device(),
+        needs, weight.is_cuda, input.is_contiguous(memory_format=CHANNELS_LAST), _wishes,
     )  # fmt: skip
-    pays = _pays.get(key)
-    if pays is None:
-        pays = _pays[key] = _saves(input, weight, bias, dtype, geometry, needs)
-    if not pays:
+    if not choosing.kept(key, lambda: _saves(input, weight, bias, dtype, geometry, needs)):
         return _PYTORCH(self, input, weight, bias)
     x, weight = input.to(dtype), weight.to(dtype)
     bias = None if bias is None else bias.to(dtype)

@@ -15,7 +15,6 @@ import dataclasses
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -25,12 +24,10 @@ from confpred.families.candidate import Candidate
 from confpred.problem.limits import Limits
 from confpred.pytorch import convolve, pointwise
 from confpred.pytorch import fold as folding
-from confpred.pytorch.choosing import ANY, Wishes
+from confpred.pytorch.choosing import ANY, Wishes, kept
 from confpred.pytorch.convolve import Hint, Mask
 from confpred.pytorch.layers import Geometry
 from confpred.pytorch.ready import CHANNELS_LAST
-
-_MOST_TEXTS = 65_536
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +53,12 @@ class Call:
         return json.dumps(dataclasses.asdict(self), separators=(",", ":"))
 
     @staticmethod
-    @lru_cache(_MOST_TEXTS)
     def read(text: str) -> Call:
         """Return the call whose `text` this is."""
+        return kept(("call", text), lambda: Call._read(text))
+
+    @staticmethod
+    def _read(text: str) -> Call:
         fields = json.loads(text)
         hints = tuple(
             None if h is None else Hint(tuple(h["image"]), Candidate(**h["candidate"]))

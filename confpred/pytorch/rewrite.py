@@ -12,6 +12,7 @@ it. Graphs come from AOTAutograd: functional, but for copies into mutated inputs
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -604,7 +605,10 @@ def _output(graph: fx.Graph) -> fx.Node:
 
 
 def _name(node: fx.Node) -> str:
-    """Return the name of the innermost module that `node` comes from."""
+    """Return the name of the innermost module that `node` comes from, as ``named_modules`` has it;
+    Dynamo writes it as an expression."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
-    path = next(reversed([p for p, _ in stack.values()]), "") if stack else ""
-    return str(path).replace("L['self'].", "").replace("self.", "")
+    path = str([*stack.values()][-1][0]) if stack else ""
+    text = re.sub(r"^[A-Z]\[[^]]*\]\.?(_modules)?|self\.|\._modules", "", path)
+    text = re.sub(r"\['([^']*)'\]|\[(\d+)\]", lambda m: "." + (m[1] or m[2]), text)
+    return re.sub(r"^(copy|model)\.", "", text.strip("."))
