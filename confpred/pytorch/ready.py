@@ -90,8 +90,9 @@ def by_address(
 
 
 def dense(t: Tensor) -> Tensor:
-    """Return `t` as the kernels read it: channels last, or a dense vector."""
-    return t.contiguous(memory_format=CHANNELS_LAST if t.dim() == 4 else torch.contiguous_format)
+    """Return `t` as the kernels read it: channels last, or a dense vector; no negative view."""
+    layout = CHANNELS_LAST if t.dim() == 4 else torch.contiguous_format
+    return t.resolve_neg().contiguous(memory_format=layout)
 
 
 def aligned(t: Tensor) -> Tensor:

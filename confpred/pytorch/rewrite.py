@@ -24,8 +24,15 @@ from confpred.predict.choice import Choice
 from confpred.problem.conv2d import Problem
 from confpred.pytorch import choosing, operators
 from confpred.pytorch.choosing import ANY, Wishes
-from confpred.pytorch.convolve import Hint, is_deterministic
-from confpred.pytorch.layers import Geometry, is_channels_last, problem_of, sums_bias
+from confpred.pytorch.layers import (
+    Call,
+    Geometry,
+    Hint,
+    is_channels_last,
+    is_deterministic,
+    problem_of,
+    sums_bias,
+)
 from confpred.pytorch.ready import CHANNELS_LAST, DTYPES
 
 aten = torch.ops.aten
@@ -282,7 +289,7 @@ def _replace(graph: fx.Graph, chain: _Chain, folds: list[_Fold], wishes: Wishes)
                 operands = (x, weight, first, second)
             else:
                 operands = (x, weight, None, bias)
-            call = operators.Call(
+            call = Call(
                 _geometry(node, 3), chain.activation, hints=(_hint(chain.site), None), wishes=wishes
             )
             given = (*operands, chain.residual, call.text())
@@ -384,12 +391,12 @@ def _serve_one(graph: fx.Graph, node: fx.Node, sites: Sequence[Site], wishes: Wi
     given: tuple[Any, ...]
     if node.target is aten.convolution.default:
         x, weight, bias = node.args[:3]
-        call = operators.Call(_geometry(node, 3), hints=(hints["fprop"], None), wishes=wishes)
+        call = Call(_geometry(node, 3), hints=(hints["fprop"], None), wishes=wishes)
         target, given = confpred.conv2d.default, (x, weight, None, bias, None, call.text())
     else:
         mask: Any = node.args[10]
         both = hints.get("dgrad"), hints.get("wgrad")
-        call = operators.Call(_geometry(node, 4), mask=tuple(mask), hints=both, wishes=wishes)
+        call = Call(_geometry(node, 4), mask=tuple(mask), hints=both, wishes=wishes)
         target, given = confpred.conv2d_backward.default, (*node.args[:3], call.text())
     with graph.inserting_before(node):
         new = graph.call_function(target, given)

@@ -24,7 +24,7 @@ from confpred.problem.conv2d import Problem
 from confpred.problem.conv2d_operation import CONVOLUTION
 from confpred.pytorch import choosing, convolve
 from confpred.pytorch.choosing import Wishes
-from confpred.pytorch.convolve import Hint
+from confpred.pytorch.layers import Call, Hint
 from confpred.pytorch.loading import compile_ahead, load
 from confpred.pytorch.ready import INPUTS
 
@@ -79,19 +79,20 @@ def _measured(
 
 def _pytorch(p: Problem, *given: Any) -> Any:
     """Compute `p` by PyTorch's operator, from the inputs that a launch is given."""
+    own = Hint((p.n, p.c, p.h, p.w))
+    mask = (True, False, False) if p.direction == "dgrad" else (False, True, p.bias)
     geometry = (p.stride, p.padding, p.dilation, p.groups)
-    image = (p.n, p.c, p.h, p.w)
-    own = Hint(image)
+    call = Call(geometry, p.activation, mask, (own, own))
     if p.direction == "fprop":
         x, weight, bias, residual = given
-        return convolve.forward(x, weight, bias, residual, geometry, p.activation, own)
+        return convolve.forward(x, weight, bias, residual, call)
     out_grad, other = given
     # PyTorch reads only sizes and layout of the operand whose gradient is asked for.
     if p.direction == "dgrad":
         x = out_grad.new_empty(p.n, p.h, p.w, p.c).permute(0, 3, 1, 2)
-        return convolve.backward(out_grad, x, other, geometry, (True, False, False), (own, own))
+        return convolve.backward(out_grad, x, other, call)
     weight = other.new_empty(p.k, p.r, p.s, p.group_width).permute(0, 3, 1, 2)
-    return convolve.backward(out_grad, other, weight, geometry, (False, True, p.bias), (own, own))
+    return convolve.backward(out_grad, other, weight, call)
 
 
 def _own(choice: Choice) -> Choice:
