@@ -85,17 +85,14 @@ def load_bundle(folder: str | Path) -> None:
 
 def further_kernels(choices: Iterable[Choice]) -> list[KernelSpec]:
     """Return the kernels of a captured network that are no convolutions."""
-    found = {fold.KERNEL: None}
+    found = [fold.KERNEL]
     for choice in choices:
         p = choice.problem
-        if choice.family is not None or not isinstance(p, Problem) or p.direction != "fprop":
-            continue
-        told: dict[str, Any] = {"residual": p.residual, "activation": p.activation}
-        if p.bias:
-            found[scale_shift_kernel(p.k, p.dtype, **told)] = None
-        if p.has_epilogue:
-            found[epilogue_kernel(p.k, p.dtype, bias=p.bias, **told)] = None
-    return list(found)
+        if choice.family is None and isinstance(p, Problem) and p.direction == "fprop":
+            told: dict[str, Any] = {"residual": p.residual, "activation": p.activation}
+            found += [scale_shift_kernel(p.k, p.dtype, **told)] * p.bias
+            found += [epilogue_kernel(p.k, p.dtype, bias=p.bias, **told)] * p.has_epilogue
+    return list(dict.fromkeys(found))
 
 
 def _current_device() -> Device:

@@ -145,21 +145,16 @@ def use_plan(path: Path) -> Callable[[], None]:
 def current_predictor() -> Predictor:
     """Return the predictor in force for convolutions: the one given to `use_predictor`, else the
     service at ``$CONFPRED_URL``, else the newest models of the package."""
-    if CONVOLUTION.name not in _predictors:
-        _predictors[CONVOLUTION.name] = _first_predictor()
-    return _predictors[CONVOLUTION.name]
-
-
-def _first_predictor() -> Predictor:
-    url = os.environ.get("CONFPRED_URL")
-    if url:
+    known, url = _predictors.get(CONVOLUTION.name), os.environ.get("CONFPRED_URL")
+    if known is None and url:
         try:
             from confpred.client.served import predictor_at  # imports httpx
 
-            return predictor_at(url)
+            known = predictor_at(url)
         except ConfpredError as error:  # no reason to hold up a network
             log.warning("ignoring CONFPRED_URL: %s; this process chooses", error)
-    return Predictor.load()
+    found = _predictors[CONVOLUTION.name] = known or Predictor.load()
+    return found
 
 
 def identity(device: Device, wishes: Wishes) -> str:
@@ -185,12 +180,11 @@ def choose_many(
         A choice a problem; None where confpred has nothing to say, such as of an unknown device.
     """
     found: dict[Problem, Choice] = {}
+    limits = {problem: limits_for(problem, wishes.limits) for problem in problems}
     try:
-        groups: dict[Limits, dict[Problem, None]] = {}
-        for problem in problems:
-            groups.setdefault(limits_for(problem, wishes.limits), {})[problem] = None
-        for limits, group in groups.items():
-            within = current_predictor().within(limits)
+        for each in dict.fromkeys(limits.values()):
+            group = [problem for problem, own in limits.items() if own == each]
+            within = current_predictor().within(each)
             choices = within.choose_many(group, device, max_regret=wishes.max_regret)
             found.update(zip(group, choices, strict=True))
     except UnknownDevice as error:

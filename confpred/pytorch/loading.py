@@ -69,7 +69,7 @@ def ready_launch(choice: Choice, launch: Launch, ordinal: int) -> ReadyLaunch:
         CompileError, LaunchError, MissingExtra: a kernel cannot be had.
     """
     for kernel in launch.kernels:
-        submit(kernel, _arch(ordinal))  # side by side
+        submit(kernel, driver.device_of(ordinal).arch)  # side by side
     if launch.program:
         program = Program(
             launch, lambda step: by_driver(step, loaded(step.kernel, step.smem_bytes, ordinal))
@@ -138,10 +138,10 @@ def compile_ahead(choices: Sequence[Choice], ordinal: int, limits: Limits = UNLI
 
     A kernel that cannot be had is left to the call that needs it.
     """
-    ours = [choice for choice in choices if is_ours(choice)]
+    ours, arch = [choice for choice in choices if is_ours(choice)], driver.device_of(ordinal).arch
     for choice in ours:
         for kernel in _launch_of(choice).kernels:
-            submit(kernel, _arch(ordinal))
+            submit(kernel, arch)
     for choice in ours:
         load(choice, ordinal, limits)
 
@@ -149,7 +149,3 @@ def compile_ahead(choices: Sequence[Choice], ordinal: int, limits: Limits = UNLI
 def _launch_of(choice: Choice) -> Launch:
     candidate = choice.candidate
     return all_families()[candidate.provider].launch(choice.problem, candidate.config_id)
-
-
-def _arch(ordinal: int) -> str:
-    return driver.device_of(ordinal).arch
