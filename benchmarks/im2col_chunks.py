@@ -121,13 +121,14 @@ def measure(case: tuple[int, int, int], dtype: str, *, tf32: bool) -> list[dict[
     """Milliseconds of a stack by each config, and by PyTorch's convolution."""
     import torch
 
-    from confpred.pytorch.programs import ReadyProgram
+    from confpred.pytorch.loading import ready_launch
 
     problem = problem_of(case, dtype)
 
     def ready(config: int) -> Callable[..., Any]:
         choice = Choice(problem, "h100", "pinned", Candidate(FAMILY.name, config))
-        return ReadyProgram(choice, FAMILY.launch(problem, config), 0).run
+        run = ready_launch(choice, FAMILY.launch(problem, config), 0).run
+        return lambda out, weight: run(out, weight)[0]
 
     layout = {"memory_format": torch.channels_last}
     kind = getattr(torch, dtype)

@@ -24,7 +24,9 @@ from typing import Any
 from im2col_chunks import graph_of, in_turns
 from provenance import RESULTS, provenance, write
 
+from confpred.families.candidate import Candidate
 from confpred.families.protocol import Family
+from confpred.predict.choice import Choice
 from confpred.problem.device import get_device
 from confpred.problem.limits import Limits
 from confpred.problem.linear_chain import LinearChain
@@ -81,7 +83,8 @@ def measure(problem: LinearChain) -> dict[str, Any]:
     from confpred.measure.pytorch import operands
     from confpred.problem.linear_chain_operation import LINEAR_CHAIN
     from confpred.problem.precision import matmul_tf32
-    from confpred.pytorch.linear_chain import run_launch
+    from confpred.pytorch.linear_chain import operands as chain_operands
+    from confpred.pytorch.loading import ready_launch
 
     torch.manual_seed(0)
     (tensors,) = operands(LINEAR_CHAIN, problem, 1)
@@ -100,8 +103,9 @@ def measure(problem: LinearChain) -> dict[str, Any]:
     }
     for name, family, config in candidates(problem):
         launch = family.launch(problem, config)
-        run = run_launch(problem, launch, 0)
-        calls[name] = lambda run=run: run(x, weights, biases)
+        choice = Choice(problem, "h100", "pinned", Candidate(family.name, config))
+        run = ready_launch(choice, launch, 0).run
+        calls[name] = lambda run=run: run(x, *chain_operands(weights, biases))[0]
         row["workspace_bytes"][name] = launch.workspace_bytes
         row["stated_error"][name] = launch.error
     right = x.double()

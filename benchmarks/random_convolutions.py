@@ -364,7 +364,7 @@ def results(case: Case, given: list[Any], ours: bool) -> list[Any]:
     import torch.nn.functional as F
 
     import confpred
-    from confpred.pytorch.operators import Call
+    from confpred.pytorch.layers import Call
     from confpred.pytorch.pointwise import activate
 
     x, weight, bias, residual, grad = given

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from confpred.problem.limits import Limits as Limits
     from confpred.pytorch.bundle import load_bundle as load_bundle
     from confpred.pytorch.bundle import prepare as prepare
+    from confpred.pytorch.choosing import record_plan as record_plan
     from confpred.pytorch.choosing import use_predictor as use_predictor
     from confpred.pytorch.conv2d import conv2d as conv2d
     from confpred.pytorch.eager import disable as disable
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     from confpred.pytorch.linear_chain import linear_chain as linear_chain
     from confpred.pytorch.network import optimize as optimize
     from confpred.pytorch.network import revert as revert
-    from confpred.pytorch.recording import record_plan as record_plan
 
 __version__ = "0.1.0"
 _WHERE = {
@@ -53,7 +53,7 @@ _WHERE = {
     "load_bundle": "confpred.pytorch.bundle",
     "optimize": "confpred.pytorch.network",
     "prepare": "confpred.pytorch.bundle",
-    "record_plan": "confpred.pytorch.recording",
+    "record_plan": "confpred.pytorch.choosing",
     "revert": "confpred.pytorch.network",
     "use_predictor": "confpred.pytorch.choosing",
 }

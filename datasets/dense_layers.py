@@ -203,7 +203,7 @@ def _layers_of(
     import torch
 
     from confpred.problem.device import get_device
-    from confpred.pytorch.explain import capture, readable
+    from confpred.pytorch.explain import capture
 
     class Detector(torch.nn.Module):
         def __init__(self, whole: Any) -> None:
@@ -219,11 +219,11 @@ def _layers_of(
         model = Detector(model) if detector else model
         for size in sizes:
             inputs = tuple(torch.empty(1, 3, *size) for _ in range(images))
-            for site in capture(model, inputs, get_device("h100"), dtype=torch.float16).all_sites:
+            for site in capture(model, inputs, get_device("h100"), dtype=torch.float16).sites:
                 problem = site.problem
                 if problem is None or problem.groups > 1:
                     continue
-                name = readable(site.name)
+                name = site.name
                 own = getattr(model.get_submodule(name), "bias", None) if name else None
                 # The two images of a flow network pass its encoder as one batch.
                 problem = dataclasses.replace(problem, n=1)

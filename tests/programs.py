@@ -12,7 +12,7 @@ from ptx.memory import DeviceMemory, Operand
 from ptx.text import PtxError
 
 from confpred.families.protocol import Family
-from confpred.problem.operation import PREPARED, SCRATCH, Launch, Step
+from confpred.problem.operation import SCRATCH, Launch, Step
 from confpred.problem.products import Product, View
 from confpred.problem.record import Record
 from confpred.products.run import Bound, Operands, Program, multiply
@@ -38,9 +38,9 @@ class CpuProgram:
             watched.append(
                 Operand(name, np.empty(item * shape.numel(), np.uint8), written=False, once=False)
             )
-        for name, size in ((SCRATCH, launch.scratch_bytes), (PREPARED, launch.prepared_bytes)):
-            if size:
-                watched.append(Operand(name, np.empty(size, np.uint8), written=False, once=False))
+        if launch.scratch_bytes:
+            scratch = np.empty(launch.scratch_bytes, np.uint8)
+            watched.append(Operand(SCRATCH, scratch, written=False, once=False))
         self._watched = {operand.name: operand for operand in watched}
         self._memory = DeviceMemory(watched)
         self._shapes = outputs
@@ -49,10 +49,6 @@ class CpuProgram:
         }
         for name in (*inputs, *outputs):
             self.tensors[name] = self.tensors[name].view(self._dtype)
-
-    def prepare(self) -> None:
-        for step in self._launch.prepare:
-            self._bind(step)(self.tensors)
 
     def run(self) -> dict[str, torch.Tensor]:
         """The outputs by name, after one launch.
@@ -111,9 +107,7 @@ def run_program(
         PtxError: see `CpuProgram.run`.
     """
     outputs = {o.name: torch.Size(o.shape) for o in family.operation.operands(problem) if o.terms}
-    program = CpuProgram(family.launch(problem, row), inputs, outputs, arch)
-    program.prepare()
-    return program.run()
+    return CpuProgram(family.launch(problem, row), inputs, outputs, arch).run()
 
 
 def _bytes(x: torch.Tensor) -> np.ndarray:

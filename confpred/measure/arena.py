@@ -14,7 +14,6 @@ from confpred.cuda.compiler import compile_kernel
 from confpred.cuda.launch import BoundLaunch
 from confpred.errors import LaunchError
 from confpred.problem.operation import (
-    PREPARED,
     REFERENCE,
     SCRATCH,
     ZEROED,
@@ -22,7 +21,6 @@ from confpred.problem.operation import (
     Launch,
     Operand,
     Operation,
-    Step,
 )
 from confpred.problem.record import Record
 
@@ -48,7 +46,7 @@ class Operands:
     """Several copies of a problem's operands in device memory.
 
     Attributes:
-        names: of the operation's operands, then ``zeroed``, ``scratch`` and ``prepared``.
+        names: of the operation's operands, then ``zeroed`` and ``scratch``.
         bases: address of the first of each; 0 for a workspace that nothing needs.
         strides: bytes from each to the next of its kind; 0 for ``zeroed`` and ``scratch``, which
             launches of one stream share as they do in a program.
@@ -95,7 +93,7 @@ class Arena:
         self, operation: Operation, problem: Record, launches: Sequence[Launch]
     ) -> Operands:
         """Random inputs, sliced so that successive slices do not fit in L2 together, and the
-        workspaces that any of `launches` needs; what `launches` have prepared is."""
+        workspaces that any of `launches` needs."""
         tensors = operation.operands(problem)
         sizes = [_aligned(t.bytes) for t in tensors]
         slots = -(-_L2_MULTIPLE * self.device.l2_bytes // sum(sizes))
@@ -108,23 +106,12 @@ class Arena:
             (SCRATCH, max((launch.scratch_bytes for launch in launches), default=0)),
         ):
             bases.append(self._buffer(name, size, None) if size else 0)
-        prepared = _aligned(max((launch.prepared_bytes for launch in launches), default=0))
-        bases.append(self._buffer(PREPARED, slots * prepared, None) if prepared else 0)
-        found = Operands(
-            names=(*(t.name for t in tensors), ZEROED, SCRATCH, PREPARED),
+        return Operands(
+            names=(*(t.name for t in tensors), ZEROED, SCRATCH),
             bases=tuple(bases),
-            strides=(*sizes, 0, 0, prepared),
+            strides=(*sizes, 0, 0),
             slots=slots,
         )
-        self._prepare(next((launch.prepare for launch in launches if launch.prepare), ()), found)
-        return found
-
-    def _prepare(self, steps: Sequence[Step], operands: Operands) -> None:
-        """Fill the operand ``prepared`` of every slot."""
-        for step in steps:
-            bound = BoundLaunch([self.load(step.kernel).kernel], Launch((step,)), operands.names)
-            for index in range(operands.slots):
-                bound.enqueue(self.handle, operands.slot(index))
 
     def reference(
         self, operation: Operation, problem: Record, output: Operand, operands: Operands

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from confpred.measure.pytorch import TorchGraph
-from confpred.problem.operation import PREPARED, SCRATCH, Launch, Operand, Step
+from confpred.problem.operation import SCRATCH, Launch, Operand, Step
 from confpred.products.run import Bound, Program, by_driver
 
 Enqueue = Callable[[int, Sequence[int]], None]
@@ -47,14 +47,14 @@ def enqueue_of(
 
     torch.cuda.set_device(ordinal)
     program = Program(launch, bind)
-    extras = {SCRATCH: launch.scratch_bytes, PREPARED: launch.prepared_bytes}
     views: dict[tuple[int, ...], dict[str, Tensor]] = {}
 
     def tensors(addresses: Sequence[int]) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
         for name, address in zip(names, addresses, strict=True):
             operand = operands.get(name)
-            size = extras.get(name, 0) if operand is None else operand.bytes
+            scratch = launch.scratch_bytes if name == SCRATCH else 0
+            size = scratch if operand is None else operand.bytes
             if size and address:
                 plain = torch.as_tensor(_Memory(address, size), device="cuda")
                 found[name] = (

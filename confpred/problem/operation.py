@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import torch
 
 #: Operands that a launch may ask for beside its operation's: see `Launch`.
-ZEROED, SCRATCH, PREPARED = "zeroed", "scratch", "prepared"
+ZEROED, SCRATCH = "zeroed", "scratch"
 #: The float64 output of a reference kernel.
 REFERENCE = "reference"
 #: What runs where no kernel of ours does: products by the cuBLAS of the PyTorch that is installed.
@@ -105,10 +105,6 @@ class Launch:
         plan: what a library runs in place of `steps`.
         program: where a library multiplies matrices, `steps` with these products between them, in
             stream order; empty where there are none.
-        prepare: kernels that fill the operand ``prepared`` from inputs that seldom change, such as
-            weights: before the first launch, and again once these have changed.
-        prepared_bytes: size of the operand ``prepared``; of any content before `prepare`, and then
-            of the same content for all configs of a family.
         file: the CUDA source that stands for the launch where it is not that of the first step, as
             of a family some of whose launches need no kernel.
         error: largest relative error of an output in the 2-norm, where the way of computing it is
@@ -120,8 +116,6 @@ class Launch:
     scratch_bytes: int = 0
     plan: Plan | None = None
     program: tuple[Step | Product, ...] = ()
-    prepare: tuple[Step, ...] = ()
-    prepared_bytes: int = 0
     file: str = ""
     error: float | None = None
 
@@ -141,12 +135,12 @@ class Launch:
     @property
     def kernels(self) -> tuple[KernelSpec, ...]:
         """What has to be compiled for it."""
-        return tuple(dict.fromkeys(step.kernel for step in (*self.prepare, *self.steps)))
+        return tuple(dict.fromkeys(step.kernel for step in self.steps))
 
     @property
     def workspace_bytes(self) -> int:
         """Device memory that it needs beside the operands, as far as it is known beforehand."""
-        return self.zeroed_bytes + self.scratch_bytes + self.prepared_bytes
+        return self.zeroed_bytes + self.scratch_bytes
 
     @property
     def tf32(self) -> bool:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from confpred.cuda.launch import BoundLaunch
-from confpred.problem.operation import PREPARED, SCRATCH, Launch, Step
+from confpred.problem.operation import SCRATCH, Launch, Step
 from confpred.problem.precision import float32_sums, matmul_tf32
 from confpred.problem.products import Product, View
 
@@ -49,9 +49,8 @@ class Program:
     def __call__(self, operands: Operands) -> None:
         dtype = next(iter(operands.values())).dtype
         typed = dict(operands)
-        for name in (SCRATCH, PREPARED):
-            if name in typed:
-                typed[name] = typed[name].view(dtype)
+        if SCRATCH in typed:
+            typed[SCRATCH] = typed[SCRATCH].view(dtype)
         made: dict[View, Tensor] = {}  # layers share views, which cost the host something
         switches = matmul_tf32(self._tf32) if dtype is torch.float32 else float32_sums()
         with switches:

@@ -1,13 +1,13 @@
 """Chains of linear layers by Strassen's algorithm, one level deep: see ``strassen.cu``.
 
 A product of two matrices becomes seven of half the size, an eighth fewer multiplications, for sums
-of quarters before and after it. The right factor is a weight: its sums are made once and kept. The
-left one is what the layer before computes, so that one kernel does a layer's suffix, its bias and
-activation, and the prefix of the next:
+of quarters before and after it. The right factor is a weight, whose sums are made at each launch:
+no write to a weight can be missed. The left one is what the layer before computes, so that one
+kernel does a layer's suffix, its bias and activation, and the prefix of the next:
 
     in --> prefix --> 7 products --> suffix, bias, activation, prefix --> 7 products --> ... --> out
                           ^                                                   ^
-              sums of weight 0, prepared                          sums of weight 1, prepared
+                  sums of weight 0                                    sums of weight 1
 
 Odd sizes are filled up with zeros: half a width is rounded up to 16 bytes, which cuBLAS wants for
 its fast kernels in any case, and half a batch to a whole row. Nothing is copied for that, since the
@@ -34,7 +34,7 @@ from confpred.problem.device import Device
 from confpred.problem.limits import Limits
 from confpred.problem.linear_chain import LinearChain
 from confpred.problem.linear_chain_operation import LINEAR_CHAIN
-from confpred.problem.operation import PREPARED, SCRATCH, KernelSpec, Launch, Step
+from confpred.problem.operation import SCRATCH, KernelSpec, Launch, Step
 from confpred.problem.products import Product, View
 from confpred.products import chains
 
@@ -160,18 +160,15 @@ class _Chain:
         layers = list(enumerate(pairwise(p.widths)))
         quarter = self._half_batch
         sums = [quarter * _half(p, before) for i, (before, _) in layers if halved[i]]
+        weights = [_half(p, a) * _half(p, b) for i, (a, b) in layers if halved[i]]
         results = [quarter * _half(p, after) for i, (_, after) in layers if halved[i]]
         whole = [p.batch * after for i, (_, after) in layers[:-1] if not self._feeds_halves(i)]
-        self._scratch, self._kept = chains.Layout(p.itemsize), chains.Layout(p.itemsize)
+        self._scratch = chains.Layout(p.itemsize)
         self._sums = self._scratch.add(_PRODUCTS * max(sums))
         self._results = self._scratch.add(_PRODUCTS * max(results))
         # Outputs of layers that are matrices: none follows another but across a halved layer.
         self._whole = self._scratch.add(max(whole, default=0))
-        # Of all layers, so that what is kept serves every config.
-        self._weights = [
-            self._kept.add(_PRODUCTS * _half(p, before) * _half(p, after))
-            for _, (before, after) in layers
-        ]
+        self._weights = self._scratch.add(_PRODUCTS * max(weights))
 
     def _feeds_halves(self, index: int) -> bool:
         """Whether one kernel ends layer `index` and begins the next."""
@@ -190,14 +187,13 @@ class _Chain:
             else:
                 if index == 0 or not self._halved[index - 1]:
                     program.append(self._left(before, at, start))
-                program.append(self._products(index, before, after))
+                program.append(self._right(index, before, after))
+                program.append(self._products(before, after))
                 program.append(self._between(index, after, to, to_start))
             at, start = to, to_start
         return Launch.of_program(
             program,
             scratch_bytes=self._scratch.bytes,
-            prepare=tuple(self._right(i, *pair) for i, pair in enumerate(pairwise(p.widths))),
-            prepared_bytes=self._kept.bytes,
             error=error_of(p),
         )
 
@@ -214,20 +210,20 @@ class _Chain:
             tf32=p.tf32,
         )
 
-    def _products(self, index: int, before: int, after: int) -> Product:
+    def _products(self, before: int, after: int) -> Product:
         m, k, n = self._half_batch, _half(self._p, before), _half(self._p, after)
         sums, results = self._scratch.elements(self._sums), self._scratch.elements(self._results)
-        weights = self._kept.elements(self._weights[index])
+        weights = self._scratch.elements(self._weights)
         return Product(
             View(SCRATCH, (_PRODUCTS, m, n), (m * n, n, 1), results),
             View(SCRATCH, (_PRODUCTS, m, k), (m * k, k, 1), sums),
-            View(PREPARED, (_PRODUCTS, k, n), (n * k, 1, k), weights),
+            View(SCRATCH, (_PRODUCTS, k, n), (n * k, 1, k), weights),
             tf32=self._p.tf32,
         )
 
     def _right(self, index: int, before: int, after: int) -> Step:
         """The sums of a weight, features after x features before."""
-        to = (PREPARED, self._weights[index])
+        to = (SCRATCH, self._weights)
         sizes = (after, before, _half(self._p, after), _half(self._p, before))
         return self._step("MATRIX", "RIGHT", to, (f"weight{index}", 0), sizes)
 

@@ -18,18 +18,14 @@ Calls:
     convolve   forward and both gradients, by a launch or PyTorch's operator
     pointwise  one kernel for what follows a convolution
     fold       batch norms as filters and biases, in one launch
-    prepared   what is made of weights once, for `linear_chain`
 
 From a problem to a launch:
     layers     PyTorch's arguments as a problem
-    choosing   the predictor, limits and switches in force
+    choosing   the predictor, limits and switches in force; choices as a plan
     verify     measured choices
-    recording  the choices of a block as a plan
     loading    from a choice to a launch
     kernels    the kernels of this process: compiled in threads, and loaded
     ready      launches that are ready to run, one for each shape
-    programs   the same for launches with matrix products in them
-    streams    what the hot path asks CUDA's runtime
 """
 
 from __future__ import annotations

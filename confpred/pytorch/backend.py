@@ -103,19 +103,11 @@ def confpred(
     Raises:
         InvalidInput: `mode` or `options` is not allowed.
     """
-    from torch._dynamo.backends.common import aot_autograd
-
     if mode not in (None, "default"):
         raise InvalidInput("mode", mode, "None; options={'graphs': False} is without CUDA graphs")
     compiler = Compiler(Options.of(options))
     _guard_hooks()
-    return aot_autograd(
-        fw_compiler=compiler.forward,
-        bw_compiler=compiler.backward,
-        inference_compiler=compiler.inference,
-        partition_fn=compiler.partition,
-        keep_inference_input_mutations=True,
-    )(gm, example_inputs)
+    return compiler.compile(gm, example_inputs)
 
 
 def _guard_hooks() -> None:
@@ -139,7 +131,7 @@ def _guard_hooks() -> None:
 
 
 class Compiler:
-    """The compilers that AOTAutograd calls with the graphs of one capture.
+    """The compilers that AOTAutograd calls with the graphs of a capture.
 
     Attributes:
         options: see `Options`.
@@ -149,6 +141,18 @@ class Compiler:
     def __init__(self, options: Options) -> None:
         self.options = options
         self.sites: list[rewrite.Site] = []
+
+    def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
+        """Compile a graph of Dynamo's; see `confpred`."""
+        from torch._dynamo.backends.common import aot_autograd
+
+        return aot_autograd(
+            fw_compiler=self.forward,
+            bw_compiler=self.backward,
+            inference_compiler=self.inference,
+            partition_fn=self.partition,
+            keep_inference_input_mutations=True,
+        )(gm, example_inputs)
 
     def chooser(self, graph: fx.Graph) -> rewrite.Choose | None:
         """Return a function that chooses for the device of `graph`; None where that is no GPU."""
@@ -163,7 +167,7 @@ class Compiler:
         choose = self.chooser(gm.graph)
         if choose is not None:
             to_channels_last(gm.graph)
-            self.sites = rewrite.fuse(gm.graph, choose, self.options.wishes)
+            self.sites += rewrite.fuse(gm.graph, choose, self.options.wishes)
         static = _static_inputs(gm)
         written = rewrite.update_in_place(gm.graph)
         if self.options.freeze:
@@ -185,7 +189,7 @@ class Compiler:
         choose = self.chooser(joint.graph)
         if choose is not None:
             to_channels_last(joint.graph, told["num_fwd_outputs"])
-            self.sites = rewrite.serve(joint.graph, choose, self.options.wishes)
+            self.sites += rewrite.serve(joint.graph, choose, self.options.wishes)
         rewrite.batch_norms_as_eager(joint.graph)
         joint.recompile()
         return default_partition(joint, inputs, **told)

@@ -19,7 +19,7 @@ from confpred.problem.conv2d import Problem
 from confpred.problem.device import Device, get_device
 from confpred.problem.operation import KernelSpec
 from confpred.pytorch import choosing, fold
-from confpred.pytorch.explain import capture, problems_of
+from confpred.pytorch.explain import capture
 from confpred.pytorch.pointwise import scale_shift_kernel
 
 
@@ -61,7 +61,7 @@ def prepare(
     """
     known = _current_device() if device is None else get_device(device)
     recorder = capture(model, example_inputs, known, training=training, dtype=dtype)
-    problems = problems_of(recorder)
+    problems = [site.problem for site in recorder.sites if site.problem is not None]
     if not problems:
         raise InvalidInput("model", type(model).__name__, "a network with convolutions")
     plan = plan_of(choosing.current_predictor().choose_many(problems, known))
@@ -85,17 +85,14 @@ def load_bundle(folder: str | Path) -> None:
 
 def further_kernels(choices: Iterable[Choice]) -> list[KernelSpec]:
     """Return the kernels of a captured network that are no convolutions."""
-    found = {fold.KERNEL: None}
+    found = [fold.KERNEL]
     for choice in choices:
         p = choice.problem
-        if choice.family is not None or not isinstance(p, Problem) or p.direction != "fprop":
-            continue
-        told: dict[str, Any] = {"residual": p.residual, "activation": p.activation}
-        if p.bias:
-            found[scale_shift_kernel(p.k, p.dtype, **told)] = None
-        if p.has_epilogue:
-            found[epilogue_kernel(p.k, p.dtype, bias=p.bias, **told)] = None
-    return list(found)
+        if choice.family is None and isinstance(p, Problem) and p.direction == "fprop":
+            told: dict[str, Any] = {"residual": p.residual, "activation": p.activation}
+            found += [scale_shift_kernel(p.k, p.dtype, **told)] * p.bias
+            found += [epilogue_kernel(p.k, p.dtype, bias=p.bias, **told)] * p.has_epilogue
+    return list(dict.fromkeys(found))
 
 
 def _current_device() -> Device:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, TypeVar
 from uuid import uuid4
 
 import torch
@@ -19,6 +20,7 @@ from confpred.families.registry import operation_named
 from confpred.measure.pytorch import cudnn_version
 from confpred.model.conditions import changes
 from confpred.predict.choice import Choice
+from confpred.predict.plans import plan_of, write_plan
 from confpred.predict.predictor import Predictor
 from confpred.predict.trust import check_max_regret
 from confpred.problem.conv2d import Problem
@@ -31,26 +33,43 @@ from confpred.problem.record import Record
 log = logging.getLogger(__name__)
 
 
-@dataclass(slots=True)
-class _State:
-    """Settings of this process.
-
-    Attributes:
-        predictor: chooses for convolutions; loaded when it is first needed.
-        others: predictors of other operations, by name.
-        watchers: called with every choice that is made.
-        forgetting: called when all shapes are to be chosen again.
-        noticed: CUDA devices whose driver and cuDNN were compared with the model's.
-    """
-
-    predictor: Predictor | None
-    others: dict[str, Predictor]
-    watchers: list[Callable[[Choice], None]]
-    forgetting: list[Callable[[], None]]
-    noticed: set[int]
+T = TypeVar("T")
+#: Predictors by operation; that of convolutions is loaded when it is first needed.
+_predictors: dict[str, Predictor] = {}
+#: Called with every choice that is made, by who watches.
+_watchers: dict[Hashable, Callable[[Choice], None]] = {}
+#: Warnings that are given once.
+_said: set[str] = set()
+#: Answers for the sizes of a call: choices, launches and how a call is to run.
+_kept: dict[Hashable, Any] = {}
+_MOST_KEPT = 65_536
 
 
-_state = _State(None, {}, [], [], set())
+def kept(key: Hashable, find: Callable[[], T]) -> T:
+    """Return what `find` finds for `key`, found once until `forget` is called."""
+    try:
+        found: T = _kept[key]
+    except KeyError:
+        found = find()
+        if len(_kept) >= _MOST_KEPT:
+            _kept.clear()
+        _kept[key] = found
+    return found
+
+
+def forget() -> None:
+    """Choose again for every shape of eager calls; kernels stay loaded."""
+    _kept.clear()
+
+
+os.register_at_fork(after_in_child=forget)
+
+
+def warn_once(message: str) -> None:
+    """Log a warning that this process was not given yet."""
+    if message not in _said:
+        _said.add(message)
+        log.warning(message)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,17 +108,14 @@ def use_predictor(predictor: Predictor, operation: str = CONVOLUTION.name) -> No
     Raises:
         InvalidInput: no family computes that operation.
     """
-    if operation_named(operation) is CONVOLUTION:
-        _state.predictor = predictor
-        _state.noticed.clear()
-    else:
-        _state.others[operation] = predictor
+    _predictors[operation_named(operation).name] = predictor
+    _said.clear()
     forget()
 
 
 def predictor_for(operation: str) -> Predictor | None:
-    """Return the predictor that `use_predictor` was given for another operation than `conv2d`."""
-    return _state.others.get(operation)
+    """Return the predictor that is in force for `operation`; None before there is one."""
+    return _predictors.get(operation)
 
 
 def use_plan(path: Path) -> Callable[[], None]:
@@ -114,34 +130,31 @@ def use_plan(path: Path) -> Callable[[], None]:
     on_gpu = torch.cuda.is_available()  # else the file is checked, and of no use
     device = driver.device_of(torch.cuda.current_device()) if on_gpu else None
     planned = Predictor.load(pins=path, device=device)
-    former = _state.predictor
+    former = _predictors.get(CONVOLUTION.name)
     use_predictor(planned)
 
     def undo() -> None:
-        _state.predictor = former
+        _predictors.pop(CONVOLUTION.name, None)
+        if former is not None:
+            _predictors[CONVOLUTION.name] = former
         forget()
 
     return undo
 
 
 def current_predictor() -> Predictor:
-    """Return the predictor in force: the one given to `use_predictor`, else the service at
-    ``$CONFPRED_URL``, else the newest models of the package."""
-    if _state.predictor is None:
-        _state.predictor = _first_predictor()
-    return _state.predictor
-
-
-def _first_predictor() -> Predictor:
-    url = os.environ.get("CONFPRED_URL")
-    if url:
+    """Return the predictor in force for convolutions: the one given to `use_predictor`, else the
+    service at ``$CONFPRED_URL``, else the newest models of the package."""
+    known, url = _predictors.get(CONVOLUTION.name), os.environ.get("CONFPRED_URL")
+    if known is None and url:
         try:
             from confpred.client.served import predictor_at  # imports httpx
 
-            return predictor_at(url)
+            known = predictor_at(url)
         except ConfpredError as error:  # no reason to hold up a network
             log.warning("ignoring CONFPRED_URL: %s; this process chooses", error)
-    return Predictor.load()
+    found = _predictors[CONVOLUTION.name] = known or Predictor.load()
+    return found
 
 
 def identity(device: Device, wishes: Wishes) -> str:
@@ -152,7 +165,8 @@ def identity(device: Device, wishes: Wishes) -> str:
 
 def limits_for(problem: Record, limits: Limits) -> Limits:
     """Return `limits`, without TF32 where PyTorch's switch forbids it for convolutions."""
-    if problem.dtype == "float32" and limits.tf32 and not convolutions_allow_tf32():
+    is_single = isinstance(problem, Problem) and problem.dtype == "float32"
+    if is_single and limits.tf32 and not convolutions_allow_tf32():
         return replace(limits, tf32=False)
     return limits
 
@@ -166,12 +180,11 @@ def choose_many(
         A choice a problem; None where confpred has nothing to say, such as of an unknown device.
     """
     found: dict[Problem, Choice] = {}
+    limits = {problem: limits_for(problem, wishes.limits) for problem in problems}
     try:
-        groups: dict[Limits, dict[Problem, None]] = {}
-        for problem in problems:
-            groups.setdefault(limits_for(problem, wishes.limits), {})[problem] = None
-        for limits, group in groups.items():
-            within = current_predictor().within(limits)
+        for each in dict.fromkeys(limits.values()):
+            group = [problem for problem, own in limits.items() if own == each]
+            within = current_predictor().within(each)
             choices = within.choose_many(group, device, max_regret=wishes.max_regret)
             found.update(zip(group, choices, strict=True))
     except UnknownDevice as error:
@@ -196,10 +209,7 @@ def choose(problem: Problem, ordinal: int, wishes: Wishes = ANY) -> Choice | Non
 
 
 def notice_changes(ordinal: int) -> None:
-    """Warn once a device where driver or cuDNN differ from those of the model's measurements."""
-    if ordinal in _state.noticed:
-        return
-    _state.noticed.add(ordinal)
+    """Warn once where driver or cuDNN of a device differ from those of the model's measurements."""
     try:
         model = current_predictor().models.get(driver.device_of(ordinal).key)
         if model is None:
@@ -209,7 +219,7 @@ def notice_changes(ordinal: int) -> None:
         log.debug("versions cannot be compared: %s", error)
         return
     for change in changes(model, **now):
-        log.warning("model %s: %s; `confpred drift` tells whether it holds", model.version, change)
+        warn_once(f"model {model.version}: {change}; `confpred drift` tells whether it holds")
 
 
 def pytorch_ms(problem: Record, device: Device) -> float | None:
@@ -217,32 +227,57 @@ def pytorch_ms(problem: Record, device: Device) -> float | None:
     return current_predictor().expected_ms(problem, device, PYTORCH_OPERATOR)
 
 
-def forget() -> None:
-    """Choose again for every shape of eager calls; kernels stay loaded."""
-    for also in _state.forgetting:
-        also()
-
-
-def when_forgotten(also: Callable[[], None]) -> None:
-    """Call `also` whenever all shapes are to be chosen again."""
-    _state.forgetting.append(also)
-
-
 @contextmanager
-def watch_choices(callback: Callable[[Choice], None]) -> Iterator[None]:
-    """Call `callback` with every choice made inside the block; each shape is chosen again there."""
-    _state.watchers.append(callback)
+def watch_choices(callback: Callable[[Choice], None], name: Hashable = None) -> Iterator[None]:
+    """Call `callback` with every choice made inside the block; each shape is chosen again there.
+
+    Raises:
+        InvalidInput: somebody of that `name` watches already; None is nobody's.
+    """
+    name = object() if name is None else name
+    if _watchers.setdefault(name, callback) is not callback:
+        raise InvalidInput("path", str(name), "a file that no other recording is to write")
     forget()
     try:
         yield
     finally:
-        _state.watchers.remove(callback)
+        del _watchers[name]
 
 
 def announce(choice: Choice) -> None:
     """Tell those who watch that `choice` is what runs."""
-    for watcher in _state.watchers:
+    for watcher in list(_watchers.values()):
         watcher(choice)
+
+
+@contextmanager
+def record_plan(path: str | Path) -> Iterator[None]:
+    """Record every choice that is made inside the block, by any thread, and write them to `path`
+    as a plan when it ends.
+
+    What was chosen before is chosen anew, so that a network that has run already is recorded
+    whole; kernels that are compiled stay compiled. The file appears whole or not at all, and not
+    where the block raises. Of ranks that record the same network, the last one writes the file that
+    stays, which is the same.
+
+    ::
+
+        with confpred.enabled(), confpred.record_plan("plan.json"):
+            loss(model(x)).backward()
+
+    Raises:
+        InvalidInput: another recording to the same file is under way; or, when the block ends, no
+            convolution was seen on a CUDA device, or they were on devices of several kinds.
+        StorageError: the file system refused the write.
+    """
+    target = Path(path).resolve()
+    seen: list[Choice] = []  # a list takes what several threads append
+    with watch_choices(seen.append, target):
+        yield
+        if not seen:
+            allowed = "a block in which a convolution runs on a CUDA device; none was seen"
+            raise InvalidInput("path", str(path), allowed)
+        write_plan(target, plan_of(seen))
 
 
 def why_pytorch(choice: Choice) -> str | None:
@@ -267,6 +302,3 @@ def is_ours(choice: Choice) -> bool:
     else:
         log.debug("falling back to PyTorch for %s: %s", choice.problem, reason)
     return reason is None
-
-
-os.register_at_fork(after_in_child=forget)

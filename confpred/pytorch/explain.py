@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import operator
-import re
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from copy import deepcopy
@@ -17,8 +15,7 @@ from torch.utils import _pytree
 
 from confpred.cuda.epilogue import left_to_pytorch
 from confpred.errors import ConfpredError, InvalidInput
-from confpred.families.candidate import PYTORCH_OPERATOR
-from confpred.predict.choice import Choice
+from confpred.families.candidate import PYTORCH
 from confpred.problem.conv2d import Problem
 from confpred.problem.device import Device, get_device
 from confpred.pytorch import choosing
@@ -36,6 +33,11 @@ _CONVOLUTIONS = {
     aten.convolution.default, aten.convolution_backward.default,
     torch.ops.confpred.conv2d.default, torch.ops.confpred.conv2d_backward.default,
 }  # fmt: skip
+#: Heading and width of the table's columns; numbers are at the right.
+_COLUMNS = {
+    "": 4, "layer": 24, "input": 15, "computes": 36, "runs": 14, "ms": 7, "PyTorch": 7, "why": 13,
+}  # fmt: skip
+_NUMBERS = ("", "ms", "PyTorch")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +65,22 @@ class Row:
     expected_ms: float | None
     pytorch_ms: float | None
     reason: str
+
+    def cells(self) -> tuple[str, ...]:
+        """Return a text for each column of the table."""
+        p, image = self.problem, ""
+        computed = [] if self.direction == "norm" else [self.direction]
+        if p is not None:
+            image = f"{p.n}x{p.c}x{p.h}x{p.w}"
+            groups = "" if p.groups == 1 else f"groups={p.groups} "
+            groups = "depthwise " if groups and p.group_width == 1 else groups
+            stride = f"/{p.stride[0]}" if p.stride != (1, 1) else ""
+            computed = [f"{p.direction} {groups}{p.r}x{p.s}{stride} -> {p.k}"]
+        times = ("" if t is None else f"{t:.4f}" for t in (self.expected_ms, self.pytorch_ms))
+        return (
+            f"{len(self.layers)} x", self.layers[0], image, " + ".join((*computed, *self.fused)),
+            self.provider, *times, self.reason.partition(",")[0],
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,41 +139,23 @@ class Explanation:
         gain = f", {s.ms_before / s.ms_after:.2f}x" if s.ms_after else ""
         missing = f"; {s.unpredicted} of them are estimates" if s.unpredicted else ""
         table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
-        widths = {
-            "": 4,
-            "layer": 24,
-            "input": 15,
-            "computes": 36,
-            "runs": 14,
-            "ms": 7,
-            "PyTorch": 7,
-        }
-        for head, width in widths.items():
-            right = head in ("", "ms", "PyTorch")
+        for head, width in _COLUMNS.items():
             table.add_column(
-                head, justify="right" if right else "left", overflow="ellipsis", no_wrap=True,
-                width=width,
+                head, justify="right" if head in _NUMBERS else "left", overflow="ellipsis",
+                no_wrap=True, width=width,
             )  # fmt: skip
-        table.add_column("why", overflow="ellipsis", no_wrap=True, width=13)
         for row in self.rows:
-            times = ["" if t is None else f"{t:.4f}" for t in (row.expected_ms, row.pytorch_ms)]
-            computes = " + ".join((*_geometry(row), *row.fused))
-            image = "" if row.problem is None else _image(row.problem)
-            table.add_row(
-                f"{len(row.layers)} x", row.layers[0], image, computes, row.provider, *times,
-                row.reason.partition(",")[0],
-            )  # fmt: skip
-        out = io.StringIO()
-        console = Console(file=out, width=120, color_system=None)
-        console.print(
-            f"One step on {self.device}, captured in {s.parts} part{'s' * (s.parts != 1)}: "
-            f"{s.launches_before} launches become {s.launches_after}, {s.fused} operators fused;"
-            f" expected GPU time {s.ms_before:.3f} -> {s.ms_after:.3f} ms{gain}, of which"
-            f" convolutions are {s.convolution_share:.0%} before{missing}.",
-            highlight=False,
-        )
-        console.print(table)
-        return "\n".join(line.rstrip() for line in out.getvalue().rstrip().splitlines())
+            table.add_row(*row.cells())
+        console = Console(width=120, color_system=None)
+        with console.capture() as told:
+            console.print(
+                f"One step on {self.device}, captured in {s.parts} part{'s' * (s.parts != 1)}: "
+                f"{s.launches_before} launches become {s.launches_after}, {s.fused} operators"
+                f" fused; expected GPU time {s.ms_before:.3f} -> {s.ms_after:.3f} ms{gain}, of"
+                f" which convolutions are {s.convolution_share:.0%} before{missing}."
+            )
+            console.print(table)
+        return "\n".join(line.rstrip() for line in told.get().rstrip().splitlines())
 
 
 def explain(
@@ -173,7 +173,7 @@ def explain(
     one in the ranking runs.
 
     Args:
-        model: the network; it is not changed, nothing is computed.
+        model: the network; it is neither run nor changed.
         example_inputs: a tensor, a tuple or list of positional arguments, or a dictionary of
             arguments by name; only shapes, dtypes and layouts matter.
         device: name of a GPU, such as ``"h100"``.
@@ -188,54 +188,69 @@ def explain(
         ConfpredError: the forward cannot be captured, for example as it depends on values.
     """
     known = get_device(device)
-    recorder = capture(model, example_inputs, known, training=training, dtype=dtype)
-    rows = _rows(recorder.all_sites, known)
-    return Explanation(known.key, _step(recorder, known, rows), tuple(rows))
+    return capture(model, example_inputs, known, training=training, dtype=dtype).explanation()
 
 
 class Recorder(Compiler):
     """Rewrites the graphs of a capture for `device`, and runs nothing of confpred's.
 
     Attributes:
-        before, after: operators of all graphs, by what they call and the bytes that they move.
         parts: graphs that Dynamo captured.
+        launches: kernels of all graphs, before and after they are rewritten.
+        other_s: expected seconds of those that are no convolutions.
     """
 
     def __init__(self, device: Device) -> None:
         super().__init__(Options(graphs=False))
-        self._device = device
-        self.all_sites: list[Site] = []
-        self.before: list[fx.Node] = []
-        self.after: list[fx.Node] = []
-        self.parts = 0
+        self._device, self.parts = device, 0
+        self.launches, self.other_s = [0, 0], [0.0, 0.0]
 
     def chooser(self, graph: fx.Graph) -> Choose | None:
         """Return a function that chooses for the device, without compiling anything."""
-
-        def choose(problems: Sequence[Problem]) -> Sequence[Choice | None]:
-            return choosing.choose_many(problems, self._device)
-
-        return choose
+        return lambda problems: choosing.choose_many(problems, self._device)
 
     def inference(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
-        self.parts += 1
-        self.before += _launching(deepcopy(gm.graph))
-        run = super().inference(gm, inputs)
-        self.all_sites += self.sites
-        self.after += _launching(gm.graph)
-        return run
+        self._count(gm.graph, 0)
+        return super().inference(gm, inputs)
 
     def partition(self, joint: fx.GraphModule, inputs: Any, **told: Any) -> Any:
-        self.parts += 1
-        self.before += _launching(deepcopy(joint.graph))
-        cut = super().partition(joint, inputs, **told)
-        self.all_sites += self.sites
-        return cut
+        self._count(joint.graph, 0)
+        return super().partition(joint, inputs, **told)
 
     def _run(self, gm: fx.GraphModule, *more: Any) -> Any:
-        if more[-1] != "inference":
-            self.after += _launching(gm.graph)
+        self._count(gm.graph, 1)
         return super()._run(gm, *more)
+
+    def _count(self, graph: fx.Graph, when: int) -> None:
+        self.parts += when == 0
+        launching = [node for node in graph.nodes if _launches(node)]
+        self.launches[when] += len(launching)
+        others = [node for node in launching if node.target not in _CONVOLUTIONS]
+        self.other_s[when] += sum(_node_s(node, self._device) for node in others)
+
+    def explanation(self) -> Explanation:
+        """Return what was captured, in rows and as a whole."""
+        kinds: dict[Any, list[Site]] = {}
+        for site in self.sites:
+            kinds.setdefault((site.direction, site.problem, site.fused, site.why), []).append(site)
+        rows = [_row(group, self._device) for group in kinds.values()]
+        before_s = after_s = 0.0
+        for row in rows:
+            pytorch_s, expected_s = _convolution_s(row, self._device)
+            before_s += pytorch_s * len(row.layers)
+            after_s += expected_s * len(row.layers)
+        total_s = self.other_s[0] + before_s
+        step = Step(
+            self.parts,
+            self.launches[0],
+            self.launches[1],
+            fused=sum(len(row.fused) * len(row.layers) for row in rows),
+            ms_before=1e3 * total_s,
+            ms_after=1e3 * (self.other_s[1] + after_s),
+            convolution_share=before_s / total_s if total_s else 0.0,
+            unpredicted=sum(len(row.layers) for row in rows if _is_unpredicted(row)),
+        )
+        return Explanation(self._device.key, step, tuple(rows))
 
 
 def capture(
@@ -251,7 +266,6 @@ def capture(
     Raises:
         InvalidInput, ConfpredError: see `explain`.
     """
-    from torch._dynamo.backends.common import aot_autograd
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     if not isinstance(model, nn.Module):
@@ -262,13 +276,6 @@ def capture(
     mode, recorder = FakeTensorMode(allow_non_fake_inputs=True), Recorder(device)
     cast = None if training else dtype
 
-    def backend(gm: fx.GraphModule, inputs: Any) -> Any:
-        return aot_autograd(
-            fw_compiler=recorder.forward, bw_compiler=recorder.backward,
-            inference_compiler=recorder.inference, partition_fn=recorder.partition,
-            keep_inference_input_mutations=True,
-        )(gm, inputs)  # fmt: skip
-
     def fake(x: Any) -> Any:
         if not isinstance(x, Tensor):
             return x
@@ -276,148 +283,83 @@ def capture(
         with mode:
             # On the CPU, whatever the tensors are on: a PyTorch without CUDA has no other.
             made = torch.empty_strided(x.shape, x.stride(), dtype=kind, device="cpu")
-            same = made.requires_grad_(x.requires_grad) if x.is_floating_point() else made
-            return nn.Parameter(made, x.requires_grad) if isinstance(x, nn.Parameter) else same
+            if isinstance(x, nn.Parameter):
+                return nn.Parameter(made, x.requires_grad)
+            return made.requires_grad_(x.requires_grad)
 
     try:
         tensors = (*model.parameters(), *model.buffers())
         copy = deepcopy(model, {id(t): fake(t) for t in tensors}).train(training)
         args, kwargs = _pytree.tree_map(fake, (args, kwargs))
-
         low = training and dtype is not None
         autocast = torch.autocast("cpu", dtype) if low else nullcontext()
         with mode, autocast, torch.set_grad_enabled(training):
-            out = torch.compile(own_frame(copy), backend=backend)(*args, **kwargs)
+            out = torch.compile(own_frame(copy), backend=recorder.compile)(*args, **kwargs)
             if training:
                 leaves = [t for t in _pytree.tree_leaves(out) if isinstance(t, Tensor)]
                 heads = [t for t in leaves if t.requires_grad]
                 torch.autograd.backward(heads, [torch.empty_like(t) for t in heads])
     except Exception as error:  # whatever a forward may raise
-        why = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        why = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ConfpredError(f"{type(model).__name__} cannot be captured: {why}") from error
     return recorder
 
 
-def problems_of(recorder: Recorder) -> list[Problem]:
-    """Return the problems of a capture, in the order of the network."""
-    return [site.problem for site in recorder.all_sites if site.problem is not None]
+def _row(group: Sequence[Site], device: Device) -> Row:
+    """Return the row of layers of one kind."""
+    site, names = group[0], tuple(site.name or "-" for site in group)
+    choice, pytorch_ms = site.choice, None
+    if site.problem is not None:
+        pytorch_ms = choosing.pytorch_ms(site.problem, device)
+    first = (names, site.direction, site.problem, site.fused)
+    if choice is not None and site.why is None and site.is_ours:
+        config, ms = dict(choice.config or {}), choice.predicted_ms
+        return Row(*first, choice.provider, config, ms, pytorch_ms, choice.source)
+    reason = site.why or ("no model" if choice is None else choosing.why_pytorch(choice))
+    reason = "one kernel" if site.direction == "norm" else reason or "predicted slower"
+    return Row(*first, PYTORCH, {}, pytorch_ms, pytorch_ms, reason)
 
 
-def _rows(sites: Iterable[Site], device: Device) -> list[Row]:
-    """Return one row a kind of layer."""
-    kinds: dict[Any, list[Site]] = {}
-    for site in sites:
-        key = (site.direction, site.problem, site.fused, site.why)
-        kinds.setdefault(key, []).append(site)
-    rows = []
-    for (direction, problem, fused, why), group in kinds.items():
-        choice, theirs = group[0].choice, None
-        if problem is not None:
-            theirs = choosing.pytorch_ms(problem, device)
-        reason = why or "no model" if choice is None else choosing.why_pytorch(choice)
-        names = tuple(readable(site.name) or "-" for site in group)
-        if choice is not None and reason is None:
-            rows.append(
-                Row(
-                    names,
-                    direction,
-                    problem,
-                    fused,
-                    choice.provider,
-                    dict(choice.config or {}),
-                    choice.predicted_ms,
-                    theirs,
-                    choice.source,
-                )
-            )
-        else:
-            own = PYTORCH_OPERATOR.provider
-            plain = "one kernel" if direction == "norm" else reason or "predicted slower"
-            rows.append(Row(names, direction, problem, fused, own, {}, theirs, theirs, plain))
-    return rows
+def _is_unpredicted(row: Row) -> bool:
+    return row.direction != "norm" and (row.expected_ms is None or row.pytorch_ms is None)
 
 
-def readable(name: str) -> str:
-    """Return a module's name as ``named_modules`` has it, from the way that Dynamo writes it."""
-    text = re.sub(r"^[A-Z]\[[^]]*\]\.?(_modules)?", "", name)
-    text = re.sub(r"\._modules", "", text)
-    text = re.sub(r"\['([^']*)'\]|\[(\d+)\]", lambda m: "." + (m[1] or m[2]), text)
-    return re.sub(r"^(copy|model)\.", "", text.strip("."))
+def _convolution_s(row: Row, device: Device) -> tuple[float, float]:
+    """Return the seconds of one layer's convolution by PyTorch, and of what runs."""
+    p = row.problem
+    if row.direction == "norm" or p is None:
+        return 0.0, 0.0
+    if row.expected_ms is None or row.pytorch_ms is None:
+        moved = p.itemsize * (p.input_elements + p.output_elements)
+        return (_bound_s(moved, p.flops, device),) * 2
+    bare = row.pytorch_ms
+    if p.has_epilogue:  # other operators, before
+        bare = choosing.pytorch_ms(left_to_pytorch(p), device) or bare
+    return 1e-3 * bare, 1e-3 * row.expected_ms
 
 
-def _step(recorder: Recorder, device: Device, rows: Sequence[Row]) -> Step:
-    before = sum(_other_s(n, device) for n in recorder.before if n.target not in _CONVOLUTIONS)
-    after = sum(_other_s(n, device) for n in recorder.after if n.target not in _CONVOLUTIONS)
-    convolutions, ours, unpredicted = 0.0, 0.0, 0
-    for row in rows:
-        if row.direction == "norm":
-            continue
-        if row.expected_ms is None or row.pytorch_ms is None:
-            unpredicted += len(row.layers)
-            if row.problem is not None:
-                guess = _estimate_s(row.problem, device) * len(row.layers)
-                convolutions, ours = convolutions + guess, ours + guess
-            continue
-        bare = row.pytorch_ms
-        if row.problem is not None and row.problem.has_epilogue:  # other operators, before
-            bare = choosing.pytorch_ms(left_to_pytorch(row.problem), device) or bare
-        convolutions += 1e-3 * bare * len(row.layers)
-        ours += 1e-3 * row.expected_ms * len(row.layers)
-    total = before + convolutions
-    fused = sum(len(row.fused) * len(row.layers) for row in rows)
-    return Step(
-        recorder.parts, len(recorder.before), len(recorder.after), fused, 1e3 * total,
-        1e3 * (after + ours), convolutions / total if total else 0.0, unpredicted,
-    )  # fmt: skip
+def _launches(node: fx.Node) -> bool:
+    """Return whether `node` launches a kernel: it is neither free nor a view."""
+    return node.op == "call_function" and node.target not in _FREE and not is_view(node)
 
 
-def _launching(graph: fx.Graph) -> list[fx.Node]:
-    """Return the nodes that launch a kernel."""
-    return [
-        node
-        for node in graph.nodes
-        if node.op == "call_function" and node.target not in _FREE and not is_view(node)
-    ]
-
-
-def _other_s(node: fx.Node, device: Device) -> float:
+def _node_s(node: fx.Node, device: Device) -> float:
     """Return the seconds that an operator is expected to take which is no convolution."""
-    tensors = [t for n in (node, *node.all_input_nodes) for t in _tensors(n.meta.get("val"))]
-    moved = sum(t.numel() * t.element_size() for t in tensors)
-    seconds = float(moved) / (_BANDWIDTH_SHARE * device.dram_bytes_per_s)
+    tensors = list(_tensors(n.meta.get("val") for n in (node, *node.all_input_nodes)))
+    flops = 0.0
     if node.target in _PRODUCTS:
-        out, left = _tensors(node.meta.get("val"))[0], node.all_input_nodes[-2].meta["val"]
-        flops = 2.0 * out.numel() * left.shape[-1]
-        seconds = max(seconds, flops / (_TENSOR_SHARE * device.tensor_flops))
-    return max(_FLOOR_S, seconds)
+        flops = 2.0 * tensors[0].numel() * node.all_input_nodes[-2].meta["val"].shape[-1]
+    return _bound_s(sum(t.numel() * t.element_size() for t in tensors), flops, device)
 
 
-def _estimate_s(p: Problem, device: Device) -> float:
-    """Return the seconds of a convolution that no model predicts, bare."""
-    moved = p.itemsize * (p.input_elements + p.output_elements)
-    flops = 2.0 * p.output_elements * p.group_width * p.r * p.s
+def _tensors(values: Iterable[Any]) -> Iterable[Tensor]:
+    return (t for t in _pytree.tree_leaves(list(values)) if isinstance(t, Tensor))
+
+
+def _bound_s(moved: float, flops: float, device: Device) -> float:
+    """Return the seconds of a kernel that moves so many bytes and computes so many operations."""
     return max(
         _FLOOR_S,
-        moved / (_BANDWIDTH_SHARE * device.dram_bytes_per_s),
-        flops / (_TENSOR_SHARE * device.tensor_flops),
+        float(moved) / (_BANDWIDTH_SHARE * device.dram_bytes_per_s),
+        float(flops) / (_TENSOR_SHARE * device.tensor_flops),
     )
-
-
-def _image(p: Problem) -> str:
-    return f"{p.n}x{p.c}x{p.h}x{p.w}"
-
-
-def _geometry(row: Row) -> tuple[str, ...]:
-    """Return what a row computes, in few words; nothing for a norm, which `fused` names."""
-    p = row.problem
-    if p is None:
-        return () if row.direction == "norm" else (row.direction,)
-    kind = "depthwise " if p.group_width == 1 and p.groups > 1 else ""
-    kind = kind or (f"groups={p.groups} " if p.groups > 1 else "")
-    stride = f"/{p.stride[0]}" if p.stride != (1, 1) else ""
-    return (f"{p.direction} {kind}{p.r}x{p.s}{stride} -> {p.k}",)
-
-
-def _tensors(val: Any) -> list[Tensor]:
-    values = val if isinstance(val, (tuple, list)) else (val,)
-    return [t for t in values if isinstance(t, Tensor)]

@@ -14,13 +14,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from confpred.cuda import driver
-from confpred.cuda.launch import NoContext, launch_with
+from confpred.cuda.launch import launch_with
 from confpred.errors import ConfpredError
 from confpred.problem.operation import KernelSpec
-from confpred.pytorch.kernels import loaded
+from confpred.pytorch.kernels import current_stream, in_context, loaded
 from confpred.pytorch.ready import CHANNELS_LAST, DTYPES
-from confpred.pytorch.streams import current_stream
 
 log = logging.getLogger(__name__)
 #: Layers of one launch: its parameters fit in the 4 KiB that every driver passes.
@@ -158,11 +156,7 @@ def _launch(
     with torch.cuda.device(ordinal):
         kernel = loaded(KERNEL, 0, ordinal)
         grid, stream = (blocks, len(results) // 2, 1), current_stream(ordinal)
-        try:
-            launch_with(kernel, grid, _THREADS, stream, layers)
-        except NoContext:  # a thread's first use of the GPU
-            driver.make_current(ordinal)
-            launch_with(kernel, grid, _THREADS, stream, layers)
+        in_context(ordinal, lambda: launch_with(kernel, grid, _THREADS, stream, layers))
 
 
 def _address(t: Tensor | None) -> int | None:

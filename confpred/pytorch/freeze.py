@@ -28,7 +28,7 @@ def frozen(
         rest with them at every call.
     """
     graph = gm.graph
-    inputs = [n for n in graph.nodes if n.op == "placeholder"]
+    inputs = graph.find_nodes(op="placeholder")
     changed = {n for node in graph.nodes if _writes(node) for n in node.all_input_nodes}
     fixed = {inputs[i] for i in static} - changed
     for node in graph.nodes:
@@ -51,14 +51,11 @@ def frozen(
             copies[node] = first.node_copy(node, copies.__getitem__)
     first.output([copies[n] for n in results])
     once = fx.GraphModule(gm, first)
-    for node in results:
+    for node in reversed(results):  # each goes before the ones that are there
         with graph.inserting_after(inputs[-1]):
             given = graph.placeholder(f"frozen_{node.name}")
         given.meta = dict(node.meta)
         node.replace_all_uses_with(given)
-    order = [n for n in graph.nodes if n.op == "placeholder"][len(inputs) :]
-    by_name = {f"frozen_{n.name}": i for i, n in enumerate(results)}
-    places = [by_name[str(n.target)] for n in order]
     graph.eliminate_dead_code()
     more = range(len(inputs), len(inputs) + len(results))
     run = compile(gm, [*static, *more])
@@ -66,8 +63,7 @@ def frozen(
 
     def call(given: list[Any]) -> Any:
         if not kept:
-            made = once(*given)
-            kept.extend(made[place] for place in places)
+            kept.extend(once(*given))
         both = [*given, *kept]
         given.clear()
         return run(both)
@@ -78,7 +74,7 @@ def frozen(
 
 def _return_copies(graph: fx.Graph, fixed: set[fx.Node]) -> None:
     """Let `graph` return copies of what is kept, as its caller may write to them."""
-    output = next(iter(reversed(graph.nodes)))
+    output = graph.output_node()
     for node in [n for n in output.all_input_nodes if n in fixed and n.op != "placeholder"]:
         with graph.inserting_before(output):
             copy = graph.call_function(torch.ops.aten.clone.default, (node,))

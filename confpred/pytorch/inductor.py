@@ -15,7 +15,7 @@ from confpred.cuda import driver
 from confpred.errors import ConfpredError
 from confpred.pytorch import choosing, rewrite
 from confpred.pytorch.backend import Options, chooser, ordinal_of
-from confpred.pytorch.convolve import is_deterministic
+from confpred.pytorch.layers import is_deterministic
 
 
 def inductor_options(**options: Any) -> dict[str, Any]:

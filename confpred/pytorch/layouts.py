@@ -50,14 +50,15 @@ def to_channels_last(graph: fx.Graph, visible: int | None = None) -> bool:
     for node, place in copied:
         source: Any = node.args[place]
         with graph.inserting_before(node):
-            _replace_argument(node, place, _copy(graph, source, CHANNELS_LAST))
-    output = next(iter(reversed(graph.nodes)))
-    results: Any = list(output.args[0])
+            node.update_arg(place, _copy(graph, source, CHANNELS_LAST))
+    output = graph.output_node()
+    given: Any = output.args[0]
+    results = list(given)
     for place in restored:
         # At once behind it: a joint graph is cut where the last result of the forward pass is.
         with graph.inserting_after(results[place]):
             results[place] = _copy(graph, results[place], torch.contiguous_format)
-    output.args = (tuple(results),)
+    output.update_arg(0, tuple(results))
     graph.lint()
     return True
 
@@ -68,12 +69,8 @@ def _is_channels_first(node: fx.Node) -> bool:
         return False
     x: Any = node.args[0]
     val = x.meta.get("val")
-    return (
-        isinstance(val, Tensor)
-        and val.dim() == 4
-        and val.dtype in _HALF
-        and not val.is_contiguous(memory_format=CHANNELS_LAST)
-    )
+    is_half_image = isinstance(val, Tensor) and val.dim() == 4 and val.dtype in _HALF
+    return is_half_image and not val.is_contiguous(memory_format=CHANNELS_LAST)
 
 
 def _propagated(graph: fx.Graph) -> tuple[dict[fx.Node, Any], list[tuple[fx.Node, int]]]:
@@ -88,9 +85,8 @@ def _propagated(graph: fx.Graph) -> tuple[dict[fx.Node, Any], list[tuple[fx.Node
             vals[node] = node.meta.get("val")
             continue
         given, named = fx.map_arg((node.args, node.kwargs), lambda n: vals[n])
-        bound = node.target in _BOUND or torch.Tag.nondeterministic_seeded in getattr(
-            node.target, "tags", ()
-        )
+        tags = getattr(node.target, "tags", ())
+        bound = node.target in _BOUND or torch.Tag.nondeterministic_seeded in tags
         if bound and any(_is_moved(n.meta.get("val"), vals[n]) for n in node.all_input_nodes):
             raise _Bound(str(node.target))
         given = list(given)
@@ -106,15 +102,11 @@ def _propagated(graph: fx.Graph) -> tuple[dict[fx.Node, Any], list[tuple[fx.Node
 
 def _restored(graph: fx.Graph, vals: dict[fx.Node, Any], visible: int | None) -> list[int]:
     """Return the places of results that have to be copied back into the layout they had."""
-    output = next(iter(reversed(graph.nodes)))
-    results: Any = output.args[0]
+    results: Any = graph.output_node().args[0]
     places = []
     for place, node in enumerate(results[:visible]):
-        if not isinstance(node, fx.Node) or not isinstance(vals[node], Tensor):
-            continue
-        before, after = node.meta["val"], vals[node]
-        if before.stride() != after.stride():
-            if not before.is_contiguous():
+        if isinstance(node, fx.Node) and _is_moved(node.meta.get("val"), vals[node]):
+            if not node.meta["val"].is_contiguous():
                 raise _Bound("a result that is neither channels last nor first")
             places.append(place)
     return places
@@ -131,7 +123,3 @@ def _copy(graph: fx.Graph, source: fx.Node, layout: torch.memory_format) -> fx.N
     with val.fake_mode:
         new.meta["val"] = val.clone(memory_format=layout)
     return new
-
-
-def _replace_argument(node: fx.Node, place: int, new: fx.Node) -> None:
-    node.args = (*node.args[:place], new, *node.args[place + 1 :])

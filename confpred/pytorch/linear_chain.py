@@ -1,47 +1,31 @@
 """`linear_chain`: linear layers one after the other, by what is predicted to be fastest within the
-error that the caller allows.
-
-    linear_chain --+-- gradients, torch.compile, autocast, CPU ----------> PyTorch's own operators
-                   `-- the predictor for chains --+-- no model, or slower --> the same
-                                                  `-- a program: kernels and products
-"""
+error that the caller allows."""
 
 from __future__ import annotations
 
 import logging
-import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn import Parameter
 
 from confpred.cuda import driver
 from confpred.errors import ConfpredError, InvalidInput, InvalidProblem
-from confpred.families.candidate import PYTORCH_OPERATOR
-from confpred.families.registry import all_families
-from confpred.predict.choice import Choice
 from confpred.problem.conv2d import ACTIVATIONS
-from confpred.problem.limits import Limits
+from confpred.problem.limits import UNLIMITED, Limits
 from confpred.problem.linear_chain import MOST_LAYERS, LinearChain
 from confpred.problem.linear_chain_operation import LINEAR_CHAIN
-from confpred.problem.operation import PREPARED, Launch
 from confpred.problem.precision import allows_tf32
 from confpred.pytorch import choosing
+from confpred.pytorch.conv2d import is_plain
+from confpred.pytorch.layers import alike
+from confpred.pytorch.loading import load
 from confpred.pytorch.pointwise import activate
-from confpred.pytorch.prepared import prepared, tracks_changes
-from confpred.pytorch.programs import LoadedProgram
-from confpred.pytorch.ready import ALIGNMENT, DTYPES
+from confpred.pytorch.ready import DTYPES, ReadyLaunch
 
 log = logging.getLogger(__name__)
-_PLAIN = (Tensor, Parameter)
-_MOST_KEPT = 4096
-#: From a matrix, weights and biases, all of them as they must be, to the output.
-Run = Callable[[Tensor, Sequence[Tensor], Sequence[Tensor]], Tensor]
-_served: dict[Any, Run | None] = {}  # None: PyTorch's own
 
 
 def linear_chain(
@@ -90,67 +74,65 @@ def linear_chain(
     if biases is not None and len(biases) != len(weights):
         allowed = f"one for each of {len(weights)} weights, or None"
         raise InvalidInput("biases", f"{len(biases)} biases", allowed)
-    bound = Limits() if limits is None else limits
+    bound = UNLIMITED if limits is None else limits
     if not isinstance(bound, Limits):
         raise InvalidInput("limits", limits, "None or a confpred.Limits")
     bound = bound if max_error is None else replace(bound, max_error=max_error)
     for start in range(0, len(weights), MOST_LAYERS):
         part = slice(start, start + MOST_LAYERS)
-        ends = part.stop >= len(weights)
         some = None if biases is None else biases[part]
-        x = _part(x, weights[part], some, name, last or not ends, bound)
+        activated = last or part.stop < len(weights)
+        ready = _launch(x, weights[part], some, name, activated, bound)
+        if ready is None:
+            x = _by_pytorch(x, weights[part], some, name, activated)
+        else:
+            (out,) = ready.run(x.reshape(-1, x.shape[-1]), *operands(weights[part], some))
+            x = out.view(*x.shape[:-1], -1)
     return x
 
 
-def _part(
+def operands(weights: Sequence[Tensor], biases: Sequence[Tensor] | None) -> list[Tensor]:
+    """Return the inputs of a chain after the first, in the order of the operation's operands."""
+    if biases is None:
+        return list(weights)
+    return [t for pair in zip(weights, biases, strict=True) for t in pair]
+
+
+def _launch(
     x: Tensor,
     weights: Sequence[Tensor],
     biases: Sequence[Tensor] | None,
     activation: str,
     last: bool,
     limits: Limits,
-) -> Tensor:
-    """A chain of at most ``MOST_LAYERS`` layers."""
+) -> ReadyLaunch | None:
+    """Return the launch of a chain of at most ``MOST_LAYERS`` layers; None for PyTorch's
+    operators."""
     given = (x, *weights, *(biases or ()))
-    if torch.compiler.is_compiling() or not _are_plain(given):
-        return _pytorch(x, weights, biases, activation, last)
-    key = (
-        *((t.shape, t.dtype, t.get_device()) for t in given),
-        biases is None,
-        activation,
-        last,
-        limits,
-        allows_tf32(),
-    )
-    try:
-        run = _served[key]
-    except KeyError:
-        run = _find(x, weights, biases, activation, last, limits)
-        if len(_served) < _MOST_KEPT:
-            _served[key] = run
-    if run is None or not _are_dense(given):
-        return _pytorch(x, weights, biases, activation, last)
-    if x.get_device() != torch.cuda.current_device():
-        with torch.cuda.device(x.device):
-            return _part(x, weights, biases, activation, last, limits)
-    out = run(x.reshape(-1, x.shape[-1]), weights, biases or ())
-    return out.view(*x.shape[:-1], out.shape[1])
-
-
-def _are_plain(given: Sequence[Tensor]) -> bool:
-    """Whether these are tensors of one CUDA device and one of our dtypes, and nobody wants their
-    gradients or another dtype."""
-    first = given[0]
-    if not first.is_cuda or first.dtype not in DTYPES or torch.is_autocast_enabled("cuda"):
-        return False
+    if torch.compiler.is_compiling() or not is_plain(*given) or not alike(x, *given):
+        return None
+    if torch.is_autocast_enabled("cuda") or not all(t.is_contiguous() for t in given):
+        return None
     if torch.is_grad_enabled() and any(t.requires_grad for t in given):
-        return False
-    ordinal, dtype = first.get_device(), first.dtype
-    return all(type(t) in _PLAIN and t.dtype is dtype and t.get_device() == ordinal for t in given)
+        return None
+    problem = problem_of(x, weights, biases, activation, last)
+    if problem is None or any(t.is_neg() for t in given):
+        return None
+    chain, ordinal = problem, x.get_device()
 
+    def find() -> ReadyLaunch | None:
+        predictor = choosing.predictor_for(LINEAR_CHAIN.name)
+        if predictor is None:
+            return None
+        try:
+            choice = predictor.within(limits).choose(chain, driver.device_of(ordinal))
+        except ConfpredError as error:
+            log.warning("falling back to PyTorch: %s", error)
+            return None
+        choosing.announce(choice)
+        return load(choice, ordinal, limits) if choosing.is_ours(choice) else None
 
-def _are_dense(given: Sequence[Tensor]) -> bool:
-    return all(t.is_contiguous() and t.data_ptr() % ALIGNMENT == 0 for t in given)
+    return choosing.kept(("chain", chain, ordinal, limits), find)
 
 
 def problem_of(
@@ -160,9 +142,8 @@ def problem_of(
     activation: str,
     last: bool,
 ) -> LinearChain | None:
-    """What is asked, as a problem; None where the shapes are none of a chain's, or there is nothing
-    to compute."""
-    if x.dim() < 1 or x.numel() == 0 or any(w.dim() != 2 for w in weights):
+    """Return what is asked; None where it is no chain, or there is nothing to compute."""
+    if x.dim() < 1 or x.numel() == 0 or x.dtype not in DTYPES or any(w.dim() != 2 for w in weights):
         return None
     widths = [x.shape[-1], *(w.shape[0] for w in weights)]
     fits = all(w.shape[1] == before for w, before in zip(weights, widths, strict=False))
@@ -188,88 +169,16 @@ def problem_of(
         return None
 
 
-def _find(
-    x: Tensor,
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor] | None,
-    activation: str,
-    last: bool,
-    limits: Limits,
-) -> Run | None:
-    """What serves such tensors; None for PyTorch's own operators."""
-    problem = problem_of(x, weights, biases, activation, last)
-    predictor = choosing.predictor_for(LINEAR_CHAIN.name)
-    if problem is None or predictor is None:
-        return None
-    ordinal = x.get_device()
-    try:
-        choice = predictor.within(limits).choose(problem, driver.device_of(ordinal))
-        choosing.announce(choice)
-        return run_of(choice, ordinal) if choosing.is_ours(choice) else None
-    except ConfpredError as error:
-        log.warning("PyTorch's own operators: %s", error)
-        return None
-
-
-def run_of(choice: Choice, ordinal: int) -> Run | None:
-    """What computes `choice`, compiled and loaded on CUDA device `ordinal`, its current one; None
-    for PyTorch's own operators.
-
-    Raises:
-        CompileError, LaunchError, MissingExtra: a kernel cannot be had.
-    """
-    problem, candidate = choice.problem, choice.candidate
-    if not isinstance(problem, LinearChain):
-        raise InvalidProblem("problem", problem, "a chain of linear layers")
-    if candidate == PYTORCH_OPERATOR:
-        return None
-    launch = all_families()[candidate.provider].launch(problem, candidate.config_id)
-    return run_launch(problem, launch, ordinal)
-
-
-def run_launch(problem: LinearChain, launch: Launch, ordinal: int) -> Run:
-    """What computes `problem` by `launch` on CUDA device `ordinal`."""
-    program = LoadedProgram(launch, ordinal)
-    form = (problem.widths, problem.dtype, ordinal)
-    needs = bool(launch.prepare)
-
-    def run(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensor:
-        operands = {"in": x}
-        operands |= {f"weight{i}": weight for i, weight in enumerate(weights)}
-        operands |= {f"bias{i}": bias for i, bias in enumerate(biases)}
-        if needs:
-            if not tracks_changes(weights):
-                own = biases if biases else None
-                return _pytorch(x, weights, own, problem.activation, problem.last)
-            made = prepared(form, weights, lambda: program.prepared(operands))
-            operands[PREPARED] = made
-        out = x.new_empty(problem.batch, problem.outputs)
-        operands["out"] = out
-        program(operands)
-        return out
-
-    return run
-
-
-def _pytorch(
+def _by_pytorch(
     x: Tensor,
     weights: Sequence[Tensor],
     biases: Sequence[Tensor] | None,
     activation: str,
     last: bool,
 ) -> Tensor:
-    """By PyTorch's own operators, which record gradients and are traced."""
+    """Compute the chain by PyTorch's operators, which record gradients and are traced."""
     for index, weight in enumerate(weights):
         x = F.linear(x, weight, None if biases is None else biases[index])
         if last or index < len(weights) - 1:
             x = activate(activation, x)
     return x
-
-
-def forget() -> None:
-    """Choose again for every chain."""
-    _served.clear()
-
-
-choosing.when_forgotten(forget)
-os.register_at_fork(after_in_child=forget)

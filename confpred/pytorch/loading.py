@@ -9,30 +9,24 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import cache
-from typing import Any
 
 import torch
 
 from confpred.cuda import driver
 from confpred.cuda.launch import BoundLaunch
 from confpred.cudnn.plans import Plans
-from confpred.errors import CompileError, InvalidProblem, LaunchError, MissingExtra
+from confpred.errors import CompileError, LaunchError, MissingExtra
 from confpred.families.registry import all_families
 from confpred.predict.choice import MAX_TOP, Choice
 from confpred.problem.conv2d import Problem
 from confpred.problem.limits import UNLIMITED, Limits
 from confpred.problem.operation import Launch
-from confpred.pytorch.choosing import current_predictor, is_ours, limits_for, when_forgotten
+from confpred.products.run import Program, by_driver
+from confpred.pytorch.choosing import current_predictor, is_ours, kept, limits_for, warn_once
 from confpred.pytorch.kernels import loaded, submit
-from confpred.pytorch.programs import ReadyProgram
-from confpred.pytorch.ready import Enqueue, ReadyLaunch
+from confpred.pytorch.ready import Enqueue, ReadyLaunch, by_address
 
 log = logging.getLogger(__name__)
-#: Launches by problem, candidate and CUDA device; None where the candidate cannot be had.
-_ready: dict[Any, ReadyLaunch | None] = {}
-when_forgotten(_ready.clear)
-_MOST_KEPT = 65_536
 
 
 def load(choice: Choice, ordinal: int, limits: Limits = UNLIMITED) -> ReadyLaunch | None:
@@ -44,21 +38,15 @@ def load(choice: Choice, ordinal: int, limits: Limits = UNLIMITED) -> ReadyLaunc
     Returns:
         The launch; None where the driver or the compiler refuses it, which is logged.
     """
-    problem = choice.problem
-    if not isinstance(problem, Problem):
-        raise InvalidProblem("problem", problem, "a convolution")
-    limits = limits_for(problem, limits)
-    key = (problem, choice.candidate, ordinal, limits)
-    if key not in _ready:
+    limits = limits_for(choice.problem, limits)
+
+    def find() -> ReadyLaunch | None:
         launch = _launch_of(choice)
-        if launch.plan is not None:
-            found = _load_plan(choice, problem, ordinal, limits)
-        else:
-            found = _load_kernels(choice, launch, ordinal, limits)
-        if len(_ready) >= _MOST_KEPT:
-            _ready.clear()
-        _ready[key] = found
-    return _ready[key]
+        if launch.plan is not None and isinstance(choice.problem, Problem):
+            return _load_plan(choice, choice.problem, ordinal, limits)
+        return _load_kernels(choice, launch, ordinal, limits)
+
+    return kept(("launch", choice.problem, choice.candidate, ordinal, limits), find)
 
 
 def _load_kernels(
@@ -67,19 +55,33 @@ def _load_kernels(
     if not limits.allow(choice.problem, launch):  # they are others since it was chosen
         return None
     try:
-        for kernel in launch.kernels:
-            submit(kernel, _arch(ordinal))  # side by side
-        if launch.program:
-            return ReadyProgram(choice, launch, ordinal)
-        kernels = [loaded(step.kernel, step.smem_bytes, ordinal) for step in launch.steps]
-
-        def bind(names: Sequence[str]) -> Enqueue:
-            return BoundLaunch(kernels, launch, names).enqueue
-
-        return ReadyLaunch(choice, launch, bind, ordinal)
+        return ready_launch(choice, launch, ordinal)
     except (CompileError, LaunchError, MissingExtra) as error:
         log.warning("falling back to PyTorch for %s: %s", choice.problem, error)
         return None
+
+
+def ready_launch(choice: Choice, launch: Launch, ordinal: int) -> ReadyLaunch:
+    """Return `launch`, of kernels and perhaps of products between them, ready on CUDA device
+    `ordinal`.
+
+    Raises:
+        CompileError, LaunchError, MissingExtra: a kernel cannot be had.
+    """
+    for kernel in launch.kernels:
+        submit(kernel, driver.device_of(ordinal).arch)  # side by side
+    if launch.program:
+        program = Program(
+            launch, lambda step: by_driver(step, loaded(step.kernel, step.smem_bytes, ordinal))
+        )
+
+        def bind(names: Sequence[str]) -> Enqueue:
+            return lambda tensors: program(dict(zip(names, tensors, strict=True)))
+
+        return ReadyLaunch(choice, launch, bind, ordinal)
+    kernels = [loaded(step.kernel, step.smem_bytes, ordinal) for step in launch.steps]
+    by_driver_alone = by_address(lambda n: BoundLaunch(kernels, launch, n).enqueue, ordinal)
+    return ReadyLaunch(choice, launch, by_driver_alone, ordinal)
 
 
 def _load_plan(
@@ -94,7 +96,7 @@ def _load_plan(
         with torch.cuda.device(ordinal):
             plans = Plans(problem, ordinal)
     except (LaunchError, MissingExtra) as error:
-        _warn_once(str(error))
+        warn_once(f"falling back to PyTorch: {error}")
         return None
     for found in _from_on(choice, ordinal, limits):
         if not is_ours(found):
@@ -109,7 +111,7 @@ def _load_plan(
                 built = plans.build(launch.plan)
         except LaunchError as error:
             if not plans.is_of_this_release(launch.plan):
-                _warn_once(str(error))
+                warn_once(f"falling back to PyTorch: {error}")
                 return None
             log.debug("%s: %s", problem, error)
             continue
@@ -117,7 +119,7 @@ def _load_plan(
         if not limits.allow(problem, launch):
             log.debug("%s: the plan needs %d bytes", problem, built.workspace_bytes)
             continue
-        return ReadyLaunch(found, launch, built.bind, ordinal)
+        return ReadyLaunch(found, launch, by_address(built.bind, ordinal), ordinal)
     log.info("falling back to PyTorch for %s: cuDNN builds none of the chosen plans", problem)
     return None
 
@@ -131,20 +133,15 @@ def _from_on(choice: Choice, ordinal: int, limits: Limits) -> Iterator[Choice]:
             yield replace(choice, candidate=other.candidate, predicted_ms=other.predicted_ms)
 
 
-@cache
-def _warn_once(message: str) -> None:
-    log.warning("falling back to PyTorch: %s", message)
-
-
 def compile_ahead(choices: Sequence[Choice], ordinal: int, limits: Limits = UNLIMITED) -> None:
     """Compile the kernels of `choices` in parallel, and load them on CUDA device `ordinal`.
 
     A kernel that cannot be had is left to the call that needs it.
     """
-    ours = [choice for choice in choices if is_ours(choice)]
+    ours, arch = [choice for choice in choices if is_ours(choice)], driver.device_of(ordinal).arch
     for choice in ours:
         for kernel in _launch_of(choice).kernels:
-            submit(kernel, _arch(ordinal))
+            submit(kernel, arch)
     for choice in ours:
         load(choice, ordinal, limits)
 
@@ -152,7 +149,3 @@ def compile_ahead(choices: Sequence[Choice], ordinal: int, limits: Limits = UNLI
 def _launch_of(choice: Choice) -> Launch:
     candidate = choice.candidate
     return all_families()[candidate.provider].launch(choice.problem, candidate.config_id)
-
-
-def _arch(ordinal: int) -> str:
-    return driver.device_of(ordinal).arch

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import random
 import types
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -69,9 +70,8 @@ def optimize(
     former = model._compiled_call_impl
 
     def capture() -> Callable[..., Any]:
-        return torch.compile(
-            own_frame(model), backend=confpred, dynamic=dynamic, options=dict(options)
-        )
+        frame = own_frame(model)
+        return torch.compile(frame, backend=confpred, dynamic=dynamic, options=dict(options))
 
     model._compiled_call_impl = _kept_right(model, capture)
     if example_inputs is None:
@@ -159,10 +159,8 @@ def own_frame(model: nn.Module) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         return model._call_impl(*args, **kwargs)
 
-    own = types.FunctionType(
-        call.__code__.replace(co_name="call"), call.__globals__, "call", None, call.__closure__
-    )
-    return own
+    code = call.__code__.replace(co_name="call")
+    return types.FunctionType(code, call.__globals__, "call", None, call.__closure__)
 
 
 def _compare(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -171,11 +169,12 @@ def _compare(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     Raises:
         ConfpredError: they compute something else.
     """
-    captured = model._compiled_call_impl
-    parts = _GraphBreaks()
+    captured, name = model._compiled_call_impl, type(model).__name__
+    breaks = _graph_breaks()
     with _unchanged(model) as again:
         ours = _results(model, args, kwargs)
-        parts.tell(type(model).__name__)
+        for reason in list(_graph_breaks() - breaks)[:1]:
+            log.warning("%s is captured in parts, cut where: %s", name, reason.split("\n")[0])
         again()
         try:
             model._compiled_call_impl = None
@@ -188,10 +187,8 @@ def _compare(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
                 if _largest_difference(nearby, theirs) is not None:
                     log.warning(
                         "the outputs of %s cannot be compared, as they change with any rounding of"
-                        " the inputs: %s",
-                        type(model).__name__,
-                        difference,
-                    )
+                        " the inputs: %s", name, difference,
+                    )  # fmt: skip
                     difference = None
         finally:
             model._compiled_call_impl = captured
@@ -199,52 +196,37 @@ def _compare(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         # A CUDA graph is recorded at the second call.
         _results(model, args, kwargs)
     if difference is not None:
-        raise ConfpredError(f"{type(model).__name__} is as it was: {difference}")
+        raise ConfpredError(f"{name} is as it was: {difference}")
 
 
-class _GraphBreaks:
-    """Where Dynamo could not capture a forward whole."""
+def _graph_breaks() -> Counter[str]:
+    """Return how often Dynamo has cut a forward, by the reason."""
+    from torch._dynamo.utils import counters
 
-    def __init__(self) -> None:
-        self._before = self._reasons()
-
-    @staticmethod
-    def _reasons() -> dict[str, int]:
-        from torch._dynamo.utils import counters
-
-        return dict(counters["graph_break"])
-
-    def tell(self, name: str) -> None:
-        """Log the breaks since this object was made."""
-        now = self._reasons()
-        new = [reason for reason, count in now.items() if count > self._before.get(reason, 0)]
-        if new:
-            reason = new[0].strip().splitlines()[0]
-            log.warning("%s is captured in parts, cut where: %s", name, reason)
+    return Counter({reason.strip(): n for reason, n in counters["graph_break"].items()})
 
 
 @contextmanager
 def _unchanged(model: nn.Module) -> Iterator[Callable[[], None]]:
     """Bring buffers and random numbers back to what they are now, at the end and when told."""
     buffers = [(b, b.detach().clone()) for b in model.buffers()]
-    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
-    with torch.random.fork_rng(devices):
-        seed = torch.random.get_rng_state(), [torch.cuda.get_rng_state(d) for d in devices]
-        of_python = random.getstate()
+    on_gpu = torch.cuda.is_initialized()
+    of_gpu = torch.cuda.get_rng_state() if on_gpu else torch.empty(0)
+    of_cpu, of_python = torch.get_rng_state(), random.getstate()
 
-        def again() -> None:
-            with torch.no_grad():
-                for buffer, then in buffers:
-                    buffer.copy_(then)
-            random.setstate(of_python)
-            torch.random.set_rng_state(seed[0])
-            for device, state in zip(devices, seed[1], strict=True):
-                torch.cuda.set_rng_state(state, device)
+    def again() -> None:
+        with torch.no_grad():
+            for buffer, then in buffers:
+                buffer.copy_(then)
+        random.setstate(of_python)
+        torch.set_rng_state(of_cpu)
+        if on_gpu:
+            torch.cuda.set_rng_state(of_gpu)
 
-        try:
-            yield again
-        finally:
-            again()
+    try:
+        yield again
+    finally:
+        again()
 
 
 def _results(model: nn.Module, args: Any, kwargs: Any, noise: bool = False) -> list[Tensor]:
@@ -259,7 +241,7 @@ def _results(model: nn.Module, args: Any, kwargs: Any, noise: bool = False) -> l
         return x.detach().clone()
 
     args, kwargs = _pytree.tree_map(copied, (args, kwargs))
-    leaves, _ = _pytree.tree_flatten(model(*args, **kwargs))
+    leaves = _pytree.tree_leaves(model(*args, **kwargs))
     found = [x for x in leaves if isinstance(x, Tensor)]
     recorded = [x for x in found if x.requires_grad]
     results = [x.detach().clone() for x in found]

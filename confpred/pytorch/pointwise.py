@@ -9,9 +9,6 @@ Where a kernel cannot take the tensors, PyTorch's operators compute the same.
 from __future__ import annotations
 
 import logging
-import os
-from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,16 +16,14 @@ from torch import Tensor
 
 from confpred.cuda import driver
 from confpred.cuda.epilogue import MOST_CHANNELS, MOST_ROWS, epilogue_kernel, epilogue_launch
-from confpred.cuda.launch import BoundLaunch, NoContext
+from confpred.cuda.launch import BoundLaunch
 from confpred.errors import ConfpredError, UnknownDevice
 from confpred.problem.operation import KernelSpec
-from confpred.pytorch.kernels import loaded
+from confpred.pytorch.choosing import kept
+from confpred.pytorch.kernels import current_stream, in_context, loaded
 from confpred.pytorch.ready import ALIGNMENT, CHANNELS_LAST, DTYPES
-from confpred.pytorch.streams import current_stream
 
 log = logging.getLogger(__name__)
-_MOST_KEPT = 65_536
-_bound: dict[Any, BoundLaunch | None] = {}  # None: by PyTorch's operators
 
 
 def activate(name: str, x: Tensor) -> Tensor:
@@ -165,40 +160,28 @@ def _launch(kernel: KernelSpec, operands: dict[str, Tensor | None]) -> bool:
     out = operands["out"]
     if out is None:
         return False
-    ordinal, channels = out.get_device(), out.shape[1]
-    key = (kernel, out.numel(), channels, ordinal)
+    ordinal, channels, rows = out.get_device(), out.shape[1], out.numel() // out.shape[1]
     with torch.cuda.device(ordinal):
-        try:
-            bound = _bound[key]
-        except KeyError:
-            bound = _bind(key, kernel, out.numel() // channels, channels, ordinal, list(operands))
+        bound = kept(
+            ("pointwise", kernel, rows, channels, ordinal),
+            lambda: _bind(kernel, rows, channels, ordinal, tuple(operands)),
+        )
         if bound is None:
             return False
         addresses = [0 if t is None else t.data_ptr() for t in operands.values()]
-        try:
-            bound.enqueue(current_stream(ordinal), addresses)
-        except NoContext:  # a thread's first use of the GPU
-            driver.make_current(ordinal)
-            bound.enqueue(current_stream(ordinal), addresses)
+        in_context(ordinal, lambda: bound.enqueue(current_stream(ordinal), addresses))
     return True
 
 
 def _bind(
-    key: Any, kernel: KernelSpec, rows: int, channels: int, ordinal: int, names: Sequence[str]
+    kernel: KernelSpec, rows: int, channels: int, ordinal: int, names: tuple[str, ...]
 ) -> BoundLaunch | None:
-    bound = None
     try:
         sm_count = driver.device_of(ordinal).sm_count
-        launch = epilogue_launch(kernel, rows, channels, sm_count, tuple(names))
-        bound = BoundLaunch([loaded(kernel, 0, ordinal)], launch, names)
+        launch = epilogue_launch(kernel, rows, channels, sm_count, names)
+        return BoundLaunch([loaded(kernel, 0, ordinal)], launch, names)
     except UnknownDevice as error:
         log.debug("falling back to PyTorch for %s: %s", kernel.entry, error)
     except ConfpredError as error:  # such as a compiler that is not installed: worth a look
         log.warning("falling back to PyTorch for %s: %s", kernel.entry, error)
-    if len(_bound) >= _MOST_KEPT:
-        _bound.clear()
-    _bound[key] = bound
-    return bound
-
-
-os.register_at_fork(after_in_child=_bound.clear)
+    return None

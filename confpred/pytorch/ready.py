@@ -3,36 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from confpred.cuda import driver
-from confpred.cuda.launch import NoContext
 from confpred.predict.choice import Choice
-from confpred.problem.conv2d import Problem
 from confpred.problem.conv2d_operation import CONVOLUTION
+from confpred.problem.linear_chain import LinearChain
+from confpred.problem.linear_chain_operation import LINEAR_CHAIN
 from confpred.problem.operation import SCRATCH, ZEROED, Launch
-from confpred.pytorch.streams import Sizes, current_device, current_stream, empty
+from confpred.pytorch.kernels import current_stream, in_context
 
 DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
 CHANNELS_LAST = torch.channels_last
 ALIGNMENT = 16  # bytes; the kernels load this much at a time
-_UNALIGNED = ALIGNMENT - 1  # an address with any of these bits is not aligned to that
-#: What a ready launch computes, and, in the order in which it is given them, of what.
-OUTPUTS = {"fprop": ("out",), "dgrad": ("in_grad",), "wgrad": ("filter_grad", "bias_grad")}
+#: Inputs of a convolution, in the order in which a ready launch is given them.
 INPUTS = {
     "fprop": ("in", "filter", "bias", "residual"),
     "dgrad": ("out_grad", "filter"),
     "wgrad": ("out_grad", "in"),
 }
-#: Both.
-NAMES = {direction: (*OUTPUTS[direction], *INPUTS[direction]) for direction in INPUTS}
-
-
-Enqueue = Callable[[int, Sequence[int]], None]
-#: From the operands' names to what enqueues the launch, given a stream and their addresses.
+Enqueue = Callable[[Sequence[Tensor]], Any]
+#: From the operands' names to what enqueues a launch on the current stream, given the operands.
 Bind = Callable[[Sequence[str]], Enqueue]
 
 
@@ -40,120 +34,76 @@ class ReadyLaunch:
     """A launch for one problem, chosen, compiled and loaded.
 
     Attributes:
-        choice: what it is the launch of; of a convolution.
-        tf32: whether it rounds float32 inputs to TF32.
-        is_plan: whether it is a plan of a library, not a kernel of ours.
-        run: called with the inputs in the order of ``INPUTS``, as tensors of the problem's shapes
-            and dtype on the launch's device, None for one that the problem does not have. They have
-            to be dense as the kernels read them; what is not aligned is copied. It returns the
-            output, or the gradients of filter and bias, the latter None if it is not asked for.
+        choice: what it is the launch of.
     """
 
-    __slots__ = ("choice", "is_plan", "run", "tf32")
+    __slots__ = ("_enqueue", "_ordinal", "_outputs", "_workspaces", "choice")
 
     def __init__(self, choice: Choice, launch: Launch, bind: Bind, ordinal: int) -> None:
-        self.choice, self.tf32, self.is_plan = choice, launch.tf32, launch.plan is not None
+        self.choice, self._ordinal = choice, ordinal
         problem: Any = choice.problem
-        names = NAMES[problem.direction]
-        ends = (ZEROED, SCRATCH) if launch.zeroed_bytes or launch.scratch_bytes else ()
-        enqueue = bind((*names, *ends))
-        enqueue = _with_workspace(enqueue, launch, ordinal) if ends else enqueue
-        make = _filter_gradient if problem.direction == "wgrad" else _one_output
-        self.run: Callable[..., Any] = make(problem, enqueue, ordinal)
+        operation = LINEAR_CHAIN if isinstance(problem, LinearChain) else CONVOLUTION
+        operands = operation.operands(problem)  # outputs first
+        self._outputs = [(*_layout(o.shape), getattr(torch, o.dtype)) for o in operands if o.terms]
+        sizes: dict[str, tuple[int, Callable[..., Tensor]]] = {
+            ZEROED: (launch.zeroed_bytes, torch.zeros),
+            SCRATCH: (launch.scratch_bytes, torch.empty),
+        }
+        spaces = {name: given for name, given in sizes.items() if given[0]}
+        self._workspaces = tuple(spaces.values())
+        self._enqueue = bind([*(o.name for o in operands), *spaces])
 
+    def run(self, *inputs: Tensor | None) -> list[Tensor]:
+        """Enqueue the launch on the current stream of its device.
 
-def _with_workspace(plain: Enqueue, launch: Launch, ordinal: int) -> Enqueue:
-    """Give each launch memory of its own, from the current stream's pool.
+        Args:
+            inputs: in the order of ``INPUTS``, or of the operation's operands; of the problem's
+                shapes and dtype, on the launch's device, dense as the kernels read them (`dense`).
+                None for one that the problem does not have. Unaligned ones are copied.
 
-    Memory that is kept between calls would be shared by streams and CUDA graphs.
-    """
-    device = torch.device("cuda", ordinal)
-    zeroed, scratch = launch.zeroed_bytes, launch.scratch_bytes
-
-    def enqueue(stream: int, addresses: Sequence[int]) -> None:
-        zeros = torch.zeros(zeroed, dtype=torch.uint8, device=device) if zeroed else None
-        space = torch.empty(scratch, dtype=torch.uint8, device=device) if scratch else None
-        ends = (0 if t is None else t.data_ptr() for t in (zeros, space))
-        plain(stream, (*addresses, *ends))
-
-    return enqueue
-
-
-def _one_output(problem: Problem, enqueue: Enqueue, ordinal: int) -> Callable[..., Tensor]:
-    name, *inputs = NAMES[problem.direction]
-    size, stride = layout_of(shapes_of(problem)[name])
-    dtype: torch.dtype = getattr(torch, problem.dtype)
-    epilogue = len(inputs) > 2
-
-    def run(a: Tensor, b: Tensor, c: Tensor | None = None, d: Tensor | None = None) -> Tensor:
-        if current_device() != ordinal:
+        Returns:
+            The outputs. Workspaces are new at each call, from the current stream's pool: memory
+            that is kept would be shared by streams and CUDA graphs.
+        """
+        ordinal = self._ordinal
+        if torch.cuda.current_device() != ordinal:
             with torch.cuda.device(ordinal):
-                return run(a, b, c, d)
-        at_a, at_b = a.data_ptr(), b.data_ptr()
-        at_c = 0 if c is None else c.data_ptr()
-        at_d = 0 if d is None else d.data_ptr()
-        if (at_a | at_b | at_c | at_d) & _UNALIGNED:
-            return run(
-                aligned(a),
-                aligned(b),
-                None if c is None else aligned(c),
-                None if d is None else aligned(d),
-            )
-        out: Tensor = empty(size, stride, dtype)
-        places = (out.data_ptr(), at_a, at_b, at_c, at_d)
-        try:
-            enqueue(current_stream(ordinal), places if epilogue else places[:3])
-        except NoContext:  # a thread's first use of the GPU, as in the backward pass
-            driver.make_current(ordinal)
-            return run(a, b, c, d)
-        return out
-
-    return run
+                return self.run(*inputs)
+        device = torch.device("cuda", ordinal)
+        given = [aligned(t) for t in inputs if t is not None]
+        made = [torch.empty_strided(*o[:2], dtype=o[2], device=device) for o in self._outputs]
+        spaces = [make(n, dtype=torch.uint8, device=device) for n, make in self._workspaces]
+        in_context(ordinal, partial(self._enqueue, [*made, *given, *spaces]))
+        return made
 
 
-def _filter_gradient(
-    problem: Problem, enqueue: Enqueue, ordinal: int
-) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    shapes = shapes_of(problem)
-    size, stride = layout_of(shapes["filter_grad"])
-    channels = shapes.get("bias_grad")
-    dtype: torch.dtype = getattr(torch, problem.dtype)
+def by_address(
+    bind: Callable[[Sequence[str]], Callable[[int, Sequence[int]], None]], ordinal: int
+) -> Bind:
+    """Return `bind`, whose result takes a stream's handle and addresses, as one for tensors."""
 
-    def run(out_grad: Tensor, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        if current_device() != ordinal:
-            with torch.cuda.device(ordinal):
-                return run(out_grad, x)
-        at_grad, at_x = out_grad.data_ptr(), x.data_ptr()
-        if (at_grad | at_x) & _UNALIGNED:
-            return run(aligned(out_grad), aligned(x))
-        grad: Tensor = empty(size, stride, dtype)
-        bias: Tensor | None = None if channels is None else empty(channels, (1,), dtype)
-        at_bias = 0 if bias is None else bias.data_ptr()
-        try:
-            enqueue(current_stream(ordinal), (grad.data_ptr(), at_bias, at_grad, at_x))
-        except NoContext:
-            driver.make_current(ordinal)
-            return run(out_grad, x)
-        return grad, bias
+    def bound(names: Sequence[str]) -> Enqueue:
+        enqueue = bind(names)
+        return lambda tensors: enqueue(current_stream(ordinal), [t.data_ptr() for t in tensors])
 
-    return run
+    return bound
 
 
 def dense(t: Tensor) -> Tensor:
-    """`t` as the kernels read it: channels last, or a dense vector."""
-    return t.contiguous(memory_format=CHANNELS_LAST if t.dim() == 4 else torch.contiguous_format)
+    """Return `t` as the kernels read it: channels last, or a dense vector; no negative view."""
+    layout = CHANNELS_LAST if t.dim() == 4 else torch.contiguous_format
+    return t.resolve_neg().contiguous(memory_format=layout)
 
 
 def aligned(t: Tensor) -> Tensor:
-    layout = CHANNELS_LAST if t.dim() == 4 else torch.contiguous_format
-    return t.clone(memory_format=layout) if t.data_ptr() & _UNALIGNED else t
+    """Return `t`, or a copy that begins where kernels can load ``ALIGNMENT`` bytes."""
+    return t.clone(memory_format=torch.preserve_format) if t.data_ptr() % ALIGNMENT else t
 
 
-def shapes_of(problem: Problem) -> dict[str, Sizes]:
-    return {operand.name: operand.shape for operand in CONVOLUTION.operands(problem)}
-
-
-def layout_of(shape: Sizes) -> tuple[Sizes, Sizes]:
-    """Shape and strides, as PyTorch counts them, of a tensor whose dense shape is `shape`."""
-    n, h, w, c = shape
-    return (n, c, h, w), (h * w * c, 1, w * c, c)
+def _layout(shape: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return shape and strides, as PyTorch counts them, of an operand whose dense shape is
+    `shape`: an image or filter has its channels last."""
+    strides = tuple(torch.empty(tuple(shape), device="meta").stride())
+    if len(shape) == 4:
+        return tuple(shape[i] for i in (0, 3, 1, 2)), tuple(strides[i] for i in (0, 3, 1, 2))
+    return tuple(shape), strides

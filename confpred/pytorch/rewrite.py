@@ -12,6 +12,7 @@ it. Graphs come from AOTAutograd: functional, but for copies into mutated inputs
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,10 +22,17 @@ from torch import Tensor, fx
 
 from confpred.predict.choice import Choice
 from confpred.problem.conv2d import Problem
-from confpred.pytorch import choosing, operators
+from confpred.pytorch import choosing, library, operators
 from confpred.pytorch.choosing import ANY, Wishes
-from confpred.pytorch.convolve import Hint, is_deterministic
-from confpred.pytorch.layers import Geometry, is_channels_last, problem_of, sums_bias
+from confpred.pytorch.layers import (
+    Call,
+    Geometry,
+    Hint,
+    is_channels_last,
+    is_deterministic,
+    problem_of,
+    sums_bias,
+)
 from confpred.pytorch.ready import CHANNELS_LAST, DTYPES
 
 aten = torch.ops.aten
@@ -122,29 +130,27 @@ def fuse(graph: fx.Graph, choose: Choose, wishes: Wishes = ANY) -> list[Site]:
 
 
 def _chains(graph: fx.Graph) -> Iterator[_Chain]:
+    """Yield what is fused, in the order of the graph."""
     claimed: set[fx.Node] = set()
     found: dict[fx.Node, _Chain] = {}
-    starts = [n for n in graph.nodes if n.target in (aten.convolution.default, _NORM)]
+    convolutions = [n for n in graph.nodes if n.target is aten.convolution.default]
+    norms = [n for n in graph.nodes if n.target is _NORM]
     # The later convolution of two that are summed takes the sum: the other's is there by then.
     # A norm starts a chain only where no convolution has claimed it.
-    starts.sort(key=lambda n: n.target is _NORM)
-    order = {node: i for i, node in enumerate(graph.nodes)}
-    convolutions = [n for n in starts if n.target is not _NORM]
-    for node in [*reversed(convolutions), *(n for n in starts if n.target is _NORM)]:
+    for node in [*reversed(convolutions), *norms]:
         if node not in claimed and _is_image(node.args[0]):
-            chain = _follow(node, claimed)
-            claimed.update(chain.nodes)
-            found[node] = chain
-    for node in sorted(found, key=order.__getitem__):
-        yield found[node]
+            found[node] = _follow(node, claimed)
+            claimed.update(found[node].nodes)
+    for node in graph.nodes:
+        if node in found:
+            yield found[node]
 
 
 def _follow(start: fx.Node, claimed: set[fx.Node]) -> _Chain:
     """Return the longest chain that begins with `start`."""
     chain = _Chain([start])
     if start.target is _NORM:
-        chain.norm = start
-        first = _first_result(start)
+        chain.norm, first = start, _first_result(start)
         if first is None:
             return chain
         chain.nodes.append(first)
@@ -155,19 +161,14 @@ def _follow(start: fx.Node, claimed: set[fx.Node]) -> _Chain:
     while len(chain.last.users) == 1 and chain.activation == "none":
         last = chain.last
         (node,) = last.users
-        if node in claimed:
+        first = _first_result(node) if node.target is _NORM else None
+        following = [node] if first is None else [node, first]
+        val = _val(following[-1])
+        if node in claimed or not isinstance(val, Tensor) or val.dtype is not _val(last).dtype:
             break
-        following = [node]
         if node.target is _NORM:
-            first = _first_result(node)
-            if first is None or node.args[0] is not last or chain.norm or chain.sum:
+            if node.args[0] is not last or chain.norm or chain.sum:
                 break
-            following.append(first)
-        if not isinstance(_val(following[-1]), Tensor) or (
-            _val(following[-1]).dtype is not _val(last).dtype
-        ):
-            break
-        if node.target is _NORM:
             chain.norm = node
         elif node.target is aten.add.Tensor and chain.sum is None:
             place = _other_operand(node, last)
@@ -213,19 +214,17 @@ def _other_operand(node: fx.Node, one: fx.Node) -> int | None:
 
 def _describe(chain: _Chain) -> None:
     """Say what `chain` is, as far as that is known before anything is chosen."""
-    fused = ["norm"] * (chain.norm is not None) + ["add"] * (chain.residual is not None)
+    has_norm, has_residual = chain.norm is not None, chain.residual is not None
+    fused = ["norm"] * has_norm + ["add"] * has_residual
     fused += [chain.activation] * (chain.activation != "none")
+    chain.site = Site(_name(chain.nodes[0]), "norm", None)
     node = chain.convolution
-    if node is None:
-        chain.site = Site(_name(chain.nodes[0]), "norm", None, None, None, tuple(fused))
-        return
-    epilogue = {
-        "bias": chain.norm is not None or node.args[2] is not None,
-        "activation": chain.activation,
-        "residual": chain.residual is not None,
-    }
-    problem, why = _problem("fprop", node.args[0], node.args[1], node, 3, **epilogue)
-    chain.site = Site(_name(node), "fprop", problem, why, None, tuple(fused))
+    if node is not None:
+        has_bias = has_norm or node.args[2] is not None
+        chain.site = _site(
+            node, "fprop", bias=has_bias, activation=chain.activation, residual=has_residual
+        )
+    chain.site.fused = tuple(fused)
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,42 +252,39 @@ class _Fold:
 
 def _replace(graph: fx.Graph, chain: _Chain, folds: list[_Fold], wishes: Wishes) -> None:
     """Put one operator in the place of `chain`, if that is fewer launches or a confpred kernel."""
-    node, norm, last, ours = chain.convolution, chain.norm, chain.last, chain.site.is_ours
-    out = _val(last)
-    if not ours and not (out.dtype in DTYPES and is_channels_last(out)):
-        return
-    if not ours and norm is None and len(chain.nodes) == 1:
-        return  # PyTorch's convolution with nothing after it
+    node, norm, last = chain.convolution, chain.norm, chain.last
+    # One operator takes a folded filter; PyTorch's convolution and a pass over its output do not.
+    problem, out = chain.site.problem, _val(last)
+    is_one = chain.site.is_ours or (problem is not None and library.fuses(problem))
+    if not is_one:
+        if not isinstance(out, Tensor) or out.dtype not in DTYPES or not is_channels_last(out):
+            return
+        if norm is None and len(chain.nodes) == 1:
+            return  # PyTorch's convolution with nothing after it
     first = second = None
     with graph.inserting_before(last):
         if norm is not None:
             # Filled in by `_insert_folds`.
             first, second = (graph.call_function(operator.getitem, ((), i)) for i in (0, 1))
             weight, bias = (None, None) if node is None else node.args[1:3]
-            filters = _uncast(weight) if ours else None
+            filters = _uncast(weight) if is_one else None
             parts = (*norm.args[1:5], norm.args[6])
             folds.append(_Fold(parts, bias, filters, out.dtype, (first, second)))
-        if node is None:
-            x = chain.nodes[0].args[0]
-            given = (x, first, second, chain.residual, chain.activation)
-            new = graph.call_function(confpred.scale_shift.default, given)
+    given: tuple[Any, ...]
+    x = chain.nodes[0].args[0]
+    if node is None:
+        given = (x, first, second, chain.residual, chain.activation)
+        _put_in_place(last, confpred.scale_shift.default, given)
+    else:
+        weight, bias = node.args[1:3]
+        if norm is None:
+            given = (x, weight, None, bias)
         else:
-            x, weight, bias = node.args[:3]
-            operands: tuple[Any, ...]
-            if norm is not None and ours:
-                operands = (x, first, None, second)
-            elif norm is not None:
-                operands = (x, weight, first, second)
-            else:
-                operands = (x, weight, None, bias)
-            call = operators.Call(
-                _geometry(node, 3), chain.activation, hints=(_hint(chain.site), None), wishes=wishes
-            )
-            given = (*operands, chain.residual, call.text())
-            new = graph.call_function(confpred.conv2d.default, given)
-    new.meta = dict(last.meta)
-    last.replace_all_uses_with(new)
-    for old in reversed(chain.nodes):
+            given = (x, first, None, second) if is_one else (x, weight, first, second)
+        hints = (_hint(chain.site), None)
+        call = Call(_geometry(node, 3), chain.activation, hints=hints, wishes=wishes)
+        _put_in_place(last, confpred.conv2d.default, (*given, chain.residual, call.text()))
+    for old in reversed(chain.nodes[:-1]):
         for unused in list(old.users):  # other results of a norm
             graph.erase_node(unused)
         graph.erase_node(old)
@@ -329,12 +325,8 @@ def _insert_fold(graph: fx.Graph, group: Sequence[_Fold]) -> None:
 def _uncast(node: Any) -> Any:
     """Return the tensor that autocast has cast, as the fold reads every dtype."""
     if isinstance(node, fx.Node) and node.target is aten._to_copy.default:
-        source = node.args[0]
-        if (
-            isinstance(source, fx.Node)
-            and source.op == "placeholder"
-            and _val(source).dtype in DTYPES
-        ):
+        source: Any = node.args[0]
+        if source.op == "placeholder" and _val(source).dtype in DTYPES:
             return source
     return node
 
@@ -351,50 +343,42 @@ def serve(graph: fx.Graph, choose: Choose, wishes: Wishes = ANY) -> list[Site]:
     Returns:
         What was found, in the order of the graph.
     """
-    found: list[tuple[fx.Node, list[Site]]] = []
+    found: dict[fx.Node, list[Site]] = {}
     for node in graph.nodes:
         if node.target is aten.convolution.default and _is_image(node.args[0]):
-            bias = node.args[2] is not None
-            problem, why = _problem("fprop", node.args[0], node.args[1], node, 3, bias=bias)
-            found.append((node, [Site(_name(node), "fprop", problem, why)]))
+            found[node] = [_site(node, "fprop", bias=node.args[2] is not None)]
         elif node.target is aten.convolution_backward.default and _is_image(node.args[1]):
-            found.append((node, list(_backward_sites(node))))
-    _choose([site for _, sites in found for site in sites], choose)
-    for node, sites in found:
+            found[node] = list(_backward_sites(node))
+    everywhere = [site for sites in found.values() for site in sites]
+    _choose(everywhere, choose)
+    for node, sites in found.items():
         if any(site.is_ours for site in sites):
-            _serve_one(graph, node, sites, wishes)
+            _serve_one(node, sites, wishes)
     graph.lint()
-    return [site for _, sites in found for site in sites]
+    return everywhere
 
 
 def _backward_sites(node: fx.Node) -> Iterator[Site]:
-    _, x, weight, *_ = node.args
-    mask: Any = node.args[10]
     groups: Any = node.args[9]
+    mask: Any = node.args[10]
     if mask[0]:
-        yield Site(_name(node), "dgrad", *_problem("dgrad", x, weight, node, 4))
+        yield _site(node, "dgrad")
     if mask[1]:
-        fields = {"bias": mask[2] and sums_bias(groups), "deterministic": is_deterministic()}
-        yield Site(_name(node), "wgrad", *_problem("wgrad", x, weight, node, 4, **fields))
+        bias = mask[2] and sums_bias(groups)
+        yield _site(node, "wgrad", bias=bias, deterministic=is_deterministic())
 
 
-def _serve_one(graph: fx.Graph, node: fx.Node, sites: Sequence[Site], wishes: Wishes) -> None:
+def _serve_one(node: fx.Node, sites: Sequence[Site], wishes: Wishes) -> None:
     hints = {site.direction: _hint(site) for site in sites}
-    given: tuple[Any, ...]
     if node.target is aten.convolution.default:
         x, weight, bias = node.args[:3]
-        call = operators.Call(_geometry(node, 3), hints=(hints["fprop"], None), wishes=wishes)
-        target, given = confpred.conv2d.default, (x, weight, None, bias, None, call.text())
+        call = Call(_geometry(node, 3), hints=(hints["fprop"], None), wishes=wishes)
+        _put_in_place(node, confpred.conv2d.default, (x, weight, None, bias, None, call.text()))
     else:
         mask: Any = node.args[10]
         both = hints.get("dgrad"), hints.get("wgrad")
-        call = operators.Call(_geometry(node, 4), mask=tuple(mask), hints=both, wishes=wishes)
-        target, given = confpred.conv2d_backward.default, (*node.args[:3], call.text())
-    with graph.inserting_before(node):
-        new = graph.call_function(target, given)
-    new.meta = dict(node.meta)
-    node.replace_all_uses_with(new)
-    graph.erase_node(node)
+        call = Call(_geometry(node, 4), mask=tuple(mask), hints=both, wishes=wishes)
+        _put_in_place(node, confpred.conv2d_backward.default, (*node.args[:3], call.text()))
 
 
 def batch_norms_as_eager(graph: fx.Graph) -> None:
@@ -403,10 +387,8 @@ def batch_norms_as_eager(graph: fx.Graph) -> None:
     A capture names PyTorch's own kernels in the place of cuDNN's. The operators that replace them
     here decide as eager mode does, and hand cuDNN's reserve from forward to backward.
     """
-    forward, backward = (
-        aten._batch_norm_with_update_functional.default,
-        aten.batch_norm_backward.default,
-    )
+    forward = aten._batch_norm_with_update_functional.default
+    backward = aten.batch_norm_backward.default
     reserves: dict[fx.Node, fx.Node] = {}  # by the node of the saved mean
     for node in list(graph.nodes):
         if node.target is aten._native_batch_norm_legit_functional.default:
@@ -433,24 +415,8 @@ def batch_norms_as_eager(graph: fx.Graph) -> None:
             reserve_of = reserves.get(saved_mean)
             if reserve_of is None or not training:
                 continue
-            with graph.inserting_before(node):
-                given = (
-                    grad,
-                    x,
-                    weight,
-                    None,
-                    None,
-                    saved_mean,
-                    saved_deviation,
-                    True,
-                    eps,
-                    mask,
-                    reserve_of,
-                )
-                new = graph.call_function(backward, given)
-            new.meta = dict(node.meta)
-            node.replace_all_uses_with(new)
-            graph.erase_node(node)
+            saved = (None, None, saved_mean, saved_deviation, True, eps, mask, reserve_of)
+            _put_in_place(node, backward, (grad, x, weight, *saved))
 
 
 def refuse_mixed_dtypes(graph: fx.Graph) -> None:
@@ -482,7 +448,7 @@ def drop_copies(graph: fx.Graph) -> None:
     for node in graph.nodes:
         viewed = node.args[0] if node.target is operator.getitem else node
         owners[node] = node.all_input_nodes[0] if is_view(viewed) else node
-    results = {owner_of(node) for node in _output(graph).all_input_nodes}
+    results = {owner_of(node) for node in graph.output_node().all_input_nodes}
     for node in graph.find_nodes(op="call_function", target=aten.clone.default):
         (source,) = node.all_input_nodes
         owner = owner_of(source)
@@ -547,7 +513,7 @@ def update_in_place(graph: fx.Graph) -> set[fx.Node]:
     for node in [n for n in graph.nodes if n.target is functional]:
         _update_one(graph, node)
     if counts:
-        with graph.inserting_before(_output(graph)):
+        with graph.inserting_before(graph.output_node()):
             graph.call_function(aten._foreach_add_.Scalar, (counts, 1))
     graph.lint()
     return written
@@ -569,15 +535,21 @@ def _update_one(graph: fx.Graph, node: fx.Node) -> None:
         copies += [copy, item]
     for old in copies:
         graph.erase_node(old)
-    with graph.inserting_before(node):
-        new = graph.call_function(aten._batch_norm_with_update.default, node.args)
-    new.meta = dict(node.meta)
-    new.meta["val"] = node.meta["val"][:4]
-    node.replace_all_uses_with(new)
-    graph.erase_node(node)
+    new = _put_in_place(node, aten._batch_norm_with_update.default, node.args)
+    new.meta["val"] = new.meta["val"][:4]
 
 
 # ---------------------------------------------------------------------------------------- shared
+
+
+def _put_in_place(node: fx.Node, target: Any, args: tuple[Any, ...]) -> fx.Node:
+    """Return a new call of `target`, which stands where `node` was."""
+    with node.graph.inserting_before(node):
+        new = node.graph.call_function(target, args)
+    new.meta = dict(node.meta)
+    node.replace_all_uses_with(new)
+    node.graph.erase_node(node)
+    return new
 
 
 def _choose(sites: Sequence[Site], choose: Choose) -> None:
@@ -590,37 +562,39 @@ def _choose(sites: Sequence[Site], choose: Choose) -> None:
 
 def _hint(site: Site) -> Hint | None:
     """Return what is to run for the sizes of the capture."""
-    if site.problem is None:
-        return None
     p = site.problem
+    if p is None:
+        return None
     image = (p.n, p.c, p.h, p.w)
     if site.choice is None or not site.is_ours:
         return Hint(image)
     return Hint(image, site.choice.candidate)
 
 
-def _problem(
-    direction: str, x: Any, weight: Any, node: fx.Node, at: int, **fields: Any
-) -> tuple[Problem | None, str | None]:
-    """Return the problem of a convolution, or why there is none."""
-    image, filters = _val(x), _val(weight)
+def _site(node: fx.Node, direction: str, **fields: Any) -> Site:
+    """Return the site of a convolution, or of a direction of its backward, with its problem or why
+    there is none; `fields` are further ones of the problem."""
+    at = 3 if direction == "fprop" else 4  # the place of the stride among the arguments
+    image, filters = (_val(n) for n in node.args[at - 3 : at - 1])
+    site, sizes = Site(_name(node), direction, None), [_size(s) for s in image.shape]
     if node.args[at + 3]:
-        return None, "transposed"
-    if image.dtype not in DTYPES:
-        return None, f"dtype {str(image.dtype).removeprefix('torch.')}"
-    sizes = [_size(s) for s in image.shape]
-    if None in sizes:
-        return None, "a size that depends on values"
-    problem = problem_of(
-        direction, [s for s in sizes if s is not None], [int(s) for s in filters.shape],
-        image.dtype, _geometry(node, at), **fields,
-    )  # fmt: skip
-    if problem is None:
-        return None, "no convolution that confpred describes"
-    if not is_channels_last(image):
-        either = image.is_contiguous(memory_format=CHANNELS_LAST)
-        return None, "one pixel or one channel" if either else "channels first"
-    return problem, None
+        site.why = "transposed"
+    elif image.dtype not in DTYPES:
+        site.why = f"dtype {str(image.dtype).removeprefix('torch.')}"
+    elif None in sizes:
+        site.why = "a size that depends on values"
+    else:
+        filter_sizes = [int(s) for s in filters.shape]
+        geometry = _geometry(node, at)
+        problem = problem_of(direction, sizes, filter_sizes, image.dtype, geometry, **fields)
+        if problem is None:
+            site.why = "no convolution that confpred describes"
+        elif is_channels_last(image):
+            site.problem = problem
+        else:
+            either = image.is_contiguous(memory_format=CHANNELS_LAST)
+            site.why = "one pixel or one channel" if either else "channels first"
+    return site
 
 
 def _geometry(node: fx.Node, at: int) -> Geometry:
@@ -638,18 +612,16 @@ def _val(node: Any) -> Any:
     return node.meta.get("val")
 
 
-def _size(size: Any) -> int | None:
+def _size(size: Any) -> Any:
     """Return a size, or the one that stands for it where it is open; None where nothing does."""
     return size if isinstance(size, int) else size.node.hint
 
 
-def _output(graph: fx.Graph) -> fx.Node:
-    last: fx.Node = next(iter(reversed(graph.nodes)))
-    return last
-
-
 def _name(node: fx.Node) -> str:
-    """Return the name of the innermost module that `node` comes from."""
+    """Return the name of the innermost module that `node` comes from, as ``named_modules`` has it;
+    Dynamo writes it as an expression."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
-    path = next(reversed([p for p, _ in stack.values()]), "") if stack else ""
-    return str(path).replace("L['self'].", "").replace("self.", "")
+    path = str([*stack.values()][-1][0]) if stack else ""
+    text = re.sub(r"^[A-Z]\[[^]]*\]\.?(_modules)?|self\.|\._modules", "", path)
+    text = re.sub(r"\['([^']*)'\]|\[(\d+)\]", lambda m: "." + (m[1] or m[2]), text)
+    return re.sub(r"^(copy|model)\.", "", text.strip("."))

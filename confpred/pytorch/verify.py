@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import random
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -24,14 +24,14 @@ from confpred.problem.conv2d import Problem
 from confpred.problem.conv2d_operation import CONVOLUTION
 from confpred.pytorch import choosing, convolve
 from confpred.pytorch.choosing import Wishes
-from confpred.pytorch.convolve import Hint
+from confpred.pytorch.layers import Call, Hint
 from confpred.pytorch.loading import compile_ahead, load
 from confpred.pytorch.ready import INPUTS
 
 log = logging.getLogger(__name__)
 _ROUNDS = 5
 #: One round of a candidate takes about this long: long against the noise of an event's clock.
-_ROUND_S = 2e-4
+_ROUND_MS = 0.2
 _MOST_LAUNCHES = 50
 
 
@@ -43,8 +43,14 @@ def fastest(problem: Problem, ordinal: int, top: int, wishes: Wishes) -> Choice 
     predicted = choosing.choose(problem, ordinal, wishes)
     if predicted is None or predicted.source in ("pinned", "fallback", "heuristic"):
         return predicted
+    within = choosing.current_predictor().within(choosing.limits_for(problem, wishes.limits))
+    ranked = within.rank(problem, driver.device_of(ordinal), top + 1)
+    # A measurement needs no trust in the model of another device.
+    own = [replace(c, source="predicted") if c.source == "transferred" else c for c in ranked]
     try:
-        winner = _measured(problem, ordinal, predicted, top, wishes)
+        winner = _measured(
+            [c for c in own if choosing.is_ours(c)][:top], predicted, ordinal, wishes
+        )
     except RuntimeError as error:  # of memory, too
         log.warning("%s cannot be measured: %s", problem, str(error).splitlines()[0])
         return predicted
@@ -52,15 +58,10 @@ def fastest(problem: Problem, ordinal: int, top: int, wishes: Wishes) -> Choice 
     return winner
 
 
-def _measured(
-    problem: Problem, ordinal: int, predicted: Choice, top: int, wishes: Wishes
-) -> Choice:
-    device = driver.device_of(ordinal)
-    within = choosing.current_predictor().within(choosing.limits_for(problem, wishes.limits))
-    ranked = [_own(choice) for choice in within.rank(problem, device, top + 1)]
-    ours = [choice for choice in ranked if choosing.is_ours(choice)][:top]
+def _measured(ours: list[Choice], predicted: Choice, ordinal: int, wishes: Wishes) -> Choice:
+    problem: Any = predicted.problem
     compile_ahead(ours, ordinal, wishes.limits)
-    calls: list[tuple[Choice, Callable[[], Any]]] = []
+    calls: dict[Choice, Callable[[], Any]] = {}
     with torch.cuda.device(ordinal), torch.no_grad():
         (tensors,) = operands(CONVOLUTION, problem, 1)
         inputs = {n: t.permute(0, 3, 1, 2) if t.dim() == 4 else t for n, t in tensors.items()}
@@ -68,53 +69,46 @@ def _measured(
         for choice in ours:
             ready = load(choice, ordinal, wishes.limits)
             if ready is not None:
-                calls.append((ready.choice, partial(ready.run, *given)))
+                calls[ready.choice] = partial(ready.run, *given)
         own = replace(predicted, candidate=PYTORCH_OPERATOR, predicted_ms=None)
-        calls.append((own, partial(_pytorch, problem, *given)))
-        times = interleaved([call for _, call in calls])
-    best = min(range(len(calls)), key=times.__getitem__)
-    log.info("%s: %s is the fastest of %d", problem, calls[best][0].provider, len(calls))
-    return replace(calls[best][0], source="measured", predicted_ms=times[best], regret_bound=None)
+        calls[own] = partial(_pytorch, problem, *given)
+        times = dict(zip(calls, interleaved(list(calls.values())), strict=True))
+    best = min(times, key=times.__getitem__)
+    log.info("%s: %s is the fastest of %d", problem, best.provider, len(calls))
+    return replace(best, source="measured", predicted_ms=times[best], regret_bound=None)
 
 
 def _pytorch(p: Problem, *given: Any) -> Any:
     """Compute `p` by PyTorch's operator, from the inputs that a launch is given."""
+    own = Hint((p.n, p.c, p.h, p.w))
+    mask = (True, False, False) if p.direction == "dgrad" else (False, True, p.bias)
     geometry = (p.stride, p.padding, p.dilation, p.groups)
-    image = (p.n, p.c, p.h, p.w)
-    own = Hint(image)
+    call = Call(geometry, p.activation, mask, (own, own))
     if p.direction == "fprop":
         x, weight, bias, residual = given
-        return convolve.forward(x, weight, bias, residual, geometry, p.activation, own)
+        return convolve.forward(x, weight, bias, residual, call)
     out_grad, other = given
     # PyTorch reads only sizes and layout of the operand whose gradient is asked for.
     if p.direction == "dgrad":
         x = out_grad.new_empty(p.n, p.h, p.w, p.c).permute(0, 3, 1, 2)
-        return convolve.backward(out_grad, x, other, geometry, (True, False, False), (own, own))
+        return convolve.backward(out_grad, x, other, call)
     weight = other.new_empty(p.k, p.r, p.s, p.group_width).permute(0, 3, 1, 2)
-    return convolve.backward(out_grad, other, weight, geometry, (False, True, p.bias), (own, own))
+    return convolve.backward(out_grad, other, weight, call)
 
 
-def _own(choice: Choice) -> Choice:
-    """Return `choice` as if its model were of this device: a measurement needs no trust."""
-    return replace(choice, source="predicted") if choice.source == "transferred" else choice
-
-
-def interleaved(calls: list[Callable[[], Any]]) -> list[float]:
+def interleaved(calls: Sequence[Callable[[], Any]]) -> list[float]:
     """Return median milliseconds of one launch of each of `calls`, whose rounds take turns."""
-    times: list[list[float]] = [[] for _ in calls]
-    launches = []
     for call in calls:
         call()
-        launches.append(max(1, min(_MOST_LAUNCHES, int(_ROUND_S * 1e3 / _elapsed(call, 1)))))
-    order = list(range(len(calls)))
+    launches = [max(1, min(_MOST_LAUNCHES, int(_ROUND_MS / _elapsed_ms(c, 1)))) for c in calls]
+    times: list[list[float]] = [[] for _ in calls]
     for _ in range(_ROUNDS):
-        random.shuffle(order)
-        for index in order:
-            times[index].append(_elapsed(calls[index], launches[index]))
+        for index in random.sample(range(len(calls)), len(calls)):
+            times[index].append(_elapsed_ms(calls[index], launches[index]))
     return [statistics.median(values) for values in times]
 
 
-def _elapsed(call: Callable[[], Any], launches: int) -> float:
+def _elapsed_ms(call: Callable[[], Any], launches: int) -> float:
     """Return milliseconds a launch, by events on the current stream."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     # The host runs ahead while the GPU sleeps, so that the host's issuing is not timed.

@@ -136,17 +136,17 @@ def test_runs_on_the_current_stream_and_in_a_graph() -> None:
 
 
 def test_a_graph_may_meet_a_kernel_that_is_not_loaded(monkeypatch) -> None:
-    from confpred.pytorch import epilogue, kernels
+    from confpred.pytorch import choosing, kernels
 
     monkeypatch.setattr(kernels, "_loaded", {})
-    monkeypatch.setattr(epilogue, "_bound", {})
+    monkeypatch.setattr(choosing, "_kept", {})
     start = random(3, 40, 6, 5, dtype=torch.float32).contiguous(memory_format=LAST)
     out = start.clone(memory_format=LAST)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out.copy_(start)
         apply_epilogue(out, None, start, "relu6")
-    assert all(epilogue._bound.values())
+    assert all(choosing._kept.values())
     graph.replay()
     check(out, expected(start, None, start, "relu6"), "float32")
 

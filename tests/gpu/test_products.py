@@ -8,7 +8,7 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -28,9 +28,8 @@ from confpred.problem.linear_chain_operation import LINEAR_CHAIN
 from confpred.problem.precision import matmul_tf32
 from confpred.products import epilogue, im2col, strassen
 from confpred.products.chains import ordinary_error
-from confpred.pytorch.linear_chain import run_launch
-from confpred.pytorch.prepared import forget_prepared
-from confpred.pytorch.programs import ReadyProgram
+from confpred.pytorch.linear_chain import operands
+from confpred.pytorch.loading import ready_launch
 
 CHAINS = {"epilogue": epilogue.FAMILY, "strassen": strassen.FAMILY}
 MOST = 8  # configs of a problem
@@ -41,7 +40,6 @@ WIDTHS = (17, 64, 100, 128, 333, 512)
 def _no_gradients() -> Iterator[None]:
     with torch.no_grad():
         yield
-    forget_prepared()
 
 
 def random_convolution(rng: random.Random, direction: str, dtype: str) -> Problem:
@@ -113,15 +111,15 @@ def test_im2col_runs_on_pytorchs_tensors_streams_and_graphs(row: int, device: De
     right = F.conv2d(x.double(), weight.double(), bias.double(), padding=1).relu()
     config = int(np.flatnonzero(im2col.FAMILY.legal(problem, device))[row])
     choice = Choice(problem, device.key, "pinned", Candidate(im2col.FAMILY.name, config))
-    ready = ReadyProgram(choice, im2col.FAMILY.launch(problem, config), 0)
+    ready = ready_launch(choice, im2col.FAMILY.launch(problem, config), 0)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        out = ready.run(x, weight, bias, None)
+        (out,) = ready.run(x, weight, bias, None)
         graph = torch.cuda.CUDAGraph()
         side.synchronize()
         with torch.cuda.graph(graph, stream=side):
-            captured = ready.run(x, weight, bias, None)
+            (captured,) = ready.run(x, weight, bias, None)
         captured.fill_(float("nan"))
         graph.replay()
     side.synchronize()
@@ -154,7 +152,7 @@ def random_chain(rng: random.Random, precision: str, **fixed: object) -> LinearC
 def test_chains_are_within_the_stated_error(
     name: str, precision: str, seed: int, device: Device
 ) -> None:
-    """Odd and even sizes, on poisoned outputs, scratch and prepared sums."""
+    """Odd and even sizes, on poisoned outputs and scratch."""
     rng, family = random.Random(f"{name} {precision} {seed}"), CHAINS[name]
     relu = {"activation": "relu", "bias": True} if name == "epilogue" else {}
     problem = random_chain(rng, precision, **relu)
@@ -197,39 +195,43 @@ def error(found: torch.Tensor, right: torch.Tensor) -> float:
     return float((found.double() - right).norm() / right.norm())
 
 
-def test_weights_that_change_in_place_are_prepared_again() -> None:
+def run_of(problem: LinearChain, family: Family, config: int) -> Callable[..., torch.Tensor]:
+    """What computes `problem` from an input, weights and biases."""
+    choice = Choice(problem, "h100", "pinned", Candidate(family.name, config))
+    ready = ready_launch(choice, family.launch(problem, config), 0)
+
+    def run(
+        x: torch.Tensor, weights: list[torch.Tensor], biases: list[torch.Tensor]
+    ) -> torch.Tensor:
+        (out,) = ready.run(x, *operands(weights, biases))
+        return out
+
+    return run
+
+
+def test_weights_that_change_are_seen() -> None:
     problem = LinearChain(32, 128, 128, 128, 3)
     x, weights, biases = tensors_of(problem)
-    launch = strassen.FAMILY.launch(problem, strassen.ALL)
-    run = run_launch(problem, launch, 0)
+    run = run_of(problem, strassen.FAMILY, strassen.ALL)
     bound = strassen.error_of(problem)
     assert error(run(x, weights, biases), right_of(x, weights, biases)) < bound
     weights[1].mul_(-0.5)  # as an optimizer does
+    assert error(run(x, weights, biases), right_of(x, weights, biases)) < bound
+    weights[1].data.mul_(-0.5)  # which PyTorch does not count
     assert error(run(x, weights, biases), right_of(x, weights, biases)) < bound
     weights[2].data = weights[2].data.flip(0)  # other memory
     assert error(run(x, weights, biases), right_of(x, weights, biases)) < bound
     weights[0] = torch.zeros_like(weights[0])  # another tensor, perhaps where a former one was
     assert error(run(x, weights, biases), right_of(x, weights, biases)) < bound
+    with torch.inference_mode():
+        weights[0] = torch.ones_like(weights[0]) / 128
+        assert error(run(x, weights, biases), right_of(x, weights, biases)) < bound
 
 
-def test_what_is_prepared_is_kept_and_goes_with_the_weights() -> None:
-    from confpred.pytorch import prepared
-
-    problem = LinearChain(32, 128, 128, 128, 3)
-    x, weights, biases = tensors_of(problem)
-    run = run_launch(problem, strassen.FAMILY.launch(problem, strassen.ALL), 0)
-    run(x, weights, biases)
-    (kept,) = prepared._kept.values()
-    run(x, weights, biases)
-    assert next(iter(prepared._kept.values())) is kept
-    weights.pop()
-    assert not prepared._kept
-
-
-def test_what_is_prepared_is_waited_for_on_another_stream() -> None:
+def test_two_streams_share_nothing() -> None:
     problem = LinearChain(256, 2048, 2048, 2048, 2)
     x, weights, biases = tensors_of(problem)
-    run = run_launch(problem, strassen.FAMILY.launch(problem, strassen.ALL), 0)
+    run = run_of(problem, strassen.FAMILY, strassen.ALL)
     right = right_of(x, weights, biases)
     torch.cuda.synchronize()
     first, second = torch.cuda.Stream(), torch.cuda.Stream()
@@ -242,19 +244,17 @@ def test_what_is_prepared_is_waited_for_on_another_stream() -> None:
     assert error(out, right) < strassen.error_of(problem)
 
 
-@pytest.mark.parametrize("warm", [True, False])
 @pytest.mark.parametrize("name", CHAINS)
-def test_a_graph_of_a_chain_sees_other_inputs(name: str, warm: bool) -> None:
+def test_a_graph_of_a_chain_sees_other_inputs_and_weights(name: str) -> None:
     problem = LinearChain(33, 100, 128, 77, 3)
     x, weights, biases = tensors_of(problem)
-    family = CHAINS[name]
-    run = run_launch(problem, family.launch(problem, 0), 0)
-    other = tensors_of(problem)[1:]
-    run(x, *(other if not warm else (weights, biases)))  # cuBLAS is loaded in any case
+    run = run_of(problem, CHAINS[name], 0)
+    run(x, weights, biases)  # loads cuBLAS
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = run(x, weights, biases)
     x.copy_(torch.rand_like(x))
+    weights[0].mul_(-0.5)
     out.fill_(float("nan"))
     graph.replay()
     bound = max(strassen.error_of(problem), ordinary_error(problem))
@@ -267,7 +267,7 @@ def test_a_graph_of_a_chain_sees_other_inputs(name: str, warm: bool) -> None:
 def test_pytorchs_switch_decides_on_tf32(tf32: bool) -> None:
     problem = LinearChain(256, 512, 512, 512, 1, dtype="float32", tf32=tf32)
     x, weights, biases = tensors_of(problem)
-    run = run_launch(problem, epilogue.FAMILY.launch(problem, 0), 0)
+    run = run_of(problem, epilogue.FAMILY, 0)
     with matmul_tf32(not tf32):  # the launch has its own, and puts it back
         found = error(run(x, weights, biases), right_of(x, weights, biases))
         assert torch.backends.cuda.matmul.allow_tf32 is not tf32

@@ -89,10 +89,8 @@ def on_gpu(dense: Predictor, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[R
     monkeypatch.setattr(choosing.driver, "device_of", lambda _: DEVICE)
     monkeypatch.setattr(choosing.torch.cuda, "device", lambda _: nullcontext())
     monkeypatch.setattr(loading, "Plans", plans)
-    monkeypatch.setattr(choosing._state, "predictor", None)
-    monkeypatch.setattr(choosing._state, "noticed", set())
+    monkeypatch.setattr(choosing, "_predictors", {})
     choosing.use_predictor(dense)
-    loading._warn_once.cache_clear()
     yield plans
     choosing.forget()
 

@@ -78,7 +78,7 @@ def test_limits_survive_json() -> None:
 
 
 def test_a_launch_keeps_within_limits_or_not() -> None:
-    plain = Launch((), scratch_bytes=60, zeroed_bytes=30, prepared_bytes=10)
+    plain = Launch((), scratch_bytes=70, zeroed_bytes=30)
     assert Limits(workspace_bytes=100).allow(FPROP, plain)
     assert not Limits(workspace_bytes=99).allow(FPROP, plain)
     assert UNLIMITED.allow(FPROP, plain)
@@ -215,7 +215,7 @@ def test_a_bound_on_the_error_admits_strassen() -> None:
 
 def test_limits_hold_for_the_choices_of_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
     predictor = Predictor({}, {(WGRAD, A100): _biggest()})
-    monkeypatch.setattr(choosing._state, "predictor", predictor)
+    monkeypatch.setitem(choosing._predictors, "conv2d", predictor)
     monkeypatch.setattr(choosing.driver, "device_of", lambda _: A100)
     for limits, source in (
         (None, "pinned"),

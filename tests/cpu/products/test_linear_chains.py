@@ -159,7 +159,7 @@ def test_sums_are_in_float32_for_the_time_of_a_call() -> None:
 def test_a_launch_knows_what_it_is_made_of() -> None:
     step = LINEAR_CHAIN.reference(LinearChain(2, 4, 4, 4, 1), "out")
     other = FAMILY.launch(LinearChain(2, 4, 4, 4, 1), 0).program[0]
-    launch = Launch.of_program([step, other, step], scratch_bytes=5, prepare=(step,))
+    launch = Launch.of_program([step, other, step], scratch_bytes=5)
     assert launch.steps == (step, step)
     assert launch.kernels == (step.kernel,)
     assert launch.workspace_bytes == 5

@@ -20,7 +20,7 @@ from confpred.families.protocol import Family
 from confpred.problem.conv2d import ACTIVATIONS
 from confpred.problem.limits import UNLIMITED, Limits
 from confpred.problem.linear_chain import LinearChain
-from confpred.problem.operation import PREPARED, SCRATCH
+from confpred.problem.operation import SCRATCH
 from confpred.problem.products import Product
 from confpred.products.chains import ordinary_error
 from confpred.products.strassen import ALL, FAMILY, INNER, error_of
@@ -92,17 +92,17 @@ def test_only_layers_between_may_be_halved() -> None:
     launch = FAMILY.launch(problem, INNER)
     shapes = [p.a.shape for p in launch.program if isinstance(p, Product)]
     assert [shape[0] for shape in shapes] == [1, 7, 7, 1]
-    assert len(launch.steps) == 3  # prefix, between, suffix
+    assert len(launch.steps) == 5  # prefix, between, suffix, and the sums of two weights
     inputs = chain_inputs(problem, 0)
     found = run_program(FAMILY, problem, INNER, inputs, H100.arch)["out"]
     assert error(found, expected(problem, inputs)) < 5e-6
 
 
-def test_one_kernel_is_between_two_products() -> None:
+def test_one_kernel_and_a_weights_sums_are_between_two_products() -> None:
     problem = LinearChain(64, 128, 128, 128, 8)
     launch = FAMILY.launch(problem, ALL)
     kinds = ["p" if isinstance(part, Product) else "k" for part in launch.program]
-    assert "".join(kinds) == "k" + "pk" * 8
+    assert "".join(kinds) == "k" + "kpk" * 8
     products = [part for part in launch.program if isinstance(part, Product)]
     flops = sum(2 * p.a.shape[0] * p.a.shape[1] * p.a.shape[2] * p.b.shape[2] for p in products)
     assert flops == problem.flops * 7 // 8
@@ -144,13 +144,10 @@ def test_the_workspace_is_stated_exactly() -> None:
     """All of both parts is written, but for what aligns the parts of the first."""
     problem = LinearChain(8, 64, 64, 64, 2, dtype="float32")
     launch = FAMILY.launch(problem, ALL)
-    assert launch.prepared_bytes == 2 * 7 * 32 * 32 * 4
-    assert launch.scratch_bytes == 2 * 7 * 4 * 32 * 4
+    assert launch.scratch_bytes == 7 * 32 * 32 * 4 + 2 * 7 * 4 * 32 * 4
     program = CpuProgram(launch, chain_inputs(problem, 0), {"out": torch.Size((8, 64))}, H100.arch)
-    program.prepare()
     program.run()
-    for name in (SCRATCH, PREPARED):
-        assert program._watched[name].written.all()  # type: ignore[union-attr]
+    assert program._watched[SCRATCH].written.all()  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

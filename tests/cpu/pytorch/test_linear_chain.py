@@ -98,17 +98,17 @@ def test_what_a_chain_is() -> None:
 
 
 def test_a_predictor_is_for_one_operation() -> None:
-    former = choosing._state.predictor
+    former = choosing.predictor_for("conv2d")
     with pytest.raises(InvalidInput, match="operation='linear_chain' is not allowed"):
         confpred.use_predictor(Predictor({}), operation="linear_chain")
-    assert choosing._state.predictor is former
+    assert choosing.predictor_for("conv2d") is former
     program = (
         "import confpred\n"
         "from confpred.pytorch import choosing\n"
         "mine = confpred.Predictor({})\n"
         "confpred.use_predictor(mine, operation='linear_chain')\n"
         "assert choosing.predictor_for('linear_chain') is mine\n"
-        "assert choosing._state.predictor is None\n"
+        "assert choosing.predictor_for('conv2d') is None\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", program],

@@ -23,8 +23,7 @@ def predictor(model_folder, monkeypatch) -> Predictor:
     model = load_model(model_folder)
     versions = {"driver": ["580.1"], "cudnn": [cudnn_version() or "none"]}
     model = replace(model, card={**model.card, "measured_with": versions})
-    monkeypatch.setattr(choosing._state, "predictor", None)
-    monkeypatch.setattr(choosing._state, "noticed", set())
+    monkeypatch.setattr(choosing, "_predictors", {})
     monkeypatch.setattr(choosing.driver, "device_of", lambda _: H100)
     return Predictor({"h100": model})
 

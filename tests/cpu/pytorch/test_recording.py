@@ -36,7 +36,7 @@ def test_what_a_block_chooses_is_written_when_it_ends(tmp_path: Path) -> None:
     plan = read_plan(path, "h100")
     assert [c.problem for c in plan.choices] == LAYERS
     assert plan.model == "made-up-1"
-    assert choosing._state.watchers == []
+    assert not choosing._watchers
     pinned = Predictor.load(pins=path)
     assert pinned.choose(Problem.parse(str(LAYERS[0])), "h100").source == "pinned"
 
@@ -47,7 +47,7 @@ def test_a_block_that_raises_writes_nothing(tmp_path: Path) -> None:
     with pytest.raises(UnknownDevice), confpred.record_plan(path):
         run(LAYER, then="tpu")
     assert path.read_text() == "as before"
-    assert choosing._state.watchers == []
+    assert not choosing._watchers
     with confpred.record_plan(str(path)):
         run(LAYER)
     assert read_plan(path).choices[0].problem == LAYER
