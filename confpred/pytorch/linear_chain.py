@@ -19,11 +19,9 @@ from confpred.problem.linear_chain import MOST_LAYERS, LinearChain
 from confpred.problem.linear_chain_operation import LINEAR_CHAIN
 from confpred.problem.precision import allows_tf32
 from confpred.pytorch import choosing
-from confpred.pytorch.conv2d import is_plain
-from confpred.pytorch.layers import alike
-from confpred.pytorch.loading import load
+from confpred.pytorch.eager import is_plain
+from confpred.pytorch.loading import DTYPES, ReadyLaunch, alike, load
 from confpred.pytorch.pointwise import activate
-from confpred.pytorch.ready import DTYPES, ReadyLaunch
 
 log = logging.getLogger(__name__)
 

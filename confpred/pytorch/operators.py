@@ -19,8 +19,8 @@ from torch import Tensor
 
 from confpred.pytorch import convolve, pointwise
 from confpred.pytorch import fold as folding
-from confpred.pytorch.layers import Call
-from confpred.pytorch.ready import CHANNELS_LAST, dense
+from confpred.pytorch.convolve import Call
+from confpred.pytorch.loading import CHANNELS_LAST, dense
 
 _library = torch.library.Library("confpred", "FRAGMENT")
 # Kernels read one layout: Inductor keeps the strides that the graph was captured with.

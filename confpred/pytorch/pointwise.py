@@ -21,9 +21,15 @@ from confpred.cuda.launch import BoundLaunch
 from confpred.errors import ConfpredError, UnknownDevice
 from confpred.problem.operation import KernelSpec
 from confpred.pytorch.choosing import kept
-from confpred.pytorch.kernels import current_stream, in_context, loaded
-from confpred.pytorch.layers import alike
-from confpred.pytorch.ready import ALIGNMENT, CHANNELS_LAST, DTYPES
+from confpred.pytorch.loading import (
+    ALIGNMENT,
+    CHANNELS_LAST,
+    DTYPES,
+    alike,
+    current_stream,
+    in_context,
+    loaded,
+)
 
 log = logging.getLogger(__name__)
 

@@ -24,16 +24,15 @@ from confpred.predict.choice import Choice
 from confpred.problem.conv2d import Problem
 from confpred.pytorch import choosing, operators
 from confpred.pytorch.choosing import ANY, Wishes
-from confpred.pytorch.layers import (
+from confpred.pytorch.convolve import (
     Call,
     Geometry,
     Hint,
-    is_channels_last,
     is_deterministic,
     problem_of,
     sums_bias,
 )
-from confpred.pytorch.ready import CHANNELS_LAST, DTYPES
+from confpred.pytorch.loading import CHANNELS_LAST, DTYPES, is_channels_last
 
 aten = torch.ops.aten
 confpred = torch.ops.confpred
