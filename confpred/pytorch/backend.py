@@ -230,17 +230,11 @@ def chooser(ordinal: int, options: Options) -> rewrite.Choose:
     """Return a function that chooses for CUDA device `ordinal`, and compiles in parallel."""
 
     def choose(problems: Sequence[Problem]) -> Sequence[Choice | None]:
-        try:
-            device = driver.device_of(ordinal)
-        except ConfpredError as error:
-            log.info("PyTorch's convolutions: %s", error)
-            return [None] * len(problems)
         if options.verify:
             top, wishes = options.verify, options.wishes
             found = {p: verify.fastest(p, ordinal, top, wishes) for p in dict.fromkeys(problems)}
             return [found[problem] for problem in problems]
-        choices = choosing.choose_many(problems, device, options.wishes)
-        choosing.notice_changes(ordinal)
+        choices = choosing.choose_on(problems, ordinal, options.wishes)
         known = [choice for choice in dict.fromkeys(choices) if choice is not None]
         compile_ahead(known, ordinal, options.limits)
         return choices

@@ -309,10 +309,10 @@ def compile_ahead(choices: Sequence[Choice], ordinal: int, limits: Limits = UNLI
 
     A kernel that cannot be had is left to the call that needs it.
     """
-    ours, arch = [choice for choice in choices if is_ours(choice)], driver.device_of(ordinal).arch
+    ours = [choice for choice in choices if is_ours(choice)]
     for choice in ours:
         for kernel in _launch_of(choice).kernels:
-            submit(kernel, arch)
+            submit(kernel, driver.device_of(ordinal).arch)
     for choice in ours:
         load(choice, ordinal, limits)
 
