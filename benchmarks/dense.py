@@ -74,8 +74,8 @@ def our_call(problem: Problem) -> tuple[Any, Callable[[Mapping[str, torch.Tensor
     alone."""
     from confpred.pytorch import choosing
     from confpred.pytorch.fallback import pytorch_for
+    from confpred.pytorch.loading import INPUTS
     from confpred.pytorch.policy import find_at_once
-    from confpred.pytorch.ready import INPUTS
 
     choice = choosing.choose(problem, 0)
     ready = find_at_once(problem, 0)

@@ -248,7 +248,7 @@ def compile_together(cases: list[Case]) -> None:
 
     from confpred.cuda import driver
     from confpred.pytorch import choosing, loading
-    from confpred.pytorch.layers import problem_of, sums_bias
+    from confpred.pytorch.convolve import problem_of, sums_bias
 
     problems = []
     for case in cases:
@@ -364,7 +364,7 @@ def results(case: Case, given: list[Any], ours: bool) -> list[Any]:
     import torch.nn.functional as F
 
     import confpred
-    from confpred.pytorch.layers import Call
+    from confpred.pytorch.convolve import Call
     from confpred.pytorch.pointwise import activate
 
     x, weight, bias, residual, grad = given

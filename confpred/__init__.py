@@ -17,17 +17,17 @@ if TYPE_CHECKING:
     from confpred.problem.device import Device as Device
     from confpred.problem.device import get_device as get_device
     from confpred.problem.limits import Limits as Limits
+    from confpred.pytorch.backend import inductor_options as inductor_options
     from confpred.pytorch.bundle import load_bundle as load_bundle
     from confpred.pytorch.bundle import prepare as prepare
     from confpred.pytorch.choosing import record_plan as record_plan
     from confpred.pytorch.choosing import use_predictor as use_predictor
-    from confpred.pytorch.conv2d import conv2d as conv2d
+    from confpred.pytorch.eager import conv2d as conv2d
     from confpred.pytorch.eager import disable as disable
     from confpred.pytorch.eager import enable as enable
     from confpred.pytorch.eager import enabled as enabled
     from confpred.pytorch.explain import Explanation as Explanation
     from confpred.pytorch.explain import explain as explain
-    from confpred.pytorch.inductor import inductor_options as inductor_options
     from confpred.pytorch.linear_chain import linear_chain as linear_chain
     from confpred.pytorch.network import optimize as optimize
     from confpred.pytorch.network import revert as revert
@@ -41,14 +41,14 @@ _WHERE = {
     "Limits": "confpred.problem.limits",
     "Predictor": "confpred.predict.predictor",
     "Problem": "confpred.problem.conv2d",
-    "conv2d": "confpred.pytorch.conv2d",
+    "conv2d": "confpred.pytorch.eager",
     "disable": "confpred.pytorch.eager",
     "enable": "confpred.pytorch.eager",
     "enabled": "confpred.pytorch.eager",
     "explain": "confpred.pytorch.explain",
     "explain_layer": "confpred.predict.explain",
     "get_device": "confpred.problem.device",
-    "inductor_options": "confpred.pytorch.inductor",
+    "inductor_options": "confpred.pytorch.backend",
     "linear_chain": "confpred.pytorch.linear_chain",
     "load_bundle": "confpred.pytorch.bundle",
     "optimize": "confpred.pytorch.network",

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from confpred import __version__
 from confpred.cuda import driver
 from confpred.errors import ConfpredError, InvalidInput
 from confpred.predict.choice import Choice
@@ -27,6 +28,7 @@ from confpred.problem.conv2d import Problem
 from confpred.problem.limits import UNLIMITED, Limits
 from confpred.pytorch import choosing, rewrite, verify
 from confpred.pytorch.choosing import Wishes
+from confpred.pytorch.convolve import is_deterministic
 from confpred.pytorch.freeze import frozen
 from confpred.pytorch.graphs import graphed
 from confpred.pytorch.layouts import to_channels_last
@@ -231,22 +233,60 @@ def chooser(ordinal: int, options: Options) -> rewrite.Choose:
     """Return a function that chooses for CUDA device `ordinal`, and compiles in parallel."""
 
     def choose(problems: Sequence[Problem]) -> Sequence[Choice | None]:
-        try:
-            device = driver.device_of(ordinal)
-        except ConfpredError as error:
-            log.info("PyTorch's convolutions: %s", error)
-            return [None] * len(problems)
         if options.verify:
             top, wishes = options.verify, options.wishes
             found = {p: verify.fastest(p, ordinal, top, wishes) for p in dict.fromkeys(problems)}
             return [found[problem] for problem in problems]
-        choices = choosing.choose_many(problems, device, options.wishes)
-        choosing.notice_changes(ordinal)
+        choices = choosing.choose_on(problems, ordinal, options.wishes)
         known = [choice for choice in dict.fromkeys(choices) if choice is not None]
         compile_ahead(known, ordinal, options.limits)
         return choices
 
     return choose
+
+
+def inductor_options(**options: Any) -> dict[str, Any]:
+    """Return options of ``torch.compile`` that let its backend use confpred's choices.
+
+    ::
+
+        torch.compile(model, options=confpred.inductor_options())
+
+    Args:
+        options: ``max_regret``, ``limits`` and ``verify`` as of `confpred.optimize`; ``graphs``
+            lets Inductor make CUDA graphs, which it does by default.
+
+    Raises:
+        InvalidInput: an option is not allowed.
+    """
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    told = Options.of(options)
+
+    class Pass(CustomGraphPass):
+        """Lets confpred compute the convolutions that it is predicted to win."""
+
+        def __call__(self, graph: fx.Graph) -> None:
+            ordinal = ordinal_of(graph)
+            if ordinal is not None:
+                rewrite.serve(graph, chooser(ordinal, told), told.wishes)
+
+        def uuid(self) -> Any:
+            return _identity(told)
+
+    return {"joint_custom_post_pass": Pass(), "triton.cudagraphs": told.graphs}
+
+
+def _identity(options: Options) -> Any:
+    """Return a text that is another one where choices may be others; Inductor keeps programs."""
+    if not torch.cuda.is_available():
+        return __version__
+    try:
+        device = driver.device_of(torch.cuda.current_device())
+        facts = choosing.identity(device, options.wishes), options.verify, is_deterministic()
+    except ConfpredError as error:
+        return f"{__version__} {error}"
+    return f"{__version__} {facts}"
 
 
 def ordinal_of(graph: fx.Graph) -> int | None:

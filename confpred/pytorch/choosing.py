@@ -198,28 +198,30 @@ def choose_many(
 
 def choose(problem: Problem, ordinal: int, wishes: Wishes = ANY) -> Choice | None:
     """Choose for `problem` on CUDA device `ordinal`; None for a device without a description."""
+    return choose_on([problem], ordinal, wishes)[0]
+
+
+def choose_on(
+    problems: Sequence[Problem], ordinal: int, wishes: Wishes = ANY
+) -> list[Choice | None]:
+    """Choose for each of `problems` on CUDA device `ordinal`, as `choose_many` does, and warn once
+    where its driver or cuDNN differ from those of the model's measurements."""
     try:
         device = driver.device_of(ordinal)
     except ConfpredError as error:
         log.debug("falling back to PyTorch: %s", error)
-        return None
-    (choice,) = choose_many([problem], device, wishes)
-    notice_changes(ordinal)
-    return choice
-
-
-def notice_changes(ordinal: int) -> None:
-    """Warn once where driver or cuDNN of a device differ from those of the model's measurements."""
+        return [None] * len(problems)
+    choices = choose_many(problems, device, wishes)
     try:
-        model = current_predictor().models.get(driver.device_of(ordinal).key)
-        if model is None:
-            return
-        now = {"driver": driver.describe(ordinal)[1], "cudnn": cudnn_version()}
+        model = current_predictor().models.get(device.key)
+        if model is not None:
+            now = {"driver": driver.describe(ordinal)[1], "cudnn": cudnn_version()}
+            for change in changes(model, **now):
+                said = f"model {model.version}: {change}; `confpred drift` tells whether it holds"
+                warn_once(said)
     except Exception as error:  # a warning is not worth an error
         log.debug("versions cannot be compared: %s", error)
-        return
-    for change in changes(model, **now):
-        warn_once(f"model {model.version}: {change}; `confpred drift` tells whether it holds")
+    return choices
 
 
 def pytorch_ms(problem: Record, device: Device) -> float | None:

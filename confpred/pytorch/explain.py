@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
@@ -65,6 +65,11 @@ class Row:
     expected_ms: float | None
     pytorch_ms: float | None
     reason: str
+
+    @property
+    def is_unpredicted(self) -> bool:
+        """Whether its times are not known."""
+        return self.expected_ms is None or self.pytorch_ms is None
 
     def cells(self) -> tuple[str, ...]:
         """Return a text for each column of the table."""
@@ -234,22 +239,18 @@ class Recorder(Compiler):
         for site in self.sites:
             kinds.setdefault((site.direction, site.problem, site.fused, site.why), []).append(site)
         rows = [_row(group, self._device) for group in kinds.values()]
-        before_s = after_s = 0.0
-        for row in rows:
-            pytorch_s, expected_s = _convolution_s(row, self._device)
-            before_s += pytorch_s * len(row.layers)
-            after_s += expected_s * len(row.layers)
-        total_s = self.other_s[0] + before_s
+        convolutions = [row for row in rows if row.direction != "norm"]
+        times = [(len(row.layers), *_seconds(row, self._device)) for row in convolutions]
+        before_s = sum(count * before for count, before, _ in times)
+        after_s = self.other_s[1] + sum(count * after for count, _, after in times)
+        total_s, unknown = self.other_s[0] + before_s, [r for r in convolutions if r.is_unpredicted]
         step = Step(
-            self.parts,
-            self.launches[0],
-            self.launches[1],
+            self.parts, self.launches[0], self.launches[1],
             fused=sum(len(row.fused) * len(row.layers) for row in rows),
-            ms_before=1e3 * total_s,
-            ms_after=1e3 * (self.other_s[1] + after_s),
+            ms_before=1e3 * total_s, ms_after=1e3 * after_s,
             convolution_share=before_s / total_s if total_s else 0.0,
-            unpredicted=sum(len(row.layers) for row in rows if _is_unpredicted(row)),
-        )
+            unpredicted=sum(len(row.layers) for row in unknown),
+        )  # fmt: skip
         return Explanation(self._device.key, step, tuple(rows))
 
 
@@ -320,22 +321,17 @@ def _row(group: Sequence[Site], device: Device) -> Row:
     return Row(*first, PYTORCH, {}, pytorch_ms, pytorch_ms, reason)
 
 
-def _is_unpredicted(row: Row) -> bool:
-    return row.direction != "norm" and (row.expected_ms is None or row.pytorch_ms is None)
-
-
-def _convolution_s(row: Row, device: Device) -> tuple[float, float]:
+def _seconds(row: Row, device: Device) -> tuple[float, float]:
     """Return the seconds of one layer's convolution by PyTorch, and of what runs."""
     p = row.problem
-    if row.direction == "norm" or p is None:
+    if p is None:
         return 0.0, 0.0
     if row.expected_ms is None or row.pytorch_ms is None:
         moved = p.itemsize * (p.input_elements + p.output_elements)
         return (_bound_s(moved, p.flops, device),) * 2
-    bare = row.pytorch_ms
-    if p.has_epilogue:  # other operators, before
-        bare = choosing.pytorch_ms(left_to_pytorch(p), device) or bare
-    return 1e-3 * bare, 1e-3 * row.expected_ms
+    # What follows the convolution are other operators, before.
+    bare = choosing.pytorch_ms(left_to_pytorch(p), device) if p.has_epilogue else None
+    return 1e-3 * (bare or row.pytorch_ms), 1e-3 * row.expected_ms
 
 
 def _launches(node: fx.Node) -> bool:
@@ -345,15 +341,11 @@ def _launches(node: fx.Node) -> bool:
 
 def _node_s(node: fx.Node, device: Device) -> float:
     """Return the seconds that an operator is expected to take which is no convolution."""
-    tensors = list(_tensors(n.meta.get("val") for n in (node, *node.all_input_nodes)))
-    flops = 0.0
+    leaves = _pytree.tree_leaves([n.meta.get("val") for n in (node, *node.all_input_nodes)])
+    tensors, flops = [t for t in leaves if isinstance(t, Tensor)], 0.0
     if node.target in _PRODUCTS:
         flops = 2.0 * tensors[0].numel() * node.all_input_nodes[-2].meta["val"].shape[-1]
     return _bound_s(sum(t.numel() * t.element_size() for t in tensors), flops, device)
-
-
-def _tensors(values: Iterable[Any]) -> Iterable[Tensor]:
-    return (t for t in _pytree.tree_leaves(list(values)) if isinstance(t, Tensor))
 
 
 def _bound_s(moved: float, flops: float, device: Device) -> float:

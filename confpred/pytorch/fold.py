@@ -17,8 +17,7 @@ from torch import Tensor
 from confpred.cuda.launch import launch_with
 from confpred.errors import ConfpredError
 from confpred.problem.operation import KernelSpec
-from confpred.pytorch.kernels import current_stream, in_context, loaded
-from confpred.pytorch.ready import CHANNELS_LAST, DTYPES
+from confpred.pytorch.loading import CHANNELS_LAST, DTYPES, current_stream, in_context, loaded
 
 log = logging.getLogger(__name__)
 #: Layers of one launch: its parameters fit in the 4 KiB that every driver passes.

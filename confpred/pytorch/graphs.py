@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.utils import _pytree
 
 from confpred.problem.precision import convolutions_allow_tf32
 
@@ -62,25 +63,14 @@ def graphed(
     if why is not None:
         log.info("no CUDA graph of the %s pass: %s", kind, why)
         return plain
-    replay = _Graphed(gm, plain, static, written, visible, kind)
-
-    def run(inputs: list[Any]) -> Any:
-        return replay(inputs)
-
-    run._boxed_call = True  # type: ignore[attr-defined]
-    return run
+    return _Graphed(gm, plain, static, written, visible, kind)
 
 
 def why_not(gm: fx.GraphModule) -> str | None:
     """Return why `gm` cannot become a CUDA graph, in words; None if it can."""
     from torch._inductor.utils import get_first_incompatible_cudagraph_node
 
-    devices = {
-        t.device
-        for node in gm.graph.nodes
-        for t in _tensors(node.meta.get("val"))
-        if t.device.type != "meta"
-    }
+    devices = {t.device for t in _tensors(gm.graph) if t.device.type != "meta"}
     others = sorted(str(device) for device in devices if device.type != "cuda")
     if not devices or others:
         return f"it uses {', '.join(others) or 'no device'}"
@@ -94,23 +84,17 @@ class _Graphed:
     """A captured graph that is replayed; called with a list of inputs, which it empties."""
 
     def __init__(
-        self,
-        gm: fx.GraphModule,
-        plain: Run,
-        static: Sequence[int],
-        written: Sequence[int],
-        visible: int | None,
-        kind: str,
-    ) -> None:
+        self, gm: fx.GraphModule, plain: Run, static: Sequence[int], written: Sequence[int],
+        visible: int | None, kind: str,
+    ) -> None:  # fmt: skip
         from torch._inductor.cudagraph_utils import get_placeholder_info
 
+        self._boxed_call = True  # what PyTorch wraps it in copies this from the object itself
         self._plain, self._visible, self._kind = plain, visible, kind
-        self._device = next(
-            t.device.index for node in gm.graph.nodes for t in _tensors(node.meta.get("val"))
-        )
+        self._device = _tensors(gm.graph)[0].device.index
         self._static, self._written = tuple(static), tuple(written)
         self._placeholders = get_placeholder_info(gm.graph)
-        results: Any = next(iter(reversed(gm.graph.nodes))).args[0]
+        results: Any = gm.graph.output_node().args[0]
         self._traces = [getattr(result, "stack_trace", None) for result in results]
         self._graphs: dict[Any, Run] = {}
         self._said: set[str] = set()
@@ -145,16 +129,11 @@ class _Graphed:
         from torch._inductor.cudagraph_trees import cudagraphify_impl
 
         run: Run = cudagraphify_impl(
-            self._plain,
-            [],
-            self._static,
-            device_index=self._device,
-            is_backward=self._kind == "backward",
-            is_inference=self._kind == "inference",
-            stack_traces=self._traces,
-            placeholders=self._placeholders,
+            self._plain, [], self._static, device_index=self._device,
+            is_backward=self._kind == "backward", is_inference=self._kind == "inference",
+            stack_traces=self._traces, placeholders=self._placeholders,
             mutated_input_idxs=self._written,
-        )
+        )  # fmt: skip
         return run
 
     def _copied(self, returned: Any) -> list[Any]:
@@ -196,9 +175,7 @@ def _switches() -> tuple[bool, ...]:
     )
 
 
-def _tensors(val: Any) -> list[Tensor]:
-    if isinstance(val, Tensor):
-        return [val]
-    if isinstance(val, (tuple, list)):
-        return [t for t in val if isinstance(t, Tensor)]
-    return []
+def _tensors(graph: fx.Graph) -> list[Tensor]:
+    """Return the fake tensors of all nodes."""
+    vals = _pytree.tree_leaves([node.meta.get("val") for node in graph.nodes])
+    return [t for t in vals if isinstance(t, Tensor)]

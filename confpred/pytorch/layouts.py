@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from confpred.pytorch.ready import CHANNELS_LAST
+from confpred.pytorch.loading import CHANNELS_LAST
 
 log = logging.getLogger("confpred")
 aten = torch.ops.aten

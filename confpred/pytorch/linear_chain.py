@@ -19,11 +19,9 @@ from confpred.problem.linear_chain import MOST_LAYERS, LinearChain
 from confpred.problem.linear_chain_operation import LINEAR_CHAIN
 from confpred.problem.precision import allows_tf32
 from confpred.pytorch import choosing
-from confpred.pytorch.conv2d import is_plain
-from confpred.pytorch.layers import alike
-from confpred.pytorch.loading import load
+from confpred.pytorch.eager import is_plain
+from confpred.pytorch.loading import DTYPES, ReadyLaunch, alike, load
 from confpred.pytorch.pointwise import activate
-from confpred.pytorch.ready import DTYPES, ReadyLaunch
 
 log = logging.getLogger(__name__)
 
@@ -81,13 +79,15 @@ def linear_chain(
     for start in range(0, len(weights), MOST_LAYERS):
         part = slice(start, start + MOST_LAYERS)
         some = None if biases is None else biases[part]
-        activated = last or part.stop < len(weights)
-        ready = _launch(x, weights[part], some, name, activated, bound)
-        if ready is None:
-            x = _by_pytorch(x, weights[part], some, name, activated)
-        else:
+        ready = _launch(x, weights[part], some, name, last or part.stop < len(weights), bound)
+        if ready is not None:
             (out,) = ready.run(x.reshape(-1, x.shape[-1]), *operands(weights[part], some))
             x = out.view(*x.shape[:-1], -1)
+            continue
+        for index, weight in enumerate(weights[part], start):
+            x = F.linear(x, weight, None if biases is None else biases[index])
+            if last or index < len(weights) - 1:
+                x = activate(name, x)
     return x
 
 
@@ -111,28 +111,25 @@ def _launch(
     given = (x, *weights, *(biases or ()))
     if torch.compiler.is_compiling() or not is_plain(*given) or not alike(x, *given):
         return None
-    if torch.is_autocast_enabled("cuda") or not all(t.is_contiguous() for t in given):
+    if torch.is_autocast_enabled("cuda") or any(t.is_neg() for t in given):
         return None
     if torch.is_grad_enabled() and any(t.requires_grad for t in given):
         return None
     problem = problem_of(x, weights, biases, activation, last)
-    if problem is None or any(t.is_neg() for t in given):
+    predictor, ordinal = choosing.predictor_for(LINEAR_CHAIN.name), x.get_device()
+    if problem is None or predictor is None or not all(t.is_contiguous() for t in given):
         return None
-    chain, ordinal = problem, x.get_device()
 
     def find() -> ReadyLaunch | None:
-        predictor = choosing.predictor_for(LINEAR_CHAIN.name)
-        if predictor is None:
-            return None
         try:
-            choice = predictor.within(limits).choose(chain, driver.device_of(ordinal))
+            choice = predictor.within(limits).choose(problem, driver.device_of(ordinal))
         except ConfpredError as error:
             log.warning("falling back to PyTorch: %s", error)
             return None
         choosing.announce(choice)
         return load(choice, ordinal, limits) if choosing.is_ours(choice) else None
 
-    return choosing.kept(("chain", chain, ordinal, limits), find)
+    return choosing.kept(("chain", problem, ordinal, limits), find)
 
 
 def problem_of(
@@ -167,18 +164,3 @@ def problem_of(
         )
     except InvalidProblem:  # larger than any that is measured
         return None
-
-
-def _by_pytorch(
-    x: Tensor,
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor] | None,
-    activation: str,
-    last: bool,
-) -> Tensor:
-    """Compute the chain by PyTorch's operators, which record gradients and are traced."""
-    for index, weight in enumerate(weights):
-        x = F.linear(x, weight, None if biases is None else biases[index])
-        if last or index < len(weights) - 1:
-            x = activate(activation, x)
-    return x

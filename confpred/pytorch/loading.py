@@ -7,26 +7,197 @@ Choice --> compile (threads; NVRTC lets go of Python's lock) --> load --> ReadyL
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from confpred.cuda import driver
-from confpred.cuda.launch import BoundLaunch
+from confpred.cuda.compiler import Compiled, compile_kernel
+from confpred.cuda.launch import BoundLaunch, NoContext
 from confpred.cudnn.plans import Plans
 from confpred.errors import CompileError, LaunchError, MissingExtra
 from confpred.families.registry import all_families
 from confpred.predict.choice import MAX_TOP, Choice
 from confpred.problem.conv2d import Problem
+from confpred.problem.conv2d_operation import CONVOLUTION
 from confpred.problem.limits import UNLIMITED, Limits
-from confpred.problem.operation import Launch
+from confpred.problem.linear_chain import LinearChain
+from confpred.problem.linear_chain_operation import LINEAR_CHAIN
+from confpred.problem.operation import SCRATCH, ZEROED, KernelSpec, Launch
 from confpred.products.run import Program, by_driver
 from confpred.pytorch.choosing import current_predictor, is_ours, kept, limits_for, warn_once
-from confpred.pytorch.kernels import loaded, submit
-from confpred.pytorch.ready import Enqueue, ReadyLaunch, by_address
 
 log = logging.getLogger(__name__)
+DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
+CHANNELS_LAST = torch.channels_last
+ALIGNMENT = 16  # bytes; the kernels load this much at a time
+#: Inputs of a convolution, in the order in which a ready launch is given them.
+INPUTS = {
+    "fprop": ("in", "filter", "bias", "residual"),
+    "dgrad": ("out_grad", "filter"),
+    "wgrad": ("out_grad", "in"),
+}
+Enqueue = Callable[[Sequence[Tensor]], Any]
+#: From the operands' names to what enqueues a launch on the current stream, given the operands.
+Bind = Callable[[Sequence[str]], Enqueue]
+_compiling: dict[tuple[KernelSpec, str], Future[Compiled]] = {}
+_loaded: dict[tuple[KernelSpec, int, int], Any] = {}
+#: The handle of the current stream of a CUDA device, without the object that PyTorch makes of it.
+#: A PyTorch without CUDA lacks the function, and never calls it here.
+current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", int)
+
+
+def _new_threads() -> ThreadPoolExecutor:
+    """Return threads that compile; each starts when it is first needed."""
+    return ThreadPoolExecutor(min(8, os.cpu_count() or 1), "confpred-compiler")
+
+
+_threads = _new_threads()
+
+
+def submit(spec: KernelSpec, arch: str) -> Future[Compiled]:
+    """Return `spec` compiled for `arch`, now or soon; nothing is compiled twice."""
+    key = (spec, arch)
+    if key not in _compiling:
+        _compiling[key] = _threads.submit(compile_kernel, spec, arch)
+    return _compiling[key]
+
+
+def loaded(spec: KernelSpec, smem_bytes: int, ordinal: int) -> Any:
+    """Return `spec` in the context of CUDA device `ordinal`, compiled now if need be, also while a
+    CUDA graph is captured; all launches of a kernel share it.
+
+    Raises:
+        UnknownDevice: confpred has no description of the device.
+        CompileError, LaunchError, MissingExtra: it cannot be compiled or loaded.
+    """
+    key = (spec, smem_bytes, ordinal)
+    if key not in _loaded:
+        compiled = submit(spec, driver.device_of(ordinal).arch).result()
+        with torch.cuda.device(ordinal):
+            driver.make_current(ordinal)
+            with driver.outside_capture():
+                _loaded[key] = driver.load(compiled, smem_bytes).kernel
+    return _loaded[key]
+
+
+def in_context(ordinal: int, launch: Callable[[], Any]) -> None:
+    """Call `launch`, again where this thread had not used CUDA device `ordinal` yet, as the one of
+    a backward pass."""
+    try:
+        launch()
+    except NoContext:
+        driver.make_current(ordinal)
+        launch()
+
+
+def _reset_after_fork() -> None:
+    """A child process has neither the threads nor the context of its parent."""
+    global _threads
+    _compiling.clear()
+    _loaded.clear()
+    _threads = _new_threads()
+
+
+os.register_at_fork(after_in_child=_reset_after_fork)
+
+
+class ReadyLaunch:
+    """A launch for one problem, chosen, compiled and loaded.
+
+    Attributes:
+        choice: what it is the launch of.
+    """
+
+    __slots__ = ("_enqueue", "_ordinal", "_outputs", "_workspaces", "choice")
+
+    def __init__(self, choice: Choice, launch: Launch, bind: Bind, ordinal: int) -> None:
+        self.choice, self._ordinal = choice, ordinal
+        problem: Any = choice.problem
+        operation = LINEAR_CHAIN if isinstance(problem, LinearChain) else CONVOLUTION
+        operands = operation.operands(problem)  # outputs first
+        self._outputs = [(*_layout(o.shape), getattr(torch, o.dtype)) for o in operands if o.terms]
+        sizes: dict[str, tuple[int, Callable[..., Tensor]]] = {
+            ZEROED: (launch.zeroed_bytes, torch.zeros),
+            SCRATCH: (launch.scratch_bytes, torch.empty),
+        }
+        spaces = {name: given for name, given in sizes.items() if given[0]}
+        self._workspaces = tuple(spaces.values())
+        self._enqueue = bind([*(o.name for o in operands), *spaces])
+
+    def run(self, *inputs: Tensor | None) -> list[Tensor]:
+        """Enqueue the launch on the current stream of its device.
+
+        Args:
+            inputs: in the order of ``INPUTS``, or of the operation's operands; of the problem's
+                shapes and dtype, on the launch's device, dense as the kernels read them (`dense`).
+                None for one that the problem does not have. Unaligned ones are copied.
+
+        Returns:
+            The outputs. Workspaces are new at each call, from the current stream's pool: memory
+            that is kept would be shared by streams and CUDA graphs.
+        """
+        ordinal = self._ordinal
+        if torch.cuda.current_device() != ordinal:
+            with torch.cuda.device(ordinal):
+                return self.run(*inputs)
+        device = torch.device("cuda", ordinal)
+        given = [aligned(t) for t in inputs if t is not None]
+        made = [torch.empty_strided(*o[:2], dtype=o[2], device=device) for o in self._outputs]
+        spaces = [make(n, dtype=torch.uint8, device=device) for n, make in self._workspaces]
+        in_context(ordinal, partial(self._enqueue, [*made, *given, *spaces]))
+        return made
+
+
+def by_address(
+    bind: Callable[[Sequence[str]], Callable[[int, Sequence[int]], None]], ordinal: int
+) -> Bind:
+    """Return `bind`, whose result takes a stream's handle and addresses, as one for tensors."""
+
+    def bound(names: Sequence[str]) -> Enqueue:
+        enqueue = bind(names)
+        return lambda tensors: enqueue(current_stream(ordinal), [t.data_ptr() for t in tensors])
+
+    return bound
+
+
+def alike(x: Tensor, *others: Tensor | None) -> bool:
+    """Return whether `x` is on a CUDA device and `others` have its dtype and device."""
+    return x.is_cuda and all(
+        t is None or (t.dtype is x.dtype and t.device == x.device) for t in others
+    )
+
+
+def is_channels_last(x: Tensor) -> bool:
+    """Return whether `x` is dense with its channels last, beyond doubt: a tensor of one channel or
+    one pixel is dense in either layout, and PyTorch takes it for one with its channels first."""
+    return x.dim() == 4 and x.is_contiguous(memory_format=CHANNELS_LAST) and not x.is_contiguous()
+
+
+def dense(t: Tensor) -> Tensor:
+    """Return `t` as the kernels read it: channels last, or a dense vector; no negative view."""
+    layout = CHANNELS_LAST if t.dim() == 4 else torch.contiguous_format
+    return t.resolve_neg().contiguous(memory_format=layout)
+
+
+def aligned(t: Tensor) -> Tensor:
+    """Return `t`, or a copy that begins where kernels can load ``ALIGNMENT`` bytes."""
+    return t.clone(memory_format=torch.preserve_format) if t.data_ptr() % ALIGNMENT else t
+
+
+def _layout(shape: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return shape and strides, as PyTorch counts them, of an operand whose dense shape is
+    `shape`: an image or filter has its channels last."""
+    strides = tuple(torch.empty(tuple(shape), device="meta").stride())
+    if len(shape) == 4:
+        return tuple(shape[i] for i in (0, 3, 1, 2)), tuple(strides[i] for i in (0, 3, 1, 2))
+    return tuple(shape), strides
 
 
 def load(choice: Choice, ordinal: int, limits: Limits = UNLIMITED) -> ReadyLaunch | None:
@@ -138,10 +309,10 @@ def compile_ahead(choices: Sequence[Choice], ordinal: int, limits: Limits = UNLI
 
     A kernel that cannot be had is left to the call that needs it.
     """
-    ours, arch = [choice for choice in choices if is_ours(choice)], driver.device_of(ordinal).arch
+    ours = [choice for choice in choices if is_ours(choice)]
     for choice in ours:
         for kernel in _launch_of(choice).kernels:
-            submit(kernel, arch)
+            submit(kernel, driver.device_of(ordinal).arch)
     for choice in ours:
         load(choice, ordinal, limits)
 

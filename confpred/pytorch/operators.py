@@ -11,7 +11,6 @@ for each argument. They have no formula for gradients; graphs of training call b
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,8 +18,8 @@ from torch import Tensor
 
 from confpred.pytorch import convolve, pointwise
 from confpred.pytorch import fold as folding
-from confpred.pytorch.layers import Call
-from confpred.pytorch.ready import CHANNELS_LAST, dense
+from confpred.pytorch.convolve import Call
+from confpred.pytorch.loading import CHANNELS_LAST, dense
 
 _library = torch.library.Library("confpred", "FRAGMENT")
 # Kernels read one layout: Inductor keeps the strides that the graph was captured with.
@@ -95,14 +94,6 @@ _define(
 )
 
 
-def folding_results(
-    means: Sequence[Tensor], filters: Sequence[Tensor | None], dtypes: Sequence[torch.dtype]
-) -> list[Tensor]:
-    """Return the results of ``fold``, not yet written."""
-    each = zip(means, filters, dtypes, strict=True)
-    return [t for mean, filter_, dtype in each for t in folding.empty(mean, filter_, dtype)]
-
-
 def _dtypes(text: str) -> list[torch.dtype]:
     return [getattr(torch, name) for name in text.split(",")]
 
@@ -112,9 +103,14 @@ def _fold(*lists: Any) -> list[Tensor]:
     return folding.fold(gammas, betas, means, variances, biases, filters, eps, _dtypes(dtypes))
 
 
+def _fake_fold(*lists: Any) -> list[Tensor]:
+    each = zip(lists[2], lists[5], _dtypes(lists[-1]), strict=True)
+    return [t for mean, filters, dtype in each for t in folding.empty(mean, filters, dtype)]
+
+
 _define(
     "fold(Tensor?[] gammas, Tensor?[] betas, Tensor[] means, Tensor[] variances, Tensor?[] biases,"
     " Tensor?[] filters, float[] eps, str dtypes) -> Tensor[]",
     _fold,
-    lambda *lists: folding_results(lists[2], lists[5], _dtypes(lists[-1])),
+    _fake_fold,
 )

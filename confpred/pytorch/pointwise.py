@@ -9,6 +9,7 @@ Where a kernel cannot take the tensors, PyTorch's operators compute the same.
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,8 +21,15 @@ from confpred.cuda.launch import BoundLaunch
 from confpred.errors import ConfpredError, UnknownDevice
 from confpred.problem.operation import KernelSpec
 from confpred.pytorch.choosing import kept
-from confpred.pytorch.kernels import current_stream, in_context, loaded
-from confpred.pytorch.ready import ALIGNMENT, CHANNELS_LAST, DTYPES
+from confpred.pytorch.loading import (
+    ALIGNMENT,
+    CHANNELS_LAST,
+    DTYPES,
+    alike,
+    current_stream,
+    in_context,
+    loaded,
+)
 
 log = logging.getLogger(__name__)
 
@@ -53,11 +61,9 @@ def apply_epilogue(
     if bias is None and residual is None and activation == "none":
         return out
     if can_apply(out, bias, residual):
-        kernel = epilogue_kernel(
-            out.shape[1], DTYPES[out.dtype], bias=bias is not None,
-            residual=residual is not None, activation=activation,
-        )  # fmt: skip
-        if _launch(kernel, {"out": out, "bias": bias, "residual": residual}):
+        told: dict[str, Any] = {"residual": residual is not None, "activation": activation}
+        kernel = epilogue_kernel(out.shape[1], DTYPES[out.dtype], bias=bias is not None, **told)
+        if _launch(kernel, out, bias=bias, residual=residual):
             return out
     with torch.no_grad():
         if bias is not None:
@@ -97,8 +103,7 @@ def scale_shift(
             x.shape[1], DTYPES[x.dtype], residual=residual is not None, activation=activation
         )
         out = x if in_place else torch.empty_like(x)
-        operands = {"out": out, "x": x, "scale": scale, "shift": shift, "residual": residual}
-        if _launch(kernel, operands):
+        if _launch(kernel, out, x=x, scale=scale, shift=shift, residual=residual):
             return out
     with torch.no_grad():
         sides = (1,) * (x.dim() - 2)
@@ -115,36 +120,18 @@ def can_apply(out: Tensor, bias: Tensor | None, residual: Tensor | None) -> bool
     `residual` channels last, dense, of one shape and aligned to 16 bytes, neither empty nor of more
     than ``MOST_CHANNELS`` channels or ``MOST_ROWS`` pixels; `bias` dense.
     """
-    if not _is_taken(out):
+    if out.dtype not in DTYPES or out.dim() != 4 or not alike(out, bias, residual):
         return False
-    shape = out.shape
-    channels, elements = shape[1], out.numel()
-    if not 0 < elements <= MOST_ROWS * channels or channels > MOST_CHANNELS:
-        return False
-    if bias is not None and not (
-        bias.dtype is out.dtype
-        and bias.device == out.device
-        and bias.is_contiguous()
-        and bias.shape == (channels,)
-        and not bias.is_neg()
-    ):
-        return False
-    return residual is None or (
-        _is_taken(residual)
-        and residual.dtype is out.dtype
-        and residual.device == out.device
-        and residual.shape == shape
-    )
-
-
-def _is_taken(t: Tensor) -> bool:
+    images = [out] if residual is None else [out, residual]
+    channels = out.shape[1]
     return (
-        t.is_cuda
-        and t.dtype in DTYPES
-        and t.dim() == 4
-        and t.is_contiguous(memory_format=CHANNELS_LAST)
-        and t.data_ptr() % ALIGNMENT == 0
-        and not t.is_neg()
+        0 < out.numel() <= MOST_ROWS * channels
+        and channels <= MOST_CHANNELS
+        and all(t.shape == out.shape for t in images)
+        and all(t.is_contiguous(memory_format=CHANNELS_LAST) for t in images)
+        and not any(t.data_ptr() % ALIGNMENT or t.is_neg() for t in images)
+        and (bias is None or (bias.shape == (channels,) and bias.is_contiguous()))
+        and (bias is None or not bias.is_neg())
     )
 
 
@@ -155,33 +142,24 @@ def scale_shift_kernel(channels: int, dtype: str, *, residual: bool, activation:
     return KernelSpec("scale_shift.cu", "scale_shift", defines)
 
 
-def _launch(kernel: KernelSpec, operands: dict[str, Tensor | None]) -> bool:
+def _launch(kernel: KernelSpec, out: Tensor, **inputs: Tensor | None) -> bool:
     """Launch `kernel` on the current stream; return False where it cannot be had."""
-    out = operands["out"]
-    if out is None:
-        return False
     ordinal, channels, rows = out.get_device(), out.shape[1], out.numel() // out.shape[1]
+
+    def bind() -> BoundLaunch | None:
+        try:
+            names, sm_count = ("out", *inputs), driver.device_of(ordinal).sm_count
+            launch = epilogue_launch(kernel, rows, channels, sm_count, names)
+            return BoundLaunch([loaded(kernel, 0, ordinal)], launch, names)
+        except ConfpredError as error:  # such as a compiler that is not installed: worth a look
+            level = logging.DEBUG if isinstance(error, UnknownDevice) else logging.WARNING
+            log.log(level, "falling back to PyTorch for %s: %s", kernel.entry, error)
+        return None
+
     with torch.cuda.device(ordinal):
-        bound = kept(
-            ("pointwise", kernel, rows, channels, ordinal),
-            lambda: _bind(kernel, rows, channels, ordinal, tuple(operands)),
-        )
+        bound = kept(("pointwise", kernel, rows, channels, ordinal), bind)
         if bound is None:
             return False
-        addresses = [0 if t is None else t.data_ptr() for t in operands.values()]
+        addresses = [0 if t is None else t.data_ptr() for t in (out, *inputs.values())]
         in_context(ordinal, lambda: bound.enqueue(current_stream(ordinal), addresses))
     return True
-
-
-def _bind(
-    kernel: KernelSpec, rows: int, channels: int, ordinal: int, names: tuple[str, ...]
-) -> BoundLaunch | None:
-    try:
-        sm_count = driver.device_of(ordinal).sm_count
-        launch = epilogue_launch(kernel, rows, channels, sm_count, names)
-        return BoundLaunch([loaded(kernel, 0, ordinal)], launch, names)
-    except UnknownDevice as error:
-        log.debug("falling back to PyTorch for %s: %s", kernel.entry, error)
-    except ConfpredError as error:  # such as a compiler that is not installed: worth a look
-        log.warning("falling back to PyTorch for %s: %s", kernel.entry, error)
-    return None

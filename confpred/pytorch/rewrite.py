@@ -22,18 +22,18 @@ from torch import Tensor, fx
 
 from confpred.predict.choice import Choice
 from confpred.problem.conv2d import Problem
-from confpred.pytorch import choosing, library, operators
+from confpred.pytorch import choosing, library, operators  # noqa: F401  graphs call the operators
+from confpred.pytorch import fold as folding
 from confpred.pytorch.choosing import ANY, Wishes
-from confpred.pytorch.layers import (
+from confpred.pytorch.convolve import (
     Call,
     Geometry,
     Hint,
-    is_channels_last,
     is_deterministic,
     problem_of,
     sums_bias,
 )
-from confpred.pytorch.ready import CHANNELS_LAST, DTYPES
+from confpred.pytorch.loading import CHANNELS_LAST, DTYPES, is_channels_last
 
 aten = torch.ops.aten
 confpred = torch.ops.confpred
@@ -120,10 +120,9 @@ def fuse(graph: fx.Graph, choose: Choose, wishes: Wishes = ANY) -> list[Site]:
     for chain in chains:
         _describe(chain)
     _choose([chain.site for chain in chains], choose)
-    folds: list[_Fold] = []
     for chain in chains:
-        _replace(graph, chain, folds, wishes)
-    _insert_folds(graph, folds)
+        _replace(chain, wishes)
+    _join_folds(graph)
     graph.eliminate_dead_code()
     graph.lint()
     return [chain.site for chain in chains]
@@ -227,30 +226,7 @@ def _describe(chain: _Chain) -> None:
     chain.site.fused = tuple(fused)
 
 
-@dataclass(frozen=True, slots=True)
-class _Fold:
-    """A norm that is folded.
-
-    Attributes:
-        norm: weight, bias, mean, variance and epsilon, as nodes or values.
-        bias, filter: of the convolution before it, or None.
-        dtype: of the activations.
-        results: the nodes of filter and bias, or of scale and shift.
-    """
-
-    norm: tuple[Any, ...]
-    bias: Any
-    filter: Any
-    dtype: torch.dtype
-    results: tuple[fx.Node, fx.Node]
-
-    @property
-    def is_of_inputs(self) -> bool:
-        nodes = [n for n in (*self.norm, self.bias, self.filter) if isinstance(n, fx.Node)]
-        return all(node.op == "placeholder" for node in nodes)
-
-
-def _replace(graph: fx.Graph, chain: _Chain, folds: list[_Fold], wishes: Wishes) -> None:
+def _replace(chain: _Chain, wishes: Wishes) -> None:
     """Put one operator in the place of `chain`, if that is fewer launches or a confpred kernel."""
     node, norm, last = chain.convolution, chain.norm, chain.last
     # One operator takes a folded filter; PyTorch's convolution and a pass over its output do not.
@@ -261,65 +237,68 @@ def _replace(graph: fx.Graph, chain: _Chain, folds: list[_Fold], wishes: Wishes)
             return
         if norm is None and len(chain.nodes) == 1:
             return  # PyTorch's convolution with nothing after it
-    first = second = None
-    with graph.inserting_before(last):
-        if norm is not None:
-            # Filled in by `_insert_folds`.
-            first, second = (graph.call_function(operator.getitem, ((), i)) for i in (0, 1))
-            weight, bias = (None, None) if node is None else node.args[1:3]
-            filters = _uncast(weight) if is_one else None
-            parts = (*norm.args[1:5], norm.args[6])
-            folds.append(_Fold(parts, bias, filters, out.dtype, (first, second)))
     given: tuple[Any, ...]
-    x = chain.nodes[0].args[0]
+    x, weight, bias = (chain.nodes[0].args[0], None, None) if node is None else node.args[:3]
+    if norm is None:
+        given = (x, weight, None, bias)
+    else:
+        first, second = _fold(last, norm, bias, _uncast(weight) if is_one else None, out.dtype)
+        given = (x, first, None, second) if is_one else (x, weight, first, second)
     if node is None:
-        given = (x, first, second, chain.residual, chain.activation)
+        given = (x, *given[2:], chain.residual, chain.activation)
         _put_in_place(last, confpred.scale_shift.default, given)
     else:
-        weight, bias = node.args[1:3]
-        if norm is None:
-            given = (x, weight, None, bias)
-        else:
-            given = (x, first, None, second) if is_one else (x, weight, first, second)
         hints = (_hint(chain.site), None)
         call = Call(_geometry(node, 3), chain.activation, hints=hints, wishes=wishes)
         _put_in_place(last, confpred.conv2d.default, (*given, chain.residual, call.text()))
     for old in reversed(chain.nodes[:-1]):
         for unused in list(old.users):  # other results of a norm
-            graph.erase_node(unused)
-        graph.erase_node(old)
+            unused.graph.erase_node(unused)
+        old.graph.erase_node(old)
 
 
-def _insert_folds(graph: fx.Graph, folds: Sequence[_Fold]) -> None:
-    """Fold all norms whose tensors are inputs of the graph in one launch, the others one by one."""
-    early = [each for each in folds if each.is_of_inputs]
-    if early:
-        after = [n for n in graph.nodes if n.op == "placeholder"][-1]
-        with graph.inserting_after(after):
-            _insert_fold(graph, early)
-    for each in folds:
-        if not each.is_of_inputs:
-            with graph.inserting_before(each.results[0]):
-                _insert_fold(graph, [each])
+def _fold(
+    last: fx.Node, norm: fx.Node, bias: Any, filters: Any, dtype: torch.dtype
+) -> list[fx.Node]:
+    """Fold `norm` before the node `last`.
+
+    Args:
+        bias, filters: of the convolution before the norm, or None.
+        dtype: of the activations.
+
+    Returns:
+        The nodes of filter and bias, or of scale and shift.
+    """
+    graph, mean = last.graph, norm.args[3]
+    given = ([arg] for arg in (*norm.args[1:5], bias, filters, norm.args[6]))
+    with graph.inserting_before(last):
+        node = graph.call_function(confpred.fold.default, (*given, str(dtype).split(".")[1]))
+        results = [graph.call_function(operator.getitem, (node, place)) for place in (0, 1)]
+    of_filters = None if filters is None else _val(filters)
+    node.meta["val"] = folding.empty(_val(mean), of_filters, dtype)
+    for result, val in zip(results, node.meta["val"], strict=True):
+        result.meta["val"] = val
+    return results
 
 
-def _insert_fold(graph: fx.Graph, group: Sequence[_Fold]) -> None:
-    columns = [list(column) for column in zip(*(each.norm for each in group), strict=True)]
-    gammas, betas, means, variances, eps = columns
-    biases, filters = [each.bias for each in group], [each.filter for each in group]
-    dtypes = [each.dtype for each in group]
-    names = ",".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-    given = (gammas, betas, means, variances, biases, filters, eps, names)
-    node = graph.call_function(confpred.fold.default, given)
-    node.meta["val"] = operators.folding_results(
-        [_val(mean) for mean in means],
-        [None if each is None else _val(each) for each in filters],
-        dtypes,
-    )
-    results = [result for each in group for result in each.results]
-    for place, result in enumerate(results):
-        result.args = (node, place)
-        result.meta["val"] = node.meta["val"][place]
+def _join_folds(graph: fx.Graph) -> None:
+    """Fold all norms whose tensors are inputs of the graph in one launch."""
+    folds = [
+        node
+        for node in graph.find_nodes(op="call_function", target=confpred.fold.default)
+        if all(given.op == "placeholder" for given in node.all_input_nodes)
+    ]
+    if not folds:
+        return
+    lists = [[x for node in folds for x in node.args[i]] for i in range(7)]
+    with graph.inserting_after(graph.find_nodes(op="placeholder")[-1]):
+        names = ",".join(node.args[7] for node in folds)
+        new = graph.call_function(confpred.fold.default, (*lists, names))
+    new.meta["val"] = [val for node in folds for val in node.meta["val"]]
+    for place, node in enumerate(folds):
+        for result in list(node.users):
+            result.args = (new, 2 * place + result.args[1])
+        graph.erase_node(node)
 
 
 def _uncast(node: Any) -> Any:

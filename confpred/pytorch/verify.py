@@ -24,9 +24,8 @@ from confpred.problem.conv2d import Problem
 from confpred.problem.conv2d_operation import CONVOLUTION
 from confpred.pytorch import choosing, convolve
 from confpred.pytorch.choosing import Wishes
-from confpred.pytorch.layers import Call, Hint
-from confpred.pytorch.loading import compile_ahead, load
-from confpred.pytorch.ready import INPUTS
+from confpred.pytorch.convolve import Call, Hint
+from confpred.pytorch.loading import INPUTS, compile_ahead, load
 
 log = logging.getLogger(__name__)
 _ROUNDS = 5

@@ -20,7 +20,7 @@ import confpred
 from confpred.problem.conv2d import ACTIVATIONS
 from confpred.pytorch import fold as folding
 from confpred.pytorch import pointwise
-from confpred.pytorch.layers import Call, Geometry
+from confpred.pytorch.convolve import Call, Geometry
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 #: Largest error as a part of the norm: one rounding to the dtype, and sums in float32 or TF32.

@@ -38,7 +38,7 @@ from confpred.predict.predictor import Predictor
 from confpred.problem.conv2d import ACTIVATIONS, Problem
 from confpred.problem.device import Device
 from confpred.pytorch.backend import confpred as confpred_backend
-from confpred.pytorch.layers import Call, Geometry
+from confpred.pytorch.convolve import Call, Geometry
 
 
 @pytest.fixture(autouse=True)

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from confpred.problem.limits import Limits
 from confpred.pytorch.choosing import Wishes
+from confpred.pytorch.convolve import Call, Hint
 from confpred.pytorch.fold import fold
-from confpred.pytorch.layers import Call, Hint
 
 LAST = torch.channels_last
 GEOMETRY = ((2, 1), (1, 0), (1, 2), 2)

@@ -11,7 +11,7 @@ from network_blocks import BLOCKS, images, made
 from torch import Tensor, nn
 
 from confpred.pytorch.backend import confpred as backend
-from confpred.pytorch.layers import is_channels_last
+from confpred.pytorch.loading import is_channels_last
 
 HALF = torch.bfloat16
 CONV = "confpred.conv2d.default"
