@@ -5,8 +5,9 @@
 
 Each network of timm runs in inference (float16) and in training (autocast), by PyTorch and by
 `confpred.optimize`, and in float32. An optimized result may be three times as far from float32 as
-PyTorch's, and 0.01 of its norm more. A process has about ten networks, so that a crash costs only
-itself: the networks behind the one that crashed go on in a process of their own. The records are in
+PyTorch's, and 0.01 of its norm more. Each worker is a process with its share of the networks, and a
+crash costs only itself: the networks behind the one that crashed go on in another process. The
+records are in
 ``benchmarks/results/DEVICE/captured_networks.json``; exit status 1 says that one of them failed.
 """
 
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import os
 import subprocess
 import sys
 import time
@@ -49,7 +51,7 @@ vit_srelpos_small_patch16_224 vit_tiny_patch16_224 vit_tiny_patch16_dinov3_qkvb
 vit_tiny_r_s16_p8_224 vitamin_small_224 volo_d1_224 xception41p xcit_nano_12_p8_224
 """
 MODES = ("inference", "training")
-BATCH, TOGETHER, SIZES = 2, 10, (64, 96, 128, 192, 224, 256)
+BATCH, SIZES = 2, (64, 96, 128, 192, 224, 256)
 #: Allowed distance from float32: so many times PyTorch's own, and this part of the norm.
 TIMES, MORE = 3.0, 0.01
 _TIMEOUT_S = 600  # of a process
@@ -62,6 +64,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=kind)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--workers", type=int, default=12, help="processes at a time")
+    parser.add_argument("--budget", type=float, default=86400, help="seconds; the rest is left out")
     parser.add_argument("--networks", type=int, help="only so many, from all over the list")
     parser.add_argument("--only", nargs="*", help="networks of timm, in the place of the list")
     parser.add_argument("--eager", action="store_true", help="do not optimize: the noise itself")
@@ -79,23 +82,29 @@ def main() -> int:
     if args.networks:
         names = names[:: max(1, len(names) // args.networks)][: args.networks]
     start = time.perf_counter()
-    groups = [names[i :: -(-len(names) // TOGETHER)] for i in range(-(-len(names) // TOGETHER))]
+    groups = [names[i :: args.workers] for i in range(min(args.workers, len(names)))]
     with ThreadPoolExecutor(args.workers) as pool:
-        rows = [row for rows in pool.map(lambda g: run_group(g, args), groups) for row in rows]
+        found = pool.map(lambda g: run_group(g, args, start + args.budget), groups)
+        rows = [row for rows in found for row in rows]
     rows.sort(key=lambda row: (names.index(row["network"]), row["mode"]))
     return report(rows, args, time.perf_counter() - start)
 
 
-def run_group(names: list[str], args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Return the records of `names`, made in processes of their own."""
+def run_group(names: list[str], args: argparse.Namespace, end: float) -> list[dict[str, Any]]:
+    """Return the records of `names`, made one after the other in a process, until `end`."""
     rows: list[dict[str, Any]] = []
+    one_thread = dict(os.environ, OMP_NUM_THREADS="1")  # the workers are as many as the cores
     left = [(name, mode) for name in names for mode in MODES]
     while left:
         command = [sys.executable, __file__, "--device", args.device]
         command += ["--eager"] * args.eager
         command += ["--worker", *(f"{name}:{mode}" for name, mode in left)]
+        left_s = end - time.perf_counter()
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S)
+            done = subprocess.run(
+                command, capture_output=True, text=True, timeout=max(1, min(_TIMEOUT_S, left_s)),
+                env=one_thread,
+            )  # fmt: skip
             said, blamed = done.stdout, done.returncode != _LOST
             why = f"exit status {done.returncode}: {done.stderr[-300:]}"
         except subprocess.TimeoutExpired as late:
@@ -106,6 +115,8 @@ def run_group(names: list[str], args: argparse.Namespace) -> list[dict[str, Any]
         rows += new
         found = {(row["network"], row["mode"]) for row in rows}
         left = [pair for pair in left if pair not in found]
+        if time.perf_counter() >= end:
+            break
         if left and blamed:  # the first of them is where the process ended
             name, mode = left[0]
             rows.append({"network": name, "mode": mode, "error": why, "is_right": False})

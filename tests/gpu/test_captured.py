@@ -156,7 +156,7 @@ def test_a_fold_that_the_kernel_cannot_take_is_pytorchs() -> None:
 def test_scale_and_shift(channels: int, activation: str, dtype: torch.dtype, monkeypatch) -> None:
     launched, launch = [], pointwise._launch
     monkeypatch.setattr(
-        pointwise, "_launch", lambda *a: launched.append(launch(*a)) or launched[-1]
+        pointwise, "_launch", lambda *a, **k: launched.append(launch(*a, **k)) or launched[-1]
     )
     scale, shift = normal(channels, seed=1), normal(channels, seed=2)
     for place, (n, h, w) in enumerate(((3, 7, 5), (1, 1, 1), (2, 40, 33))):
