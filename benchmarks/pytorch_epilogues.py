@@ -7,6 +7,7 @@ with bias, residual and activation as `confpred.optimize` fuses them. Ways:
 
     epilogue   PyTorch's convolution, then one kernel of confpred's for all that follows
     cudnn      ``cudnn_convolution_relu`` or ``cudnn_convolution_add_relu``
+    pixel      the product in the place of a convolution of one pixel an image
     gemm       ``addmm`` or ``_addmm_activation`` of a 1 x 1 filter, with bias and ReLU inside
 
 Times are of a CUDA graph of several calls, interleaved in rounds; the median. ``again`` is
@@ -29,7 +30,7 @@ import torch
 from provenance import RESULTS, provenance, write
 from torch import Tensor
 
-from confpred.problem.conv2d import Problem
+from confpred.problem.conv2d import ACTIVATIONS, Problem
 
 NETWORKS = (
     "resnet18", "resnet50", "mnasnet_100", "rexnet_150", "densenet121", "seresnext26t_32x4d",
@@ -48,12 +49,17 @@ def problems_of(network: str, batch: int) -> Counter[Problem]:
 
     model = timm.create_model(network).eval().to(memory_format=torch.channels_last)
     images = torch.empty(batch, 3, 224, 224).to(memory_format=torch.channels_last)
-    recorder = capture(model, images, get_device("h100"), dtype=torch.float16)
-    return Counter(
-        site.problem
-        for site in recorder.all_sites
-        if site.problem is not None and not site.is_ours and site.problem.groups == 1
-    )
+    found: Counter[Problem] = Counter()
+    for site in capture(model, images, get_device("h100"), dtype=torch.float16).sites:
+        if site.problem is not None:
+            if not site.is_ours and site.problem.groups == 1:
+                found[site.problem] += 1
+        elif str(site.why).startswith("one pixel"):
+            layer: Any = model.get_submodule(site.name)
+            activation = next((name for name in site.fused if name in ACTIVATIONS), "none")
+            sizes = (batch, layer.in_channels, 1, 1, layer.out_channels, 1, 1)
+            found[Problem(*sizes, bias=True, activation=activation)] += 1
+    return found
 
 
 def operands(p: Problem) -> dict[str, Tensor | None]:
@@ -74,10 +80,22 @@ def operands(p: Problem) -> dict[str, Tensor | None]:
 
 def ways_of(p: Problem, given: dict[str, Any]) -> dict[str, Callable[[], Tensor]]:
     """Return the ways that can compute a problem."""
-    from confpred.pytorch.pointwise import apply_epilogue
+    from confpred.pytorch.library import of_pixels
+    from confpred.pytorch.pointwise import activate, apply_epilogue
 
     x, weight, bias, residual = given.values()
     geometry = (p.stride, p.padding, p.dilation)
+    if p.h == p.w == 1:
+
+        def plain() -> Tensor:
+            out = torch.convolution(x, weight, bias, *geometry, False, (0, 0), 1)
+            return activate(p.activation, out)
+
+        return {
+            "epilogue": plain,
+            "again": plain,
+            "pixel": lambda: of_pixels(x, weight, bias, p.activation),
+        }
 
     def epilogue() -> Tensor:
         out = torch.convolution(x, weight, None, *geometry, False, (0, 0), 1)
@@ -179,7 +197,7 @@ def main() -> None:
                 row = rows[problem]
                 row["of"][f"{network}, {batch}"] = count
                 us = row["us"]
-                for name in ("epilogue", "again", "cudnn", "gemm"):
+                for name in ("epilogue", "again", "cudnn", "gemm", "pixel"):
                     sums[name] += count * us.get(name, us["epilogue"])
                 sums["best"] += count * min(us.values())
                 for name, seconds in row["first_s"].items():

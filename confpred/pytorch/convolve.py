@@ -23,7 +23,7 @@ from confpred.predict.choice import Choice
 from confpred.problem.conv2d import Problem
 from confpred.problem.limits import Limits
 from confpred.problem.precision import convolutions_allow_tf32
-from confpred.pytorch import choosing
+from confpred.pytorch import choosing, library
 from confpred.pytorch.choosing import ANY, Wishes, kept
 from confpred.pytorch.library import FusedOperator
 from confpred.pytorch.loading import DTYPES, ReadyLaunch, alike, dense, is_channels_last, load
@@ -171,6 +171,9 @@ def forward(
     if ready is not None:
         given = (x, weight, bias, residual)
         return ready.run(*(None if t is None else dense(t) for t in given))[0]
+    _, padding, _, groups = call.geometry
+    if residual is None and library.takes_pixels(x, weight, padding, groups):
+        return library.of_pixels(x, weight, bias, call.activation)
     if not x.is_cuda or (residual is None and call.activation == "none"):
         out = torch.convolution(x, weight, bias, *call.arguments)
         return activate(call.activation, out if residual is None else out + residual)

@@ -1,8 +1,9 @@
-"""Operators of PyTorch's that compute a dense convolution with all that follows it.
+"""Operators of PyTorch's that compute a dense convolution with what follows it.
 
 cuDNN adds a bias and a residual and applies ReLU before it stores; cuBLAS does so with the bias of
-a product. That saves a pass over the output: 1.2x to 1.6x of the time of a layer on an H100
-(``benchmarks/pytorch_epilogues.py``).
+a product. That saves a pass over the output: a layer takes 1.2 to 1.6 times as long without on an
+H100 (``benchmarks/pytorch_epilogues.py``). A convolution of one pixel an image, as in
+squeeze-and-excite, is a product, too.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from torch import Tensor
 from confpred.families.candidate import PYTORCH_OPERATOR
 from confpred.predict.choice import Choice
 from confpred.problem.conv2d import Problem
+from confpred.pytorch.pointwise import apply_epilogue
 
+_HALF = (torch.float16, torch.bfloat16)
 _VECTOR = 8  # channels in 16 bytes: with others cuBLAS is slower than a convolution and a pass
 
 
@@ -31,6 +34,27 @@ def _is_product(p: Problem) -> bool:
     one_pixel = (p.r, p.s, p.stride, p.padding) == (1, 1, (1, 1), (0, 0))
     plain = p.activation == "none" and not p.residual
     return one_pixel and plain and p.c % _VECTOR == 0 and p.k % _VECTOR == 0
+
+
+def takes_pixels(x: Tensor, weight: Tensor, padding: tuple[int, int], groups: int) -> bool:
+    """Return whether a convolution is a product of one pixel an image, in half precision."""
+    sides = (*x.shape[2:], *weight.shape[2:])
+    is_pixel = all(isinstance(side, int) and side == 1 for side in sides) and padding == (0, 0)
+    # PyTorch refuses cuBLAS where it is told to be deterministic.
+    refused = torch.are_deterministic_algorithms_enabled()
+    return is_pixel and groups == 1 and x.dtype in _HALF and not refused
+
+
+def of_pixels(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+    """Return ``activation(conv2d(x, weight, bias))`` for shapes (N, C, 1, 1) and (K, C, 1, 1)."""
+    rows, columns = x.reshape(x.shape[:2]), weight.reshape(weight.shape[:2]).t()
+    if bias is None:
+        out = torch.mm(rows, columns)
+    elif activation == "relu":
+        out, activation = torch._addmm_activation(bias, rows, columns), "none"
+    else:
+        out = torch.addmm(bias, rows, columns)
+    return apply_epilogue(out.view(*out.shape, 1, 1), None, None, activation)
 
 
 class FusedOperator:

@@ -226,12 +226,23 @@ def _describe(chain: _Chain) -> None:
     chain.site.fused = tuple(fused)
 
 
+def _is_one_of_pytorchs(chain: _Chain) -> bool:
+    """Return whether one operator of PyTorch's computes the convolution and what follows it."""
+    node, problem = chain.convolution, chain.site.problem
+    if problem is not None or node is None:
+        return problem is not None and library.fuses(problem)
+    _, padding, _, groups = _geometry(node, 3)
+    x, weight = _val(node.args[0]), _val(node.args[1])
+    is_pixel = library.takes_pixels(x, weight, padding, groups) and not node.args[6]
+    return is_pixel and chain.residual is None
+
+
 def _replace(chain: _Chain, wishes: Wishes) -> None:
     """Put one operator in the place of `chain`, if that is fewer launches or a confpred kernel."""
     node, norm, last = chain.convolution, chain.norm, chain.last
     # One operator takes a folded filter; PyTorch's convolution and a pass over its output do not.
-    problem, out = chain.site.problem, _val(last)
-    is_one = chain.site.is_ours or (problem is not None and library.fuses(problem))
+    out = _val(last)
+    is_one = chain.site.is_ours or _is_one_of_pytorchs(chain)
     if not is_one:
         if not isinstance(out, Tensor) or out.dtype not in DTYPES or not is_channels_last(out):
             return

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from confpred.problem.conv2d import Problem
 from confpred.pytorch.backend import confpred as backend
@@ -70,3 +70,42 @@ def test_a_norm_is_folded_where_one_operator_follows(captured, kind: str) -> Non
     (call,) = captured.of("inference").calls("confpred.conv2d.default")
     scale = call.args[2]
     assert (scale is None) is (kind != "silu")
+
+
+class Gate(nn.Module):
+    """Squeeze-and-excite: two layers of one pixel an image."""
+
+    def __init__(self, norm: bool, activation: nn.Module) -> None:
+        super().__init__()
+        self.down = nn.Conv2d(16, 6, 1, bias=not norm)
+        self.norm = nn.BatchNorm2d(6) if norm else nn.Identity()
+        self.activation, self.up = activation, nn.Conv2d(6, 16, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        pooled = x.mean((2, 3), keepdim=True)
+        return x * self.up(self.activation(self.norm(self.down(pooled)))).sigmoid()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("layout", [LAST, torch.contiguous_format])
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("activation", [nn.ReLU(), nn.SiLU(), nn.Tanh()])
+def test_one_pixel_an_image_is_a_product(captured, activation, norm, layout, dtype) -> None:
+    model = Gate(norm, activation).eval().to(dtype=dtype, memory_format=layout)
+    if norm:
+        with torch.no_grad():
+            model.norm.running_mean.normal_()
+            model.norm.running_var.uniform_(0.5, 2)
+    x = torch.randn(3, 16, 5, 4).to(dtype=dtype, memory_format=layout)
+    close = {"rtol": 2e-2, "atol": 2e-2} if dtype is not torch.float32 else {}
+    compiled = torch.compile(model, backend=backend)
+    with torch.no_grad():
+        for batch in (x, torch.cat([x, x])):
+            torch.testing.assert_close(compiled(batch), model(batch), **close)
+        torch.use_deterministic_algorithms(True)
+        try:
+            torch.testing.assert_close(compiled(x), model(x), **close)
+        finally:
+            torch.use_deterministic_algorithms(False)
+    first = captured.passes[0]
+    assert (first.count("aten.convolution.default") == 0) is (dtype is not torch.float32)
