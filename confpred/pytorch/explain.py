@@ -6,7 +6,7 @@ import operator
 from collections.abc import Sequence
 from contextlib import nullcontext
 from copy import deepcopy
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -129,11 +129,8 @@ class Explanation:
 
     def to_json(self) -> dict[str, Any]:
         """Return the explanation as JSON's types."""
-        rows = [
-            asdict(replace(row, problem=None))
-            | {"problem": None if row.problem is None else row.problem.to_json()}
-            for row in self.rows
-        ]
+        problems = [None if row.problem is None else row.problem.to_json() for row in self.rows]
+        rows = [asdict(r) | {"problem": p} for r, p in zip(self.rows, problems, strict=True)]
         return {"device": self.device, "step": asdict(self.step), "rows": rows}
 
     def __str__(self) -> str:

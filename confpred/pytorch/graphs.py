@@ -148,31 +148,26 @@ class _Graphed:
             if isinstance(t, Tensor):
                 groups.setdefault(t.untyped_storage()._cdata, []).append(i)
         alone = [places[0] for places in groups.values() if len(places) == 1]
-        copies = [torch.empty_like(results[i]) for i in alone]
+        copies = {i: torch.empty_like(results[i]) for i in alone}
         with torch.no_grad():
             if copies:
-                torch._foreach_copy_(copies, [results[i] for i in alone])
+                torch._foreach_copy_(list(copies.values()), [results[i] for i in alone])
             for places in (shared for shared in groups.values() if len(shared) > 1):
                 storage = results[places[0]].untyped_storage().clone()
                 for i in places:
                     t = results[i]
                     empty = torch.empty(0, dtype=t.dtype, device=t.device)
-                    results[i] = empty.set_(storage, t.storage_offset(), t.shape, t.stride())
-        for i, copy in zip(alone, copies, strict=True):
-            results[i] = copy
-        return results
+                    copies[i] = empty.set_(storage, t.storage_offset(), t.shape, t.stride())
+        return [copies.get(i, result) for i, result in enumerate(results)]
 
 
 def _switches() -> tuple[bool, ...]:
     """Return PyTorch's switches that decide how a recorded graph computes, and no guard knows."""
     cudnn = torch.backends.cudnn
     return (
-        cudnn.enabled,
-        cudnn.benchmark,
-        cudnn.deterministic,
-        convolutions_allow_tf32(),
+        cudnn.enabled, cudnn.benchmark, cudnn.deterministic, convolutions_allow_tf32(),
         torch.are_deterministic_algorithms_enabled(),
-    )
+    )  # fmt: skip
 
 
 def _tensors(graph: fx.Graph) -> list[Tensor]:
