@@ -37,12 +37,6 @@ log = logging.getLogger(__name__)
 DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
 CHANNELS_LAST = torch.channels_last
 ALIGNMENT = 16  # bytes; the kernels load this much at a time
-#: Inputs of a convolution, in the order in which a ready launch is given them.
-INPUTS = {
-    "fprop": ("in", "filter", "bias", "residual"),
-    "dgrad": ("out_grad", "filter"),
-    "wgrad": ("out_grad", "in"),
-}
 #: From the operands' names to what enqueues a launch, given a stream's handle and the addresses of
 #: the operands.
 Bind = Callable[[Sequence[str]], Callable[[int, Sequence[int]], None]]
@@ -144,9 +138,9 @@ class ReadyLaunch:
         """Enqueue the launch on the current stream of its device.
 
         Args:
-            inputs: in the order of ``INPUTS``, or of the operation's operands; of the problem's
-                shapes and dtype, on the launch's device, dense as the kernels read them (`dense`).
-                None for one that the problem does not have. Unaligned ones are copied.
+            inputs: in the order of the operation's operands; of the problem's shapes and dtype, on
+                the launch's device, dense as the kernels read them (`dense`). None for one that the
+                problem does not have. Unaligned ones are copied.
 
         Returns:
             The outputs. Workspaces are new at each call, from the current stream's pool: memory
