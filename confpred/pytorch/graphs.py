@@ -40,30 +40,14 @@ def is_recordable(backward: bool) -> bool:
     return backward and bool(torch._C._is_key_in_tls("tree_manager_containers"))
 
 
-def graphed(
-    gm: fx.GraphModule,
-    plain: Run,
-    *,
-    static: Sequence[int],
-    written: Sequence[int],
-    visible: int | None,
-    kind: str,
-) -> Run:
-    """Return a function that replays `gm` as a CUDA graph wherever that is right.
-
-    Args:
-        gm: the captured graph, for what it says of its nodes.
-        plain: runs it without a CUDA graph; takes a list of inputs, which it empties.
-        static: places of inputs that stay where they are, such as parameters.
-        written: places of inputs that it writes to.
-        visible: how many results, from the first on, the caller sees; None for all.
-        kind: ``inference``, ``forward`` or ``backward``.
-    """
+def graphed(gm: fx.GraphModule, plain: Run, *, kind: str, **told: Any) -> Run:
+    """Return a function that replays `gm` as a CUDA graph wherever that is right; the arguments are
+    those of `Graphed`."""
     why = why_not(gm)
     if why is not None:
         log.info("no CUDA graph of the %s pass: %s", kind, why)
         return plain
-    return _Graphed(gm, plain, static, written, visible, kind)
+    return Graphed(gm, plain, kind=kind, **told)
 
 
 def why_not(gm: fx.GraphModule) -> str | None:
@@ -80,11 +64,20 @@ def why_not(gm: fx.GraphModule) -> str | None:
     return None if node is None else f"{node.target} cannot be captured"
 
 
-class _Graphed:
-    """A captured graph that is replayed; called with a list of inputs, which it empties."""
+class Graphed:
+    """A captured graph that is replayed; called with a list of inputs, which it empties.
+
+    Args:
+        gm: the captured graph, for what it says of its nodes.
+        plain: runs it without a CUDA graph; takes a list of inputs, which it empties.
+        static: places of inputs that stay where they are, such as parameters.
+        written: places of inputs that it writes to.
+        visible: how many results, from the first on, the caller sees; None for all.
+        kind: ``inference``, ``forward`` or ``backward``.
+    """
 
     def __init__(
-        self, gm: fx.GraphModule, plain: Run, static: Sequence[int], written: Sequence[int],
+        self, gm: fx.GraphModule, plain: Run, *, static: Sequence[int], written: Sequence[int],
         visible: int | None, kind: str,
     ) -> None:  # fmt: skip
         from torch._inductor.cudagraph_utils import get_placeholder_info

@@ -45,6 +45,9 @@ _loaded: dict[tuple[KernelSpec, int, int], Any] = {}
 #: The handle of the current stream of a CUDA device, without the object that PyTorch makes of it.
 #: A PyTorch without CUDA lacks the function, and never calls it here.
 current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", int)
+#: A tensor of a size, strides and dtype on the current CUDA device, as Inductor's code allocates
+#: it: PyTorch's public function fills memory first where algorithms are to be deterministic.
+_empty: Callable[..., Tensor] = torch._C._dynamo.guards._empty_strided_cuda  # type: ignore[attr-defined]
 
 
 def _new_threads() -> ThreadPoolExecutor:
@@ -152,7 +155,7 @@ class ReadyLaunch:
                 return self.run(*inputs)
         device = torch.device("cuda", ordinal)
         given = [aligned(t) for t in inputs if t is not None]
-        made = [torch.empty_strided(*o[:2], dtype=o[2], device=device) for o in self._outputs]
+        made = [_empty(*output) for output in self._outputs]
         spaces = [make(n, dtype=torch.uint8, device=device) for n, make in self._workspaces]
         in_context(ordinal, partial(self._enqueue, [*made, *given, *spaces]))
         return made
