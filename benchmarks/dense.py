@@ -72,20 +72,19 @@ def problems(wanted: Sequence[str]) -> dict[Problem, str]:
 def our_call(problem: Problem) -> tuple[Any, Callable[[Mapping[str, torch.Tensor]], Any] | None]:
     """The choice for `problem`, and what it runs, of inputs by name; None for PyTorch's operator
     alone."""
-    from confpred.pytorch import choosing
-    from confpred.pytorch.fallback import pytorch_for
-    from confpred.pytorch.loading import INPUTS
-    from confpred.pytorch.policy import find_at_once
+    from confpred.measure.pytorch import as_the_library_calls
+    from confpred.pytorch import choosing, loading
 
     choice = choosing.choose(problem, 0)
-    ready = find_at_once(problem, 0)
-    if ready is None and not problem.has_epilogue:
-        return choice, None
-    run = pytorch_for(problem) if ready is None else ready.run
+    ready = loading.load(choice, 0) if choice is not None and choosing.is_ours(choice) else None
+    if ready is None:
+        own = as_the_library_calls(CONVOLUTION, problem, 0) if problem.has_epilogue else None
+        return choice, own
+    run = ready.run
 
     def call(tensors: Mapping[str, torch.Tensor]) -> Any:
-        found = [tensors.get(name) for name in INPUTS[problem.direction]]
-        return run(*(t.permute(0, 3, 1, 2) if t is not None and t.dim() == 4 else t for t in found))
+        given = (t.permute(0, 3, 1, 2) if t.dim() == 4 else t for t in tensors.values())
+        return run(*given)[0]
 
     return choice, call
 
@@ -122,8 +121,6 @@ def difference(ours: Any, theirs: Any, problem: Problem) -> float:
     """Relative difference of the two outputs in the 2-norm."""
     if problem.direction != "fprop":
         theirs = theirs[DIRECTIONS.index(problem.direction) - 1]
-    if problem.direction == "wgrad":
-        ours = ours[0]
     return float((ours.float() - theirs.float()).norm() / theirs.float().norm())
 
 

@@ -1,7 +1,7 @@
 """Timing PyTorch's own operator, under the protocol that times our kernels.
 
 Where something follows a convolution, the one kernel of ours that the library has follow PyTorch's
-operator (`confpred.pytorch.epilogue`) is timed with it: that is what a user gets where PyTorch's
+operator (`confpred.pytorch.pointwise`) is timed with it: that is what a user gets where PyTorch's
 operator is the answer.
 """
 
@@ -105,7 +105,7 @@ def measure_pytorch(
     torch.cuda.set_device(ordinal)
     torch.backends.cudnn.benchmark = mode == "benchmark"
     l2_bytes = driver.device_of(ordinal).l2_bytes
-    call = _as_the_library_calls(operation, problem, ordinal)
+    call = as_the_library_calls(operation, problem, ordinal)
     try:
         (first,) = operands(operation, problem, 1)
         call(first)
@@ -136,7 +136,7 @@ def measure_pytorch(
     )
 
 
-def _as_the_library_calls(
+def as_the_library_calls(
     operation: Operation, problem: Record, ordinal: int
 ) -> Callable[[dict[str, torch.Tensor]], Any]:
     """What the library runs for `problem` where PyTorch's operator is the answer."""

@@ -31,8 +31,6 @@ from confpred.problem.precision import convolutions_allow_tf32
 from confpred.problem.record import Record
 
 log = logging.getLogger(__name__)
-
-
 T = TypeVar("T")
 #: Predictors by operation; that of convolutions is loaded when it is first needed.
 _predictors: dict[str, Predictor] = {}

@@ -127,15 +127,9 @@ def problem_of(
     k, _, r, s = filters
     try:
         return Problem(
-            *(n, c, h, w, k, r, s),
-            stride=stride,
-            padding=padding,
-            dilation=dilation,
-            groups=groups,
-            dtype=DTYPES[dtype],
-            direction=direction,
-            **epilogue,
-        )
+            n, c, h, w, k, r, s, stride=stride, padding=padding, dilation=dilation, groups=groups,
+            dtype=DTYPES[dtype], direction=direction, **epilogue,
+        )  # fmt: skip
     except InvalidProblem:  # a size is out of range, or the output would be empty
         return None
 

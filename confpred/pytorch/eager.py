@@ -96,12 +96,9 @@ def conv2d(
     for argument, tensor, rank in tensors:
         if tensor is not None and tensor.dim() != rank:
             raise InvalidInput(argument, tuple(tensor.shape), f"a tensor of {rank} dimensions")
-    geometry: Geometry = (
-        _both("stride", stride),
-        _both("padding", padding),
-        _both("dilation", dilation),
-        groups,
-    )
+    sizes = {"stride": stride, "padding": padding, "dilation": dilation}
+    pairs = [_both(argument, size) for argument, size in sizes.items()]
+    geometry: Geometry = (pairs[0], pairs[1], pairs[2], groups)
     given = [tensor for _, tensor, _ in tensors if tensor is not None]
     if torch.compiler.is_compiling() or not is_plain(*given):
         out = F.conv2d(x, weight, bias, *geometry)
@@ -113,7 +110,7 @@ def conv2d(
     call = Call(geometry, wishes=ANY if limits is None else Wishes(limits))
     if differentiable:
         # The activation's gradient needs its input, so neither activation nor residual is fused.
-        out = Convolution.of(x, weight, bias, call)
+        out = Convolution.apply(x, weight, bias, call)  # type: ignore[no-untyped-call]
         return activate(name, out if residual is None else out + residual)
     return convolve.forward(x, weight, bias, residual, replace(call, activation=name))
 
@@ -154,14 +151,8 @@ def is_plain(*tensors: Tensor) -> bool:
 
 
 class Convolution(torch.autograd.Function):
-    """A convolution whose three directions are chosen apart; gradients of gradients are
-    PyTorch's."""
-
-    @staticmethod
-    def of(x: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Tensor:
-        """Compute the convolution of plain tensors of one dtype, with a record of gradients."""
-        out: Tensor = Convolution.apply(x, weight, bias, call)  # type: ignore[no-untyped-call]
-        return out
+    """A convolution of plain tensors of one dtype, whose three directions are chosen apart;
+    gradients of gradients are PyTorch's."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Tensor:
@@ -270,7 +261,8 @@ def _conv_forward(self: nn.Conv2d, input: Tensor, weight: Tensor, bias: Tensor |
     if not choosing.kept(key, lambda: _saves(call, *cast(input, weight, bias))):
         return _PYTORCH(self, input, weight, bias)
     x, weight, bias = cast(input, weight, bias)
-    return Convolution.of(x, weight, bias, call)
+    out: Tensor = Convolution.apply(x, weight, bias, call)  # type: ignore[no-untyped-call]
+    return out
 
 
 # `torch.jit.script` reads the text of this, and looks its names up in this module.
@@ -279,15 +271,9 @@ _conv_forward.__wrapped__ = _PYTORCH  # type: ignore[attr-defined]
 
 def _saves(call: Call, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Return whether a layer of these sizes is predicted to save at least ``LEAST_MS``."""
-    ready = [
-        convolve.forward_launch(x, weight, bias, None, call),
-        *convolve.backward_launches(x, weight, call),
-    ]
-    saved = 0.0
-    for launch in ready:
-        if launch is None:
-            continue
-        choice = launch.choice
+    forward = convolve.forward_launch(x, weight, bias, None, call)
+    launches, saved = (forward, *convolve.backward_launches(x, weight, call)), 0.0
+    for choice in (launch.choice for launch in launches if launch is not None):
         if choice.source == "pinned":
             return True
         theirs = choosing.pytorch_ms(choice.problem, driver.device_of(x.get_device()))

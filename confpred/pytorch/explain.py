@@ -6,7 +6,7 @@ import operator
 from collections.abc import Sequence
 from contextlib import nullcontext
 from copy import deepcopy
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -66,11 +66,6 @@ class Row:
     pytorch_ms: float | None
     reason: str
 
-    @property
-    def is_unpredicted(self) -> bool:
-        """Whether its times are not known."""
-        return self.expected_ms is None or self.pytorch_ms is None
-
     def cells(self) -> tuple[str, ...]:
         """Return a text for each column of the table."""
         p, image = self.problem, ""
@@ -129,11 +124,8 @@ class Explanation:
 
     def to_json(self) -> dict[str, Any]:
         """Return the explanation as JSON's types."""
-        rows = [
-            asdict(replace(row, problem=None))
-            | {"problem": None if row.problem is None else row.problem.to_json()}
-            for row in self.rows
-        ]
+        problems = [None if row.problem is None else row.problem.to_json() for row in self.rows]
+        rows = [asdict(r) | {"problem": p} for r, p in zip(self.rows, problems, strict=True)]
         return {"device": self.device, "step": asdict(self.step), "rows": rows}
 
     def __str__(self) -> str:
@@ -243,7 +235,8 @@ class Recorder(Compiler):
         times = [(len(row.layers), *_seconds(row, self._device)) for row in convolutions]
         before_s = sum(count * before for count, before, _ in times)
         after_s = self.other_s[1] + sum(count * after for count, _, after in times)
-        total_s, unknown = self.other_s[0] + before_s, [r for r in convolutions if r.is_unpredicted]
+        total_s = self.other_s[0] + before_s
+        unknown = [r for r in convolutions if r.expected_ms is None or r.pytorch_ms is None]
         step = Step(
             self.parts, self.launches[0], self.launches[1],
             fused=sum(len(row.fused) * len(row.layers) for row in rows),

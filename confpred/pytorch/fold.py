@@ -89,10 +89,8 @@ def fold(
         shift = -means[i].float() if bias is None else bias.float() - means[i].float()
         shift = shift * scale
         out[2 * i + 1].copy_(shift if beta is None else shift + beta.float())
-        if filters_ is None:
-            out[2 * i].copy_(scale)
-        else:
-            out[2 * i].copy_(filters_.float() * scale.view(-1, 1, 1, 1))
+        wide = scale if filters_ is None else filters_.float() * scale.view(-1, 1, 1, 1)
+        out[2 * i].copy_(wide)
     return out
 
 
@@ -105,23 +103,17 @@ def empty(mean: Tensor, filters: Tensor | None, dtype: torch.dtype) -> tuple[Ten
 
 
 def _can_launch(given: Tensors, dtypes: Sequence[torch.dtype]) -> bool:
-    tensors = [t for t in given if t is not None]
-    one, count = tensors[0], len(dtypes)
+    tensors, count = [t for t in given if t is not None], len(dtypes)
     for a, b in ((0, 1), (2, 3)):  # gamma and beta, mean and variance: the kernel has one dtype
         for i in range(count):
             left, right = given[a * count + i], given[b * count + i]
             if left is not None and right is not None and left.dtype is not right.dtype:
                 return False
     return (
-        one.is_cuda
+        tensors[0].is_cuda
         and all(dtype in DTYPES for dtype in dtypes)
-        and all(
-            t.dtype in _CODES
-            and t.device == one.device
-            and not t.is_neg()
-            and (t.dim() == 4 or t.is_contiguous())
-            for t in tensors
-        )
+        and all(t.dtype in _CODES and t.device == tensors[0].device for t in tensors)
+        and all((t.dim() == 4 or t.is_contiguous()) and not t.is_neg() for t in tensors)
     )
 
 

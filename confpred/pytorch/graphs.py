@@ -40,30 +40,14 @@ def is_recordable(backward: bool) -> bool:
     return backward and bool(torch._C._is_key_in_tls("tree_manager_containers"))
 
 
-def graphed(
-    gm: fx.GraphModule,
-    plain: Run,
-    *,
-    static: Sequence[int],
-    written: Sequence[int],
-    visible: int | None,
-    kind: str,
-) -> Run:
-    """Return a function that replays `gm` as a CUDA graph wherever that is right.
-
-    Args:
-        gm: the captured graph, for what it says of its nodes.
-        plain: runs it without a CUDA graph; takes a list of inputs, which it empties.
-        static: places of inputs that stay where they are, such as parameters.
-        written: places of inputs that it writes to.
-        visible: how many results, from the first on, the caller sees; None for all.
-        kind: ``inference``, ``forward`` or ``backward``.
-    """
+def graphed(gm: fx.GraphModule, plain: Run, *, kind: str, **told: Any) -> Run:
+    """Return a function that replays `gm` as a CUDA graph wherever that is right; the arguments are
+    those of `Graphed`."""
     why = why_not(gm)
     if why is not None:
         log.info("no CUDA graph of the %s pass: %s", kind, why)
         return plain
-    return _Graphed(gm, plain, static, written, visible, kind)
+    return Graphed(gm, plain, kind=kind, **told)
 
 
 def why_not(gm: fx.GraphModule) -> str | None:
@@ -80,11 +64,20 @@ def why_not(gm: fx.GraphModule) -> str | None:
     return None if node is None else f"{node.target} cannot be captured"
 
 
-class _Graphed:
-    """A captured graph that is replayed; called with a list of inputs, which it empties."""
+class Graphed:
+    """A captured graph that is replayed; called with a list of inputs, which it empties.
+
+    Args:
+        gm: the captured graph, for what it says of its nodes.
+        plain: runs it without a CUDA graph; takes a list of inputs, which it empties.
+        static: places of inputs that stay where they are, such as parameters.
+        written: places of inputs that it writes to.
+        visible: how many results, from the first on, the caller sees; None for all.
+        kind: ``inference``, ``forward`` or ``backward``.
+    """
 
     def __init__(
-        self, gm: fx.GraphModule, plain: Run, static: Sequence[int], written: Sequence[int],
+        self, gm: fx.GraphModule, plain: Run, *, static: Sequence[int], written: Sequence[int],
         visible: int | None, kind: str,
     ) -> None:  # fmt: skip
         from torch._inductor.cudagraph_utils import get_placeholder_info
@@ -148,31 +141,26 @@ class _Graphed:
             if isinstance(t, Tensor):
                 groups.setdefault(t.untyped_storage()._cdata, []).append(i)
         alone = [places[0] for places in groups.values() if len(places) == 1]
-        copies = [torch.empty_like(results[i]) for i in alone]
+        copies = {i: torch.empty_like(results[i]) for i in alone}
         with torch.no_grad():
             if copies:
-                torch._foreach_copy_(copies, [results[i] for i in alone])
+                torch._foreach_copy_(list(copies.values()), [results[i] for i in alone])
             for places in (shared for shared in groups.values() if len(shared) > 1):
                 storage = results[places[0]].untyped_storage().clone()
                 for i in places:
                     t = results[i]
                     empty = torch.empty(0, dtype=t.dtype, device=t.device)
-                    results[i] = empty.set_(storage, t.storage_offset(), t.shape, t.stride())
-        for i, copy in zip(alone, copies, strict=True):
-            results[i] = copy
-        return results
+                    copies[i] = empty.set_(storage, t.storage_offset(), t.shape, t.stride())
+        return [copies.get(i, result) for i, result in enumerate(results)]
 
 
 def _switches() -> tuple[bool, ...]:
     """Return PyTorch's switches that decide how a recorded graph computes, and no guard knows."""
     cudnn = torch.backends.cudnn
     return (
-        cudnn.enabled,
-        cudnn.benchmark,
-        cudnn.deterministic,
-        convolutions_allow_tf32(),
+        cudnn.enabled, cudnn.benchmark, cudnn.deterministic, convolutions_allow_tf32(),
         torch.are_deterministic_algorithms_enabled(),
-    )
+    )  # fmt: skip
 
 
 def _tensors(graph: fx.Graph) -> list[Tensor]:

@@ -151,16 +151,9 @@ def problem_of(
         return None
     try:
         return LinearChain(
-            batch=x.numel() // widths[0],
-            inputs=widths[0],
-            hidden=between.pop(),
-            outputs=widths[-1],
-            layers=len(weights),
-            dtype=DTYPES[x.dtype],
-            tf32=x.dtype is torch.float32 and allows_tf32(),
-            activation=activation,
-            bias=biases is not None,
-            last=last,
-        )
+            x.numel() // widths[0], widths[0], between.pop(), widths[-1], len(weights),
+            dtype=DTYPES[x.dtype], tf32=x.dtype is torch.float32 and allows_tf32(),
+            activation=activation, bias=biases is not None, last=last,
+        )  # fmt: skip
     except InvalidProblem:  # larger than any that is measured
         return None

@@ -29,7 +29,7 @@ from confpred.problem.conv2d_operation import CONVOLUTION
 from confpred.problem.limits import UNLIMITED, Limits
 from confpred.problem.linear_chain import LinearChain
 from confpred.problem.linear_chain_operation import LINEAR_CHAIN
-from confpred.problem.operation import SCRATCH, ZEROED, KernelSpec, Launch
+from confpred.problem.operation import SCRATCH, ZEROED, KernelSpec, Launch, Step
 from confpred.products.run import Program, by_driver
 from confpred.pytorch.choosing import current_predictor, is_ours, kept, limits_for, warn_once
 
@@ -37,20 +37,17 @@ log = logging.getLogger(__name__)
 DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
 CHANNELS_LAST = torch.channels_last
 ALIGNMENT = 16  # bytes; the kernels load this much at a time
-#: Inputs of a convolution, in the order in which a ready launch is given them.
-INPUTS = {
-    "fprop": ("in", "filter", "bias", "residual"),
-    "dgrad": ("out_grad", "filter"),
-    "wgrad": ("out_grad", "in"),
-}
-Enqueue = Callable[[Sequence[Tensor]], Any]
-#: From the operands' names to what enqueues a launch on the current stream, given the operands.
-Bind = Callable[[Sequence[str]], Enqueue]
+#: From the operands' names to what enqueues a launch, given a stream's handle and the addresses of
+#: the operands.
+Bind = Callable[[Sequence[str]], Callable[[int, Sequence[int]], None]]
 _compiling: dict[tuple[KernelSpec, str], Future[Compiled]] = {}
 _loaded: dict[tuple[KernelSpec, int, int], Any] = {}
 #: The handle of the current stream of a CUDA device, without the object that PyTorch makes of it.
 #: A PyTorch without CUDA lacks the function, and never calls it here.
 current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", int)
+#: A tensor of a size, strides and dtype on the current CUDA device, as Inductor's code allocates
+#: it: PyTorch's public function fills memory first where algorithms are to be deterministic.
+_empty: Callable[..., Tensor] = torch._C._dynamo.guards._empty_strided_cuda  # type: ignore[attr-defined]
 
 
 def _new_threads() -> ThreadPoolExecutor:
@@ -117,7 +114,8 @@ class ReadyLaunch:
 
     __slots__ = ("_enqueue", "_ordinal", "_outputs", "_workspaces", "choice")
 
-    def __init__(self, choice: Choice, launch: Launch, bind: Bind, ordinal: int) -> None:
+    def __init__(self, choice: Choice, launch: Launch, bind: Bind | Program, ordinal: int) -> None:
+        """Bind a launch, or take a program, which is called with the operands by name."""
         self.choice, self._ordinal = choice, ordinal
         problem: Any = choice.problem
         operation = LINEAR_CHAIN if isinstance(problem, LinearChain) else CONVOLUTION
@@ -129,15 +127,23 @@ class ReadyLaunch:
         }
         spaces = {name: given for name, given in sizes.items() if given[0]}
         self._workspaces = tuple(spaces.values())
-        self._enqueue = bind([*(o.name for o in operands), *spaces])
+        names = [*(o.name for o in operands), *spaces]
+        self._enqueue: Callable[[Sequence[Tensor]], None]
+        if isinstance(bind, Program):
+            self._enqueue = lambda tensors: bind(dict(zip(names, tensors, strict=True)))
+        else:
+            enqueue = bind(names)
+            self._enqueue = lambda tensors: enqueue(
+                current_stream(ordinal), [t.data_ptr() for t in tensors]
+            )
 
     def run(self, *inputs: Tensor | None) -> list[Tensor]:
         """Enqueue the launch on the current stream of its device.
 
         Args:
-            inputs: in the order of ``INPUTS``, or of the operation's operands; of the problem's
-                shapes and dtype, on the launch's device, dense as the kernels read them (`dense`).
-                None for one that the problem does not have. Unaligned ones are copied.
+            inputs: in the order of the operation's operands; of the problem's shapes and dtype, on
+                the launch's device, dense as the kernels read them (`dense`). None for one that the
+                problem does not have. Unaligned ones are copied.
 
         Returns:
             The outputs. Workspaces are new at each call, from the current stream's pool: memory
@@ -149,22 +155,10 @@ class ReadyLaunch:
                 return self.run(*inputs)
         device = torch.device("cuda", ordinal)
         given = [aligned(t) for t in inputs if t is not None]
-        made = [torch.empty_strided(*o[:2], dtype=o[2], device=device) for o in self._outputs]
+        made = [_empty(*output) for output in self._outputs]
         spaces = [make(n, dtype=torch.uint8, device=device) for n, make in self._workspaces]
         in_context(ordinal, partial(self._enqueue, [*made, *given, *spaces]))
         return made
-
-
-def by_address(
-    bind: Callable[[Sequence[str]], Callable[[int, Sequence[int]], None]], ordinal: int
-) -> Bind:
-    """Return `bind`, whose result takes a stream's handle and addresses, as one for tensors."""
-
-    def bound(names: Sequence[str]) -> Enqueue:
-        enqueue = bind(names)
-        return lambda tensors: enqueue(current_stream(ordinal), [t.data_ptr() for t in tensors])
-
-    return bound
 
 
 def alike(x: Tensor, *others: Tensor | None) -> bool:
@@ -241,18 +235,15 @@ def ready_launch(choice: Choice, launch: Launch, ordinal: int) -> ReadyLaunch:
     """
     for kernel in launch.kernels:
         submit(kernel, driver.device_of(ordinal).arch)  # side by side
+
+    def load_step(step: Step) -> Any:
+        return loaded(step.kernel, step.smem_bytes, ordinal)
+
     if launch.program:
-        program = Program(
-            launch, lambda step: by_driver(step, loaded(step.kernel, step.smem_bytes, ordinal))
-        )
-
-        def bind(names: Sequence[str]) -> Enqueue:
-            return lambda tensors: program(dict(zip(names, tensors, strict=True)))
-
-        return ReadyLaunch(choice, launch, bind, ordinal)
-    kernels = [loaded(step.kernel, step.smem_bytes, ordinal) for step in launch.steps]
-    by_driver_alone = by_address(lambda n: BoundLaunch(kernels, launch, n).enqueue, ordinal)
-    return ReadyLaunch(choice, launch, by_driver_alone, ordinal)
+        program = Program(launch, lambda step: by_driver(step, load_step(step)))
+        return ReadyLaunch(choice, launch, program, ordinal)
+    kernels = [load_step(step) for step in launch.steps]
+    return ReadyLaunch(choice, launch, lambda n: BoundLaunch(kernels, launch, n).enqueue, ordinal)
 
 
 def _load_plan(
@@ -290,7 +281,7 @@ def _load_plan(
         if not limits.allow(problem, launch):
             log.debug("%s: the plan needs %d bytes", problem, built.workspace_bytes)
             continue
-        return ReadyLaunch(found, launch, by_address(built.bind, ordinal), ordinal)
+        return ReadyLaunch(found, launch, built.bind, ordinal)
     log.info("falling back to PyTorch for %s: cuDNN builds none of the chosen plans", problem)
     return None
 

@@ -17,15 +17,15 @@ from typing import Any
 import torch
 
 from confpred.cuda import driver
+from confpred.errors import ConfpredError
 from confpred.families.candidate import PYTORCH_OPERATOR
-from confpred.measure.pytorch import operands
+from confpred.measure.pytorch import as_the_library_calls, operands
 from confpred.predict.choice import Choice
 from confpred.problem.conv2d import Problem
 from confpred.problem.conv2d_operation import CONVOLUTION
-from confpred.pytorch import choosing, convolve
+from confpred.pytorch import choosing
 from confpred.pytorch.choosing import Wishes
-from confpred.pytorch.convolve import Call, Hint
-from confpred.pytorch.loading import INPUTS, compile_ahead, load
+from confpred.pytorch.loading import compile_ahead, load
 
 log = logging.getLogger(__name__)
 _ROUNDS = 5
@@ -50,7 +50,7 @@ def fastest(problem: Problem, ordinal: int, top: int, wishes: Wishes) -> Choice 
         winner = _measured(
             [c for c in own if choosing.is_ours(c)][:top], predicted, ordinal, wishes
         )
-    except RuntimeError as error:  # of memory, too
+    except (RuntimeError, ConfpredError) as error:  # of memory, too
         log.warning("%s cannot be measured: %s", problem, str(error).splitlines()[0])
         return predicted
     choosing.announce(winner)
@@ -63,36 +63,17 @@ def _measured(ours: list[Choice], predicted: Choice, ordinal: int, wishes: Wishe
     calls: dict[Choice, Callable[[], Any]] = {}
     with torch.cuda.device(ordinal), torch.no_grad():
         (tensors,) = operands(CONVOLUTION, problem, 1)
-        inputs = {n: t.permute(0, 3, 1, 2) if t.dim() == 4 else t for n, t in tensors.items()}
-        given = [inputs.get(name) for name in INPUTS[problem.direction]]
+        given = [t.permute(0, 3, 1, 2) if t.dim() == 4 else t for t in tensors.values()]
         for choice in ours:
             ready = load(choice, ordinal, wishes.limits)
             if ready is not None:
                 calls[ready.choice] = partial(ready.run, *given)
         own = replace(predicted, candidate=PYTORCH_OPERATOR, predicted_ms=None)
-        calls[own] = partial(_pytorch, problem, *given)
+        calls[own] = partial(as_the_library_calls(CONVOLUTION, problem, ordinal), tensors)
         times = dict(zip(calls, interleaved(list(calls.values())), strict=True))
     best = min(times, key=times.__getitem__)
     log.info("%s: %s is the fastest of %d", problem, best.provider, len(calls))
     return replace(best, source="measured", predicted_ms=times[best], regret_bound=None)
-
-
-def _pytorch(p: Problem, *given: Any) -> Any:
-    """Compute `p` by PyTorch's operator, from the inputs that a launch is given."""
-    own = Hint((p.n, p.c, p.h, p.w))
-    mask = (True, False, False) if p.direction == "dgrad" else (False, True, p.bias)
-    geometry = (p.stride, p.padding, p.dilation, p.groups)
-    call = Call(geometry, p.activation, mask, (own, own))
-    if p.direction == "fprop":
-        x, weight, bias, residual = given
-        return convolve.forward(x, weight, bias, residual, call)
-    out_grad, other = given
-    # PyTorch reads only sizes and layout of the operand whose gradient is asked for.
-    if p.direction == "dgrad":
-        x = out_grad.new_empty(p.n, p.h, p.w, p.c).permute(0, 3, 1, 2)
-        return convolve.backward(out_grad, x, other, call)
-    weight = other.new_empty(p.k, p.r, p.s, p.group_width).permute(0, 3, 1, 2)
-    return convolve.backward(out_grad, other, weight, call)
 
 
 def interleaved(calls: Sequence[Callable[[], Any]]) -> list[float]:

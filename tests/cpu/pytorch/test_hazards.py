@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from hazards import HAZARDS, compare
 from network_blocks import BLOCKS, images, made
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
@@ -730,3 +731,13 @@ def test_revert_and_modes_at_any_time(kind: str) -> None:
                 if type(part).__name__ == "DropPath":
                     part.eval()
         same(model, plain, image())
+
+
+@pytest.mark.slow(reason="it captures a hundred programs")
+@pytest.mark.parametrize("name", [name for name, h in HAZARDS.items() if not h.needs_gpu])
+def test_a_program_computes_the_same(captured, name: str) -> None:
+    """Those of `tests/hazards` whose mechanism shows on the CPU, too."""
+    compare(HAZARDS[name], "cpu")
+    ran = [target for done in captured.passes for target in done.targets()]
+    found = HAZARDS[name]
+    assert any(t.startswith("confpred.") for t in ran) or found.refused or not found.kernels
