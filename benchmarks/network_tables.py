@@ -198,6 +198,32 @@ def _shown(row: Row, field: str, form: str = "{:.2f}x") -> str:
     return "" if row.get(field) is None else form.format(row[field])
 
 
+def fused_operators(result: dict[str, Any], markdown: Markdown) -> str:
+    """Tabulate the gain of PyTorch's fused operators over a convolution and another pass."""
+    kinds: dict[tuple[str, int], list[float]] = {}
+    for row in result["rows"]:
+        p, us = row["problem"], row["us"]
+        way = "pixel" if p["h"] == p["w"] == 1 else "cudnn" if "cudnn" in us else "gemm"
+        even = p["c"] % 8 == p["k"] % 8 == 0 and p["activation"] == "none" and not p["residual"]
+        if way not in us or (way == "gemm" and not even):
+            continue
+        name = {
+            "pixel": "one pixel an image, a product",
+            "cudnn": "bias, residual, ReLU: cuDNN" if p["residual"] else "bias, ReLU: cuDNN",
+            "gemm": "1 x 1 and bias: cuBLAS",
+        }[way]
+        kinds.setdefault((name, p["n"]), []).append(us["epilogue"] / us[way])
+    heads = ("layers", "batch", "count", "gain: geomean", "least", "slower by more than 5 %")
+    rows = [
+        (
+            name, str(batch), str(len(gains)), f"{statistics.geometric_mean(gains):.2f}x",
+            f"{min(gains):.2f}x", str(sum(gain < 1 / 1.05 for gain in gains)),
+        )
+        for (name, batch), gains in sorted(kinds.items())
+    ]  # fmt: skip
+    return markdown(heads, rows)
+
+
 #: Table -> its result files, and the function that makes it.
 OF_NETWORKS: dict[str, tuple[tuple[str, ...], Callable[..., str]]] = {
     "networks": (("networks.json",), summary),
@@ -208,4 +234,5 @@ OF_NETWORKS: dict[str, tuple[tuple[str, ...], Callable[..., str]]] = {
     "networks-first-steps": (("networks.json", "networks_cold.json"), first_steps),
     "networks-memory": (("networks.json",), memory),
     "captured-networks": (("captured_networks.json",), captured),
+    "fused-operators": (("pytorch_epilogues.json",), fused_operators),
 }

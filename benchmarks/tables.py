@@ -313,7 +313,12 @@ def chains(result: dict[str, Any]) -> str:
 #: Results that a device may lack.
 OPTIONAL = (
     *("networks.json", "networks_cold.json", "sampling_plans.json", "dense.json"),
-    *("captured_networks.json", "im2col_chunks.json", "linear_chains.json"),
+    *(
+        "captured_networks.json",
+        "pytorch_epilogues.json",
+        "im2col_chunks.json",
+        "linear_chains.json",
+    ),
 )
 #: Table -> its result files, and the function that makes the table from them.
 _OF_A_DEVICE: dict[str, tuple[tuple[str, ...], Callable[..., str]]] = (
