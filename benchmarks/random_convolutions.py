@@ -299,14 +299,14 @@ def checked(case: Case, device: str) -> dict[str, Any]:
 
 @contextmanager
 def listening(served: list[bool]) -> Iterator[None]:
-    """Note each launch that is looked up inside the block: whether there is one."""
-    from confpred.pytorch import convolve
+    """Note each launch that is looked up inside the block: whether it is a chosen one."""
+    from confpred.pytorch import convolve, loading
 
     find = convolve._find
 
     def noting(*given: Any) -> Any:
         found = find(*given)
-        served.append(found is not None)
+        served.append(isinstance(found, loading.ReadyLaunch))
         return found
 
     convolve._find = noting
@@ -364,6 +364,7 @@ def results(case: Case, given: list[Any], ours: bool) -> list[Any]:
     import torch.nn.functional as F
 
     import confpred
+    from confpred.pytorch import operators  # noqa: F401 - they are called below
     from confpred.pytorch.convolve import Call
     from confpred.pytorch.pointwise import activate
 
