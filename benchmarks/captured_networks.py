@@ -28,14 +28,14 @@ from typing import Any
 
 #: The smallest of each module of timm 1.0, and more of modules with several kinds in them.
 NETWORKS = """
-beit_base_patch16_224 cait_xxs24_224 coat_tiny coatnet_pico_rw_224 convformer_s18 convit_tiny
-convmixer_768_32 convnext_zepto_rms convnextv2_atto cpubone_nano crossvit_tiny_240
-cs3darknet_focus_s csatv2 cspnext_tiny davit_tiny deit_tiny_patch16_224 densenet121 dla46x_c
+beit_base_patch16_224 cait_xxs24_224 coat_tiny coatnet_pico_rw_224 convformer_s18
+convmixer_768_32 convnext_zepto_rms convnextv2_atto cpubone_nano
+cs3darknet_focus_s csatv2 davit_tiny deit_tiny_patch16_224 densenet121 dla46x_c
 dla60_res2next dpn48b dpn68 eca_nfnet_l0 ecaresnet26t edgenext_xx_small efficientformer_l1
-efficientformerv2_s0 efficientnet_b0 efficientnet_lite0 efficientvim_m1 efficientvit_b0
+efficientformerv2_s0 efficientnet_b0 efficientnet_lite0 efficientvit_b0
 efficientvit_m0 ese_vovnet19b_dw ese_vovnet19b_slim_dw fasternet_t0 fastvit_t8 fbnetc_100
 fbnetv3_b focalnet_tiny_srf gcresnext26ts gcvit_xxtiny gernet_s ghostnet_050 ghostnetv2_100
-gmlp_ti16_224 halonet_h1 hardcorenas_b hgnetv2_b0 hiera_tiny_224 hrnet_w18_small iformer_t
+gmlp_ti16_224 halonet_h1 hardcorenas_b hgnetv2_b0 hiera_tiny_224 hrnet_w18_small
 inception_next_atto inception_resnet_v2 inception_v3 inception_v4 lambda_resnet26rpt_256
 lcnetv2_small legacy_seresnet18 legacy_xception levit_128s levit_conv_128s lowformer_b0
 mambaout_femto maxvit_pico_rw_256 mixer_s32_224 mixnet_s mnasnet_small mobilenetv2_035

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import confpred
 from confpred.problem.conv2d import ACTIVATIONS
 from confpred.pytorch import fold as folding
-from confpred.pytorch import pointwise
+from confpred.pytorch import operators, pointwise  # noqa: F401  torch.ops has the operators
 from confpred.pytorch.convolve import Call, Geometry
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
