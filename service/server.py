@@ -15,7 +15,7 @@ from pathlib import Path
 
 from confpred.errors import ConfpredError, InvalidInput
 
-from . import logs, tokens
+from . import logs
 from .metrics import SHARED_FOLDER
 from .settings import Settings
 from .supervisor import Supervisor
@@ -35,8 +35,6 @@ def serve(settings: Settings) -> None:
         GaveUp: workers ended again and again.
     """
     logs.configure(settings, "supervisor")
-    if settings.tokens is not None:
-        tokens.read(settings.tokens)
     with _listener(settings) as listener, _home(settings) as home:
         supervisor = Supervisor(
             settings, listener, home, lambda: _announce(settings, listener), _bury

@@ -6,10 +6,11 @@ is dead or still starting.
 
     to a worker                               from a worker
     prepare folder      load a generation     ready generation   takes connections now
-    switch generation   answer by it          failed reason      could not start, and ends
-    forget generation   another could not     closed count       connections closed since its start
-    status ...          of the whole server   leaving            it was told to end
-    stop                finish, and end       reload, rollback   a client asks for it
+    switch generation   answer by it and by   failed reason      could not start, and ends
+           known        these tokens          closed count       connections closed since its start
+    forget generation   another could not     leaving            it was told to end
+    status ...          of the whole server   reload, rollback   a client asks for it
+    stop                finish, and end
 """
 
 from __future__ import annotations
@@ -24,11 +25,13 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from confpred.errors import ConfpredError
 
+from . import tokens
 from .channel import Fields, Gone
 from .child import Child
 from .publishing import fingerprint, publish
@@ -74,6 +77,7 @@ class Supervisor:
         self._announce, self._bury = announce, bury
         self._children: dict[str, Child] = {}
         self._history: list[Path] = []  # the generations that are loaded; the last is current
+        self._known: list[Fields] = []  # the tokens that were read with it
         self._changing = asyncio.Lock()
         self._stopping = asyncio.Event()
         self._fatal: ConfpredError | None = None
@@ -95,9 +99,8 @@ class Supervisor:
         loop.add_signal_handler(signal.SIGHUP, lambda: self._spawn(self._reload_for("SIGHUP")))
         self._listener.setblocking(False)
         seen = fingerprint(self._settings)
-        self._history = [
-            await asyncio.to_thread(publish, self._settings, self._home / _GENERATIONS)
-        ]
+        first, self._known = await asyncio.to_thread(self._read)
+        self._history = [first]
         names = [str(number) for number in range(self._settings.workers)]
         slots = [asyncio.create_task(self._slot(name)) for name in names]
         if self._settings.watch_models:
@@ -119,9 +122,9 @@ class Supervisor:
         """
         async with self._changing:
             try:
-                new = await self._publish()
+                new, known = await asyncio.to_thread(self._read)
                 outcome = "unchanged" if new == self._history[-1] else "reloaded"
-                await self._change([*(each for each in self._history if each != new), new])
+                await self._change([*(each for each in self._history if each != new), new], known)
             except ConfpredError as error:
                 self._count("refused")
                 raise Refused(str(error)) from error
@@ -129,7 +132,7 @@ class Supervisor:
             return outcome
 
     async def rollback(self) -> str:
-        """Have all workers switch to the generation before the current one.
+        """Have all workers switch to the generation before the current one; tokens stay.
 
         Raises:
             Refused: there is none.
@@ -137,17 +140,19 @@ class Supervisor:
         async with self._changing:
             if len(self._history) < 2:
                 raise Refused("no former generation is loaded")
-            await self._change(self._history[:-1])
+            await self._change(self._history[:-1], self._known)
             self._count("rolled_back")
             return "rolled_back"
 
-    async def _publish(self) -> Path:
-        folder = self._home / _GENERATIONS
-        return await asyncio.to_thread(publish, self._settings, folder)
+    def _read(self) -> tuple[Path, list[Fields]]:
+        """Read what is to answer: the folder of its copy, and the tokens."""
+        path = self._settings.tokens
+        known = [] if path is None else [asdict(token) for token in tokens.read(path)]
+        return publish(self._settings, self._home / _GENERATIONS), known
 
-    async def _change(self, history: Sequence[Path]) -> None:
+    async def _change(self, history: Sequence[Path], known: list[Fields]) -> None:
         """Have all workers load what they have not loaded of `history` and then, when all have,
-        answer by the last of it."""
+        answer by the last of it and by the tokens `known`."""
         history = history[-1 - self._settings.keep_models :]
         new, ready = history[-1], [child for child in self._children.values() if child.ready]
         errors = await asyncio.gather(*(self._prepare(child, new) for child in ready))
@@ -158,6 +163,7 @@ class Supervisor:
                     child.channel.tell("forget", generation=new.name)
                 shutil.rmtree(new, ignore_errors=True)
             raise Refused(reasons[0] if reasons else "no worker is running")
+        self._known = known
         await asyncio.gather(*(self._switch(child, history) for child in ready))
         dropped = [each for each in self._history if each not in history]
         self._history = [*history]
@@ -175,16 +181,17 @@ class Supervisor:
             return f"worker {child.name} did not load it within {_PREPARE_S:.0f} s"
         return str(answer.get("error", ""))
 
-    async def _switch(self, child: Child, history: Sequence[Path]) -> None:
-        """After this `child` answers by the last of `history`, or is no more."""
+    async def _switch(self, child: Child, history: Sequence[Path]) -> bool:
+        """Have `child` answer by the last of `history` and the tokens; False if it had to end."""
         keep = [folder.name for folder in history]
         try:
-            asked = child.channel.ask("switch", generation=keep[-1], keep=keep)
+            asked = child.channel.ask("switch", generation=keep[-1], keep=keep, known=self._known)
             answer = await asyncio.wait_for(asked, _SWITCH_S)
         except (Gone, asyncio.TimeoutError):
             answer = {"error": "no answer"}
         if "error" in answer:
             child.kill()
+        return "error" not in answer
 
     async def _slot(self, name: str) -> None:
         """Keep one worker running."""
@@ -254,13 +261,14 @@ class Supervisor:
         return None
 
     async def _admit(self, child: Child, generation: str) -> None:
-        """Give `child` connections from now on; first bring it to what the others answer by, if
-        that has changed since it was started."""
+        """Give `child` connections from now on; first bring it to what the others answer by, which
+        may have changed since it was started."""
         async with self._changing:
             if generation != self._history[-1].name:
                 for folder in self._history:
                     await self._prepare(child, folder)
-                await self._switch(child, self._history)
+            if not await self._switch(child, self._history) or child.leaving:
+                return
             child.ready = child.was_ready = True
         self._update()
         if not self._announced and all(
