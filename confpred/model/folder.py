@@ -14,8 +14,9 @@
     measured.json        the best measured config of each problem in the data
 
 Reading a folder checks all that prediction relies on, so that a damaged or foreign folder is an
-error here and never a wrong answer later. A kernel that has changed since is only a warning: the
-model's order of its configs is likely to hold.
+error here and never a wrong answer later. Trees alone are checked when they are first asked, as a
+process asks few of them, or by `Trees.check`. A kernel that has changed since is only a warning:
+the model's order of its configs is likely to hold.
 
 The card has the digests of all other files, so its own digest, `sha256sum card.json`, is what the
 model is known by: two folders with one digest hold one model, whatever they are called.
@@ -109,6 +110,13 @@ class Model:
     bounds: Bounds
     stale: tuple[str, ...]
     card: Mapping[str, Any]
+
+    def ensembles(self) -> list[Trees]:
+        """All its trees, those that families share once."""
+        found = [trees for each in self.families.values() for trees in (each.order, each.time)]
+        found += [] if self.gate is None else [self.gate.lag]
+        found += [] if self.pytorch is None else [self.pytorch.ratio]
+        return list(dict.fromkeys([*found, self.bounds.quantile]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -383,7 +391,7 @@ def _device(card: Mapping[str, Any]) -> Device:
 
 def _trees(folder: Path, files: Mapping[str, bytes], name: str, features: tuple[str, ...]) -> Trees:
     try:
-        trees = Trees(files[name])
+        trees = Trees(files[name], str(folder / name))
     except ModelError as error:
         raise ModelError(f"{folder / name} is damaged: {error}") from error
     if trees.features != features:

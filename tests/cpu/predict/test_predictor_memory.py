@@ -11,9 +11,9 @@ from confpred import Problem
 from confpred.predict.predictor import Predictor
 
 LAYERS = [
-    Problem.parse(f"n=8 c=64 h=28 w=28 k=64 r=3 s=3 groups={groups} padding=1 direction={direction}")
+    Problem.parse(f"n=8 c=64 h=28 w=28 k=64 r=3 s=3 groups={groups} padding=1 direction={way}")
     for groups in (8, 64)
-    for direction in ("fprop", "dgrad", "wgrad")
+    for way in ("fprop", "dgrad", "wgrad")
 ]
 
 
