@@ -37,6 +37,7 @@ _NEEDED = {
     b"leaf_value",
 }
 _CATEGORY = 1  # a bit of a decision type
+_KINDS = frozenset(b"%d" % kind for kind in range(0, 16, 2))  # without it
 
 
 def part(text: bytes, first: int, end: int | None) -> bytes:
@@ -120,17 +121,19 @@ def _check_splits(
     ends, or to a leaf that it has."""
     splits = leaves - 1
     tree = np.repeat(np.arange(len(leaves)), splits)
-    own = np.arange(len(tree)) - np.repeat(np.cumsum(splits) - splits, splits)
+    first = np.repeat(np.cumsum(splits) - splits, splits)
+    own, last, leaf = np.arange(len(tree)) - first, splits[tree], -leaves[tree]
     feature = _integers(b"split_feature", fields, len(tree))
-    _refuse_any(
-        b"split_feature", (feature < 0) | (feature >= features), f"0 to {features - 1}", tree
-    )
-    decision = _integers(b"decision_type", fields, len(tree))
-    _refuse_any(b"decision_type", decision & _CATEGORY != 0, "an even number", tree)
+    outside = (feature < 0) | (feature >= features)
+    _refuse_any(b"split_feature", outside, f"0 to {features - 1}", tree)
     for name in (b"left_child", b"right_child"):
         child = _integers(name, fields, len(tree))
-        inside = np.where(child < 0, child >= -leaves[tree], (child > own) & (child < splits[tree]))
+        inside = (child >= leaf) & (child < last) & ((child < 0) | (child > own))
         _refuse_any(name, ~inside, "a later split or a leaf of the tree", tree)
+    kinds = set(b" ".join(fields[b"decision_type"]).split(b" "))
+    if not kinds <= _KINDS:
+        decision = _integers(b"decision_type", fields, len(tree))
+        _refuse_any(b"decision_type", decision & _CATEGORY != 0, "an even number", tree)
 
 
 def _integers(name: bytes, fields: dict[bytes, list[bytes]], count: int) -> NDArray[np.int64]:
