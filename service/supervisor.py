@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import math
 import os
 import shutil
 import signal
@@ -31,7 +32,7 @@ from typing import Any
 
 from confpred.errors import ConfpredError
 
-from . import tokens
+from . import tokens, trial
 from .channel import Fields, Gone
 from .child import Child
 from .publishing import fingerprint, publish
@@ -42,6 +43,9 @@ from .settings import Settings
 MOST_FAILED_STARTS = 5
 #: A worker that lived longer than this did start.
 _STARTED_S = 10.0
+#: So many workers that end so soon after a switch take the former generation back; one that crashes
+#: counts as so many.
+_BLAMED, _ON_TRIAL_S = 2, 30.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 30.0
 #: What a worker may take to load a generation, and to switch to one that it has loaded.
 _PREPARE_S, _SWITCH_S = 120.0, 30.0
@@ -83,7 +87,10 @@ class Supervisor:
         self._fatal: ConfpredError | None = None
         self._accepting = self._announced = False
         self._replaced = 0
-        self._reloads = Counter[str](reloaded=0, unchanged=0, refused=0, rolled_back=0)
+        self._switched, self._ended = -math.inf, 0  # when, and how many workers ended since
+        self._reloads = Counter[str](
+            reloaded=0, unchanged=0, refused=0, rolled_back=0, taken_back=0
+        )
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
@@ -131,7 +138,7 @@ class Supervisor:
             self._count(outcome)
             return outcome
 
-    async def rollback(self) -> str:
+    async def rollback(self, outcome: str = "rolled_back") -> str:
         """Have all workers switch to the generation before the current one; tokens stay.
 
         Raises:
@@ -141,8 +148,9 @@ class Supervisor:
             if len(self._history) < 2:
                 raise Refused("no former generation is loaded")
             await self._change(self._history[:-1], self._known)
-            self._count("rolled_back")
-            return "rolled_back"
+            self._switched = -math.inf
+            self._count(outcome)
+            return outcome
 
     def _read(self) -> tuple[Path, list[Fields]]:
         """Read what is to answer: the folder of its copy, and the tokens."""
@@ -154,15 +162,22 @@ class Supervisor:
         """Have all workers load what they have not loaded of `history` and then, when all have,
         answer by the last of it and by the tokens `known`."""
         history = history[-1 - self._settings.keep_models :]
-        new, ready = history[-1], [child for child in self._children.values() if child.ready]
+        new = history[-1]
+        is_new = new not in self._history
+        if is_new and (reason := await trial.refusal(new)):
+            shutil.rmtree(new, ignore_errors=True)
+            raise Refused(reason)
+        ready = [child for child in self._children.values() if child.ready]
         errors = await asyncio.gather(*(self._prepare(child, new) for child in ready))
         reasons = [error for error in errors if error]
-        if reasons or all(error is None for error in errors):
-            if new not in self._history:
+        if reasons or (is_new and ready and all(error is None for error in errors)):
+            if is_new:
                 for child in ready:
                     child.channel.tell("forget", generation=new.name)
                 shutil.rmtree(new, ignore_errors=True)
-            raise Refused(reasons[0] if reasons else "no worker is running")
+            raise Refused(reasons[0] if reasons else "all workers ended as they loaded it")
+        if is_new:
+            self._switched, self._ended = time.monotonic(), 0
         self._known = known
         await asyncio.gather(*(self._switch(child, history) for child in ready))
         dropped = [each for each in self._history if each not in history]
@@ -209,6 +224,7 @@ class Supervisor:
                 del self._children[name]
                 self._bury(child.pid)
                 self._update()
+                self._blame(child, ended)
             if self._stopping.is_set():
                 return
             if child.leaving or (child.was_ready and time.monotonic() - began > _STARTED_S):
@@ -232,6 +248,26 @@ class Supervisor:
             await asyncio.wait_for(self._stopping.wait(), pause)
         except asyncio.TimeoutError:
             return None
+
+    def _blame(self, child: Child, ended: str) -> None:
+        """Take the former generation back if workers end soon after a switch."""
+        expected = child.leaving or child.failed is not None or self._stopping.is_set()
+        if expected or time.monotonic() - self._switched > _ON_TRIAL_S:
+            return
+        self._ended += _BLAMED if child.crashed else 1
+        if self._ended >= _BLAMED and len(self._history) > 1:
+            self._switched = -math.inf
+            self._spawn(self._take_back(ended))
+
+    async def _take_back(self, ended: str) -> None:
+        blamed = self._history[-1].name[:12]
+        try:
+            await self.rollback("taken_back")
+        except Refused as error:
+            _log.error("generation %s is not taken back: %s", blamed, error)
+        else:
+            now = self._history[-1].name[:12]
+            _log.error("took generation %s back, for %s: a worker %s", blamed, now, ended)
 
     def _give_up(self, error: ConfpredError) -> None:
         self._fatal = self._fatal or error

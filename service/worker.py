@@ -103,7 +103,7 @@ class Worker:
         return {}
 
     async def _on_switch(self, generation: str, keep: list[str], known: list[Fields]) -> None:
-        """Answer by a generation, and who has one of the tokens `known`, from the next request on."""
+        """Answer by a generation, and by the tokens `known`, from the next request on."""
         self._loaded.switch(generation, keep)
         self._app.state.tokens = tuple(tokens.Token(**each) for each in known)
         # What is forgotten refers to itself. To look for it takes 10 ms, as imports are frozen.
