@@ -15,7 +15,7 @@ from pathlib import Path
 
 from confpred.errors import ConfpredError, InvalidInput
 
-from . import logs
+from . import logs, systemd
 from .metrics import SHARED_FOLDER
 from .settings import Settings
 from .supervisor import Supervisor
@@ -89,19 +89,7 @@ def _announce(settings: Settings, listener: socket.socket) -> None:
     shown = f"[{host}]" if ":" in host else host
     workers = f"{settings.workers} worker{'s' if settings.workers > 1 else ''}"
     _log.info("confpred running on http://%s:%d with %s", shown, port, workers)
-    _notify("READY=1")
-
-
-def _notify(state: str) -> None:
-    """Tell systemd, where it has asked for it (``Type=notify``)."""
-    name = os.environ.get("NOTIFY_SOCKET")
-    if name:
-        address = "\0" + name[1:] if name.startswith("@") else name
-        with (
-            contextlib.suppress(OSError),
-            socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as datagrams,
-        ):
-            datagrams.sendto(state.encode(), address)
+    systemd.tell(READY="1")
 
 
 def _bury(process: int) -> None:

@@ -32,7 +32,7 @@ from typing import Any
 
 from confpred.errors import ConfpredError
 
-from . import tokens, trial
+from . import systemd, tokens, trial
 from .channel import Fields, Gone
 from .child import Child
 from .publishing import fingerprint, publish
@@ -110,6 +110,7 @@ class Supervisor:
         self._history = [first]
         names = [str(number) for number in range(self._settings.workers)]
         slots = [asyncio.create_task(self._slot(name)) for name in names]
+        self._spawn(systemd.show_life())
         if self._settings.watch_models:
             self._spawn(self._watch(seen))
         await self._stopping.wait()
@@ -128,15 +129,23 @@ class Supervisor:
             Refused: they are broken; all workers answer as before.
         """
         async with self._changing:
+            if self._announced:
+                systemd.tell_reloading()
             try:
                 new, known = await asyncio.to_thread(self._read)
                 outcome = "unchanged" if new == self._history[-1] else "reloaded"
                 await self._change([*(each for each in self._history if each != new), new], known)
             except ConfpredError as error:
+                self._tell_systemd(f"reload refused: {error}")
                 self._count("refused")
                 raise Refused(str(error)) from error
+            self._tell_systemd(f"generation {new.name[:12]} answers")
             self._count(outcome)
             return outcome
+
+    def _tell_systemd(self, status: str) -> None:
+        if self._announced:
+            systemd.tell(READY="1", STATUS=status.partition("\n")[0])
 
     async def rollback(self, outcome: str = "rolled_back") -> str:
         """Have all workers switch to the generation before the current one; tokens stay.
