@@ -16,6 +16,7 @@ is dead or still starting.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
 import math
@@ -222,6 +223,7 @@ class Supervisor:
         failures, ended = 0, ""
         while not self._stopping.is_set():
             began, child = time.monotonic(), Child(name)
+            await self._restore()
             try:
                 handle = functools.partial(self._handle, child)
                 await child.start(self._settings, self._home, self._history, handle)
@@ -241,6 +243,21 @@ class Supervisor:
             else:
                 failures += 1
             await self._consider(child, failures, ended)
+
+    async def _restore(self) -> None:
+        """Copy the current generation anew if its copy is gone, as when somebody tidies up; what
+        was kept beside it is not to be had again."""
+        if self._history[-1].exists():
+            return
+        async with self._changing:
+            current = self._history[-1]
+            with contextlib.suppress(ConfpredError):  # the worker will say that it is gone
+                folder = self._home / _GENERATIONS
+                copied = await asyncio.to_thread(publish, self._settings, folder)
+                if copied == current:
+                    self._history = [current]
+                else:
+                    shutil.rmtree(copied, ignore_errors=True)
 
     async def _consider(self, child: Child, failures: int, ended: str) -> None:
         """Wait before `child` is replaced, or give up."""

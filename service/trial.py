@@ -48,10 +48,11 @@ async def refusal(folder: Path) -> str:
         if process.returncode is None:
             process.kill()
             await process.wait()
-    if process.returncode == 0:
+    status = await process.wait()
+    if status == 0:
         return ""
-    if process.returncode < 0:
-        return f"{tried} ended by {signal.Signals(-process.returncode).name}"
+    if status < 0:
+        return f"{tried} ended by {signal.Signals(-status).name}"
     return said.decode(errors="replace").strip() or f"{tried} failed, as its log says"
 
 

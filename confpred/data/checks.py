@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -93,16 +94,16 @@ def _check_configs(file: Path, table: pa.Table, operation: Operation) -> None:
     families = [name for name, each in all_families().items() if each.operation is operation]
     known = [PYTORCH, *families]
     unknown = pc.invert(pc.is_in(table["family"], value_set=pa.array(known)))
-    _refuse(file, table, "family", unknown, lambda name: _nearest(name, known, " or ".join(known)))
+    _refuse(file, table, "family", unknown, partial(_nearest, known, " or ".join(known)))
     for family in pc.unique(table["family"]).to_pylist():
         words = list(config_ids(family))
         unknown = pc.invert(pc.is_in(table["config"], value_set=pa.array(words)))
         wrong = pc.and_(pc.equal(table["family"], family), unknown)
         allowed = f"a config of this version's {family}"
-        _refuse(file, table, "config", wrong, lambda c, w=words, a=allowed: _nearest(c, w, a))
+        _refuse(file, table, "config", wrong, partial(_nearest, words, allowed))
 
 
-def _nearest(value: str, known: Sequence[str], allowed: str) -> str:
+def _nearest(known: Sequence[str], allowed: str, value: str) -> str:
     """Say what is `allowed`, and what of it is most like `value`."""
     (near,) = difflib.get_close_matches(value, known, 1, cutoff=0.0)
     return f"{allowed}; the nearest is {near!r}"
