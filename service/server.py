@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
-import ipaddress
 import logging
 import os
 import socket
@@ -16,6 +15,7 @@ from pathlib import Path
 from confpred.errors import ConfpredError, InvalidInput
 
 from . import logs, systemd
+from .access import is_loopback
 from .metrics import SHARED_FOLDER
 from .settings import Settings
 from .supervisor import Supervisor
@@ -47,7 +47,7 @@ def _listener(settings: Settings) -> socket.socket:
     host, port = settings.host, settings.port
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        if not (_is_loopback(str(address[0])) or settings.tokens or settings.allow_anonymous):
+        if not (is_loopback(str(address[0])) or settings.tokens or settings.allow_anonymous):
             allowed = "127.0.0.1 or another loopback address, unless --tokens FILE says who may "
             raise InvalidInput("host", host, allowed + "ask, or --allow-anonymous is given")
         found = socket.create_server((host, port), family=family, backlog=_BACKLOG)
@@ -56,10 +56,6 @@ def _listener(settings: Settings) -> socket.socket:
         raise ConfpredError(f"cannot listen on {host}, port {port}: {reason}") from None
     found.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # accepted sockets inherit it
     return found
-
-
-def _is_loopback(address: str) -> bool:
-    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
 @contextlib.contextmanager

@@ -6,9 +6,9 @@ is dead or still starting.
 
     to a worker                               from a worker
     prepare folder      load a generation     ready generation   takes connections now
-    switch generation   answer by it and by   failed reason      could not start, and ends
-           known        these tokens          closed count       connections closed since its start
-    forget generation   another could not     leaving            it was told to end
+    switch generation   answer by it, by      failed reason      could not start, and ends
+      keep, known       these tokens, and     closed count       connections closed since its start
+                        forget all others     leaving            it was told to end
     status ...          of the whole server   reload, rollback   a client asks for it
     stop                finish, and end
 """
@@ -181,9 +181,8 @@ class Supervisor:
         errors = await asyncio.gather(*(self._prepare(child, new) for child in ready))
         reasons = [error for error in errors if error]
         if reasons or (is_new and ready and all(error is None for error in errors)):
-            if is_new:
-                for child in ready:
-                    child.channel.tell("forget", generation=new.name)
+            if is_new:  # it is forgotten where it was loaded
+                await asyncio.gather(*(self._switch(child, self._history) for child in ready))
                 shutil.rmtree(new, ignore_errors=True)
             raise Refused(reasons[0] if reasons else "all workers ended as they loaded it")
         if is_new:

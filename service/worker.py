@@ -109,12 +109,6 @@ class Worker:
         # What is forgotten refers to itself. To look for it takes 10 ms, as imports are frozen.
         asyncio.get_running_loop().run_in_executor(self._loader, gc.collect)
 
-    async def _on_forget(self, generation: str) -> None:
-        """Forget a generation that another worker could not load."""
-        current = self._loaded.current.digest
-        kept = [each.digest for each in reversed(self._loaded.others) if each.digest != generation]
-        self._loaded.switch(current, [*kept, current])
-
     async def _on_status(self, **status: Any) -> None:
         self._app.state.server_status = status
 
