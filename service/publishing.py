@@ -30,7 +30,7 @@ def publish(settings: Settings, home: Path) -> Path:
     Nothing is copied that is there already.
 
     Raises:
-        ModelError: a model is missing, or damaged.
+        ModelError: a model is missing, or damaged, or its trees are.
         DataError: the file of pins cannot be read.
         StorageError: there is no room for the copy.
     """
@@ -39,17 +39,20 @@ def publish(settings: Settings, home: Path) -> Path:
     if not folders and settings.model is not None:
         raise ModelError(f"{source} holds no model folder")
     files: dict[str, bytes] = {}
-    known = {}
+    known, models = {}, []
     for device, path in folders.items():
         read = read_files(path)
         version = path.resolve().name
         known[device] = (version, read.digest)
+        models.append((path, read))
         files |= {f"{MODELS}/{version}/{name}": text for name, text in read.files.items()}
     pins = _read_pins(settings.pins)
     if pins is not None:
         files[PINS] = pins
     published = home / digest_of(known, pins)
     if not published.exists():
+        for path, read in models:
+            read.check_trees(path)
         write_folder(published, files)
     return published
 

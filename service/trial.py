@@ -7,6 +7,7 @@ process of the trial and none that answers.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import sys
@@ -61,11 +62,11 @@ def main() -> None:
     reason on standard output, if that fails."""
     folder, parent = sys.argv[1:]
     end_with(int(parent))
+    logging.disable()  # a worker that loads it says the same
     try:
         loaded = generations.load(Path(folder))
         for model in loaded.predictor.models.values():
             for trees in model.ensembles():
-                trees.check()
                 _ask(trees)
     except (ConfpredError, OSError) as error:
         print(error)

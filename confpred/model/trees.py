@@ -68,7 +68,7 @@ class Trees:
         text = text.encode() if isinstance(text, str) else text
         header = _HEADER.match(text)
         if header is None:
-            raise ModelError("not LightGBM's text form of an ensemble")
+            raise ModelError(f"{origin} is damaged: not LightGBM's text form of an ensemble")
         self.features = tuple(header[1].decode().split())
         self._text, self._origin = text, origin
         self._boosters: dict[tuple[int, int | None], _Booster] = {}
