@@ -36,7 +36,7 @@ from confpred.errors import ConfpredError
 from . import systemd, tokens, trial
 from .channel import Fields, Gone
 from .child import Child
-from .publishing import fingerprint, publish
+from .publishing import fingerprint, give_back, publish
 from .settings import Settings
 
 #: So many starts of a worker may fail in succession; then the server gives up, unless another
@@ -166,7 +166,9 @@ class Supervisor:
         """Read what is to answer: the folder of its copy, and the tokens."""
         path = self._settings.tokens
         known = [] if path is None else [asdict(token) for token in tokens.read(path)]
-        return publish(self._settings, self._home / _GENERATIONS), known
+        folder = publish(self._settings, self._home / _GENERATIONS)
+        give_back()
+        return folder, known
 
     async def _change(self, history: Sequence[Path], known: list[Fields]) -> None:
         """Have all workers load what they have not loaded of `history` and then, when all have,
