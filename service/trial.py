@@ -34,13 +34,13 @@ async def refusal(folder: Path) -> str:
     """Try the generation in `folder`: why it is refused, or nothing if it is not."""
     names = sorted(path.name for path in folder.glob(f"{MODELS}/*"))
     tried = f"a process that tried {' and '.join(names)}"
-    process = await asyncio.create_subprocess_exec(
-        *command("trial"),
-        str(folder),
-        str(os.getpid()),
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE,
-    )
+    words = (*command("trial"), str(folder), str(os.getpid()))
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *words, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE
+        )
+    except OSError as error:
+        return f"{tried} cannot be started: {error.strerror or error}"
     try:
         said, _ = await asyncio.wait_for(process.communicate(), _LONGEST_S)
     except asyncio.TimeoutError:
@@ -54,7 +54,8 @@ async def refusal(folder: Path) -> str:
         return ""
     if status < 0:
         return f"{tried} ended by {signal.Signals(-status).name}"
-    return said.decode(errors="replace").strip() or f"{tried} failed, as its log says"
+    lines = said.decode(errors="replace").splitlines()  # LightGBM's may be before the last
+    return lines[-1] if lines else f"{tried} failed, as the log says"
 
 
 def main() -> None:
