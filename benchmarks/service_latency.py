@@ -1,7 +1,7 @@
 """How long the HTTP service takes, and whom it lets wait: real servers on loopback.
 
     python benchmarks/service_latency.py [--requests 2000] [--rounds 5] [--workers 2] [--model DIR]
-    python benchmarks/service_latency.py --soak 600
+    python benchmarks/service_latency.py --soak 600 [--kill-every 60] [--stop-every 25]
 
 Beside each figure of `confpred serve` stands a no-op: an application of the same framework, under
 the same server, that reads the same request and sends constant bytes. The two are measured in turn,
@@ -20,8 +20,10 @@ import os
 import platform
 import random
 import re
+import shutil
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from datetime import datetime, timezone
@@ -42,6 +44,7 @@ from service_load import (
     server,
 )
 
+SHIPPED = Path(__file__).parents[1] / "models"
 RESULT = Path(__file__).parent / "results" / "service_latency.json"
 BATCH = 512
 BATCHERS = 4
@@ -242,6 +245,8 @@ def main() -> None:
     parser.add_argument("--model")
     parser.add_argument("--soak", type=float, metavar="SECONDS", help="only a soak of this length")
     parser.add_argument("--reload-every", type=float, default=10.0, metavar="SECONDS")
+    parser.add_argument("--kill-every", type=float, default=60.0, metavar="SECONDS")
+    parser.add_argument("--stop-every", type=float, default=25.0, metavar="SECONDS")
     arguments = parser.parse_args()
     sys.setswitchinterval(_SWITCH_S)
     model = ["--model", arguments.model] if arguments.model else []
@@ -254,9 +259,16 @@ def main() -> None:
         show(result)
         return
     where = machine()
-    options = ["--workers", str(arguments.workers), *model]
-    with server(*options) as (port, pid):
-        soak = service_soak.soak(port, pid, arguments.soak, arguments.reload_every)
+    with tempfile.TemporaryDirectory() as folder:
+        models = Path(folder) / "models"
+        shutil.copytree(arguments.model or SHIPPED, models)
+        card = max(models.glob("**/card.json"))
+        options = ["--workers", str(arguments.workers), "--model", str(models)]
+        kinds = service_soak.Disturbance(
+            arguments.reload_every, arguments.kill_every, arguments.stop_every, card
+        )
+        with server(*options) as (port, pid):
+            soak = service_soak.soak(port, pid, arguments.soak, kinds)
     soak = {"machine": where, "workers": arguments.workers, **soak}
     write(json.loads(RESULT.read_text()) | {"soak": soak})
     print(json.dumps(soak, indent=2))

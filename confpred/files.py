@@ -21,6 +21,7 @@ def write_whole(
     *,
     private: bool = False,
     replace: bool = True,
+    mode: int = 0o644,
 ) -> None:
     """Let `write` fill a temporary file beside `path`, then rename it to `path`.
 
@@ -33,20 +34,21 @@ def write_whole(
         private: only this user may read the file and the folders made for it, and nobody waits for
             the disk: after a power cut the file may hold anything, so its reader has to check it.
         replace: a file of that name may exist, and is replaced.
+        mode: who may read the file from its first moment, unless it is private.
 
     Raises:
         StorageError: the file system refused (full, read-only, no permission, not a folder; or the
             file exists and must not be replaced).
     """
-    mode = 0o700 if private else 0o777
-    with _published(path, tempfile.mkstemp, mode, replace=replace) as (handle, temporary):
+    folders = 0o700 if private else 0o777
+    with _published(path, tempfile.mkstemp, folders, replace=replace) as (handle, temporary):
         with open(handle, "wb") as file:
             write(file)
             file.flush()
             if not private:
                 os.fsync(file.fileno())
         if not private:
-            os.chmod(temporary, 0o644)
+            os.chmod(temporary, mode)
 
 
 def write_folder(path: Path, files: Mapping[str, str | bytes]) -> None:

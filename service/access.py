@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import logging
 import re
 import time
@@ -50,6 +51,14 @@ class Answer:
             "generation": self.generation,
             "model": self.model,
         }
+
+
+def is_loopback(address: str) -> bool:
+    """Whether `address` is this machine's own; a name is not."""
+    try:
+        return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+    except ValueError:
+        return False
 
 
 def note(scope: Scope, answer: Answer) -> None:

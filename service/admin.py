@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import ipaddress
 from typing import Any
 
 from fastapi import APIRouter
 from starlette.requests import Request
 
-from . import errors, schema
+from . import access, errors, schema
 from .channel import Channel, Gone
 
 router = APIRouter()
@@ -55,7 +54,7 @@ def _check(request: Request) -> None:
     if request.app.state.settings.tokens is not None:
         return  # `access.Guard` has looked at the token
     foreign = [name for name in _FOREIGN if name in request.headers]
-    if foreign or request.client is None or not _is_loopback(request.client.host):
+    if foreign or request.client is None or not access.is_loopback(request.client.host):
         error = errors.Error(
             "forbidden",
             "only a program on the server's machine may manage it, as there are no tokens",
@@ -63,10 +62,3 @@ def _check(request: Request) -> None:
             allowed="a token of scope admin, on a server that was given --tokens",
         )
         raise errors.RequestError(403, error)
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:  # a test's client has a name
-        return False

@@ -15,6 +15,7 @@ Fields = dict[str, Any]
 #: Answers what the other end asks; an exception is told to it as ``error``.
 Handler = Callable[[str, Fields], Awaitable[Fields | None]]
 
+_LONGEST_LINE = 2**24  # bytes: some 100,000 tokens
 _log = logging.getLogger(__name__)
 
 
@@ -35,7 +36,7 @@ class Channel:
 
     @classmethod
     async def open(cls, end: socket.socket, handler: Handler) -> Channel:
-        reader, writer = await asyncio.open_connection(sock=end)
+        reader, writer = await asyncio.open_connection(sock=end, limit=_LONGEST_LINE)
         return cls(reader, writer, handler)
 
     def tell(self, word: str, **fields: Any) -> None:

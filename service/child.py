@@ -15,8 +15,15 @@ from typing import Any
 from .channel import Channel, Handler
 from .settings import Settings
 
-#: A new interpreter finds modules where this one does, whatever folder it is started in.
-_PROGRAM = "import sys; sys.path[:] = {path!r}; from confpred.service.worker import main; main()"
+_PROGRAM = "import sys; sys.path[:] = {path!r}; from confpred.service.{module} import main; main()"
+#: How a process ends that crashes, rather than being told to.
+_CRASHES = frozenset((signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE))
+
+
+def command(module: str) -> tuple[str, str, str]:
+    """Start the `main` of a module of this package in a new interpreter, which finds modules where
+    this one does, whatever folder it is started in."""
+    return sys.executable, "-c", _PROGRAM.format(path=sys.path, module=module)
 
 
 class Child:
@@ -28,11 +35,12 @@ class Child:
         was_ready: whether it ever did.
         leaving: whether it was told to end, though the server was not.
         failed: why it could not start, in its own words.
+        crashed: whether it ended by a signal of its own doing.
     """
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.ready = self.was_ready = self.leaving = False
+        self.ready = self.was_ready = self.leaving = self.crashed = False
         self.failed: str | None = None
         self._handed = self._closed = 0
 
@@ -56,9 +64,7 @@ class Child:
                 "home": str(home),
             }
             self._process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-c",
-                _PROGRAM.format(path=sys.path),
+                *command("worker"),
                 json.dumps(start),
                 stdin=asyncio.subprocess.DEVNULL,
                 pass_fds=theirs,
@@ -102,6 +108,7 @@ class Child:
         self._connections.close()
         if self.failed is not None:
             return self.failed
+        self.crashed = -status in _CRASHES
         if status < 0:
             return f"ended by {signal.Signals(-status).name}"
         return f"ended with status {status}"

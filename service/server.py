@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
-import ipaddress
 import logging
 import os
 import socket
@@ -15,7 +14,8 @@ from pathlib import Path
 
 from confpred.errors import ConfpredError, InvalidInput
 
-from . import logs, tokens
+from . import logs, systemd
+from .access import is_loopback
 from .metrics import SHARED_FOLDER
 from .settings import Settings
 from .supervisor import Supervisor
@@ -35,8 +35,6 @@ def serve(settings: Settings) -> None:
         GaveUp: workers ended again and again.
     """
     logs.configure(settings, "supervisor")
-    if settings.tokens is not None:
-        tokens.read(settings.tokens)
     with _listener(settings) as listener, _home(settings) as home:
         supervisor = Supervisor(
             settings, listener, home, lambda: _announce(settings, listener), _bury
@@ -49,7 +47,7 @@ def _listener(settings: Settings) -> socket.socket:
     host, port = settings.host, settings.port
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        if not (_is_loopback(str(address[0])) or settings.tokens or settings.allow_anonymous):
+        if not (is_loopback(str(address[0])) or settings.tokens or settings.allow_anonymous):
             allowed = "127.0.0.1 or another loopback address, unless --tokens FILE says who may "
             raise InvalidInput("host", host, allowed + "ask, or --allow-anonymous is given")
         found = socket.create_server((host, port), family=family, backlog=_BACKLOG)
@@ -58,10 +56,6 @@ def _listener(settings: Settings) -> socket.socket:
         raise ConfpredError(f"cannot listen on {host}, port {port}: {reason}") from None
     found.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # accepted sockets inherit it
     return found
-
-
-def _is_loopback(address: str) -> bool:
-    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
 @contextlib.contextmanager
@@ -91,19 +85,7 @@ def _announce(settings: Settings, listener: socket.socket) -> None:
     shown = f"[{host}]" if ":" in host else host
     workers = f"{settings.workers} worker{'s' if settings.workers > 1 else ''}"
     _log.info("confpred running on http://%s:%d with %s", shown, port, workers)
-    _notify("READY=1")
-
-
-def _notify(state: str) -> None:
-    """Tell systemd, where it has asked for it (``Type=notify``)."""
-    name = os.environ.get("NOTIFY_SOCKET")
-    if name:
-        address = "\0" + name[1:] if name.startswith("@") else name
-        with (
-            contextlib.suppress(OSError),
-            socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as datagrams,
-        ):
-            datagrams.sendto(state.encode(), address)
+    systemd.tell(READY="1")
 
 
 def _bury(process: int) -> None:

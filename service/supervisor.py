@@ -6,17 +6,20 @@ is dead or still starting.
 
     to a worker                               from a worker
     prepare folder      load a generation     ready generation   takes connections now
-    switch generation   answer by it          failed reason      could not start, and ends
-    forget generation   another could not     closed count       connections closed since its start
-    status ...          of the whole server   leaving            it was told to end
-    stop                finish, and end       reload, rollback   a client asks for it
+    switch generation   answer by it, by      failed reason      could not start, and ends
+      keep, known       these tokens, and     closed count       connections closed since its start
+                        forget all others     leaving            it was told to end
+    status ...          of the whole server   reload, rollback   a client asks for it
+    stop                finish, and end
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
+import math
 import os
 import shutil
 import signal
@@ -24,14 +27,16 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from confpred.errors import ConfpredError
 
+from . import systemd, tokens, trial
 from .channel import Fields, Gone
 from .child import Child
-from .publishing import fingerprint, publish
+from .publishing import fingerprint, give_back, publish
 from .settings import Settings
 
 #: So many starts of a worker may fail in succession; then the server gives up, unless another
@@ -39,6 +44,9 @@ from .settings import Settings
 MOST_FAILED_STARTS = 5
 #: A worker that lived longer than this did start.
 _STARTED_S = 10.0
+#: So many workers that end so soon after a switch take the former generation back; one that crashes
+#: counts as so many.
+_BLAMED, _ON_TRIAL_S = 2, 30.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 30.0
 #: What a worker may take to load a generation, and to switch to one that it has loaded.
 _PREPARE_S, _SWITCH_S = 120.0, 30.0
@@ -74,12 +82,16 @@ class Supervisor:
         self._announce, self._bury = announce, bury
         self._children: dict[str, Child] = {}
         self._history: list[Path] = []  # the generations that are loaded; the last is current
+        self._known: list[Fields] = []  # the tokens that were read with it
         self._changing = asyncio.Lock()
         self._stopping = asyncio.Event()
         self._fatal: ConfpredError | None = None
         self._accepting = self._announced = False
         self._replaced = 0
-        self._reloads = Counter[str](reloaded=0, unchanged=0, refused=0, rolled_back=0)
+        self._switched, self._ended = -math.inf, 0  # when, and how many workers ended since
+        self._reloads = Counter[str](
+            reloaded=0, unchanged=0, refused=0, rolled_back=0, taken_back=0
+        )
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
@@ -95,11 +107,11 @@ class Supervisor:
         loop.add_signal_handler(signal.SIGHUP, lambda: self._spawn(self._reload_for("SIGHUP")))
         self._listener.setblocking(False)
         seen = fingerprint(self._settings)
-        self._history = [
-            await asyncio.to_thread(publish, self._settings, self._home / _GENERATIONS)
-        ]
+        first, self._known = await asyncio.to_thread(self._read)
+        self._history = [first]
         names = [str(number) for number in range(self._settings.workers)]
         slots = [asyncio.create_task(self._slot(name)) for name in names]
+        self._spawn(systemd.show_life())
         if self._settings.watch_models:
             self._spawn(self._watch(seen))
         await self._stopping.wait()
@@ -118,18 +130,26 @@ class Supervisor:
             Refused: they are broken; all workers answer as before.
         """
         async with self._changing:
+            if self._announced:
+                systemd.tell_reloading()
             try:
-                new = await self._publish()
+                new, known = await asyncio.to_thread(self._read)
                 outcome = "unchanged" if new == self._history[-1] else "reloaded"
-                await self._change([*(each for each in self._history if each != new), new])
+                await self._change([*(each for each in self._history if each != new), new], known)
             except ConfpredError as error:
+                self._tell_systemd(f"reload refused: {error}")
                 self._count("refused")
                 raise Refused(str(error)) from error
+            self._tell_systemd(f"generation {new.name[:12]} answers")
             self._count(outcome)
             return outcome
 
-    async def rollback(self) -> str:
-        """Have all workers switch to the generation before the current one.
+    def _tell_systemd(self, status: str) -> None:
+        if self._announced:
+            systemd.tell(READY="1", STATUS=status.partition("\n")[0])
+
+    async def rollback(self, outcome: str = "rolled_back") -> str:
+        """Have all workers switch to the generation before the current one; tokens stay.
 
         Raises:
             Refused: there is none.
@@ -137,27 +157,39 @@ class Supervisor:
         async with self._changing:
             if len(self._history) < 2:
                 raise Refused("no former generation is loaded")
-            await self._change(self._history[:-1])
-            self._count("rolled_back")
-            return "rolled_back"
+            await self._change(self._history[:-1], self._known)
+            self._switched = -math.inf
+            self._count(outcome)
+            return outcome
 
-    async def _publish(self) -> Path:
-        folder = self._home / _GENERATIONS
-        return await asyncio.to_thread(publish, self._settings, folder)
+    def _read(self) -> tuple[Path, list[Fields]]:
+        """Read what is to answer: the folder of its copy, and the tokens."""
+        path = self._settings.tokens
+        known = [] if path is None else [asdict(token) for token in tokens.read(path)]
+        folder = publish(self._settings, self._home / _GENERATIONS)
+        give_back()
+        return folder, known
 
-    async def _change(self, history: Sequence[Path]) -> None:
+    async def _change(self, history: Sequence[Path], known: list[Fields]) -> None:
         """Have all workers load what they have not loaded of `history` and then, when all have,
-        answer by the last of it."""
+        answer by the last of it and by the tokens `known`."""
         history = history[-1 - self._settings.keep_models :]
-        new, ready = history[-1], [child for child in self._children.values() if child.ready]
+        new = history[-1]
+        is_new = new not in self._history
+        if is_new and (reason := await trial.refusal(new)):
+            shutil.rmtree(new, ignore_errors=True)
+            raise Refused(reason)
+        ready = [child for child in self._children.values() if child.ready]
         errors = await asyncio.gather(*(self._prepare(child, new) for child in ready))
         reasons = [error for error in errors if error]
-        if reasons or all(error is None for error in errors):
-            if new not in self._history:
-                for child in ready:
-                    child.channel.tell("forget", generation=new.name)
+        if reasons or (is_new and ready and all(error is None for error in errors)):
+            if is_new:  # it is forgotten where it was loaded
+                await asyncio.gather(*(self._switch(child, self._history) for child in ready))
                 shutil.rmtree(new, ignore_errors=True)
-            raise Refused(reasons[0] if reasons else "no worker is running")
+            raise Refused(reasons[0] if reasons else "all workers ended as they loaded it")
+        if is_new:
+            self._switched, self._ended = time.monotonic(), 0
+        self._known = known
         await asyncio.gather(*(self._switch(child, history) for child in ready))
         dropped = [each for each in self._history if each not in history]
         self._history = [*history]
@@ -175,22 +207,24 @@ class Supervisor:
             return f"worker {child.name} did not load it within {_PREPARE_S:.0f} s"
         return str(answer.get("error", ""))
 
-    async def _switch(self, child: Child, history: Sequence[Path]) -> None:
-        """After this `child` answers by the last of `history`, or is no more."""
+    async def _switch(self, child: Child, history: Sequence[Path]) -> bool:
+        """Have `child` answer by the last of `history` and the tokens; False if it had to end."""
         keep = [folder.name for folder in history]
         try:
-            asked = child.channel.ask("switch", generation=keep[-1], keep=keep)
+            asked = child.channel.ask("switch", generation=keep[-1], keep=keep, known=self._known)
             answer = await asyncio.wait_for(asked, _SWITCH_S)
         except (Gone, asyncio.TimeoutError):
             answer = {"error": "no answer"}
         if "error" in answer:
             child.kill()
+        return "error" not in answer
 
     async def _slot(self, name: str) -> None:
         """Keep one worker running."""
         failures, ended = 0, ""
         while not self._stopping.is_set():
             began, child = time.monotonic(), Child(name)
+            await self._restore()
             try:
                 handle = functools.partial(self._handle, child)
                 await child.start(self._settings, self._home, self._history, handle)
@@ -202,6 +236,7 @@ class Supervisor:
                 del self._children[name]
                 self._bury(child.pid)
                 self._update()
+                self._blame(child, ended)
             if self._stopping.is_set():
                 return
             if child.leaving or (child.was_ready and time.monotonic() - began > _STARTED_S):
@@ -209,6 +244,21 @@ class Supervisor:
             else:
                 failures += 1
             await self._consider(child, failures, ended)
+
+    async def _restore(self) -> None:
+        """Copy the current generation anew if its copy is gone, as when somebody tidies up; what
+        was kept beside it is not to be had again."""
+        if self._history[-1].exists():
+            return
+        async with self._changing:
+            current = self._history[-1]
+            with contextlib.suppress(ConfpredError):  # the worker will say that it is gone
+                folder = self._home / _GENERATIONS
+                copied = await asyncio.to_thread(publish, self._settings, folder)
+                if copied == current:
+                    self._history = [current]
+                else:
+                    shutil.rmtree(copied, ignore_errors=True)
 
     async def _consider(self, child: Child, failures: int, ended: str) -> None:
         """Wait before `child` is replaced, or give up."""
@@ -225,6 +275,26 @@ class Supervisor:
             await asyncio.wait_for(self._stopping.wait(), pause)
         except asyncio.TimeoutError:
             return None
+
+    def _blame(self, child: Child, ended: str) -> None:
+        """Take the former generation back if workers end soon after a switch."""
+        expected = child.leaving or child.failed is not None or self._stopping.is_set()
+        if expected or time.monotonic() - self._switched > _ON_TRIAL_S:
+            return
+        self._ended += _BLAMED if child.crashed else 1
+        if self._ended >= _BLAMED and len(self._history) > 1:
+            self._switched = -math.inf
+            self._spawn(self._take_back(ended))
+
+    async def _take_back(self, ended: str) -> None:
+        blamed = self._history[-1].name[:12]
+        try:
+            await self.rollback("taken_back")
+        except Refused as error:
+            _log.error("generation %s is not taken back: %s", blamed, error)
+        else:
+            now = self._history[-1].name[:12]
+            _log.error("took generation %s back, for %s: a worker %s", blamed, now, ended)
 
     def _give_up(self, error: ConfpredError) -> None:
         self._fatal = self._fatal or error
@@ -254,13 +324,14 @@ class Supervisor:
         return None
 
     async def _admit(self, child: Child, generation: str) -> None:
-        """Give `child` connections from now on; first bring it to what the others answer by, if
-        that has changed since it was started."""
+        """Give `child` connections from now on; first bring it to what the others answer by, which
+        may have changed since it was started."""
         async with self._changing:
             if generation != self._history[-1].name:
                 for folder in self._history:
                     await self._prepare(child, folder)
-                await self._switch(child, self._history)
+            if not await self._switch(child, self._history) or child.leaving:
+                return
             child.ready = child.was_ready = True
         self._update()
         if not self._announced and all(

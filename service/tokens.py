@@ -6,16 +6,19 @@ digest, so a slow hash, as for passwords, would add nothing but the time of each
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
 import hmac
 import json
+import os
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
-from confpred.errors import DataError, InvalidInput
+from confpred.errors import DataError, InvalidInput, StorageError
 from confpred.files import read_json, write_whole
 
 FORMAT = "confpred-tokens/1"
@@ -62,16 +65,35 @@ def read(path: str | Path) -> tuple[Token, ...]:
     return tuple(_token(path, place, entry) for place, entry in enumerate(entries))
 
 
+@contextlib.contextmanager
+def alone(path: Path) -> Iterator[None]:
+    """Wait until no other process is in such a block for the file at `path`, to read it, change it
+    and write it. The lock is on its folder, as the file itself is replaced.
+
+    Raises:
+        StorageError: there is no such folder, and none can be made.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        folder = os.open(path.parent, os.O_RDONLY)
+    except OSError as error:
+        raise StorageError(f"cannot write {path}: {error.strerror or error}") from error
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(folder)
+
+
 def write(path: str | Path, tokens: Sequence[Token]) -> None:
-    """Replace the file at `path`; only its owner may read it.
+    """Replace the file at `path`; only its owner may read it, at any moment.
 
     Raises:
         StorageError: the file system refused.
     """
     content = {"format": FORMAT, "tokens": [asdict(token) for token in tokens]}
     text = json.dumps(content, indent=1) + "\n"
-    write_whole(Path(path), lambda file: file.write(text.encode()))
-    Path(path).chmod(0o600)
+    write_whole(Path(path), lambda file: file.write(text.encode()), mode=0o600)
 
 
 def find(tokens: Sequence[Token], secret: bytes) -> Token | None:

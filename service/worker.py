@@ -69,7 +69,6 @@ class Worker:
         self._tasks: list[asyncio.Task[None]] = []
         # One thread, as the system keeps memory for each that ever loads.
         self._loader = ThreadPoolExecutor(1, "load")
-        self._prepared_tokens: tuple[tokens.Token, ...] | None = None
 
     async def attach(self, server: uvicorn.Server) -> None:
         """Begin to take connections for `server`, which has started, and tell the supervisor."""
@@ -93,31 +92,22 @@ class Worker:
         return answer
 
     async def _on_prepare(self, folder: str) -> Fields:
-        """Load a generation beside those that are loaded, and read the tokens anew."""
+        """Load a generation beside those that are loaded."""
         try:
             path = Path(folder)
             if path.name not in self._loaded:
                 loop = asyncio.get_running_loop()
                 self._loaded.add(await loop.run_in_executor(self._loader, generations.load, path))
-            if self._start.settings["tokens"] is not None:
-                self._prepared_tokens = tokens.read(self._start.settings["tokens"])
         except (ConfpredError, OSError) as error:
             return {"error": str(error)}
         return {}
 
-    async def _on_switch(self, generation: str, keep: list[str]) -> None:
-        """Answer by another generation from the next request on."""
+    async def _on_switch(self, generation: str, keep: list[str], known: list[Fields]) -> None:
+        """Answer by a generation, and by the tokens `known`, from the next request on."""
         self._loaded.switch(generation, keep)
-        if self._prepared_tokens is not None:
-            self._app.state.tokens = self._prepared_tokens
+        self._app.state.tokens = tuple(tokens.Token(**each) for each in known)
         # What is forgotten refers to itself. To look for it takes 10 ms, as imports are frozen.
         asyncio.get_running_loop().run_in_executor(self._loader, gc.collect)
-
-    async def _on_forget(self, generation: str) -> None:
-        """Forget a generation that another worker could not load."""
-        current = self._loaded.current.digest
-        kept = [each.digest for each in reversed(self._loaded.others) if each.digest != generation]
-        self._loaded.switch(current, [*kept, current])
 
     async def _on_status(self, **status: Any) -> None:
         self._app.state.server_status = status
@@ -200,12 +190,11 @@ def main() -> None:
     gc.freeze()
     try:
         loaded = _load(start)
-        known = () if settings.tokens is None else tokens.read(settings.tokens)
     except (ConfpredError, OSError) as error:
         message = json.dumps({"do": "failed", "reason": str(error)}) + "\n"
         os.write(start.control, message.encode())
         sys.exit(1)
-    app = create_app(settings, loaded, known)
+    app = create_app(settings, loaded)
     config = uvicorn.Config(
         app,
         http=limited(settings),

@@ -34,18 +34,19 @@ def command(name: str, path: Path, scope: tokens.Scope, revoke: bool) -> None:
 
     The file keeps its SHA-256 alone. A server that runs reads the file again at its next reload.
     """
-    known = tokens.read(path) if revoke or path.exists() else ()
-    others = tuple(token for token in known if token.name != name)
-    if revoke:
-        if len(others) == len(known):
-            raise InvalidInput("name", name, f"the name of a token in {path}")
-        tokens.write(path, others)
-        click.echo(f"revoked {name}; servers follow at their next reload")
-        return
-    if len(others) != len(known):
-        raise InvalidInput("name", name, f"a name that no token in {path} has")
-    if not name.isprintable() or not 1 <= len(name) <= 64:
-        raise InvalidInput("name", name, "1 to 64 printable characters")
-    secret, token = tokens.make(name, scope)
-    tokens.write(path, (*known, token))
+    with tokens.alone(path):
+        known = tokens.read(path) if revoke or path.exists() else ()
+        others = tuple(token for token in known if token.name != name)
+        if revoke:
+            if len(others) == len(known):
+                raise InvalidInput("name", name, f"the name of a token in {path}")
+            tokens.write(path, others)
+            click.echo(f"revoked {name}; servers follow at their next reload")
+            return
+        if len(others) != len(known):
+            raise InvalidInput("name", name, f"a name that no token in {path} has")
+        if not name.isprintable() or not 1 <= len(name) <= 64:
+            raise InvalidInput("name", name, "1 to 64 printable characters")
+        secret, token = tokens.make(name, scope)
+        tokens.write(path, (*known, token))
     click.echo(secret)

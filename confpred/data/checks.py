@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import difflib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -12,6 +15,8 @@ import pyarrow.compute as pc
 
 from confpred.data.parquet import problem_columns, read
 from confpred.errors import DataError, InvalidInput
+from confpred.families.candidate import PYTORCH
+from confpred.families.registry import all_families, config_ids
 from confpred.measure.outcome import STATUSES
 from confpred.problem.operation import Operation
 
@@ -53,13 +58,15 @@ def read_checked(files: Sequence[Path], operation: Operation) -> CheckedRows:
     """The rows of `files`, in their order.
 
     Raises:
-        DataError: a file cannot be read or lacks a column, or a value is not allowed; the error
-            names file, row (counted from 0), column, value and what is allowed.
+        DataError: a file cannot be read or lacks a column, or a value is not allowed, such as a
+            kernel family or a config that this version does not have; the error names file, row
+            (counted from 0), column, value and what is allowed.
     """
     columns = [*problem_columns(operation), *_TEXTS, _REGISTERS]
     tables = [read(file, operation, [*columns, *_TIMES]) for file in files]
     for file, table in zip(files, tables, strict=True):
         _check(file, table, columns)
+        _check_configs(file, table, operation)
     table = pa.concat_tables(tables).combine_chunks()
     table = table.append_column(ROW, pa.array(np.arange(table.num_rows)))
     ends = np.cumsum([part.num_rows for part in tables])
@@ -83,10 +90,38 @@ def _check(file: Path, table: pa.Table, columns: Sequence[str]) -> None:
     _refuse(file, table, _REGISTERS, pc.invert(inside), allowed)
 
 
-def _refuse(file: Path, table: pa.Table, name: str, wrong: pa.ChunkedArray, allowed: str) -> None:
+def _check_configs(file: Path, table: pa.Table, operation: Operation) -> None:
+    families = [name for name, each in all_families().items() if each.operation is operation]
+    known = [PYTORCH, *families]
+    unknown = pc.invert(pc.is_in(table["family"], value_set=pa.array(known)))
+    _refuse(file, table, "family", unknown, partial(_nearest, known, " or ".join(known)))
+    for family in pc.unique(table["family"]).to_pylist():
+        words = list(config_ids(family))
+        unknown = pc.invert(pc.is_in(table["config"], value_set=pa.array(words)))
+        wrong = pc.and_(pc.equal(table["family"], family), unknown)
+        allowed = f"a config of this version's {family}"
+        _refuse(file, table, "config", wrong, partial(_nearest, words, allowed))
+
+
+def _nearest(known: Sequence[str], allowed: str, value: str) -> str:
+    """Say what is `allowed`, and what of it is most like `value`."""
+    (near,) = difflib.get_close_matches(value, known, 1, cutoff=0.0)
+    return f"{allowed}; the nearest is {near!r}"
+
+
+def _refuse(
+    file: Path,
+    table: pa.Table,
+    name: str,
+    wrong: pa.ChunkedArray,
+    allowed: str | Callable[[Any], str],
+) -> None:
+    """Refuse the first wrong value; `allowed` may depend on it."""
     row = pc.index(wrong, True).as_py()
     if row >= 0:
-        raise _error(file, row, InvalidInput(name, table[name][row].as_py(), allowed))
+        value = table[name][row].as_py()
+        said = allowed if isinstance(allowed, str) else allowed(value)
+        raise _error(file, row, InvalidInput(name, value, said))
 
 
 def _error(file: Path, row: int, error: InvalidInput) -> DataError:

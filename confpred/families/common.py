@@ -7,7 +7,7 @@ features and macros.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -16,11 +16,13 @@ from numpy.typing import NDArray
 
 from confpred.families.protocol import Rows
 from confpred.families.several import each, once
+from confpred.memory import Recent
 from confpred.problem.conv2d import ACTIVATIONS, Problem
 from confpred.problem.device import Device
 
 Array = NDArray[np.int64]
 _Count = TypeVar("_Count", int, Array)
+_Found = TypeVar("_Found")
 
 MAX_REGISTERS = 255  # a thread cannot have more
 #: Kernels hardly spill up to this many estimated registers of a thread. It is less than
@@ -29,6 +31,8 @@ MOST_ESTIMATED_REGISTERS = 232
 #: How the blocks that share sums of a filter's gradient add them up; the names and numbers are
 #: those of ``common.cuh``.
 DIRECT, TWO_KERNELS, LAST_BLOCK, ATOMIC = range(4)
+#: How much a table keeps of what was worked out of it, or up to twice as much.
+_KEPT = 256
 MAX_INT = 2**31 - 1  # kernels count, and address within a block's images, in 32 bits
 
 
@@ -72,11 +76,13 @@ class Table:
         rows: which rows of the config table, rising.
         columns: their fields by name.
         kinds: some of the fields as they differ, and which of these each row has (`by`).
+        known: what was worked out of it lately (`kept`).
     """
 
     rows: Rows
     columns: Mapping[str, Array]
     kinds: dict[tuple[str, ...], tuple[dict[str, Array], Rows]] = field(default_factory=dict)
+    known: Recent[tuple[Any, ...], Any] = field(default_factory=lambda: Recent(_KEPT))
 
     @classmethod
     def of(cls, configs: NDArray[np.void], rows: Rows | None = None) -> Table:
@@ -99,6 +105,16 @@ class Table:
             self.kinds[names] = (dict(zip(names, kinds, strict=True)), of_row.reshape(-1))
         t, of_row = self.kinds[names]
         found: NDArray[np.bool_] = rule(t)[..., of_row]
+        return found
+
+    def kept(self, find: Callable[..., _Found], **asked: Hashable) -> _Found:
+        """Return `find(self, **asked)`, and keep it as long as this table: what a model needs goes
+        with the model."""
+        key = (find, *asked.values())
+        found: _Found | None = self.known.get(key)
+        if found is None:
+            found = find(self, **asked)
+            self.known.put(key, found)
         return found
 
 

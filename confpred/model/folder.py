@@ -14,8 +14,9 @@
     measured.json        the best measured config of each problem in the data
 
 Reading a folder checks all that prediction relies on, so that a damaged or foreign folder is an
-error here and never a wrong answer later. A kernel that has changed since is only a warning: the
-model's order of its configs is likely to hold.
+error here and never a wrong answer later. Trees alone are checked when they are first asked, as a
+process asks few of them, or by `ModelFiles.check_trees`. A kernel that has changed since is only a
+warning: the model's order of its configs is likely to hold.
 
 The card has the digests of all other files, so its own digest, `sha256sum card.json`, is what the
 model is known by: two folders with one digest hold one model, whatever they are called.
@@ -63,6 +64,7 @@ _OTHER_FORMAT = re.compile(rb'"format": ?"(confpred-model/[0-9]+)"')
 CARD, MEASURED = "card.json", "measured.json"
 ORDER_TREES, TIME_TREES, PYTORCH_TREES = "{}.order.txt", "{}.time.txt", "pytorch.txt"
 GATE_TREES = "gate.txt"
+TREES = ".txt"  # ends the names of all of these, and of no other file
 REGISTERS, BOUND_TREES = "{}.registers.json", "bound.txt"
 
 
@@ -110,6 +112,13 @@ class Model:
     stale: tuple[str, ...]
     card: Mapping[str, Any]
 
+    def ensembles(self) -> list[Trees]:
+        """All its trees, those that families share once."""
+        found = [trees for each in self.families.values() for trees in (each.order, each.time)]
+        found += [] if self.gate is None else [self.gate.lag]
+        found += [] if self.pytorch is None else [self.pytorch.ratio]
+        return list(dict.fromkeys([*found, self.bounds.quantile]))
+
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
@@ -124,6 +133,16 @@ class ModelFiles:
     digest: str
     card: Mapping[str, Any]
     files: Mapping[str, bytes]
+
+    def check_trees(self, folder: Path) -> None:
+        """Check all trees of the model in `folder`; it takes 0.1 s.
+
+        Raises:
+            ModelError: LightGBM would read what is not there, or never end.
+        """
+        for name, text in self.files.items():
+            if name.endswith(TREES):
+                Trees(text, str(folder / name)).check()
 
 
 def read_files(folder: Path) -> ModelFiles:
@@ -382,10 +401,7 @@ def _device(card: Mapping[str, Any]) -> Device:
 
 
 def _trees(folder: Path, files: Mapping[str, bytes], name: str, features: tuple[str, ...]) -> Trees:
-    try:
-        trees = Trees(files[name])
-    except ModelError as error:
-        raise ModelError(f"{folder / name} is damaged: {error}") from error
+    trees = Trees(files[name], str(folder / name))
     if trees.features != features:
         raise ModelError(f"{folder / name} was trained on other features: train it again")
     return trees

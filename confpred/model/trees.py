@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from confpred.errors import ModelError
 from confpred.forks import uninterrupted
+from confpred.model import tree_text
 
 # Constants of LightGBM's c_api.h.
 _DTYPE_FLOAT32 = 0
@@ -50,17 +51,16 @@ class Trees:
     """A boosted ensemble of regression trees. Immutable; safe to share between threads, whose
     predictions run side by side, and to fork.
 
-    The text is parsed by the first prediction: a model has ensembles for every kind of layer, and a
-    process may ask for one.
+    The text is checked and parsed by the first prediction, as far as that needs it: a model has
+    ensembles for every kind of layer, and a process may ask for one. To check all of a model takes
+    0.1 s.
 
     Attributes:
         features: names of the columns of the matrix that `predict` takes.
     """
 
-    def __init__(self, text: str | bytes) -> None:
-        """Take an ensemble in LightGBM's text form.
-
-        The library trusts the text: check its digest first.
+    def __init__(self, text: str | bytes, origin: str = "the text of an ensemble") -> None:
+        """Take an ensemble in LightGBM's text form, which is from `origin`.
 
         Raises:
             ModelError: it does not begin as such a text does.
@@ -68,9 +68,9 @@ class Trees:
         text = text.encode() if isinstance(text, str) else text
         header = _HEADER.match(text)
         if header is None:
-            raise ModelError("not LightGBM's text form of an ensemble")
+            raise ModelError(f"{origin} is damaged: not LightGBM's text form of an ensemble")
         self.features = tuple(header[1].decode().split())
-        self._text = text
+        self._text, self._origin = text, origin
         self._boosters: dict[tuple[int, int | None], _Booster] = {}
 
     def _booster(self, first: int, end: int | None) -> _Booster:
@@ -88,9 +88,26 @@ class Trees:
                     booster = self._boosters[first, end] = self._parse(first, end)
         return booster
 
+    def check(self) -> None:
+        """Check all of the text, of which a prediction checks the part that it needs.
+
+        Raises:
+            ModelError: LightGBM would read what is not there, or never end.
+        """
+        self._checked(0, None)
+
+    def _checked(self, first: int, end: int | None) -> bytes:
+        try:
+            text = tree_text.part(self._text, first, end)
+            tree_text.check(text, len(self.features))
+        except ModelError as error:
+            raise ModelError(f"{self._origin} is damaged: {error}") from None
+        return text
+
     def _parse(self, first: int, end: int | None) -> _Booster:
+        text = self._checked(first, end)
         library, handle, prepared = _library(), ctypes.c_void_p(), ctypes.c_void_p()
-        found, features, most = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
+        found, most = ctypes.c_int(), ctypes.c_int()
         # One thread here too: those that OpenMP keeps are not there in a forked child, whose next
         # parallel region would wait for them for good.
         _check(library.LGBM_GetMaxThreads(ctypes.byref(most)))
@@ -98,16 +115,13 @@ class Trees:
         try:
             _check(
                 library.LGBM_BoosterLoadModelFromString(
-                    _part(self._text, first, end), ctypes.byref(found), ctypes.byref(handle)
+                    text, ctypes.byref(found), ctypes.byref(handle)
                 )
             )
         finally:
             _check(library.LGBM_SetMaxThreads(most))
         # Not at the end of the process, when other threads may be predicting still.
         weakref.finalize(self, library.LGBM_BoosterFree, handle).atexit = False
-        _check(library.LGBM_BoosterGetNumFeature(handle, ctypes.byref(features)))
-        if features.value != len(self.features):
-            raise ModelError(f"{features.value} features, of which {len(self.features)} have names")
         _check(
             library.LGBM_BoosterPredictForMatSingleRowFastInit(
                 handle,
@@ -135,8 +149,8 @@ class Trees:
             end: the tree behind the last one; None for all from `first` on.
 
         Raises:
-            ModelError: the matrix does not have these columns; LightGBM is not installed, or
-                refuses the text.
+            ModelError: the matrix does not have these columns; the text is damaged; LightGBM is not
+                installed, or refuses the text.
         """
         matrix = np.ascontiguousarray(matrix, np.float32)
         if matrix.ndim != 2 or matrix.shape[1] != len(self.features):
@@ -177,22 +191,6 @@ def _address(array: NDArray[Any]) -> int:
     """Where the elements of `array` begin; its attribute ``ctypes`` takes three times as long."""
     found: int = array.__array_interface__["data"][0]
     return found
-
-
-def _part(text: bytes, first: int, end: int | None) -> bytes:
-    """The text of the trees from `first` to before `end` of the ensemble in `text`."""
-    if first == 0 and end is None:
-        return text
-    done = text.index(b"\nend of trees\n")
-
-    def place(tree: int) -> int:
-        found = text.find(b"\nTree=%d\n" % tree)
-        return done if found < 0 else found
-
-    # The lengths of all trees, which LightGBM writes for parsing in parallel, may be left out.
-    lines = text[: place(0)].split(b"\n")
-    head = b"\n".join(line for line in lines if not line.startswith(b"tree_sizes="))
-    return head + text[place(first) : done if end is None else place(end)] + text[done:]
 
 
 @cache

@@ -174,6 +174,7 @@ class Predictor:
             InvalidInput: `problem` is not a `Problem`, or the record of another operation, or
                 `max_regret` is below 1.
             UnknownDevice: no description of `device` is known.
+            ModelError: trees of the model are damaged, though their digests are right.
         """
         choices = self._answer(problem, self._device(device), 1)
         return choices[0] if max_regret is None else _accepted(choices, max_regret)[0]

@@ -61,8 +61,8 @@ class Dataset:
         timings: one a problem and family, in a fixed order.
         pytorch_ms: median time of PyTorch's own operator, milliseconds, where it was measured.
         statuses: rows read, by status; only the ``ok`` ones are in `timings`.
-        skipped: ``ok`` rows left out because this version has no such family or config, or does
-            not allow it for the problem.
+        skipped: ``ok`` rows left out because this version does not allow the config for the
+            problem.
         kernels: digests of each family's CUDA source.
         measured_with: the versions that the times depend on, of the rows that were timed:
             ``driver``, and ``cudnn`` of PyTorch's operator where it was recorded.
@@ -166,7 +166,7 @@ def read_dataset(paths: Sequence[Path], device: str | None = None) -> Dataset:
         raise DataError(
             f"nothing to learn from: {sum(dataset.statuses.values())} rows, "
             f"{dataset.statuses.get('ok', 0)} timed, {dataset.skipped} of configs that this "
-            "version does not have"
+            "version does not allow for their layers"
         )
     return dataset
 
@@ -246,9 +246,9 @@ def _timings(
         if name == PYTORCH:
             pytorch_ms[problem] = float(np.median(time_ms[rows]))
             used += len(rows)
-        elif name in all_families():
+        else:
             legal = all_families()[name].legal(problem, device)
-            rows = rows[(number[rows] >= 0) & legal[number[rows]]]
+            rows = rows[legal[number[rows]]]
             used += len(rows)
             if len(rows):
                 ids, starts = np.unique(number[rows], return_index=True)
@@ -295,16 +295,15 @@ def _problems(
 def _config_numbers(
     configs: pa.ChunkedArray, names: Sequence[str], of_name: NDArray[np.int32]
 ) -> NDArray[np.intp]:
-    """The number of each row's config in its family's table; -1 where this version has none."""
+    """The number of each row's config in its provider's table."""
     encoded = configs.combine_chunks().dictionary_encode()
     words, of_words = encoded.dictionary.to_pylist(), encoded.indices.to_numpy()
-    number = np.full(len(of_words), -1, np.intp)
+    number = np.empty(len(of_words), np.intp)
     for index, name in enumerate(names):
-        if name in all_families():
-            ids = config_ids(name)
-            known = np.array([ids.get(text, -1) for text in words], np.intp)
-            mine = of_name == index
-            number[mine] = known[of_words[mine]]
+        ids = config_ids(name)
+        of_all = np.array([ids.get(text, -1) for text in words], np.intp)
+        mine = of_name == index
+        number[mine] = of_all[of_words[mine]]
     return number
 
 

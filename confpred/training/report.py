@@ -31,7 +31,9 @@ def print_evaluation(evaluation: Evaluation, console: Console) -> None:
         sep="\n",
     )
     if data.skipped:
-        console.print(f"{data.skipped} timed rows are of configs that this version does not have")
+        console.print(
+            f"{data.skipped} timed rows are of configs that this version does not allow for them"
+        )
     families = sorted({t.family for t in judged.timings})
     for family in families:
         summaries = {m: judged.summary(m, family) for m in judged.scores}

@@ -11,7 +11,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -364,8 +363,8 @@ def _cut(problem: Any, t: Mapping[str, Array]) -> _Cut:
 
 def _shape_of(problem: Problem, table: Table = _WHOLE) -> _Shape:
     rows, columns = _axes_of(problem)
-    return _shape(
-        table,
+    return table.kept(
+        _shape,
         channels=_in_channels(problem),
         window=(problem.r, problem.s),
         taps=(rows.taps, columns.taps),
@@ -374,7 +373,6 @@ def _shape_of(problem: Problem, table: Table = _WHOLE) -> _Shape:
     )
 
 
-@lru_cache(maxsize=1024)
 def _shape(
     table: Table,
     channels: int,

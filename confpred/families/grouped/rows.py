@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -338,8 +337,8 @@ def _cut(problem: Any, t: Mapping[str, Array]) -> _Cut:
 
 def _shape_of(problem: Problem, table: Table = _WHOLE) -> _Shape:
     rows, columns = axes_of(problem)
-    return _shape(
-        table,
+    return table.kept(
+        _shape,
         group_width=problem.group_width,
         r=problem.r,
         down_h=rows.down,
@@ -352,7 +351,6 @@ def _shape_of(problem: Problem, table: Table = _WHOLE) -> _Shape:
     )
 
 
-@lru_cache(maxsize=1024)
 def _shape(
     table: Table,
     group_width: int,

@@ -7,7 +7,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -437,8 +436,11 @@ def _elements(problem: Any) -> Any:
     return problem.filter_elements + problem.k * problem.bias
 
 
-@lru_cache(maxsize=256)
 def _shape(window: Window, table: Table = _WHOLE) -> _Shape:
+    return table.kept(_shape_of, window=window)
+
+
+def _shape_of(table: Table, window: Window) -> _Shape:
     """What a block takes and does. The kernel works most of it out from its macros too, and asserts
     that the threads and the shared memory are the same."""
     t = table.columns

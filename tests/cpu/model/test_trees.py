@@ -142,3 +142,66 @@ def test_threads_may_ask_for_other_numbers_of_trees(trees, matrix):
 
     with ThreadPoolExecutor(8) as threads:
         assert all(threads.map(ask, range(900)))
+
+
+def replaced(text: str, field: str, place: int, value: str) -> str:
+    """`text` with another value in a field of its first tree."""
+    line = next(line for line in text.splitlines() if line.startswith(f"{field}="))
+    values = line.partition("=")[2].split(" ")
+    values[place] = value
+    return text.replace(line, f"{field}={' '.join(values)}", 1)
+
+
+@pytest.mark.parametrize(
+    ("field", "place", "value", "allowed"),
+    [
+        ("split_feature", 3, "99999", "0 to 6"),
+        ("split_feature", 0, "7", "0 to 6"),
+        ("split_feature", 0, "-1", "0 to 6"),
+        ("left_child", 0, "0", "a later split or a leaf of the tree"),  # an endless loop
+        ("left_child", 2, "30", "a later split or a leaf of the tree"),
+        ("right_child", 2, "-32", "a later split or a leaf of the tree"),
+        ("decision_type", 1, "1", "an even number"),
+        ("num_leaves", 0, "32", "a number for each of the tree's splits or leaves"),
+        ("num_leaves", 0, "0", "1 or more"),
+        ("threshold", 0, "1 2", "a number for each of the tree's splits or leaves"),
+        ("leaf_value", 0, "1 2", "a number for each of the tree's splits or leaves"),
+        ("num_cat", 0, "1", "0"),
+        ("is_linear", 0, "1", "0"),
+    ],
+)
+def test_trees_that_lead_nowhere_are_refused(booster, matrix, field, place, value, allowed):
+    trees = Trees(replaced(booster.model_to_string(), field, place, value), "here.txt")
+    with pytest.raises(ModelError, match=rf"here\.txt is damaged: tree 0 has a \w+ .* {allowed}$"):
+        trees.predict(matrix, 0, 10)
+    with pytest.raises(ModelError, match=r"here\.txt is damaged: tree 0 has a"):
+        trees.check()
+    assert len(trees.predict(matrix, 1, 10)) == len(matrix)  # the part is sound
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "reason"),
+    [
+        ("num_class=1\n", "num_class=9\n", "needs num_class=1"),
+        ("num_tree_per_iteration=1\n", "num_tree_per_iteration=9\n", "num_tree_per_iteration=1"),
+        ("max_feature_idx=6\n", "max_feature_idx=5\n", "needs max_feature_idx=6"),
+        ("num_class=1\n", "num_class=1\nnum_class=9\n", "has num_class=1 and num_class=9"),
+        ("num_leaves=31\n", "num_leaves=31\nnum_leaves=99\n", "num_leaves"),
+        ("\nend of trees\n", "\n", "no end of trees"),
+        ("left_child=", "left_child=1-", "left_child of the trees has not 60 integers"),
+        ("left_child=", "left_child=one", "left_child of the trees has not 60 integers"),
+        ("right_child=", "other_child=", "not all trees have other_child in one place"),
+    ],
+)
+def test_a_text_of_another_form_is_refused(booster, matrix, before, after, reason):
+    text = booster.model_to_string(num_iteration=2)
+    assert before in text
+    with pytest.raises(ModelError, match=reason):
+        Trees(text.replace(before, after, 1)).predict(matrix)
+
+
+def test_lengths_of_trees_are_not_trusted(booster, matrix):
+    text = booster.model_to_string()
+    sizes = next(line for line in text.splitlines() if line.startswith("tree_sizes="))
+    other = Trees(text.replace(sizes, "tree_sizes=" + " ".join(["99999999"] * 50)))
+    assert other.predict(matrix).tolist() == booster.predict(matrix).tolist()

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
+import subprocess
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 from click.testing import CliRunner
-from test_service_process import ONE, Server, eventually, refused, running
+from test_service_process import COMMAND, ONE, Server, eventually, refused, running
 
 from confpred.cli import cli
 from confpred.service import tokens
@@ -125,6 +129,56 @@ def test_only_digests_are_kept_and_the_log_has_names(
     eventually(lambda: '"token": "host-1"' in guarded.log.read_text())
 
 
+def statuses(server: Server, secret: str) -> set[int]:
+    """The statuses of requests by connections of their own, so that every worker gets some."""
+    return {ask(server, "/v1/devices", secret).status_code for _ in range(12)}
+
+
+@pytest.mark.slow(reason="workers are replaced")
+def test_a_new_worker_knows_the_tokens_that_the_others_know(tmp_path: Path) -> None:
+    path = tmp_path / "tokens.json"
+    ops, host = token(path, "ops", "--scope", "admin"), token(path, "host")
+    with running(tmp_path, "--tokens", str(path), "--workers", "2") as server:
+        token(path, "host", "--revoke")
+        late = token(path, "late")
+        replace_worker(server)
+        assert (statuses(server, host), statuses(server, late)) == ({200}, {401})
+        assert ask(server, "/v1/models/reload", ops).status_code == 200
+        assert (statuses(server, host), statuses(server, late)) == ({401}, {200})
+        replace_worker(server)
+        assert (statuses(server, host), statuses(server, late)) == ({401}, {200})
+
+
+@pytest.mark.slow(reason="workers are replaced")
+def test_a_damaged_file_of_tokens_costs_no_worker(tmp_path: Path) -> None:
+    path = tmp_path / "tokens.json"
+    ops = token(path, "ops", "--scope", "admin")
+    with running(tmp_path, "--tokens", str(path), "--workers", "2") as server:
+        path.write_text("{")
+        for _ in range(2):
+            replace_worker(server)
+        assert statuses(server, ops) == {200}
+        reply = ask(server, "/v1/models/reload", ops)
+        assert reply.status_code == 409
+        assert f"{path} is not JSON" in reply.json()["error"]["message"]
+        assert statuses(server, ops) == {200}
+
+
+def replace_worker(server: Server) -> None:
+    """Kill one of two workers, and wait until another answers in its place."""
+    count = server.log.read_text().count("answers, process")
+    os.kill(min(server.workers()), signal.SIGKILL)
+    eventually(lambda: server.log.read_text().count("answers, process") > count)
+
+
+def test_thousands_of_tokens_reach_the_worker(tmp_path: Path) -> None:
+    path = tmp_path / "tokens.json"
+    made = [tokens.make(f"host {number}", "read") for number in range(3000)]
+    tokens.write(path, [kept for _, kept in made])
+    with running(tmp_path, "--tokens", str(path)) as server:
+        assert ask(server, "/v1/devices", made[-1][0]).status_code == 200
+
+
 @pytest.mark.slow(reason="four servers start")
 def test_listening_elsewhere_needs_tokens_or_a_word(tmp_path: Path) -> None:
     for host in ("0.0.0.0", "::", "192.0.2.1"):
@@ -163,6 +217,32 @@ def test_a_name_has_one_token(tmp_path: Path) -> None:
         assert done.exit_code == 1
         assert "name=" in str(done.exception)
     assert [each.name for each in tokens.read(path)] == ["a"]
+
+
+def test_commands_at_once_keep_each_other_s_tokens(tmp_path: Path) -> None:
+    path, names = tmp_path / "tokens.json", [f"host-{number}" for number in range(6)]
+    command = [COMMAND, "token", "--tokens", str(path)]
+    started = [subprocess.Popen([*command, name], stdout=subprocess.DEVNULL) for name in names]
+    assert [process.wait(60) for process in started] == [0] * 6
+    assert sorted(each.name for each in tokens.read(path)) == names
+
+
+def test_only_the_owner_may_ever_read_a_file_of_tokens(tmp_path: Path) -> None:
+    path, modes, done = tmp_path / "tokens.json", set(), threading.Event()
+    _, kept = tokens.make("a", "read")
+    tokens.write(path, [kept])
+
+    def look() -> None:
+        while not done.is_set():
+            modes.add(path.stat().st_mode & 0o777)
+
+    looking = threading.Thread(target=look)
+    looking.start()
+    for _ in range(300):
+        tokens.write(path, [kept])
+    done.set()
+    looking.join()
+    assert modes == {0o600}
 
 
 def test_without_tokens_only_programs_of_the_machine_manage(plain: Server) -> None:

@@ -53,7 +53,7 @@ def short_soak(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     monkeypatch.setattr(service_soak, "_CAPACITY_S", 1.0)
     monkeypatch.setattr(service_soak, "_SAMPLE_S", 0.2)
-    return service_soak.soak
+    return service_soak
 
 
 @pytest.mark.slow(reason="a server is asked for seconds")
@@ -61,10 +61,23 @@ def test_a_soak_finds_a_sound_server_sound(short_soak: Any) -> None:
     from service_load import server
 
     with server("--workers", "2") as (port, pid):
-        found = short_soak(port, pid, seconds=2, reload_every=0)
+        found = short_soak.soak(port, pid, 2, short_soak.Disturbance())
     assert (found["failed"], found["statuses"].keys()) == (0, {"200"})
     assert found["requests"] > 50
-    assert found["memory_mib"]["early"] > 50
+    assert found["memory_mib"]["all"]["early"] > 150
+    assert found["memory_mib"]["largest worker"]["early"] > 50
+
+
+@pytest.mark.slow(reason="a server is asked for seconds")
+def test_a_soak_disturbs_the_server_and_tells_the_connections_that_it_cost(short_soak: Any) -> None:
+    from service_load import server
+
+    kinds = short_soak.Disturbance(reload_every=1, kill_every=2)
+    with server("--workers", "2") as (port, pid):
+        found = short_soak.soak(port, pid, 3, kinds)
+    assert (found["reloads"], found["kills"], found["stops"]) == (2, 1, 0)
+    assert (found["failed"], found["statuses"].keys()) == (0, {"200"})
+    assert found["connections_lost_to"].keys() <= {"kill"}
 
 
 @pytest.mark.slow(reason="a server is asked for seconds")
@@ -74,6 +87,6 @@ def test_a_soak_sees_a_server_that_ends(short_soak: Any) -> None:
     with server() as (port, pid):
         killer = threading.Timer(2, os.kill, (pid, signal.SIGKILL))
         killer.start()
-        found = short_soak(port, pid, seconds=2, reload_every=0)
+        found = short_soak.soak(port, pid, 2, short_soak.Disturbance())
         killer.join()
     assert found["failed"] > 0

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+import queue
 import re
 import shlex
 import shutil
+import signal
+import socket
 import subprocess
 import sys
+import threading
+import time
 from configparser import ConfigParser
 from pathlib import Path
 
@@ -67,6 +72,70 @@ def test_the_unit_fits_the_settings_beside_it() -> None:
     assert int(service["TimeoutStopSec"]) >= settings.grace + 10
     assert (service["Restart"], service["RestartPreventExitStatus"]) == ("on-failure", "2")
     assert settings.tokens is not None
+
+
+def test_the_unit_s_reload_fails_when_it_is_refused(tmp_path: Path, repository: Path) -> None:
+    words = shlex.split(unit()["Service"]["ExecReload"])
+    assert int(unit()["Service"]["TimeoutStartSec"]) > int(words[words.index("--max-time") + 1])
+    folder, path = tmp_path / "models" / "a", tmp_path / "tokens.json"
+    shutil.copytree(repository / "models" / "h100-2026.11.24", folder)
+    secret, kept = tokens.make("systemd", "admin")
+    tokens.write(path, [kept])
+    (tmp_path / "reload.header").write_text(f"Authorization: Bearer {secret}\n")
+    with running(tmp_path, "--model", str(folder.parent), "--tokens", str(path)) as server:
+
+        def reload() -> subprocess.CompletedProcess[str]:
+            command = [word.replace("/etc/confpred", str(tmp_path)) for word in words]
+            command = [word.replace(":8000", f":{server.port}") for word in command]
+            return subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
+
+        assert (reload().returncode, '"outcome":"unchanged"' in reload().stdout) == (0, True)
+        (folder / "card.json").write_text("{")
+        done = reload()
+        assert done.returncode != 0
+        assert json.loads(done.stdout)["error"]["code"] == "reload_refused"
+        (tmp_path / "reload.header").unlink()
+        assert reload().returncode != 0
+    assert reload().returncode != 0
+
+
+@pytest.mark.slow(reason="a server is told to reload, and its watchdog is looked at")
+def test_systemd_is_told_how_the_server_is(tmp_path: Path, repository: Path) -> None:
+    folder = tmp_path / "models" / "a"
+    shutil.copytree(repository / "models" / "h100-2026.11.24", folder)
+    name, said = str(tmp_path / "notify"), queue.SimpleQueue[dict[str, str]]()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
+        systemd.bind(name)
+
+        def listen() -> None:
+            while True:
+                lines = systemd.recv(4096).decode().splitlines()
+                said.put(dict(line.split("=", 1) for line in lines))
+
+        threading.Thread(target=listen, daemon=True).start()
+
+        def heard(key: str) -> dict[str, str]:
+            """The next message that has `key`."""
+            end = time.monotonic() + 60
+            while key not in (message := said.get(timeout=60)):
+                assert time.monotonic() < end
+            return message
+
+        told = {"NOTIFY_SOCKET": name, "WATCHDOG_USEC": "400000"}
+        with running(tmp_path, "--model", str(folder.parent), **told) as server:
+            assert heard("READY") == {"READY": "1"}
+            for status in ("generation [0-9a-f]{12} answers", "reload refused: .*card.json is .*"):
+                before = time.monotonic() * 1e6
+                server.process.send_signal(signal.SIGHUP)
+                begun = heard("RELOADING")
+                assert before < int(begun["MONOTONIC_USEC"]) < time.monotonic() * 1e6
+                ended = heard("READY")
+                assert re.fullmatch(status, ended["STATUS"])
+                (folder / "card.json").write_text("{")
+            start = time.monotonic()
+            for _ in range(6):
+                heard("WATCHDOG")
+            assert 0.6 < time.monotonic() - start < 10
 
 
 def test_the_unit_s_command_runs_by_its_settings(

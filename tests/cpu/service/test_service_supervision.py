@@ -30,6 +30,13 @@ def temporary(tmp_path: Path) -> Iterator[Path]:
     eventually(lambda: not any((tmp_path / "tmp").iterdir()), "the server's folder was left")
 
 
+@pytest.fixture
+def model(tmp_path: Path, repository: Path) -> Path:
+    """A model folder that may be damaged."""
+    copy = tmp_path / "model"
+    return Path(shutil.copytree(repository / "models" / "h100-2026.11.24", copy))
+
+
 def alive(process: int) -> bool:
     try:
         return " Z " not in Path(f"/proc/{process}/stat").read_text()
@@ -135,10 +142,14 @@ def test_no_worker_outlives_its_server(tmp_path: Path, temporary: Path) -> None:
 
 
 @pytest.mark.slow(reason="workers start again and again")
-def test_a_server_whose_workers_cannot_start_gives_up_and_says_why(tmp_path: Path) -> None:
+def test_a_server_whose_workers_cannot_start_gives_up_and_says_why(
+    tmp_path: Path, model: Path
+) -> None:
     (tmp_path / "tmp").mkdir()
-    with running(tmp_path, TMPDIR=str(tmp_path / "tmp")) as server:
+    options = ("--model", str(model))
+    with running(tmp_path, *options, TMPDIR=str(tmp_path / "tmp")) as server:
         shutil.rmtree(tmp_path / "tmp")
+        shutil.rmtree(model)
         os.kill(*server.workers(), signal.SIGKILL)
         assert server.process.wait(100) == 3
         said = server.log.read_text()
@@ -148,15 +159,31 @@ def test_a_server_whose_workers_cannot_start_gives_up_and_says_why(tmp_path: Pat
 
 
 @pytest.mark.slow(reason="workers start again and again")
-def test_a_worker_that_answers_is_kept_though_others_cannot_start(tmp_path: Path) -> None:
+def test_a_worker_that_answers_is_kept_though_others_cannot_start(
+    tmp_path: Path, model: Path
+) -> None:
     (tmp_path / "tmp").mkdir()
-    with running(tmp_path, "--workers", "2", TMPDIR=str(tmp_path / "tmp")) as server:
+    options = ("--workers", "2", "--model", str(model))
+    with running(tmp_path, *options, TMPDIR=str(tmp_path / "tmp")) as server:
+        shutil.rmtree(model)
         shutil.rmtree(tmp_path / "tmp" / next((tmp_path / "tmp").iterdir()) / "generations")
         os.kill(max(server.workers()), signal.SIGKILL)
         eventually(lambda: server.log.read_text().count("; another starts in ") > 2)
         assert httpx.post(f"{server.url}/v1/predict", json=ONE).status_code == 200
         server.process.terminate()
         assert server.process.wait(60) == 0
+
+
+@pytest.mark.slow(reason="a worker is replaced")
+def test_a_server_whose_folder_was_removed_makes_it_anew(tmp_path: Path, model: Path) -> None:
+    (tmp_path / "tmp").mkdir()
+    options = ("--model", str(model))
+    with running(tmp_path, *options, TMPDIR=str(tmp_path / "tmp")) as server:
+        shutil.rmtree(tmp_path / "tmp" / next((tmp_path / "tmp").iterdir()))
+        os.kill(*server.workers(), signal.SIGKILL)
+        eventually(lambda: "answers, process" in server.log.read_text())
+        assert httpx.post(f"{server.url}/v1/predict", json=ONE, timeout=60).status_code == 200
+        assert httpx.post(f"{server.url}/v1/models/reload", timeout=60).status_code == 200
 
 
 def test_stopping_twice_is_at_once(tmp_path: Path, temporary: Path) -> None:
