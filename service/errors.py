@@ -81,7 +81,7 @@ def _shown(value: Any) -> Any:
 
 
 def install(app: FastAPI) -> None:
-    """Give every error of `app` that is not a bug the one form; bugs are `Telemetry`'s."""
+    """Give every error of `app` that is not a bug the one form; bugs are `access.Access`'s."""
 
     @app.exception_handler(RequestError)
     async def refused(request: Request, error: RequestError) -> Response:

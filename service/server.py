@@ -16,7 +16,6 @@ from pathlib import Path
 from confpred.errors import ConfpredError, InvalidInput
 
 from . import logs, tokens
-from .metrics import SHARED_FOLDER
 from .settings import Settings
 from .supervisor import Supervisor
 
@@ -38,10 +37,11 @@ def serve(settings: Settings) -> None:
     if settings.tokens is not None:
         tokens.read(settings.tokens)
     with _listener(settings) as listener, _home(settings) as home:
-        supervisor = Supervisor(
-            settings, listener, home, lambda: _announce(settings, listener), _bury
-        )
-        asyncio.run(supervisor.run())
+        supervisor = Supervisor(settings, listener, home, lambda: _announce(settings, listener))
+        try:
+            asyncio.run(supervisor.run())
+        finally:
+            logs.finish()
 
 
 def _listener(settings: Settings) -> socket.socket:
@@ -76,10 +76,6 @@ def _home(settings: Settings) -> Iterator[Path]:
         # Who tidies up /tmp leaves a folder that is locked.
         lock = os.open(home, os.O_RDONLY)
         fcntl.flock(lock, fcntl.LOCK_SH)
-        if settings.workers > 1:
-            metrics = home / "metrics"
-            metrics.mkdir()
-            os.environ[SHARED_FOLDER] = str(metrics)
         try:
             yield home
         finally:
@@ -104,11 +100,3 @@ def _notify(state: str) -> None:
             socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as datagrams,
         ):
             datagrams.sendto(state.encode(), address)
-
-
-def _bury(process: int) -> None:
-    """Have the metrics forget the state of a process that has ended; its counts stay."""
-    if SHARED_FOLDER in os.environ:
-        from prometheus_client.multiprocess import mark_process_dead
-
-        mark_process_dead(process)  # type: ignore[no-untyped-call]
