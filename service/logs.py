@@ -13,7 +13,6 @@ import os
 import select
 import time
 from datetime import datetime, timezone
-from functools import lru_cache
 from logging.handlers import QueueHandler, QueueListener
 from queue import SimpleQueue
 from typing import Any
@@ -125,7 +124,7 @@ class Json(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         line = {
-            "time": f"{_second(int(record.created))}.{int(record.created % 1 * 1000):03}+00:00",
+            "time": datetime.fromtimestamp(record.created, timezone.utc),
             "level": record.levelname.lower(),
             "process": self._process,
             "message": record.getMessage(),
@@ -136,12 +135,7 @@ class Json(logging.Formatter):
         try:
             return orjson.dumps(line).decode()
         except TypeError:  # half of a character, as a file's name may have
-            return json.dumps(line)
-
-
-@lru_cache(2)
-def _second(time: int) -> str:
-    return f"{datetime.fromtimestamp(time, timezone.utc):%Y-%m-%dT%H:%M:%S}"
+            return json.dumps(line, default=str)
 
 
 def configure(settings: Settings, process: str) -> None:

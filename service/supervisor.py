@@ -199,6 +199,7 @@ class Supervisor:
         """Keep one worker running."""
         failures, ended = 0, ""
         while not self._stopping.is_set():
+            await self._restore()
             began, child = time.monotonic(), Child(name)
             try:
                 handle = functools.partial(self._handle, child)
@@ -219,6 +220,22 @@ class Supervisor:
             else:
                 failures += 1
             await self._consider(child, failures, ended)
+
+    async def _restore(self) -> None:
+        """Copy the models again if somebody has removed the copy that new workers read."""
+        if self._history[-1].is_dir():
+            return
+        async with self._changing:
+            wanted = self._history[-1]
+            try:
+                found = await self._publish()
+            except ConfpredError as error:
+                _log.error("the models cannot be copied again: %s", error)
+                return
+            left = [each for each in self._history if each.is_dir() and each != found]
+            self._history = [*left, found]
+        if found != wanted:  # they have changed meanwhile
+            self._spawn(self._reload_for("a copy that was removed"))
 
     async def _consider(self, child: Child, failures: int, ended: str) -> None:
         """Wait before `child` is replaced, or give up."""

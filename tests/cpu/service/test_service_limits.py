@@ -100,7 +100,8 @@ def test_endless_chunks_and_trailers_are_cut(server: Server, chunk: bytes) -> No
         first, _, more = chunk.partition(b"a")
         start = head("transfer-encoding: chunked") + (first if more else b"")
         flood(connection, start, more or chunk, 100_000_000)
-        assert rest(connection)[:13] in (b"HTTP/1.1 413 ", b"")
+        # On a busy machine the time for a body may be over first.
+        assert rest(connection)[:13] in (b"HTTP/1.1 413 ", b"HTTP/1.1 408 ", b"")
     assert memory(server) - before < 30_000_000
     assert httpx.get(f"{server.url}/healthz").status_code == 200
 
