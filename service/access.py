@@ -192,8 +192,11 @@ def _write(
         fields |= answer.fields()
         sources = " ".join(f"{source}={count}" for source, count in answer.sources.items())
         tail = f" {answer.device} {sources} model={(answer.model or 'none')[:12]}"
-    _log.info(
+    message = (
         f'{where} - "{scope["method"]} {target} HTTP/{scope["http_version"]}" {status} '
-        f"{seconds * 1e3:.2f} ms {fields['request_id']}{tail}",
-        extra={"fields": fields},
+        f"{seconds * 1e3:.2f} ms {fields['request_id']}{tail}"
     )
+    # A record made here takes half of the time that `info` does.
+    record = logging.LogRecord(logs.ACCESS, logging.INFO, "", 0, message, (), None)
+    record.fields = fields
+    _log.handle(record)

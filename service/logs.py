@@ -11,11 +11,12 @@ import logging
 import logging.config
 import os
 import select
+import stat
 import time
+from collections.abc import Callable
 from datetime import datetime, timezone
 from logging.handlers import QueueHandler, QueueListener
 from queue import SimpleQueue
-from typing import Any
 
 import orjson
 
@@ -24,10 +25,11 @@ from .settings import Settings
 #: The logger of requests; its lines go to standard output, all others to standard error.
 ACCESS = "confpred.access"
 
-#: Bytes of lines that may wait for each of the two: those of a second of the most requests.
-_MOST_QUEUED = 4 * 2**20
-#: Bytes that a pipe takes in one piece, so that lines of several processes are not mixed.
-_PIECE = select.PIPE_BUF
+#: Bytes of lines that may wait for each of the two streams: those of a second of the most requests.
+_MOST_QUEUED = 16 * 2**20
+_RECORD_BYTES = 2000  # beside its text
+#: Bytes that are written in one piece, so that lines of several processes are not mixed.
+_PIECE, _PIECE_OF_PIPE = 32_768, select.PIPE_BUF
 #: Seconds between writes: to wake the thread for each line would take longer than to write it.
 _PAUSE_S = 0.01
 #: Seconds that a process which ends waits for its last lines to be taken.
@@ -38,70 +40,86 @@ class _Writer(QueueListener):
     """The thread that writes queued lines to a file descriptor, several at once.
 
     Attributes:
-        done: bytes that it has written, or tried to.
+        form: writes a record as text.
+        done: the sizes of all records that it has written, or tried to.
         lost: lines that could not be written.
     """
 
-    def __init__(self, queue: SimpleQueue[bytes], descriptor: int) -> None:
+    def __init__(self, queue: SimpleQueue[logging.LogRecord], descriptor: int) -> None:
         super().__init__(queue)
-        self._lines, self._descriptor, self._next = queue, descriptor, b""
+        self._records, self._descriptor = queue, descriptor
+        self.form: Callable[[logging.LogRecord], str] = str
         self.done = self.lost = 0
+        pipe = stat.S_ISFIFO(os.fstat(descriptor).st_mode)
+        self._piece = _PIECE_OF_PIPE if pipe else _PIECE
 
-    def dequeue(self, block: bool) -> Any:
-        """The lines that are to be written at once."""
-        taken, self._next = self._next or self._lines.get(), b""
-        while len(taken) < _PIECE and not self._lines.empty():
-            self._next = self._lines.get()
-            if len(taken) + len(self._next) > _PIECE:
+    def handle(self, record: logging.LogRecord) -> None:
+        """Write the line of `record`, and those that wait behind it."""
+        piece, sizes = b"", 0
+        while True:
+            line = f"{self.form(record)}\n".encode(errors="backslashreplace")
+            if len(piece) + len(line) > self._piece:
+                self._write(piece, sizes)
+                piece, sizes = b"", 0
+            piece, sizes = piece + line, sizes + _size(record)
+            if self._records.empty():
                 break
-            taken, self._next = taken + self._next, b""
-        return taken
+            record = self._records.get()
+        self._write(piece, sizes)
+        time.sleep(_PAUSE_S)
 
-    def handle(self, record: Any) -> None:
-        """Write what `dequeue` took."""
+    def _write(self, piece: bytes, sizes: int) -> None:
         try:
-            os.write(self._descriptor, record)
+            os.write(self._descriptor, piece)
         except OSError:  # nobody reads, or the disk is full
-            self.lost += record.count(b"\n")
-        self.done += len(record)
-        if self._lines.empty():
-            time.sleep(_PAUSE_S)
+            self.lost += piece.count(b"\n")
+        self.done += sizes
 
 
 class Lines(QueueHandler):
-    """Queues lines for a file descriptor.
+    """Queues records for a file descriptor, to be written as lines by a thread.
 
     Attributes:
         lost: lines that were not written.
     """
 
     def __init__(self, descriptor: int) -> None:
-        lines: SimpleQueue[bytes] = SimpleQueue()
-        super().__init__(lines)
+        records: SimpleQueue[logging.LogRecord] = SimpleQueue()
+        super().__init__(records)
         self._queued = self._refused = 0
-        self._writer = _Writer(lines, descriptor)
+        self._writer = _Writer(records, descriptor)
         self._writer.start()
 
     @property
     def lost(self) -> int:
         return self._refused + self._writer.lost
 
-    def prepare(self, record: logging.LogRecord) -> Any:
-        """The bytes to write, made here: `record` refers to what may change."""
-        return f"{self.format(record)}\n".encode(errors="backslashreplace")
+    def setFormatter(self, fmt: logging.Formatter | None) -> None:  # noqa: N802
+        super().setFormatter(fmt)
+        self._writer.form = self.format
 
-    def enqueue(self, record: Any) -> None:
-        if self._queued + len(record) - self._writer.done > _MOST_QUEUED:
+    def prepare(self, record: logging.LogRecord) -> logging.LogRecord:
+        """Leave the record as it is: a thread of this process formats it, with others in one go."""
+        return record
+
+    def enqueue(self, record: logging.LogRecord) -> None:
+        size = _size(record)
+        if self._queued + size - self._writer.done > _MOST_QUEUED:
             self._refused += 1
             return
-        self._queued += len(record)
+        self._queued += size
         self.queue.put_nowait(record)
 
     def flush(self) -> None:
         """Wait until the lines are written, but not for long: perhaps nobody reads."""
         end = time.monotonic() + _END_S
         while self._writer.done < self._queued and time.monotonic() < end:
-            time.sleep(_PAUSE_S)
+            time.sleep(0.01)
+
+
+def _size(record: logging.LogRecord) -> int:
+    """About the bytes of memory that a record takes while it waits."""
+    return _RECORD_BYTES + len(record.msg)
 
 
 class Text(logging.Formatter):

@@ -35,4 +35,4 @@ def _parts(api: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _shown(value: Any) -> str:
-    return f"<details open><pre>{escape(json.dumps(value, indent=2))}</pre></details>"
+    return f"<pre>{escape(json.dumps(value, indent=2))}</pre>"
