@@ -18,9 +18,10 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.datastructures import QueryParams
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
-from starlette.types import Scope
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 import confpred
+from confpred.errors import InvalidInput
 from confpred.predict.predictor import Predictor
 from confpred.problem.device import KNOWN, Device
 
@@ -85,9 +86,11 @@ def create_app(
     app.state.settings, app.state.metrics, app.state.tokens = settings, metrics, known
     app.state.refused = refused
     app.state.loaded = app.state.supervisor = None
-    app.router.routes.insert(0, _predict_route(predict))
+    route = _predict_route(predict)
+    app.router.routes.insert(0, route)
     app.include_router(_router)
     app.include_router(admin.router)
+    app.add_middleware(_Shortcut, route=route)
     if settings.tokens is not None:
         app.add_middleware(access.Guard)
     app.add_middleware(access.Access, metrics=metrics, log=settings.access_log)
@@ -98,6 +101,23 @@ def create_app(
 
 def _refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:
     return {status: {"model": errors.ErrorReply} for status in statuses}
+
+
+class _Shortcut:
+    """ASGI middleware: leads predictions past the router, which takes a tenth of their time."""
+
+    def __init__(self, app: ASGIApp, route: APIRoute) -> None:
+        self._app, self._route = app, route
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope.get("path") != self._route.path or scope.get("method") != "POST":
+            return await self._app(scope, receive, send)
+        scope["route"] = self._route
+        try:
+            await self._route.app(scope, receive, send)
+        except (errors.RequestError, InvalidInput) as error:
+            await errors.refusal(error)(scope, receive, send)
+        return None
 
 
 def _predict_route(predict: Predict) -> APIRoute:

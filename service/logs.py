@@ -13,10 +13,10 @@ import os
 import select
 import stat
 import time
-from collections.abc import Callable
 from datetime import datetime, timezone
 from logging.handlers import QueueHandler, QueueListener
 from queue import SimpleQueue
+from typing import Any
 
 import orjson
 
@@ -26,10 +26,9 @@ from .settings import Settings
 ACCESS = "confpred.access"
 
 #: Bytes of lines that may wait for each of the two streams: those of a second of the most requests.
-_MOST_QUEUED = 16 * 2**20
-_RECORD_BYTES = 2000  # beside its text
+_MOST_QUEUED = 4 * 2**20
 #: Bytes that are written in one piece, so that lines of several processes are not mixed.
-_PIECE, _PIECE_OF_PIPE = 32_768, select.PIPE_BUF
+_PIECE, _PIECE_OF_PIPE = 8192, select.PIPE_BUF
 #: Seconds between writes: to wake the thread for each line would take longer than to write it.
 _PAUSE_S = 0.01
 #: Seconds that a process which ends waits for its last lines to be taken.
@@ -40,74 +39,64 @@ class _Writer(QueueListener):
     """The thread that writes queued lines to a file descriptor, several at once.
 
     Attributes:
-        form: writes a record as text.
-        done: the sizes of all records that it has written, or tried to.
+        done: bytes that it has written, or tried to.
         lost: lines that could not be written.
     """
 
-    def __init__(self, queue: SimpleQueue[logging.LogRecord], descriptor: int) -> None:
-        super().__init__(queue)
-        self._records, self._descriptor = queue, descriptor
-        self.form: Callable[[logging.LogRecord], str] = str
-        self.done = self.lost = 0
+    def __init__(self, lines: SimpleQueue[Any], descriptor: int) -> None:
+        super().__init__(lines)
+        self._lines, self._descriptor = lines, descriptor
         pipe = stat.S_ISFIFO(os.fstat(descriptor).st_mode)
-        self._piece = _PIECE_OF_PIPE if pipe else _PIECE
+        self._most = _PIECE_OF_PIPE if pipe else _PIECE
+        self.done = self.lost = 0
 
-    def handle(self, record: logging.LogRecord) -> None:
-        """Write the line of `record`, and those that wait behind it."""
-        piece, sizes = b"", 0
-        while True:
-            line = f"{self.form(record)}\n".encode(errors="backslashreplace")
-            if len(piece) + len(line) > self._piece:
-                self._write(piece, sizes)
-                piece, sizes = b"", 0
-            piece, sizes = piece + line, sizes + _size(record)
-            if self._records.empty():
-                break
-            record = self._records.get()
-        self._write(piece, sizes)
+    def handle(self, record: Any) -> None:
+        """Write a line, and those that wait behind it: here, `record` is bytes."""
+        piece = record
+        while not self._lines.empty():
+            line = self._lines.get()
+            if len(piece) + len(line) > self._most:
+                self._write(piece)
+                piece = b""
+            piece += line
+        self._write(piece)
         time.sleep(_PAUSE_S)
 
-    def _write(self, piece: bytes, sizes: int) -> None:
+    def _write(self, piece: bytes) -> None:
         try:
             os.write(self._descriptor, piece)
         except OSError:  # nobody reads, or the disk is full
             self.lost += piece.count(b"\n")
-        self.done += sizes
+        self.done += len(piece)
 
 
 class Lines(QueueHandler):
-    """Queues records for a file descriptor, to be written as lines by a thread.
+    """Queues lines for a file descriptor.
 
     Attributes:
         lost: lines that were not written.
     """
 
     def __init__(self, descriptor: int) -> None:
-        records: SimpleQueue[logging.LogRecord] = SimpleQueue()
-        super().__init__(records)
+        lines: SimpleQueue[Any] = SimpleQueue()
+        super().__init__(lines)
         self._queued = self._refused = 0
-        self._writer = _Writer(records, descriptor)
+        self._writer = _Writer(lines, descriptor)
         self._writer.start()
 
     @property
     def lost(self) -> int:
         return self._refused + self._writer.lost
 
-    def setFormatter(self, fmt: logging.Formatter | None) -> None:  # noqa: N802
-        super().setFormatter(fmt)
-        self._writer.form = self.format
+    def prepare(self, record: logging.LogRecord) -> Any:
+        """The bytes to write, made here: a record refers to what may change."""
+        return f"{self.format(record)}\n".encode(errors="backslashreplace")
 
-    def prepare(self, record: logging.LogRecord) -> logging.LogRecord:
-        """Leave the record as it is: a thread of this process formats it, with others in one go."""
-        return record
-
-    def enqueue(self, record: logging.LogRecord) -> None:
-        size = _size(record)
-        if self._queued + size - self._writer.done > _MOST_QUEUED:
+    def enqueue(self, record: Any) -> None:
+        if self._queued + len(record) - self._writer.done > _MOST_QUEUED:
             self._refused += 1
             return
-        self._queued += size
+        self._queued += len(record)
         self.queue.put_nowait(record)
 
     def flush(self) -> None:
@@ -115,11 +104,6 @@ class Lines(QueueHandler):
         end = time.monotonic() + _END_S
         while self._writer.done < self._queued and time.monotonic() < end:
             time.sleep(0.01)
-
-
-def _size(record: logging.LogRecord) -> int:
-    """About the bytes of memory that a record takes while it waits."""
-    return _RECORD_BYTES + len(record.msg)
 
 
 class Text(logging.Formatter):
