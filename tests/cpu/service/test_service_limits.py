@@ -182,6 +182,7 @@ def test_who_asks_ahead_and_reads_gets_every_answer_in_order(server: Server) -> 
     assert re.findall(r"Not Found: GET (/\d+)", said.decode()) == paths
 
 
+@pytest.mark.slow(reason="time-outs pass")
 def test_time_outs_hold_after_a_lack_of_descriptors(server: Server) -> None:
     (worker,) = server.workers()
     slow = [connect(server) for _ in range(3)]

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import httpx
+import pytest
 from test_service_process import COMMAND, ONE, Server, eventually, exchange
 
 
@@ -61,6 +62,7 @@ def test_nobody_waits_for_who_reads_the_lines_of_requests() -> None:
         assert 0 < lost(server) < 100
 
 
+@pytest.mark.slow(reason="a server of its own, and reloads")
 def test_nobody_waits_for_who_reads_all_other_lines() -> None:
     with with_a_stuck_reader("stderr") as server:
         for _ in range(3):

@@ -43,6 +43,7 @@ def logged(server: Server, status: int) -> list[dict[str, object]]:
     return [line for line in lines if line.get("status") == status]
 
 
+@pytest.mark.slow(reason="a worker is replaced")
 def test_counts_need_no_file_and_outlive_their_process(tmp_path: Path) -> None:
     temporary = tmp_path / "tmp"
     temporary.mkdir()

@@ -11,12 +11,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
+import pytest
 from test_service_process import LONG, eventually, running
 from test_service_supervision import alive, status
 
 CLIENTS = 32
 
 
+@pytest.mark.slow(reason="workers start, end and are replaced")
 def test_a_worker_that_is_told_to_end_loses_no_request(tmp_path: Path) -> None:
     with running(tmp_path, "--workers", "2") as server:
         before, end, statuses = (
@@ -42,6 +44,7 @@ def test_a_worker_that_is_told_to_end_loses_no_request(tmp_path: Path) -> None:
         assert server.log.read_text().count("was told to end; another starts") == 2
 
 
+@pytest.mark.slow(reason="a worker is replaced")
 def test_a_connection_without_a_request_is_used_once_more(tmp_path: Path) -> None:
     with running(tmp_path) as server:
         (victim,) = server.workers()
