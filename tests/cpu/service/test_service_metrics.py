@@ -55,7 +55,9 @@ def test_counts_need_no_file_and_outlive_their_process(tmp_path: Path) -> None:
         assert [path.name for path in home.iterdir()] == ["generations"]
         counted = requests("/v1/predict", 200)
         assert count(server, counted) == 10
-        os.kill(max(server.workers()), signal.SIGKILL)
+        victim = max(server.workers())
+        os.kill(victim, signal.SIGKILL)
+        eventually(lambda: victim not in server.workers())
         eventually(lambda: count(server, "confpred_workers_replaced_total") == 1)
         assert count(server, counted) == 10
         eventually(lambda: count(server, "confpred_workers") == 2)
