@@ -11,7 +11,6 @@ import logging
 import logging.config
 import os
 import select
-import stat
 import time
 from datetime import datetime, timezone
 from logging.handlers import QueueHandler, QueueListener
@@ -27,8 +26,8 @@ ACCESS = "confpred.access"
 
 #: Bytes of lines that may wait for each of the two streams: those of a second of the most requests.
 _MOST_QUEUED = 4 * 2**20
-#: Bytes that are written in one piece, so that lines of several processes are not mixed.
-_PIECE, _PIECE_OF_PIPE = 8192, select.PIPE_BUF
+#: Bytes that even a pipe takes in one piece, so that lines of several processes are not mixed.
+_PIECE = select.PIPE_BUF
 #: Seconds between writes: to wake the thread for each line would take longer than to write it.
 _PAUSE_S = 0.01
 #: Seconds that a process which ends waits for its last lines to be taken.
@@ -46,8 +45,6 @@ class _Writer(QueueListener):
     def __init__(self, lines: SimpleQueue[Any], descriptor: int) -> None:
         super().__init__(lines)
         self._lines, self._descriptor = lines, descriptor
-        pipe = stat.S_ISFIFO(os.fstat(descriptor).st_mode)
-        self._most = _PIECE_OF_PIPE if pipe else _PIECE
         self.done = self.lost = 0
 
     def handle(self, record: Any) -> None:
@@ -55,7 +52,7 @@ class _Writer(QueueListener):
         piece = record
         while not self._lines.empty():
             line = self._lines.get()
-            if len(piece) + len(line) > self._most:
+            if len(piece) + len(line) > _PIECE:
                 self._write(piece)
                 piece = b""
             piece += line
