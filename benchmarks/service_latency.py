@@ -33,6 +33,7 @@ from typing import Any
 import service_soak
 from service_load import (
     Connection,
+    as_the_unit_runs_it,
     batch,
     get,
     meanwhile,
@@ -211,6 +212,16 @@ def measure(requests: int, rounds: int, workers: int, model: list[str]) -> dict[
         latency[f"unseen batch of {BATCH}"] = summary(times(client, unseen(rng, BATCH), 5))
         latency |= beside_batches(port, body, requests)
         left = abandoned(port)
+    with as_the_unit_runs_it(*model) as (same, port, header), no_op_server() as (idle, _):
+        with_token = known.replace(b"\r\n", b"\r\n" + header, 1)
+        targets = {
+            "no-op beside the next two": (idle, known),
+            "no-op with the middleware, tokens and JSON log": (same, with_token),
+            "repeated problem with tokens and JSON log": (port, with_token),
+        }
+        latency |= in_turn(targets, rounds, requests)
+    rates = {name: figures["requests_per_s"] for name, figures in latency.items()}
+    plain, alike, unit = (rates[name] for name in targets)
     no_op, repeated, *_ = latency.values()
     return {
         "machine": where,
@@ -219,6 +230,8 @@ def measure(requests: int, rounds: int, workers: int, model: list[str]) -> dict[
         "against_no_op": {
             "requests_per_s": round(repeated["requests_per_s"] / no_op["requests_per_s"], 2),
             "p50": round(repeated["p50_ms"] / no_op["p50_ms"], 2),
+            "requests_per_s_with_tokens_and_log": round(unit / plain, 2),
+            "requests_per_s_with_tokens_and_log_on_both": round(unit / alike, 2),
         },
         "abandoned": left,
         "workers": {count: with_workers(count, model, body) for count in sorted({1, workers})},

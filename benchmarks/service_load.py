@@ -7,6 +7,7 @@ timed is the server.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import random
 import re
@@ -14,6 +15,7 @@ import selectors
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -24,8 +26,13 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
 
+from confpred.service import access, logs, tokens
+from confpred.service.metrics import Metrics
+from confpred.service.settings import Settings
+
 #: uvicorn's settings of the no-op; those of `confpred serve` are the same.
 _SERVED_ALIKE = {"access_log": False, "server_header": False, "ws": "none"}
+_SERVE = "from confpred.cli import main; main()"
 _LENGTH = re.compile(rb"\r\ncontent-length: (\d+)\r\n", re.IGNORECASE)
 
 
@@ -41,18 +48,31 @@ def no_op() -> FastAPI:
     return app
 
 
-def serve_no_op() -> None:
+def serve_no_op(tokens_file: str | None = None) -> None:
+    """Serve the no-op; with a file of tokens, with the middleware and the log that `confpred serve`
+    has as the unit in docs/deploy runs it."""
     import uvicorn
 
-    uvicorn.run(no_op(), port=0, **_SERVED_ALIKE)
+    app, log = no_op(), {}
+    if tokens_file is not None:
+        settings = Settings(log_format="json", tokens=tokens_file)
+        app.state.tokens = tokens.read(tokens_file)
+        app.add_middleware(access.Guard)
+        app.add_middleware(access.Access, metrics=Metrics(), log=True)
+        logs.configure(settings, "0")
+        logging.getLogger("uvicorn").setLevel("INFO")  # it tells its port
+        log = {"log_config": None}
+    uvicorn.run(app, port=0, **_SERVED_ALIKE, **log)
 
 
 @contextmanager
-def running(code: str, *arguments: str) -> Iterator[tuple[int, int]]:
+def running(code: str, *arguments: str, out: IO[str] | None = None) -> Iterator[tuple[int, int]]:
     """A server that Python `code` starts; the value is its port and process id."""
     command = [sys.executable, "-c", code, *arguments]
     here = os.path.dirname(os.path.abspath(__file__))
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=here) as process:
+    with subprocess.Popen(
+        command, stdout=out, stderr=subprocess.PIPE, text=True, cwd=here
+    ) as process:
         for line in process.stderr or ():
             if found := re.search(r"running on http://.*:(\d+)", line):
                 break
@@ -83,13 +103,26 @@ def _drain(said: IO[str] | None) -> None:
 
 def server(*options: str) -> Any:
     """A running ``confpred serve``."""
-    code = "from confpred.cli import main; main()"
-    return running(code, "serve", "--port", "0", "--no-access-log", *options)
+    return running(_SERVE, "serve", "--port", "0", "--no-access-log", *options)
 
 
 def no_op_server() -> Any:
     """The no-op, run by the same server in the same way."""
     return running("from service_load import serve_no_op; serve_no_op()")
+
+
+@contextmanager
+def as_the_unit_runs_it(*options: str) -> Iterator[tuple[int, int, bytes]]:
+    """A no-op and a ``confpred serve`` with the access log as JSON, in a file, and with tokens: the
+    port of each, and the header that a request needs."""
+    secret, token = tokens.make("benchmark", "read")
+    with tempfile.TemporaryDirectory() as folder, open(f"{folder}/log", "a") as out:
+        path = f"{folder}/tokens.json"
+        tokens.write(path, [token])
+        no_op = running(f"from service_load import serve_no_op; serve_no_op({path!r})", out=out)
+        served = ("serve", "--port", "0", "--tokens", path, "--log-format", "json", *options)
+        with no_op as (idle, _), running(_SERVE, *served, out=out) as (port, _):
+            yield idle, port, f"authorization: Bearer {secret}\r\n".encode()
 
 
 def get(path: str) -> bytes:

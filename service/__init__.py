@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 from confpred.errors import MissingExtra
 
-_PACKAGES = ("fastapi", "uvicorn", "httptools", "prometheus_client")
+_PACKAGES = ("fastapi", "uvicorn", "httptools", "orjson", "prometheus_client")
 
 
 def require_packages() -> None:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 import logging
+import os
 import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-from uuid import uuid4
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from . import logs, tokens
 from .errors import Error, reply, shorten
+from .metrics import Metrics, status_of
 from .tokens import Scope as TokenScope
 
 #: What anybody may ask, and who may not manage the server may not.
@@ -23,8 +25,10 @@ ADMIN = frozenset(("/v1/models/reload", "/v1/models/rollback"))
 
 _SANE_ID = re.compile(rb"[\w.:/+=@-]{1,128}")
 _TRACE = re.compile(rb"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}(-.*)?")
+_FIELDS = {b"x-request-id": "request_id", b"traceparent": "traceparent"}
 _ANSWER, _TOKEN = "confpred.answer", "confpred.token"
 _log = logging.getLogger(logs.ACCESS)
+_bugs = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,13 +71,14 @@ def note(scope: Scope, answer: Answer) -> None:
 
 
 class Access:
-    """ASGI middleware: gives each request an id, echoes its trace, and logs it.
+    """ASGI middleware around all others: gives each request an id, echoes its trace, counts, times
+    and logs it, and turns a bug into a 500 with an id.
 
     An id that the client sent as ``X-Request-Id`` is taken if it is short and plain.
     """
 
-    def __init__(self, app: ASGIApp, log: bool) -> None:
-        self._app, self._log = app, log
+    def __init__(self, app: ASGIApp, metrics: Metrics, log: bool) -> None:
+        self._app, self._metrics, self._log = app, metrics, log
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -85,7 +90,7 @@ class Access:
                 request_id = value
             elif name == b"traceparent" and _TRACE.fullmatch(value):
                 echoed.append((name, value))
-        request_id = request_id or uuid4().hex.encode()
+        request_id = request_id or os.urandom(16).hex().encode()
         echoed.append((b"x-request-id", request_id))
 
         async def stamped(message: Message) -> None:
@@ -95,11 +100,27 @@ class Access:
                 message["headers"] = [*message.get("headers", ()), *echoed]
             await send(message)
 
+        self._metrics.add(1, "confpred_in_flight_requests")
         try:
             await self._app(scope, receive, stamped)
+        except asyncio.CancelledError:  # the server ends, and cannot wait any longer
+            if not status:
+                error = Error("stopping", "the server stops, and this would have taken too long")
+                await reply(503, error, {"retry-after": "1"})(scope, receive, stamped)
+        except Exception:
+            incident = os.urandom(16).hex()
+            _bugs.exception("request %s %r failed, id %s", scope["method"], scope["path"], incident)
+            if status:  # too late to reply otherwise: let the server cut the connection
+                raise
+            message = f"internal error; the server's log has it as {incident}"
+            await reply(500, Error("internal_error", message))(scope, receive, stamped)
         finally:
+            took, status = time.perf_counter() - start, status_of(scope, status)
+            # The route's own path, so that clients cannot make up label values.
+            self._metrics.served(getattr(scope.get("route"), "path", "none"), status, took)
+            self._metrics.add(-1, "confpred_in_flight_requests")
             if self._log:
-                _write(scope, status, time.perf_counter() - start, echoed)
+                _write(scope, status, took, echoed)
         return None
 
 
@@ -149,6 +170,13 @@ def _refuse(status: int, error: Error, parameters: str) -> ASGIApp:
     return reply(status, error, {"www-authenticate": header})
 
 
+def write_refused(client: tuple[str, int] | None, status: int, seconds: float) -> None:
+    """Log a request that was refused before its head was read to the end."""
+    unknown = {"client": client, "method": "-", "raw_path": b"-", "query_string": b""}
+    echoed = ((b"x-request-id", os.urandom(16).hex().encode()),)
+    _write({**unknown, "http_version": "1.1"}, status, seconds, echoed)
+
+
 def _write(
     scope: Scope, status: int, seconds: float, echoed: Sequence[tuple[bytes, bytes]]
 ) -> None:
@@ -157,32 +185,27 @@ def _write(
     target = scope.get("raw_path", b"").decode("latin-1")
     if scope["query_string"]:
         target += "?" + scope["query_string"].decode("latin-1")
-    names = {b"x-request-id": "request_id", b"traceparent": "traceparent"}
     fields: dict[str, Any] = {
         "client": where,
         "method": scope["method"],
         "target": target,
         "status": status,
         "duration_ms": round(seconds * 1e3, 3),
-        **{names[name]: value.decode("latin-1") for name, value in echoed},
     }
+    for name, value in echoed:
+        fields[_FIELDS[name]] = value.decode("latin-1")
     if _TOKEN in scope:
         fields["token"] = scope[_TOKEN]
-    if answer is not None:
-        fields |= answer.fields()
     tail = ""
     if answer is not None:
+        fields |= answer.fields()
         sources = " ".join(f"{source}={count}" for source, count in answer.sources.items())
         tail = f" {answer.device} {sources} model={(answer.model or 'none')[:12]}"
-    _log.info(
-        '%s - "%s %s HTTP/%s" %d %.2f ms %s%s',
-        where,
-        scope["method"],
-        target,
-        scope["http_version"],
-        status,
-        seconds * 1e3,
-        fields["request_id"],
-        tail,
-        extra={"fields": fields},
+    message = (
+        f'{where} - "{scope["method"]} {target} HTTP/{scope["http_version"]}" {status} '
+        f"{seconds * 1e3:.2f} ms {fields['request_id']}{tail}"
     )
+    # A record made here takes half of the time that `info` does.
+    record = logging.LogRecord(logs.ACCESS, logging.INFO, "", 0, message, (), None)
+    record.fields = fields
+    _log.handle(record)

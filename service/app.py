@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import dataclasses
+import os
 import sys
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,17 +17,19 @@ from fastapi.routing import APIRoute
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.datastructures import QueryParams
 from starlette.requests import Request
-from starlette.responses import Response
-from starlette.types import Scope
+from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 import confpred
+from confpred.errors import InvalidInput
 from confpred.predict.predictor import Predictor
 from confpred.problem.device import KNOWN, Device
 
-from . import access, admin, errors, generations, schema, tokens
-from .gauges import Gauges
+from . import access, admin, errors, generations, page, schema, tokens
+from .channel import Channel, Gone
+from .gauges import Exposition
 from .generations import Generation, Loaded
-from .metrics import Metrics, Telemetry
+from .metrics import Metrics, read
 from .predict import Predict
 from .settings import Settings
 
@@ -49,6 +54,12 @@ def create_app(
     metrics = Metrics()
     predict = Predict(settings, metrics, _generation)
 
+    def refused(client: tuple[str, int] | None, status: int, seconds: float) -> None:
+        """Count and log what the protocol refused."""
+        metrics.served("none", status, seconds)
+        if settings.access_log:
+            access.write_refused(client, status, seconds)
+
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         loaded = predictor or Predictor.load(settings.model, pins=settings.pins)
@@ -70,20 +81,19 @@ def create_app(
         description=confpred.__doc__.partition("\n")[0] if confpred.__doc__ else "",
         lifespan=lifespan,
         redirect_slashes=False,
-        redoc_url=None,
-        swagger_ui_oauth2_redirect_url=None,
+        openapi_url=None,  # it has a route of its own, as /docs has
     )
     app.state.settings, app.state.metrics, app.state.tokens = settings, metrics, known
+    app.state.refused = refused
     app.state.loaded = app.state.supervisor = None
-    app.state.server_status = {}
-    metrics.add(Gauges(app))
-    app.router.routes.insert(0, _predict_route(predict))
+    route = _predict_route(predict)
+    app.router.routes.insert(0, route)
     app.include_router(_router)
     app.include_router(admin.router)
+    app.add_middleware(_Shortcut, route=route)
     if settings.tokens is not None:
         app.add_middleware(access.Guard)
-    app.add_middleware(Telemetry, metrics=metrics)
-    app.add_middleware(access.Access, log=settings.access_log)
+    app.add_middleware(access.Access, metrics=metrics, log=settings.access_log)
     errors.install(app)
     schema.install(app, settings)
     return app
@@ -91,6 +101,23 @@ def create_app(
 
 def _refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:
     return {status: {"model": errors.ErrorReply} for status in statuses}
+
+
+class _Shortcut:
+    """ASGI middleware: leads predictions past the router, which takes a tenth of their time."""
+
+    def __init__(self, app: ASGIApp, route: APIRoute) -> None:
+        self._app, self._route = app, route
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope.get("path") != self._route.path or scope.get("method") != "POST":
+            return await self._app(scope, receive, send)
+        scope["route"] = self._route
+        try:
+            await self._route.app(scope, receive, send)
+        except (errors.RequestError, InvalidInput) as error:
+            await errors.refusal(error)(scope, receive, send)
+        return None
 
 
 def _predict_route(predict: Predict) -> APIRoute:
@@ -143,8 +170,25 @@ async def readyz(request: Request) -> schema.StatusReply:
 
 @_router.get("/metrics", summary="Counts and times, for Prometheus", response_class=Response)
 async def metrics(request: Request) -> Response:
-    text = request.app.state.metrics.text()
+    state = request.app.state
+    supervisor: Channel | None = state.supervisor
+    told = {"counts": state.metrics.told(), "processes": {"0": os.getpid()}}
+    if supervisor is not None:
+        with contextlib.suppress(Gone):
+            told = await supervisor.ask("metrics")
+    exposition = Exposition(read(told["counts"]), told["processes"], state.loaded)
+    text = await asyncio.to_thread(exposition.text)
     return Response(text, headers={"content-type": CONTENT_TYPE_LATEST})
+
+
+@_router.get("/openapi.json", include_in_schema=False)
+async def openapi(request: Request) -> Response:
+    return JSONResponse(request.app.openapi())
+
+
+@_router.get("/docs", include_in_schema=False)
+async def docs(request: Request) -> Response:
+    return HTMLResponse(page.render(request.app.openapi()), headers=page.HEADERS)
 
 
 def _loaded(app: FastAPI) -> Loaded:

@@ -59,6 +59,13 @@ def reply(status: int, error: Error, headers: Mapping[str, str] | None = None) -
     return Response(body, status, headers, media_type="application/json")
 
 
+def refusal(error: RequestError | InvalidInput) -> Response:
+    """The reply to a request that was refused."""
+    if isinstance(error, InvalidInput):
+        return reply(422, invalid(error))
+    return reply(error.status, error.error, error.headers)
+
+
 def shorten(text: str) -> str:
     return text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "..."
 
@@ -81,15 +88,12 @@ def _shown(value: Any) -> Any:
 
 
 def install(app: FastAPI) -> None:
-    """Give every error of `app` that is not a bug the one form; bugs are `Telemetry`'s."""
+    """Give every error of `app` that is not a bug the one form; bugs are `access.Access`'s."""
 
     @app.exception_handler(RequestError)
-    async def refused(request: Request, error: RequestError) -> Response:
-        return reply(error.status, error.error, error.headers)
-
     @app.exception_handler(InvalidInput)
-    async def invalid_input(request: Request, error: InvalidInput) -> Response:
-        return reply(422, invalid(error))
+    async def refused(request: Request, error: RequestError | InvalidInput) -> Response:
+        return refusal(error)
 
     @app.exception_handler(HTTPException)
     async def unrouted(request: Request, error: HTTPException) -> Response:

@@ -1,60 +1,64 @@
-"""What is exposed of the server's state: its models, its processes and its reloads.
-
-These are told by whichever worker is asked, for the whole server, so they are not kept in the files
-by which the processes add up their counts.
-"""
+"""The text of ``/metrics``: the counts of all processes, and how they and their models are."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
+import platform
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 
-from fastapi import FastAPI
-from prometheus_client import ProcessCollector
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client import ProcessCollector, generate_latest
+from prometheus_client.metrics_core import InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+import confpred
 
-class Gauges(Collector):
-    """The state of `app`'s server, as its supervisor told it last."""
+from .generations import Loaded
+from .metrics import Key, families
 
-    def __init__(self, app: FastAPI) -> None:
-        self._state = app.state
+
+class Exposition(Collector):
+    """One answer to Prometheus."""
+
+    def __init__(
+        self,
+        counts: Mapping[Key, float],
+        processes: Mapping[str, int],
+        loaded: Loaded | None,
+    ) -> None:
+        """Tell `counts`, the state of `processes` (ids by name) and the models of `loaded`."""
+        self._counts, self._processes, self._loaded = counts, processes, loaded
+
+    def text(self) -> bytes:
+        """The whole answer; takes some milliseconds."""
+        return generate_latest(self)
 
     def collect(self) -> Iterator[Metric]:
-        status = self._state.server_status
-        processes = status.get("processes", {"0": os.getpid()})
-        yield self._models()
-        workers = GaugeMetricFamily("confpred_workers", "Worker processes that answer.")
-        workers.add_metric((), sum(name != "supervisor" for name in processes))
-        yield workers
-        replaced = CounterMetricFamily(
-            "confpred_workers_replaced", "Worker processes that ended and were replaced."
+        yield from families(self._counts)
+        yield _info(
+            "confpred_build",
+            "The versions that run; always 1.",
+            ({"version": confpred.__version__, "python": platform.python_version()},),
         )
-        replaced.add_metric((), status.get("replaced", 0))
-        yield replaced
-        reloads = CounterMetricFamily(
-            "confpred_reloads", "Reloads and rollbacks, by outcome.", labels=("outcome",)
-        )
-        for outcome, count in status.get("reloads", {}).items():
-            reloads.add_metric((outcome,), count)
-        yield reloads
-        yield from _of_processes(processes)
-
-    def _models(self) -> Metric:
-        found = GaugeMetricFamily(
-            "confpred_model_info",
+        models = {} if self._loaded is None else self._loaded.current.predictor.models
+        yield _info(
+            "confpred_model",
             "The models that answer; always 1.",
-            labels=("device", "version", "digest"),
+            (
+                {"device": device, "version": model.version, "digest": model.digest}
+                for device, model in models.items()
+            ),
         )
-        if self._state.loaded is not None:
-            for device, model in self._state.loaded.current.predictor.models.items():
-                found.add_metric((device, model.version, model.digest), 1)
-        return found
+        yield from _of_processes(self._processes)
 
 
-def _of_processes(processes: dict[str, int]) -> Iterator[Metric]:
+def _info(name: str, help: str, rows: Iterable[Mapping[str, str]]) -> Metric:
+    found = InfoMetricFamily(name, help)
+    for row in rows:
+        found.add_metric((), dict(row))
+    return found
+
+
+def _of_processes(processes: Mapping[str, int]) -> Iterator[Metric]:
     """Memory, CPU time and open files of each process, with its name among the workers."""
     merged: dict[str, Metric] = {}
     for name, process in processes.items():

@@ -1,144 +1,184 @@
-"""What the server counts, and the middleware that counts it."""
+"""What the server counts.
+
+Each process counts for itself: numbers by key, which is a metric's name and its labels. Those of
+several processes are added up by their supervisor (`Totals`), which workers tell by the channel.
+"""
 
 from __future__ import annotations
 
-import logging
-import os
-import time
-from collections.abc import Mapping, Sequence
-from functools import lru_cache
-from uuid import uuid4
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.multiprocess import MultiProcessCollector
-from prometheus_client.registry import Collector
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from prometheus_client.metrics_core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from starlette.types import Scope
 
-from .errors import Error, reply
+from . import logs
 
-#: Where the processes of one server keep their counts for each other (prometheus_client's name).
-SHARED_FOLDER = "PROMETHEUS_MULTIPROC_DIR"
+#: A metric's name and its labels; of a histogram also the number of a bucket, or ``sum``.
+Key = tuple[str, ...]
+Counts = defaultdict[Key, float]
 
 _SECONDS = (0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 _PROBLEMS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
-_LABELS = 256  # combinations that are kept: far more than there are
 _GONE = 499  # nginx's status for a request whose client left before the reply
-_log = logging.getLogger(__name__)
+_REFUSED = "confpred.refused"
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One metric.
+
+    Attributes:
+        help: a sentence for a person.
+        labels: their names.
+        kind: a gauge is not counted on when its process has ended.
+        buckets: of a histogram, the most that is in each.
+    """
+
+    help: str
+    labels: tuple[str, ...] = ()
+    kind: Literal["counter", "gauge", "histogram"] = "counter"
+    buckets: Sequence[float] = ()
+
+
+FAMILIES: Mapping[str, Family] = {
+    "confpred_requests": Family("HTTP requests.", ("route", "status")),
+    "confpred_request_seconds": Family(
+        "Time to serve a request.", ("route",), "histogram", _SECONDS
+    ),
+    "confpred_in_flight_requests": Family("Requests under way.", (), "gauge"),
+    "confpred_replies": Family("Predict replies, by what had them ready.", ("origin",)),
+    "confpred_problems": Family(
+        "Problems answered, by the source of the best choice.", ("source",)
+    ),
+    "confpred_batch_problems": Family(
+        "Problems in a request that was answered.", (), "histogram", _PROBLEMS
+    ),
+    "confpred_worked_out_problems": Family("Problems worked out, as they were not in memory."),
+    "confpred_dropped_requests": Family("Requests given up, by the reason.", ("reason",)),
+    "confpred_queued_requests": Family("Requests that wait for work.", (), "gauge"),
+    "confpred_queued_problems": Family("Problems that wait for work.", (), "gauge"),
+    "confpred_log_lines_lost": Family("Lines of the log that nobody took in time."),
+    "confpred_workers": Family("Worker processes that answer.", (), "gauge"),
+    "confpred_workers_wanted": Family("Worker processes that there should be.", (), "gauge"),
+    "confpred_workers_replaced": Family("Worker processes that ended and were replaced."),
+    "confpred_reloads": Family("Reloads and rollbacks, by outcome.", ("outcome",)),
+}
 
 
 class Metrics:
-    """The counters of one server.
-
-    Attributes:
-        in_flight: requests whose reply is not complete.
-        queued_requests: that wait for the thread, or are being worked on.
-        queued_problems: that they have left.
-    """
+    """The counts of one process."""
 
     def __init__(self) -> None:
-        self._registry, self._state = CollectorRegistry(), CollectorRegistry()
+        self.counts: Counts = defaultdict(float)
+        for reason in ("queue", "deadline", "gone"):  # a rate is told from zero on only
+            self.add(0, "confpred_dropped_requests", reason)
 
-        def counter(name: str, help: str, *labels: str) -> Counter:
-            return Counter(name, help, labels, registry=self._registry)
+    def add(self, amount: float, *key: str) -> None:
+        self.counts[key] += amount
 
-        def histogram(name: str, help: str, buckets: Sequence[float], *labels: str) -> Histogram:
-            return Histogram(name, help, labels, buckets=buckets, registry=self._registry)
-
-        def gauge(name: str, help: str) -> Gauge:
-            return Gauge(name, help, registry=self._registry, multiprocess_mode="livesum")
-
-        self._requests = counter("confpred_requests", "HTTP requests.", "route", "status")
-        self._seconds = histogram(
-            "confpred_request_seconds", "Time to serve a request.", _SECONDS, "route"
-        )
-        self.in_flight = gauge("confpred_in_flight_requests", "Requests under way.")
-        self._replies = counter(
-            "confpred_replies", "Predict replies, by what had them ready.", "origin"
-        )
-        self._problems = counter(
-            "confpred_problems", "Problems answered, by the source of the best choice.", "source"
-        )
-        self._batch = histogram(
-            "confpred_batch_problems", "Problems in a request that was answered.", _PROBLEMS
-        )
-        self._worked_out = counter(
-            "confpred_worked_out_problems", "Problems worked out, as they were not in memory."
-        )
-        self._dropped = counter(
-            "confpred_dropped_requests", "Requests given up, by the reason.", "reason"
-        )
-        self.queued_requests = gauge("confpred_queued_requests", "Requests that wait for work.")
-        self.queued_problems = gauge("confpred_queued_problems", "Problems that wait for work.")
-        # Looking a child up by its labels takes longer than counting: each is looked up once.
-        self._served = lru_cache(_LABELS)(self._serve_children)
-        self._origin = lru_cache(_LABELS)(self._replies.labels)
-        self._source = lru_cache(_LABELS)(self._problems.labels)
-        self.worked_out = self._worked_out.inc
+    def observe(self, value: float, *key: str) -> None:
+        """Count `value` in a histogram."""
+        place = bisect_left(FAMILIES[key[0]].buckets, value)
+        self.add(1, *key, str(place))
+        self.add(value, *key, "sum")
 
     def served(self, route: str, status: int, seconds: float) -> None:
         """Count a request by route and status; `seconds` go from its head to its reply's end."""
-        requests, times = self._served(route, status)
-        requests.inc()
-        times.observe(seconds)
+        self.add(1, "confpred_requests", route, str(status))
+        self.observe(seconds, "confpred_request_seconds", route)
 
     def answered(self, origin: str, sources: Mapping[str, int]) -> None:
         """Count a reply: where it was found, and how many problems each source answered."""
-        self._origin(origin).inc()
+        self.add(1, "confpred_replies", origin)
         for source, count in sources.items():
-            self._source(source).inc(count)
-        self._batch.observe(sum(sources.values()))
+            self.add(count, "confpred_problems", source)
+        self.observe(sum(sources.values()), "confpred_batch_problems")
 
-    def dropped(self, reason: str) -> None:
-        """Count a request that was given up."""
-        self._dropped.labels(reason).inc()
-
-    def _serve_children(self, route: str, status: int) -> tuple[Counter, Histogram]:
-        return self._requests.labels(route, status), self._seconds.labels(route)
-
-    def add(self, collector: Collector) -> None:
-        """Expose `collector` too, which knows of all processes and is not summed over them."""
-        self._state.register(collector)
-
-    def text(self) -> bytes:
-        """The Prometheus exposition, summed over the server's processes where there are many."""
-        registry = self._registry
-        if SHARED_FOLDER in os.environ:
-            registry = CollectorRegistry()
-            MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
-        return generate_latest(registry) + generate_latest(self._state)
+    def told(self) -> list[list[Any]]:
+        """The counts as JSON has them: rows of a key and its number."""
+        self.counts[("confpred_log_lines_lost",)] = logs.lost()
+        return rows(self.counts)
 
 
-class Telemetry:
-    """ASGI middleware: counts and times each request, and turns a bug into a 500 with an id."""
+def rows(counts: Mapping[Key, float]) -> list[list[Any]]:
+    return [[*key, number] for key, number in list(counts.items())]
 
-    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
-        self._app, self._metrics = app, metrics
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return await self._app(scope, receive, send)
-        status = 0
+def read(rows: Iterable[Sequence[Any]]) -> dict[Key, float]:
+    return {tuple(row[:-1]): row[-1] for row in rows}
 
-        async def watched(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-            await send(message)
 
-        start = time.perf_counter()
-        self._metrics.in_flight.inc()
-        try:
-            await self._app(scope, receive, watched)
-        except Exception:
-            incident = uuid4().hex
-            _log.exception("request %s %r failed, id %s", scope["method"], scope["path"], incident)
-            if status:  # too late to reply otherwise: let the server cut the connection
-                raise
-            message = f"internal error; the server's log has it as {incident}"
-            await reply(500, Error("internal_error", message))(scope, receive, watched)
-        finally:
-            # The route's own path, so that clients cannot make up label values.
-            route = getattr(scope.get("route"), "path", "none")
-            self._metrics.served(route, status or _GONE, time.perf_counter() - start)
-            self._metrics.in_flight.dec()
-        return None
+class Totals:
+    """The counts of all processes of a server. Those of processes that have ended stay."""
+
+    def __init__(self) -> None:
+        self._of: dict[int, Mapping[Key, float]] = {}
+        self._ended: Counts = defaultdict(float)
+
+    def begin(self, process: int) -> None:
+        self._of[process] = {}
+
+    def note(self, process: int, rows: Iterable[Sequence[Any]]) -> None:
+        """Take what `process` told last; nothing if it has ended."""
+        if process in self._of:
+            self._of[process] = read(rows)
+
+    def end(self, process: int) -> None:
+        for key, number in self._of.pop(process).items():
+            if FAMILIES[key[0]].kind != "gauge":
+                self._ended[key] += number
+
+    def sum(self, *more: Mapping[Key, float]) -> Counts:
+        total: Counts = defaultdict(float)
+        for counts in (self._ended, *self._of.values(), *more):
+            for key, number in counts.items():
+                total[key] += number
+        return total
+
+
+def families(counts: Mapping[Key, float]) -> Iterator[Metric]:
+    """`counts` as Prometheus's client writes them."""
+    by_name: dict[str, dict[Key, float]] = {name: {} for name in FAMILIES}
+    for key, value in counts.items():
+        by_name[key[0]][key[1:]] = value
+    for name, family in FAMILIES.items():
+        found = by_name[name]
+        if family.kind == "histogram":
+            yield _histogram(name, family, found)
+            continue
+        kind = GaugeMetricFamily if family.kind == "gauge" else CounterMetricFamily
+        made = kind(name, family.help, labels=family.labels)
+        for labels, value in found.items() or ([] if family.labels else [((), 0)]):
+            made.add_metric(labels, value)
+        yield made
+
+
+def _histogram(name: str, family: Family, found: Mapping[Key, float]) -> Metric:
+    made = HistogramMetricFamily(name, family.help, labels=family.labels)
+    for labels in dict.fromkeys(key[:-1] for key in found) or ([] if family.labels else [()]):
+        total, buckets = 0.0, []
+        for place, most in enumerate((*map(str, map(float, family.buckets)), "+Inf")):
+            total += found.get((*labels, str(place)), 0)
+            buckets.append((most, total))
+        made.add_metric(labels, buckets, found.get((*labels, "sum"), 0.0))
+    return made
+
+
+def note_refused(scope: Any, status: int) -> None:
+    """Have a request count as one that was refused, whatever the application says of it."""
+    scope[_REFUSED] = status
+
+
+def status_of(scope: Scope, sent: int) -> int:
+    """The status of a request; `sent` is that of the application's reply, 0 for none."""
+    refused: int | None = scope.get(_REFUSED)
+    return refused or sent or _GONE

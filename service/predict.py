@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
 
+from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from confpred.predict.predictor import Predictor
@@ -55,7 +56,10 @@ class Predict:
         predictor = generation.predictor
         memory = self._memories.of(predictor)
         headers = dict(scope["headers"])
-        body = await read_body(headers, receive, self._settings)
+        try:
+            body = await read_body(headers, receive, self._settings)
+        except ClientDisconnect:
+            return
         reply = memory.replies.get(body)
         if reply is not None:
             self._metrics.answered("body", reply.sources)
@@ -85,7 +89,7 @@ class Predict:
                 return reply
         if self._scheduler is None:
             raise RuntimeError("Predict was not started")
-        steps = working(predictor, memory, self._settings, body, asked, self._metrics.worked_out)
+        steps = working(predictor, memory, self._settings, body, asked, self._worked_out)
         gone = asyncio.ensure_future(_gone(receive))
         try:
             reply = await self._scheduler.run(
@@ -96,7 +100,7 @@ class Predict:
                 deadline_s=self._deadline_s(scope),
             )
         except Refused as refused:
-            self._metrics.dropped(refused.reason)
+            self._metrics.add(1, "confpred_dropped_requests", refused.reason)
             if refused.reason == "gone":
                 return None
             raise _unavailable(refused) from None
@@ -104,6 +108,9 @@ class Predict:
             gone.cancel()
         self._metrics.answered("work", reply.sources)
         return reply
+
+    def _worked_out(self) -> None:
+        self._metrics.add(1, "confpred_worked_out_problems")
 
     def _deadline_s(self, scope: Scope) -> float:
         """The server's deadline, or the client's own if that is shorter."""

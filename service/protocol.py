@@ -3,12 +3,16 @@
 uvicorn's parser (httptools) has no limit on a head or on a chunk's trailers, and no time-out but
 for idle connections. Deadlines are marks on the connections that one task looks over each second,
 since a timer for each request would cost more than the request's own checks.
+
+A client may send requests before earlier ones are answered (pipelining). They are parsed only once
+the earlier ones are answered, and while many bytes of them wait, no more are read.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import math
 import socket
 import struct
@@ -18,9 +22,11 @@ from dataclasses import asdict
 from http import HTTPStatus
 
 import uvicorn
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from .errors import Error, ErrorReply
+from .metrics import note_refused
 from .settings import Settings
 
 _SWEEP_S = 1.0
@@ -28,6 +34,33 @@ _SWEEP_S = 1.0
 _LINGER_S = 2
 #: Bytes on the wire for each byte of the longest body: chunks of one byte cost six.
 _WIRE_FACTOR = 8
+#: Bytes that are parsed at once. Each of the requests in them takes some 3 KiB, and the shortest
+#: has 18 bytes.
+_PIECE = 4096
+#: Bytes that may wait to be parsed before no more are read.
+_MOST_HELD = 65_536
+#: Is told the client's address, the status and the seconds since the request's first byte.
+OnRefused = Callable[[tuple[str, int] | None, int, float], None]
+_log = logging.getLogger(__name__)
+
+
+class _Flow(FlowControl):
+    """The flow of a connection: it reads no more while many bytes wait to be parsed.
+
+    Attributes:
+        held: what waits.
+    """
+
+    held = b""
+
+    def hold(self, data: bytes) -> None:
+        self.held = data
+        if len(data) > _MOST_HELD:
+            self.pause_reading()
+
+    def resume_reading(self) -> None:
+        if len(self.held) <= _MOST_HELD:
+            super().resume_reading()
 
 
 class LimitedProtocol(HttpToolsProtocol):
@@ -35,18 +68,24 @@ class LimitedProtocol(HttpToolsProtocol):
 
     Attributes:
         deadline: by the monotonic clock, when the client has had its time.
+        leaving: whether this process ends; set for all connections at once.
+        on_refused: called for each request that is refused before the application sees it.
         on_lost: called when the connection is closed.
     """
 
     limits = Settings()
+    leaving = False
     deadline = math.inf
+    on_refused: OnRefused
+    on_lost: Callable[[], None] = staticmethod(lambda: None)
     _due: Error | None = None  # the reply at the deadline; None closes without a word
     _in_head = _refused = False
+    _began = 0.0
     _received = 0  # bytes of the message that is arriving
-    on_lost: Callable[[], None] = staticmethod(lambda: None)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)  # type: ignore[arg-type]
+        self.flow: _Flow = _Flow(self.transport)
         self._set_deadline(self.limits.head_timeout, None)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -54,17 +93,41 @@ class LimitedProtocol(HttpToolsProtocol):
         self.on_lost()
 
     def data_received(self, data: bytes) -> None:
-        if self._refused:
-            return
-        self._received += len(data)
-        super().data_received(data)
-        if self._received > self._most_bytes():
-            self._refuse(*self._too_long())
+        self._parse(self.flow.held + data if self.flow.held else data)
+
+    def _parse(self, data: bytes) -> None:
+        """Take what has arrived, up to where a request would wait for the answer to another."""
+        place = 0
+        while place < len(data) and not self._must_wait():
+            piece = data[place : place + _PIECE]
+            place += len(piece)
+            self._received += len(piece)
+            super().data_received(piece)
+            if self._received > self._most_bytes():
+                self._refuse(*self._too_long())
+        self.flow.hold(b"" if self._refused else data[place:])
+        if self.leaving:
+            self.leave()
+
+    def _must_wait(self) -> bool:
+        return self._refused or self._answering() or self.flow.write_paused
+
+    def _go_on(self) -> None:
+        if self.flow.held and not self.transport.is_closing():
+            self._parse(self.flow.held)
+            if not self._must_wait():
+                self.flow.resume_reading()
+
+    def leave(self) -> None:
+        """Have the reply to the last request that has arrived say that it is the last."""
+        if self.cycle is not None and not (self.flow.held or self._in_head):
+            self.cycle.keep_alive = False
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._in_head = True
         self._set_deadline(self.limits.head_timeout, _SLOW_HEAD)
+        self._began = time.monotonic()
 
     def on_headers_complete(self) -> None:
         if self._received > self.limits.max_head:  # perhaps by the body that came with it
@@ -85,6 +148,10 @@ class LimitedProtocol(HttpToolsProtocol):
             self._received, self.deadline = 0, math.inf
             super().on_message_complete()
 
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._go_on()
+
     def send_400_response(self, msg: str) -> None:
         self._refuse(400, Error("bad_request", "the request is not HTTP/1.1"))
 
@@ -94,25 +161,32 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        self.deadline = math.inf
+        if self._in_head:
+            self._set_deadline(self.limits.head_timeout, _SLOW_HEAD)
+        elif self.cycle is not None and self.cycle.more_body:
+            self._set_deadline(self.limits.body_timeout, _SLOW_BODY)
+        else:
+            self.deadline = math.inf
+        self._go_on()
 
     def check(self, now: float) -> None:
         """Cut the connection if its client has had its time."""
         if self.deadline == math.inf and self.transport.is_closing():
             self._set_deadline(self.limits.write_timeout, None)  # to read the end of the reply
         elif self.deadline < now:
-            if self._answering():
-                self._set_deadline(self.limits.head_timeout, self._due)
-            elif self._due is None:
+            if self._due is None:
                 self._abort()
+            elif self._answering():  # the client waits, though it has begun to send beyond
+                self._set_deadline(self.limits.head_timeout, self._due)
             else:
                 self._refuse(408, self._due)
 
     def _answering(self) -> bool:
-        """Whether the client waits for us, and not we for what it has begun to send beyond."""
-        if self._due is None or self.cycle is None:
+        """Whether a request that has arrived in full waits for its reply."""
+        cycle = self.cycle
+        if cycle is None:
             return False
-        return bool(self.pipeline) or not (self.cycle.response_complete or self.cycle.more_body)
+        return bool(self.pipeline) or not (cycle.response_complete or cycle.more_body)
 
     def _set_deadline(self, seconds: float, due: Error | None) -> None:
         self.deadline, self._due = time.monotonic() + seconds, due
@@ -130,9 +204,13 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def _abort(self) -> None:
         """Close at once; the system is not to keep what the client did not read either."""
-        connection = self.transport.get_extra_info("socket")
-        with socket.fromfd(connection.fileno(), connection.family, connection.type) as same:
+        known = self.transport.get_extra_info("socket")
+        # Not a copy: there may be no descriptor left.
+        same = socket.socket(known.family, known.type, known.proto, known.fileno())
+        try:
             same.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        finally:
+            same.detach()
         self.transport.abort()
 
     def _refuse(self, status: int, error: Error) -> None:
@@ -141,7 +219,11 @@ class LimitedProtocol(HttpToolsProtocol):
             return None
         self._refused = True
         cycle = self.cycle
-        if cycle is not None and not cycle.response_complete:
+        if cycle is None or cycle.response_complete:
+            self.on_refused(self.client, status, time.monotonic() - self._began)
+        else:
+            if not cycle.response_started:
+                note_refused(cycle.scope, status)
             cycle.disconnected = True  # whatever the application says is too late
             cycle.message_event.set()
         if self.pipeline or (cycle is not None and cycle.response_started and cycle.more_body):
@@ -156,9 +238,24 @@ class LimitedProtocol(HttpToolsProtocol):
         return self._set_deadline(_LINGER_S, None)
 
 
-def limited(settings: Settings) -> type[LimitedProtocol]:
+def limited(settings: Settings, refused: OnRefused) -> type[LimitedProtocol]:
     """The protocol with the limits of `settings`."""
-    return type("_Protocol", (LimitedProtocol,), {"limits": settings})
+    return type(
+        "_Protocol", (LimitedProtocol,), {"limits": settings, "on_refused": staticmethod(refused)}
+    )
+
+
+def connections(server: uvicorn.Server) -> list[LimitedProtocol]:
+    """The connections of `server` that are open."""
+    every = server.server_state.connections
+    return [each for each in every if isinstance(each, LimitedProtocol)]
+
+
+def leave(server: uvicorn.Server) -> None:
+    """Have each connection of `server` end with the reply to its next request."""
+    server.config.http_protocol_class.leaving = True  # type: ignore[attr-defined]
+    for connection in connections(server):
+        connection.leave()
 
 
 async def sweep(server: uvicorn.Server) -> None:
@@ -166,9 +263,11 @@ async def sweep(server: uvicorn.Server) -> None:
     while True:
         await asyncio.sleep(_SWEEP_S)
         now = time.monotonic()
-        for connection in [*server.server_state.connections]:
-            if isinstance(connection, LimitedProtocol):
+        for connection in connections(server):
+            try:
                 connection.check(now)
+            except Exception:  # one connection is not to keep the others open
+                _log.exception("a connection could not be cut")
 
 
 _SLOW_HEAD = Error("request_timeout", "the head of the request did not arrive in time", "head")

@@ -8,6 +8,7 @@ from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from starlette.requests import ClientDisconnect
 from starlette.types import Receive
 
 from confpred.errors import InvalidInput
@@ -50,7 +51,8 @@ async def read_body(headers: Headers, receive: Receive, settings: Settings) -> b
     """The JSON body of a request; reading stops at the limit, whatever length was announced.
 
     Raises:
-        RequestError: 415 for another content type, 413 for a longer body, 400 for a broken one.
+        RequestError: 415 for another content type, 413 for a longer body.
+        ClientDisconnect: the connection closed before its end.
     """
     _check_type(headers)
     limit = settings.max_body_bytes
@@ -61,7 +63,7 @@ async def read_body(headers: Headers, receive: Receive, settings: Settings) -> b
     while more:
         message = await receive()
         if message["type"] == "http.disconnect":
-            raise _malformed("the connection closed before its end")
+            raise ClientDisconnect
         chunk = message.get("body", b"")
         size += len(chunk)
         if size > limit:

@@ -136,7 +136,7 @@ class Scheduler:
         client = self._clients[name]
         job = _Job(client, steps, estimate)
         client.jobs[job] = None
-        self._metrics.queued_requests.inc()
+        self._metrics.add(1, "confpred_queued_requests")
         self._count(job.left)
         if self._worker is None or self._worker.done():
             self._worker = asyncio.create_task(self._work())
@@ -149,12 +149,12 @@ class Scheduler:
         del client.jobs[job]
         if not client.jobs:
             del self._clients[client.name]
-        self._metrics.queued_requests.dec()
+        self._metrics.add(-1, "confpred_queued_requests")
         self._count(-job.left)
 
     def _count(self, problems: int) -> None:
         self._waiting += problems
-        self._metrics.queued_problems.inc(problems)
+        self._metrics.add(problems, "confpred_queued_problems")
 
     def _refused(self, reason: Reason) -> Refused:
         return Refused(reason, max(1, math.ceil(self._waiting * self._pace_s)))

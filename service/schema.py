@@ -15,6 +15,7 @@ from confpred.problem.conv2d import CHOICES, LIMITS, PAIRS, Problem
 from confpred.problem.device import KNOWN, Device
 from confpred.problem.limits import Limits
 
+from .access import OPEN
 from .settings import Settings
 
 if TYPE_CHECKING:
@@ -169,7 +170,11 @@ def install(app: FastAPI, settings: Settings) -> None:
                 "Limits": _limits(),
                 "PredictRequest": _request(settings),
             }
+            if settings.tokens is not None:
+                _secure(described)
             app.openapi_schema = described
+        request = app.openapi_schema["components"]["schemas"]["PredictRequest"]
+        request["properties"]["device"]["enum"] = _devices(app.state.loaded)
         return app.openapi_schema
 
     app.openapi = openapi  # type: ignore[method-assign]
@@ -196,6 +201,30 @@ PREDICT_BODY: dict[str, Any] = {
         },
     },
 }
+
+
+def _secure(described: dict[str, Any]) -> None:
+    """Say which requests need a token."""
+    described["components"]["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
+    described["security"] = [{"token": []}]
+    for path, methods in described["paths"].items():
+        for operation in methods.values():
+            if path in OPEN:
+                operation["security"] = []
+            else:
+                refused = {"$ref": "#/components/schemas/ErrorReply"}
+                operation["responses"]["401"] = {
+                    "description": "Unauthorized",
+                    "content": {"application/json": {"schema": refused}},
+                }
+
+
+def _devices(loaded: Loaded | None) -> list[str]:
+    """What a request may name: boards by their keys and as drivers call them, and those that only
+    a model knows."""
+    models = [] if loaded is None else loaded.current.predictor.models.values()
+    devices = {**KNOWN, **{model.device.key: model.device for model in models}}.values()
+    return list(dict.fromkeys(name for each in devices for name in (each.key, each.product)))
 
 
 def _problem() -> dict[str, Any]:
@@ -256,7 +285,6 @@ def _request(settings: Settings) -> dict[str, Any]:
             "device": {
                 "type": "string",
                 "description": "A device's key, or the name that its driver reports.",
-                "examples": list(KNOWN),
             },
             "problem": problem,
             "problems": {

@@ -16,7 +16,6 @@ from confpred.errors import ConfpredError, InvalidInput
 
 from . import logs, systemd
 from .access import is_loopback
-from .metrics import SHARED_FOLDER
 from .settings import Settings
 from .supervisor import Supervisor
 
@@ -36,10 +35,11 @@ def serve(settings: Settings) -> None:
     """
     logs.configure(settings, "supervisor")
     with _listener(settings) as listener, _home(settings) as home:
-        supervisor = Supervisor(
-            settings, listener, home, lambda: _announce(settings, listener), _bury
-        )
-        asyncio.run(supervisor.run())
+        supervisor = Supervisor(settings, listener, home, lambda: _announce(settings, listener))
+        try:
+            asyncio.run(supervisor.run())
+        finally:
+            logs.finish()
 
 
 def _listener(settings: Settings) -> socket.socket:
@@ -70,10 +70,6 @@ def _home(settings: Settings) -> Iterator[Path]:
         # Who tidies up /tmp leaves a folder that is locked.
         lock = os.open(home, os.O_RDONLY)
         fcntl.flock(lock, fcntl.LOCK_SH)
-        if settings.workers > 1:
-            metrics = home / "metrics"
-            metrics.mkdir()
-            os.environ[SHARED_FOLDER] = str(metrics)
         try:
             yield home
         finally:
@@ -86,11 +82,3 @@ def _announce(settings: Settings, listener: socket.socket) -> None:
     workers = f"{settings.workers} worker{'s' if settings.workers > 1 else ''}"
     _log.info("confpred running on http://%s:%d with %s", shown, port, workers)
     systemd.tell(READY="1")
-
-
-def _bury(process: int) -> None:
-    """Have the metrics forget the state of a process that has ended; its counts stay."""
-    if SHARED_FOLDER in os.environ:
-        from prometheus_client.multiprocess import mark_process_dead
-
-        mark_process_dead(process)  # type: ignore[no-untyped-call]

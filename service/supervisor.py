@@ -8,9 +8,10 @@ is dead or still starting.
     prepare folder      load a generation     ready generation   takes connections now
     switch generation   answer by it, by      failed reason      could not start, and ends
       keep, known       these tokens, and     closed count       connections closed since its start
-                        forget all others     leaving            it was told to end
-    status ...          of the whole server   reload, rollback   a client asks for it
-    stop                finish, and end
+                        forget all others     counts ...         what it has counted since its start
+    counts              what are yours        leaving            it was told to end
+    stop wait           finish, and end       reload, rollback   a client asks for it
+                                              metrics            a client asks for all counts
 """
 
 from __future__ import annotations
@@ -25,7 +26,6 @@ import shutil
 import signal
 import socket
 import time
-from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -36,6 +36,7 @@ from confpred.errors import ConfpredError
 from . import systemd, tokens, trial
 from .channel import Fields, Gone
 from .child import Child
+from .metrics import Metrics, Totals, read, rows
 from .publishing import fingerprint, give_back, publish
 from .settings import Settings
 
@@ -52,6 +53,10 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 30.0
 _PREPARE_S, _SWITCH_S = 120.0, 30.0
 #: What a worker may take to end after the last of its requests.
 _END_S = 5.0
+#: How long connections without a request stay open when the server ends, in case one comes.
+_LAST_S = 0.5
+#: What a worker may take to tell its counts; those that it told before are taken otherwise.
+_COUNTS_S = 1.0
 _GENERATIONS = "generations"
 _ACCEPTED_AT_ONCE, _NO_DESCRIPTORS_S = 64, 0.5
 _log = logging.getLogger(__name__)
@@ -74,24 +79,23 @@ class Supervisor:
         listener: socket.socket,
         home: Path,
         announce: Callable[[], None],
-        bury: Callable[[int], None],
     ) -> None:
         """Serve what connects to `listener`; published generations are kept in `home`. `announce`
-        is called once all workers answer, and `bury` with the id of each process that has ended."""
+        is called once all workers answer."""
         self._settings, self._listener, self._home = settings, listener, home
-        self._announce, self._bury = announce, bury
-        self._children: dict[str, Child] = {}
+        self._announce = announce
+        self._children: dict[int, Child] = {}  # by process
+        self._slots: list[asyncio.Task[None]] = []
         self._history: list[Path] = []  # the generations that are loaded; the last is current
         self._known: list[Fields] = []  # the tokens that were read with it
         self._changing = asyncio.Lock()
         self._stopping = asyncio.Event()
         self._fatal: ConfpredError | None = None
         self._accepting = self._announced = False
-        self._replaced = 0
         self._switched, self._ended = -math.inf, 0  # when, and how many workers ended since
-        self._reloads = Counter[str](
-            reloaded=0, unchanged=0, refused=0, rolled_back=0, taken_back=0
-        )
+        self._metrics, self._totals = Metrics(), Totals()
+        for outcome in ("reloaded", "unchanged", "refused", "rolled_back", "taken_back"):
+            self._count(outcome, 0)
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
@@ -109,13 +113,13 @@ class Supervisor:
         seen = fingerprint(self._settings)
         first, self._known = await asyncio.to_thread(self._read)
         self._history = [first]
-        names = [str(number) for number in range(self._settings.workers)]
-        slots = [asyncio.create_task(self._slot(name)) for name in names]
+        for number in range(self._settings.workers):
+            self._slots.append(asyncio.create_task(self._slot(str(number))))
         self._spawn(systemd.show_life())
         if self._settings.watch_models:
             self._spawn(self._watch(seen))
         await self._stopping.wait()
-        await self._stop(slots)
+        await self._stop()
         for task in self._tasks:
             task.cancel()
         if self._fatal is not None:
@@ -179,7 +183,7 @@ class Supervisor:
         if is_new and (reason := await trial.refusal(new)):
             shutil.rmtree(new, ignore_errors=True)
             raise Refused(reason)
-        ready = [child for child in self._children.values() if child.ready]
+        ready = [child for child in self._children.values() if child.ready or child.leaving]
         errors = await asyncio.gather(*(self._prepare(child, new) for child in ready))
         reasons = [error for error in errors if error]
         if reasons or (is_new and ready and all(error is None for error in errors)):
@@ -223,42 +227,47 @@ class Supervisor:
         """Keep one worker running."""
         failures, ended = 0, ""
         while not self._stopping.is_set():
-            began, child = time.monotonic(), Child(name)
             await self._restore()
+            began, child = time.monotonic(), Child(name)
             try:
                 handle = functools.partial(self._handle, child)
                 await child.start(self._settings, self._home, self._history, handle)
             except OSError as error:
                 ended = f"cannot be started: {error.strerror or error}"
             else:
-                self._children[name] = child
+                self._children[child.pid] = child
+                self._totals.begin(child.pid)
                 ended = await child.run()
-                del self._children[name]
-                self._bury(child.pid)
+                del self._children[child.pid]
+                self._totals.end(child.pid)
                 self._update()
                 self._blame(child, ended)
-            if self._stopping.is_set():
+            if self._stopping.is_set() or child.leaving:
                 return
-            if child.leaving or (child.was_ready and time.monotonic() - began > _STARTED_S):
+            if child.was_ready and time.monotonic() - began > _STARTED_S:
                 failures = 0
             else:
                 failures += 1
             await self._consider(child, failures, ended)
 
     async def _restore(self) -> None:
-        """Copy the current generation anew if its copy is gone, as when somebody tidies up; what
-        was kept beside it is not to be had again."""
-        if self._history[-1].exists():
+        """Copy the models again if somebody has removed the copy that new workers read."""
+        if self._history[-1].is_dir():
             return
         async with self._changing:
-            current = self._history[-1]
-            with contextlib.suppress(ConfpredError):  # the worker will say that it is gone
-                folder = self._home / _GENERATIONS
-                copied = await asyncio.to_thread(publish, self._settings, folder)
-                if copied == current:
-                    self._history = [current]
-                else:
-                    shutil.rmtree(copied, ignore_errors=True)
+            wanted, folder = self._history[-1], self._home / _GENERATIONS
+            try:
+                found = await asyncio.to_thread(publish, self._settings, folder)
+                if found != wanted and (reason := await trial.refusal(found)):
+                    shutil.rmtree(found, ignore_errors=True)
+                    raise Refused(reason)
+            except ConfpredError as error:
+                _log.error("the models cannot be copied again: %s", error)
+                return
+            left = [each for each in self._history if each.is_dir() and each != found]
+            self._history = [*left, found]
+        if found != wanted:  # they have changed meanwhile
+            self._spawn(self._reload_for("a copy that was removed"))
 
     async def _consider(self, child: Child, failures: int, ended: str) -> None:
         """Wait before `child` is replaced, or give up."""
@@ -270,7 +279,7 @@ class Supervisor:
         pause = _FIRST_PAUSE_S * 2 ** min(failures - 1, 30) if failures else 0.0
         pause = min(pause, _LONGEST_PAUSE_S)
         _log.warning("worker %s %s; another starts in %.3g s", child.name, ended, pause)
-        self._replaced += 1
+        self._metrics.add(1, "confpred_workers_replaced")
         try:
             await asyncio.wait_for(self._stopping.wait(), pause)
         except asyncio.TimeoutError:
@@ -309,9 +318,11 @@ class Supervisor:
         elif word == "closed":
             child.count_closed(fields["count"])
         elif word == "leaving":
-            child.ready, child.leaving = False, True
-            self._update()
-            child.channel.tell("stop")
+            self._replace(child)
+        elif word == "counts":
+            self._totals.note(child.pid, fields["counts"])
+        elif word == "metrics":
+            return await self._tell_metrics()
         elif word in ("reload", "rollback"):
             change = self.reload if word == "reload" else self.rollback
             try:
@@ -323,6 +334,30 @@ class Supervisor:
             return {"outcome": outcome}
         return None
 
+    def _replace(self, child: Child) -> None:
+        """Start another worker, which takes the place of `child` once it answers."""
+        if not child.leaving:
+            child.leaving = True
+            _log.info("worker %s was told to end; another starts", child.name)
+            self._metrics.add(1, "confpred_workers_replaced")
+            self._slots = [slot for slot in self._slots if not slot.done()]
+            self._slots.append(asyncio.create_task(self._slot(child.name)))
+
+    async def _tell_metrics(self) -> Fields:
+        """What all processes have counted, and which there are."""
+        ready = [child for child in self._children.values() if child.ready]
+        await asyncio.gather(*map(self._hear_counts, ready))
+        own = read(self._metrics.told())
+        own["confpred_workers",] = len(ready)
+        own["confpred_workers_wanted",] = self._settings.workers
+        processes = {"supervisor": os.getpid()} | {child.name: child.pid for child in ready}
+        return {"counts": rows(self._totals.sum(own)), "processes": processes}
+
+    async def _hear_counts(self, child: Child) -> None:
+        with contextlib.suppress(Gone, asyncio.TimeoutError):
+            answer = await asyncio.wait_for(child.channel.ask("counts"), _COUNTS_S)
+            self._totals.note(child.pid, answer["counts"])
+
     async def _admit(self, child: Child, generation: str) -> None:
         """Give `child` connections from now on; first bring it to what the others answer by, which
         may have changed since it was started."""
@@ -333,18 +368,20 @@ class Supervisor:
             if not await self._switch(child, self._history) or child.leaving:
                 return
             child.ready = child.was_ready = True
+        for other in self._children.values():
+            if other.leaving and other.name == child.name and other is not child:
+                other.ready = False
+                other.channel.tell("stop", wait=self._settings.grace)
         self._update()
-        if not self._announced and all(
-            name in self._children and self._children[name].ready
-            for name in map(str, range(self._settings.workers))
-        ):
+        ready = sum(each.ready for each in self._children.values())
+        if not self._announced and ready == self._settings.workers:
             self._announced = True
             self._announce()
         elif self._announced:
             _log.info("worker %s answers, process %d", child.name, child.pid)
 
     def _update(self) -> None:
-        """Accept connections while a worker takes them, and tell all workers how the server is."""
+        """Accept connections while a worker takes them."""
         ready = any(child.ready for child in self._children.values())
         loop = asyncio.get_running_loop()
         if ready != self._accepting and not self._stopping.is_set():
@@ -353,7 +390,6 @@ class Supervisor:
                 loop.add_reader(self._listener.fileno(), self._accept)
             else:
                 loop.remove_reader(self._listener.fileno())
-        self._tell_status()
 
     def _accept(self) -> None:
         """Hand over the connections that wait."""
@@ -375,20 +411,8 @@ class Supervisor:
                     if child.hand(connection):
                         break
 
-    def _count(self, outcome: str) -> None:
-        self._reloads[outcome] += 1
-        self._tell_status()
-
-    def _tell_status(self) -> None:
-        ready = {child.name: child.pid for child in self._children.values() if child.ready}
-        for child in self._children.values():
-            if child.ready:
-                child.channel.tell(
-                    "status",
-                    processes={"supervisor": os.getpid(), **ready},
-                    replaced=self._replaced,
-                    reloads=dict(self._reloads),
-                )
+    def _count(self, outcome: str, more: int = 1) -> None:
+        self._metrics.add(more, "confpred_reloads", outcome)
 
     async def _reload_for(self, cause: str) -> None:
         try:
@@ -420,17 +444,17 @@ class Supervisor:
                 child.kill()
         self._stopping.set()
 
-    async def _stop(self, slots: Sequence[asyncio.Task[None]]) -> None:
+    async def _stop(self) -> None:
         """End all workers, at the latest when their requests have had their grace."""
         if self._accepting:
             asyncio.get_running_loop().remove_reader(self._listener.fileno())
         self._listener.close()
         for child in self._children.values():
-            if child.ready:
-                child.channel.tell("stop")
+            if child.ready or child.leaving:
+                child.channel.tell("stop", wait=min(_LAST_S, self._settings.grace))
             else:
                 child.kill()
-        await asyncio.wait(slots, timeout=self._settings.grace + _END_S)
+        await asyncio.wait(self._slots, timeout=self._settings.grace + _END_S)
         for child in self._children.values():
             child.kill()
-        await asyncio.gather(*slots)
+        await asyncio.gather(*self._slots)

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import gc
 import json
+import math
 import os
 import shutil
 import signal
@@ -30,10 +31,11 @@ from . import generations, logs, tokens
 from .app import create_app
 from .channel import Channel, Fields
 from .generations import Loaded
-from .protocol import limited, sweep
+from .protocol import leave, limited, sweep
 from .settings import Settings
 
 _REPORT_S = 0.01  # closed connections are reported together
+_COUNTS_S = 1.0  # between reports of the counts, which are lost if the process is killed
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +67,7 @@ class Worker:
         self._connections = socket.socket(fileno=start.connections)
         self._connections.setblocking(False)
         self._closed = 0
+        self._leave_at = math.inf
         self._reporting = self.orphaned = False
         self._tasks: list[asyncio.Task[None]] = []
         # One thread, as the system keeps memory for each that ever loads.
@@ -76,7 +79,8 @@ class Worker:
         control = socket.socket(fileno=self._start.control)
         self._channel = await Channel.open(control, self._handle)
         self._app.state.supervisor = self._channel
-        self._tasks = [asyncio.create_task(each) for each in (self._listen(), sweep(server))]
+        for task in (self._listen(), sweep(server), self._count()):
+            self._tasks.append(asyncio.create_task(task))
         loop = asyncio.get_running_loop()
         loop.add_reader(self._connections.fileno(), self._take)
         loop.add_signal_handler(signal.SIGTERM, self._channel.tell, "leaving")
@@ -109,14 +113,28 @@ class Worker:
         # What is forgotten refers to itself. To look for it takes 10 ms, as imports are frozen.
         asyncio.get_running_loop().run_in_executor(self._loader, gc.collect)
 
-    async def _on_status(self, **status: Any) -> None:
-        self._app.state.server_status = status
+    async def _on_counts(self) -> Fields:
+        return {"counts": self._app.state.metrics.told()}
 
-    async def _on_stop(self) -> None:
-        """Take the connections that were handed over already, finish their requests, and end."""
-        asyncio.get_running_loop().remove_reader(self._connections.fileno())
+    async def _count(self) -> None:
+        while True:
+            await asyncio.sleep(_COUNTS_S)
+            self.report_counts()
+
+    def report_counts(self) -> None:
+        self._channel.tell("counts", counts=self._app.state.metrics.told())
+
+    async def _on_stop(self, wait: float) -> None:
+        """Take the connections that were handed over already; end when all are closed. Each is
+        closed after its next reply, and those that have no request for `wait` seconds as well."""
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(self._connections.fileno())
         self._take()
+        leave(self._server)
+        self._leave_at = min(self._leave_at, loop.time() + wait)
         await asyncio.sleep(0.05)  # for requests that have arrived with them
+        while self._server.server_state.connections and loop.time() < self._leave_at:
+            await asyncio.sleep(0.01)
         self._server.should_exit = True
 
     def _take(self) -> None:
@@ -179,6 +197,11 @@ class _Server(uvicorn.Server):
         await super().startup(sockets)
         await self._worker.attach(self)
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().shutdown(sockets)
+        self._worker.report_counts()
+        await asyncio.sleep(0)
+
 
 def main() -> None:
     """Load, serve, and end with 0; with 1 if the models cannot be loaded."""
@@ -197,7 +220,7 @@ def main() -> None:
     app = create_app(settings, loaded)
     config = uvicorn.Config(
         app,
-        http=limited(settings),
+        http=limited(settings, app.state.refused),
         ws="none",
         log_config=None,
         access_log=False,
@@ -208,6 +231,7 @@ def main() -> None:
     )
     worker = Worker(start, app, loaded)
     _Server(config, worker).run(sockets=[])
+    logs.finish()
     if worker.orphaned:  # nobody else tidies up
         shutil.rmtree(Path(start.home), ignore_errors=True)
 

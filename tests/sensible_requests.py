@@ -9,17 +9,18 @@ from typing import Any
 import schemathesis
 
 from confpred.problem.conv2d import LIMITS
-from confpred.problem.device import KNOWN
 
 
 @schemathesis.hook
 def map_body(context: Any, body: Any) -> Any:
-    """`body`, where it asks for predictions, of a known device and of problems that can be
-    computed."""
-    if not isinstance(body, dict) or not isinstance(body.get("device"), str):
+    """`body`, where it asks for predictions, of problems that can be computed."""
+    if not isinstance(body, dict) or "device" not in body:
         return body
     made = {name: whole(value) for name, value in body.items()}
-    made["device"] = list(KNOWN)[len(body["device"]) % len(KNOWN)]
+    if isinstance(body.get("limits"), dict):
+        made["limits"] = dict(body["limits"])
+        if "workspace_bytes" in made["limits"]:
+            made["limits"]["workspace_bytes"] = whole(made["limits"]["workspace_bytes"])
     if "problem" in body:
         made["problem"] = layer(body["problem"])
     if "problems" in body:

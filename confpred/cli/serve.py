@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import json
+import os
 import sys
+from collections.abc import Iterable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -27,6 +30,8 @@ _PATHS = {
 }
 #: The names that options had in confpred 0.1.0.
 _FORMER_FLAGS = {"pins": ("--plan",)}
+#: Of the environment's variables that are settings.
+_PREFIX = "CONFPRED_SERVE_"
 #: The exit status when no worker can be kept running.
 GAVE_UP = 3
 
@@ -71,7 +76,7 @@ def _settings_in(path: Path) -> dict[str, Any]:
     defaults = {field.name: field.default for field in fields(Settings)}
     for name, value in found.items():
         if name not in defaults:
-            raise InvalidInput(f"{path}: {name}", value, f"settings: {', '.join(defaults)}")
+            raise InvalidInput(f"{path}: {name}", value, _nearest(name, defaults))
         kind = str if defaults[name] is None else type(defaults[name])
         if type(value) is not kind:
             raise InvalidInput(f"{path}: {name}", value, _KINDS[kind])
@@ -81,7 +86,23 @@ def _settings_in(path: Path) -> dict[str, Any]:
 _KINDS = {str: "a string", int: "an integer", bool: "true or false"}
 
 
+def _check_variables() -> None:
+    """Refuse variables of the environment that look like settings and are none."""
+    known = [str(parameter.name).upper() for parameter in command.params]
+    for variable, value in os.environ.items():
+        name = variable.removeprefix(_PREFIX)
+        if name not in (variable, *known):
+            raise InvalidInput(variable, value, f"{_PREFIX} and {_nearest(name, known)}")
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    """The names among `known` that may have been meant; all, if none is like it."""
+    known = [*known]
+    return " or ".join(difflib.get_close_matches(name, known, 2)) or ", ".join(known)
+
+
 def _serve(**values: Any) -> None:
+    _check_variables()
     require_packages()
     from confpred.service.server import serve  # what `--help` can do without
     from confpred.service.supervisor import GaveUp
@@ -117,5 +138,5 @@ command = click.Command(
     The API's description is at /docs. Each option can also be set by the environment variable that
     is named beside it, and by a file: an option goes before a variable, a variable before the
     file.""",
-    context_settings={"auto_envvar_prefix": "CONFPRED_SERVE"},
+    context_settings={"auto_envvar_prefix": _PREFIX.rstrip("_")},
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -183,6 +184,39 @@ def test_the_described_fields_are_the_problem_s(
     assert schemas["Problem"]["required"] == ["n", "c", "h", "w", "k", "r", "s"]
     reply = PREDICTOR.choose(EXAMPLE, "h100").to_json()
     assert list(schemas["ChoiceReply"]["properties"]) == list(reply)
+
+
+def test_every_device_that_is_described_is_accepted(
+    client: TestClient, schemas: dict[str, Any]
+) -> None:
+    described = schemas["PredictRequest"]["properties"]["device"]["enum"]
+    assert {*KNOWN, "NVIDIA H100 80GB HBM3"} <= set(described)
+    for device in described:
+        body = {"device": device, "problem": EXAMPLE.to_json()}
+        assert client.post("/v1/predict", json=body).status_code == 200
+
+
+def test_the_description_says_where_a_token_is_needed(client: TestClient) -> None:
+    plain = client.get("/openapi.json").json()
+    assert "security" not in plain
+    with TestClient(create_app(Settings(tokens="tokens.json"), PREDICTOR)) as guarded:
+        described = guarded.app.openapi()  # type: ignore[attr-defined]
+        for path, methods in described["paths"].items():
+            for method, operation in methods.items():
+                needed = operation.get("security", described["security"]) != []
+                refused = guarded.request(method, path).status_code == 401
+                assert refused == needed == ("401" in operation["responses"])
+    (scheme,) = described["components"]["securitySchemes"].values()
+    assert scheme == {"type": "http", "scheme": "bearer"}
+
+
+def test_the_page_for_people_shows_all_and_loads_nothing(client: TestClient) -> None:
+    reply, api = client.get("/docs"), client.get("/openapi.json").json()
+    assert reply.headers["content-security-policy"].startswith("default-src 'none'")
+    assert "<script" not in reply.text
+    assert not re.findall(r'(?:src|href)=(?!"#)|url\(|@import|http-equiv', reply.text)
+    for name in (*api["paths"], *api["components"]["schemas"]):
+        assert name in reply.text
 
 
 @pytest.mark.parametrize("name", LIMITS)

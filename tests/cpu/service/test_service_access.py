@@ -126,7 +126,7 @@ def test_only_digests_are_kept_and_the_log_has_names(
     for secret in secrets.values():
         assert secret not in kept
         assert secret not in logged
-    eventually(lambda: '"token": "host-1"' in guarded.log.read_text())
+    eventually(lambda: '"token":"host-1"' in guarded.log.read_text())
 
 
 def statuses(server: Server, secret: str) -> set[int]:

@@ -218,8 +218,10 @@ def test_the_alerts_ask_for_metrics_that_there_are() -> None:
         text = client.get("/metrics").text
     there = set(re.findall(r"^# HELP (\S+)", text, re.MULTILINE))
     (group,) = yaml.safe_load((DEPLOY / "alerts.yml").read_text())["groups"]
-    assert len(group["rules"]) == 7
+    assert len(group["rules"]) == 13
     for rule in group["rules"]:
         assert {"alert", "expr", "annotations"} <= rule.keys()
         for name in re.findall(r"confpred_\w+", rule["expr"]):
             assert name.removesuffix("_bucket") in there
+    asked = {rule["alert"]: rule["expr"] for rule in group["rules"]}
+    assert 'status!="503"' in asked["ConfpredErrors"]  # overload is an alert of its own

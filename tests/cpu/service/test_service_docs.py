@@ -16,6 +16,7 @@ from test_service_errors import REFUSALS
 from confpred import Predictor
 from confpred.cli import cli
 from confpred.cli.serve import GAVE_UP, command
+from confpred.errors import InvalidInput
 from confpred.service.app import create_app
 from confpred.service.predict import REFUSALS as REFUSED_WORK
 from confpred.service.schema import EXAMPLE
@@ -79,6 +80,7 @@ ELSEWHERE = {
     (431, "head_too_large"),
     (500, "internal_error"),
     (503, "not_ready"),
+    (503, "stopping"),
 }
 
 
@@ -100,6 +102,24 @@ def test_the_metrics_table_is_what_the_server_exposes() -> None:
         text = client.get("/metrics").text
     exposed = set(re.findall(r"^# HELP (\S+)", text, re.MULTILINE))
     assert documented == {name for name in exposed if not name.endswith("_created")}
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("CONFPRED_SERVE_WORKER", "WORKERS"),
+        ("CONFPRED_SERVE_MAXBATCH", "MAX_BATCH"),
+        ("CONFPRED_SERVE_X", "CONFIG, HOST, PORT, "),
+    ],
+)
+def test_a_misspelled_variable_names_what_was_meant(
+    monkeypatch: pytest.MonkeyPatch, name: str, meant: str
+) -> None:
+    monkeypatch.setenv(name, "2")
+    done = CliRunner().invoke(cli, ["serve", "--port", "0", "--host", "192.0.2.1"])
+    assert isinstance(done.exception, InvalidInput)
+    assert f"{name}='2'" in str(done.exception)
+    assert f"allowed: CONFPRED_SERVE_ and {meant}" in str(done.exception)
 
 
 @pytest.mark.parametrize("form", ["toml", "json"])
@@ -124,7 +144,7 @@ def test_an_option_goes_before_a_variable_and_that_before_the_file(
 @pytest.mark.parametrize(
     ("name", "text", "said"),
     [
-        ("a.toml", "ports = 1", "ports=1"),
+        ("a.toml", "ports = 1", "ports=1 is not allowed; allowed: port"),
         ("a.toml", 'port = "1"', "port='1'"),
         ("a.toml", "port = true", "an integer"),
         ("a.toml", "port = 1.5", "an integer"),

@@ -132,7 +132,7 @@ def test_a_long_body_is_refused_by_its_announcement(server: Server) -> None:
 def test_a_body_shorter_than_announced_harms_nobody(server: Server) -> None:
     exchange(server, head("content-length: 500"), b'{"device":', close=True)
     deadline = time.monotonic() + 20
-    counted = 'confpred_requests_total{route="/v1/predict",status="400"}'
+    counted = 'confpred_requests_total{route="/v1/predict",status="499"}'
     while counted not in httpx.get(f"{server.url}/metrics").text:
         assert time.monotonic() < deadline
         time.sleep(0.02)

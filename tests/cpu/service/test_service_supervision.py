@@ -141,15 +141,29 @@ def test_no_worker_outlives_its_server(tmp_path: Path, temporary: Path) -> None:
         eventually(lambda: not any(alive(worker) for worker in workers))
 
 
-@pytest.mark.slow(reason="workers start again and again")
-def test_a_server_whose_workers_cannot_start_gives_up_and_says_why(
-    tmp_path: Path, model: Path
+def lose_models(temporary: Path) -> None:
+    """Remove the server's copy of its models, and have it make none again."""
+    (home,) = temporary.iterdir()
+    shutil.rmtree(home / "generations")
+    (home / "generations").touch()
+
+
+@pytest.mark.slow(reason="a worker is replaced")
+def test_models_that_were_removed_from_the_temporary_folder_are_copied_again(
+    tmp_path: Path, temporary: Path
 ) -> None:
+    with running(tmp_path, TMPDIR=str(temporary)) as server:
+        shutil.rmtree(next(temporary.iterdir()))
+        os.kill(*server.workers(), signal.SIGKILL)
+        eventually(lambda: "answers, process" in server.log.read_text())
+        assert httpx.post(f"{server.url}/v1/predict", json=ONE).status_code == 200
+
+
+@pytest.mark.slow(reason="workers start again and again")
+def test_a_server_whose_workers_cannot_start_gives_up_and_says_why(tmp_path: Path) -> None:
     (tmp_path / "tmp").mkdir()
-    options = ("--model", str(model))
-    with running(tmp_path, *options, TMPDIR=str(tmp_path / "tmp")) as server:
-        shutil.rmtree(tmp_path / "tmp")
-        shutil.rmtree(model)
+    with running(tmp_path, TMPDIR=str(tmp_path / "tmp")) as server:
+        lose_models(tmp_path / "tmp")
         os.kill(*server.workers(), signal.SIGKILL)
         assert server.process.wait(100) == 3
         said = server.log.read_text()
@@ -159,14 +173,10 @@ def test_a_server_whose_workers_cannot_start_gives_up_and_says_why(
 
 
 @pytest.mark.slow(reason="workers start again and again")
-def test_a_worker_that_answers_is_kept_though_others_cannot_start(
-    tmp_path: Path, model: Path
-) -> None:
+def test_a_worker_that_answers_is_kept_though_others_cannot_start(tmp_path: Path) -> None:
     (tmp_path / "tmp").mkdir()
-    options = ("--workers", "2", "--model", str(model))
-    with running(tmp_path, *options, TMPDIR=str(tmp_path / "tmp")) as server:
-        shutil.rmtree(model)
-        shutil.rmtree(tmp_path / "tmp" / next((tmp_path / "tmp").iterdir()) / "generations")
+    with running(tmp_path, "--workers", "2", TMPDIR=str(tmp_path / "tmp")) as server:
+        lose_models(tmp_path / "tmp")
         os.kill(max(server.workers()), signal.SIGKILL)
         eventually(lambda: server.log.read_text().count("; another starts in ") > 2)
         assert httpx.post(f"{server.url}/v1/predict", json=ONE).status_code == 200

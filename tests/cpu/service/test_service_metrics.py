@@ -1,0 +1,119 @@
+"""Counts of many processes are one: they need no file, outlive processes, and miss no request."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from test_service_process import ONE, Server, eventually, exchange, head, running
+
+from confpred.service.metrics import Metrics, Totals, rows
+
+TIMES = ("--head-timeout", "1", "--body-timeout", "1")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("metrics")
+    with running(folder, *TIMES, "--log-format", "json") as server:
+        yield server
+
+
+def count(server: Server, metric: str) -> float:
+    text = httpx.get(f"{server.url}/metrics", timeout=20).text
+    found = re.search(rf"^{re.escape(metric)} (\S+)$", text, re.MULTILINE)
+    return float(found[1]) if found else 0.0
+
+
+def requests(route: str, status: int) -> str:
+    return f'confpred_requests_total{{route="{route}",status="{status}"}}'
+
+
+def logged(server: Server, status: int) -> list[dict[str, object]]:
+    lines = map(json.loads, server.log.read_text().splitlines())
+    return [line for line in lines if line.get("status") == status]
+
+
+@pytest.mark.slow(reason="a worker is replaced")
+def test_counts_need_no_file_and_outlive_their_process(tmp_path: Path) -> None:
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+
+    with running(tmp_path, "--workers", "2", TMPDIR=str(temporary)) as server:
+        for _ in range(10):  # each on a connection of its own, so that both workers get some
+            assert httpx.post(f"{server.url}/v1/predict", json=ONE).status_code == 200
+        (home,) = temporary.iterdir()
+        assert [path.name for path in home.iterdir()] == ["generations"]
+        counted = requests("/v1/predict", 200)
+        assert count(server, counted) == 10
+        victim = max(server.workers())
+        os.kill(victim, signal.SIGKILL)
+        eventually(lambda: victim not in server.workers())
+        eventually(lambda: count(server, "confpred_workers_replaced_total") == 1)
+        assert count(server, counted) == 10
+        eventually(lambda: count(server, "confpred_workers") == 2)
+        assert count(server, "confpred_workers_wanted") == 2
+        shutil.rmtree(home)
+        assert count(server, counted) == 10
+
+
+def test_processes_that_have_ended_are_one_to_add_up() -> None:
+    totals, metrics = Totals(), Metrics()
+    metrics.served("/healthz", 200, 0.001)
+    metrics.add(1, "confpred_in_flight_requests")
+    for process in range(1000):
+        totals.begin(process)
+        totals.note(process, metrics.told())
+        totals.end(process)
+        totals.note(process, metrics.told())  # too late
+    start = time.perf_counter()
+    total = totals.sum()
+    assert time.perf_counter() - start < 0.01
+    assert total["confpred_requests", "/healthz", "200"] == 1000
+    assert "confpred_in_flight_requests" not in {name for name, *_ in rows(total)}
+
+
+def test_requests_that_are_not_http_or_too_long_are_counted_and_logged(server: Server) -> None:
+    for sent, status in (
+        (b"\x16\x03\x01 hello\r\n\r\n", 400),
+        (b"GET / HTTP/1.1\r\nx-long: " + b"a" * 40_000 + b"\r\n\r\n", 431),
+        (b"GET / HTTP/1.1\r\nx-slow: ", 408),
+    ):
+        before = count(server, requests("none", status))
+        assert exchange(server, sent).startswith(b"HTTP/1.1 %d " % status)
+        assert count(server, requests("none", status)) == before + 1
+        eventually(lambda status=status: logged(server, status))
+        assert str(logged(server, status)[-1]["client"]).startswith("127.0.0.1:")
+
+
+def test_a_slow_body_is_counted_as_what_it_is_answered(server: Server) -> None:
+    before = count(server, requests("/v1/predict", 408))
+    assert b" 408 " in exchange(server, head("content-length: 50"), b"{")
+    assert count(server, requests("/v1/predict", 408)) == before + 1
+    assert count(server, requests("/v1/predict", 400)) == 0
+    eventually(lambda: [line["target"] for line in logged(server, 408)].count("/v1/predict") == 1)
+
+
+def test_a_client_that_leaves_is_logged_as_one(server: Server) -> None:
+    exchange(server, head("content-length: 50"), b"{", close=True)
+    body = json.dumps({"device": "h100", "problems": [ONE["problem"]] * 900, "top": 9}).encode()
+    with socket.create_connection(("127.0.0.1", server.port)) as connection:
+        connection.sendall(head(f"content-length: {len(body)}") + body)
+    eventually(lambda: len(logged(server, 499)) == 2)
+    assert count(server, requests("/v1/predict", 499)) == 2
+    assert not logged(server, 0)
+
+
+def test_the_description_has_routes_of_its_own(server: Server) -> None:
+    for path in ("/docs", "/openapi.json"):
+        assert httpx.get(f"{server.url}{path}").status_code == 200
+        assert count(server, requests(path, 200)) == 1
