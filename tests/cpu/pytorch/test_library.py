@@ -86,10 +86,18 @@ class Gate(nn.Module):
         return x * self.up(self.activation(self.norm(self.down(pooled)))).sigmoid()
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("layout", [LAST, torch.contiguous_format])
-@pytest.mark.parametrize("norm", [False, True])
-@pytest.mark.parametrize("activation", [nn.ReLU(), nn.SiLU(), nn.Tanh()])
+@pytest.mark.parametrize(
+    ("activation", "norm", "layout", "dtype"),
+    [
+        (nn.ReLU(), False, LAST, torch.float16),
+        (nn.ReLU(), True, LAST, torch.bfloat16),
+        (nn.SiLU(), False, torch.contiguous_format, torch.bfloat16),
+        (nn.SiLU(), True, LAST, torch.float16),
+        (nn.Tanh(), False, LAST, torch.bfloat16),
+        (nn.Tanh(), True, torch.contiguous_format, torch.float16),
+        (nn.ReLU(), True, LAST, torch.float32),
+    ],
+)
 def test_one_pixel_an_image_is_a_product(captured, activation, norm, layout, dtype) -> None:
     model = Gate(norm, activation).eval().to(dtype=dtype, memory_format=layout)
     if norm:
