@@ -79,10 +79,9 @@ class FusedOperator:
         refused = problem.activation == "none" and torch.are_deterministic_algorithms_enabled()
         return None if refused else FusedOperator(problem)
 
-    def run(self, *inputs: Any) -> tuple[Tensor]:
+    def run(self, x: Any, weight: Any, bias: Any, residual: Any = None) -> tuple[Tensor]:
         """Compute the problem of tensors that are channels last; see `ReadyLaunch.run`."""
         p = self._problem
-        x, weight, bias, residual = inputs
         if p.activation == "none":
             rows, columns = x.permute(0, 2, 3, 1).reshape(-1, p.c), weight.view(p.k, p.c).t()
             out = torch.addmm(bias, rows, columns).view(p.n, p.h, p.w, p.k).permute(0, 3, 1, 2)

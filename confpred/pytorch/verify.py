@@ -25,6 +25,7 @@ from confpred.problem.conv2d import Problem
 from confpred.problem.conv2d_operation import CONVOLUTION
 from confpred.pytorch import choosing
 from confpred.pytorch.choosing import Wishes
+from confpred.pytorch.library import FusedOperator
 from confpred.pytorch.loading import compile_ahead, load
 
 log = logging.getLogger(__name__)
@@ -69,7 +70,12 @@ def _measured(ours: list[Choice], predicted: Choice, ordinal: int, wishes: Wishe
             if ready is not None:
                 calls[ready.choice] = partial(ready.run, *given)
         own = replace(predicted, candidate=PYTORCH_OPERATOR, predicted_ms=None)
-        calls[own] = partial(as_the_library_calls(CONVOLUTION, problem, ordinal), tensors)
+        fused = FusedOperator.of(problem)
+        calls[own] = (
+            partial(as_the_library_calls(CONVOLUTION, problem, ordinal), tensors)
+            if fused is None
+            else partial(fused.run, *given)
+        )
         times = dict(zip(calls, interleaved(list(calls.values())), strict=True))
     best = min(times, key=times.__getitem__)
     log.info("%s: %s is the fastest of %d", problem, best.provider, len(calls))
