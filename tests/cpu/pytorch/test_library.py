@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from confpred.problem.conv2d import Problem
 from confpred.pytorch.backend import confpred as backend
-from confpred.pytorch.library import FusedOperator, fuses
+from confpred.pytorch.library import FusedOperator, fuses, takes_pixels
 
 LAST = torch.channels_last
 PRODUCT = Problem(2, 16, 9, 9, 32, 1, 1, bias=True)
@@ -46,11 +46,14 @@ def test_which_layers_are_one_operator(problem: Problem, is_one: bool) -> None:
 
 
 def test_switches_are_followed() -> None:
+    pixels = torch.zeros(2, 8, 1, 1).half(), torch.zeros(4, 8, 1, 1).half(), (0, 0), 1
+    assert takes_pixels(*pixels)
     with torch.backends.cudnn.flags(enabled=False):
         assert FusedOperator.of(RELU) is None
     torch.use_deterministic_algorithms(True)
     try:
         assert FusedOperator.of(PRODUCT) is None  # PyTorch would refuse cuBLAS
+        assert not takes_pixels(*pixels)
         assert FusedOperator.of(RELU) is not None
     finally:
         torch.use_deterministic_algorithms(False)
