@@ -149,12 +149,7 @@ def report(rows: list[dict[str, Any]], args: argparse.Namespace, seconds: float)
         "networks": rows,
     }
     if args.out or gpu:
-        folder = args.out
-        if folder is None:
-            from confpred.cuda import driver
-
-            folder = provenance.RESULTS / driver.device_of(0).key
-        print(provenance.write("captured_networks", result, folder))
+        print(provenance.write("captured_networks", result, provenance.folder_of(args.out)))
     for row in rows:
         if not row["is_right"]:
             print(row["network"], row["mode"], row.get("error") or row.get("off"))

@@ -25,6 +25,15 @@ def _commit() -> str:
     return result.stdout.strip() or "unknown"
 
 
+def folder_of(out: Path | None) -> Path:
+    """Return `out`, or the folder for results of CUDA device 0."""
+    if out is not None:
+        return out
+    from confpred.cuda import driver
+
+    return RESULTS / driver.device_of(0).key
+
+
 def provenance(*packages: str, gpu: bool) -> dict[str, Any]:
     """Date, commit, machine and the versions of `packages`; with `gpu`, device and driver too."""
     facts: dict[str, Any] = {

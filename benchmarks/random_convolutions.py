@@ -166,12 +166,7 @@ def report(
         "crashed": crashed,
     }
     if args.out or gpu:
-        folder = args.out
-        if folder is None:
-            from confpred.cuda import driver
-
-            folder = provenance.RESULTS / driver.device_of(0).key
-        print(provenance.write("random_convolutions", result, folder))
+        print(provenance.write("random_convolutions", result, provenance.folder_of(args.out)))
     shown = {k: v for k, v in result.items() if k not in ("provenance", "wrong")}
     print(json.dumps(shown, indent=1))
     for row in wrong[:20]:

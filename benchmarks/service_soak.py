@@ -80,7 +80,7 @@ class _Client:
 
 @dataclass(frozen=True)
 class Disturbance:
-    """What happens to the server during a soak; 0 seconds is never.
+    """Reloads, kills and SIGTERMs during a soak; 0 seconds is never.
 
     Attributes:
         reload_every: seconds between reloads.
@@ -129,7 +129,7 @@ class _Disturber:
             os.kill(self._rng.choice(workers(self._pid)), number)
 
     def cause(self, broken: float) -> str:
-        """What a connection that broke then was lost to."""
+        """Return the cause of a connection that broke then."""
         for kind in ("kill", "stop"):
             if any(0 <= broken - done < _LOST_WITHIN_S for done in self.at[kind]):
                 return kind

@@ -141,7 +141,7 @@ def configure(settings: Settings, process: str) -> None:
     """Log as `settings` say; `process` names this one in JSON lines."""
     form = Json if settings.log_format == "json" else Text
     logging.raiseExceptions = False  # else a line that cannot be made is told by a blocking write
-    # Of what the documentation of logging advises for speed: no line tells where it was logged.
+    # As the documentation of logging advises for speed: no line tells where it was logged.
     logging._srcfile = None
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     logging.captureWarnings(True)

@@ -1,4 +1,4 @@
-"""What the server counts.
+"""Counts of requests, replies, workers and reloads.
 
 Each process counts for itself: numbers by key, which is a metric's name and its labels. Those of
 several processes are added up by their supervisor (`Totals`), which workers tell by the channel.

@@ -220,8 +220,8 @@ def _secure(described: dict[str, Any]) -> None:
 
 
 def _devices(loaded: Loaded | None) -> list[str]:
-    """What a request may name: boards by their keys and as drivers call them, and those that only
-    a model knows."""
+    """Devices that a request may name: boards by their keys and as drivers call them, and those
+    that only a model knows."""
     models = [] if loaded is None else loaded.current.predictor.models.values()
     devices = {**KNOWN, **{model.device.key: model.device for model in models}}.values()
     return list(dict.fromkeys(name for each in devices for name in (each.key, each.product)))

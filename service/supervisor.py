@@ -170,9 +170,12 @@ class Supervisor:
         """Read what is to answer: the folder of its copy, and the tokens."""
         path = self._settings.tokens
         known = [] if path is None else [asdict(token) for token in tokens.read(path)]
+        return self._publish(), known
+
+    def _publish(self) -> Path:
         folder = publish(self._settings, self._home / _GENERATIONS)
         give_back()
-        return folder, known
+        return folder
 
     async def _change(self, history: Sequence[Path], known: list[Fields]) -> None:
         """Have all workers load what they have not loaded of `history` and then, when all have,
@@ -255,9 +258,9 @@ class Supervisor:
         if self._history[-1].is_dir():
             return
         async with self._changing:
-            wanted, folder = self._history[-1], self._home / _GENERATIONS
+            wanted = self._history[-1]
             try:
-                found = await asyncio.to_thread(publish, self._settings, folder)
+                found = await asyncio.to_thread(self._publish)
                 if found != wanted and (reason := await trial.refusal(found)):
                     shutil.rmtree(found, ignore_errors=True)
                     raise Refused(reason)

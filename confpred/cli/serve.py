@@ -30,7 +30,7 @@ _PATHS = {
 }
 #: The names that options had in confpred 0.1.0.
 _FORMER_FLAGS = {"pins": ("--plan",)}
-#: Of the environment's variables that are settings.
+#: The beginning of the environment's variables that are settings.
 _PREFIX = "CONFPRED_SERVE_"
 #: The exit status when no worker can be kept running.
 GAVE_UP = 3

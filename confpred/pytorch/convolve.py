@@ -69,7 +69,7 @@ class Call:
 
     @property
     def arguments(self) -> tuple[Any, ...]:
-        """What ``aten::convolution`` takes behind its tensors."""
+        """Arguments of ``aten::convolution`` behind its tensors."""
         stride, padding, dilation, groups = self.geometry
         return stride, padding, dilation, False, (0, 0), groups
 

@@ -28,7 +28,7 @@ aten = torch.ops.aten
 #: bandwidth; a matrix product this share of the tensor cores' rate.
 _FLOOR_S, _BANDWIDTH_SHARE, _TENSOR_SHARE = 2e-6, 0.8, 0.6
 _PRODUCTS = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default}
-_FREE = {operator.getitem, aten.view.default, aten._unsafe_view.default, aten.t.default}
+_FREE = {operator.getitem, aten._unsafe_view.default}  # beside views
 _CONVOLUTIONS = {
     aten.convolution.default, aten.convolution_backward.default,
     torch.ops.confpred.conv2d.default, torch.ops.confpred.conv2d_backward.default,
@@ -322,7 +322,7 @@ def _seconds(row: Row, device: Device) -> tuple[float, float]:
     if row.expected_ms is None or row.pytorch_ms is None:
         moved = p.itemsize * (p.input_elements + p.output_elements)
         return (_bound_s(moved, p.flops, device),) * 2
-    # What follows the convolution are other operators, before.
+    # Before, other operators compute all that follows the convolution.
     bare = choosing.pytorch_ms(left_to_pytorch(p), device) if p.has_epilogue else None
     return 1e-3 * (bare or row.pytorch_ms), 1e-3 * row.expected_ms
 

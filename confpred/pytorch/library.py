@@ -36,13 +36,16 @@ def _is_product(p: Problem) -> bool:
     return one_pixel and plain and p.c % _VECTOR == 0 and p.k % _VECTOR == 0
 
 
+def _refuses_products() -> bool:
+    """Return whether PyTorch refuses cuBLAS, as it does where it is told to be deterministic."""
+    return torch.are_deterministic_algorithms_enabled()
+
+
 def takes_pixels(x: Tensor, weight: Tensor, padding: tuple[int, int], groups: int) -> bool:
     """Return whether a convolution is a product of one pixel an image, in half precision."""
     sides = (*x.shape[2:], *weight.shape[2:])
     is_pixel = all(isinstance(side, int) and side == 1 for side in sides) and padding == (0, 0)
-    # PyTorch refuses cuBLAS where it is told to be deterministic.
-    refused = torch.are_deterministic_algorithms_enabled()
-    return is_pixel and groups == 1 and x.dtype in _HALF and not refused
+    return is_pixel and groups == 1 and x.dtype in _HALF and not _refuses_products()
 
 
 def of_pixels(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
@@ -64,24 +67,22 @@ class FusedOperator:
         choice: PyTorch's operator.
     """
 
-    __slots__ = ("_problem", "choice")
+    __slots__ = ("choice",)
 
     def __init__(self, problem: Problem) -> None:
         self.choice = Choice(problem, "", "pinned", PYTORCH_OPERATOR)
-        self._problem = problem
 
     @staticmethod
     def of(problem: Problem) -> FusedOperator | None:
         """Return the operator of `problem` under PyTorch's switches; None where there is none."""
         if not fuses(problem) or not torch.backends.cudnn.enabled:
             return None
-        # PyTorch refuses cuBLAS where it is told to be deterministic.
-        refused = problem.activation == "none" and torch.are_deterministic_algorithms_enabled()
+        refused = problem.activation == "none" and _refuses_products()
         return None if refused else FusedOperator(problem)
 
     def run(self, x: Any, weight: Any, bias: Any, residual: Any = None) -> tuple[Tensor]:
         """Compute the problem of tensors that are channels last; see `ReadyLaunch.run`."""
-        p = self._problem
+        p: Any = self.choice.problem
         if p.activation == "none":
             rows, columns = x.permute(0, 2, 3, 1).reshape(-1, p.c), weight.view(p.k, p.c).t()
             out = torch.addmm(bias, rows, columns).view(p.n, p.h, p.w, p.k).permute(0, 3, 1, 2)

@@ -39,7 +39,20 @@ LAYERS = {
 TOLERANCE = {torch.float16: 4e-3, torch.bfloat16: 3e-2, torch.float32: 1e-4}
 
 
-class OursFirst(Predictor):
+class OneByOne(Predictor):
+    """A predictor whose batches are chosen for as single problems are."""
+
+    def choose_many(
+        self,
+        problems: Iterable[Record],
+        device: str | Device,
+        *,
+        max_regret: float | None = None,
+    ) -> list[Choice]:
+        return [self.choose(problem, device, max_regret=max_regret) for problem in problems]
+
+
+class OursFirst(OneByOne):
     """A predictor without a model, whose guess is taken as if its user had pinned it: a kernel of
     ours wherever one is legal, whatever models say.
 
@@ -58,15 +71,6 @@ class OursFirst(Predictor):
         found.chosen, found._limits = self.chosen, limits
         return found
 
-    def choose_many(
-        self,
-        problems: Iterable[Record],
-        device: str | Device,
-        *,
-        max_regret: float | None = None,
-    ) -> list[Choice]:
-        return [self.choose(problem, device, max_regret=max_regret) for problem in problems]
-
     def choose(
         self, problem: Record, device: str | Device, *, max_regret: float | None = None
     ) -> Choice:
@@ -79,7 +83,7 @@ class OursFirst(Predictor):
         )
 
 
-class PlansFirst(Predictor):
+class PlansFirst(OneByOne):
     """A predictor that takes what cuDNN offers for a layer as if its user had pinned it, plans on
     tensor cores first; where it offers nothing, PyTorch's own operator."""
 
@@ -92,15 +96,6 @@ class PlansFirst(Predictor):
 
     def knows_libraries(self, device: str | Device) -> bool:
         return True
-
-    def choose_many(
-        self,
-        problems: Iterable[Record],
-        device: str | Device,
-        *,
-        max_regret: float | None = None,
-    ) -> list[Choice]:
-        return [self.choose(problem, device, max_regret=max_regret) for problem in problems]
 
     def choose(
         self, problem: Record, device: str | Device, *, max_regret: float | None = None
