@@ -272,10 +272,13 @@ def checked(case: Case, device: str) -> dict[str, Any]:
     """Return who served `case`, and how far the worst of its results is from float64."""
     import torch
 
+    from confpred.pytorch.loading import aligned
+
     served: list[bool] = []
     with listening(served):
         given = tensors(case, device)
         mine = results(case, given, ours=True)
+    given = [None if t is None else aligned(t) for t in given]  # PyTorch fails on some that are not
     theirs = results(case, given, ours=False)
     exact = results(case, [None if t is None else t.double() for t in given], ours=False)
     error, is_right = 0.0, True

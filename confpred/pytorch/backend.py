@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.utils._python_dispatch import _disable_current_modes
 
 from confpred import __version__
 from confpred.cuda import driver
@@ -232,10 +233,12 @@ class Compiler:
 def chooser(ordinal: int, options: Options) -> rewrite.Choose:
     """Return a function that chooses for CUDA device `ordinal`, and compiles in parallel."""
 
+    wishes = options.verify, options.wishes
+
     def choose(problems: Sequence[Problem]) -> Sequence[Choice | None]:
         if options.verify:
-            top, wishes = options.verify, options.wishes
-            found = {p: verify.fastest(p, ordinal, top, wishes) for p in dict.fromkeys(problems)}
+            with _disable_current_modes():  # AOTAutograd's fake tensors cannot be timed
+                found = {p: verify.fastest(p, ordinal, *wishes) for p in dict.fromkeys(problems)}
             return [found[problem] for problem in problems]
         choices = choosing.choose_on(problems, ordinal, options.wishes)
         known = [choice for choice in dict.fromkeys(choices) if choice is not None]

@@ -26,7 +26,15 @@ from confpred.problem.precision import convolutions_allow_tf32
 from confpred.pytorch import choosing, library
 from confpred.pytorch.choosing import ANY, Wishes, kept
 from confpred.pytorch.library import FusedOperator
-from confpred.pytorch.loading import DTYPES, ReadyLaunch, alike, dense, is_channels_last, load
+from confpred.pytorch.loading import (
+    DTYPES,
+    ReadyLaunch,
+    aligned,
+    alike,
+    dense,
+    is_channels_last,
+    load,
+)  # fmt: skip
 from confpred.pytorch.pointwise import activate, apply_epilogue
 
 Pair = tuple[int, int]
@@ -168,6 +176,7 @@ def forward(
     _, padding, _, groups = call.geometry
     if residual is None and library.takes_pixels(x, weight, padding, groups):
         return library.of_pixels(x, weight, bias, call.activation)
+    x, weight = aligned(x), aligned(weight)  # cuDNN's heuristics may end in a misaligned load
     if not x.is_cuda or (residual is None and call.activation == "none"):
         out = torch.convolution(x, weight, bias, *call.arguments)
         return activate(call.activation, out if residual is None else out + residual)
@@ -221,6 +230,7 @@ def backward(out_grad: Tensor, x: Tensor, weight: Tensor, call: Call) -> Grads:
     if left == [False, False, True]:
         return grad_x, grad_weight, out_grad.sum((0, 2, 3))
     if any(left):
+        out_grad, x, weight = (aligned(t) for t in (out_grad, x, weight))
         sizes = [weight.shape[0]] if mask[2] else None
         rest = torch.ops.aten.convolution_backward.default(
             out_grad, x, weight, sizes, *call.arguments, left

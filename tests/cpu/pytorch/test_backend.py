@@ -11,6 +11,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 import confpred
 from confpred.errors import InvalidInput
 from confpred.problem.limits import Limits
+from confpred.pytorch import backend
 from confpred.pytorch.backend import Options, ordinal_of
 
 
@@ -95,3 +96,23 @@ def test_inductor_gets_a_pass_and_options() -> None:
     assert str(graph) == before
     with pytest.raises(InvalidInput, match="did you mean 'max_regret'"):
         confpred.inductor_options(maxregret=1)
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_measurements_of_verify_have_real_tensors(monkeypatch, training) -> None:
+    """AOTAutograd calls the backend under its own modes, in which nothing can be timed."""
+    seen = []
+
+    def fastest(problem, ordinal, top, wishes) -> None:
+        seen.append(torch.ones(3).data_ptr())
+
+    monkeypatch.setattr(backend.verify, "fastest", fastest)
+    monkeypatch.setattr(backend, "ordinal_of", lambda graph: 0)
+    model = made(BLOCKS["functional"]()).train(training)
+    told = {"graphs": False, "verify": 3}
+    with torch.set_grad_enabled(training):
+        torch.compile(model, backend="confpred", options=told)(
+            images().contiguous(memory_format=torch.channels_last)
+        )
+    assert seen
+    assert all(seen)
