@@ -4,8 +4,9 @@ A network:
     network    `optimize` and `revert`
     backend    the backend of torch.compile, its options, and the same choices inside Inductor
     layouts    one layout for a graph
-    rewrite    passes over graphs: fusion, choice, batch norm
-    freeze     what depends on weights alone, computed once
+    fusing     what is chosen, and fused with it: convolutions become confpred's operators
+    passes     passes over any graph: batch norm as eager mode, copies, views, updates in place,
+               what depends on weights alone
     graphs     CUDA graphs of captured graphs
     explain    a capture on fake tensors: what would run
     bundle     the same as a plan and compiled kernels

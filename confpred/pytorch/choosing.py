@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 from uuid import uuid4
@@ -36,8 +37,6 @@ T = TypeVar("T")
 _predictors: dict[str, Predictor] = {}
 #: Called with every choice that is made, by who watches.
 _watchers: dict[Hashable, Callable[[Choice], None]] = {}
-#: Warnings that are given once.
-_said: set[str] = set()
 #: Answers for the sizes of a call: choices, launches and how a call is to run.
 _kept: dict[Hashable, Any] = {}
 _MOST_KEPT = 65_536
@@ -61,13 +60,8 @@ def forget() -> None:
 
 
 os.register_at_fork(after_in_child=forget)
-
-
-def warn_once(message: str) -> None:
-    """Log a warning that this process was not given yet."""
-    if message not in _said:
-        _said.add(message)
-        log.warning(message)
+#: Logs a warning that this process was not given yet.
+warn_once = cache(log.warning)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +71,6 @@ class Wishes:
     Attributes:
         limits: every choice keeps within them.
         max_regret: largest bound on regret at which a prediction is taken; None for any.
-
-    Raises:
-        InvalidInput: a value is not allowed.
     """
 
     limits: Limits = UNLIMITED
@@ -107,7 +98,7 @@ def use_predictor(predictor: Predictor, operation: str = CONVOLUTION.name) -> No
         InvalidInput: no family computes that operation.
     """
     _predictors[operation_named(operation).name] = predictor
-    _said.clear()
+    warn_once.cache_clear()
     forget()
 
 
@@ -172,11 +163,8 @@ def limits_for(problem: Record, limits: Limits) -> Limits:
 def choose_many(
     problems: Sequence[Problem], device: Device, wishes: Wishes = ANY
 ) -> list[Choice | None]:
-    """Choose for each of `problems` on `device`, in one call of the predictor.
-
-    Returns:
-        A choice a problem; None where confpred has nothing to say, such as of an unknown device.
-    """
+    """Choose for each of `problems` on `device`, in one call of the predictor; None where confpred
+    has nothing to say, such as of an unknown device."""
     found: dict[Problem, Choice] = {}
     limits = {problem: limits_for(problem, wishes.limits) for problem in problems}
     try:
@@ -214,9 +202,8 @@ def choose_on(
         model = current_predictor().models.get(device.key)
         if model is not None:
             now = {"driver": driver.describe(ordinal)[1], "cudnn": cudnn_version()}
-            for change in changes(model, **now):
-                said = f"model {model.version}: {change}; `confpred drift` tells whether it holds"
-                warn_once(said)
+            for it in changes(model, **now):
+                warn_once(f"model {model.version}: {it}; `confpred drift` tells whether it holds")
     except Exception as error:  # a warning is not worth an error
         log.debug("versions cannot be compared: %s", error)
     return choices
