@@ -7,8 +7,8 @@ from pathlib import Path
 
 import click
 
-from confpred.cli.inputs import FILE, FOLDER
-from confpred.cli.layers import aligned, layer_options, problems_of
+from confpred.cli.inputs import FOLDER
+from confpred.cli.layers import aligned, layer_options, plan_option, problems_of
 from confpred.predict.choice import MAX_TOP, Choice, answers_json
 from confpred.problem.limits import Limits
 
@@ -37,7 +37,7 @@ _HEADINGS = ("layer", "rank", "source", "provider", "ms", "bound", "config")
 @click.option("--no-tf32", is_flag=True, help="Nothing that rounds float32 inputs to TF32.")
 @click.option("--json", "as_json", is_flag=True, help="Print what the HTTP service would reply.")
 @click.option("--model", type=FOLDER, help="Model folder; default: the newest.")
-@click.option("--pins", "--plan", type=FILE, help="File of pinned configs, or a plan.")
+@plan_option
 def command(
     layers: tuple[str, ...],
     operation: str,
@@ -51,7 +51,7 @@ def command(
     no_tf32: bool,
     as_json: bool,
     model: Path | None,
-    pins: Path | None,
+    plan: Path | None,
 ) -> None:
     """Name the best config of a layer or a network.
 
@@ -71,7 +71,7 @@ def command(
 
     limits = Limits(workspace_limit, deterministic, not no_tf32, max_error)
     problems = problems_of(layers, operation, network)
-    predictor = Predictor.load(model, pins=pins).within(limits)
+    predictor = Predictor.load(model, plan=plan).within(limits)
     answers = [predictor.rank(problem, device, top, max_regret=max_regret) for problem in problems]
     if as_json:
         click.echo(answers_json(answers))

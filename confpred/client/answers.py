@@ -13,7 +13,7 @@ from typing import Any, get_args
 from confpred.client.steps import Reply
 from confpred.errors import InvalidInput, ServiceError
 from confpred.predict.choice import Choice, Source
-from confpred.predict.pins import named_candidate
+from confpred.predict.plan import named_candidate
 from confpred.problem.device import Device
 from confpred.problem.record import Record
 

@@ -84,7 +84,7 @@ def test_a_bound_that_is_not_accepted_names_pytorchs_operator(model_folder):
         (("--device", "h100", "--network", "/tmp"), "'--network': File '/tmp' is a directory"),
         (("--device", "h100", "--layer", LAYER, "--model", "none"), "'--model': Directory 'none'"),
         (("--device", "h100", "--layer", LAYER, "--model", HERE), f"cannot read {HERE}/card.json"),
-        (("--device", "h100", "--layer", LAYER, "--plan", "none"), "'--plan': File 'none' does"),
+        (("--device", "h100", "--layer", LAYER, "--plan", "none"), "'--plan': Path 'none' does"),
     ],
 )
 def test_what_is_wrong_is_named(words, message):

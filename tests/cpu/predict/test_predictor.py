@@ -29,7 +29,7 @@ from confpred.model.cascade import STAGES
 from confpred.model.folder import load_model
 from confpred.predict.choice import MAX_TOP, Choice
 from confpred.predict.donors import donor_for, widened
-from confpred.predict.pins import read_pins
+from confpred.predict.plan import plan_of, read_plan
 from confpred.predict.predictor import RANKINGS_KEPT, Predictor
 from confpred.problem.conv2d import Problem
 from confpred.problem.conv2d_operation import CONVOLUTION
@@ -240,8 +240,10 @@ def test_what_answers_alike_has_one_identity_in_every_process(predictor, model_f
     command = [sys.executable, "-c", program, str(model_folder)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout == found
-    pinned = Predictor(predictor.models, {(UNSEEN, H100): PYTORCH_OPERATOR})
-    elsewhere = Predictor(predictor.models, {(UNSEEN, get_device("h200")): PYTORCH_OPERATOR})
+    pinned, elsewhere = (
+        Predictor(predictor.models, plan_of([Choice(UNSEEN, device, "pinned")]))
+        for device in ("h100", "h200")
+    )
     assert elsewhere.identity("h100") == found
     limited = predictor.within(Limits(workspace_bytes=0))
     others = {each.identity("h100") for each in (pinned, Predictor({}), limited)}
@@ -338,11 +340,12 @@ def test_a_former_file_of_pins_means_the_same(tmp_path):
     pins = [pin(UNSEEN, Candidate(FAMILY.name, GOOD_ROW)), pin(STRIDED, PYTORCH_OPERATOR)]
     now = write_pins(tmp_path / "pins.json", *pins)
     before = write_pins(tmp_path / "plan.json", *map(former, pins), form="confpred-plan/1")
-    assert read_pins(now) == read_pins(before)
-    assert set(read_pins(now).values()) == {Candidate(FAMILY.name, GOOD_ROW), PYTORCH_OPERATOR}
+    assert read_plan(now) == read_plan(before)
+    chosen = [choice.candidate for choice in read_plan(now).choices]
+    assert chosen == [Candidate(FAMILY.name, GOOD_ROW), PYTORCH_OPERATOR]
     write_pins(before, former(pins[0]) | {"family": None}, form="confpred-plan/1")
     with pytest.raises(InvalidInput, match="provider=None"):
-        read_pins(before)
+        read_plan(before)
 
 
 def test_a_pin_goes_before_everything(model_folder, predictor, measured, tmp_path):
@@ -353,7 +356,7 @@ def test_a_pin_goes_before_everything(model_folder, predictor, measured, tmp_pat
         *(pin(problem, Candidate(FAMILY.name, row)) for problem, row in worst.items()),
         pin(STRIDED, PYTORCH_OPERATOR),
     )
-    pinned = Predictor.load(model_folder, pins=path)
+    pinned = Predictor.load(model_folder, plan=path)
     for problem, row in worst.items():
         ranked = pinned.rank(problem, "h100", 4)
         assert (ranked[0].source, ranked[0].config_id) == ("pinned", row)
@@ -376,11 +379,14 @@ GOOD = pin(UNSEEN, Candidate(FAMILY.name, GOOD_ROW))
     [
         ("{", "is not JSON"),
         ("[" * 100_000, "is not JSON"),
-        ("{}", "is not a file of pins"),
+        ("{}", "is not a plan"),
         ('{"format": "confpred-pins/1"}', '"pins" must be a list'),
         ([7], r"pins\[0\] must be an object of device, problem, provider, config"),
-        ([GOOD | {"more": 1}], r"pins\[0\] must be an object"),
-        ([GOOD, GOOD], r"pins\[1\] pins a problem for the second time"),
+        (
+            [GOOD | {"more": 1}],
+            r"pins\[0\]\.field='more' is not .*: source",
+        ),
+        ([GOOD, GOOD], r"pins\[1\] is of a problem that was chosen for before"),
         ([GOOD | {"device": "tpu"}], r"pins\[0\]\.device='tpu'"),
         ([GOOD | {"problem": {"n": 1}}], r"pins\[0\]\.c=None is not allowed"),
         ([GOOD | {"problem": None}], r"pins\[0\]\.problem=None"),
@@ -403,4 +409,4 @@ def test_a_bad_pin_is_named(tmp_path, content, message):
     else:
         write_pins(path, *content)
     with pytest.raises((InvalidInput, DataError), match=rf"pins\.json.*{message}"):
-        Predictor.load(pins=path)
+        Predictor.load(plan=path)
