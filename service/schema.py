@@ -50,8 +50,13 @@ class ChoiceReply:
         config_id: row of the family's config table; null where no family is chosen.
         config: that row by field name; null where no family is chosen.
         predicted_ms: expected time of one launch, milliseconds; null for `fallback`.
+        pytorch_ms: expected time of PyTorch's own operator, milliseconds; null where nothing
+            predicts it.
         regret_bound: with 95 % confidence the choice is at most this many times as slow as the best
             config, PyTorch's operator included; null where nothing was calibrated.
+        confidence: that probability, 0.95; null where there is no bound.
+        measured_on: key of the device whose measurements the answer is from; null where none are,
+            as for an estimate (`heuristic`).
         extrapolated: whether the problem is unlike all that the model was trained on.
         model: version of the model that answered; null where none did.
     """
@@ -64,7 +69,10 @@ class ChoiceReply:
     config_id: int | None
     config: dict[str, int] | None
     predicted_ms: float | None
+    pytorch_ms: float | None
     regret_bound: float | None
+    confidence: float | None
+    measured_on: str | None
     extrapolated: bool
     model: str | None
 

@@ -80,18 +80,23 @@ def _choice(fields: Mapping[str, Any], problem: Record, device: Device, server: 
     if fields["source"] not in get_args(Source):
         raise ValueError(f"source {fields['source']!r}")
     model = fields["model"]
-    if fields["device"] != device.key or not (model is None or isinstance(model, str)):
-        raise ValueError("an answer for another device, or of no model")
+    # A service of an earlier release says no more than the fields that are required here.
+    donor = fields.get("measured_on") if fields["source"] == "transferred" else None
+    if fields["device"] != device.key:
+        raise ValueError("an answer for another device")
+    if not all(text is None or isinstance(text, str) for text in (model, donor)):
+        raise ValueError("a model or a device that is no text")
     return Choice(
         problem,
         device.key,
         fields["source"],
         named_candidate(problem, device, fields["provider"], fields["config"] or {}),
         predicted_ms=_number(fields["predicted_ms"]),
+        pytorch_ms=_number(fields.get("pytorch_ms")),
         regret_bound=_number(fields["regret_bound"]),
-        # A service of an earlier release does not say.
         extrapolated=fields.get("extrapolated", False) is True,
         model=model,
+        donor=donor,
         server=server,
     )
 

@@ -6,7 +6,7 @@ A plan is one file, or a folder with compiled kernels beside it (`confpred.cuda.
      "model": "h100-2026.10.01", "kernels": {"grouped_fprop": "4b5c6d7e8f901234"},
      "choices": [{"device": "h100", "problem": {"n": 32, "c": 64, ...},
                   "provider": "grouped_fprop", "config": {"block_n": 1, ...},
-                  "source": "predicted", "predicted_ms": 0.0213}, ...]}
+                  "source": "predicted", "predicted_ms": 0.0213, "pytorch_ms": 0.0322}, ...]}
 
 A plan written by hand needs ``format`` and ``choices``, and of each choice the first four fields. A
 problem's fields may be left out where they have their default. The provider ``pytorch``, with the
@@ -43,7 +43,8 @@ FORMAT = "confpred-plan/3"
 _NETWORK, _PINS, _FIRST_PINS = "confpred-plan/2", "confpred-pins/1", "confpred-plan/1"
 _FILE = "plan.json"
 _FIELDS = ("choices", "format", "operation", "confpred", "model", "kernels")
-_OF_A_CHOICE = ("device", "problem", "provider", "config", "source", "predicted_ms")
+_TIMES = ("predicted_ms", "pytorch_ms")
+_OF_A_CHOICE = ("device", "problem", "provider", "config", "source", *_TIMES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,13 +270,15 @@ def _choice(fields: Mapping[str, Any], operation: Operation, model: str | None) 
     _check_names(fields, _OF_A_CHOICE)
     device, problem = get_device(fields["device"]), operation.problem.from_json(fields["problem"])
     candidate = named_candidate(problem, device, fields["provider"], fields["config"])
-    source, time_ms = fields.get("source", "pinned"), fields.get("predicted_ms")
+    source = fields.get("source", "pinned")
+    times: dict[str, Any] = {name: fields.get(name) for name in _TIMES}
     if source not in get_args(Source):
         raise InvalidInput("source", source, nearest(source, get_args(Source)))
-    if time_ms is not None and not (type(time_ms) in (int, float) and 0 <= time_ms < math.inf):
-        raise InvalidInput("predicted_ms", time_ms, "null or a number of at least 0")
+    for name, value in times.items():
+        if value is not None and not (type(value) in (int, float) and 0 <= value < math.inf):
+            raise InvalidInput(name, value, "null or a number of at least 0")
     named = model if source in ("predicted", "measured") else None
-    return Choice(problem, device.key, source, candidate, predicted_ms=time_ms, model=named)
+    return Choice(problem, device.key, source, candidate, model=named, **times)
 
 
 def _line(choice: Choice) -> dict[str, Any]:
@@ -283,15 +286,16 @@ def _line(choice: Choice) -> dict[str, Any]:
     default = {field.name: field.default for field in fields}
     asked = {k: v for k, v in problem.to_json().items() if getattr(problem, k) != default[k]}
     config = dict(registry.config_of(choice.candidate))
-    values = (choice.device, asked, choice.provider, config, choice.source, choice.predicted_ms)
-    return dict(zip(_OF_A_CHOICE, values, strict=True))
+    told = (choice.device, asked, choice.provider, config, choice.source)
+    times = (choice.predicted_ms, choice.pytorch_ms)
+    return dict(zip(_OF_A_CHOICE, (*told, *times), strict=True))
 
 
 def _launched(choice: Choice) -> Choice:
     """Return `choice` as PyTorch's users get it, without what belongs to the answer alone."""
     if choice.is_guess:
         choice = replace(choice, candidate=PYTORCH_OPERATOR, predicted_ms=None)
-    return replace(choice, regret_bound=None)
+    return replace(choice, regret_bound=None, extrapolated=False, donor=None)
 
 
 def _launches(choices: Iterable[Choice]) -> Iterator[tuple[str, Launch]]:

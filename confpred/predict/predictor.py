@@ -23,7 +23,7 @@ from confpred.model.folder import Model, NewestModels, load_model
 from confpred.model.ranking import rank_by_estimate
 from confpred.predict import trust
 from confpred.predict.choice import Choice, Source, check_top
-from confpred.predict.donors import donor_for, widened
+from confpred.predict.donors import donor_for
 from confpred.predict.plan import Plan, read_plan
 from confpred.predict.trust import check_max_regret
 from confpred.problem.device import KNOWN, Device, get_device
@@ -341,13 +341,12 @@ class Predictor:
         served = [i for i, options in enumerate(predicted) if options]
         if self._limits != UNLIMITED or not served:
             return found  # nothing was calibrated for what is left within limits
-        # Of a device without a model: by what the model knows of its own, and wider.
+        # Nothing was calibrated for a device without a model of its own.
         trusts = model.bounds.of(
             [problems[i] for i in served], model.device, [predicted[i] for i in served]
         )
         for i, (bound, extrapolated) in zip(served, trusts, strict=True):
-            wide = None if bound is None else widened(bound, model, device)
-            found[i] = Trust(wide, extrapolated)
+            found[i] = Trust(bound if model.device.key == device.key else None, extrapolated)
         return found
 
     def _choices(
@@ -457,4 +456,5 @@ def _choice(
         regret_bound=known.bound,
         extrapolated=known.extrapolated,
         model=model.version if model and option.source in _OF_MODELS else None,
+        donor=model.device.key if model and option.source == "transferred" else None,
     )

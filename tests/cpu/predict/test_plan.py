@@ -36,7 +36,16 @@ def legal(provider: str, problem: Problem, place: int = 0) -> Candidate:
 
 
 CHOICES = [
-    Choice(GROUPED, "h100", "predicted", legal("grouped_fprop", GROUPED), 0.25, 1.2, "made-up-1"),
+    Choice(
+        GROUPED,
+        "h100",
+        "predicted",
+        legal("grouped_fprop", GROUPED),
+        0.25,
+        1.2,
+        "made-up-1",
+        pytorch_ms=0.5,
+    ),
     Choice(DENSE, "h100", "fallback"),
     Choice(DEPTHWISE, "h100", "pinned", legal("depthwise_fprop", DEPTHWISE, -1), 0.5),
     Choice(
@@ -59,6 +68,7 @@ def test_what_is_read_is_what_was_written(path: Path) -> None:
     assert plan_text(read_plan(path)) == path.read_text()
     assert [c.candidate for c in plan.choices] == [c.candidate for c in CHOICES]
     assert [c.predicted_ms for c in plan.choices] == [0.25, None, 0.5, 1.5e-3]
+    assert [c.pytorch_ms for c in plan.choices] == [0.5, None, None, None]
     assert plan.model == "made-up-1"
     assert plan.confpred == confpred.__version__
     assert plan.devices == (H100,)
@@ -113,6 +123,7 @@ def test_a_predictor_repeats_a_plan_without_a_model(path: Path, monkeypatch) -> 
     assert [a.candidate for a in answers] == [c.candidate for c in CHOICES]
     assert {a.source for a in answers} == {"pinned"}
     assert [a.predicted_ms for a in answers] == [c.predicted_ms for c in CHOICES]
+    assert [a.pytorch_ms for a in answers] == [c.pytorch_ms for c in CHOICES]
     for choice, answer in zip(CHOICES, answers, strict=True):
         ranked = predictor.rank(choice.problem, "h100", 3)
         assert ranked[0] == answer
@@ -258,6 +269,7 @@ def of_choice(**fields: object) -> Change:
         (of_choice(source="predict"), r"choices\[0\]\.source='predict' is not .*: predicted"),
         (of_choice(source=[]), r"choices\[0\]\.source="),
         (of_choice(predicted_ms=-1.0), r"choices\[0\]\.predicted_ms=-1\.0"),
+        (of_choice(pytorch_ms=-1.0), r"choices\[0\]\.pytorch_ms=-1\.0"),
         (of_choice(predicted_ms="1"), r"choices\[0\]\.predicted_ms='1'"),
         (of_choice(predicted_ms=float("nan")), r"choices\[0\]\.predicted_ms=nan"),
         (

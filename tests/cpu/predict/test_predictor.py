@@ -8,7 +8,6 @@ import sys
 from collections import namedtuple
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 
 import lightgbm
@@ -28,7 +27,7 @@ from confpred.families.registry import all_families, all_kernels, config_of
 from confpred.model.cascade import STAGES
 from confpred.model.folder import load_model
 from confpred.predict.choice import MAX_TOP, Choice
-from confpred.predict.donors import donor_for, widened
+from confpred.predict.donors import donor_for
 from confpred.predict.plan import plan_of, read_plan
 from confpred.predict.predictor import RANKINGS_KEPT, Predictor
 from confpred.problem.conv2d import Problem
@@ -129,6 +128,7 @@ def test_a_device_without_a_model_gets_the_order_of_another_devices(predictor, m
         ("transferred", "a100", model.version)
     }
     assert ranked[0].is_guess  # PyTorch's operator runs, unless it is measured
+    assert {(c.measured_on, c.confidence, c.regret_bound) for c in ranked} == {("h100", None, None)}
     learned = model.families[FAMILY.name]
     rows, seconds = learned.rank(UNSEEN, a100, learned.candidates(UNSEEN, a100))
     ours = [c for c in ranked if c.family]
@@ -137,16 +137,17 @@ def test_a_device_without_a_model_gets_the_order_of_another_devices(predictor, m
     assert set(rows) <= set(np.flatnonzero(FAMILY.legal(UNSEEN, a100)))
 
 
-def test_a_transferred_bound_is_wider_the_less_alike_the_devices_are(predictor, model_folder):
-    model = load_model(model_folder)
-    devices = ("h100", "h200", "a100", "rtx-4090", "rtx-3060")
-    bounds = [widened(1.2, model, get_device(device)) for device in devices]
-    assert bounds[0] == 1.2
-    assert all(wider > bound for bound, wider in pairwise(bounds))
+def test_a_choice_says_where_its_knowledge_is_from(predictor, measured):
     own, transferred = (predictor.choose(UNSEEN, device) for device in ("h100", "a100"))
     assert (own.source, transferred.source) == ("predicted", "transferred")
     assert own.regret_bound > 1
-    assert transferred.regret_bound > 1
+    assert (own.confidence, own.measured_on) == (0.95, "h100")
+    best = predictor.choose(next(iter(measured)), "h100")
+    assert (best.source, best.confidence, best.measured_on) == ("measured", None, "h100")
+    guess = Predictor({}).choose(UNSEEN, "h100")
+    assert (guess.source, guess.confidence, guess.measured_on) == ("heuristic", None, None)
+    left = predictor.choose(STRIDED, "h100")
+    assert (left.source, left.confidence, left.measured_on) == ("fallback", None, None)
 
 
 def test_the_nearest_device_that_knows_the_operation_is_the_donor():
