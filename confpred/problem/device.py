@@ -107,7 +107,8 @@ def get_device(name: str | Device) -> Device:
             return device
         if " mig " in boards.plain(name):
             raise UnknownDevice("device", name, f"a whole GPU: {' or '.join(KNOWN)}")
-    raise UnknownDevice("device", name, nearest(name, KNOWN))
+    near, known = nearest(name, KNOWN), " or ".join(KNOWN)
+    raise UnknownDevice("device", name, known if near == known else f"{near}, say; all are {known}")
 
 
 def listed(name: str) -> Device | None:
