@@ -10,10 +10,9 @@ from math import exp, inf, log
 import numpy as np
 
 from confpred.families.candidate import PYTORCH_OPERATOR, Candidate
-from confpred.model.cascade import FINALISTS
-from confpred.model.deciding import Options, fastest, with_pytorch
 from confpred.model.gate import Gate
-from confpred.model.ranking import PytorchModel
+from confpred.model.pytorch_ratio import PytorchModel, with_pytorch
+from confpred.model.rank import FINALISTS, Options
 from confpred.model.trees import Trees
 from confpred.problem.record import Record
 from confpred.training.dataset import Dataset, Timings
@@ -230,7 +229,12 @@ def _ours(
         (families,) = gate.open([problem], parts[0][0].device, [families])
     opened = [(t, s) for t, s in parts if t.family in families]
     timings, score = min(opened, key=lambda part: part[1].predicted_ms or inf)
-    offered = fastest({t.family: s.ranked for t, s in opened if s.ranked is not None}, FINALISTS)
+    offered: Options = []
+    for t, s in opened:
+        rows, seconds = s.ranked or ((), ())
+        first = zip(rows[:FINALISTS], seconds[:FINALISTS], strict=True)
+        offered += [(float(value), Candidate(t.family, int(row))) for row, value in first]
+    offered.sort(key=lambda option: (option[0], option[1].provider))
     return Answer(
         problem=problem,
         networks=timings.networks,

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from confpred.families.candidate import PYTORCH
 from confpred.model.bounds import signal_names, signals
-from confpred.model.ranking import pytorch_features
+from confpred.model.pytorch_ratio import pytorch_features
 from confpred.model.trees import Trees
 from confpred.problem.record import Record
 from confpred.training.answers import Answer

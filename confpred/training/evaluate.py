@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,6 @@ from confpred.training.split import Fold, split_by_network
 from confpred.training.steps import Said, unsaid
 
 MODEL = "model"
-MODEL_ALL = "no portfolio"
 CHOSEN = "the predicted fastest"
 CROSS_VALIDATING = "cross-validating by network"
 SLOWER = 0.05
@@ -139,13 +138,6 @@ def judge_model(
 ) -> Judged:
     """Cross-validate the deployed model alone, as training does to calibrate it."""
     return judge(folds, {MODEL: model_method(hyper)}, dataset.device, seed, say)
-
-
-def _with_all(judged: Judged) -> Judged:
-    """`judged`, and the model with every measured config as a candidate."""
-    every = tuple(score.of_all or score for score in judged.scores[MODEL])
-    model, *rest = judged.scores.items()
-    return replace(judged, scores=dict([model, (MODEL_ALL, every), *rest]))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -272,7 +264,7 @@ def evaluate(
         MODEL: model_method(hyper),
         **baselines(),
     }
-    judged = _with_all(judge(split, methods, dataset.device, seed, say))
+    judged = judge(split, methods, dataset.device, seed, say)
     say("calibrating by the answers", 0, 1)
     found = held_out_answers(dataset, split, judged.scores[MODEL], hyper, seed).answers
     say("calibrating by the answers", 1, 1)

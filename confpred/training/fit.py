@@ -1,4 +1,4 @@
-"""From timings to regressors and a portfolio for each family."""
+"""From timings to regressors for each family."""
 
 from __future__ import annotations
 
@@ -12,13 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from confpred.errors import DataError
-from confpred.families.protocol import Family
 from confpred.families.registry import all_families
 from confpred.model.pools import Pool, pools
 from confpred.model.registers import Registers, registers_text
 from confpred.problem.device import Device
 from confpred.training.dataset import Timings
-from confpred.training.portfolio import choose_portfolio
 from confpred.training.steps import Said, unsaid
 
 #: How many leaves a tree can have at least, however few rows there are: from 471 rows of layer norm
@@ -83,7 +81,6 @@ class Fitted:
     Attributes:
         pool: the families.
         order, time: their regressors in LightGBM's text form.
-        portfolios: each family's, by its name.
         registers: of the compiled kernels of each family, as text, by its name; without families of
             which nothing is known.
     """
@@ -91,7 +88,6 @@ class Fitted:
     pool: Pool
     order: str
     time: str
-    portfolios: Mapping[str, NDArray[np.bool_]]
     registers: Mapping[str, str]
 
 
@@ -121,14 +117,12 @@ def fit_families(
     for number, pool in enumerate(found):
         say("fitting the model", number, len(found))
         own = [t for t in timings if learned.get(t.family) in pool.families]
-        fitted.append(_fit_pool(own, pool, device, hyper, seed))
+        fitted.append(_fit_pool(own, pool, hyper, seed))
     say("fitting the model", len(found), len(found))
     return tuple(fitted)
 
 
-def _fit_pool(
-    timings: Sequence[Timings], pool: Pool, device: Device, hyper: Hyperparameters, seed: int
-) -> Fitted:
+def _fit_pool(timings: Sequence[Timings], pool: Pool, hyper: Hyperparameters, seed: int) -> Fitted:
     texts = {
         family.name: registers_text(
             family, [(t.problem, t.rows, t.registers) for t in timings if t.family == family.name]
@@ -156,17 +150,8 @@ def _fit_pool(
         pool=pool,
         order=grow_order(features, pool.feature_names, timings, hyper, seed),
         time=boost(time, growth(hyper, hyper.time_leaves, len(features)), hyper.time_trees, seed),
-        portfolios={family.name: _portfolio(timings, family, device) for family in pool.families},
         registers=tables,
     )
-
-
-def _portfolio(timings: Sequence[Timings], family: Family, device: Device) -> NDArray[np.bool_]:
-    """Worth offering on `device`, by what was measured there, and elsewhere of other problems."""
-    of_family = [t for t in timings if t.family == family.name]
-    here = {t.problem for t in of_family if t.device == device}
-    told = [t for t in of_family if t.device == device or t.problem not in here]
-    return choose_portfolio(told, family, device)
 
 
 def grow_order(

@@ -19,9 +19,6 @@ from confpred.training.fit import boost
 MIN_PROBLEMS = 30  # fewer say little about which family wins
 #: Logarithms of how far a family lags behind end here: beyond, it has lost however far it is.
 CAP = 1.0
-#: A family that lags behind the first by more than this logarithm is left out. Measured by
-#: cross-validation: see decision 97.
-MARGIN = 0.06
 _TREES = 200
 _GROW = {
     "num_leaves": 16,
@@ -40,18 +37,16 @@ class FittedGate:
     Attributes:
         families: as of a `Gate`.
         lag: the regressor.
-        margin: as of a `Gate`.
         problems: what it was fitted to.
     """
 
     families: tuple[str, ...]
     lag: str
-    margin: float
     problems: tuple[Record, ...]
 
     def gate(self, operation: Operation) -> Gate:
         """Ready to predict."""
-        return Gate(operation, self.families, Trees(self.lag), self.margin)
+        return Gate(operation, self.families, Trees(self.lag))
 
 
 def fit_gate(timings: Sequence[Timings], operation: Operation, seed: int) -> FittedGate | None:
@@ -84,4 +79,4 @@ def fit_gate(timings: Sequence[Timings], operation: Operation, seed: int) -> Fit
     problems = sorted({problem for found in compared.values() for problem in found}, key=str)
     names = [*operation.feature_names, FAMILY]
     data = lightgbm.Dataset(features, np.clip(lag, 0.0, CAP), feature_name=names)
-    return FittedGate(families, boost(data, _GROW, _TREES, seed), MARGIN, tuple(problems))
+    return FittedGate(families, boost(data, _GROW, _TREES, seed), tuple(problems))

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from confpred.errors import MissingExtra
 from confpred.families.protocol import Rows
 from confpred.families.registry import all_families
-from confpred.model.ranking import FamilyModel
+from confpred.model.rank import FamilyModel
 from confpred.model.registers import Registers
 from confpred.model.trees import Trees
 from confpred.problem.device import Device
@@ -37,14 +37,12 @@ class Score:
         predicted_ms: what it expected of its first choice; None where it expects nothing.
         ranked: what it would offer if nothing had to have been measured: the first choices among
             all that it knows, and their expected seconds, rising; None as before.
-        of_all: how it does if every measured config is a candidate, where that makes a difference.
     """
 
     regret: tuple[float, ...]
     candidates: int
     predicted_ms: float | None = None
     ranked: tuple[Rows, NDArray[np.float64]] | None = None
-    of_all: Score | None = None
 
 
 Judge = Callable[[Timings], Score]
@@ -73,36 +71,32 @@ def family_models(fitted: Sequence[Fitted]) -> dict[str, FamilyModel]:
                 f.pool,
                 order,
                 time,
-                f.portfolios[family.name],
                 None if text is None else Registers(family, text),
             )
     return models
 
 
 def model_method(hyper: Hyperparameters) -> Method:
-    """The model as it is deployed, and with every measured config as a candidate."""
+    """The model as it is deployed."""
 
     def method(train: Sequence[Timings], device: Device, seed: int) -> Judge:
         models = family_models(fit_families(train, device, hyper, seed))
 
         def judge(t: Timings) -> Score:
             model = models[t.family]
-            offered = t.rows[model.portfolio[t.rows]]
-            every = _score(model, t, t.rows)
-            score = _score(model, t, offered) if len(offered) else every
-            ranked = model.rank(t.problem, device, model.candidates(t.problem, device))
-            return replace(score, ranked=ranked, of_all=every)
+            ranked = model.rank(t.problem, device, model.legal(t.problem, device))
+            return replace(_score(model, t), ranked=ranked)
 
         return judge
 
     return method
 
 
-def _score(model: FamilyModel, t: Timings, candidates: Rows) -> Score:
-    """How `model` does on a problem, choosing from some of its measured configs."""
-    rows, seconds = model.rank(t.problem, t.device, candidates)
+def _score(model: FamilyModel, t: Timings) -> Score:
+    """How `model` does on a problem, choosing from its measured configs."""
+    rows, seconds = model.rank(t.problem, t.device, t.rows)
     order = np.searchsorted(t.rows, rows)
-    return Score(_regret(t, order), len(candidates), float(seconds[0]) * 1e3)
+    return Score(_regret(t, order), len(t.rows), float(seconds[0]) * 1e3)
 
 
 def _regret(t: Timings, order: NDArray[np.intp]) -> tuple[float, ...]:

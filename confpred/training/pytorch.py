@@ -8,7 +8,7 @@ import lightgbm
 import numpy as np
 from numpy.typing import NDArray
 
-from confpred.model.ranking import pytorch_feature_names, pytorch_features
+from confpred.model.pytorch_ratio import pytorch_feature_names, pytorch_features
 from confpred.problem.device import Device
 from confpred.problem.operation import Operation
 from confpred.problem.record import Record

@@ -185,7 +185,6 @@ def _family_card(family: Family, fitted: Fitted, dataset: Dataset) -> dict[str, 
         "groupings": sorted({p.grouping for p in rows}),
         "features": family_card(family, dataset.device, [(p, rows[p]) for p in examples_of(rows)]),
         "pool": fitted.pool.name,
-        "portfolio": fitted.portfolios[family.name].nonzero()[0].tolist(),
     }
 
 
@@ -193,7 +192,6 @@ def _gate_card(gate: FittedGate, dataset: Dataset) -> dict[str, Any]:
     examples = examples_of(gate.problems)
     return {
         "families": list(gate.families),
-        "margin": gate.margin,
         "features": operation_card(dataset.operation, dataset.device, examples),
     }
 
