@@ -36,8 +36,8 @@ RANKINGS_KEPT = 512
 #: For how many limits there are answers in memory.
 _LIMITS_KEPT = 4
 #: How many problems are worked out together at most: more would be no faster, and each takes about
-#: 200 kB while it is under way.
-TOGETHER = 64
+#: 1.4 MB while it is under way.
+TOGETHER = 16
 _UNKNOWN = Trust(None, False)
 _OF_MODELS = ("predicted", "transferred", "measured")
 _Asked = tuple[Record, Device, int]  # the problem, for which device, and how many choices
