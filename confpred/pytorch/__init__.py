@@ -9,7 +9,7 @@ A network:
                what depends on weights alone
     graphs     CUDA graphs of captured graphs
     explain    a capture on fake tensors: what would run
-    bundle     the same as a plan and compiled kernels
+    plan       the same as a plan; choices recorded while a block runs
 
 Calls:
     eager      `conv2d`, `enable` and `disable`
@@ -20,7 +20,7 @@ Calls:
     fold       batch norms as filters and biases, in one launch
 
 From a problem to a launch:
-    choosing   the predictor, limits and switches in force; choices as a plan
+    choosing   the predictor or plan, limits and switches in force
     verify     measured choices
     loading    kernels compiled in threads, and launches that are ready for one shape
 """

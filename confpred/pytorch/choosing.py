@@ -15,13 +15,14 @@ from uuid import uuid4
 import torch
 
 from confpred.cuda import driver
+from confpred.cuda.bundles import close_kernels, open_kernels
 from confpred.errors import ConfpredError, InvalidInput, UnknownDevice
 from confpred.families.candidate import PYTORCH_OPERATOR
 from confpred.families.registry import operation_named
 from confpred.measure.pytorch import cudnn_version
 from confpred.model.conditions import changes
 from confpred.predict.choice import Choice
-from confpred.predict.plans import plan_of, write_plan
+from confpred.predict.plan import read_plan
 from confpred.predict.predictor import Predictor
 from confpred.predict.trust import check_max_regret
 from confpred.problem.conv2d import Problem
@@ -107,25 +108,39 @@ def predictor_for(operation: str) -> Predictor | None:
     return _predictors.get(operation)
 
 
-def use_plan(path: Path) -> Callable[[], None]:
-    """Take the choices in the plan at `path` as they are, on the current CUDA device.
+def use_plan(path: str | Path) -> Callable[[], None]:
+    """Follow the plan at `path` from now on, in place of a predictor.
+
+    Its choices are taken as they are. Where compiled kernels go along, they are loaded without a
+    compiler and without a write to the user's cache. Shapes that the plan lacks are chosen and
+    compiled as without it. Networks that were captured before keep their choices.
+
+    Args:
+        path: a file, or a folder with compiled kernels: what `confpred.record_plan`,
+            `confpred.prepare` or ``confpred plan export`` wrote, or a person.
 
     Returns:
-        A function that goes back to the former predictor.
+        A function that goes back to the former predictor and kernels.
 
     Raises:
-        InvalidInput, DataError: see `confpred.predict.predictor.Predictor.load`.
+        InvalidInput: the plan has no choice for the current CUDA device, or is not valid.
+        DataError: it cannot be read, or it or its kernels were made for other sources.
     """
-    on_gpu = torch.cuda.is_available()  # else the file is checked, and of no use
+    path = Path(path)
+    on_gpu = torch.cuda.is_available()  # else the plan is checked, and of no use
     device = driver.device_of(torch.cuda.current_device()) if on_gpu else None
-    planned = Predictor.load(pins=path, device=device)
-    former = _predictors.get(CONVOLUTION.name)
-    use_predictor(planned)
+    plan = read_plan(path, device)
+    kernels = open_kernels(path, device.arch) if device and path.is_dir() else None
+    name = plan.operation.name
+    former = _predictors.get(name)
+    use_predictor(Predictor.load(plan=plan), name)
 
     def undo() -> None:
-        _predictors.pop(CONVOLUTION.name, None)
+        _predictors.pop(name, None)
         if former is not None:
-            _predictors[CONVOLUTION.name] = former
+            _predictors[name] = former
+        if kernels is not None:
+            close_kernels(kernels)
         forget()
 
     return undo
@@ -235,36 +250,6 @@ def announce(choice: Choice) -> None:
     """Tell those who watch that `choice` is what runs."""
     for watcher in list(_watchers.values()):
         watcher(choice)
-
-
-@contextmanager
-def record_plan(path: str | Path) -> Iterator[None]:
-    """Record every choice that is made inside the block, by any thread, and write them to `path`
-    as a plan when it ends.
-
-    What was chosen before is chosen anew, so that a network that has run already is recorded
-    whole; kernels that are compiled stay compiled. The file appears whole or not at all, and not
-    where the block raises. Of ranks that record the same network, the last one writes the file that
-    stays, which is the same.
-
-    ::
-
-        with confpred.enabled(), confpred.record_plan("plan.json"):
-            loss(model(x)).backward()
-
-    Raises:
-        InvalidInput: another recording to the same file is under way; or, when the block ends, no
-            convolution was seen on a CUDA device, or they were on devices of several kinds.
-        StorageError: the file system refused the write.
-    """
-    target = Path(path).resolve()
-    seen: list[Choice] = []  # a list takes what several threads append
-    with watch_choices(seen.append, target):
-        yield
-        if not seen:
-            allowed = "a block in which a convolution runs on a CUDA device; none was seen"
-            raise InvalidInput("path", str(path), allowed)
-        write_plan(target, plan_of(seen))
 
 
 def why_pytorch(choice: Choice) -> str | None:
