@@ -182,7 +182,7 @@ def _rows(
     if learned is None:
         first, _ = rank_by_estimate(family, problem, device)
     else:
-        first, _ = learned.rank(problem, device, learned.candidates(problem, device))
+        first, _ = learned.rank(problem, device, legal)
     picked = {int(row) for row in first[:PICKED]}
     others = np.array([row for row in legal if int(row) not in picked], np.intp)
     name = zlib.crc32(f"{family.name} {problem}".encode())

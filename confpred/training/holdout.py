@@ -405,8 +405,7 @@ def _measured(model: Model, held: HeldOut, say: Said) -> list[_Measured]:
 def _thinned(
     model: Model, measured: Sequence[_Measured], seed: int, say: Said
 ) -> dict[str, tuple[float, float]]:
-    """What regret would be called if few configs had been measured: chosen among those of a random
-    choice that the portfolio has, or all of it, and against the best of it."""
+    """What regret would be called if few configs, chosen at random, had been measured."""
     generator = np.random.default_rng(seed)
     found = {}
     total = len(THINNED) * _DRAWS
@@ -435,10 +434,7 @@ def _thinned_regret(
         learned = model.families.get(t.family)
         if learned is None:
             continue
-        offered = rows[learned.portfolio[rows]]
-        ranked, seconds = learned.rank(
-            measured.problem, model.device, offered if len(offered) else rows
-        )
+        ranked, seconds = learned.rank(measured.problem, model.device, rows)
         if seconds[0] < chosen_s:
             chosen_s = float(seconds[0])
             chosen_ms = float(time_ms[np.searchsorted(rows, ranked[0])])
