@@ -97,7 +97,7 @@ def candidates(model: Model, problem: Problem) -> list[tuple[str, int]]:
     return [
         (name, int(row))
         for name, learned in model.families.items()
-        for row in learned.candidates(problem, model.device)
+        for row in learned.legal(problem, model.device)
     ]
 
 
@@ -199,14 +199,14 @@ def summary(turns: Sequence[Turn]) -> dict[str, Any]:
 def short_cuts(model: Model, problems: Sequence[Problem]) -> dict[str, Any]:
     """Share of problems where the short cuts miss the best of all candidates, by the ensembles'
     own word, and what that costs by it; and how many families are compared."""
-    from confpred.model.competition import rank_families  # which another checkout may lack
+    from confpred.model.rank import rank_families  # which another checkout may lack
 
     shortened = rank_families(model.families, model.gate, problems, model.device)
     cost, missed, compared, serving = [], [], 0, 0
     for problem, ranking in zip(problems, shortened, strict=True):
         expected: dict[Candidate, float] = {}
         for name, learned in model.families.items():
-            rows = learned.candidates(problem, model.device)
+            rows = learned.legal(problem, model.device)
             if not len(rows) or not learned.serves(problem):
                 continue
             serving += 1

@@ -50,6 +50,8 @@ class ChoiceReply:
         config_id: row of the family's config table; null where no family is chosen.
         config: that row by field name; null where no family is chosen.
         predicted_ms: expected time of one launch, milliseconds; null for `fallback`.
+        pytorch_ms: expected time of PyTorch's own operator, milliseconds; null where nothing
+            predicts it.
         regret_bound: with 95 % confidence the choice is at most this many times as slow as the best
             config, PyTorch's operator included; null where nothing was calibrated.
         extrapolated: whether the problem is unlike all that the model was trained on.
@@ -64,6 +66,7 @@ class ChoiceReply:
     config_id: int | None
     config: dict[str, int] | None
     predicted_ms: float | None
+    pytorch_ms: float | None
     regret_bound: float | None
     extrapolated: bool
     model: str | None

@@ -11,20 +11,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
-import numpy as np
 
 from confpred.cli.inputs import FILE, FOLDER
 from confpred.cli.outputs import check_files, check_folder
 from confpred.data.suites import Suite, join, read_suite
 from confpred.errors import InvalidInput, MissingExtra
-from confpred.families.registry import families_of, kernels_of, operation_of
+from confpred.families.registry import families_of, operation_of
 from confpred.problem.device import get_device
 from confpred.sampler.tasks import BENCHMARK, HEURISTICS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-
-    from numpy.typing import NDArray
 
     from confpred.data.measurements import Run
     from confpred.families.protocol import Family, Rows
@@ -77,7 +74,7 @@ _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
     "--model",
     "model_folder",
     type=FOLDER,
-    help="Measure only what this model offers: its portfolio of configs. With --picked it picks.",
+    help="The model that picks; needs --picked.",
 )
 @click.option(
     "--anchors",
@@ -163,7 +160,9 @@ def command(
     if archive is not None and compile_device is None:
         raise InvalidInput("archive", str(archive), "a file of what --compile has compiled")
     suite = join([read_suite(file) for file in suite_files])
-    offered = offered_configs(suite, families, None if picked else model_folder)
+    if model_folder is not None and not picked:
+        raise InvalidInput("model", str(model_folder), "a model that picks: give --picked too")
+    check_families(suite, families)
     planned_for = compile_device or plan_device
     if pytorch and planned_for is None and find_spec("torch") is None:
         raise MissingExtra("torch (or --no-pytorch)", "gpu")
@@ -183,7 +182,7 @@ def command(
         configs=configs,
         picked=picked or 0,
         pick=picker(model_folder, device) if picked and model_folder else None,
-        offered=offered,
+        families=families,
         pytorch=pytorch,
         cudnn_modes=tuple(dict.fromkeys(cudnn_modes)),
         anchors=read_anchors(anchors_file, device) if anchors_file else (),
@@ -198,7 +197,7 @@ def command(
 
 
 def picker(model_folder: Path, device: Device) -> Pick:
-    """The order in which a model would try a family's configs, whatever its portfolio.
+    """Return the order in which the model in a folder would try a family's configs.
 
     Raises:
         ModelError: the model's folder is missing, damaged or foreign.
@@ -209,7 +208,7 @@ def picker(model_folder: Path, device: Device) -> Pick:
 
     def pick(family: Family, problem: Record, rows: Rows) -> Rows | None:
         learned = families.get(family.name)
-        return None if learned is None else learned.rank(problem, device, rows)[0]
+        return None if learned is None else learned.rank(problem, device, rows, len(rows))[0]
 
     return pick
 
@@ -260,35 +259,14 @@ def report_plan(
         click.echo(f"{packed} kernels in {archive}, {archive.stat().st_size / 2**20:.1f} MiB")
 
 
-def offered_configs(
-    suite: Suite, families: Sequence[str], model_folder: Path | None
-) -> dict[str, NDArray[np.bool_]]:
-    """Masks of the configs to measure, by family.
-
-    Args:
-        suite: the problems; the families of their operation can be measured.
-        families: the only ones to measure; empty for all that are kernels.
-        model_folder: a model; only its portfolios are measured. None for whole config tables.
+def check_families(suite: Suite, families: Sequence[str]) -> None:
+    """Check that each of `families` computes the operation of `suite`.
 
     Raises:
-        InvalidInput: there is no such family, or the model has none of its configs.
-        ModelError: the model's folder is missing, damaged or foreign.
+        InvalidInput: one does not.
     """
-    from confpred.model.folder import load_model
-
-    problem = suite.entries[0].problem
-    known = families_of(problem)
-    _check_families(families, known)
-    masks = {name: np.ones(len(family.configs), np.bool_) for name, family in known.items()}
-    if model_folder is not None:
-        masks = {n: model.portfolio for n, model in load_model(model_folder).families.items()}
-        _check_families(families, masks)
-    named = families or [name for name in kernels_of(problem) if name in masks]
-    return {name: masks[name] for name in named}
-
-
-def _check_families(named: Sequence[str], known: Mapping[str, object]) -> None:
-    for name in named:
+    known = families_of(suite.entries[0].problem)
+    for name in families:
         if name not in known:
             raise InvalidInput("family", name, " or ".join(known))
 

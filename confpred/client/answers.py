@@ -88,8 +88,9 @@ def _choice(fields: Mapping[str, Any], problem: Record, device: Device, server: 
         fields["source"],
         named_candidate(problem, device, fields["provider"], fields["config"] or {}),
         predicted_ms=_number(fields["predicted_ms"]),
+        pytorch_ms=_number(fields.get("pytorch_ms")),
         regret_bound=_number(fields["regret_bound"]),
-        # A service of an earlier release does not say.
+        # A service of an earlier release does not say, nor what PyTorch's operator takes.
         extrapolated=fields.get("extrapolated", False) is True,
         model=model,
         server=server,

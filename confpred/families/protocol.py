@@ -62,24 +62,23 @@ class Family(Protocol):
 
 @runtime_checkable
 class Batched(Protocol):
-    """A family that answers for a part of its table and for several problems at once, with the same
+    """A family that answers for several problems at once, with the same
     results to the bit as `Family.legal` and `Family.features` (`confpred.families.tabled`).
 
     Attributes:
         feature_names: as of a `Family`.
+        whole: the config table, prepared for the other methods.
 
     A ``problem`` is one, or `confpred.families.several.Several` of them.
     """
 
     @property
     def feature_names(self) -> tuple[str, ...]: ...
+    @property
+    def whole(self) -> Any: ...
 
     def serves(self, problem: Any) -> bool:
         """Whether some config may compute one problem, as far as that depends on no config."""
-        ...
-
-    def table(self, rows: Rows) -> Any:
-        """A part of the config table, prepared for the other methods."""
         ...
 
     def offered(self, problem: Any, device: Device, table: Any) -> tuple[Any, Rows, Any]:

@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from confpred.families.candidate import PYTORCH
-from confpred.model.deciding import Options
-from confpred.model.ranking import pytorch_feature_names, pytorch_features
+from confpred.model.pytorch_ratio import pytorch_feature_names, pytorch_features
+from confpred.model.rank import Options
 from confpred.model.trees import Trees
 from confpred.problem.device import Device
 from confpred.problem.operation import Operation

@@ -1,6 +1,6 @@
 """A trained model: one folder of text files, and no pickles.
 
-    card.json            what it is: format, device, data, kernels, features, portfolio, metrics,
+    card.json            what it is: format, device, data, kernels, features, metrics,
                          and the SHA-256 of every other file
     <pool>.order.txt     LightGBM's text form of the regressor that orders the configs of a family,
                          or of several that learn from each other (`confpred.model.pools`)
@@ -51,7 +51,8 @@ from confpred.model.bounds import Bounds, Range, signal_names
 from confpred.model.features import check_family, check_operation
 from confpred.model.gate import FAMILY, Gate
 from confpred.model.pools import Pool, configs_digest
-from confpred.model.ranking import FamilyModel, PytorchModel, pytorch_feature_names
+from confpred.model.pytorch_ratio import PytorchModel, pytorch_feature_names
+from confpred.model.rank import FamilyModel
 from confpred.model.registers import Registers
 from confpred.model.trees import Trees
 from confpred.problem.device import KNOWN, Device, device_from, get_device, introduce
@@ -63,9 +64,9 @@ FORMAT = "confpred-model/5"
 _OTHER_FORMAT = re.compile(rb'"format": ?"(confpred-model/[0-9]+)"')
 CARD, MEASURED = "card.json", "measured.json"
 ORDER_TREES, TIME_TREES, PYTORCH_TREES = "{}.order.txt", "{}.time.txt", "pytorch.txt"
-GATE_TREES = "gate.txt"
 TREES = ".txt"  # ends the names of all of these, and of no other file
 REGISTERS, BOUND_TREES = "{}.registers.json", "bound.txt"
+GATE_TREES = "gate.txt"
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,7 +310,7 @@ def _load(folder: Path, read: ModelFiles) -> Model:
         if name not in all_families():
             raise ModelError(f"{folder} is for kernel family {name!r}, which is not installed")
         members.setdefault(entry["pool"], []).append(all_families()[name])
-    families, stale, path = {}, [], folder / CARD
+    families, stale = {}, []
     for name, together in members.items():
         pool = Pool(together)
         if pool.name != name:
@@ -324,24 +325,19 @@ def _load(folder: Path, read: ModelFiles) -> Model:
                 raise ModelError(
                     f"{folder} was trained for other configs of {family.name}: train it again"
                 )
-            portfolio = np.zeros(len(family.configs), np.bool_)
-            portfolio[[_row(path, row, family) for row in entry["portfolio"]]] = True
             check_family(folder, family, device, entry["features"])
             registers = None
             if (table := REGISTERS.format(family.name)) in files:
                 registers = Registers(family, files[table])
             groupings = frozenset(map(str, entry["groupings"]))
-            families[family.name] = FamilyModel(
-                family, pool, order, time, portfolio, registers, groupings
-            )
+            families[family.name] = FamilyModel(family, pool, order, time, registers, groupings)
             stale += _stale(entry["source"], entry["source_digests"])
     gate = None
     if GATE_TREES in files:
         entry = card["gate"]
         lag = _trees(folder, files, GATE_TREES, (*operation.feature_names, FAMILY))
-        margin = _number("margin", entry["margin"], least=0.0)
         check_operation(folder, operation, device, entry["features"])
-        gate = Gate(operation, _known(entry["families"], families), lag, margin)
+        gate = Gate(operation, _known(entry["families"], families), lag)
     pytorch = None
     if PYTORCH_TREES in files:
         ratio = _trees(folder, files, PYTORCH_TREES, pytorch_feature_names(operation))

@@ -16,6 +16,8 @@ from confpred.problem.record import Record
 
 #: The last column of the gate's features: the family's place among those of the gate.
 FAMILY = "family"
+#: A family that lags behind the first one by more than this logarithm is left out (decision 166).
+MARGIN = 0.10
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,13 +29,11 @@ class Gate:
         families: names of the families that it knows.
         lag: regressor of log(time of a family's best config / time of the best of all families'),
             from the operation's features and the family.
-        margin: families that lag behind the first one by more than this are left out.
     """
 
     operation: Operation
     families: tuple[str, ...]
     lag: Trees
-    margin: float
 
     def open(
         self, problems: Sequence[Record], device: Device, serving: Sequence[Sequence[str]]
@@ -55,7 +55,7 @@ class Gate:
         lags = self.lag.predict(matrix).tolist()
         for i, names in asked:
             mine, lags = lags[: len(names)], lags[len(names) :]
-            behind = min(mine) + self.margin
+            behind = min(mine) + MARGIN
             closed = {name for name, lag in zip(names, mine, strict=True) if lag > behind}
             found[i] = [name for name in found[i] if name not in closed]
         return found

@@ -29,6 +29,8 @@ class Choice:
             (no kernel is legal, or none that the caller accepts: `confpred.predict.trust`).
         candidate: what to launch; PyTorch's own operator is one too.
         predicted_ms: expected time of one launch, milliseconds; None for ``fallback``.
+        pytorch_ms: expected time of PyTorch's own operator, milliseconds; None where nothing
+            predicts it.
         regret_bound: with 95 % confidence the choice is at most this many times as slow as the best
             config, PyTorch's operator included, as calibrated on networks that the model was not
             trained on, and wider where it is ``transferred``; None where nothing was calibrated, as
@@ -48,6 +50,7 @@ class Choice:
     regret_bound: float | None = None
     model: str | None = None
     extrapolated: bool = False
+    pytorch_ms: float | None = None
     server: str | None = field(default=None, compare=False)
 
     @property
@@ -87,6 +90,7 @@ class Choice:
             "config_id": self.config_id,
             "config": None if self.config is None else dict(self.config),
             "predicted_ms": self.predicted_ms,
+            "pytorch_ms": self.pytorch_ms,
             "regret_bound": self.regret_bound,
             "extrapolated": self.extrapolated,
             "model": self.model,

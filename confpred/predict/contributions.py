@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from confpred.families.candidate import Candidate
 from confpred.families.registry import config_words
-from confpred.model.ranking import FamilyModel
+from confpred.model.rank import FamilyModel
 from confpred.problem.device import Device
 from confpred.problem.record import Record
 
@@ -97,9 +97,9 @@ class Comparison:
 
 
 def middling(learned: FamilyModel, problem: Record, device: Device) -> Candidate:
-    """The config in the middle of the order in which the model puts those that it offers; of the
+    """The config in the middle of the order in which the model puts the legal ones; of the
     two in the middle, the faster one. There is to be a legal one."""
-    rows = learned.candidates(problem, device)
+    rows = learned.legal(problem, device)
     cost = learned.order.predict(learned.features(problem, device, rows))
     row = rows[np.lexsort((rows, cost))[(len(rows) - 1) // 2]]
     return Candidate(learned.family.name, int(row))

@@ -18,10 +18,9 @@ from confpred.families.registry import all_families, kernels_of
 from confpred.files import read_json
 from confpred.memory import Remembered
 from confpred.model.bounds import Trust
-from confpred.model.competition import rank_families
-from confpred.model.deciding import Options, fastest, with_pytorch
 from confpred.model.folder import Model, NewestModels, load_model
-from confpred.model.ranking import rank_by_estimate
+from confpred.model.pytorch_ratio import with_pytorch
+from confpred.model.rank import Options, rank_by_estimate, rank_families
 from confpred.predict import pins as pins_file
 from confpred.predict import plans, trust
 from confpred.predict.choice import Choice, Source, check_top
@@ -38,8 +37,8 @@ RANKINGS_KEPT = 512
 #: For how many limits there are answers in memory.
 _LIMITS_KEPT = 4
 #: How many problems are worked out together at most: more would be no faster, and each takes about
-#: 200 kB while it is under way.
-TOGETHER = 64
+#: 1.4 MB while it is under way.
+TOGETHER = 16
 _UNKNOWN = Trust(None, False)
 _OF_MODELS = ("predicted", "transferred", "measured")
 _Asked = tuple[Record, Device, int]  # the problem, for which device, and how many choices
@@ -52,6 +51,16 @@ class _Option:
     source: Source
     candidate: Candidate
     seconds: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """What is predicted of a problem: the options, best first, how far the first of them can be
+    trusted, and the seconds that PyTorch's operator is expected to take."""
+
+    options: Sequence[_Option] = ()
+    trust: Trust = _UNKNOWN
+    pytorch_s: float | None = None
 
 
 class Predictor:
@@ -237,6 +246,10 @@ class Predictor:
             UnknownDevice: no description of `device` is known.
         """
         known = self._device(device)
+        if candidate == PYTORCH_OPERATOR:
+            remembered = self.choose(problem, known).pytorch_ms
+            if remembered is not None:
+                return remembered
         seconds = _expected_s(problem, known, self._model(type(problem), known), candidate)
         return None if seconds is None else seconds * 1e3
 
@@ -266,16 +279,15 @@ class Predictor:
         if self._limits.deterministic:
             asked = [(_repeatable(problem), device, top) for problem, device, top in asked]
         settled = [self._settled(*each) for each in asked]
-        trusts = [_UNKNOWN] * len(asked)
+        found = [_Found()] * len(asked)
         short = [i for i, options in enumerate(settled) if len(options) < asked[i][2]]
-        found = self._found([asked[i] for i in short])
-        for i, (options, known) in zip(short, found, strict=True):
+        for i, predicted in zip(short, self._found([asked[i] for i in short]), strict=True):
             listed = {option.candidate for option in settled[i]}
-            settled[i] += [option for option in options if option.candidate not in listed]
-            trusts[i] = known
+            settled[i] += [option for option in predicted.options if option.candidate not in listed]
+            found[i] = predicted
         return [
-            self._choices(*each, options, known)
-            for each, options, known in zip(asked, settled, trusts, strict=True)
+            self._choices(*each, options, predicted)
+            for each, options, predicted in zip(asked, settled, found, strict=True)
         ]
 
     def _settled(self, problem: Record, device: Device, top: int) -> list[_Option]:
@@ -307,13 +319,12 @@ class Predictor:
         row = np.array([candidate.config_id], np.intp)
         return len(within(all_families()[candidate.provider], problem, row, self._limits)) == 1
 
-    def _found(self, asked: Sequence[_Asked]) -> list[tuple[list[_Option], Trust]]:
-        """What is predicted, or else estimated, for each question, and how far the first of it can
-        be trusted."""
+    def _found(self, asked: Sequence[_Asked]) -> list[_Found]:
+        """What is predicted, or else estimated, for each question."""
         alike: dict[type[Record], list[int]] = {}
         for i, (problem, _, _) in enumerate(asked):
             alike.setdefault(type(problem), []).append(i)
-        found: list[tuple[list[_Option], Trust]] = [([], _UNKNOWN)] * len(asked)
+        found = [_Found()] * len(asked)
         for kind, places in alike.items():
             _, device, top = asked[places[0]]
             model = self._model(kind, device)
@@ -325,10 +336,11 @@ class Predictor:
             predicted = _predicted(problems, device, model, top, self._limits)
             trusts = self._trusts(problems, device, model, top, predicted)
             for i, options, known in zip(places, predicted, trusts, strict=True):
-                found[i] = [_Option(source, c, seconds) for seconds, c in options], known
+                own_options = [_Option(source, c, seconds) for seconds, c in options]
+                found[i] = _Found(own_options, known, _seconds_of(PYTORCH_OPERATOR, options))
         return [
-            (options, known) if options else (_estimated(problem, device, top, self._limits), known)
-            for (options, known), (problem, device, top) in zip(found, asked, strict=True)
+            each if each.options else _Found(_estimated(problem, device, top, self._limits))
+            for each, (problem, device, top) in zip(found, asked, strict=True)
         ]
 
     def _trusts(
@@ -363,7 +375,7 @@ class Predictor:
         device: Device,
         top: int,
         options: Sequence[_Option],
-        known: Trust,
+        found: _Found,
     ) -> tuple[Choice, ...]:
         """The first `top` of `options` spelled out; the fallback if there are none."""
         planned = self._plan_for(problem, device)
@@ -371,10 +383,13 @@ class Predictor:
             return (planned,)  # so that a start from a plan loads no model
         model = self._model(type(problem), device)
         options = options or [_Option("fallback", PYTORCH_OPERATOR, None)]
-        trusts = [known if options[0].source in ("predicted", "transferred") else _UNKNOWN]
-        trusts += [_UNKNOWN] * (len(options) - 1)
+        first = found.trust if options[0].source in ("predicted", "transferred") else _UNKNOWN
+        trusts = [first, *[_UNKNOWN] * (len(options) - 1)]
+        pytorch_s = found.pytorch_s
+        if pytorch_s is None and options[0].source == "measured" and model is not None:
+            pytorch_s = _pytorch_beside(problem, device, model, options[0])
         choices = [
-            _choice(problem, device, option, model, trust)
+            _choice(problem, device, option, model, trust, pytorch_s)
             for option, trust in zip(options[:top], trusts, strict=False)
         ]
         return tuple(choices) if planned is None else (planned, *choices[1:])
@@ -428,13 +443,28 @@ def _estimated(problem: Record, device: Device, top: int, limits: Limits) -> lis
 
     Estimates are too rough to be compared with anything but one another.
     """
-    ranked = {}
+    found: Options = []
     for name, family in kernels_of(problem).items():
         rows, seconds = rank_by_estimate(family, problem, device)
         kept = np.isin(rows, first_within(family, problem, rows, limits, top))
-        ranked[name] = rows[kept], seconds[kept]
-    found = fastest(ranked, top)
-    return [_Option("heuristic", candidate, seconds) for seconds, candidate in found]
+        first = zip(seconds[kept][:top].tolist(), rows[kept].tolist(), strict=False)
+        found += [(value, Candidate(name, row)) for value, row in first]
+    return [_Option("heuristic", candidate, seconds) for seconds, candidate in sorted(found)]
+
+
+def _seconds_of(candidate: Candidate, options: Options) -> float | None:
+    return next((seconds for seconds, found in options if found == candidate), None)
+
+
+def _pytorch_beside(
+    problem: Record, device: Device, model: Model, measured: _Option
+) -> float | None:
+    """Seconds that PyTorch's operator is expected to take beside the best that was measured."""
+    if measured.candidate == PYTORCH_OPERATOR or measured.seconds is None:
+        return measured.seconds
+    if model.pytorch is None:
+        return None
+    return measured.seconds * model.pytorch.slowdowns([problem], device)[0][0]
 
 
 def _expected_s(
@@ -443,7 +473,7 @@ def _expected_s(
     """Seconds that `candidate` is expected to take."""
     if candidate == PYTORCH_OPERATOR:
         predicted = _predicted([problem], device, model)[0] if model else []
-        return next((seconds for seconds, found in predicted if found == candidate), None)
+        return _seconds_of(candidate, predicted)
     row = np.array([candidate.config_id], np.intp)
     learned = model.families.get(candidate.provider) if model else None
     if learned is None:
@@ -453,7 +483,12 @@ def _expected_s(
 
 
 def _choice(
-    problem: Record, device: Device, option: _Option, model: Model | None, known: Trust
+    problem: Record,
+    device: Device,
+    option: _Option,
+    model: Model | None,
+    known: Trust,
+    pytorch_s: float | None,
 ) -> Choice:
     return Choice(
         problem,
@@ -461,6 +496,7 @@ def _choice(
         option.source,
         option.candidate,
         predicted_ms=None if option.seconds is None else option.seconds * 1e3,
+        pytorch_ms=None if pytorch_s is None else pytorch_s * 1e3,
         regret_bound=known.bound,
         extrapolated=known.extrapolated,
         model=model.version if model and option.source in _OF_MODELS else None,

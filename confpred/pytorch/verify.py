@@ -79,7 +79,9 @@ def _measured(ours: list[Choice], predicted: Choice, ordinal: int, wishes: Wishe
         times = dict(zip(calls, interleaved(list(calls.values())), strict=True))
     best = min(times, key=times.__getitem__)
     log.info("%s: %s is the fastest of %d", problem, best.provider, len(calls))
-    return replace(best, source="measured", predicted_ms=times[best], regret_bound=None)
+    return replace(
+        best, source="measured", predicted_ms=times[best], pytorch_ms=times[own], regret_bound=None
+    )
 
 
 def interleaved(calls: Sequence[Callable[[], Any]]) -> list[float]:

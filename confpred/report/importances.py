@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from confpred.model.folder import Model
-from confpred.model.ranking import FamilyModel
+from confpred.model.rank import FamilyModel
 from confpred.predict.contributions import theme_of
 
 _LAYERS, _CONFIGS = 40, 32  # of a pool, and of each of these layers
@@ -78,9 +78,7 @@ def _features(
     for index in rng.permutation(len(words)).tolist():
         problem = kind.parse(words[index])
         for learned in members:
-            if not learned.family.legal(problem, model.device).any():
-                continue
-            rows = learned.candidates(problem, model.device)
+            rows = learned.legal(problem, model.device)
             rows = np.sort(rng.permutation(rows)[:_CONFIGS])
             if len(rows) > 1:
                 found.append(learned.features(problem, model.device, rows))

@@ -125,8 +125,7 @@ def _model_facts(model: Model) -> Mapping[str, str]:
             f"{regret['worst']:.3f} of {regret['problems']} ({card['metrics']['folds']} folds)"
         ),
         "families": "; ".join(
-            f"{name}: {len(entry['portfolio'])} configs of kernel {entry['source']} "
-            f"({' and '.join(entry['source_digests'])})"
+            f"{name}: kernel {entry['source']} ({' and '.join(entry['source_digests'])})"
             for name, entry in card["families"].items()
         ),
         "hyperparameters": _pairs(card["hyperparameters"]),

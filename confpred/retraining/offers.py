@@ -18,7 +18,7 @@ from confpred.families.kernel_text import identity_of
 from confpred.families.protocol import Family
 from confpred.families.registry import config_ids, families_of, kernels_of, operation_of
 from confpred.model.folder import Model
-from confpred.model.ranking import rank_by_estimate
+from confpred.model.rank import rank_by_estimate
 from confpred.predict.predictor import Predictor
 from confpred.problem.device import Device
 from confpred.problem.operation import KernelSpec

@@ -11,9 +11,6 @@ from datetime import datetime, timezone
 from multiprocessing.connection import wait
 from pathlib import Path
 
-import numpy as np
-from numpy.typing import NDArray
-
 from confpred.data.measurements import Measurement, Run
 from confpred.data.suites import Suite
 from confpred.errors import InvalidInput
@@ -38,7 +35,7 @@ class Settings:
     Attributes:
         seed: of the order of problems, the choice of configs, and the order of timed rounds.
         configs: a random choice of this many a problem and family; None for all legal ones.
-        offered: masks of the configs to measure, by family; None for all.
+        families: those to measure; all families of kernels if empty.
         picked, pick: further configs a problem and family; see `tasks_left`.
         pytorch: whether to time PyTorch's own operator too, in each of `cudnn_modes`.
         anchors: measured by every GPU before all else, wherever anything is left to measure.
@@ -53,7 +50,7 @@ class Settings:
     configs: int | None = None
     picked: int = 0
     pick: Pick | None = None
-    offered: Mapping[str, NDArray[np.bool_]] | None = None
+    families: tuple[str, ...] = ()
     pytorch: bool = True
     cudnn_modes: tuple[str, ...] = (BENCHMARK,)
     anchors: tuple[Task, ...] = ()
@@ -202,7 +199,7 @@ def plan(
         configs=settings.configs,
         picked=settings.picked,
         pick=settings.pick,
-        offered=settings.offered,
+        families=settings.families,
         pytorch=settings.pytorch,
         cudnn_modes=settings.cudnn_modes,
         measured=measured,

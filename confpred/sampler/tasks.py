@@ -8,7 +8,6 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from confpred.cuda.epilogue import epilogue_source
 from confpred.data.suites import Suite
@@ -76,7 +75,7 @@ def tasks_left(
     configs: int | None,
     picked: int = 0,
     pick: Pick | None = None,
-    offered: Mapping[str, NDArray[np.bool_]] | None = None,
+    families: Sequence[str] = (),
     pytorch: bool,
     cudnn_modes: Sequence[str] = (BENCHMARK,),
     measured: Mapping[Measured, AbstractSet[str]],
@@ -92,8 +91,7 @@ def tasks_left(
         picked: as many configs more, the first of the others in the order of `pick`; random ones
             where there is none, or it knows nothing of the family. None more where all are chosen.
         pick: see `picked`.
-        offered: masks over the config tables of the families to measure, by family; None for all
-            of every family of kernels.
+        families: the names of those to measure; every family of kernels if empty.
         pytorch: whether to time PyTorch's own operator too, in each of `cudnn_modes`.
         cudnn_modes: ``BENCHMARK``, ``HEURISTICS`` or both.
         measured: the configs that need no measurement, by their `config_words`; of PyTorch's
@@ -107,13 +105,11 @@ def tasks_left(
     problems = list(networks)
     for index in np.random.default_rng(seed).permutation(len(problems)):
         problem = problems[index]
-        kernels = dict.fromkeys(kernels_of(problem), np.True_)
-        masks = kernels if offered is None else offered
+        named = families or kernels_of(problem)
         for family in families_of(problem).values():
-            if family.name not in masks:
+            if family.name not in named:
                 continue
-            mask = masks[family.name]
-            rows = _choose(family, problem, device, mask, configs, seed, picked, pick)
+            rows = _choose(family, problem, device, configs, seed, picked, pick)
             if not len(rows):
                 continue
             digest = identity_of(family.launch(problem, rows[0]).source)
@@ -135,14 +131,13 @@ def _choose(
     family: Family,
     problem: Record,
     device: Device,
-    offered: NDArray[np.bool_] | np.bool_,
     configs: int | None,
     seed: int,
     picked: int,
     pick: Pick | None,
 ) -> list[int]:
     legal = family.listed if isinstance(family, Lister) else family.legal
-    rows = np.flatnonzero(legal(problem, device) & offered)
+    rows = np.flatnonzero(legal(problem, device))
     if configs is not None and configs < len(rows):
         name = zlib.crc32(f"{family.name} {problem}".encode())
         generator = np.random.default_rng([seed, name])

@@ -405,7 +405,8 @@ def _measured(model: Model, held: HeldOut, say: Said) -> list[_Measured]:
 def _thinned(
     model: Model, measured: Sequence[_Measured], seed: int, say: Said
 ) -> dict[str, tuple[float, float]]:
-    """What regret would be called if few configs, chosen at random, had been measured."""
+    """What regret would be called if few configs had been measured: of a choice among a random few,
+    against the best of these."""
     generator = np.random.default_rng(seed)
     found = {}
     total = len(THINNED) * _DRAWS

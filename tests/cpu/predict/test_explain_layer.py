@@ -86,7 +86,7 @@ def test_comparisons_are_with_the_next_and_with_a_middling_config(explained, our
 
 def test_a_middling_config_is_in_the_middle(model):
     learned = model.families[FAMILY.name]
-    rows = learned.candidates(UNSEEN, H100)
+    rows = learned.legal(UNSEEN, H100)
     cost = learned.order.predict(learned.features(UNSEEN, H100, rows))
     middle = cost[rows == middling(learned, UNSEEN, H100).config_id]
     assert (cost < middle).sum() <= len(rows) / 2

@@ -25,8 +25,8 @@ from confpred.errors import DataError, InvalidInput, ModelError, UnknownDevice
 from confpred.families.candidate import PYTORCH, PYTORCH_OPERATOR, Candidate
 from confpred.families.protocol import config_dict
 from confpred.families.registry import all_families, all_kernels, config_of
-from confpred.model.cascade import STAGES
 from confpred.model.folder import load_model
+from confpred.model.rank import FINALISTS
 from confpred.predict.choice import MAX_TOP, Choice
 from confpred.predict.donors import donor_for, widened
 from confpred.predict.pins import read_pins
@@ -89,12 +89,12 @@ def test_predictions_are_those_of_lightgbm(predictor, model_folder):
     model = predictor.models["h100"].families["grouped_fprop"]
     same = []
     for problem in neighbours(40):
-        rows = np.flatnonzero(FAMILY.legal(problem, H100) & model.portfolio)
+        rows = np.flatnonzero(FAMILY.legal(problem, H100))
         features = model.features(problem, H100, rows)
         cost = dict(zip(rows.tolist(), order.predict(features), strict=True))
         ranked = [c for c in predictor.rank(problem, "h100", MAX_TOP) if c.family]
         costs = np.array([cost[c.config_id] for c in ranked])
-        finalists = costs[: STAGES[-1][1]]
+        finalists = costs[:FINALISTS]
         assert finalists == pytest.approx(sorted(finalists))
         costs = np.maximum.accumulate(costs)  # runners-up count as no better than finalists
         (best,) = time.predict(features[rows == ranked[0].config_id])
@@ -130,7 +130,7 @@ def test_a_device_without_a_model_gets_the_order_of_another_devices(predictor, m
     }
     assert ranked[0].is_guess  # PyTorch's operator runs, unless it is measured
     learned = model.families[FAMILY.name]
-    rows, seconds = learned.rank(UNSEEN, a100, learned.candidates(UNSEEN, a100))
+    rows, seconds = learned.rank(UNSEEN, a100, learned.legal(UNSEEN, a100))
     ours = [c for c in ranked if c.family]
     assert [c.config_id for c in ours] == rows[: len(ours)].tolist()
     assert [c.predicted_ms for c in ours] == [s * 1e3 for s in seconds[: len(ours)]]

@@ -31,15 +31,6 @@ def model() -> Model:
     return replace(shipped, families=families, pytorch=None)
 
 
-def offering(model: Model, rows: list[int]) -> Predictor:
-    """A predictor of `model` whose portfolio is `rows`."""
-    learned = model.families[FAMILY.name]
-    portfolio = np.zeros_like(learned.portfolio)
-    portfolio[rows] = True
-    families = {FAMILY.name: replace(learned, portfolio=portfolio)}
-    return Predictor({"h100": replace(model, families=families)})
-
-
 def test_families_compete_by_their_times():
     ranked = Predictor({}).rank(DEPTHWISE, "h100", MAX_TOP)
     times = [choice.predicted_ms for choice in ranked]
@@ -55,18 +46,11 @@ def test_families_compete_by_their_times():
     assert ranked[0].family != min(least)
 
 
-def test_only_the_portfolio_is_offered(model):
-    few = np.flatnonzero(FAMILY.legal(UNSEEN, H100))[::50].tolist()
-    ranked = offering(model, few).rank(UNSEEN, "h100", MAX_TOP)
-    assert len(ranked) > 2
-    assert {choice.config_id for choice in ranked} <= set(few)
-
-
-def test_where_the_portfolio_has_nothing_legal_every_legal_config_competes(model):
-    illegal = np.flatnonzero(~FAMILY.legal(UNSEEN, H100))[:5].tolist()
-    choice = offering(model, illegal).choose(UNSEEN, "h100")
-    assert choice.source == "predicted"
-    assert FAMILY.legal(UNSEEN, H100)[choice.config_id]
+def test_only_what_is_legal_is_offered(model):
+    legal = np.flatnonzero(FAMILY.legal(UNSEEN, H100)).tolist()
+    ranked = Predictor({"h100": model}).rank(UNSEEN, "h100", MAX_TOP)
+    assert len(ranked) == MAX_TOP
+    assert {choice.config_id for choice in ranked} < set(legal)
 
 
 def test_a_bound_is_of_the_first_choice_alone(model):

@@ -12,10 +12,9 @@ from pathlib import Path
 import pytest
 from sampler_rows import ROW, fill
 
-from confpred.cli.sample import command, offered_configs, parse_duration
-from confpred.data.suites import read_suite
+from confpred.cli.sample import command, parse_duration
 from confpred.errors import InvalidInput
-from confpred.families.registry import all_families, all_kernels
+from confpred.families.registry import all_families
 from confpred.sampler.progress import duration, state, summary
 from confpred.sampler.run import Tally
 
@@ -63,6 +62,7 @@ def suite(repository: Path) -> Path:
             f"family='grouped' is not allowed; allowed: {' or '.join(all_families())}",
         ),
         (("--model", "none"), "none"),
+        (("--model", "."), "model='.' is not allowed; allowed: a model that picks"),
     ],
 )
 def test_bad_options_are_named(suite, tmp_path, words, message):
@@ -71,19 +71,6 @@ def test_bad_options_are_named(suite, tmp_path, words, message):
     assert message in done.stderr
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "out").exists()
-
-
-def test_family_and_model_narrow_what_is_measured(suite, model_folder):
-    whole = offered_configs(read_suite(suite), (), None)
-    assert {name: mask.all() for name, mask in whole.items()} == dict.fromkeys(all_kernels(), True)
-    two = ("grouped_fprop", "grouped_wgrad")
-    assert list(offered_configs(read_suite(suite), two, None)) == list(two)
-    for families in (), ("grouped_fprop",):  # the model knows only this one
-        (portfolio,) = offered_configs(read_suite(suite), families, model_folder).items()
-        assert portfolio[0] == "grouped_fprop"
-        assert 0 < portfolio[1].sum() < portfolio[1].size
-    with pytest.raises(InvalidInput, match=r"family='grouped_wgrad' .* allowed: grouped_fprop$"):
-        offered_configs(read_suite(suite), two, model_folder)
 
 
 def test_without_a_gpu_the_error_says_so(suite, tmp_path):

@@ -17,7 +17,7 @@ from confpred.errors import DataError
 from confpred.families.kernel_text import source_digest
 from confpred.families.registry import all_families
 from confpred.model.folder import load_model
-from confpred.model.ranking import PytorchModel
+from confpred.model.pytorch_ratio import PytorchModel
 from confpred.model.trees import Trees
 from confpred.predict.predictor import Predictor
 from confpred.problem.conv2d import Problem
@@ -141,19 +141,6 @@ def test_a_family_that_was_measured_for_other_problems_alone_is_not_taken_over()
     assert names == [{"depthwise_fprop", "grouped_fprop"}, {"grouped_fprop"}]
     with pytest.raises(DataError, match="no measurements"):
         fit_families(there, H100, SMALL, 0)
-
-
-def test_configs_are_offered_that_were_good_elsewhere_for_problems_not_measured_here() -> None:
-    here = timings("grouped_fprop", H100, 1.0, count=10)
-    there = timings("grouped_fprop", H200, 1.0, first=60)
-    elsewhere = {int(row) for t in there for row in t.rows} - {int(r) for t in here for r in t.rows}
-    offered = [
-        set(fitted.portfolios["grouped_fprop"].nonzero()[0].tolist())
-        for others in (there[:10], there)
-        for fitted in fit_families([*here, *others], H100, SMALL, 0)
-    ]
-    assert [bool(found & elsewhere) for found in offered] == [False, True]
-    assert offered[0] < offered[1]
 
 
 def test_margins_learn_from_what_other_devices_were_held_out_of(both: Dataset) -> None:

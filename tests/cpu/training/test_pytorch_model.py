@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from synthetic import SMALL
 
-from confpred.model.ranking import PytorchModel, pytorch_features
+from confpred.model.pytorch_ratio import PytorchModel, pytorch_features
 from confpred.model.trees import Trees
 from confpred.problem.operation import Operation
 from confpred.problem.record import Record
@@ -102,7 +102,7 @@ def test_extreme_ratios_count_as_large_ones(dataset):
         ratios[problem] = 1e6 if i % 5 == 0 else 1.5
     fitted = fit(dataset, ratios)
     model = PytorchModel(dataset.operation, Trees(fitted), {})
-    expected = [model.slowdown(problem, dataset.device)[0] for problem in ratios]
+    expected = [model.slowdowns([problem], dataset.device)[0][0] for problem in ratios]
     assert max(expected) <= np.exp(CAP) * 1.01
 
 
@@ -112,10 +112,11 @@ def test_the_least_slowdown_is_the_expected_one_less_the_margin(dataset):
     problem = dataset.timings[0].problem
     model = PytorchModel(operation, Trees(fitted), {problem.kind: 0.3})
     (expected,) = model.ratio.predict(pytorch_features(operation, [problem], dataset.device))
-    slowdown, least = model.slowdown(problem, dataset.device)
+    ((slowdown, least),) = model.slowdowns([problem], dataset.device)
     assert np.log(slowdown) == pytest.approx(expected)
     assert np.log(slowdown / least) == pytest.approx(0.3)
-    assert PytorchModel(operation, Trees(fitted), {}).slowdown(problem, dataset.device)[1] == 0
+    unknown = PytorchModel(operation, Trees(fitted), {})
+    assert unknown.slowdowns([problem], dataset.device)[0][1] == 0
 
 
 def test_too_few_measurements_say_nothing(dataset):

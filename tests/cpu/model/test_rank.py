@@ -10,10 +10,9 @@ import pytest
 from random_layers import problems
 
 from confpred.families.candidate import Candidate
-from confpred.model.cascade import FINALISTS, MOST, STAGES, WITHIN, Pairs, best_first, near_best
-from confpred.model.competition import rank_families
 from confpred.model.folder import Model, NewestModels
 from confpred.model.gate import Gate
+from confpred.model.rank import BY_ESTIMATE, ESTIMATE, FINALISTS, Pairs, best_first, rank_families
 from confpred.predict.choice import MAX_TOP
 from confpred.predict.predictor import TOGETHER, Predictor
 from confpred.problem.conv2d import DIRECTIONS, Problem
@@ -35,7 +34,7 @@ def plain(model: Model, problem: Problem, names: list[str]) -> list[tuple[float,
         family = model.families[name]
         if not family.serves(problem):
             continue
-        rows = family.candidates(problem, model.device)
+        rows = family.legal(problem, model.device)
         if len(rows):
             ranked, seconds = family.rank(problem, model.device, rows)
             best = zip(seconds[:FINALISTS].tolist(), ranked[:FINALISTS].tolist(), strict=True)
@@ -43,7 +42,7 @@ def plain(model: Model, problem: Problem, names: list[str]) -> list[tuple[float,
     return sorted(found, key=lambda entry: (entry[0], entry[1].provider))
 
 
-def test_together_and_from_the_portfolio_is_as_alone_and_from_the_table(model):
+def test_together_is_as_alone(model):
     together = []
     for start in range(0, len(EVERY), TOGETHER):
         some = EVERY[start : start + TOGETHER]
@@ -79,11 +78,11 @@ def test_the_gate_leaves_families_out_and_nothing_else(model):
 
 def test_a_family_that_the_gate_does_not_know_competes(model):
     known = tuple(name for name in model.gate.families if name != "grouped_fprop")
-    gate = replace(model.gate, families=known, margin=0.0)
+    gate = replace(model.gate, families=known)
     problem = next(
         p for p in EVERY if p.direction == "fprop" and plain(model, p, ["grouped_fprop"])
     )
-    names = [n for n, family in model.families.items() if family.offer.serves(problem)]
+    names = [n for n, family in model.families.items() if family.serves(problem)]
     assert "grouped_fprop" in gate.open([problem], model.device, [names])[0]
 
 
@@ -99,8 +98,8 @@ def test_where_no_open_family_has_a_candidate_the_others_compete():
     model = MODELS["h200"]
     large = Problem.parse("n=1 c=1024 h=1024 w=1024 k=1024 r=3 s=3 groups=1024 padding=1")
     small = replace(large, h=14, w=14)
-    gate = Wrong(model.operation, model.gate.families, model.gate.lag, 0.0)
-    names = [n for n, family in model.families.items() if family.offer.serves(large)]
+    gate = Wrong(model.operation, model.gate.families, model.gate.lag)
+    names = [n for n, family in model.families.items() if family.serves(large)]
     assert "depthwise_banded_fprop" in names
     assert not plain(model, large, ["depthwise_banded_fprop"])
     rankings = rank_families(model.families, gate, [small, large, small], model.device)
@@ -122,7 +121,7 @@ def test_the_first_of_a_ranking_are_the_same_however_many_are_wanted(model):
 def pairs_of(model: Model, problem: Problem, count: int) -> tuple[Pairs, np.ndarray]:
     """Some candidates, and what the whole ensemble says of them."""
     family = next(f for f in model.families.values() if plain(model, problem, [f.family.name]))
-    rows = family.candidates(problem, model.device)[:count]
+    rows = family.legal(problem, model.device)[:count]
     features = family.pool.features(family.family, problem, model.device, rows)
     return Pairs([0], [0, len(rows)], rows, features), family.order.predict(features)
 
@@ -142,52 +141,54 @@ def test_families_serve_what_they_were_measured_on(model):
 
 def test_few_candidates_are_ordered_by_the_whole_ensemble(model):
     family = next(f for f in model.families.values() if plain(model, WHOLE, [f.family.name]))
-    pairs, cost = pairs_of(model, WHOLE, STAGES[-1][1])
-    found, costs = best_first(family.order, pairs)
+    pairs, cost = pairs_of(model, WHOLE, FINALISTS)
+    ((found, costs),) = best_first(family.order, pairs)
     order = np.lexsort((pairs.rows, cost))
-    assert found.rows.tolist() == pairs.rows[order].tolist()
+    assert found.tolist() == order.tolist()
     assert costs == pytest.approx(cost[order])  # sums of parts, which may be rounded otherwise
 
 
-def test_a_candidates_cost_depends_on_no_other(model):
+@pytest.mark.parametrize("wanted", [1, 10**6])
+def test_a_candidates_cost_depends_on_no_other(model, wanted):
     """Whether a stage leaves candidates out, and whose they are, changes no bit of the others'."""
     family = next(f for f in model.families.values() if plain(model, WHOLE, [f.family.name]))
     pairs, _ = pairs_of(model, WHOLE, 10**6)
-    all_rows, costs = best_first(family.order, pairs)
-    expected = dict(zip(all_rows.rows.tolist(), costs.tolist(), strict=True))
-    best = all_rows.rows[: FINALISTS // 2]
-    few = pairs.pick(np.flatnonzero(np.isin(pairs.rows, best)))
+    ((every, costs),) = best_first(family.order, pairs, wanted)
+    best = np.sort(every[: FINALISTS // 2])
     both = Pairs(
         [0, 1],
-        [0, len(few.rows), len(few.rows) + len(pairs.rows)],
-        np.concatenate([few.rows, pairs.rows]),
-        np.concatenate([few.features, pairs.features]),
+        [0, len(best), len(best) + len(pairs.rows)],
+        np.concatenate([pairs.rows[best], pairs.rows]),
+        np.concatenate([pairs.features[best], pairs.features]),
     )
-    found, mine = best_first(family.order, both)
-    alone, same = (found.rows[part].tolist() for part in found.parts())
-    assert alone == best.tolist()
-    assert same == all_rows.rows.tolist()
-    assert mine.tolist() == [expected[row] for row in (*alone, *same)]
+    (few, mine), (same, theirs) = best_first(family.order, both, wanted)
+    assert best[few].tolist() == every[: len(best)].tolist()
+    assert (same - len(best)).tolist() == every.tolist()
+    assert mine.tolist() == costs[: len(best)].tolist()
+    assert theirs.tolist() == costs.tolist()
 
 
-def test_an_estimate_leaves_out_what_is_far_off_or_far_behind():
-    near = np.linspace(0, WITHIN, MOST // 2, dtype=np.float32)
-    far = np.linspace(WITHIN + 0.01, 2, 10, dtype=np.float32)
-    assert near_best(np.concatenate([far, near])).tolist() == [*range(10, 10 + len(near))]
-    many = np.linspace(WITHIN, 0, 3 * MOST, dtype=np.float32)
-    assert near_best(many).tolist() == [*range(2 * MOST, 3 * MOST)]
+def test_the_estimate_leaves_out_what_is_far_behind(model):
+    """Else the trees could choose it: their first ones know nothing of it here."""
+    family = next(f for f in model.families.values() if plain(model, WHOLE, [f.family.name]))
+    pairs, _ = pairs_of(model, WHOLE, 10**6)
+    ((every, _),) = best_first(family.order, pairs)
+    count = BY_ESTIMATE + 3
+    features = np.repeat(pairs.features[every[:1]], count, axis=0)
+    features[:, family.order.features.index(ESTIMATE)] = np.linspace(0, 1e-5, count)[::-1]
+    many = Pairs([0], [0, count], np.arange(count), features)
+    ((found, _),) = best_first(family.order, many)
+    assert found.tolist() == [*range(3, 3 + FINALISTS)]
 
 
-def test_runners_up_come_after_the_finalists(model):
+def test_those_that_a_stage_leaves_out_come_after_the_finalists(model):
     family = next(f for f in model.families.values() if plain(model, WHOLE, [f.family.name]))
     pairs, cost = pairs_of(model, WHOLE, 10**6)
-    finalists, costs = best_first(family.order, pairs)
-    more, others = best_first(family.order, pairs, runners_up=True)
-    most = len(finalists.rows)
-    assert most == STAGES[-1][1] < len(more.rows) <= STAGES[0][1]
-    assert more.rows[:most].tolist() == finalists.rows.tolist()
-    assert others[:most].tolist() == costs.tolist()
+    ((finalists, costs),) = best_first(family.order, pairs)
+    ((every, others),) = best_first(family.order, pairs, FINALISTS + 1)
+    assert len(finalists) == FINALISTS < len(every) == len(pairs.rows)
+    assert every[:FINALISTS].tolist() == finalists.tolist()
+    assert others[:FINALISTS].tolist() == costs.tolist()
     assert others.tolist() == sorted(others)
-    expected = dict(zip(pairs.rows.tolist(), cost, strict=True))
-    assert [expected[row] for row in finalists.rows.tolist()] == pytest.approx(costs)
-    assert min(expected.values()) >= min(costs) - 0.05  # the best is hardly ever left out
+    assert cost[finalists] == pytest.approx(costs)
+    assert min(cost) >= min(costs) - 0.05  # the best is hardly ever left out

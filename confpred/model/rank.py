@@ -1,0 +1,303 @@
+"""How a model ranks configs, from top to bottom:
+
+    families that may win --> legal configs --> features --> cost by few trees, which keep many
+        --> cost by all trees --> time of the best of each family
+
+A family is ranked alone, in `FamilyModel.rank_many`, and all of them together in `rank_families`.
+PyTorch's operator finds its place in the result by `confpred.model.pytorch_ratio`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from confpred.families.candidate import Candidate
+from confpred.families.limits import is_free, within
+from confpred.families.protocol import Batched, Family, Rows
+from confpred.families.several import Several
+from confpred.model.gate import Gate
+from confpred.model.pools import Pool
+from confpred.model.registers import Registers
+from confpred.model.trees import Trees
+from confpred.problem.device import Device
+from confpred.problem.limits import UNLIMITED, Limits
+from confpred.problem.record import Record
+
+#: Of a problem's candidates the family's own estimate keeps so many. Then the first so many trees
+#: keep so many, and all trees order these: the first trees of a boosted ensemble correct the most,
+#: so that they tell which candidates are not among the best. On layers that the trees had not seen,
+#: the choice is as good as by all trees for all candidates, in a fifth of the time (decision 166).
+ESTIMATE, BY_ESTIMATE = "log_estimate", 400
+STAGES = ((8, 128), (20, 48), (60, 16))
+FINALISTS = STAGES[-1][1]
+#: Candidates, fastest first, with their expected seconds.
+Options = list[tuple[float, Candidate]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pairs:
+    """Problems with their candidates of one family; those of a problem lie together.
+
+    Attributes:
+        places: which problems have candidates.
+        bounds: where the pairs of each of these begin, and where the last one's end.
+        rows: row of the family's config table of each pair, rising for each problem.
+        features: of each pair, as the trees take them.
+    """
+
+    places: Sequence[int]
+    bounds: Sequence[int]
+    rows: Rows
+    features: NDArray[np.float32]
+
+    @property
+    def index(self) -> Rows:
+        """Which of `places` each pair is of."""
+        return np.repeat(np.arange(len(self.places)), np.diff(self.bounds))
+
+
+@dataclass(frozen=True, slots=True)
+class FamilyModel:
+    """A model of one kernel family.
+
+    Attributes:
+        family: the kernel family.
+        pool: the families that it shares `order` and `time` with.
+        order: regressor of log(time / time of the problem's best config), from the pool's
+            features. It need not know how fast a layer is, only what makes one config slower than
+            another, and orders them better than `time` does.
+        time: regressor of log(time / roofline time), from the same features.
+        registers: of the family's compiled kernels, or None.
+        groupings: of the problems that it was measured on, and serves; None for any.
+        batched: the family, if it answers for several problems at once, and its configs need not
+            be looked into where nothing is limited; else None.
+    """
+
+    family: Family
+    pool: Pool
+    order: Trees
+    time: Trees
+    registers: Registers | None = None
+    groupings: frozenset[str] | None = None
+    batched: Batched | None = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        family = self.family
+        batched = family if isinstance(family, Batched) and is_free(family) else None
+        object.__setattr__(self, "batched", batched)
+
+    def serves(self, problem: Record) -> bool:
+        """Return whether the family may have configs for `problem`, and was measured on such."""
+        if self.groupings is not None and problem.grouping not in self.groupings:
+            return False
+        return self.batched is None or self.batched.serves(problem)
+
+    def legal(self, problem: Record, device: Device, limits: Limits = UNLIMITED) -> Rows:
+        """Return the rows of the config table that are legal, and keep within `limits`."""
+        rows = np.flatnonzero(self.family.legal(problem, device))
+        return within(self.family, problem, rows, limits)
+
+    def features(self, problem: Record, device: Device, rows: Rows) -> NDArray[np.float32]:
+        """Return the matrix that `order` and `time` take."""
+        return self.pool.features(self.family, problem, device, rows, self.registers)
+
+    def rank(
+        self, problem: Record, device: Device, rows: Rows, wanted: int = 1
+    ) -> tuple[Rows, NDArray[np.float64]]:
+        """Order `rows` of the config table, which are legal for `problem`.
+
+        Args:
+            problem: the problem to compute.
+            device: the device to compute it on.
+            rows: at least one, rising.
+            wanted: the result has at least so many, if `rows` has, and `FINALISTS`.
+
+        Returns:
+            Rows, fastest first, and their expected seconds, rising.
+        """
+        pairs = Pairs([0], [0, len(rows)], rows, self.features(problem, device, rows))
+        return self._ranked(pairs, [problem], device, wanted)[0]
+
+    def rank_many(
+        self, problems: Several, device: Device, wanted: int = 1, limits: Limits = UNLIMITED
+    ) -> dict[int, tuple[Rows, NDArray[np.float64]]]:
+        """Return `rank` of all legal configs within `limits` for each of `problems` that has any,
+        by its place; the family serves all of them."""
+        if self.batched is not None and limits == UNLIMITED:
+            pairs = self._together(self.batched, problems, device)
+        else:
+            pairs = self._one_by_one(problems.problems, device, limits)
+        return self._ranked(pairs, problems.problems, device, wanted)
+
+    def _together(self, family: Batched, problems: Several, device: Device) -> Pairs:
+        found, rows, workings = family.offered(problems, device, family.whole)
+        index = np.zeros(len(rows), np.intp) if found.index is None else found.index
+        counts = np.bincount(index, minlength=len(problems.problems)).tolist()
+        places = [place for place, count in enumerate(counts) if count]
+        bounds = [0, *accumulate(counts[place] for place in places)]
+        if not places:
+            return Pairs(places, bounds, rows, np.empty((0, 0), np.float32))
+        columns = family.described(found, device, family.whole, rows, workings)
+        if self.registers is not None:
+            parts = zip(places, pairwise(bounds), strict=True)
+            known = [
+                self.registers.of(problems.problems[place], rows[start:end])
+                for place, (start, end) in parts
+            ]
+            self.registers.correct(columns, np.concatenate(known), device)
+        return Pairs(places, bounds, rows, self.pool.spread(self.family, columns, device))
+
+    def _one_by_one(self, problems: Sequence[Record], device: Device, limits: Limits) -> Pairs:
+        legal = {place: self.legal(p, device, limits) for place, p in enumerate(problems)}
+        legal = {place: rows for place, rows in legal.items() if len(rows)}
+        if not legal:
+            return Pairs([], [0], np.empty(0, np.intp), np.empty((0, 0), np.float32))
+        features = [self.features(problems[place], device, rows) for place, rows in legal.items()]
+        bounds = [0, *accumulate(map(len, legal.values()))]
+        return Pairs([*legal], bounds, np.concatenate([*legal.values()]), np.concatenate(features))
+
+    def _ranked(
+        self, pairs: Pairs, problems: Sequence[Record], device: Device, wanted: int
+    ) -> dict[int, tuple[Rows, NDArray[np.float64]]]:
+        """Expect of the best one the time that `time` says, and of the others the ratios of
+        `order`."""
+        found: dict[int, tuple[Rows, NDArray[np.float64]]] = {}
+        if not pairs.places:
+            return found
+        ranked = list(best_first(self.order, pairs, wanted))
+        firsts = np.array([at[0] for at, _ in ranked])
+        best = self.time.predict(pairs.features[firsts]).tolist()
+        for place, (at, cost), log_best in zip(pairs.places, ranked, best, strict=True):
+            roofline = device.roofline_s(problems[place])
+            found[place] = pairs.rows[at], np.exp(log_best + (cost - cost[0])) * roofline
+        return found
+
+
+def best_first(
+    order: Trees, pairs: Pairs, wanted: int = 1
+) -> Iterator[tuple[Rows, NDArray[np.float64]]]:
+    """Order the candidates of each problem.
+
+    Args:
+        order: regressor of the logarithm of a candidate's cost.
+        pairs: the candidates; every problem has some.
+        wanted: where more than `FINALISTS` are, all candidates are ordered: those that a stage
+            leaves out follow, as no better than the last finalist.
+
+    Yields:
+        For each problem the places in `pairs` of its candidates, best first, and the logarithms of
+        their costs, rising.
+    """
+    cost, index, done = np.zeros(len(pairs.rows)), pairs.index, 0
+    kept, features = np.arange(len(pairs.rows)), pairs.features
+    if ESTIMATE in order.features:
+        estimate = features[:, order.features.index(ESTIMATE)]
+        kept = _first(pairs, index, kept, estimate, BY_ESTIMATE)
+    for trees, most in (*STAGES, (None, FINALISTS)):
+        # Part by part, so that a candidate's cost, a sum of parts, depends on no other candidate.
+        if wanted > FINALISTS:
+            cost += order.predict(features, done, trees)
+        else:
+            cost[kept] += order.predict(features[kept], done, trees)
+        done = trees or done
+        kept = _first(pairs, index, kept, cost, most)
+    late = np.ones(len(cost), np.bool_)
+    late[kept] = False
+    for start, end in pairwise(np.searchsorted(index[kept], np.arange(len(pairs.places) + 1))):
+        first = kept[start:end]
+        if wanted <= FINALISTS:
+            yield first, cost[first]
+            continue
+        begin, stop = pairs.bounds[index[first[0]]], pairs.bounds[index[first[0]] + 1]
+        rest = begin + np.flatnonzero(late[begin:stop])
+        at = np.concatenate([first, rest[np.argsort(cost[rest], kind="stable")]])
+        yield at, np.maximum.accumulate(cost[at])
+
+
+def _first(
+    pairs: Pairs, index: Rows, kept: Rows, cost: NDArray[np.floating[Any]], most: int
+) -> Rows:
+    """Return the `most` of each problem's pairs `kept` that have the least `cost`, best first."""
+    if len(pairs.places) == 1:
+        return kept[np.lexsort((pairs.rows[kept], cost[kept]))][:most]
+    kept = kept[np.lexsort((pairs.rows[kept], cost[kept], index[kept]))]
+    starts = np.searchsorted(index[kept], np.arange(len(pairs.places)))
+    return kept[np.arange(len(kept)) - starts[index[kept]] < most]
+
+
+def rank_families(
+    families: Mapping[str, FamilyModel],
+    gate: Gate | None,
+    problems: Sequence[Record],
+    device: Device,
+    wanted: int = 1,
+    limits: Limits = UNLIMITED,
+) -> list[Options]:
+    """Return the best configs for each of `problems`: of the families that can win; then, where
+    these have too few, those of the others that serve it, as no faster than the last of these.
+
+    Args:
+        families: by name.
+        gate: which of them can win; None if all can. It learned that without limits, so that all
+            compete where there are some.
+        problems: all are worked out together, which takes a fraction of the time.
+        device: the device to compute them on.
+        wanted: how many configs; there may be more or fewer. The first ones do not depend on it.
+        limits: every config keeps within them.
+    """
+    serving = [[name for name, known in families.items() if known.serves(p)] for p in problems]
+    opened = serving
+    if gate is not None and limits == UNLIMITED:
+        opened = gate.open(problems, device, serving)
+    together = Several.of(problems)
+    found = _rank_named(families, opened, together, device, wanted, limits)
+    closed = [
+        [name for name in served if name not in mine] if len(options) < wanted else []
+        for served, mine, options in zip(serving, opened, found, strict=True)
+    ]
+    others = _rank_named(families, closed, together, device, wanted, limits)
+    for options, more in zip(found, others, strict=True):
+        last = options[-1][0] if options else 0.0
+        options += [(max(last, seconds), candidate) for seconds, candidate in more]
+    return found
+
+
+def _rank_named(
+    families: Mapping[str, FamilyModel],
+    named: Sequence[Sequence[str]],
+    problems: Several,
+    device: Device,
+    wanted: int,
+    limits: Limits,
+) -> list[Options]:
+    """Return the best configs of the families that are `named` for each problem."""
+    found: list[Options] = [[] for _ in named]
+    most = max(wanted, FINALISTS)
+    for name, known in families.items():
+        asked = [place for place, names in enumerate(named) if name in names]
+        if not asked:
+            continue
+        ranked = known.rank_many(problems.part(asked), device, wanted, limits)
+        for place, (rows, seconds) in ranked.items():
+            first = zip(seconds[:most].tolist(), rows[:most].tolist(), strict=True)
+            found[asked[place]] += [(value, Candidate(name, row)) for value, row in first]
+    for options in found:
+        # Stable: a family's candidates of equal seconds keep their order.
+        options.sort(key=lambda option: (option[0], option[1].provider))
+    return found
+
+
+def rank_by_estimate(
+    family: Family, problem: Record, device: Device
+) -> tuple[Rows, NDArray[np.float64]]:
+    """Return all legal configs and their seconds by the family's analytic estimate, rising."""
+    rows = np.flatnonzero(family.legal(problem, device))
+    seconds = family.estimate_s(problem, device, rows)
+    order = np.argsort(seconds, kind="stable")
+    return rows[order], seconds[order]
