@@ -27,7 +27,7 @@ MISS = 0.05  # share of answers that may have a larger regret than their bound
 _PARTS = 5
 _LEAST_IN_LEAF = 30
 #: The median tells good answers from bad ones better than a high quantile, which has too few
-#: examples on its far side (decision 169); the offsets make it a bound.
+#: examples on its far side (decision 170); the offsets make it a bound.
 _GROW = {
     "objective": "regression_l1",
     "n_estimators": 80,

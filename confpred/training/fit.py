@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from lightgbm import LGBMModel, LGBMRanker, LGBMRegressor
@@ -33,7 +33,12 @@ HOPELESS = 4.5
 LEVELS, LAST_LEVEL, GAIN = 30, 1.3, 1.25
 #: One thread: LightGBM's threads wait for one another by spinning, thousands of times a tree. With
 #: as many as there are cores, anything else on the machine makes a fit of 2 s take minutes.
-_ALIKE = {"n_jobs": 1, "deterministic": True, "force_row_wise": True, "verbosity": -1}
+_ALIKE: dict[str, Any] = {
+    "n_jobs": 1,
+    "deterministic": True,
+    "force_row_wise": True,
+    "verbosity": -1,
+}
 REGRESSOR, RANKER = LGBMRegressor(**_ALIKE), LGBMRanker(**_ALIKE)
 #: What LightGBM writes of a tree only for continued training and explanations. Without it trees are
 #: shorter, so the lengths of trees that LightGBM writes would be wrong, and are left out too.
@@ -177,7 +182,7 @@ def grow_order(
     Its first trees learn differences within each of `timings`: what all configs of a problem have
     in common is nothing to order them by, and a problem's regrets are all off by one factor, as
     they are relative to the best of the few configs that were measured of it (decision 144). The
-    others rank, for those that are close (decision 166).
+    others rank, which tells close ones apart (decision 168).
 
     Args:
         features: a row for each config of each of `timings`.
@@ -198,6 +203,8 @@ def grow_order(
     order = fresh(REGRESSOR, hyper, len(features), seed)
     order.set_params(objective=within, n_estimators=hyper.trees, num_leaves=hyper.num_leaves)
     order.fit(features, label, feature_name=list(names))
+    if not hyper.rank_trees:
+        return text_of(order)
     level = np.rint(LEVELS * (1 - label / np.log(LAST_LEVEL)).clip(min=0)).astype(int)
     rank = fresh(RANKER, hyper, len(features), seed).set_params(
         n_estimators=hyper.rank_trees,

@@ -19,7 +19,7 @@ MIN_PROBLEMS = 30  # fewer say nothing about where PyTorch's own operator wins
 #: and it is not answered better by learning that cuDNN now and then takes 30 times as long.
 CAP = 1.0
 #: What an answer of ours loses against PyTorch's operator weighs so many times as much as what it
-#: would have gained where the operator was preferred (decision 168).
+#: would have gained where the operator was preferred (decision 169).
 CAUTION = 3.0
 #: One row a problem is little data, so each tree sees another half of the rows.
 _GROW = {
