@@ -18,9 +18,7 @@ if TYPE_CHECKING:
     from confpred.problem.device import get_device as get_device
     from confpred.problem.limits import Limits as Limits
     from confpred.pytorch.backend import inductor_options as inductor_options
-    from confpred.pytorch.bundle import load_bundle as load_bundle
-    from confpred.pytorch.bundle import prepare as prepare
-    from confpred.pytorch.choosing import record_plan as record_plan
+    from confpred.pytorch.choosing import use_plan as use_plan
     from confpred.pytorch.choosing import use_predictor as use_predictor
     from confpred.pytorch.eager import conv2d as conv2d
     from confpred.pytorch.eager import disable as disable
@@ -31,6 +29,8 @@ if TYPE_CHECKING:
     from confpred.pytorch.linear_chain import linear_chain as linear_chain
     from confpred.pytorch.network import optimize as optimize
     from confpred.pytorch.network import revert as revert
+    from confpred.pytorch.plan import prepare as prepare
+    from confpred.pytorch.plan import record_plan as record_plan
 
 __version__ = "0.1.0"
 _WHERE = {
@@ -50,11 +50,11 @@ _WHERE = {
     "get_device": "confpred.problem.device",
     "inductor_options": "confpred.pytorch.backend",
     "linear_chain": "confpred.pytorch.linear_chain",
-    "load_bundle": "confpred.pytorch.bundle",
     "optimize": "confpred.pytorch.network",
-    "prepare": "confpred.pytorch.bundle",
-    "record_plan": "confpred.pytorch.choosing",
+    "prepare": "confpred.pytorch.plan",
+    "record_plan": "confpred.pytorch.plan",
     "revert": "confpred.pytorch.network",
+    "use_plan": "confpred.pytorch.choosing",
     "use_predictor": "confpred.pytorch.choosing",
 }
 __all__ = ["__version__", *_WHERE]

@@ -17,7 +17,13 @@ ConfpredError
 
 from __future__ import annotations
 
+import difflib
+from typing import TYPE_CHECKING
+
 from confpred.extras import install_command
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 
 class ConfpredError(Exception):
@@ -100,6 +106,12 @@ class MissingExtra(ConfpredError, ImportError):
 
     def __init__(self, package: str, extra: str) -> None:
         super().__init__(f"this needs {package}: {install_command(extra)}")
+
+
+def nearest(value: object, known: Iterable[str]) -> str:
+    """Return the names among `known` that `value` may mean; all of them if none is like it."""
+    known = [*known]
+    return " or ".join(difflib.get_close_matches(str(value), known, 2) or known)
 
 
 def _shown(value: object) -> str:

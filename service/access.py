@@ -38,7 +38,7 @@ class Answer:
     Attributes:
         device: key of the device asked for.
         sources: how many of the best choices came from each source.
-        generation: digest of the models and pins that answered.
+        generation: digest of the models and the plan that answered.
         model: digest of the model of the device, if there is one.
     """
 

@@ -18,7 +18,7 @@ _REFUSALS: dict[int | str, dict[str, Any]] = {
 }
 
 
-@router.post("/v1/models/reload", summary="Read models and pins again", responses=_REFUSALS)
+@router.post("/v1/models/reload", summary="Read models and the plan again", responses=_REFUSALS)
 async def reload(request: Request) -> schema.ChangeReply:
     """All workers answer by what was read when this is answered, or none does."""
     return await _change(request, "reload")
@@ -26,7 +26,7 @@ async def reload(request: Request) -> schema.ChangeReply:
 
 @router.post("/v1/models/rollback", summary="Return to what answered before", responses=_REFUSALS)
 async def rollback(request: Request) -> schema.ChangeReply:
-    """All workers answer by the former models and pins when this is answered, or none does."""
+    """All workers answer by the former models and plan when this is answered, or none does."""
     return await _change(request, "rollback")
 
 

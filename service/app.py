@@ -62,7 +62,7 @@ def create_app(
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        loaded = predictor or Predictor.load(settings.model, pins=settings.pins)
+        loaded = predictor or Predictor.load(settings.model, plan=settings.plan)
         if isinstance(loaded, Predictor):
             loaded = Loaded(generations.of(loaded))
         usual = sys.getswitchinterval()

@@ -13,7 +13,7 @@ from confpred.problem.device import KNOWN
 
 from .access import Answer
 from .errors import Error, RequestError, shorten
-from .publishing import MODELS, PINS, digest_of
+from .publishing import MODELS, PLAN, digest_of
 from .schema import EXAMPLE
 
 #: The reply header that names the models: ``h100=<digest>, h200=<digest>``.
@@ -23,10 +23,10 @@ _LEAST_DIGITS = 8  # of a digest that a request names
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Generation:
-    """Models and pins, loaded.
+    """Models and a plan, loaded.
 
     Attributes:
-        digest: of the digests of all models and of the pins; two servers with one digest and one
+        digest: of the digests of all models and of the plan; two servers with one digest and one
             version of confpred give the same answers.
         predictor: answers by them.
         headers: what a reply says of them.
@@ -54,14 +54,14 @@ class Generation:
         return long_enough and any(digest.startswith(version) for digest in digests)
 
 
-def of(predictor: Predictor, pins: bytes | None = None) -> Generation:
-    """`predictor`'s generation, its tables made, so that no client need wait for them; `pins` is
-    the text of its pins."""
+def of(predictor: Predictor, plan: bytes | None = None) -> Generation:
+    """`predictor`'s generation, its tables made, so that no client need wait for them; `plan` is
+    the text of its plan."""
     for device in (*predictor.models, next(iter(KNOWN))):
         predictor.choose(EXAMPLE, device)
     models = {device: (m.version, m.digest) for device, m in predictor.models.items()}
     named = ", ".join(f"{device}={models[device][1]}" for device in sorted(models))
-    return Generation(digest_of(models, pins), predictor, {MODEL_HEADER: named or "none"})
+    return Generation(digest_of(models, plan), predictor, {MODEL_HEADER: named or "none"})
 
 
 def load(folder: Path) -> Generation:
@@ -73,9 +73,9 @@ def load(folder: Path) -> Generation:
     """
     if not folder.is_dir():
         raise ModelError(f"cannot read {folder}: it is gone")
-    models, pins = (path if path.exists() else None for path in (folder / MODELS, folder / PINS))
-    predictor = Predictor.load(models, pins=pins)
-    found = of(predictor, None if pins is None else pins.read_bytes())
+    models, plan = (path if path.exists() else None for path in (folder / MODELS, folder / PLAN))
+    predictor = Predictor.load(models, plan=plan)
+    found = of(predictor, None if plan is None else plan.read_bytes())
     if found.digest != folder.name:
         raise ModelError(f"{folder} is damaged: it is {found.digest}")
     return found

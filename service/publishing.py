@@ -1,11 +1,11 @@
-"""What a server is to answer by: models and pins that belong together, known by their digest.
+"""What a server is to answer by: models and a plan that belong together, known by their digest.
 
 The supervisor copies them from where the operator keeps them to a folder of its own, once each time
 that they change: a generation. All workers load that copy, one that starts later too. So they
 answer alike whatever becomes of the originals, and a digest names the very bytes that answer.
 
     <digest>/models/<version>/   a model folder, one for each device
-    <digest>/pins.json           the pins or the plan, if there are any
+    <digest>/plan.json           the plan, if there is one
 """
 
 from __future__ import annotations
@@ -19,20 +19,21 @@ from pathlib import Path
 from confpred.errors import DataError, ModelError
 from confpred.files import write_folder
 from confpred.model.folder import model_folders, read_files, shipped_models
+from confpred.predict.plan import plan_file
 
 from .settings import Settings
 
-MODELS, PINS = "models", "pins.json"
+MODELS, PLAN = "models", "plan.json"
 
 
 def publish(settings: Settings, home: Path) -> Path:
-    """Copy the models and pins of `settings` to a folder in `home`, named by their digest.
+    """Copy the models and the plan of `settings` to a folder in `home`, named by their digest.
 
     Nothing is copied that is there already.
 
     Raises:
         ModelError: a model is missing, or damaged, or its trees are.
-        DataError: the file of pins cannot be read.
+        DataError: the plan cannot be read.
         StorageError: there is no room for the copy.
     """
     source = shipped_models() if settings.model is None else Path(settings.model)
@@ -47,10 +48,10 @@ def publish(settings: Settings, home: Path) -> Path:
         known[device] = (version, read.digest)
         models.append((path, read))
         files |= {f"{MODELS}/{version}/{name}": text for name, text in read.files.items()}
-    pins = _read_pins(settings.pins)
-    if pins is not None:
-        files[PINS] = pins
-    published = home / digest_of(known, pins)
+    plan = _read_plan(settings.plan)
+    if plan is not None:
+        files[PLAN] = plan
+    published = home / digest_of(known, plan)
     if not published.exists():
         for path, read in models:
             read.check_trees(path)
@@ -59,10 +60,10 @@ def publish(settings: Settings, home: Path) -> Path:
 
 
 def fingerprint(settings: Settings) -> str:
-    """What changes when a file of the models or the pins does; cheap, as no file is read."""
+    """What changes when a file of the models or the plan does; cheap, as no file is read."""
     source = shipped_models() if settings.model is None else Path(settings.model)
     found = []
-    for path in sorted((*source.glob("*"), *source.glob("*/*"), *_named(settings.pins))):
+    for path in sorted((*source.glob("*"), *source.glob("*/*"), *_named(settings.plan))):
         try:
             status = path.stat()
         except OSError:  # gone since it was listed
@@ -71,10 +72,10 @@ def fingerprint(settings: Settings) -> str:
     return hashlib.sha256(json.dumps(found).encode()).hexdigest()
 
 
-def digest_of(models: Mapping[str, tuple[str, str]], pins: bytes | None) -> str:
+def digest_of(models: Mapping[str, tuple[str, str]], plan: bytes | None) -> str:
     """The digest of a generation, of its models' names and digests by device and the text of its
-    pins; answers tell the names."""
-    parts = [models, None if pins is None else hashlib.sha256(pins).hexdigest()]
+    plan; answers tell the names."""
+    parts = [models, None if plan is None else hashlib.sha256(plan).hexdigest()]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
@@ -85,12 +86,12 @@ def give_back() -> None:
         trim(0)
 
 
-def _named(pins: str | None) -> list[Path]:
-    return [] if pins is None else [Path(pins)]
+def _named(plan: str | None) -> list[Path]:
+    return [] if plan is None else [plan_file(Path(plan))]
 
 
-def _read_pins(path: str | None) -> bytes | None:
+def _read_plan(path: str | None) -> bytes | None:
     try:
-        return None if path is None else Path(path).read_bytes()
+        return None if path is None else plan_file(Path(path)).read_bytes()
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror or error}") from error

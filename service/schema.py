@@ -54,6 +54,9 @@ class ChoiceReply:
             predicts it.
         regret_bound: with 95 % confidence the choice is at most this many times as slow as the best
             config, PyTorch's operator included; null where nothing was calibrated.
+        confidence: that probability, 0.95; null where there is no bound.
+        measured_on: key of the device whose measurements the answer is from; null where none are,
+            as for an estimate (`heuristic`).
         extrapolated: whether the problem is unlike all that the model was trained on.
         model: version of the model that answered; null where none did.
     """
@@ -68,6 +71,8 @@ class ChoiceReply:
     predicted_ms: float | None
     pytorch_ms: float | None
     regret_bound: float | None
+    confidence: float | None
+    measured_on: str | None
     extrapolated: bool
     model: str | None
 

@@ -28,7 +28,7 @@ def serve(settings: Settings) -> None:
 
     Raises:
         ModelError: the model folder is missing, damaged or foreign.
-        InvalidInput, DataError: the file of pins or of tokens is not valid; or there are no tokens
+        InvalidInput, DataError: the plan or the file of tokens is not valid; or there are no tokens
             and other machines could connect.
         ConfpredError: the address cannot be listened on.
         GaveUp: workers ended again and again.

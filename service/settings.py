@@ -20,8 +20,8 @@ class Settings:
     model: str | None = _setting(
         None, "Model folder, or a folder of such, instead of those that ship with confpred."
     )
-    pins: str | None = _setting(
-        None, "JSON file that pins the configs of chosen problems, or a plan."
+    plan: str | None = _setting(
+        None, "Plan to follow for the problems that it has: a file, or a folder with kernels."
     )
     workers: int = _setting(1, "Server processes that share the port.", (1, 64))
     max_batch: int = _setting(1000, "Most problems in one request.", (1, 100_000))
@@ -51,7 +51,7 @@ class Settings:
         1, "Former generations of models that stay loaded, to ask for and to roll back to.", (0, 16)
     )
     watch_models: int = _setting(
-        0, "Seconds between looks for changed models or pins; 0 looks only when told.", (0, 86_400)
+        0, "Seconds between looks for changed models or plans; 0 looks only when told.", (0, 86_400)
     )
     max_head: int = _setting(
         32_768, "Most bytes in the head of a request: its line and headers.", (1024, 1_048_576)

@@ -102,7 +102,7 @@ class Supervisor:
         """Serve until SIGTERM or SIGINT; SIGHUP reloads.
 
         Raises:
-            ConfpredError: the models or pins cannot be loaded at the start.
+            ConfpredError: the models or the plan cannot be loaded at the start.
             GaveUp: workers ended again and again.
         """
         loop = asyncio.get_running_loop()
@@ -126,9 +126,9 @@ class Supervisor:
             raise self._fatal
 
     async def reload(self) -> str:
-        """Read models, pins and tokens again, and have all workers switch to them.
+        """Read models, plan and tokens again, and have all workers switch to them.
 
-        Returns: ``reloaded``, or ``unchanged`` if models and pins are as they were.
+        Returns: ``reloaded``, or ``unchanged`` if models and plan are as they were.
 
         Raises:
             Refused: they are broken; all workers answer as before.
@@ -428,7 +428,7 @@ class Supervisor:
         _log.info("%s for %s: generation %s", outcome, cause, current.name[:12])
 
     async def _watch(self, seen: str) -> None:
-        """Reload when the models or pins change on disk."""
+        """Reload when the models or the plan change on disk."""
         while True:
             await asyncio.sleep(self._settings.watch_models)
             found = await asyncio.to_thread(fingerprint, self._settings)

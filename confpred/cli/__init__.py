@@ -15,7 +15,8 @@ from confpred.errors import ConfpredError, InvalidInput
 COMMANDS = {
     "predict": "Name the best config of a layer or a network.",
     "explain": "Say why a layer gets the config that it gets.",
-    "plan": "Write, show or check the choices of a network as one file.",
+    "devices": "List the GPUs that are known, and what their models know.",
+    "plan": "Write, show or check a plan: choices that are taken as they are.",
     "sample": "Measure configs on this machine's GPUs.",
     "merge": "Join measurements into one file, or add them to a folder.",
     "train": "Train a model from measurements (retrain-predictor).",

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import click
 
-from confpred.cli.inputs import FILE, FOLDER
-from confpred.cli.layers import layer_options, problems_of
+from confpred.cli.inputs import FOLDER
+from confpred.cli.layers import layer_options, plan_option, problems_of
 from confpred.cli.outputs import check_files, force_option
 from confpred.predict.choice import MAX_TOP
 
@@ -30,7 +30,7 @@ from confpred.predict.choice import MAX_TOP
     help="Write a plot of the only layer: PNG, or SVG where the name ends in .svg.",
 )
 @click.option("--model", type=FOLDER, help="Model folder; default: the newest.")
-@click.option("--pins", "--plan", type=FILE, help="File of pinned configs, or a plan.")
+@plan_option
 @force_option
 def command(
     layers: tuple[str, ...],
@@ -41,7 +41,7 @@ def command(
     as_json: bool,
     plot: Path | None,
     model: Path | None,
-    pins: Path | None,
+    plan: Path | None,
     force: bool,
 ) -> None:
     """Say why a layer gets the config that it gets. Needs no GPU.
@@ -70,12 +70,12 @@ def command(
     problems = problems_of(layers, operation, network)
     if plot is not None and len(problems) != 1:
         raise click.UsageError(f"--plot shows one layer; {len(problems)} were given")
-    check_files({"plot": plot}, force=force, inputs=[network, model, pins])
+    check_files({"plot": plot}, force=force, inputs=[network, model, plan])
     if plot is not None:
         from confpred.report import require_packages
 
         require_packages()
-    predictor = Predictor.load(model, pins=pins)
+    predictor = Predictor.load(model, plan=plan)
     found = list(explain_layers(problems, device, top=top, predictor=predictor))
     if plot is not None:
         from confpred.report.explained import plot_explanation

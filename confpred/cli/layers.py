@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from confpred.cli.inputs import FILE
+from confpred.cli.inputs import FILE, FILE_OR_FOLDER
 
 if TYPE_CHECKING:
     from confpred.problem.record import Record
@@ -25,6 +25,12 @@ _OPTIONS = (
         "--operation", default="conv2d", show_default=True, help="What the layers of --layer are."
     ),
     click.option("--network", type=FILE, help="A suite file of many layers."),
+)
+
+plan_option = click.option(
+    "--plan",
+    type=FILE_OR_FOLDER,
+    help="Plan to follow for the layers that it has: a file, or a folder with kernels.",
 )
 
 

@@ -7,12 +7,15 @@ from pathlib import Path
 
 import click
 
-from confpred.cli.inputs import FILE, FOLDER
-from confpred.cli.layers import aligned, layer_options, problems_of
+from confpred.cli.inputs import FOLDER
+from confpred.cli.layers import aligned, layer_options, plan_option, problems_of
 from confpred.predict.choice import MAX_TOP, Choice, answers_json
 from confpred.problem.limits import Limits
 
-_HEADINGS = ("layer", "rank", "source", "provider", "ms", "bound", "config")
+_HEADINGS = (
+    "layer", "rank", "source", "provider", "ms", "PyTorch ms", "measured on", "bound", "confidence",
+    "config",
+)  # fmt: skip
 
 
 @click.command()
@@ -37,7 +40,7 @@ _HEADINGS = ("layer", "rank", "source", "provider", "ms", "bound", "config")
 @click.option("--no-tf32", is_flag=True, help="Nothing that rounds float32 inputs to TF32.")
 @click.option("--json", "as_json", is_flag=True, help="Print what the HTTP service would reply.")
 @click.option("--model", type=FOLDER, help="Model folder; default: the newest.")
-@click.option("--pins", "--plan", type=FILE, help="File of pinned configs, or a plan.")
+@plan_option
 def command(
     layers: tuple[str, ...],
     operation: str,
@@ -51,7 +54,7 @@ def command(
     no_tf32: bool,
     as_json: bool,
     model: Path | None,
-    pins: Path | None,
+    plan: Path | None,
 ) -> None:
     """Name the best config of a layer or a network.
 
@@ -71,7 +74,7 @@ def command(
 
     limits = Limits(workspace_limit, deterministic, not no_tf32, max_error)
     problems = problems_of(layers, operation, network)
-    predictor = Predictor.load(model, pins=pins).within(limits)
+    predictor = Predictor.load(model, plan=plan).within(limits)
     answers = [predictor.rank(problem, device, top, max_regret=max_regret) for problem in problems]
     if as_json:
         click.echo(answers_json(answers))
@@ -91,8 +94,11 @@ def _table(answers: Sequence[Sequence[Choice]]) -> Iterable[str]:
                     str(rank),
                     choice.source,
                     choice.provider,
-                    "" if choice.predicted_ms is None else f"{choice.predicted_ms:.4f}",
-                    _bound(choice),
+                    _ms(choice.predicted_ms),
+                    _ms(choice.pytorch_ms),
+                    choice.measured_on or "none",
+                    _bound(choice) if rank == 1 else "",
+                    _confidence(choice) if rank == 1 else "",
                     " ".join(f"{k}={v}" for k, v in (choice.config or {}).items()),
                 )
             )
@@ -103,8 +109,25 @@ def _table(answers: Sequence[Sequence[Choice]]) -> Iterable[str]:
             f"model {' and '.join(models)}: with 95 % confidence a choice is at most its bound "
             "times as slow as the best config"
         )
+    guesses = {choices[0].source for choices in answers if choices[0].is_guess}
+    for source in sorted(guesses):
+        yield f"{source}: {_GUESSES[source]}"
     if any(choices[0].extrapolated for choices in answers):
         yield "unlike: no layer in the model's data is like this one, so no bound was calibrated"
+
+
+_GUESSES = {
+    "heuristic": "an estimate, as no model knows such layers here; PyTorch's operator runs",
+    "transferred": "by the model of another device; PyTorch's operator runs unless it is measured",
+}
+
+
+def _ms(time_ms: float | None) -> str:
+    return "" if time_ms is None else f"{time_ms:.4f}"
+
+
+def _confidence(choice: Choice) -> str:
+    return "none" if choice.confidence is None else f"{choice.confidence * 100:.0f} %"
 
 
 def _bound(choice: Choice) -> str:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 import sys
-from collections.abc import Iterable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,7 @@ from typing import Any
 import click
 
 from confpred.cli.stopping import leave_signals
-from confpred.errors import DataError, InvalidInput
+from confpred.errors import DataError, InvalidInput, nearest
 from confpred.service import require_packages
 from confpred.service.settings import Settings
 
@@ -25,11 +23,9 @@ else:
 
 _PATHS = {
     "model": click.Path(exists=True, file_okay=False),
-    "pins": click.Path(exists=True, dir_okay=False),
+    "plan": click.Path(exists=True),
     "tokens": click.Path(exists=True, dir_okay=False),
 }
-#: The names that options had in confpred 0.1.0.
-_FORMER_FLAGS = {"pins": ("--plan",)}
 #: The beginning of the environment's variables that are settings.
 _PREFIX = "CONFPRED_SERVE_"
 #: The exit status when no worker can be kept running.
@@ -41,7 +37,7 @@ def _option(field: Any) -> click.Option:
     if isinstance(field.default, bool):
         flag += f"/--no-{flag[2:]}"
     return click.Option(
-        [flag, *_FORMER_FLAGS.get(field.name, ())],
+        [flag],
         type=_type(field),
         default=field.default,
         help=field.metadata["help"],
@@ -76,7 +72,7 @@ def _settings_in(path: Path) -> dict[str, Any]:
     defaults = {field.name: field.default for field in fields(Settings)}
     for name, value in found.items():
         if name not in defaults:
-            raise InvalidInput(f"{path}: {name}", value, _nearest(name, defaults))
+            raise InvalidInput(f"{path}: {name}", value, nearest(name, defaults))
         kind = str if defaults[name] is None else type(defaults[name])
         if type(value) is not kind:
             raise InvalidInput(f"{path}: {name}", value, _KINDS[kind])
@@ -92,13 +88,7 @@ def _check_variables() -> None:
     for variable, value in os.environ.items():
         name = variable.removeprefix(_PREFIX)
         if name not in (variable, *known):
-            raise InvalidInput(variable, value, f"{_PREFIX} and {_nearest(name, known)}")
-
-
-def _nearest(name: str, known: Iterable[str]) -> str:
-    """The names among `known` that may have been meant; all, if none is like it."""
-    known = [*known]
-    return " or ".join(difflib.get_close_matches(name, known, 2)) or ", ".join(known)
+            raise InvalidInput(variable, value, f"{_PREFIX} and {nearest(name, known)}")
 
 
 def _serve(**values: Any) -> None:

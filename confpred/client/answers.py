@@ -13,7 +13,7 @@ from typing import Any, get_args
 from confpred.client.steps import Reply
 from confpred.errors import InvalidInput, ServiceError
 from confpred.predict.choice import Choice, Source
-from confpred.predict.pins import named_candidate
+from confpred.predict.plan import named_candidate
 from confpred.problem.device import Device
 from confpred.problem.record import Record
 
@@ -80,8 +80,12 @@ def _choice(fields: Mapping[str, Any], problem: Record, device: Device, server: 
     if fields["source"] not in get_args(Source):
         raise ValueError(f"source {fields['source']!r}")
     model = fields["model"]
-    if fields["device"] != device.key or not (model is None or isinstance(model, str)):
-        raise ValueError("an answer for another device, or of no model")
+    # A service of an earlier release says no more than the fields that are required here.
+    donor = fields.get("measured_on") if fields["source"] == "transferred" else None
+    if fields["device"] != device.key:
+        raise ValueError("an answer for another device")
+    if not all(text is None or isinstance(text, str) for text in (model, donor)):
+        raise ValueError("a model or a device that is no text")
     return Choice(
         problem,
         device.key,
@@ -90,9 +94,9 @@ def _choice(fields: Mapping[str, Any], problem: Record, device: Device, server: 
         predicted_ms=_number(fields["predicted_ms"]),
         pytorch_ms=_number(fields.get("pytorch_ms")),
         regret_bound=_number(fields["regret_bound"]),
-        # A service of an earlier release does not say, nor what PyTorch's operator takes.
         extrapolated=fields.get("extrapolated", False) is True,
         model=model,
+        donor=donor,
         server=server,
     )
 

@@ -14,7 +14,7 @@ from confpred.client.answers import ServedDevice, ServedModel, devices_of, model
 from confpred.client.questions import Questions, Trace
 from confpred.client.steps import NoReply, Pause, Reply, Result, Send, Steps
 from confpred.predict.choice import Choice
-from confpred.predict.plans import Plan
+from confpred.predict.plan import Plan
 from confpred.problem.device import Device
 from confpred.problem.record import Record
 

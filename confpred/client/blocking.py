@@ -14,7 +14,7 @@ from confpred.client.answers import ServedDevice, ServedModel, devices_of, model
 from confpred.client.questions import Questions, Trace
 from confpred.client.steps import NoReply, Pause, Reply, Result, Send, Steps, clock
 from confpred.predict.choice import Choice
-from confpred.predict.plans import Plan
+from confpred.predict.plan import Plan
 from confpred.problem.device import Device
 from confpred.problem.record import Record
 
@@ -53,8 +53,8 @@ class Client(Questions[httpx.Client]):
     def plan(
         self, problems: Iterable[Record], device: str | Device, *, trace: Trace | None = None
     ) -> Plan:
-        """The choices of a network as a plan: written by `confpred.predict.plans.write_plan`, it is
-        what ``confpred.enable(plan=...)`` and ``Predictor.load(pins=...)`` take."""
+        """The choices of a network as a plan: written by `confpred.predict.plan.write_plan`, it is
+        what ``confpred.use_plan`` and ``Predictor.load(plan=...)`` take."""
         return self._take(self._plan(problems, device, trace))
 
     def devices(self, *, trace: Trace | None = None) -> tuple[ServedDevice, ...]:

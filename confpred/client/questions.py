@@ -23,7 +23,7 @@ from confpred.errors import InvalidInput, ServiceError, ServiceUnavailable
 from confpred.forks import PerProcess
 from confpred.memory import Recent
 from confpred.predict.choice import Choice, check_top
-from confpred.predict.plans import Plan, plan_of
+from confpred.predict.plan import Plan, plan_of
 from confpred.predict.predictor import Predictor
 from confpred.problem.conv2d import Problem
 from confpred.problem.device import Device, get_device

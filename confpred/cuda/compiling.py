@@ -6,8 +6,9 @@ import os
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 
+from confpred.cuda.bundles import bundle_files
 from confpred.cuda.cache import KernelCache
-from confpred.cuda.compiler import Compiled, compile_kernel
+from confpred.cuda.compiler import Compiled, compile_kernel, nvrtc_version
 from confpred.problem.operation import KernelSpec
 
 
@@ -32,6 +33,18 @@ def compile_all(
     with ThreadPoolExecutor(workers, "confpred-compile") as pool:
         futures = [pool.submit(compile_kernel, spec, arch, kernel_cache) for spec in wanted]
     return {spec: future.result() for spec, future in zip(wanted, futures, strict=True)}
+
+
+def compiled_files(specs: Iterable[KernelSpec], arch: str) -> dict[str, str | bytes]:
+    """Compile `specs` for `arch`, and return the files that let a start do without the compiler, by
+    their names in a folder (`confpred.cuda.bundles`). Needs no GPU.
+
+    Raises:
+        CompileError, MissingExtra: see `compile_all`.
+    """
+    compiled = compile_all(specs, arch)
+    cubins = {spec: kernel.cubin for spec, kernel in compiled.items()}
+    return bundle_files(cubins, arch, nvrtc_version())
 
 
 def _processors() -> int:

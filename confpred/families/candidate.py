@@ -1,6 +1,6 @@
 """A *candidate*: one way to compute a problem, identified in the same way everywhere.
 
-Answers, pins, models, the sampler's tasks and measurements all identify it by this record; how a
+Answers, plans, models, the sampler's tasks and measurements all identify it by this record; how a
 measurement file spells its config is `confpred.families.registry.config_words`.
 """
 

@@ -13,6 +13,7 @@ from confpred.families.registry import all_families, config_of
 from confpred.problem.record import Record
 
 MAX_TOP = 32  # choices that one answer may have
+CONFIDENCE = 0.95  # with which a bound on the regret is calibrated to hold
 Source = Literal["pinned", "measured", "predicted", "transferred", "heuristic", "fallback"]
 
 
@@ -33,11 +34,12 @@ class Choice:
             predicts it.
         regret_bound: with 95 % confidence the choice is at most this many times as slow as the best
             config, PyTorch's operator included, as calibrated on networks that the model was not
-            trained on, and wider where it is ``transferred``; None where nothing was calibrated, as
-            for what is `extrapolated`.
+            trained on; None where nothing was calibrated, as for what is `extrapolated`, and for a
+            guess (`is_guess`).
         model: version of the model that answered, or None.
         extrapolated: whether the model predicts for a problem unlike all that it was trained on: of
             a size out of their range, or of a kind that none of them is of.
+        donor: key of the device whose model answered where the choice is ``transferred``.
         server: address of the service that answered, or None for this process. It is no part of the
             answer: choices are equal whoever made them.
     """
@@ -51,6 +53,7 @@ class Choice:
     model: str | None = None
     extrapolated: bool = False
     pytorch_ms: float | None = None
+    donor: str | None = None
     server: str | None = field(default=None, compare=False)
 
     @property
@@ -74,6 +77,19 @@ class Choice:
         return None if self.family is None else config_of(self.candidate)
 
     @property
+    def confidence(self) -> float | None:
+        """Probability that `regret_bound` holds; None where there is no bound."""
+        return None if self.regret_bound is None else CONFIDENCE
+
+    @property
+    def measured_on(self) -> str | None:
+        """Key of the device whose measurements the choice is from; None where none are, as for an
+        estimate (``heuristic``)."""
+        if self.source == "transferred":
+            return self.donor
+        return self.device if self.source in ("predicted", "measured") else None
+
+    @property
     def is_guess(self) -> bool:
         """Whether no measurement of such problems on this device stands behind the choice: no
         model of the device knows them. PyTorch's operator runs then."""
@@ -92,6 +108,8 @@ class Choice:
             "predicted_ms": self.predicted_ms,
             "pytorch_ms": self.pytorch_ms,
             "regret_bound": self.regret_bound,
+            "confidence": self.confidence,
+            "measured_on": self.measured_on,
             "extrapolated": self.extrapolated,
             "model": self.model,
         }

@@ -14,12 +14,6 @@ from collections.abc import Mapping
 from confpred.model.folder import Model
 from confpred.problem.device import KNOWN, Device
 
-#: By how much more a transferred answer may exceed the best than one for the model's own device,
-#: for each doubling between the devices. From the H100 to the H200 and back, at a distance of 0.52,
-#: the 95 % quantile of the excess was 1.1 and 1.2 times that of a model of the device itself
-#: (`benchmarks/transfer.py`), where this allows 1.52; further apart it is an extrapolation.
-WIDENING_A_DOUBLING = 1.0
-
 
 def distance(one: Device, other: Device) -> float:
     """How unlike two devices are: the largest ratio among their sizes and rates, in doublings."""
@@ -42,9 +36,3 @@ def donor_for(models: Mapping[str, Model], device: Device, problem: type) -> Mod
         if models[key].operation.problem is problem:
             return models[key]
     return None
-
-
-def widened(bound: float, model: Model, device: Device) -> float:
-    """A bound on the regret of `model`'s answers for its own device, made one for `device`."""
-    doublings = distance(model.device, device)
-    return 1 + (bound - 1) * (1 + WIDENING_A_DOUBLING * doublings)

@@ -57,7 +57,7 @@ def page(explanation: LayerExplanation) -> Iterator[str]:
         yield "Nothing was learned or measured here: the times are rough estimates."
     elif choice.source == "transferred":
         yield ""
-        yield "Nothing was learned or measured on this device, but on another one."
+        yield f"Nothing was learned or measured on this device, but on {choice.measured_on}."
 
 
 def _summary(explanation: LayerExplanation) -> Iterator[str]:
@@ -70,6 +70,8 @@ def _summary(explanation: LayerExplanation) -> Iterator[str]:
             f"bound     with 95 % confidence at most {choice.regret_bound:.3f} times as slow as "
             "the best config"
         )
+    elif choice.is_guess:
+        yield "bound     none, with no confidence: nothing was calibrated for this device"
     share = explanation.roofline_share
     reached = "" if share is None else f"; the choice reaches {share:.0%} of it"
     yield (

@@ -15,16 +15,15 @@ from confpred.families.candidate import PYTORCH_OPERATOR, Candidate
 from confpred.families.limits import first_within, within
 from confpred.families.protocol import Lister
 from confpred.families.registry import all_families, kernels_of
-from confpred.files import read_json
 from confpred.memory import Remembered
 from confpred.model.bounds import Trust
 from confpred.model.folder import Model, NewestModels, load_model
 from confpred.model.pytorch_ratio import with_pytorch
 from confpred.model.rank import Options, rank_by_estimate, rank_families
-from confpred.predict import pins as pins_file
-from confpred.predict import plans, trust
+from confpred.predict import trust
 from confpred.predict.choice import Choice, Source, check_top
-from confpred.predict.donors import donor_for, widened
+from confpred.predict.donors import donor_for
+from confpred.predict.plan import Plan, read_plan
 from confpred.predict.trust import check_max_regret
 from confpred.problem.device import KNOWN, Device, get_device
 from confpred.problem.limits import UNLIMITED, Limits
@@ -73,21 +72,13 @@ class Predictor:
     def __init__(
         self,
         models: Mapping[str, Model],
-        pins: Mapping[tuple[Record, Device], Candidate] | None = None,
-        plan: plans.Plan | None = None,
+        plan: Plan | None = None,
     ) -> None:
-        """Use `models`, by device key, which are not to change, what the user has pinned, and a
-        recorded plan, whose choices are pins too."""
+        """Use `models`, by device key, which are not to change, and follow `plan` first."""
         self._models = MappingProxyType(models)
         self._limits = UNLIMITED
         self._within: dict[Limits, Predictor] = {}
-        self._pins = dict(pins or {})
-        self._planned: dict[tuple[Record, Device], Choice] = {}
-        if plan is not None:
-            for choice in plan.choices:
-                self._pins[choice.problem, plan.device] = choice.candidate
-                planned = replace(choice, source="pinned", model=None)
-                self._planned[choice.problem, plan.device] = planned
+        self._planned = {(c.problem, c.device): c for c in (plan.choices if plan else ())}
         self._best = Remembered(self._work_out, BEST_KEPT)
         self._ranking = Remembered(self._work_out, RANKINGS_KEPT)
 
@@ -96,7 +87,7 @@ class Predictor:
         cls,
         model: str | Path | None = None,
         *,
-        pins: str | Path | None = None,
+        plan: str | Path | Plan | None = None,
         device: str | Device | None = None,
     ) -> Predictor:
         """Load a model folder, or the newest model of each device that ships with the package.
@@ -104,28 +95,23 @@ class Predictor:
         Args:
             model: a folder that ``confpred train`` wrote, or one that holds such folders, of which
                 each device gets its newest.
-            pins: a file of pinned candidates (`confpred.predict.pins`), or a plan
-                (`confpred.predict.plans`).
-            device: refuse a plan for another device than this. Pins of other devices are never
-                refused, as they do not matter.
+            plan: choices that are taken as they are (`confpred.predict.plan`): a `Plan`, a file, or
+                a folder, whose compiled kernels are not loaded here. For other problems the models
+                answer.
+            device: refuse a plan whose choices are all for other devices.
 
         Raises:
             ModelError: the folder is missing, damaged or foreign.
-            DataError, InvalidInput: the file of pins is not valid, or a plan is for other kernels
-                or another device.
+            DataError, InvalidInput: the plan is not valid, or for other kernels or devices.
         """
         if model is None:
             models: Mapping[str, Model] = NewestModels()
         else:
             found = NewestModels(Path(model)).values() or (load_model(Path(model)),)
             models = {each.device.key: each for each in found}
-        if pins is None:
-            return cls(models)
-        path = Path(pins)
-        forms = (pins_file.FORMAT, pins_file.FORMER, plans.FORMAT)
-        if read_json(path, "a file of pins or a plan", *forms)["format"] == plans.FORMAT:
-            return cls(models, plan=plans.read_plan(path, device))
-        return cls(models, pins_file.read_pins(path))
+        if isinstance(plan, str | Path):
+            plan = read_plan(Path(plan), device)
+        return cls(models, plan)
 
     @property
     def models(self) -> Mapping[str, Model]:
@@ -141,14 +127,16 @@ class Predictor:
         here = get_device(device)
         own = self._models.get(here.key)
         models = self._models.values() if own is None else (own,)  # of others it is transferred
-        pins = sorted(
-            repr((problem, pin)) for (problem, on), pin in self._pins.items() if on == here
+        planned = sorted(
+            repr((problem, choice.candidate))
+            for (problem, on), choice in self._planned.items()
+            if on == here.key
         )
-        facts = (sorted(model.digest for model in models), pins, self._limits)
+        facts = (sorted(model.digest for model in models), planned, self._limits)
         return hashlib.sha256(repr(facts).encode()).hexdigest()
 
     def within(self, limits: Limits) -> Predictor:
-        """What chooses as this one does, of what keeps within `limits` alone: pins, plans and
+        """What chooses as this one does, of what keeps within `limits` alone: a plan's choices and
         measured configs that do not are passed over.
 
         Raises:
@@ -161,7 +149,7 @@ class Predictor:
         found = self._within.get(limits)
         if found is None:
             found = Predictor(self._models)
-            found._pins, found._planned = self._pins, self._planned
+            found._planned = self._planned
             found._limits = limits
             if len(self._within) >= _LIMITS_KEPT:
                 self._within.clear()
@@ -222,8 +210,8 @@ class Predictor:
         return list(choices) if max_regret is None else _accepted(choices, max_regret)
 
     def knows_libraries(self, device: str | Device) -> bool:
-        """Whether algorithms of a library, or pins of dense layers, are among what is chosen from
-        on `device`: without them the answer for a dense layer is PyTorch's own operator.
+        """Whether algorithms of a library, or a plan's of dense layers, are among what is chosen
+        from on `device`: without them the answer for a dense layer is PyTorch's own operator.
 
         Raises:
             UnknownDevice: no description of `device` is known.
@@ -232,8 +220,8 @@ class Predictor:
         model = self._models.get(known.key)
         learned = () if model is None else model.families.values()
         return any(isinstance(each.family, Lister) for each in learned) or any(
-            where == known and problem.grouping == "dense" and candidate != PYTORCH_OPERATOR
-            for (problem, where), candidate in self._pins.items()
+            where == known.key and problem.grouping == "dense" and choice.family is not None
+            for (problem, where), choice in self._planned.items()
         )
 
     def expected_ms(
@@ -291,27 +279,32 @@ class Predictor:
         ]
 
     def _settled(self, problem: Record, device: Device, top: int) -> list[_Option]:
-        """What needs no prediction: the user's pin, and the best measured config."""
-        pin = self._pins.get((problem, device))
-        planned = self._plan_for(problem, device) if top == 1 else None
-        if planned is not None:
+        """What needs no prediction: the choice of a plan, and the best measured config."""
+        planned = self._plan_for(problem, device)
+        if planned is not None and top == 1:
             return [_Option("pinned", planned.candidate, None)]
         model = self._own_model(type(problem), device)
         best = model.measured.get(str(problem)) if model else None
         options = []
-        if pin is not None and self._keeps_within(problem, pin):
-            options.append(_Option("pinned", pin, _expected_s(problem, device, model, pin)))
-        known = best is not None and best.candidate != pin
+        if planned is not None:
+            options.append(_Option("pinned", planned.candidate, None))
+        known = best is not None and (planned is None or best.candidate != planned.candidate)
         if best is not None and known and self._keeps_within(problem, best.candidate):
             options.append(_Option("measured", best.candidate, best.time_ms * 1e-3))
         return options
 
     def _plan_for(self, problem: Record, device: Device) -> Choice | None:
-        """What a recorded plan has for a problem, if it keeps within the limits."""
-        planned = self._planned.get((problem, device))
-        if planned is not None and self._keeps_within(problem, planned.candidate):
-            return planned
-        return None
+        """What the plan has for a problem, if it keeps within the limits; with the time that is
+        expected where a person wrote it, who gives none."""
+        planned = self._planned.get((problem, device.key))
+        if planned is None or not self._keeps_within(problem, planned.candidate):
+            return None
+        time_ms = planned.predicted_ms
+        if planned.source == "pinned" and time_ms is None:
+            model = self._own_model(type(problem), device)
+            seconds = _expected_s(problem, device, model, planned.candidate)
+            time_ms = None if seconds is None else seconds * 1e3
+        return replace(planned, source="pinned", model=None, predicted_ms=time_ms)
 
     def _keeps_within(self, problem: Record, candidate: Candidate) -> bool:
         if candidate == PYTORCH_OPERATOR:
@@ -360,13 +353,12 @@ class Predictor:
         served = [i for i, options in enumerate(predicted) if options]
         if self._limits != UNLIMITED or not served:
             return found  # nothing was calibrated for what is left within limits
-        # Of a device without a model: by what the model knows of its own, and wider.
+        # Nothing was calibrated for a device without a model of its own.
         trusts = model.bounds.of(
             [problems[i] for i in served], model.device, [predicted[i] for i in served]
         )
         for i, (bound, extrapolated) in zip(served, trusts, strict=True):
-            wide = None if bound is None else widened(bound, model, device)
-            found[i] = Trust(wide, extrapolated)
+            found[i] = Trust(bound if model.device.key == device.key else None, extrapolated)
         return found
 
     def _choices(
@@ -500,4 +492,5 @@ def _choice(
         regret_bound=known.bound,
         extrapolated=known.extrapolated,
         model=model.version if model and option.source in _OF_MODELS else None,
+        donor=model.device.key if model and option.source == "transferred" else None,
     )

@@ -30,7 +30,7 @@ def check_max_regret(value: object) -> float | None:
 def is_trusted(choice: Choice, max_regret: float | None) -> bool:
     """Whether a caller that accepts `max_regret` takes `choice`; one that accepts None takes
     all."""
-    if max_regret is None or choice.source not in ("predicted", "heuristic"):
+    if max_regret is None or not (choice.source == "predicted" or choice.is_guess):
         return True
     if choice.candidate == PYTORCH_OPERATOR:
         return True
@@ -51,6 +51,7 @@ def within(choices: Sequence[Choice], max_regret: float | None) -> list[Choice]:
         predicted_ms=None,
         regret_bound=None,
         model=None,
+        donor=None,
     )
     # The bound is of a first choice alone.
     rest = [replace(c, regret_bound=None) for c in choices if c.candidate != PYTORCH_OPERATOR]

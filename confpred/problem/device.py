@@ -11,7 +11,7 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
 
-from confpred.errors import DataError, UnknownDevice
+from confpred.errors import DataError, UnknownDevice, nearest
 from confpred.problem import boards
 from confpred.problem.record import Record
 
@@ -107,7 +107,8 @@ def get_device(name: str | Device) -> Device:
             return device
         if " mig " in boards.plain(name):
             raise UnknownDevice("device", name, f"a whole GPU: {' or '.join(KNOWN)}")
-    raise UnknownDevice("device", name, " or ".join(KNOWN))
+    near, known = nearest(name, KNOWN), " or ".join(KNOWN)
+    raise UnknownDevice("device", name, known if near == known else f"{near}, say; all are {known}")
 
 
 def listed(name: str) -> Device | None:

@@ -4,11 +4,12 @@ A network:
     network    `optimize` and `revert`
     backend    the backend of torch.compile, its options, and the same choices inside Inductor
     layouts    one layout for a graph
-    rewrite    passes over graphs: fusion, choice, batch norm
-    freeze     what depends on weights alone, computed once
+    fusing     what is chosen, and fused with it: convolutions become confpred's operators
+    passes     passes over any graph: batch norm as eager mode, copies, views, updates in place,
+               what depends on weights alone
     graphs     CUDA graphs of captured graphs
     explain    a capture on fake tensors: what would run
-    bundle     the same as a plan and compiled kernels
+    plan       the same as a plan; choices recorded while a block runs
 
 Calls:
     eager      `conv2d`, `enable` and `disable`
@@ -19,7 +20,7 @@ Calls:
     fold       batch norms as filters and biases, in one launch
 
 From a problem to a launch:
-    choosing   the predictor, limits and switches in force; choices as a plan
+    choosing   the predictor or plan, limits and switches in force
     verify     measured choices
     loading    kernels compiled in threads, and launches that are ready for one shape
 """

@@ -1,9 +1,8 @@
 """``torch.compile(model, backend="confpred")``: PyTorch captures, confpred chooses.
 
-    Dynamo --> AOTAutograd --> rewrite (what runs, chosen in one call) --> CUDA graph
+    Dynamo --> AOTAutograd --> fusing (what runs, chosen in one call) --> CUDA graph
               inference        fuse
-              joint            serve_training, then forward and backward apart
-              forward          update_in_place
+              joint            serve, then forward and backward apart
 
 Dynamo's guards say when a captured graph still holds. Parameters and buffers are inputs of the
 graphs, so that every write to one is seen.
@@ -15,6 +14,7 @@ import difflib
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,10 +27,9 @@ from confpred.errors import ConfpredError, InvalidInput
 from confpred.predict.choice import Choice
 from confpred.problem.conv2d import Problem
 from confpred.problem.limits import UNLIMITED, Limits
-from confpred.pytorch import choosing, rewrite, verify
+from confpred.pytorch import choosing, fusing, passes, verify
 from confpred.pytorch.choosing import Wishes
 from confpred.pytorch.convolve import is_deterministic
-from confpred.pytorch.freeze import frozen
 from confpred.pytorch.graphs import graphed
 from confpred.pytorch.layouts import to_channels_last
 from confpred.pytorch.loading import compile_ahead
@@ -75,11 +74,7 @@ class Options:
 
     @classmethod
     def of(cls, given: Mapping[str, Any] | None) -> Options:
-        """Return the options that a dictionary names.
-
-        Raises:
-            InvalidInput: there is no such option, or a value is not allowed.
-        """
+        """Return the options that a dictionary names."""
         names = [f.name for f in fields(cls)]
         for name in given or {}:
             if name not in names:
@@ -98,13 +93,8 @@ def confpred(
 ) -> Any:
     """Compile a graph of Dynamo's; the backend that ``torch.compile`` finds by this name.
 
-    Args:
-        gm, example_inputs: from Dynamo.
-        mode: None; confpred has no modes.
-        options: see `Options`.
-
     Raises:
-        InvalidInput: `mode` or `options` is not allowed.
+        InvalidInput: `options` are not of `Options`, or there is a mode: confpred has none.
     """
     if mode not in (None, "default"):
         raise InvalidInput("mode", mode, "None; options={'graphs': False} is without CUDA graphs")
@@ -114,10 +104,8 @@ def confpred(
 
 
 def _guard_hooks() -> None:
-    """Let the guards of the capture under way see hooks that are added to modules later.
-
-    Dynamo skips them unless it is told not to, and a hook would be ignored.
-    """
+    """Let the guards of the capture under way see hooks that are added to modules later: Dynamo
+    skips them unless it is told not to, and a hook would be ignored."""
     from torch._dynamo import callback, config
 
     if not config.skip_nnmodule_hook_guards:
@@ -134,16 +122,12 @@ def _guard_hooks() -> None:
 
 
 class Compiler:
-    """The compilers that AOTAutograd calls with the graphs of a capture.
-
-    Attributes:
-        options: see `Options`.
-        sites: the convolutions found, as `confpred.pytorch.rewrite` describes them.
-    """
+    """The compilers that AOTAutograd calls with the graphs of a capture; `sites` are the
+    convolutions that were found."""
 
     def __init__(self, options: Options) -> None:
         self.options = options
-        self.sites: list[rewrite.Site] = []
+        self.sites: list[fusing.Site] = []
 
     def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
         """Compile a graph of Dynamo's; see `confpred`."""
@@ -157,27 +141,21 @@ class Compiler:
             keep_inference_input_mutations=True,
         )(gm, example_inputs)
 
-    def chooser(self, graph: fx.Graph) -> rewrite.Choose | None:
-        """Return a function that chooses for the device of `graph`; None where that is no GPU."""
+    def chooser(self, graph: fx.Graph) -> fusing.Choose | None:
+        """Return what chooses for the device of `graph`; None where that is no GPU."""
         ordinal = ordinal_of(graph)
         return None if ordinal is None else chooser(ordinal, self.options)
 
     def inference(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
         """Compile a graph without gradients."""
-        rewrite.refuse_mixed_dtypes(gm.graph)
-        rewrite.views_of_any_layout(gm.graph)
-        rewrite.drop_copies(gm.graph)
-        choose = self.chooser(gm.graph)
-        if choose is not None:
-            to_channels_last(gm.graph)
-            self.sites += rewrite.fuse(gm.graph, choose, self.options.wishes)
-        static = _static_inputs(gm)
-        written = rewrite.update_in_place(gm.graph)
-        if self.options.freeze:
-            return frozen(
-                gm, static, lambda rest, still: self._run(rest, still, written, None, "inference")
-            )
-        return self._run(gm, static, written, None, "inference")
+        passes.refuse_mixed_dtypes(gm.graph)
+        passes.views_of_any_layout(gm.graph)
+        passes.drop_copies(gm.graph)
+        self._choose(gm.graph, fusing.fuse)
+        told: Any = torch._guards.TracingContext.get().fw_metadata
+        run = partial(self._run, kind="inference")
+        static = told.static_input_indices
+        return passes.frozen(gm, static, run) if self.options.freeze else run(gm, static)
 
     def partition(self, joint: fx.GraphModule, inputs: Any, **told: Any) -> Any:
         """Rewrite a graph of forward and backward, and cut it where autograd would.
@@ -187,62 +165,63 @@ class Compiler:
         """
         from torch._functorch.partitioners import default_partition
 
-        rewrite.refuse_mixed_dtypes(joint.graph)
-        rewrite.views_of_any_layout(joint.graph)
-        choose = self.chooser(joint.graph)
-        if choose is not None:
-            to_channels_last(joint.graph, told["num_fwd_outputs"])
-            self.sites += rewrite.serve(joint.graph, choose, self.options.wishes)
-        rewrite.batch_norms_as_eager(joint.graph)
+        passes.refuse_mixed_dtypes(joint.graph)
+        passes.views_of_any_layout(joint.graph)
+        self._choose(joint.graph, fusing.serve, told["num_fwd_outputs"])
+        passes.batch_norms_as_eager(joint.graph)
         joint.recompile()
         return default_partition(joint, inputs, **told)
 
     def forward(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
         """Compile the forward pass of a graph with gradients."""
-        rewrite.drop_copies(gm.graph)
-        written = rewrite.update_in_place(gm.graph)
-        visible = _metadata().num_forward_returns
-        return self._run(gm, _static_inputs(gm), written, visible, "forward")
+        passes.drop_copies(gm.graph)
+        told: Any = torch._guards.TracingContext.get().fw_metadata
+        return self._run(gm, told.static_input_indices, "forward", told.num_forward_returns)
 
     def backward(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
-        """Compile the backward pass."""
-        tangents = sum("tangents" in n.name for n in gm.graph.nodes if n.op == "placeholder")
-        rewrite.drop_copies(gm.graph)
-        saved = range(len([n for n in gm.graph.nodes if n.op == "placeholder"]) - tangents)
-        return self._run(gm, list(saved), rewrite.update_in_place(gm.graph), None, "backward")
+        """Compile the backward pass, whose saved tensors stay where they are."""
+        from torch._inductor.utils import count_tangents  # of all other inputs
+
+        passes.drop_copies(gm.graph)
+        return self._run(gm, range(count_tangents(gm)), "backward")
+
+    def _choose(self, graph: fx.Graph, replace: Any, visible: int | None = None) -> None:
+        """Decide the layout of a graph, and let confpred compute its convolutions by `replace`."""
+        choose = self.chooser(graph)
+        if choose is not None:
+            to_channels_last(graph, visible)
+            self.sites += replace(graph, choose, self.options.wishes)
 
     def _run(
-        self,
-        gm: fx.GraphModule,
-        static: Sequence[int],
-        written: set[fx.Node],
-        visible: int | None,
-        kind: str,
+        self, gm: fx.GraphModule, static: Sequence[int], kind: str, visible: int | None = None
     ) -> Any:
+        """Return a function that runs `gm`; the arguments are those of `Graphed`."""
         from torch._dynamo.backends.debugging import boxed_nop
 
+        written, ordinal = passes.update_in_place(gm.graph), ordinal_of(gm.graph)
         gm.recompile()
         plain = boxed_nop(gm, [])
-        if not self.options.graphs or ordinal_of(gm.graph) is None:
+        if not self.options.graphs or ordinal is None:
             return plain
-        places = [n for n in gm.graph.nodes if n.op == "placeholder"]
+        places = gm.graph.find_nodes(op="placeholder")
         mutated = [i for i, node in enumerate(places) if node in written]
-        return graphed(gm, plain, static=static, written=mutated, visible=visible, kind=kind)
+        return graphed(
+            gm, plain, device=ordinal, static=static, written=mutated, visible=visible, kind=kind
+        )
 
 
-def chooser(ordinal: int, options: Options) -> rewrite.Choose:
+def chooser(ordinal: int, options: Options) -> fusing.Choose:
     """Return a function that chooses for CUDA device `ordinal`, and compiles in parallel."""
-
-    wishes = options.verify, options.wishes
 
     def choose(problems: Sequence[Problem]) -> Sequence[Choice | None]:
         if options.verify:
             with _disable_current_modes():  # AOTAutograd's fake tensors cannot be timed
-                found = {p: verify.fastest(p, ordinal, *wishes) for p in dict.fromkeys(problems)}
+                told = ordinal, options.verify, options.wishes
+                found = {p: verify.fastest(p, *told) for p in dict.fromkeys(problems)}
             return [found[problem] for problem in problems]
         choices = choosing.choose_on(problems, ordinal, options.wishes)
-        known = [choice for choice in dict.fromkeys(choices) if choice is not None]
-        compile_ahead(known, ordinal, options.limits)
+        known = dict.fromkeys(choice for choice in choices if choice is not None)
+        compile_ahead(list(known), ordinal, options.limits)
         return choices
 
     return choose
@@ -272,39 +251,26 @@ def inductor_options(**options: Any) -> dict[str, Any]:
         def __call__(self, graph: fx.Graph) -> None:
             ordinal = ordinal_of(graph)
             if ordinal is not None:
-                rewrite.serve(graph, chooser(ordinal, told), told.wishes)
+                fusing.serve(graph, chooser(ordinal, told), told.wishes)
 
         def uuid(self) -> Any:
-            return _identity(told)
+            """Return another text where choices may be others; Inductor keeps programs."""
+            facts: Any = ""
+            if torch.cuda.is_available():
+                try:
+                    device = driver.device_of(torch.cuda.current_device())
+                    facts = choosing.identity(device, told.wishes), told.verify, is_deterministic()
+                except ConfpredError as error:
+                    facts = error
+            return f"{__version__} {facts}"
 
     return {"joint_custom_post_pass": Pass(), "triton.cudagraphs": told.graphs}
-
-
-def _identity(options: Options) -> Any:
-    """Return a text that is another one where choices may be others; Inductor keeps programs."""
-    if not torch.cuda.is_available():
-        return __version__
-    try:
-        device = driver.device_of(torch.cuda.current_device())
-        facts = choosing.identity(device, options.wishes), options.verify, is_deterministic()
-    except ConfpredError as error:
-        return f"{__version__} {error}"
-    return f"{__version__} {facts}"
 
 
 def ordinal_of(graph: fx.Graph) -> int | None:
     """Return the CUDA device of the tensors of `graph`; None where they are elsewhere."""
     for node in graph.nodes:
-        val = node.meta.get("val")
+        val = passes.val_of(node)
         if isinstance(val, Tensor) and val.device.type == "cuda":
             return val.device.index or 0
     return None
-
-
-def _metadata() -> Any:
-    return torch._guards.TracingContext.get().fw_metadata
-
-
-def _static_inputs(gm: fx.GraphModule) -> list[int]:
-    """Return the places of the inputs that stay where they are: parameters and buffers."""
-    return [int(i) for i in _metadata().static_input_indices]

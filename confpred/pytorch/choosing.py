@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 from uuid import uuid4
@@ -14,13 +15,14 @@ from uuid import uuid4
 import torch
 
 from confpred.cuda import driver
+from confpred.cuda.bundles import close_kernels, open_kernels
 from confpred.errors import ConfpredError, InvalidInput, UnknownDevice
 from confpred.families.candidate import PYTORCH_OPERATOR
 from confpred.families.registry import operation_named
 from confpred.measure.pytorch import cudnn_version
 from confpred.model.conditions import changes
 from confpred.predict.choice import Choice
-from confpred.predict.plans import plan_of, write_plan
+from confpred.predict.plan import read_plan
 from confpred.predict.predictor import Predictor
 from confpred.predict.trust import check_max_regret
 from confpred.problem.conv2d import Problem
@@ -36,8 +38,6 @@ T = TypeVar("T")
 _predictors: dict[str, Predictor] = {}
 #: Called with every choice that is made, by who watches.
 _watchers: dict[Hashable, Callable[[Choice], None]] = {}
-#: Warnings that are given once.
-_said: set[str] = set()
 #: Answers for the sizes of a call: choices, launches and how a call is to run.
 _kept: dict[Hashable, Any] = {}
 _MOST_KEPT = 65_536
@@ -61,13 +61,8 @@ def forget() -> None:
 
 
 os.register_at_fork(after_in_child=forget)
-
-
-def warn_once(message: str) -> None:
-    """Log a warning that this process was not given yet."""
-    if message not in _said:
-        _said.add(message)
-        log.warning(message)
+#: Logs a warning that this process was not given yet.
+warn_once = cache(log.warning)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +72,6 @@ class Wishes:
     Attributes:
         limits: every choice keeps within them.
         max_regret: largest bound on regret at which a prediction is taken; None for any.
-
-    Raises:
-        InvalidInput: a value is not allowed.
     """
 
     limits: Limits = UNLIMITED
@@ -107,7 +99,7 @@ def use_predictor(predictor: Predictor, operation: str = CONVOLUTION.name) -> No
         InvalidInput: no family computes that operation.
     """
     _predictors[operation_named(operation).name] = predictor
-    _said.clear()
+    warn_once.cache_clear()
     forget()
 
 
@@ -116,25 +108,39 @@ def predictor_for(operation: str) -> Predictor | None:
     return _predictors.get(operation)
 
 
-def use_plan(path: Path) -> Callable[[], None]:
-    """Take the choices in the plan at `path` as they are, on the current CUDA device.
+def use_plan(path: str | Path) -> Callable[[], None]:
+    """Follow the plan at `path` from now on, in place of a predictor.
+
+    Its choices are taken as they are. Where compiled kernels go along, they are loaded without a
+    compiler and without a write to the user's cache. Shapes that the plan lacks are chosen and
+    compiled as without it. Networks that were captured before keep their choices.
+
+    Args:
+        path: a file, or a folder with compiled kernels: what `confpred.record_plan`,
+            `confpred.prepare` or ``confpred plan export`` wrote, or a person.
 
     Returns:
-        A function that goes back to the former predictor.
+        A function that goes back to the former predictor and kernels.
 
     Raises:
-        InvalidInput, DataError: see `confpred.predict.predictor.Predictor.load`.
+        InvalidInput: the plan has no choice for the current CUDA device, or is not valid.
+        DataError: it cannot be read, or it or its kernels were made for other sources.
     """
-    on_gpu = torch.cuda.is_available()  # else the file is checked, and of no use
+    path = Path(path)
+    on_gpu = torch.cuda.is_available()  # else the plan is checked, and of no use
     device = driver.device_of(torch.cuda.current_device()) if on_gpu else None
-    planned = Predictor.load(pins=path, device=device)
-    former = _predictors.get(CONVOLUTION.name)
-    use_predictor(planned)
+    plan = read_plan(path, device)
+    kernels = open_kernels(path, device.arch) if device and path.is_dir() else None
+    name = plan.operation.name
+    former = _predictors.get(name)
+    use_predictor(Predictor.load(plan=plan), name)
 
     def undo() -> None:
-        _predictors.pop(CONVOLUTION.name, None)
+        _predictors.pop(name, None)
         if former is not None:
-            _predictors[CONVOLUTION.name] = former
+            _predictors[name] = former
+        if kernels is not None:
+            close_kernels(kernels)
         forget()
 
     return undo
@@ -172,11 +178,8 @@ def limits_for(problem: Record, limits: Limits) -> Limits:
 def choose_many(
     problems: Sequence[Problem], device: Device, wishes: Wishes = ANY
 ) -> list[Choice | None]:
-    """Choose for each of `problems` on `device`, in one call of the predictor.
-
-    Returns:
-        A choice a problem; None where confpred has nothing to say, such as of an unknown device.
-    """
+    """Choose for each of `problems` on `device`, in one call of the predictor; None where confpred
+    has nothing to say, such as of an unknown device."""
     found: dict[Problem, Choice] = {}
     limits = {problem: limits_for(problem, wishes.limits) for problem in problems}
     try:
@@ -214,9 +217,8 @@ def choose_on(
         model = current_predictor().models.get(device.key)
         if model is not None:
             now = {"driver": driver.describe(ordinal)[1], "cudnn": cudnn_version()}
-            for change in changes(model, **now):
-                said = f"model {model.version}: {change}; `confpred drift` tells whether it holds"
-                warn_once(said)
+            for it in changes(model, **now):
+                warn_once(f"model {model.version}: {it}; `confpred drift` tells whether it holds")
     except Exception as error:  # a warning is not worth an error
         log.debug("versions cannot be compared: %s", error)
     return choices
@@ -248,36 +250,6 @@ def announce(choice: Choice) -> None:
     """Tell those who watch that `choice` is what runs."""
     for watcher in list(_watchers.values()):
         watcher(choice)
-
-
-@contextmanager
-def record_plan(path: str | Path) -> Iterator[None]:
-    """Record every choice that is made inside the block, by any thread, and write them to `path`
-    as a plan when it ends.
-
-    What was chosen before is chosen anew, so that a network that has run already is recorded
-    whole; kernels that are compiled stay compiled. The file appears whole or not at all, and not
-    where the block raises. Of ranks that record the same network, the last one writes the file that
-    stays, which is the same.
-
-    ::
-
-        with confpred.enabled(), confpred.record_plan("plan.json"):
-            loss(model(x)).backward()
-
-    Raises:
-        InvalidInput: another recording to the same file is under way; or, when the block ends, no
-            convolution was seen on a CUDA device, or they were on devices of several kinds.
-        StorageError: the file system refused the write.
-    """
-    target = Path(path).resolve()
-    seen: list[Choice] = []  # a list takes what several threads append
-    with watch_choices(seen.append, target):
-        yield
-        if not seen:
-            allowed = "a block in which a convolution runs on a CUDA device; none was seen"
-            raise InvalidInput("path", str(path), allowed)
-        write_plan(target, plan_of(seen))
 
 
 def why_pytorch(choice: Choice) -> str | None:

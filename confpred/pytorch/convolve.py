@@ -23,34 +23,21 @@ from confpred.predict.choice import Choice
 from confpred.problem.conv2d import Problem
 from confpred.problem.limits import Limits
 from confpred.problem.precision import convolutions_allow_tf32
-from confpred.pytorch import choosing, library
+from confpred.pytorch import choosing, library, loading
 from confpred.pytorch.choosing import ANY, Wishes, kept
 from confpred.pytorch.library import FusedOperator
-from confpred.pytorch.loading import (
-    DTYPES,
-    ReadyLaunch,
-    aligned,
-    alike,
-    dense,
-    is_channels_last,
-    load,
-)  # fmt: skip
+from confpred.pytorch.loading import DTYPES, ReadyLaunch, aligned, alike, dense, is_channels_last
 from confpred.pytorch.pointwise import activate, apply_epilogue
 
 Pair = tuple[int, int]
 Geometry = tuple[Pair, Pair, Pair, int]  # stride, padding, dilation, groups
 Mask = tuple[bool, bool, bool]  # which gradients of x, weight and bias are asked for
-Grads = tuple["Tensor | None", "Tensor | None", "Tensor | None"]
+Grads = tuple["Tensor | None", ...]  # of x, weight and bias
 
 
 @dataclass(frozen=True, slots=True)
 class Hint:
-    """A candidate that was chosen when a graph was captured.
-
-    Attributes:
-        image: N, C, H, W of the convolution's input that it was chosen for.
-        candidate: a kernel's config, a library's plan, or PyTorch's operator.
-    """
+    """A candidate that was chosen when a graph was captured, for an input of shape `image`."""
 
     image: tuple[int, ...]
     candidate: Candidate = PYTORCH_OPERATOR
@@ -63,9 +50,9 @@ class Call:
     Attributes:
         geometry: stride, padding, dilation, groups.
         activation: one of `confpred.problem.conv2d.ACTIVATIONS`.
-        mask: of the backward pass: which gradients of x, weight and bias are asked for.
-        hints: the candidates of the forward pass, or of the gradients of x and of weight, to launch
-            where the sizes are those that they were chosen for.
+        mask: of the backward pass.
+        hints: of the forward pass, or of the gradients of x and of weight; launched where the sizes
+            are those that they were chosen for.
         wishes: for choices made now.
     """
 
@@ -91,41 +78,29 @@ class Call:
 
         def find() -> Call:
             fields = json.loads(text)
-            stride, padding, dilation, groups = fields["geometry"]
-            wishes = fields["wishes"]
-            hints = (
-                None if h is None else Hint(tuple(h["image"]), Candidate(**h["candidate"]))
-                for h in fields["hints"]
-            )
+            wishes, hints = fields.pop("wishes"), fields.pop("hints")
             return Call(
-                (tuple(stride), tuple(padding), tuple(dilation), groups),
-                fields["activation"],
-                tuple(fields["mask"]),
-                tuple(hints),
-                Wishes(Limits(**wishes["limits"]), wishes["max_regret"]),
+                **{name: _tuples(value) for name, value in fields.items()},
+                hints=tuple(
+                    h and Hint(_tuples(h["image"]), Candidate(**h["candidate"])) for h in hints
+                ),
+                wishes=Wishes(Limits(**wishes["limits"]), wishes["max_regret"]),
             )
 
         return kept(("call", text), find)
 
 
-def problem_of(
-    direction: str,
-    image: Sequence[int],
-    filters: Sequence[int],
-    dtype: torch.dtype,
-    geometry: Geometry,
-    **epilogue: Any,
-) -> Problem | None:
-    """Return the problem of a layer; None for what no confpred kernel is made for.
+def _tuples(value: Any) -> Any:
+    """Return `value` of JSON with its lists as tuples."""
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
-    Args:
-        direction: ``fprop``, ``dgrad`` or ``wgrad``.
-        image: N, C, H, W of the convolution's input.
-        filters: K, C / groups, R, S.
-        dtype: of all tensors.
-        geometry: stride, padding, dilation, groups.
-        epilogue: further fields of the problem.
-    """
+
+def problem_of(
+    direction: str, image: Sequence[int], filters: Sequence[int], dtype: torch.dtype,
+    geometry: Geometry, **epilogue: Any,
+) -> Problem | None:  # fmt: skip
+    """Return the problem of a layer; None for what no confpred kernel is made for. `image` and
+    `filters` are N, C, H, W and K, C / groups, R, S in every direction."""
     stride, padding, dilation, groups = geometry
     if dtype not in DTYPES or len(image) != 4 or len(filters) != 4:
         return None
@@ -160,15 +135,8 @@ def is_deterministic() -> bool:
 def forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, call: Call
 ) -> Tensor:
-    """Compute ``activation(conv2d(x, weight, bias) + residual)`` of plain tensors.
-
-    Args:
-        x: shape (N, C, H, W).
-        weight: shape (K, C / groups, R, S).
-        bias: shape (K,), or None.
-        residual: a tensor that can be added to shape (N, K, P, Q), or None.
-        call: all else.
-    """
+    """Compute ``activation(conv2d(x, weight, bias) + residual)`` of plain tensors; `residual` can
+    be added to shape (N, K, P, Q)."""
     ready = forward_launch(x, weight, bias, residual, call)
     if ready is not None:
         given = (x, weight, bias, residual)
@@ -199,22 +167,15 @@ def forward_launch(
     ready: ReadyLaunch | FusedOperator | None
     ready = _find("fprop", x, weight, call, fields, call.hints[0])
     if ready is not None and residual is not None:
-        problem: Any = ready.choice.problem
-        if residual.shape != (problem.n, problem.k, problem.p, problem.q):
+        p: Any = ready.choice.problem
+        if residual.shape != (p.n, p.k, p.p, p.q):
             return None  # one that is broadcast
     return ready
 
 
 def backward(out_grad: Tensor, x: Tensor, weight: Tensor, call: Call) -> Grads:
-    """Compute the gradients of a convolution of plain tensors of one dtype.
-
-    Args:
-        out_grad: shape (N, K, P, Q).
-        x, weight, call: as of `forward`.
-
-    Returns:
-        The gradients of `x`, `weight` and bias, None where the mask of `call` says so.
-    """
+    """Compute the gradients of a convolution of plain tensors of one dtype; None where the mask of
+    `call` says so."""
     grad_x = grad_weight = grad_bias = None
     if alike(out_grad, x, weight):
         run_x, run_weight = backward_launches(x, weight, call)
@@ -225,21 +186,25 @@ def backward(out_grad: Tensor, x: Tensor, weight: Tensor, call: Call) -> Grads:
         if run_weight is not None:
             grad_weight, *more = run_weight.run(out_grad, dense(x))
             grad_bias = more[0] if more else None
-    found, mask = (grad_x, grad_weight, grad_bias), call.mask
-    left = [wanted and grad is None for wanted, grad in zip(mask, found, strict=True)]
+    found = (grad_x, grad_weight, grad_bias)
+    left = [wanted and grad is None for wanted, grad in zip(call.mask, found, strict=True)]
     if left == [False, False, True]:
         return grad_x, grad_weight, out_grad.sum((0, 2, 3))
     if any(left):
         out_grad, x, weight = (aligned(t) for t in (out_grad, x, weight))
-        sizes = [weight.shape[0]] if mask[2] else None
-        rest = torch.ops.aten.convolution_backward.default(
-            out_grad, x, weight, sizes, *call.arguments, left
-        )
-        grad_x, grad_weight, grad_bias = (
-            other if missing else grad
-            for other, missing, grad in zip(rest, left, found, strict=True)
-        )
-    return grad_x, grad_weight, grad_bias
+        rest = backward_by_pytorch(out_grad, x, weight, call, left)
+        return tuple(a if missing else b for a, missing, b in zip(rest, left, found, strict=True))
+    return found
+
+
+def backward_by_pytorch(
+    out_grad: Tensor, x: Tensor, weight: Tensor, call: Call, mask: Sequence[bool]
+) -> Grads:
+    """Compute those gradients of a convolution that `mask` asks for by PyTorch's operator."""
+    sizes = [weight.shape[0]] if mask[2] else None
+    return torch.ops.aten.convolution_backward.default(  # type: ignore[no-any-return]
+        out_grad, x, weight, sizes, *call.arguments, list(mask)
+    )
 
 
 def backward_launches(
@@ -273,23 +238,18 @@ def _find(
 
     def find() -> ReadyLaunch | FusedOperator | None:
         problem = problem_of(direction, x.shape, weight.shape, dtype, geometry, **fields)
-        return None if problem is None else _chosen(problem, ordinal, hint, wishes)
+        if problem is None:
+            return None
+        choice: Choice | None
+        # A plan or kernel that was chosen under other switches may not be legal under these.
+        is_bound = direction == "wgrad" and problem.deterministic
+        is_bound &= hint is not None and hint.candidate != PYTORCH_OPERATOR
+        if hint is None or hint.image != x.shape or is_bound:
+            choice = choosing.choose(problem, ordinal, wishes)
+        else:
+            choice = Choice(problem, "", "pinned", hint.candidate)
+        if choice is None or not choosing.is_ours(choice):
+            return FusedOperator.of(problem)
+        return loading.load(choice, ordinal, wishes.limits)
 
     return kept(key, find)
-
-
-def _chosen(
-    problem: Problem, ordinal: int, hint: Hint | None, wishes: Wishes
-) -> ReadyLaunch | FusedOperator | None:
-    choice: Choice | None
-    # A plan or kernel that was chosen under other switches may not be legal under these.
-    is_bound = problem.direction == "wgrad" and problem.deterministic
-    if hint is None or hint.image != (problem.n, problem.c, problem.h, problem.w):
-        choice = choosing.choose(problem, ordinal, wishes)
-    elif hint.candidate == PYTORCH_OPERATOR or not is_bound:
-        choice = Choice(problem, "", "pinned", hint.candidate)
-    else:
-        choice = choosing.choose(problem, ordinal, wishes)
-    if choice is None or not choosing.is_ours(choice):
-        return FusedOperator.of(problem)
-    return load(choice, ordinal, wishes.limits)

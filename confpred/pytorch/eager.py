@@ -61,12 +61,12 @@ def conv2d(
     """``activation(torch.nn.functional.conv2d(x, weight, bias, ...) + residual)``, by the fastest
     kernel.
 
-    Our kernels serve channels-last CUDA tensors of grouped and depthwise layers, and cuDNN's plans
-    those of dense layers, in the forward and in the backward pass. Everything else goes to PyTorch,
-    in the mode that the caller has set (logged at level debug); so does every layer where PyTorch's
-    operator (measured with cuDNN's benchmark mode on) is predicted to be faster. Works under
-    ``torch.compile`` and autocast. The filter's gradient is repeatable to the bit where PyTorch is
-    asked for deterministic algorithms.
+    confpred's kernels serve channels-last CUDA tensors of grouped and depthwise layers, and cuDNN's
+    plans those of dense layers, forward and backward. All else goes to PyTorch, in the mode that
+    the caller has set (logged at level debug); so do layers where PyTorch's operator (measured with
+    cuDNN's benchmark mode on) is predicted to be faster. Works under ``torch.compile`` and
+    autocast. The filter's gradient repeats to the bit where PyTorch is asked for deterministic
+    algorithms.
 
     Args:
         x: input, shape (N, C, H, W), ``memory_format=torch.channels_last``.
@@ -83,8 +83,7 @@ def conv2d(
         Shape (N, K, P, Q), of `x`'s dtype.
 
     Raises:
-        InvalidInput: `activation` is unknown, `limits` is not a `confpred.Limits`, or a tensor
-            argument has the wrong rank.
+        InvalidInput: an argument is not allowed, or a tensor has the wrong rank.
         RuntimeError: PyTorch refuses the arguments.
     """
     name = "none" if activation is None else activation
@@ -124,8 +123,7 @@ def _both(name: str, value: int | Pair) -> Pair:
 
 
 def cast_dtype(x: Tensor) -> torch.dtype | None:
-    """Return the dtype that autocast gives to the operands of a convolution of `x`; None for their
-    own."""
+    """Return the dtype that autocast gives to the operands of a convolution of `x`, or None."""
     if x.is_cuda and torch.is_autocast_enabled("cuda") and x.dtype is not torch.float64:
         return torch.get_autocast_dtype("cuda")
     return None
@@ -165,15 +163,10 @@ class Convolution(torch.autograd.Function):
         (out_grad,) = out_grads
         x, weight = ctx.saved_tensors
         call = replace(ctx.call, mask=ctx.needs_input_grad[:3])
+        # Gradients of gradients, or many gradients in one batch: PyTorch has formulas.
         if torch.is_grad_enabled() or not is_plain(out_grad) or not torch._C._has_storage(out_grad):
-            # Gradients of gradients, or many gradients in one batch: PyTorch has formulas.
-            sizes = [out_grad.shape[1]] if call.mask[2] else None
-            grads = torch.ops.aten.convolution_backward(
-                out_grad, x, weight, sizes, *call.arguments, list(call.mask)
-            )
-        else:
-            grads = convolve.backward(out_grad, x, weight, call)
-        return (*grads, None)
+            return (*convolve.backward_by_pytorch(out_grad, x, weight, call, call.mask), None)
+        return (*convolve.backward(out_grad, x, weight, call), None)
 
 
 def enable(
@@ -195,8 +188,7 @@ def enable(
         limits: every choice keeps within them, such as ``confpred.Limits(workspace_bytes=2**26)``.
 
     Raises:
-        InvalidInput: `max_regret` or `limits` is not allowed, or `plan` was made for another
-            device.
+        InvalidInput: an argument is not allowed, or `plan` was made for another device.
         DataError: `plan` is not valid, or was made for other kernels.
     """
     global _wishes
@@ -229,11 +221,6 @@ def enabled(**settings: Any) -> Iterator[None]:
         yield
     finally:
         disable()
-
-
-def is_enabled() -> bool:
-    """Return whether some `enable` has no `disable` yet."""
-    return bool(_former)
 
 
 def _conv_forward(self: nn.Conv2d, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

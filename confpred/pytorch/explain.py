@@ -20,15 +20,16 @@ from confpred.problem.conv2d import Problem
 from confpred.problem.device import Device, get_device
 from confpred.pytorch import choosing
 from confpred.pytorch.backend import Compiler, Options
+from confpred.pytorch.fusing import Choose, Site
 from confpred.pytorch.network import as_arguments, own_frame
-from confpred.pytorch.rewrite import Choose, Site, is_view
+from confpred.pytorch.passes import is_view, val_of
 
 aten = torch.ops.aten
 #: A kernel that is bound by memory takes at least this long, and reaches this share of the
 #: bandwidth; a matrix product this share of the tensor cores' rate.
 _FLOOR_S, _BANDWIDTH_SHARE, _TENSOR_SHARE = 2e-6, 0.8, 0.6
 _PRODUCTS = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default}
-_FREE = {operator.getitem, aten._unsafe_view.default}  # beside views
+_FREE = {operator.getitem, aten._unsafe_view.default}  # of launches, as views are
 _CONVOLUTIONS = {
     aten.convolution.default, aten.convolution_backward.default,
     torch.ops.confpred.conv2d.default, torch.ops.confpred.conv2d_backward.default,
@@ -110,13 +111,8 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """Answer of `explain`; `str` of it is a table of at most 120 columns.
-
-    Attributes:
-        device: key of the device that was asked about.
-        step: the whole step.
-        rows: one a kind of layer, in the order of the network.
-    """
+    """Answer of `explain`, with a row a kind of layer; `str` of it is a table of at most 120
+    columns."""
 
     device: str
     step: Step
@@ -124,9 +120,7 @@ class Explanation:
 
     def to_json(self) -> dict[str, Any]:
         """Return the explanation as JSON's types."""
-        problems = [None if row.problem is None else row.problem.to_json() for row in self.rows]
-        rows = [asdict(r) | {"problem": p} for r, p in zip(self.rows, problems, strict=True)]
-        return {"device": self.device, "step": asdict(self.step), "rows": rows}
+        return asdict(self)
 
     def __str__(self) -> str:
         from rich.console import Console
@@ -171,16 +165,13 @@ def explain(
 
     Args:
         model: the network; it is neither run nor changed.
-        example_inputs: a tensor, a tuple or list of positional arguments, or a dictionary of
-            arguments by name; only shapes, dtypes and layouts matter.
+        example_inputs: as of `confpred.optimize`; only shapes, dtypes and layouts matter.
         device: name of a GPU, such as ``"h100"``.
-        training: whether a training step is asked about, with its gradients.
-        dtype: as if the network ran in this dtype, in training under autocast to it; None: as
-            model and inputs are.
+        training: with the gradients.
+        dtype: that the network is to run in, in training by autocast; None: as it is.
 
     Raises:
-        InvalidInput: `model` is not a ``torch.nn.Module``, `example_inputs` are no arguments, or
-            `dtype` is not a ``torch.dtype``.
+        InvalidInput: `model`, `example_inputs` or `dtype` is something else.
         UnknownDevice: no description of `device` is known.
         ConfpredError: the forward cannot be captured, for example as it depends on values.
     """
@@ -189,21 +180,15 @@ def explain(
 
 
 class Recorder(Compiler):
-    """Rewrites the graphs of a capture for `device`, and runs nothing of confpred's.
-
-    Attributes:
-        parts: graphs that Dynamo captured.
-        launches: kernels of all graphs, before and after they are rewritten.
-        other_s: expected seconds of those that are no convolutions.
-    """
+    """Rewrites the graphs of a capture for `device`; compiles and runs nothing of confpred's."""
 
     def __init__(self, device: Device) -> None:
         super().__init__(Options(graphs=False))
-        self._device, self.parts = device, 0
-        self.launches, self.other_s = [0, 0], [0.0, 0.0]
+        self._device, self._parts = device, 0
+        # Before and after graphs are rewritten: kernels, and seconds of those without convolutions.
+        self._launches, self._other_s = [0, 0], [0.0, 0.0]
 
     def chooser(self, graph: fx.Graph) -> Choose | None:
-        """Return a function that chooses for the device, without compiling anything."""
         return lambda problems: choosing.choose_many(problems, self._device)
 
     def inference(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
@@ -214,16 +199,20 @@ class Recorder(Compiler):
         self._count(joint.graph, 0)
         return super().partition(joint, inputs, **told)
 
-    def _run(self, gm: fx.GraphModule, *more: Any) -> Any:
+    def _run(self, gm: fx.GraphModule, *more: Any, **told: Any) -> Any:
+        run = super()._run(gm, *more, **told)
         self._count(gm.graph, 1)
-        return super()._run(gm, *more)
+        return run
 
     def _count(self, graph: fx.Graph, when: int) -> None:
-        self.parts += when == 0
-        launching = [node for node in graph.nodes if _launches(node)]
-        self.launches[when] += len(launching)
+        self._parts += when == 0
+        launching = [
+            node for node in graph.nodes
+            if node.op == "call_function" and node.target not in _FREE and not is_view(node)
+        ]  # fmt: skip
+        self._launches[when] += len(launching)
         others = [node for node in launching if node.target not in _CONVOLUTIONS]
-        self.other_s[when] += sum(_node_s(node, self._device) for node in others)
+        self._other_s[when] += sum(_node_s(node, self._device) for node in others)
 
     def explanation(self) -> Explanation:
         """Return what was captured, in rows and as a whole."""
@@ -234,11 +223,11 @@ class Recorder(Compiler):
         convolutions = [row for row in rows if row.direction != "norm"]
         times = [(len(row.layers), *_seconds(row, self._device)) for row in convolutions]
         before_s = sum(count * before for count, before, _ in times)
-        after_s = self.other_s[1] + sum(count * after for count, _, after in times)
-        total_s = self.other_s[0] + before_s
+        after_s = self._other_s[1] + sum(count * after for count, _, after in times)
+        total_s = self._other_s[0] + before_s
         unknown = [r for r in convolutions if r.expected_ms is None or r.pytorch_ms is None]
         step = Step(
-            self.parts, self.launches[0], self.launches[1],
+            self._parts, self._launches[0], self._launches[1],
             fused=sum(len(row.fused) * len(row.layers) for row in rows),
             ms_before=1e3 * total_s, ms_after=1e3 * after_s,
             convolution_share=before_s / total_s if total_s else 0.0,
@@ -248,18 +237,10 @@ class Recorder(Compiler):
 
 
 def capture(
-    model: nn.Module,
-    example_inputs: Any,
-    device: Device,
-    *,
-    training: bool = False,
+    model: nn.Module, example_inputs: Any, device: Device, *, training: bool = False,
     dtype: torch.dtype | None = None,
-) -> Recorder:
-    """Capture `model` on fake tensors, and rewrite its graphs for `device`.
-
-    Raises:
-        InvalidInput, ConfpredError: see `explain`.
-    """
+) -> Recorder:  # fmt: skip
+    """Capture `model` on fake tensors, and rewrite its graphs for `device`; see `explain`."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     if not isinstance(model, nn.Module):
@@ -306,11 +287,11 @@ def _row(group: Sequence[Site], device: Device) -> Row:
     if site.problem is not None:
         pytorch_ms = choosing.pytorch_ms(site.problem, device)
     first = (names, site.direction, site.problem, site.fused)
-    if choice is not None and site.why is None and site.is_ours:
+    if choice is not None and site.is_ours:
         config, ms = dict(choice.config or {}), choice.predicted_ms
         return Row(*first, choice.provider, config, ms, pytorch_ms, choice.source)
     reason = site.why or ("no model" if choice is None else choosing.why_pytorch(choice))
-    reason = "one kernel" if site.direction == "norm" else reason or "predicted slower"
+    reason = "one kernel" if site.direction == "norm" else str(reason)
     return Row(*first, PYTORCH, {}, pytorch_ms, pytorch_ms, reason)
 
 
@@ -327,17 +308,12 @@ def _seconds(row: Row, device: Device) -> tuple[float, float]:
     return 1e-3 * (bare or row.pytorch_ms), 1e-3 * row.expected_ms
 
 
-def _launches(node: fx.Node) -> bool:
-    """Return whether `node` launches a kernel: it is neither free nor a view."""
-    return node.op == "call_function" and node.target not in _FREE and not is_view(node)
-
-
 def _node_s(node: fx.Node, device: Device) -> float:
     """Return the seconds that an operator is expected to take which is no convolution."""
-    leaves = _pytree.tree_leaves([n.meta.get("val") for n in (node, *node.all_input_nodes)])
+    leaves = _pytree.tree_leaves([val_of(n) for n in (node, *node.all_input_nodes)])
     tensors, flops = [t for t in leaves if isinstance(t, Tensor)], 0.0
     if node.target in _PRODUCTS:
-        flops = 2.0 * tensors[0].numel() * node.all_input_nodes[-2].meta["val"].shape[-1]
+        flops = 2.0 * tensors[0].numel() * val_of(node.all_input_nodes[-2]).shape[-1]
     return _bound_s(sum(t.numel() * t.element_size() for t in tensors), flops, device)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from confpred.cuda.launch import launch_with
 from confpred.errors import ConfpredError
 from confpred.problem.operation import KernelSpec
-from confpred.pytorch.loading import CHANNELS_LAST, DTYPES, current_stream, in_context, loaded
+from confpred.pytorch.loading import CHANNELS_LAST, in_context, loaded
 
 log = logging.getLogger(__name__)
 #: Layers of one launch: its parameters fit in the 4 KiB that every driver passes.
@@ -26,6 +26,8 @@ _THREADS, _WARPS, _MOST_BLOCKS = 256, 8, 64
 KERNEL = KernelSpec("fold.cu", "fold", (("LAYERS", LAYERS),))
 _CODES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}  # DTYPE_... of common.cuh
 Tensors = Sequence["Tensor | None"]
+#: Gamma, beta, mean, variance of a norm; bias and filter of the convolution before it.
+Parts = tuple["Tensor | None", "Tensor | None", Tensor, Tensor, "Tensor | None", "Tensor | None"]
 
 
 class _Layer(ctypes.Structure):
@@ -36,7 +38,7 @@ class _Layer(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("bias", "filter", "first", "second")),
         ("eps", ctypes.c_float),
         *((name, ctypes.c_int) for name in ("channels", "width", "filter_rows", "filter_columns")),
-        *((name, ctypes.c_int) for name in ("stride_k", "stride_c", "stride_r", "stride_s")),
+        *((f"stride_{axis}", ctypes.c_int) for axis in "kcrs"),
         ("types", ctypes.c_uint),
     )
 
@@ -46,16 +48,10 @@ class _Layers(ctypes.Structure):
 
 
 def fold(
-    gammas: Tensors,
-    betas: Tensors,
-    means: Sequence[Tensor],
-    variances: Sequence[Tensor],
-    biases: Tensors,
-    filters: Tensors,
-    eps: Sequence[float],
-    dtypes: Sequence[torch.dtype],
-) -> list[Tensor]:
-    """Fold one norm a place in these lists.
+    gammas: Tensors, betas: Tensors, means: Sequence[Tensor], variances: Sequence[Tensor],
+    biases: Tensors, filters: Tensors, eps: Sequence[float], dtypes: Sequence[str],
+) -> list[Tensor]:  # fmt: skip
+    """Fold one norm for each place in these lists.
 
     Args:
         gammas, betas: weight and bias of the norms, shape (K,), or None.
@@ -63,91 +59,79 @@ def fold(
         biases: of the convolutions before the norms, shape (K,), or None.
         filters: of these convolutions, shape (K, C / groups, R, S), or None for scale and shift.
         eps: of the norms.
-        dtypes: of the activations.
+        dtypes: of the activations, such as ``float16``.
 
     Returns:
-        Two tensors a norm: filter, channels last, and bias, in the activations' dtype; or scale and
-        shift, in float32.
+        Two tensors a norm, as of `empty`: filter and bias, or scale and shift.
     """
-    places = range(len(means))
-    out = [t for i in places for t in empty(means[i], filters[i], dtypes[i])]
-    given = [*gammas, *betas, *means, *variances, *biases, *filters]
-    if _can_launch(given, dtypes):
-        columns = (gammas, betas, means, variances, biases, filters)
+    layers = list(zip(gammas, betas, means, variances, biases, filters, strict=True))
+    each = zip(means, filters, dtypes, strict=True)
+    out = [t for mean, filter, dtype in each for t in empty(mean, filter, dtype)]
+    if _can_launch(layers, out):
         try:
-            for start in range(0, len(means), LAYERS):
+            for start in range(0, len(layers), LAYERS):
                 part = slice(start, start + LAYERS)
-                results = out[2 * start : 2 * (start + LAYERS)]
-                _launch([c[part] for c in columns], eps[part], dtypes[part], results)
+                _launch(layers[part], eps[part], out[2 * start : 2 * (start + LAYERS)])
             return out
         except ConfpredError as error:
             log.warning("folding batch norms by PyTorch's operators: %s", error)
-    for i in places:
-        gamma, beta, bias, filters_ = gammas[i], betas[i], biases[i], filters[i]
-        scale = 1.0 / torch.sqrt(variances[i].float() + eps[i])
+    for i, (gamma, beta, mean, variance, bias, filter) in enumerate(layers):
+        scale = 1.0 / torch.sqrt(variance.float() + eps[i])
         scale = scale if gamma is None else scale * gamma.float()
-        shift = -means[i].float() if bias is None else bias.float() - means[i].float()
+        shift = -mean.float() if bias is None else bias.float() - mean.float()
         shift = shift * scale
         out[2 * i + 1].copy_(shift if beta is None else shift + beta.float())
-        wide = scale if filters_ is None else filters_.float() * scale.view(-1, 1, 1, 1)
-        out[2 * i].copy_(wide)
+        out[2 * i].copy_(scale if filter is None else filter.float() * scale.view(-1, 1, 1, 1))
     return out
 
 
-def empty(mean: Tensor, filters: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return the two results of one norm, not yet written."""
-    if filters is None:
-        return tuple(torch.empty_like(mean, dtype=torch.float32) for _ in "ab")  # type: ignore[return-value]
-    first = torch.empty_like(filters, dtype=dtype, memory_format=CHANNELS_LAST)
-    return first, torch.empty_like(mean, dtype=dtype)
+def empty(mean: Tensor, filter: Tensor | None, dtype: str) -> tuple[Tensor, Tensor]:
+    """Return the two results of one norm, not yet written: filter, channels last, and bias in the
+    activations' dtype; or scale and shift in float32."""
+    kind = torch.float32 if filter is None else getattr(torch, dtype)
+    second = torch.empty_like(mean, dtype=kind)
+    if filter is None:
+        return torch.empty_like(second), second
+    return torch.empty_like(filter, dtype=kind, memory_format=CHANNELS_LAST), second
 
 
-def _can_launch(given: Tensors, dtypes: Sequence[torch.dtype]) -> bool:
-    tensors, count = [t for t in given if t is not None], len(dtypes)
-    for a, b in ((0, 1), (2, 3)):  # gamma and beta, mean and variance: the kernel has one dtype
-        for i in range(count):
-            left, right = given[a * count + i], given[b * count + i]
+def _can_launch(layers: Sequence[Parts], out: Sequence[Tensor]) -> bool:
+    for gamma, beta, mean, variance, *_ in layers:
+        for left, right in ((gamma, beta), (mean, variance)):
             if left is not None and right is not None and left.dtype is not right.dtype:
-                return False
-    return (
-        tensors[0].is_cuda
-        and all(dtype in DTYPES for dtype in dtypes)
-        and all(t.dtype in _CODES and t.device == tensors[0].device for t in tensors)
-        and all((t.dim() == 4 or t.is_contiguous()) and not t.is_neg() for t in tensors)
+                return False  # the kernel has one dtype for both
+    tensors = [t for parts in (*layers, out) for t in parts if t is not None]
+    return tensors[0].is_cuda and all(
+        t.dtype in _CODES
+        and t.device == tensors[0].device
+        and (t.dim() == 4 or t.is_contiguous())
+        and not t.is_neg()
+        for t in tensors
     )
 
 
-def _launch(
-    columns: Sequence[Tensors],
-    eps: Sequence[float],
-    dtypes: Sequence[torch.dtype],
-    results: Sequence[Tensor],
-) -> None:
-    layers, blocks = _Layers(), 1
-    for i, (gamma, beta, mean, variance, bias, filters) in enumerate(zip(*columns, strict=True)):
-        if mean is None or variance is None:
-            continue
-        layer = layers.layer[i]
+def _launch(layers: Sequence[Parts], eps: Sequence[float], out: Sequence[Tensor]) -> None:
+    argument, blocks = _Layers(), 1
+    for i, (gamma, beta, mean, variance, bias, filter) in enumerate(layers):
+        layer = argument.layer[i]
         layer.gamma, layer.beta = _address(gamma), _address(beta)
         layer.mean, layer.variance = mean.data_ptr(), variance.data_ptr()
-        layer.bias, layer.filter = _address(bias), _address(filters)
-        layer.first, layer.second = results[2 * i].data_ptr(), results[2 * i + 1].data_ptr()
+        layer.bias, layer.filter = _address(bias), _address(filter)
+        layer.first, layer.second = out[2 * i].data_ptr(), out[2 * i + 1].data_ptr()
         layer.eps, layer.channels = eps[i], len(mean)
-        result = torch.float32
-        if filters is not None:
-            _, layer.width, layer.filter_rows, layer.filter_columns = filters.shape
-            layer.stride_k, layer.stride_c, layer.stride_r, layer.stride_s = filters.stride()
-            result = dtypes[i]
+        if filter is not None:
+            _, layer.width, layer.filter_rows, layer.filter_columns = filter.shape
+            layer.stride_k, layer.stride_c, layer.stride_r, layer.stride_s = filter.stride()
         affine = next((t for t in (gamma, beta) if t is not None), mean)
-        kinds = (affine, mean, bias, filters)
-        codes = [0 if t is None else _CODES[t.dtype] for t in kinds] + [_CODES[result]]
+        kinds = (affine, mean, bias, filter, out[2 * i])
+        codes = [0 if t is None else _CODES[t.dtype] for t in kinds]
         layer.types = sum(code << 4 * place for place, code in enumerate(codes))
         blocks = max(blocks, min(_MOST_BLOCKS, -(-len(mean) // _WARPS)))
-    ordinal = results[0].get_device()
+    ordinal = out[0].get_device()
     with torch.cuda.device(ordinal):
         kernel = loaded(KERNEL, 0, ordinal)
-        grid, stream = (blocks, len(results) // 2, 1), current_stream(ordinal)
-        in_context(ordinal, lambda: launch_with(kernel, grid, _THREADS, stream, layers))
+        grid = (blocks, len(layers), 1)
+        in_context(ordinal, lambda stream: launch_with(kernel, grid, _THREADS, stream, argument))
 
 
 def _address(t: Tensor | None) -> int | None:

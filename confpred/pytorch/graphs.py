@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,13 +16,13 @@ from torch import Tensor, fx
 from torch.utils import _pytree
 
 from confpred.problem.precision import convolutions_allow_tf32
+from confpred.pytorch.passes import Run, val_of
 
 log = logging.getLogger("confpred")
 #: Graphs that one captured graph may become: one for each set of open sizes and switches.
 MOST_GRAPHS = 8
 #: The stream of the last replay on each device: replays share memory, so they follow one another.
 _last_stream: dict[int, torch.cuda.Stream] = {}
-Run = Callable[[list[Any]], Any]
 
 
 def is_recordable(backward: bool) -> bool:
@@ -54,7 +54,8 @@ def why_not(gm: fx.GraphModule) -> str | None:
     """Return why `gm` cannot become a CUDA graph, in words; None if it can."""
     from torch._inductor.utils import get_first_incompatible_cudagraph_node
 
-    devices = {t.device for t in _tensors(gm.graph) if t.device.type != "meta"}
+    vals = _pytree.tree_leaves(list(map(val_of, gm.graph.nodes)))
+    devices = {t.device for t in vals if isinstance(t, Tensor) and t.device.type != "meta"}
     others = sorted(str(device) for device in devices if device.type != "cuda")
     if not devices or others:
         return f"it uses {', '.join(others) or 'no device'}"
@@ -69,7 +70,8 @@ class Graphed:
 
     Args:
         gm: the captured graph, for what it says of its nodes.
-        plain: runs it without a CUDA graph; takes a list of inputs, which it empties.
+        plain: runs it without a CUDA graph.
+        device: the CUDA device.
         static: places of inputs that stay where they are, such as parameters.
         written: places of inputs that it writes to.
         visible: how many results, from the first on, the caller sees; None for all.
@@ -77,20 +79,21 @@ class Graphed:
     """
 
     def __init__(
-        self, gm: fx.GraphModule, plain: Run, *, static: Sequence[int], written: Sequence[int],
-        visible: int | None, kind: str,
+        self, gm: fx.GraphModule, plain: Run, *, device: int, static: Sequence[int],
+        written: Sequence[int], visible: int | None, kind: str,
     ) -> None:  # fmt: skip
         from torch._inductor.cudagraph_utils import get_placeholder_info
 
         self._boxed_call = True  # what PyTorch wraps it in copies this from the object itself
         self._plain, self._visible, self._kind = plain, visible, kind
-        self._device = _tensors(gm.graph)[0].device.index
-        self._static, self._written = tuple(static), tuple(written)
-        self._placeholders = get_placeholder_info(gm.graph)
+        self._device, self._graphs, self._said = device, dict[Any, Run](), set[str]()
         results: Any = gm.graph.output_node().args[0]
-        self._traces = [getattr(result, "stack_trace", None) for result in results]
-        self._graphs: dict[Any, Run] = {}
-        self._said: set[str] = set()
+        self._told: dict[str, Any] = {
+            "static_input_idxs": tuple(static), "device_index": device,
+            "is_backward": kind == "backward", "is_inference": kind == "inference",
+            "stack_traces": [getattr(result, "stack_trace", None) for result in results],
+            "placeholders": get_placeholder_info(gm.graph), "mutated_input_idxs": tuple(written),
+        }  # fmt: skip
 
     def __call__(self, inputs: list[Any]) -> Any:
         if torch.cuda.is_current_stream_capturing():
@@ -104,7 +107,9 @@ class Graphed:
             if len(self._graphs) >= MOST_GRAPHS:
                 self._say(f"for further sizes, as it has {MOST_GRAPHS} graphs")
                 return self._plain(inputs)
-            run = self._graphs[key] = self._graph()
+            from torch._inductor.cudagraph_trees import cudagraphify_impl
+
+            run = self._graphs[key] = cudagraphify_impl(self._plain, [], **self._told)
         stream = torch.cuda.current_stream(self._device)
         last = _last_stream.get(self._device)
         if last is not None and last != stream:
@@ -118,26 +123,14 @@ class Graphed:
             self._said.add(where)
             log.warning("the %s pass runs without a CUDA graph %s", self._kind, where)
 
-    def _graph(self) -> Run:
-        from torch._inductor.cudagraph_trees import cudagraphify_impl
-
-        run: Run = cudagraphify_impl(
-            self._plain, [], self._static, device_index=self._device,
-            is_backward=self._kind == "backward", is_inference=self._kind == "inference",
-            stack_traces=self._traces, placeholders=self._placeholders,
-            mutated_input_idxs=self._written,
-        )  # fmt: skip
-        return run
-
     def _copied(self, returned: Any) -> list[Any]:
         """Return `returned` with copies in the place of what the caller sees.
 
         Results that share memory, such as a tensor and a view of it, go on to share it.
         """
         results: list[Any] = list(returned)
-        end = len(results) if self._visible is None else self._visible
         groups: dict[int, list[int]] = {}
-        for i, t in enumerate(results[:end]):
+        for i, t in enumerate(results[: self._visible]):
             if isinstance(t, Tensor):
                 groups.setdefault(t.untyped_storage()._cdata, []).append(i)
         alone = [places[0] for places in groups.values() if len(places) == 1]
@@ -161,9 +154,3 @@ def _switches() -> tuple[bool, ...]:
         cudnn.enabled, cudnn.benchmark, cudnn.deterministic, convolutions_allow_tf32(),
         torch.are_deterministic_algorithms_enabled(),
     )  # fmt: skip
-
-
-def _tensors(graph: fx.Graph) -> list[Tensor]:
-    """Return the fake tensors of all nodes."""
-    vals = _pytree.tree_leaves([node.meta.get("val") for node in graph.nodes])
-    return [t for t in vals if isinstance(t, Tensor)]

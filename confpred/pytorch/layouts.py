@@ -13,38 +13,32 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from confpred.pytorch.library import HALF
 from confpred.pytorch.loading import CHANNELS_LAST
+from confpred.pytorch.passes import val_of
 
 log = logging.getLogger("confpred")
 aten = torch.ops.aten
-_HALF = (torch.float16, torch.bfloat16)
 #: Operators whose result depends on how their input lies in memory; random ones do, too.
 _BOUND = {aten.as_strided.default, aten.view.dtype}
 
 
-class _Bound(Exception):
-    """The graph is bound to the layout that it was captured in."""
-
-
-def to_channels_last(graph: fx.Graph, visible: int | None = None) -> bool:
-    """Bring the images of a graph into channels last, if its convolutions want that.
+def to_channels_last(graph: fx.Graph, visible: int | None = None) -> None:
+    """Bring the images of a graph into channels last in place, all or nothing, if its convolutions
+    want that.
 
     Args:
-        graph: from AOTAutograd, of inference or joint, its views made reshapes; changed in place,
-            all or nothing.
+        graph: from AOTAutograd, of inference or joint, its views made reshapes.
         visible: how many results the caller sees; None for all.
-
-    Returns:
-        Whether the graph was changed.
     """
     if not any(_is_channels_first(node) for node in graph.nodes):
-        return False
+        return
     try:
         vals, copied = _propagated(graph)
         restored = _restored(graph, vals, visible)
-    except (_Bound, RuntimeError) as error:
+    except RuntimeError as error:
         log.debug("the graph keeps its layout: %s", error)
-        return False
+        return
     for node, val in vals.items():
         node.meta["val"] = val
     for node, place in copied:
@@ -60,16 +54,14 @@ def to_channels_last(graph: fx.Graph, visible: int | None = None) -> bool:
             results[place] = _copy(graph, results[place], torch.contiguous_format)
     output.update_arg(0, tuple(results))
     graph.lint()
-    return True
 
 
 def _is_channels_first(node: fx.Node) -> bool:
     """Return whether `node` is a convolution of an image in half precision, channels first."""
     if node.target is not aten.convolution.default or node.args[6]:
         return False
-    x: Any = node.args[0]
-    val = x.meta.get("val")
-    is_half_image = isinstance(val, Tensor) and val.dim() == 4 and val.dtype in _HALF
+    val = val_of(node.args[0])
+    is_half_image = isinstance(val, Tensor) and val.dim() == 4 and val.dtype in HALF
     return is_half_image and not val.is_contiguous(memory_format=CHANNELS_LAST)
 
 
@@ -77,18 +69,16 @@ def _propagated(graph: fx.Graph) -> tuple[dict[fx.Node, Any], list[tuple[fx.Node
     """Return the values of all nodes in the new layout, and which arguments are to be copied."""
     vals: dict[fx.Node, Any] = {}
     copied: list[tuple[fx.Node, int]] = []
-    mode: Any = next(
-        n.meta["val"].fake_mode for n in graph.nodes if isinstance(n.meta.get("val"), Tensor)
-    )
+    mode: Any = next(val_of(n).fake_mode for n in graph.nodes if isinstance(val_of(n), Tensor))
     for node in graph.nodes:
         if node.op != "call_function":
-            vals[node] = node.meta.get("val")
+            vals[node] = val_of(node)
             continue
         given, named = fx.map_arg((node.args, node.kwargs), lambda n: vals[n])
         tags = getattr(node.target, "tags", ())
         bound = node.target in _BOUND or torch.Tag.nondeterministic_seeded in tags
-        if bound and any(_is_moved(n.meta.get("val"), vals[n]) for n in node.all_input_nodes):
-            raise _Bound(str(node.target))
+        if bound and any(_is_moved(val_of(n), vals[n]) for n in node.all_input_nodes):
+            raise RuntimeError(str(node.target))
         given = list(given)
         with mode:
             if node.target is aten.convolution.default and _is_channels_first(node):
@@ -105,9 +95,9 @@ def _restored(graph: fx.Graph, vals: dict[fx.Node, Any], visible: int | None) ->
     results: Any = graph.output_node().args[0]
     places = []
     for place, node in enumerate(results[:visible]):
-        if isinstance(node, fx.Node) and _is_moved(node.meta.get("val"), vals[node]):
+        if isinstance(node, fx.Node) and _is_moved(val_of(node), vals[node]):
             if not node.meta["val"].is_contiguous():
-                raise _Bound("a result that is neither channels last nor first")
+                raise RuntimeError("a result that is neither channels last nor first")
             places.append(place)
     return places
 
@@ -118,8 +108,7 @@ def _is_moved(before: Any, after: Any) -> bool:
 
 def _copy(graph: fx.Graph, source: fx.Node, layout: torch.memory_format) -> fx.Node:
     new = graph.call_function(aten.clone.default, (source,), {"memory_format": layout})
-    new.meta = dict(source.meta)
-    val = source.meta["val"]
+    val = val_of(source)
     with val.fake_mode:
-        new.meta["val"] = val.clone(memory_format=layout)
+        new.meta = source.meta | {"val": val.clone(memory_format=layout)}
     return new

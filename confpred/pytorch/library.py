@@ -18,7 +18,7 @@ from confpred.predict.choice import Choice
 from confpred.problem.conv2d import Problem
 from confpred.pytorch.pointwise import apply_epilogue
 
-_HALF = (torch.float16, torch.bfloat16)
+HALF = (torch.float16, torch.bfloat16)
 _VECTOR = 8  # channels in 16 bytes: with others cuBLAS is slower than a convolution and a pass
 
 
@@ -27,13 +27,10 @@ def fuses(p: Problem) -> bool:
     ends in ReLU, or has one pixel in its filter and nothing but the bias behind it."""
     if p.direction != "fprop" or p.groups != 1 or not p.bias or p.dtype == "float32":
         return False
-    return p.activation == "relu" or _is_product(p)
-
-
-def _is_product(p: Problem) -> bool:
     one_pixel = (p.r, p.s, p.stride, p.padding) == (1, 1, (1, 1), (0, 0))
     plain = p.activation == "none" and not p.residual
-    return one_pixel and plain and p.c % _VECTOR == 0 and p.k % _VECTOR == 0
+    is_product = one_pixel and plain and p.c % _VECTOR == 0 and p.k % _VECTOR == 0
+    return p.activation == "relu" or is_product
 
 
 def _refuses_products() -> bool:
@@ -45,7 +42,7 @@ def takes_pixels(x: Tensor, weight: Tensor, padding: tuple[int, int], groups: in
     """Return whether a convolution is a product of one pixel an image, in half precision."""
     sides = (*x.shape[2:], *weight.shape[2:])
     is_pixel = all(isinstance(side, int) and side == 1 for side in sides) and padding == (0, 0)
-    return is_pixel and groups == 1 and x.dtype in _HALF and not _refuses_products()
+    return is_pixel and groups == 1 and x.dtype in HALF and not _refuses_products()
 
 
 def of_pixels(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
@@ -61,13 +58,7 @@ def of_pixels(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -
 
 
 class FusedOperator:
-    """One operator of PyTorch's for a problem that `fuses`.
-
-    Attributes:
-        choice: PyTorch's operator.
-    """
-
-    __slots__ = ("choice",)
+    """One operator of PyTorch's for a problem that `fuses`; `choice` is PyTorch's operator."""
 
     def __init__(self, problem: Problem) -> None:
         self.choice = Choice(problem, "", "pinned", PYTORCH_OPERATOR)
@@ -85,8 +76,8 @@ class FusedOperator:
         p: Any = self.choice.problem
         if p.activation == "none":
             rows, columns = x.permute(0, 2, 3, 1).reshape(-1, p.c), weight.view(p.k, p.c).t()
-            out = torch.addmm(bias, rows, columns).view(p.n, p.h, p.w, p.k).permute(0, 3, 1, 2)
-            return (out,)
+            out = torch.addmm(bias, rows, columns).view(p.n, p.h, p.w, p.k)
+            return (out.permute(0, 3, 1, 2),)
         given = (p.stride, p.padding, p.dilation, 1)
         if residual is None:
             return (torch.cudnn_convolution_relu(x, weight, bias, *given),)

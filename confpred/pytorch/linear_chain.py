@@ -39,18 +39,17 @@ def linear_chain(
     """``x = activation(torch.nn.functional.linear(x, weight, bias))`` for each weight and bias, in
     one call.
 
-    Without gradients, on plain contiguous CUDA tensors of one dtype, what is predicted to be the
-    fastest computes all layers together: PyTorch's own operators, products with bias and ReLU in
-    their epilogue, or Strassen's algorithm where `max_error` allows it. The layers between have one
-    width. Everything else goes to PyTorch's own operators, and so do chains that no model is there
-    for (`confpred.use_predictor`). Float32 products use TF32 where PyTorch's are told to.
+    Without gradients, on plain contiguous CUDA tensors of one dtype, all layers, of one width
+    between, are computed together by what is predicted to be fastest: PyTorch's operators, products
+    with bias and ReLU in their epilogue, or Strassen's algorithm where `max_error` allows it. All
+    else goes to PyTorch's operators, and so do chains that no model is there for
+    (`confpred.use_predictor`). Float32 products use TF32 where PyTorch's are told to.
 
     Args:
         x: shape (..., features of the first weight).
         weights: each of shape (features after, features before).
         biases: one a weight, or None.
-        activation: after each layer: None, ``"relu"``, ``"silu"``, ``"gelu"``, ``"relu6"`` or
-            ``"hardswish"``.
+        activation: after each layer; as of `confpred.conv2d`.
         last: whether it follows the last layer too.
         max_error: largest relative error of the result in the 2-norm, against float64; None for
             that of PyTorch's own operators, which excludes Strassen's algorithm.
@@ -99,15 +98,10 @@ def operands(weights: Sequence[Tensor], biases: Sequence[Tensor] | None) -> list
 
 
 def _launch(
-    x: Tensor,
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor] | None,
-    activation: str,
-    last: bool,
-    limits: Limits,
-) -> ReadyLaunch | None:
-    """Return the launch of a chain of at most ``MOST_LAYERS`` layers; None for PyTorch's
-    operators."""
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] | None, activation: str,
+    last: bool, limits: Limits,
+) -> ReadyLaunch | None:  # fmt: skip
+    """Return the launch of at most ``MOST_LAYERS`` layers; None for PyTorch's operators."""
     given = (x, *weights, *(biases or ()))
     if torch.compiler.is_compiling() or not is_plain(*given) or not alike(x, *given):
         return None
@@ -133,12 +127,9 @@ def _launch(
 
 
 def problem_of(
-    x: Tensor,
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor] | None,
-    activation: str,
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] | None, activation: str,
     last: bool,
-) -> LinearChain | None:
+) -> LinearChain | None:  # fmt: skip
     """Return what is asked; None where it is no chain, or there is nothing to compute."""
     if x.dim() < 1 or x.numel() == 0 or x.dtype not in DTYPES or any(w.dim() != 2 for w in weights):
         return None

@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -40,8 +40,6 @@ ALIGNMENT = 16  # bytes; the kernels load this much at a time
 #: From the operands' names to what enqueues a launch, given a stream's handle and the addresses of
 #: the operands.
 Bind = Callable[[Sequence[str]], Callable[[int, Sequence[int]], None]]
-_compiling: dict[tuple[KernelSpec, str], Future[Compiled]] = {}
-_loaded: dict[tuple[KernelSpec, int, int], Any] = {}
 #: The handle of the current stream of a CUDA device, without the object that PyTorch makes of it.
 #: A PyTorch without CUDA lacks the function, and never calls it here.
 current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", int)
@@ -50,67 +48,51 @@ current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStr
 _empty: Callable[..., Tensor] = torch._C._dynamo.guards._empty_strided_cuda  # type: ignore[attr-defined]
 
 
-def _new_threads() -> ThreadPoolExecutor:
+@cache
+def _threads() -> ThreadPoolExecutor:
     """Return threads that compile; each starts when it is first needed."""
     return ThreadPoolExecutor(min(8, os.cpu_count() or 1), "confpred-compiler")
 
 
-_threads = _new_threads()
-
-
+@cache
 def submit(spec: KernelSpec, arch: str) -> Future[Compiled]:
     """Return `spec` compiled for `arch`, now or soon; nothing is compiled twice."""
-    key = (spec, arch)
-    if key not in _compiling:
-        _compiling[key] = _threads.submit(compile_kernel, spec, arch)
-    return _compiling[key]
+    return _threads().submit(compile_kernel, spec, arch)
 
 
+@cache
 def loaded(spec: KernelSpec, smem_bytes: int, ordinal: int) -> Any:
     """Return `spec` in the context of CUDA device `ordinal`, compiled now if need be, also while a
-    CUDA graph is captured; all launches of a kernel share it.
-
-    Raises:
-        UnknownDevice: confpred has no description of the device.
-        CompileError, LaunchError, MissingExtra: it cannot be compiled or loaded.
-    """
-    key = (spec, smem_bytes, ordinal)
-    if key not in _loaded:
-        compiled = submit(spec, driver.device_of(ordinal).arch).result()
-        with torch.cuda.device(ordinal):
-            driver.make_current(ordinal)
-            with driver.outside_capture():
-                _loaded[key] = driver.load(compiled, smem_bytes).kernel
-    return _loaded[key]
+    CUDA graph is captured; all launches of a kernel share it. Raises what `ready_launch` does, and
+    `UnknownDevice`."""
+    compiled = submit(spec, driver.device_of(ordinal).arch).result()
+    with torch.cuda.device(ordinal):
+        driver.make_current(ordinal)
+        with driver.outside_capture():
+            return driver.load(compiled, smem_bytes).kernel
 
 
-def in_context(ordinal: int, launch: Callable[[], Any]) -> None:
-    """Call `launch`, again where this thread had not used CUDA device `ordinal` yet, as the one of
-    a backward pass."""
+def in_context(ordinal: int, launch: Callable[[int], Any]) -> None:
+    """Call `launch` with the current stream of CUDA device `ordinal`; again where this thread had
+    not used the device yet, as the one of a backward pass."""
     try:
-        launch()
+        launch(current_stream(ordinal))
     except NoContext:
         driver.make_current(ordinal)
-        launch()
+        launch(current_stream(ordinal))
 
 
 def _reset_after_fork() -> None:
     """A child process has neither the threads nor the context of its parent."""
-    global _threads
-    _compiling.clear()
-    _loaded.clear()
-    _threads = _new_threads()
+    for found in (_threads, submit, loaded):
+        found.cache_clear()
 
 
 os.register_at_fork(after_in_child=_reset_after_fork)
 
 
 class ReadyLaunch:
-    """A launch for one problem, chosen, compiled and loaded.
-
-    Attributes:
-        choice: what it is the launch of.
-    """
+    """A launch of `choice`, compiled and loaded."""
 
     __slots__ = ("_enqueue", "_ordinal", "_outputs", "_workspaces", "choice")
 
@@ -121,33 +103,27 @@ class ReadyLaunch:
         operation = LINEAR_CHAIN if isinstance(problem, LinearChain) else CONVOLUTION
         operands = operation.operands(problem)  # outputs first
         self._outputs = [(*_layout(o.shape), getattr(torch, o.dtype)) for o in operands if o.terms]
-        sizes: dict[str, tuple[int, Callable[..., Tensor]]] = {
-            ZEROED: (launch.zeroed_bytes, torch.zeros),
-            SCRATCH: (launch.scratch_bytes, torch.empty),
-        }
-        spaces = {name: given for name, given in sizes.items() if given[0]}
-        self._workspaces = tuple(spaces.values())
-        names = [*(o.name for o in operands), *spaces]
-        self._enqueue: Callable[[Sequence[Tensor]], None]
+        spaces: list[tuple[str, int, Callable[..., Tensor]]] = [
+            (ZEROED, launch.zeroed_bytes, torch.zeros), (SCRATCH, launch.scratch_bytes, torch.empty)
+        ]  # fmt: skip
+        self._workspaces = [space for space in spaces if space[1]]
+        names = [*(o.name for o in operands), *(name for name, *_ in self._workspaces)]
+        self._enqueue: Callable[[Sequence[Tensor], int], None]
         if isinstance(bind, Program):
-            self._enqueue = lambda tensors: bind(dict(zip(names, tensors, strict=True)))
+            self._enqueue = lambda tensors, _: bind(dict(zip(names, tensors, strict=True)))
         else:
             enqueue = bind(names)
-            self._enqueue = lambda tensors: enqueue(
-                current_stream(ordinal), [t.data_ptr() for t in tensors]
-            )
+            self._enqueue = lambda tensors, s: enqueue(s, [t.data_ptr() for t in tensors])
 
     def run(self, *inputs: Tensor | None) -> list[Tensor]:
-        """Enqueue the launch on the current stream of its device.
+        """Enqueue the launch on the current stream of its device, and return the outputs.
 
-        Args:
-            inputs: in the order of the operation's operands; of the problem's shapes and dtype, on
-                the launch's device, dense as the kernels read them (`dense`). None for one that the
-                problem does not have. Unaligned ones are copied.
+        Workspaces are new at each call, from the current stream's pool: memory that is kept would
+        be shared by streams and CUDA graphs.
 
-        Returns:
-            The outputs. Workspaces are new at each call, from the current stream's pool: memory
-            that is kept would be shared by streams and CUDA graphs.
+        `inputs` are in the order of the operation's operands, None for one that the problem does
+        not have; of the problem's shapes and dtype, on the launch's device, dense as the kernels
+        read them (`dense`). Unaligned ones are copied.
         """
         ordinal = self._ordinal
         if torch.cuda.current_device() != ordinal:
@@ -156,7 +132,7 @@ class ReadyLaunch:
         device = torch.device("cuda", ordinal)
         given = [aligned(t) for t in inputs if t is not None]
         made = [_empty(*output) for output in self._outputs]
-        spaces = [make(n, dtype=torch.uint8, device=device) for n, make in self._workspaces]
+        spaces = [make(n, dtype=torch.uint8, device=device) for _, n, make in self._workspaces]
         in_context(ordinal, partial(self._enqueue, [*made, *given, *spaces]))
         return made
 
@@ -188,20 +164,17 @@ def aligned(t: Tensor) -> Tensor:
 def _layout(shape: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return shape and strides, as PyTorch counts them, of an operand whose dense shape is
     `shape`: an image or filter has its channels last."""
-    strides = tuple(torch.empty(tuple(shape), device="meta").stride())
-    if len(shape) == 4:
-        return tuple(shape[i] for i in (0, 3, 1, 2)), tuple(strides[i] for i in (0, 3, 1, 2))
-    return tuple(shape), strides
+    t = torch.empty(tuple(shape), device="meta")
+    t = t.permute(0, 3, 1, 2) if len(shape) == 4 else t
+    return tuple(t.shape), t.stride()
 
 
 def load(choice: Choice, ordinal: int, limits: Limits = UNLIMITED) -> ReadyLaunch | None:
-    """Return the launch of `choice` on CUDA device `ordinal`, compiled now if need be.
+    """Return the launch of `choice` on CUDA device `ordinal`, compiled now if need be; None where
+    the driver or the compiler refuses it, which is logged.
 
     Of a library's plans it is the first in the ranking, from `choice` on, that the library builds
     and that needs no more memory than `limits` allow.
-
-    Returns:
-        The launch; None where the driver or the compiler refuses it, which is logged.
     """
     limits = limits_for(choice.problem, limits)
 
@@ -227,12 +200,8 @@ def _load_kernels(
 
 
 def ready_launch(choice: Choice, launch: Launch, ordinal: int) -> ReadyLaunch:
-    """Return `launch`, of kernels and perhaps of products between them, ready on CUDA device
-    `ordinal`.
-
-    Raises:
-        CompileError, LaunchError, MissingExtra: a kernel cannot be had.
-    """
+    """Return `launch`, of kernels and perhaps of products between them, on CUDA device `ordinal`;
+    raises `CompileError`, `LaunchError` or `MissingExtra` where a kernel cannot be had."""
     for kernel in launch.kernels:
         submit(kernel, driver.device_of(ordinal).arch)  # side by side
 
@@ -249,11 +218,8 @@ def ready_launch(choice: Choice, launch: Launch, ordinal: int) -> ReadyLaunch:
 def _load_plan(
     choice: Choice, problem: Problem, ordinal: int, limits: Limits
 ) -> ReadyLaunch | None:
-    """Load the first plan in the ranking, from `choice` on, that the library builds.
-
-    Only the library knows which plans it has for a problem; where it lacks the chosen one, the next
-    in the ranking is tried, until PyTorch's operator comes.
-    """
+    """Load the first plan in the ranking, from `choice` on, that the library builds; only the
+    library knows which ones it has for a problem."""
     try:
         with torch.cuda.device(ordinal):
             plans = Plans(problem, ordinal)
@@ -296,10 +262,8 @@ def _from_on(choice: Choice, ordinal: int, limits: Limits) -> Iterator[Choice]:
 
 
 def compile_ahead(choices: Sequence[Choice], ordinal: int, limits: Limits = UNLIMITED) -> None:
-    """Compile the kernels of `choices` in parallel, and load them on CUDA device `ordinal`.
-
-    A kernel that cannot be had is left to the call that needs it.
-    """
+    """Compile the kernels of `choices` in parallel, and load them on CUDA device `ordinal`; one
+    that cannot be had is left to the call that needs it."""
     ours = [choice for choice in choices if is_ours(choice)]
     for choice in ours:
         for kernel in _launch_of(choice).kernels:

@@ -62,8 +62,7 @@ def optimize(
 
     Raises:
         InvalidInput: `model` is not a ``torch.nn.Module``, or an option is not allowed.
-        ConfpredError: the network cannot be captured, or does not compute what the original does;
-            it is as it was.
+        ConfpredError: the network cannot be captured, or computes something else; it is as it was.
     """
     _check(model)
     Options.of(options)
@@ -87,27 +86,14 @@ def optimize(
 
 
 def revert(model: Model) -> Model:
-    """Undo `optimize`; a model that is not optimized is returned as it is.
-
-    Raises:
-        InvalidInput: `model` is not a ``torch.nn.Module``.
-    """
+    """Undo `optimize`, if need be; raise `InvalidInput` for what is no ``torch.nn.Module``."""
     _check(model)
     model._compiled_call_impl = None
     return model
 
 
-def is_optimized(model: nn.Module) -> bool:
-    """Return whether calls of `model` run a captured graph."""
-    return model._compiled_call_impl is not None
-
-
 def as_arguments(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return positional and named arguments from a tensor, a tuple or list, or a dictionary.
-
-    Raises:
-        InvalidInput: it is something else.
-    """
+    """Return positional and named arguments from a tensor, a tuple or list, or a dictionary."""
     if isinstance(example_inputs, Tensor):
         return (example_inputs,), {}
     if isinstance(example_inputs, (tuple, list)):
@@ -151,9 +137,8 @@ def _kept_right(model: nn.Module, capture: Callable[[], Callable[..., Any]]) -> 
 def own_frame(model: nn.Module) -> Callable[..., Any]:
     """Return a function that calls `model`, with code of its own.
 
-    Dynamo keeps captured graphs by code object, a limited number for each, and looks into no
-    function of ``torch.nn``: many models of one class, or made of PyTorch's containers alone, need
-    a frame that is theirs.
+    Dynamo keeps a limited number of graphs for each code object, and looks into no function of
+    ``torch.nn``: many models of one class, or of PyTorch's containers alone, need their own frame.
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -164,74 +149,55 @@ def own_frame(model: nn.Module) -> Callable[..., Any]:
 
 
 def _compare(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Run `model` captured and as it was, on copies of these inputs.
+    """Raise a `ConfpredError` where `model` captured computes other results than `model` as it was,
+    on copies of these inputs."""
+    from torch._dynamo.utils import counters
 
-    Raises:
-        ConfpredError: they compute something else.
-    """
     captured, name = model._compiled_call_impl, type(model).__name__
-    breaks = _graph_breaks()
-    with _unchanged(model) as again:
-        ours = _results(model, args, kwargs)
-        for reason in list(_graph_breaks() - breaks)[:1]:
-            log.warning("%s is captured in parts, cut where: %s", name, reason.split("\n")[0])
-        again()
-        try:
-            model._compiled_call_impl = None
-            theirs = _results(model, args, kwargs)
-            difference = _largest_difference(ours, theirs)
-            if difference is not None:
-                # A network may make much of any rounding, or draw random numbers.
-                again()
-                nearby = _results(model, args, kwargs, noise=True)
-                if _largest_difference(nearby, theirs) is not None:
-                    log.warning(
-                        "the outputs of %s cannot be compared, as they change with any rounding of"
-                        " the inputs: %s", name, difference,
-                    )  # fmt: skip
-                    difference = None
-        finally:
-            model._compiled_call_impl = captured
-        again()
-        # A CUDA graph is recorded at the second call.
-        _results(model, args, kwargs)
+    breaks = Counter(counters["graph_break"])
+    ours = _results(model, args, kwargs)
+    for reason in list(counters["graph_break"] - breaks)[:1]:
+        first = reason.strip().split("\n")[0]
+        log.warning("%s is captured in parts, cut where: %s", name, first)
+    try:
+        model._compiled_call_impl = None
+        theirs = _results(model, args, kwargs)
+        difference = _largest_difference(ours, theirs)
+        if difference is not None:
+            # A network may make much of any rounding, or draw random numbers.
+            nearby = _results(model, args, kwargs, noise=True)
+            if _largest_difference(nearby, theirs) is not None:
+                log.warning(
+                    "the outputs of %s cannot be compared, as they change with any rounding of"
+                    " the inputs: %s", name, difference,
+                )  # fmt: skip
+                difference = None
+    finally:
+        model._compiled_call_impl = captured
+    _results(model, args, kwargs)  # a CUDA graph is recorded at the second call
     if difference is not None:
         raise ConfpredError(f"{name} is as it was: {difference}")
 
 
-def _graph_breaks() -> Counter[str]:
-    """Return how often Dynamo has cut a forward, by the reason."""
-    from torch._dynamo.utils import counters
-
-    return Counter({reason.strip(): n for reason, n in counters["graph_break"].items()})
-
-
 @contextmanager
-def _unchanged(model: nn.Module) -> Iterator[Callable[[], None]]:
-    """Bring buffers and random numbers back to what they are now, at the end and when told."""
+def _unchanged(model: nn.Module) -> Iterator[None]:
+    """Bring buffers and random numbers back to what they are now at the end of the block."""
     buffers = [(b, b.detach().clone()) for b in model.buffers()]
-    on_gpu = torch.cuda.is_initialized()
-    of_gpu = torch.cuda.get_rng_state() if on_gpu else torch.empty(0)
-    of_cpu, of_python = torch.get_rng_state(), random.getstate()
-
-    def again() -> None:
-        with torch.no_grad():
-            for buffer, then in buffers:
-                buffer.copy_(then)
-        random.setstate(of_python)
-        torch.set_rng_state(of_cpu)
-        if on_gpu:
-            torch.cuda.set_rng_state(of_gpu)
-
-    try:
-        yield again
-    finally:
-        again()
+    of_python = random.getstate()
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices):
+        try:
+            yield
+        finally:
+            random.setstate(of_python)
+            with torch.no_grad():
+                for buffer, then in buffers:
+                    buffer.copy_(then)
 
 
 def _results(model: nn.Module, args: Any, kwargs: Any, noise: bool = False) -> list[Tensor]:
     """Return the tensors that `model` returns, and the gradients of its parameters where they are
-    recorded; with `noise`, of inputs that differ by some roundings."""
+    recorded; with `noise`, of inputs that differ by some roundings. The model stays as it is."""
 
     def copied(x: Any) -> Any:
         if not isinstance(x, Tensor):
@@ -240,18 +206,19 @@ def _results(model: nn.Module, args: Any, kwargs: Any, noise: bool = False) -> l
             return x * (1 + 4 * torch.finfo(x.dtype).eps * torch.randn_like(x))
         return x.detach().clone()
 
-    args, kwargs = _pytree.tree_map(copied, (args, kwargs))
-    leaves = _pytree.tree_leaves(model(*args, **kwargs))
-    found = [x for x in leaves if isinstance(x, Tensor)]
-    recorded = [x for x in found if x.requires_grad]
-    results = [x.detach().clone() for x in found]
-    if recorded:
-        wanted = [p for p in model.parameters() if p.requires_grad]
-        heads = [torch.full_like(x, 1.0 / max(1, x.numel())) for x in recorded]
-        grads = torch.autograd.grad(recorded, wanted, heads, allow_unused=True)
-        # Together: a gradient that is zero by arithmetic is nothing but rounding.
-        flat = [g.detach().float().flatten() for g in grads if g is not None]
-        results += [torch.cat(flat)] if flat else []
+    with _unchanged(model):
+        args, kwargs = _pytree.tree_map(copied, (args, kwargs))
+        leaves = _pytree.tree_leaves(model(*args, **kwargs))
+        found = [x for x in leaves if isinstance(x, Tensor)]
+        recorded = [x for x in found if x.requires_grad]
+        results = [x.detach().clone() for x in found]
+        if recorded:
+            wanted = [p for p in model.parameters() if p.requires_grad]
+            heads = [torch.full_like(x, 1.0 / max(1, x.numel())) for x in recorded]
+            grads = torch.autograd.grad(recorded, wanted, heads, allow_unused=True)
+            # Together: a gradient that is zero by arithmetic is nothing but rounding.
+            flat = [g.detach().float().flatten() for g in grads if g is not None]
+            results += [torch.cat(flat)] if flat else []
     return results
 
 

@@ -1,10 +1,5 @@
 """The operators that rewritten graphs call: ``torch.ops.confpred``.
 
-    conv2d            convolution, scale and shift or bias, residual, activation
-    conv2d_backward   both gradients of a convolution
-    scale_shift       batch norm by known statistics, with residual and activation
-    fold              batch norms of a graph as filters and biases, or scales and shifts
-
 What is no tensor comes to the convolutions as one text (`Call`): the dispatcher takes a microsecond
 for each argument. They have no formula for gradients; graphs of training call both directions.
 """
@@ -35,13 +30,9 @@ def _define(schema: str, run: Any, fake: Any) -> None:
 
 
 def _conv2d(
-    x: Tensor,
-    weight: Tensor,
-    scale: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    call: str,
-) -> Tensor:
+    x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None,
+    residual: Tensor | None, call: str,
+) -> Tensor:  # fmt: skip
     told = Call.read(call)
     if scale is None or bias is None:
         return convolve.forward(x, weight, bias, residual, told)
@@ -50,17 +41,7 @@ def _conv2d(
 
 
 def _fake_conv2d(x: Tensor, weight: Tensor, *others: Any) -> Tensor:
-    arguments = Call.read(others[-1]).arguments
-    out: Tensor = torch.ops.aten.convolution.default(x, weight, None, *arguments)
-    return out
-
-
-_define(
-    "conv2d(Tensor x, Tensor weight, Tensor? scale, Tensor? bias, Tensor? residual, str call)"
-    " -> Tensor",
-    _conv2d,
-    _fake_conv2d,
-)
+    return torch.convolution(x, weight, None, *Call.read(others[-1]).arguments)
 
 
 def _conv2d_backward(out_grad: Tensor, x: Tensor, weight: Tensor, call: str) -> tuple[Tensor, ...]:
@@ -69,48 +50,30 @@ def _conv2d_backward(out_grad: Tensor, x: Tensor, weight: Tensor, call: str) -> 
     return tuple(x.new_empty(0) if grad is None else dense(grad) for grad in grads)
 
 
-def _fake_conv2d_backward(
-    out_grad: Tensor, x: Tensor, weight: Tensor, call: str
-) -> tuple[Tensor, ...]:
-    made = (
-        torch.empty_like(x, memory_format=CHANNELS_LAST),
-        torch.empty_like(weight, memory_format=CHANNELS_LAST),
-        x.new_empty(weight.shape[0]),
-    )
-    mask = Call.read(call).mask
-    return tuple(t if wanted else x.new_empty(0) for t, wanted in zip(made, mask, strict=True))
-
-
-_define(
-    "conv2d_backward(Tensor out_grad, Tensor x, Tensor weight, str call)"
-    " -> (Tensor, Tensor, Tensor)",
-    _conv2d_backward,
-    _fake_conv2d_backward,
-)
-_define(
-    "scale_shift(Tensor x, Tensor scale, Tensor shift, Tensor? residual, str activation) -> Tensor",
-    pointwise.scale_shift,
-    lambda x, *others: torch.empty_like(x),
-)
-
-
-def _dtypes(text: str) -> list[torch.dtype]:
-    return [getattr(torch, name) for name in text.split(",")]
-
-
-def _fold(*lists: Any) -> list[Tensor]:
-    gammas, betas, means, variances, biases, filters, eps, dtypes = lists
-    return folding.fold(gammas, betas, means, variances, biases, filters, eps, _dtypes(dtypes))
+def _fake_conv2d_backward(_: Tensor, x: Tensor, weight: Tensor, call: str) -> tuple[Tensor, ...]:
+    like = (torch.empty_like(t, memory_format=CHANNELS_LAST) for t in (x, weight))
+    each = zip((*like, x.new_empty(weight.shape[0])), Call.read(call).mask, strict=True)
+    return tuple(made if wanted else x.new_empty(0) for made, wanted in each)
 
 
 def _fake_fold(*lists: Any) -> list[Tensor]:
-    each = zip(lists[2], lists[5], _dtypes(lists[-1]), strict=True)
-    return [t for mean, filters, dtype in each for t in folding.empty(mean, filters, dtype)]
+    each = zip(lists[2], lists[5], lists[7], strict=True)
+    return [t for mean, filter, dtype in each for t in folding.empty(mean, filter, dtype)]
 
 
 _define(
+    "conv2d(Tensor x, Tensor weight, Tensor? scale, Tensor? bias, Tensor? residual, str call)"
+    " -> Tensor", _conv2d, _fake_conv2d,
+)  # fmt: skip
+_define(
+    "conv2d_backward(Tensor out_grad, Tensor x, Tensor weight, str call)"
+    " -> (Tensor, Tensor, Tensor)", _conv2d_backward, _fake_conv2d_backward,
+)  # fmt: skip
+_define(
+    "scale_shift(Tensor x, Tensor scale, Tensor shift, Tensor? residual, str activation) -> Tensor",
+    pointwise.scale_shift, lambda x, *others: torch.empty_like(x),
+)  # fmt: skip
+_define(
     "fold(Tensor?[] gammas, Tensor?[] betas, Tensor[] means, Tensor[] variances, Tensor?[] biases,"
-    " Tensor?[] filters, float[] eps, str dtypes) -> Tensor[]",
-    _fold,
-    _fake_fold,
-)
+    " Tensor?[] filters, float[] eps, str[] dtypes) -> Tensor[]", folding.fold, _fake_fold,
+)  # fmt: skip

@@ -1,8 +1,5 @@
 """One kernel for what follows a convolution, in the place of one a step.
 
-    apply_epilogue    activation(out + bias + residual), in place of `out`
-    scale_shift       activation(x * scale + shift + residual): batch norm by known statistics
-
 Where a kernel cannot take the tensors, PyTorch's operators compute the same.
 """
 
@@ -21,15 +18,7 @@ from confpred.cuda.launch import BoundLaunch
 from confpred.errors import ConfpredError, UnknownDevice
 from confpred.problem.operation import KernelSpec
 from confpred.pytorch.choosing import kept
-from confpred.pytorch.loading import (
-    ALIGNMENT,
-    CHANNELS_LAST,
-    DTYPES,
-    alike,
-    current_stream,
-    in_context,
-    loaded,
-)
+from confpred.pytorch.loading import ALIGNMENT, CHANNELS_LAST, DTYPES, alike, in_context, loaded
 
 log = logging.getLogger(__name__)
 
@@ -50,13 +39,9 @@ def apply_epilogue(
     No gradient is recorded. Arithmetic is in float32, rounded once, where `can_apply` says so.
 
     Args:
-        out: shape (N, K, P, Q), which nothing else refers to.
-        bias: shape (K,), or None.
-        residual: of `out`'s shape, or None.
+        out: shape (N, K, P, Q), which nothing else refers to; it is returned.
+        bias, residual: shape (K,), and of `out`'s shape; or None.
         activation: one of `confpred.problem.conv2d.ACTIVATIONS`.
-
-    Returns:
-        `out`.
     """
     if bias is None and residual is None and activation == "none":
         return out
@@ -76,17 +61,11 @@ def apply_epilogue(
 
 
 def scale_shift(
-    x: Tensor,
-    scale: Tensor,
-    shift: Tensor,
-    residual: Tensor | None,
-    activation: str,
-    *,
+    x: Tensor, scale: Tensor, shift: Tensor, residual: Tensor | None, activation: str, *,
     in_place: bool = False,
-) -> Tensor:
-    """Compute ``activation(x * scale + shift + residual)``, a scale and a shift a channel.
-
-    Arithmetic is in float32, rounded once.
+) -> Tensor:  # fmt: skip
+    """Compute ``activation(x * scale + shift + residual)``, a scale and a shift a channel, in
+    `x`'s dtype and layout. Arithmetic is in float32, rounded once.
 
     Args:
         x: shape (N, C, H, W).
@@ -94,9 +73,6 @@ def scale_shift(
         residual: of `x`'s shape and dtype, or None.
         activation: one of `confpred.problem.conv2d.ACTIVATIONS`.
         in_place: write to `x`, which nothing else refers to.
-
-    Returns:
-        Shape (N, C, H, W), of `x`'s dtype and layout.
     """
     if can_apply(x, None, residual):
         kernel = scale_shift_kernel(
@@ -114,24 +90,22 @@ def scale_shift(
 
 
 def can_apply(out: Tensor, bias: Tensor | None, residual: Tensor | None) -> bool:
-    """Return whether a kernel can take these tensors.
-
-    They are plain ones of one CUDA device and one dtype of float16, bfloat16 and float32; `out` and
-    `residual` channels last, dense, of one shape and aligned to 16 bytes, neither empty nor of more
-    than ``MOST_CHANNELS`` channels or ``MOST_ROWS`` pixels; `bias` dense.
-    """
+    """Return whether a kernel can take these tensors: of one CUDA device and dtype, aligned, not
+    empty nor too large; `out` and `residual` dense, channels last and of one shape."""
     if out.dtype not in DTYPES or out.dim() != 4 or not alike(out, bias, residual):
         return False
     images = [out] if residual is None else [out, residual]
     channels = out.shape[1]
+    if bias is not None and (
+        bias.shape != (channels,) or not bias.is_contiguous() or bias.is_neg()
+    ):
+        return False
     return (
         0 < out.numel() <= MOST_ROWS * channels
         and channels <= MOST_CHANNELS
         and all(t.shape == out.shape for t in images)
         and all(t.is_contiguous(memory_format=CHANNELS_LAST) for t in images)
         and not any(t.data_ptr() % ALIGNMENT or t.is_neg() for t in images)
-        and (bias is None or (bias.shape == (channels,) and bias.is_contiguous()))
-        and (bias is None or not bias.is_neg())
     )
 
 
@@ -161,5 +135,5 @@ def _launch(kernel: KernelSpec, out: Tensor, **inputs: Tensor | None) -> bool:
         if bound is None:
             return False
         addresses = [0 if t is None else t.data_ptr() for t in (out, *inputs.values())]
-        in_context(ordinal, lambda: bound.enqueue(current_stream(ordinal), addresses))
+        in_context(ordinal, lambda stream: bound.enqueue(stream, addresses))
     return True

@@ -36,10 +36,8 @@ _MOST_LAUNCHES = 50
 
 
 def fastest(problem: Problem, ordinal: int, top: int, wishes: Wishes) -> Choice | None:
-    """Return the fastest of the `top` best predictions and PyTorch's operator, by measurement.
-
-    A pinned choice is taken as it is; so is the prediction where nothing can be measured.
-    """
+    """Return the fastest of the `top` best predictions and PyTorch's operator, by measurement; a
+    pinned choice is taken as it is, and so is the prediction where nothing can be measured."""
     predicted = choosing.choose(problem, ordinal, wishes)
     if predicted is None or predicted.source in ("pinned", "fallback", "heuristic"):
         return predicted
@@ -47,10 +45,9 @@ def fastest(problem: Problem, ordinal: int, top: int, wishes: Wishes) -> Choice 
     ranked = within.rank(problem, driver.device_of(ordinal), top + 1)
     # A measurement needs no trust in the model of another device.
     own = [replace(c, source="predicted") if c.source == "transferred" else c for c in ranked]
+    ours = [c for c in own if choosing.is_ours(c)][:top]
     try:
-        winner = _measured(
-            [c for c in own if choosing.is_ours(c)][:top], predicted, ordinal, wishes
-        )
+        winner = _measured(ours, predicted, ordinal, wishes)
     except (RuntimeError, ConfpredError) as error:  # of memory, too
         log.warning("%s cannot be measured: %s", problem, str(error).splitlines()[0])
         return predicted
@@ -71,11 +68,10 @@ def _measured(ours: list[Choice], predicted: Choice, ordinal: int, wishes: Wishe
                 calls[ready.choice] = partial(ready.run, *given)
         own = replace(predicted, candidate=PYTORCH_OPERATOR, predicted_ms=None)
         fused = FusedOperator.of(problem)
-        calls[own] = (
-            partial(as_the_library_calls(CONVOLUTION, problem, ordinal), tensors)
-            if fused is None
-            else partial(fused.run, *given)
-        )
+        if fused is None:
+            calls[own] = partial(as_the_library_calls(CONVOLUTION, problem, ordinal), tensors)
+        else:
+            calls[own] = partial(fused.run, *given)
         times = dict(zip(calls, interleaved(list(calls.values())), strict=True))
     best = min(times, key=times.__getitem__)
     log.info("%s: %s is the fastest of %d", problem, best.provider, len(calls))

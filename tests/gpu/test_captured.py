@@ -117,7 +117,7 @@ def test_folds_of_many_layers_in_few_launches(seed: int, count: int, monkeypatch
     launch = folding._launch
     monkeypatch.setattr(folding, "_launch", lambda *a: launches.append(1) or launch(*a))
     poison()
-    names = ",".join(str(norm.dtype).removeprefix("torch.") for norm in norms)
+    names = [str(norm.dtype).removeprefix("torch.") for norm in norms]
     found = torch.ops.confpred.fold(
         [n.gamma for n in norms], [n.beta for n in norms], [n.mean for n in norms],
         [n.variance for n in norms], [n.bias for n in norms], [n.filters for n in norms],
@@ -141,7 +141,7 @@ def test_a_fold_that_the_kernel_cannot_take_is_pytorchs() -> None:
         exact = Norm(norm.gamma, norm.beta, mean, norm.variance, None, None, 1e-5, torch.float16)
         found = folding.fold(
             [exact.gamma], [exact.beta], [mean], [exact.variance], [None], [None], [1e-5],
-            [torch.float16],
+            ["float16"],
         )  # fmt: skip
         for mine, right in zip(found, exact.exact(), strict=True):
             assert off(mine, right) <= 2e-6

@@ -1,4 +1,4 @@
-"""Plans and bundles on a GPU: what is recorded is what ran, and a start repeats it."""
+"""Plans on a GPU: what is recorded is what ran, and a start repeats it."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from torch import nn
 
 import confpred
 from confpred.cuda import bundles
+from confpred.cuda.compiling import compiled_files
 from confpred.errors import InvalidInput
 from confpred.families.candidate import PYTORCH_OPERATOR
-from confpred.predict.bundles import write_bundle
-from confpred.predict.plans import plan_of, read_plan, write_plan
+from confpred.predict.plan import plan_of, read_plan, write_plan
 from confpred.predict.predictor import Predictor
 from confpred.problem.device import Device
 
@@ -61,7 +61,7 @@ def test_what_ran_is_recorded_and_repeated(tmp_path: Path, device: Device) -> No
     assert {c.problem.direction for c in plan.choices} == {"fprop", "dgrad", "wgrad"}
     expected = Predictor.load().choose_many([c.problem for c in plan.choices], device)
     assert [c.candidate for c in plan.choices] == [c.candidate for c in expected]
-    confpred.use_predictor(Predictor.load(pins=path, device=device))
+    confpred.use_predictor(Predictor.load(plan=path, device=device))
     with confpred.record_plan(again):
         assert torch.equal(step(), before)
     assert {c.source for c in read_plan(again).choices} == {"pinned"}
@@ -84,7 +84,7 @@ def test_a_plan_is_followed_where_a_model_would_choose_otherwise(
     for candidate in (other[0].candidate, PYTORCH_OPERATOR):
         replaced = plan_of([confpred.Choice(choice.problem, device.key, "pinned", candidate)])
         write_plan(path, replaced)
-        confpred.use_predictor(Predictor.load(pins=path, device=device))
+        confpred.use_predictor(Predictor.load(plan=path, device=device))
         with confpred.record_plan(tmp_path / "followed.json"):
             torch.testing.assert_close(step(requires_grad=False), ours, rtol=4e-3, atol=4e-3)
         assert read_plan(tmp_path / "followed.json").choices[0].candidate == candidate
@@ -126,7 +126,7 @@ _START = """
         sys.exit("the compiler is asked")
 
     compiler._compile = refuse
-    confpred.load_bundle(sys.argv[1])
+    confpred.use_plan(sys.argv[1])
     torch.manual_seed(0)
     layer = nn.Conv2d(64, 64, 5, padding=2, groups=64).cuda().half().eval()
     layer = layer.to(memory_format=torch.channels_last)
@@ -139,11 +139,11 @@ _START = """
 """
 
 
-def test_a_bundle_starts_another_process_without_a_compiler(tmp_path: Path, device: Device) -> None:
+def test_a_start_with_kernels_asks_no_compiler(tmp_path: Path, device: Device) -> None:
     layer = nn.Conv2d(64, 64, 5, padding=2, groups=64).half()
     images = torch.randn(32, 64, 28, 28, dtype=torch.half)
     plan = confpred.prepare(layer, images, tmp_path / "made")
-    assert plan.device == device
+    assert plan.devices == (device,)
     assert any(choice.family is not None for choice in plan.choices)
     (tmp_path / "made").rename(tmp_path / "moved")
     done = subprocess.run(
@@ -157,7 +157,7 @@ def test_a_bundle_starts_another_process_without_a_compiler(tmp_path: Path, devi
     assert not (tmp_path / "cache").exists()
 
 
-def test_a_bundle_for_another_device_is_refused(tmp_path: Path, device: Device) -> None:
+def test_a_plan_with_kernels_for_another_device_is_refused(tmp_path: Path, device: Device) -> None:
     path = tmp_path / "plan.json"
     with confpred.record_plan(path):
         step(requires_grad=False)
@@ -167,9 +167,9 @@ def test_a_bundle_for_another_device_is_refused(tmp_path: Path, device: Device) 
         plan = read_plan(path)
     except InvalidInput:  # a config that the other device has no place for
         pytest.skip(f"the config that was chosen is not legal on {other}")
-    write_bundle(plan, tmp_path / "bundle")
+    write_plan(tmp_path / "folder", plan, kernels=compiled_files(plan.specs(), plan.arch))
     with pytest.raises(InvalidInput, match=f"device='{other}'"):
-        confpred.load_bundle(tmp_path / "bundle")
+        confpred.use_plan(tmp_path / "folder")
 
 
 def test_the_pages_example_runs_as_shown(tmp_path: Path, device: Device) -> None:

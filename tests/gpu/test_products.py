@@ -279,7 +279,7 @@ PROGRAM = """
 import json, sys, torch
 import confpred
 from confpred.pytorch import choosing
-predictor = confpred.Predictor.load(pins=sys.argv[1])
+predictor = confpred.Predictor.load(plan=sys.argv[1])
 confpred.use_predictor(predictor, operation="linear_chain")
 torch.manual_seed(0)
 x = torch.rand(48, 256, device="cuda").half()

@@ -33,7 +33,7 @@ from layers_on_gpu import (
 import confpred
 from confpred.families.registry import all_kernels
 from confpred.predict.choice import Choice
-from confpred.predict.pins import read_pins
+from confpred.predict.plan import read_plan
 from confpred.predict.predictor import Predictor
 from confpred.problem.conv2d import ACTIVATIONS, Problem
 from confpred.problem.device import Device
@@ -199,7 +199,7 @@ def test_a_pin_is_followed_and_said(layer, tmp_path, caplog, device) -> None:
     }
     path = tmp_path / "pins.json"
     path.write_text(json.dumps({"format": "confpred-pins/1", "pins": [pin]}))
-    confpred.use_predictor(Predictor({}, read_pins(path)))
+    confpred.use_predictor(Predictor({}, read_plan(path)))
     with caplog.at_level(logging.DEBUG, logger="confpred.pytorch.choosing"):
         out = confpred.conv2d(x, weight, **SHAPE)
     assert choice.family in caplog.text

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from confpred.data.suites import read_suite
-from confpred.predict.plans import plan_of, plan_text, read_plan
+from confpred.predict.plan import plan_of, plan_text, read_plan
 from confpred.predict.predictor import Predictor
 
 LAYER = "n=24 c=160 h=30 w=30 k=160 r=3 s=3 groups=20 padding=1"
@@ -71,7 +71,7 @@ def test_check_counts_what_todays_model_would_choose_otherwise(exported, model_f
     changed = exported.with_name("changed.json")
     content = json.loads(exported.read_text())
     content["choices"][0] |= {"provider": "pytorch", "config": {}}
-    changed.write_text(json.dumps(content | {"kernels": {}}))
+    changed.write_text(json.dumps(content))
     done = plan("check", changed, "--model", model_folder)
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith("differ in 1\n")
@@ -102,8 +102,10 @@ def test_other_kernels_are_shown_and_do_not_pass(exported) -> None:
         (("export", "--device", "h100", "--layer", "n=1", "--out", "x"), 2, "c=None"),
         (("export", "--device", "h100", "--layer", LAYER, "--out", "/dev/null/x"), 1, "/dev/null"),
         (("export", "--device", "h100", "--network", "none", "--out", "x"), 2, "'--network'"),
-        (("show", "none.json"), 2, "File 'none.json' does not exist"),
-        (("check", "none.json"), 2, "File 'none.json' does not exist"),
+        (("export", "--device", "h100", "--kernels", "--layer", LAYER, "--out", "."), 2, "out='.'"),
+        (("export", "--pins", "none", "--out", "x"), 2, "Did you mean '--plan'?"),
+        (("show", "none.json"), 2, "Path 'none.json' does not exist"),
+        (("check", "none.json"), 2, "Path 'none.json' does not exist"),
         (("check", "/dev/null"), 2, "is not JSON"),
         (("explain",), 2, "No such command 'explain'"),
     ],
@@ -124,13 +126,28 @@ def test_check_of_another_device(exported) -> None:
     assert "plan.json: device='h100' is not allowed; allowed: h200" in done.stderr
 
 
-def test_predict_takes_a_plan_for_pins(exported, model_folder) -> None:
+def test_predict_follows_a_plan(exported, model_folder) -> None:
     words = ("--device", "h100", "--model", model_folder, "--layer", LAYER, "--json")
     done = plan("--plan", exported, *words, command="predict")
     assert done.returncode == 0, done.stderr
     ((answer,),) = json.loads(done.stdout)["choices"]
     assert answer["source"] == "pinned"
     assert answer["config"] == dict(read_plan(exported).choices[0].config)
+
+
+def test_kernels_go_along(exported, model_folder, tmp_path) -> None:
+    path = tmp_path / "prepared"
+    words = ("--layer", LAYER, "--model", model_folder, "--plan", exported, "--out", path)
+    done = plan("export", "--device", "h100", "--kernels", *words)
+    assert done.returncode == 0, done.stderr
+    assert len(list((path / "kernels").rglob("*.cubin"))) == 1
+    assert [c.source for c in read_plan(path, "h100").choices] == ["pinned"]
+    for words in (("show", path), ("check", path, "--device", "h100", "--model", model_folder)):
+        done = plan(*words)
+        assert done.returncode == 0, done.stderr
+        assert "1 layer on h100, 1 by 1 kernels of confpred" in done.stdout
+    done = plan("--plan", path, "--device", "h100", "--layer", LAYER, command="predict")
+    assert "pinned" in done.stdout
 
 
 @pytest.mark.parametrize("words", [(), ("export",), ("show",), ("check",)])

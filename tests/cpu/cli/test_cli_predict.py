@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from confpred.predict.predictor import Predictor
 HERE = str(Path(__file__).parent)  # a folder that is no model and has none
 LAYER = "n=24 c=160 h=30 w=30 k=160 r=3 s=3 groups=20 padding=1"
 STRIDED = LAYER + " stride=3"
+DENSE = "n=32 c=32 h=56 w=56 k=32 r=3 s=3 padding=1"
 
 
 def predict(*words: object) -> subprocess.CompletedProcess[str]:
@@ -47,17 +49,45 @@ def test_table_has_a_line_a_choice(model_folder):
     done = predict("--layer", LAYER, "--layer", STRIDED, *words)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert lines[0].split() == ["layer", "rank", "source", "provider", "ms", "bound", "config"]
+    assert re.split("  +", lines[0]) == [
+        "layer", "rank", "source", "provider", "ms", "PyTorch ms", "measured on", "bound",
+        "confidence", "config",
+    ]  # fmt: skip
     assert [line[lines[0].index("rank")] for line in lines[1:5]] == ["1", "2", "3", "1"]
     assert "predicted" in lines[1]
     assert "fallback" in lines[4]
-    assert lines[4].endswith(" pytorch")
+    told = [line[lines[0].index("measured on") :].split() for line in lines[1:5]]
+    assert [words[0] for words in told] == ["h100", "h100", "h100", "none"]
+    assert told[0][2:4] == ["95", "%"]
+    assert told[3] == ["none", "none"]
     assert lines[5].startswith(
         "model made-up-1: with 95 % confidence a choice is at most its bound"
     )
     bounds = [line[lines[0].index("bound") :].split()[0] for line in lines[1:3]]
     assert float(bounds[0]) >= 1
     assert "=" in bounds[1]  # the second choice has none
+
+
+@pytest.mark.parametrize(
+    ("device", "layer", "source", "measured_on"),
+    [("a100", LAYER, "transferred", "h100"), ("h100", DENSE, "heuristic", None)],
+)
+def test_a_guess_is_marked_and_has_no_confidence(
+    device, layer, source, measured_on, model_folder
+) -> None:
+    words = ("--device", device, "--model", model_folder, "--layer", layer)
+    said = predict(*words).stdout
+    assert "95 %" not in said
+    _, line, last = said.splitlines()
+    assert last.startswith(f"{source}: ")
+    assert "PyTorch's operator runs" in last
+    assert source in line
+    (choice,) = json.loads(predict(*words, "--json").stdout)["choices"][0]
+    told = [choice[name] for name in ("source", "measured_on", "confidence", "regret_bound")]
+    assert told == [source, measured_on, None, None]
+    assert f"{measured_on or 'none'}  " in line
+    refused = json.loads(predict(*words, "--max-regret", "9", "--json").stdout)["choices"][0][0]
+    assert (refused["source"], refused["provider"]) == ("fallback", "pytorch")
 
 
 def test_a_bound_that_is_not_accepted_names_pytorchs_operator(model_folder):
@@ -84,7 +114,7 @@ def test_a_bound_that_is_not_accepted_names_pytorchs_operator(model_folder):
         (("--device", "h100", "--network", "/tmp"), "'--network': File '/tmp' is a directory"),
         (("--device", "h100", "--layer", LAYER, "--model", "none"), "'--model': Directory 'none'"),
         (("--device", "h100", "--layer", LAYER, "--model", HERE), f"cannot read {HERE}/card.json"),
-        (("--device", "h100", "--layer", LAYER, "--plan", "none"), "'--plan': File 'none' does"),
+        (("--device", "h100", "--layer", LAYER, "--plan", "none"), "'--plan': Path 'none' does"),
     ],
 )
 def test_what_is_wrong_is_named(words, message):

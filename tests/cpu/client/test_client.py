@@ -14,7 +14,7 @@ from client_servers import serving
 
 from confpred.client import AsyncClient, Client, Trace
 from confpred.errors import InvalidInput, ServiceError, UnknownDevice
-from confpred.predict.plans import write_plan
+from confpred.predict.plan import write_plan
 from confpred.predict.predictor import Predictor
 from confpred.problem.conv2d import Problem
 from confpred.problem.device import KNOWN
@@ -109,7 +109,7 @@ def test_a_plan_is_ready_to_use(url: str, local: Predictor, tmp_path: Path) -> N
     with Client(url) as client:
         plan = client.plan(LAYERS, "h100")
     write_plan(tmp_path / "plan.json", plan)
-    pinned = Predictor.load(pins=tmp_path / "plan.json", device="h100")
+    pinned = Predictor.load(plan=tmp_path / "plan.json", device="h100")
     for problem in LAYERS:
         choice = pinned.choose(problem, "h100")
         assert choice.source == "pinned"

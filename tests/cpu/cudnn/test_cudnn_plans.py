@@ -40,8 +40,7 @@ from confpred.families.candidate import Candidate
 from confpred.families.protocol import ABSENT, Family, Lister, config_dict
 from confpred.families.registry import config_ids
 from confpred.predict.choice import Choice
-from confpred.predict.pins import named_candidate
-from confpred.predict.plans import plan_of, read_plan, write_plan
+from confpred.predict.plan import named_candidate, plan_of, read_plan, write_plan
 from confpred.problem.conv2d import ACTIVATIONS, Problem
 from confpred.problem.conv2d_operation import CONVOLUTION
 from confpred.problem.device import get_device
@@ -156,7 +155,7 @@ def test_a_recorded_plan_names_any_of_the_plans(tmp_path: Path) -> None:
             candidate = Candidate(FAMILY.name, row)
             choices.append(Choice(offered[0], H200.key, "predicted", candidate, 0.5))
         else:
-            with pytest.raises(InvalidInput, match="a config that is legal for the problem"):
+            with pytest.raises(InvalidInput, match="one that is legal for the problem"):
                 named_candidate(problems[0], H200, FAMILY.name, config_dict(FAMILY, row))
     assert len(choices) > 1500
     path = tmp_path / "plan.json"

@@ -83,10 +83,10 @@ def folded(machine: Interpreted, columns: list[list[Tensor | None]], eps, dtypes
     out = [
         t.fill_(float("nan"))
         for mean, weight, dtype in zip(means, filters, dtypes, strict=True)
-        for t in folding.empty(mean, weight, dtype)
+        for t in folding.empty(mean, weight, str(dtype).removeprefix("torch."))
     ]
     machine.tensors = [*(t for column in columns for t in column if t is not None), *out]
-    folding._launch(columns, eps, dtypes, out)
+    folding._launch(list(zip(*columns, strict=True)), eps, out)
     return out
 
 
@@ -176,7 +176,7 @@ def test_a_result_that_is_too_small_is_not_overrun(interpreted) -> None:
     out = [torch.empty(9), torch.empty(8)]
     interpreted.tensors = [*(c[0] for c in columns[:4]), *out]
     with pytest.raises(PtxError, match="byte 35 of"):
-        folding._launch(columns, [1e-5], [torch.float32], out)
+        folding._launch(list(zip(*columns, strict=True)), [1e-5], out)
 
 
 @pytest.mark.parametrize("arch", ARCHS)

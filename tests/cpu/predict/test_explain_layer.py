@@ -203,7 +203,9 @@ def test_without_a_model_or_a_kernel_there_is_less_to_say(predictor):
     guessed = confpred.explain_layer(UNSEEN, "a100", predictor=predictor)
     assert (guessed.comparisons, guessed.nearest, guessed.model) == ((), (), None)
     assert guessed.choice.source == "transferred"
-    assert "Nothing was learned or measured on this device, but on another one" in str(guessed)
+    assert "Nothing was learned or measured on this device, but on h100." in str(guessed)
+    assert "bound     none, with no confidence" in str(guessed)
+    assert "95 %" not in str(guessed)
     estimated = confpred.explain_layer(UNSEEN, "a100", predictor=Predictor({}))
     assert "rough estimates" in str(estimated)
     left = confpred.explain_layer(STRIDED, "h100", predictor=predictor)

@@ -21,6 +21,7 @@ from confpred.families.candidate import Candidate
 from confpred.families.limits import within
 from confpred.families.registry import all_families
 from confpred.predict.choice import MAX_TOP, Choice
+from confpred.predict.plan import plan_of
 from confpred.predict.predictor import Predictor
 from confpred.problem.conv2d import Problem
 from confpred.problem.device import get_device
@@ -123,7 +124,7 @@ def test_what_must_repeat_is_asked_as_such() -> None:
 
 def test_a_pin_that_needs_too_much_is_passed_over() -> None:
     big = max(Predictor({}).rank(WGRAD, A100, MAX_TOP), key=needed)
-    pinned = Predictor({}, {(WGRAD, A100): big.candidate})
+    pinned = Predictor({}, plan_of([replace(big, source="pinned")]))
     assert pinned.choose(WGRAD, A100).source == "pinned"
     limited = pinned.within(NONE).choose(WGRAD, A100)
     assert limited.source in ("heuristic", "fallback")
@@ -214,7 +215,7 @@ def test_a_bound_on_the_error_admits_strassen() -> None:
 
 
 def test_limits_hold_for_the_choices_of_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    predictor = Predictor({}, {(WGRAD, A100): _biggest()})
+    predictor = Predictor({}, plan_of([Choice(WGRAD, A100.key, "pinned", _biggest())]))
     monkeypatch.setitem(choosing._predictors, "conv2d", predictor)
     monkeypatch.setattr(choosing.driver, "device_of", lambda _: A100)
     for limits, source in (

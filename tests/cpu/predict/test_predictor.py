@@ -8,7 +8,6 @@ import sys
 from collections import namedtuple
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 
 import lightgbm
@@ -28,8 +27,8 @@ from confpred.families.registry import all_families, all_kernels, config_of
 from confpred.model.folder import load_model
 from confpred.model.rank import FINALISTS
 from confpred.predict.choice import MAX_TOP, Choice
-from confpred.predict.donors import donor_for, widened
-from confpred.predict.pins import read_pins
+from confpred.predict.donors import donor_for
+from confpred.predict.plan import plan_of, read_plan
 from confpred.predict.predictor import RANKINGS_KEPT, Predictor
 from confpred.problem.conv2d import Problem
 from confpred.problem.conv2d_operation import CONVOLUTION
@@ -129,6 +128,7 @@ def test_a_device_without_a_model_gets_the_order_of_another_devices(predictor, m
         ("transferred", "a100", model.version)
     }
     assert ranked[0].is_guess  # PyTorch's operator runs, unless it is measured
+    assert {(c.measured_on, c.confidence, c.regret_bound) for c in ranked} == {("h100", None, None)}
     learned = model.families[FAMILY.name]
     rows, seconds = learned.rank(UNSEEN, a100, learned.legal(UNSEEN, a100))
     ours = [c for c in ranked if c.family]
@@ -137,16 +137,17 @@ def test_a_device_without_a_model_gets_the_order_of_another_devices(predictor, m
     assert set(rows) <= set(np.flatnonzero(FAMILY.legal(UNSEEN, a100)))
 
 
-def test_a_transferred_bound_is_wider_the_less_alike_the_devices_are(predictor, model_folder):
-    model = load_model(model_folder)
-    devices = ("h100", "h200", "a100", "rtx-4090", "rtx-3060")
-    bounds = [widened(1.2, model, get_device(device)) for device in devices]
-    assert bounds[0] == 1.2
-    assert all(wider > bound for bound, wider in pairwise(bounds))
+def test_a_choice_says_where_its_knowledge_is_from(predictor, measured):
     own, transferred = (predictor.choose(UNSEEN, device) for device in ("h100", "a100"))
     assert (own.source, transferred.source) == ("predicted", "transferred")
     assert own.regret_bound > 1
-    assert transferred.regret_bound > 1
+    assert (own.confidence, own.measured_on) == (0.95, "h100")
+    best = predictor.choose(next(iter(measured)), "h100")
+    assert (best.source, best.confidence, best.measured_on) == ("measured", None, "h100")
+    guess = Predictor({}).choose(UNSEEN, "h100")
+    assert (guess.source, guess.confidence, guess.measured_on) == ("heuristic", None, None)
+    left = predictor.choose(STRIDED, "h100")
+    assert (left.source, left.confidence, left.measured_on) == ("fallback", None, None)
 
 
 def test_the_nearest_device_that_knows_the_operation_is_the_donor():
@@ -240,8 +241,10 @@ def test_what_answers_alike_has_one_identity_in_every_process(predictor, model_f
     command = [sys.executable, "-c", program, str(model_folder)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout == found
-    pinned = Predictor(predictor.models, {(UNSEEN, H100): PYTORCH_OPERATOR})
-    elsewhere = Predictor(predictor.models, {(UNSEEN, get_device("h200")): PYTORCH_OPERATOR})
+    pinned, elsewhere = (
+        Predictor(predictor.models, plan_of([Choice(UNSEEN, device, "pinned")]))
+        for device in ("h100", "h200")
+    )
     assert elsewhere.identity("h100") == found
     limited = predictor.within(Limits(workspace_bytes=0))
     others = {each.identity("h100") for each in (pinned, Predictor({}), limited)}
@@ -338,11 +341,12 @@ def test_a_former_file_of_pins_means_the_same(tmp_path):
     pins = [pin(UNSEEN, Candidate(FAMILY.name, GOOD_ROW)), pin(STRIDED, PYTORCH_OPERATOR)]
     now = write_pins(tmp_path / "pins.json", *pins)
     before = write_pins(tmp_path / "plan.json", *map(former, pins), form="confpred-plan/1")
-    assert read_pins(now) == read_pins(before)
-    assert set(read_pins(now).values()) == {Candidate(FAMILY.name, GOOD_ROW), PYTORCH_OPERATOR}
+    assert read_plan(now) == read_plan(before)
+    chosen = [choice.candidate for choice in read_plan(now).choices]
+    assert chosen == [Candidate(FAMILY.name, GOOD_ROW), PYTORCH_OPERATOR]
     write_pins(before, former(pins[0]) | {"family": None}, form="confpred-plan/1")
     with pytest.raises(InvalidInput, match="provider=None"):
-        read_pins(before)
+        read_plan(before)
 
 
 def test_a_pin_goes_before_everything(model_folder, predictor, measured, tmp_path):
@@ -353,7 +357,7 @@ def test_a_pin_goes_before_everything(model_folder, predictor, measured, tmp_pat
         *(pin(problem, Candidate(FAMILY.name, row)) for problem, row in worst.items()),
         pin(STRIDED, PYTORCH_OPERATOR),
     )
-    pinned = Predictor.load(model_folder, pins=path)
+    pinned = Predictor.load(model_folder, plan=path)
     for problem, row in worst.items():
         ranked = pinned.rank(problem, "h100", 4)
         assert (ranked[0].source, ranked[0].config_id) == ("pinned", row)
@@ -376,11 +380,14 @@ GOOD = pin(UNSEEN, Candidate(FAMILY.name, GOOD_ROW))
     [
         ("{", "is not JSON"),
         ("[" * 100_000, "is not JSON"),
-        ("{}", "is not a file of pins"),
+        ("{}", "is not a plan"),
         ('{"format": "confpred-pins/1"}', '"pins" must be a list'),
         ([7], r"pins\[0\] must be an object of device, problem, provider, config"),
-        ([GOOD | {"more": 1}], r"pins\[0\] must be an object"),
-        ([GOOD, GOOD], r"pins\[1\] pins a problem for the second time"),
+        (
+            [GOOD | {"more": 1}],
+            r"pins\[0\]\.field='more' is not .*: source",
+        ),
+        ([GOOD, GOOD], r"pins\[1\] is of a problem that was chosen for before"),
         ([GOOD | {"device": "tpu"}], r"pins\[0\]\.device='tpu'"),
         ([GOOD | {"problem": {"n": 1}}], r"pins\[0\]\.c=None is not allowed"),
         ([GOOD | {"problem": None}], r"pins\[0\]\.problem=None"),
@@ -403,4 +410,4 @@ def test_a_bad_pin_is_named(tmp_path, content, message):
     else:
         write_pins(path, *content)
     with pytest.raises((InvalidInput, DataError), match=rf"pins\.json.*{message}"):
-        Predictor.load(pins=path)
+        Predictor.load(plan=path)

@@ -12,6 +12,7 @@ from confpred.families.candidate import PYTORCH_OPERATOR
 from confpred.families.registry import all_families
 from confpred.model.folder import Model, NewestModels
 from confpred.predict.choice import MAX_TOP, Choice
+from confpred.predict.plan import plan_of
 from confpred.predict.predictor import Predictor
 from confpred.problem.conv2d import Problem
 from confpred.problem.device import Device, get_device
@@ -65,10 +66,10 @@ def test_what_is_settled_is_named_once(model):
         if model.measured[str(problem)].candidate != PYTORCH_OPERATOR
     )
     best = model.measured[str(known)].candidate
-    for pins in ({}, {(known, H100): best}):
-        ranked = Predictor({"h100": model}, pins).rank(known, "h100", MAX_TOP)
+    for plan in (None, plan_of([Choice(known, "h100", "pinned", best)])):
+        ranked = Predictor({"h100": model}, plan).rank(known, "h100", MAX_TOP)
         assert ranked[0].candidate == best
-        assert ranked[0].source == ("pinned" if pins else "measured")
+        assert ranked[0].source == ("pinned" if plan else "measured")
         assert ranked[0].regret_bound is None
         assert len({choice.candidate for choice in ranked}) == len(ranked)
 

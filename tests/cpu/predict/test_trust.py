@@ -32,6 +32,7 @@ def predictor(model_folder) -> Predictor:
         (OURS, 1.19, False),
         (replace(OURS, regret_bound=None), 9.0, False),  # nothing is known of it
         (replace(OURS, source="heuristic", regret_bound=None), 9.0, False),
+        (replace(OURS, source="transferred", regret_bound=None), 9.0, False),
         (replace(OURS, source="measured", regret_bound=None), 1.0, True),
         (replace(OURS, source="pinned", regret_bound=None), 1.0, True),
         (replace(OURS, candidate=PYTORCH_OPERATOR), 1.0, True),  # what would run anyway

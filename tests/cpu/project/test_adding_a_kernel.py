@@ -171,14 +171,14 @@ def test_an_operation_that_is_not_installed_is_named() -> None:
     assert "operation='layer_norm' is not allowed; allowed: conv2d" in result.stderr
 
 
-def test_pins_are_of_configs_of_the_operation(repository: Path, folder: Path) -> None:
+def test_a_plan_is_of_configs_of_the_operation(repository: Path, folder: Path) -> None:
     config = {"row_threads": 32, "block_rows": 4, "vector": 4, "pieces": 2}
-    pin = {"device": "h100", "problem": {"rows": 30000, "columns": 224, "dtype": "bfloat16"}}
-    pin |= {"provider": "layer_norm", "config": config}
-    pins = {"format": "confpred-pins/1", "operation": "layer_norm", "pins": [pin]}
-    (folder / "pins.json").write_text(json.dumps(pins))
+    choice = {"device": "h100", "problem": {"rows": 30000, "columns": 224, "dtype": "bfloat16"}}
+    choice |= {"provider": "layer_norm", "config": config}
+    plan = {"format": "confpred-plan/3", "operation": "layer_norm", "choices": [choice]}
+    (folder / "plan.json").write_text(json.dumps(plan))
     (predict,) = (b for b in walk.blocks(repository) if "confpred predict" in b.text)
-    text = predict.text.replace("runs/layer-norm-1", "examples/layer_norm/h100-1 --pins pins.json")
+    text = predict.text.replace("runs/layer-norm-1", "examples/layer_norm/h100-1 --plan plan.json")
     said = walk.run(walk.Block("run", "sh", text), repository, folder)
     assert re.search(
         r" 1 +pinned +layer_norm .* row_threads=32 block_rows=4 vector=4 pieces=2", said

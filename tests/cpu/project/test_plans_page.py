@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 
 import confpred
-from confpred.predict.plans import read_plan
+from confpred.predict.plan import read_plan
 
-FENCED = re.compile(r"(?:^<!-- (run.*?) -->\n)?^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+FENCED = re.compile(
+    r"(?:^<!-- ((?:run|file).*?) -->\n)?^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE
+)
 PAGE = (Path(__file__).parents[3] / "docs" / "plans.md").read_text(encoding="utf-8")
 BLOCKS = {mark: (language, text) for mark, language, text in FENCED.findall(PAGE)}
 
@@ -42,7 +44,7 @@ def run(mark: str, folder: Path) -> subprocess.CompletedProcess[str]:
 
 def test_every_block_is_run() -> None:
     assert PAGE.count("```") == 2 * len(BLOCKS)
-    assert set(BLOCKS) == {"run", "run: gpu", "run: bundle"}
+    assert set(BLOCKS) == {"run", "run: gpu", "run: kernels", "file: mine.json"}
 
 
 def test_the_commands_run(folder: Path) -> None:
@@ -53,14 +55,23 @@ def test_the_commands_run(folder: Path) -> None:
     assert "today's answers" in done.stdout
     assert "pinned" in done.stdout
     assert read_plan(folder / "plan.json", "h100").choices
+    assert list((folder / "prepared" / "kernels").rglob("*.cubin"))
+
+
+def test_a_plan_is_written_by_hand(folder: Path) -> None:
+    path = folder / "mine.json"
+    path.write_text(BLOCKS["file: mine.json"][1])
+    plan = read_plan(path)
+    assert [device.key for device in plan.devices] == ["h100", "h200"]
+    assert [choice.provider for choice in plan.choices] == ["grouped_fprop", "pytorch"]
 
 
 def test_a_network_is_prepared(folder: Path) -> None:
-    done = run("run: bundle", folder)
+    done = run("run: kernels", folder)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "1 layers on h100\n"
-    assert read_plan(folder / "bundle" / "plan.json").device.key == "h100"
-    assert (folder / "bundle" / "manifest.json").exists()
+    assert [device.key for device in read_plan(folder / "plan").devices] == ["h100"]
+    assert (folder / "plan" / "manifest.json").exists()
 
 
 def test_without_a_gpu_a_recording_has_nothing_to_write(folder: Path) -> None:
@@ -84,5 +95,5 @@ def test_what_it_names_exists(repository: Path) -> None:
     assert names
     assert {name.partition(".")[2] for name in names} <= set(confpred.__all__)
     paths = [span for span in spans if span.startswith("confpred/")]
-    assert len(paths) == 3
+    assert len(paths) == 1
     assert [path for path in paths if not (repository / path).exists()] == []

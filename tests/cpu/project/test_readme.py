@@ -193,7 +193,7 @@ with torch.no_grad():
 _COMPARED = """
 with torch.no_grad():
     torch.testing.assert_close(model(images), expected)
-print(confpred.pytorch.network.is_optimized(model))
+print(model._compiled_call_impl is not None)
 """
 
 

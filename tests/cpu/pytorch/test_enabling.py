@@ -12,9 +12,13 @@ import confpred
 from confpred.errors import DataError, InvalidInput
 from confpred.problem.limits import Limits
 from confpred.pytorch import eager
-from confpred.pytorch.eager import is_enabled
 
 ORIGINAL = nn.Conv2d._conv_forward
+
+
+def is_enabled() -> bool:
+    """Return whether some `enable` has no `disable` yet."""
+    return bool(eager._former)
 
 
 @pytest.fixture(autouse=True)

@@ -39,7 +39,7 @@ def test_a_folded_convolution_is_convolution_and_norm(without) -> None:
     gamma, beta, bias = given["gamma"], given["beta"], given["bias"]
     weight, shift = fold(
         [gamma], [beta], [p["mean"]], [p["variance"]], [bias], [p["filter"]], [1e-3],
-        [torch.float32],
+        ["float32"],
     )  # fmt: skip
     expected = F.batch_norm(conv(p, bias), p["mean"], p["variance"], gamma, beta, eps=1e-3)
     stride, padding, dilation, groups = GEOMETRY
@@ -52,7 +52,7 @@ def test_a_norm_without_a_filter_is_scale_and_shift_in_float32() -> None:
     p = parts(dtype=torch.float16)
     scale, shift = fold(
         [p["gamma"]], [p["beta"]], [p["mean"]], [p["variance"]], [None], [None], [1e-5],
-        [torch.float16],
+        ["float16"],
     )  # fmt: skip
     assert scale.dtype is shift.dtype is torch.float32
     x = torch.randn(3, 4, 2, 2)
@@ -65,9 +65,9 @@ def test_many_norms_are_those_of_each() -> None:
     names = ("gamma", "beta", "mean", "variance", "bias", "filter")
     columns = [[p[name] for p in layers] for name in names]
     columns[5] = [None if i % 3 == 0 else f for i, f in enumerate(columns[5])]
-    together = fold(*columns, [1e-5] * 80, [torch.float32] * 80)
+    together = fold(*columns, [1e-5] * 80, ["float32"] * 80)
     for i in range(80):
-        alone = fold(*([c[i]] for c in columns), [1e-5], [torch.float32])
+        alone = fold(*([c[i]] for c in columns), [1e-5], ["float32"])
         assert all(map(torch.equal, together[2 * i : 2 * i + 2], alone))
 
 
@@ -76,7 +76,7 @@ def test_a_fold_is_exact_to_rounding() -> None:
     p = parts(dtype=torch.bfloat16)
     weight, _ = fold(
         [p["gamma"]], [p["beta"]], [p["mean"]], [p["variance"]], [None], [p["filter"]], [1e-5],
-        [torch.bfloat16],
+        ["bfloat16"],
     )  # fmt: skip
     scale = p["gamma"].double() / (p["variance"].double() + 1e-5).sqrt()
     exact = p["filter"].double() * scale[:, None, None, None]
@@ -133,5 +133,5 @@ def test_scale_shift_and_fold_pass_pytorchs_checks() -> None:
     given = (p["x"][:, :4], p["gamma"], p["beta"], None, "relu")
     torch.library.opcheck(torch.ops.confpred.scale_shift, given)
     lists = ([p["gamma"], None], [p["beta"], None], [p["mean"]] * 2, [p["variance"]] * 2)
-    given = (*lists, [p["bias"], None], [p["filter"], None], [1e-5, 1e-3], "float16,float32")
+    given = (*lists, [p["bias"], None], [p["filter"], None], [1e-5, 1e-3], ["float16", "float32"])
     torch.library.opcheck(torch.ops.confpred.fold, given)

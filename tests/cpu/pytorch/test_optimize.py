@@ -18,14 +18,17 @@ from torch import Tensor, nn
 
 import confpred
 from confpred.errors import ConfpredError, InvalidInput
-from confpred.pytorch import network, rewrite
-from confpred.pytorch.network import is_optimized
+from confpred.pytorch import fusing, network
 
 LAST = torch.channels_last
 
 
 def image(batch: int = 2) -> Tensor:
     return images(batch=batch).contiguous(memory_format=LAST)
+
+
+def is_optimized(model: nn.Module) -> bool:
+    return model._compiled_call_impl is not None
 
 
 def small() -> nn.Module:
@@ -156,7 +159,7 @@ def test_state_dicts_go_round(captured) -> None:
 def test_a_wrong_number_is_found_and_undone(captured, monkeypatch) -> None:
     model, x = small(), image()
     expected = model(x)
-    monkeypatch.setitem(rewrite._ACTIVATIONS, torch.ops.aten.relu.default, "silu")
+    monkeypatch.setitem(fusing._ACTIVATIONS, torch.ops.aten.relu.default, "silu")
     with pytest.raises(ConfpredError, match=r"Network is as it was: an output of norm \S+ is \S+"):
         confpred.optimize(model, x)
     assert not is_optimized(model)
@@ -325,7 +328,7 @@ class Unstable(nn.Module):
 
 @torch.no_grad()
 def test_what_changes_with_any_rounding_is_told(captured, caplog, monkeypatch) -> None:
-    monkeypatch.setitem(rewrite._ACTIVATIONS, torch.ops.aten.relu.default, "silu")
+    monkeypatch.setitem(fusing._ACTIVATIONS, torch.ops.aten.relu.default, "silu")
     with caplog.at_level(logging.WARNING, logger="confpred"):
         confpred.optimize(Unstable().to(memory_format=LAST), image())
     (said,) = [r.getMessage() for r in caplog.records if r.name == "confpred"]

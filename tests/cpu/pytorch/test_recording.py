@@ -11,7 +11,7 @@ import pytest
 
 import confpred
 from confpred.errors import InvalidInput, StorageError, UnknownDevice
-from confpred.predict.plans import read_plan
+from confpred.predict.plan import read_plan
 from confpred.predict.predictor import Predictor
 from confpred.problem.conv2d import Problem
 from confpred.pytorch import choosing
@@ -37,7 +37,7 @@ def test_what_a_block_chooses_is_written_when_it_ends(tmp_path: Path) -> None:
     assert [c.problem for c in plan.choices] == LAYERS
     assert plan.model == "made-up-1"
     assert not choosing._watchers
-    pinned = Predictor.load(pins=path)
+    pinned = Predictor.load(plan=path)
     assert pinned.choose(Problem.parse(str(LAYERS[0])), "h100").source == "pinned"
 
 
@@ -62,13 +62,27 @@ def test_a_block_without_a_convolution_is_an_error(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_two_kinds_of_device_are_named(tmp_path: Path) -> None:
-    with (
-        pytest.raises(InvalidInput, match="device='h100 and h200' is not allowed"),
-        confpred.record_plan(tmp_path / "plan.json"),
-    ):
+def test_two_kinds_of_device_are_recorded(tmp_path: Path) -> None:
+    with confpred.record_plan(tmp_path / "plan.json"):
         run(LAYERS[0], LAYERS[1], then="h200")
-    assert list(tmp_path.iterdir()) == []
+    plan = read_plan(tmp_path / "plan.json")
+    assert [(c.problem, c.device) for c in plan.choices] == [
+        (LAYERS[0], "h100"), (LAYERS[1], "h100"), (LAYERS[1], "h200"),
+    ]  # fmt: skip
+
+
+def test_compiled_kernels_go_along(tmp_path: Path) -> None:
+    with confpred.record_plan(tmp_path / "plan", kernels=True):
+        run(LAYERS[0])
+    (choice,) = read_plan(tmp_path / "plan", "h100").choices
+    assert choice.family is not None
+    assert len(list((tmp_path / "plan" / "kernels").rglob("*.cubin"))) > 1, "the network's too"
+    with (
+        pytest.raises(InvalidInput, match="device='sm_80 and sm_90a' is not allowed"),
+        confpred.record_plan(tmp_path / "both", kernels=True),
+    ):
+        run(LAYERS[0], then="a100")
+    assert not (tmp_path / "both").exists()
 
 
 def test_two_recordings_go_to_two_files(tmp_path: Path, monkeypatch) -> None:

@@ -109,7 +109,7 @@ def test_the_metrics_table_is_what_the_server_exposes() -> None:
     [
         ("CONFPRED_SERVE_WORKER", "WORKERS"),
         ("CONFPRED_SERVE_MAXBATCH", "MAX_BATCH"),
-        ("CONFPRED_SERVE_X", "CONFIG, HOST, PORT, "),
+        ("CONFPRED_SERVE_X", "CONFIG or HOST or PORT or "),
     ],
 )
 def test_a_misspelled_variable_names_what_was_meant(

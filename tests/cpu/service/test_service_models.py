@@ -357,7 +357,7 @@ def test_pins_are_read_again_too(models: Models, tmp_path: Path) -> None:
     pins = tmp_path / "pins.json"
     pin = {"device": "h100", "problem": ONE["problem"], "provider": "pytorch", "config": {}}
     pins.write_text('{"format": "confpred-pins/1", "pins": []}')
-    with serving(models, "--pins", str(pins)) as server:
+    with serving(models, "--plan", str(pins)) as server:
         sources = [ask(server).json()["choices"][0][0]["source"]]
         for text in (json.dumps({"format": "confpred-pins/1", "pins": [pin]}), "{}"):
             pins.write_text(text)

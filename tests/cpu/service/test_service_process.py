@@ -256,7 +256,7 @@ def test_an_address_of_another_machine_is_one_clear_line() -> None:
         ("--workers", "0"),
         ("--max-batch", "0"),
         ("--model", "/no/such/folder"),
-        ("--pins", "/no/such/file"),
+        ("--plan", "/no/such/file"),
         ("--speed", "9"),
     ],
 )

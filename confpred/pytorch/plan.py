@@ -1,8 +1,9 @@
-"""`prepare` and `load_bundle`: a network's choices and compiled kernels in one folder."""
+"""`record_plan` and `prepare`: a network's choices as a plan, with compiled kernels or without."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,17 +11,53 @@ import torch
 from torch import nn
 
 from confpred.cuda import driver
+from confpred.cuda.compiling import compiled_files
 from confpred.cuda.epilogue import epilogue_kernel
 from confpred.errors import InvalidInput
-from confpred.predict.bundles import open_bundle, write_bundle
 from confpred.predict.choice import Choice
-from confpred.predict.plans import Plan, plan_of
+from confpred.predict.plan import Plan, plan_of, write_plan
 from confpred.problem.conv2d import Problem
 from confpred.problem.device import Device, get_device
 from confpred.problem.operation import KernelSpec
 from confpred.pytorch import choosing, fold
 from confpred.pytorch.explain import capture
 from confpred.pytorch.pointwise import scale_shift_kernel
+
+
+@contextmanager
+def record_plan(path: str | Path, *, kernels: bool = False) -> Iterator[None]:
+    """Record every choice that is made inside the block, by any thread, and write them to `path`
+    as a plan when it ends.
+
+    Shapes that were chosen for before are chosen for again, so that a network that has run already
+    is recorded whole; kernels that are compiled stay compiled. The plan appears whole or not at
+    all, and not where the block raises. Of ranks that record the same network, the last one writes
+    the file that stays, which is the same.
+
+    ::
+
+        with confpred.enabled(), confpred.record_plan("plan.json"):
+            loss(model(x)).backward()
+
+    Args:
+        path: the file to write, or the folder to make where kernels go along.
+        kernels: let the compiled kernels go along, so that a start needs no compiler.
+
+    Raises:
+        InvalidInput: another recording to the same file is under way; or, when the block ends, no
+            convolution was seen on a CUDA device.
+        CompileError, MissingExtra: see `confpred.cuda.compiling.compiled_files`.
+        StorageError: see `confpred.predict.plan.write_plan`.
+    """
+    target = Path(path).resolve()
+    seen: list[Choice] = []  # a list takes what several threads append
+    with choosing.watch_choices(seen.append, target):
+        yield
+        if not seen:
+            allowed = "a block in which a convolution runs on a CUDA device; none was seen"
+            raise InvalidInput("path", str(path), allowed)
+        plan = plan_of(seen)
+        write_plan(target, plan, kernels=_compiled(plan) if kernels else None)
 
 
 def prepare(
@@ -32,32 +69,33 @@ def prepare(
     training: bool = False,
     dtype: torch.dtype | None = None,
 ) -> Plan:
-    """Choose for every convolution of `model`, compile the chosen kernels, and write a bundle.
+    """Choose for every convolution of `model`, and write a plan with the compiled kernels.
 
     The model is neither run nor changed, and no GPU is needed where `device` is given. Choices are
     for the shapes of `example_inputs`, as `confpred.optimize` makes them.
 
     ::
 
-        confpred.prepare(model, torch.randn(32, 3, 224, 224).half(), "bundle", device="h100")
+        confpred.prepare(model, torch.randn(32, 3, 224, 224).half(), "plan", device="h100")
 
     Args:
         model: the network.
         example_inputs: a tensor, a tuple or list of arguments, or a dictionary of them by name.
         out: the folder to make.
-        device: the GPU that the bundle is for, such as ``h100``; None: the current one.
+        device: the GPU that the plan is for, such as ``h100``; None: the current one.
         training: with the gradients.
         dtype: as of `confpred.explain`.
 
     Returns:
-        The plan in the bundle.
+        The plan, which `confpred.use_plan` follows on machines with that GPU.
 
     Raises:
         InvalidInput: `model` has no convolution that confpred has kernels for, or there is no
             current CUDA device.
         UnknownDevice: no description of the device is known.
         ConfpredError: the forward cannot be captured.
-        CompileError, MissingExtra, StorageError: see `confpred.predict.bundles.write_bundle`.
+        CompileError, MissingExtra: see `confpred.cuda.compiling.compiled_files`.
+        StorageError: see `confpred.predict.plan.write_plan`.
     """
     known = _current_device() if device is None else get_device(device)
     recorder = capture(model, example_inputs, known, training=training, dtype=dtype)
@@ -65,22 +103,8 @@ def prepare(
     if not problems:
         raise InvalidInput("model", type(model).__name__, "a network with convolutions")
     plan = plan_of(choosing.current_predictor().choose_many(problems, known))
-    write_bundle(plan, Path(out), further_kernels(plan.choices))
+    write_plan(Path(out), plan, kernels=_compiled(plan))
     return plan
-
-
-def load_bundle(folder: str | Path) -> None:
-    """Start from the bundle at `folder`, on the current CUDA device.
-
-    Its choices are followed from now on, as after `confpred.use_predictor`, and its kernels are
-    loaded without a compiler and without a write to the user's cache. Shapes that are not in it are
-    chosen and compiled as without it.
-
-    Raises:
-        InvalidInput: there is no current CUDA device, or the bundle is for another device.
-        DataError: it is no bundle, is damaged, or was made for other kernels.
-    """
-    choosing.use_predictor(open_bundle(Path(folder), _current_device()))
 
 
 def further_kernels(choices: Iterable[Choice]) -> list[KernelSpec]:
@@ -93,6 +117,10 @@ def further_kernels(choices: Iterable[Choice]) -> list[KernelSpec]:
             found += [scale_shift_kernel(p.k, p.dtype, **told)] * p.bias
             found += [epilogue_kernel(p.k, p.dtype, bias=p.bias, **told)] * p.has_epilogue
     return list(dict.fromkeys(found))
+
+
+def _compiled(plan: Plan) -> dict[str, str | bytes]:
+    return compiled_files([*plan.specs(), *further_kernels(plan.choices)], plan.arch)
 
 
 def _current_device() -> Device:

@@ -3,44 +3,54 @@ compiler."""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
-from confpred.cuda import bundles
+import confpred
+from confpred.cuda import bundles, driver
+from confpred.cuda.compiling import compiled_files
 from confpred.cuda.epilogue import epilogue_kernel
 from confpred.errors import CompileError, DataError, InvalidInput, StorageError
 from confpred.families.candidate import Candidate
 from confpred.families.registry import all_families
-from confpred.predict.bundles import open_bundle, write_bundle
 from confpred.predict.choice import Choice
-from confpred.predict.plans import Plan, plan_of, read_plan
+from confpred.predict.plan import Plan, plan_of, read_plan, write_plan
+from confpred.predict.predictor import Predictor
 from confpred.problem.conv2d import Problem
 from confpred.problem.device import get_device
 from confpred.problem.operation import KernelSpec
+from confpred.pytorch import choosing
 
 DEPTHWISE = Problem.parse("n=8 c=64 h=28 w=28 k=64 r=3 s=3 groups=64 padding=1")
 DENSE = Problem.parse("n=8 c=64 h=28 w=28 k=64 r=3 s=3 bias=true activation=relu")
 EXTRA = epilogue_kernel(64, "float16", bias=True, residual=False, activation="relu")
 START = """
 import sys
-from pathlib import Path
 
-from confpred.cuda import compiler
-from confpred.predict.bundles import open_bundle
+import torch
+
+from confpred.cuda import compiler, driver
 from confpred.problem.conv2d import Problem
+from confpred.problem.device import get_device
+from confpred.pytorch import choosing
 
 def refuse(*_):
     sys.exit("the compiler is asked")
 
 compiler._compile = compiler.nvrtc_version = refuse
-predictor = open_bundle(Path(sys.argv[1]), "h100")
+torch.cuda.is_available, torch.cuda.current_device = lambda: True, lambda: 0
+driver.device_of = lambda ordinal: get_device("h100")
+choosing.use_plan(sys.argv[1])
+predictor = choosing.current_predictor()
 import confpred.model.folder
 confpred.model.folder.load_model = lambda folder: sys.exit(f"{folder} is loaded")
 choice = predictor.choose(Problem.parse(sys.argv[2]), "h100")
@@ -73,7 +83,7 @@ def closed() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("bundles") / "made"
-    write_bundle(plan(), folder, [EXTRA, EXTRA])
+    write_plan(folder, plan(), kernels=compiled_files([*plan().specs(), EXTRA, EXTRA], "sm_90a"))
     return folder
 
 
@@ -81,7 +91,7 @@ def test_the_folder_is_whole_and_small(made: Path) -> None:
     files = sorted(path.name for path in made.iterdir())
     assert files == ["kernels", "manifest.json", "plan.json"]
     assert len(list(made.rglob("*.cubin"))) == 2
-    assert read_plan(made / "plan.json") == plan()
+    assert read_plan(made) == read_plan(made / "plan.json") == plan()
     assert str(made) not in (made / "manifest.json").read_text()
 
 
@@ -102,11 +112,53 @@ def test_another_process_starts_without_a_compiler_or_a_model(made: Path, tmp_pa
     assert not cache.exists()
 
 
-def test_a_bundle_for_something_else_is_refused_and_not_opened(made: Path, tmp_path: Path) -> None:
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
+    """Has the process believe that its current CUDA device is of a kind."""
+
+    def believe(name: str) -> None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        monkeypatch.setattr(driver, "device_of", lambda ordinal: get_device(name))
+
+    monkeypatch.setattr(choosing, "_predictors", {})
+    yield believe
+    choosing.forget()
+
+
+def test_what_is_undone_is_followed_no_more(made: Path, device: Callable[[str], None]) -> None:
+    device("h100")
+    former = Predictor({})
+    choosing.use_predictor(former)
+    undo = confpred.use_plan(made)
+    assert choosing.current_predictor().choose(DEPTHWISE, "h100").source == "pinned"
+    assert [kernels.folder for kernels in bundles._opened] == [made]
+    undo()
+    assert choosing.current_predictor() is former
+    assert bundles._opened == ()
+
+
+def test_without_a_gpu_the_choices_are_followed_alone(
+    made: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(choosing, "_predictors", {})
+    undo = confpred.use_plan(str(made))
+    assert choosing.current_predictor().choose(DEPTHWISE, "h100").source == "pinned"
+    assert bundles._opened == ()
+    undo()
+    assert choosing._predictors == {}
+
+
+def test_a_plan_for_something_else_is_refused_and_not_opened(
+    made: Path, tmp_path: Path, device: Callable[[str], None]
+) -> None:
+    device("h200")
     with pytest.raises(InvalidInput, match=r"plan\.json: device='h100' is not allowed.* h200"):
-        open_bundle(made, "h200")
+        confpred.use_plan(made)
+    device("h100")
     with pytest.raises(DataError, match="cannot read"):
-        open_bundle(tmp_path / "none", "h100")
+        confpred.use_plan(tmp_path / "none")
     moved = shutil.copytree(made, tmp_path / "moved")
     for name in ("manifest.json", "plan.json"):
         text = (moved / name).read_text()
@@ -116,18 +168,40 @@ def test_a_bundle_for_something_else_is_refused_and_not_opened(made: Path, tmp_p
         with pytest.raises(
             DataError, match=rf"{name} .*of other kernels|{name} was made for other"
         ):
-            open_bundle(moved, "h100")
+            confpred.use_plan(moved)
         (moved / name).write_text(text)
     (moved / "manifest.json").unlink()
     with pytest.raises(DataError, match=r"manifest\.json"):
-        open_bundle(moved, "h100")
+        confpred.use_plan(moved)
     assert bundles._opened == ()
+    assert choosing._predictors == {}
+
+
+def test_a_folder_of_a_former_release_is_followed(
+    made: Path, tmp_path: Path, device: Callable[[str], None]
+) -> None:
+    device("h100")
+    former = shutil.copytree(Path(__file__).parent / "former_plans" / "bundle", tmp_path / "former")
+    shutil.copytree(made / "kernels", former / "kernels")
+    (then,) = json.loads((former / "manifest.json").read_text())["sources"].values()
+    for path in former.glob("*.json"):  # as if the kernels had never changed
+        path.write_text(path.read_text().replace(then, bundles.source_digest("depthwise.cu")))
+    undo = confpred.use_plan(former)
+    assert choosing.current_predictor().choose(DEPTHWISE, "h100").source == "pinned"
+    assert [kernels.folder for kernels in bundles._opened] == [former]
+    undo()
+
+
+def test_kernels_are_of_one_architecture() -> None:
+    other = Choice(DENSE, "a100", "fallback")
+    with pytest.raises(InvalidInput, match=r"device='sm_80 and sm_90a' is not .* one architecture"):
+        print(plan_of([*plan().choices, other]).arch)
 
 
 def test_nothing_is_left_of_what_fails(made: Path, tmp_path: Path) -> None:
     broken = KernelSpec("epilogue.cu", "epilogue", (("DTYPE", "DTYPE_FLOAT16"),))
     with pytest.raises(CompileError):
-        write_bundle(plan(), tmp_path / "made", [broken])
+        write_plan(tmp_path / "made", plan(), kernels=compiled_files([broken], plan().arch))
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(StorageError, match="made"):
-        write_bundle(plan(), made)
+        write_plan(made, plan(), kernels={})

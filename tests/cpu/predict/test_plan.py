@@ -16,9 +16,9 @@ from confpred.errors import DataError, InvalidInput
 from confpred.families.candidate import PYTORCH, PYTORCH_OPERATOR, Candidate
 from confpred.families.kernel_text import source_digest
 from confpred.families.registry import all_families
-from confpred.predict import plans
+from confpred.predict import plan as plan_module
 from confpred.predict.choice import Choice
-from confpred.predict.plans import plan_of, plan_text, read_plan, write_plan
+from confpred.predict.plan import plan_of, plan_text, read_plan, write_plan
 from confpred.predict.predictor import Predictor
 from confpred.problem.conv2d import Problem
 from confpred.problem.device import get_device
@@ -36,7 +36,16 @@ def legal(provider: str, problem: Problem, place: int = 0) -> Candidate:
 
 
 CHOICES = [
-    Choice(GROUPED, "h100", "predicted", legal("grouped_fprop", GROUPED), 0.25, 1.2, "made-up-1"),
+    Choice(
+        GROUPED,
+        "h100",
+        "predicted",
+        legal("grouped_fprop", GROUPED),
+        0.25,
+        1.2,
+        "made-up-1",
+        pytorch_ms=0.5,
+    ),
     Choice(DENSE, "h100", "fallback"),
     Choice(DEPTHWISE, "h100", "pinned", legal("depthwise_fprop", DEPTHWISE, -1), 0.5),
     Choice(
@@ -59,8 +68,10 @@ def test_what_is_read_is_what_was_written(path: Path) -> None:
     assert plan_text(read_plan(path)) == path.read_text()
     assert [c.candidate for c in plan.choices] == [c.candidate for c in CHOICES]
     assert [c.predicted_ms for c in plan.choices] == [0.25, None, 0.5, 1.5e-3]
+    assert [c.pytorch_ms for c in plan.choices] == [0.5, None, None, None]
     assert plan.model == "made-up-1"
     assert plan.confpred == confpred.__version__
+    assert plan.devices == (H100,)
     assert plan.kernels["grouped_fprop"] == source_digest("grouped_rows.cu")
     assert set(plan.kernels) == {"grouped_fprop", "depthwise_fprop", "depthwise_wgrad"}
     assert len(path.read_bytes()) < 450 * len(CHOICES), "small, and a choice a line"
@@ -90,21 +101,29 @@ def test_the_last_choice_of_a_problem_counts_and_a_guess_is_pytorchs() -> None:
     )  # fmt: skip
 
 
-def test_a_plan_is_of_one_device_and_not_empty() -> None:
+def test_a_plan_is_for_several_devices_too_and_not_empty(tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match=r"choices=\[\] is not allowed; .* at least one choice"):
         plan_of([])
-    with pytest.raises(InvalidInput, match="device='h100 and h200' is not allowed"):
-        plan_of([*CHOICES, *(replace(choice, device="h200") for choice in CHOICES)])
+    both = plan_of([*CHOICES, *(replace(choice, device="h200") for choice in CHOICES[1:])])
+    write_plan(tmp_path / "both.json", both)
+    assert read_plan(tmp_path / "both.json", "h200") == both
+    assert both.devices == (H100, get_device("h200"))
+    predictor = Predictor.load(plan=tmp_path / "both.json")
+    assert predictor.choose(GRADIENT, "h200").source == "pinned"
+    assert predictor.choose(GROUPED, "h200").source == "predicted"
+    with pytest.raises(InvalidInput, match=r"device='h100 and h200' is not .*: a100"):
+        read_plan(tmp_path / "both.json", "a100")
 
 
 def test_a_predictor_repeats_a_plan_without_a_model(path: Path, monkeypatch) -> None:
-    predictor = Predictor.load(pins=path, device="h100")
+    predictor = Predictor.load(plan=path, device="h100")
     with monkeypatch.context() as patch:
         patch.setattr("confpred.model.folder.load_model", lambda folder: pytest.fail(str(folder)))
         answers = predictor.choose_many([c.problem for c in CHOICES], "h100")
     assert [a.candidate for a in answers] == [c.candidate for c in CHOICES]
     assert {a.source for a in answers} == {"pinned"}
     assert [a.predicted_ms for a in answers] == [c.predicted_ms for c in CHOICES]
+    assert [a.pytorch_ms for a in answers] == [c.pytorch_ms for c in CHOICES]
     for choice, answer in zip(CHOICES, answers, strict=True):
         ranked = predictor.rank(choice.problem, "h100", 3)
         assert ranked[0] == answer
@@ -116,7 +135,7 @@ def test_a_predictor_repeats_a_plan_without_a_model(path: Path, monkeypatch) -> 
 
 
 def test_a_plan_for_another_device_is_refused(path: Path) -> None:
-    for read in (lambda: read_plan(path, "h200"), lambda: Predictor.load(pins=path, device="h200")):
+    for read in (lambda: read_plan(path, "h200"), lambda: Predictor.load(plan=path, device="h200")):
         with pytest.raises(InvalidInput, match=r"plan\.json: device='h100'.* allowed: h200"):
             read()
 
@@ -124,24 +143,92 @@ def test_a_plan_for_another_device_is_refused(path: Path) -> None:
 def test_a_plan_for_other_kernels_is_refused(path: Path, monkeypatch) -> None:
     before = source_digest("depthwise.cu")
     monkeypatch.setattr(
-        plans, "identity_of", lambda f: "f" * 16 if f == "depthwise.cu" else source_digest(f)
+        plan_module, "identity_of", lambda f: "f" * 16 if f == "depthwise.cu" else source_digest(f)
     )
     message = rf"plan\.json was made for other kernels of depthwise_fprop: .* {before[:8]}, .* ffff"
     with pytest.raises(DataError, match=message):
         read_plan(path)
     with pytest.raises(DataError, match=message):
-        Predictor.load(pins=path)
+        Predictor.load(plan=path)
     assert len(read_plan(path, any_kernels=True).choices) == len(CHOICES)
     assert "depthwise_fprop" in (read_plan(path, any_kernels=True).outdated() or "")
 
 
-def test_a_digest_that_is_missing_or_more_is_refused(path: Path) -> None:
-    for kernels in ({}, {"gemm": "0" * 16}):
-        content = json.loads(path.read_text())
-        content["kernels"] = {**kernels, **(content["kernels"] if kernels else {})}
-        path.write_text(json.dumps(content))
-        with pytest.raises(DataError, match="other kernels of"):
-            read_plan(path)
+def test_a_plan_is_cut_and_extended_by_hand(path: Path, monkeypatch) -> None:
+    """Digests are compared for what a plan still launches, and for families that it names."""
+    content = json.loads(path.read_text())
+    del content["choices"][2]
+    path.write_text(json.dumps(content))
+    monkeypatch.setattr(
+        plan_module, "identity_of", lambda f: "f" * 16 if f == "depthwise.cu" else source_digest(f)
+    )
+    assert len(read_plan(path).choices) == len(CHOICES) - 1
+    predictor = Predictor.load(plan=path)
+    assert predictor.choose(DEPTHWISE, "h100").source != "pinned"
+    assert predictor.choose(GROUPED, "h100").source == "pinned"
+    del content["kernels"]["grouped_fprop"]
+    content["choices"] = content["choices"][:1]
+    path.write_text(json.dumps(content))
+    monkeypatch.setattr(plan_module, "identity_of", lambda f: "f" * 16)
+    assert len(read_plan(path).choices) == 1
+
+
+def test_a_person_writes_the_least(tmp_path: Path) -> None:
+    """A choice without a time gets the one that the model expects."""
+    (line,) = json.loads(plan_text(plan_of(CHOICES[:1])))["choices"]
+    del line["source"], line["predicted_ms"]
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps({"format": plan_module.FORMAT, "choices": [line]}))
+    plan = read_plan(path, "h100")
+    assert [(c.source, c.candidate, c.predicted_ms) for c in plan.choices] == [
+        ("pinned", CHOICES[0].candidate, None)
+    ]
+    assert (plan.kernels, plan.model, plan.confpred) == ({}, None, None)
+    (answer,) = Predictor.load(plan=plan).choose_many([GROUPED], "h100")
+    assert (answer.source, answer.candidate) == ("pinned", CHOICES[0].candidate)
+    assert answer.predicted_ms is not None
+    assert answer.predicted_ms > 0
+    path.write_text(json.dumps({"format": plan_module.FORMAT, "choices": []}))
+    assert read_plan(path, "h200").choices == ()
+
+
+FORMER = Path(__file__).parent / "former_plans"
+
+
+@pytest.mark.parametrize("name", ["first_pins.json", "pins.json", "network.json", "bundle"])
+def test_files_of_former_releases_are_read(name: str, tmp_path: Path) -> None:
+    """Files that confpred wrote before this format; kernels may have changed since."""
+    plan = read_plan(FORMER / name, "h100", any_kernels=True)
+    found = {(c.problem, c.device): c.candidate.provider for c in plan.choices}
+    other = "h200" if "pins" in name else "h100"
+    wanted = {
+        (replace(GROUPED, stride=(1, 1)), "h100"): "grouped_fprop",
+        (DEPTHWISE, other): "depthwise_fprop",
+        (replace(GROUPED, stride=(3, 3), padding=(1, 1)), "h100"): PYTORCH,
+    }
+    if name == "bundle":
+        del wanted[replace(GROUPED, stride=(1, 1)), "h100"]
+    assert found == wanted
+    sources = [choice.source for choice in plan.choices]
+    assert sources[-1] == ("pinned" if "pins" in name else "fallback")
+    assert (plan.model == "h100-2026.11.24") == ("pins" not in name)
+    write_plan(tmp_path / "now.json", plan)
+    assert read_plan(tmp_path / "now.json", any_kernels=True) == plan
+    assert json.loads((tmp_path / "now.json").read_text())["format"] == plan_module.FORMAT
+
+
+def test_former_files_for_other_kernels_are_refused(tmp_path: Path) -> None:
+    now = source_digest("depthwise.cu")
+    content = json.loads((FORMER / "network.json").read_text())
+    content["kernels"] = {"depthwise_fprop": now, "grouped_fprop": source_digest("grouped_rows.cu")}
+    path = tmp_path / "network.json"
+    path.write_text(json.dumps(content))
+    assert len(read_plan(path, "h100").choices) == 3
+    path.write_text(path.read_text().replace(now, "0" * 16))
+    with pytest.raises(DataError, match=r"network\.json was made for other kernels of depthwise"):
+        read_plan(path)
+    with pytest.raises(InvalidInput, match=r"network\.json: device='h100' is not .*: h200"):
+        read_plan(path, "h200", any_kernels=True)
 
 
 Change = Callable[[dict[str, Any]], object]
@@ -155,30 +242,34 @@ def of_choice(**fields: object) -> Change:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda c: c.update(format="confpred-plan/3"), r"is not a plan"),
+        (lambda c: c.update(format="confpred-plan/4"), r"is not a plan"),
         (lambda c: c.update(operation="gemm"), r"operation='gemm'"),
-        (lambda c: c.pop("operation"), r"operation=None"),
-        (lambda c: c.update(device="tpu"), r"device='tpu'"),
-        (lambda c: c.update(device=None), r"device=None"),
+        (lambda c: c.update(kernel={}), r"field='kernel' is not .*: kernels"),
+        (of_choice(device="tpu"), r"choices\[0\]\.device='tpu'"),
+        (of_choice(device=None), r"choices\[0\]\.device=None"),
         (lambda c: c.update(model=7), r"model=7"),
-        (lambda c: c.pop("confpred"), r"confpred=None"),
+        (lambda c: c.update(confpred=""), r"confpred=''"),
         (lambda c: c.update(kernels=[]), r'"kernels" must be an object'),
         (lambda c: c.update(kernels={"grouped_fprop": 7}), r'"kernels" must be an object'),
         (lambda c: c.update(choices={}), r'"choices" must be a list'),
-        (lambda c: c.update(choices=[]), r'"choices" must be a list that is not empty'),
-        (lambda c: c["choices"].append(7), r"choices\[4\] must be an object of problem, provider"),
+        (lambda c: c["choices"].append(7), r"choices\[4\] must be an object of device, problem"),
         (lambda c: c["choices"].append(c["choices"][0]), r"choices\[4\] is of a problem that was"),
-        (lambda c: c["choices"][1].pop("source"), r"choices\[1\] must be an object"),
-        (of_choice(more=1), r"choices\[0\] must be an object"),
+        (lambda c: c["choices"][1].pop("provider"), r"choices\[1\] must be an object"),
+        (of_choice(sources=1), r"choices\[0\]\.field='sources' is not .*: source"),
         (of_choice(problem={"n": 1}), r"choices\[0\]\.c=None"),
         (of_choice(problem=None), r"choices\[0\]\.problem=None"),
         (of_choice(provider="gemm"), r"choices\[0\]\.provider='gemm'"),
         (of_choice(provider=["x"]), r"choices\[0\]\.provider="),
         (of_choice(provider=PYTORCH), r"choices\[0\]\.config=.* where the provider is pytorch"),
-        (of_choice(config={"block_n": 1}), r"choices\[0\]\.config=.* a config of grouped_fprop"),
-        (of_choice(source="guessed"), r"choices\[0\]\.source='guessed'"),
+        (of_choice(provider="grouped_fprob"), r"choices\[0\]\.provider=.*: grouped_fprop or"),
+        (
+            of_choice(config={"block_n": 1}),
+            r"choices\[0\]\.config=.* a config of grouped_fprop; the nearest is block_n=1 block_q=",
+        ),
+        (of_choice(source="predict"), r"choices\[0\]\.source='predict' is not .*: predicted"),
         (of_choice(source=[]), r"choices\[0\]\.source="),
         (of_choice(predicted_ms=-1.0), r"choices\[0\]\.predicted_ms=-1\.0"),
+        (of_choice(pytorch_ms=-1.0), r"choices\[0\]\.pytorch_ms=-1\.0"),
         (of_choice(predicted_ms="1"), r"choices\[0\]\.predicted_ms='1'"),
         (of_choice(predicted_ms=float("nan")), r"choices\[0\]\.predicted_ms=nan"),
         (
@@ -203,7 +294,7 @@ def test_what_is_wrong_is_named(path: Path, change: Change, message: str) -> Non
 @pytest.mark.parametrize("text", ["", "{", "[" * 100_000, "[]", "{}", "\x00"])
 def test_a_damaged_file_is_named(path: Path, text: str) -> None:
     path.write_text(text)
-    for read in (read_plan, lambda p: Predictor.load(pins=p)):
+    for read in (read_plan, lambda p: Predictor.load(plan=p)):
         with pytest.raises(DataError, match=r"plan\.json is not"):
             read(path)
     whole = plan_text(plan_of(CHOICES))

@@ -1,0 +1,250 @@
+"""Passes over any ATen graph of AOTAutograd's, in place.
+
+Such graphs are functional, but for copies into mutated inputs at the end.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+aten = torch.ops.aten
+Run = Callable[[list[Any]], Any]  # a graph; it empties the list of inputs
+_FUNCTIONAL = aten._batch_norm_with_update_functional.default
+
+
+def val_of(node: Any) -> Any:
+    """Return the fake tensor that stands for the result of `node`."""
+    return node.meta.get("val")
+
+
+def put_in_place(node: fx.Node, target: Any, args: tuple[Any, ...]) -> fx.Node:
+    """Return a new call of `target`, which stands where `node` was."""
+    with node.graph.inserting_before(node):
+        new = node.graph.call_function(target, args)
+    new.meta = dict(node.meta)
+    node.replace_all_uses_with(new)
+    node.graph.erase_node(node)
+    return new
+
+
+def is_view(node: fx.Node) -> bool:
+    """Return whether the result of `node` may share memory with its first input."""
+    schema = getattr(node.target, "_schema", None)
+    returns = () if schema is None else schema.returns
+    return any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+
+
+def refuse_mixed_dtypes(graph: fx.Graph) -> None:
+    """Raise a `RuntimeError` where operands of a convolution have several dtypes, as eager mode
+    does; the operator of a captured graph would take them."""
+    for node in graph.find_nodes(op="call_function", target=aten.convolution.default):
+        found = [val_of(n).dtype for n in node.args[:3] if isinstance(n, fx.Node)]
+        if len(set(found)) > 1:
+            dtypes = ", ".join(map(str, found))
+            raise RuntimeError(f"input, weight and bias should have one dtype, not {dtypes}")
+
+
+def views_of_any_layout(graph: fx.Graph) -> None:
+    """Let views copy where tensors lie in memory otherwise than fake ones did at the capture, such
+    as results of a library's convolution in bfloat16, channels last, on a CPU."""
+    for node in graph.nodes:
+        if node.target in (aten.view.default, aten._unsafe_view.default):
+            node.target = aten.reshape.default
+
+
+def drop_copies(graph: fx.Graph) -> None:
+    """Drop copies that nothing can tell from their source, such as those of dropout in inference.
+
+    A functional graph writes to nothing that is read later. So only a result of the graph has to
+    stay a copy, where its source is an input or another result.
+    """
+    owners: dict[fx.Node, fx.Node] = {}  # a node whose memory this one shares, or itself
+
+    def owner_of(node: fx.Node) -> fx.Node:
+        while owners[node] is not node:
+            node = owners[node]
+        return node
+
+    for node in graph.nodes:
+        viewed = node.args[0] if node.target is operator.getitem else node
+        owners[node] = node.all_input_nodes[0] if is_view(viewed) else node
+    results = {owner_of(node) for node in graph.output_node().all_input_nodes}
+    for node in graph.find_nodes(op="call_function", target=aten.clone.default):
+        (source,) = node.all_input_nodes
+        owner = owner_of(source)
+        if node in results and (owner.op == "placeholder" or owner in results):
+            continue
+        if _is_alike(val_of(node), val_of(source)):
+            owners[node] = owner
+            if node in results:
+                results.add(owner)
+            node.replace_all_uses_with(source)
+            graph.erase_node(node)
+
+
+def _is_alike(a: Any, b: Any) -> bool:
+    return bool(
+        isinstance(a, Tensor) and a.shape == b.shape and a.stride() == b.stride()
+        and a.dtype is b.dtype and a.device == b.device and a.is_neg() == b.is_neg()
+        and a.is_conj() == b.is_conj() and a.layout is b.layout
+    )  # fmt: skip
+
+
+def batch_norms_as_eager(graph: fx.Graph) -> None:
+    """Let batch norms of training be computed by the library that eager mode would take.
+
+    A capture names PyTorch's own kernels in the place of cuDNN's. The operators that replace them
+    here decide as eager mode does, and hand cuDNN's reserve from forward to backward.
+    """
+    reserves: dict[fx.Node, fx.Node] = {}  # by the node of the saved mean
+    for node in list(graph.nodes):
+        if node.target is aten._native_batch_norm_legit_functional.default:
+            x, weight, bias, mean, variance, training, momentum, eps = node.args
+            if not training or not all(isinstance(t, fx.Node) for t in (weight, mean, variance)):
+                continue  # the backward of the other operator wants a weight
+            new = put_in_place(node, _FUNCTIONAL, (x, weight, bias, mean, variance, momentum, eps))
+            values = list(node.meta["val"])
+            empty = values[0].new_empty(0, dtype=torch.uint8)
+            new.meta["val"] = [*values[:3], empty, *values[3:]]
+            # The results of the update are to stand behind the node that computes them.
+            with graph.inserting_after(new):
+                reserve = graph.call_function(operator.getitem, (new, 3))
+            reserve.meta = new.meta | {"val": empty}
+            for item in [item for item in new.users if item is not reserve]:
+                place: Any = item.args[1]
+                if place == 1:
+                    reserves[item] = reserve
+                item.args = (new, place if place < 3 else place + 1)
+        elif node.target is aten.native_batch_norm_backward.default:
+            grad, x, weight, _, _, saved_mean, saved_deviation, training, eps, mask = node.args
+            reserve_of = reserves.get(saved_mean)
+            if reserve_of is not None and training:
+                saved = (None, None, saved_mean, saved_deviation, True, eps, mask, reserve_of)
+                put_in_place(node, aten.batch_norm_backward.default, (grad, x, weight, *saved))
+
+
+def update_in_place(graph: fx.Graph) -> set[fx.Node]:
+    """Let a forward graph update running statistics and counts of batches where they are; return
+    the inputs that are written.
+
+    A functional graph computes new ones and copies them at its end, two launches a batch norm more.
+    """
+    written: set[fx.Node] = set()
+    counts: list[fx.Node] = []
+    for copy in graph.find_nodes(op="call_function", target=aten.copy_.default):
+        home, value = copy.args[:2]
+        if not isinstance(home, fx.Node) or not isinstance(value, fx.Node):
+            continue
+        if home.op != "placeholder" or copy.users:
+            continue
+        written.add(home)
+        counted = value.target is aten.add.Tensor and value.args == (home, 1) and not value.kwargs
+        if counted and len(value.users) == 1 and home.users.keys() == {value, copy}:
+            graph.erase_node(copy)
+            graph.erase_node(value)
+            counts.append(home)
+    for node in graph.find_nodes(op="call_function", target=_FUNCTIONAL):
+        _update_one(node)
+    if counts:
+        with graph.inserting_before(graph.output_node()):
+            graph.call_function(aten._foreach_add_.Scalar, (counts, 1))
+    graph.lint()
+    return written
+
+
+def _update_one(norm: fx.Node) -> None:
+    items = {item.args[1]: item for item in norm.users}
+    copies = []
+    for place, home in ((4, norm.args[3]), (5, norm.args[4])):
+        item = items.get(place)
+        if item is None or len(item.users) != 1 or not isinstance(home, fx.Node):
+            return
+        (copy,) = item.users
+        if copy.target is not aten.copy_.default or copy.args[0] is not home:
+            return
+        if home.users.keys() != {norm, copy}:
+            return  # something else reads the statistics
+        copies += [copy, item]
+    for old in copies:
+        norm.graph.erase_node(old)
+    new = put_in_place(norm, aten._batch_norm_with_update.default, norm.args)
+    new.meta["val"] = new.meta["val"][:4]
+
+
+def frozen(
+    gm: fx.GraphModule,
+    static: Sequence[int],
+    compile: Callable[[fx.GraphModule, Sequence[int]], Run],
+) -> Run:
+    """Return a function that computes at its first call what depends on static inputs alone, keeps
+    the results, and runs the rest with them at every call.
+
+    Args:
+        gm: a graph of inference.
+        static: places of parameters and buffers among the inputs.
+        compile: compiles the rest, given its own static inputs.
+    """
+    graph = gm.graph
+    inputs = graph.find_nodes(op="placeholder")
+    changed = {n for node in graph.nodes if _writes(node) for n in node.all_input_nodes}
+    fixed = {inputs[i] for i in static} - changed
+    for node in graph.nodes:
+        if node.op == "call_function" and node.all_input_nodes and not _writes(node):
+            random = any("nondeterministic" in str(tag) for tag in getattr(node.target, "tags", ()))
+            if not random and all(n in fixed for n in node.all_input_nodes):
+                fixed.add(node)
+    _return_copies(graph, fixed)
+    results = [
+        n for n in fixed
+        if n.op != "placeholder" and not isinstance(val_of(n), (list, tuple))
+        and any(user not in fixed for user in n.users)
+    ]  # fmt: skip
+    if not results:
+        return compile(gm, static)
+    first = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        if node.op == "placeholder" or node in fixed:
+            copies[node] = first.node_copy(node, copies.__getitem__)
+    first.output([copies[n] for n in results])
+    once = fx.GraphModule(gm, first)
+    for node in reversed(results):  # each goes before the ones that are there
+        with graph.inserting_after(inputs[-1]):
+            given = graph.placeholder(f"frozen_{node.name}")
+        given.meta = dict(node.meta)
+        node.replace_all_uses_with(given)
+    graph.eliminate_dead_code()
+    more = range(len(inputs), len(inputs) + len(results))
+    run = compile(gm, [*static, *more])
+    kept: list[Any] = []
+
+    def call(given: list[Any]) -> Any:
+        if not kept:
+            kept.extend(once(*given))
+        both = [*given, *kept]
+        given.clear()
+        return run(both)
+
+    call._boxed_call = True  # type: ignore[attr-defined]
+    return call
+
+
+def _return_copies(graph: fx.Graph, fixed: set[fx.Node]) -> None:
+    """Let `graph` return copies of what is kept, as its caller may write to them."""
+    output = graph.output_node()
+    for node in output.all_input_nodes:
+        if node in fixed and node.op != "placeholder":
+            with graph.inserting_before(output):
+                copy = graph.call_function(aten.clone.default, (node,))
+            copy.meta = dict(node.meta)
+            output.replace_input_with(node, copy)
+
+
+def _writes(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and schema.is_mutable
