@@ -81,7 +81,10 @@ def family_models(fitted: Sequence[Fitted]) -> dict[str, FamilyModel]:
 def score(model: FamilyModel, t: Timings) -> Score:
     """How the model does on a problem, choosing among the configs that were measured."""
     rows, seconds = model.rank(t.problem, t.device, t.rows)
-    ranked, all_seconds = model.rank(t.problem, t.device, model.legal(t.problem, t.device))
+    legal = model.legal(t.problem, t.device)  # a family may need limits to be given
+    if not len(legal):
+        legal = t.rows
+    ranked, all_seconds = model.rank(t.problem, t.device, legal)
     found = np.flatnonzero(ranked == rows[0])
     place = found[0] if len(found) else -1  # no better than the last finalist
     return Score(

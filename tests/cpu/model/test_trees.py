@@ -129,6 +129,23 @@ def test_training_keeps_what_predictions_need(matrix):
     assert len(text) < 0.5 * len(whole.model_to_string())
 
 
+def test_an_ensemble_goes_on_with_a_multiple_of_another(matrix):
+    """As the trees that rank follow those that order."""
+    rng = np.random.default_rng(3)
+    first, other = (
+        lightgbm.LGBMRegressor(n_estimators=trees, min_child_samples=5, n_jobs=1, verbosity=-1).fit(
+            matrix, matrix[:, column] + rng.normal(size=len(matrix))
+        )
+        for column, trees in enumerate((20, 10))
+    )
+    both = Trees(text_of(first, (other, -0.5)))
+    parts = [each.booster_.predict(matrix) for each in (first, other)]
+    expected = parts[0] - 0.5 * parts[1]
+    assert both.predict(matrix) == pytest.approx(expected, rel=0, abs=30 * 0.5e-5)
+    alone = both.predict(matrix, 0, 20)
+    assert alone == pytest.approx(parts[0], rel=0, abs=20 * 0.5e-5)
+
+
 def test_threads_may_ask_for_other_numbers_of_trees(trees, matrix):
     """LightGBM keeps the number in the booster, where a call beside this one would change it."""
     parts = ((0, 1), (0, 25), (25, None), (0, None))
