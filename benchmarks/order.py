@@ -17,7 +17,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import lightgbm
 import numpy as np
 from measured import measured
 from numpy.typing import NDArray
@@ -30,11 +29,12 @@ from confpred.model.trees import Trees
 from confpred.training.dataset import Timings, read_dataset
 from confpred.training.fit import (
     HOPELESS,
+    REGRESSOR,
     Hyperparameters,
-    boost,
+    fresh,
     grow_order,
-    growth,
     regrets,
+    text_of,
 )
 from confpred.training.split import split_by_network, without_networks
 
@@ -67,14 +67,17 @@ class Variant:
 
 
 #: As trees grew before decision 144.
-BEFORE = replace(HYPER, trees=200, num_leaves=63)
+BEFORE = replace(HYPER, trees=200, num_leaves=63, rank_trees=0)
 VARIANTS: Mapping[str, Variant] = {
     "regrets as such, 200 trees of 63 leaves (before)": Variant(within=False, hyper=BEFORE),
     "regrets as such, 300 trees of 127 leaves": Variant(within=False),
     "differences within a problem, 200 trees of 63 leaves": Variant(hyper=BEFORE),
     "the same, 400 trees": Variant(hyper=replace(BEFORE, trees=400)),
     "the same, 600 trees": Variant(hyper=replace(BEFORE, trees=600)),
-    "differences within a problem, 300 trees of 127 leaves (deployed)": Variant(),
+    "differences within a problem, 300 trees of 127 leaves": Variant(
+        hyper=replace(HYPER, rank_trees=0)
+    ),
+    "these, and 300 trees that rank (deployed)": Variant(),
     "deployed, each device alone": Variant(together=False),
     "deployed, estimated registers": Variant(registers=False),
     "deployed, and relative features": Variant(relative=True),
@@ -107,13 +110,16 @@ def grow_as_such(
 ) -> str:
     """`grow_order` with squared error of the regrets as such."""
     regret = regrets(timings)
-    data = lightgbm.Dataset(
+    model = fresh(REGRESSOR, hyper, len(matrix), seed).set_params(
+        n_estimators=hyper.trees, num_leaves=hyper.num_leaves
+    )
+    model.fit(
         matrix,
         np.log(regret.clip(max=HOPELESS)),
-        weight=regret**-hyper.focus,
+        sample_weight=regret**-hyper.focus,
         feature_name=list(names),
     )
-    return boost(data, growth(hyper, hyper.num_leaves, len(matrix)), hyper.trees, seed)
+    return text_of(model)
 
 
 def learned(

@@ -32,7 +32,13 @@ _NOISE = 0.01
 
 #: Enough for a few thousand rows.
 SMALL = Hyperparameters(
-    trees=120, num_leaves=15, min_data_in_leaf=20, time_trees=60, time_leaves=15, pytorch_trees=100
+    trees=120,
+    num_leaves=15,
+    min_data_in_leaf=20,
+    rank_trees=40,
+    time_trees=60,
+    time_leaves=15,
+    pytorch_trees=100,
 )
 
 

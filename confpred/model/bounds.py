@@ -1,7 +1,7 @@
 """How far an answer may be from the best: a bound on its regret, and whether the problem is unlike
 all that the model was trained on.
 
-The bound is conditional: regressors predict a high quantile of the regret from how close the first
+The bound is conditional: regressors predict the median of the regret from how close the first
 candidates are to each other, how PyTorch's operator compares, and the problem itself. It is
 conformal: an offset for each provider, and so one for PyTorch's operator, makes it hold for the
 answers of models that saw none of the problem's layer (`confpred.training.bounds`).
@@ -60,7 +60,8 @@ class Bounds:
 
     Attributes:
         operation: what is computed.
-        quantile: regressor of a high quantile of log(regret), from `signals`.
+        quantile: regressor of a quantile of log(regret), from `signals`: its median, or a high one
+            in models that are older than decision 170.
         offsets: what is added to that, by the provider that is chosen.
         ranges: what the problems are like that each provider was measured on.
     """

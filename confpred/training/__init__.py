@@ -10,7 +10,7 @@ from confpred.errors import MissingExtra
 EVALUATION_FORMAT = "confpred-evaluation/3"
 #: ... and with ``--holdout-only``, which has no cross-validation to show.
 HOLDOUT_FORMAT = "confpred-holdout/1"
-_PACKAGES = ("pyarrow", "joblib", "rich", "matplotlib")
+_PACKAGES = ("pyarrow", "joblib", "sklearn", "rich", "matplotlib")
 
 
 def require_packages() -> None:

@@ -1,31 +1,40 @@
-"""Whole answers for networks held out: what a user would have got, and what came of it."""
+"""Whole answers for networks held out: what a user would have got, and what came of it.
+
+A fold's models choose for the layers that they have not seen. PyTorch's operator takes its place
+among the candidates by the margins that the other folds' problems have.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
 from math import exp, inf, log
 
 import numpy as np
 
 from confpred.families.candidate import PYTORCH_OPERATOR, Candidate
+from confpred.families.registry import operation_of
 from confpred.model.gate import Gate
 from confpred.model.pytorch_ratio import PytorchModel, with_pytorch
-from confpred.model.rank import FINALISTS, Options
+from confpred.model.rank import Options
 from confpred.model.trees import Trees
+from confpred.problem.device import Device
 from confpred.problem.record import Record
 from confpred.training.dataset import Dataset, Timings
-from confpred.training.fit import Hyperparameters
+from confpred.training.fit import Hyperparameters, fit_families
 from confpred.training.gate import fit_gate
-from confpred.training.methods import Score
-from confpred.training.pytorch import fastest_ms, fit_pytorch, margins
+from confpred.training.helpers import run_in_helpers
+from confpred.training.methods import At, Score, best_ms, family_models, score
+from confpred.training.pytorch import Times, fit_pytorch, margins
 from confpred.training.split import Fold
+from confpred.training.steps import Said, unsaid
+
+CROSS_VALIDATING = "cross-validating by network"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Answer:
-    """What models that saw none of a problem's layers answer.
+    """What models that saw none of a layer answer for a problem of it.
 
     Attributes:
         problem: what was asked.
@@ -66,122 +75,138 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class HeldOut:
-    """What came of problems that were held out.
+class Offered:
+    """A problem that a fold holds out, before PyTorch's operator has its place.
 
     Attributes:
-        answers: of each.
-        margins: of the regressor of PyTorch's time, by kind of problem, by all of them and what was
-            held out on other devices (`confpred.training.pytorch.margins`).
+        fold: number of the fold.
+        device: where it was measured.
+        ours: the answer without PyTorch's operator.
+        ahead: how many times as long the answer takes, which was measured, as the best of all legal
+            configs is expected to.
+        log_ratio: expected logarithm of (PyTorch's time / ours); None where nothing is known.
+    """
+
+    fold: int
+    device: Device
+    ours: Answer
+    ahead: float
+    log_ratio: float | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HeldOut:
+    """The problems of the device that were held out.
+
+    Attributes:
+        answers: of each: of those whose time with PyTorch's operator is known, or of all where it
+            was measured too seldom to learn from.
+        margins: of the regressor of PyTorch's time, by kind of problem, by all that was held out on
+            any device (`confpred.training.pytorch.margins`).
     """
 
     answers: tuple[Answer, ...]
     margins: Mapping[str, float]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Offered:
-    """A problem of a fold's test, before PyTorch's operator has its place among the candidates of
-    `ours`; `log_ratio` is what is expected of its time, or None where nothing is."""
+def cross_validate(
+    dataset: Dataset, folds: Sequence[Fold], hyper: Hyperparameters, seed: int, say: Said = unsaid
+) -> tuple[tuple[Score, ...], HeldOut]:
+    """Let a model learn from each fold's training part and choose for the other part.
 
-    fold: int
-    ours: Answer
-    log_ratio: float | None
+    Folds run side by side, a process for each core, as each learns in one thread.
 
+    Returns:
+        The scores of each fold's test timings, fold by fold, and the whole answers.
 
-@dataclass(frozen=True, slots=True)
-class Compared:
-    """A problem that was held out of a fold: what its time with PyTorch's operator was expected to
-    be, and what it was, both as the logarithm of their ratio to that of ours."""
-
-    fold: int
-    kind: str
-    expected: float
-    actual: float
-
-
-def held_out_answers(
-    dataset: Dataset,
-    folds: Sequence[Fold],
-    scores: Sequence[Score],
-    hyper: Hyperparameters,
-    seed: int,
-) -> HeldOut:
-    """Answers for the test problems of each fold: those whose time with PyTorch's operator is
-    known, or all of them where it was measured too seldom to learn from. Each fold's answers keep
-    the margins that the other folds' problems have, of all devices.
-
-    Args:
-        dataset: what was measured.
-        folds: its networks, divided.
-        scores: how the model of each fold did on its test timings, fold by fold.
-        hyper, seed: of what predicts PyTorch's time.
+    Raises:
+        ConfpredError: see `run_in_helpers`.
     """
-    ratios = _ratios(dataset, folds, hyper, seed)
-    offered = list(_offered(dataset, folds, scores, ratios, seed))
-    cost = np.log([o.ours.ours_ms / o.ours.our_best_ms for o in offered])
-    lost = float(cost.mean()) if len(cost) else 0.0
-    return answered(offered, list(compared_elsewhere(dataset, folds, ratios, lost)))
+    say(CROSS_VALIDATING, 0, len(folds))
+    found = run_in_helpers(
+        _of_fold,
+        [
+            (number, fold, dataset.pytorch_everywhere, dataset.device, hyper, seed)
+            for number, fold in enumerate(folds)
+        ],
+        lambda done: say(CROSS_VALIDATING, done, len(folds)),
+    )
+    scores = tuple(each for of_fold, _ in found for each in of_fold)
+    return scores, answered([each for _, offered in found for each in offered], dataset.device)
 
 
-def answered(offered: Sequence[Offered], elsewhere: Sequence[Compared] = ()) -> HeldOut:
-    """`offered`, fold by fold, with PyTorch's operator in its place; `elsewhere` is what came of
-    the folds' problems on other devices."""
-    compared = [*_compared(offered), *elsewhere]
-    found = []
-    for number in sorted({o.fold for o in offered}):
-        known = _margins([c for c in compared if c.fold != number])
-        found += [_placed(o, known) for o in offered if o.fold == number]
-    return HeldOut(tuple(found), _margins(compared))
+def _of_fold(
+    number: int, fold: Fold, pytorch_ms: Times, device: Device, hyper: Hyperparameters, seed: int
+) -> tuple[list[Score], list[Offered]]:
+    models = family_models(fit_families(fold.train, device, hyper, seed))
+    operation = operation_of(fold.train[0].problem)
+    fitted = fit_gate([t for t in fold.train if t.family in models], operation, seed)
+    gate = None if fitted is None else fitted.gate(operation)
+    ours_ms = best_ms(models, fold.train, pytorch_ms.keys())
+    text = fit_pytorch(ours_ms, pytorch_ms, operation, device, hyper, seed)
+    ratio = None if text is None else PytorchModel(operation, Trees(text), {})
+    scores = [score(models[t.family], t) for t in fold.test]
+    judged: dict[At, list[tuple[Timings, Score]]] = {}
+    for t, found in zip(fold.test, scores, strict=True):
+        judged.setdefault((t.device, t.problem), []).append((t, found))
+    for t in fold.elsewhere if ratio is not None else ():
+        if (t.device, t.problem) in pytorch_ms and t.family in models:
+            found = score(models[t.family], t)
+            judged.setdefault((t.device, t.problem), []).append((t, found))
+    return scores, list(_offered(number, judged, pytorch_ms, ratio, gate))
 
 
-def _compared(offered: Sequence[Offered]) -> Iterator[Compared]:
-    for o in offered:
-        if o.log_ratio is not None and o.ours.pytorch_ms is not None:
-            actual = log(o.ours.pytorch_ms / o.ours.ours_ms)
-            yield Compared(o.fold, o.ours.problem.kind, o.log_ratio, actual)
-
-
-def compared_elsewhere(
-    dataset: Dataset, folds: Sequence[Fold], ratios: Sequence[PytorchModel | None], lost: float
-) -> Iterator[Compared]:
-    """The problems on other devices that a fold holds out. Nothing was chosen for them, so ours is
-    the fastest that was measured, and what a choice costs on average, `lost`, is added."""
-    for other in dataset.others:
-        fastest_there = fastest_ms(other.timings)
-        for number, (fold, ratio) in enumerate(zip(folds, ratios, strict=True)):
-            seen = {(t.device, t.problem) for t in fold.train}
-            held_out = [
-                (problem, ours_ms)
-                for (where, problem), ours_ms in fastest_there.items()
-                if problem in other.pytorch_ms and (where, problem) not in seen
-            ]
-            if ratio is None or not held_out:
+def _offered(
+    number: int,
+    judged: Mapping[At, Sequence[tuple[Timings, Score]]],
+    pytorch_ms: Times,
+    ratio: PytorchModel | None,
+    gate: Gate | None,
+) -> Iterator[Offered]:
+    for (device, problem), parts in judged.items():
+        theirs, expected = pytorch_ms.get((device, problem)), None
+        if ratio is not None:
+            if theirs is None:
                 continue
-            expected = ratio.log_ratios([problem for problem, _ in held_out], other.device).tolist()
-            for (problem, ours_ms), value in zip(held_out, expected, strict=True):
-                actual = log(other.pytorch_ms[problem] / ours_ms) - lost
-                yield Compared(number, problem.kind, value, actual)
+            (expected,) = ratio.log_ratios([problem], device).tolist()
+        names = [t.family for t, _ in parts]
+        if gate is not None:
+            (names,) = gate.open([problem], device, [names])
+        opened = [(t, found) for t, found in parts if t.family in names]
+        timings, best = min(opened, key=lambda part: part[1].predicted_ms or inf)
+        options = sorted(
+            (seconds, Candidate(t.family, row))
+            for t, found in opened
+            if found.ranked is not None
+            for row, seconds in zip(*(each.tolist() for each in found.ranked), strict=True)
+        )
+        answer = Answer(
+            problem=problem,
+            networks=timings.networks,
+            options=options,
+            ours_ms=best.regret[0] * float(timings.time_ms.min()),
+            our_best_ms=min(float(t.time_ms.min()) for t, _ in parts),
+            pytorch_ms=None if ratio is None else theirs,
+        )
+        yield Offered(number, device, answer, best.ahead, expected)
 
 
-def _ratios(
-    dataset: Dataset, folds: Sequence[Fold], hyper: Hyperparameters, seed: int
-) -> list[PytorchModel | None]:
-    """What predicts PyTorch's time for each fold's test problems."""
-    everywhere, operation = dataset.pytorch_everywhere, dataset.operation
-    fitted = (
-        fit_pytorch(fold.train, everywhere, operation, dataset.device, hyper, seed)
-        for fold in folds
-    )
-    return [None if f is None else PytorchModel(operation, Trees(f), {}) for f in fitted]
+def answered(offered: Sequence[Offered], device: Device) -> HeldOut:
+    """The problems of `device` among `offered`, with PyTorch's operator in its place."""
+    numbers = sorted({each.fold for each in offered})
+    known = {n: _margins([each for each in offered if each.fold != n]) for n in numbers}
+    answers = (_placed(o, known[o.fold]) for o in offered if o.device == device)
+    return HeldOut(tuple(answers), _margins(offered))
 
 
-def _margins(compared: Sequence[Compared]) -> dict[str, float]:
-    return margins(
-        [c.kind for c in compared],
-        np.array([c.expected for c in compared]),
-        np.array([c.actual for c in compared]),
-    )
+def _margins(offered: Sequence[Offered]) -> dict[str, float]:
+    known = [
+        (o.ours.problem.kind, o.log_ratio, log(o.ours.pytorch_ms * o.ahead / o.ours.ours_ms))
+        for o in offered
+        if o.log_ratio is not None and o.ours.pytorch_ms is not None
+    ]
+    kinds, expected, actual = zip(*known, strict=True) if known else ((), (), ())
+    return margins(kinds, np.array(expected), np.array(actual))
 
 
 def _placed(offered: Offered, known: Mapping[str, float]) -> Answer:
@@ -190,56 +215,3 @@ def _placed(offered: Offered, known: Mapping[str, float]) -> Answer:
         return ours
     slowdown = (exp(ratio), exp(ratio - known.get(ours.problem.kind, inf)))
     return replace(ours, options=with_pytorch(ours.options, slowdown))
-
-
-def _offered(
-    dataset: Dataset,
-    folds: Sequence[Fold],
-    scores: Sequence[Score],
-    ratios: Sequence[PytorchModel | None],
-    seed: int,
-) -> Iterator[Offered]:
-    left, device, operation = iter(scores), dataset.device, dataset.operation
-    for number, (fold, model) in enumerate(zip(folds, ratios, strict=True)):
-        fitted = fit_gate(fold.train, operation, seed)
-        gate = None if fitted is None else fitted.gate(operation)
-        of_problem: dict[Record, list[tuple[Timings, Score]]] = {}
-        for t, score in zip(fold.test, islice(left, len(fold.test)), strict=True):
-            of_problem.setdefault(t.problem, []).append((t, score))
-        for problem, parts in of_problem.items():
-            theirs = dataset.pytorch_ms.get(problem)
-            if model is None:
-                yield Offered(number, _ours(problem, parts, gate, None), None)
-            elif theirs is not None:
-                (expected,) = model.log_ratios([problem], device).tolist()
-                yield Offered(number, _ours(problem, parts, gate, theirs), expected)
-
-
-def _ours(
-    problem: Record,
-    parts: Sequence[tuple[Timings, Score]],
-    gate: Gate | None,
-    theirs: float | None,
-) -> Answer:
-    """The answer without PyTorch's operator among the candidates."""
-    # What is judged is the choice among measured configs; how sure the model is of it shows in all
-    # that it would offer.
-    families = [t.family for t, _ in parts]
-    if gate is not None:
-        (families,) = gate.open([problem], parts[0][0].device, [families])
-    opened = [(t, s) for t, s in parts if t.family in families]
-    timings, score = min(opened, key=lambda part: part[1].predicted_ms or inf)
-    offered: Options = []
-    for t, s in opened:
-        rows, seconds = s.ranked or ((), ())
-        first = zip(rows[:FINALISTS], seconds[:FINALISTS], strict=True)
-        offered += [(float(value), Candidate(t.family, int(row))) for row, value in first]
-    offered.sort(key=lambda option: (option[0], option[1].provider))
-    return Answer(
-        problem=problem,
-        networks=timings.networks,
-        options=offered,
-        ours_ms=score.regret[0] * float(timings.time_ms.min()),
-        our_best_ms=min(float(t.time_ms.min()) for t, _ in parts),
-        pytorch_ms=theirs,
-    )

@@ -13,18 +13,18 @@ from confpred.errors import MissingExtra
 from confpred.families.candidate import PYTORCH_OPERATOR
 from confpred.problem.device import Device
 from confpred.training import EVALUATION_FORMAT
-from confpred.training.answers import Answer, held_out_answers
+from confpred.training.answers import Answer, cross_validate
 from confpred.training.bounds import FittedBounds, fit_bounds
 from confpred.training.dataset import Dataset, Timings
 from confpred.training.fit import Hyperparameters
 from confpred.training.helpers import run_in_helpers
-from confpred.training.methods import TOPS, Method, Score, baselines, model_method
+from confpred.training.methods import TOPS, Score, baselines
 from confpred.training.split import Fold, split_by_network
 from confpred.training.steps import Said, unsaid
 
 MODEL = "model"
 CHOSEN = "the predicted fastest"
-CROSS_VALIDATING = "cross-validating by network"
+JUDGING_BASELINES = "judging the baselines"
 SLOWER = 0.05
 
 
@@ -84,26 +84,24 @@ class Judged:
         return np.array([score.regret[0] for score in self.scores[method]])
 
 
-def judge(
-    folds: Sequence[Fold],
-    methods: Mapping[str, Method],
-    device: Device,
-    seed: int,
-    say: Said = unsaid,
-) -> Judged:
-    """Let each method learn from each fold's training part and judge it on the other part.
+def judge_baselines(
+    folds: Sequence[Fold], device: Device, seed: int, say: Said = unsaid
+) -> tuple[dict[str, tuple[Score, ...]], dict[str, str]]:
+    """Let each baseline learn from each fold's training part and judge it on the other part, side
+    by side in processes.
 
-    Folds and methods run side by side, a process for each core, as each learns in one thread.
+    Returns:
+        The scores by baseline, fold by fold; and why those that are missing could not run.
 
     Raises:
         ConfpredError: see `run_in_helpers`.
     """
-    pairs = [(name, fold) for name in methods for fold in folds]
-    say(CROSS_VALIDATING, 0, len(pairs))
+    pairs = [(name, fold) for name in baselines() for fold in folds]
+    say(JUDGING_BASELINES, 0, len(pairs))
     parts = run_in_helpers(
         _judge_fold,
-        [(methods[name], fold, device, seed) for name, fold in pairs],
-        lambda done: say(CROSS_VALIDATING, done, len(pairs)),
+        [(name, fold, device, seed) for name, fold in pairs],
+        lambda done: say(JUDGING_BASELINES, done, len(pairs)),
     )
     scores: dict[str, tuple[Score, ...]] = {}
     missing: dict[str, str] = {}
@@ -112,13 +110,13 @@ def judge(
             missing[name] = part
         else:
             scores[name] = scores.get(name, ()) + part
-    return Judged(tuple(t for fold in folds for t in fold.test), scores, missing)
+    return scores, missing
 
 
-def _judge_fold(method: Method, fold: Fold, device: Device, seed: int) -> tuple[Score, ...] | str:
-    """One method's scores on one fold, or why it cannot run."""
+def _judge_fold(name: str, fold: Fold, device: Device, seed: int) -> tuple[Score, ...] | str:
+    """A baseline's scores on one fold, or why it cannot run."""
     try:
-        return tuple(map(method(fold.train, device, seed), fold.test))
+        return tuple(map(baselines()[name](fold.train, device, seed), fold.test))
     except MissingExtra as error:
         return str(error)
 
@@ -131,13 +129,6 @@ def folds_of(dataset: Dataset, folds: int, seed: int) -> tuple[Fold, ...]:
     """
     others = [t for other in dataset.others for t in other.timings]
     return split_by_network(dataset.timings, folds, seed, others)
-
-
-def judge_model(
-    dataset: Dataset, folds: Sequence[Fold], hyper: Hyperparameters, seed: int, say: Said = unsaid
-) -> Judged:
-    """Cross-validate the deployed model alone, as training does to calibrate it."""
-    return judge(folds, {MODEL: model_method(hyper)}, dataset.device, seed, say)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -260,21 +251,16 @@ def evaluate(
         DataError: the data cannot be split by network.
     """
     split = folds_of(dataset, folds, seed)
-    methods = {
-        MODEL: model_method(hyper),
-        **baselines(),
-    }
-    judged = judge(split, methods, dataset.device, seed, say)
-    say("calibrating by the answers", 0, 1)
-    found = held_out_answers(dataset, split, judged.scores[MODEL], hyper, seed).answers
-    say("calibrating by the answers", 1, 1)
+    scores, held_out = cross_validate(dataset, split, hyper, seed, say)
+    others, missing = judge_baselines(split, dataset.device, seed, say)
+    timings = tuple(t for fold in split for t in fold.test)
     spread = np.concatenate([t.spread_ms / t.time_ms for t in dataset.timings])
     return Evaluation(
         dataset=dataset,
         folds=split,
         seed=seed,
-        judged=judged,
-        whole=whole(found),
-        bounds=fit_bounds(found, dataset, seed),
+        judged=Judged(timings, {MODEL: scores, **others}, missing),
+        whole=whole(held_out.answers),
+        bounds=fit_bounds(held_out.answers, dataset, seed),
         noise=(float(np.nanmedian(spread)), float(np.nanquantile(spread, 0.95))),
     )

@@ -1,15 +1,17 @@
-"""From timings to regressors for each family."""
+"""From timings to what each pool of families predicts with, by LightGBM's estimators."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
-import lightgbm
 import numpy as np
+from lightgbm import LGBMModel, LGBMRanker, LGBMRegressor
 from numpy.typing import NDArray
+from sklearn.base import clone
 
 from confpred.errors import DataError
 from confpred.families.registry import all_families
@@ -26,9 +28,18 @@ MIN_LEAVES = 20
 #: Regrets end here, where configs are ordered: which of the hopeless ones is the worse, and by how
 #: many thousand times, takes leaves from those that are close.
 HOPELESS = 4.5
-#: LightGBM's threads wait for one another by spinning, thousands of times a tree: with as many as
-#: there are cores, anything else on the machine makes a fit of 2 s take minutes.
-_THREADS = 1
+#: Configs are ranked by levels of their regret: 0 for ``LAST_LEVEL`` times the best and more,
+#: ``LEVELS`` for the best. A level is worth ``GAIN`` times as much as the next lower one.
+LEVELS, LAST_LEVEL, GAIN = 30, 1.3, 1.25
+#: One thread: LightGBM's threads wait for one another by spinning, thousands of times a tree. With
+#: as many as there are cores, anything else on the machine makes a fit of 2 s take minutes.
+_ALIKE: dict[str, Any] = {
+    "n_jobs": 1,
+    "deterministic": True,
+    "force_row_wise": True,
+    "verbosity": -1,
+}
+REGRESSOR, RANKER = LGBMRegressor(**_ALIKE), LGBMRanker(**_ALIKE)
 #: What LightGBM writes of a tree only for continued training and explanations. Without it trees are
 #: shorter, so the lengths of trees that LightGBM writes would be wrong, and are left out too.
 _UNUSED = re.compile(
@@ -43,9 +54,11 @@ _FORMATS: dict[str, Callable[[float], str]] = {
     "threshold": lambda x: f"{x:.9g}",
     "leaf_value": lambda x: f"{x:.5f}".rstrip("0").rstrip("."),
 }
+_LEAVES, _END = re.compile(r"^leaf_value=(.*)$", re.MULTILINE), "end of trees\n"
 _NUMBERS = re.compile(rf"^({'|'.join(_FORMATS)})=(.*)$", re.MULTILINE)
 #: Of an objective: the first and second derivative of the error by each prediction.
 _Derivatives = tuple[NDArray[np.float64], NDArray[np.float64]]
+_Model = TypeVar("_Model", bound=LGBMModel)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +68,8 @@ class Hyperparameters:
     Attributes:
         trees, num_leaves, learning_rate, min_data_in_leaf, feature_fraction: of the regressor that
             orders configs. A leaf needs no more than one in ``MIN_LEAVES`` of the rows.
+        rank_trees, rank_weight: trees that rank configs, appended to these, and what their values
+            are multiplied by.
         time_trees, time_leaves: the same for the regressor of their times, which shares the others.
         focus: a config weighs (best time of its problem / its time) to this power, because it is
             the order among the good configs that decides.
@@ -67,8 +82,10 @@ class Hyperparameters:
     learning_rate: float = 0.08
     min_data_in_leaf: int = 50
     feature_fraction: float = 0.8
-    time_trees: int = 200
-    time_leaves: int = 31
+    rank_trees: int = 300
+    rank_weight: float = 0.02
+    time_trees: int = 300
+    time_leaves: int = 127
     focus: float = 4.0
     pytorch_trees: int = 200
     pytorch_leaves: int = 16
@@ -140,18 +157,17 @@ def _fit_pool(timings: Sequence[Timings], pool: Pool, hyper: Hyperparameters, se
         ]
     )
     slowdown = np.concatenate([t.time_ms * 1e-3 / t.device.roofline_s(t.problem) for t in timings])
-    time = lightgbm.Dataset(
+    time = fresh(REGRESSOR, hyper, len(features), seed).set_params(
+        n_estimators=hyper.time_trees, num_leaves=hyper.time_leaves
+    )
+    time.fit(
         features,
         np.log(slowdown),
-        weight=regrets(timings) ** -hyper.focus,
+        sample_weight=regrets(timings) ** -hyper.focus,
         feature_name=list(pool.feature_names),
     )
-    return Fitted(
-        pool=pool,
-        order=grow_order(features, pool.feature_names, timings, hyper, seed),
-        time=boost(time, growth(hyper, hyper.time_leaves, len(features)), hyper.time_trees, seed),
-        registers=tables,
-    )
+    order = grow_order(features, pool.feature_names, timings, hyper, seed)
+    return Fitted(pool=pool, order=order, time=text_of(time), registers=tables)
 
 
 def grow_order(
@@ -161,11 +177,12 @@ def grow_order(
     hyper: Hyperparameters,
     seed: int,
 ) -> str:
-    """The regressor that orders configs, in LightGBM's text form.
+    """The ensemble that orders configs, in LightGBM's text form.
 
-    It learns differences within each of `timings`: what all configs of a problem have in common is
-    nothing to order them by, and a problem's regrets are all off by one factor, as they are
-    relative to the best of the few configs that were measured of it (decision 144).
+    Its first trees learn differences within each of `timings`: what all configs of a problem have
+    in common is nothing to order them by, and a problem's regrets are all off by one factor, as
+    they are relative to the best of the few configs that were measured of it (decision 144). The
+    others rank, which tells close ones apart (decision 168).
 
     Args:
         features: a row for each config of each of `timings`.
@@ -173,19 +190,29 @@ def grow_order(
         timings: what was measured.
         hyper, seed: how it grows.
     """
-    regret = regrets(timings)
+    sizes, regret = [len(t.rows) for t in timings], regrets(timings)
     label, weight = np.log(regret.clip(max=HOPELESS)), regret**-hyper.focus
-    timing = np.repeat(np.arange(len(timings)), [len(t.rows) for t in timings])
+    timing = np.repeat(np.arange(len(timings)), sizes)
     weights = np.bincount(timing, weight)
 
-    def within(predicted: NDArray[np.float64], _: lightgbm.Dataset) -> _Derivatives:
+    def within(label: NDArray[np.float64], predicted: NDArray[np.float64]) -> _Derivatives:
         error = predicted - label
         common = np.bincount(timing, weight * error) / weights
         return weight * (error - common[timing]), weight
 
-    data = lightgbm.Dataset(features, label, feature_name=list(names))
-    grow = {**growth(hyper, hyper.num_leaves, len(features)), "objective": within}
-    return boost(data, grow, hyper.trees, seed)
+    order = fresh(REGRESSOR, hyper, len(features), seed)
+    order.set_params(objective=within, n_estimators=hyper.trees, num_leaves=hyper.num_leaves)
+    order.fit(features, label, feature_name=list(names))
+    if not hyper.rank_trees:
+        return text_of(order)
+    level = np.rint(LEVELS * (1 - label / np.log(LAST_LEVEL)).clip(min=0)).astype(int)
+    rank = fresh(RANKER, hyper, len(features), seed).set_params(
+        n_estimators=hyper.rank_trees,
+        num_leaves=hyper.num_leaves,
+        label_gain=[GAIN**level for level in range(LEVELS + 1)],
+    )
+    rank.fit(features, level, group=sizes, feature_name=list(names))
+    return text_of(order, (rank, -hyper.rank_weight))
 
 
 def regrets(timings: Sequence[Timings]) -> NDArray[np.float64]:
@@ -193,33 +220,37 @@ def regrets(timings: Sequence[Timings]) -> NDArray[np.float64]:
     return np.concatenate([t.time_ms / t.time_ms.min() for t in timings])
 
 
-def growth(hyper: Hyperparameters, leaves: int, rows: int) -> dict[str, Any]:
-    """What `boost` is told of trees of so many leaves that learn from so many rows."""
-    return {
-        "num_leaves": leaves,
-        "learning_rate": hyper.learning_rate,
-        "min_data_in_leaf": min(hyper.min_data_in_leaf, rows // MIN_LEAVES),
-        "feature_fraction": hyper.feature_fraction,
-    }
+def fresh(kind: _Model, hyper: Hyperparameters, rows: int, seed: int) -> _Model:
+    """An estimator like `kind`, not fitted yet, that learns from so many rows."""
+    found: _Model = clone(kind)
+    found.set_params(
+        learning_rate=hyper.learning_rate,
+        min_child_samples=min(hyper.min_data_in_leaf, rows // MIN_LEAVES),
+        colsample_bytree=hyper.feature_fraction,
+        random_state=seed,
+    )
+    return found
 
 
-def boost(data: lightgbm.Dataset, grow: Mapping[str, Any], trees: int, seed: int) -> str:
-    """Regression trees in LightGBM's text form; `grow` are its parameters, and may name another
-    objective than squared error.
+def text_of(model: LGBMModel, *added: tuple[LGBMModel, float]) -> str:
+    """What `model` predicts, and a multiple of what others of the same features do, as one ensemble
+    in LightGBM's text form.
 
     The text holds what predictions need, and is a third as long as LightGBM writes it.
     """
-    fixed = {
-        "objective": "regression",
-        "seed": seed,
-        "deterministic": True,
-        "force_row_wise": True,
-        "num_threads": _THREADS,
-        "verbosity": -1,
-    }
-    booster = lightgbm.train({**fixed, **grow}, data, num_boost_round=trees)
-    text, end, _ = str(booster.model_to_string()).partition("end of trees\n")
+    text, end, _ = str(model.booster_.model_to_string()).partition(_END)
+    count = model.booster_.num_trees()
+    for other, times in added:
+        trees = str(other.booster_.model_to_string()).partition(_END)[0]
+        for tree in trees.split("Tree=")[1:]:
+            _, _, fields = tree.partition("\n")
+            text += f"Tree={count}\n" + _LEAVES.sub(partial(_times, times), fields)
+            count += 1
     return _NUMBERS.sub(_shorter, _UNUSED.sub("", text)) + end
+
+
+def _times(times: float, line: re.Match[str]) -> str:
+    return "leaf_value=" + " ".join(repr(float(value) * times) for value in line[1].split())
 
 
 def _shorter(line: re.Match[str]) -> str:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import lightgbm
 import numpy as np
+from sklearn.base import clone
 
 from confpred.model.gate import FAMILY, Gate, gate_features
 from confpred.model.trees import Trees
@@ -14,19 +14,19 @@ from confpred.problem.device import Device
 from confpred.problem.operation import Operation
 from confpred.problem.record import Record
 from confpred.training.dataset import Timings
-from confpred.training.fit import boost
+from confpred.training.fit import REGRESSOR, text_of
 
 MIN_PROBLEMS = 30  # fewer say little about which family wins
 #: Logarithms of how far a family lags behind end here: beyond, it has lost however far it is.
 CAP = 1.0
-_TREES = 200
 _GROW = {
+    "n_estimators": 200,
     "num_leaves": 16,
     "learning_rate": 0.03,
-    "min_data_in_leaf": 3,
-    "feature_fraction": 0.6,
-    "bagging_fraction": 0.5,
-    "bagging_freq": 1,
+    "min_child_samples": 3,
+    "colsample_bytree": 0.6,
+    "subsample": 0.5,
+    "subsample_freq": 1,
 }
 
 
@@ -78,5 +78,6 @@ def fit_gate(timings: Sequence[Timings], operation: Operation, seed: int) -> Fit
     lag = [np.log(ms / min(times.values())) for times in measured for ms in times.values()]
     problems = sorted({problem for found in compared.values() for problem in found}, key=str)
     names = [*operation.feature_names, FAMILY]
-    data = lightgbm.Dataset(features, np.clip(lag, 0.0, CAP), feature_name=names)
-    return FittedGate(families, boost(data, _GROW, _TREES, seed), tuple(problems))
+    model = clone(REGRESSOR).set_params(**_GROW, random_state=seed)
+    model.fit(features, np.clip(lag, 0.0, CAP), feature_name=names)
+    return FittedGate(families, text_of(model), tuple(problems))

@@ -11,6 +11,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 import confpred
 from confpred.errors import InvalidInput
 from confpred.families.candidate import PYTORCH_OPERATOR, Candidate
@@ -32,17 +34,19 @@ from confpred.model.folder import (
 from confpred.model.pools import configs_digest
 from confpred.problem.device import KNOWN, Device
 from confpred.problem.record import Record
-from confpred.training.answers import held_out_answers
+from confpred.training.answers import cross_validate
 from confpred.training.bounds import fit_bounds
 from confpred.training.dataset import Dataset, Timings
-from confpred.training.evaluate import MODEL, Summary, folds_of, judge_model, whole
+from confpred.training.evaluate import Summary, folds_of, whole
 from confpred.training.fit import Fitted, Hyperparameters, fit_families
 from confpred.training.gate import FittedGate, fit_gate
+from confpred.training.methods import best_ms, family_models
 from confpred.training.pytorch import fit_pytorch
 from confpred.training.split import part_of, without_networks
 from confpred.training.steps import Said, unsaid
 
 FOLDS = 5
+COMPARING = "comparing with PyTorch's operator"
 _MIN_MEASURED = 32  # measured configs, or all legal ones, that make a best one worth keeping
 
 
@@ -84,18 +88,19 @@ def train(
     dataset = _without(dataset, exclude)
     dataset = part_of(dataset, families, problems, seed)
     operation, split = dataset.operation, folds_of(dataset, FOLDS, seed)
-    judged = judge_model(dataset, split, hyper, seed, say)
-    regret = judged.summary(MODEL)
-    say("calibrating by the answers", 0, 1)
-    held_out = held_out_answers(dataset, split, judged.scores[MODEL], hyper, seed)
-    bounds = fit_bounds(held_out.answers, dataset, seed)
-    say("calibrating by the answers", 1, 1)
-    fitted = fit_families(dataset.everywhere, dataset.device, hyper, seed, say)
-    pytorch = fit_pytorch(
-        dataset.everywhere, dataset.pytorch_everywhere, operation, dataset.device, hyper, seed
+    scores, held_out = cross_validate(dataset, split, hyper, seed, say)
+    regret = Summary.of(
+        np.array([each.regret for each in scores]), [each.candidates for each in scores]
     )
-    families = {family.name for f in fitted for family in f.pool.families}
-    gate = fit_gate([t for t in dataset.everywhere if t.family in families], operation, seed)
+    bounds = fit_bounds(held_out.answers, dataset, seed)
+    fitted = fit_families(dataset.everywhere, dataset.device, hyper, seed, say)
+    pytorch_ms = dataset.pytorch_everywhere
+    say(COMPARING, 0, 1)
+    ours_ms = best_ms(family_models(fitted), dataset.everywhere, pytorch_ms.keys())
+    pytorch = fit_pytorch(ours_ms, pytorch_ms, operation, dataset.device, hyper, seed)
+    say(COMPARING, 1, 1)
+    known = {family.name for f in fitted for family in f.pool.families}
+    gate = fit_gate([t for t in dataset.everywhere if t.family in known], operation, seed)
     files = {ORDER_TREES.format(f.pool.name): f.order for f in fitted}
     files |= {TIME_TREES.format(f.pool.name): f.time for f in fitted}
     if gate is not None:
@@ -148,7 +153,7 @@ def train(
         },
         "libraries": {
             "confpred": confpred.__version__,
-            **{name: version(name) for name in ("lightgbm", "numpy")},
+            **{name: version(name) for name in ("lightgbm", "numpy", "scikit-learn")},
         },
         "files": {name: hashlib.sha256(t.encode()).hexdigest() for name, t in files.items()},
     }

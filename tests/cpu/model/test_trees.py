@@ -11,7 +11,7 @@ import pytest
 
 from confpred.errors import ModelError
 from confpred.model.trees import Trees, _library
-from confpred.training.fit import boost
+from confpred.training.fit import text_of
 
 FEATURES = 7
 
@@ -113,22 +113,37 @@ def test_parsing_leaves_lightgbms_number_of_threads_as_it_was(booster, matrix):
 
 
 def test_training_keeps_what_predictions_need(matrix):
-    """`boost` leaves out most of LightGBM's text; the answers are those of the whole, but for the
+    """`text_of` leaves out most of LightGBM's text; the answers are those of the whole, but for the
     digits of what leaves say."""
     rng = np.random.default_rng(2)
     label = matrix[:, 0] * matrix[:, 1] + rng.normal(size=len(matrix))
-    grow = {"num_leaves": 15, "min_data_in_leaf": 5}
-    fixed = {"seed": 0, "deterministic": True, "force_row_wise": True, "num_threads": 1}
-    whole = lightgbm.train(
-        {**grow, **fixed, "verbosity": -1}, lightgbm.Dataset(matrix, label), num_boost_round=30
-    )
-    text = boost(lightgbm.Dataset(matrix, label), grow, trees=30, seed=0)
+    grown = lightgbm.LGBMRegressor(
+        n_estimators=30, num_leaves=15, min_child_samples=5, n_jobs=1, verbosity=-1
+    ).fit(matrix, label)
+    whole, text = grown.booster_, text_of(grown)
     kept = lightgbm.Booster(model_str=text)
     leaves = (each.predict(matrix, pred_leaf=True).tolist() for each in (kept, whole))
     assert next(leaves) == next(leaves)
     assert Trees(text).predict(matrix).tolist() == kept.predict(matrix).tolist()
     assert kept.predict(matrix) == pytest.approx(whole.predict(matrix), rel=0, abs=30 * 0.5e-5)
     assert len(text) < 0.5 * len(whole.model_to_string())
+
+
+def test_an_ensemble_goes_on_with_a_multiple_of_another(matrix):
+    """As the trees that rank follow those that order."""
+    rng = np.random.default_rng(3)
+    first, other = (
+        lightgbm.LGBMRegressor(n_estimators=trees, min_child_samples=5, n_jobs=1, verbosity=-1).fit(
+            matrix, matrix[:, column] + rng.normal(size=len(matrix))
+        )
+        for column, trees in enumerate((20, 10))
+    )
+    both = Trees(text_of(first, (other, -0.5)))
+    parts = [each.booster_.predict(matrix) for each in (first, other)]
+    expected = parts[0] - 0.5 * parts[1]
+    assert both.predict(matrix) == pytest.approx(expected, rel=0, abs=30 * 0.5e-5)
+    alone = both.predict(matrix, 0, 20)
+    assert alone == pytest.approx(parts[0], rel=0, abs=20 * 0.5e-5)
 
 
 def test_threads_may_ask_for_other_numbers_of_trees(trees, matrix):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,17 +18,14 @@ from confpred.errors import DataError
 from confpred.families.kernel_text import source_digest
 from confpred.families.registry import all_families
 from confpred.model.folder import load_model
-from confpred.model.pytorch_ratio import PytorchModel
-from confpred.model.trees import Trees
 from confpred.predict.predictor import Predictor
 from confpred.problem.conv2d import Problem
 from confpred.problem.conv2d_operation import CONVOLUTION
 from confpred.problem.device import Device, get_device
-from confpred.training.answers import compared_elsewhere
+from confpred.training.answers import cross_validate
 from confpred.training.dataset import Dataset, Timings, read_dataset
 from confpred.training.evaluate import folds_of
 from confpred.training.fit import fit_families
-from confpred.training.pytorch import fit_pytorch
 from confpred.training.train import train
 
 H100, H200 = get_device("h100"), get_device("h200")
@@ -145,18 +143,15 @@ def test_a_family_that_was_measured_for_other_problems_alone_is_not_taken_over()
 
 def test_margins_learn_from_what_other_devices_were_held_out_of(both: Dataset) -> None:
     """Of each fold's problems on others, none of which the fold has learned from."""
-    folds = folds_of(both, 3, 0)
-    text = [
-        fit_pytorch(f.train, both.pytorch_everywhere, both.operation, H100, SMALL, 0) for f in folds
-    ]
-    ratios = [PytorchModel(both.operation, Trees(t), {}) for t in text if t is not None]
-    found = list(compared_elsewhere(both, folds, ratios, 0.0))
-    dearer = list(compared_elsewhere(both, folds, ratios, 0.1))
-    assert {c.fold for c in found} == {0, 1, 2}
-    assert [c.actual - 0.1 for c in found] == pytest.approx([c.actual for c in dearer])
     (other,) = both.others
-    for number, fold in enumerate(folds):
+    for fold in folds_of(both, 3, 0):
         learned = {t.problem for t in fold.train if t.device == H200}
         held_out = {t.problem for t in other.timings} - learned
-        assert len([c for c in found if c.fold == number]) == len(held_out & set(other.pytorch_ms))
+        assert {t.problem for t in fold.elsewhere} == held_out
+        assert {t.device for t in fold.elsewhere} == {H200}
         assert min(len(learned), len(held_out)) > 0
+    alone = replace(both, others=())
+    margins = [
+        cross_validate(data, folds_of(data, 3, 0), SMALL, 0)[1].margins for data in (alone, both)
+    ]
+    assert margins[0] != margins[1]

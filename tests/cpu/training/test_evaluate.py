@@ -20,7 +20,8 @@ from confpred.problem.conv2d import Problem
 from confpred.problem.device import get_device
 from confpred.training.dataset import Timings, read_dataset
 from confpred.training.evaluate import MODEL, Evaluation, Summary, evaluate
-from confpred.training.methods import TOPS, baselines
+from confpred.training.fit import fit_families
+from confpred.training.methods import TOPS, baselines, best_ms, family_models
 from confpred.training.pytorch import fit_pytorch, margins
 
 H100 = get_device("h100")
@@ -102,28 +103,29 @@ def test_choosing_among_operators_is_better_than_always_one(evaluation):
 
 def test_the_whole_choice_is_made_with_a_margin(evaluation):
     """As the predictor places PyTorch's operator: with the margin that the other folds' answers
-    have, which leaves it more layers than the expected ratio would."""
+    have."""
     data, found = evaluation.dataset, []
     predicted = dict(zip(evaluation.judged.timings, evaluation.judged.scores[MODEL], strict=True))
     for number, fold in enumerate(evaluation.folds):
-        fitted = fit_pytorch(
-            fold.train, data.pytorch_everywhere, data.operation, data.device, SMALL, evaluation.seed
-        )
+        models = family_models(fit_families(fold.train, data.device, SMALL, evaluation.seed))
+        pytorch_ms = data.pytorch_everywhere
+        ours_ms = best_ms(models, fold.train, pytorch_ms.keys())
+        fitted = fit_pytorch(ours_ms, pytorch_ms, data.operation, H100, SMALL, evaluation.seed)
         model = PytorchModel(data.operation, Trees(fitted), {})
         for t in fold.test:
             (expected,) = model.log_ratios([t.problem], data.device)
             best = float(t.time_ms.min())
             mine, theirs = predicted[t].regret[0] * best, data.pytorch_ms[t.problem]
-            found.append((number, t.problem.kind, expected, mine, theirs, min(theirs, best)))
-    plain, chosen = [], []
+            actual = np.log(theirs * predicted[t].ahead / mine)
+            row = (t.problem.kind, expected, mine, theirs, min(theirs, best))
+            found.append((number, actual, *row))
+    chosen = []
     for number in range(len(evaluation.folds)):
         others = [row for row in found if row[0] != number]
-        actual = np.log([row[4] / row[3] for row in others])
-        known = margins([row[1] for row in others], np.array([row[2] for row in others]), actual)
-        for _, kind, expected, mine, theirs, best in (row for row in found if row[0] == number):
-            plain.append((mine if expected >= 0 else theirs) / best)
+        actual = np.array([row[1] for row in others])
+        known = margins([row[2] for row in others], np.array([row[3] for row in others]), actual)
+        for _, _, kind, expected, mine, theirs, best in (row for row in found if row[0] == number):
             chosen.append((mine if expected >= known[kind] else theirs) / best)
-    assert plain != chosen
     whole = evaluation.whole.regret["the predicted fastest"]
     assert whole.geomean == pytest.approx(np.exp(np.log(chosen).mean()))
 

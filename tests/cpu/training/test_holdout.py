@@ -102,7 +102,10 @@ def test_training_data_is_freed_of_the_hold_out(measurements, held):
 def test_the_verdict_is_of_every_problem(held, model_folder):
     model = load_model(model_folder)
     verdict = judge_holdout(model, held, "nothing", seed=0)
-    assert verdict.problems == verdict.whole.problems == len(held.dataset.timings)
+    assert verdict.problems == len(held.dataset.timings)
+    # The hold-out has a part of the legal configs, so that all choices may be unmeasured.
+    assert verdict.problems - verdict.unmeasured <= verdict.whole.problems <= verdict.problems
+    assert verdict.whole.problems > verdict.problems // 2
     assert (verdict.networks, verdict.configs) == (1, held.dataset.rows)
     assert 0 < verdict.complete < 1
     assert verdict.sittings == verdict.problems

@@ -81,8 +81,8 @@ def test_each_step_is_told(measurements, tmp_path):
     )
     assert steps == [
         *(("cross-validating by network", done, 5) for done in range(6)),
-        *(("calibrating by the answers", done, 1) for done in range(2)),
         *(("fitting the model", done, 1) for done in range(2)),
+        *(("comparing with PyTorch's operator", done, 1) for done in range(2)),
     ]
 
 
@@ -97,7 +97,7 @@ def test_the_card_says_what_the_model_is(measurements, model_folder):
     )
     assert card["bounds"]["median"] >= 1
     assert card["data"]["other_devices"] == {}
-    assert set(card["libraries"]) == {"confpred", "lightgbm", "numpy"}
+    assert set(card["libraries"]) == {"confpred", "lightgbm", "numpy", "scikit-learn"}
 
 
 def test_excluded_layers_are_in_no_part_of_the_model(measurements, model_folder):
