@@ -10,7 +10,7 @@
     pytorch.txt          the same for how PyTorch's own operator compares with ours, where enough of
                          it was measured
     <family>.registers.json  registers of the family's compiled kernels, where they are known
-    bound.txt            the same for a high quantile of an answer's regret
+    bound.txt            the same for the median of an answer's regret
     measured.json        the best measured config of each problem in the data
 
 Reading a folder checks all that prediction relies on, so that a damaged or foreign folder is an
