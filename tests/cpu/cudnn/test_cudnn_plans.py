@@ -15,7 +15,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
 
-from confpred.cli.sample import offered_configs
 from confpred.cudnn.family import FAMILY, largest_error
 from confpred.cudnn.graphs import front_end
 from confpred.cudnn.names import ENGINE, KNOBS, config_of
@@ -285,8 +284,7 @@ def test_only_what_is_listed_is_measured(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(type(FAMILY), "listed", lambda *_: listed)
     suite = Suite("dense", (Entry(DENSE),))
     how: Any = {"seed": 0, "configs": None, "pytorch": False, "measured": {}}
-    everything = {FAMILY.name: np.ones(len(listed), np.bool_)}
-    (task,) = tasks.tasks_left(suite, H200, offered=everything, **how)
+    (task,) = tasks.tasks_left(suite, H200, families=(FAMILY.name,), **how)
     assert list(task.config_ids) == legal[:3].tolist()
     assert task.source_digest == "cudnn 9.19"
 
@@ -297,5 +295,3 @@ def test_plans_are_measured_where_they_are_asked_for_by_name() -> None:
     suite = Suite("dense", (Entry(replace(DENSE, c=65, k=130)),))
     how: Any = {"seed": 0, "configs": None, "pytorch": False, "measured": {}}
     assert tasks.tasks_left(suite, H200, **how) == []
-    assert FAMILY.name not in offered_configs(suite, (), None)
-    assert list(offered_configs(suite, (FAMILY.name,), None)) == [FAMILY.name]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import json
 import os
 import re
 import resource
@@ -215,8 +216,9 @@ def test_stopping_twice_is_at_once(tmp_path: Path, temporary: Path) -> None:
 def test_a_model_that_does_not_load_ends_the_start(tmp_path: Path, repository: Path) -> None:
     folder = tmp_path / "model"
     shutil.copytree(next((repository / "models").glob("h100-*")), folder)
-    card = (folder / "card.json").read_text()
-    (folder / "card.json").write_text(card.replace('"margin": 0.', '"margin": -1.'))
+    card = json.loads((folder / "card.json").read_text())
+    card["pytorch"]["margins"] = dict.fromkeys(card["pytorch"]["margins"], -1.0)
+    (folder / "card.json").write_text(json.dumps(card))
     code, said = refused("--port", "0", "--model", str(folder), "--workers", "2")
     assert (code, len(said.splitlines())) == (1, 1)
     assert said.startswith("confpred: ")
