@@ -14,9 +14,11 @@ from confpred.extras import install_command
 LAYER = "n=32 c=128 h=56 w=56 k=128 r=3 s=3 groups=16 padding=1"
 #: What the extra `gpu` installs and no other extra, made impossible to import.
 PRELUDE = """
-import sys
-for name in ("cuda", "torch", "filelock", *%r):
-    sys.modules[name] = None
+from importlib.machinery import PathFinder
+find, absent = PathFinder.find_spec, {"cuda", "torch", "filelock", *%r}
+def find_spec(name, path=None, target=None):
+    return None if name.partition(".")[0] in absent else find(name, path, target)
+PathFinder.find_spec = find_spec
 from confpred.cli import main
 main()
 """
