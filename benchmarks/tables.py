@@ -60,7 +60,7 @@ def families(result: dict[str, Any]) -> str:
     )
     rows = []
     for family, methods in result["families"].items():
-        # What shipped until decision 166 measured its configs with and without a portfolio.
+        # Until decision 166 a model was judged with and without a portfolio.
         model = methods.get("no portfolio", methods["model"])
         figures = [model[key] for key in ("geomean", "p95", "worst")]
         cells = [f"{value:.3f}" for value in figures]

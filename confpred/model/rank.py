@@ -29,7 +29,7 @@ from confpred.problem.device import Device
 from confpred.problem.limits import UNLIMITED, Limits
 from confpred.problem.record import Record
 
-#: Of a problem's candidates the family's own estimate keeps so many. Then the first so many trees
+#: The family's own estimate keeps so many of a problem's candidates. Then the first so many trees
 #: keep so many, and all trees order these: the first trees of a boosted ensemble correct the most,
 #: so that they tell which candidates are not among the best. On layers that the trees had not seen,
 #: the choice is as good as by all trees for all candidates, in a fifth of the time (decision 166).
@@ -75,8 +75,8 @@ class FamilyModel:
         time: regressor of log(time / roofline time), from the same features.
         registers: of the family's compiled kernels, or None.
         groupings: of the problems that it was measured on, and serves; None for any.
-        batched: the family, if it answers for several problems at once, and its configs need not
-            be looked into where nothing is limited; else None.
+        batched: the family, if it answers for several problems at once; else None.
+        is_free: whether its configs need not be looked into where nothing is limited.
     """
 
     family: Family
@@ -86,11 +86,13 @@ class FamilyModel:
     registers: Registers | None = None
     groupings: frozenset[str] | None = None
     batched: Batched | None = field(init=False, repr=False, compare=False)
+    is_free: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        family = self.family
-        batched = family if isinstance(family, Batched) and is_free(family) else None
+        # Kept, as a protocol takes long to ask.
+        batched = self.family if isinstance(self.family, Batched) else None
         object.__setattr__(self, "batched", batched)
+        object.__setattr__(self, "is_free", is_free(self.family))
 
     def serves(self, problem: Record) -> bool:
         """Return whether the family may have configs for `problem`, and was measured on such."""
@@ -129,7 +131,7 @@ class FamilyModel:
     ) -> dict[int, tuple[Rows, NDArray[np.float64]]]:
         """Return `rank` of all legal configs within `limits` for each of `problems` that has any,
         by its place; the family serves all of them."""
-        if self.batched is not None and limits == UNLIMITED:
+        if self.batched is not None and self.is_free and limits == UNLIMITED:
             pairs = self._together(self.batched, problems, device)
         else:
             pairs = self._one_by_one(problems.problems, device, limits)
@@ -207,15 +209,13 @@ def best_first(
             cost[kept] += order.predict(features[kept], done, trees)
         done = trees or done
         kept = _first(pairs, index, kept, cost, most)
-    late = np.ones(len(cost), np.bool_)
-    late[kept] = False
-    for start, end in pairwise(np.searchsorted(index[kept], np.arange(len(pairs.places) + 1))):
+    ends = np.searchsorted(index[kept], np.arange(len(pairs.places) + 1))
+    for (start, end), (begin, stop) in zip(pairwise(ends), pairwise(pairs.bounds), strict=True):
         first = kept[start:end]
         if wanted <= FINALISTS:
             yield first, cost[first]
             continue
-        begin, stop = pairs.bounds[index[first[0]]], pairs.bounds[index[first[0]] + 1]
-        rest = begin + np.flatnonzero(late[begin:stop])
+        rest = np.setdiff1d(np.arange(begin, stop), first)
         at = np.concatenate([first, rest[np.argsort(cost[rest], kind="stable")]])
         yield at, np.maximum.accumulate(cost[at])
 

@@ -54,7 +54,7 @@ class _Option:
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """What is predicted of a problem: the options, best first, how far the first of them can be
+    """A prediction for a problem: the options, best first, how far the first of them can be
     trusted, and the seconds that PyTorch's operator is expected to take."""
 
     options: Sequence[_Option] = ()
@@ -136,8 +136,8 @@ class Predictor:
         return hashlib.sha256(repr(facts).encode()).hexdigest()
 
     def within(self, limits: Limits) -> Predictor:
-        """What chooses as this one does, of what keeps within `limits` alone: a plan's choices and
-        measured configs that do not are passed over.
+        """Return a predictor that chooses as this one does among what keeps within `limits`: a
+        plan's choices and measured configs that do not are passed over.
 
         Raises:
             InvalidInput: `limits` are none.
@@ -235,7 +235,7 @@ class Predictor:
         """
         known = self._device(device)
         if candidate == PYTORCH_OPERATOR:
-            remembered = self.choose(problem, known).pytorch_ms
+            remembered = self._best((_checked(problem), known, 1))[0].pytorch_ms
             if remembered is not None:
                 return remembered
         seconds = _expected_s(problem, known, self._model(type(problem), known), candidate)
@@ -266,7 +266,8 @@ class Predictor:
         """The answers to questions that are all about one device and number of choices."""
         if self._limits.deterministic:
             asked = [(_repeatable(problem), device, top) for problem, device, top in asked]
-        settled = [self._settled(*each) for each in asked]
+        planned = [self._plan_for(problem, device) for problem, device, _ in asked]
+        settled = [self._settled(*each, p) for each, p in zip(asked, planned, strict=True)]
         found = [_Found()] * len(asked)
         short = [i for i, options in enumerate(settled) if len(options) < asked[i][2]]
         for i, predicted in zip(short, self._found([asked[i] for i in short]), strict=True):
@@ -274,13 +275,15 @@ class Predictor:
             settled[i] += [option for option in predicted.options if option.candidate not in listed]
             found[i] = predicted
         return [
-            self._choices(*each, options, predicted)
-            for each, options, predicted in zip(asked, settled, found, strict=True)
+            self._choices(*each, p, options, predicted)
+            for each, p, options, predicted in zip(asked, planned, settled, found, strict=True)
         ]
 
-    def _settled(self, problem: Record, device: Device, top: int) -> list[_Option]:
-        """What needs no prediction: the choice of a plan, and the best measured config."""
-        planned = self._plan_for(problem, device)
+    def _settled(
+        self, problem: Record, device: Device, top: int, planned: Choice | None
+    ) -> list[_Option]:
+        """Return the options that need no prediction: the plan's choice, and the best measured
+        config."""
         if planned is not None and top == 1:
             return [_Option("pinned", planned.candidate, None)]
         model = self._own_model(type(problem), device)
@@ -294,8 +297,8 @@ class Predictor:
         return options
 
     def _plan_for(self, problem: Record, device: Device) -> Choice | None:
-        """What the plan has for a problem, if it keeps within the limits; with the time that is
-        expected where a person wrote it, who gives none."""
+        """Return the plan's choice for a problem, if it keeps within the limits; with the time that
+        is expected where a person wrote it, who gives none."""
         planned = self._planned.get((problem, device.key))
         if planned is None or not self._keeps_within(problem, planned.candidate):
             return None
@@ -313,7 +316,7 @@ class Predictor:
         return len(within(all_families()[candidate.provider], problem, row, self._limits)) == 1
 
     def _found(self, asked: Sequence[_Asked]) -> list[_Found]:
-        """What is predicted, or else estimated, for each question."""
+        """Predict, or else estimate, for each question."""
         alike: dict[type[Record], list[int]] = {}
         for i, (problem, _, _) in enumerate(asked):
             alike.setdefault(type(problem), []).append(i)
@@ -366,11 +369,11 @@ class Predictor:
         problem: Record,
         device: Device,
         top: int,
+        planned: Choice | None,
         options: Sequence[_Option],
         found: _Found,
     ) -> tuple[Choice, ...]:
-        """The first `top` of `options` spelled out; the fallback if there are none."""
-        planned = self._plan_for(problem, device)
+        """Spell out the first `top` of `options`, or the fallback if there are none."""
         if planned is not None and top == 1:
             return (planned,)  # so that a start from a plan loads no model
         model = self._model(type(problem), device)

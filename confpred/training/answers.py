@@ -34,7 +34,7 @@ CROSS_VALIDATING = "cross-validating by network"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Answer:
-    """What models that saw none of a layer answer for a problem of it.
+    """An answer for a problem, of models that saw none of its layer.
 
     Attributes:
         problem: what was asked.
