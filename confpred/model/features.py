@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from confpred.errors import ModelError
+from confpred.families.batch import ProblemBatch
 from confpred.families.protocol import Batched, Family
-from confpred.families.several import Several
 from confpred.problem.device import Device
 from confpred.problem.operation import Operation
 from confpred.problem.record import Record
@@ -116,7 +116,7 @@ def _family_digest(
     rows = [np.array(rows, np.intp) for _, rows in examples]
     if isinstance(family, Batched) and problems:  # the same matrices, one below the other
         index = np.repeat(np.arange(len(rows)), [len(each) for each in rows])
-        together = Several(problems).at(index)
+        together = ProblemBatch(problems).at(index)
         return _digest([family.features(together, device, np.concatenate(rows))])
     return _digest(family.features(p, device, each) for p, each in zip(problems, rows, strict=True))
 

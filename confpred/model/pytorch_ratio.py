@@ -9,7 +9,7 @@ from math import exp, inf
 import numpy as np
 from numpy.typing import NDArray
 
-from confpred.families.candidate import PYTORCH_OPERATOR
+from confpred.families.protocol import PYTORCH_OPERATOR
 from confpred.model.features import operation_features
 from confpred.model.pools import DEVICE, bandwidth
 from confpred.model.rank import Options

@@ -17,9 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from confpred.errors import ModelError
-from confpred.families.common import Array, Occupancy
-from confpred.families.kinds import Kind
-from confpred.families.protocol import Compiled, Family, Rows
+from confpred.families.common import Occupancy
+from confpred.families.protocol import Array, Compiled, Family, Rows
+from confpred.problem.conv2d import Kind
 from confpred.problem.device import Device
 
 #: The features that follow from the registers of a thread.

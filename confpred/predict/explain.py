@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from confpred.families.candidate import PYTORCH_OPERATOR
+from confpred.families.protocol import PYTORCH_OPERATOR
 from confpred.model.folder import Model
 from confpred.predict.choice import MAX_TOP, Choice, check_top
 from confpred.predict.contributions import Comparison, compare, middling

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from confpred.families.candidate import PYTORCH, Candidate
+from confpred.families.protocol import PYTORCH, Candidate
 from confpred.families.registry import config_words
 
 if TYPE_CHECKING:

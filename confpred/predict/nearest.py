@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from confpred.families.candidate import Candidate
+from confpred.families.protocol import Candidate
 from confpred.families.registry import config_words
 from confpred.model.folder import Model
 from confpred.problem.device import Device

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from confpred.errors import InvalidInput
-from confpred.families.candidate import PYTORCH_OPERATOR
+from confpred.families.protocol import PYTORCH_OPERATOR
 from confpred.predict.choice import Choice
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from confpred.data.measurements import Run
 from confpred.data.suites import Entry, Suite
 from confpred.errors import DataError
-from confpred.families.candidate import PYTORCH_OPERATOR, Candidate
+from confpred.families.protocol import PYTORCH_OPERATOR, Candidate
 from confpred.families.registry import config_words
 from confpred.model.conditions import changes
 from confpred.model.folder import Model

@@ -24,7 +24,7 @@ import numpy as np
 from confpred.data.measurements import Run
 from confpred.data.suites import Entry, Suite
 from confpred.errors import DataError
-from confpred.families.candidate import PYTORCH_OPERATOR, Candidate
+from confpred.families.protocol import PYTORCH_OPERATOR, Candidate
 from confpred.families.registry import operation_of
 from confpred.model.folder import CARD, Model, NewestModels, load_model, users_models
 from confpred.model.publishing import publish

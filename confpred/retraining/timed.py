@@ -7,9 +7,8 @@ from pathlib import Path
 from statistics import median
 
 from confpred.data.measurements import problem_of_row
-from confpred.data.merging import read_shards
-from confpred.data.parquet import problem_columns
-from confpred.families.candidate import PYTORCH_OPERATOR, Candidate
+from confpred.data.parquet import problem_columns, read_shards
+from confpred.families.protocol import PYTORCH_OPERATOR, Candidate
 from confpred.families.registry import config_ids
 from confpred.problem.operation import Operation
 from confpred.problem.record import Record

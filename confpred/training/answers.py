@@ -12,7 +12,7 @@ from math import exp, inf, log
 
 import numpy as np
 
-from confpred.families.candidate import PYTORCH_OPERATOR, Candidate
+from confpred.families.protocol import PYTORCH_OPERATOR, Candidate
 from confpred.families.registry import operation_of
 from confpred.model.gate import Gate
 from confpred.model.pytorch_ratio import PytorchModel, with_pytorch

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from sklearn.base import clone
 from sklearn.model_selection import GroupKFold, cross_val_predict
 
-from confpred.families.candidate import PYTORCH
+from confpred.families.protocol import PYTORCH
 from confpred.model.bounds import signal_names, signals
 from confpred.model.pytorch_ratio import pytorch_features
 from confpred.problem.record import Record

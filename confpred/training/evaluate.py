@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from confpred.errors import MissingExtra
-from confpred.families.candidate import PYTORCH_OPERATOR
+from confpred.families.protocol import PYTORCH_OPERATOR
 from confpred.problem.device import Device
 from confpred.training import EVALUATION_FORMAT
 from confpred.training.answers import Answer, cross_validate

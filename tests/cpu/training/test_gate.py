@@ -7,8 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from confpred.model import gate as model_gate
-from confpred.problem.conv2d import Problem
-from confpred.problem.conv2d_operation import CONVOLUTION
+from confpred.problem.conv2d import CONVOLUTION, Problem
 from confpred.problem.device import get_device
 from confpred.training.dataset import Timings
 from confpred.training.gate import MIN_PROBLEMS, fit_gate
