@@ -17,7 +17,7 @@ from confpred.data.parquet import problem_columns, read
 from confpred.errors import DataError, InvalidInput
 from confpred.families.candidate import PYTORCH
 from confpred.families.registry import all_families, config_ids
-from confpred.measure.outcome import STATUSES
+from confpred.measure.timing import STATUSES
 from confpred.problem.operation import Operation
 
 #: The column that says where a row comes from; see `CheckedRows`.

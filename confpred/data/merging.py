@@ -20,7 +20,7 @@ from confpred.problem.operation import Operation
 _SHARDS = "rows-*.parquet"
 #: What `add_part` has written is read as the sampler's shards are.
 _PARTS = "part-*.parquet"
-#: What every run measures again (`confpred.sampler.anchors`).
+#: What every run measures again (`confpred.sampler.tasks`).
 _ANCHORS = "anchors-*.parquet"
 #: The columns that tell rows of a problem apart, beside the problem's own.
 _ROW = ("device", "run_id", "family", "config", "cudnn_mode", "time")

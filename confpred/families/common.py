@@ -14,9 +14,9 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from confpred.concurrency import Recent
 from confpred.families.protocol import Rows
 from confpred.families.several import each, once
-from confpred.memory import Recent
 from confpred.problem.conv2d import ACTIVATIONS, Problem
 from confpred.problem.device import Device
 

@@ -40,13 +40,13 @@ import numpy as np
 import platformdirs
 
 import confpred.models
+from confpred.concurrency import uninterrupted
 from confpred.errors import ConfpredError, DataError, ModelError
 from confpred.families.candidate import PYTORCH_OPERATOR, Candidate
 from confpred.families.kernel_text import identity_of
 from confpred.families.protocol import Family
 from confpred.families.registry import all_families, all_operations
 from confpred.files import parse_json
-from confpred.forks import uninterrupted
 from confpred.model.bounds import Bounds, Range, signal_names
 from confpred.model.features import check_family, check_operation
 from confpred.model.gate import FAMILY, Gate

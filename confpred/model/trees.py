@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from confpred.concurrency import uninterrupted
 from confpred.errors import ModelError
-from confpred.forks import uninterrupted
 from confpred.model import tree_text
 
 # Constants of LightGBM's c_api.h.

@@ -10,12 +10,12 @@ from types import MappingProxyType
 
 import numpy as np
 
+from confpred.concurrency import Remembered
 from confpred.errors import InvalidInput
 from confpred.families.candidate import PYTORCH_OPERATOR, Candidate
 from confpred.families.limits import first_within, within
 from confpred.families.protocol import Lister
 from confpred.families.registry import all_families, kernels_of
-from confpred.memory import Remembered
 from confpred.model.bounds import Trust
 from confpred.model.folder import Model, NewestModels, load_model
 from confpred.model.pytorch_ratio import with_pytorch

@@ -19,7 +19,7 @@ from confpred.errors import DataError, InvalidProblem
 from confpred.families.candidate import PYTORCH
 from confpred.families.protocol import Rows
 from confpred.families.registry import all_families, all_operations, config_ids
-from confpred.measure.outcome import STATUSES
+from confpred.measure.timing import STATUSES
 from confpred.problem.device import KNOWN, Device, get_device
 from confpred.problem.operation import Operation
 from confpred.problem.record import Record

@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 
 from joblib import Parallel, cpu_count, delayed
 
+from confpred.concurrency import end_with, stops_held
 from confpred.errors import ConfpredError, StorageError
-from confpred.processes import end_with, stops_held
 
 _T = TypeVar("_T")
 

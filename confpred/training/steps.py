@@ -1,7 +1,7 @@
 """How training and judging say how far they are.
 
 A long function takes `say`, a `Said`, and calls it when a step begins and whenever a part of the
-step is done. `unsaid` is for callers who show nothing; `confpred.cli.steps` shows bars or lines.
+step is done. `unsaid` is for callers who show nothing; `confpred.cli.learn` shows bars or lines.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import pytest
 import recorded_jobs
 from recorded_jobs import ms
 
-from confpred.cli.drift import told
+from confpred.cli.update import told
 from confpred.data.measurements import Run
 from confpred.errors import DataError
 from confpred.model.conditions import changes

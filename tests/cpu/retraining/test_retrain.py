@@ -12,7 +12,7 @@ import pytest
 import recorded_jobs
 from synthetic import SMALL, problems
 
-from confpred.cli.retrain import NOT_BETTER, retrain_and_report, told
+from confpred.cli.update import NOT_BETTER, retrain_and_report, told
 from confpred.data.measurements import Run
 from confpred.data.suites import Entry, Suite
 from confpred.errors import DataError, UnknownDevice

@@ -22,7 +22,7 @@ from confpred.errors import DataError, FolderBusy, InvalidInput, StorageError
 from confpred.families.registry import config_ids
 from confpred.problem.conv2d import Problem
 from confpred.problem.conv2d_operation import CONVOLUTION
-from confpred.sampler.store import FLUSH_ROWS, open_store
+from confpred.sampler.run import FLUSH_ROWS, open_store
 from confpred.sampler.tasks import Measured
 from confpred.training.dataset import data_files
 
@@ -97,7 +97,7 @@ HOLD = """
     import sys
     from pathlib import Path
     from confpred.problem.conv2d_operation import CONVOLUTION
-    from confpred.sampler.store import open_store
+    from confpred.sampler.run import open_store
     with open_store(Path(sys.argv[1]), "a", CONVOLUTION):
         print("held", flush=True)
         sys.stdin.read()
@@ -123,7 +123,7 @@ FILL_THE_DISK = """
     from sampler_rows import ROW, other
     from confpred.errors import StorageError
     from confpred.problem.conv2d_operation import CONVOLUTION
-    from confpred.sampler.store import open_store
+    from confpred.sampler.run import open_store
     with open_store(Path(sys.argv[1]), "r", CONVOLUTION) as store:
         store.add([ROW])
         store.flush()
