@@ -5,7 +5,8 @@
 
 For a seventh of the suites' problems and 150 random ones a family, on the devices that have a model
 and a board of each architecture: the first eight choices, and digests of what each family says is
-legal, of its features, estimates and launches. It takes about twenty seconds.
+legal, of its features, estimates and launches; and the options of each command, and what mistakes
+mean. It takes about twenty seconds.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import random
 import sys
 from pathlib import Path
 
+import command_line
 import numpy as np
 from layers import ARCHITECTURES, random_layer
 
@@ -73,6 +75,10 @@ def main(out: Path) -> None:
             f"{name} {key}": of_family(family, device, sample)
             for name, family in all_kernels().items()
             for key, device in DEVICES.items()
+        },
+        "cli": {
+            "options": command_line.options(),
+            "mistakes": command_line.mistakes(),
         },
     }
     out.write_text(json.dumps(result, indent=1) + "\n")
