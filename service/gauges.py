@@ -10,7 +10,7 @@ from prometheus_client import ProcessCollector, generate_latest
 from prometheus_client.metrics_core import InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-import confpred
+from confpred._version import __version__
 
 from .generations import Loaded
 from .metrics import Key, families
@@ -37,7 +37,7 @@ class Exposition(Collector):
         yield _info(
             "confpred_build",
             "The versions that run; always 1.",
-            ({"version": confpred.__version__, "python": platform.python_version()},),
+            ({"version": __version__, "python": platform.python_version()},),
         )
         models = {} if self._loaded is None else self._loaded.current.predictor.models
         yield _info(

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import numpy as np
 
+from confpred.concurrency import end_with
 from confpred.errors import ConfpredError
 from confpred.model.trees import Trees
-from confpred.processes import end_with
 
 from . import generations
 from .child import command

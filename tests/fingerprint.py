@@ -5,7 +5,8 @@
 
 For a seventh of the suites' problems and 150 random ones a family, on the devices that have a model
 and a board of each architecture: the first eight choices, and digests of what each family says is
-legal, of its features, estimates and launches. It takes about twenty seconds. With ``--graphs`` as
+legal, of its features, estimates and launches; the options of each command, and what mistakes mean.
+It takes about twenty seconds. With ``--graphs`` as
 the last argument the captured graphs of twenty networks follow, as confpred rewrites them, and what
 `confpred.explain` says of them: some minutes more.
 """
@@ -19,6 +20,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import command_line
 import numpy as np
 from layers import ARCHITECTURES, random_layer
 
@@ -113,6 +115,10 @@ def main(out: Path, graphs: bool) -> None:
             f"{name} {key}": of_family(family, device, sample)
             for name, family in all_kernels().items()
             for key, device in DEVICES.items()
+        },
+        "cli": {
+            "options": command_line.options(),
+            "mistakes": command_line.mistakes(),
         },
     }
     if graphs:

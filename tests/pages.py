@@ -6,8 +6,8 @@ from pathlib import Path
 
 from synthetic import SMALL
 
-from confpred.report.inputs import Inputs, read_inputs
 from confpred.report.judged import Evaluated, evaluated
+from confpred.report.page import Inputs, read_inputs
 from confpred.training.dataset import Dataset
 from confpred.training.evaluate import evaluate
 

@@ -7,7 +7,7 @@ import random
 import threading
 
 from confpred.client.steps import clock
-from confpred.forks import uninterrupted
+from confpred.concurrency import uninterrupted
 
 #: Attempts that have to fail in a row.
 FAILURES = 3

@@ -19,9 +19,8 @@ from confpred.client import answers
 from confpred.client.circuit import Circuit
 from confpred.client.exchange import exchange
 from confpred.client.steps import Reply, Send, Steps, Work, clock
+from confpred.concurrency import PerProcess, Recent
 from confpred.errors import InvalidInput, ServiceError, ServiceUnavailable
-from confpred.forks import PerProcess
-from confpred.memory import Recent
 from confpred.predict.choice import Choice, check_top
 from confpred.predict.plan import Plan, plan_of
 from confpred.predict.predictor import Predictor

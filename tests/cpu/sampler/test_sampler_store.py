@@ -20,7 +20,7 @@ from confpred.data.parquet import add_part, merge, operation_in, read, schema
 from confpred.errors import DataError, FolderBusy, InvalidInput, StorageError
 from confpred.families.registry import config_ids
 from confpred.problem.conv2d import CONVOLUTION, Problem
-from confpred.sampler.store import FLUSH_ROWS, open_store
+from confpred.sampler.run import FLUSH_ROWS, open_store
 from confpred.sampler.tasks import Measured
 from confpred.training.dataset import data_files
 
@@ -94,8 +94,8 @@ def test_measured_configs_are_found_by_device_and_kernel(tmp_path):
 HOLD = """
     import sys
     from pathlib import Path
-    from confpred.problem.conv2d import CONVOLUTION
-    from confpred.sampler.store import open_store
+    from confpred.problem.conv2d_operation import CONVOLUTION
+    from confpred.sampler.run import open_store
     with open_store(Path(sys.argv[1]), "a", CONVOLUTION):
         print("held", flush=True)
         sys.stdin.read()
@@ -120,8 +120,8 @@ FILL_THE_DISK = """
     sys.path.insert(0, sys.argv[2])
     from sampler_rows import ROW, other
     from confpred.errors import StorageError
-    from confpred.problem.conv2d import CONVOLUTION
-    from confpred.sampler.store import open_store
+    from confpred.problem.conv2d_operation import CONVOLUTION
+    from confpred.sampler.run import open_store
     with open_store(Path(sys.argv[1]), "r", CONVOLUTION) as store:
         store.add([ROW])
         store.flush()

@@ -22,7 +22,7 @@ import yaml
 from fastapi.testclient import TestClient
 from test_service_process import COMMAND, ONE, running
 
-from confpred.cli.serve import command
+from confpred.cli.serve import serve as command
 from confpred.service import tokens
 from confpred.service.access import ADMIN
 from confpred.service.app import create_app
