@@ -24,7 +24,7 @@ _REFERENCE = re.compile(
 
 
 def anchors(page: Path) -> set[str]:
-    """The names of a page's headings in links, as GitHub makes them."""
+    """Return the anchors of a page's headings, as GitHub makes them."""
     text = _FENCED.sub("", page.read_text(encoding="utf-8"))
     heads = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
@@ -56,7 +56,7 @@ def test_every_page_is_found_from_the_readme() -> None:
 
 
 def named() -> list[str]:
-    """What docs/architecture.md names in code spans that looks like a path."""
+    """Return the code spans of docs/architecture.md that look like a path."""
     text = _FENCED.sub("", (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8"))
     spans = re.findall(r"`([^`\n]+)`", text)
     return [s for s in spans if re.fullmatch(r"[\w.][\w./-]*", s) and ("/" in s or s.count("."))]

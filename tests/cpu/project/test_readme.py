@@ -25,7 +25,9 @@ import confpred
 from confpred.cli import cli
 
 MOST_LINES = 130
-FENCED = re.compile(r"(?:^<!-- (run.*?) -->\n)?^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+FENCED = re.compile(
+    r"(?:^<!-- ((?:run|file).*?) -->\n)?^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE
+)
 _PIP = """
 pip() { python -m pip "$@" --dry-run --no-deps --no-index --no-build-isolation 2>&1; }
 """
