@@ -116,12 +116,20 @@ def methods(results: Results) -> str:
         keys,
         {
             device: {
-                method: [f"{found[key]:.3f}" for key in keys]
+                _named(method, result["methods"]): [f"{found[key]:.3f}" for key in keys]
                 for method, found in result["methods"].items()
             }
             for device, result in results.items()
         },
     )
+
+
+def _named(method: str, methods: Mapping[str, Any]) -> str:
+    """Return the name of a row: until decision 166 `model` chose among a part of the configs."""
+    if "no portfolio" not in methods:
+        return method
+    names = {"model": "model, part of the configs", "no portfolio": "model, all configs"}
+    return names.get(method, method)
 
 
 def families(results: Results) -> str:
@@ -134,7 +142,6 @@ def families(results: Results) -> str:
 
 
 def _families(found: dict[str, dict[str, Any]]) -> Rows:
-    # Until decision 166 a model was judged with and without a portfolio.
     models = {name: m.get("no portfolio", m["model"]) for name, m in found.items()}
     return {
         name: (str(model["problems"]), *(f"{model[key]:.3f}" for key in ("geomean", "p95")))
