@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from confpred import __version__
+
 ROOT = Path(__file__).parents[3]
 #: Made here by builds and runs, and ignored by git.
 MADE = {"build", "dist", "out", "runs"}
@@ -128,3 +130,13 @@ def test_what_refers_to_a_decision_finds_it() -> None:
                 wrong[str(path)] = match[0]
     assert wrong == {}
     assert any(_REFERENCE.search(path.read_text(encoding="utf-8")) for path in sources)
+
+
+def test_the_changelog_has_the_version() -> None:
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    unreleased, *releases = re.findall(r"^## \[(.*?)\](?: - (\S+))?$", text, re.MULTILINE)
+    assert unreleased == ("Unreleased", "")
+    assert __version__ in [version for version, _ in releases]
+    dates = [date for _, date in releases]
+    assert dates == sorted(dates, reverse=True)
+    assert all(re.fullmatch(r"\d{4}-\d\d-\d\d", date) for date in dates)
