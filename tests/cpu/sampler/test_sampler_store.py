@@ -96,7 +96,7 @@ def test_measured_configs_are_found_by_device_and_kernel(tmp_path):
 HOLD = """
     import sys
     from pathlib import Path
-    from confpred.problem.conv2d_operation import CONVOLUTION
+    from confpred.problem.conv2d import CONVOLUTION
     from confpred.sampler.run import open_store
     with open_store(Path(sys.argv[1]), "a", CONVOLUTION):
         print("held", flush=True)
@@ -122,7 +122,7 @@ FILL_THE_DISK = """
     sys.path.insert(0, sys.argv[2])
     from sampler_rows import ROW, other
     from confpred.errors import StorageError
-    from confpred.problem.conv2d_operation import CONVOLUTION
+    from confpred.problem.conv2d import CONVOLUTION
     from confpred.sampler.run import open_store
     with open_store(Path(sys.argv[1]), "r", CONVOLUTION) as store:
         store.add([ROW])
