@@ -31,9 +31,8 @@ from confpred.families.registry import all_kernels
 from confpred.problem.conv2d import DIRECTIONS, Problem
 from confpred.problem.device import KNOWN, Device
 from confpred.problem.record import Record
-from confpred.service import tokens
+from confpred.service import Settings, tokens
 from confpred.service.app import create_app
-from confpred.service.settings import Settings
 
 SUITES = Path(__file__).parents[1] / "datasets" / "suites"
 DEVICES = {key: KNOWN[key] for key in ("h100", "h200")}
@@ -71,7 +70,7 @@ def of_family(family: Family, device: Device, sample: list[Record]) -> dict[str,
 
 
 def served(sample: list[Record], predictor: Predictor) -> dict[str, Any]:
-    """Return what the HTTP service replies: 200 answers by digest, errors in full, what describes it
+    """Return what the HTTP service replies: 200 answers by digest, errors in full, its description
     (OpenAPI, the page, the names of metrics), and what a server with tokens refuses."""
     layers = [problem.to_json() for problem in sample if isinstance(problem, Problem)]
     with TestClient(create_app(Settings(max_batch=20), predictor), client=LOCAL) as client:

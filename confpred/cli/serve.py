@@ -13,8 +13,7 @@ import click
 
 from confpred.cli.stopping import leave_signals
 from confpred.errors import DataError, InvalidInput, nearest
-from confpred.service import require_packages
-from confpred.service.settings import Settings
+from confpred.service import Settings, require_packages
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -94,8 +93,7 @@ def _check_variables() -> None:
 def _serve(**values: Any) -> None:
     _check_variables()
     require_packages()
-    from confpred.service.server import serve  # what `--help` can do without
-    from confpred.service.supervisor import GaveUp
+    from confpred.service.supervisor import GaveUp, serve  # what `--help` can do without
 
     leave_signals()
     try:
