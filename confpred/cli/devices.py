@@ -13,7 +13,7 @@ from confpred.cli.inputs import FOLDER
 from confpred.cli.layers import aligned
 
 if TYPE_CHECKING:
-    from confpred.predict.known import KnownDevice
+    from confpred.model.folder import KnownDevice
 
 _HEADINGS = ("device", "board", "arch", "SMs", "GB/s", "TFLOP/s", "model", "layers", "problems")
 
@@ -34,7 +34,7 @@ def command(device: str | None, as_json: bool, model: Path | None) -> None:
     rate. A device without a model is answered by that of the nearest one, without a bound. A GPU
     that is not in the list is known once its driver was asked, when a process first uses it.
     """
-    from confpred.predict.known import KnownDevice, known_devices
+    from confpred.model.folder import KnownDevice, known_devices
     from confpred.predict.predictor import Predictor
     from confpred.problem.device import get_device
 

@@ -17,9 +17,9 @@ from confpred.files import write_whole
 from confpred.training import HOLDOUT_FORMAT, require_packages
 
 if TYPE_CHECKING:
+    from confpred.training import Said
     from confpred.training.dataset import Dataset
     from confpred.training.holdout import Verdict
-    from confpred.training.steps import Said
 
 
 @click.command()
@@ -91,15 +91,15 @@ def command(
     from rich.console import Console
 
     from confpred.cli.steps import show_steps
-    from confpred.training.evaluate import evaluate
-    from confpred.training.fit import Hyperparameters
-    from confpred.training.report import (
+    from confpred.training.dataset import across_sittings
+    from confpred.training.evaluate import (
+        evaluate,
         plot_regret,
         print_evaluation,
         print_sittings,
-        print_verdict,
     )
-    from confpred.training.sittings import across_sittings
+    from confpred.training.fit import Hyperparameters
+    from confpred.training.holdout import print_verdict
 
     console, found = Console(), {}
     with show_steps() as say:

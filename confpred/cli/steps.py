@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
 from rich.progress import TimeElapsedColumn as Elapsed
 
-from confpred.training.steps import Said
+from confpred.training import Said
 
 _LINE_SECONDS = 2.0
 

@@ -20,11 +20,10 @@ from confpred.errors import ConfpredError, InvalidInput, UnknownDevice
 from confpred.families.candidate import PYTORCH_OPERATOR
 from confpred.families.registry import operation_named
 from confpred.measure.pytorch import cudnn_version
-from confpred.model.conditions import changes
-from confpred.predict.choice import Choice
+from confpred.model.folder import changes
+from confpred.predict.choice import Choice, check_max_regret
 from confpred.predict.plan import read_plan
 from confpred.predict.predictor import Predictor
-from confpred.predict.trust import check_max_regret
 from confpred.problem.conv2d import Problem
 from confpred.problem.conv2d_operation import CONVOLUTION
 from confpred.problem.device import Device

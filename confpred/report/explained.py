@@ -12,8 +12,7 @@ from matplotlib.figure import Figure
 
 from confpred.families.registry import config_words
 from confpred.files import write_whole
-from confpred.predict.contributions import Comparison
-from confpred.predict.explain import LayerExplanation
+from confpred.predict.explain import Comparison, LayerExplanation
 
 _OURS, _THEIRS, _FLOOR, _WORSE = "#3b6fb6", "#8a8a8a", "#b8432f", "#c98b2b"
 #: The least part of the roofline that the plot of it has room for.

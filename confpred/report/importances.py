@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from confpred.model.folder import Model
 from confpred.model.rank import FamilyModel
-from confpred.predict.contributions import theme_of
+from confpred.predict.explain import theme_of
 
 _LAYERS, _CONFIGS = 40, 32  # of a pool, and of each of these layers
 _SEED = 0

@@ -1,7 +1,7 @@
 """*Anchors*: a few configs that every run measures again on every GPU.
 
 What a config takes differs between GPUs of one kind, and between the days on which one was lent.
-The same few configs in every run tell by how much (`confpred.training.sittings`). Their rows lie in
+The same few configs in every run tell by how much (`confpred.training.dataset`). Their rows lie in
 shards of their own, and no model learns from them. The file is one object::
 
     {"format": "confpred-anchors/1", "anchors": [

@@ -13,7 +13,7 @@ import pytest
 import synthetic
 
 from confpred.families.registry import all_families
-from confpred.model.pools import pools
+from confpred.model.features import pools
 from confpred.problem.conv2d import DIRECTIONS, Problem
 from confpred.problem.device import get_device
 from confpred.training.dataset import read_dataset

@@ -23,9 +23,16 @@ from confpred.problem import boards
 from confpred.problem.conv2d import Problem
 from confpred.problem.device import Device, get_device
 from confpred.retraining import offers
-from confpred.retraining.judging import Pair, compare
 from confpred.retraining.offers import to_judge_by, to_learn_from
-from confpred.retraining.retrain import Report, Request, check_suite, pairs_of, retrain
+from confpred.retraining.retrain import (
+    Pair,
+    Report,
+    Request,
+    check_suite,
+    compare,
+    pairs_of,
+    retrain,
+)
 from confpred.sampler.run import Settings
 
 SUITE = Suite("made-up", tuple(Entry(p, names) for p, names in problems(networks=40)))
