@@ -31,10 +31,10 @@ from confpred.cli.steps import show_steps
 from confpred.cuda.driver import device_count, device_of
 from confpred.data.suites import read_suite
 from confpred.errors import UnknownDevice
-from confpred.families.candidate import PYTORCH, PYTORCH_OPERATOR, Candidate
+from confpred.families.protocol import PYTORCH, PYTORCH_OPERATOR, Candidate
 from confpred.model.folder import model_folders
 from confpred.predict.choice import MAX_TOP, Choice
-from confpred.problem.conv2d_operation import CONVOLUTION
+from confpred.problem.conv2d import CONVOLUTION
 from confpred.problem.device import Device
 from confpred.training.dataset import read_dataset
 

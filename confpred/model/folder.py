@@ -43,9 +43,8 @@ import platformdirs
 
 import confpred.models
 from confpred.errors import ConfpredError, DataError, ModelError, StorageError
-from confpred.families.candidate import PYTORCH_OPERATOR, Candidate
 from confpred.families.kernel_text import identity_of
-from confpred.families.protocol import Family
+from confpred.families.protocol import PYTORCH_OPERATOR, Candidate, Family
 from confpred.families.registry import all_families, all_operations
 from confpred.files import parse_json, write_folder
 from confpred.forks import uninterrupted
