@@ -164,7 +164,7 @@ for step in steps:
 DESCRIBE = """
 import json
 from confpred.service.app import create_app
-from confpred.service.settings import Settings
+from confpred.service import Settings
 print(json.dumps(create_app(Settings()).openapi()["components"]["schemas"]["ChoiceReply"]))
 """
 
