@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 from confpred import Predictor, Problem
-from confpred.cli.steps import show_steps
+from confpred.cli.learn import show_steps
 from confpred.cuda.driver import device_count, device_of
 from confpred.data.suites import read_suite
 from confpred.errors import UnknownDevice
@@ -45,7 +45,7 @@ HOLDOUT = Path("datasets") / "holdout" / DEVICE
 SHIPPED = model_folders(ROOT / "models")[DEVICE].relative_to(ROOT)
 SUITE = Path("datasets") / "suites" / "smoke.json"
 FAMILIES = ("grouped_fprop", "depthwise_fprop")  # that the demo trains; there are more
-PROBLEMS = 200  # ... and on so many problems of them
+PROBLEMS = 120  # ... and on so many problems of them
 NETWORK = "resnext50_32x4d"  # left out of the training, then predicted
 SHOWN = 8
 SUMMARY = "Summary"

@@ -1,4 +1,4 @@
-"""Several problems side by side, for formulas that are written for one.
+"""Problems side by side, for formulas that are written for one.
 
 A family's formulas are arithmetic on the numbers of a problem and the columns of its config table.
 For one problem these numbers are scalars. `ProblemBatch` has arrays in their place, under the same

@@ -145,7 +145,7 @@ class LibraryFamily(Protocol):
 class Compiled(Protocol):
     """A family that says what its kernels are compiled for, so that what the compiler made of one
     is known for all configs and layers that share it. Its problems are `Problem` records, and its
-    features tell by ``registers`` and `confpred.model.registers.OCCUPANCY` how a config fills a
+    features tell by ``registers`` and `confpred.model.features.OCCUPANCY` how a config fills a
     device.
 
     Attributes:

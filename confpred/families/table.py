@@ -12,10 +12,10 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from confpred.concurrency import Recent
 from confpred.families.batch import narrowed, picked
 from confpred.families.common import feature_columns
 from confpred.families.protocol import Array, Rows
-from confpred.memory import Recent
 from confpred.problem.conv2d import CONVOLUTION, Problem
 from confpred.problem.device import Device
 

@@ -26,9 +26,8 @@ from confpred.families.registry import all_families, all_kernels, config_of
 from confpred.model.folder import load_model
 from confpred.model.rank import FINALISTS
 from confpred.predict.choice import MAX_TOP, Choice
-from confpred.predict.donors import donor_for
 from confpred.predict.plan import plan_of, read_plan
-from confpred.predict.predictor import RANKINGS_KEPT, Predictor
+from confpred.predict.predictor import RANKINGS_KEPT, Predictor, donor_for
 from confpred.problem.conv2d import CONVOLUTION, Problem
 from confpred.problem.device import get_device
 from confpred.problem.limits import Limits

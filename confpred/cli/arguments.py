@@ -1,0 +1,170 @@
+"""What a command is to write, checked before it begins to work."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from confpred.errors import InvalidInput, MissingExtra
+from confpred.files import check_writable
+
+if TYPE_CHECKING:
+    from confpred.problem.record import Record
+
+force_option = click.option(
+    "--force", is_flag=True, help="Replace output files that exist; never an input."
+)
+
+
+def check_files(
+    outputs: Mapping[str, Path | None], *, force: bool, inputs: Iterable[Path | None] = ()
+) -> None:
+    """Check that files can be written.
+
+    Args:
+        outputs: by the option or argument that names them; None where it was not given.
+        force: files that exist may be replaced.
+        inputs: what the command reads, which is never replaced, by whatever name or link an output
+            refers to it; of a folder, the files in it.
+
+    Raises:
+        InvalidInput: an output is no file, exists and may not be replaced, is an input, or is
+            another output.
+        StorageError: the file system would refuse an output.
+    """
+    read = dict(_identities(inputs))
+    written: dict[str, str] = {}
+    for field, path in outputs.items():
+        if path is None:
+            continue
+        if path.is_dir():
+            raise InvalidInput(field, str(path), "a file, and this is a folder")
+        if path.exists() and (source := read.get(_identity(path))) is not None:
+            raise InvalidInput(field, str(path), f"a file that is not read as well, as {source} is")
+        if path.exists() and not path.is_file():
+            raise InvalidInput(field, str(path), "a plain file, and this is a device or a pipe")
+        if os.path.lexists(path) and not force:
+            raise InvalidInput(field, str(path), "a new file; with --force one that exists")
+        other = written.setdefault(os.path.realpath(path), field)
+        if other != field:
+            raise InvalidInput(field, str(path), f"another file than that of {other}")
+        check_writable(path)
+
+
+def check_new_folder(field: str, path: Path) -> None:
+    """Check that a folder can be made.
+
+    Raises:
+        InvalidInput: something of that name exists.
+        StorageError: the file system would refuse it.
+    """
+    if os.path.lexists(path):
+        raise InvalidInput(field, str(path), "a folder that does not exist yet")
+    check_writable(path)
+
+
+def check_folder(field: str, path: Path) -> None:
+    """Check that files can be added to a folder, which is made if it is missing.
+
+    Raises:
+        InvalidInput: it is no folder.
+        StorageError: the file system would refuse it.
+    """
+    if os.path.lexists(path) and not path.is_dir():
+        raise InvalidInput(field, str(path), "a folder, and this is none")
+    check_writable(path / field)
+
+
+def _identities(inputs: Iterable[Path | None]) -> Iterable[tuple[tuple[int, int], Path]]:
+    for path in inputs:
+        if path is not None and path.exists():
+            for file in (*path.iterdir(), path) if path.is_dir() else (path,):
+                if file.exists():
+                    yield _identity(file), file
+
+
+def _identity(path: Path) -> tuple[int, int]:
+    """What all names of a file share."""
+    status = path.stat()
+    return status.st_dev, status.st_ino
+
+
+# The kinds of files and folders that commands read: click refuses those that are not there, and
+# names the option.
+
+
+FILE: click.Path = click.Path(exists=True, dir_okay=False, path_type=Path)
+FOLDER: click.Path = click.Path(exists=True, file_okay=False, path_type=Path)
+FILE_OR_FOLDER: click.Path = click.Path(exists=True, path_type=Path)
+
+
+# What subcommands that are asked about layers share: their options, and aligned columns.
+
+
+_OPTIONS = (
+    click.option(
+        "--layer",
+        "layers",
+        multiple=True,
+        metavar="WORDS",
+        help="A layer as field=value words; may be repeated.",
+    ),
+    click.option(
+        "--operation", default="conv2d", show_default=True, help="What the layers of --layer are."
+    ),
+    click.option("--network", type=FILE, help="A suite file of many layers."),
+)
+
+plan_option = click.option(
+    "--plan",
+    type=FILE_OR_FOLDER,
+    help="Plan to follow for the layers that it has: a file, or a folder with kernels.",
+)
+
+
+def layer_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Give `command` the options that `problems_of` takes."""
+    for option in reversed(_OPTIONS):
+        command = option(command)
+    return command
+
+
+def problems_of(layers: Sequence[str], operation: str, network: Path | None) -> list[Record]:
+    """The layers that were asked about.
+
+    Raises:
+        UsageError: both kinds were given, or none.
+        InvalidInput, DataError: a layer, the operation or the suite is not valid.
+    """
+    from confpred.data.suites import read_suite
+    from confpred.families.registry import operation_named
+
+    if bool(layers) == (network is not None):
+        raise click.UsageError("give either --layer or --network")
+    problems: list[Record] = [operation_named(operation).problem.parse(text) for text in layers]
+    if network is not None:
+        problems = [entry.problem for entry in read_suite(network).entries]
+    return problems
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """`rows`, the first of which is the headings, as lines with aligned columns."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+
+
+def require_packages(extra: str, *modules: str) -> None:
+    """Check that `modules` of `extra` are installed, before any work.
+
+    Raises:
+        MissingExtra: one is not.
+    """
+    missing = [name for name in modules if find_spec(name) is None]
+    if missing:
+        raise MissingExtra(" and ".join(missing), extra)
