@@ -142,26 +142,29 @@ class Child:
         Raises:
             OSError: there are too many processes or open files.
         """
-        with _Pairs() as pairs:
-            theirs = (pairs.control[1].fileno(), pairs.connections[1].fileno())
-            start = {
-                "settings": asdict(settings),
-                "name": self.name,
-                "control": theirs[0],
-                "connections": theirs[1],
-                "generations": [str(folder) for folder in generations],
-                "home": str(home),
-            }
-            self._process = await asyncio.create_subprocess_exec(
-                *command("worker"),
-                json.dumps(start),
-                stdin=asyncio.subprocess.DEVNULL,
-                pass_fds=theirs,
-            )
-            self._connections = pairs.connections[0]
+        with contextlib.ExitStack() as on_error:
+            control, control_end = map(on_error.enter_context, socket.socketpair())
+            connections, connections_end = map(on_error.enter_context, socket.socketpair())
+            with control_end, connections_end:
+                descriptors = (control_end.fileno(), connections_end.fileno())
+                start = {
+                    "settings": asdict(settings),
+                    "name": self.name,
+                    "control": descriptors[0],
+                    "connections": descriptors[1],
+                    "generations": [str(folder) for folder in generations],
+                    "home": str(home),
+                }
+                self._process = await asyncio.create_subprocess_exec(
+                    *command("worker"),
+                    json.dumps(start),
+                    stdin=asyncio.subprocess.DEVNULL,
+                    pass_fds=descriptors,
+                )
+            self._connections = connections
             self._connections.setblocking(False)
-            self.channel = await Channel.open(pairs.control[0], handler)
-            pairs.keep_ours()
+            self.channel = await Channel.open(control, handler)
+            on_error.pop_all()
 
     @property
     def pid(self) -> int:
@@ -201,23 +204,6 @@ class Child:
         if status < 0:
             return f"ended by {signal.Signals(-status).name}"
         return f"ended with status {status}"
-
-
-class _Pairs:
-    """The two pairs of sockets between the processes; the worker's ends are closed here."""
-
-    def __enter__(self) -> _Pairs:
-        self.control = socket.socketpair()
-        self.connections = socket.socketpair()
-        self._ours: list[Any] = [self.control[0], self.connections[0]]
-        return self
-
-    def keep_ours(self) -> None:
-        self._ours = []
-
-    def __exit__(self, *error: object) -> None:
-        for end in (*self._ours, self.control[1], self.connections[1]):
-            end.close()
 
 
 _US = 1_000_000

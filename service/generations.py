@@ -78,11 +78,19 @@ def publish(settings: Settings, home: Path) -> Path:
     return published
 
 
+def give_back() -> None:
+    """Have the C library return the 30 MB that `publish` took, which glibc keeps for its thread."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
 def fingerprint(settings: Settings) -> str:
     """What changes when a file of the models or the plan does; cheap, as no file is read."""
     source = shipped_models() if settings.model is None else Path(settings.model)
     found = []
-    for path in sorted((*source.glob("*"), *source.glob("*/*"), *_named(settings.plan))):
+    plan = [] if settings.plan is None else [plan_file(Path(settings.plan))]
+    for path in sorted((*source.glob("*"), *source.glob("*/*"), *plan)):
         try:
             status = path.stat()
         except OSError:  # gone since it was listed
@@ -96,17 +104,6 @@ def digest_of(models: Mapping[str, tuple[str, str]], plan: bytes | None) -> str:
     plan; answers tell the names."""
     parts = [models, None if plan is None else hashlib.sha256(plan).hexdigest()]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
-
-
-def give_back() -> None:
-    """Have the C library return the 30 MB that `publish` took, which glibc keeps for its thread."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
-
-
-def _named(plan: str | None) -> list[Path]:
-    return [] if plan is None else [plan_file(Path(plan))]
 
 
 def _read_plan(path: str | None) -> bytes | None:

@@ -191,38 +191,36 @@ def status_of(scope: Scope, sent: int) -> int:
     return refused or sent or _GONE
 
 
-class Exposition(Collector):
-    """One answer to Prometheus."""
+class _Collected(Collector):
+    """Metrics as a registry has them."""
 
-    def __init__(
-        self,
-        counts: Mapping[Key, float],
-        processes: Mapping[str, int],
-        models: Mapping[str, Model],
-    ) -> None:
-        """Tell `counts`, the state of `processes` (ids by name) and `models` by device."""
-        self._counts, self._processes, self._models = counts, processes, models
+    def __init__(self, metrics: Iterable[Metric]) -> None:
+        self._metrics = metrics
 
-    def text(self) -> bytes:
-        """The whole answer; takes some milliseconds."""
-        return generate_latest(self)
+    def collect(self) -> Iterable[Metric]:
+        return self._metrics
 
-    def collect(self) -> Iterator[Metric]:
-        yield from families(self._counts)
-        yield _info(
-            "confpred_build",
-            "The versions that run; always 1.",
-            ({"version": confpred.__version__, "python": platform.python_version()},),
-        )
-        yield _info(
-            "confpred_model",
-            "The models that answer; always 1.",
+
+def exposition(
+    counts: Mapping[Key, float], processes: Mapping[str, int], models: Mapping[str, Model]
+) -> bytes:
+    """Return the text of ``/metrics``: `counts`, the state of `processes` (ids by name) and
+    `models` by device. It takes some milliseconds."""
+    build = {"version": confpred.__version__, "python": platform.python_version()}
+    answering = [
+        {"device": device, "version": model.version, "digest": model.digest}
+        for device, model in models.items()
+    ]
+    return generate_latest(
+        _Collected(
             (
-                {"device": device, "version": model.version, "digest": model.digest}
-                for device, model in self._models.items()
-            ),
+                *families(counts),
+                _info("confpred_build", "The versions that run; always 1.", [build]),
+                _info("confpred_model", "The models that answer; always 1.", answering),
+                *_of_processes(processes),
+            )
         )
-        yield from _of_processes(self._processes)
+    )
 
 
 def _info(name: str, help: str, rows: Iterable[Mapping[str, str]]) -> Metric:
