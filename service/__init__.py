@@ -23,7 +23,7 @@ def require_packages() -> None:
 
 
 def _setting(default: Any, help: str, allowed: Any = None) -> Any:
-    """`allowed` is the least and the greatest of an integer, or the words of a choice."""
+    """Declare a setting; `allowed` is an integer's least and greatest, or the words of a choice."""
     return field(default=default, metadata={"help": help, "allowed": allowed})
 
 
@@ -88,5 +88,5 @@ class Settings:
 
     @property
     def max_body_bytes(self) -> int:
-        """Largest request body: 1 KiB a problem is some four times what one takes in full."""
+        """Return the size of the largest body: 1 KiB a problem is some four times its full form."""
         return 1024 * (self.max_batch + 24)

@@ -48,8 +48,8 @@ def create_app(
     predictor: Predictor | Loaded | None = None,
     known: Sequence[tokens.Token] = (),
 ) -> FastAPI:
-    """The application; it loads the model of `settings` on start unless `predictor` is given, which
-    may be generations that are loaded. `known` are the tokens of `settings`.
+    """Return the application; it loads the model of `settings` on start unless `predictor` is
+    given, which may be generations that are loaded. `known` are the tokens of `settings`.
 
     Raises (on start):
         ModelError: the model folder is missing, damaged or foreign.
@@ -106,7 +106,7 @@ def _refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:
 
 
 class _Shortcut:
-    """ASGI middleware: leads predictions past the router, which takes a tenth of their time."""
+    """ASGI middleware that leads predictions past the router, which takes a tenth of their time."""
 
     def __init__(self, app: ASGIApp, route: APIRoute) -> None:
         self._app, self._route = app, route
@@ -123,7 +123,7 @@ class _Shortcut:
 
 
 def _predict_route(predict: Predict) -> APIRoute:
-    """The route to `predict`: FastAPI describes it, and ASGI calls it, with nothing in between."""
+    """Return the route to `predict`: FastAPI describes it, and ASGI calls it directly."""
 
     async def described() -> None: ...
 
@@ -163,7 +163,7 @@ async def models(request: Request, response: Response) -> schema.ModelsReply:
 
 
 def _models(loaded: Loaded) -> schema.ModelsReply:
-    """What is loaded."""
+    """Return the reply that lists all that is loaded."""
     current = loaded.current
     return schema.ModelsReply(
         current.digest,
@@ -216,7 +216,7 @@ async def docs(request: Request) -> Response:
 
 
 def _loaded(app: FastAPI) -> Loaded:
-    """The loaded generations; before the start and after the end there are none."""
+    """Return the loaded generations; before the start and after the end there are none."""
     loaded: Loaded | None = app.state.loaded
     if loaded is None:
         error = Error("not_ready", "no model is loaded; ask again in a moment")
@@ -225,7 +225,7 @@ def _loaded(app: FastAPI) -> Loaded:
 
 
 def _generation(scope: Scope) -> Generation:
-    """The generation that is to answer: the current one, or one that the request names."""
+    """Return the generation that answers: the current one, or one that the request names."""
     loaded = _loaded(scope["app"])
     if scope["query_string"]:
         version = QueryParams(scope["query_string"]).get("version")
@@ -277,8 +277,8 @@ async def _change(request: Request, word: str) -> schema.ChangeReply:
 
 
 def _check(request: Request) -> None:
-    """Without tokens, only who is on this machine may manage the server, and not by a page in a
-    browser or through a proxy, which anybody may be behind."""
+    """Refuse those who are not on this machine, if there are no tokens. A page in a browser and a
+    proxy do not count as this machine: anybody may be behind them."""
     if request.app.state.settings.tokens is not None:
         return  # `Guard` has looked at the token
     foreign = [name for name in _FOREIGN if name in request.headers]
@@ -293,7 +293,7 @@ def _check(request: Request) -> None:
 
 
 class Guard:
-    """ASGI middleware: asks for a token that allows what is asked for."""
+    """ASGI middleware that asks for a token which allows the request."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

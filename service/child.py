@@ -1,4 +1,4 @@
-"""A worker process as its supervisor sees it; how the two talk, and what systemd is told."""
+"""A worker process as its supervisor sees it; how the two talk; and states sent to systemd."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from typing import Any
 
 from . import Settings
 
-#: What the other end says: a word, and fields beside it.
+#: Fields of a message, beside its word.
 Fields = dict[str, Any]
 #: Answers what the other end asks; an exception is told to it as ``error``.
 Handler = Callable[[str, Fields], Awaitable[Fields | None]]
@@ -30,11 +30,11 @@ _log = logging.getLogger(__name__)
 
 
 class Gone(ConnectionError):
-    """The other end has closed, as its process ended."""
+    """The other end has closed: its process ended."""
 
 
 class Channel:
-    """One end. Either may ask, and answers need not come in order."""
+    """One end of a pair of sockets. Either may ask, and answers need not come in order."""
 
     def __init__(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, handler: Handler
@@ -172,7 +172,7 @@ class Child:
 
     @property
     def load(self) -> tuple[int, int]:
-        """By what workers are compared: its open connections, and all that it ever had."""
+        """Return its open connections, and all that it ever had, by which workers are compared."""
         return self._handed - self._closed, self._handed
 
     def count_closed(self, closed: int) -> None:

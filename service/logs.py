@@ -1,4 +1,4 @@
-"""What the server's processes log, as text or as JSON, and each request's id, trace and line.
+"""Log lines of the server's processes, as text or as JSON, and each request's id and trace.
 
 No request waits for whoever reads the log: lines are queued, and a thread writes them. A line is
 lost, and counted, if nobody takes it before too many wait, or if the disk is full."""
@@ -53,7 +53,7 @@ class Lines(logging.Handler):
 
     @property
     def lost(self) -> int:
-        """Lines that were not written."""
+        """Number of lines that were not written."""
         return self._refused + self._failed
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -95,7 +95,7 @@ class Lines(logging.Handler):
 
 
 class Text(logging.Formatter):
-    """``INFO:     message``, as uvicorn's own."""
+    """Formatter of ``INFO:     message``, as uvicorn's own."""
 
     def __init__(self, process: str) -> None:
         super().__init__("%(level)s %(message)s")
@@ -106,7 +106,7 @@ class Text(logging.Formatter):
 
 
 class Json(logging.Formatter):
-    """One JSON object: time, level, process, message, and the fields of `record.fields`."""
+    """Formatter of one JSON object: time, level, process, message, and those of `record.fields`."""
 
     def __init__(self, process: str) -> None:
         super().__init__()
@@ -158,7 +158,7 @@ def configure(settings: Settings, process: str) -> None:
 
 
 def lost() -> int:
-    """Lines that this process has lost."""
+    """Return how many lines this process has lost."""
     return sum(handler.lost for handler in _handlers())
 
 
@@ -183,7 +183,7 @@ _bugs = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What was answered, for the log.
+    """Answer, for the log.
 
     Attributes:
         device: key of the device asked for.
@@ -213,8 +213,8 @@ def note(scope: Scope, answer: Answer) -> None:
 
 
 class Access:
-    """ASGI middleware around all others: gives each request an id, echoes its trace, counts, times
-    and logs it, and turns a bug into a 500 with an id.
+    """ASGI middleware around all others that gives each request an id, echoes its trace, counts,
+    times and logs it, and turns a bug into a 500 with an id.
 
     An id that the client sent as ``X-Request-Id`` is taken if it is short and plain.
     """

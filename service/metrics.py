@@ -111,7 +111,7 @@ class Metrics:
         self.observe(sum(sources.values()), "confpred_batch_problems")
 
     def told(self) -> list[list[Any]]:
-        """The counts as JSON has them: rows of a key and its number."""
+        """Return the counts as JSON has them: rows of a key and its number."""
         self.counts[("confpred_log_lines_lost",)] = self._lost()
         return rows(self.counts)
 
@@ -153,7 +153,7 @@ class Totals:
 
 
 def families(counts: Mapping[Key, float]) -> Iterator[Metric]:
-    """`counts` as Prometheus's client writes them."""
+    """Yield `counts` as Prometheus's client writes them."""
     by_name: dict[str, dict[Key, float]] = {name: {} for name in FAMILIES}
     for key, value in counts.items():
         by_name[key[0]][key[1:]] = value
@@ -186,7 +186,7 @@ def note_refused(scope: Any, status: int) -> None:
 
 
 def status_of(scope: Scope, sent: int) -> int:
-    """The status of a request; `sent` is that of the application's reply, 0 for none."""
+    """Return the status of a request; `sent` is that of the application's reply, 0 for none."""
     refused: int | None = scope.get(_REFUSED)
     return refused or sent or _GONE
 
@@ -231,7 +231,7 @@ def _info(name: str, help: str, rows: Iterable[Mapping[str, str]]) -> Metric:
 
 
 def _of_processes(processes: Mapping[str, int]) -> Iterator[Metric]:
-    """Memory, CPU time and open files of each process, with its name among the workers."""
+    """Yield memory, CPU time and open files of each process, with its name among the workers."""
     merged: dict[str, Metric] = {}
     for name, process in processes.items():
         for metric in ProcessCollector("confpred", partial(int, process), registry=None).collect():
