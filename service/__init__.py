@@ -3,23 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from typing import Any
 
-from confpred.errors import MissingExtra
-
-_PACKAGES = ("fastapi", "uvicorn", "httptools", "orjson", "prometheus_client")
-
-
-def require_packages() -> None:
-    """Check that what a server needs is installed, before its workers are started.
-
-    Raises:
-        MissingExtra: a package is not installed.
-    """
-    missing = [name for name in _PACKAGES if find_spec(name) is None]
-    if missing:
-        raise MissingExtra(" and ".join(missing), "serve")
+#: Packages that a server imports.
+MODULES = ("fastapi", "uvicorn", "httptools", "orjson", "prometheus_client")
 
 
 def _setting(default: Any, help: str, allowed: Any = None) -> Any:

@@ -20,7 +20,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-import confpred
+from confpred._version import __version__
 from confpred.errors import InvalidInput
 from confpred.predict.predictor import Predictor
 from confpred.problem.device import KNOWN
@@ -80,8 +80,8 @@ def create_app(
 
     app = FastAPI(
         title="confpred",
-        version=confpred.__version__,
-        description=confpred.__doc__.partition("\n")[0] if confpred.__doc__ else "",
+        version=__version__,
+        description="confpred: the best kernel configuration for a convolution, in a millisecond.",
         lifespan=lifespan,
         redirect_slashes=False,
         openapi_url=None,  # it has a route of its own, as /docs has

@@ -27,6 +27,7 @@ from pathlib import Path
 
 import numpy as np
 
+from confpred.concurrency import end_with
 from confpred.errors import ConfpredError, DataError, ModelError
 from confpred.files import write_folder
 from confpred.model.folder import Model, model_folders, read_files, shipped_models
@@ -34,7 +35,6 @@ from confpred.model.trees import Trees
 from confpred.predict.plan import plan_file
 from confpred.predict.predictor import Predictor
 from confpred.problem.device import KNOWN
-from confpred.processes import end_with
 
 from . import Settings
 from .child import command

@@ -5,10 +5,10 @@
 
 For a seventh of the suites' problems and 150 random ones a family, on the devices that have a model
 and a board of each architecture: the first eight choices, and digests of what each family says is
-legal, of its features, estimates and launches; and what the HTTP service replies to 200 questions
-and 67 mistakes. It takes about half a minute. With ``--graphs`` as the last argument the captured
-graphs of twenty networks follow, as confpred rewrites them, and what `confpred.explain` says of
-them: some minutes more.
+legal, of its features, estimates and launches; the options of each command, and what mistakes mean;
+what the HTTP service replies to 200 questions and 67 mistakes. It takes about half a minute. With
+``--graphs`` as the last argument the captured graphs of twenty networks follow, as confpred
+rewrites them, and what `confpred.explain` says of them: some minutes more.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import command_line
 import numpy as np
 from fastapi.testclient import TestClient
 from layers import ARCHITECTURES, random_layer
@@ -222,6 +223,10 @@ def main(out: Path, graphs: bool) -> None:
             f"{name} {key}": of_family(family, device, sample)
             for name, family in all_kernels().items()
             for key, device in DEVICES.items()
+        },
+        "cli": {
+            "options": command_line.options(),
+            "mistakes": command_line.mistakes(),
         },
         "service": served(sample, predictor),
     }

@@ -13,8 +13,8 @@ from datetime import datetime, timezone
 from email.utils import parsedate_to_datetime
 from typing import Any, NamedTuple, get_args
 
+from confpred.concurrency import Recent
 from confpred.errors import InvalidInput, ServiceError, ServiceUnavailable
-from confpred.memory import Recent
 from confpred.predict.choice import Choice, Source
 from confpred.predict.plan import named_candidate
 from confpred.problem.device import Device

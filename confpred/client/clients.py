@@ -26,8 +26,8 @@ import httpx
 
 from confpred.client import answers
 from confpred.client.answers import Asked, Choices, Reply, ServedDevice, ServedModel, clock
+from confpred.concurrency import PerProcess, uninterrupted
 from confpred.errors import InvalidInput, ServiceError, ServiceUnavailable
-from confpred.forks import PerProcess, uninterrupted
 from confpred.predict.choice import Choice, check_top
 from confpred.predict.plan import Plan, plan_of
 from confpred.predict.predictor import Predictor

@@ -42,12 +42,12 @@ import numpy as np
 import platformdirs
 
 import confpred.models
+from confpred.concurrency import uninterrupted
 from confpred.errors import ConfpredError, DataError, ModelError, StorageError
 from confpred.families.kernel_text import identity_of
 from confpred.families.protocol import PYTORCH_OPERATOR, Candidate, Family
 from confpred.families.registry import all_families, all_operations
 from confpred.files import parse_json, write_folder
-from confpred.forks import uninterrupted
 from confpred.model.bounds import Bounds, Range, signal_names
 from confpred.model.features import Pool, Registers, check_family, check_operation, configs_digest
 from confpred.model.rank import FAMILY, FamilyModel, Gate, PytorchModel, pytorch_feature_names

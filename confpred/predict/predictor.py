@@ -17,6 +17,7 @@ from types import MappingProxyType
 
 import numpy as np
 
+from confpred.concurrency import Remembered
 from confpred.errors import InvalidInput
 from confpred.families.protocol import (
     PYTORCH_OPERATOR,
@@ -26,7 +27,6 @@ from confpred.families.protocol import (
     within,
 )
 from confpred.families.registry import all_families, kernels_of
-from confpred.memory import Remembered
 from confpred.model.bounds import Trust
 from confpred.model.folder import Model, NewestModels, load_model
 from confpred.model.rank import Options, rank_by_estimate, rank_families, with_pytorch

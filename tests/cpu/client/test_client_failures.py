@@ -20,8 +20,7 @@ from client_servers import Answer, ToldServer, serving
 
 from confpred.client import AsyncClient, Client, Trace, clients
 from confpred.client.answers import retry_after_s
-from confpred.errors import InvalidInput, ServiceError, ServiceUnavailable
-from confpred.extras import install_command
+from confpred.errors import InvalidInput, ServiceError, ServiceUnavailable, install_command
 from confpred.predict.choice import Choice
 from confpred.predict.predictor import Predictor
 from confpred.problem.conv2d import Problem

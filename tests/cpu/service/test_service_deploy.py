@@ -22,7 +22,7 @@ import yaml
 from fastapi.testclient import TestClient
 from test_service_process import COMMAND, ONE, running
 
-from confpred.cli.serve import command
+from confpred.cli.serve import serve as command
 from confpred.service import Settings, tokens
 from confpred.service.app import ADMIN, create_app
 

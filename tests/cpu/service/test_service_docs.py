@@ -15,7 +15,8 @@ from test_service_errors import REFUSALS
 
 from confpred import Predictor
 from confpred.cli import cli
-from confpred.cli.serve import GAVE_UP, command
+from confpred.cli.serve import GAVE_UP
+from confpred.cli.serve import serve as command
 from confpred.errors import InvalidInput
 from confpred.service import Settings
 from confpred.service.app import create_app
