@@ -315,8 +315,8 @@ _STYLE = "body { font: 15px/1.5 sans-serif; max-width: 60em; margin: auto } pre 
 
 
 def page(api: Mapping[str, Any]) -> str:
-    """Return the page of `api`, an OpenAPI description: each request with its examples, then the forms
-    of bodies and replies."""
+    """Return the page of `api`, an OpenAPI description: each request with its examples, then the
+    forms of bodies and replies."""
     return "".join(_page_parts(api))
 
 

@@ -63,8 +63,8 @@ class _Background:
 class ServedPredictor(Predictor):
     """Predictor that chooses what the service chooses, where it answers in time.
 
-    Safe to share between threads, and to fork. A choice of this process has no `Choice.server`. Expected
-    times (`expected_ms`) are always of its own model, and so are choices `within` limits.
+    Safe to share between threads, and to fork. A choice of this process has no `Choice.server`.
+    Expected times (`expected_ms`) are always of its own model, and so are choices `within` limits.
     """
 
     def __init__(self, client: Client, models: Mapping[str, Model], patience_s: float) -> None:
