@@ -54,7 +54,9 @@ class Settings:
         1, "Former generations of models that stay loaded, to ask for and to roll back to.", (0, 16)
     )
     watch_models: int = _setting(
-        0, "Seconds between looks for changed models or plans; 0 looks only when told.", (0, 86_400)
+        0,
+        "Seconds between looks for changed models or plans; 0 looks only at a reload.",
+        (0, 86_400),
     )
     max_head: int = _setting(
         32_768, "Most bytes in the head of a request: its line and headers.", (1024, 1_048_576)
@@ -70,7 +72,7 @@ class Settings:
         75, "Seconds that a connection without a request stays open.", (1, 86_400)
     )
     grace: int = _setting(
-        30, "Seconds for the requests under way, once the server is told to stop.", (0, 3600)
+        30, "Seconds for the requests under way when the server stops.", (0, 3600)
     )
 
     @property
