@@ -18,7 +18,8 @@ from pathlib import Path
 
 from confpred.errors import DataError, ModelError
 from confpred.files import write_folder
-from confpred.model.folder import model_folders, read_files, shipped_models
+from confpred.model.card import read_files
+from confpred.model.folder import model_folders, shipped_models
 from confpred.predict.plan import plan_file
 
 from .settings import Settings

@@ -151,7 +151,7 @@ def models(loaded: Loaded) -> ModelsReply:
     return ModelsReply(
         current.digest,
         [
-            ServedModel(device, model.version, model.digest, dict(model.card))
+            ServedModel(device, model.version, model.digest, dict(model.card.content))
             for device, model in current.predictor.models.items()
         ],
         [

@@ -52,6 +52,11 @@ def all_families() -> MappingProxyType[str, Family]:
     return MappingProxyType(found)
 
 
+def family_named(name: str) -> Family | None:
+    """Return the family called `name`; None if there is none."""
+    return all_families().get(name)
+
+
 def families_of(problem: Record) -> dict[str, Family]:
     """The families of `problem`'s operation, by name."""
     kind = type(problem)

@@ -422,7 +422,7 @@ def _predicted(
     """For each of `problems` at least `top` candidates within `limits`, if the families that
     `model` knows have them, and PyTorch's own operator, in the order of the answer, with their
     seconds. Empty where nothing is legal."""
-    found = rank_families(model.families, model.gate, problems, device, top, limits)
+    found = rank_families(model.families_for(problems), model.gate, problems, device, top, limits)
     served = [i for i, options in enumerate(found) if options]
     if served and model.pytorch is not None:
         asked = [problems[i] for i in served]
@@ -430,7 +430,7 @@ def _predicted(
         # PyTorch's operator was compared with the fastest config of all.
         every = [found[i] for i in served]
         if limits != UNLIMITED:
-            every = rank_families(model.families, model.gate, asked, device, top)
+            every = rank_families(model.families_for(asked), model.gate, asked, device, top)
         for i, options, slowdown in zip(served, every, slowdowns, strict=True):
             found[i] = with_pytorch(found[i], slowdown, (options or found[i])[0][0])
     return found

@@ -13,7 +13,8 @@ import pyarrow as pa
 from confpred.data.parquet import operation_in, read
 from confpred.errors import DataError
 from confpred.families.registry import all_operations
-from confpred.model.folder import CARD, Model, load_model, model_folders
+from confpred.model.card import CARD
+from confpred.model.folder import Model, load_model, model_folders
 from confpred.report.judged import Evaluated, evaluated, read_evaluation
 from confpred.training.dataset import Dataset, data_files, read_dataset
 from confpred.training.evaluate import evaluate
