@@ -46,10 +46,9 @@ from provenance import RESULTS, provenance, write
 
 from confpred.cuda.compiler import compile_kernel
 from confpred.cuda.launch import BoundLaunch
-from confpred.families.candidate import PYTORCH_OPERATOR
+from confpred.families.protocol import PYTORCH_OPERATOR
 from confpred.families.registry import all_families
-from confpred.problem.conv2d import DIRECTIONS, Problem
-from confpred.problem.conv2d_operation import CONVOLUTION
+from confpred.problem.conv2d import CONVOLUTION, DIRECTIONS, Problem
 from confpred.problem.operation import SCRATCH, ZEROED, KernelSpec, Launch
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from provenance import RESULTS, provenance, write
 
 from confpred.data.parquet import read
 from confpred.data.suites import read_suite, write_suite
-from confpred.problem.conv2d_operation import CONVOLUTION
+from confpred.problem.conv2d import CONVOLUTION
 
 SUITE = Path(__file__).parents[1] / "datasets" / "suites" / "fprop.json"
 PROBLEMS, CONFIGS = 24, 250

@@ -29,7 +29,7 @@ def command(folders: tuple[Path, ...], file: Path, anchors: bool, force: bool) -
     confpred merge runs/h100 datasets/h100
     """
     try:
-        from confpred.data.merging import add_part, is_shard_of, merge, shards_in
+        from confpred.data.parquet import add_part, is_shard_of, merge, shards_in
     except ImportError as error:
         raise MissingExtra(str(error.name), "data") from error
     if file.is_dir() or (file.suffix != ".parquet" and not os.path.lexists(file)):

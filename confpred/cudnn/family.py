@@ -13,8 +13,7 @@ from confpred.cudnn.names import ENGINE, KNOBS
 from confpred.cudnn.table import NOTES, RELEASE, kind_of, release_text, table
 from confpred.errors import LaunchError
 from confpred.families.protocol import ABSENT, Rows
-from confpred.problem.conv2d import Problem
-from confpred.problem.conv2d_operation import CONVOLUTION
+from confpred.problem.conv2d import CONVOLUTION, Problem
 from confpred.problem.device import Device
 from confpred.problem.limits import Limits
 from confpred.problem.operation import Launch, Plan

@@ -15,8 +15,7 @@ from typing import Any
 from confpred.cudnn.names import config_of
 from confpred.cudnn.table import release_of
 from confpred.errors import LaunchError, MissingExtra
-from confpred.problem.conv2d import Problem
-from confpred.problem.conv2d_operation import CONVOLUTION
+from confpred.problem.conv2d import CONVOLUTION, Problem
 from confpred.problem.device import Device
 from confpred.problem.operation import Operand
 

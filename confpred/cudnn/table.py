@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from confpred.cudnn.names import ENGINE, KNOBS
-from confpred.families.common import config_table
 from confpred.families.protocol import ABSENT
+from confpred.families.table import config_table
 from confpred.problem.conv2d import Problem
 
 FILE = Path(__file__).with_name("plans.csv")

@@ -16,10 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from confpred.cudnn.table import read_lines, table
-from confpred.families.common import Array, Occupancy
-from confpred.families.protocol import Rows
-from confpred.problem.conv2d import Problem
-from confpred.problem.conv2d_operation import product
+from confpred.families.common import Occupancy
+from confpred.families.protocol import Array, Rows
+from confpred.problem.conv2d import Problem, product
 from confpred.problem.device import Device
 
 FILE = Path(__file__).with_name("tiles.csv")

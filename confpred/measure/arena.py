@@ -43,7 +43,7 @@ _GRID = 132 * 8  # blocks of the helper kernels that stride over their elements
 
 @dataclass(frozen=True, slots=True)
 class Operands:
-    """Several copies of a problem's operands in device memory.
+    """Some copies of a problem's operands in device memory.
 
     Attributes:
         names: of the operation's operands, then ``zeroed`` and ``scratch``.

@@ -18,7 +18,7 @@ from confpred.cuda import driver
 from confpred.cuda.compiler import compile_kernel
 from confpred.cuda.epilogue import epilogue_kernel, epilogue_launch, left_to_pytorch
 from confpred.cuda.launch import BoundLaunch
-from confpred.families.candidate import PYTORCH_OPERATOR
+from confpred.families.protocol import PYTORCH_OPERATOR
 from confpred.measure.outcome import Outcome
 from confpred.measure.timing import launches_a_replay, time_interleaved
 from confpred.problem.conv2d import Problem

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from confpred.families.candidate import PYTORCH
+from confpred.families.protocol import PYTORCH
 from confpred.model.rank import Options, pytorch_feature_names, pytorch_features
 from confpred.model.trees import Trees
 from confpred.problem.device import Device

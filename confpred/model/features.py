@@ -24,11 +24,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from confpred.errors import ModelError
-from confpred.families.common import Array, Occupancy
-from confpred.families.kinds import Kind
-from confpred.families.protocol import Batched, Compiled, Family, Rows
-from confpred.families.several import Several
+from confpred.families.batch import ProblemBatch
+from confpred.families.common import Occupancy
+from confpred.families.protocol import Array, Batched, Compiled, Family, Rows
 from confpred.model.card import FeatureDigest
+from confpred.problem.conv2d import Kind
 from confpred.problem.device import Device
 from confpred.problem.operation import Operation
 from confpred.problem.record import Record
@@ -122,7 +122,7 @@ def _family_digest(
     rows = [np.array(rows, np.intp) for _, rows in examples]
     if isinstance(family, Batched) and problems:  # the same matrices, one below the other
         index = np.repeat(np.arange(len(rows)), [len(each) for each in rows])
-        together = Several(problems).at(index)
+        together = ProblemBatch(problems).at(index)
         return _digest([family.features(together, device, np.concatenate(rows))])
     return _digest(family.features(p, device, each) for p, each in zip(problems, rows, strict=True))
 

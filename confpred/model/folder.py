@@ -44,9 +44,8 @@ import platformdirs
 
 import confpred.models
 from confpred.errors import DataError, ModelError, StorageError
-from confpred.families.candidate import PYTORCH_OPERATOR, Candidate
 from confpred.families.kernel_text import identity_of
-from confpred.families.protocol import Family
+from confpred.families.protocol import PYTORCH_OPERATOR, Candidate, Family
 from confpred.families.registry import family_named, operation_named
 from confpred.files import write_folder
 from confpred.forks import uninterrupted

@@ -19,10 +19,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from confpred.families.candidate import PYTORCH_OPERATOR, Candidate
-from confpred.families.limits import is_free, within
-from confpred.families.protocol import Batched, Family, Rows
-from confpred.families.several import Several
+from confpred.families.batch import ProblemBatch
+from confpred.families.protocol import (
+    PYTORCH_OPERATOR,
+    Batched,
+    Candidate,
+    Family,
+    Rows,
+    is_free,
+    within,
+)
 from confpred.model.features import DEVICE, Pool, Registers, bandwidth, operation_features
 from confpred.model.trees import Trees
 from confpred.problem.device import Device
@@ -128,7 +134,7 @@ class FamilyModel:
         return self._ranked(pairs, [problem], device, wanted)[0]
 
     def rank_many(
-        self, problems: Several, device: Device, wanted: int = 1, limits: Limits = UNLIMITED
+        self, problems: ProblemBatch, device: Device, wanted: int = 1, limits: Limits = UNLIMITED
     ) -> dict[int, tuple[Rows, NDArray[np.float64]]]:
         """Return `rank` of all legal configs within `limits` for each of `problems` that has any,
         by its place; the family serves all of them."""
@@ -138,7 +144,7 @@ class FamilyModel:
             pairs = self._one_by_one(problems.problems, device, limits)
         return self._ranked(pairs, problems.problems, device, wanted)
 
-    def _together(self, family: Batched, problems: Several, device: Device) -> Pairs:
+    def _together(self, family: Batched, problems: ProblemBatch, device: Device) -> Pairs:
         found, rows, workings = family.offered(problems, device, family.whole)
         index = np.zeros(len(rows), np.intp) if found.index is None else found.index
         counts = np.bincount(index, minlength=len(problems.problems)).tolist()
@@ -256,7 +262,7 @@ def rank_families(
     opened = serving
     if gate is not None and limits == UNLIMITED:
         opened = gate.open(problems, device, serving)
-    together = Several.of(problems)
+    together = ProblemBatch.of(problems)
     found = _rank_named(families, opened, together, device, wanted, limits)
     closed = [
         [name for name in served if name not in mine] if len(options) < wanted else []
@@ -272,7 +278,7 @@ def rank_families(
 def _rank_named(
     families: Mapping[str, FamilyModel],
     named: Sequence[Sequence[str]],
-    problems: Several,
+    problems: ProblemBatch,
     device: Device,
     wanted: int,
     limits: Limits,

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from confpred.families.candidate import PYTORCH, PYTORCH_OPERATOR, Candidate
+from confpred.families.protocol import PYTORCH, PYTORCH_OPERATOR, Candidate
 from confpred.families.registry import config_words
 from confpred.model.folder import Model
 from confpred.model.rank import FamilyModel

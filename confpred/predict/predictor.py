@@ -18,9 +18,13 @@ from types import MappingProxyType
 import numpy as np
 
 from confpred.errors import InvalidInput
-from confpred.families.candidate import PYTORCH_OPERATOR, Candidate
-from confpred.families.limits import first_within, within
-from confpred.families.protocol import Lister
+from confpred.families.protocol import (
+    PYTORCH_OPERATOR,
+    Candidate,
+    LibraryFamily,
+    first_within,
+    within,
+)
 from confpred.families.registry import all_families, kernels_of
 from confpred.memory import Remembered
 from confpred.model.bounds import Trust
@@ -222,7 +226,7 @@ class Predictor:
         known = self._device(device)
         model = self._models.get(known.key)
         learned = () if model is None else model.families.values()
-        return any(isinstance(each.family, Lister) for each in learned) or any(
+        return any(isinstance(each.family, LibraryFamily) for each in learned) or any(
             where == known.key and problem.grouping == "dense" and choice.family is not None
             for (problem, where), choice in self._planned.items()
         )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from confpred.families.candidate import Candidate
+from confpred.families.protocol import Candidate
 from confpred.families.registry import config_words
 from confpred.report.judged import Evaluated, JudgedLayer
 from confpred.training.dataset import Dataset, Timings

@@ -14,11 +14,10 @@ from typing import Any, Literal
 import numpy as np
 
 from confpred.data.measurements import Run, problem_of_row
-from confpred.data.merging import read_shards
-from confpred.data.parquet import problem_columns
+from confpred.data.parquet import problem_columns, read_shards
 from confpred.data.suites import Entry, Suite
 from confpred.errors import DataError
-from confpred.families.candidate import PYTORCH_OPERATOR, Candidate
+from confpred.families.protocol import PYTORCH_OPERATOR, Candidate
 from confpred.families.registry import config_ids, config_words
 from confpred.model.folder import Model
 from confpred.problem.operation import Operation

@@ -20,9 +20,8 @@ from numpy.typing import NDArray
 from confpred.cuda.compiler import compiled_before
 from confpred.cuda.epilogue import epilogue_source
 from confpred.data.suites import Entry, Suite
-from confpred.families.candidate import PYTORCH_OPERATOR, Candidate
 from confpred.families.kernel_text import identity_of
-from confpred.families.protocol import Family
+from confpred.families.protocol import PYTORCH_OPERATOR, Candidate, Family
 from confpred.families.registry import config_ids, families_of, kernels_of, operation_of
 from confpred.model.folder import Model
 from confpred.model.rank import rank_by_estimate

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from confpred.data.measurements import Run
 from confpred.data.suites import Entry, Suite
 from confpred.errors import DataError
-from confpred.families.candidate import PYTORCH_OPERATOR, Candidate
+from confpred.families.protocol import PYTORCH_OPERATOR, Candidate
 from confpred.families.registry import operation_of
 from confpred.files import read_json, write_whole
 from confpred.model.card import CARD

@@ -21,7 +21,7 @@ from confpred.cuda.cache import sealed
 from confpred.cuda.compiler import cache_entry, compiled_before
 from confpred.cuda.compiling import compile_all
 from confpred.errors import CompileError
-from confpred.families.candidate import PYTORCH
+from confpred.families.protocol import PYTORCH
 from confpred.families.registry import all_families
 from confpred.files import write_whole
 from confpred.measure.timing import MAX_LAUNCHES, REPLAY_SECONDS, REPLAYS

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from confpred.cuda.compiler import compile_kernel
 from confpred.errors import CompileError
-from confpred.families.candidate import PYTORCH_OPERATOR
+from confpred.families.protocol import PYTORCH_OPERATOR
 from confpred.families.registry import all_families, operation_of
 from confpred.measure.kernels import measure
 from confpred.measure.outcome import Outcome

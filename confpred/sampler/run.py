@@ -14,7 +14,7 @@ from pathlib import Path
 from confpred.data.measurements import Measurement, Run
 from confpred.data.suites import Suite
 from confpred.errors import InvalidInput
-from confpred.families.candidate import Candidate
+from confpred.families.protocol import Candidate
 from confpred.families.registry import operation_of
 from confpred.measure.outcome import Outcome
 from confpred.problem.device import Device, get_device

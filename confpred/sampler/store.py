@@ -1,7 +1,7 @@
 """Measurements on disk: a folder of Parquet shards that is written by one sampler at a time.
 
 A shard is written whole or not at all, every few seconds, so a process killed at any moment loses
-only those seconds. `confpred.data.merging` makes of them the one sorted file that is committed and
+only those seconds. `confpred.data.parquet` makes of them the one sorted file that is committed and
 trained on.
 """
 
@@ -17,10 +17,9 @@ import pyarrow.compute as pc
 from filelock import FileLock, Timeout
 
 from confpred.data.measurements import Measurement, problem_of_row
-from confpred.data.merging import read_shards
-from confpred.data.parquet import problem_columns, schema, write
+from confpred.data.parquet import problem_columns, read_shards, schema, write
 from confpred.errors import FolderBusy, StorageError
-from confpred.families.candidate import PYTORCH
+from confpred.families.protocol import PYTORCH
 from confpred.problem.operation import Operation
 from confpred.sampler.tasks import Measured
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from sklearn.base import clone
 from sklearn.model_selection import GroupKFold, cross_val_predict
 
-from confpred.families.candidate import PYTORCH, PYTORCH_OPERATOR, Candidate
+from confpred.families.protocol import PYTORCH, PYTORCH_OPERATOR, Candidate
 from confpred.model.bounds import signal_names, signals
 from confpred.model.rank import (
     FAMILY,

@@ -24,8 +24,7 @@ from numpy.typing import NDArray
 from sklearn.model_selection import GroupKFold
 
 from confpred.errors import ConfpredError, DataError, InvalidInput, StorageError
-from confpred.families.candidate import Candidate
-from confpred.families.protocol import Rows
+from confpred.families.protocol import Candidate, Rows
 from confpred.families.registry import operation_of
 from confpred.model.features import Registers
 from confpred.model.rank import FamilyModel, Gate, PytorchModel, with_pytorch

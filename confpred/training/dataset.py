@@ -12,12 +12,18 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from confpred.data.checks import MEASURED_WITH, ROW, CheckedRows, read_checked
 from confpred.data.measurements import problem_of_row
-from confpred.data.parquet import operation_in, problem_columns, read
+from confpred.data.parquet import (
+    MEASURED_WITH,
+    ROW,
+    CheckedRows,
+    operation_in,
+    problem_columns,
+    read,
+    read_checked,
+)
 from confpred.errors import DataError, InvalidProblem
-from confpred.families.candidate import PYTORCH
-from confpred.families.protocol import Rows
+from confpred.families.protocol import PYTORCH, Rows
 from confpred.families.registry import all_families, all_operations, config_ids
 from confpred.measure.outcome import STATUSES
 from confpred.problem.device import KNOWN, Device, get_device

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from confpred.errors import MissingExtra
-from confpred.families.candidate import PYTORCH_OPERATOR
+from confpred.families.protocol import PYTORCH_OPERATOR
 from confpred.families.registry import all_families
 from confpred.files import write_whole
 from confpred.problem.device import Device

@@ -21,7 +21,7 @@ from rich.table import Table
 from confpred.data.measurements import problem_of_row
 from confpred.data.parquet import problem_columns, read
 from confpred.errors import DataError
-from confpred.families.candidate import PYTORCH, PYTORCH_OPERATOR, Candidate
+from confpred.families.protocol import PYTORCH, PYTORCH_OPERATOR, Candidate
 from confpred.families.registry import all_families
 from confpred.model.folder import Model
 from confpred.predict.choice import Choice

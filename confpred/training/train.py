@@ -15,8 +15,7 @@ import numpy as np
 
 import confpred
 from confpred.errors import InvalidInput
-from confpred.families.candidate import PYTORCH_OPERATOR, Candidate
-from confpred.families.protocol import Family
+from confpred.families.protocol import PYTORCH_OPERATOR, Candidate, Family
 from confpred.families.registry import all_families
 from confpred.files import write_folder
 from confpred.model.card import (

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from random_layers import problems
 
-from confpred.families.candidate import Candidate
+from confpred.families.protocol import Candidate
 from confpred.model.folder import Model, NewestModels
 from confpred.model.rank import (
     BY_ESTIMATE,

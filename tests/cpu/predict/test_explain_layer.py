@@ -14,7 +14,7 @@ import pytest
 
 import confpred
 from confpred.errors import InvalidInput, UnknownDevice
-from confpred.families.candidate import PYTORCH_OPERATOR
+from confpred.families.protocol import PYTORCH_OPERATOR
 from confpred.families.registry import all_families, all_kernels
 from confpred.model.folder import Model
 from confpred.predict.explain import (

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from confpred.errors import InvalidInput
-from confpred.families.candidate import PYTORCH_OPERATOR, Candidate
+from confpred.families.protocol import PYTORCH_OPERATOR, Candidate
 from confpred.predict.choice import Choice, is_trusted, with_fallback
 from confpred.predict.predictor import Predictor
 from confpred.problem.conv2d import Problem

@@ -16,10 +16,10 @@ from confpred.cli.retrain import NOT_BETTER, retrain_and_report, told
 from confpred.data.measurements import Run
 from confpred.data.suites import Entry, Suite
 from confpred.errors import DataError, UnknownDevice
-from confpred.families.candidate import PYTORCH_OPERATOR, Candidate
+from confpred.families.protocol import PYTORCH_OPERATOR, Candidate
 from confpred.model.folder import NewestModels, load_model
 from confpred.predict.predictor import Predictor
-from confpred.problem import boards
+from confpred.problem import device as devices
 from confpred.problem.conv2d import Problem
 from confpred.problem.device import Device, get_device
 from confpred.retraining import offers
@@ -46,7 +46,7 @@ def use(places: Path, patch: pytest.MonkeyPatch) -> None:
     patch.setenv("CONFPRED_CACHE_DIR", str(places / "cache"))
     patch.setattr(offers, "PICKED", 7)
     patch.setattr(offers, "RANDOM", 7)
-    boards.remember("580.1", asdict(BOARD))
+    devices.remember("580.1", asdict(BOARD))
 
 
 @pytest.fixture

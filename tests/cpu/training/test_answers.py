@@ -6,7 +6,7 @@ from math import exp
 
 import pytest
 
-from confpred.families.candidate import PYTORCH_OPERATOR, Candidate
+from confpred.families.protocol import PYTORCH_OPERATOR, Candidate
 from confpred.problem.conv2d import Problem
 from confpred.problem.device import Device, get_device
 from confpred.training.calibrate import CAP, MIN_PROBLEMS, Answer

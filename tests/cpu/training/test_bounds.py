@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from confpred.families.candidate import PYTORCH_OPERATOR, Candidate
+from confpred.families.protocol import PYTORCH_OPERATOR, Candidate
 from confpred.model.bounds import Bounds, Range
 from confpred.model.trees import Trees
 from confpred.problem.conv2d import Problem

@@ -7,8 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from confpred.model import rank
-from confpred.problem.conv2d import Problem
-from confpred.problem.conv2d_operation import CONVOLUTION
+from confpred.problem.conv2d import CONVOLUTION, Problem
 from confpred.problem.device import get_device
 from confpred.training.calibrate import MIN_PROBLEMS, fit_gate
 from confpred.training.dataset import Timings

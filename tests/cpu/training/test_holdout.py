@@ -12,11 +12,10 @@ import pytest
 import synthetic
 
 from confpred.errors import DataError
-from confpred.families.candidate import PYTORCH_OPERATOR, Candidate
+from confpred.families.protocol import PYTORCH_OPERATOR, Candidate
 from confpred.model.folder import load_model
 from confpred.predict.choice import Choice
-from confpred.problem.conv2d import Problem
-from confpred.problem.conv2d_operation import CONVOLUTION
+from confpred.problem.conv2d import CONVOLUTION, Problem
 from confpred.problem.device import get_device
 from confpred.training import holdout
 from confpred.training.dataset import Timings, across_sittings, read_dataset
