@@ -25,7 +25,7 @@ from confpred.families.protocol import (
     first_within,
     within,
 )
-from confpred.families.registry import all_families, kernels_of
+from confpred.families.registry import family_of, kernels_of
 from confpred.memory import Remembered
 from confpred.model.bounds import Trust
 from confpred.model.folder import Model, NewestModels, load_model
@@ -320,7 +320,7 @@ class Predictor:
         if candidate == PYTORCH_OPERATOR:
             return True
         row = np.array([candidate.config_id], np.intp)
-        return len(within(all_families()[candidate.provider], problem, row, self._limits)) == 1
+        return len(within(family_of(candidate), problem, row, self._limits)) == 1
 
     def _found(self, asked: Sequence[_Asked]) -> list[_Found]:
         """Predict, or else estimate, for each question."""
@@ -479,7 +479,7 @@ def _expected_s(
     row = np.array([candidate.config_id], np.intp)
     learned = model.families.get(candidate.provider) if model else None
     if learned is None:
-        family = all_families()[candidate.provider]
+        family = family_of(candidate)
         return float(family.estimate_s(problem, device, row)[0])
     return float(learned.rank(problem, device, row)[1][0])
 
