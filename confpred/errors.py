@@ -20,7 +20,6 @@ from __future__ import annotations
 import difflib
 from typing import TYPE_CHECKING
 
-from confpred.extras import install_command
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -105,6 +104,8 @@ class MissingExtra(ConfpredError, ImportError):
     """An optional dependency is needed here and is not installed."""
 
     def __init__(self, package: str, extra: str) -> None:
+        from confpred.extras import install_command  # takes 20 ms, and is rarely needed
+
         super().__init__(f"this needs {package}: {install_command(extra)}")
 
 
