@@ -20,7 +20,6 @@ from __future__ import annotations
 import difflib
 from typing import TYPE_CHECKING
 
-
 if TYPE_CHECKING:
     from collections.abc import Iterable
 

@@ -23,7 +23,6 @@ import torch.nn.functional as F  # TorchScript looks this and the next but one u
 from torch import Tensor, nn
 from torch.nn.modules.utils import _pair  # noqa: F401
 
-from confpred.cuda import driver
 from confpred.errors import InvalidInput
 from confpred.forks import uninterrupted
 from confpred.problem.conv2d import ACTIVATIONS
@@ -263,7 +262,6 @@ def _saves(call: Call, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     for choice in (launch.choice for launch in launches if launch is not None):
         if choice.source == "pinned":
             return True
-        theirs = choosing.pytorch_ms(choice.problem, driver.device_of(x.get_device()))
-        if theirs is not None and choice.predicted_ms is not None:
-            saved += theirs - choice.predicted_ms
+        if choice.pytorch_ms is not None and choice.predicted_ms is not None:
+            saved += choice.pytorch_ms - choice.predicted_ms
     return saved >= LEAST_MS
