@@ -45,7 +45,7 @@ from typing import TYPE_CHECKING, Any
 from provenance import RESULTS, provenance, write
 
 from confpred.cuda.compiler import compile_kernel
-from confpred.cuda.launch import BoundLaunch
+from confpred.cuda.driver import BoundLaunch
 from confpred.families.protocol import PYTORCH_OPERATOR
 from confpred.families.registry import all_families
 from confpred.problem.conv2d import CONVOLUTION, DIRECTIONS, Problem

@@ -8,6 +8,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from confpred._version import __version__
+
 if TYPE_CHECKING:
     from confpred.predict.choice import Choice as Choice
     from confpred.predict.explain import LayerExplanation as LayerExplanation
@@ -32,7 +34,6 @@ if TYPE_CHECKING:
     from confpred.pytorch.plan import prepare as prepare
     from confpred.pytorch.plan import record_plan as record_plan
 
-__version__ = "0.1.0"
 _WHERE = {
     "Choice": "confpred.predict.choice",
     "Device": "confpred.problem.device",

@@ -18,9 +18,19 @@ from io import StringIO
 from itertools import repeat
 from pathlib import Path
 
-from confpred.cudnn.graphs import notes_of, release
-from confpred.cudnn.names import ENGINE, KNOBS, config_of
-from confpred.cudnn.table import COLUMNS, FILE, KINDS, NOTES, RELEASE, kind_of, read_lines
+from confpred.cudnn.plans import notes_of, release
+from confpred.cudnn.table import (
+    COLUMNS,
+    ENGINE,
+    FILE,
+    KINDS,
+    KNOBS,
+    NOTES,
+    RELEASE,
+    config_of,
+    kind_of,
+    read_lines,
+)
 from confpred.data.suites import read_suite
 from confpred.errors import LaunchError
 from confpred.files import write_whole

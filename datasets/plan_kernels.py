@@ -27,8 +27,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from confpred.cudnn.family import PLAN, TILE_FIELDS, TILES_FILE
 from confpred.cudnn.table import read_lines
-from confpred.cudnn.tiles import FIELDS, FILE, PLAN
 from confpred.files import write_whole
 from confpred.problem.conv2d import Problem
 from confpred.training.dataset import read_dataset
@@ -62,7 +62,7 @@ def tile_of(name: str) -> tuple[int, ...] | None:
 
 
 def facts_of(kernels: Sequence[Mapping[str, Any]]) -> tuple[int, ...] | None:
-    """The values of ``FIELDS`` of the kernels that one launch of a plan has, as a Chrome trace
+    """The values of ``TILE_FIELDS`` of the kernels that one launch of a plan has, as a Chrome trace
     describes them: those of the longest with a tile in its name; None if there is none."""
     tiled = [(k["dur"], tile, k["args"]) for k in kernels if (tile := tile_of(k["name"]))]
     if not tiled:
@@ -79,7 +79,9 @@ def lines_of(launches: Sequence[Launch]) -> dict[int, dict[str, int]]:
         if (facts := facts_of(kernels)) is not None:
             found.setdefault(plan, []).append(facts)
     return {
-        plan: dict(zip(FIELDS, map(statistics.median_low, zip(*each, strict=True)), strict=True))
+        plan: dict(
+            zip(TILE_FIELDS, map(statistics.median_low, zip(*each, strict=True)), strict=True)
+        )
         for plan, each in found.items()
     }
 
@@ -87,7 +89,7 @@ def lines_of(launches: Sequence[Launch]) -> dict[int, dict[str, int]]:
 def table_text(known: Mapping[int, Mapping[str, Any]]) -> str:
     """The table, sorted by plan."""
     text = StringIO()
-    writer = csv.DictWriter(text, (PLAN, *FIELDS), lineterminator="\n")
+    writer = csv.DictWriter(text, (PLAN, *TILE_FIELDS), lineterminator="\n")
     writer.writeheader()
     writer.writerows({PLAN: plan, **known[plan]} for plan in sorted(known))
     return text.getvalue()
@@ -182,12 +184,14 @@ def main() -> None:
     with ProcessPoolExecutor(arguments.jobs, multiprocessing.get_context("spawn")) as pool:
         for future in as_completed([pool.submit(launched, chunk) for chunk in chunks]):
             launches += future.result()
-    lines = read_lines(FILE) if FILE.exists() else []
+    lines = read_lines(TILES_FILE) if TILES_FILE.exists() else []
     known: dict[int, Mapping[str, Any]] = {int(line.pop(PLAN)): line for line in lines}
     new = lines_of(launches)
     text = table_text(known | new)
-    write_whole(FILE, lambda file: file.write(text.encode()))
-    print(f"{len(launches)} launches; {len(new)} plans say how they tile, {FILE.name} has all")
+    write_whole(TILES_FILE, lambda file: file.write(text.encode()))
+    print(
+        f"{len(launches)} launches; {len(new)} plans say how they tile, {TILES_FILE.name} has all"
+    )
 
 
 if __name__ == "__main__":

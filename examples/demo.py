@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 from confpred import Predictor, Problem
-from confpred.cli.steps import show_steps
+from confpred.cli.learn import show_steps
 from confpred.cuda.driver import device_count, device_of
 from confpred.data.suites import read_suite
 from confpred.errors import UnknownDevice

@@ -3,29 +3,33 @@
 from __future__ import annotations
 
 import gc
+import signal
 import sys
 from importlib import import_module
+from types import FrameType
 
 import click
 
-from confpred.cli.stopping import stop_behind, stop_on_signals
 from confpred.errors import ConfpredError, InvalidInput
 
-#: Subcommand -> one-line help. Each lives in the module of its name, as `command`.
+#: Module of each subcommand, which is a function of its name there, and the one-line help.
 COMMANDS = {
-    "predict": "Name the best config of a layer or a network.",
-    "explain": "Say why a layer gets the config that it gets.",
-    "devices": "List the GPUs that are known, and what their models know.",
-    "plan": "Write, show or check a plan: choices that are taken as they are.",
-    "sample": "Measure configs on this machine's GPUs.",
-    "merge": "Join measurements into one file, or add them to a folder.",
-    "train": "Train a model from measurements (retrain-predictor).",
-    "retrain": "Measure this machine's GPU, train on it, and use the model if it is better.",
-    "drift": "Time a few of a model's configs again: does it still hold?",
-    "evaluate": "Judge configs chosen for networks that were not trained on.",
-    "report": "Write what is known of a model or of measurements as one HTML page.",
-    "serve": "Answer config queries over HTTP.",
-    "token": "Make an access token for the HTTP service, or revoke one.",
+    "predict": ("ask", "Name the best config of a layer or a network."),
+    "explain": ("ask", "Say why a layer gets the config that it gets."),
+    "devices": ("ask", "List the GPUs that are known, and what their models know."),
+    "plan": ("ask", "Write, show or check a plan: choices that are taken as they are."),
+    "sample": ("sample", "Measure configs on this machine's GPUs."),
+    "merge": ("learn", "Join measurements into one file, or add them to a folder."),
+    "train": ("learn", "Train a model from measurements (retrain-predictor)."),
+    "retrain": (
+        "update",
+        "Measure this machine's GPU, train on it, and use the model if it is better.",
+    ),
+    "drift": ("update", "Time a few of a model's configs again: does it still hold?"),
+    "evaluate": ("learn", "Judge configs chosen for networks that were not trained on."),
+    "report": ("learn", "Write what is known of a model or of measurements as one HTML page."),
+    "serve": ("serve", "Answer config queries over HTTP."),
+    "token": ("serve", "Make an access token for the HTTP service, or revoke one."),
 }
 
 
@@ -40,12 +44,14 @@ class _LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        command: click.Command = import_module(f"{__name__}.{cmd_name}").command
+        command: click.Command = getattr(
+            import_module(f"{__name__}.{COMMANDS[cmd_name][0]}"), cmd_name
+        )
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
-            formatter.write_dl(list(COMMANDS.items()))
+            formatter.write_dl([(name, text) for name, (_, text) in COMMANDS.items()])
 
 
 @click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
@@ -72,3 +78,48 @@ def main() -> None:
             raise
         click.echo(f"confpred: {error}", err=True)  # OSError: standard output may go to a full disk
         sys.exit(2 if isinstance(error, InvalidInput) else 1)
+
+
+_WORDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
+
+
+class Stopped(BaseException):
+    """A signal asked the command to end.
+
+    Attributes:
+        exit_code: what shells expect of a process that ended so: 128 and the signal's number.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.exit_code = 128 + number
+        super().__init__(_WORDS[signal.Signals(number)])
+
+
+def stop_behind(error: BaseException | None) -> Stopped | None:
+    """The `Stopped` that `error` is, or that was on its way when `error` was raised, as by a
+    library that was stopped amid its start and failed to clear up."""
+    while error is not None and not isinstance(error, Stopped):
+        error = error.__cause__ or error.__context__
+    return error
+
+
+def stop_on_signals() -> None:
+    """From now on the first of these signals raises `Stopped` in the main thread; further ones are
+    ignored, so that they do not cut the clearing up short."""
+    for number in _WORDS:
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as `nohup` and `&` in a script ask
+            signal.signal(number, _stop)
+
+
+def leave_signals() -> None:
+    """Undo `stop_on_signals`, before what handles these signals itself."""
+    if signal.getsignal(signal.SIGINT) is _stop:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if signal.getsignal(signal.SIGTERM) is _stop:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    for each in _WORDS:
+        signal.signal(each, signal.SIG_IGN)
+    raise Stopped(number)

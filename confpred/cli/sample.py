@@ -12,8 +12,12 @@ from typing import TYPE_CHECKING
 
 import click
 
-from confpred.cli.inputs import FILE, FOLDER
-from confpred.cli.outputs import check_files, check_folder
+from confpred.cli.arguments import (
+    FILE,
+    FOLDER,
+    check_files,
+    check_folder,
+)
 from confpred.data.suites import Suite, join, read_suite
 from confpred.errors import InvalidInput, MissingExtra
 from confpred.families.registry import families_of, operation_of
@@ -30,10 +34,11 @@ if TYPE_CHECKING:
     from confpred.sampler.run import Settings
     from confpred.sampler.tasks import Pick
 
+
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
 
-@click.command()
+@click.command("sample")
 @click.option(
     "--suite",
     "suite_files",
@@ -129,7 +134,7 @@ _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 @click.option(
     "--timeout", default="60s", show_default=True, help="Kill a GPU worker silent for longer."
 )
-def command(
+def sample(
     suite_files: tuple[Path, ...],
     out: Path,
     gpus: str,
@@ -164,14 +169,12 @@ def command(
         raise InvalidInput("model", str(model_folder), "a model that picks: give --picked too")
     check_families(suite, families)
     planned_for = compile_device or plan_device
-    if pytorch and planned_for is None and find_spec("torch") is None:
-        raise MissingExtra("torch (or --no-pytorch)", "gpu")
+    check_pytorch(pytorch and planned_for is None)
     try:
         import rich  # noqa: F401 -- a missing package is reported before any work
 
-        from confpred.sampler.anchors import read_anchors
-        from confpred.sampler.gpus import find_gpus
-        from confpred.sampler.run import Settings
+        from confpred.sampler.run import Settings, find_gpus
+        from confpred.sampler.tasks import read_anchors
     except ImportError as error:
         raise MissingExtra(str(error.name), "gpu") from error
 
@@ -186,7 +189,7 @@ def command(
         pytorch=pytorch,
         cudnn_modes=tuple(dict.fromkeys(cudnn_modes)),
         anchors=read_anchors(anchors_file, device) if anchors_file else (),
-        processes=len(os.sched_getaffinity(0)) if jobs is None else jobs,
+        processes=cores() if jobs is None else jobs,
         budget_s=budget_s,
         silence_s=silence_s,
     )
@@ -230,8 +233,7 @@ def report_plan(
     """
     from confpred.sampler import forecast
     from confpred.sampler.progress import duration
-    from confpred.sampler.run import plan
-    from confpred.sampler.store import measured_in
+    from confpred.sampler.run import measured_in, plan
 
     operation = operation_of(suite.entries[0].problem)
     tasks = plan(suite, device, settings, measured_in(out, operation, device.key))
@@ -279,8 +281,7 @@ def sample_and_report(suite: Suite, out: Path, runs: Mapping[int, Run], settings
     """
     from rich.console import Console
 
-    from confpred.sampler.interrupts import count_interrupts
-    from confpred.sampler.progress import show_progress, summary
+    from confpred.sampler.progress import count_interrupts, show_progress, summary
     from confpred.sampler.run import sample
 
     with (
@@ -305,3 +306,48 @@ def parse_duration(field: str, text: str) -> float:
     if seconds <= 0:
         raise InvalidInput(field, text, "a number above 0 with s, m or h, such as 90s, 8m or 1.5h")
     return seconds
+
+
+def parse_ordinal(text: str) -> int:
+    """The CUDA device number in ``cuda:0`` or ``0``.
+
+    Raises:
+        InvalidInput: the text is no such name.
+    """
+    match = re.fullmatch(r"(?:cuda:)?([0-9]{1,4})", text.strip())
+    if match is None:
+        raise InvalidInput("device", text, "a GPU of this machine, such as cuda:0")
+    return int(match[1])
+
+
+def find_gpu(text: str) -> tuple[dict[int, Run], Device]:
+    """The GPU that `text` names: what its rows share, by its number, and its description.
+
+    Raises:
+        MissingExtra: the packages of the extra ``gpu`` are not installed.
+        InvalidInput, LaunchError, UnknownDevice: see `confpred.sampler.run.find_gpus`.
+    """
+    ordinal = parse_ordinal(text)
+    try:
+        import rich  # noqa: F401 -- a missing package is reported before any work
+
+        from confpred.cuda.driver import device_of
+        from confpred.sampler.run import find_gpus
+    except ImportError as error:
+        raise MissingExtra(str(error.name), "gpu") from error
+    return find_gpus(str(ordinal)), device_of(ordinal)
+
+
+def check_pytorch(wanted: bool) -> None:
+    """Check that PyTorch is installed where its operator is to be timed.
+
+    Raises:
+        MissingExtra: it is not.
+    """
+    if wanted and find_spec("torch") is None:
+        raise MissingExtra("torch (or --no-pytorch)", "gpu")
+
+
+def cores() -> int:
+    """Processors that this process may use."""
+    return len(os.sched_getaffinity(0))

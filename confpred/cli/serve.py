@@ -11,10 +11,10 @@ from typing import Any
 
 import click
 
-from confpred.cli.stopping import leave_signals
+from confpred.cli import leave_signals
+from confpred.cli.arguments import require_packages
 from confpred.errors import DataError, InvalidInput, nearest
-from confpred.service import require_packages
-from confpred.service.settings import Settings
+from confpred.service import MODULES, Settings, tokens
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -84,7 +84,7 @@ _KINDS = {str: "a string", int: "an integer", bool: "true or false"}
 
 def _check_variables() -> None:
     """Refuse variables of the environment that look like settings and are none."""
-    known = [str(parameter.name).upper() for parameter in command.params]
+    known = [str(parameter.name).upper() for parameter in serve.params]
     for variable, value in os.environ.items():
         name = variable.removeprefix(_PREFIX)
         if name not in (variable, *known):
@@ -93,13 +93,13 @@ def _check_variables() -> None:
 
 def _serve(**values: Any) -> None:
     _check_variables()
-    require_packages()
-    from confpred.service.server import serve  # what `--help` can do without
-    from confpred.service.supervisor import GaveUp
+    require_packages("serve", *MODULES)
+    from confpred.service.supervisor import GaveUp  # what `--help` can do without
+    from confpred.service.supervisor import serve as run
 
     leave_signals()
     try:
-        serve(Settings(**values))
+        run(Settings(**values))
     except GaveUp as error:
         click.echo(f"confpred: {error}", err=True)
         sys.exit(GAVE_UP)
@@ -114,7 +114,7 @@ _CONFIG = click.Option(
     show_envvar=True,
     help="File of settings, TOML or JSON (.json), by the names below with _ for -.",
 )
-command = click.Command(
+serve = click.Command(
     "serve",
     callback=_serve,
     params=[_CONFIG, *(_option(field) for field in fields(Settings))],
@@ -130,3 +130,48 @@ command = click.Command(
     file.""",
     context_settings={"auto_envvar_prefix": _PREFIX.rstrip("_")},
 )
+
+
+# `confpred token`: who may ask the HTTP service, and who may manage it.
+
+
+@click.command("token")
+@click.argument("name")
+@click.option(
+    "--tokens",
+    "path",
+    required=True,
+    type=click.Path(dir_okay=False, path_type=Path),
+    envvar="CONFPRED_SERVE_TOKENS",
+    show_envvar=True,
+    help="File of tokens; made if missing.",
+)
+@click.option(
+    "--scope",
+    type=click.Choice(tokens.SCOPES),
+    default="read",
+    show_default=True,
+    help="What the token is for: to ask, or to manage the server too.",
+)
+@click.option("--revoke", is_flag=True, help="Remove the token of that name.")
+def token(name: str, path: Path, scope: tokens.Scope, revoke: bool) -> None:
+    """Make an access token called NAME for `confpred serve --tokens FILE`, and print it, once.
+
+    The file keeps its SHA-256 alone. A server that runs reads the file again at its next reload.
+    """
+    with tokens.alone(path):
+        known = tokens.read(path) if revoke or path.exists() else ()
+        others = tuple(token for token in known if token.name != name)
+        if revoke:
+            if len(others) == len(known):
+                raise InvalidInput("name", name, f"the name of a token in {path}")
+            tokens.write(path, others)
+            click.echo(f"revoked {name}; servers follow at their next reload")
+            return
+        if len(others) != len(known):
+            raise InvalidInput("name", name, f"a name that no token in {path} has")
+        if not name.isprintable() or not 1 <= len(name) <= 64:
+            raise InvalidInput("name", name, "1 to 64 printable characters")
+        secret, token = tokens.make(name, scope)
+        tokens.write(path, (*known, token))
+    click.echo(secret)

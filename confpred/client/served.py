@@ -14,11 +14,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 
-from confpred.client.blocking import Client
+from confpred.client.clients import Client
+from confpred.concurrency import PerProcess, Recent
 from confpred.errors import ConfpredError, InvalidInput
 from confpred.families.registry import all_families
-from confpred.forks import PerProcess
-from confpred.memory import Recent
 from confpred.model.folder import Model
 from confpred.predict.choice import Choice, check_max_regret, with_fallback
 from confpred.predict.predictor import BEST_KEPT, RANKINGS_KEPT, Predictor

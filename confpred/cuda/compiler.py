@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import logging
+import os
 import threading
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from confpred.cuda.bundles import bundled
-from confpred.cuda.cache import KernelCache, default_folder, entry_name
-from confpred.errors import CompileError, MissingExtra
-from confpred.families.kernel_text import file_text
-from confpred.forks import uninterrupted
+from confpred._version import __version__
+from confpred.concurrency import uninterrupted
+from confpred.cuda.cache import KernelCache, default_folder, entry_name, sealed, unsealed
+from confpred.errors import CompileError, DataError, InvalidInput, MissingExtra
+from confpred.families.kernel_text import file_text, source_digest
+from confpred.files import read_json
 from confpred.problem.operation import KernelSpec
 
 if TYPE_CHECKING:
@@ -76,7 +83,7 @@ def compile_kernel(
     spec: KernelSpec, arch: str, kernel_cache: KernelCache | None = None
 ) -> Compiled:
     """Compile `spec` for `arch` (such as ``sm_90a``), or take it from a bundle that is open
-    (`confpred.cuda.bundles`) or from the cache.
+    (`confpred.cuda.compiler`) or from the cache.
 
     Raises:
         CompileError: NVRTC refused it; the error carries the compiler's log.
@@ -140,3 +147,179 @@ def _compile(text: str, spec: KernelSpec, told: ProgramOptions) -> bytes:
     except Exception as error:  # cuda.core raises several classes when NVRTC refuses
         what = f"{spec.file} with {dict(spec.defines)} for {told.arch}"
         raise CompileError(what, str(error)) from error
+
+
+# Compiled kernels that travel: a folder that is read before the compiler is asked.
+#
+#     manifest.json           {"format": "confpred-bundle/1", "arch": "sm_90a", "compiler": "13.0",
+#                              "confpred": "0.1.0", "sources": {"depthwise.cu": "4b5c6d7e8f901234"}}
+#     kernels/0a/0a...cubin   entries as in the user's cache (`confpred.cuda.cache`)
+#
+# The user's cache tells compilers and every byte of a source apart. A bundle does not: its kernels
+# are known by what their source means (`confpred.families.kernel_text.source_digest`), their macros
+# and the architecture, so that they serve a machine with another NVRTC, or with none. Nor has the
+# folder to be private to its user, who has named it; checksums are compared all the same.
+
+
+log = logging.getLogger(__name__)
+
+FORMAT = "confpred-bundle/1"
+MANIFEST, KERNELS = "manifest.json", "kernels"
+_opened: tuple[KernelBundle, ...] = ()  # the latest first
+_incomplete: set[KernelBundle] = set()  # what lacks a kernel is said once
+_lock = threading.Lock()
+
+
+@dataclass(frozen=True, slots=True)
+class KernelBundle:
+    """A folder of compiled kernels.
+
+    Attributes:
+        folder: where it lies now.
+        arch: what its kernels were compiled for, such as ``sm_90a``.
+    """
+
+    folder: Path
+    arch: str
+
+    def get(self, spec: KernelSpec) -> bytes | None:
+        """The cubin of `spec`; None where it is missing or damaged."""
+        path = self.folder / KERNELS / entry_name(_bundle_key(spec, self.arch))
+        try:
+            content = path.read_bytes()
+        except OSError:
+            return None
+        cubin = unsealed(content)
+        if cubin is None:
+            log.warning("%s is damaged: compiling it again", path)
+        return cubin
+
+
+def bundle_files(
+    cubins: Mapping[KernelSpec, bytes], arch: str, compiler: str
+) -> dict[str, str | bytes]:
+    """The files of a bundle of `cubins`, made for `arch` by an NVRTC of version `compiler`, by
+    their names in its folder."""
+    manifest = {
+        "format": FORMAT,
+        "arch": arch,
+        "compiler": compiler,
+        "confpred": __version__,
+        "sources": {name: source_digest(name) for name in sorted({s.file for s in cubins})},
+    }
+    entries = {
+        f"{KERNELS}/{entry_name(_bundle_key(spec, arch))}": sealed(cubin)
+        for spec, cubin in cubins.items()
+    }
+    return {MANIFEST: json.dumps(manifest, indent=1) + "\n", **entries}
+
+
+def open_kernels(folder: Path, arch: str) -> KernelBundle:
+    """Look for kernels in the bundle at `folder` from now on, before anywhere else.
+
+    Raises:
+        DataError: it is no bundle, or was made of other kernel sources.
+        InvalidInput: it was made for another architecture than `arch`.
+    """
+    global _opened
+    path = folder / MANIFEST
+    manifest = read_json(path, "a bundle's manifest", FORMAT)
+    if manifest.get("arch") != arch:
+        allowed = f"{arch}, the architecture of the device that is in use"
+        raise InvalidInput(f"{path}: arch", manifest.get("arch"), allowed)
+    sources = manifest.get("sources")
+    if not isinstance(sources, dict):
+        raise DataError(f'{path}: "sources" must be an object of texts')
+    for name, digest in sources.items():
+        current = _current_digest(name)
+        if current != digest:
+            raise DataError(
+                f"{path} is of other kernels: the digest of {name} is {str(digest)[:8]} there, and "
+                f"{current[:8]} here; make the bundle again"
+            )
+    bundle = KernelBundle(folder.resolve(), arch)
+    with uninterrupted, _lock:
+        _opened = (bundle, *(other for other in _opened if other != bundle))
+    return bundle
+
+
+def close_kernels(bundle: KernelBundle) -> None:
+    """Look there no more; kernels that are loaded stay loaded."""
+    global _opened
+    with uninterrupted, _lock:
+        _opened = tuple(other for other in _opened if other != bundle)
+        _incomplete.discard(bundle)
+
+
+def bundled(spec: KernelSpec, arch: str) -> bytes | None:
+    """The cubin of `spec` for `arch` from the bundles that are open; None where they lack it, which
+    is a warning the first time, as somebody counts on a start without a compiler."""
+    bundles = [bundle for bundle in _opened if bundle.arch == arch]
+    for bundle in bundles:
+        cubin = bundle.get(spec)
+        if cubin is not None:
+            return cubin
+    for bundle in bundles:
+        if bundle not in _incomplete:
+            _incomplete.add(bundle)
+            what = f"{spec.entry} with {dict(spec.defines)}"
+            log.warning("%s lacks kernels that are asked for, such as %s", bundle.folder, what)
+    return None
+
+
+def _current_digest(name: str) -> str:
+    try:
+        return source_digest(name)
+    except OSError:
+        return "none"
+
+
+def _bundle_key(spec: KernelSpec, arch: str) -> str:
+    macros = "".join(f"#define {name} {value}\n" for name, value in spec.defines)
+    parts = (arch, spec.entry, macros, spec.file, source_digest(spec.file))
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+
+# Many kernels at once: NVRTC runs outside Python's lock, so threads compile in parallel.
+
+
+def compile_all(
+    specs: Iterable[KernelSpec],
+    arch: str,
+    kernel_cache: KernelCache | None = None,
+    *,
+    threads: int | None = None,
+) -> dict[KernelSpec, Compiled]:
+    """`compile_kernel` for each of `specs`, in as many threads as this process has processors, or
+    in `threads`; each kernel once, however often it is given.
+
+    Raises:
+        CompileError: NVRTC refused one of them; raised when the others are done, and in the cache.
+        MissingExtra: the compiler is not installed.
+    """
+    wanted = list(dict.fromkeys(specs))
+    if not wanted:
+        return {}
+    workers = min(len(wanted), threads or _processors())
+    with ThreadPoolExecutor(workers, "confpred-compile") as pool:
+        futures = [pool.submit(compile_kernel, spec, arch, kernel_cache) for spec in wanted]
+    return {spec: future.result() for spec, future in zip(wanted, futures, strict=True)}
+
+
+def compiled_files(specs: Iterable[KernelSpec], arch: str) -> dict[str, str | bytes]:
+    """Compile `specs` for `arch`, and return the files that let a start do without the compiler, by
+    their names in a folder (`confpred.cuda.compiler`). Needs no GPU.
+
+    Raises:
+        CompileError, MissingExtra: see `compile_all`.
+    """
+    compiled = compile_all(specs, arch)
+    cubins = {spec: kernel.cubin for spec, kernel in compiled.items()}
+    return bundle_files(cubins, arch, nvrtc_version())
+
+
+def _processors() -> int:
+    """How many processors this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from confpred.families.protocol import Candidate
 from confpred.families.registry import config_words
-from confpred.measure.outcome import Status
+from confpred.measure.timing import Status
 from confpred.problem.record import Record
 
 _R = TypeVar("_R", bound=Record)

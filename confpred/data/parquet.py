@@ -26,7 +26,7 @@ from confpred.errors import DataError, InvalidInput
 from confpred.families.protocol import PYTORCH
 from confpred.families.registry import all_families, all_operations, config_ids
 from confpred.files import write_whole
-from confpred.measure.outcome import STATUSES
+from confpred.measure.timing import STATUSES
 from confpred.problem.conv2d import CONVOLUTION
 from confpred.problem.operation import Operation
 
@@ -249,7 +249,7 @@ def _error(file: Path, row: int, error: InvalidInput) -> DataError:
 _SHARDS = "rows-*.parquet"
 #: What `add_part` has written is read as the sampler's shards are.
 _PARTS = "part-*.parquet"
-#: What every run measures again (`confpred.sampler.anchors`).
+#: What every run measures again (`confpred.sampler.tasks`).
 _ANCHORS = "anchors-*.parquet"
 #: The columns that tell rows of a problem apart, beside the problem's own.
 _ROW = ("device", "run_id", "family", "config", "cudnn_mode", "time")

@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from confpred.concurrency import Recent
 from confpred.families.common import feature_columns
 from confpred.families.protocol import Array, Rows
-from confpred.memory import Recent
 from confpred.problem.conv2d import Problem
 from confpred.problem.device import Device
 

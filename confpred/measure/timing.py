@@ -6,7 +6,7 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 import numpy as np
 
@@ -113,3 +113,35 @@ def time_interleaved(
         low, median, high = np.percentile(candidate, (25, 50, 75))
         timings.append(Timing(float(median), float(high - low), len(candidate)))
     return timings
+
+
+# What became of a candidate that was tried on a GPU.
+
+
+Status = Literal["ok", "illegal", "compile_error", "launch_error", "wrong_result", "timeout"]
+STATUSES: tuple[Status, ...] = get_args(Status)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of one config; the fields mean what `confpred.data.measurements.Measurement`
+    says.
+
+    Attributes:
+        config_id: the provider's number of the config.
+        cudnn, cudnn_mode: of PyTorch's own operator.
+    """
+
+    config_id: int
+    status: Status
+    time_ms: float = float("nan")
+    spread_ms: float = float("nan")
+    samples: int = 0
+    registers: int = 0
+    local_bytes: int = 0
+    smem_bytes: int = 0
+    error: float = float("nan")
+    sm_clock_mhz: int = 0
+    message: str = ""
+    cudnn: str = ""
+    cudnn_mode: str = ""

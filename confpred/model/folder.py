@@ -43,12 +43,12 @@ import numpy as np
 import platformdirs
 
 import confpred.models
+from confpred.concurrency import uninterrupted
 from confpred.errors import DataError, ModelError, StorageError
 from confpred.families.kernel_text import identity_of
 from confpred.families.protocol import PYTORCH_OPERATOR, Candidate, Family
 from confpred.families.registry import family_named, operation_named
 from confpred.files import write_folder
-from confpred.forks import uninterrupted
 from confpred.model.bounds import Bounds, Range, signal_names
 from confpred.model.card import (
     CARD,

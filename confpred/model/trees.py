@@ -38,8 +38,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from confpred.concurrency import uninterrupted
 from confpred.errors import ModelError
-from confpred.forks import uninterrupted
 
 # Constants of LightGBM's c_api.h.
 _DTYPE_FLOAT32 = 0

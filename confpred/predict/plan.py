@@ -1,6 +1,6 @@
 """A *plan*: choices that are taken as they are, for some layers of a network or for all.
 
-A plan is one file, or a folder with compiled kernels beside it (`confpred.cuda.bundles`)::
+A plan is one file, or a folder with compiled kernels beside it (`confpred.cuda.compiler`)::
 
     {"format": "confpred-plan/3", "operation": "conv2d", "confpred": "0.1.0",
      "model": "h100-2026.10.01", "kernels": {"grouped_fprop": "4b5c6d7e8f901234"},
@@ -26,7 +26,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, get_args
 
-import confpred
+from confpred._version import __version__
 from confpred.errors import DataError, InvalidInput, nearest
 from confpred.families import registry
 from confpred.families.kernel_text import identity_of
@@ -119,7 +119,7 @@ def plan_of(choices: Iterable[Choice]) -> Plan:
     (operation,) = operations.values()
     models = " ".join(dict.fromkeys(c.model for c in found.values() if c.model)) or None
     digests = _digests(found.values())
-    return Plan(operation, tuple(found.values()), digests, models, confpred.__version__)
+    return Plan(operation, tuple(found.values()), digests, models, __version__)
 
 
 def write_plan(
@@ -134,7 +134,7 @@ def write_plan(
     Args:
         path: the file to make; the folder to make where compiled kernels go along.
         plan: the choices.
-        kernels: the files of kernels that go along (`confpred.cuda.compiling.compiled_files`).
+        kernels: the files of kernels that go along (`confpred.cuda.compiler.compiled_files`).
         replace: a file of that name is replaced; a folder that is not empty never is.
 
     Raises:

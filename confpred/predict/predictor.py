@@ -17,6 +17,7 @@ from types import MappingProxyType
 
 import numpy as np
 
+from confpred.concurrency import Remembered
 from confpred.errors import InvalidInput
 from confpred.families.protocol import (
     PYTORCH_OPERATOR,
@@ -26,7 +27,6 @@ from confpred.families.protocol import (
     within,
 )
 from confpred.families.registry import family_of, kernels_of
-from confpred.memory import Remembered
 from confpred.model.bounds import Trust
 from confpred.model.folder import Model, NewestModels, load_model
 from confpred.model.rank import Options, rank_by_estimate, rank_families, with_pytorch
@@ -254,7 +254,7 @@ class Predictor:
         """Answer questions that are all about one device and number of choices."""
         if self._limits.deterministic:
             asked = [(_repeatable(problem), device, top) for problem, device, top in asked]
-        found = [self._known(*each) for each in asked]
+        found = [self._settled(*each) for each in asked]
         short = [i for i, (_, _, top) in enumerate(asked) if len(found[i]) < top]
         for i, predicted in zip(short, self._predict([asked[i] for i in short]), strict=True):
             if found[i]:  # the bound is of a first choice alone
@@ -268,7 +268,7 @@ class Predictor:
             for (problem, device, top), choices in zip(asked, found, strict=True)
         ]
 
-    def _known(self, problem: Record, device: Device, top: int) -> list[Choice]:
+    def _settled(self, problem: Record, device: Device, top: int) -> list[Choice]:
         """Return what needs no prediction: the plan's choice, and the best measured config."""
         planned = self._plan_for(problem, device)
         if planned is not None and top == 1:

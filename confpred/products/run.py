@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from confpred.cuda.launch import BoundLaunch
+from confpred.cuda.driver import BoundLaunch
 from confpred.problem.operation import SCRATCH, Launch, Product, Step, View
 from confpred.problem.precision import float32_sums, matmul_tf32
 

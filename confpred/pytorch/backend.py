@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils._python_dispatch import _disable_current_modes
 
-from confpred import __version__
+from confpred._version import __version__
 from confpred.cuda import driver
 from confpred.errors import ConfpredError, InvalidInput
 from confpred.predict.choice import Choice

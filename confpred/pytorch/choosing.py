@@ -15,7 +15,7 @@ from uuid import uuid4
 import torch
 
 from confpred.cuda import driver
-from confpred.cuda.bundles import close_kernels, open_kernels
+from confpred.cuda.compiler import close_kernels, open_kernels
 from confpred.errors import ConfpredError, InvalidInput, UnknownDevice
 from confpred.families.protocol import PYTORCH_OPERATOR
 from confpred.families.registry import operation_named

@@ -23,8 +23,8 @@ import torch.nn.functional as F  # TorchScript looks this and the next but one u
 from torch import Tensor, nn
 from torch.nn.modules.utils import _pair  # noqa: F401
 
+from confpred.concurrency import uninterrupted
 from confpred.errors import InvalidInput
-from confpred.forks import uninterrupted
 from confpred.problem.conv2d import ACTIVATIONS
 from confpred.problem.limits import UNLIMITED, Limits
 from confpred.pytorch import choosing, convolve

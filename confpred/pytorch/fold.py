@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from confpred.cuda.launch import launch_with
+from confpred.cuda.driver import launch_with
 from confpred.errors import ConfpredError
 from confpred.problem.operation import KernelSpec
 from confpred.pytorch.loading import CHANNELS_LAST, in_context, loaded

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from confpred.cuda import driver
 from confpred.cuda.compiler import Compiled, compile_kernel
-from confpred.cuda.launch import BoundLaunch, NoContext
+from confpred.cuda.driver import BoundLaunch, NoContext
 from confpred.cudnn.plans import Plans
 from confpred.errors import CompileError, LaunchError, MissingExtra
 from confpred.families.registry import all_families

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from confpred.cuda import driver
-from confpred.cuda.compiling import compiled_files
+from confpred.cuda.compiler import compiled_files
 from confpred.cuda.epilogue import epilogue_kernel
 from confpred.errors import InvalidInput
 from confpred.predict.choice import Choice
@@ -46,7 +46,7 @@ def record_plan(path: str | Path, *, kernels: bool = False) -> Iterator[None]:
     Raises:
         InvalidInput: another recording to the same file is under way; or, when the block ends, no
             convolution was seen on a CUDA device.
-        CompileError, MissingExtra: see `confpred.cuda.compiling.compiled_files`.
+        CompileError, MissingExtra: see `confpred.cuda.compiler.compiled_files`.
         StorageError: see `confpred.predict.plan.write_plan`.
     """
     target = Path(path).resolve()
@@ -94,7 +94,7 @@ def prepare(
             current CUDA device.
         UnknownDevice: no description of the device is known.
         ConfpredError: the forward cannot be captured.
-        CompileError, MissingExtra: see `confpred.cuda.compiling.compiled_files`.
+        CompileError, MissingExtra: see `confpred.cuda.compiler.compiled_files`.
         StorageError: see `confpred.predict.plan.write_plan`.
     """
     known = _current_device() if device is None else get_device(device)

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from confpred.cuda import driver
+from confpred.cuda.driver import BoundLaunch
 from confpred.cuda.epilogue import MOST_CHANNELS, MOST_ROWS, epilogue_kernel, epilogue_launch
-from confpred.cuda.launch import BoundLaunch
 from confpred.errors import ConfpredError, UnknownDevice
 from confpred.problem.operation import KernelSpec
 from confpred.pytorch.choosing import kept

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +17,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from confpred.errors import ConfpredError, DataError
-from confpred.families.registry import all_families
+from confpred.families.protocol import Candidate
+from confpred.families.registry import all_families, config_words
 from confpred.files import read_json
+from confpred.model.folder import Model
+from confpred.model.rank import FamilyModel
+from confpred.predict.explain import theme_of
 from confpred.problem.device import Device, get_device
 from confpred.problem.record import Record
+from confpred.report import COVERAGE
 from confpred.training import EVALUATION_FORMAT
+from confpred.training.dataset import Dataset, Timings
 
 #: A choice that takes this many times as long as the best config is told apart as slow.
 SLOW = 1.1
-COVERAGE = 0.95  # that a bound is calibrated for
 _BATCHES = (1, 4, 8, 16, 32, 64, 128)  # upper ends of the groups of batch sizes
 
 
@@ -232,3 +238,237 @@ def _batch_names() -> list[str]:
         names.append(str(high) if low == high else f"{low} to {high}")
         low = high + 1
     return [*names, f"{low} and more"]
+
+
+# How far measurements scatter.
+
+
+#: Upper ends of the groups of times, milliseconds.
+_TIMES_MS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.5)
+
+
+@dataclass(frozen=True, slots=True)
+class Noise:
+    """Interquartile range of the replays of a config, over their median.
+
+    Attributes:
+        name: what the configs have in common.
+        configs: how many there are.
+        median, p95: of that ratio.
+    """
+
+    name: str
+    configs: int
+    median: float
+    p95: float
+
+
+def noise_by_family(timings: Sequence[Timings]) -> list[Noise]:
+    return [
+        _noise(family, [t for t in timings if t.family == family])
+        for family in sorted({t.family for t in timings})
+    ]
+
+
+def noise_by_time(timings: Sequence[Timings]) -> list[Noise]:
+    """By how long the config takes."""
+    times = np.concatenate([t.time_ms for t in timings])
+    spread = np.concatenate([t.spread_ms for t in timings]) / times
+    group = np.searchsorted(_TIMES_MS, times)
+    names = [f"up to {_TIMES_MS[0]:g} ms"]
+    names += [f"{a:g} to {b:g} ms" for a, b in pairwise(_TIMES_MS)]
+    names.append(f"above {_TIMES_MS[-1]:g} ms")
+    return [
+        _of(name, spread[group == number])
+        for number, name in enumerate(names)
+        if (group == number).any()
+    ]
+
+
+def _noise(name: str, timings: Sequence[Timings]) -> Noise:
+    return _of(name, np.concatenate([t.spread_ms / t.time_ms for t in timings]))
+
+
+def _of(name: str, spread: np.ndarray[tuple[int], np.dtype[np.float64]]) -> Noise:
+    known = spread[~np.isnan(spread)]
+    if not len(known):
+        return Noise(name, len(spread), float("nan"), float("nan"))
+    return Noise(name, len(spread), float(np.median(known)), float(np.quantile(known, 0.95)))
+
+
+# The layers that a choice cost most, with what was measured of them.
+
+
+_FASTEST = 5  # configs that are told of beside the choice
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One measured config of a layer.
+
+    Attributes:
+        rank: 1 for the fastest that was measured.
+        config: in words.
+        time_ms: milliseconds.
+        spread: interquartile range of the time over the time.
+        chosen: whether this is what was chosen.
+    """
+
+    rank: int
+    config: str
+    time_ms: float
+    spread: float
+    chosen: bool
+
+
+@dataclass(frozen=True, slots=True)
+class WorstLayer:
+    """A layer, and what was measured of it.
+
+    Attributes:
+        evaluation: name of the evaluation.
+        layer: as it was judged.
+        floor_share: the part of the roofline that its best config reaches.
+        measured: the fastest configs, and the chosen one; empty without the measurements.
+        count: how many configs were measured; 0 without the measurements.
+        pytorch_ms: time of PyTorch's operator, milliseconds, where it was measured.
+    """
+
+    evaluation: str
+    layer: JudgedLayer
+    floor_share: float
+    measured: tuple[Measured, ...]
+    count: int
+    pytorch_ms: float | None
+
+
+def worst_layers(evaluated: Evaluated, dataset: Dataset | None, count: int) -> list[WorstLayer]:
+    """The `count` layers with the largest regret, the worst first."""
+    ordered = sorted(evaluated.layers, key=lambda layer: (-layer.regret, str(layer.problem)))
+    of_layer = {} if dataset is None else {(t.problem, t.family): t for t in dataset.timings}
+    found = []
+    for layer in ordered[:count]:
+        timings = of_layer.get((layer.problem, layer.family))
+        found.append(
+            WorstLayer(
+                evaluation=evaluated.name,
+                layer=layer,
+                floor_share=evaluated.device.roofline_s(layer.problem) * 1e3 / layer.best_ms,
+                measured=() if timings is None else tuple(_measured(layer, timings)),
+                count=0 if timings is None else len(timings.rows),
+                pytorch_ms=dataset.pytorch_ms.get(layer.problem) if dataset else None,
+            )
+        )
+    return found
+
+
+def _measured(layer: JudgedLayer, timings: Timings) -> Sequence[Measured]:
+    """The fastest configs, and the one whose time is that of the choice: an evaluation names the
+    time and not the config, and two configs hardly have the same to the bit."""
+    chosen = int(np.abs(timings.time_ms - layer.regret * layer.best_ms).argmin())
+    order = np.argsort(timings.time_ms, kind="stable").tolist()
+    shown = order[:_FASTEST]
+    if chosen not in shown:
+        shown = [*shown, chosen]
+    return [
+        Measured(
+            rank=order.index(i) + 1,
+            config=config_words(Candidate(timings.family, int(timings.rows[i]))),
+            time_ms=float(timings.time_ms[i]),
+            spread=float(timings.spread_ms[i] / timings.time_ms[i]),
+            chosen=i == chosen,
+        )
+        for i in shown
+    ]
+
+
+# How much a model's order of configs rests on each feature.
+#
+# A model's files leave out what LightGBM would count importances from, so they are measured: the
+# values of one feature are exchanged at random among many rows, and what counts is how far that
+# moves
+# the predicted times of a layer's configs against one another.
+
+
+_LAYERS, _CONFIGS = 40, 32  # of a pool, and of each of these layers
+_SEED = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Importance:
+    """One feature of a pool of families.
+
+    Attributes:
+        feature: its name.
+        theme: what it tells, as explanations group features.
+        moved: root mean square by which the exchange moves the ratio of two configs' predicted
+            times: 0.05 is 5 %.
+    """
+
+    feature: str
+    theme: str
+    moved: float
+
+
+def importances(model: Model) -> dict[str, list[Importance]]:
+    """The features of each pool of `model`, by the pool's name, the largest importance first, as
+    measured on layers of its data and the configs that it offers for them."""
+    pools: dict[str, list[FamilyModel]] = {}
+    for learned in model.families.values():
+        pools.setdefault(learned.pool.name, []).append(learned)
+    return {name: _of_pool(model, members) for name, members in sorted(pools.items())}
+
+
+def _of_pool(model: Model, members: Sequence[FamilyModel]) -> list[Importance]:
+    rng = np.random.default_rng(_SEED)
+    pool = members[0].pool
+    parts = list(_features(model, members, rng))
+    if not parts:
+        return []
+    features = np.concatenate(parts)
+    layer = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
+    before = members[0].order.predict(features)
+    found = []
+    for column, name in enumerate(pool.feature_names):
+        mixed = features.copy()
+        mixed[:, column] = rng.permutation(mixed[:, column])
+        if np.array_equal(mixed, features, equal_nan=True):
+            continue
+        moved = _within_layers(members[0].order.predict(mixed) - before, layer)
+        fields = members[0].family.configs.dtype.names or ()
+        theme = theme_of(name, fields) if _varies(features[:, column], layer) else "layer"
+        found.append(Importance(name, theme, float(np.expm1(np.sqrt((moved**2).mean())))))
+    return sorted(found, key=lambda importance: -importance.moved)
+
+
+def _features(
+    model: Model, members: Sequence[FamilyModel], rng: np.random.Generator
+) -> list[NDArray[np.float32]]:
+    """Those of some configs of some layers, one matrix a layer and family."""
+    kind = model.operation.problem
+    words = list(model.measured)
+    found = []
+    for index in rng.permutation(len(words)).tolist():
+        problem = kind.parse(words[index])
+        for learned in members:
+            rows = learned.legal(problem, model.device)
+            rows = np.sort(rng.permutation(rows)[:_CONFIGS])
+            if len(rows) > 1:
+                found.append(learned.features(problem, model.device, rows))
+        if len(found) >= _LAYERS:
+            break
+    return found
+
+
+def _within_layers(moved: NDArray[np.float64], layer: NDArray[np.intp]) -> NDArray[np.float64]:
+    """What is left of `moved` when each layer's mean is taken off: what moves all configs of a
+    layer alike changes no choice."""
+    mean = np.bincount(layer, moved) / np.bincount(layer)
+    return moved - mean[layer]
+
+
+def _varies(column: NDArray[np.float32], layer: NDArray[np.intp]) -> bool:
+    """Whether the configs of some layer differ in this feature."""
+    same = layer[1:] == layer[:-1]
+    differs = (column[1:] != column[:-1]) & ~(np.isnan(column[1:]) & np.isnan(column[:-1]))
+    return bool((same & differs).any())

@@ -2,23 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-import confpred
+from confpred._version import __version__
+from confpred.data.parquet import operation_in, read
+from confpred.errors import DataError
+from confpred.families.registry import all_operations
 from confpred.files import write_whole
-from confpred.model.folder import Model
-from confpred.report import charts, tables
-from confpred.report.heldout import holdout_facts, holdout_tables
-from confpred.report.importances import importances
-from confpred.report.inputs import Inputs
-from confpred.report.judged import COVERAGE, Evaluated, by_family
-from confpred.report.noise import noise_by_family, noise_by_time
-from confpred.report.worst import WorstLayer, worst_layers
+from confpred.model.card import CARD
+from confpred.model.folder import Model, load_model, model_folders
+from confpred.report import COVERAGE, charts, tables
+from confpred.report.judged import (
+    Evaluated,
+    WorstLayer,
+    by_family,
+    evaluated,
+    importances,
+    noise_by_family,
+    noise_by_time,
+    read_evaluation,
+    worst_layers,
+)
+from confpred.report.tables import holdout_facts, holdout_tables
+from confpred.training.dataset import Dataset, data_files, read_dataset
+from confpred.training.evaluate import evaluate
+from confpred.training.fit import Hyperparameters
 
 WORST = 20  # layers of each evaluation that are told of one by one
 _FOLDER = Path(__file__).parent
@@ -49,7 +65,7 @@ def page(inputs: Inputs) -> str:
     noise = {key: noise_by_time(d.timings) for key, d in inputs.datasets.items()}
     return environment.get_template("page.html").render(
         title=_title(inputs),
-        version=confpred.__version__,
+        version=__version__,
         style=Markup((_FOLDER / "page.css").read_text()),
         script=Markup((_FOLDER / "page.js").read_text()),
         inputs=inputs,
@@ -140,3 +156,157 @@ def _plain(value: Any) -> str:
     if isinstance(value, list):
         return " ".join(map(str, value)) or "none"
     return f"{value:,}" if type(value) is int else str(value)
+
+
+# What a page is made of: models, evaluations and measurements, each known by what it is.
+
+
+#: Of a file of measurements, what all rows of a run share.
+_RUN = ("device", "device_name", "driver", "cuda", "project", "run_id")
+
+
+@dataclass(frozen=True, slots=True)
+class InputFile:
+    """A file that a page is made of.
+
+    Attributes:
+        path: as it was named.
+        kind: ``model``, ``evaluation`` or ``measurements``.
+        sha256: of its content; of a model's card, which has the digests of its other files.
+    """
+
+    path: str
+    kind: str
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Inputs:
+    """All that a page is made of.
+
+    Attributes:
+        evaluations: by the order in which they were given; those made here come last.
+        datasets: measurements by device.
+        models: in the order of their devices.
+        files: where all that comes from.
+        runs: of the measurements: how many rows each run of the sampler has, and what it says of
+            itself, as a dictionary of ``_RUN``, ``rows``, ``first`` and ``last``.
+    """
+
+    evaluations: tuple[Evaluated, ...]
+    datasets: Mapping[str, Dataset]
+    models: tuple[Model, ...]
+    files: tuple[InputFile, ...]
+    runs: tuple[Mapping[str, Any], ...]
+
+
+def read_inputs(
+    paths: Sequence[Path],
+    device: str | None,
+    judge: Callable[[Dataset], Evaluated],
+) -> Inputs:
+    """Read what is at `paths`.
+
+    Args:
+        paths: model folders and folders of them; evaluations (``.json``); Parquet files of
+            measurements and folders of them.
+        device: use the measurements of this device alone; None for all.
+        judge: makes an evaluation of measurements of a device that none was given for.
+
+    Raises:
+        DataError: a file is damaged or foreign, or an evaluation is of other measurements than
+            those that were given.
+        ModelError: a model is.
+        UnknownDevice: no description of `device` is known.
+    """
+    models: list[tuple[Path, Model]] = []
+    found: list[Evaluated] = []
+    data: list[Path] = []
+    files: list[InputFile] = []
+    for path in paths:
+        folders = model_folders(path) if path.is_dir() else {}
+        if folders:
+            for _, folder in sorted(folders.items()):
+                models.append((folder, load_model(folder)))
+                files.append(_file(folder / CARD, "model"))
+        elif path.suffix == ".json":
+            found.append(read_evaluation(path))
+            files.append(_file(path, "evaluation"))
+        else:
+            data.append(path)
+    datasets: dict[str, Dataset] = {}
+    runs: tuple[Mapping[str, Any], ...] = ()
+    if data:
+        read_from = data_files(data)
+        files += [_file(file, "measurements") for file in read_from]
+        runs = _runs(read_from)
+        devices = sorted({run["device"] for run in runs}) if device is None else [device]
+        for key in devices:
+            dataset = read_dataset(data, key)
+            datasets[dataset.device.key] = dataset
+    for key, dataset in datasets.items():
+        of_device = [evaluation for evaluation in found if evaluation.device.key == key]
+        if not of_device:
+            found.append(judge(dataset))
+        for evaluation in of_device:
+            _check_digest(evaluation, dataset)
+    runs = tuple(run for run in runs if run["device"] in datasets)
+    return Inputs(
+        tuple(_named(found)), datasets, tuple(model for _, model in models), tuple(files), runs
+    )
+
+
+def judge_here(folds: int, seed: int) -> Callable[[Dataset], Evaluated]:
+    """What judges as ``confpred evaluate`` does; it takes minutes."""
+
+    def judge(dataset: Dataset) -> Evaluated:
+        figures = evaluate(dataset, Hyperparameters(), folds, seed).to_json()
+        return evaluated(figures, f"the evaluation on {dataset.device.key}")
+
+    return judge
+
+
+def _check_digest(evaluation: Evaluated, dataset: Dataset) -> None:
+    judged = evaluation.figures["data"]
+    if judged != dataset.digest:
+        raise DataError(
+            f"the evaluation on {evaluation.device.key} is of measurements {judged}, and those "
+            f"given are {dataset.digest}: give the files that were judged, or judge these"
+        )
+
+
+def _named(found: Sequence[Evaluated]) -> list[Evaluated]:
+    """The evaluations, told apart where several are of a device."""
+    counts: dict[str, int] = {}
+    named = []
+    for evaluation in found:
+        key = evaluation.device.key
+        counts[key] = counts.get(key, 0) + 1
+        name = key if counts[key] == 1 else f"{key} ({counts[key]})"
+        named.append(replace(evaluation, name=name))
+    return named
+
+
+def _file(path: Path, kind: str) -> InputFile:
+    try:
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror or error}") from error
+    return InputFile(str(path), kind, digest)
+
+
+def _runs(files: Sequence[Path]) -> tuple[Mapping[str, Any], ...]:
+    tables = []
+    for file in files:
+        name = operation_in(file)
+        if name not in all_operations():
+            raise DataError(f"{file} is of operation {name!r}, which no family computes")
+        tables.append(read(file, all_operations()[name], [*_RUN, "time"]))
+    counted = (
+        pa.concat_tables(tables)
+        .group_by(list(_RUN), use_threads=False)
+        .aggregate([("time", "count"), ("time", "min"), ("time", "max")])
+        .select([*_RUN, "time_count", "time_min", "time_max"])
+    )
+    rows = counted.rename_columns([*_RUN, "rows", "first", "last"]).to_pylist()
+    return tuple(sorted(rows, key=lambda row: (row["device"], row["first"], row["run_id"])))

@@ -18,8 +18,7 @@ from typing import BinaryIO
 import numpy as np
 
 from confpred.cuda.cache import sealed
-from confpred.cuda.compiler import cache_entry, compiled_before
-from confpred.cuda.compiling import compile_all
+from confpred.cuda.compiler import cache_entry, compile_all, compiled_before
 from confpred.errors import CompileError
 from confpred.families.protocol import PYTORCH
 from confpred.families.registry import all_families

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import heapq
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from multiprocessing.connection import Connection
 
 from confpred.cuda.compiler import compile_kernel
-from confpred.errors import CompileError
+from confpred.data.measurements import Run
+from confpred.errors import CompileError, ConfpredError, LaunchError
 from confpred.families.protocol import PYTORCH_OPERATOR
 from confpred.families.registry import all_families, operation_of
 from confpred.measure.kernels import measure
-from confpred.measure.outcome import Outcome
+from confpred.measure.timing import Outcome, Status
 from confpred.problem.operation import KernelSpec
-from confpred.sampler.tasks import Task
+from confpred.sampler.tasks import HEURISTICS, Task
+from confpred.sampler.worker import Failed, Worker
 
 #: Import paths of the two job functions.
 COMPILE = f"{__name__}:compile_job"
@@ -62,3 +68,238 @@ def measure_job(job: MeasureJob, report: Callable[[int], None]) -> list[Outcome]
         return [measure_pytorch(operation, task.problem, mode=task.cudnn_mode, **where)]
     family = all_families()[task.provider]
     return measure(task.problem, family, task.config_ids, report=report, **where)
+
+
+# Compiles the kernels of tasks into the kernel cache, in parallel and in the tasks' order.
+#
+# NVRTC scales with processes, not with threads. Compilation overlaps measurement: the times come
+# from
+# device events around CUDA graphs, which a busy CPU does not disturb, and GPU time is what is
+# scarce.
+
+
+#: Far above the seconds that the largest kernel takes.
+_SILENCE_S = 180.0
+_ATTEMPTS = 2
+
+
+class Compilers:
+    """A few compiler processes and the tasks that wait for them. With none, no task waits: its
+    kernels lie in the cache, and what is missing there, the process that measures it compiles.
+
+    Attributes:
+        total, finished: distinct kernels, and how many of them were compiled or refused.
+        errors: kernels that do not compile, with the compiler's log.
+    """
+
+    def __init__(self, tasks: Sequence[Task], arch: str, processes: int, function: str) -> None:
+        self.errors: dict[KernelSpec, str] = {}
+        self.finished = 0
+        self._arch = arch
+        self._tasks = tasks
+        self._waiting: dict[KernelSpec, list[int]] = {}
+        self._missing: Counter[int] = Counter()
+        for index, task in enumerate(tasks if processes else ()):
+            for kernel in dict.fromkeys(chain.from_iterable(task.kernels())):
+                self._waiting.setdefault(kernel, []).append(index)
+                self._missing[index] += 1
+        self.total = len(self._waiting)
+        self._ready = [index for index in range(len(tasks)) if not self._missing[index]]
+        self._todo = deque(self._waiting)
+        self._attempts: Counter[KernelSpec] = Counter()
+        self._workers = [Worker(function, _SILENCE_S) for _ in range(min(processes, self.total))]
+
+    def step(self) -> None:
+        """Take in what is compiled and keep the processes busy; never waits.
+
+        Raises:
+            ConfpredError: the compiler itself cannot be used.
+        """
+        for worker in self._workers:
+            if worker.job is not None:
+                job = worker.job
+                ended = worker.poll()
+                if ended is None:
+                    continue
+                if isinstance(ended, Failed):
+                    self._retry_or_refuse(job.kernel, ended)
+                else:
+                    self._finish(job.kernel, ended.result)
+            if self._todo:
+                worker.start(CompileJob(self._todo.popleft(), self._arch))
+
+    def next_ready(self, wanted: Callable[[Task], bool] = lambda task: True) -> Task | None:
+        """The first task that is `wanted` and whose kernels are all compiled or refused; each
+        comes once."""
+        passed: list[int] = []
+        found: Task | None = None
+        while self._ready and found is None:
+            index = heapq.heappop(self._ready)
+            if wanted(self._tasks[index]):
+                found = self._tasks[index]
+            else:
+                passed.append(index)
+        for index in passed:
+            heapq.heappush(self._ready, index)
+        return found
+
+    def connections(self) -> list[Connection]:
+        """What to wait for until the next `step`."""
+        busy = [worker for worker in self._workers if worker.job is not None]
+        return [worker.connection for worker in busy if worker.connection is not None]
+
+    def stop(self) -> None:
+        """Drop what is not compiled; a compilation in flight is lost."""
+        self._todo.clear()
+        for worker in self._workers:
+            worker.stop(kill=True)
+
+    def _retry_or_refuse(self, kernel: KernelSpec, failed: Failed) -> None:
+        if failed.how == "error":  # not the kernel's fault: no compiler, or a full disk
+            raise ConfpredError(f"kernels cannot be compiled: {failed.message}")
+        self._attempts[kernel] += 1
+        if self._attempts[kernel] < _ATTEMPTS:
+            self._todo.appendleft(kernel)
+        else:
+            self._finish(kernel, f"the compiler failed: {failed.message}")
+
+    def _finish(self, kernel: KernelSpec, error: str | None) -> None:
+        self.finished += 1
+        if error is not None:
+            self.errors[kernel] = error
+        for index in self._waiting.pop(kernel):
+            self._missing[index] -= 1
+            if not self._missing[index]:
+                heapq.heappush(self._ready, index)
+
+
+# One GPU and its worker processes: measures one task after the other, and survives crashes.
+
+
+#: A task that cost this many processes, or this many before any config was launched (too large for
+#: the GPU's memory, say), is given up; its other configs stay unmeasured.
+MAX_FAILURES = 5
+MAX_UNEXPLAINED = 2
+#: So many tasks in a row without a single outcome mean that the GPU cannot be used.
+MAX_GIVEN_UP = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The end of a task.
+
+    Attributes:
+        task: as it was planned.
+        outcomes: of its configs, those that failed included.
+        given_up: how many configs have no outcome, because too many processes died of the task.
+        message: the last failure; empty if there was none.
+        seconds: of measuring on the GPU.
+    """
+
+    task: Task
+    outcomes: tuple[Outcome, ...]
+    given_up: int
+    message: str
+    seconds: float
+
+
+class GpuWorker:
+    """One GPU. A process measures whatever comes; the heuristics of PyTorch's operator have another
+    of their own (`confpred.measure.pytorch.measure_pytorch` says why), and never both work at once.
+
+    Args:
+        run: what the rows measured here share.
+        ordinal: CUDA device.
+        function: import path of the job function for `MeasureJob`s.
+        silence_s: a config that takes longer than this to check, or a task to time, is taken to
+            hang.
+        seed: of the order of timed rounds.
+    """
+
+    def __init__(self, run: Run, ordinal: int, function: str, silence_s: float, seed: int) -> None:
+        self.run = run
+        self.ordinal = ordinal
+        self._seed = seed
+        self._usual, self._heuristic = (Worker(function, silence_s) for _ in range(2))
+        self._worker = self._usual
+        self._task: Task | None = None
+        self._left: list[int] = []
+        self._outcomes: list[Outcome] = []
+        self._failures: list[Failed] = []
+        self._given_up = 0
+
+    @property
+    def task(self) -> Task | None:
+        """The task in flight."""
+        return self._task
+
+    def connections(self) -> list[Connection]:
+        """What to wait for until the next `poll`."""
+        connection = self._worker.connection
+        return [connection] if self._worker.job is not None and connection is not None else []
+
+    def start(self, task: Task, known: Sequence[Outcome]) -> None:
+        """Measure `task` on this free GPU, except the configs whose outcome is `known` already."""
+        self._task = task
+        self._worker = self._heuristic if task.cudnn_mode == HEURISTICS else self._usual
+        self._outcomes, self._failures = list(known), []
+        done = {outcome.config_id for outcome in known}
+        self._left = [config_id for config_id in task.config_ids if config_id not in done]
+        self._launch(task)
+
+    def poll(self) -> Finished | None:
+        """The end of the task in flight, or None; never waits.
+
+        Raises:
+            LaunchError: the GPU fails whatever it is given.
+        """
+        task = self._task
+        if task is None:
+            return None
+        if not self._left:
+            return self._finish(task, 0.0)
+        ended = self._worker.poll()
+        if ended is None:
+            return None
+        if isinstance(ended, Failed):
+            return self._blame(task, ended)
+        self._outcomes += ended.result
+        self._left = []
+        return self._finish(task, ended.seconds)
+
+    def stop(self, *, kill: bool) -> None:
+        """End the processes; with `kill`, even while one is busy."""
+        for worker in (self._usual, self._heuristic):
+            worker.stop(kill=kill)
+
+    def _launch(self, task: Task) -> None:
+        if self._left:
+            rest = replace(task, config_ids=tuple(self._left))
+            self._worker.start(MeasureJob(rest, self.ordinal, self._seed))
+
+    def _blame(self, task: Task, failed: Failed) -> Finished | None:
+        """The config reported last is the culprit; measure the others again, in a new process."""
+        self._failures.append(failed)
+        if failed.reported in self._left:
+            self._left.remove(failed.reported)
+            status: Status = "timeout" if failed.how == "silent" else "launch_error"
+            self._outcomes.append(Outcome(failed.reported, status, message=failed.message))
+        unexplained = sum(failure.reported is None for failure in self._failures)
+        if len(self._failures) < MAX_FAILURES and unexplained < MAX_UNEXPLAINED:
+            self._launch(task)
+            return None if self._left else self._finish(task, 0.0)
+        return self._finish(task, 0.0)
+
+    def _finish(self, task: Task, seconds: float) -> Finished:
+        message = self._failures[-1].message if self._failures else ""
+        if self._outcomes:
+            self._given_up = 0
+        else:
+            self._given_up += 1
+        if self._given_up == MAX_GIVEN_UP:
+            raise LaunchError(
+                f"CUDA device {self.ordinal} failed {MAX_GIVEN_UP} problems in a row; the last one,"
+                f" {task.problem}: {message}"
+            )
+        self._task = None
+        return Finished(task, tuple(self._outcomes), len(self._left), message, seconds)

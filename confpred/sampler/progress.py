@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -91,3 +94,31 @@ def summary(tally: Tally, folder: Path, gpus: int) -> str:
     lines.append(f"failures: {', '.join(failures) or 'none'}")
     lines += [f"given up, and tried again by the next run: {text}" for text in tally.given_up]
     return "\n".join([*lines, f"measurements are in {folder}"])
+
+
+# Ctrl-C as a count to look at, so that it never cuts a write or a message in two.
+
+
+@dataclass(slots=True)
+class Interrupts:
+    """How often the user asked to stop, and by which signal the last time."""
+
+    count: int = 0
+    signal: int = 0
+
+
+@contextlib.contextmanager
+def count_interrupts() -> Iterator[Interrupts]:
+    """Count SIGINT and SIGTERM instead of being ended by them; for the main thread only."""
+    interrupts = Interrupts()
+
+    def note(number: int, frame: FrameType | None) -> None:
+        interrupts.count += 1
+        interrupts.signal = number
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield interrupts
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any, Literal
 
-from confpred.processes import end_with, stops_held
+from confpred.concurrency import end_with, stops_held
 
 #: What a worker runs: a function of a job and of a function to call with each sign of life. A
 #: worker is given its import path, ``"package.module:function"``, so that a spawned process can

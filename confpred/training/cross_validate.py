@@ -23,6 +23,7 @@ from joblib import Parallel, cpu_count, delayed
 from numpy.typing import NDArray
 from sklearn.model_selection import GroupKFold
 
+from confpred.concurrency import end_with, stops_held
 from confpred.errors import ConfpredError, DataError, InvalidInput, StorageError
 from confpred.families.protocol import Candidate, Rows
 from confpred.families.registry import operation_of
@@ -31,7 +32,6 @@ from confpred.model.rank import FamilyModel, Gate, PytorchModel, with_pytorch
 from confpred.model.trees import Trees
 from confpred.problem.device import Device
 from confpred.problem.record import Record
-from confpred.processes import end_with, stops_held
 from confpred.training import Said, unsaid
 from confpred.training.calibrate import Answer, Times, fit_gate, fit_pytorch, margins
 from confpred.training.dataset import Dataset, Timings

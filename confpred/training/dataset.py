@@ -25,7 +25,7 @@ from confpred.data.parquet import (
 from confpred.errors import DataError, InvalidProblem
 from confpred.families.protocol import PYTORCH, Rows
 from confpred.families.registry import all_families, all_operations, config_ids
-from confpred.measure.outcome import STATUSES
+from confpred.measure.timing import STATUSES
 from confpred.problem.device import KNOWN, Device, get_device
 from confpred.problem.operation import Operation
 from confpred.problem.record import Record

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-import confpred
+from confpred._version import __version__
 from confpred.errors import InvalidInput
 from confpred.families.protocol import PYTORCH_OPERATOR, Candidate, Family
 from confpred.families.registry import all_families
@@ -163,7 +163,7 @@ def train(
             median=bounds.median,
         ),
         libraries={
-            "confpred": confpred.__version__,
+            "confpred": __version__,
             **{name: version(name) for name in ("lightgbm", "numpy", "scikit-learn")},
         },
         files={name: hashlib.sha256(t.encode()).hexdigest() for name, t in files.items()},

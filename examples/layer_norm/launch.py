@@ -14,7 +14,7 @@ from layer_norm import FAMILY, LayerNormProblem
 from confpred import Predictor
 from confpred.cuda import driver
 from confpred.cuda.compiler import compile_kernel
-from confpred.cuda.launch import BoundLaunch
+from confpred.cuda.driver import BoundLaunch
 
 
 def layer_norm(

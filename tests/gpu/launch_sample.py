@@ -20,7 +20,7 @@ from layers import random_legal_layer
 
 from confpred.cuda import driver
 from confpred.cuda.compiler import compile_kernel
-from confpred.cuda.launch import BoundLaunch
+from confpred.cuda.driver import BoundLaunch
 from confpred.families.protocol import Family
 from confpred.families.registry import all_families
 from confpred.problem.conv2d import Problem

@@ -7,7 +7,7 @@ import torch
 
 from confpred.cuda import driver
 from confpred.cuda.compiler import compile_kernel
-from confpred.cuda.launch import BoundLaunch
+from confpred.cuda.driver import BoundLaunch
 from confpred.families.protocol import Family
 from confpred.problem.conv2d import Problem
 from confpred.problem.operation import SCRATCH, ZEROED, Launch

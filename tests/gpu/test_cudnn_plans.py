@@ -14,8 +14,7 @@ from confpred.cuda import driver
 from confpred.cuda.cache import KernelCache
 from confpred.cudnn import plans as plans_module
 from confpred.cudnn.family import FAMILY
-from confpred.cudnn.graphs import Graph
-from confpred.cudnn.plans import Plans, _handle
+from confpred.cudnn.plans import Graph, Plans, _handle
 from confpred.errors import LaunchError
 from confpred.measure.kernels import check, measure
 from confpred.problem.conv2d import Problem

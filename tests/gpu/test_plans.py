@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 import confpred
-from confpred.cuda import bundles
-from confpred.cuda.compiling import compiled_files
+from confpred.cuda import compiler
+from confpred.cuda.compiler import compiled_files
 from confpred.errors import InvalidInput
 from confpred.families.protocol import PYTORCH_OPERATOR
 from confpred.predict.plan import plan_of, read_plan, write_plan
@@ -31,8 +31,8 @@ def restored() -> Iterator[None]:
     confpred.use_predictor(Predictor.load())
     yield
     confpred.use_predictor(Predictor({}))
-    for bundle in bundles._opened:
-        bundles.close_kernels(bundle)
+    for bundle in compiler._opened:
+        compiler.close_kernels(bundle)
 
 
 def step(channels: int = 512, requires_grad: bool = True) -> torch.Tensor:

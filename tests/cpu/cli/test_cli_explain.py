@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from confpred.data.suites import read_suite
-from confpred.extras import install_command
+from confpred.errors import install_command
 from confpred.predict.explain import explain_layer
 from confpred.predict.predictor import Predictor
 from confpred.problem.conv2d import Problem

@@ -17,12 +17,11 @@ from pathlib import Path
 import pytest
 from sampler_rows import ROW, fill, other
 
-from confpred.cli import main
-from confpred.cli.stopping import Stopped
+from confpred.cli import Stopped, main
+from confpred.concurrency import stops_held
 from confpred.data.parquet import merge, shards_in
 from confpred.errors import StorageError
 from confpred.files import write_whole
-from confpred.processes import stops_held
 
 LAYER = "n=32 c=128 h=56 w=56 k=128 r=3 s=3 groups=16 padding=1"
 PROGRAM = "from confpred.cli import main; main()"

@@ -9,7 +9,7 @@ import sys
 
 PROGRAM = """
 import time
-from confpred.cli.steps import show_steps
+from confpred.cli.learn import show_steps
 with show_steps() as say:
     for done in range(4):
         say("reading", done, 3)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from sampler_rows import ROW, fill
 
-from confpred.extras import install_command
+from confpred.errors import install_command
 
 LAYER = "n=32 c=128 h=56 w=56 k=128 r=3 s=3 groups=16 padding=1"
 #: What the extra `gpu` installs and no other extra, made impossible to import.

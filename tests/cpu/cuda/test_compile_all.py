@@ -12,10 +12,9 @@ from pathlib import Path
 import pytest
 from layers import first_kernel
 
-from confpred.cuda import compiling
+from confpred.cuda import compiler
 from confpred.cuda.cache import KernelCache
-from confpred.cuda.compiler import compile_kernel
-from confpred.cuda.compiling import compile_all
+from confpred.cuda.compiler import compile_all, compile_kernel
 from confpred.cuda.epilogue import epilogue_kernel
 from confpred.errors import CompileError
 from confpred.families.registry import all_families
@@ -47,7 +46,7 @@ def test_the_same_kernels_as_one_by_one(tmp_path: Path) -> None:
 
 def test_the_threads_of_a_fresh_process_find_the_compiler_whole(tmp_path: Path) -> None:
     program = (
-        "from confpred.cuda.compiling import compile_all\n"
+        "from confpred.cuda.compiler import compile_all\n"
         "from confpred.problem.operation import KernelSpec\n"
         f"print(len(compile_all({SMALL!r}, '{ARCH}', threads=6)))\n"
     )
@@ -71,7 +70,7 @@ def test_a_kernel_given_twice_is_compiled_once(
             compiled.append(spec)
         return compile_kernel(spec, *rest)
 
-    monkeypatch.setattr(compiling, "compile_kernel", counting)
+    monkeypatch.setattr(compiler, "compile_kernel", counting)
     assert list(compile_all(SMALL[:2] * 3, ARCH, KernelCache(tmp_path))) == SMALL[:2]
     assert sorted(compiled, key=SMALL.index) == SMALL[:2]
     assert compile_all([], ARCH) == {}

@@ -10,10 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from confpred.cuda import bundles, compiler
-from confpred.cuda.bundles import bundle_files, close_kernels, open_kernels
+from confpred.cuda import compiler
 from confpred.cuda.cache import KernelCache
-from confpred.cuda.compiler import compile_kernel, nvrtc_version
+from confpred.cuda.compiler import (
+    bundle_files,
+    close_kernels,
+    compile_kernel,
+    nvrtc_version,
+    open_kernels,
+)
 from confpred.cuda.epilogue import epilogue_kernel
 from confpred.errors import DataError, InvalidInput
 from confpred.files import write_folder
@@ -32,7 +37,7 @@ INSIDE, OUTSIDE = spec("relu"), spec("silu")
 @pytest.fixture(autouse=True)
 def closed() -> Iterator[None]:
     yield
-    for bundle in bundles._opened:
+    for bundle in compiler._opened:
         close_kernels(bundle)
 
 
@@ -130,9 +135,9 @@ def test_the_bundle_that_was_opened_last_is_asked_first(
     folder: Path, made: Path, tmp_path: Path
 ) -> None:
     first, second = open_kernels(made, ARCH), open_kernels(folder, ARCH)
-    assert bundles._opened == (second, first)
+    assert compiler._opened == (second, first)
     assert open_kernels(made, ARCH) == first
-    assert bundles._opened == (first, second)
+    assert compiler._opened == (first, second)
     shutil.rmtree(folder / "kernels")
     close_kernels(first)
     assert not compile_kernel(INSIDE, ARCH, KernelCache(tmp_path / "cache")).cached
@@ -141,7 +146,7 @@ def test_the_bundle_that_was_opened_last_is_asked_first(
 def test_another_architecture_is_refused(folder: Path) -> None:
     with pytest.raises(InvalidInput, match=r"manifest\.json: arch='sm_90a' is not.* sm_80"):
         open_kernels(folder, "sm_80")
-    assert bundles._opened == ()
+    assert compiler._opened == ()
 
 
 def test_other_sources_are_refused(folder: Path) -> None:
@@ -156,7 +161,7 @@ def test_other_sources_are_refused(folder: Path) -> None:
         path.write_text(json.dumps(manifest | {"sources": sources}))
         with pytest.raises(DataError, match=message):
             open_kernels(folder, ARCH)
-    assert bundles._opened == ()
+    assert compiler._opened == ()
 
 
 @pytest.mark.parametrize("text", ["", "{", '{"format": "confpred-bundle/2"}', None])

@@ -16,14 +16,16 @@ import pyarrow.compute as pc
 import pytest
 
 from confpred.cudnn.family import FAMILY, largest_error
-from confpred.cudnn.graphs import front_end
-from confpred.cudnn.names import ENGINE, KNOBS, config_of
+from confpred.cudnn.plans import front_end
 from confpred.cudnn.table import (
     COLUMNS,
+    ENGINE,
     FILE,
     KINDS,
+    KNOBS,
     NOTES,
     RELEASE,
+    config_of,
     kind_of,
     read_lines,
     release_of,

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from confpred.cudnn import tiles
+from confpred.cudnn import family
 from confpred.cudnn.family import FAMILY
 from confpred.cudnn.table import table
 from confpred.problem.conv2d import Problem
@@ -68,32 +68,32 @@ def test_a_plan_is_its_longest_kernel_with_a_tile(script: ModuleType) -> None:
     plain = event("void nhwcToNchwKernel<float>", 9.0)
     found = script.lines_of([(7, [plain, longer, event(AHEAD, 3.0)]), (8, [plain])])
     expected = (128, 64, 32, 256, 90, 4096)
-    assert found == {7: dict(zip(tiles.FIELDS, expected, strict=True))}
+    assert found == {7: dict(zip(family.TILE_FIELDS, expected, strict=True))}
 
 
 def test_the_table_that_is_written_is_the_one_that_is_read(script: ModuleType) -> None:
     new = script.lines_of([(2, [event(AHEAD, 1.0)]), (0, [event(AHEAD, 1.0, threads=64)])])
-    read = tiles.tiles_of(csv.DictReader(script.table_text(new).splitlines()), 4)
+    read = family.tiles_of(csv.DictReader(script.table_text(new).splitlines()), 4)
     assert read["threads"].tolist() == [64, 0, 128, 0]
     assert read["block_terms"].tolist() == [64, 0, 64, 0]
 
 
 def test_the_table_is_of_plans_that_there_are() -> None:
-    with open(tiles.FILE, newline="", encoding="ascii") as lines:
-        plans = [int(line[tiles.PLAN]) for line in csv.DictReader(lines)]
+    with open(family.TILES_FILE, newline="", encoding="ascii") as lines:
+        plans = [int(line[family.PLAN]) for line in csv.DictReader(lines)]
     assert plans == sorted(set(plans))
     assert plans[-1] < len(table().configs)
-    known = tiles.tiles()
+    known = family.tiles()
     assert all((values[plans] > 0).all() for name, values in known.items() if name != "smem_bytes")
 
 
 def test_what_follows_from_a_tile() -> None:
     problem = Problem(2, 40, 30, 30, 96, 3, 3, padding=1)
     values = (128, 64, 32, 128, 128, 48 * 1024)
-    known = {name: np.array([0, v]) for name, v in zip(tiles.FIELDS, values, strict=True)}
-    nothing, found = tiles.described(problem, H200, known, np.array([0, 1]))
+    known = {name: np.array([0, v]) for name, v in zip(family.TILE_FIELDS, values, strict=True)}
+    nothing, found = family.described(problem, H200, known, np.array([0, 1]))
     assert not nothing.any()
-    of = dict(zip(tiles.NAMES, found.tolist(), strict=True))
+    of = dict(zip(family.TILE_NAMES, found.tolist(), strict=True))
     rows, columns, terms = 2 * 30 * 30, 96, 9 * 40
     blocks = ceil(rows / 128) * ceil(columns / 64)  # 30, on 132 multiprocessors
     assert blocks == 30
@@ -118,9 +118,9 @@ def test_what_follows_from_a_tile() -> None:
 
 def test_sums_of_a_filters_gradient_run_on_across_taps() -> None:
     problem = Problem(1, 8, 9, 9, 8, 3, 3, padding=1, direction="wgrad")
-    known = {name: np.array([64]) for name in tiles.FIELDS}
-    (found,) = tiles.described(problem, H200, known, np.array([0]))
-    assert found[tiles.NAMES.index("log_steps")] == pytest.approx(log(2))  # 81 pixels
+    known = {name: np.array([64]) for name in family.TILE_FIELDS}
+    (found,) = family.described(problem, H200, known, np.array([0]))
+    assert found[family.TILE_NAMES.index("log_steps")] == pytest.approx(log(2))  # 81 pixels
 
 
 @pytest.mark.parametrize("direction", ["fprop", "dgrad", "wgrad"])

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 import confpred
-from confpred.cuda import bundles, driver
-from confpred.cuda.compiling import compiled_files
+from confpred.cuda import compiler, driver
+from confpred.cuda.compiler import compiled_files
 from confpred.cuda.epilogue import epilogue_kernel
 from confpred.errors import CompileError, DataError, InvalidInput, StorageError
 from confpred.families.protocol import Candidate
@@ -76,8 +76,8 @@ def plan() -> Plan:
 @pytest.fixture(autouse=True)
 def closed() -> Iterator[None]:
     yield
-    for bundle in bundles._opened:
-        bundles.close_kernels(bundle)
+    for bundle in compiler._opened:
+        compiler.close_kernels(bundle)
 
 
 @pytest.fixture(scope="module")
@@ -132,10 +132,10 @@ def test_what_is_undone_is_followed_no_more(made: Path, device: Callable[[str], 
     choosing.use_predictor(former)
     undo = confpred.use_plan(made)
     assert choosing.current_predictor().choose(DEPTHWISE, "h100").source == "pinned"
-    assert [kernels.folder for kernels in bundles._opened] == [made]
+    assert [kernels.folder for kernels in compiler._opened] == [made]
     undo()
     assert choosing.current_predictor() is former
-    assert bundles._opened == ()
+    assert compiler._opened == ()
 
 
 def test_without_a_gpu_the_choices_are_followed_alone(
@@ -145,7 +145,7 @@ def test_without_a_gpu_the_choices_are_followed_alone(
     monkeypatch.setattr(choosing, "_predictors", {})
     undo = confpred.use_plan(str(made))
     assert choosing.current_predictor().choose(DEPTHWISE, "h100").source == "pinned"
-    assert bundles._opened == ()
+    assert compiler._opened == ()
     undo()
     assert choosing._predictors == {}
 
@@ -162,7 +162,7 @@ def test_a_plan_for_something_else_is_refused_and_not_opened(
     moved = shutil.copytree(made, tmp_path / "moved")
     for name in ("manifest.json", "plan.json"):
         text = (moved / name).read_text()
-        digest = bundles.source_digest("depthwise.cu")
+        digest = compiler.source_digest("depthwise.cu")
         assert digest in text
         (moved / name).write_text(text.replace(digest, "0" * 16))
         with pytest.raises(
@@ -173,7 +173,7 @@ def test_a_plan_for_something_else_is_refused_and_not_opened(
     (moved / "manifest.json").unlink()
     with pytest.raises(DataError, match=r"manifest\.json"):
         confpred.use_plan(moved)
-    assert bundles._opened == ()
+    assert compiler._opened == ()
     assert choosing._predictors == {}
 
 
@@ -185,10 +185,10 @@ def test_a_folder_of_a_former_release_is_followed(
     shutil.copytree(made / "kernels", former / "kernels")
     (then,) = json.loads((former / "manifest.json").read_text())["sources"].values()
     for path in former.glob("*.json"):  # as if the kernels had never changed
-        path.write_text(path.read_text().replace(then, bundles.source_digest("depthwise.cu")))
+        path.write_text(path.read_text().replace(then, compiler.source_digest("depthwise.cu")))
     undo = confpred.use_plan(former)
     assert choosing.current_predictor().choose(DEPTHWISE, "h100").source == "pinned"
-    assert [kernels.folder for kernels in bundles._opened] == [former]
+    assert [kernels.folder for kernels in compiler._opened] == [former]
     undo()
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from confpred.memory import Recent, Remembered
+from confpred.concurrency import Recent, Remembered
 from confpred.predict.predictor import Predictor
 from confpred.problem.conv2d import Problem
 

@@ -8,10 +8,18 @@ import re
 import pytest
 
 from confpred import errors
-from confpred.errors import CompileError, ConfpredError, InvalidInput, InvalidProblem, MissingExtra
-from confpred.extras import install_command
+from confpred.errors import (
+    CompileError,
+    ConfpredError,
+    InvalidInput,
+    InvalidProblem,
+    MissingExtra,
+    install_command,
+)
 
-CLASSES = [c for _, c in inspect.getmembers(errors, inspect.isclass)]
+CLASSES = [
+    c for _, c in inspect.getmembers(errors, inspect.isclass) if c.__module__ == errors.__name__
+]
 
 
 def test_the_tree_drawn_in_the_docstring_is_the_tree() -> None:

@@ -27,10 +27,10 @@ Requires-Dist: tomli>=2; python_version < "3.11" and extra == "train"
 
 
 def command_in(folder: Path, extra: str) -> str:
-    """What `install_command` says where only `folder` has confpred."""
+    """Return the answer of `install_command` where only `folder` has confpred."""
     program = (
         "import sys; sys.path.insert(0, sys.argv[1])\n"
-        "from confpred.extras import install_command; print(install_command(sys.argv[2]))"
+        "from confpred.errors import install_command; print(install_command(sys.argv[2]))"
     )
     done = subprocess.run(
         [sys.executable, "-S", "-c", program, folder, extra],
@@ -46,7 +46,7 @@ def command_in(folder: Path, extra: str) -> str:
 def installed(repository: Path, tmp_path: Path) -> Path:
     """A folder with the modules that tell of extras, as a wheel leaves them, and their metadata."""
     (tmp_path / "confpred").mkdir()
-    for name in ("__init__.py", "extras.py"):
+    for name in ("__init__.py", "_version.py", "errors.py"):
         shutil.copy(repository / "confpred" / name, tmp_path / "confpred")
     told = tmp_path / "confpred-1.dist-info"
     told.mkdir()
@@ -107,6 +107,6 @@ def test_no_text_installs_confpred_by_its_name_alone(repository: Path) -> None:
     raised = {
         extra
         for text in texts.values()
-        for extra in re.findall(r'MissingExtra\(.+, "(\w+)"\)', text)
+        for extra in re.findall(r'(?:MissingExtra\(.+, |require_packages\()"(\w+)"', text)
     }
     assert {"gpu", "train", "client", "cudnn", "data"} <= raised <= set(EXTRAS)

@@ -110,13 +110,13 @@ def test_import_contracts_are_kept(installed: Path, repository: Path) -> None:
         ("problem/record", "import confpred.problem.conv2d", "No circles inside a room"),
         ("predict/predictor", "import cuda.core", "talk to the GPU"),
         ("predict/predictor", "import torch", "need torch"),
-        ("cli/merge", "import confpred.sampler.store", "needs the GPU extra"),
+        ("cli/learn", "import confpred.sampler.run", "needs the GPU extra"),
         ("data/measurements", "import confpred.cuda.driver", "needs the GPU extra"),
         ("predict/predictor", "import lightgbm", "need the data stack"),
         ("families/late", "import pandas", "need the data stack"),
         ("predict/predictor", "import fastapi", "needs the web stack"),
         ("predict/predictor", "import httpx", "asks over HTTP"),
-        ("predict/predictor", "import confpred.client.circuit", "Imports point one way"),
+        ("predict/predictor", "import confpred.client.clients", "Imports point one way"),
     ],
 )
 def test_import_contracts_catch(

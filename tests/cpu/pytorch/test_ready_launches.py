@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from confpred.cuda.launch import NoContext
+from confpred.cuda.driver import NoContext
 from confpred.families.protocol import Candidate
 from confpred.predict.choice import Choice
 from confpred.problem.conv2d import Problem

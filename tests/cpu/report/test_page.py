@@ -14,11 +14,8 @@ from pages import inputs_of
 from confpred.families.protocol import Candidate
 from confpred.families.registry import config_words
 from confpred.model.folder import load_model
-from confpred.report.importances import importances
-from confpred.report.inputs import Inputs
-from confpred.report.noise import noise_by_family, noise_by_time
-from confpred.report.page import WORST, page
-from confpred.report.worst import worst_layers
+from confpred.report.judged import importances, noise_by_family, noise_by_time, worst_layers
+from confpred.report.page import WORST, Inputs, page
 
 _VOID = {"meta", "link", "br", "path", "use"}
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from confpred.families.protocol import PYTORCH_OPERATOR
 from confpred.families.registry import all_families
-from confpred.measure.outcome import Outcome
+from confpred.measure.timing import Outcome
 from confpred.problem.device import get_device
 from confpred.problem.record import Record
 from confpred.sampler.jobs import CompileJob, MeasureJob

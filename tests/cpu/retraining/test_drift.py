@@ -11,7 +11,7 @@ import pytest
 import recorded_jobs
 from recorded_jobs import ms
 
-from confpred.cli.drift import told
+from confpred.cli.update import drift_lines
 from confpred.data.measurements import Run
 from confpred.errors import DataError
 from confpred.model.folder import Best, Model, load_model
@@ -37,9 +37,9 @@ def model(model_folder: Path) -> Model:
 
 def timed(model: Model, **changes) -> Drift:
     settings = Settings(processes=1, compile=recorded_jobs.COMPILE, measure=recorded_jobs.MEASURE)
-    told = {"count": 24, "seed": 0, "cudnn": "9.19.0"} | changes
-    run = replace(RUN, driver=told.pop("driver", RUN.driver))
-    return time_again(model, {0: run}, settings, **told)
+    options = {"count": 24, "seed": 0, "cudnn": "9.19.0"} | changes
+    run = replace(RUN, driver=options.pop("driver", RUN.driver))
+    return time_again(model, {0: run}, settings, **options)
 
 
 def test_times_that_are_as_expected_are_ok(model: Model) -> None:
@@ -52,7 +52,9 @@ def test_times_that_are_as_expected_are_ok(model: Model) -> None:
     plain = json.loads(json.dumps(found.to_json()))
     assert (plain["format"], plain["state"], plain["holds"]) == ("confpred-drift/1", "ok", True)
     assert plain["retimed"][0]["ratio"] == pytest.approx(1)
-    assert told(found)[0].startswith(f"ok: model {model.version} on h100: 24 configs take 1.000")
+    assert drift_lines(found)[0].startswith(
+        f"ok: model {model.version} on h100: 24 configs take 1.000"
+    )
 
 
 @pytest.mark.parametrize("slow", [1.3, 0.7])
@@ -64,7 +66,7 @@ def test_other_times_are_a_drift(
     assert (found.state, found.holds) == ("drifted", False)
     assert found.ratio == pytest.approx(slow)
     assert found.far == 1
-    assert told(found)[-1].endswith("confpred retrain")
+    assert drift_lines(found)[-1].endswith("confpred retrain")
 
 
 @pytest.mark.parametrize("slow", [1.05, 0.95])

@@ -12,7 +12,7 @@ import pytest
 import recorded_jobs
 from synthetic import SMALL, problems
 
-from confpred.cli.retrain import NOT_BETTER, retrain_and_report, told
+from confpred.cli.update import NOT_BETTER, retrain_and_report, verdict_lines
 from confpred.data.measurements import Run
 from confpred.data.suites import Entry, Suite
 from confpred.errors import DataError, UnknownDevice
@@ -138,11 +138,11 @@ def test_a_model_that_is_no_better_is_not_published_and_the_old_one_stays(
 
 def test_the_verdict_is_told_with_its_reason(tmp_path: Path) -> None:
     none, better = compare([]), replace(compare([]), better=True, why="it is faster")
-    assert told(Report(none, None, None)) == [
+    assert verdict_lines(Report(none, None, None)) == [
         f"not published: against PyTorch's operator, {none.why}",
         "PyTorch's operator stays in use",
     ]
-    assert told(Report(better, tmp_path, "h100-1")) == [
+    assert verdict_lines(Report(better, tmp_path, "h100-1")) == [
         "published: against model h100-1, it is faster",
         f"in use from now on: {tmp_path}",
     ]
@@ -157,7 +157,7 @@ def test_a_run_that_is_stopped_goes_on_where_it_was(places: Path, monkeypatch, c
         show=lambda tally: shown.append(tally.rows),
     )
     assert stopped.verdict is stopped.published is None
-    assert told(stopped) == []
+    assert verdict_lines(stopped) == []
     first = session(places)
     assert (first["number"], first["done"]) == (1, False)
     assert first["learning_s"] > 0

@@ -17,7 +17,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from confpred.measure.outcome import Outcome
+from confpred.measure.timing import Outcome
 from confpred.problem.operation import KernelSpec
 from confpred.sampler.jobs import CompileJob, MeasureJob, compile_job
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from sampler_rows import ROW, fill
 
-from confpred.cli.sample import command, parse_duration
+from confpred.cli.sample import parse_duration, sample
 from confpred.errors import InvalidInput
 from confpred.families.registry import all_families
 from confpred.sampler.progress import duration, state, summary
@@ -34,7 +34,7 @@ def confpred(*words: object) -> subprocess.CompletedProcess[str]:
 def test_every_option_is_documented(repository):
     text = (repository / "docs" / "sampling.md").read_text()
     documented = re.findall(r"^\| `(--[^ `]+)", text, re.MULTILINE)
-    assert sorted(documented) == sorted(param.opts[0] for param in command.params)
+    assert sorted(documented) == sorted(param.opts[0] for param in sample.params)
 
 
 @pytest.fixture

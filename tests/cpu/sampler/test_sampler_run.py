@@ -23,8 +23,7 @@ from confpred.data.suites import Entry, Suite, write_suite
 from confpred.errors import ConfpredError, FolderBusy, InvalidInput, LaunchError
 from confpred.families.registry import all_families, config_ids
 from confpred.problem.conv2d import CONVOLUTION, Problem
-from confpred.sampler.run import Settings, Tally, sample
-from confpred.sampler.store import open_store
+from confpred.sampler.run import Settings, Tally, open_store, sample
 
 LAYER = Problem(2, 64, 14, 14, 64, 3, 3, padding=1, groups=8)
 DENSE = Problem(2, 256, 14, 14, 256, 3, 3, padding=1)

@@ -26,11 +26,18 @@ from confpred.families.registry import all_families, config_words
 from confpred.measure.timing import REPLAY_SECONDS, REPLAYS
 from confpred.problem.conv2d import CONVOLUTION, Problem
 from confpred.problem.device import get_device
-from confpred.sampler.anchors import FORMAT, read_anchors
-from confpred.sampler.compiling import Compilers
 from confpred.sampler.forecast import PYTORCH_S, ROW_S, forecast, measuring_s
+from confpred.sampler.jobs import Compilers
 from confpred.sampler.run import Settings, Tally, _feed, sample
-from confpred.sampler.tasks import BENCHMARK, HEURISTICS, Measured, Task, tasks_left
+from confpred.sampler.tasks import (
+    BENCHMARK,
+    FORMAT,
+    HEURISTICS,
+    Measured,
+    Task,
+    read_anchors,
+    tasks_left,
+)
 
 DEVICE = get_device("h100")
 LAYERS = [Problem(n, 64, 14, 14, 64, 3, 3, padding=1, groups=64) for n in range(2, 10)]

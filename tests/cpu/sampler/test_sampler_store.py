@@ -20,7 +20,7 @@ from confpred.data.parquet import add_part, merge, operation_in, read, schema
 from confpred.errors import DataError, FolderBusy, InvalidInput, StorageError
 from confpred.families.registry import config_ids
 from confpred.problem.conv2d import CONVOLUTION, Problem
-from confpred.sampler.store import FLUSH_ROWS, open_store
+from confpred.sampler.run import FLUSH_ROWS, open_store
 from confpred.sampler.tasks import Measured
 from confpred.training.dataset import data_files
 
@@ -44,9 +44,11 @@ def test_the_readme_lists_exactly_the_columns(repository):
 def test_the_readme_tells_of_every_file(repository):
     folder = repository / "datasets"
     text = " ".join((folder / "README.md").read_text().split())
-    rows = {path.name: pq.read_metadata(path).num_rows for path in folder.glob("*.parquet")}
-    assert f"{sum(rows.values()):,} rows" in text
-    names = [*rows, "networks.json", *(f"suites/{p.name}" for p in folder.glob("suites/*.json"))]
+    measured = ("h100", "h200", "holdout/h100", "holdout/h200", "holdout/dense/h200")
+    for name in measured:
+        rows = sum(pq.read_metadata(path).num_rows for path in (folder / name).glob("*.parquet"))
+        assert f"| `{name}` | {rows:,} |" in text
+    names = ["networks.json", *(f"suites/{p.name}" for p in folder.glob("suites/*.json"))]
     assert [name for name in names if f"`{name}`" not in text] == []
 
 
@@ -95,7 +97,7 @@ HOLD = """
     import sys
     from pathlib import Path
     from confpred.problem.conv2d import CONVOLUTION
-    from confpred.sampler.store import open_store
+    from confpred.sampler.run import open_store
     with open_store(Path(sys.argv[1]), "a", CONVOLUTION):
         print("held", flush=True)
         sys.stdin.read()
@@ -121,7 +123,7 @@ FILL_THE_DISK = """
     from sampler_rows import ROW, other
     from confpred.errors import StorageError
     from confpred.problem.conv2d import CONVOLUTION
-    from confpred.sampler.store import open_store
+    from confpred.sampler.run import open_store
     with open_store(Path(sys.argv[1]), "r", CONVOLUTION) as store:
         store.add([ROW])
         store.flush()

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from synthetic import SMALL
 
-from confpred.extras import install_command
+from confpred.errors import install_command
 from confpred.model.rank import PytorchModel
 from confpred.model.trees import Trees
 from confpred.problem.conv2d import Problem

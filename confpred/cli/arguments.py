@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from confpred.errors import InvalidInput
+from confpred.errors import InvalidInput, MissingExtra
 from confpred.files import check_writable
+
+if TYPE_CHECKING:
+    from confpred.problem.record import Record
 
 force_option = click.option(
     "--force", is_flag=True, help="Replace output files that exist; never an input."
@@ -87,3 +92,79 @@ def _identity(path: Path) -> tuple[int, int]:
     """What all names of a file share."""
     status = path.stat()
     return status.st_dev, status.st_ino
+
+
+# The kinds of files and folders that commands read: click refuses those that are not there, and
+# names the option.
+
+
+FILE: click.Path = click.Path(exists=True, dir_okay=False, path_type=Path)
+FOLDER: click.Path = click.Path(exists=True, file_okay=False, path_type=Path)
+FILE_OR_FOLDER: click.Path = click.Path(exists=True, path_type=Path)
+
+
+# What subcommands that are asked about layers share: their options, and aligned columns.
+
+
+_OPTIONS = (
+    click.option(
+        "--layer",
+        "layers",
+        multiple=True,
+        metavar="WORDS",
+        help="A layer as field=value words; may be repeated.",
+    ),
+    click.option(
+        "--operation", default="conv2d", show_default=True, help="What the layers of --layer are."
+    ),
+    click.option("--network", type=FILE, help="A suite file of many layers."),
+)
+
+plan_option = click.option(
+    "--plan",
+    type=FILE_OR_FOLDER,
+    help="Plan to follow for the layers that it has: a file, or a folder with kernels.",
+)
+
+
+def layer_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Give `command` the options that `problems_of` takes."""
+    for option in reversed(_OPTIONS):
+        command = option(command)
+    return command
+
+
+def problems_of(layers: Sequence[str], operation: str, network: Path | None) -> list[Record]:
+    """The layers that were asked about.
+
+    Raises:
+        UsageError: both kinds were given, or none.
+        InvalidInput, DataError: a layer, the operation or the suite is not valid.
+    """
+    from confpred.data.suites import read_suite
+    from confpred.families.registry import operation_named
+
+    if bool(layers) == (network is not None):
+        raise click.UsageError("give either --layer or --network")
+    problems: list[Record] = [operation_named(operation).problem.parse(text) for text in layers]
+    if network is not None:
+        problems = [entry.problem for entry in read_suite(network).entries]
+    return problems
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """`rows`, the first of which is the headings, as lines with aligned columns."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+
+
+def require_packages(extra: str, *modules: str) -> None:
+    """Check that `modules` of `extra` are installed, before any work.
+
+    Raises:
+        MissingExtra: one is not.
+    """
+    missing = [name for name in modules if find_spec(name) is None]
+    if missing:
+        raise MissingExtra(" and ".join(missing), extra)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import sys
 from importlib.resources import as_file, files
@@ -10,22 +11,30 @@ from typing import TYPE_CHECKING
 
 import click
 
-from confpred.cli.gpu import check_pytorch, cores, find_gpu
-from confpred.cli.inputs import FILE, FILE_OR_FOLDER
-from confpred.cli.outputs import check_folder
-from confpred.cli.sample import parse_duration
+from confpred.cli.arguments import (
+    FILE,
+    FILE_OR_FOLDER,
+    FOLDER,
+    check_folder,
+    require_packages,
+)
+from confpred.cli.sample import check_pytorch, cores, find_gpu, parse_duration
 from confpred.data.suites import Suite, join, read_suite
+from confpred.errors import InvalidInput, MissingExtra
 from confpred.problem.conv2d import DIRECTIONS
-from confpred.training import require_packages
+from confpred.training import MODULES
 
 if TYPE_CHECKING:
+    from confpred.model.folder import Model
+    from confpred.problem.device import Device
+    from confpred.retraining.drift import Drift
     from confpred.retraining.retrain import Report, Request
 
 #: The exit code where the run went well and the old model stays.
 NOT_BETTER = 3
 
 
-@click.command()
+@click.command("retrain")
 @click.option("--device", default="cuda:0", show_default=True, help="GPU of this machine.")
 @click.option(
     "--budget",
@@ -61,7 +70,7 @@ NOT_BETTER = 3
 @click.option(
     "--timeout", default="60s", show_default=True, help="Kill a GPU worker silent for longer."
 )
-def command(
+def retrain(
     device: str,
     budget: str,
     data: tuple[Path, ...],
@@ -96,7 +105,7 @@ def command(
     confpred retrain --budget 1h --data datasets/h100
     confpred drift        # later: does it still hold?
     """
-    require_packages()
+    require_packages("train", *MODULES)
     budget_s, silence_s = parse_duration("budget", budget), parse_duration("timeout", timeout)
     check_pytorch(pytorch)
     suite = join([read_suite(file) for file in suites]) if suites else _own_suite()
@@ -127,8 +136,7 @@ def retrain_and_report(request: Request) -> int:
     from rich.console import Console
 
     from confpred.retraining.retrain import retrain
-    from confpred.sampler.interrupts import count_interrupts
-    from confpred.sampler.progress import show_progress
+    from confpred.sampler.progress import count_interrupts, show_progress
 
     with (
         count_interrupts() as interrupts,
@@ -140,7 +148,7 @@ def retrain_and_report(request: Request) -> int:
             show=show,
             say=lambda line: click.echo(line, err=True),
         )
-    for line in told(report):
+    for line in verdict_lines(report):
         click.echo(line)
     if report.verdict is None:
         click.echo(f"not finished; to go on: {shlex.join(['confpred', *sys.argv[1:]])}")
@@ -148,7 +156,7 @@ def retrain_and_report(request: Request) -> int:
     return 0 if report.published is not None else NOT_BETTER
 
 
-def told(report: Report) -> list[str]:
+def verdict_lines(report: Report) -> list[str]:
     """How it ended, line by line."""
     if report.verdict is None:
         return []
@@ -159,3 +167,116 @@ def told(report: Report) -> list[str]:
         f"published: against {old}, {report.verdict.why}",
         f"in use from now on: {report.published}",
     ]
+
+
+# `confpred drift`: whether the model in use still holds on this GPU.
+
+
+_SHOWN = 5
+
+
+@click.command("drift")
+@click.option("--device", default="cuda:0", show_default=True, help="GPU of this machine.")
+@click.option("--model", type=FOLDER, help="Model folder.  [default: the one in use]")
+@click.option(
+    "--count",
+    type=click.IntRange(8, 1000),
+    default=40,
+    show_default=True,
+    help="How many configs to time again.",
+)
+@click.option("--seed", type=click.IntRange(0, 2**32 - 1), default=0, show_default=True)
+@click.option("--budget", default="3m", show_default=True, help="Begin no problem after this long.")
+@click.option("--pytorch/--no-pytorch", default=True, show_default=True, help="Its operator too.")
+@click.option(
+    "--timeout", default="60s", show_default=True, help="Kill a GPU worker silent for longer."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print everything that was found as JSON.")
+def drift(
+    device: str,
+    model: Path | None,
+    count: int,
+    seed: int,
+    budget: str,
+    pytorch: bool,
+    timeout: str,
+    as_json: bool,
+) -> None:
+    """Time a few of the model's configs again: does it still hold?
+
+    A random set of the layers that the model was trained on is launched with the config that was
+    the fastest then, and its time compared with the one that was measured.
+
+    \b
+    ok                        times are as the model expects
+    driver or cuDNN changed   the same, under other versions than it was measured with
+    drifted                   times differ: another clock, a neighbour, a driver
+    kernels changed           it was trained on other kernels than those installed
+
+    Exit code: 0 for the first two, 1 for the last two; then `confpred retrain` makes a model that
+    holds. (A changed kernel, driver or cuDNN is also noticed without this command: one warning when
+    a model is loaded, or when it first chooses inside PyTorch.)
+
+    \b
+    confpred drift
+    confpred drift --device cuda:1 --count 100 --json
+    """
+    budget_s, silence_s = parse_duration("budget", budget), parse_duration("timeout", timeout)
+    check_pytorch(pytorch)
+    runs, described = find_gpu(device)
+    used = _model_in_use(model, described)
+    from confpred.retraining.drift import time_again
+    from confpred.sampler.progress import count_interrupts
+    from confpred.sampler.run import Settings
+
+    settings = Settings(pytorch=pytorch, processes=cores(), budget_s=budget_s, silence_s=silence_s)
+    with count_interrupts() as interrupts:
+        found = time_again(
+            used,
+            runs,
+            settings,
+            count=count,
+            seed=seed,
+            cudnn=_cudnn() if pytorch else "",
+            interrupts=lambda: interrupts.count,
+        )
+    if interrupts.count:
+        sys.exit(128 + interrupts.signal)
+    click.echo(json.dumps(found.to_json(), indent=1) if as_json else "\n".join(drift_lines(found)))
+    sys.exit(0 if found.holds else 1)
+
+
+def _model_in_use(folder: Path | None, device: Device) -> Model:
+    from confpred.model.folder import NewestModels, load_model
+
+    if folder is not None:
+        model = load_model(folder)
+        if model.device.key != device.key:
+            raise InvalidInput("model", str(folder), f"a model of {device.key}, this GPU")
+        return model
+    models = NewestModels()
+    if device.key not in models:
+        allowed = (
+            f"a GPU that has a model ({', '.join(sorted(models))}); confpred retrain makes one"
+        )
+        raise InvalidInput("device", device.key, allowed)
+    return models[device.key]
+
+
+def _cudnn() -> str:
+    try:
+        from confpred.measure.pytorch import cudnn_version
+    except ImportError as error:
+        raise MissingExtra(str(error.name), "gpu") from error
+    return cudnn_version()
+
+
+def drift_lines(found: Drift) -> list[str]:
+    """The verdict, and the times that are furthest off."""
+    lines = [f"{found.state}: model {found.model} on {found.device}: {found.why}"]
+    for each in found.retimed[:_SHOWN]:
+        times = f"{each.expected_ms:.4f} -> {each.measured_ms:.4f} ms"
+        lines.append(f"  {each.ratio:5.2f}  {times}  {each.provider} {each.config}: {each.problem}")
+    if not found.holds:
+        lines.append("to make a model that holds: confpred retrain")
+    return lines

@@ -1,0 +1,476 @@
+"""`confpred predict`: the best config of a layer or a network."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from confpred.cli.arguments import (
+    FILE_OR_FOLDER,
+    FOLDER,
+    aligned,
+    check_files,
+    check_new_folder,
+    force_option,
+    layer_options,
+    plan_option,
+    problems_of,
+    require_packages,
+)
+from confpred.errors import ConfpredError
+from confpred.predict.choice import MAX_TOP, Choice, answers_json
+from confpred.problem.limits import Limits
+
+if TYPE_CHECKING:
+    from confpred.model.folder import KnownDevice
+    from confpred.predict.choice import Choice
+    from confpred.predict.plan import Plan
+
+_ANSWER_HEADINGS = (
+    "layer", "rank", "source", "provider", "ms", "PyTorch ms", "measured on", "bound", "confidence",
+    "config",
+)  # fmt: skip
+
+
+@click.command("predict")
+@layer_options
+@click.option("--device", "--gpu", required=True, help="Kind of GPU, such as h100.")
+@click.option(
+    "--top",
+    type=click.IntRange(1, MAX_TOP),
+    default=1,
+    show_default=True,
+    help="How many configs to name for each layer, best first.",
+)
+@click.option(
+    "--max-regret",
+    type=click.FloatRange(min=1),
+    metavar="FACTOR",
+    help="Name PyTorch's own operator where the bound on a choice's regret is above this.",
+)
+@click.option("--workspace-limit", type=click.IntRange(0), help="Most bytes beside the tensors.")
+@click.option("--max-error", type=float, help="Largest relative error; default: as PyTorch's own.")
+@click.option("--deterministic", is_flag=True, help="Only what repeats to the bit.")
+@click.option("--no-tf32", is_flag=True, help="Nothing that rounds float32 inputs to TF32.")
+@click.option("--json", "as_json", is_flag=True, help="Print what the HTTP service would reply.")
+@click.option("--model", type=FOLDER, help="Model folder; default: the newest.")
+@plan_option
+def predict(
+    layers: tuple[str, ...],
+    operation: str,
+    network: Path | None,
+    device: str,
+    top: int,
+    max_regret: float | None,
+    workspace_limit: int | None,
+    max_error: float | None,
+    deterministic: bool,
+    no_tf32: bool,
+    as_json: bool,
+    model: Path | None,
+    plan: Path | None,
+) -> None:
+    """Name the best config of a layer or a network.
+
+    A convolution needs n c h w k r s; stride, padding, dilation, groups, dtype, direction, bias,
+    activation, residual and deterministic have defaults, PyTorch's where it has the argument. A
+    pair such as padding is one integer, or two joined by x. Another operation, of a family named by
+    CONFPRED_FAMILIES, has fields of its own.
+
+    \b
+    confpred predict --device h100 \\
+      --layer "n=32 c=64 h=56 w=56 k=64 r=3 s=3 groups=8 padding=1"
+    confpred predict --device h100 --top 5 \\
+      --layer "n=8 c=256 h=28 w=28 k=256 r=3 s=3 groups=32 padding=1 bias=true activation=relu"
+    confpred predict --device h100 --network datasets/suites/smoke.json --json
+    """
+    from confpred.predict.predictor import Predictor
+
+    limits = Limits(workspace_limit, deterministic, not no_tf32, max_error)
+    problems = problems_of(layers, operation, network)
+    predictor = Predictor.load(model, plan=plan).within(limits)
+    answers = [predictor.rank(problem, device, top, max_regret=max_regret) for problem in problems]
+    if as_json:
+        click.echo(answers_json(answers))
+    else:
+        for line in _answer_table(answers):
+            click.echo(line)
+
+
+def _answer_table(answers: Sequence[Sequence[Choice]]) -> Iterable[str]:
+    """The answers in aligned columns, and a last line that says what the bounds are."""
+    rows = [_ANSWER_HEADINGS]
+    for choices in answers:
+        for rank, choice in enumerate(choices, 1):
+            rows.append(
+                (
+                    str(choice.problem) if rank == 1 else "",
+                    str(rank),
+                    choice.source,
+                    choice.provider,
+                    _ms(choice.predicted_ms),
+                    _ms(choice.pytorch_ms),
+                    choice.measured_on or "none",
+                    _bound(choice) if rank == 1 else "",
+                    _confidence(choice) if rank == 1 else "",
+                    " ".join(f"{k}={v}" for k, v in (choice.config or {}).items()),
+                )
+            )
+    yield from aligned(rows)
+    models = sorted({c.model for choices in answers for c in choices if c.model is not None})
+    if any(choices[0].regret_bound is not None for choices in answers):
+        yield (
+            f"model {' and '.join(models)}: with 95 % confidence a choice is at most its bound "
+            "times as slow as the best config"
+        )
+    guesses = {choices[0].source for choices in answers if choices[0].is_guess}
+    for source in sorted(guesses):
+        yield f"{source}: {_GUESSES[source]}"
+    if any(choices[0].extrapolated for choices in answers):
+        yield "unlike: no layer in the model's data is like this one, so no bound was calibrated"
+
+
+_GUESSES = {
+    "heuristic": "an estimate, as no model knows such layers here; PyTorch's operator runs",
+    "transferred": "by the model of another device; PyTorch's operator runs unless it is measured",
+}
+
+
+def _ms(time_ms: float | None) -> str:
+    return "" if time_ms is None else f"{time_ms:.4f}"
+
+
+def _confidence(choice: Choice) -> str:
+    return "none" if choice.confidence is None else f"{choice.confidence * 100:.0f} %"
+
+
+def _bound(choice: Choice) -> str:
+    if choice.extrapolated:
+        return "unlike"
+    return "" if choice.regret_bound is None else f"{choice.regret_bound:.3f}"
+
+
+# `confpred explain`: why a layer gets the config that it gets.
+
+
+@click.command("explain")
+@layer_options
+@click.option("--device", "--gpu", required=True, help="Kind of GPU, such as h100.")
+@click.option(
+    "--top",
+    type=click.IntRange(1, MAX_TOP),
+    default=5,
+    show_default=True,
+    help="How many candidates to tell of, the best one included.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the explanations as JSON.")
+@click.option(
+    "--plot",
+    type=click.Path(path_type=Path),
+    help="Write a plot of the only layer: PNG, or SVG where the name ends in .svg.",
+)
+@click.option("--model", type=FOLDER, help="Model folder; default: the newest.")
+@plan_option
+@force_option
+def explain(
+    layers: tuple[str, ...],
+    operation: str,
+    network: Path | None,
+    device: str,
+    top: int,
+    as_json: bool,
+    plot: Path | None,
+    model: Path | None,
+    plan: Path | None,
+    force: bool,
+) -> None:
+    """Say why a layer gets the config that it gets. Needs no GPU.
+
+    An explanation has the choice with its source and the bound on its regret; the runners-up with
+    their expected times; the roofline, and how much of it is reached; PyTorch's expected time; what
+    makes the choice faster than the next best config of its family, and than a middling one; and
+    the layers that were measured and are most like this one. `confpred.explain_layer` is the same
+    in Python, and `confpred.explain` tells what runs in each layer of a network.
+
+    \b
+    confpred explain --gpu h200 \\
+      --layer "n=32 c=160 h=30 w=30 k=160 r=3 s=3 groups=20 padding=1"
+    confpred explain --gpu h200 --plot why.png \\
+      --layer "n=33 c=96 h=56 w=56 k=96 r=5 s=5 groups=96 padding=2"
+    confpred explain --gpu h100 --network datasets/suites/smoke.json --json
+
+    The factors under "Why not" multiply to the ratio of the two expected times. A factor above 1
+    speaks for the choice. Each is the share of one group of features that differ between the two
+    configs: the config's own fields, occupancy, waves of blocks, wasted work, memory access, amount
+    of work, and the family's own estimate.
+    """
+    from confpred.predict.explain import explain_layers
+    from confpred.predict.predictor import Predictor
+
+    problems = problems_of(layers, operation, network)
+    if plot is not None and len(problems) != 1:
+        raise click.UsageError(f"--plot shows one layer; {len(problems)} were given")
+    check_files({"plot": plot}, force=force, inputs=[network, model, plan])
+    if plot is not None:
+        require_packages("train", "matplotlib")
+    predictor = Predictor.load(model, plan=plan)
+    found = list(explain_layers(problems, device, top=top, predictor=predictor))
+    if plot is not None:
+        from confpred.report.charts import plot_explanation
+
+        plot_explanation(found[0], plot, replace=force)
+    if as_json:
+        content = {"explanations": [explanation.to_json() for explanation in found]}
+        click.echo(json.dumps(content, indent=1))
+    else:
+        click.echo("\n\n\n".join(map(str, found)))
+
+
+# `confpred plan`: the choices of a network as a plan.
+
+
+_PLAN_HEADINGS = ("layer", "source", "provider", "ms", "config")
+
+
+@click.group("plan")
+def plan() -> None:
+    """Write, show or check a plan: choices that are taken as they are.
+
+    A plan has the choices of some layers or of all, in one small file. A start from a plan asks no
+    model, and is the same on all machines and ranks. Where the compiled kernels go along, the plan
+    is a folder, and a start needs no compiler. Inside PyTorch, `confpred.record_plan` and
+    `confpred.prepare` write plans, and `confpred.use_plan` follows them. A plan that was made for
+    other kernels or for another device is refused, with the reason.
+
+    \b
+    confpred plan export --device h100 --network datasets/suites/smoke.json --out plan.json
+    confpred plan show plan.json
+    confpred plan check plan.json --device h100
+    confpred predict --plan plan.json --device h100 \\
+      --layer "n=32 c=128 h=56 w=56 k=128 r=3 s=3 groups=16 padding=1"
+    """
+
+
+@plan.command()
+@click.option("--device", "--gpu", required=True, help="Kind of GPU, such as h100.")
+@layer_options
+@click.option("--model", type=FOLDER, help="Model folder; default: the newest.")
+@plan_option
+@click.option("--kernels", is_flag=True, help="Compile the kernels, and write a folder with them.")
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="The plan to write.")
+@force_option
+def export(
+    device: str,
+    network: Path | None,
+    layers: tuple[str, ...],
+    operation: str,
+    model: Path | None,
+    plan: Path | None,
+    kernels: bool,
+    out: Path,
+    force: bool,
+) -> None:
+    """Choose for all layers of a network, and write the plan. Needs no GPU.
+
+    \b
+    confpred plan export --device h100 --network datasets/suites/smoke.json --out plan.json
+    confpred plan export --device h200 --kernels --out plan \\
+      --layer "n=32 c=128 h=56 w=56 k=128 r=3 s=3 groups=16 padding=1" \\
+      --layer "n=32 c=96 h=56 w=56 k=96 r=7 s=7 groups=96 padding=3 bias=true"
+    """
+    from confpred.predict.plan import plan_of, write_plan
+    from confpred.predict.predictor import Predictor
+
+    if kernels:
+        check_new_folder("out", out)
+    else:
+        check_files({"out": out}, force=force, inputs=[network, model, plan])
+    problems = problems_of(layers, operation, network)
+    made = plan_of(Predictor.load(model, plan=plan).choose_many(problems, device))
+    compiled = None
+    if kernels:
+        from confpred.cuda.compiler import compiled_files  # needs the extra gpu
+
+        compiled = compiled_files(made.specs(), made.arch)
+    write_plan(out, made, kernels=compiled, replace=force)
+    click.echo(f"{out}: {_plan_summary(made)}")
+
+
+@plan.command()
+@click.argument("path", type=FILE_OR_FOLDER)
+@click.option("--json", "as_json", is_flag=True, help="Print the choices as predict --json does.")
+def show(path: Path, as_json: bool) -> None:
+    """Print the choices of a plan, even if it was made for other kernels.
+
+    \b
+    confpred plan show plan.json
+    confpred plan show plan.json --json
+    """
+    from confpred.predict.choice import answers_json
+    from confpred.predict.plan import read_plan
+
+    plan = read_plan(path, any_kernels=True)
+    if as_json:
+        click.echo(answers_json([choice] for choice in plan.choices))
+        return
+    for line in _plan_table(plan):
+        click.echo(line)
+
+
+@plan.command()
+@click.argument("path", type=FILE_OR_FOLDER)
+@click.option("--device", "--gpu", help="The kind of GPU that the plan is to be for, such as h100.")
+@click.option("--model", type=FOLDER, help="Model folder to compare with; default: the newest.")
+def check(path: Path, device: str | None, model: Path | None) -> None:
+    """Say whether a plan can be used here: exit code 0, or 2 and the reason.
+
+    Choices that the model of today would make otherwise are counted; they are no error.
+
+    \b
+    confpred plan check plan.json
+    confpred plan check plan.json --device h100
+    """
+    from confpred.predict.plan import plan_of, read_plan
+    from confpred.predict.predictor import Predictor
+
+    try:
+        plan = read_plan(path, device)
+    except ConfpredError as error:
+        click.echo(f"confpred: {error}", err=True)
+        sys.exit(2)
+    predictor = Predictor.load(model)
+    today = [predictor.choose(choice.problem, choice.device) for choice in plan.choices]
+    pairs = zip(plan.choices, plan_of(today).choices if today else (), strict=True)
+    other = sum(planned.candidate != now.candidate for planned, now in pairs)
+    named = " ".join(sorted({c.model for c in today if c.model})) or "without a model"
+    click.echo(f"{path}: {_plan_summary(plan)}; today's answers ({named}) differ in {other}")
+
+
+def _plan_summary(plan: Plan) -> str:
+    ours = sum(choice.family is not None for choice in plan.choices)
+    layers = "1 layer" if len(plan.choices) == 1 else f"{len(plan.choices)} layers"
+    devices = " and ".join(device.key for device in plan.devices) or "no device"
+    return (
+        f"{layers} on {devices}, {ours} by {len(plan.specs())} kernels of confpred, "
+        f"{len(plan.choices) - ours} by PyTorch's operator"
+    )
+
+
+def _plan_table(plan: Plan) -> Iterator[str]:
+    """The choices in aligned columns, and a last line of what the plan is for."""
+    rows = [_PLAN_HEADINGS, *map(_plan_row, plan.choices)]
+    yield from aligned(rows)
+    made = "hand" if plan.confpred is None else f"confpred {plan.confpred}"
+    yield f"{_plan_summary(plan)}; made by {made}" + (f", model {plan.model}" if plan.model else "")
+    outdated = plan.outdated()
+    if outdated is not None:
+        yield f"cannot be used here: {outdated}"
+
+
+def _plan_row(choice: Choice) -> tuple[str, ...]:
+    return (
+        str(choice.problem),
+        choice.source,
+        choice.provider,
+        "" if choice.predicted_ms is None else f"{choice.predicted_ms:.4f}",
+        " ".join(f"{k}={v}" for k, v in (choice.config or {}).items()),
+    )
+
+
+# `confpred devices`: which GPUs are known, and what their models know.
+
+
+_DEVICE_HEADINGS = (
+    "device",
+    "board",
+    "arch",
+    "SMs",
+    "GB/s",
+    "TFLOP/s",
+    "model",
+    "layers",
+    "problems",
+)
+
+
+@click.command("devices")
+@click.argument("device", required=False)
+@click.option("--json", "as_json", is_flag=True, help="Print the devices as JSON.")
+@click.option("--model", type=FOLDER, help="Model folder; default: the newest.")
+def devices(device: str | None, as_json: bool, model: Path | None) -> None:
+    """List the GPUs that are known, and what their models know; or tell all of one DEVICE.
+
+    \b
+    confpred devices
+    confpred devices h100
+    confpred devices --json
+
+    GB/s is the copy bandwidth, bytes read plus bytes written. TFLOP/s is the dense half-precision
+    rate. A device without a model is answered by that of the nearest one, without a bound. A GPU
+    that is not in the list is known once its driver was asked, when a process first uses it.
+    """
+    from confpred.model.folder import KnownDevice, known_devices
+    from confpred.predict.predictor import Predictor
+    from confpred.problem.device import get_device
+
+    found = known_devices(Predictor.load(model).models)
+    if device is not None:
+        key = next((k.device.key for k in found if k.device.key == device), None)
+        wanted = get_device(device if key is None else key)
+        found = [k for k in found if k.device.key == wanted.key] or [KnownDevice(wanted)]
+    if as_json:
+        click.echo(json.dumps({"devices": [known.to_json() for known in found]}, indent=1))
+        return
+    for line in _device_rows(found) if device is None else _device_facts(found[0]):
+        click.echo(line)
+
+
+def _device_rows(found: Sequence[KnownDevice]) -> Iterator[str]:
+    rows = [_DEVICE_HEADINGS]
+    for known in found:
+        d = known.device
+        rows.append(
+            (
+                d.key,
+                d.product,
+                d.arch,
+                str(d.sm_count),
+                f"{d.dram_bytes_per_s / 1e9:.0f}",
+                f"{d.tensor_flops / 1e12:.0f}",
+                known.model or "none",
+                " ".join(known.layers),
+                "" if known.problems is None else f"{known.problems:,}",
+            )
+        )
+    yield from aligned(rows)
+
+
+def _device_facts(known: KnownDevice) -> Iterator[str]:
+    d = known.device
+    yield f"{d.key}: {d.product}, {d.arch}"
+    facts = {
+        "multiprocessors": f"{d.sm_count}, of {d.warps_per_sm} warps and {d.blocks_per_sm} blocks",
+        "shared memory": f"{d.smem_per_sm:,} bytes each, {d.smem_per_block:,} for a block",
+        "L2 cache": f"{d.l2_bytes:,} bytes",
+        "bandwidth": f"{d.dram_bytes_per_s / 1e9:.0f} GB/s, read plus written",
+        "arithmetic": f"{d.tensor_flops / 1e12:.1f} TFLOP/s in half precision, "
+        f"{d.simt_flops / 1e12:.1f} in float32",
+        "model": known.model or "none: that of the nearest device answers, without a bound",
+    }
+    if known.model is not None:
+        dense = "" if known.operation != "conv2d" or "dense" in known.layers else "; not dense"
+        facts |= {
+            "operation": str(known.operation),
+            "layers": " ".join(known.layers) + dense,
+            "families": " ".join(known.families),
+            "trained on": f"{known.rows:,} rows of {known.problems:,} problems of "
+            f"{known.networks:,} networks",
+            "measured with": f"driver {' or '.join(known.driver) or 'not recorded'}, "
+            f"cuDNN {' or '.join(known.cudnn) or 'not recorded'}",
+        }
+    yield from (f"{name:15}  {value}" for name, value in facts.items() if value)

@@ -1,0 +1,371 @@
+"""`confpred train`: a new model from measurements."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from confpred.cli.arguments import (
+    FILE_OR_FOLDER,
+    FOLDER,
+    check_files,
+    check_folder,
+    check_new_folder,
+    force_option,
+    require_packages,
+)
+from confpred.errors import InvalidInput, MissingExtra
+from confpred.files import write_whole
+from confpred.training import HOLDOUT_FORMAT, MODULES
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from confpred.training import Said
+    from confpred.training.dataset import Dataset
+    from confpred.training.holdout import Verdict
+
+
+@click.command("train")
+@click.argument("data", nargs=-1, required=True, type=FILE_OR_FOLDER)
+@click.option(
+    "--out",
+    required=True,
+    type=click.Path(path_type=Path),
+    help="Folder to make; its name is the model's version.",
+)
+@click.option("--device", help="Device to train for, where the data is of several.")
+@click.option("--seed", type=click.IntRange(0, 2**31 - 1), default=0, show_default=True)
+@click.option(
+    "--exclude-network",
+    "exclude",
+    multiple=True,
+    metavar="NAME",
+    help="Keep this network's layers out, to try the model on it later; may be repeated.",
+)
+@click.option(
+    "--family",
+    "families",
+    multiple=True,
+    metavar="NAME",
+    help="Learn of this family alone; may be repeated.  [default: all of DATA]",
+)
+@click.option(
+    "--problems",
+    type=click.IntRange(min=1),
+    help="Learn from so many problems, chosen at random, for a quick trial.  [default: all]",
+)
+def train(
+    data: tuple[Path, ...],
+    out: Path,
+    device: str | None,
+    seed: int,
+    exclude: tuple[str, ...],
+    families: tuple[str, ...],
+    problems: int | None,
+) -> None:
+    """Train a model from measurements (retrain-predictor).
+
+    DATA are Parquet files of measurements, or folders of them. What was measured on other devices
+    than --device is learned from too. The model is first judged on networks held out of its
+    training, which calibrates the bound on regret that each of its answers carries; then it learns
+    from everything.
+
+    \b
+    confpred train datasets/h100 datasets/h200 --device h100 --out models/h100-2
+    confpred train datasets/h200 runs/ --out /tmp/trial --exclude-network resnext101_32x8d
+    confpred train datasets/h100 --family grouped_fprop --problems 300 --out /tmp/quick
+    confpred predict --model models/h100-2 --device h100 --layer "n=32 c=64 ..."
+    """
+    require_packages("train", *MODULES)
+    check_new_folder("out", out)
+    from confpred.training.dataset import read_dataset
+    from confpred.training.train import train
+
+    with show_steps() as say:
+        say("reading measurements", 0, 1)
+        dataset = read_dataset(data, device)
+        say("reading measurements", 1, 1)
+        regret = train(
+            dataset,
+            out,
+            seed=seed,
+            exclude=exclude,
+            families=families,
+            problems=problems,
+            say=say,
+        )
+    click.echo(
+        f"{out}: trained on {dataset.device.key}; regret on held-out networks: geomean "
+        f"{regret.geomean:.3f}, p95 {regret.p95:.3f}, worst {regret.worst:.3f} "
+        f"({regret.problems} problems)"
+    )
+
+
+# `confpred evaluate`: how good the model's choices are on networks it has not seen.
+
+
+@click.command("evaluate")
+@click.argument("data", nargs=-1, required=True, type=FILE_OR_FOLDER)
+@click.option("--device", help="Device to judge for, where the data is of several.")
+@click.option(
+    "--holdout",
+    multiple=True,
+    type=FILE_OR_FOLDER,
+    help="Measurements of networks that are not in DATA, with every legal config: judged first; "
+    "may be repeated.",
+)
+@click.option(
+    "--model",
+    "model_folder",
+    type=FOLDER,
+    help="With --holdout: the model to judge by it.  [default: one trained on DATA]",
+)
+@click.option(
+    "--anchors",
+    multiple=True,
+    type=FILE_OR_FOLDER,
+    help="What every run measured again: the noise across runs; may be repeated.",
+)
+@click.option("--folds", type=click.IntRange(2, 50), default=5, show_default=True)
+@click.option(
+    "--holdout-only", is_flag=True, help="Judge by the --holdout alone, without cross-validation."
+)
+@click.option("--seed", type=click.IntRange(0, 2**31 - 1), default=0, show_default=True)
+@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write the figures.")
+@click.option("--plot", type=click.Path(path_type=Path), help="Write a PNG of the regret curves.")
+@force_option
+def evaluate(
+    data: tuple[Path, ...],
+    device: str | None,
+    holdout: tuple[Path, ...],
+    model_folder: Path | None,
+    anchors: tuple[Path, ...],
+    folds: int,
+    holdout_only: bool,
+    seed: int,
+    json_file: Path | None,
+    plot: Path | None,
+    force: bool,
+) -> None:
+    """Judge configs chosen for networks that were not trained on.
+
+    DATA are Parquet files of measurements, or folders of them; models learn from all devices in
+    them, and are judged on one. The networks are divided into folds;
+    each fold's layers are chosen for by a model, and by every baseline, that has seen none of them
+    at any batch size. Regret is the measured time of the choice over that of the best config: 1 is
+    perfect. The data has some configs of each problem; a hold-out has them all.
+
+    \b
+    confpred evaluate datasets/h100 datasets/h200 --device h100
+    confpred evaluate datasets/h100 --holdout datasets/holdout/h100
+    confpred evaluate datasets/h100 --holdout datasets/holdout/h100 --holdout-only
+    confpred evaluate runs/ --folds 8 --json evaluation.json --plot regret.png
+    """
+    require_packages("train", *MODULES)
+    from confpred.training.dataset import data_files, read_dataset
+
+    if model_folder is not None and not holdout:
+        raise InvalidInput("model", str(model_folder), "a model to be judged by a --holdout")
+    if holdout_only and (plot is not None or not holdout):
+        raise InvalidInput("holdout-only", True, "with a --holdout, and without --plot")
+    read = data_files((*data, *holdout, *anchors))
+    check_files({"json": json_file, "plot": plot}, force=force, inputs=read)
+    from rich.console import Console
+
+    from confpred.training.dataset import across_sittings
+    from confpred.training.evaluate import evaluate, plot_regret, print_evaluation, print_sittings
+    from confpred.training.fit import Hyperparameters
+    from confpred.training.holdout import print_verdict
+
+    console, found = Console(), {}
+    with show_steps() as say:
+        say("reading measurements", 0, 1)
+        dataset = read_dataset(data, device)
+        say("reading measurements", 1, 1)
+        verdict = _judge(dataset, holdout, model_folder, seed, say) if holdout else None
+    if verdict is not None:
+        print_verdict(verdict, console)
+        found["holdout"] = asdict(verdict)
+    if anchors:
+        noise = across_sittings(data_files(anchors), dataset.operation, dataset.device.key)
+        print_sittings(noise, console)
+        found["sittings"] = asdict(noise)
+    figures = {"format": HOLDOUT_FORMAT, "device": dataset.device.key, "data": dataset.digest}
+    evaluation = None
+    if not holdout_only:
+        with show_steps() as say:
+            evaluation = evaluate(dataset, Hyperparameters(), folds, seed, say)
+        print_evaluation(evaluation, console)
+        figures = evaluation.to_json()
+    if json_file is not None:
+        text = json.dumps(figures | found, indent=1) + "\n"
+        write_whole(json_file, lambda file: file.write(text.encode()), replace=force)
+    if plot is not None and evaluation is not None:
+        plot_regret(evaluation, plot, replace=force)
+
+
+def _judge(
+    dataset: Dataset, holdout: tuple[Path, ...], model_folder: Path | None, seed: int, say: Said
+) -> Verdict:
+    """Judge the model of `model_folder` by `holdout`, or one that is trained on `dataset` without
+    the hold-out's networks and layers.
+
+    Raises:
+        ConfpredError: the hold-out cannot be read or is of another device; the model cannot be
+            read, or has seen a layer of it.
+    """
+    from confpred.model.folder import load_model
+    from confpred.training.dataset import read_dataset
+    from confpred.training.holdout import (
+        check_unseen,
+        judge_holdout,
+        read_holdout,
+        without_holdout,
+    )
+    from confpred.training.train import train
+
+    held = read_holdout(read_dataset(holdout, dataset.device.key), holdout)
+    if model_folder is not None:
+        model = load_model(model_folder)
+        return judge_holdout(model, held, check_unseen(model, dataset, held.dataset), seed, say)
+    with tempfile.TemporaryDirectory() as folder:
+        made = Path(folder) / "without-the-hold-out"
+        known = without_holdout(dataset, held.dataset)
+        train(known, made, seed=seed, say=say)
+        model = load_model(made)
+        return judge_holdout(model, held, check_unseen(model, known, held.dataset), seed, say)
+
+
+# `confpred report`: models, evaluations and measurements as one page.
+
+
+@click.command("report")
+@click.argument("sources", nargs=-1, required=True, type=FILE_OR_FOLDER)
+@click.option(
+    "--out", type=click.Path(path_type=Path), required=True, help="The HTML file to write."
+)
+@click.option("--device", "--gpu", help="Use the measurements of this device alone.")
+@click.option("--folds", type=click.IntRange(2, 50), default=5, show_default=True)
+@click.option("--seed", type=click.IntRange(0, 2**31 - 1), default=0, show_default=True)
+@force_option
+def report(
+    sources: tuple[Path, ...], out: Path, device: str | None, folds: int, seed: int, force: bool
+) -> None:
+    """Write what is known of a model or of measurements as one HTML page.
+
+    SOURCES are any of these, each known by what it is: a model folder, or a folder of them;
+    evaluations, as `confpred evaluate --json` writes them (.json); and Parquet files of
+    measurements, or folders of them. Measurements of a device without an evaluation are judged
+    first, by --folds and --seed as `confpred evaluate` has them, which takes minutes.
+
+    The page has the regret by family, direction, dtype, batch, network and device, how often the
+    bound holds, the 20 worst layers with their candidates, the features that a model rests on, the
+    noise of the measurements, and where everything comes from. It is one file: plots, style and
+    script are inside it, and it asks no server for anything.
+
+    \b
+    confpred report models datasets/h100 datasets/h200 benchmarks/results/*/evaluation.json \\
+      --out report.html
+    confpred report runs/ --out report.html
+    confpred report models/ --out models.html
+    """
+    require_packages("train", *MODULES, "jinja2")
+    check_files({"out": out}, force=force, inputs=sources)
+    from confpred.report.page import judge_here, read_inputs, write_page
+
+    inputs = read_inputs(sources, device, judge_here(folds, seed))
+    write_page(inputs, out, replace=force)
+    layers = sum(len(evaluation.layers) for evaluation in inputs.evaluations)
+    click.echo(f"{out}: {len(inputs.files)} files, {layers} judged layers")
+
+
+# ``confpred merge``.
+
+
+@click.command("merge")
+@click.argument("folders", type=FOLDER, nargs=-1, required=True, metavar="FOLDER...")
+@click.argument("file", type=click.Path(path_type=Path))
+@click.option("--anchors", is_flag=True, help="Join what every run has measured again, instead.")
+@force_option
+def merge(folders: tuple[Path, ...], file: Path, anchors: bool, force: bool) -> None:
+    """Join the measurements in sampler output FOLDERs into FILE, one sorted Parquet file.
+
+    Where FILE is a folder, or is new and does not end in .parquet, it is a folder of parts: the
+    rows that no part has yet become a new part, named for the day, and all parts stay as they are.
+
+    \b
+    confpred merge runs/h100 runs/h100.parquet
+    confpred merge runs/first runs/second runs/all.parquet --force
+    confpred merge runs/h100 datasets/h100
+    """
+    try:
+        from confpred.data.parquet import add_part, is_shard_of, merge, shards_in
+    except ImportError as error:
+        raise MissingExtra(str(error.name), "data") from error
+    if file.is_dir() or (file.suffix != ".parquet" and not os.path.lexists(file)):
+        check_folder("file", file)
+        made = add_part(folders, file, anchors=anchors)
+        click.echo(f"{made[1]} rows in {made[0]}" if made else f"no rows that {file} lacks")
+        return
+    inputs = [shard for folder in folders for shard in shards_in(folder, anchors=anchors)]
+    check_files({"file": file}, force=force, inputs=inputs)
+    for folder in folders:
+        if is_shard_of(file, folder):
+            raise InvalidInput("file", str(file), f"no name of a shard of {folder} itself")
+    click.echo(f"{merge(folders, file, replace=force, anchors=anchors)} rows in {file}")
+
+
+# How far a command is: a bar for each step in a terminal, a line now and then in a log.
+
+
+_LINE_SECONDS = 2.0
+
+
+@contextlib.contextmanager
+def show_steps() -> Iterator[Said]:
+    """Yield a function to call when a step begins and when a part of it is done; what it shows
+    goes to standard error."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
+    from rich.progress import TimeElapsedColumn as Elapsed
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield _log_lines(console)
+        return
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn())
+    with Progress(*columns, MofNCompleteColumn(), Elapsed(), console=console) as bars:
+        tasks = {}
+
+        def say(step: str, done: int, total: int) -> None:
+            if step not in tasks:
+                tasks[step] = bars.add_task(step, total=total)
+            bars.update(tasks[step], completed=done, total=total)
+
+        yield say
+
+
+def _log_lines(console: Console) -> Said:
+    began = shown = time.monotonic()
+    current = ""
+
+    def say(step: str, done: int, total: int) -> None:
+        nonlocal current, shown
+        now = time.monotonic()
+        if step == current and now < shown + _LINE_SECONDS:
+            return
+        current, shown = step, now
+        count = f": {done} of {total}" if done else ""
+        console.print(f"[{now - began:.0f}s] {step}{count}", markup=False, highlight=False)
+
+    return say

@@ -1,0 +1,271 @@
+"""Forking a process whose threads predict or compile.
+
+A forked child has a copy of all memory and one thread. A lock that another thread held at that
+moment stays locked in the child for good: ours, and those inside LightGBM and NVRTC, which nobody
+can reach. So a fork waits until no thread is inside such a section, and none enters before the fork
+is done:
+
+    with uninterrupted:  # any number of threads side by side, and sections inside sections
+        ...
+
+What waits is ``os.fork``, and with it ``multiprocessing`` by its method ``fork`` and PyTorch's
+loaders of data; ``subprocess`` does not fork in this sense.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging  # its locks are taken inside sections, so that its hooks must be there before ours
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from types import TracebackType
+from typing import Generic, TypeVar
+
+Made = TypeVar("Made")
+log = logging.getLogger(__name__)
+#: Seconds that a fork waits at most: more than a prediction, a model or a kernel takes.
+LONGEST_WAIT_S = 30.0
+
+
+class _Sections:
+    """How many sections each thread is inside, and whether a fork waits for their end."""
+
+    def __init__(self) -> None:
+        self._open_again()
+
+    def _open_again(self, inside: dict[int, int] | None = None) -> None:
+        # The condition's lock can be taken twice by one thread: a handler of signals may fork.
+        self._changed = threading.Condition()
+        self._inside = inside or {}
+        self._forking = 0
+
+    def __enter__(self) -> None:
+        me = threading.get_ident()
+        with self._changed:
+            if me not in self._inside:  # who is inside a section is waited for, and goes on
+                while self._forking:
+                    self._changed.wait()
+            self._inside[me] = self._inside.get(me, 0) + 1
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        where: TracebackType | None,
+    ) -> None:
+        me = threading.get_ident()
+        with self._changed:
+            left = self._inside.pop(me) - 1
+            if left:
+                self._inside[me] = left
+            elif self._forking:
+                self._changed.notify_all()
+
+    def _before_fork(self) -> None:
+        me = threading.get_ident()
+        with self._changed:
+            self._forking += 1
+            if not self._changed.wait_for(lambda: self._inside.keys() <= {me}, LONGEST_WAIT_S):
+                log.warning("a fork no longer waits for other threads: the child may hang")
+
+    def _in_parent(self) -> None:
+        with self._changed:
+            self._forking -= 1
+            self._changed.notify_all()
+
+    def _in_child(self) -> None:
+        me = threading.get_ident()
+        count = self._inside.get(me, 0)
+        self._open_again({me: count} if count else {})
+
+    def guard_forks(self) -> None:
+        os.register_at_fork(
+            before=self._before_fork,
+            after_in_parent=self._in_parent,
+            after_in_child=self._in_child,
+        )
+
+
+uninterrupted = _Sections()
+if hasattr(os, "register_at_fork"):  # not on Windows, which does not fork
+    uninterrupted.guard_forks()
+
+
+class PerProcess(Generic[Made]):
+    """What `make` makes, once a process: a forked child has no use for its parent's connections and
+    threads, and makes its own."""
+
+    def __init__(self, make: Callable[[], Made]) -> None:
+        self._make = make
+        self._made: tuple[int, Made] | None = None
+        self._lock = threading.Lock()
+
+    def get(self) -> Made:
+        made = self._made
+        if made is None or made[0] != os.getpid():
+            with uninterrupted, self._lock:
+                made = self._made
+                if made is None or made[0] != os.getpid():
+                    made = self._made = (os.getpid(), self._make())
+        return made[1]
+
+    def take(self) -> Made | None:
+        """What this process has made, which it makes anew when it needs it again."""
+        with uninterrupted, self._lock:
+            made, self._made = self._made, None
+        return made[1] if made is not None and made[0] == os.getpid() else None
+
+
+# What was found lately: kept up to a number, and found once however many threads ask.
+
+
+Asked = TypeVar("Asked", bound=Hashable)
+Found = TypeVar("Found")
+
+
+class Recent(Generic[Asked, Found]):
+    """The entries used last: `least` of them, or up to twice as many.
+
+    They are in two dictionaries. What is used moves to the younger one; when that has `least`, it
+    takes the place of the older one, which is dropped. So nobody waits for a lock. Threads that do
+    this at the same moment may drop more than they need to, which costs them finding it again.
+    No value is None.
+    """
+
+    def __init__(self, least: int) -> None:
+        self._least = least
+        self._young: dict[Asked, Found] = {}
+        self._old: dict[Asked, Found] = {}
+
+    def get(self, key: Asked) -> Found | None:
+        found = self._young.get(key)
+        if found is None:
+            found = self._old.get(key)
+            if found is not None:
+                self.put(key, found)
+        return found
+
+    def put(self, key: Asked, value: Found) -> None:
+        if len(self._young) >= self._least:
+            self._old, self._young = self._young, {}
+        self._young[key] = value
+
+    def clear(self) -> None:
+        self._young, self._old = {}, {}
+
+    def __len__(self) -> int:
+        return len(self._young.keys() | self._old.keys())
+
+
+class Remembered(Generic[Asked, Found]):
+    """The function `find`, of which the answers used last are kept, as in `Recent`.
+
+    Safe to share between threads, and to fork. Threads that ask the same new thing at once share
+    one call of `find`; those that ask other things do not wait. `find` takes several things that
+    were asked, and returns the answer to each, none of which is None.
+    """
+
+    def __init__(self, find: Callable[[Sequence[Asked]], Sequence[Found]], least: int) -> None:
+        self._find = find
+        self._recent: Recent[Asked, Found] = Recent(least)
+        self._lock = threading.Lock()  # guards what is under way
+        self._under_way: dict[Asked, threading.Event] = {}
+
+    def __call__(self, asked: Asked) -> Found:
+        while (found := self._recent.get(asked)) is None:
+            with uninterrupted:  # so that a forked child finds nothing under way
+                mine = threading.Event()
+                with self._lock:
+                    done = self._under_way.setdefault(asked, mine)
+                if done is mine:
+                    return self._found([asked], mine)[asked]
+            done.wait()  # then look again: where it failed, this thread tries
+        return found
+
+    def many(self, asked: Sequence[Asked]) -> list[Found]:
+        """The answers to all of `asked`, in order; those that are new are found in one call."""
+        found: dict[Asked, Found | None] = {each: self._recent.get(each) for each in asked}
+        new = [each for each, known in found.items() if known is None]
+        if new:
+            with uninterrupted:
+                mine = threading.Event()
+                with self._lock:
+                    new = [each for each in new if self._under_way.setdefault(each, mine) is mine]
+                found.update(self._found(new, mine))
+        # What is missing now is under way elsewhere, which is waited for last: two threads that
+        # each wait for something of the other's have both done their own.
+        return [self(each) if (known := found[each]) is None else known for each in asked]
+
+    def _found(self, asked: Sequence[Asked], done: threading.Event) -> dict[Asked, Found]:
+        """The answers to what this thread has under way."""
+        try:
+            # Another thread may have been done between this one's look and its turn.
+            known = {each: self._recent.get(each) for each in asked}
+            new = [each for each, found in known.items() if found is None]
+            answers = {each: found for each, found in known.items() if found is not None}
+            if new:
+                answers.update(zip(new, self._find(new), strict=True))
+            for each in new:
+                self._recent.put(each, answers[each])
+            return answers
+        finally:
+            with self._lock:
+                for each in asked:
+                    del self._under_way[each]
+            done.set()
+
+
+# Helper processes that end with the process that started them.
+
+
+_LOOK_SECONDS = 0.5
+
+
+def end_with(parent: int) -> None:
+    """Make this process end soon after `parent`, the process that started it, however that ends:
+    a process that is killed cannot ask its helpers to end. Ctrl-C, which the terminal sends to
+    helpers too, is left to `parent`.
+
+    It looks twice a second whether it has been given another parent. (Linux could send a signal
+    instead, but does so when the *thread* that started this process ends.)
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_after, args=(parent,), daemon=True).start()
+
+
+@contextlib.contextmanager
+def stops_held() -> Iterator[None]:
+    """Ctrl-C and SIGTERM come after the block, so that nothing which starts processes in it is cut
+    off halfway, unless they end this process at once or are ignored. Processes that are started
+    inherit the blocked Ctrl-C and never see it: the terminal sends it to them too, but the process
+    that started them decides what becomes of their work."""
+    from multiprocessing import resource_tracker  # imports a dozen modules
+
+    resource_tracker.ensure_running()  # where it starts by itself, it unblocks the signal
+    came: list[int] = []
+    # Blocking alone does not do: a thread that has the signal unblocked may take it, and Python
+    # then runs the handler in the main thread all the same.
+    held = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    if threading.current_thread() is not threading.main_thread():
+        held = {}  # handlers do not run here
+    held = {number: handler for number, handler in held.items() if callable(handler)}
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        for number in held:
+            signal.signal(number, lambda number, _: came.append(number))
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        for number, handler in held.items():
+            signal.signal(number, handler)
+        if came:
+            signal.raise_signal(came[0])
+
+
+def _end_after(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(_LOOK_SECONDS)
+    os._exit(1)  # at once, even if the main thread hangs in a driver or a long computation
