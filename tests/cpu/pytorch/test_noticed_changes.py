@@ -22,7 +22,7 @@ def predictor(model_folder, monkeypatch) -> Predictor:
     """Return the predictor of a model that was measured with this cuDNN and driver 580.1."""
     model = load_model(model_folder)
     versions = {"driver": ["580.1"], "cudnn": [cudnn_version() or "none"]}
-    model = replace(model, card={**model.card, "measured_with": versions})
+    model = replace(model, card=replace(model.card, measured_with=versions))
     monkeypatch.setattr(choosing, "_predictors", {})
     monkeypatch.setattr(choosing.driver, "device_of", lambda _: H100)
     return Predictor({"h100": model})
