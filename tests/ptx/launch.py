@@ -115,7 +115,7 @@ def _kernel(spec: KernelSpec, arch: str) -> Kernel:
 
 
 def ptx_of(spec: KernelSpec, arch: str) -> str:
-    """What NVRTC makes of `spec` before the assembler; needs no GPU.
+    """Return the PTX that NVRTC makes of `spec`; needs no GPU.
 
     Raises:
         PtxError: NVRTC refuses it.
