@@ -62,7 +62,7 @@ class FamilyCard:
     """A kernel family of a model.
 
     Attributes:
-        devices: keys of the devices that it was measured on.
+        devices: keys of the devices that it was measured on; older cards have none.
         source, source_digests: its CUDA file, and the digests of the versions that were measured.
         configs: digest of its config table.
         groupings: kinds of problems that it was measured on: ``dense``, ``depthwise``, ``grouped``.
@@ -70,7 +70,7 @@ class FamilyCard:
         pool: name of the pool of families that it shares its trees with.
     """
 
-    devices: list[str]
+    devices: list[str] = field(default_factory=list, kw_only=True)
     source: str
     source_digests: list[str]
     configs: str
