@@ -168,7 +168,7 @@ def _models(loaded: Loaded) -> schema.ModelsReply:
     return schema.ModelsReply(
         current.digest,
         [
-            schema.ServedModel(device, model.version, model.digest, dict(model.card))
+            schema.ServedModel(device, model.version, model.digest, dict(model.card.content))
             for device, model in current.predictor.models.items()
         ],
         [

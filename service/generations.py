@@ -30,7 +30,8 @@ import numpy as np
 from confpred.concurrency import end_with
 from confpred.errors import ConfpredError, DataError, ModelError
 from confpred.files import write_folder
-from confpred.model.folder import Model, model_folders, read_files, shipped_models
+from confpred.model.card import read_files
+from confpred.model.folder import Model, model_folders, shipped_models
 from confpred.model.trees import Trees
 from confpred.predict.plan import plan_file
 from confpred.predict.predictor import Predictor
