@@ -24,7 +24,7 @@ from prometheus_client.metrics_core import (
 from prometheus_client.registry import Collector
 from starlette.types import Scope
 
-import confpred
+from confpred._version import __version__
 from confpred.model.folder import Model
 
 #: A metric's name and its labels; of a histogram also the number of a bucket, or ``sum``.
@@ -206,7 +206,7 @@ def exposition(
 ) -> bytes:
     """Return the text of ``/metrics``: `counts`, the state of `processes` (ids by name) and
     `models` by device. It takes some milliseconds."""
-    build = {"version": confpred.__version__, "python": platform.python_version()}
+    build = {"version": __version__, "python": platform.python_version()}
     answering = [
         {"device": device, "version": model.version, "digest": model.digest}
         for device, model in models.items()
