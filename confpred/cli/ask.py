@@ -27,7 +27,7 @@ from confpred.predict.choice import MAX_TOP, Choice, answers_json
 from confpred.problem.limits import Limits
 
 if TYPE_CHECKING:
-    from confpred.model.folder import KnownDevice
+    from confpred.model.card import KnownDevice
     from confpred.predict.choice import Choice
     from confpred.predict.plan import Plan
 
@@ -414,7 +414,7 @@ def devices(device: str | None, as_json: bool, model: Path | None) -> None:
     rate. A device without a model is answered by that of the nearest one, without a bound. A GPU
     that is not in the list is known once its driver was asked, when a process first uses it.
     """
-    from confpred.model.folder import KnownDevice, known_devices
+    from confpred.model.card import KnownDevice, known_devices
     from confpred.predict.predictor import Predictor
     from confpred.problem.device import get_device
 

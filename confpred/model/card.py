@@ -10,11 +10,15 @@ from contextlib import contextmanager
 from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from types import UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
 
 from confpred.errors import ConfpredError, DataError, ModelError
 from confpred.files import parse_json
 from confpred.model.trees import Trees
+from confpred.problem.device import KNOWN, Device
+
+if TYPE_CHECKING:
+    from confpred.model.folder import Model
 
 CARD, FORMAT = "card.json", "confpred-model/5"
 _OTHER_FORMAT = re.compile(rb'"format": ?"(confpred-model/[0-9]+)"')
@@ -287,3 +291,64 @@ def refusing(folder: Path) -> Iterator[None]:
         if isinstance(error, ConfpredError):
             raise ModelError(f"{folder}: {error}") from error
         raise ModelError(f"{folder / CARD} is damaged: {error!r}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class KnownDevice:
+    """A device and what its model knows; a device without one has None and nothing there.
+
+    Attributes:
+        device: its description.
+        model: version of its model.
+        operation: what that model chooses for, such as ``conv2d``.
+        families: the kernel families and libraries that it knows.
+        layers: the kinds of layers that were measured: ``dense``, ``depthwise``, ``grouped``; empty
+            for another operation, which has no such kinds.
+        rows, problems, networks: how much it was trained on: measurements of this device, and the
+            problems and networks that these are of.
+        driver, cudnn: versions that the measurements were made with.
+    """
+
+    device: Device
+    model: str | None = None
+    operation: str | None = None
+    families: tuple[str, ...] = ()
+    layers: tuple[str, ...] = ()
+    rows: int | None = None
+    problems: int | None = None
+    networks: int | None = None
+    driver: tuple[str, ...] = ()
+    cudnn: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the one JSON form, printed by ``confpred devices --json``."""
+        return asdict(self)
+
+
+def known_devices(models: Mapping[str, Model]) -> list[KnownDevice]:
+    """Return the boards of the table and the devices that only a model describes, those with a
+    model first.
+
+    Raises:
+        ModelError: a model is damaged.
+    """
+    learned = []
+    for model in models.values():
+        card = model.card
+        groupings = sorted({each for entry in card.families.values() for each in entry.groupings})
+        versions = (tuple(card.measured_with.get(name, ())) for name in ("driver", "cudnn"))
+        learned.append(
+            KnownDevice(
+                model.device,
+                model.version,
+                model.operation.name,
+                tuple(model.families),
+                tuple(groupings),
+                card.data.rows,
+                card.data.problems,
+                card.data.networks,
+                *versions,
+            )
+        )
+    has_one = {known.device.key for known in learned}
+    return learned + [KnownDevice(device) for key, device in KNOWN.items() if key not in has_one]

@@ -33,11 +33,10 @@ import os
 import re
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from datetime import datetime, timezone
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import platformdirs
@@ -483,64 +482,3 @@ def _measured(path: Path, content: bytes) -> dict[str, Best]:
             raise ValueError(f"time_ms is {time_ms!r}, not a number of at least 0")
         best[str(entry["problem"])] = Best(Candidate(name, row), time_ms)
     return best
-
-
-@dataclass(frozen=True, slots=True)
-class KnownDevice:
-    """A device and what its model knows; a device without one has None and nothing there.
-
-    Attributes:
-        device: its description.
-        model: version of its model.
-        operation: what that model chooses for, such as ``conv2d``.
-        families: the kernel families and libraries that it knows.
-        layers: the kinds of layers that were measured: ``dense``, ``depthwise``, ``grouped``; empty
-            for another operation, which has no such kinds.
-        rows, problems, networks: how much it was trained on: measurements of this device, and the
-            problems and networks that these are of.
-        driver, cudnn: versions that the measurements were made with.
-    """
-
-    device: Device
-    model: str | None = None
-    operation: str | None = None
-    families: tuple[str, ...] = ()
-    layers: tuple[str, ...] = ()
-    rows: int | None = None
-    problems: int | None = None
-    networks: int | None = None
-    driver: tuple[str, ...] = ()
-    cudnn: tuple[str, ...] = ()
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the one JSON form, printed by ``confpred devices --json``."""
-        return asdict(self)
-
-
-def known_devices(models: Mapping[str, Model]) -> list[KnownDevice]:
-    """Return the boards of the table and the devices that only a model describes, those with a
-    model first.
-
-    Raises:
-        ModelError: a model is damaged.
-    """
-    learned = []
-    for model in models.values():
-        card = model.card
-        groupings = sorted({each for entry in card.families.values() for each in entry.groupings})
-        versions = (tuple(card.measured_with.get(name, ())) for name in ("driver", "cudnn"))
-        learned.append(
-            KnownDevice(
-                model.device,
-                model.version,
-                model.operation.name,
-                tuple(model.families),
-                tuple(groupings),
-                card.data.rows,
-                card.data.problems,
-                card.data.networks,
-                *versions,
-            )
-        )
-    has_one = {known.device.key for known in learned}
-    return learned + [KnownDevice(device) for key, device in KNOWN.items() if key not in has_one]

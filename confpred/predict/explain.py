@@ -1,15 +1,13 @@
 """Why a layer gets the config that it gets: `explain_layers`.
 
-A model's trees say that one config of a family takes, say, 1.08 times as long as another for a
-problem. Both are rows of features, and what the trees see is the difference of the rows. The
-features that differ are put together by themes, such as how many blocks fit on a multiprocessor,
-and the logarithm of the ratio is shared among the themes by their Shapley values: the mean, over
-all orders in which the themes can be exchanged one by one, of what exchanging one of them changes.
-The shares add up to the whole exactly. They need the trees' answers alone, none of the counts and
-inner values that LightGBM's own explanations take and a model's files leave out.
+A model's trees say that one config takes, say, 1.08 times as long as another. They see two rows of
+features. Features that differ are put together by themes, such as how many blocks fit on a
+multiprocessor. The logarithm of the ratio is shared among the themes by their Shapley values: the
+mean, over all orders in which themes can be exchanged one by one, of the change that one of them
+makes. The shares add up to the whole exactly, and need the trees' answers alone.
 
 A row whose themes are of two configs is mostly no config that exists; the trees then say what they
-learned of those features from others. That is so of all explanations of this kind.
+learned of those features from others, as with all explanations of this kind.
 """
 
 from __future__ import annotations
@@ -29,6 +27,7 @@ from confpred.families.registry import config_words
 from confpred.model.folder import Model
 from confpred.model.rank import FamilyModel
 from confpred.predict.choice import MAX_TOP, Choice, check_top
+from confpred.predict.nearest import NearestLayers, Neighbour
 from confpred.predict.predictor import Predictor
 from confpred.problem.device import Device, get_device
 from confpred.problem.record import Record
@@ -38,7 +37,7 @@ NEAREST = 5  # measured layers that an explanation names
 
 @dataclass(frozen=True, slots=True)
 class Roofline:
-    """What no kernel can beat.
+    """Bound that no kernel can beat.
 
     Attributes:
         bytes: that must cross device memory.
@@ -53,12 +52,12 @@ class Roofline:
 
     @property
     def floor_ms(self) -> float:
-        """Milliseconds below which no kernel can go: the larger of the two."""
+        """Return the larger of the two, milliseconds."""
         return max(self.memory_ms, self.arithmetic_ms)
 
     @property
     def limit(self) -> str:
-        """Which of the two it is: ``memory`` or ``arithmetic``."""
+        """Return which of the two it is: ``memory`` or ``arithmetic``."""
         return "memory" if self.memory_ms >= self.arithmetic_ms else "arithmetic"
 
     def to_json(self) -> dict[str, Any]:
@@ -299,23 +298,20 @@ def _words(candidate: Candidate) -> str:
 
 
 def _amount(count: int, unit: str) -> str:
-    """Such as ``18.4 MB``."""
-    value, prefixes = float(count), iter(("", "k", "M", "G", "T", "P"))
-    prefix = next(prefixes)
-    while value >= 999.5 and prefix != "P":
-        value, prefix = value / 1000, next(prefixes)
-    return f"{value:.3g} {prefix}{unit}"
+    """Return such as ``18.4 MB``."""
+    value, prefixes = float(count), ["", "k", "M", "G", "T", "P"]
+    while value >= 999.5 and len(prefixes) > 1:
+        value, prefixes = value / 1000, prefixes[1:]
+    return f"{value:.3g} {prefixes[0]}{unit}"
 
 
 def _table(rows: Sequence[Sequence[str]], right: int) -> Iterator[str]:
     """Aligned columns, the first `right` of them to the right, under headings."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
-        cells = (
-            cell.rjust(width) if i < right else cell.ljust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        yield "  ".join(cells).rstrip()
+        sides = [">"] * right + ["<"] * (len(row) - right)
+        cells = zip(row, sides, widths, strict=True)
+        yield "  ".join(f"{cell:{side}{width}}" for cell, side, width in cells).rstrip()
 
 
 #: What features tell, by patterns of their names; the first that matches counts. A family's own
@@ -444,87 +440,3 @@ def _shapley(
         weights = [1 / (count * math.comb(count - 1, size)) for size in sizes[without].tolist()]
         shares.append(float((cost[without + 2**group] - cost[without]) @ weights))
     return shares, float(cost[-1] - cost[0])
-
-
-#: How far apart problems are of which one is of another direction, dtype or epilogue: as far as if
-#: one had four times the batch.
-_UNLIKE = 2.0
-
-
-@dataclass(frozen=True, slots=True)
-class Neighbour:
-    """A layer that was measured for the model, in full or by dozens of configs.
-
-    Attributes:
-        problem: the layer.
-        distance: from the layer asked about, in doublings: 1 where one size is twice as large
-            (see `NearestLayers`).
-        candidate: what was the fastest of all that was measured.
-        time_ms: its time, milliseconds.
-        roofline_share: the part of the roofline that it reaches.
-    """
-
-    problem: Record
-    distance: float
-    candidate: Candidate
-    time_ms: float
-    roofline_share: float
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "problem": self.problem.to_json(),
-            "distance": self.distance,
-            "provider": self.candidate.provider,
-            "config": config_words(self.candidate),
-            "time_ms": self.time_ms,
-            "roofline_share": self.roofline_share,
-        }
-
-
-class NearestLayers:
-    """The layers that a model's data has measured, to be searched for those like a problem.
-
-    The distance of two problems is the root of the sum of squares over their fields: of a size, the
-    binary logarithm of the ratio; of a pair, those of both members plus one; of any other field, 2
-    where they differ.
-    """
-
-    def __init__(self, model: Model) -> None:
-        """Of `model`, whose device the times are of."""
-        self._device, self._best = model.device, tuple(model.measured.values())
-        kind = model.operation.problem
-        self._problems = [kind.parse(words) for words in model.measured]
-        places = [_place(problem) for problem in self._problems]
-        self._sizes = np.array([sizes for sizes, _ in places])
-        self._kinds = np.array([kinds for _, kinds in places], object)
-
-    def nearest(self, problem: Record, count: int) -> tuple[Neighbour, ...]:
-        """The `count` nearest, nearest first, or all if there are fewer. A problem that was
-        measured itself is its own neighbour, at distance 0."""
-        if not self._problems:
-            return ()
-        sizes, kinds = _place(problem)
-        squares = ((self._sizes - np.array(sizes)) ** 2).sum(axis=1)
-        unlike = (self._kinds != np.array(kinds, object)).sum(axis=1)
-        distance = np.sqrt(squares + _UNLIKE**2 * unlike)
-        found = []
-        for i in np.argsort(distance, kind="stable")[:count].tolist():
-            near, best = self._problems[i], self._best[i]
-            share = self._device.roofline_s(near) * 1e3 / best.time_ms
-            found.append(Neighbour(near, float(distance[i]), best.candidate, best.time_ms, share))
-        return tuple(found)
-
-
-def _place(problem: Record) -> tuple[list[float], list[object]]:
-    """Return the logarithms of a problem's sizes, and the values of its other fields."""
-    sizes: list[float] = []
-    kinds: list[object] = []
-    for field in dataclasses.fields(problem):
-        value = getattr(problem, field.name)
-        if field.name in problem.PAIRS:
-            sizes += (math.log2(1 + member) for member in value)
-        elif field.name in problem.LIMITS:
-            sizes.append(math.log2(max(value, 1)))
-        else:
-            kinds.append(value)
-    return sizes, kinds

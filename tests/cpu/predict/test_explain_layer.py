@@ -21,12 +21,12 @@ from confpred.predict.explain import (
     NEAREST,
     OTHER,
     LayerExplanation,
-    NearestLayers,
     compare,
     explain_layers,
     middling,
     theme_of,
 )
+from confpred.predict.nearest import NearestLayers
 from confpred.predict.predictor import Predictor
 from confpred.problem.conv2d import Problem
 from confpred.problem.device import get_device
