@@ -1,7 +1,7 @@
 """Fill the tables of `PAGES` from ``benchmarks/results``, so that no figure is typed by hand.
 
-    python benchmarks/tables.py           # rewrite the pages
-    python benchmarks/tables.py --check   # exit 1 if a page would change
+    python -m benchmarks.tables           # rewrite the pages
+    python -m benchmarks.tables --check   # exit 1 if a page would change
 
 A table stands between ``<!-- table:NAME -->`` and ``<!-- /table -->``; `TABLES` says what each NAME
 is made from. The tables of a result that has not been measured yet (`OPTIONAL`) are left empty.
@@ -19,11 +19,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))  # this file may be loaded from elsewhere
-import im2col_chunks
-import linear_chains
-from holdout_tables import OF_HOLDOUTS
-from network_tables import OF_NETWORKS
+from benchmarks.kernels import im2col_chunks, linear_chains
+from benchmarks.model.holdout_tables import OF_HOLDOUTS
+from benchmarks.networks.network_tables import OF_NETWORKS
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -248,7 +246,7 @@ def sampling(result: dict[str, Any]) -> str:
 
 
 def sampling_plans(result: dict[str, Any]) -> str:
-    """Regret of models that learned from parts of the data (``benchmarks/sampling_plans.py``)."""
+    """Regret of models that learned from parts of the data (`benchmarks.model.sampling_plans`)."""
     heads = ("configs a problem and family", "rows", "geomean", "p95", "worst", "difference, %")
     rows = []
     for name, plan in result["plans"].items():
@@ -260,7 +258,7 @@ def sampling_plans(result: dict[str, Any]) -> str:
 
 def transfer(result: dict[str, Any]) -> str:
     """Regret on a device by the share of its problems that were learned from, with and without
-    those of another device (``benchmarks/transfer.py``)."""
+    those of another device (``benchmarks/model/transfer.py``)."""
     told = ("from", "to", "its problems", "learned from", "rows of it")
     heads = (*told, "geomean", "p95", "worst", "best of 3", "best of 8")
     rows = []
@@ -276,7 +274,7 @@ def transfer(result: dict[str, Any]) -> str:
 
 def transfer_holdout(result: dict[str, Any]) -> str:
     """What whole models are worth on a device by the share of its problems that were learned from
-    (``benchmarks/transfer_holdout.py``)."""
+    (``benchmarks/model/transfer_holdout.py``)."""
     heads = ("from", "to", "its problems", "rows of it", "ours: geomean", "p95", "worst")
     rows = []
     for row in result["rows"]:
@@ -392,7 +390,7 @@ def main() -> None:
             if not check:
                 (ROOT / page).write_text(new, encoding="utf-8")
     if check and stale:
-        sys.exit(f"stale: {', '.join(stale)}; run python benchmarks/tables.py")
+        sys.exit(f"stale: {', '.join(stale)}; run python -m benchmarks.tables")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 What a model has learned are ratios: of a config's time to the best config's, and of that to the
 roofline. Its features are of the problem, the config, and of how both fill the device. So it is
 asked with the description of the device at hand, which also decides what is legal; only what it
-learned is another device's. `benchmarks/transfer.py` measures what that costs.
+learned is another device's. `benchmarks/model/transfer.py` measures what that costs.
 """
 
 from __future__ import annotations
