@@ -146,7 +146,7 @@ def _launches(problem: Problem, rows: Sequence[int]) -> Iterator[tuple[int, Call
     from confpred.cudnn.plans import Plans
     from confpred.errors import LaunchError
     from confpred.measure.kernels import MAX_WORKSPACE_BYTES
-    from confpred.problem.conv2d_operation import CONVOLUTION
+    from confpred.problem.conv2d import CONVOLUTION
     from confpred.problem.operation import SCRATCH
 
     plans = Plans(problem, 0)

@@ -31,10 +31,10 @@ from confpred.cli.learn import show_steps
 from confpred.cuda.driver import device_count, device_of
 from confpred.data.suites import read_suite
 from confpred.errors import UnknownDevice
-from confpred.families.candidate import PYTORCH, PYTORCH_OPERATOR, Candidate
+from confpred.families.protocol import PYTORCH, PYTORCH_OPERATOR, Candidate
 from confpred.model.folder import model_folders
 from confpred.predict.choice import MAX_TOP, Choice
-from confpred.problem.conv2d_operation import CONVOLUTION
+from confpred.problem.conv2d import CONVOLUTION
 from confpred.problem.device import Device
 from confpred.training.dataset import read_dataset
 
@@ -45,7 +45,7 @@ HOLDOUT = Path("datasets") / "holdout" / DEVICE
 SHIPPED = model_folders(ROOT / "models")[DEVICE].relative_to(ROOT)
 SUITE = Path("datasets") / "suites" / "smoke.json"
 FAMILIES = ("grouped_fprop", "depthwise_fprop")  # that the demo trains; there are more
-PROBLEMS = 200  # ... and on so many problems of them
+PROBLEMS = 120  # ... and on so many problems of them
 NETWORK = "resnext50_32x4d"  # left out of the training, then predicted
 SHOWN = 8
 SUMMARY = "Summary"

@@ -12,8 +12,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive
 
 from confpred.errors import InvalidInput
-from confpred.predict.choice import check_top
-from confpred.predict.trust import check_max_regret
+from confpred.predict.choice import check_max_regret, check_top
 from confpred.problem.conv2d import Problem
 from confpred.problem.device import Device, get_device
 from confpred.problem.limits import UNLIMITED, Limits

@@ -6,7 +6,9 @@
 For a seventh of the suites' problems and 150 random ones a family, on the devices that have a model
 and a board of each architecture: the first eight choices, and digests of what each family says is
 legal, of its features, estimates and launches; and the options of each command, and what mistakes
-mean. It takes about twenty seconds.
+mean. It takes about twenty seconds. With ``--graphs`` as the last argument the captured graphs of
+twenty networks follow, as confpred rewrites them, and what `confpred.explain` says of them: some
+minutes more.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import json
 import random
 import sys
 from pathlib import Path
+from typing import Any
 
 import command_line
 import numpy as np
@@ -34,6 +37,15 @@ DEVICES = {key: KNOWN[key] for key in ("h100", "h200")}
 DEVICES |= {board.key: board for board in ARCHITECTURES.values()}
 EACH, RANDOM, TOP = 7, 150, 8
 ROWS, LAUNCHES = 24, 6  # of the legal configs of a problem, how many are described and launched
+#: Networks of as many kinds, with the side of their images; of some the gradients, too.
+NETWORKS = {
+    "coatnet_0_rw_224": 224, "convnext_atto": 64, "cs3darknet_focus_s": 64, "densenet121": 64,
+    "dpn48b": 64, "edgenext_xx_small": 64, "efficientnet_b0": 64, "fastvit_t8": 64,
+    "ghostnet_100": 64, "hrnet_w18_small": 64, "inception_next_atto": 64, "levit_conv_128s": 224,
+    "mixnet_s": 64, "mnasnet_small": 64, "mobilenetv3_small_100": 64, "regnety_002": 64,
+    "resnet18": 64, "rexnet_100": 64, "skresnet18": 64, "xception41": 64,
+}  # fmt: skip
+TRAINED = ("densenet121", "ghostnet_100", "mnasnet_small", "regnety_002", "resnet18", "rexnet_100")
 
 
 def problems() -> list[Record]:
@@ -63,7 +75,35 @@ def of_family(family: Family, device: Device, sample: list[Record]) -> dict[str,
     return {"configs": hashlib.sha256(family.configs.tobytes()).hexdigest(), **digests}
 
 
-def main(out: Path) -> None:
+def of_networks() -> dict[str, Any]:
+    """What the graphs of ``NETWORKS`` become on an H100."""
+    import torch
+    from timm_networks import made
+
+    from confpred.pytorch import explain
+
+    class Written(explain.Recorder):
+        """Keeps the rewritten graphs as text."""
+
+        def _run(self, gm: Any, *more: Any, **told: Any) -> Any:
+            run = super()._run(gm, *more, **told)
+            graphs.append(hashlib.sha256(gm.code.encode()).hexdigest())
+            return run
+
+    found: dict[str, Any] = {}
+    explain.Recorder = Written  # type: ignore[misc]
+    for name, side in NETWORKS.items():
+        for training in (False, True)[: 1 + (name in TRAINED)]:
+            model, images = made(name, side)
+            model = model.to(memory_format=torch.channels_last)
+            graphs: list[str] = []
+            said = explain.explain(model, images, training=training, dtype=torch.half)
+            found[f"{name} {training}"] = {"graphs": graphs, "explained": said.to_json()}
+            print(name, training, len(graphs), flush=True)
+    return found
+
+
+def main(out: Path, graphs: bool) -> None:
     sample, predictor = problems(), Predictor.load()
     result = {
         "choices": {
@@ -81,9 +121,11 @@ def main(out: Path) -> None:
             "mistakes": command_line.mistakes(),
         },
     }
+    if graphs:
+        result["graphs"] = of_networks()
     out.write_text(json.dumps(result, indent=1) + "\n")
     print(f"{len(sample)} problems, {len(result['choices'])} answers: {out}")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2:] == ["--graphs"])

@@ -12,8 +12,7 @@ from ptx.memory import DeviceMemory, Operand
 from ptx.text import PtxError
 
 from confpred.families.protocol import Family
-from confpred.problem.operation import SCRATCH, Launch, Step
-from confpred.problem.products import Product, View
+from confpred.problem.operation import SCRATCH, Launch, Product, Step, View
 from confpred.problem.record import Record
 from confpred.products.run import Bound, Operands, Program, multiply
 

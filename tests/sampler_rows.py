@@ -6,9 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from confpred.data.measurements import Measurement, Run
-from confpred.families.candidate import Candidate
-from confpred.problem.conv2d import Problem
-from confpred.problem.conv2d_operation import CONVOLUTION
+from confpred.families.protocol import Candidate
+from confpred.problem.conv2d import CONVOLUTION, Problem
 from confpred.sampler.run import open_store
 
 LAYER = Problem(2, 64, 14, 14, 64, 3, 3, padding=(1, 2), groups=8, bias=True, activation="relu")

@@ -16,11 +16,10 @@ from layers import first_kernel
 
 from confpred.data.measurements import Measurement, Run, problem_of_row
 from confpred.data.parquet import schema
-from confpred.families.candidate import PYTORCH_OPERATOR, Candidate
 from confpred.families.kernel_text import source_digest
+from confpred.families.protocol import PYTORCH_OPERATOR, Candidate
 from confpred.families.registry import all_families
-from confpred.problem.conv2d import Problem
-from confpred.problem.conv2d_operation import CONVOLUTION
+from confpred.problem.conv2d import CONVOLUTION, Problem
 from confpred.problem.device import get_device
 from confpred.training.fit import Hyperparameters
 

@@ -34,7 +34,7 @@ from typing import Any
 
 import numpy as np
 
-from confpred.families.candidate import Candidate
+from confpred.families.protocol import Candidate
 from confpred.model.folder import Model
 from confpred.predict.predictor import Predictor
 from confpred.problem.conv2d import ACTIVATIONS, DIRECTIONS, Problem

@@ -46,10 +46,9 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.provenance import DATASETS, RESULTS, provenance, write
 from confpred.cuda.compiler import compile_kernel
 from confpred.cuda.driver import BoundLaunch
-from confpred.families.candidate import PYTORCH_OPERATOR
+from confpred.families.protocol import PYTORCH_OPERATOR
 from confpred.families.registry import all_families
-from confpred.problem.conv2d import DIRECTIONS, Problem
-from confpred.problem.conv2d_operation import CONVOLUTION
+from confpred.problem.conv2d import CONVOLUTION, DIRECTIONS, Problem
 from confpred.problem.operation import SCRATCH, ZEROED, KernelSpec, Launch
 
 if TYPE_CHECKING:

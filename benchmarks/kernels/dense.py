@@ -36,8 +36,7 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.kernels.conv_vs_cudnn import MODES, SLOWER, interleaved_ms
 from benchmarks.provenance import DATASETS, RESULTS, provenance, write
 from confpred.data.suites import read_suite
-from confpred.problem.conv2d import DIRECTIONS, Problem
-from confpred.problem.conv2d_operation import CONVOLUTION
+from confpred.problem.conv2d import CONVOLUTION, DIRECTIONS, Problem
 
 if TYPE_CHECKING:
     import torch

@@ -23,8 +23,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.provenance import RESULTS, provenance, write
-from confpred.families.candidate import Candidate
-from confpred.families.protocol import config_dict
+from confpred.families.protocol import Candidate, config_dict
 from confpred.predict.choice import Choice
 from confpred.problem.conv2d import Problem
 from confpred.problem.device import get_device

@@ -31,10 +31,9 @@ import numpy as np
 
 from benchmarks.kernels.conv_vs_cudnn import compile_all, our_call
 from benchmarks.provenance import RESULTS, provenance, write
-from confpred.families.candidate import PYTORCH_OPERATOR, Candidate
+from confpred.families.protocol import PYTORCH_OPERATOR, Candidate
 from confpred.families.registry import all_families
-from confpred.problem.conv2d import Problem
-from confpred.problem.conv2d_operation import CONVOLUTION
+from confpred.problem.conv2d import CONVOLUTION, Problem
 
 if TYPE_CHECKING:
     import torch

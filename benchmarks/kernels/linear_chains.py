@@ -23,13 +23,13 @@ from typing import Any
 
 from benchmarks.kernels.im2col_chunks import graph_of, in_turns
 from benchmarks.provenance import RESULTS, provenance, write
-from confpred.families.candidate import Candidate
-from confpred.families.protocol import Family
+from confpred import products as chains
+from confpred.families.protocol import Candidate, Family
 from confpred.predict.choice import Choice
 from confpred.problem.device import get_device
 from confpred.problem.limits import Limits
 from confpred.problem.linear_chain import LinearChain
-from confpred.products import chains, epilogue, strassen
+from confpred.products import epilogue, strassen
 
 NAME = "linear_chains"
 WIDTHS = (128, 256, 512, 1024, 2048, 4096)
@@ -80,7 +80,7 @@ def measure(problem: LinearChain) -> dict[str, Any]:
     import torch
 
     from confpred.measure.pytorch import operands
-    from confpred.problem.linear_chain_operation import LINEAR_CHAIN
+    from confpred.problem.linear_chain import LINEAR_CHAIN
     from confpred.problem.precision import matmul_tf32
     from confpred.pytorch.linear_chain import operands as chain_operands
     from confpred.pytorch.loading import ready_launch

@@ -22,9 +22,9 @@ from numpy.typing import NDArray
 
 from benchmarks.provenance import RESULTS, measured, provenance, write
 from confpred.families.registry import all_families
-from confpred.model.pools import Pool, pools
-from confpred.model.registers import Registers, registers_text
+from confpred.model.features import Pool, Registers, pools, registers_text
 from confpred.model.trees import Trees
+from confpred.training.cross_validate import split_by_network, without_networks
 from confpred.training.dataset import Timings, read_dataset
 from confpred.training.fit import (
     HOPELESS,
@@ -35,7 +35,6 @@ from confpred.training.fit import (
     regrets,
     text_of,
 )
-from confpred.training.split import split_by_network, without_networks
 
 DEVICES = ("h100", "h200")
 #: Features whose distance to the least among a problem's candidates is tried.

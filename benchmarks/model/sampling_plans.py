@@ -25,10 +25,9 @@ from numpy.typing import NDArray
 
 from benchmarks.provenance import RESULTS, measured, provenance, write
 from confpred.problem.device import Device
+from confpred.training.cross_validate import family_models, split_by_network
 from confpred.training.dataset import Timings, read_dataset
 from confpred.training.fit import Hyperparameters, fit_families
-from confpred.training.methods import family_models
-from confpred.training.split import split_by_network
 
 DATA = measured("h100")
 #: The order among configs is what is compared; it needs no model of their times.

@@ -21,7 +21,7 @@ from pathlib import Path
 from benchmarks.provenance import DATASETS, RESULTS, provenance, write
 from confpred.data.parquet import read
 from confpred.data.suites import read_suite, write_suite
-from confpred.problem.conv2d_operation import CONVOLUTION
+from confpred.problem.conv2d import CONVOLUTION
 
 SUITE = DATASETS / "suites" / "fprop.json"
 PROBLEMS, CONFIGS = 24, 250

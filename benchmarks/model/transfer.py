@@ -31,14 +31,13 @@ from numpy.typing import NDArray
 from benchmarks import provenance
 from benchmarks.provenance import measured
 from confpred.families.registry import all_families
-from confpred.model.pools import Pool, pools
+from confpred.model.features import Pool, pools
 from confpred.model.trees import Trees
-from confpred.predict.donors import distance
+from confpred.predict.predictor import distance
+from confpred.training.cross_validate import TOPS, split_by_network
 from confpred.training.dataset import Dataset, Timings, read_dataset
 from confpred.training.evaluate import Summary
 from confpred.training.fit import Hyperparameters, grow_order
-from confpred.training.methods import TOPS
-from confpred.training.split import split_by_network
 
 SHARES = (0.0, 0.01, 0.05, 0.2, 1.0)
 FOLDS, DRAWS = 4, 1

@@ -27,8 +27,8 @@ from confpred.predict.choice import MAX_TOP, Choice, answers_json
 from confpred.problem.limits import Limits
 
 if TYPE_CHECKING:
+    from confpred.model.folder import KnownDevice
     from confpred.predict.choice import Choice
-    from confpred.predict.known import KnownDevice
     from confpred.predict.plan import Plan
 
 _ANSWER_HEADINGS = (
@@ -414,7 +414,7 @@ def devices(device: str | None, as_json: bool, model: Path | None) -> None:
     rate. A device without a model is answered by that of the nearest one, without a bound. A GPU
     that is not in the list is known once its driver was asked, when a process first uses it.
     """
-    from confpred.predict.known import KnownDevice, known_devices
+    from confpred.model.folder import KnownDevice, known_devices
     from confpred.predict.predictor import Predictor
     from confpred.problem.device import get_device
 

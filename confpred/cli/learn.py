@@ -30,9 +30,9 @@ from confpred.training import HOLDOUT_FORMAT, MODULES
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from confpred.training import Said
     from confpred.training.dataset import Dataset
     from confpred.training.holdout import Verdict
-    from confpred.training.steps import Said
 
 
 @click.command("train")
@@ -182,15 +182,10 @@ def evaluate(
     check_files({"json": json_file, "plot": plot}, force=force, inputs=read)
     from rich.console import Console
 
-    from confpred.training.evaluate import evaluate
+    from confpred.training.dataset import across_sittings
+    from confpred.training.evaluate import evaluate, plot_regret, print_evaluation, print_sittings
     from confpred.training.fit import Hyperparameters
-    from confpred.training.report import (
-        plot_regret,
-        print_evaluation,
-        print_sittings,
-        print_verdict,
-    )
-    from confpred.training.sittings import across_sittings
+    from confpred.training.holdout import print_verdict
 
     console, found = Console(), {}
     with show_steps() as say:
@@ -314,7 +309,7 @@ def merge(folders: tuple[Path, ...], file: Path, anchors: bool, force: bool) -> 
     confpred merge runs/h100 datasets/h100
     """
     try:
-        from confpred.data.merging import add_part, is_shard_of, merge, shards_in
+        from confpred.data.parquet import add_part, is_shard_of, merge, shards_in
     except ImportError as error:
         raise MissingExtra(str(error.name), "data") from error
     if file.is_dir() or (file.suffix != ".parquet" and not os.path.lexists(file)):

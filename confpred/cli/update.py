@@ -110,8 +110,7 @@ def retrain(
     check_pytorch(pytorch)
     suite = join([read_suite(file) for file in suites]) if suites else _own_suite()
     runs, described = find_gpu(device)
-    from confpred.retraining.retrain import Request, check_suite
-    from confpred.retraining.session import default_folder
+    from confpred.retraining.retrain import Request, check_suite, default_folder
     from confpred.sampler.run import Settings
 
     check_suite(suite)

@@ -19,9 +19,8 @@ from confpred.concurrency import PerProcess, Recent
 from confpred.errors import ConfpredError, InvalidInput
 from confpred.families.registry import all_families
 from confpred.model.folder import Model
-from confpred.predict.choice import Choice
+from confpred.predict.choice import Choice, check_max_regret, with_fallback
 from confpred.predict.predictor import BEST_KEPT, RANKINGS_KEPT, Predictor
-from confpred.predict.trust import check_max_regret, within
 from confpred.problem.device import Device
 from confpred.problem.record import Record
 
@@ -94,7 +93,7 @@ class ServedPredictor(Predictor):
         accepted = check_max_regret(max_regret)
         self._wait_for(asked, known, 1)
         found = (self._answer(problem, known, 1, wait_for_it=False) for problem in asked)
-        return [within(choices, accepted)[0] for choices in found]
+        return [with_fallback(choices, accepted)[0] for choices in found]
 
     def _answer(
         self, problem: Record, device: Device, top: int, *, wait_for_it: bool = True

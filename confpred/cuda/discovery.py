@@ -20,8 +20,7 @@ from typing import Any
 
 from confpred.cuda.compiler import compile_kernel
 from confpred.errors import ConfpredError, LaunchError, UnknownDevice
-from confpred.problem.boards import key_of, recall, remember
-from confpred.problem.device import Device, device_from, listed
+from confpred.problem.device import Device, device_from, key_of, listed, recall, remember
 from confpred.problem.operation import KernelSpec
 
 log = logging.getLogger(__name__)

@@ -23,10 +23,9 @@ from confpred.cudnn.table import (
     table,
 )
 from confpred.errors import LaunchError
-from confpred.families.common import Array, Occupancy
-from confpred.families.protocol import ABSENT, Rows
-from confpred.problem.conv2d import Problem
-from confpred.problem.conv2d_operation import CONVOLUTION, product
+from confpred.families.common import Occupancy
+from confpred.families.protocol import ABSENT, Array, Rows
+from confpred.problem.conv2d import CONVOLUTION, Problem, product
 from confpred.problem.device import Device
 from confpred.problem.limits import Limits
 from confpred.problem.operation import Launch, Plan

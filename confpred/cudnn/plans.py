@@ -29,8 +29,7 @@ from confpred.cuda import driver
 from confpred.cuda.cache import KernelCache, default_folder
 from confpred.cudnn.table import config_of, release_of, release_text
 from confpred.errors import LaunchError, MissingExtra
-from confpred.problem.conv2d import Problem
-from confpred.problem.conv2d_operation import CONVOLUTION
+from confpred.problem.conv2d import CONVOLUTION, Problem
 from confpred.problem.device import Device
 from confpred.problem.operation import SCRATCH, Operand, Plan
 

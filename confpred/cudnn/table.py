@@ -18,8 +18,8 @@ from types import MappingProxyType
 import numpy as np
 from numpy.typing import NDArray
 
-from confpred.families.common import config_table
 from confpred.families.protocol import ABSENT
+from confpred.families.table import config_table
 from confpred.problem.conv2d import Problem
 
 # Engines and knobs by name.

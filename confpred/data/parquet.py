@@ -1,21 +1,33 @@
-"""The table of measurements in a Parquet file: its columns, reading and writing.
+"""Tables of measurements in Parquet files: their columns, reading, writing, checks and merging.
 
-A file holds problems of one operation, whose name is in its metadata.
+A file holds problems of one operation, whose name is in its metadata. The sampler writes folders of
+shards. Merging makes one sorted file of them, or a new part of a folder of parts, none of which is
+ever written again.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import difflib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
+import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from confpred.data.measurements import OWN_COLUMNS, Measurement, Run
-from confpred.errors import DataError
+from confpred.errors import DataError, InvalidInput
+from confpred.families.protocol import PYTORCH
+from confpred.families.registry import all_families, all_operations, config_ids
 from confpred.files import write_whole
+from confpred.measure.timing import STATUSES
+from confpred.problem.conv2d import CONVOLUTION
 from confpred.problem.operation import Operation
 
 _OPERATION = "operation"
@@ -124,3 +136,247 @@ def write(table: pa.Table, path: Path, *, replace: bool = True) -> None:
         pq.write_table(table, file, compression="zstd", write_page_checksum=True)
 
     write_whole(path, fill, replace=replace)
+
+
+#: The column that says where a row comes from; see `CheckedRows`.
+ROW = "row"
+#: Columns of the versions that times depend on, beside the kernels.
+MEASURED_WITH = ("driver", "cudnn")
+_TEXTS = (
+    *("networks", "family", "config", "source_digest", "device", "status", "cudnn_mode"),
+    *MEASURED_WITH,
+)
+_TIMES = ("time_ms", "spread_ms")
+_REGISTERS = "registers"
+_MOST_REGISTERS = 1024  # no device's threads have as many
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CheckedRows:
+    """Rows without an impossible value, save combinations of sizes that describe no problem.
+
+    Attributes:
+        table: the columns that identify a problem, those of ``_TEXTS`` and ``_TIMES``,
+            ``registers``, and ``row``: how many rows of `files` come before it.
+        files: where the rows come from, in order.
+        ends: how many rows there are up to the end of each file.
+    """
+
+    table: pa.Table
+    files: tuple[Path, ...]
+    ends: tuple[int, ...]
+
+    def error(self, row: int, error: InvalidInput) -> DataError:
+        """`error`, found in the row that has this number in the column ``row``, with its place."""
+        file = int(np.searchsorted(self.ends, row, side="right"))
+        return _error(self.files[file], row - (self.ends[file - 1] if file else 0), error)
+
+
+def read_checked(files: Sequence[Path], operation: Operation) -> CheckedRows:
+    """The rows of `files`, in their order.
+
+    Raises:
+        DataError: a file cannot be read or lacks a column, or a value is not allowed, such as a
+            kernel family or a config that this version does not have; the error names file, row
+            (counted from 0), column, value and what is allowed.
+    """
+    columns = [*problem_columns(operation), *_TEXTS, _REGISTERS]
+    tables = [read(file, operation, [*columns, *_TIMES]) for file in files]
+    for file, table in zip(files, tables, strict=True):
+        _check(file, table, columns)
+        _check_configs(file, table, operation)
+    table = pa.concat_tables(tables).combine_chunks()
+    table = table.append_column(ROW, pa.array(np.arange(table.num_rows)))
+    ends = np.cumsum([part.num_rows for part in tables])
+    return CheckedRows(table, tuple(files), tuple(ends.tolist()))
+
+
+def _check(file: Path, table: pa.Table, columns: Sequence[str]) -> None:
+    for name in columns:
+        if table[name].null_count:
+            _refuse(file, table, name, table[name].is_null(), "a value in every row")
+    known = pc.is_in(table["status"], value_set=pa.array(STATUSES))
+    _refuse(file, table, "status", pc.invert(known), " or ".join(STATUSES))
+    time = table["time_ms"].fill_null(np.nan)
+    positive = pc.and_(pc.is_finite(time), pc.greater(time, 0))
+    wrong = pc.and_not(pc.equal(table["status"], "ok"), positive)
+    _refuse(file, table, "time_ms", wrong, "a number above 0 where status is ok")
+    inside = pc.and_(
+        pc.greater_equal(table[_REGISTERS], 0), pc.less(table[_REGISTERS], _MOST_REGISTERS)
+    )
+    allowed = f"a number from 0 to {_MOST_REGISTERS - 1}"
+    _refuse(file, table, _REGISTERS, pc.invert(inside), allowed)
+
+
+def _check_configs(file: Path, table: pa.Table, operation: Operation) -> None:
+    families = [name for name, each in all_families().items() if each.operation is operation]
+    known = [PYTORCH, *families]
+    unknown = pc.invert(pc.is_in(table["family"], value_set=pa.array(known)))
+    _refuse(file, table, "family", unknown, partial(_nearest, known, " or ".join(known)))
+    for family in pc.unique(table["family"]).to_pylist():
+        words = list(config_ids(family))
+        unknown = pc.invert(pc.is_in(table["config"], value_set=pa.array(words)))
+        wrong = pc.and_(pc.equal(table["family"], family), unknown)
+        allowed = f"a config of this version's {family}"
+        _refuse(file, table, "config", wrong, partial(_nearest, words, allowed))
+
+
+def _nearest(known: Sequence[str], allowed: str, value: str) -> str:
+    """Say what is `allowed`, and what of it is most like `value`."""
+    (near,) = difflib.get_close_matches(value, known, 1, cutoff=0.0)
+    return f"{allowed}; the nearest is {near!r}"
+
+
+def _refuse(
+    file: Path,
+    table: pa.Table,
+    name: str,
+    wrong: pa.ChunkedArray,
+    allowed: str | Callable[[Any], str],
+) -> None:
+    """Refuse the first wrong value; `allowed` may depend on it."""
+    row = pc.index(wrong, True).as_py()
+    if row >= 0:
+        value = table[name][row].as_py()
+        said = allowed if isinstance(allowed, str) else allowed(value)
+        raise _error(file, row, InvalidInput(name, value, said))
+
+
+def _error(file: Path, row: int, error: InvalidInput) -> DataError:
+    return DataError(f"{file}: row {row}: {error}")
+
+
+_SHARDS = "rows-*.parquet"
+#: What `add_part` has written is read as the sampler's shards are.
+_PARTS = "part-*.parquet"
+#: What every run measures again (`confpred.sampler.tasks`).
+_ANCHORS = "anchors-*.parquet"
+#: The columns that tell rows of a problem apart, beside the problem's own.
+_ROW = ("device", "run_id", "family", "config", "cudnn_mode", "time")
+_MOST_PARTS = 99  # of a day
+
+
+def shards_in(folder: Path, *, anchors: bool = False) -> list[Path]:
+    """The shards and parts of a folder, or the shards of its `anchors`, sorted by name.
+
+    Raises:
+        InvalidInput: it is no folder.
+    """
+    if not folder.is_dir():
+        raise InvalidInput("folder", str(folder), "a folder of measurements")
+    patterns = (_ANCHORS,) if anchors else (_SHARDS, _PARTS)
+    return sorted(path for pattern in patterns for path in folder.glob(pattern))
+
+
+def is_shard_of(file: Path, folder: Path) -> bool:
+    """Whether a file of this name would be one of the shards or parts of `folder`."""
+    same = file.parent.exists() and folder.exists() and file.parent.samefile(folder)
+    return same and any(file.match(pattern) for pattern in (_SHARDS, _PARTS, _ANCHORS))
+
+
+def read_shards(
+    folder: Path, operation: Operation, columns: Sequence[str], *, anchors: bool = False
+) -> pa.Table:
+    """The rows of all shards and parts of a folder, or of its `anchors`; none where it has none.
+
+    Raises:
+        InvalidInput: it is no folder.
+        DataError: a shard is damaged or foreign.
+    """
+    known = schema(operation)
+    empty = pa.schema([known.field(name) for name in columns], known.metadata).empty_table()
+    shards = (read(path, operation, columns) for path in shards_in(folder, anchors=anchors))
+    return pa.concat_tables([empty, *shards])
+
+
+def merge(
+    folders: Sequence[Path], file: Path, *, replace: bool = True, anchors: bool = False
+) -> int:
+    """Write the rows of all shards of `folders` to one `file`, sorted by problem; returns how many.
+
+    Args:
+        folders: of shards, or of parts.
+        file: to write.
+        replace: `file` may exist.
+        anchors: merge the shards of anchors, and no others.
+
+    Raises:
+        DataError: a shard is damaged, or a folder has none.
+        StorageError: the file system refused; `file` is then as it was.
+    """
+    table = _joined(folders, _operation_in(folders, anchors), anchors)
+    write(table, file, replace=replace)
+    return int(table.num_rows)
+
+
+def add_part(
+    folders: Sequence[Path], folder: Path, *, anchors: bool = False
+) -> tuple[Path, int] | None:
+    """Write the rows of `folders` that no part of `folder` has to a new part, sorted by problem.
+
+    Args:
+        folders: of shards, or of parts.
+        folder: of parts, files of measurements; made if missing. The new part bears the day (UTC),
+            as in ``part-2026-11-24.parquet``, ``part-2026-11-24_02.parquet``: it is the last one by
+            name.
+        anchors: merge the shards of anchors, and no others.
+
+    Returns:
+        The new part and how many rows it has; None where the parts have all rows already.
+
+    Raises:
+        InvalidInput: `folder` has shards of a sampler, or there are too many parts of this day.
+        DataError: a shard or a part is damaged or of another operation, or a folder has no shards.
+        StorageError: the file system refused; all parts are as they were.
+    """
+    if any(path for pattern in (_SHARDS, _ANCHORS) for path in folder.glob(pattern)):
+        raise InvalidInput("file", str(folder), "a folder without a sampler's shards")
+    operation = _operation_in(folders, anchors)
+    table = _joined(folders, operation, anchors)
+    known = [*problem_columns(operation), *_ROW]
+    number = np.arange(table.num_rows)
+    for part in sorted(folder.glob("*.parquet")):
+        left = table.select(known).take(number).append_column("number", pa.array(number))
+        there = read(part, operation, known)
+        # One thread, as in `confpred.data.parquet.read`.
+        left = left.join(there, known, join_type="left anti", use_threads=False)
+        number = np.sort(left["number"].to_numpy())
+    if not len(number):
+        return None
+    path = _new_part(folder)
+    write(table.take(number), path, replace=False)
+    return path, len(number)
+
+
+def _new_part(folder: Path) -> Path:
+    """The first name of today that no part of `folder` has."""
+    day = datetime.now(timezone.utc).date().isoformat()
+    # In the order of names, "_02.parquet" comes after ".parquet".
+    for ending in ("", *(f"_{number:02}" for number in range(2, _MOST_PARTS + 1))):
+        path = folder / f"part-{day}{ending}.parquet"
+        if not path.exists():
+            return path
+    raise InvalidInput("file", str(folder), f"a folder with under {_MOST_PARTS} parts of {day}")
+
+
+def _joined(folders: Sequence[Path], operation: Operation, anchors: bool) -> pa.Table:
+    """The rows of all shards of `folders`, sorted by problem."""
+    tables = []
+    for folder in folders:
+        table = read_shards(folder, operation, schema(operation).names, anchors=anchors)
+        if not table.num_rows:
+            raise DataError(f"{folder} holds no measurements ({_ANCHORS if anchors else _SHARDS})")
+        tables.append(table)
+    table = pa.concat_tables(tables)
+    order = ["device", *problem_columns(operation), "family", "config", "time"]
+    return table.take(pc.sort_indices(table, [(name, "ascending") for name in order]))
+
+
+def _operation_in(folders: Sequence[Path], anchors: bool) -> Operation:
+    """The operation of the first shard; `read` refuses shards of another operation."""
+    for shard in (shard for folder in folders for shard in shards_in(folder, anchors=anchors)):
+        name = operation_in(shard)
+        if name not in all_operations():
+            raise DataError(f"{shard} is of operation {name!r}, which no family computes")
+        return all_operations()[name]
+    return CONVOLUTION

@@ -22,7 +22,7 @@ from typing import Any
 from confpred.errors import DataError, InvalidInput, InvalidProblem
 from confpred.families.registry import all_operations, operation_of
 from confpred.files import read_json, write_whole
-from confpred.problem.conv2d_operation import CONVOLUTION
+from confpred.problem.conv2d import CONVOLUTION
 from confpred.problem.record import Record
 
 FORMAT = "confpred-suite/1"

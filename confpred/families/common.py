@@ -1,28 +1,29 @@
-"""Small pure functions that families of convolution kernels share: for config tables, blocks,
-features and macros.
+"""Small pure functions that families of convolution kernels share: blocks, features, macros and
+analytic costs.
 
 `Occupancy` and the vectorised functions take and return arrays over the rows of a config table.
+
+Costs are in seconds, bytes, and operations per second. Their constants are round assumptions about
+the GPUs of `confpred.problem.device`, not measurements, unless something else is said: an estimate
+has to put configs in order where no model is trained, and a trained model, which has it as a
+feature, corrects it. Features and models depend on every bit of the constants.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from confpred.concurrency import Recent
-from confpred.families.protocol import Rows
-from confpred.families.several import each, once
+from confpred.families.batch import each, once
+from confpred.families.protocol import Array
 from confpred.problem.conv2d import ACTIVATIONS, Problem
 from confpred.problem.device import Device
 
-Array = NDArray[np.int64]
 _Count = TypeVar("_Count", int, Array)
-_Found = TypeVar("_Found")
 
 MAX_REGISTERS = 255  # a thread cannot have more
 #: Kernels hardly spill up to this many estimated registers of a thread. It is less than
@@ -31,91 +32,7 @@ MOST_ESTIMATED_REGISTERS = 232
 #: How the blocks that share sums of a filter's gradient add them up; the names and numbers are
 #: those of ``common.cuh``.
 DIRECT, TWO_KERNELS, LAST_BLOCK, ATOMIC = range(4)
-#: How much a table keeps of what was worked out of it, or up to twice as much.
-_KEPT = 256
 MAX_INT = 2**31 - 1  # kernels count, and address within a block's images, in 32 bits
-
-
-def crossed(*parts: Sequence[int] | Sequence[Sequence[int]]) -> NDArray[np.int32]:
-    """The rows of ``itertools.product(*parts)``, those of tuples as their numbers; every process
-    that loads the families makes their tables, and this takes a tenth of the time."""
-    columns = [np.array(part, np.int32).reshape(len(part), -1) for part in parts]
-    places = np.indices([len(part) for part in parts]).reshape(len(parts), -1)
-    return np.hstack([part[place] for part, place in zip(columns, places, strict=True)])
-
-
-def config_table(
-    fields: Sequence[str], rows: Iterable[Iterable[int]] | NDArray[np.int32]
-) -> NDArray[np.void]:
-    """A read-only config table; the values of `rows` are in the order of `fields`."""
-    if not isinstance(rows, np.ndarray):
-        # Number by number takes a quarter of the time that a record by record takes.
-        rows = np.fromiter(itertools.chain.from_iterable(rows), np.int32)
-    numbers = rows.reshape(-1, len(fields))
-    configs = numbers.view([(name, np.int32) for name in fields]).reshape(-1)
-    configs.setflags(write=False)
-    return configs
-
-
-def config_columns(configs: NDArray[np.void], rows: Rows | slice = slice(None)) -> dict[str, Array]:
-    """The fields of some rows by name, contiguous and wide enough for products of sizes."""
-    names: Any = configs.dtype.names
-    return {name: configs[name][rows].astype(np.int64) for name in names}
-
-
-def columns_at(columns: Mapping[str, Array], rows: Rows | slice) -> dict[str, Array]:
-    """Some rows of the columns of a config table."""
-    return {name: column[rows] for name, column in columns.items()}
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Table:
-    """A part of a family's config table, or all of it.
-
-    Attributes:
-        rows: which rows of the config table, rising.
-        columns: their fields by name.
-        kinds: some of the fields as they differ, and which of these each row has (`by`).
-        known: what was worked out of it lately (`kept`).
-    """
-
-    rows: Rows
-    columns: Mapping[str, Array]
-    kinds: dict[tuple[str, ...], tuple[dict[str, Array], Rows]] = field(default_factory=dict)
-    known: Recent[tuple[Any, ...], Any] = field(default_factory=lambda: Recent(_KEPT))
-
-    @classmethod
-    def of(cls, configs: NDArray[np.void], rows: Rows | None = None) -> Table:
-        """Those `rows` of `configs`; by default, all."""
-        rows = np.arange(len(configs)) if rows is None else rows
-        return cls(rows, config_columns(configs, rows))
-
-    def at(self, places: Rows) -> dict[str, Array]:
-        """The fields of some of its rows, which are counted from 0."""
-        return columns_at(self.columns, places)
-
-    def by(
-        self, names: tuple[str, ...], rule: Callable[[Mapping[str, Array]], NDArray[np.bool_]]
-    ) -> NDArray[np.bool_]:
-        """What a `rule` that needs only the fields `names` says of each row. It is asked once for
-        all rows that have the same, of which there are few kinds."""
-        if names not in self.kinds:
-            values = np.stack([self.columns[name] for name in names])
-            kinds, of_row = np.unique(values, axis=1, return_inverse=True)
-            self.kinds[names] = (dict(zip(names, kinds, strict=True)), of_row.reshape(-1))
-        t, of_row = self.kinds[names]
-        found: NDArray[np.bool_] = rule(t)[..., of_row]
-        return found
-
-    def kept(self, find: Callable[..., _Found], **asked: Hashable) -> _Found:
-        """Return `find(self, **asked)`, and keep it as long as this table: what a model needs goes
-        with the model."""
-        key = (find, *asked.values())
-        found: _Found | None = self.known.get(key)
-        if found is None:
-            found = find(self, **asked)
-            self.known.put(key, found)
-        return found
 
 
 def config_macros(config: np.void, fields: Iterable[str]) -> tuple[tuple[str, int], ...]:
@@ -313,3 +230,81 @@ def feature_columns(
     for row, name in zip(matrix, names, strict=True):
         row[:] = columns[name]
     return matrix
+
+
+_Floats = NDArray[np.float64]
+
+#: Operations of one product of the tensor cores, ``mma.m16n8k16``: 16 x 8 sums of 16 products, each
+#: with an addition.
+PRODUCT_FLOPS = 4096
+#: Share of the tensor cores' rate that ``mma.sync`` reaches; the full rate needs instructions of
+#: sm_90 that the kernels do not use.
+MMA_SYNC = 0.5
+#: Share of its issue rate that a multiprocessor reaches, as instructions wait for one another.
+ISSUED = 0.6
+#: Instructions of a thread (or of a warp, for all its threads) before the first step and after the
+#: last one.
+BLOCK_INSTRUCTIONS = 300
+#: The rate of L2 as a multiple of that of device memory.
+L2_RATE = 2
+#: Latency of a load from device memory while many others are under way.
+LOAD_S = 0.8e-6
+#: Time of a launch where its waves are counted separately, and of each of these waves.
+LAUNCH_S, WAVE_S = 2e-6, 1.5e-6
+#: Time of each wave where the launch is included in it.
+WAVE_AND_LAUNCH_S = 2e-6
+#: Time of a step that cannot be hidden behind other blocks. First for the kernels on tensor cores,
+#: whose blocks wait at a barrier; then for the depthwise kernels without tensor cores: those that
+#: compute an image, and those of the filter's gradient, which load two images.
+STEP_S, DEPTHWISE_STEP_S, DEPTHWISE_WGRAD_STEP_S = 2e-7, 1.5e-7, 3e-7
+#: Time to add up the blocks' sums of a depthwise filter gradient: with a second kernel, and in any
+#: other way.
+DEPTHWISE_SECOND_KERNEL_S, DEPTHWISE_ADDING_S = 3e-6, 1e-6
+#: For the grouped filter gradient, by the way in which blocks add up their sums: the time, and how
+#: often the sums pass through device memory.
+GROUPED_ADDING_S = np.array((0.0, 2e-6, 1e-6, 1e-6))
+GROUPED_ADDING_PASSES = np.array((0.0, 2.0, 1.0, 1.0))
+#: Bandwidth of a single block, for when the last block adds up all sums of its tile.
+LAST_BLOCK_BYTES_PER_S = 50e9
+
+
+def memory_s(moved: int, device: Device, in_flight: Any) -> _Floats:
+    """Time of device memory for `moved` bytes while each multiprocessor has `in_flight` bytes under
+    way; too few of them bound the rate."""
+    rate = np.minimum(device.dram_bytes_per_s, device.sm_count * in_flight / LOAD_S)
+    found: _Floats = moved / rate
+    return found
+
+
+def l2_s(loaded: Any, device: Device) -> _Floats:
+    """Time of L2 for `loaded` bytes; a halo that blocks share counts for each of them."""
+    found: _Floats = loaded / (L2_RATE * device.dram_bytes_per_s)
+    return found
+
+
+def products_s(products: Any, device: Device) -> _Floats:
+    """Time of the tensor cores for so many `products` of them."""
+    found: _Floats = products * PRODUCT_FLOPS / (MMA_SYNC * device.tensor_flops)
+    return found
+
+
+def instructions_s(instructions: Any, device: Device, issued: float = ISSUED) -> _Floats:
+    """Time to issue so many `instructions` of threads; `device.simt_flops` counts a multiply-add as
+    two operations."""
+    found: _Floats = instructions / (issued * device.simt_flops / 2)
+    return found
+
+
+def waves_s(waves: _Floats, wave_s: float, steps: Any, step_s: float) -> _Floats:
+    """Time that cannot be hidden: `wave_s` for each wave and `step_s` for each step of its
+    blocks."""
+    found: _Floats = np.ceil(waves) * (wave_s + steps * step_s)
+    return found
+
+
+def depthwise_adding_s(reduction: Array, sum_bytes: Any, device: Device) -> _Floats:
+    """Time to add up the sums of a depthwise filter gradient's blocks: a second kernel reads all
+    that the first one has written; atomic additions happen in L2."""
+    second = DEPTHWISE_SECOND_KERNEL_S + 2 * sum_bytes / device.dram_bytes_per_s
+    found: _Floats = np.where(reduction == TWO_KERNELS, second, DEPTHWISE_ADDING_S)
+    return found

@@ -7,17 +7,43 @@ else is edited.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from confpred.problem.device import Device
+from confpred.problem.limits import UNLIMITED, Limits
 from confpred.problem.operation import Launch, Operation
 
 Rows = NDArray[np.intp]
+Array = NDArray[np.int64]
 #: The value of a field that a config does not have.
 ABSENT = -2
+
+
+#: The provider that calls PyTorch's own operator.
+PYTORCH = "pytorch"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Candidate:
+    """A config of a *provider*.
+
+    Attributes:
+        provider: who computes: the name of a kernel family, or ``PYTORCH``.
+        config_id: the provider's own number for the config. A family's is the row of its config
+            table. PyTorch's operator has one way, number 0. A provider may also list its candidates
+            problem by problem; then it numbers them as it likes, as long as a number always means
+            the same.
+    """
+
+    provider: str
+    config_id: int = 0
+
+
+PYTORCH_OPERATOR = Candidate(PYTORCH)
 
 
 @runtime_checkable
@@ -63,13 +89,13 @@ class Family(Protocol):
 @runtime_checkable
 class Batched(Protocol):
     """A family that answers for several problems at once, with the same
-    results to the bit as `Family.legal` and `Family.features` (`confpred.families.tabled`).
+    results to the bit as `Family.legal` and `Family.features` (`confpred.families.table`).
 
     Attributes:
         feature_names: as of a `Family`.
         whole: the config table, prepared for the other methods.
 
-    A ``problem`` is one, or `confpred.families.several.Several` of them.
+    A ``problem`` is one, or `confpred.families.batch.ProblemBatch` of them.
     """
 
     @property
@@ -99,7 +125,7 @@ class Batched(Protocol):
 
 
 @runtime_checkable
-class Lister(Protocol):
+class LibraryFamily(Protocol):
     """A family whose candidates a library lists, problem by problem.
 
     `Family.legal` says which configs the library has offered for problems of the same kind, which
@@ -119,12 +145,12 @@ class Lister(Protocol):
 class Compiled(Protocol):
     """A family that says what its kernels are compiled for, so that what the compiler made of one
     is known for all configs and layers that share it. Its problems are `Problem` records, and its
-    features tell by ``registers`` and `confpred.model.registers.OCCUPANCY` how a config fills a
+    features tell by ``registers`` and `confpred.model.features.OCCUPANCY` how a config fills a
     device.
 
     Attributes:
         kernel_fields: names of the config's fields that a kernel is compiled for, beside what the
-            problem's `confpred.families.kinds.Kind` has.
+            problem's `confpred.problem.conv2d.Kind` has.
     """
 
     @property
@@ -136,3 +162,47 @@ def config_dict(family: Family, row: int) -> dict[str, int]:
     fields: Any = family.configs.dtype.names
     found = {name: int(family.configs[name][row]) for name in fields}
     return {name: value for name, value in found.items() if value != ABSENT}
+
+
+@runtime_checkable
+class Bounded(Protocol):
+    """A family that says itself which of its configs keep within limits: one whose launches take
+    long to lay out, do not tell, or are less exact than PyTorch's own operator."""
+
+    def allowed(self, problem: Any, rows: Rows, limits: Limits) -> NDArray[np.bool_]:
+        """A mask over `rows`, which are legal for `problem`."""
+        ...
+
+
+def is_free(family: Family) -> bool:
+    """Whether all of its configs may run where nothing is limited, which need not be looked into:
+    it is not `Bounded`, or a library's, whose plans are as exact as PyTorch's operator."""
+    return isinstance(family, LibraryFamily) or not isinstance(family, Bounded)
+
+
+#: How many launches are laid out at a time where only the first that keep within are asked for.
+_SOME = 64
+
+
+def first_within(family: Family, problem: Any, rows: Rows, limits: Limits, count: int) -> Rows:
+    """The first `count` of `within`."""
+    if limits == UNLIMITED or isinstance(family, Bounded):
+        return within(family, problem, rows, limits)[:count]
+    found = rows[:0]
+    for start in range(0, len(rows), _SOME):
+        some = within(family, problem, rows[start : start + _SOME], limits)
+        found = np.concatenate([found, some])
+        if len(found) >= count:
+            break
+    return found[:count]
+
+
+def within(family: Family, problem: Any, rows: Rows, limits: Limits) -> Rows:
+    """Those of `rows` that keep within `limits`."""
+    if limits == UNLIMITED and is_free(family):
+        return rows
+    if isinstance(family, Bounded):
+        return rows[family.allowed(problem, rows, limits)]
+    launches = (family.launch(problem, int(row)) for row in rows)
+    kept = np.fromiter((limits.allow(problem, launch) for launch in launches), np.bool_, len(rows))
+    return rows[kept]

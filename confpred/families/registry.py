@@ -1,6 +1,8 @@
-"""The registry of kernel families: every module of a folder beside this file that defines
-``FAMILY``, those of libraries, and the modules elsewhere that the environment variable
-``CONFPRED_FAMILIES`` names, separated by commas.
+"""The registry of kernel families: those of every module in a folder beside this file, those of
+libraries, and those of the modules elsewhere that the environment variable ``CONFPRED_FAMILIES``
+names, separated by commas.
+
+A module defines ``FAMILY``, or ``FAMILIES`` if it has several.
 """
 
 from __future__ import annotations
@@ -8,15 +10,14 @@ from __future__ import annotations
 import importlib
 import os
 import pkgutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache, lru_cache
 from types import MappingProxyType
 from typing import Any
 
 import confpred.families
 from confpred.errors import InvalidInput
-from confpred.families.candidate import Candidate
-from confpred.families.protocol import ABSENT, Family, Lister, config_dict
+from confpred.families.protocol import ABSENT, Candidate, Family, LibraryFamily, config_dict
 from confpred.problem.operation import Operation
 from confpred.problem.record import Record
 
@@ -26,29 +27,42 @@ PLUGINS = "CONFPRED_FAMILIES"
 _LIBRARIES = ("confpred.cudnn.family",)
 
 
+def families_in(module: str) -> Sequence[Family]:
+    """Return the families of an importable module; none if it has neither name.
+
+    Raises:
+        ImportError: it cannot be imported.
+    """
+    found = importlib.import_module(module)
+    one = (found.FAMILY,) if hasattr(found, "FAMILY") else ()
+    return getattr(found, "FAMILIES", one)
+
+
 @cache
 def all_families() -> MappingProxyType[str, Family]:
-    """Every family by name, this package's first, in the order of their names.
+    """Return every family by name, this package's first, in the order of their names.
 
     Raises:
         InvalidInput: a plug-in cannot be imported, has no ``FAMILY``, or takes a name that is used.
     """
     package = confpred.families
     modules = pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
-    ours = [getattr(importlib.import_module(info.name), "FAMILY", None) for info in modules]
-    known = [family for family in ours if family is not None]
-    known += [importlib.import_module(name).FAMILY for name in _LIBRARIES]
+    names = (*(info.name for info in modules), *_LIBRARIES)
+    known = [family for name in names for family in families_in(name)]
     found: dict[str, Family] = {f.name: f for f in sorted(known, key=lambda f: f.name)}
     for module in filter(None, os.environ.get(PLUGINS, "").split(",")):
         try:
-            family = importlib.import_module(module).FAMILY
+            families = families_in(module)
+            if not families:
+                raise AttributeError(f"module {module!r} has no attribute 'FAMILY'")
         except (ImportError, AttributeError) as error:
             allowed = f"a module that can be imported and defines FAMILY ({error})"
             raise InvalidInput(PLUGINS, module, allowed) from error
-        if not isinstance(family, Family) or family.name in found:
-            allowed = "a module whose FAMILY is a kernel family of a new name"
-            raise InvalidInput(PLUGINS, module, allowed)
-        found[family.name] = family
+        for family in families:
+            if not isinstance(family, Family) or family.name in found:
+                allowed = "a module whose FAMILY is a kernel family of a new name"
+                raise InvalidInput(PLUGINS, module, allowed)
+            found[family.name] = family
     return MappingProxyType(found)
 
 
@@ -62,7 +76,7 @@ def families_of(problem: Record) -> dict[str, Family]:
 def all_kernels() -> MappingProxyType[str, Family]:
     """Those of `all_families` that are kernels. Of a library's algorithms nothing is known before
     they are measured, and they are measured where they are asked for by name."""
-    kernels = {n: f for n, f in all_families().items() if not isinstance(f, Lister)}
+    kernels = {n: f for n, f in all_families().items() if not isinstance(f, LibraryFamily)}
     return MappingProxyType(kernels)
 
 

@@ -19,7 +19,7 @@ from confpred.cuda import driver
 from confpred.cuda.compiler import compile_kernel
 from confpred.cuda.driver import BoundLaunch
 from confpred.cuda.epilogue import epilogue_kernel, epilogue_launch, left_to_pytorch
-from confpred.families.candidate import PYTORCH_OPERATOR
+from confpred.families.protocol import PYTORCH_OPERATOR
 from confpred.measure.timing import Outcome, launches_a_replay, time_interleaved
 from confpred.problem.conv2d import Problem
 from confpred.problem.operation import SCRATCH, Launch, Operand, Operation, Step

@@ -4,7 +4,7 @@ all that the model was trained on.
 The bound is conditional: regressors predict the median of the regret from how close the first
 candidates are to each other, how PyTorch's operator compares, and the problem itself. It is
 conformal: an offset for each provider, and so one for PyTorch's operator, makes it hold for the
-answers of models that saw none of the problem's layer (`confpred.training.bounds`).
+answers of models that saw none of the problem's layer (`confpred.training.calibrate`).
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from confpred.families.candidate import PYTORCH
-from confpred.model.pytorch_ratio import pytorch_feature_names, pytorch_features
-from confpred.model.rank import Options
+from confpred.families.protocol import PYTORCH
+from confpred.model.rank import Options, pytorch_feature_names, pytorch_features
 from confpred.model.trees import Trees
 from confpred.problem.device import Device
 from confpred.problem.operation import Operation

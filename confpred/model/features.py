@@ -1,16 +1,22 @@
-"""How a model recognises the features that it was trained on.
+"""The features that a model's trees take, and how a model recognises those it was trained on.
 
 A model's trees know a feature by its column alone. If its formula or the order of an enumeration
 changes, the trees still answer, but wrongly. So a model's card holds a digest of the features of a
 few examples; if it comes out differently today, that is an error.
+
+A family's own features estimate the registers of a thread, which is all that legality needs.
+`Registers` has the compiler's number: at the limits where one block more fits, an error of a few
+registers is one of a third of the occupancy.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Iterable, Sequence
-from functools import lru_cache
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property, lru_cache
+from math import log2
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +24,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from confpred.errors import ModelError
-from confpred.families.protocol import Batched, Family
-from confpred.families.several import Several
+from confpred.families.batch import ProblemBatch
+from confpred.families.common import Occupancy
+from confpred.families.protocol import Array, Batched, Compiled, Family, Rows
+from confpred.problem.conv2d import Kind
 from confpred.problem.device import Device
 from confpred.problem.operation import Operation
 from confpred.problem.record import Record
@@ -116,7 +124,7 @@ def _family_digest(
     rows = [np.array(rows, np.intp) for _, rows in examples]
     if isinstance(family, Batched) and problems:  # the same matrices, one below the other
         index = np.repeat(np.arange(len(rows)), [len(each) for each in rows])
-        together = Several(problems).at(index)
+        together = ProblemBatch(problems).at(index)
         return _digest([family.features(together, device, np.concatenate(rows))])
     return _digest(family.features(p, device, each) for p, each in zip(problems, rows, strict=True))
 
@@ -140,3 +148,222 @@ def _digest(matrices: Iterable[NDArray[np.float32]]) -> str:
     for matrix in matrices:
         state.update(("%.5g " * matrix.size % tuple(matrix.ravel().tolist())).encode())
     return state.hexdigest()[:16]
+
+
+#: The features that follow from the registers of a thread.
+OCCUPANCY = ("blocks_per_sm", "warps_per_sm", "waves", "wave_waste")
+_ALLOCATED = 8  # a multiprocessor hands out registers of a thread by this many
+_KINDS_KEPT = 512
+
+
+class Registers:
+    """The registers of a family's kernels, as far as they are known. Immutable; safe to share
+    between threads, and to fork.
+
+    The text is parsed by the first question: a process may ask about one family.
+    """
+
+    def __init__(self, family: Family, text: str | bytes) -> None:
+        """Take what `registers_text` gave for `family`.
+
+        The text is trusted: check its digest first.
+        """
+        self._family, self._text = family, text
+        names = list(family.feature_names)
+        threads = "block_threads" if "block_threads" in names else "threads"
+        self._registers, self._smem, self._threads, self._per_sm, self._waves = (
+            names.index(name)
+            for name in ("registers", "smem_bytes", threads, "blocks_per_sm", "waves")
+        )
+        self._occupancy = [names.index(name) for name in OCCUPANCY]
+        self._of_kind = lru_cache(maxsize=_KINDS_KEPT)(self._found)
+        self._measured = lru_cache(maxsize=_KINDS_KEPT)(self._row)
+
+    def of(self, problem: Any, rows: Rows) -> NDArray[np.int16]:
+        """Registers of a thread of each of `rows`; 0 where no like kernel is known."""
+        found: NDArray[np.int16] = self._of_kind(Kind.of(problem))[self._kernel_of[rows]]
+        return found
+
+    def correct(
+        self, columns: NDArray[np.float32], registers: NDArray[np.int16], device: Device
+    ) -> None:
+        """Put what is known in the place of what the family estimates.
+
+        Args:
+            columns: features of some configs, ``(len(feature_names), configs)``.
+            registers: what `of` found for them.
+            device: the device that the features are for.
+        """
+        known = registers > 0
+        taken: Array = -(-registers.astype(np.int64) // _ALLOCATED) * _ALLOCATED
+        per_sm = columns[self._waves].astype(np.float64) * columns[self._per_sm]
+        blocks, threads, smem = (
+            np.rint(column).astype(np.int64)
+            for column in (
+                per_sm * device.sm_count,
+                columns[self._threads],
+                columns[self._smem],
+            )
+        )
+        filled = Occupancy.of(device, blocks, threads, taken.clip(1), smem).features()
+        np.copyto(columns[self._registers], registers, where=known)
+        for index, name in zip(self._occupancy, OCCUPANCY, strict=True):
+            np.copyto(columns[index], filled[name], where=known)
+
+    @cached_property
+    def _kernel_of(self) -> Rows:
+        return kernels_of(self._family)
+
+    @cached_property
+    def _known(self) -> Mapping[str, list[int]]:
+        found: dict[str, list[int]] = json.loads(self._text)
+        kernels = int(self._kernel_of.max(initial=-1)) + 1
+        if not all(len(row) == kernels for row in found.values()):
+            raise ModelError("a table of registers is damaged: it is of other configs")
+        return found
+
+    def _found(self, kind: Kind) -> NDArray[np.int16]:
+        """Registers of each kernel for layers of `kind`, or else of the kind most like it."""
+        registers = np.zeros(int(self._kernel_of.max(initial=-1)) + 1, np.int16)
+        for like in (kind, *kind.stand_ins()):
+            measured = self._measured(like)
+            if measured is not None:
+                registers = np.where(registers, registers, measured)
+        return registers
+
+    def _row(self, kind: Kind) -> NDArray[np.int16] | None:
+        """Registers of each kernel that was measured for layers of `kind`, and 0 of the others;
+        None where none was."""
+        row = self._known.get(str(kind))
+        return None if row is None else np.array(row, np.int16)
+
+
+def kernels_of(family: Family) -> Rows:
+    """The number of the kernel that each config of a `Compiled` family is a launch of."""
+    found = np.zeros(len(family.configs), np.intp)
+    fields = family.kernel_fields if isinstance(family, Compiled) else ()
+    if fields:
+        columns = [family.configs[name] for name in fields]
+        # A tenth of the time that `numpy.unique` takes for records.
+        order = np.lexsort(columns[::-1])
+        differs = [np.diff(column[order]) != 0 for column in columns]
+        found[order[1:]] = np.cumsum(np.any(differs, axis=0))
+    return found
+
+
+def registers_text(
+    family: Family, measured: Iterable[tuple[Any, Rows, Array | None]]
+) -> str | None:
+    """A table of the registers of a family's kernels, as text that `Registers` takes.
+
+    Args:
+        family: whose kernels.
+        measured: of each problem the configs that were compiled, and their registers, 0 where that
+            is not known.
+
+    Returns:
+        None where the family does not say what its kernels are compiled for, or nothing is known.
+    """
+    if not isinstance(family, Compiled):
+        return None
+    kernel_of = kernels_of(family)
+    found: dict[str, Array] = {}
+    for problem, rows, registers in measured:
+        if registers is not None and registers.any():
+            kernels = found.setdefault(
+                str(Kind.of(problem)), np.zeros(int(kernel_of.max()) + 1, np.int64)
+            )
+            # Compilers differ by a few registers; the larger number is no matter of chance.
+            np.maximum.at(kernels, kernel_of[rows], registers)
+    lines = (f"{json.dumps(kind)}: {json.dumps(found[kind].tolist())}" for kind in sorted(found))
+    return "{\n" + ",\n".join(lines) + "\n}\n" if found else None
+
+
+#: The last columns of a pool: what tells its devices apart, the logarithm to base 2 of the bytes
+#: that a multiprocessor reads or writes in a microsecond; and, of several families, which of them a
+#: row is of.
+DEVICE, _MEMBER = "log_device_bandwidth", "pool_member"
+
+
+def configs_digest(family: Family) -> str:
+    """Identity of a family's config table: 16 hex digits of SHA-256."""
+    table = family.configs
+    names = ",".join(table.dtype.names or ())
+    return hashlib.sha256(names.encode() + table.tobytes()).hexdigest()[:16]
+
+
+class Pool:
+    """Families that share their regressors, with one matrix of features for all. Immutable.
+
+    Attributes:
+        families: in the order of their names.
+        name: their names.
+        feature_names: those of all its families, the device's, and, where the families are several,
+            which one it is.
+    """
+
+    def __init__(self, families: Iterable[Family]) -> None:
+        self.families = tuple(sorted(families, key=lambda family: family.name))
+        self.name = "+".join(family.name for family in self.families)
+        names = list(dict.fromkeys(n for family in self.families for n in family.feature_names))
+        self._columns = {
+            family.name: _columns([names.index(n) for n in family.feature_names])
+            for family in self.families
+        }
+        self._member = {family.name: i for i, family in enumerate(self.families)}
+        several = (_MEMBER,) if len(self.families) > 1 else ()
+        self.feature_names = (*names, DEVICE, *several)
+
+    def features(
+        self,
+        family: Family,
+        problem: Record,
+        device: Device,
+        rows: Rows,
+        registers: Registers | None = None,
+    ) -> NDArray[np.float32]:
+        """The features of one of its families; NaN in the columns that only others have.
+
+        Args:
+            family: which.
+            problem: what is computed.
+            device: the device that computes it.
+            rows: the configs.
+            registers: what is known of the family's compiled kernels.
+        """
+        own = family.features(problem, device, rows).T
+        if registers is not None:
+            registers.correct(own, registers.of(problem, rows), device)
+        return self.spread(family, own, device)
+
+    def spread(
+        self, family: Family, own: NDArray[np.float32], device: Device
+    ) -> NDArray[np.float32]:
+        """The features `own` of one of its families, ``(len(family.feature_names), rows)``, in the
+        pool's columns."""
+        matrix = np.full((own.shape[1], len(self.feature_names)), np.nan, np.float32)
+        matrix[:, self._columns[family.name]] = own.T
+        if len(self.families) > 1:
+            matrix[:, -2] = bandwidth(device)
+            matrix[:, -1] = self._member[family.name]
+        else:
+            matrix[:, -1] = bandwidth(device)
+        return matrix
+
+
+def bandwidth(device: Device) -> float:
+    """The feature of a device; see `DEVICE`."""
+    return log2(device.dram_bytes_per_s / device.sm_count * 1e-6)
+
+
+def _columns(found: list[int]) -> slice | NDArray[np.intp]:
+    """Columns of a matrix; a slice where they are the first ones, which is copied faster."""
+    return slice(len(found)) if found == list(range(len(found))) else np.array(found)
+
+
+def pools(families: Iterable[Family]) -> tuple[Pool, ...]:
+    """All of `families`, those of one operation and config table together."""
+    alike: dict[tuple[str, str], list[Family]] = {}
+    for family in families:
+        alike.setdefault((family.operation.name, configs_digest(family)), []).append(family)
+    return tuple(sorted(map(Pool, alike.values()), key=lambda pool: pool.name))

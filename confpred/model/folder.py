@@ -24,6 +24,7 @@ model is known by: two folders with one digest hold one model, whatever they are
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import logging
@@ -31,8 +32,9 @@ import math
 import os
 import re
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -41,19 +43,14 @@ import platformdirs
 
 import confpred.models
 from confpred.concurrency import uninterrupted
-from confpred.errors import ConfpredError, DataError, ModelError
-from confpred.families.candidate import PYTORCH_OPERATOR, Candidate
+from confpred.errors import ConfpredError, DataError, ModelError, StorageError
 from confpred.families.kernel_text import identity_of
-from confpred.families.protocol import Family
+from confpred.families.protocol import PYTORCH_OPERATOR, Candidate, Family
 from confpred.families.registry import all_families, all_operations
-from confpred.files import parse_json
+from confpred.files import parse_json, write_folder
 from confpred.model.bounds import Bounds, Range, signal_names
-from confpred.model.features import check_family, check_operation
-from confpred.model.gate import FAMILY, Gate
-from confpred.model.pools import Pool, configs_digest
-from confpred.model.pytorch_ratio import PytorchModel, pytorch_feature_names
-from confpred.model.rank import FamilyModel
-from confpred.model.registers import Registers
+from confpred.model.features import Pool, Registers, check_family, check_operation, configs_digest
+from confpred.model.rank import FAMILY, FamilyModel, Gate, PytorchModel, pytorch_feature_names
 from confpred.model.trees import Trees
 from confpred.problem.device import KNOWN, Device, device_from, get_device, introduce
 from confpred.problem.operation import Operation
@@ -440,3 +437,106 @@ def _number(name: str, value: object, least: float) -> float:
     if not isinstance(value, float) or not least <= value < math.inf or math.isinf(value):
         raise ValueError(f"{name} is {value!r}, not a number of at least {least:g}")
     return value
+
+
+_NAMES = {"driver": "the driver", "cudnn": "cuDNN"}
+
+
+def changes(model: Model, **now: str) -> tuple[str, ...]:
+    """In words, which of the versions `now` (``driver``, ``cudnn``) are none that `model` was
+    measured with; a version that is not known here (empty) or was not recorded counts as the same.
+    """
+    recorded = model.card.get("measured_with", {})
+    return tuple(
+        f"{_NAMES[name]} is {version}, and the model's measurements are of {_spoken(before)}"
+        for name, version in now.items()
+        if version and (before := recorded.get(name)) and version not in before
+    )
+
+
+def _spoken(versions: Sequence[str]) -> str:
+    return " and ".join(versions)
+
+
+_ATTEMPTS = 100
+
+
+def publish(folder: Path, models: Path) -> Path:
+    """Copy the model in `folder` to `models`, whole or not at all, under a version that is new
+    there; older models stay, and the newest of a device is the one in use.
+
+    Returns:
+        The folder of the published model.
+
+    Raises:
+        ModelError: `folder` is damaged.
+        StorageError: the file system refused.
+    """
+    read = read_files(folder)
+    today = datetime.now(timezone.utc).strftime("%Y.%m.%d")
+    version = f"{read.card['device']}-{today}"
+    names = (version, *(f"{version}.{number}" for number in range(2, _ATTEMPTS)))
+    free = next((name for name in names if not (models / name).exists()), None)
+    if free is None:
+        raise StorageError(f"{models} has {_ATTEMPTS} models of today")
+    write_folder(models / free, read.files)
+    return models / free
+
+
+@dataclass(frozen=True, slots=True)
+class KnownDevice:
+    """A device and what its model knows; a device without one has None and nothing there.
+
+    Attributes:
+        device: its description.
+        model: version of its model.
+        operation: what that model chooses for, such as ``conv2d``.
+        families: the kernel families and libraries that it knows.
+        layers: the kinds of layers that were measured: ``dense``, ``depthwise``, ``grouped``; empty
+            for another operation, which has no such kinds.
+        rows, problems, networks: how much it was trained on: measurements of this device, and the
+            problems and networks that these are of.
+        driver, cudnn: versions that the measurements were made with.
+    """
+
+    device: Device
+    model: str | None = None
+    operation: str | None = None
+    families: tuple[str, ...] = ()
+    layers: tuple[str, ...] = ()
+    rows: int | None = None
+    problems: int | None = None
+    networks: int | None = None
+    driver: tuple[str, ...] = ()
+    cudnn: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the one JSON form, printed by ``confpred devices --json``."""
+        return dataclasses.asdict(self)
+
+
+def known_devices(models: Mapping[str, Model]) -> list[KnownDevice]:
+    """Return the boards of the table and the devices that only a model describes, those with a
+    model first.
+
+    Raises:
+        ModelError: a model is damaged.
+    """
+    learned = [_of(model) for model in models.values()]
+    has_one = {known.device.key for known in learned}
+    return learned + [KnownDevice(device) for key, device in KNOWN.items() if key not in has_one]
+
+
+def _of(model: Model) -> KnownDevice:
+    card = model.card
+    data, made_with = card.get("data", {}), card.get("measured_with", {})
+    groupings = {g for entry in card["families"].values() for g in entry.get("groupings") or ()}
+    return KnownDevice(
+        model.device,
+        model.version,
+        model.operation.name,
+        tuple(model.families),
+        tuple(sorted(groupings)),
+        *(data.get(name) for name in ("rows", "problems", "networks")),
+        *(tuple(made_with.get(name, ())) for name in ("driver", "cudnn")),
+    )

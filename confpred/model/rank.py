@@ -1,10 +1,11 @@
 """How a model ranks configs, from top to bottom:
 
-    families that may win --> legal configs --> features --> cost by few trees, which keep many
-        --> cost by all trees --> time of the best of each family
+    families that may win (`Gate`) --> legal configs --> features
+        --> cost by few trees, which keep many --> cost by all trees
+        --> time of the best of each family --> PyTorch's operator in its place (`PytorchModel`)
 
-A family is ranked alone, in `FamilyModel.rank_many`, and all of them together in `rank_families`.
-PyTorch's operator finds its place in the result by `confpred.model.pytorch_ratio`.
+A family is ranked alone, in `FamilyModel.rank_many`, and all of them together in
+`rank_families`.
 """
 
 from __future__ import annotations
@@ -12,21 +13,27 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
+from math import exp, inf
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from confpred.families.candidate import Candidate
-from confpred.families.limits import is_free, within
-from confpred.families.protocol import Batched, Family, Rows
-from confpred.families.several import Several
-from confpred.model.gate import Gate
-from confpred.model.pools import Pool
-from confpred.model.registers import Registers
+from confpred.families.batch import ProblemBatch
+from confpred.families.protocol import (
+    PYTORCH_OPERATOR,
+    Batched,
+    Candidate,
+    Family,
+    Rows,
+    is_free,
+    within,
+)
+from confpred.model.features import DEVICE, Pool, Registers, bandwidth, operation_features
 from confpred.model.trees import Trees
 from confpred.problem.device import Device
 from confpred.problem.limits import UNLIMITED, Limits
+from confpred.problem.operation import Operation
 from confpred.problem.record import Record
 
 #: The family's own estimate keeps so many of a problem's candidates. Then the first so many trees
@@ -127,7 +134,7 @@ class FamilyModel:
         return self._ranked(pairs, [problem], device, wanted)[0]
 
     def rank_many(
-        self, problems: Several, device: Device, wanted: int = 1, limits: Limits = UNLIMITED
+        self, problems: ProblemBatch, device: Device, wanted: int = 1, limits: Limits = UNLIMITED
     ) -> dict[int, tuple[Rows, NDArray[np.float64]]]:
         """Return `rank` of all legal configs within `limits` for each of `problems` that has any,
         by its place; the family serves all of them."""
@@ -137,7 +144,7 @@ class FamilyModel:
             pairs = self._one_by_one(problems.problems, device, limits)
         return self._ranked(pairs, problems.problems, device, wanted)
 
-    def _together(self, family: Batched, problems: Several, device: Device) -> Pairs:
+    def _together(self, family: Batched, problems: ProblemBatch, device: Device) -> Pairs:
         found, rows, workings = family.offered(problems, device, family.whole)
         index = np.zeros(len(rows), np.intp) if found.index is None else found.index
         counts = np.bincount(index, minlength=len(problems.problems)).tolist()
@@ -255,7 +262,7 @@ def rank_families(
     opened = serving
     if gate is not None and limits == UNLIMITED:
         opened = gate.open(problems, device, serving)
-    together = Several.of(problems)
+    together = ProblemBatch.of(problems)
     found = _rank_named(families, opened, together, device, wanted, limits)
     closed = [
         [name for name in served if name not in mine] if len(options) < wanted else []
@@ -271,7 +278,7 @@ def rank_families(
 def _rank_named(
     families: Mapping[str, FamilyModel],
     named: Sequence[Sequence[str]],
-    problems: Several,
+    problems: ProblemBatch,
     device: Device,
     wanted: int,
     limits: Limits,
@@ -301,3 +308,133 @@ def rank_by_estimate(
     seconds = family.estimate_s(problem, device, rows)
     order = np.argsort(seconds, kind="stable")
     return rows[order], seconds[order]
+
+
+#: The last column of the gate's features: the family's place among those of the gate.
+FAMILY = "family"
+#: A family that lags behind the first one by more than this logarithm is left out (decision 166).
+MARGIN = 0.10
+
+
+@dataclass(frozen=True, slots=True)
+class Gate:
+    """What a model has learned of its families from problems that several of them serve.
+
+    Attributes:
+        operation: what they compute.
+        families: names of the families that it knows.
+        lag: regressor of log(time of a family's best config / time of the best of all families'),
+            from the operation's features and the family.
+    """
+
+    operation: Operation
+    families: tuple[str, ...]
+    lag: Trees
+
+    def open(
+        self, problems: Sequence[Record], device: Device, serving: Sequence[Sequence[str]]
+    ) -> list[list[str]]:
+        """The families worth comparing for each problem, of those `serving` it. One that the gate
+        does not know always is."""
+        asked = [
+            (i, [name for name in names if name in self.families])
+            for i, names in enumerate(serving)
+            if len(names) > 1
+        ]
+        found = [list(names) for names in serving]
+        asked = [(i, names) for i, names in asked if len(names) > 1]
+        if not asked:
+            return found
+        some = [problems[i] for i, _ in asked]
+        groups = [names for _, names in asked]
+        matrix = gate_features(self.operation, some, device, self.families, groups)
+        lags = self.lag.predict(matrix).tolist()
+        for i, names in asked:
+            mine, lags = lags[: len(names)], lags[len(names) :]
+            behind = min(mine) + MARGIN
+            closed = {name for name, lag in zip(names, mine, strict=True) if lag > behind}
+            found[i] = [name for name in found[i] if name not in closed]
+        return found
+
+
+def gate_features(
+    operation: Operation,
+    problems: Sequence[Record],
+    device: Device,
+    families: Sequence[str],
+    asked: Sequence[Sequence[str]],
+) -> NDArray[np.float32]:
+    """The features that a gate's trees take: a row for each family that is `asked` about each of
+    `problems`."""
+    own = operation_features(operation, problems, device)
+    places = [families.index(name) for names in asked for name in names]
+    matrix = np.empty((len(places), own.shape[1] + 1), np.float32)
+    matrix[:, :-1] = np.repeat(own, [len(names) for names in asked], axis=0)
+    matrix[:, -1] = places
+    return matrix
+
+
+@dataclass(frozen=True, slots=True)
+class PytorchModel:
+    """A model of PyTorch's own operator, which has no configs.
+
+    Attributes:
+        operation: the operation that it computes.
+        ratio: regressor of log(its time / time of our fastest config), from `pytorch_features`; it
+            does not tell large ratios apart, as nothing depends on that
+            (`confpred.training.calibrate`).
+        margins: how large that logarithm must be for ours to be preferred, by the problem's kind:
+            what cost least on layers that the regressor was not trained on. Where nothing is known
+            of a kind, none of ours is.
+    """
+
+    operation: Operation
+    ratio: Trees
+    margins: Mapping[str, float]
+
+    def log_ratios(self, problems: Sequence[Record], device: Device) -> NDArray[np.float64]:
+        """Return what is expected of log(its time / time of our fastest), for each problem."""
+        return self.ratio.predict(pytorch_features(self.operation, problems, device))
+
+    def slowdowns(self, problems: Sequence[Record], device: Device) -> list[tuple[float, float]]:
+        """Return how many times as long as our fastest config it takes, expected and at least, for
+        each problem."""
+        ratios = self.log_ratios(problems, device).tolist()
+        margins = [self.margins.get(problem.kind, inf) for problem in problems]
+        return [(exp(r), exp(r - margin)) for r, margin in zip(ratios, margins, strict=True)]
+
+
+def pytorch_feature_names(operation: Operation) -> tuple[str, ...]:
+    """Return the columns of `pytorch_features`."""
+    return (*operation.feature_names, DEVICE)
+
+
+def pytorch_features(
+    operation: Operation, problems: Sequence[Record], device: Device
+) -> NDArray[np.float32]:
+    """Return the features of each of `problems` alone, and the device's: a row each."""
+    own = operation_features(operation, problems, device)
+    matrix = np.empty((len(own), own.shape[1] + 1), np.float32)
+    matrix[:, :-1] = own
+    matrix[:, -1] = bandwidth(device)
+    return matrix
+
+
+def with_pytorch(
+    options: Options, slowdown: tuple[float, float] | None, fastest_s: float | None = None
+) -> Options:
+    """Put PyTorch's own operator among `options`, before those that do not beat it even if its
+    time is overestimated.
+
+    Args:
+        options: our candidates, fastest first.
+        slowdown: how many times as long as our fastest config PyTorch's takes: expected, and at
+            least (`PytorchModel`); None where that is not known.
+        fastest_s: seconds of our fastest config, where that is not among `options`.
+    """
+    if not options or slowdown is None:
+        return options
+    best = options[0][0] if fastest_s is None else fastest_s
+    expected, least = (best * times for times in slowdown)
+    place = sum(seconds <= least for seconds, _ in options)
+    return [*options[:place], (expected, PYTORCH_OPERATOR), *options[place:]]

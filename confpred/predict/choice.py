@@ -1,14 +1,19 @@
-"""A *choice*: the answer to "which kernel for this problem on this device"."""
+"""A *choice*: the answer to "which kernel for this problem on this device".
+
+A caller accepts choices by `max_regret`, the largest bound on regret that a prediction may have. A
+pinned or measured choice needs no bound. PyTorch's own operator runs where a choice is refused.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from confpred.errors import InvalidInput
-from confpred.families.candidate import PYTORCH_OPERATOR, Candidate
+from confpred.families.protocol import PYTORCH_OPERATOR, Candidate
 from confpred.families.registry import all_families, config_of
 from confpred.problem.record import Record
 
@@ -27,7 +32,7 @@ class Choice:
         source: ``pinned`` (by the user), ``measured`` (this problem is in the training data),
             ``predicted`` (the model), ``transferred`` (the model of another device, as this one has
             none), ``heuristic`` (no model knows any of the families that are legal) or ``fallback``
-            (no kernel is legal, or none that the caller accepts: `confpred.predict.trust`).
+            (no kernel is legal, or none that the caller accepts: `confpred.predict.choice`).
         candidate: what to launch; PyTorch's own operator is one too.
         predicted_ms: expected time of one launch, milliseconds; None for ``fallback``.
         pytorch_ms: expected time of PyTorch's own operator, milliseconds; None where nothing
@@ -140,3 +145,47 @@ def answer_json(choices: Iterable[Choice]) -> str:
 def joined_json(answers: Iterable[str]) -> str:
     """`answers_json` of what `answer_json` made of each problem's choices."""
     return f'{{"choices":[{",".join(answers)}]}}'
+
+
+def check_max_regret(value: object) -> float | None:
+    """`value` itself.
+
+    Raises:
+        InvalidInput: it is neither None nor a number of at least 1.
+    """
+    if value is None:
+        return None
+    if type(value) not in (int, float) or not 1 <= value < math.inf:  # type: ignore[operator]
+        raise InvalidInput("max_regret", value, "a number of at least 1, or none")
+    return float(value)  # type: ignore[arg-type]
+
+
+def is_trusted(choice: Choice, max_regret: float | None) -> bool:
+    """Whether a caller that accepts `max_regret` takes `choice`; one that accepts None takes
+    all."""
+    if max_regret is None or not (choice.source == "predicted" or choice.is_guess):
+        return True
+    if choice.candidate == PYTORCH_OPERATOR:
+        return True
+    return choice.regret_bound is not None and choice.regret_bound <= max_regret
+
+
+def with_fallback(choices: Sequence[Choice], max_regret: float | None) -> list[Choice]:
+    """`choices`, best first, of which the first is to be launched: where a caller that accepts
+    `max_regret` does not take it, PyTorch's own operator comes before it, as a ``fallback``, and as
+    many choices follow as there were."""
+    first = choices[0]
+    if is_trusted(first, max_regret):
+        return list(choices)
+    theirs = replace(
+        first,
+        source="fallback",
+        candidate=PYTORCH_OPERATOR,
+        predicted_ms=None,
+        regret_bound=None,
+        model=None,
+        donor=None,
+    )
+    # The bound is of a first choice alone.
+    rest = [replace(c, regret_bound=None) for c in choices if c.candidate != PYTORCH_OPERATOR]
+    return [theirs, *rest][: len(choices)]

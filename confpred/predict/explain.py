@@ -1,17 +1,35 @@
-"""`explain_layers`: why a layer gets the config that it gets."""
+"""Why a layer gets the config that it gets: `explain_layers`.
+
+A model's trees say that one config of a family takes, say, 1.08 times as long as another for a
+problem. Both are rows of features, and what the trees see is the difference of the rows. The
+features that differ are put together by themes, such as how many blocks fit on a multiprocessor,
+and the logarithm of the ratio is shared among the themes by their Shapley values: the mean, over
+all orders in which the themes can be exchanged one by one, of what exchanging one of them changes.
+The shares add up to the whole exactly. They need the trees' answers alone, none of the counts and
+inner values that LightGBM's own explanations take and a model's files leave out.
+
+A row whose themes are of two configs is mostly no config that exists; the trees then say what they
+learned of those features from others. That is so of all explanations of this kind.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import dataclasses
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
-from confpred.families.candidate import PYTORCH_OPERATOR
+import numpy as np
+from numpy.typing import NDArray
+
+from confpred.families.protocol import PYTORCH, PYTORCH_OPERATOR, Candidate
+from confpred.families.registry import config_words
 from confpred.model.folder import Model
+from confpred.model.rank import FamilyModel
 from confpred.predict.choice import MAX_TOP, Choice, check_top
-from confpred.predict.contributions import Comparison, compare, middling
-from confpred.predict.explain_text import page
-from confpred.predict.nearest import NearestLayers, Neighbour
 from confpred.predict.predictor import Predictor
 from confpred.problem.device import Device, get_device
 from confpred.problem.record import Record
@@ -181,3 +199,377 @@ def _comparisons(
     for other in dict.fromkeys(others):
         if other != chosen:
             yield compare(learned, problem, device, chosen, other)
+
+
+_SOURCES: Mapping[str, str] = {
+    "pinned": "as the user pinned it",
+    "measured": "the fastest of what was measured of this very layer",
+    "predicted": "as predicted",
+    "transferred": "predicted by the model of another device, as this one has none",
+    "heuristic": "by the families' own estimates, as no model knows them on this device",
+    "fallback": "as no kernel of ours is legal",
+}
+_PREDICTED = ("predicted", "transferred")
+#: Of each cause in a comparison; the JSON form has all.
+FEATURES_SHOWN = 6
+
+
+def page(explanation: LayerExplanation) -> Iterator[str]:
+    """The lines of a page, in about 100 columns where the layer's words allow it."""
+    choice = explanation.choice
+    yield f"{explanation.problem} on {explanation.device}"
+    yield ""
+    yield from _summary(explanation)
+    yield ""
+    yield from _candidates(explanation.choices)
+    for comparison in explanation.comparisons:
+        yield ""
+        yield from _comparison(comparison)
+    if explanation.nearest:
+        yield ""
+        yield f"Nearest layers that model {explanation.model} has measured"
+        rows = [("distance", "ms", "of roofline", "fastest", "layer")]
+        rows += [
+            (
+                f"{n.distance:.2f}",
+                f"{n.time_ms:.4f}",
+                f"{n.roofline_share:.0%}",
+                _words(n.candidate),
+                str(n.problem),
+            )
+            for n in explanation.nearest
+        ]
+        yield from _table(rows, right=3)
+    elif choice.source == "heuristic":
+        yield ""
+        yield "Nothing was learned or measured here: the times are rough estimates."
+    elif choice.source == "transferred":
+        yield ""
+        yield f"Nothing was learned or measured on this device, but on {choice.measured_on}."
+
+
+def _summary(explanation: LayerExplanation) -> Iterator[str]:
+    choice, floor = explanation.choice, explanation.roofline
+    expected = "" if choice.predicted_ms is None else f", {choice.predicted_ms:.4f} ms"
+    by = f" (model {choice.model})" if choice.model else ""
+    yield f"chosen    {choice.provider}{expected}: {_source(choice)}{by}"
+    if choice.regret_bound is not None:
+        yield (
+            f"bound     with 95 % confidence at most {choice.regret_bound:.3f} times as slow as "
+            "the best config"
+        )
+    elif choice.is_guess:
+        yield "bound     none, with no confidence: nothing was calibrated for this device"
+    share = explanation.roofline_share
+    reached = "" if share is None else f"; the choice reaches {share:.0%} of it"
+    yield (
+        f"roofline  {_amount(floor.bytes, 'B')} and {_amount(floor.flops, 'FLOP')} take at least "
+        f"{floor.floor_ms:.4f} ms, limited by {floor.limit}{reached}"
+    )
+    yield f"PyTorch   {_pytorch(explanation)}"
+
+
+def _source(choice: Choice) -> str:
+    return _SOURCES.get(choice.source, choice.source)
+
+
+def _pytorch(explanation: LayerExplanation) -> str:
+    theirs, choice = explanation.pytorch_ms, explanation.choice
+    if theirs is None:
+        return "nothing predicts the time of its operator"
+    text = f"its operator is expected to take {theirs:.4f} ms"
+    if choice.provider == PYTORCH:
+        best = next((c for c in explanation.choices if c.family and c.predicted_ms), None)
+        if best is not None and best.predicted_ms is not None and choice.source in _PREDICTED:
+            text += (
+                f", the best of ours {best.predicted_ms:.4f} ms: it goes first wherever ours may "
+                "be the slower one, by what the ratio's prediction has erred"
+            )
+    elif choice.predicted_ms:
+        text += f", {theirs / choice.predicted_ms:.2f} times as long"
+    return text
+
+
+def _candidates(choices: Sequence[Choice]) -> Iterator[str]:
+    best = choices[0].predicted_ms
+    rows = [("rank", "ms", "ratio", "source", "candidate")]
+    for rank, choice in enumerate(choices, 1):
+        ms = choice.predicted_ms
+        rows.append(
+            (
+                str(rank),
+                "" if ms is None else f"{ms:.4f}",
+                "" if ms is None or not best else f"{ms / best:.3f}",
+                choice.source,
+                _words(choice.candidate),
+            )
+        )
+    yield from _table(rows, right=3)
+
+
+def _comparison(comparison: Comparison) -> Iterator[str]:
+    yield f"Why not {_words(comparison.other)}"
+    yield f"It is expected to take {comparison.ratio:.3f} times as long. The factors of that:"
+    rows = [("factor", "from", "values: chosen -> other")]
+    for part in comparison.contributions:
+        shown = [f"{name} {a:.4g} -> {b:.4g}" for name, (a, b) in part.features.items()]
+        if len(shown) > FEATURES_SHOWN:
+            shown[FEATURES_SHOWN:] = [f"and {len(shown) - FEATURES_SHOWN} more"]
+        rows.append((f"{part.ratio:.3f}", part.theme, ", ".join(shown)))
+    yield from _table(rows, right=1)
+
+
+def _words(candidate: Candidate) -> str:
+    return f"{candidate.provider} {config_words(candidate)}".rstrip()
+
+
+def _amount(count: int, unit: str) -> str:
+    """Such as ``18.4 MB``."""
+    value, prefixes = float(count), iter(("", "k", "M", "G", "T", "P"))
+    prefix = next(prefixes)
+    while value >= 999.5 and prefix != "P":
+        value, prefix = value / 1000, next(prefixes)
+    return f"{value:.3g} {prefix}{unit}"
+
+
+def _table(rows: Sequence[Sequence[str]], right: int) -> Iterator[str]:
+    """Aligned columns, the first `right` of them to the right, under headings."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = (
+            cell.rjust(width) if i < right else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        yield "  ".join(cells).rstrip()
+
+
+#: What features tell, by patterns of their names; the first that matches counts. A family's own
+#: config fields come before these, and what no pattern names after them. The exact shares of g
+#: groups take 2^g predictions, so there are to be few.
+THEMES = {
+    "occupancy": r"(blocks|warps)_per_sm|registers|smem_bytes|(block_)?threads|bytes_in_flight",
+    "waves": r"waves|wave_waste|log_blocks.*|rounds|round_waste|steps|.*at_once",
+    "wasted work": r".*_waste|.*_tail|bands_cut",
+    "memory access": r"halo.*|log_(load|filter|sum)_bytes|run_bytes|pixel_alignment|loads|in_x",
+    "work": r".*products|(log_)?work|band_.*|.*_items|.*_tiles|warp_groups|lanes|block_r|parts|sums"
+    "|slice_rows|k_blocks|in_turn",
+    "estimate": r"log_estimate",
+}
+CONFIG, OTHER = "config", "other"
+
+
+@dataclass(frozen=True, slots=True)
+class Contribution:
+    """One cause of the difference between two configs.
+
+    Attributes:
+        theme: what the features tell: ``config`` for the config's own fields, or ``occupancy``,
+            ``waves``, ``wasted work``, ``memory access``, ``work``, ``estimate`` and ``other``.
+        ratio: the factor on the time of the other config over that of the chosen one: above 1 it
+            speaks for the chosen one. The factors of all causes multiply to the whole ratio.
+        features: the values that differ, of the chosen config and of the other, by name.
+    """
+
+    theme: str
+    ratio: float
+    features: Mapping[str, tuple[float, float]]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "theme": self.theme,
+            "ratio": self.ratio,
+            "features": [
+                {"name": name, "chosen": chosen, "other": other}
+                for name, (chosen, other) in self.features.items()
+            ],
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Two configs of a family, and why the model prefers one.
+
+    Attributes:
+        other: what the chosen config is compared with.
+        ratio: expected time of the other over that of the chosen; below 1 where the model itself
+            would prefer the other, as it may where the choice was measured or pinned.
+        contributions: the causes, the one with the largest effect first.
+    """
+
+    other: Candidate
+    ratio: float
+    contributions: tuple[Contribution, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "provider": self.other.provider,
+            "config": config_words(self.other),
+            "ratio": self.ratio,
+            "contributions": [contribution.to_json() for contribution in self.contributions],
+        }
+
+
+def middling(learned: FamilyModel, problem: Record, device: Device) -> Candidate:
+    """The config in the middle of the order in which the model puts the legal ones; of the
+    two in the middle, the faster one. There is to be a legal one."""
+    rows = learned.legal(problem, device)
+    cost = learned.order.predict(learned.features(problem, device, rows))
+    row = rows[np.lexsort((rows, cost))[(len(rows) - 1) // 2]]
+    return Candidate(learned.family.name, int(row))
+
+
+def compare(
+    learned: FamilyModel, problem: Record, device: Device, chosen: Candidate, other: Candidate
+) -> Comparison:
+    """Why `chosen` is expected to be faster than `other`; both are of the family of `learned`."""
+    rows = np.array([chosen.config_id, other.config_id], np.intp)
+    ours, theirs = learned.features(problem, device, rows)
+    names = learned.pool.feature_names
+    differ = [i for i in range(len(names)) if _differ(ours[i], theirs[i])]
+    groups: dict[str, list[int]] = {}
+    for i in differ:
+        groups.setdefault(theme_of(names[i], learned.family.configs.dtype.names or ()), []).append(
+            i
+        )
+    shares, whole = _shapley(learned, ours, theirs, list(groups.values()))
+    contributions = [
+        Contribution(
+            theme, math.exp(share), {names[i]: (float(ours[i]), float(theirs[i])) for i in columns}
+        )
+        for (theme, columns), share in zip(groups.items(), shares, strict=True)
+    ]
+    contributions.sort(key=lambda c: -abs(math.log(c.ratio)))
+    return Comparison(other, math.exp(whole), tuple(contributions))
+
+
+def _differ(one: np.float32, other: np.float32) -> bool:
+    return bool(one != other) and not (np.isnan(one) and np.isnan(other))
+
+
+def theme_of(name: str, config_fields: Sequence[str]) -> str:
+    """What the feature `name` tells, of a family whose configs have `config_fields`."""
+    if name in config_fields:
+        return CONFIG
+    return next((t for t, pattern in _patterns() if pattern.fullmatch(name)), OTHER)
+
+
+@cache
+def _patterns() -> tuple[tuple[str, re.Pattern[str]], ...]:
+    return tuple((theme, re.compile(pattern)) for theme, pattern in THEMES.items())
+
+
+def _shapley(
+    learned: FamilyModel,
+    ours: NDArray[np.float32],
+    theirs: NDArray[np.float32],
+    groups: Sequence[Sequence[int]],
+) -> tuple[list[float], float]:
+    """What exchanging each group of columns of `ours` for those of `theirs` adds to the cost, and
+    what exchanging all does."""
+    count = len(groups)
+    mixed = np.tile(
+        ours, (2**count, 1)
+    )  # bit g of a row's number: whether it has group g of theirs
+    exchanged = (np.arange(2**count)[:, None] >> np.arange(count)) & 1
+    for group, columns in enumerate(groups):
+        rows = np.flatnonzero(exchanged[:, group])
+        mixed[np.ix_(rows, np.array(columns))] = theirs[list(columns)]
+    cost = learned.order.predict(mixed)
+    sizes = exchanged.sum(axis=1)
+    shares = []
+    for group in range(count):
+        without = np.flatnonzero(exchanged[:, group] == 0)
+        weights = [1 / (count * math.comb(count - 1, size)) for size in sizes[without].tolist()]
+        shares.append(float((cost[without + 2**group] - cost[without]) @ weights))
+    return shares, float(cost[-1] - cost[0])
+
+
+#: How far apart problems are of which one is of another direction, dtype or epilogue: as far as if
+#: one had four times the batch.
+_UNLIKE = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Neighbour:
+    """A layer that was measured for the model, in full or by dozens of configs.
+
+    Attributes:
+        problem: the layer.
+        distance: from the layer asked about, in doublings: 1 where one size is twice as large
+            (see `NearestLayers`).
+        candidate: what was the fastest of all that was measured.
+        time_ms: its time, milliseconds.
+        roofline_share: the part of the roofline that it reaches.
+    """
+
+    problem: Record
+    distance: float
+    candidate: Candidate
+    time_ms: float
+    roofline_share: float
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "problem": self.problem.to_json(),
+            "distance": self.distance,
+            "provider": self.candidate.provider,
+            "config": config_words(self.candidate),
+            "time_ms": self.time_ms,
+            "roofline_share": self.roofline_share,
+        }
+
+
+class NearestLayers:
+    """The layers that a model's data has measured, to be searched for those like a problem.
+
+    The distance of two problems is the root of the sum of squares over their fields: of a size, the
+    binary logarithm of the ratio; of a pair, those of both members plus one; of any other field, 2
+    where they differ.
+    """
+
+    def __init__(self, model: Model) -> None:
+        """Of `model`, whose device the times are of."""
+        self._device, self._best = model.device, tuple(model.measured.values())
+        kind = model.operation.problem
+        self._problems = [kind.parse(words) for words in model.measured]
+        self._sizes = np.array([_sizes(p) for p in self._problems]).reshape(len(self._best), -1)
+        self._kinds = np.array([_kinds(p) for p in self._problems], object)
+
+    def nearest(self, problem: Record, count: int) -> tuple[Neighbour, ...]:
+        """The `count` nearest, nearest first, or all if there are fewer. A problem that was
+        measured itself is its own neighbour, at distance 0."""
+        if not self._problems:
+            return ()
+        squares = ((self._sizes - _sizes(problem)) ** 2).sum(axis=1)
+        unlike = (self._kinds != np.array(_kinds(problem), object)).sum(axis=1)
+        distance = np.sqrt(squares + _UNLIKE**2 * unlike)
+        return tuple(
+            self._neighbour(i, float(distance[i]), self._device)
+            for i in np.argsort(distance, kind="stable")[:count].tolist()
+        )
+
+    def _neighbour(self, index: int, distance: float, device: Device) -> Neighbour:
+        problem, best = self._problems[index], self._best[index]
+        share = device.roofline_s(problem) * 1e3 / best.time_ms
+        return Neighbour(problem, distance, best.candidate, best.time_ms, share)
+
+
+def _sizes(problem: Record) -> NDArray[np.float64]:
+    """The logarithms of a problem's sizes."""
+    found: list[float] = []
+    for field in dataclasses.fields(problem):
+        value = getattr(problem, field.name)
+        if field.name in problem.PAIRS:
+            found += (math.log2(1 + member) for member in value)
+        elif field.name in problem.LIMITS:
+            found.append(math.log2(max(value, 1)))
+    return np.array(found)
+
+
+def _kinds(problem: Record) -> list[object]:
+    """The values of a problem's other fields."""
+    return [
+        getattr(problem, field.name)
+        for field in dataclasses.fields(problem)
+        if field.name not in problem.LIMITS and field.name not in problem.PAIRS
+    ]

@@ -29,11 +29,11 @@ from typing import Any, get_args
 from confpred._version import __version__
 from confpred.errors import DataError, InvalidInput, nearest
 from confpred.families import registry
-from confpred.families.candidate import PYTORCH, PYTORCH_OPERATOR, Candidate
 from confpred.families.kernel_text import identity_of
+from confpred.families.protocol import PYTORCH, PYTORCH_OPERATOR, Candidate
 from confpred.files import read_json, write_folder, write_whole
 from confpred.predict.choice import Choice, Source
-from confpred.problem.conv2d_operation import CONVOLUTION
+from confpred.problem.conv2d import CONVOLUTION
 from confpred.problem.device import Device, get_device
 from confpred.problem.operation import KernelSpec, Launch, Operation
 from confpred.problem.record import Record

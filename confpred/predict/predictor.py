@@ -1,8 +1,15 @@
-"""From a problem to a choice: what is pinned or measured, else candidates -> cost -> compare."""
+"""From a problem to a choice: what is pinned or measured, else candidates -> cost -> compare.
+
+A device without a model gets the answers of the nearest device's model. A model has learned ratios:
+of a config's time to the best config's, and of that to the roofline. Its features are of the
+problem, the config, and of how both fill the device at hand, which also decides what is legal.
+`benchmarks/model/transfer.py` measures the loss.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,19 +19,19 @@ import numpy as np
 
 from confpred.concurrency import Remembered
 from confpred.errors import InvalidInput
-from confpred.families.candidate import PYTORCH_OPERATOR, Candidate
-from confpred.families.limits import first_within, within
-from confpred.families.protocol import Lister
+from confpred.families.protocol import (
+    PYTORCH_OPERATOR,
+    Candidate,
+    LibraryFamily,
+    first_within,
+    within,
+)
 from confpred.families.registry import all_families, kernels_of
 from confpred.model.bounds import Trust
 from confpred.model.folder import Model, NewestModels, load_model
-from confpred.model.pytorch_ratio import with_pytorch
-from confpred.model.rank import Options, rank_by_estimate, rank_families
-from confpred.predict import trust
-from confpred.predict.choice import Choice, Source, check_top
-from confpred.predict.donors import donor_for
+from confpred.model.rank import Options, rank_by_estimate, rank_families, with_pytorch
+from confpred.predict.choice import Choice, Source, check_max_regret, check_top, with_fallback
 from confpred.predict.plan import Plan, read_plan
-from confpred.predict.trust import check_max_regret
 from confpred.problem.device import KNOWN, Device, get_device
 from confpred.problem.limits import UNLIMITED, Limits
 from confpred.problem.record import Record
@@ -219,7 +226,7 @@ class Predictor:
         known = self._device(device)
         model = self._models.get(known.key)
         learned = () if model is None else model.families.values()
-        return any(isinstance(each.family, Lister) for each in learned) or any(
+        return any(isinstance(each.family, LibraryFamily) for each in learned) or any(
             where == known.key and problem.grouping == "dense" and choice.family is not None
             for (problem, where), choice in self._planned.items()
         )
@@ -397,7 +404,7 @@ def _checked(problem: object) -> Record:
 
 
 def _accepted(choices: Sequence[Choice], max_regret: float) -> list[Choice]:
-    return trust.within(choices, check_max_regret(max_regret))
+    return with_fallback(choices, check_max_regret(max_regret))
 
 
 def _repeatable(problem: Record) -> Record:
@@ -497,3 +504,26 @@ def _choice(
         model=model.version if model and option.source in _OF_MODELS else None,
         donor=model.device.key if model and option.source == "transferred" else None,
     )
+
+
+def distance(one: Device, other: Device) -> float:
+    """How unlike two devices are: the largest ratio among their sizes and rates, in doublings."""
+    pairs = (
+        (one.sm_count, other.sm_count),
+        (one.smem_per_sm, other.smem_per_sm),
+        (one.warps_per_sm, other.warps_per_sm),
+        (one.dram_bytes_per_s, other.dram_bytes_per_s),
+        (one.tensor_flops, other.tensor_flops),
+        (one.simt_flops, other.simt_flops),
+    )
+    return max(abs(math.log2(a / b)) for a, b in pairs)
+
+
+def donor_for(models: Mapping[str, Model], device: Device, problem: type) -> Model | None:
+    """The model that is to answer for `device`, which has none: of those of `models` (by device
+    key) that know problems of the class `problem`, the nearest device's; None if none does."""
+    described = {key: KNOWN.get(key) or models[key].device for key in models}
+    for key in sorted(described, key=lambda key: (distance(described[key], device), key)):
+        if models[key].operation.problem is problem:
+            return models[key]
+    return None

@@ -1,21 +1,42 @@
-"""A *device*: the facts about a GPU that legality, features and rooflines need."""
+"""A *device*: the facts about a GPU model that legality, features and rooflines need.
+
+The table of GPU models, ``devices.json``, has two parts. ``architectures`` are the limits of a
+multiprocessor (CUDA Programming Guide, "Compute Capabilities"). ``boards`` are sizes and rates of
+one GPU model each: ``sheet`` has its maker's figures for device memory (GB/s), dense half-precision
+products with float32 sums, and float32 arithmetic (TFLOP/s); ``source`` is where. The rates beside
+it are those that kernels reach: measured on the H100 and the H200 (device copy, 8192^3 products),
+and 80 to 95 % of the sheet's for the others. Fewer multiprocessors, slower memory or a lower clock
+make another GPU model: a model's times are of one device, and so is the order of configs.
+
+The driver's description of any other GPU lies in the user's cache folder, a file a device, because
+its rates take a moment to measure (`confpred.cuda.discovery`).
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 import math
-from collections.abc import Mapping
+import os
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from confpred.errors import DataError, UnknownDevice, nearest
-from confpred.problem import boards
+import platformdirs
+
+from confpred.errors import DataError, StorageError, UnknownDevice, nearest
+from confpred.files import read_json, write_whole
 from confpred.problem.record import Record
 
 log = logging.getLogger(__name__)
+TABLE_FORMAT, FORMAT = "confpred-devices/1", "confpred-device/1"
+_TABLE = Path(__file__).with_name("devices.json")
+_MOST_CHARACTERS = 100  # of a key, as it is a file's name
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,79 +76,94 @@ class Device:
     smem_reserved_per_block = 1_024
 
     def memory_s(self, problem: Record) -> float:
-        """Seconds that device memory takes for what must cross it."""
+        """Return the seconds in which device memory moves the problem's minimum of bytes."""
         return problem.minimum_bytes / self.dram_bytes_per_s
 
     def arithmetic_s(self, problem: Record) -> float:
-        """Seconds of the problem's arithmetic: on tensor cores in half precision, and without them
-        in float32."""
+        """Return the seconds of the problem's arithmetic: on tensor cores in half precision, and
+        without them in float32."""
         rate = self.simt_flops if problem.dtype == "float32" else self.tensor_flops
         return problem.flops / rate
 
     def roofline_s(self, problem: Record) -> float:
-        """Seconds below which no kernel can go: the larger of the two above."""
+        """Return the seconds below which no kernel can go: the larger of the two above."""
         return max(self.memory_s(problem), self.arithmetic_s(problem))
+
+
+def read_table() -> list[dict[str, Any]]:
+    """Return the GPU models of ``devices.json``, each with the limits of its architecture."""
+    table = read_json(_TABLE, "a table of devices", TABLE_FORMAT)
+    return [{**table["architectures"][row["arch"]], **row} for row in table["boards"]]
 
 
 @lru_cache
 def _table() -> tuple[Mapping[str, Device], Mapping[str, str]]:
-    """The boards by key, and the key by what a driver may call a board."""
+    """Return the devices of the table by key, and their keys by the names that drivers give."""
     devices, keys = {}, {}
-    for row in boards.read_table():
+    for row in read_table():
         device = device_from(row)
         devices[device.key] = device
         for called in (device.product, *row["other_names"]):
-            keys[boards.plain(called)] = device.key
+            keys[plain(called)] = device.key
             # Drivers before version 460 leave out the vendor.
-            keys[boards.plain(called).removeprefix("nvidia ")] = device.key
+            keys[plain(called).removeprefix("nvidia ")] = device.key
     return MappingProxyType(devices), keys
 
 
-#: The boards that confpred knows by name, by key: those of ``devices.json`` beside this module,
-#: read when the first one is asked for.
-KNOWN: Mapping[str, Device] = boards.Lazily(lambda: _table()[0])
+class _Known(Mapping[str, Device]):
+    """The table's devices by key, read at first use."""
+
+    def __getitem__(self, key: str) -> Device:
+        return _table()[0][key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(_table()[0])
+
+    def __len__(self) -> int:
+        return len(_table()[0])
+
+
+#: The GPU models that confpred knows by name, by key: those of ``devices.json``.
+KNOWN: Mapping[str, Device] = _Known()
+_introduced: dict[str, Device] = {}
 
 
 def get_device(name: str | Device) -> Device:
-    """The device called `name`: a key such as ``h100``, or the name that the driver reports.
+    """Return the device called `name`: a key such as ``h100``, or the name that the driver reports.
 
-    A GPU that is no board of the table has a description once its driver was asked on this machine
+    A GPU model that the table lacks has a description once its driver was asked on this machine
     (`confpred.cuda.discovery`), and is found by its key from then on.
 
     Raises:
-        UnknownDevice: no description is of that name. Neither is one of a part of a GPU (MIG), or
-            of a virtual GPU, before its driver was asked: these have fewer multiprocessors than the
-            board.
+        UnknownDevice: no description has that name. A part of a GPU (MIG) or a virtual GPU has none
+            before its driver was asked: these have fewer multiprocessors than the whole GPU.
     """
     if isinstance(name, Device):
         return name
     if isinstance(name, str):
-        device = listed(name) or _introduced.get(boards.key_of(name)) or _remembered(name)
+        device = listed(name) or _introduced.get(key_of(name)) or _remembered(name)
         if device is not None:
             return device
-        if " mig " in boards.plain(name):
+        if " mig " in plain(name):
             raise UnknownDevice("device", name, f"a whole GPU: {' or '.join(KNOWN)}")
     near, known = nearest(name, KNOWN), " or ".join(KNOWN)
     raise UnknownDevice("device", name, known if near == known else f"{near}, say; all are {known}")
 
 
 def listed(name: str) -> Device | None:
-    """The device of the table that `name` is of, by its key or by what a driver calls it."""
-    wanted = boards.plain(name)
+    """Return the table's device of this key or driver's name."""
+    wanted = plain(name)
     return KNOWN.get(wanted) or KNOWN.get(_table()[1].get(wanted, ""))
 
 
 def introduce(device: Device) -> None:
-    """Have `get_device` know `device` in this process, as a model of it is loaded that brings its
-    description along; a board of the table stays what it is."""
+    """Make `get_device` find a model's own device in this process. The table takes precedence."""
     _introduced[device.key] = device
 
 
-_introduced: dict[str, Device] = {}
-
-
 def device_from(fields: Mapping[str, Any]) -> Device:
-    """The device with these values of `Device`'s fields, as ``dataclasses.asdict`` gives them.
+    """Return the device with these values of `Device`'s fields, as ``dataclasses.asdict`` gives
+    them.
 
     Raises:
         DataError: a field is missing or is no possible value.
@@ -143,8 +179,68 @@ def device_from(fields: Mapping[str, Any]) -> Device:
     return Device(**found)
 
 
+def plain(name: str) -> str:
+    """Return `name` in lower case with single blanks, for comparison."""
+    return " ".join(name.lower().split())
+
+
+def key_of(name: str) -> str:
+    """Return the key for a driver's name of a GPU, such as ``rtx-a2000`` for ``NVIDIA RTX A2000``.
+    A key is its own."""
+    words = plain(name).removeprefix("nvidia ").removeprefix("geforce ")
+    return re.sub(r"[^a-z0-9]+", "-", words).strip("-")[:_MOST_CHARACTERS]
+
+
+@dataclass(frozen=True, slots=True)
+class Remembered:
+    """A driver's description of a GPU.
+
+    Attributes:
+        driver: its version.
+        board: the fields of a `Device`.
+    """
+
+    driver: str
+    board: Mapping[str, Any]
+
+
+def remembered_folder() -> Path:
+    """Return the folder of drivers' descriptions: in ``$CONFPRED_CACHE_DIR``, or in the user's
+    cache folder as the operating system names it."""
+    chosen = os.environ.get("CONFPRED_CACHE_DIR")
+    return Path(chosen or platformdirs.user_cache_dir("confpred")) / "devices"
+
+
+def recall(key: str) -> Remembered | None:
+    """Return the driver's description of a device; None if there is no whole one."""
+    path = remembered_folder() / f"{key}.json"
+    if not key or not path.is_file():
+        return None
+    try:
+        content = read_json(path, "a description of a device", FORMAT)
+        driver, board = content.get("driver"), content.get("board")
+        if not isinstance(driver, str) or not isinstance(board, dict) or board.get("key") != key:
+            raise DataError(f"{path} is no description of {key}")
+    except DataError as error:
+        log.warning("%s", error)
+        return None
+    return Remembered(driver, board)
+
+
+def remember(driver: str, board: Mapping[str, Any]) -> None:
+    """Keep a driver's description of the device with the fields `board`. If the folder cannot be
+    written, the next process measures again."""
+    content = {"format": FORMAT, "driver": driver, "board": dict(board)}
+    text = json.dumps(content, indent=1) + "\n"
+    path = remembered_folder() / f"{board['key']}.json"
+    try:
+        write_whole(path, lambda file: file.write(text.encode()), private=True)
+    except StorageError as error:
+        log.warning("the description of %s is not kept: %s", board["key"], error)
+
+
 def _remembered(name: str) -> Device | None:
-    found = boards.recall(boards.key_of(name))
+    found = recall(key_of(name))
     if found is None:
         return None
     try:

@@ -1,6 +1,6 @@
 """What is computed, whichever kernel computes it: an *operation*, its operands and its launches.
 
-Convolution is one (`confpred.problem.conv2d_operation`). Another one brings its own problem record,
+Convolution is one (`confpred.problem.conv2d`). Another one brings its own problem record,
 operands and reference kernels; sampling, training and prediction then serve it as they serve
 convolution (``docs/adding-a-kernel.md``).
 """
@@ -16,7 +16,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from confpred.problem.device import Device
-from confpred.problem.products import Product
 from confpred.problem.record import Record
 
 if TYPE_CHECKING:
@@ -90,6 +89,46 @@ class Plan:
     def source(self) -> str:
         """Identity of what runs, as that of a kernel of ours is the digest of its source."""
         return f"{self.library} {self.version}"
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """Matrices in an operand: element (i, j) of matrix b is the operand's element
+    ``offset + b * strides[0] + i * strides[1] + j * strides[2]``.
+
+    Attributes:
+        operand: its name.
+        shape: how many matrices there are, their rows and their columns.
+        strides: elements from each to the next; 0 for a matrix that all products of a batch share.
+        offset: elements before the first.
+    """
+
+    operand: str
+    shape: tuple[int, int, int]
+    strides: tuple[int, int, int]
+    offset: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """``out = activation(a @ b + bias)``, or ``out += a @ b``, for each matrix of a batch, by
+    cuBLAS. Sums are in float32, rounded once to the dtype of the launch.
+
+    Attributes:
+        out, a, b: all of the problem's dtype; one matrix is a batch of 1.
+        accumulate: whether `out` is added to.
+        bias: name of the operand that is added to each row; of batches of 1 only.
+        relu: whether ReLU follows; of products with a bias only.
+        tf32: whether float32 inputs may be rounded to TF32.
+    """
+
+    out: View
+    a: View
+    b: View
+    accumulate: bool = False
+    bias: str | None = None
+    relu: bool = False
+    tf32: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,96 @@
-"""Ways of computing that leave the arithmetic to a library's products of matrices.
+"""Ways of computing that leave the arithmetic to a library's matrix products.
 
-    im2col.py    convolution: a kernel of ours copies windows into rows, and cuBLAS multiplies
+    im2col.py    convolution: a confpred kernel copies windows into rows, and cuBLAS multiplies
     epilogue.py  chains of linear layers: bias and ReLU in cuBLASLt's epilogue
     strassen.py  chains of linear layers by seven products of half the size
     run.py       launches with products in them, on tensors
 
 The first three need neither PyTorch nor a GPU. cuBLAS is PyTorch's, and called by its functions.
+This file has the parts that the families of linear chains share.
 """
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from math import inf
+
+import numpy as np
+from numpy.typing import NDArray
+
+from confpred.families.protocol import Rows
+from confpred.problem.device import Device
+from confpred.problem.limits import ORDINARY_ERROR, TF32_ERROR, Limits
+from confpred.problem.linear_chain import LINEAR_CHAIN, LinearChain
+from confpred.problem.operation import Launch
+
+_UNIT = 16  # bytes: what parts of a workspace are aligned to
+#: Rate of tensor cores for TF32 over that for half precision.
+_TF32_OVER_HALF = 0.5
+#: Of a kernel or a product, and the gap to the next.
+LAUNCH_S = 2.5e-6
+
+
+@dataclass(slots=True)
+class Layout:
+    """Parts of a workspace, one after the other.
+
+    Attributes:
+        itemsize: bytes of an element.
+        bytes: size so far.
+    """
+
+    itemsize: int
+    bytes: int = field(default=0)
+
+    def add(self, elements: int) -> int:
+        """Where a new part of so many elements starts, in bytes."""
+        start = self.bytes
+        self.bytes += -(-elements * self.itemsize // _UNIT) * _UNIT
+        return start
+
+    def units(self, start: int) -> int:
+        """`start` as kernels count it."""
+        return start // _UNIT
+
+    def elements(self, start: int) -> int:
+        """`start` as views count it."""
+        return start // self.itemsize
+
+
+def ordinary_error(problem: LinearChain) -> float:
+    """Relative error in the 2-norm, against float64, up to which an answer is as exact as
+    PyTorch's own: each layer adds an independent one."""
+    one = TF32_ERROR if problem.tf32 else ORDINARY_ERROR[problem.dtype]
+    return float(one * problem.layers**0.5)
+
+
+def allowed(problem: LinearChain, launches: Iterable[Launch], limits: Limits) -> NDArray[np.bool_]:
+    """Which of `launches`, each of which states its error, keep within `limits`; whether TF32 may
+    be used is part of the problem."""
+    bound = ordinary_error(problem) if limits.max_error is None else limits.max_error
+    most = inf if limits.workspace_bytes is None else limits.workspace_bytes
+    kept = [
+        launch.error is not None and launch.error <= bound and launch.workspace_bytes <= most
+        for launch in launches
+    ]
+    return np.array(kept, np.bool_) & (limits.tf32 or not problem.tf32)
+
+
+def product_s(problem: LinearChain, device: Device, flops: float, moved: float) -> float:
+    """Seconds of products of so many operations that move so many bytes."""
+    if problem.dtype != "float32":
+        rate = device.tensor_flops
+    elif problem.tf32:
+        rate = device.tensor_flops * _TF32_OVER_HALF
+    else:
+        rate = device.simt_flops
+    return max(flops / rate, moved / device.dram_bytes_per_s)
+
+
+def matrix(
+    problem: LinearChain, device: Device, rows: Rows, own: Mapping[str, NDArray[np.float64]]
+) -> NDArray[np.float32]:
+    """The features of the operation, then `own`."""
+    shared = np.repeat(LINEAR_CHAIN.features(problem, device), len(rows), axis=0)
+    return np.column_stack([shared, *own.values()]).astype(np.float32)

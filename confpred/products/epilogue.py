@@ -14,15 +14,13 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from confpred.families.common import config_table
+from confpred import products as chains
 from confpred.families.protocol import Rows
+from confpred.families.table import config_table
 from confpred.problem.device import Device
 from confpred.problem.limits import Limits
-from confpred.problem.linear_chain import LinearChain
-from confpred.problem.linear_chain_operation import LINEAR_CHAIN
-from confpred.problem.operation import SCRATCH, Launch
-from confpred.problem.products import Product, View
-from confpred.products import chains
+from confpred.problem.linear_chain import LINEAR_CHAIN, LinearChain
+from confpred.problem.operation import SCRATCH, Launch, Product, View
 
 
 class FusedEpilogue:

@@ -23,14 +23,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from confpred.cuda.epilogue import MOST_CHANNELS, MOST_ROWS, epilogue_kernel, epilogue_launch
-from confpred.families.common import MAX_INT, config_columns, config_table
+from confpred.families.common import MAX_INT
 from confpred.families.protocol import Rows
-from confpred.problem.conv2d import Problem
-from confpred.problem.conv2d_operation import CONVOLUTION, dtype_macro, kernel_sizes
+from confpred.families.table import config_columns, config_table
+from confpred.problem.conv2d import CONVOLUTION, Problem, dtype_macro, kernel_sizes
 from confpred.problem.device import Device
 from confpred.problem.limits import ORDINARY_ERROR, TF32_ERROR, Limits
-from confpred.problem.operation import SCRATCH, KernelSpec, Launch, Step
-from confpred.problem.products import Product, View
+from confpred.problem.operation import SCRATCH, KernelSpec, Launch, Product, Step, View
 
 #: As a number of samples: all of them.
 ALL = 0

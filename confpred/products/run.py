@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from confpred.cuda.driver import BoundLaunch
-from confpred.problem.operation import SCRATCH, Launch, Step
+from confpred.problem.operation import SCRATCH, Launch, Product, Step, View
 from confpred.problem.precision import float32_sums, matmul_tf32
-from confpred.problem.products import Product, View
 
 #: The operands by name. Those of an operation have its dtype and are dense, and come first; the
 #: workspaces are of bytes.

@@ -28,15 +28,13 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from confpred.families.common import config_table
+from confpred import products as chains
 from confpred.families.protocol import Rows
+from confpred.families.table import config_table
 from confpred.problem.device import Device
 from confpred.problem.limits import Limits
-from confpred.problem.linear_chain import LinearChain
-from confpred.problem.linear_chain_operation import LINEAR_CHAIN
-from confpred.problem.operation import SCRATCH, KernelSpec, Launch, Step
-from confpred.problem.products import Product, View
-from confpred.products import chains
+from confpred.problem.linear_chain import LINEAR_CHAIN, LinearChain
+from confpred.problem.operation import SCRATCH, KernelSpec, Launch, Product, Step, View
 
 #: Which layers are computed so: all of them, or those between the first and the last, whose outer
 #: width may be small.

@@ -17,16 +17,14 @@ import torch
 from confpred.cuda import driver
 from confpred.cuda.compiler import close_kernels, open_kernels
 from confpred.errors import ConfpredError, InvalidInput, UnknownDevice
-from confpred.families.candidate import PYTORCH_OPERATOR
+from confpred.families.protocol import PYTORCH_OPERATOR
 from confpred.families.registry import operation_named
 from confpred.measure.pytorch import cudnn_version
-from confpred.model.conditions import changes
-from confpred.predict.choice import Choice
+from confpred.model.folder import changes
+from confpred.predict.choice import Choice, check_max_regret
 from confpred.predict.plan import read_plan
 from confpred.predict.predictor import Predictor
-from confpred.predict.trust import check_max_regret
-from confpred.problem.conv2d import Problem
-from confpred.problem.conv2d_operation import CONVOLUTION
+from confpred.problem.conv2d import CONVOLUTION, Problem
 from confpred.problem.device import Device
 from confpred.problem.limits import UNLIMITED, Limits
 from confpred.problem.precision import convolutions_allow_tf32

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from confpred.errors import InvalidProblem
-from confpred.families.candidate import PYTORCH_OPERATOR, Candidate
+from confpred.families.protocol import PYTORCH_OPERATOR, Candidate
 from confpred.predict.choice import Choice
 from confpred.problem.conv2d import Problem
 from confpred.problem.limits import Limits

@@ -15,7 +15,7 @@ from torch.utils import _pytree
 
 from confpred.cuda.epilogue import left_to_pytorch
 from confpred.errors import ConfpredError, InvalidInput
-from confpred.families.candidate import PYTORCH
+from confpred.families.protocol import PYTORCH
 from confpred.problem.conv2d import Problem
 from confpred.problem.device import Device, get_device
 from confpred.pytorch import choosing

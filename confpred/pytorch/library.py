@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from confpred.families.candidate import PYTORCH_OPERATOR
+from confpred.families.protocol import PYTORCH_OPERATOR
 from confpred.predict.choice import Choice
 from confpred.problem.conv2d import Problem
 from confpred.pytorch.pointwise import apply_epilogue

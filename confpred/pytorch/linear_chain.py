@@ -15,8 +15,7 @@ from confpred.cuda import driver
 from confpred.errors import ConfpredError, InvalidInput, InvalidProblem
 from confpred.problem.conv2d import ACTIVATIONS
 from confpred.problem.limits import UNLIMITED, Limits
-from confpred.problem.linear_chain import MOST_LAYERS, LinearChain
-from confpred.problem.linear_chain_operation import LINEAR_CHAIN
+from confpred.problem.linear_chain import LINEAR_CHAIN, MOST_LAYERS, LinearChain
 from confpred.problem.precision import allows_tf32
 from confpred.pytorch import choosing
 from confpred.pytorch.eager import is_plain

@@ -24,11 +24,9 @@ from confpred.cudnn.plans import Plans
 from confpred.errors import CompileError, LaunchError, MissingExtra
 from confpred.families.registry import all_families
 from confpred.predict.choice import MAX_TOP, Choice
-from confpred.problem.conv2d import Problem
-from confpred.problem.conv2d_operation import CONVOLUTION
+from confpred.problem.conv2d import CONVOLUTION, Problem
 from confpred.problem.limits import UNLIMITED, Limits
-from confpred.problem.linear_chain import LinearChain
-from confpred.problem.linear_chain_operation import LINEAR_CHAIN
+from confpred.problem.linear_chain import LINEAR_CHAIN, LinearChain
 from confpred.problem.operation import SCRATCH, ZEROED, KernelSpec, Launch, Step
 from confpred.products.run import Program, by_driver
 from confpred.pytorch.choosing import current_predictor, is_ours, kept, limits_for, warn_once

@@ -18,11 +18,10 @@ import torch
 
 from confpred.cuda import driver
 from confpred.errors import ConfpredError
-from confpred.families.candidate import PYTORCH_OPERATOR
+from confpred.families.protocol import PYTORCH_OPERATOR
 from confpred.measure.pytorch import as_the_library_calls, operands
 from confpred.predict.choice import Choice
-from confpred.problem.conv2d import Problem
-from confpred.problem.conv2d_operation import CONVOLUTION
+from confpred.problem.conv2d import CONVOLUTION, Problem
 from confpred.pytorch import choosing
 from confpred.pytorch.choosing import Wishes
 from confpred.pytorch.library import FusedOperator

@@ -19,8 +19,7 @@ from confpred.files import write_whole
 from confpred.report import COVERAGE
 
 if TYPE_CHECKING:
-    from confpred.predict.contributions import Comparison
-    from confpred.predict.explain import LayerExplanation
+    from confpred.predict.explain import Comparison, LayerExplanation
     from confpred.report.judged import Evaluated, Group, Importance
 
 #: Colours that no reader sees: each stands for one of the page's.

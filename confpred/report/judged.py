@@ -17,12 +17,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from confpred.errors import ConfpredError, DataError
-from confpred.families.candidate import Candidate
+from confpred.families.protocol import Candidate
 from confpred.families.registry import all_families, config_words
 from confpred.files import read_json
 from confpred.model.folder import Model
 from confpred.model.rank import FamilyModel
-from confpred.predict.contributions import theme_of
+from confpred.predict.explain import theme_of
 from confpred.problem.device import Device, get_device
 from confpred.problem.record import Record
 from confpred.report import COVERAGE

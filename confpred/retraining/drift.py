@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import random
 import tempfile
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any, Literal
 
 import numpy as np
 
-from confpred.data.measurements import Run
+from confpred.data.measurements import Run, problem_of_row
+from confpred.data.parquet import problem_columns, read_shards
 from confpred.data.suites import Entry, Suite
 from confpred.errors import DataError
-from confpred.families.candidate import PYTORCH_OPERATOR, Candidate
-from confpred.families.registry import config_words
-from confpred.model.conditions import changes
-from confpred.model.folder import Model
+from confpred.families.protocol import PYTORCH_OPERATOR, Candidate
+from confpred.families.registry import config_ids, config_words
+from confpred.model.folder import Model, changes
+from confpred.problem.operation import Operation
 from confpred.problem.record import Record
 from confpred.retraining.offers import tasks_to_judge
-from confpred.retraining.timed import times_in
 from confpred.sampler.run import Settings, Tally, sample
 
 FORMAT = "confpred-drift/1"
@@ -206,3 +208,22 @@ def judged(model: Model, retimed: Sequence[Retimed], versions: Sequence[str]) ->
         versions=tuple(versions),
         retimed=tuple(worst_first),
     )
+
+
+def times_in(folder: Path, operation: Operation) -> dict[tuple[Record, Candidate], float]:
+    """Milliseconds of what was timed into the shards of `folder`; what failed has none.
+
+    Raises:
+        DataError: a shard is damaged or foreign.
+    """
+    columns = [*problem_columns(operation), "family", "config", "status", "time_ms"]
+    found: dict[tuple[Record, Candidate], list[float]] = defaultdict(list)
+    for row in read_shards(folder, operation, columns).to_pylist():
+        if row["status"] != "ok":
+            continue
+        if row["family"] == PYTORCH_OPERATOR.provider:
+            candidate = PYTORCH_OPERATOR
+        else:
+            candidate = Candidate(row["family"], config_ids(row["family"])[row["config"]])
+        found[problem_of_row(row, operation.problem), candidate].append(row["time_ms"])
+    return {key: median(times) for key, times in found.items()}

@@ -8,11 +8,14 @@ is better.
     publish   if the new choices are faster by more than chance    the user's models
 
 Each step leaves what it has done, whole, in the session's folder, so a run that is stopped or
-killed goes on from there (`confpred.retraining.session`). Rows to judge by are never learned from.
+killed goes on from there; ``session.json`` there says how much of the budget is spent. Rows to
+judge by are never learned from.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import logging
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -20,23 +23,22 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+import platformdirs
+from numpy.typing import NDArray
 
 from confpred.data.measurements import Run
 from confpred.data.suites import Entry, Suite
 from confpred.errors import DataError
-from confpred.families.candidate import PYTORCH_OPERATOR, Candidate
+from confpred.families.protocol import PYTORCH_OPERATOR, Candidate
 from confpred.families.registry import operation_of
-from confpred.model.folder import CARD, Model, NewestModels, load_model, users_models
-from confpred.model.publishing import publish
-from confpred.predict.donors import donor_for
-from confpred.predict.predictor import Predictor
+from confpred.files import read_json, write_whole
+from confpred.model.folder import CARD, Model, NewestModels, load_model, publish, users_models
+from confpred.predict.predictor import Predictor, donor_for
 from confpred.problem.device import Device
 from confpred.problem.record import Record
 from confpred.retraining import offers
-from confpred.retraining.judging import Pair, Verdict, compare
-from confpred.retraining.planning import Costs, is_held_out
-from confpred.retraining.session import Session, finished, open_session, save
-from confpred.retraining.timed import times_in
+from confpred.retraining.drift import times_in
+from confpred.retraining.offers import Costs, is_held_out
 from confpred.sampler.run import Settings, Tally, sample
 from confpred.sampler.tasks import Task
 from confpred.training.dataset import Dataset, read_dataset
@@ -60,7 +62,7 @@ class Request:
         suite: problems to learn from and to judge by.
         budget_s: seconds of measuring, compilations included.
         data: further measurements to learn from; rows of other devices are left out.
-        folder: of the session (`confpred.retraining.session`).
+        folder: of the session (`confpred.retraining.retrain`).
         settings: how to sample; its budget and its choice of configs do not count.
         hyper: how trees grow.
     """
@@ -303,3 +305,162 @@ def check_suite(suite: Suite) -> None:
             f"suite {suite.name}: retraining holds about one network in ten out, by its name, and "
             "needs problems of these and of others; give a suite of more networks"
         )
+
+
+FORMAT = "confpred-retrain/1"
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """One retraining.
+
+    Attributes:
+        number: 1 for the first in this folder. It seeds what is drawn, so that each session draws
+            anew and a resumed one draws the same.
+        old: digest of the model that is to be beaten; None where the device has none.
+        learning_s, judging_s: seconds of measuring so far, of both kinds.
+        done: whether it came to a verdict.
+    """
+
+    number: int
+    old: str | None
+    learning_s: float = 0.0
+    judging_s: float = 0.0
+    done: bool = False
+
+
+def default_folder(device: str) -> Path:
+    """Where the sessions for the device with this key are kept."""
+    return Path(platformdirs.user_data_dir("confpred")) / "retrain" / device
+
+
+def open_session(folder: Path, old: str | None) -> Session:
+    """The session to go on with: the last one of `folder` if it has no verdict and was begun
+    against the same model, else a new one.
+
+    Raises:
+        DataError: the folder's ``session.json`` is damaged.
+    """
+    path = folder / "session.json"
+    if not path.exists():
+        return Session(1, old)
+    content = read_json(path, "a retraining", FORMAT)
+    content.pop("format")
+    try:
+        last = Session(**content)
+        started = int(last.number)
+    except (TypeError, ValueError) as error:
+        raise DataError(f"{path} is damaged: {error}") from error
+    if last.done or last.old != old:
+        return Session(started + 1, old)
+    return last
+
+
+def save(folder: Path, session: Session) -> None:
+    """Write what `session` says.
+
+    Raises:
+        StorageError: the file system refused.
+    """
+    content = {"format": FORMAT, **dataclasses.asdict(session)}
+    text = json.dumps(content, indent=1) + "\n"
+    write_whole(folder / "session.json", lambda file: file.write(text.encode()))
+
+
+def finished(session: Session) -> Session:
+    """`session` with its verdict reached."""
+    return replace(session, done=True)
+
+
+#: Fewer networks or problems tell nothing.
+LEAST_NETWORKS, LEAST_PROBLEMS = 3, 10
+#: The chance that a model which is no better is taken for one that is.
+RISK = 0.1
+#: Above this ratio a choice counts as slower.
+SLOWER = 1.05
+_RESAMPLES = 2_000
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A hold-out problem.
+
+    Attributes:
+        network: one that it is of.
+        old_ms: measured time of what runs today.
+        new_ms: measured time of what the new model chooses.
+    """
+
+    network: str
+    old_ms: float
+    new_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What the comparison comes to.
+
+    Attributes:
+        better: whether the new model is to be used.
+        why: in words.
+        problems, networks: how many were compared.
+        ratio: geometric mean of (new time / old time); None where too little was compared.
+        at_most: upper bound on that ratio at a confidence of ``1 - RISK``, over networks drawn
+            anew.
+        slower, faster: problems on which the new choice is more than ``SLOWER`` times as slow, or
+            as fast.
+    """
+
+    better: bool
+    why: str
+    problems: int
+    networks: int
+    ratio: float | None = None
+    at_most: float | None = None
+    slower: int = 0
+    faster: int = 0
+
+
+def compare(pairs: Sequence[Pair], seed: int = 0) -> Verdict:
+    """Whether the new choices are faster, by more than chance could explain.
+
+    Networks are drawn anew as a whole, because the layers of one are alike. Whoever chooses the
+    same has a ratio of one there, which is as good as measured.
+    """
+    names = sorted({pair.network for pair in pairs})
+    counts = {"problems": len(pairs), "networks": len(names)}
+    if len(pairs) < LEAST_PROBLEMS or len(names) < LEAST_NETWORKS:
+        why = (
+            f"too little was compared: {len(pairs)} problems of {len(names)} networks, and it takes"
+            f" {LEAST_PROBLEMS} of {LEAST_NETWORKS}; a larger budget measures more"
+        )
+        return Verdict(False, why, **counts)
+    logs = np.log([pair.new_ms / pair.old_ms for pair in pairs])
+    network = np.array([names.index(pair.network) for pair in pairs])
+    ratio, at_most = float(np.exp(logs.mean())), _upper(logs, network, seed)
+    slower = int((logs > np.log(SLOWER)).sum())
+    faster = int((logs < -np.log(SLOWER)).sum())
+    better = at_most < 1.0
+    if better:
+        why = f"its choices take {ratio:.3f} of the time, at most {at_most:.3f}"
+    elif ratio < 1.0:
+        why = (
+            f"its choices take {ratio:.3f} of the time, which may be chance (up to {at_most:.3f}): "
+            "a larger budget tells more"
+        )
+    else:
+        why = f"its choices are no faster: {ratio:.3f} of the time"
+    why += f" ({faster} of {len(pairs)} problems faster, {slower} slower, by more than 5 %)"
+    return Verdict(
+        better, why, **counts, ratio=ratio, at_most=at_most, slower=slower, faster=faster
+    )
+
+
+def _upper(logs: NDArray[np.float64], network: NDArray[np.intp], seed: int) -> float:
+    """The quantile ``1 - RISK`` of the geometric mean over networks drawn with replacement."""
+    count = int(network.max()) + 1
+    sums = np.bincount(network, logs, count)
+    sizes = np.bincount(network, minlength=count)
+    drawn = np.random.default_rng(seed).integers(0, count, (_RESAMPLES, count))
+    means = sums[drawn].sum(axis=1) / sizes[drawn].sum(axis=1)
+    return float(np.exp(np.quantile(means, 1 - RISK)))

@@ -20,7 +20,7 @@ import numpy as np
 from confpred.cuda.cache import sealed
 from confpred.cuda.compiler import cache_entry, compile_all, compiled_before
 from confpred.errors import CompileError
-from confpred.families.candidate import PYTORCH
+from confpred.families.protocol import PYTORCH
 from confpred.families.registry import all_families
 from confpred.files import write_whole
 from confpred.measure.timing import MAX_LAUNCHES, REPLAY_SECONDS, REPLAYS

@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection
 from confpred.cuda.compiler import compile_kernel
 from confpred.data.measurements import Run
 from confpred.errors import CompileError, ConfpredError, LaunchError
-from confpred.families.candidate import PYTORCH_OPERATOR
+from confpred.families.protocol import PYTORCH_OPERATOR
 from confpred.families.registry import all_families, operation_of
 from confpred.measure.kernels import measure
 from confpred.measure.timing import Outcome, Status

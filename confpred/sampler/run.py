@@ -24,11 +24,10 @@ from confpred._version import __version__
 from confpred.cuda.compiler import nvrtc_version
 from confpred.cuda.driver import describe, device_count, device_of
 from confpred.data.measurements import Measurement, Run, problem_of_row
-from confpred.data.merging import read_shards
-from confpred.data.parquet import problem_columns, schema, write
+from confpred.data.parquet import problem_columns, read_shards, schema, write
 from confpred.data.suites import Suite
 from confpred.errors import FolderBusy, InvalidInput, LaunchError, StorageError
-from confpred.families.candidate import PYTORCH, Candidate
+from confpred.families.protocol import PYTORCH, Candidate
 from confpred.families.registry import operation_of
 from confpred.measure.timing import Outcome
 from confpred.problem.device import Device, get_device
@@ -302,7 +301,7 @@ def _row(task: Task, outcome: Outcome, run: Run, now: str) -> Measurement:
 # Measurements on disk: a folder of Parquet shards that is written by one sampler at a time.
 #
 # A shard is written whole or not at all, every few seconds, so a process killed at any moment loses
-# only those seconds. `confpred.data.merging` makes of them the one sorted file that is committed
+# only those seconds. `confpred.data.parquet` makes of them the one sorted file that is committed
 # and
 # trained on.
 

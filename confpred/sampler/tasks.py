@@ -13,9 +13,8 @@ import numpy as np
 from confpred.cuda.epilogue import epilogue_source
 from confpred.data.suites import Suite
 from confpred.errors import DataError, InvalidInput, InvalidProblem
-from confpred.families.candidate import PYTORCH_OPERATOR
 from confpred.families.kernel_text import identity_of
-from confpred.families.protocol import Family, Lister, Rows
+from confpred.families.protocol import PYTORCH_OPERATOR, Family, LibraryFamily, Rows
 from confpred.families.registry import all_families, config_ids, families_of, kernels_of
 from confpred.files import read_json
 from confpred.problem.device import Device
@@ -36,7 +35,7 @@ class Task:
     Attributes:
         problem: the layer.
         networks: the networks that it comes from.
-        provider: of the candidates (`confpred.families.candidate.Candidate`).
+        provider: of the candidates (`confpred.families.protocol.Candidate`).
         source_digest: what a family's launches run as it is today: the digest of its kernel, or a
             library and its version. Of PyTorch's operator: of the kernel that follows it
             (`confpred.cuda.epilogue`), or empty.
@@ -139,7 +138,7 @@ def _choose(
     picked: int,
     pick: Pick | None,
 ) -> list[int]:
-    legal = family.listed if isinstance(family, Lister) else family.legal
+    legal = family.listed if isinstance(family, LibraryFamily) else family.legal
     rows = np.flatnonzero(legal(problem, device))
     if configs is not None and configs < len(rows):
         name = zlib.crc32(f"{family.name} {problem}".encode())

@@ -1,26 +1,40 @@
-"""Cross-validation by network, and the figures that it comes to."""
+"""An evaluation of the model beside the baselines that it has to beat: figures, tables and a plot.
+
+A *baseline* learns from training timings and returns a *judge*, which says how its choice among a
+problem's measured configs would have done.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from math import comb
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from rich.console import Console
+from rich.table import Table
 
 from confpred.errors import MissingExtra
-from confpred.families.candidate import PYTORCH_OPERATOR
+from confpred.families.protocol import PYTORCH_OPERATOR
+from confpred.families.registry import all_families
+from confpred.files import write_whole
 from confpred.problem.device import Device
-from confpred.training import EVALUATION_FORMAT
-from confpred.training.answers import Answer, cross_validate
-from confpred.training.bounds import FittedBounds, fit_bounds
-from confpred.training.dataset import Dataset, Timings
+from confpred.training import EVALUATION_FORMAT, Said, unsaid
+from confpred.training.calibrate import Answer, FittedBounds, fit_bounds
+from confpred.training.cross_validate import (
+    TOPS,
+    Fold,
+    Score,
+    cross_validate,
+    regret_of,
+    run_in_helpers,
+    split_by_network,
+)
+from confpred.training.dataset import Dataset, Noise, Timings
 from confpred.training.fit import Hyperparameters
-from confpred.training.helpers import run_in_helpers
-from confpred.training.methods import TOPS, Score, baselines
-from confpred.training.split import Fold, split_by_network
-from confpred.training.steps import Said, unsaid
 
 MODEL = "model"
 CHOSEN = "the predicted fastest"
@@ -264,3 +278,209 @@ def evaluate(
         bounds=fit_bounds(held_out.answers, dataset, seed),
         noise=(float(np.nanmedian(spread)), float(np.nanquantile(spread, 0.95))),
     )
+
+
+_LARGEST_SHOWN = 4.0  # regret at the right edge of the plot
+
+
+def print_evaluation(evaluation: Evaluation, console: Console) -> None:
+    """Print the tables of `evaluation`."""
+    data, judged = evaluation.dataset, evaluation.judged
+    statuses = ", ".join(f"{count} {status}" for status, count in data.statuses.items())
+    console.print(
+        f"{data.device.key}: {data.rows} configs timed over {len(data.timings)} problems "
+        f"(rows: {statuses}); {len(judged.timings)} problems judged in {len(evaluation.folds)} "
+        f"folds, each by models that saw none of its layers",
+        f"timing noise (interquartile range / median): {evaluation.noise[0]:.2%} median, "
+        f"{evaluation.noise[1]:.2%} at the 95 % quantile",
+        sep="\n",
+    )
+    if data.skipped:
+        console.print(
+            f"{data.skipped} timed rows are of configs that this version does not allow for them"
+        )
+    families = sorted({t.family for t in judged.timings})
+    for family in families:
+        summaries = {m: judged.summary(m, family) for m in judged.scores}
+        console.print(_table(f"{family}: time of the choice / time of the best config", summaries))
+    for method, reason in judged.missing.items():
+        console.print(f"{method}: not installed ({reason})")
+    if whole := evaluation.whole:
+        console.print(
+            _whole_table(whole.regret, whole.time),
+            f"over PyTorch's own operator: {whole.speed:.3f}x, worst {whole.worst_speed:.2f}x; "
+            f"slower by more than {SLOWER:.0%}: {whole.slower} of {whole.regret[CHOSEN].problems} "
+            f"problems; left to it: {whole.pytorch}, of which ours is faster by more than "
+            f"{SLOWER:.0%} on {whole.given_away}",
+            sep="\n",
+        )
+    bounds = evaluation.bounds
+    shares = ", ".join(f"{name} {share:.1%}" for name, share in bounds.coverage.items())
+    console.print(f"answers within their bound on regret (median {bounds.median:.3f}): {shares}")
+
+
+def print_sittings(noise: Noise, console: Console) -> None:
+    """Print how times differ from run to run."""
+    console.print(
+        f"noise across {noise.runs} runs: {noise.repeated} configs were timed in more than one; "
+        f"standard deviation {noise.deviation:.2%} of their time, {noise.largest:.2%} at most",
+        soft_wrap=True,
+    )
+
+
+def _table(title: str, summaries: Mapping[str, Summary]) -> Table:
+    table = Table(title=title, title_justify="left")
+    table.add_column("method", no_wrap=True)
+    columns = ("geomean", "p90", "p95", "worst", *(f"top-{k}" for k in TOPS[1:]), "configs")
+    for column in columns:
+        table.add_column(column, justify="right")
+    for method, s in summaries.items():
+        figures = (s.geomean, s.p90, s.p95, s.worst, *(s.top[str(k)] for k in TOPS[1:]))
+        cells = (method, *(f"{value:.3f}" for value in figures), f"{s.candidates:.0f}")
+        table.add_row(*cells, style="bold" if method == MODEL else None)
+    return table
+
+
+def _whole_table(summaries: Mapping[str, Summary], time: Mapping[str, float]) -> Table:
+    title = "among all families and PyTorch's operator: time / time of the fastest"
+    table = Table(title=title, title_justify="left")
+    table.add_column("choice")
+    for column in ("problems", "geomean", "p95", "worst", "all time together"):
+        table.add_column(column, justify="right")
+    for name, s in summaries.items():
+        figures = (s.geomean, s.p95, s.worst, time[name])
+        table.add_row(name, str(s.problems), *(f"{value:.3f}" for value in figures))
+    return table
+
+
+def plot_regret(evaluation: Evaluation, path: Path, *, replace: bool = True) -> None:
+    """Write a PNG: for each method, the share of problems whose regret is at most x; `replace` as
+    `write_whole` has it.
+
+    Raises:
+        StorageError: the file system refused the write.
+    """
+    from matplotlib.figure import Figure  # without pyplot, which looks for a display
+
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    for method in evaluation.judged.scores:
+        regret = np.sort(evaluation.judged.regret(method))
+        share = np.arange(1, len(regret) + 1) / len(regret)
+        axes.step(
+            [1.0, *regret, _LARGEST_SHOWN],
+            [0.0, *share, 1.0],
+            where="post",
+            label=method,
+            linewidth=2.5 if method == MODEL else 1.2,
+        )
+    axes.set_xscale("log")
+    axes.set_xlim(1.0, _LARGEST_SHOWN)
+    axes.set_ylim(0.0, 1.0)
+    ticks = [1.0, 1.1, 1.2, 1.5, 2.0, 3.0, 4.0]
+    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.minorticks_off()
+    axes.set_xlabel("regret: time of the choice / time of the best config")
+    axes.set_ylabel("share of problems of held-out networks")
+    axes.grid(alpha=0.3)
+    axes.legend(loc="lower right")
+    write_whole(path, lambda file: figure.savefig(file, format="png", dpi=150), replace=replace)
+
+
+_UNSERVED = 2.0  # the regret that a fixed config is charged where it was not measured
+
+
+Judge = Callable[[Timings], Score]
+
+
+Baseline = Callable[[Sequence[Timings], Device, int], Judge]
+
+
+def baselines() -> dict[str, Baseline]:
+    """The baselines to compare the model with, by the name that tables show."""
+    return {
+        "fixed config": _fixed,
+        "roofline": _estimate,
+        "XGBoost, raw ms": _ancestor,
+        "random": _random,
+    }
+
+
+def _of(timings: Sequence[Timings], device: Device) -> list[Timings]:
+    """The timings of `device`, which is all that the baselines know."""
+    return [t for t in timings if t.device == device]
+
+
+def _fixed(train: Sequence[Timings], device: Device, seed: int) -> Judge:
+    """One order of all configs, by mean log regret over the training problems; the first that a
+    problem can use is taken. A config counts as ``_UNSERVED`` times the best where it is illegal
+    or was not measured."""
+    cost = {name: np.zeros(len(family.configs)) for name, family in all_families().items()}
+    for t in _of(train, device):
+        cost[t.family][t.rows] += np.log((t.time_ms / t.time_ms.min()).clip(max=_UNSERVED) / 2)
+    return lambda t: Score(regret_of(t, np.argsort(cost[t.family][t.rows], kind="stable")), 1)
+
+
+def _estimate(train: Sequence[Timings], device: Device, seed: int) -> Judge:
+    """The family's own analytic model, which learns nothing."""
+
+    def judge(t: Timings) -> Score:
+        seconds = all_families()[t.family].estimate_s(t.problem, device, t.rows)
+        order = np.argsort(seconds, kind="stable")
+        return Score(regret_of(t, order), len(t.rows), float(seconds[order[0]]) * 1e3)
+
+    return judge
+
+
+def _random(train: Sequence[Timings], device: Device, seed: int) -> Judge:
+    """The expectation over uniformly random choices without replacement."""
+
+    def judge(t: Timings) -> Score:
+        times, count = np.sort(t.time_ms), len(t.rows)
+        expected = []
+        for top in TOPS:
+            k = min(top, count)  # the i-th best leads if the other k - 1 are among the worse ones
+            chance = [comb(count - i - 1, k - 1) / comb(count, k) for i in range(count)]
+            expected.append(float(times @ chance / times[0]))
+        return Score(tuple(expected), count)
+
+    return judge
+
+
+def _ancestor(train: Sequence[Timings], device: Device, seed: int) -> Judge:
+    """The recipe of earlier work: XGBoost's defaults on the raw sizes and config values, squared
+    error on raw milliseconds."""
+    try:
+        import xgboost
+    except ImportError:
+        raise MissingExtra("xgboost", "dev") from None
+    models = {}
+    for name in {t.family for t in _of(train, device)}:
+        own = [t for t in _of(train, device) if t.family == name]
+        data = xgboost.DMatrix(
+            np.concatenate([_raw_features(t) for t in own]),
+            np.concatenate([t.time_ms for t in own]),
+        )
+        grow = {"objective": "reg:squarederror", "seed": seed, "nthread": 1}
+        models[name] = xgboost.train(grow, data, num_boost_round=300)
+
+    def judge(t: Timings) -> Score:
+        expected = models[t.family].inplace_predict(_raw_features(t))
+        order = np.argsort(expected, kind="stable")
+        return Score(regret_of(t, order), len(t.rows))
+
+    return judge
+
+
+def _raw_features(t: Timings) -> NDArray[np.float64]:
+    """Problem and config as plain numbers, one row a config of `t`."""
+    sizes: list[float] = []
+    for field in fields(t.problem):
+        value = getattr(t.problem, field.name)
+        if field.name in t.problem.CHOICES:
+            sizes.append(t.problem.CHOICES[field.name].index(value))
+        else:
+            sizes += value if field.name in t.problem.PAIRS else (value,)
+    configs = all_families()[t.family].configs[t.rows]
+    columns = [configs[name] for name in configs.dtype.names or ()]
+    return np.column_stack([np.broadcast_to(sizes, (len(t.rows), len(sizes))), *columns])

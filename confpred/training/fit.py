@@ -15,11 +15,10 @@ from sklearn.base import clone
 
 from confpred.errors import DataError
 from confpred.families.registry import all_families
-from confpred.model.pools import Pool, pools
-from confpred.model.registers import Registers, registers_text
+from confpred.model.features import Pool, Registers, pools, registers_text
 from confpred.problem.device import Device
+from confpred.training import Said, unsaid
 from confpred.training.dataset import Timings
-from confpred.training.steps import Said, unsaid
 
 #: How many leaves a tree can have at least, however few rows there are: from 471 rows of layer norm
 #: (`examples/`), choices had a regret of 2.18 with leaves of 200 rows, and of 1.07 with leaves of a
@@ -74,7 +73,7 @@ class Hyperparameters:
         focus: a config weighs (best time of its problem / its time) to this power, because it is
             the order among the good configs that decides.
         pytorch_trees, pytorch_leaves: of the regressor of PyTorch's own operator
-            (`confpred.training.pytorch`).
+            (`confpred.training.calibrate`).
     """
 
     trees: int = 300

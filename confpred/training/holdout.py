@@ -15,19 +15,21 @@ from pathlib import Path
 import numpy as np
 import pyarrow.compute as pc
 from numpy.typing import NDArray
+from rich.console import Console
+from rich.table import Table
 
 from confpred.data.measurements import problem_of_row
 from confpred.data.parquet import problem_columns, read
 from confpred.errors import DataError
-from confpred.families.candidate import PYTORCH, PYTORCH_OPERATOR, Candidate
+from confpred.families.protocol import PYTORCH, PYTORCH_OPERATOR, Candidate
 from confpred.families.registry import all_families
 from confpred.model.folder import Model
 from confpred.predict.choice import Choice
 from confpred.predict.predictor import Predictor
 from confpred.problem.record import Record
+from confpred.training import Said, unsaid
+from confpred.training.cross_validate import without_networks
 from confpred.training.dataset import Dataset, Timings, data_files
-from confpred.training.split import without_networks
-from confpred.training.steps import Said, unsaid
 
 FAR = 1.10  # an answer this many times as slow as the best is far off
 SLOWER = 1.05  # ... and as PyTorch's operator, too slow
@@ -449,3 +451,50 @@ def _means(tops: Sequence[Sequence[float]]) -> dict[str, float]:
 
 def _geomean(values: Sequence[float] | NDArray[np.float64]) -> float:
     return float(np.exp(np.log(values).mean()))
+
+
+def print_verdict(verdict: Verdict, console: Console) -> None:
+    """Print what a hold-out says of a model."""
+    v = verdict
+    console.print(
+        f"hold-out: {v.problems} problems of {v.networks} networks, {v.configs} configs timed, "
+        f"{v.complete:.1%} of the legal ones; {v.sittings} problems took more than one run",
+        f"model {v.model}, which has seen none of the layers, by {v.checked}",
+        sep="\n",
+        soft_wrap=True,
+    )
+    table = Table(title="time of the answer / time of the fastest", title_justify="left")
+    table.add_column("answer")
+    heads = ("problems", "geomean", "p95", "worst", "efficiency", "p10", "min", "> 10 % off")
+    for column in heads:
+        table.add_column(column, justify="right")
+    of_families = {f"{name}, among its own": s for name, s in v.families.items()}
+    of_origins = {f"ours, {name}": s for name, s in v.origins.items()}
+    for name, s in {"ours": v.ours, **of_origins, "whole": v.whole, **of_families}.items():
+        regrets = (f"{value:.3f}" for value in (s.geomean, s.p95, s.worst))
+        efficiency = (s.efficiency_mean, s.efficiency_p10, s.efficiency_min)
+        cells = (*regrets, *(f"{value:.3f}" for value in efficiency), f"{s.far:.1%}")
+        table.add_row(name, str(s.problems), *cells)
+    console.print(table)
+    lines = [
+        f"best of the first 3 / 8: ours {v.first['3']:.3f} / {v.first['8']:.3f}, whole "
+        f"{v.whole_first['3']:.3f} / {v.whole_first['8']:.3f}; weighted by time {v.weighted:.3f}",
+        f"left to PyTorch's operator: {v.pytorch}; ours is more than 5 % faster on "
+        f"{v.wrongly_pytorch} of them",
+    ]
+    lines += [
+        f"over PyTorch's operator ({mode}): {speed:.3f}x; slower by more than 5 %: {v.slower[mode]}"
+        for mode, speed in v.speed.items()
+    ]
+    lines += [
+        f"bound on regret, {name}: holds for {b.covered:.1%} of {b.problems}, median {b.median:.3f}"
+        for name, b in v.bounds.items()
+    ]
+    lines += [
+        f"with {k} random configs a family as the oracle, ours would be called {geomean:.3f}, p95 "
+        f"{p95:.3f}"
+        for k, (geomean, p95) in v.thinned.items()
+    ]
+    if v.unmeasured:
+        lines.append(f"first choices that could not be timed: {v.unmeasured}")
+    console.print(*lines, sep="\n", soft_wrap=True)

@@ -15,11 +15,10 @@ import numpy as np
 
 from confpred._version import __version__
 from confpred.errors import InvalidInput
-from confpred.families.candidate import PYTORCH_OPERATOR, Candidate
-from confpred.families.protocol import Family
+from confpred.families.protocol import PYTORCH_OPERATOR, Candidate, Family
 from confpred.families.registry import all_families
 from confpred.files import write_folder
-from confpred.model.features import examples_of, family_card, operation_card
+from confpred.model.features import configs_digest, examples_of, family_card, operation_card
 from confpred.model.folder import (
     BOUND_TREES,
     CARD,
@@ -31,19 +30,20 @@ from confpred.model.folder import (
     REGISTERS,
     TIME_TREES,
 )
-from confpred.model.pools import configs_digest
 from confpred.problem.device import KNOWN, Device
 from confpred.problem.record import Record
-from confpred.training.answers import cross_validate
-from confpred.training.bounds import fit_bounds
+from confpred.training import Said, unsaid
+from confpred.training.calibrate import FittedGate, fit_bounds, fit_gate, fit_pytorch
+from confpred.training.cross_validate import (
+    best_ms,
+    cross_validate,
+    family_models,
+    part_of,
+    without_networks,
+)
 from confpred.training.dataset import Dataset, Timings
 from confpred.training.evaluate import Summary, folds_of, whole
 from confpred.training.fit import Fitted, Hyperparameters, fit_families
-from confpred.training.gate import FittedGate, fit_gate
-from confpred.training.methods import best_ms, family_models
-from confpred.training.pytorch import fit_pytorch
-from confpred.training.split import part_of, without_networks
-from confpred.training.steps import Said, unsaid
 
 FOLDS = 5
 COMPARING = "comparing with PyTorch's operator"

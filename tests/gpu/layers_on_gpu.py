@@ -15,7 +15,7 @@ import confpred
 from confpred.cudnn.family import FAMILY
 from confpred.cudnn.plans import BuiltPlan
 from confpred.cudnn.table import table
-from confpred.families.candidate import PYTORCH_OPERATOR, Candidate
+from confpred.families.protocol import PYTORCH_OPERATOR, Candidate
 from confpred.predict.choice import Choice
 from confpred.predict.predictor import Predictor
 from confpred.problem.device import Device, get_device

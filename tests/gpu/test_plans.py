@@ -18,7 +18,7 @@ import confpred
 from confpred.cuda import compiler
 from confpred.cuda.compiler import compiled_files
 from confpred.errors import InvalidInput
-from confpred.families.candidate import PYTORCH_OPERATOR
+from confpred.families.protocol import PYTORCH_OPERATOR
 from confpred.predict.plan import plan_of, read_plan, write_plan
 from confpred.predict.predictor import Predictor
 from confpred.problem.device import Device

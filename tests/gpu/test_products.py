@@ -17,17 +17,14 @@ import torch
 import torch.nn.functional as F
 
 import confpred
-from confpred.families.candidate import Candidate
-from confpred.families.protocol import Family, config_dict
+from confpred.families.protocol import Candidate, Family, config_dict
 from confpred.measure.kernels import check, measure
 from confpred.predict.choice import Choice
 from confpred.problem.conv2d import ACTIVATIONS, DTYPES, Problem
 from confpred.problem.device import Device
-from confpred.problem.linear_chain import LinearChain
-from confpred.problem.linear_chain_operation import LINEAR_CHAIN
+from confpred.problem.linear_chain import LINEAR_CHAIN, LinearChain
 from confpred.problem.precision import matmul_tf32
-from confpred.products import epilogue, im2col, strassen
-from confpred.products.chains import ordinary_error
+from confpred.products import epilogue, im2col, ordinary_error, strassen
 from confpred.pytorch.linear_chain import operands
 from confpred.pytorch.loading import ready_launch
 

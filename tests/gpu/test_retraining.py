@@ -15,7 +15,7 @@ import confpred
 from confpred.cuda import driver
 from confpred.data.suites import Suite, read_suite, write_suite
 from confpred.predict.predictor import Predictor
-from confpred.problem import boards
+from confpred.problem import device as devices
 from confpred.problem.device import Device
 from confpred.pytorch import choosing
 from confpred.retraining.offers import to_judge_by, to_learn_from
@@ -61,7 +61,7 @@ def test_a_transferred_choice_runs_only_where_it_is_measured(
 ) -> None:
     monkeypatch.setenv("CONFPRED_CACHE_DIR", str(places / "cache"))
     board = replace(device, key="test-board", product="NVIDIA Test Board")
-    boards.remember("0", asdict(board))
+    devices.remember("0", asdict(board))
     monkeypatch.setattr(driver, "device_of", lambda _: board)
     confpred.use_predictor(Predictor.load())
     x = torch.randn(32, 128, 56, 56, device="cuda", dtype=torch.half)

@@ -11,8 +11,7 @@ import pyarrow as pa
 
 from confpred.data.parquet import read
 from confpred.data.suites import Entry, Suite, write_suite
-from confpred.problem.conv2d import Problem
-from confpred.problem.conv2d_operation import CONVOLUTION
+from confpred.problem.conv2d import CONVOLUTION, Problem
 
 LAYER = Problem(8, 64, 28, 28, 64, 3, 3, padding=1, groups=64)
 

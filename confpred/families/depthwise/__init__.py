@@ -1,1 +1,163 @@
-"""Depthwise convolution: on ordinary arithmetic, and, banded, on tensor cores."""
+"""What the depthwise families share: the limits of their kernels, the shape of a block, and how
+blocks add up the filter's gradient.
+
+They serve layers of group width 1 with windows up to 11x11, stride and dilation 1 or 2 along each
+axis, any padding, and any of the dtypes.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from confpred.families.batch import each
+from confpred.families.common import ATOMIC, DIRECT, TWO_KERNELS, agreed_macros, ceil_div
+from confpred.families.protocol import Array
+from confpred.problem.conv2d import Problem, dtype_macro
+from confpred.problem.operation import KernelSpec, Launch, Step
+
+MAX_WINDOW = 11
+MAX_STEP = 2  # the largest stride and dilation
+#: Most elements of an image: kernels address within it by 32-bit offsets, and this leaves room for
+#: the rows of padding that they count beyond it.
+MAX_IMAGE = 2**30
+MAX_COLUMNS = 32  # input columns of a tile: the kernels keep their validity in one word
+LEAST_LANES = 8  # the smallest limit of lanes in the config tables
+MAX_THREADS = 256  # of a block: what the kernels are compiled for
+
+
+def handles(problem: Problem) -> bool:
+    """Whether `problem` is a depthwise layer that the kernels compute."""
+    return (
+        problem.group_width == 1
+        and max(problem.r, problem.s) <= MAX_WINDOW
+        and max(*problem.stride, *problem.dilation) <= MAX_STEP
+        and max(problem.c * problem.h * problem.w, problem.k * problem.p * problem.q) <= MAX_IMAGE
+    )
+
+
+def dilation(problem: Problem) -> tuple[int, int]:
+    """The layer's dilation, or 1 along an axis in which the window has one tap, so that there are
+    fewer distinct kernels."""
+    vertical, horizontal = problem.dilation
+    return vertical if problem.r > 1 else 1, horizontal if problem.s > 1 else 1
+
+
+def _access(problem: Problem) -> tuple[int, bool]:
+    """The multiplier, and whether narrow accesses are worth it."""
+    multiplier = problem.k // problem.c
+    odd = problem.k % 2 == 1 or (multiplier > 1 and multiplier % 2 == 1)
+    return multiplier, odd or problem.r * problem.s > 64
+
+
+def accessible(vec: Array, problem: Any) -> NDArray[np.bool_]:
+    """Which vector widths can be accessed at once and are worth it. Fewer than 4 bytes are only for
+    an odd count of channels, which leaves nothing else, and for large windows, which leave no
+    registers for more. The output channels of a vector share one input channel, or fall into whole
+    groups that each share one."""
+    multiplier, narrow = each(_access, problem)
+    fits: NDArray[np.bool_] = (
+        (vec * problem.itemsize <= 16)
+        & (problem.k % vec == 0)
+        & ((vec % multiplier == 0) | (multiplier % vec == 0))
+        & ((vec * problem.itemsize >= 4) | narrow)
+    )
+    return fits
+
+
+@dataclass(frozen=True, slots=True)
+class Lanes:
+    """How threads cover channels; arrays over the rows of a config table.
+
+    Attributes:
+        c_tiles: blocks that share the channels.
+        lanes_c: neighbouring threads of a block that run along the channels, shared out as evenly
+            as possible.
+        tiles_at_once: tiles that the threads of a block work on side by side.
+        threads: threads of a block, in whole warps.
+    """
+
+    c_tiles: Array
+    lanes_c: Array
+    tiles_at_once: Array
+    threads: Array
+
+    @classmethod
+    def of(cls, vectors: Array, lanes_c: Array, threads: Array, groups: Array | int = 1) -> Lanes:
+        """The lanes for `vectors` accesses to a pixel, at most `lanes_c` of them by one block of
+        about `threads`, each by `groups` threads."""
+        vectors = np.maximum(vectors, 1)  # a width that is not legal may come to none
+        c_tiles = ceil_div(vectors, lanes_c)
+        lanes = ceil_div(vectors, c_tiles)
+        tiles_at_once = np.maximum(threads // (lanes * groups), 1)
+        whole = ceil_div(lanes * groups * tiles_at_once, 32) * 32
+        return cls(c_tiles, lanes, tiles_at_once, whole)
+
+    def features(self) -> dict[str, Array]:
+        """The features by name."""
+        return {
+            "lanes": self.lanes_c,
+            "c_tiles": self.c_tiles,
+            "tiles_at_once": self.tiles_at_once,
+            "block_threads": self.threads,
+        }
+
+
+def distinct_lanes(vectors: Array, lanes_c: Array) -> NDArray[np.bool_]:
+    """Which limits of lanes are less than twice the `vectors` accesses that a pixel takes, or are
+    the smallest limit."""
+    result: NDArray[np.bool_] = (lanes_c < 2 * vectors) | (lanes_c == LEAST_LANES)
+    return result
+
+
+def worth_loading_ahead(prefetch: Array, taps: int) -> NDArray[np.bool_]:
+    """Which distances of loading ahead hide latency that the arithmetic of a window of `taps` does
+    not hide already."""
+    result: NDArray[np.bool_] = (prefetch == 1) | (prefetch * taps <= 50)
+    return result
+
+
+#: The pointers that the kernels of a filter's gradient take, in their order.
+WGRAD_OPERANDS = ("filter_grad", "bias_grad", "out_grad", "in", "zeroed", "scratch")
+_SUM_COLUMNS = 32  # elements that a block of ``depthwise_wgrad_sum.cu`` adds up
+_SUM_THREADS = 256
+
+
+def reductions(splits: Iterable[int]) -> list[tuple[int, int]]:
+    """Each count of blocks that share a channel with each way to add up their sums; one block alone
+    has nothing to add."""
+    return [(1, DIRECT), *itertools.product(splits, (TWO_KERNELS, ATOMIC))]
+
+
+def with_sums(step: Step, problem: Problem, splits: int, reduction: int, c_tiles: int) -> Launch:
+    """The launch of `step` and of what adds up the sums that it leaves, of `splits` blocks for each
+    of `c_tiles` pieces of the channels."""
+    elements = problem.filter_elements + (problem.c if problem.bias else 0)
+    if reduction == TWO_KERNELS:
+        smem_bytes = 4 * _SUM_THREADS
+        agreed = agreed_macros(threads=_SUM_THREADS, smem_bytes=smem_bytes, columns=_SUM_COLUMNS)
+        total = Step(
+            KernelSpec(
+                file="depthwise_wgrad_sum.cu",
+                entry="depthwise_wgrad_sum",
+                defines=(dtype_macro(problem), *agreed),
+            ),
+            grid=(-(-elements // _SUM_COLUMNS), 1, 1),
+            block=(_SUM_THREADS, 1, 1),
+            smem_bytes=smem_bytes,
+            operands=("filter_grad", "bias_grad", "scratch"),
+            scalars={
+                "filter_elements": problem.filter_elements,
+                "elements": elements,
+                "splits": splits,
+            },
+        )
+        return Launch((step, total), scratch_bytes=4 * splits * elements)
+    if reduction == ATOMIC:
+        return Launch((step,), zeroed_bytes=4 * (elements + c_tiles))
+    return Launch((step,))

@@ -19,7 +19,7 @@ from sampler_rows import ROW, fill, other
 
 from confpred.cli import Stopped, main
 from confpred.concurrency import stops_held
-from confpred.data.merging import merge, shards_in
+from confpred.data.parquet import merge, shards_in
 from confpred.errors import StorageError
 from confpred.files import write_whole
 

@@ -37,13 +37,11 @@ from confpred.data.measurements import problem_of_row
 from confpred.data.parquet import problem_columns, read
 from confpred.data.suites import Entry, Suite
 from confpred.errors import InvalidInput, MissingExtra
-from confpred.families.candidate import Candidate
-from confpred.families.protocol import ABSENT, Family, Lister, config_dict
+from confpred.families.protocol import ABSENT, Candidate, Family, LibraryFamily, config_dict
 from confpred.families.registry import config_ids
 from confpred.predict.choice import Choice
 from confpred.predict.plan import named_candidate, plan_of, read_plan, write_plan
-from confpred.problem.conv2d import ACTIVATIONS, Problem
-from confpred.problem.conv2d_operation import CONVOLUTION
+from confpred.problem.conv2d import ACTIVATIONS, CONVOLUTION, Problem
 from confpred.problem.device import get_device
 from confpred.problem.limits import Limits
 from confpred.sampler import tasks
@@ -108,7 +106,7 @@ def test_the_kind_of_a_problem_is_all_but_its_sizes() -> None:
 def test_plans_of_a_kind_are_described_and_launched(direction: str, dtype: str) -> None:
     problem = Problem(8, 64, 56, 56, 64, 3, 3, padding=1, direction=direction, dtype=dtype)
     assert isinstance(FAMILY, Family)
-    assert isinstance(FAMILY, Lister)
+    assert isinstance(FAMILY, LibraryFamily)
     rows = np.flatnonzero(FAMILY.legal(problem, H200))
     assert len(rows) > 20
     features = FAMILY.features(problem, H200, rows)

@@ -17,10 +17,9 @@ import torch
 from confpred.cudnn.family import FAMILY
 from confpred.data.parquet import schema
 from confpred.errors import LaunchError
-from confpred.families.candidate import PYTORCH_OPERATOR, Candidate
+from confpred.families.protocol import PYTORCH_OPERATOR, Candidate
 from confpred.predict.predictor import Predictor
-from confpred.problem.conv2d import Problem
-from confpred.problem.conv2d_operation import CONVOLUTION
+from confpred.problem.conv2d import CONVOLUTION, Problem
 from confpred.problem.limits import UNLIMITED, Limits
 from confpred.problem.operation import Plan
 from confpred.pytorch import choosing, loading

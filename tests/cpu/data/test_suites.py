@@ -14,8 +14,7 @@ from confpred.data.parquet import problem_columns, read
 from confpred.data.suites import FORMAT, Entry, Suite, read_suite, write_suite
 from confpred.errors import DataError, InvalidProblem, StorageError
 from confpred.families.registry import all_families
-from confpred.problem.conv2d import DIRECTIONS, Problem
-from confpred.problem.conv2d_operation import CONVOLUTION
+from confpred.problem.conv2d import CONVOLUTION, DIRECTIONS, Problem
 from confpred.problem.device import get_device
 
 LAYER = {"n": 2, "c": 64, "h": 14, "w": 14, "k": 64, "r": 3, "s": 3, "groups": 8}

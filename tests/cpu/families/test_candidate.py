@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from confpred.families.candidate import PYTORCH, PYTORCH_OPERATOR, Candidate
-from confpred.families.protocol import ABSENT
+from confpred.families.protocol import ABSENT, PYTORCH, PYTORCH_OPERATOR, Candidate
 from confpred.families.registry import all_families, config_ids, config_of, config_words
 
 

@@ -13,11 +13,19 @@ from hypothesis import strategies as st
 from layers import H100
 
 from confpred.families import common
-from confpred.families.common import Occupancy, cut, distinct_bands, epilogue_macros
+from confpred.families.common import (
+    ATOMIC,
+    DIRECT,
+    TWO_KERNELS,
+    Occupancy,
+    cut,
+    distinct_bands,
+    epilogue_macros,
+)
 from confpred.families.kernel_text import file_text
 from confpred.families.registry import all_families
-from confpred.problem.conv2d import ACTIVATIONS, DTYPES, Problem
-from confpred.problem.conv2d_operation import dtype_macro
+from confpred.families.table import config_table, crossed
+from confpred.problem.conv2d import ACTIVATIONS, DTYPES, Problem, dtype_macro
 
 sizes = st.integers(1, 500)
 
@@ -33,9 +41,9 @@ def test_pieces_cover_a_size_and_none_is_empty(size: int, pieces: int) -> None:
 def test_crossed_rows_are_those_of_a_product() -> None:
     parts = ((1, 2), ((3, 4), (5, 6), (7, 8)), (9,), (10, 11))
     rows = [(a, *b, c, d) for a, b, c, d in itertools.product(*parts)]
-    assert common.crossed(*parts).tolist() == [list(row) for row in rows]
-    table = common.config_table("abcde", common.crossed(*parts))
-    assert table.tolist() == common.config_table("abcde", rows).tolist() == rows
+    assert crossed(*parts).tolist() == [list(row) for row in rows]
+    table = config_table("abcde", crossed(*parts))
+    assert table.tolist() == config_table("abcde", rows).tolist() == rows
 
 
 @given(size=sizes)
@@ -97,3 +105,31 @@ def test_the_kernels_know_every_dtype_and_activation() -> None:
 def test_the_kernels_have_the_same_numbers_for_the_ways_to_add_sums() -> None:
     (words,) = re.findall(r"enum { (DIRECT\b.*) };", file_text("common.cuh"))
     assert [getattr(common, word) for word in words.split(", ")] == [0, 1, 2, 3]
+
+
+def test_few_bytes_in_flight_bound_the_rate_of_memory() -> None:
+    fast, slow = common.memory_s(10**9, H100, np.array([1e6, 1e3]))
+    assert fast == 1e9 / H100.dram_bytes_per_s
+    assert slow == pytest.approx(1e9 * common.LOAD_S / (H100.sm_count * 1e3))
+    assert slow > fast
+
+
+def test_rates_are_parts_of_the_devices() -> None:
+    assert common.l2_s(1e9, H100) == pytest.approx(1e9 / H100.dram_bytes_per_s / 2)
+    flops = 2 * 16 * 8 * 16
+    assert common.products_s(1e9, H100) == pytest.approx(1e9 * flops / H100.tensor_flops * 2)
+    whole, usual = (common.instructions_s(1e9, H100, part) for part in (1.0, common.ISSUED))
+    assert whole == pytest.approx(2e9 / H100.simt_flops)
+    assert usual == pytest.approx(whole / common.ISSUED)
+
+
+def test_each_wave_that_is_begun_costs_its_steps() -> None:
+    waves, steps = np.array([0.2, 1.0, 2.1]), np.array([10, 10, 20])
+    assert common.waves_s(waves, 2e-6, steps, 1e-7) == pytest.approx([3e-6, 3e-6, 12e-6])
+
+
+def test_a_second_kernel_reads_what_the_first_has_written() -> None:
+    ways = np.array([DIRECT, TWO_KERNELS, ATOMIC])
+    direct, second, atomic = common.depthwise_adding_s(ways, np.full(3, 3e6), H100)
+    assert direct == atomic == common.DEPTHWISE_ADDING_S
+    assert second == common.DEPTHWISE_SECOND_KERNEL_S + 6e6 / H100.dram_bytes_per_s

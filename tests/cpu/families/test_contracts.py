@@ -23,8 +23,7 @@ from ptx.text import PtxError
 from confpred.families.kernel_text import file_text
 from confpred.families.protocol import Family
 from confpred.families.registry import all_kernels
-from confpred.problem.conv2d import DIRECTIONS, Problem
-from confpred.problem.conv2d_operation import CONVOLUTION
+from confpred.problem.conv2d import CONVOLUTION, DIRECTIONS, Problem
 from confpred.problem.operation import REFERENCE, KernelSpec, Operation, Step
 from confpred.problem.record import Record
 

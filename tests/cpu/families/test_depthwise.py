@@ -12,7 +12,7 @@ from layers import ARCHITECTURES
 from strategies import epilogue
 
 from confpred.families.common import ATOMIC, DIRECT, TWO_KERNELS
-from confpred.families.depthwise.image import _axes
+from confpred.families.depthwise.depthwise import _axes
 from confpred.families.protocol import Family, config_dict
 from confpred.families.registry import all_families
 from confpred.problem.conv2d import DIRECTIONS, DTYPES, Problem

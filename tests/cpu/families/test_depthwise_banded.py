@@ -13,11 +13,12 @@ from layers import ARCHITECTURES
 from ptxas import ARCHS, resources
 from strategies import epilogue
 
-from confpred.families.common import ATOMIC, DIRECT, TWO_KERNELS, config_columns
-from confpred.families.depthwise.banded import DepthwiseBanded, most_registers
-from confpred.families.depthwise.banded_wgrad import DepthwiseBandedWgrad
+from confpred.families.common import ATOMIC, DIRECT, TWO_KERNELS
+from confpred.families.depthwise.depthwise_banded import DepthwiseBanded, most_registers
+from confpred.families.depthwise.depthwise_banded_wgrad import DepthwiseBandedWgrad
 from confpred.families.protocol import config_dict
 from confpred.families.registry import all_families
+from confpred.families.table import config_columns
 from confpred.problem.conv2d import Problem
 from confpred.problem.device import KNOWN, Device, get_device
 

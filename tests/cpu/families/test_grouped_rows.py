@@ -18,8 +18,8 @@ from ptxas import ARCHS, resources
 from slow import slow_but
 from strategies import problems
 
-from confpred.families.grouped.axis import axis_of
-from confpred.families.grouped.rows import _shape_of
+from confpred.families.grouped import axis_of
+from confpred.families.grouped.grouped_rows import _shape_of
 from confpred.families.protocol import config_dict
 from confpred.families.registry import all_families
 from confpred.problem.conv2d import ACTIVATIONS, Problem

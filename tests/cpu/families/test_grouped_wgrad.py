@@ -20,8 +20,8 @@ from ptxas import resources
 from strategies import pairs, problems
 
 from confpred.cuda.compiler import supported_archs
-from confpred.families.grouped.wgrad import _shape
-from confpred.families.grouped.window import window_of
+from confpred.families.grouped import window_of
+from confpred.families.grouped.grouped_wgrad import _shape
 from confpred.families.protocol import config_dict
 from confpred.families.registry import all_families
 from confpred.problem.conv2d import Problem

@@ -15,8 +15,7 @@ from references import random_inputs, reference
 from slow import slow_but
 
 from confpred.cudnn.family import FAMILY
-from confpred.problem.conv2d import DIRECTIONS, DTYPES, Problem
-from confpred.problem.conv2d_operation import CONVOLUTION
+from confpred.problem.conv2d import CONVOLUTION, DIRECTIONS, DTYPES, Problem
 from confpred.problem.operation import REFERENCE
 
 

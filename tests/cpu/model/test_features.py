@@ -13,7 +13,7 @@ from confpred.errors import ModelError
 from confpred.families.registry import all_families
 from confpred.model.features import examples_of
 from confpred.model.folder import load_model
-from confpred.problem import conv2d, conv2d_operation
+from confpred.problem import conv2d
 from confpred.problem.conv2d import Problem
 
 LAYER = Problem(8, 64, 28, 28, 64, 3, 3, padding=1, groups=8)
@@ -55,7 +55,7 @@ def test_another_formula_is_an_error(folder: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_reordered_enumeration_is_an_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(conv2d_operation, "DTYPES", conv2d.DTYPES[::-1])
+    monkeypatch.setattr(conv2d, "DTYPES", conv2d.DTYPES[::-1])
     with pytest.raises(ModelError, match=r"the features of conv2d are computed otherwise"):
         load_model(folder)
 

@@ -9,12 +9,12 @@ import pytest
 import synthetic
 
 from confpred.families.registry import all_families
-from confpred.model.pools import Pool, pools
+from confpred.model.features import Pool, pools
 from confpred.problem.conv2d import Problem
 from confpred.problem.device import get_device
+from confpred.training.cross_validate import family_models
 from confpred.training.dataset import Timings
 from confpred.training.fit import fit_families
-from confpred.training.methods import family_models
 
 FPROP, DGRAD = (all_families()[f"depthwise_{direction}"] for direction in ("fprop", "dgrad"))
 LAYER = Problem(32, 96, 28, 28, 96, 3, 3, padding=1, groups=96)

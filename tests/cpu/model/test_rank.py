@@ -9,10 +9,17 @@ import numpy as np
 import pytest
 from random_layers import problems
 
-from confpred.families.candidate import Candidate
+from confpred.families.protocol import Candidate
 from confpred.model.folder import Model, NewestModels
-from confpred.model.gate import Gate
-from confpred.model.rank import BY_ESTIMATE, ESTIMATE, FINALISTS, Pairs, best_first, rank_families
+from confpred.model.rank import (
+    BY_ESTIMATE,
+    ESTIMATE,
+    FINALISTS,
+    Gate,
+    Pairs,
+    best_first,
+    rank_families,
+)
 from confpred.predict.choice import MAX_TOP
 from confpred.predict.predictor import TOGETHER, Predictor
 from confpred.problem.conv2d import DIRECTIONS, Problem

@@ -9,12 +9,10 @@ import pytest
 
 from confpred.errors import ModelError
 from confpred.families.common import Occupancy
-from confpred.families.kinds import Kind
 from confpred.families.protocol import Compiled
 from confpred.families.registry import all_kernels
-from confpred.model.pools import Pool
-from confpred.model.registers import Registers, kernels_of, registers_text
-from confpred.problem.conv2d import Problem
+from confpred.model.features import Pool, Registers, kernels_of, registers_text
+from confpred.problem.conv2d import Kind, Problem
 from confpred.problem.device import get_device
 
 FAMILY = all_kernels()["grouped_fprop"]

@@ -14,12 +14,19 @@ import pytest
 
 import confpred
 from confpred.errors import InvalidInput, UnknownDevice
-from confpred.families.candidate import PYTORCH_OPERATOR
+from confpred.families.protocol import PYTORCH_OPERATOR
 from confpred.families.registry import all_families, all_kernels
 from confpred.model.folder import Model
-from confpred.predict.contributions import OTHER, compare, middling, theme_of
-from confpred.predict.explain import NEAREST, LayerExplanation, explain_layers
-from confpred.predict.nearest import NearestLayers
+from confpred.predict.explain import (
+    NEAREST,
+    OTHER,
+    LayerExplanation,
+    NearestLayers,
+    compare,
+    explain_layers,
+    middling,
+    theme_of,
+)
 from confpred.predict.predictor import Predictor
 from confpred.problem.conv2d import Problem
 from confpred.problem.device import get_device

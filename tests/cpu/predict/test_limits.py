@@ -17,8 +17,7 @@ from fastapi.testclient import TestClient
 
 import confpred
 from confpred.errors import InvalidInput
-from confpred.families.candidate import Candidate
-from confpred.families.limits import within
+from confpred.families.protocol import Candidate, within
 from confpred.families.registry import all_families
 from confpred.predict.choice import MAX_TOP, Choice
 from confpred.predict.plan import plan_of

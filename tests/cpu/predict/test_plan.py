@@ -13,8 +13,8 @@ import pytest
 
 import confpred
 from confpred.errors import DataError, InvalidInput
-from confpred.families.candidate import PYTORCH, PYTORCH_OPERATOR, Candidate
 from confpred.families.kernel_text import source_digest
+from confpred.families.protocol import PYTORCH, PYTORCH_OPERATOR, Candidate
 from confpred.families.registry import all_families
 from confpred.predict import plan as plan_module
 from confpred.predict.choice import Choice

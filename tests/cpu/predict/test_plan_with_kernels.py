@@ -20,7 +20,7 @@ from confpred.cuda import compiler, driver
 from confpred.cuda.compiler import compiled_files
 from confpred.cuda.epilogue import epilogue_kernel
 from confpred.errors import CompileError, DataError, InvalidInput, StorageError
-from confpred.families.candidate import Candidate
+from confpred.families.protocol import Candidate
 from confpred.families.registry import all_families
 from confpred.predict.choice import Choice
 from confpred.predict.plan import Plan, plan_of, read_plan, write_plan

@@ -21,17 +21,14 @@ from synthetic import SMALL
 
 from confpred.data.parquet import schema
 from confpred.errors import DataError, InvalidInput, ModelError, UnknownDevice
-from confpred.families.candidate import PYTORCH, PYTORCH_OPERATOR, Candidate
-from confpred.families.protocol import config_dict
+from confpred.families.protocol import PYTORCH, PYTORCH_OPERATOR, Candidate, config_dict
 from confpred.families.registry import all_families, all_kernels, config_of
 from confpred.model.folder import load_model
 from confpred.model.rank import FINALISTS
 from confpred.predict.choice import MAX_TOP, Choice
-from confpred.predict.donors import donor_for
 from confpred.predict.plan import plan_of, read_plan
-from confpred.predict.predictor import RANKINGS_KEPT, Predictor
-from confpred.problem.conv2d import Problem
-from confpred.problem.conv2d_operation import CONVOLUTION
+from confpred.predict.predictor import RANKINGS_KEPT, Predictor, donor_for
+from confpred.problem.conv2d import CONVOLUTION, Problem
 from confpred.problem.device import get_device
 from confpred.problem.limits import Limits
 from confpred.training.dataset import read_dataset

@@ -8,10 +8,9 @@ from dataclasses import replace
 import pytest
 
 from confpred.errors import InvalidInput
-from confpred.families.candidate import PYTORCH_OPERATOR, Candidate
-from confpred.predict.choice import Choice
+from confpred.families.protocol import PYTORCH_OPERATOR, Candidate
+from confpred.predict.choice import Choice, is_trusted, with_fallback
 from confpred.predict.predictor import Predictor
-from confpred.predict.trust import is_trusted, within
 from confpred.problem.conv2d import Problem
 
 LAYER = Problem(3, 64, 24, 24, 64, 3, 3, padding=1, groups=8)
@@ -45,12 +44,12 @@ def test_what_is_trusted(choice: Choice, most: float | None, expected: bool) -> 
 def test_what_is_not_trusted_comes_after_pytorchs_operator() -> None:
     theirs = replace(OURS, candidate=PYTORCH_OPERATOR, regret_bound=None)
     second = replace(OURS, candidate=Candidate("grouped_fprop", 6), regret_bound=None)
-    first, *rest = within([OURS, theirs, second], 1.1)
+    first, *rest = with_fallback([OURS, theirs, second], 1.1)
     assert (first.source, first.candidate) == ("fallback", PYTORCH_OPERATOR)
     assert (first.predicted_ms, first.regret_bound, first.model) == (None, None, None)
     assert [c.candidate for c in rest] == [OURS.candidate, second.candidate]
     assert all(c.regret_bound is None for c in rest)
-    assert within([OURS, second], 1.5) == [OURS, second]
+    assert with_fallback([OURS, second], 1.5) == [OURS, second]
 
 
 def test_a_predictor_keeps_to_it(predictor: Predictor) -> None:

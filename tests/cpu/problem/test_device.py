@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from confpred.errors import UnknownDevice
-from confpred.problem import boards
+from confpred.problem import device as devices
 from confpred.problem.conv2d import Problem
 from confpred.problem.device import KNOWN, Device, get_device
 
@@ -53,14 +53,14 @@ def test_every_board_is_the_device_that_it_is(
     assert 0.8 < device.dram_bytes_per_s / (tb_per_s * 1e12) < 0.95
 
 
-@pytest.mark.parametrize("row", boards.read_table(), ids=lambda row: row["key"])
+@pytest.mark.parametrize("row", devices.read_table(), ids=lambda row: row["key"])
 def test_rates_are_a_share_of_the_data_sheets(row: dict) -> None:
     device, sheet = KNOWN[row["key"]], row["sheet"]
     assert 0.78 < device.dram_bytes_per_s / (sheet["dram_gb_per_s"] * 1e9) <= 0.97
     assert 0.75 < device.tensor_flops / (sheet["tensor_tflops"] * 1e12) < 0.95
     assert 0.85 < device.simt_flops / (sheet["simt_tflops"] * 1e12) < 0.95
     assert row["source"]
-    assert boards.key_of(row["key"]) == row["key"]
+    assert devices.key_of(row["key"]) == row["key"]
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_descriptions_are_coherent(device: Device) -> None:
 
 def test_what_a_driver_told_is_found_by_key_and_by_name(cache: Path) -> None:
     told = replace(KNOWN["rtx-3090"], key="rtx-a2000", product="NVIDIA RTX A2000", sm_count=26)
-    boards.remember("580.1", asdict(told))
+    devices.remember("580.1", asdict(told))
     assert get_device("rtx-a2000") == get_device("NVIDIA RTX A2000") == told
 
 
@@ -156,7 +156,7 @@ def test_what_a_driver_told_is_found_by_key_and_by_name(cache: Path) -> None:
     ],
 )
 def test_a_damaged_description_is_none_and_is_told(cache: Path, damage, caplog) -> None:
-    boards.remember("580.1", asdict(replace(KNOWN["rtx-3090"], key="odd", product="Odd")))
+    devices.remember("580.1", asdict(replace(KNOWN["rtx-3090"], key="odd", product="Odd")))
     path = cache / "devices" / "odd.json"
     path.write_text(damage(path.read_text()))
     with pytest.raises(UnknownDevice):
@@ -166,7 +166,7 @@ def test_a_damaged_description_is_none_and_is_told(cache: Path, damage, caplog) 
 
 def test_a_folder_that_cannot_be_written_costs_a_warning(monkeypatch, caplog) -> None:
     monkeypatch.setenv("CONFPRED_CACHE_DIR", "/proc/none")
-    boards.remember("580.1", asdict(replace(KNOWN["rtx-3090"], key="odd")))
+    devices.remember("580.1", asdict(replace(KNOWN["rtx-3090"], key="odd")))
     assert "is not kept" in caplog.text
 
 

@@ -20,12 +20,10 @@ from strategies import problems
 
 from confpred.cuda.cache import KernelCache
 from confpred.cuda.compiler import compile_kernel
-from confpred.data.merging import merge
-from confpred.data.parquet import operation_in, read, schema
+from confpred.data.parquet import merge, operation_in, read, schema
 from confpred.errors import DataError
 from confpred.families.registry import all_families, all_operations, families_of, operation_of
-from confpred.problem.conv2d import DTYPES, Problem
-from confpred.problem.conv2d_operation import CONVOLUTION
+from confpred.problem.conv2d import CONVOLUTION, DTYPES, Problem
 from confpred.problem.device import get_device
 from confpred.problem.operation import REFERENCE, Operand, Operation
 from confpred.sampler.run import open_store
@@ -160,7 +158,7 @@ def with_plugins(folder: Path, plugins: str, program: str) -> subprocess.Complet
     (folder / "broken.py").write_text("import no_such_module\n")
     (folder / "odd.py").write_text("FAMILY = 7\n")
     (folder / "taken.py").write_text(
-        "from confpred.families.grouped.fprop import FAMILY as FAMILY\n"
+        "from confpred.families.dense.dense_tiles import FAMILIES as FAMILIES\n"
     )
     paths = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
     return subprocess.run(

@@ -8,8 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from confpred.problem.conv2d import ACTIVATIONS
-from confpred.problem.linear_chain import LinearChain
-from confpred.problem.linear_chain_operation import LINEAR_CHAIN
+from confpred.problem.linear_chain import LINEAR_CHAIN, LinearChain
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 

@@ -16,8 +16,7 @@ from references import outside, random_inputs, reference
 
 from confpred.families.protocol import Family, config_dict
 from confpred.problem.conv2d import ACTIVATIONS, DTYPES, Problem
-from confpred.problem.operation import SCRATCH, Launch
-from confpred.problem.products import Product
+from confpred.problem.operation import SCRATCH, Launch, Product
 from confpred.products.im2col import ALL, FAMILY
 
 

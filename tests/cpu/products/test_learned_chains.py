@@ -19,13 +19,13 @@ import pyarrow.parquet as pq
 from confpred.data.measurements import Measurement, Run
 from confpred.data.parquet import schema
 from confpred.data.suites import read_suite
-from confpred.families.candidate import PYTORCH_OPERATOR, Candidate
+from confpred.families.protocol import PYTORCH_OPERATOR, Candidate
 from confpred.families.kernel_text import identity_of
 from confpred.families.registry import families_of
 from confpred.predict.predictor import Predictor
 from confpred.problem.device import get_device
 from confpred.problem.limits import Limits
-from confpred.problem.linear_chain_operation import LINEAR_CHAIN
+from confpred.problem.linear_chain import LINEAR_CHAIN
 from confpred.training.dataset import read_dataset
 from confpred.training.fit import Hyperparameters
 from confpred.training.train import train

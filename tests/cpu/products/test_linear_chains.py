@@ -16,15 +16,12 @@ from ptx.launch import run
 from ptxas import ARCHS, resources
 
 from confpred.errors import InvalidProblem
-from confpred.families.limits import within
-from confpred.families.protocol import Family
+from confpred.families.protocol import Family, within
 from confpred.problem.limits import UNLIMITED, Limits
-from confpred.problem.linear_chain import MOST_LAYERS, LinearChain
-from confpred.problem.linear_chain_operation import LINEAR_CHAIN
-from confpred.problem.operation import PRODUCTS, REFERENCE, Launch, Operation, Step
+from confpred.problem.linear_chain import LINEAR_CHAIN, MOST_LAYERS, LinearChain
+from confpred.problem.operation import PRODUCTS, REFERENCE, Launch, Operation, Product, Step
 from confpred.problem.precision import allows_tf32, float32_sums, matmul_tf32
-from confpred.problem.products import Product
-from confpred.products.chains import ordinary_error
+from confpred.products import ordinary_error
 from confpred.products.epilogue import FAMILY
 
 

@@ -15,14 +15,12 @@ from layers import H100
 from programs import CpuProgram, run_program
 from ptxas import ARCHS, resources
 
-from confpred.families.limits import within
-from confpred.families.protocol import Family
+from confpred.families.protocol import Family, within
 from confpred.problem.conv2d import ACTIVATIONS
 from confpred.problem.limits import UNLIMITED, Limits
 from confpred.problem.linear_chain import LinearChain
-from confpred.problem.operation import SCRATCH
-from confpred.problem.products import Product
-from confpred.products.chains import ordinary_error
+from confpred.problem.operation import SCRATCH, Product
+from confpred.products import ordinary_error
 from confpred.products.strassen import ALL, FAMILY, INNER, error_of
 
 

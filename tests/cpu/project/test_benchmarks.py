@@ -17,7 +17,7 @@ from benchmarks.kernels import conv_vs_cudnn, in_situ
 from benchmarks.model import transfer
 from benchmarks.model import transfer_holdout as elsewhere
 from confpred.families.registry import all_families
-from confpred.model.pools import pools
+from confpred.model.features import pools
 from confpred.problem.conv2d import DIRECTIONS, Problem
 from confpred.problem.device import get_device
 from confpred.training.dataset import read_dataset

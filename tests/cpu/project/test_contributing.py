@@ -148,7 +148,7 @@ from layers import H100
 from confpred import Problem
 from confpred.cuda.compiler import compile_kernel
 from confpred.families.registry import all_families
-from confpred.problem.conv2d_operation import CONVOLUTION
+from confpred.problem.conv2d import CONVOLUTION
 
 depthwise = Problem(n=2, c=16, h=9, w=9, k=16, r=3, s=3, groups=16, activation="leaky_relu")
 steps = [CONVOLUTION.reference(depthwise, "out")]
@@ -219,7 +219,7 @@ def test_a_feature_is_refused_and_then_learned(copy: Path) -> None:
 
 # The rest of the page
 
-FEATURE = {"confpred/families/grouped/rows.py"}
+FEATURE = {"confpred/families/grouped/grouped_rows.py"}
 MARKS = {"run", "run: refused", "run: checked"}
 
 
@@ -286,7 +286,7 @@ def test_a_walk_runs_the_copy_and_not_the_installation(copy: Path) -> None:
 
 def test_a_diff_whose_lines_have_changed_is_seen(copy: Path) -> None:
     (diff,) = (block.text for block in recipe("a feature")[1] if block.language == "diff")
-    file = copy / "confpred" / "families" / "grouped" / "rows.py"
+    file = copy / "confpred" / "families" / "grouped" / "grouped_rows.py"
     file.write_text("# One line more moves the others.\n" + file.read_text())
     apply(diff, copy)
     with pytest.raises(AssertionError, match="patch does not apply"):

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import confpred
-from confpred.predict import contributions
+from confpred.predict import explain
 
 FENCED = re.compile(r"(?:^<!-- (run.*?) -->\n)?^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 PAGE = (Path(__file__).parents[3] / "docs" / "explaining.md").read_text(encoding="utf-8")
@@ -72,4 +72,4 @@ def test_what_it_names_exists(repository: Path) -> None:
 def test_the_groups_of_features_are_those_of_the_code() -> None:
     table = PAGE.partition("| Group |")[2].partition("\n\n")[0]
     groups = re.findall(r"^\| `(.*?)` \|", table, re.MULTILINE)
-    assert groups == [contributions.CONFIG, *contributions.THEMES, contributions.OTHER]
+    assert groups == [explain.CONFIG, *explain.THEMES, explain.OTHER]

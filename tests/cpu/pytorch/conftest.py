@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import fx
 
-from confpred.families.candidate import PYTORCH_OPERATOR, Candidate
+from confpred.families.protocol import PYTORCH_OPERATOR, Candidate
 from confpred.predict.choice import Choice
 from confpred.problem.conv2d import Problem
 from confpred.pytorch import backend

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from confpred.cuda.driver import NoContext
-from confpred.families.candidate import Candidate
+from confpred.families.protocol import Candidate
 from confpred.predict.choice import Choice
 from confpred.problem.conv2d import Problem
 from confpred.problem.linear_chain import LinearChain

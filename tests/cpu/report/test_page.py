@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from pages import inputs_of
 
-from confpred.families.candidate import Candidate
+from confpred.families.protocol import Candidate
 from confpred.families.registry import config_words
 from confpred.model.folder import load_model
 from confpred.report.judged import importances, noise_by_family, noise_by_time, worst_layers

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from confpred.families.candidate import PYTORCH_OPERATOR
+from confpred.families.protocol import PYTORCH_OPERATOR
 from confpred.families.registry import all_families
 from confpred.measure.timing import Outcome
 from confpred.problem.device import get_device

@@ -14,8 +14,7 @@ from recorded_jobs import ms
 from confpred.cli.update import drift_lines
 from confpred.data.measurements import Run
 from confpred.errors import DataError
-from confpred.model.conditions import changes
-from confpred.model.folder import Best, Model, load_model
+from confpred.model.folder import Best, Model, changes, load_model
 from confpred.retraining.drift import Drift, draw, time_again
 from confpred.sampler.run import Settings
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from confpred.retraining.judging import LEAST_NETWORKS, LEAST_PROBLEMS, Pair, compare
+from confpred.retraining.retrain import LEAST_NETWORKS, LEAST_PROBLEMS, Pair, compare
 
 
 def pairs(ratio: float, spread: float = 0.05, networks: int = 12, each: int = 10) -> list[Pair]:

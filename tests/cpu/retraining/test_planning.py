@@ -7,7 +7,7 @@ import pytest
 
 from confpred.problem.conv2d import Problem
 from confpred.problem.operation import KernelSpec
-from confpred.retraining.planning import HELD_OUT_OF, Costs, Offer, is_held_out, plan
+from confpred.retraining.offers import HELD_OUT_OF, Costs, Offer, is_held_out, plan
 from confpred.sampler.tasks import Task
 
 LAYER = Problem(2, 64, 14, 14, 64, 3, 3, padding=1, groups=8)

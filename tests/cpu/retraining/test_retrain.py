@@ -16,16 +16,23 @@ from confpred.cli.update import NOT_BETTER, retrain_and_report, verdict_lines
 from confpred.data.measurements import Run
 from confpred.data.suites import Entry, Suite
 from confpred.errors import DataError, UnknownDevice
-from confpred.families.candidate import PYTORCH_OPERATOR, Candidate
+from confpred.families.protocol import PYTORCH_OPERATOR, Candidate
 from confpred.model.folder import NewestModels, load_model
 from confpred.predict.predictor import Predictor
-from confpred.problem import boards
+from confpred.problem import device as devices
 from confpred.problem.conv2d import Problem
 from confpred.problem.device import Device, get_device
 from confpred.retraining import offers
-from confpred.retraining.judging import Pair, compare
 from confpred.retraining.offers import to_judge_by, to_learn_from
-from confpred.retraining.retrain import Report, Request, check_suite, pairs_of, retrain
+from confpred.retraining.retrain import (
+    Pair,
+    Report,
+    Request,
+    check_suite,
+    compare,
+    pairs_of,
+    retrain,
+)
 from confpred.sampler.run import Settings
 
 SUITE = Suite("made-up", tuple(Entry(p, names) for p, names in problems(networks=40)))
@@ -39,7 +46,7 @@ def use(places: Path, patch: pytest.MonkeyPatch) -> None:
     patch.setenv("CONFPRED_CACHE_DIR", str(places / "cache"))
     patch.setattr(offers, "PICKED", 7)
     patch.setattr(offers, "RANDOM", 7)
-    boards.remember("580.1", asdict(BOARD))
+    devices.remember("580.1", asdict(BOARD))
 
 
 @pytest.fixture

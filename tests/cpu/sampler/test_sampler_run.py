@@ -18,13 +18,11 @@ import sampler_jobs
 import sampler_run
 
 from confpred.data.measurements import problem_of_row
-from confpred.data.merging import merge
-from confpred.data.parquet import read
+from confpred.data.parquet import merge, read
 from confpred.data.suites import Entry, Suite, write_suite
 from confpred.errors import ConfpredError, FolderBusy, InvalidInput, LaunchError
 from confpred.families.registry import all_families, config_ids
-from confpred.problem.conv2d import Problem
-from confpred.problem.conv2d_operation import CONVOLUTION
+from confpred.problem.conv2d import CONVOLUTION, Problem
 from confpred.sampler.run import Settings, Tally, open_store, sample
 
 LAYER = Problem(2, 64, 14, 14, 64, 3, 3, padding=1, groups=8)

@@ -18,15 +18,13 @@ import pytest
 import sampler_jobs
 
 from confpred.data.measurements import Run, problem_of_row
-from confpred.data.merging import merge
-from confpred.data.parquet import read
+from confpred.data.parquet import merge, read
 from confpred.data.suites import Entry, Suite, write_suite
 from confpred.errors import DataError, InvalidInput, InvalidProblem
-from confpred.families.candidate import PYTORCH, Candidate
+from confpred.families.protocol import PYTORCH, Candidate
 from confpred.families.registry import all_families, config_words
 from confpred.measure.timing import REPLAY_SECONDS, REPLAYS
-from confpred.problem.conv2d import Problem
-from confpred.problem.conv2d_operation import CONVOLUTION
+from confpred.problem.conv2d import CONVOLUTION, Problem
 from confpred.problem.device import get_device
 from confpred.sampler.forecast import PYTORCH_S, ROW_S, forecast, measuring_s
 from confpred.sampler.jobs import Compilers

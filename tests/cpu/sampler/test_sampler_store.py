@@ -16,12 +16,10 @@ import pytest
 from sampler_rows import LAYER, ROW, RUN, fill, other
 
 from confpred.data.measurements import problem_of_row
-from confpred.data.merging import add_part, merge
-from confpred.data.parquet import operation_in, read, schema
+from confpred.data.parquet import add_part, merge, operation_in, read, schema
 from confpred.errors import DataError, FolderBusy, InvalidInput, StorageError
 from confpred.families.registry import config_ids
-from confpred.problem.conv2d import Problem
-from confpred.problem.conv2d_operation import CONVOLUTION
+from confpred.problem.conv2d import CONVOLUTION, Problem
 from confpred.sampler.run import FLUSH_ROWS, open_store
 from confpred.sampler.tasks import Measured
 from confpred.training.dataset import data_files
@@ -96,7 +94,9 @@ def test_measured_configs_are_found_by_device_and_kernel(tmp_path):
 HOLD = """
     import sys
     from pathlib import Path
-    from confpred.problem.conv2d_operation import CONVOLUTION
+    from confpred.problem.conv2d import CONVOLUTION
+    from confpred.sampler.run import open_store
+    from confpred.problem.conv2d import CONVOLUTION
     from confpred.sampler.run import open_store
     with open_store(Path(sys.argv[1]), "a", CONVOLUTION):
         print("held", flush=True)
@@ -122,7 +122,9 @@ FILL_THE_DISK = """
     sys.path.insert(0, sys.argv[2])
     from sampler_rows import ROW, other
     from confpred.errors import StorageError
-    from confpred.problem.conv2d_operation import CONVOLUTION
+    from confpred.problem.conv2d import CONVOLUTION
+    from confpred.sampler.run import open_store
+    from confpred.problem.conv2d import CONVOLUTION
     from confpred.sampler.run import open_store
     with open_store(Path(sys.argv[1]), "r", CONVOLUTION) as store:
         store.add([ROW])

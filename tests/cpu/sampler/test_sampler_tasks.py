@@ -6,8 +6,8 @@ import numpy as np
 from layers import first_kernel
 
 from confpred.data.suites import Entry, Suite
-from confpred.families.candidate import PYTORCH, PYTORCH_OPERATOR, Candidate
 from confpred.families.kernel_text import source_digest
+from confpred.families.protocol import PYTORCH, PYTORCH_OPERATOR, Candidate
 from confpred.families.registry import all_families, config_words
 from confpred.problem.conv2d import Problem
 from confpred.problem.device import get_device

@@ -6,11 +6,11 @@ from math import exp
 
 import pytest
 
-from confpred.families.candidate import PYTORCH_OPERATOR, Candidate
+from confpred.families.protocol import PYTORCH_OPERATOR, Candidate
 from confpred.problem.conv2d import Problem
 from confpred.problem.device import Device, get_device
-from confpred.training.answers import Answer, HeldOut, Offered, answered
-from confpred.training.pytorch import CAP, MIN_PROBLEMS
+from confpred.training.calibrate import CAP, MIN_PROBLEMS, Answer
+from confpred.training.cross_validate import HeldOut, Offered, answered
 
 H100, H200 = get_device("h100"), get_device("h200")
 OURS = Candidate("grouped_fprop", 0)

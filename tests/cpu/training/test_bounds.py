@@ -7,12 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from confpred.families.candidate import PYTORCH_OPERATOR, Candidate
+from confpred.families.protocol import PYTORCH_OPERATOR, Candidate
 from confpred.model.bounds import Bounds, Range
 from confpred.model.trees import Trees
 from confpred.problem.conv2d import Problem
-from confpred.training.answers import Answer
-from confpred.training.bounds import FittedBounds, fit_bounds
+from confpred.training.calibrate import Answer, FittedBounds, fit_bounds
 from confpred.training.dataset import Dataset, read_dataset
 
 

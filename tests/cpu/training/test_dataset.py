@@ -14,10 +14,9 @@ import synthetic
 from confpred.data.measurements import problem_of_row
 from confpred.data.parquet import read, schema
 from confpred.errors import DataError, UnknownDevice
-from confpred.families.candidate import PYTORCH, Candidate
+from confpred.families.protocol import PYTORCH, Candidate
 from confpred.families.registry import config_words
-from confpred.problem.conv2d import Problem
-from confpred.problem.conv2d_operation import CONVOLUTION
+from confpred.problem.conv2d import CONVOLUTION, Problem
 from confpred.training.dataset import read_dataset
 
 ROWS = [r for r in synthetic.rows(networks=1, configs=6) if r["networks"]]

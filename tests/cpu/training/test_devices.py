@@ -19,10 +19,9 @@ from confpred.families.kernel_text import source_digest
 from confpred.families.registry import all_families
 from confpred.model.folder import load_model
 from confpred.predict.predictor import Predictor
-from confpred.problem.conv2d import Problem
-from confpred.problem.conv2d_operation import CONVOLUTION
+from confpred.problem.conv2d import CONVOLUTION, Problem
 from confpred.problem.device import Device, get_device
-from confpred.training.answers import cross_validate
+from confpred.training.cross_validate import cross_validate
 from confpred.training.dataset import Dataset, Timings, read_dataset
 from confpred.training.evaluate import folds_of
 from confpred.training.fit import fit_families

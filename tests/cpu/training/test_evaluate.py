@@ -14,15 +14,15 @@ import pytest
 from synthetic import SMALL
 
 from confpred.errors import install_command
-from confpred.model.pytorch_ratio import PytorchModel
+from confpred.model.rank import PytorchModel
 from confpred.model.trees import Trees
 from confpred.problem.conv2d import Problem
 from confpred.problem.device import get_device
+from confpred.training.calibrate import fit_pytorch, margins
+from confpred.training.cross_validate import TOPS, best_ms, family_models
 from confpred.training.dataset import Timings, read_dataset
-from confpred.training.evaluate import MODEL, Evaluation, Summary, evaluate
+from confpred.training.evaluate import MODEL, Evaluation, Summary, baselines, evaluate
 from confpred.training.fit import fit_families
-from confpred.training.methods import TOPS, baselines, best_ms, family_models
-from confpred.training.pytorch import fit_pytorch, margins
 
 H100 = get_device("h100")
 

@@ -6,12 +6,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from confpred.model import gate as model_gate
-from confpred.problem.conv2d import Problem
-from confpred.problem.conv2d_operation import CONVOLUTION
+from confpred.model import rank
+from confpred.problem.conv2d import CONVOLUTION, Problem
 from confpred.problem.device import get_device
+from confpred.training.calibrate import MIN_PROBLEMS, fit_gate
 from confpred.training.dataset import Timings
-from confpred.training.gate import MIN_PROBLEMS, fit_gate
 
 H100 = get_device("h100")
 LAYER = Problem(8, 64, 28, 28, 64, 3, 3, padding=1, groups=64)
@@ -45,7 +44,7 @@ def test_it_learns_who_wins(monkeypatch):
     opened = gate.open(asked, H100, [FAMILIES] * len(asked))
     assert opened == [["grouped_fprop"]] * 2 + [["depthwise_fprop"]] * 2
     assert gate.open(asked, H100, [FAMILIES[:1]] * len(asked)) == [["depthwise_fprop"]] * 4
-    monkeypatch.setattr(model_gate, "MARGIN", 5.0)
+    monkeypatch.setattr(rank, "MARGIN", 5.0)
     assert gate.open(asked, H100, [FAMILIES] * 4) == [[*FAMILIES]] * 4
 
 

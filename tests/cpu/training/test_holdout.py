@@ -12,14 +12,13 @@ import synthetic
 
 from benchmarks import tables
 from confpred.errors import DataError
-from confpred.families.candidate import PYTORCH_OPERATOR, Candidate
+from confpred.families.protocol import PYTORCH_OPERATOR, Candidate
 from confpred.model.folder import load_model
 from confpred.predict.choice import Choice
-from confpred.problem.conv2d import Problem
-from confpred.problem.conv2d_operation import CONVOLUTION
+from confpred.problem.conv2d import CONVOLUTION, Problem
 from confpred.problem.device import get_device
 from confpred.training import holdout
-from confpred.training.dataset import Timings, read_dataset
+from confpred.training.dataset import Timings, across_sittings, read_dataset
 from confpred.training.holdout import (
     EITHER,
     Bounds,
@@ -29,7 +28,6 @@ from confpred.training.holdout import (
     read_holdout,
     without_holdout,
 )
-from confpred.training.sittings import across_sittings
 
 H100 = get_device("h100")
 LAYER = Problem(8, 64, 14, 14, 64, 3, 3, padding=1, groups=8)

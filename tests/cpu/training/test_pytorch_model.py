@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from synthetic import SMALL
 
-from confpred.model.pytorch_ratio import PytorchModel, pytorch_features
+from confpred.model.rank import PytorchModel, pytorch_features
 from confpred.model.trees import Trees
 from confpred.problem.operation import Operation
 from confpred.problem.record import Record
+from confpred.training.calibrate import CAP, CAUTION, MIN_PROBLEMS, fit_pytorch, margins
 from confpred.training.dataset import Dataset, read_dataset
-from confpred.training.pytorch import CAP, CAUTION, MIN_PROBLEMS, fit_pytorch, margins
 
 
 @pytest.fixture(scope="module")

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from confpred.errors import DataError, InvalidInput
 from confpred.problem.conv2d import Problem
 from confpred.problem.device import get_device
+from confpred.training.cross_validate import part_of, split_by_network, without_networks
 from confpred.training.dataset import Timings, read_dataset
-from confpred.training.split import part_of, split_by_network, without_networks
 
 LAYERS = ((64, "a"), (128, "b"), (192, "b"))
 OF_NO_NETWORK = (256, 14, 1, "float16", "none", False, frozenset())

@@ -15,7 +15,7 @@ from slow import slow_but
 from synthetic import SMALL
 
 from confpred.errors import DataError, InvalidInput, StorageError
-from confpred.families.candidate import PYTORCH, PYTORCH_OPERATOR
+from confpred.families.protocol import PYTORCH, PYTORCH_OPERATOR
 from confpred.families.registry import all_families
 from confpred.model.folder import load_model
 from confpred.model.trees import Trees

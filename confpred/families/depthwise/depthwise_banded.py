@@ -24,14 +24,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from confpred.families import common, costs
-from confpred.families.common import Array, Occupancy, Table
-from confpred.families.depthwise import common as depthwise
-from confpred.families.protocol import Rows
-from confpred.families.several import each, narrowed, picked
-from confpred.families.tabled import Tabled
-from confpred.problem.conv2d import Problem
-from confpred.problem.conv2d_operation import CONVOLUTION, dtype_macro
+from confpred.families import common, depthwise
+from confpred.families.batch import each, narrowed, picked
+from confpred.families.common import Occupancy
+from confpred.families.protocol import Array, Rows
+from confpred.families.table import Table, Tabled, config_table, crossed
+from confpred.problem.conv2d import CONVOLUTION, Problem, dtype_macro
 from confpred.problem.device import Device
 from confpred.problem.operation import KernelSpec, Launch, Step
 
@@ -65,8 +63,8 @@ _BANDS = (1, 2, 4, 8, 16)
 
 
 def _config_table() -> NDArray[np.void]:
-    rows = common.crossed(TILES, (1, 2), (2, 4), (1, 2, 3), _BANDS)
-    return common.config_table(_FIELDS, rows)
+    rows = crossed(TILES, (1, 2), (2, 4), (1, 2, 3), _BANDS)
+    return config_table(_FIELDS, rows)
 
 
 _CONFIGS = _config_table()
@@ -411,12 +409,12 @@ class DepthwiseBanded(Tabled):
         in_flight = occupancy.resident * step_bytes
         fullest = occupancy.sm_blocks * device.sm_count * tiling.threads / 32
         block_work = computed * tiling.work + (steps - computed) * 0.5 * tiling.work
-        block_work += costs.BLOCK_INSTRUCTIONS
+        block_work += common.BLOCK_INSTRUCTIONS
         seconds = np.maximum(
-            costs.memory_s(problem.minimum_bytes, device, in_flight),
+            common.memory_s(problem.minimum_bytes, device, in_flight),
             np.maximum(
-                costs.products_s(fullest * computed * tiling.products, device),
-                costs.instructions_s(fullest * block_work * 32, device),
+                common.products_s(fullest * computed * tiling.products, device),
+                common.instructions_s(fullest * block_work * 32, device),
             ),
         )
         all_runs = problem.n * tiling.bands * tiling.q_tiles
@@ -447,6 +445,9 @@ class DepthwiseBanded(Tabled):
                 tiling.blocks * computed * step_bytes / problem.minimum_bytes
             ),
             "estimate": seconds
-            + costs.LAUNCH_S
-            + costs.waves_s(occupancy.waves, costs.WAVE_S, steps, costs.STEP_S),
+            + common.LAUNCH_S
+            + common.waves_s(occupancy.waves, common.WAVE_S, steps, common.STEP_S),
         }
+
+
+FAMILIES = (DepthwiseBanded("fprop"), DepthwiseBanded("dgrad"))

@@ -1,7 +1,7 @@
-"""Several problems side by side, for formulas that are written for one.
+"""Problems side by side, for formulas that are written for one.
 
 A family's formulas are arithmetic on the numbers of a problem and the columns of its config table.
-For one problem these numbers are scalars. `Several` has arrays in their place, under the same
+For one problem these numbers are scalars. `ProblemBatch` has arrays in their place, under the same
 names, so that the same formulas answer for many problems with as few array operations as for one;
 the answers are the same to the bit. What is no arithmetic, such as a decision, is worked out for
 each problem by `each`. All that is asked for is kept, as a formula asks for many things again.
@@ -23,7 +23,7 @@ _Found = TypeVar("_Found")
 _Shaped = Callable[[NDArray[Any]], NDArray[Any]]
 
 
-class Several:
+class ProblemBatch:
     """Problems of one operation. Immutable.
 
     An attribute that the problems have is an array of their values, or the value itself where it is
@@ -44,17 +44,17 @@ class Several:
         self._known: dict[Hashable, Any] = {}  # the same in this view's shape
 
     @classmethod
-    def of(cls, problems: Sequence[Record]) -> Several:
+    def of(cls, problems: Sequence[Record]) -> ProblemBatch:
         """Some problems; for one, its numbers as they are."""
         return _One(problems) if len(problems) == 1 else cls(problems)
 
-    def part(self, places: Sequence[int]) -> Several:
+    def part(self, places: Sequence[int]) -> ProblemBatch:
         """Those of the problems at `places`."""
         if len(places) == len(self.problems):
             return self
-        return Several.of([self.problems[i] for i in places])
+        return ProblemBatch.of([self.problems[i] for i in places])
 
-    def at(self, index: Rows) -> Several:
+    def at(self, index: Rows) -> ProblemBatch:
         """The same problems, with arrays of an element for each of `index`."""
         found = self._view(lambda values: values[index])
         found.index = index
@@ -81,7 +81,7 @@ class Several:
         rows = _rows_of([*distinct.values()])
         return cast("_Found", _mapped(rows, lambda values: values[chosen]))
 
-    def pairs(self, rows: Rows, kept: NDArray[np.bool_]) -> tuple[Several, Rows]:
+    def pairs(self, rows: Rows, kept: NDArray[np.bool_]) -> tuple[ProblemBatch, Rows]:
         """See `narrowed`."""
         if self.index is not None:
             return self.at(self.index[kept]), rows[kept]
@@ -95,8 +95,8 @@ class Several:
         self.__dict__[name] = found  # so that it is not asked for here again
         return found
 
-    def _view(self, shaped: _Shaped) -> Several:
-        found = Several(self.problems)
+    def _view(self, shaped: _Shaped) -> ProblemBatch:
+        found = ProblemBatch(self.problems)
         found._flat, found._shaped = self._flat, shaped
         return found
 
@@ -109,7 +109,7 @@ class Several:
         return found
 
 
-class _One(Several):
+class _One(ProblemBatch):
     """A single problem, whose numbers stay scalars."""
 
     def each(self, function: Callable[[Any], _Found]) -> _Found:
@@ -127,7 +127,7 @@ class _One(Several):
     def each_row(self, function: Callable[[Any], _Found], at: Rows | None = None) -> _Found:
         return each_row(function, self.problems[0], at)
 
-    def pairs(self, rows: Rows, kept: NDArray[np.bool_]) -> tuple[Several, Rows]:
+    def pairs(self, rows: Rows, kept: NDArray[np.bool_]) -> tuple[ProblemBatch, Rows]:
         return self, rows[kept]
 
     def __getattr__(self, name: str) -> Any:
@@ -138,18 +138,18 @@ class _One(Several):
 
 def each(function: Callable[[Any], _Found], problem: Any) -> _Found:
     """`function` of `problem`, or of each where they are several."""
-    return problem.each(function) if isinstance(problem, Several) else function(problem)
+    return problem.each(function) if isinstance(problem, ProblemBatch) else function(problem)
 
 
 def once(formula: Callable[[Any], _Found], problem: Any) -> _Found:
     """`formula` of `problem`; where they are several, worked out with one element a problem."""
-    return problem.once(formula) if isinstance(problem, Several) else formula(problem)
+    return problem.once(formula) if isinstance(problem, ProblemBatch) else formula(problem)
 
 
 def each_row(function: Callable[[Any], _Found], problem: Any, at: Rows | None = None) -> _Found:
     """What `function` gives for a problem, arrays over the rows of a table, at the rows `at`; where
     there are several problems, at the pairs of them and these rows. By default, at all rows."""
-    if isinstance(problem, Several):
+    if isinstance(problem, ProblemBatch):
         return problem.each_row(function, at)
     found = function(problem)
     return found if at is None else _mapped(found, lambda values: values[at])
@@ -164,7 +164,7 @@ def narrowed(problem: Any, rows: Rows, kept: NDArray[np.bool_]) -> tuple[Any, Ro
         rows: of a table.
         kept: which; of the shape that `problem` and `rows` have together.
     """
-    if isinstance(problem, Several):
+    if isinstance(problem, ProblemBatch):
         return problem.pairs(rows, kept)
     return problem, rows[kept]
 

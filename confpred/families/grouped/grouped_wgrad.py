@@ -12,23 +12,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from confpred.families import common, costs
-from confpred.families.common import (
-    ATOMIC,
-    DIRECT,
-    LAST_BLOCK,
-    TWO_KERNELS,
-    Array,
-    Occupancy,
-    Table,
-)
-from confpred.families.grouped import common as grouped
-from confpred.families.grouped.window import Window, flush_steps, window_of
-from confpred.families.protocol import Rows
-from confpred.families.several import each, each_row, narrowed
-from confpred.families.tabled import Tabled
-from confpred.problem.conv2d import Problem
-from confpred.problem.conv2d_operation import CONVOLUTION, dtype_macro, kernel_sizes
+from confpred.families import common, grouped
+from confpred.families.batch import each, each_row, narrowed
+from confpred.families.common import ATOMIC, DIRECT, LAST_BLOCK, TWO_KERNELS, Occupancy
+from confpred.families.grouped import Window, flush_steps, window_of
+from confpred.families.protocol import Array, Rows
+from confpred.families.table import Table, Tabled, config_table
+from confpred.problem.conv2d import CONVOLUTION, Problem, dtype_macro, kernel_sizes
 from confpred.problem.device import Device
 from confpred.problem.operation import KernelSpec, Launch, Step
 
@@ -86,7 +76,7 @@ def _config_table() -> NDArray[np.void]:
         kernel = (block_n, block_q, block_k, warp_k, warps_m, stages)
         # Where one tile is as wide as the image, one block has a whole sum.
         rows += [(*kernel, *launch) for launch in _LAUNCHES[block_n > 1 and block_q > 8]]
-    return common.config_table(_FIELDS, rows)
+    return config_table(_FIELDS, rows)
 
 
 _CONFIGS = _config_table()
@@ -302,17 +292,17 @@ class GroupedWgrad(Tabled):
         seconds = np.maximum(
             np.maximum(
                 problem.minimum_bytes / device.dram_bytes_per_s,
-                costs.l2_s(loaded, device),
+                common.l2_s(loaded, device),
             ),
-            costs.products_s(products, device),
+            common.products_s(products, device),
         )
         adding = (
-            costs.GROUPED_ADDING_S[reduction]
-            + costs.GROUPED_ADDING_PASSES[reduction] * sum_bytes / device.dram_bytes_per_s
+            common.GROUPED_ADDING_S[reduction]
+            + common.GROUPED_ADDING_PASSES[reduction] * sum_bytes / device.dram_bytes_per_s
             # The last block alone reads all parts of its tile.
             + np.where(
                 reduction == LAST_BLOCK,
-                sum_bytes / k_tiles / costs.LAST_BLOCK_BYTES_PER_S,
+                sum_bytes / k_tiles / common.LAST_BLOCK_BYTES_PER_S,
                 0.0,
             )
         )
@@ -346,7 +336,7 @@ class GroupedWgrad(Tabled):
             "log_load_bytes": np.log2(loaded / problem.minimum_bytes),
             "log_products": np.log2(products),
             "estimate": seconds * stretch
-            + costs.waves_s(occupancy.waves, costs.WAVE_AND_LAUNCH_S, steps, costs.STEP_S)
+            + common.waves_s(occupancy.waves, common.WAVE_AND_LAUNCH_S, steps, common.STEP_S)
             + adding,
         }
 
@@ -496,4 +486,4 @@ def _shape_of(table: Table, window: Window) -> _Shape:
     )
 
 
-FAMILY = GroupedWgrad()
+FAMILIES = (GroupedWgrad(),)

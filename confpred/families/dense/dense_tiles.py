@@ -16,13 +16,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from confpred.families import common, costs
-from confpred.families.common import Array, Occupancy, Table, ceil_div
-from confpred.families.protocol import Rows
-from confpred.families.several import each, each_row, narrowed
-from confpred.families.tabled import OneDirection
-from confpred.problem.conv2d import Problem
-from confpred.problem.conv2d_operation import CONVOLUTION, dtype_macro
+from confpred.families import common
+from confpred.families.batch import each, each_row, narrowed
+from confpred.families.common import Occupancy, ceil_div
+from confpred.families.protocol import Array, Rows
+from confpred.families.table import OneDirection, Table, config_table
+from confpred.problem.conv2d import CONVOLUTION, Problem, dtype_macro
 from confpred.problem.device import Device
 from confpred.problem.operation import KernelSpec, Launch, Step
 
@@ -67,7 +66,7 @@ def _config_table() -> NDArray[np.void]:
         if tiles > 1 and m_tiles < 4:
             continue  # what a small tile costs is not what several in turn would save
         rows.append((*tile, block_k, warps_m, warps_k, 1 if tiles == 1 else 2, tiles))
-    return common.config_table(_FIELDS, rows)
+    return config_table(_FIELDS, rows)
 
 
 _CONFIGS = _config_table()
@@ -235,7 +234,7 @@ class DenseTiles(OneDirection):
         products = read * shape.products
         seconds = np.maximum(
             problem.minimum_bytes / device.dram_bytes_per_s,
-            np.maximum(costs.l2_s(filters + images, device), costs.products_s(products, device)),
+            np.maximum(common.l2_s(filters + images, device), common.products_s(products, device)),
         )
         seconds = np.maximum(seconds, each(device.roofline_s, problem))
         height, width = each(_out_size, problem)
@@ -263,8 +262,8 @@ class DenseTiles(OneDirection):
             "log_filter_bytes": np.log2(shape.filter_bytes),
             "log_products": np.log2(products),
             "estimate": seconds * occupancy.wave_waste
-            + costs.waves_s(
-                occupancy.waves, costs.WAVE_AND_LAUNCH_S, in_turn, costs.DEPTHWISE_STEP_S
+            + common.waves_s(
+                occupancy.waves, common.WAVE_AND_LAUNCH_S, in_turn, common.DEPTHWISE_STEP_S
             ),
         }
 
@@ -411,3 +410,9 @@ def _shape(
         registers=4 * work + 5 * warp_tiles + 2 * warp_columns + 36,
         products=work * t["warps_m"] * t["warps_k"] * k_steps * taps[0] * taps[1],
     )
+
+
+FAMILIES = (
+    DenseTiles("dense_fprop", "fprop", ("out", "in", "filter", "bias", "residual")),
+    DenseTiles("dense_dgrad", "dgrad", ("in_grad", "out_grad", "filter")),
+)

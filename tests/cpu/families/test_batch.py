@@ -10,9 +10,10 @@ import pytest
 from random_layers import problems
 
 from confpred.families import common
+from confpred.families.batch import ProblemBatch, each, each_row, narrowed, once
 from confpred.families.protocol import Batched
 from confpred.families.registry import all_families
-from confpred.families.several import Several, each, each_row, narrowed, once
+from confpred.families.table import Table, config_table
 from confpred.problem.conv2d import Problem
 from confpred.problem.device import get_device
 
@@ -35,7 +36,7 @@ def test_together_and_in_part_is_as_alone_and_whole(family, key):
     table, some, seen = family.table(rows), set(rows.tolist()), 0
     for start in range(0, len(served), 25):
         few = served[start : start + 25]
-        together, at, workings = family.offered(Several.of(few), device, table)
+        together, at, workings = family.offered(ProblemBatch.of(few), device, table)
         features = family.described(together, device, table, at, workings).T
         for i, problem in enumerate(few):
             legal = np.flatnonzero(family.legal(problem, device))
@@ -44,7 +45,7 @@ def test_together_and_in_part_is_as_alone_and_whole(family, key):
             assert rows[at[mine]].tolist() == legal.tolist(), str(problem)
             expected = family.features(problem, device, legal)
             assert features[mine].tobytes() == expected.tobytes(), str(problem)
-            one, at_one, found = family.offered(Several.of([problem]), device, table)
+            one, at_one, found = family.offered(ProblemBatch.of([problem]), device, table)
             assert rows[at_one].tolist() == legal.tolist(), str(problem)
             alone = family.described(one, device, table, at_one, found).T
             assert alone.tobytes() == expected.tobytes(), str(problem)
@@ -67,7 +68,7 @@ LAYERS = [LAYER, replace(LAYER, h=20), replace(LAYER, h=30, stride=2, dtype="bfl
 
 
 def test_what_differs_is_an_array_and_what_does_not_is_itself():
-    several = Several.of(LAYERS)
+    several = ProblemBatch.of(LAYERS)
     assert several.h.tolist() == [[8], [20], [30]]
     assert several.n == 2
     stride_h, stride_w = several.stride
@@ -85,7 +86,7 @@ def test_what_differs_is_an_array_and_what_does_not_is_itself():
 
 
 def test_one_problem_keeps_its_numbers():
-    one = Several.of([LAYER])
+    one = ProblemBatch.of([LAYER])
     assert (one.h, one.stride, each(_halves, one)) == (8, (1, 1), _Half(4, 4))
     problem, rows = narrowed(one, np.arange(3), np.array([True, False, True]))
     assert problem is one
@@ -93,7 +94,7 @@ def test_one_problem_keeps_its_numbers():
 
 
 def test_pairs_are_narrowed_problem_by_problem():
-    several = Several.of(LAYERS)
+    several = ProblemBatch.of(LAYERS)
     rows = np.array([10, 20, 30])
     first, found = narrowed(several, rows, several.h > np.array([5, 15, 25]))
     assert first.index.tolist() == [0, 1, 1, 2, 2, 2]
@@ -108,15 +109,15 @@ def test_pairs_are_narrowed_problem_by_problem():
 
 
 def test_a_part_of_them_is_of_those():
-    several = Several.of(LAYERS)
+    several = ProblemBatch.of(LAYERS)
     assert several.part([0, 1, 2]) is several
     assert several.part([2]).h == 30
     assert several.part([0, 2]).h.tolist() == [[8], [30]]
 
 
 def test_rules_are_asked_once_for_each_kind_of_row():
-    configs = common.config_table(("a", "b"), [(1, 5), (2, 5), (1, 6), (2, 6), (1, 5)])
-    table = common.Table.of(configs)
+    configs = config_table(("a", "b"), [(1, 5), (2, 5), (1, 6), (2, 6), (1, 5)])
+    table = Table.of(configs)
     asked = []
 
     def rule(t):

@@ -11,15 +11,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from confpred.families import common, costs
-from confpred.families.common import Array, Occupancy, Table
-from confpred.families.depthwise import common as depthwise
-from confpred.families.depthwise.common import Lanes
-from confpred.families.protocol import Rows
-from confpred.families.several import each, narrowed, picked
-from confpred.families.tabled import Tabled
-from confpred.problem.conv2d import Problem
-from confpred.problem.conv2d_operation import CONVOLUTION, dtype_macro
+from confpred.families import common, depthwise
+from confpred.families.batch import each, narrowed, picked
+from confpred.families.common import Occupancy
+from confpred.families.depthwise import Lanes
+from confpred.families.protocol import Array, Rows
+from confpred.families.table import Table, Tabled, config_table, crossed
+from confpred.problem.conv2d import CONVOLUTION, Problem, dtype_macro
 from confpred.problem.device import Device
 from confpred.problem.operation import KernelSpec, Launch, Step
 
@@ -32,7 +30,7 @@ _OPERANDS = {
 
 
 def _config_table() -> NDArray[np.void]:
-    rows = common.crossed(
+    rows = crossed(
         (1, 2, 4),
         (2, 4, 7, 8),
         (0, 1),
@@ -45,7 +43,7 @@ def _config_table() -> NDArray[np.void]:
     vec, _, filter_shared, _, prefetch = rows.T[:5]
     # Sharing pays from 24 taps on, loading so far ahead up to 12: no window has both.
     kept = (vec != 1) | (filter_shared != 1) | (prefetch != 4)
-    return common.config_table(_FIELDS, rows[kept])
+    return config_table(_FIELDS, rows[kept])
 
 
 _SHARED = (
@@ -323,11 +321,11 @@ class DepthwiseImage(Tabled):
         # Steps whose input rows are padding only finish output rows.
         computed = np.minimum(steps, common.ceil_div(vertical.size_in, vertical.down))
         thread_work = computed * tiling.work + (steps - computed) * 0.25 * tiling.work
-        thread_work += costs.BLOCK_INSTRUCTIONS
+        thread_work += common.BLOCK_INSTRUCTIONS
         fullest = occupancy.sm_blocks * device.sm_count * lanes.threads
         seconds = np.maximum(
-            costs.memory_s(problem.minimum_bytes, device, in_flight),
-            costs.instructions_s(fullest * thread_work, device),
+            common.memory_s(problem.minimum_bytes, device, in_flight),
+            common.instructions_s(fullest * thread_work, device),
         )
         return {
             **lanes.features(),
@@ -351,6 +349,9 @@ class DepthwiseImage(Tabled):
             "log_work": np.log2(threads * thread_work),
             "log_load_bytes": np.log2(threads * steps * load_bytes / problem.minimum_bytes),
             "estimate": seconds
-            + costs.LAUNCH_S
-            + costs.waves_s(occupancy.waves, costs.WAVE_S, steps, costs.DEPTHWISE_STEP_S),
+            + common.LAUNCH_S
+            + common.waves_s(occupancy.waves, common.WAVE_S, steps, common.DEPTHWISE_STEP_S),
         }
+
+
+FAMILIES = (DepthwiseImage("fprop"), DepthwiseImage("dgrad"))

@@ -10,15 +10,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from confpred.families import common, costs
-from confpred.families.common import Array, Occupancy, Table
-from confpred.families.grouped import common as grouped
-from confpred.families.grouped.axis import axes_of
-from confpred.families.protocol import Rows
-from confpred.families.several import each, each_row, narrowed
-from confpred.families.tabled import OneDirection
-from confpred.problem.conv2d import Problem
-from confpred.problem.conv2d_operation import CONVOLUTION, dtype_macro
+from confpred.families import common, grouped
+from confpred.families.batch import each, each_row, narrowed
+from confpred.families.common import Occupancy
+from confpred.families.grouped import axes_of
+from confpred.families.protocol import Array, Rows
+from confpred.families.table import OneDirection, Table, config_table
+from confpred.problem.conv2d import CONVOLUTION, Problem, dtype_macro
 from confpred.problem.device import Device
 from confpred.problem.operation import KernelSpec, Launch, Step
 
@@ -78,7 +76,7 @@ def _config_table() -> NDArray[np.void]:
         rows = odd if is_odd else many if warps > 4 else few
         kernel = (block_n, block_q, block_c, warps_c, warps_m, stages, filter_shared)
         rows += [(*kernel, bands) for bands in _BANDS]
-    return common.config_table(_FIELDS, few + many + odd)
+    return config_table(_FIELDS, few + many + odd)
 
 
 _CONFIGS = _config_table()
@@ -211,7 +209,7 @@ class GroupedRows(OneDirection):
         products = blocks * steps * shape.products * (threads // 32.0)
         seconds = np.maximum(
             problem.minimum_bytes / device.dram_bytes_per_s,
-            np.maximum(costs.l2_s(loaded, device), costs.products_s(products, device)),
+            np.maximum(common.l2_s(loaded, device), common.products_s(products, device)),
         )
         # Where one window covers the whole image, padded groups may need fewer operations than are
         # counted; but no estimate may be below the roofline.
@@ -251,7 +249,7 @@ class GroupedRows(OneDirection):
             "log_load_bytes": np.log2(loaded / problem.minimum_bytes),
             "log_products": np.log2(products),
             "estimate": seconds * occupancy.wave_waste
-            + costs.waves_s(occupancy.waves, costs.WAVE_AND_LAUNCH_S, steps, costs.STEP_S),
+            + common.waves_s(occupancy.waves, common.WAVE_AND_LAUNCH_S, steps, common.STEP_S),
         }
 
 
@@ -436,3 +434,9 @@ def _shape(
         products=warp_groups * warp_tiles * n_tiles * k_steps * taps * r / down_h,
         fits=fits,
     )
+
+
+FAMILIES = (
+    GroupedRows("grouped_fprop", "fprop", ("out", "in", "filter", "bias", "residual")),
+    GroupedRows("grouped_dgrad", "dgrad", ("in_grad", "out_grad", "filter")),
+)

@@ -11,15 +11,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from confpred.families import common, costs
-from confpred.families.common import Array, Occupancy, Table
-from confpred.families.depthwise import common as depthwise
-from confpred.families.depthwise.common import Lanes
-from confpred.families.protocol import Rows
-from confpred.families.several import each, narrowed, picked
-from confpred.families.tabled import Tabled
-from confpred.problem.conv2d import Problem
-from confpred.problem.conv2d_operation import CONVOLUTION, dtype_macro, kernel_sizes
+from confpred.families import common, depthwise
+from confpred.families.batch import each, narrowed, picked
+from confpred.families.common import Occupancy
+from confpred.families.depthwise import Lanes
+from confpred.families.protocol import Array, Rows
+from confpred.families.table import Table, Tabled, config_table, crossed
+from confpred.problem.conv2d import CONVOLUTION, Problem, dtype_macro, kernel_sizes
 from confpred.problem.device import Device
 from confpred.problem.operation import KernelSpec, Launch, Step
 
@@ -32,7 +30,7 @@ MAX_SUMS = 128  # of a thread: more would leave too few registers for the window
 
 def _config_table() -> NDArray[np.void]:
     reductions = depthwise.reductions((4, 8, 16, 32, 64, 128, 256))
-    rows = common.crossed(
+    rows = crossed(
         (1, 2, 4),
         (4, 8),
         (1, 2, 4),
@@ -46,7 +44,7 @@ def _config_table() -> NDArray[np.void]:
     # Loading so far ahead pays for few taps, dividing filter rows among threads for many: no window
     # has both.
     kept = (np.minimum(row_groups, prefetch) == 1) | (50 // prefetch * vec > 16 * row_groups)
-    return common.config_table(_FIELDS, rows[kept])
+    return config_table(_FIELDS, rows[kept])
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,7 +275,7 @@ class DepthwiseWgrad(Tabled):
         instructions = threads * rounds * steps * tiling.work
         seconds = np.maximum(
             problem.minimum_bytes / device.dram_bytes_per_s,
-            costs.instructions_s(instructions, device, issued=1.0),
+            common.instructions_s(instructions, device, issued=1.0),
         )
         sum_bytes = 4.0 * problem.filter_elements * t["splits"]
         return {
@@ -305,14 +303,14 @@ class DepthwiseWgrad(Tabled):
             ),
             "log_sum_bytes": np.log2(sum_bytes),
             "estimate": seconds * occupancy.wave_waste
-            + costs.waves_s(
+            + common.waves_s(
                 occupancy.waves,
-                costs.WAVE_AND_LAUNCH_S,
+                common.WAVE_AND_LAUNCH_S,
                 rounds * steps,
-                costs.DEPTHWISE_WGRAD_STEP_S,
+                common.DEPTHWISE_WGRAD_STEP_S,
             )
-            + costs.depthwise_adding_s(t["reduction"], sum_bytes, device),
+            + common.depthwise_adding_s(t["reduction"], sum_bytes, device),
         }
 
 
-FAMILY = DepthwiseWgrad()
+FAMILIES = (DepthwiseWgrad(),)

@@ -15,15 +15,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from confpred.families import common, costs
-from confpred.families.common import Array, Occupancy, Table
-from confpred.families.depthwise import banded as banded
-from confpred.families.depthwise import common as depthwise
-from confpred.families.protocol import Rows
-from confpred.families.several import each, narrowed, picked
-from confpred.families.tabled import Tabled
-from confpred.problem.conv2d import Problem
-from confpred.problem.conv2d_operation import CONVOLUTION, dtype_macro, kernel_sizes
+from confpred.families import common, depthwise
+from confpred.families.batch import each, narrowed, picked
+from confpred.families.common import Occupancy
+from confpred.families.depthwise import depthwise_banded as banded
+from confpred.families.protocol import Array, Rows
+from confpred.families.table import Table, Tabled, config_table, crossed
+from confpred.problem.conv2d import CONVOLUTION, Problem, dtype_macro, kernel_sizes
 from confpred.problem.device import Device
 from confpred.problem.operation import KernelSpec, Launch, Step
 
@@ -42,8 +40,8 @@ _LAUNCHES = tuple(
 
 
 def _config_table() -> NDArray[np.void]:
-    rows = common.crossed(banded.TILES, (1, 2), (_STAGES,), (1, 2), _LAUNCHES)
-    return common.config_table(_FIELDS, rows)
+    rows = crossed(banded.TILES, (1, 2), (_STAGES,), (1, 2), _LAUNCHES)
+    return config_table(_FIELDS, rows)
 
 
 _CONFIGS = _config_table()
@@ -234,10 +232,10 @@ class DepthwiseBandedWgrad(Tabled):
         in_flight = occupancy.resident * step_bytes
         fullest = occupancy.sm_blocks * device.sm_count * tiling.threads / 32 * rounds * steps
         seconds = np.maximum(
-            costs.memory_s(problem.minimum_bytes, device, in_flight),
+            common.memory_s(problem.minimum_bytes, device, in_flight),
             np.maximum(
-                costs.products_s(fullest * tiling.products, device),
-                costs.instructions_s(fullest * tiling.work * 32, device),
+                common.products_s(fullest * tiling.products, device),
+                common.instructions_s(fullest * tiling.work * 32, device),
             ),
         )
         sum_bytes = 4.0 * problem.filter_elements * t["splits"]
@@ -270,10 +268,10 @@ class DepthwiseBandedWgrad(Tabled):
             ),
             "log_sum_bytes": np.log2(sum_bytes),
             "estimate": seconds
-            + costs.LAUNCH_S
-            + costs.waves_s(occupancy.waves, costs.WAVE_S, rounds * steps, costs.STEP_S)
-            + costs.depthwise_adding_s(t["reduction"], sum_bytes, device),
+            + common.LAUNCH_S
+            + common.waves_s(occupancy.waves, common.WAVE_S, rounds * steps, common.STEP_S)
+            + common.depthwise_adding_s(t["reduction"], sum_bytes, device),
         }
 
 
-FAMILY = DepthwiseBandedWgrad()
+FAMILIES = (DepthwiseBandedWgrad(),)

@@ -1,0 +1,400 @@
+"""Cross-validation by network: a model is judged on networks that it has never seen.
+
+Networks share layers, and a suite has a layer at several batch sizes, dtypes and epilogues, and in
+several directions. So every problem that has the same *layer* as a problem of a held-out network is
+held out of training, wherever else that layer occurs.
+
+A fold's models choose for the layers that they have not seen. PyTorch's operator takes its place
+among the candidates by the margins that the other folds' problems have.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, replace
+from math import exp, inf, log
+from typing import Any, TypeVar
+
+import numpy as np
+from joblib import Parallel, cpu_count, delayed
+from numpy.typing import NDArray
+from sklearn.model_selection import GroupKFold
+
+from confpred.concurrency import end_with, stops_held
+from confpred.errors import ConfpredError, DataError, InvalidInput, StorageError
+from confpred.families.protocol import Candidate, Rows
+from confpred.families.registry import operation_of
+from confpred.model.features import Registers
+from confpred.model.rank import FamilyModel, Gate, PytorchModel, with_pytorch
+from confpred.model.trees import Trees
+from confpred.problem.device import Device
+from confpred.problem.record import Record
+from confpred.training import Said, unsaid
+from confpred.training.calibrate import Answer, Times, fit_gate, fit_pytorch, margins
+from confpred.training.dataset import Dataset, Timings
+from confpred.training.fit import Fitted, Hyperparameters, fit_families
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Fold:
+    """One split.
+
+    Attributes:
+        networks: held out; those that are the first of some problem's networks.
+        train: timings without any layer of those networks, of other devices too.
+        test: timings to judge by, of families that `train` has timings of. Over all folds, each
+            problem that some network has is judged once: in the fold that holds out the first of
+            its networks.
+        elsewhere: timings of other devices that are kept out of `train` too, of the same families.
+    """
+
+    networks: tuple[str, ...]
+    train: tuple[Timings, ...]
+    test: tuple[Timings, ...]
+    elsewhere: tuple[Timings, ...]
+
+
+def without_networks(timings: Sequence[Timings], networks: Collection[str]) -> tuple[Timings, ...]:
+    """The timings of problems that share no layer with any of `networks`."""
+    held_out = {t.problem.layer() for t in timings if not set(networks).isdisjoint(t.networks)}
+    return tuple(t for t in timings if t.problem.layer() not in held_out)
+
+
+def part_of(
+    dataset: Dataset, families: Collection[str], problems: int | None, seed: int
+) -> Dataset:
+    """What `dataset` has of some `families`, or of all if none is named, and of at most so many
+    `problems`, which `seed` chooses, or of all if it is None.
+
+    Raises:
+        InvalidInput: the data has no family of a name in `families`.
+    """
+    known = sorted({t.family for t in dataset.everywhere})
+    for name in families:
+        if name not in known:
+            raise InvalidInput("family", name, f"one of {', '.join(known)}")
+    if families:
+        dataset = dataset.of_families(families)
+    every = sorted({t.problem for t in dataset.timings}, key=str)
+    if problems is None or problems >= len(every):
+        return dataset
+    return dataset.restricted(set(random.Random(seed).sample(every, problems)))
+
+
+def split_by_network(
+    timings: Sequence[Timings], folds: int, seed: int, others: Sequence[Timings] = ()
+) -> tuple[Fold, ...]:
+    """Divide the networks into `folds` parts of about as many problems each.
+
+    Joining networks that share a layer would leave one group of most of them: 512 of the 659 that
+    are measured. So a problem is judged with the first of its networks, and the layers of a fold's
+    networks are left out of what the fold learns from.
+
+    Args:
+        timings: a whole dataset's.
+        folds: at least 2; at most one a network is made.
+        seed: of the order in which equally large networks are dealt out.
+        others: timings of other devices, to train on only.
+
+    Raises:
+        DataError: the problems are judged with fewer than two networks, or with no family that two
+            of them share.
+    """
+    judged = [t for t in timings if t.networks]
+    first = [t.networks[0] for t in judged]
+    names = sorted(set(first))
+    if len(names) < 2:
+        raise DataError(
+            f"splitting by network needs problems of at least 2 networks; found {len(names)}"
+        )
+    dealt = dict(zip(names, np.random.default_rng(seed).permutation(len(names)), strict=True))
+    parts = GroupKFold(min(folds, len(names))).split(judged, groups=[dealt[name] for name in first])
+    made = tuple(_fold([judged[i] for i in part], timings, others) for _, part in parts)
+    if not any(fold.test for fold in made):
+        raise DataError("splitting by network needs a family that problems of 2 networks have")
+    return made
+
+
+def _fold(part: Sequence[Timings], timings: Sequence[Timings], others: Sequence[Timings]) -> Fold:
+    networks = sorted({t.networks[0] for t in part})
+    train = without_networks([*timings, *others], networks)
+    learnt, layers = {t.family for t in train}, {t.problem.layer() for t in train}
+    return Fold(
+        networks=tuple(networks),
+        train=train,
+        test=tuple(t for t in part if t.family in learnt),  # after a short run perhaps not all
+        elsewhere=tuple(
+            t for t in others if t.family in learnt and t.problem.layer() not in layers
+        ),
+    )
+
+
+TOPS = (1, 3, 8)
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """How a method did on one problem.
+
+    Attributes:
+        regret: for each k of ``TOPS``, that of the best of the method's first k choices.
+        candidates: configs that it chose from.
+        predicted_ms: what it expected of its first choice; None where it expects nothing.
+        ranked: what it would offer if nothing had to have been measured: the finalists among all
+            legal configs, best first, and their expected seconds; None as before.
+        ahead: how many times as long as the first of those its first choice among the measured
+            configs is expected to take.
+    """
+
+    regret: tuple[float, ...]
+    candidates: int
+    predicted_ms: float | None = None
+    ranked: tuple[Rows, NDArray[np.float64]] | None = None
+    ahead: float = 1.0
+
+
+#: A device and a problem on it.
+At = tuple[Device, Record]
+
+
+def family_models(fitted: Sequence[Fitted]) -> dict[str, FamilyModel]:
+    """What was fitted, ready to predict, through the same code as a saved model."""
+    models = {}
+    for f in fitted:
+        order, time = Trees(f.order), Trees(f.time)
+        for family in f.pool.families:
+            text = f.registers.get(family.name)
+            registers = None if text is None else Registers(family, text)
+            models[family.name] = FamilyModel(family, f.pool, order, time, registers)
+    return models
+
+
+def score(model: FamilyModel, t: Timings) -> Score:
+    """How the model does on a problem, choosing among the configs that were measured."""
+    rows, seconds = model.rank(t.problem, t.device, t.rows)
+    legal = model.legal(t.problem, t.device)  # a family may need limits to be given
+    if not len(legal):
+        legal = t.rows
+    ranked, all_seconds = model.rank(t.problem, t.device, legal)
+    found = np.flatnonzero(ranked == rows[0])
+    place = found[0] if len(found) else -1  # no better than the last finalist
+    return Score(
+        regret=regret_of(t, np.searchsorted(t.rows, rows)),
+        candidates=len(t.rows),
+        predicted_ms=float(seconds[0]) * 1e3,
+        ranked=(ranked, all_seconds),
+        ahead=float(all_seconds[place] / all_seconds[0]),
+    )
+
+
+def best_ms(
+    models: Mapping[str, FamilyModel], timings: Sequence[Timings], at: Collection[At]
+) -> dict[At, float]:
+    """Milliseconds of our best config of each of the problems `at`, in all of their families.
+
+    Often the best one is not among the few that were measured. So the fastest measured time is
+    divided by how far ahead of the measured configs the model's first choice is.
+    """
+    found: dict[At, float] = {}
+    for t in timings:
+        where = t.device, t.problem
+        if where in at and t.family in models:
+            ms = float(t.time_ms.min()) / score(models[t.family], t).ahead
+            found[where] = min(found.get(where, np.inf), ms)
+    return found
+
+
+def regret_of(t: Timings, order: NDArray[np.intp]) -> tuple[float, ...]:
+    """Regret of the best of the first k of `order` (positions in `t`), for each k of ``TOPS``."""
+    best = t.time_ms.min()
+    return tuple(float(t.time_ms[order[:k]].min() / best) for k in TOPS)
+
+
+CROSS_VALIDATING = "cross-validating by network"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Offered:
+    """A problem that a fold holds out, before PyTorch's operator has its place.
+
+    Attributes:
+        fold: number of the fold.
+        device: where it was measured.
+        ours: the answer without PyTorch's operator.
+        ahead: how many times as long the answer takes, which was measured, as the best of all legal
+            configs is expected to.
+        log_ratio: expected logarithm of (PyTorch's time / ours); None where nothing is known.
+    """
+
+    fold: int
+    device: Device
+    ours: Answer
+    ahead: float
+    log_ratio: float | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HeldOut:
+    """The problems of the device that were held out.
+
+    Attributes:
+        answers: of each: of those whose time with PyTorch's operator is known, or of all where it
+            was measured too seldom to learn from.
+        margins: of the regressor of PyTorch's time, by kind of problem, by all that was held out on
+            any device (`confpred.training.calibrate.margins`).
+    """
+
+    answers: tuple[Answer, ...]
+    margins: Mapping[str, float]
+
+
+def cross_validate(
+    dataset: Dataset, folds: Sequence[Fold], hyper: Hyperparameters, seed: int, say: Said = unsaid
+) -> tuple[tuple[Score, ...], HeldOut]:
+    """Let a model learn from each fold's training part and choose for the other part.
+
+    Folds run side by side, a process for each core, as each learns in one thread.
+
+    Returns:
+        The scores of each fold's test timings, fold by fold, and the whole answers.
+
+    Raises:
+        ConfpredError: see `run_in_helpers`.
+    """
+    say(CROSS_VALIDATING, 0, len(folds))
+    found = run_in_helpers(
+        _of_fold,
+        [
+            (number, fold, dataset.pytorch_everywhere, dataset.device, hyper, seed)
+            for number, fold in enumerate(folds)
+        ],
+        lambda done: say(CROSS_VALIDATING, done, len(folds)),
+    )
+    scores = tuple(each for of_fold, _ in found for each in of_fold)
+    return scores, answered([each for _, offered in found for each in offered], dataset.device)
+
+
+def _of_fold(
+    number: int, fold: Fold, pytorch_ms: Times, device: Device, hyper: Hyperparameters, seed: int
+) -> tuple[list[Score], list[Offered]]:
+    models = family_models(fit_families(fold.train, device, hyper, seed))
+    operation = operation_of(fold.train[0].problem)
+    fitted = fit_gate([t for t in fold.train if t.family in models], operation, seed)
+    gate = None if fitted is None else fitted.gate(operation)
+    ours_ms = best_ms(models, fold.train, pytorch_ms.keys())
+    text = fit_pytorch(ours_ms, pytorch_ms, operation, device, hyper, seed)
+    ratio = None if text is None else PytorchModel(operation, Trees(text), {})
+    scores = [score(models[t.family], t) for t in fold.test]
+    judged: dict[At, list[tuple[Timings, Score]]] = {}
+    for t, found in zip(fold.test, scores, strict=True):
+        judged.setdefault((t.device, t.problem), []).append((t, found))
+    for t in fold.elsewhere if ratio is not None else ():
+        if (t.device, t.problem) in pytorch_ms and t.family in models:
+            found = score(models[t.family], t)
+            judged.setdefault((t.device, t.problem), []).append((t, found))
+    return scores, list(_offered(number, judged, pytorch_ms, ratio, gate))
+
+
+def _offered(
+    number: int,
+    judged: Mapping[At, Sequence[tuple[Timings, Score]]],
+    pytorch_ms: Times,
+    ratio: PytorchModel | None,
+    gate: Gate | None,
+) -> Iterator[Offered]:
+    for (device, problem), parts in judged.items():
+        theirs, expected = pytorch_ms.get((device, problem)), None
+        if ratio is not None:
+            if theirs is None:
+                continue
+            (expected,) = ratio.log_ratios([problem], device).tolist()
+        names = [t.family for t, _ in parts]
+        if gate is not None:
+            (names,) = gate.open([problem], device, [names])
+        opened = [(t, found) for t, found in parts if t.family in names]
+        timings, best = min(opened, key=lambda part: part[1].predicted_ms or inf)
+        options = sorted(
+            (seconds, Candidate(t.family, row))
+            for t, found in opened
+            if found.ranked is not None
+            for row, seconds in zip(*(each.tolist() for each in found.ranked), strict=True)
+        )
+        answer = Answer(
+            problem=problem,
+            networks=timings.networks,
+            options=options,
+            ours_ms=best.regret[0] * float(timings.time_ms.min()),
+            our_best_ms=min(float(t.time_ms.min()) for t, _ in parts),
+            pytorch_ms=None if ratio is None else theirs,
+        )
+        yield Offered(number, device, answer, best.ahead, expected)
+
+
+def answered(offered: Sequence[Offered], device: Device) -> HeldOut:
+    """The problems of `device` among `offered`, with PyTorch's operator in its place."""
+    numbers = sorted({each.fold for each in offered})
+    known = {n: _margins([each for each in offered if each.fold != n]) for n in numbers}
+    answers = (_placed(o, known[o.fold]) for o in offered if o.device == device)
+    return HeldOut(tuple(answers), _margins(offered))
+
+
+def _margins(offered: Sequence[Offered]) -> dict[str, float]:
+    known = [
+        (o.ours.problem.kind, o.log_ratio, log(o.ours.pytorch_ms * o.ahead / o.ours.ours_ms))
+        for o in offered
+        if o.log_ratio is not None and o.ours.pytorch_ms is not None
+    ]
+    kinds, expected, actual = zip(*known, strict=True) if known else ((), (), ())
+    return margins(kinds, np.array(expected), np.array(actual))
+
+
+def _placed(offered: Offered, known: Mapping[str, float]) -> Answer:
+    ours, ratio = offered.ours, offered.log_ratio
+    if ratio is None:
+        return ours
+    slowdown = (exp(ratio), exp(ratio - known.get(ours.problem.kind, inf)))
+    return replace(ours, options=with_pytorch(ours.options, slowdown))
+
+
+_T = TypeVar("_T")
+
+
+def run_in_helpers(
+    function: Callable[..., _T],
+    arguments: Sequence[tuple[Any, ...]],
+    done: Callable[[int], None] = lambda count: None,
+) -> list[_T]:
+    """``function(*a)`` for each `a` of `arguments`, in their order, side by side in processes that
+    end with this one.
+
+    Args:
+        function: what to call; it and its arguments can be pickled.
+        arguments: of each call.
+        done: called with how many results are there, each time that there is one more.
+
+    Raises:
+        StorageError: the disk has no room for what the processes share.
+        ConfpredError: a process was killed. What `function` raises is raised too.
+    """
+    count = min(cpu_count(), len(arguments))
+    try:
+        with Parallel(
+            count, return_as="generator", initializer=end_with, initargs=(os.getpid(),)
+        ) as parallel:
+            with stops_held():  # until the processes run, and leave them to this one
+                list(parallel(delayed(int)() for _ in range(count)))
+            found: list[_T] = []
+            for result in parallel(delayed(function)(*each) for each in arguments):
+                found.append(result)
+                done(len(found))
+    except OSError as error:
+        reason = error.strerror or error
+        raise StorageError(f"cannot write what processes share: {reason}") from error
+    except BrokenProcessPool as error:
+        raise ConfpredError(
+            "a helper process was killed, which the system does where memory runs out"
+        ) from error
+    return found
