@@ -42,7 +42,8 @@ class InvalidInput(ConfpredError, ValueError):
 
     def __init__(self, field: str, value: object, allowed: str) -> None:
         self.field, self.value, self.allowed = field, value, allowed
-        super().__init__(f"{field}={_shown(value)} is not allowed; allowed: {allowed}")
+        wrong = " is missing" if value is None else f"={_shown(value)} is not allowed"
+        super().__init__(f"{field}{wrong}; allowed: {allowed}")
 
 
 class InvalidProblem(InvalidInput):

@@ -1,4 +1,4 @@
-"""``confpred sample``."""
+"""`confpred sample`, and the checks of commands that measure on a GPU."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ import click
 from confpred.cli.arguments import (
     FILE,
     FOLDER,
+    OUTPUT,
     check_files,
     check_folder,
+    timeout_option,
 )
 from confpred.data.suites import Suite, join, read_suite
 from confpred.errors import InvalidInput, MissingExtra
@@ -47,9 +49,7 @@ _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
     multiple=True,
     help="Problem suite (JSON); may be repeated.",
 )
-@click.option(
-    "--out", type=click.Path(path_type=Path), required=True, help="Folder of the measurements."
-)
+@click.option("--out", type=OUTPUT, required=True, help="Folder of the measurements.")
 @click.option(
     "--gpus",
     "--devices",
@@ -128,12 +128,10 @@ _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 )
 @click.option(
     "--archive",
-    type=click.Path(path_type=Path),
+    type=OUTPUT,
     help="With --compile: write the kernels as a .tar.xz, to be unpacked in another cache.",
 )
-@click.option(
-    "--timeout", default="60s", show_default=True, help="Kill a GPU worker silent for longer."
-)
+@timeout_option
 def sample(
     suite_files: tuple[Path, ...],
     out: Path,

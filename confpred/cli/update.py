@@ -1,4 +1,4 @@
-"""`confpred retrain`: a model of one's own GPU in one command."""
+"""Commands that keep this GPU's model up to date: `confpred retrain` and `confpred drift`."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from confpred.cli.arguments import (
     FILE,
     FILE_OR_FOLDER,
     FOLDER,
+    OUTPUT,
     check_folder,
     require_packages,
+    timeout_option,
 )
 from confpred.cli.sample import check_pytorch, cores, find_gpu, parse_duration
 from confpred.data.suites import Suite, join, read_suite
@@ -57,7 +59,7 @@ NOT_BETTER = 3
 )
 @click.option(
     "--folder",
-    type=click.Path(path_type=Path),
+    type=OUTPUT,
     help="Where its measurements are kept.  [default: in your data folder, one a device]",
 )
 @click.option("--jobs", type=click.IntRange(1, 1024), help="Compilations at a time.")
@@ -67,9 +69,7 @@ NOT_BETTER = 3
     show_default=True,
     help="Time PyTorch's own operator as well: without it nothing is left to it.",
 )
-@click.option(
-    "--timeout", default="60s", show_default=True, help="Kill a GPU worker silent for longer."
-)
+@timeout_option
 def retrain(
     device: str,
     budget: str,
@@ -169,9 +169,6 @@ def verdict_lines(report: Report) -> list[str]:
     ]
 
 
-# `confpred drift`: whether the model in use still holds on this GPU.
-
-
 _SHOWN = 5
 
 
@@ -188,9 +185,7 @@ _SHOWN = 5
 @click.option("--seed", type=click.IntRange(0, 2**32 - 1), default=0, show_default=True)
 @click.option("--budget", default="3m", show_default=True, help="Begin no problem after this long.")
 @click.option("--pytorch/--no-pytorch", default=True, show_default=True, help="Its operator too.")
-@click.option(
-    "--timeout", default="60s", show_default=True, help="Kill a GPU worker silent for longer."
-)
+@timeout_option
 @click.option("--json", "as_json", is_flag=True, help="Print everything that was found as JSON.")
 def drift(
     device: str,

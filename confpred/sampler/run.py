@@ -27,7 +27,7 @@ from confpred.data.measurements import Measurement, Run, problem_of_row
 from confpred.data.parquet import problem_columns, read_shards, schema, write
 from confpred.data.suites import Suite
 from confpred.errors import FolderBusy, InvalidInput, LaunchError, StorageError
-from confpred.families.protocol import PYTORCH, Candidate
+from confpred.families.protocol import PYTORCH
 from confpred.families.registry import operation_of
 from confpred.measure.timing import Outcome
 from confpred.problem.device import Device, get_device
@@ -259,8 +259,9 @@ def _collect(gpus: list[GpuWorker], store: Store, tally: Tally) -> None:
             if not finished.task.anchor:
                 tally.take(finished)
             now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-            rows = [_row(finished.task, o, gpu.run, now) for o in finished.outcomes]
-            store.add(rows, anchors=finished.task.anchor)
+            task = finished.task
+            facts = (task.problem, task.networks, task.provider, task.source_digest, gpu.run)
+            store.add([Measurement(*facts, o, now) for o in finished.outcomes], anchors=task.anchor)
     store.flush(only_if_due=True)
 
 
@@ -273,29 +274,6 @@ def _refused(task: Task, compilers: Compilers) -> list[Outcome]:
         for config_id, kernels in zip(task.config_ids, task.kernels(), strict=True)
         if (refused := [compilers.errors[k] for k in kernels if k in compilers.errors])
     ]
-
-
-def _row(task: Task, outcome: Outcome, run: Run, now: str) -> Measurement:
-    return Measurement(
-        problem=task.problem,
-        networks=task.networks,
-        candidate=Candidate(task.provider, outcome.config_id),
-        source_digest=task.source_digest,
-        cudnn=outcome.cudnn,
-        cudnn_mode=outcome.cudnn_mode,
-        run=run,
-        status=outcome.status,
-        time_ms=outcome.time_ms,
-        spread_ms=outcome.spread_ms,
-        samples=outcome.samples,
-        registers=outcome.registers,
-        local_bytes=outcome.local_bytes,
-        smem_bytes=outcome.smem_bytes,
-        error=outcome.error,
-        sm_clock_mhz=outcome.sm_clock_mhz,
-        message=outcome.message,
-        time=now,
-    )
 
 
 # Measurements on disk: a folder of Parquet shards that is written by one sampler at a time.
