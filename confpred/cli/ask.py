@@ -1,4 +1,4 @@
-"""Commands that ask for choices, without a GPU: `confpred predict`, `explain`, `plan`, `devices`."""
+"""Commands that ask for choices without a GPU: `confpred predict`, `explain`, `plan`, `devices`."""
 
 from __future__ import annotations
 
@@ -105,7 +105,6 @@ def predict(
 
 
 def _answer_table(answers: Sequence[Sequence[Choice]]) -> Iterable[str]:
-    """The answers in aligned columns, and a last line that says what the bounds are."""
     rows = [_ANSWER_HEADINGS]
     for choices in answers:
         for rank, choice in enumerate(choices, 1):
@@ -358,7 +357,6 @@ def _plan_summary(plan: Plan) -> str:
 
 
 def _plan_table(plan: Plan) -> Iterator[str]:
-    """The choices in aligned columns, and a last line of what the plan is for."""
     rows = [_PLAN_HEADINGS, *map(_plan_row, plan.choices)]
     yield from aligned(rows)
     made = "hand" if plan.confpred is None else f"confpred {plan.confpred}"

@@ -294,7 +294,7 @@ def sample_and_report(suite: Suite, out: Path, runs: Mapping[int, Run], settings
 
 
 def parse_duration(field: str, text: str) -> float:
-    """Seconds in a text such as ``90s``, ``8m`` or ``1.5h``.
+    """Return the seconds in a text such as ``90s``, ``8m`` or ``1.5h``.
 
     Raises:
         InvalidInput: the text is no such duration, or it is not more than zero.
@@ -307,7 +307,7 @@ def parse_duration(field: str, text: str) -> float:
 
 
 def parse_ordinal(text: str) -> int:
-    """The CUDA device number in ``cuda:0`` or ``0``.
+    """Return the CUDA device number in ``cuda:0`` or ``0``.
 
     Raises:
         InvalidInput: the text is no such name.
@@ -319,7 +319,7 @@ def parse_ordinal(text: str) -> int:
 
 
 def find_gpu(text: str) -> tuple[dict[int, Run], Device]:
-    """The GPU that `text` names: what its rows share, by its number, and its description.
+    """Return the run of each CUDA device that `text` names, and the device's description.
 
     Raises:
         MissingExtra: the packages of the extra ``gpu`` are not installed.
@@ -347,5 +347,5 @@ def check_pytorch(wanted: bool) -> None:
 
 
 def cores() -> int:
-    """Processors that this process may use."""
+    """Return how many processors this process may use."""
     return len(os.sched_getaffinity(0))

@@ -122,7 +122,7 @@ def retrain(
 
 
 def _own_suite() -> Suite:
-    """The suites of the three directions, which are installed with the package."""
+    """Return the installed suites of the three directions as one."""
     with as_file(files("confpred.suites")) as folder:
         return join([read_suite(folder / f"{direction}.json") for direction in DIRECTIONS])
 
@@ -157,7 +157,6 @@ def retrain_and_report(request: Request) -> int:
 
 
 def verdict_lines(report: Report) -> list[str]:
-    """How it ended, line by line."""
     if report.verdict is None:
         return []
     old = f"model {report.old}" if report.old is not None else "PyTorch's operator"
@@ -267,7 +266,7 @@ def _cudnn() -> str:
 
 
 def drift_lines(found: Drift) -> list[str]:
-    """The verdict, and the times that are furthest off."""
+    """Return the verdict, and the times that differ most."""
     lines = [f"{found.state}: model {found.model} on {found.device}: {found.why}"]
     for each in found.retimed[:_SHOWN]:
         times = f"{each.expected_ms:.4f} -> {each.measured_ms:.4f} ms"

@@ -42,7 +42,7 @@ _TICK_SECONDS = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How to sample.
+    """Settings of a run.
 
     Attributes:
         seed: of the order of problems, the choice of configs, and the order of timed rounds.
@@ -75,7 +75,7 @@ class Settings:
 
 @dataclass(slots=True)
 class Tally:
-    """How far a run is; it is updated while the run goes on.
+    """Progress of a run; it is updated while the run goes on.
 
     Attributes:
         rows, total_rows: rows that this run has so far, and rows that it is planned to have.
@@ -203,7 +203,7 @@ def plan(
     settings: Settings,
     measured: Mapping[Measured, AbstractSet[str]],
 ) -> list[Task]:
-    """What a run is to measure, in its order; `measured` is what the folder has."""
+    """Return what a run is to measure, in its order; the folder has `measured` already."""
     return tasks_left(
         suite,
         device,
@@ -266,7 +266,7 @@ def _collect(gpus: list[GpuWorker], store: Store, tally: Tally) -> None:
 
 
 def _refused(task: Task, compilers: Compilers) -> list[Outcome]:
-    """The configs of `task` whose kernels do not compile."""
+    """Return an outcome for each config of `task` whose kernels do not compile."""
     if not compilers.errors:
         return []
     return [
@@ -276,13 +276,9 @@ def _refused(task: Task, compilers: Compilers) -> list[Outcome]:
     ]
 
 
-# Measurements on disk: a folder of Parquet shards that is written by one sampler at a time.
-#
-# A shard is written whole or not at all, every few seconds, so a process killed at any moment loses
-# only those seconds. `confpred.data.parquet` makes of them the one sorted file that is committed
-# and
-# trained on.
-
+# The store: a folder of Parquet shards that one sampler at a time writes to. A shard is written
+# whole or not at all, every few seconds, so a process killed at any moment loses only those
+# seconds. `confpred.data.parquet` joins them to the sorted file that is committed and trained on.
 
 FLUSH_ROWS = 20_000
 FLUSH_SECONDS = 5.0
@@ -290,8 +286,7 @@ FLUSH_SECONDS = 5.0
 
 @contextlib.contextmanager
 def open_store(folder: Path, run_id: str, operation: Operation) -> Iterator[Store]:
-    """The store of `folder` for problems of `operation`, held by this process alone while the
-    `with` block lasts.
+    """Yield the store of `folder` for problems of `operation`, held by this process alone.
 
     Raises:
         FolderBusy: another sampler holds the folder (a lock of a dead process does not count).
@@ -314,8 +309,9 @@ def open_store(folder: Path, run_id: str, operation: Operation) -> Iterator[Stor
 
 
 def measured_in(folder: Path, operation: Operation, device: str) -> dict[Measured, set[str]]:
-    """The configs that have a row of the device with this key in a folder of shards, whatever its
-    status; of PyTorch's operator, which has one config, the modes of cuDNN.
+    """Return the configs that have a row of this device in a folder of shards, whatever its status.
+
+    PyTorch's operator has one config; its entries are the modes of cuDNN.
 
     Raises:
         DataError: a shard is damaged or foreign.
@@ -349,7 +345,6 @@ class Store:
         self._flushed = time.monotonic()
 
     def measured(self, device: str) -> dict[Measured, set[str]]:
-        """What the folder has of the device with this key; see `measured_in`."""
         return measured_in(self.folder, self._operation, device)
 
     def add(self, rows: Sequence[Measurement], *, anchors: bool = False) -> None:
@@ -381,11 +376,8 @@ class Store:
                 rows.clear()
 
 
-# Which GPUs to sample on, and what their rows record about them.
-
-
 def find_gpus(gpus: str) -> dict[int, Run]:
-    """CUDA device -> what the rows of one run share there; each GPU has a run id of its own.
+    """Return the `Run` of each CUDA device; each GPU has a run id of its own.
 
     Args:
         gpus: ``all``, or CUDA device numbers such as ``0,1``.
@@ -418,7 +410,7 @@ def find_gpus(gpus: str) -> dict[int, Run]:
 
 
 def _project() -> str:
-    """The version and the commit: ``$CONFPRED_COMMIT``, or that of the checkout if this is one."""
+    """Return the version and the commit: ``$CONFPRED_COMMIT``, or that of this checkout."""
     if commit := os.environ.get("CONFPRED_COMMIT"):
         return f"{__version__}+{commit}"
     folder = Path(__file__).parents[1]
