@@ -1,4 +1,4 @@
-"""The FastAPI application: routes, and the path from a request's bytes to the reply's."""
+"""The FastAPI application: routes, who may ask them, and the way around them for predictions."""
 
 from __future__ import annotations
 
@@ -25,13 +25,16 @@ from confpred.errors import InvalidInput
 from confpred.predict.predictor import Predictor
 from confpred.problem.device import KNOWN, Device
 
-from . import access, admin, errors, generations, page, schema, tokens
-from .channel import Channel, Gone
-from .gauges import Exposition
+from . import Settings, generations, logs, requests, schema, tokens
+from .child import Channel, Gone
 from .generations import Generation, Loaded
-from .metrics import Metrics, read
+from .metrics import Exposition, Metrics, read
 from .predict import Predict
-from .settings import Settings
+from .requests import Error, RequestError
+
+#: Paths that only those may ask who may manage the server.
+ADMIN = frozenset(("/v1/models/reload", "/v1/models/rollback"))
+
 
 #: Seconds after which a thread that wants the interpreter is given it. Python's own 5 ms are as
 #: long as a remembered reply may take beside batches in all.
@@ -51,14 +54,14 @@ def create_app(
     Raises (on start):
         ModelError: the model folder is missing, damaged or foreign.
     """
-    metrics = Metrics()
+    metrics = Metrics(logs.lost)
     predict = Predict(settings, metrics, _generation)
 
     def refused(client: tuple[str, int] | None, status: int, seconds: float) -> None:
         """Count and log what the protocol refused."""
         metrics.served("none", status, seconds)
         if settings.access_log:
-            access.write_refused(client, status, seconds)
+            logs.write_refused(client, status, seconds)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -89,18 +92,17 @@ def create_app(
     route = _predict_route(predict)
     app.router.routes.insert(0, route)
     app.include_router(_router)
-    app.include_router(admin.router)
     app.add_middleware(_Shortcut, route=route)
     if settings.tokens is not None:
-        app.add_middleware(access.Guard)
-    app.add_middleware(access.Access, metrics=metrics, log=settings.access_log)
-    errors.install(app)
+        app.add_middleware(Guard)
+    app.add_middleware(logs.Access, metrics=metrics, log=settings.access_log)
+    requests.install(app)
     schema.install(app, settings)
     return app
 
 
 def _refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    return {status: {"model": errors.ErrorReply} for status in statuses}
+    return {status: {"model": requests.ErrorReply} for status in statuses}
 
 
 class _Shortcut:
@@ -115,8 +117,8 @@ class _Shortcut:
         scope["route"] = self._route
         try:
             await self._route.app(scope, receive, send)
-        except (errors.RequestError, InvalidInput) as error:
-            await errors.refusal(error)(scope, receive, send)
+        except (RequestError, InvalidInput) as error:
+            await requests.refusal(error)(scope, receive, send)
         return None
 
 
@@ -152,7 +154,24 @@ async def devices(request: Request, response: Response) -> schema.DevicesReply:
 async def models(request: Request, response: Response) -> schema.ModelsReply:
     loaded = _loaded(request.app)
     response.headers["etag"] = f'"{loaded.current.digest}"'
-    return schema.models(loaded)
+    return _models(loaded)
+
+
+def _models(loaded: Loaded) -> schema.ModelsReply:
+    """What is loaded."""
+    current = loaded.current
+    return schema.ModelsReply(
+        current.digest,
+        [
+            schema.ServedModel(device, model.version, model.digest, dict(model.card))
+            for device, model in current.predictor.models.items()
+        ],
+        [
+            schema.FormerModel(device, model.version, model.digest, each.digest)
+            for each in loaded.others
+            for device, model in each.predictor.models.items()
+        ],
+    )
 
 
 @_router.get("/healthz", summary="Whether the process is up")
@@ -176,7 +195,8 @@ async def metrics(request: Request) -> Response:
     if supervisor is not None:
         with contextlib.suppress(Gone):
             told = await supervisor.ask("metrics")
-    exposition = Exposition(read(told["counts"]), told["processes"], state.loaded)
+    models = state.loaded.current.predictor.models if state.loaded else {}
+    exposition = Exposition(read(told["counts"]), told["processes"], models)
     text = await asyncio.to_thread(exposition.text)
     return Response(text, headers={"content-type": CONTENT_TYPE_LATEST})
 
@@ -188,15 +208,15 @@ async def openapi(request: Request) -> Response:
 
 @_router.get("/docs", include_in_schema=False)
 async def docs(request: Request) -> Response:
-    return HTMLResponse(page.render(request.app.openapi()), headers=page.HEADERS)
+    return HTMLResponse(schema.page(request.app.openapi()), headers=schema.PAGE_HEADERS)
 
 
 def _loaded(app: FastAPI) -> Loaded:
     """The loaded generations; before the start and after the end there are none."""
     loaded: Loaded | None = app.state.loaded
     if loaded is None:
-        error = errors.Error("not_ready", "no model is loaded; ask again in a moment")
-        raise errors.RequestError(503, error, {"retry-after": "1"})
+        error = Error("not_ready", "no model is loaded; ask again in a moment")
+        raise RequestError(503, error, {"retry-after": "1"})
     return loaded
 
 
@@ -214,3 +234,102 @@ def _served(device: Device, current: Generation) -> schema.ServedDevice:
     model = current.model_of(device.key)
     version, digest = (None, None) if model is None else (model.version, model.digest)
     return schema.ServedDevice(**dataclasses.asdict(device), model=version, digest=digest)
+
+
+#: Headers of browsers and of proxies.
+_FOREIGN = ("origin", "x-forwarded-for", "forwarded")
+_REFUSALS: dict[int | str, dict[str, Any]] = {
+    status: {"model": requests.ErrorReply} for status in (401, 403, 409, 503)
+}
+
+
+@_router.post("/v1/models/reload", summary="Read models and the plan again", responses=_REFUSALS)
+async def reload(request: Request) -> schema.ChangeReply:
+    """All workers answer by what was read when this is answered, or none does."""
+    return await _change(request, "reload")
+
+
+@_router.post("/v1/models/rollback", summary="Return to what answered before", responses=_REFUSALS)
+async def rollback(request: Request) -> schema.ChangeReply:
+    """All workers answer by the former models and plan when this is answered, or none does."""
+    return await _change(request, "rollback")
+
+
+async def _change(request: Request, word: str) -> schema.ChangeReply:
+    _check(request)
+    supervisor: Channel | None = request.app.state.supervisor
+    if supervisor is None:
+        error = Error("not_supervised", "this application runs without confpred serve")
+        raise RequestError(503, error)
+    try:
+        answer = await supervisor.ask(word)
+    except Gone:
+        error = Error("not_ready", "the server is ending")
+        raise RequestError(503, error) from None
+    if "error" in answer:
+        error = Error(f"{word}_refused", f"nothing has changed: {answer['error']}")
+        raise RequestError(409, error)
+    served = _models(request.app.state.loaded)
+    return schema.ChangeReply(answer["outcome"], served.generation, served.models, served.former)
+
+
+def _check(request: Request) -> None:
+    """Without tokens, only who is on this machine may manage the server, and not by a page in a
+    browser or through a proxy, which anybody may be behind."""
+    if request.app.state.settings.tokens is not None:
+        return  # `Guard` has looked at the token
+    foreign = [name for name in _FOREIGN if name in request.headers]
+    if foreign or request.client is None or not tokens.is_loopback(request.client.host):
+        error = Error(
+            "forbidden",
+            "only a program on the server's machine may manage it, as there are no tokens",
+            foreign[0] if foreign else None,
+            allowed="a token of scope admin, on a server that was given --tokens",
+        )
+        raise RequestError(403, error)
+
+
+class Guard:
+    """ASGI middleware: asks for a token that allows what is asked for."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] in schema.OPEN:
+            return await self._app(scope, receive, send)
+        needed: tokens.Scope = "admin" if scope["path"] in ADMIN else "read"
+        known: Sequence[tokens.Token] = scope["app"].state.tokens
+        secret = _bearer(scope)
+        token = None if secret is None else tokens.find(known, secret)
+        if token is None:
+            given = "" if secret is None else ', error="invalid_token"'
+            said = "no token" if secret is None else "an unknown token"
+            error = Error(
+                "unauthorized",
+                f"the request has {said}",
+                "authorization",
+                None,
+                "Bearer and a token of scope " + needed,
+            )
+            return await _refuse(401, error, given)(scope, receive, send)
+        scope[logs.TOKEN] = token.name
+        if not token.allows(needed):
+            message = f"the token {requests.shorten(token.name)!r} is not for this"
+            error = Error("forbidden", message, "authorization", None, f"a token of scope {needed}")
+            given = f', error="insufficient_scope", scope="{needed}"'
+            return await _refuse(403, error, given)(scope, receive, send)
+        return await self._app(scope, receive, send)
+
+
+def _bearer(scope: Scope) -> bytes | None:
+    for name, value in scope["headers"]:
+        if name == b"authorization":
+            scheme, _, secret = value.partition(b" ")
+            return secret.strip() if scheme.lower() == b"bearer" else b""
+    return None
+
+
+def _refuse(status: int, error: Error, parameters: str) -> ASGIApp:
+    header = f'Bearer realm="confpred"{parameters}'
+    return requests.reply(status, error, {"www-authenticate": header})

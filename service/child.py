@@ -1,19 +1,108 @@
-"""One worker process, as its supervisor sees it."""
+"""A worker process as its supervisor sees it; how the two talk, and what systemd is told."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
 import json
+import logging
+import os
 import signal
 import socket
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from .channel import Channel, Handler
-from .settings import Settings
+from . import Settings
+
+#: What the other end says: a word, and fields beside it.
+Fields = dict[str, Any]
+#: Answers what the other end asks; an exception is told to it as ``error``.
+Handler = Callable[[str, Fields], Awaitable[Fields | None]]
+
+#: Bytes of the longest line: counts have some 30 KiB, 100,000 tokens some 16 MiB.
+_LONGEST = 2**24
+_log = logging.getLogger(__name__)
+
+
+class Gone(ConnectionError):
+    """The other end has closed, as its process ended."""
+
+
+class Channel:
+    """One end. Either may ask, and answers need not come in order."""
+
+    def __init__(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, handler: Handler
+    ) -> None:
+        self._reader, self._writer, self._handler = reader, writer, handler
+        self._numbers = itertools.count()
+        self._waiting: dict[int, asyncio.Future[Fields]] = {}
+        self._serving: set[asyncio.Task[None]] = set()
+
+    @classmethod
+    async def open(cls, end: socket.socket, handler: Handler) -> Channel:
+        reader, writer = await asyncio.open_connection(sock=end, limit=_LONGEST)
+        return cls(reader, writer, handler)
+
+    def tell(self, word: str, **fields: Any) -> None:
+        """Say something that needs no answer; lost if the other end has gone."""
+        self._write({"do": word, **fields})
+
+    async def ask(self, word: str, **fields: Any) -> Fields:
+        """Say something, and wait for the answer.
+
+        Raises:
+            Gone: the other end closed before it answered.
+        """
+        if self._reader.at_eof() or self._writer.is_closing():
+            raise Gone(word)
+        number = next(self._numbers)
+        answer: asyncio.Future[Fields] = asyncio.get_running_loop().create_future()
+        self._waiting[number] = answer
+        self._write({"do": word, "number": number, **fields})
+        try:
+            return await answer
+        finally:
+            del self._waiting[number]
+
+    async def listen(self) -> None:
+        """Handle what the other end says, until it closes."""
+        try:
+            while line := await self._reader.readline():
+                message = json.loads(line)
+                if "do" in message:
+                    task = asyncio.create_task(self._serve(message))
+                    self._serving.add(task)
+                    task.add_done_callback(self._serving.discard)
+                elif (answer := self._waiting.get(message.pop("number"))) and not answer.done():
+                    answer.set_result(message)
+        except ConnectionError:
+            pass
+        finally:
+            for answer in self._waiting.values():
+                if not answer.done():
+                    answer.set_exception(Gone("the process ended"))
+            self._writer.close()
+
+    async def _serve(self, message: Fields) -> None:
+        word, number = message.pop("do"), message.pop("number", None)
+        try:
+            answer = await self._handler(word, message) or {}
+        except Exception as error:
+            _log.exception("%s failed", word)
+            answer = {"error": str(error)}
+        if number is not None:
+            self._write({"number": number, **answer})
+
+    def _write(self, message: Fields) -> None:
+        if not self._writer.is_closing():
+            self._writer.write(json.dumps(message).encode() + b"\n")
+
 
 _PROGRAM = "import sys; sys.path[:] = {path!r}; from confpred.service.{module} import main; main()"
 #: How a process ends that crashes, rather than being told to.
@@ -129,3 +218,35 @@ class _Pairs:
     def __exit__(self, *error: object) -> None:
         for end in (*self._ours, self.control[1], self.connections[1]):
             end.close()
+
+
+_US = 1_000_000
+_PATIENCE_S = 1.0  # for systemd to read what was told before
+
+
+def tell_systemd(**states: str) -> None:
+    """Send states, such as ``READY="1"``; nothing happens where nobody has asked for them."""
+    name = os.environ.get("NOTIFY_SOCKET")
+    if name:
+        address = "\0" + name[1:] if name.startswith("@") else name
+        text = "\n".join(f"{key}={value}" for key, value in states.items())
+        with (
+            contextlib.suppress(OSError),
+            socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as datagrams,
+        ):
+            datagrams.settimeout(_PATIENCE_S)
+            datagrams.sendto(text.encode(), address)
+
+
+def tell_reloading() -> None:
+    """Say that a reload has begun; ``READY=1`` ends it."""
+    tell_systemd(RELOADING="1", MONOTONIC_USEC=str(int(time.monotonic() * _US)))
+
+
+async def show_life() -> None:
+    """Tell systemd's watchdog that the event loop runs, twice in the time that it waits, for ever;
+    return at once where there is no watchdog."""
+    waits_s = int(os.environ.get("WATCHDOG_USEC", "0")) / _US
+    while waits_s:
+        tell_systemd(WATCHDOG="1")
+        await asyncio.sleep(waits_s / 2)

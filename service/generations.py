@@ -1,20 +1,120 @@
-"""What a worker answers by: the generations that it has loaded, and the one that is current."""
+"""What answers: models and a plan that belong together, known by their digest.
+
+The supervisor copies them from where the operator keeps them to a folder of its own, once each time
+that they change: a generation. All workers load that copy, one that starts later too. So they
+answer alike whatever becomes of the originals, and a digest names the very bytes that answer.
+
+    <digest>/models/<version>/   a model folder, one for each device
+    <digest>/plan.json           the plan, if there is one
+
+A new generation is loaded and asked in a process of its own before any worker is told of it. Trees
+are evaluated by native code. A text that makes it crash, in spite of all checks, ends the
+process of the trial and none that answers."""
 
 from __future__ import annotations
 
+import asyncio
+import ctypes
+import hashlib
+import json
+import logging
+import os
+import signal
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from confpred.errors import ModelError
-from confpred.model.folder import Model
+import numpy as np
+
+from confpred.concurrency import end_with
+from confpred.errors import ConfpredError, DataError, ModelError
+from confpred.files import write_folder
+from confpred.model.folder import Model, model_folders, read_files, shipped_models
+from confpred.model.trees import Trees
+from confpred.predict.plan import plan_file
 from confpred.predict.predictor import Predictor
 from confpred.problem.device import KNOWN
 
-from .access import Answer
-from .errors import Error, RequestError, shorten
-from .publishing import MODELS, PLAN, digest_of
+from . import Settings
+from .child import command
+from .logs import Answer
+from .requests import Error, RequestError, shorten
 from .schema import EXAMPLE
+
+MODELS, PLAN = "models", "plan.json"
+
+
+def publish(settings: Settings, home: Path) -> Path:
+    """Copy the models and the plan of `settings` to a folder in `home`, named by their digest.
+
+    Nothing is copied that is there already.
+
+    Raises:
+        ModelError: a model is missing, or damaged, or its trees are.
+        DataError: the plan cannot be read.
+        StorageError: there is no room for the copy.
+    """
+    source = shipped_models() if settings.model is None else Path(settings.model)
+    folders = model_folders(source)
+    if not folders and settings.model is not None:
+        raise ModelError(f"{source} holds no model folder")
+    files: dict[str, bytes] = {}
+    known, models = {}, []
+    for device, path in folders.items():
+        read = read_files(path)
+        version = path.resolve().name
+        known[device] = (version, read.digest)
+        models.append((path, read))
+        files |= {f"{MODELS}/{version}/{name}": text for name, text in read.files.items()}
+    plan = _read_plan(settings.plan)
+    if plan is not None:
+        files[PLAN] = plan
+    published = home / digest_of(known, plan)
+    if not published.exists():
+        for path, read in models:
+            read.check_trees(path)
+        write_folder(published, files)
+    return published
+
+
+def fingerprint(settings: Settings) -> str:
+    """What changes when a file of the models or the plan does; cheap, as no file is read."""
+    source = shipped_models() if settings.model is None else Path(settings.model)
+    found = []
+    for path in sorted((*source.glob("*"), *source.glob("*/*"), *_named(settings.plan))):
+        try:
+            status = path.stat()
+        except OSError:  # gone since it was listed
+            continue
+        found.append((str(path), status.st_size, status.st_mtime_ns, status.st_ino))
+    return hashlib.sha256(json.dumps(found).encode()).hexdigest()
+
+
+def digest_of(models: Mapping[str, tuple[str, str]], plan: bytes | None) -> str:
+    """The digest of a generation, of its models' names and digests by device and the text of its
+    plan; answers tell the names."""
+    parts = [models, None if plan is None else hashlib.sha256(plan).hexdigest()]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def give_back() -> None:
+    """Have the C library return the 30 MB that `publish` took, which glibc keeps for its thread."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+def _named(plan: str | None) -> list[Path]:
+    return [] if plan is None else [plan_file(Path(plan))]
+
+
+def _read_plan(path: str | None) -> bytes | None:
+    try:
+        return None if path is None else plan_file(Path(path)).read_bytes()
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror or error}") from error
+
 
 #: The reply header that names the models: ``h100=<digest>, h200=<digest>``.
 MODEL_HEADER = "x-confpred-model"
@@ -123,3 +223,60 @@ class Loaded:
             f"the name or digest of a model that /v1/models lists: {', '.join(sorted(names))}",
         )
         raise RequestError(404, error)
+
+
+#: Seconds that a trial may take.
+_LONGEST_S = 120.0
+#: What is asked of all trees: one row at a time, and many, which LightGBM does in other ways.
+_VALUES = (0.0, float("nan"), 1e30, -1e30)
+_ROWS = (1, 32)
+
+
+async def refusal(folder: Path) -> str:
+    """Try the generation in `folder`: why it is refused, or nothing if it is not."""
+    names = sorted(path.name for path in folder.glob(f"{MODELS}/*"))
+    tried = f"a process that tried {' and '.join(names)}"
+    words = (*command("generations"), str(folder), str(os.getpid()))
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *words, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE
+        )
+    except OSError as error:
+        return f"{tried} cannot be started: {error.strerror or error}"
+    try:
+        said, _ = await asyncio.wait_for(process.communicate(), _LONGEST_S)
+    except asyncio.TimeoutError:
+        return f"{tried} was not done within {_LONGEST_S:.0f} s"
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    status = await process.wait()
+    if status == 0:
+        return ""
+    if status < 0:
+        return f"{tried} ended by {signal.Signals(-status).name}"
+    lines = said.decode(errors="replace").splitlines()  # LightGBM's may be before the last
+    return lines[-1] if lines else f"{tried} failed, as the log says"
+
+
+def main() -> None:
+    """Load the generation that the command line names, and ask all that it knows; with 1, and the
+    reason on standard output, if that fails."""
+    folder, parent = sys.argv[1:]
+    end_with(int(parent))
+    logging.disable()  # a worker that loads it says the same
+    try:
+        loaded = load(Path(folder))
+        for model in loaded.predictor.models.values():
+            for trees in model.ensembles():
+                _ask(trees)
+    except (ConfpredError, OSError) as error:
+        print(error)
+        sys.exit(1)
+
+
+def _ask(trees: Trees) -> None:
+    for count in _ROWS:
+        for value in _VALUES:
+            trees.predict(np.full((count, len(trees.features)), value, np.float32))

@@ -1,25 +1,31 @@
-"""What the server's processes log: a line for each event, as text or as JSON.
+"""What the server's processes log, as text or as JSON, and each request's id, trace and line.
 
 No request waits for whoever reads the log: lines are queued, and a thread writes them. A line is
-lost, and counted, if nobody takes it before too many wait, or if the disk is full.
-"""
+lost, and counted, if nobody takes it before too many wait, or if the disk is full."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import logging.config
 import os
+import re
 import select
 import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from logging.handlers import QueueHandler, QueueListener
 from queue import SimpleQueue
 from typing import Any
 
 import orjson
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from .settings import Settings
+from . import Settings
+from .metrics import Metrics, status_of
+from .requests import Error, reply
 
 #: The logger of requests; its lines go to standard output, all others to standard error.
 ACCESS = "confpred.access"
@@ -180,3 +186,137 @@ def finish() -> None:
 def _handlers() -> list[Lines]:
     found = (*logging.getLogger().handlers, *logging.getLogger(ACCESS).handlers)
     return [handler for handler in found if isinstance(handler, Lines)]
+
+
+_SANE_ID = re.compile(rb"[\w.:/+=@-]{1,128}")
+_TRACE = re.compile(rb"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}(-.*)?")
+_FIELDS = {b"x-request-id": "request_id", b"traceparent": "traceparent"}
+_ANSWER, TOKEN = "confpred.answer", "confpred.token"
+_log = logging.getLogger(ACCESS)
+_bugs = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What was answered, for the log.
+
+    Attributes:
+        device: key of the device asked for.
+        sources: how many of the best choices came from each source.
+        generation: digest of the models and the plan that answered.
+        model: digest of the model of the device, if there is one.
+    """
+
+    device: str
+    sources: Mapping[str, int]
+    generation: str
+    model: str | None
+
+    def fields(self) -> dict[str, Any]:
+        return {
+            "device": self.device,
+            "problems": sum(self.sources.values()),
+            "sources": dict(self.sources),
+            "generation": self.generation,
+            "model": self.model,
+        }
+
+
+def note(scope: Scope, answer: Answer) -> None:
+    """Have the log tell of `answer`."""
+    scope[_ANSWER] = answer
+
+
+class Access:
+    """ASGI middleware around all others: gives each request an id, echoes its trace, counts, times
+    and logs it, and turns a bug into a 500 with an id.
+
+    An id that the client sent as ``X-Request-Id`` is taken if it is short and plain.
+    """
+
+    def __init__(self, app: ASGIApp, metrics: Metrics, log: bool) -> None:
+        self._app, self._metrics, self._log = app, metrics, log
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        start = time.perf_counter()
+        request_id, echoed, status = b"", [], 0
+        for name, value in scope["headers"]:
+            if name == b"x-request-id" and _SANE_ID.fullmatch(value):
+                request_id = value
+            elif name == b"traceparent" and _TRACE.fullmatch(value):
+                echoed.append((name, value))
+        request_id = request_id or os.urandom(16).hex().encode()
+        echoed.append((b"x-request-id", request_id))
+
+        async def stamped(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message.get("headers", ()), *echoed]
+            await send(message)
+
+        self._metrics.add(1, "confpred_in_flight_requests")
+        try:
+            await self._app(scope, receive, stamped)
+        except asyncio.CancelledError:  # the server ends, and cannot wait any longer
+            if not status:
+                error = Error("stopping", "the server stops, and this would have taken too long")
+                await reply(503, error, {"retry-after": "1"})(scope, receive, stamped)
+        except Exception:
+            incident = os.urandom(16).hex()
+            _bugs.exception("request %s %r failed, id %s", scope["method"], scope["path"], incident)
+            if status:  # too late to reply otherwise: let the server cut the connection
+                raise
+            message = f"internal error; the server's log has it as {incident}"
+            await reply(500, Error("internal_error", message))(scope, receive, stamped)
+        finally:
+            took, status = time.perf_counter() - start, status_of(scope, status)
+            # The route's own path, so that clients cannot make up label values.
+            self._metrics.served(getattr(scope.get("route"), "path", "none"), status, took)
+            self._metrics.add(-1, "confpred_in_flight_requests")
+            if self._log:
+                _write(scope, status, took, echoed)
+        return None
+
+
+def write_refused(client: tuple[str, int] | None, status: int, seconds: float) -> None:
+    """Log a request that was refused before its head was read to the end."""
+    unknown = {"client": client, "method": "-", "raw_path": b"-", "query_string": b""}
+    echoed = ((b"x-request-id", os.urandom(16).hex().encode()),)
+    _write({**unknown, "http_version": "1.1"}, status, seconds, echoed)
+
+
+def _write(
+    scope: Scope, status: int, seconds: float, echoed: Sequence[tuple[bytes, bytes]]
+) -> None:
+    client, answer = scope.get("client"), scope.get(_ANSWER)
+    where = "-" if client is None else f"{client[0]}:{client[1]}"
+    target = scope.get("raw_path", b"").decode("latin-1")
+    if scope["query_string"]:
+        target += "?" + scope["query_string"].decode("latin-1")
+    fields: dict[str, Any] = {
+        "client": where,
+        "method": scope["method"],
+        "target": target,
+        "status": status,
+        "duration_ms": round(seconds * 1e3, 3),
+    }
+    for name, value in echoed:
+        fields[_FIELDS[name]] = value.decode("latin-1")
+    if TOKEN in scope:
+        fields["token"] = scope[TOKEN]
+    tail = ""
+    if answer is not None:
+        fields |= answer.fields()
+        sources = " ".join(f"{source}={count}" for source, count in answer.sources.items())
+        tail = f" {answer.device} {sources} model={(answer.model or 'none')[:12]}"
+    message = (
+        f'{where} - "{scope["method"]} {target} HTTP/{scope["http_version"]}" {status} '
+        f"{seconds * 1e3:.2f} ms {fields['request_id']}{tail}"
+    )
+    # A record made here takes half of the time that `info` does.
+    record = logging.LogRecord(ACCESS, logging.INFO, "", 0, message, (), None)
+    record.fields = fields
+    _log.handle(record)

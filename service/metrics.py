@@ -1,26 +1,31 @@
-"""Counts of requests, replies, workers and reloads.
+"""Counts of requests, replies, workers and reloads, and the text of ``/metrics``.
 
 Each process counts for itself: numbers by key, which is a metric's name and its labels. Those of
-several processes are added up by their supervisor (`Totals`), which workers tell by the channel.
-"""
+several processes are added up by their supervisor (`Totals`), which workers tell by the channel."""
 
 from __future__ import annotations
 
+import platform
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
+from prometheus_client import ProcessCollector, generate_latest
 from prometheus_client.metrics_core import (
     CounterMetricFamily,
     GaugeMetricFamily,
     HistogramMetricFamily,
+    InfoMetricFamily,
     Metric,
 )
+from prometheus_client.registry import Collector
 from starlette.types import Scope
 
-from . import logs
+import confpred
+from confpred.model.folder import Model
 
 #: A metric's name and its labels; of a histogram also the number of a bucket, or ``sum``.
 Key = tuple[str, ...]
@@ -77,7 +82,9 @@ FAMILIES: Mapping[str, Family] = {
 class Metrics:
     """The counts of one process."""
 
-    def __init__(self) -> None:
+    def __init__(self, lost: Callable[[], int] = lambda: 0) -> None:
+        """Count; `lost` tells how many lines of the log are lost."""
+        self._lost = lost
         self.counts: Counts = defaultdict(float)
         for reason in ("queue", "deadline", "gone"):  # a rate is told from zero on only
             self.add(0, "confpred_dropped_requests", reason)
@@ -105,7 +112,7 @@ class Metrics:
 
     def told(self) -> list[list[Any]]:
         """The counts as JSON has them: rows of a key and its number."""
-        self.counts[("confpred_log_lines_lost",)] = logs.lost()
+        self.counts[("confpred_log_lines_lost",)] = self._lost()
         return rows(self.counts)
 
 
@@ -182,3 +189,57 @@ def status_of(scope: Scope, sent: int) -> int:
     """The status of a request; `sent` is that of the application's reply, 0 for none."""
     refused: int | None = scope.get(_REFUSED)
     return refused or sent or _GONE
+
+
+class Exposition(Collector):
+    """One answer to Prometheus."""
+
+    def __init__(
+        self,
+        counts: Mapping[Key, float],
+        processes: Mapping[str, int],
+        models: Mapping[str, Model],
+    ) -> None:
+        """Tell `counts`, the state of `processes` (ids by name) and `models` by device."""
+        self._counts, self._processes, self._models = counts, processes, models
+
+    def text(self) -> bytes:
+        """The whole answer; takes some milliseconds."""
+        return generate_latest(self)
+
+    def collect(self) -> Iterator[Metric]:
+        yield from families(self._counts)
+        yield _info(
+            "confpred_build",
+            "The versions that run; always 1.",
+            ({"version": confpred.__version__, "python": platform.python_version()},),
+        )
+        yield _info(
+            "confpred_model",
+            "The models that answer; always 1.",
+            (
+                {"device": device, "version": model.version, "digest": model.digest}
+                for device, model in self._models.items()
+            ),
+        )
+        yield from _of_processes(self._processes)
+
+
+def _info(name: str, help: str, rows: Iterable[Mapping[str, str]]) -> Metric:
+    found = InfoMetricFamily(name, help)
+    for row in rows:
+        found.add_metric((), dict(row))
+    return found
+
+
+def _of_processes(processes: Mapping[str, int]) -> Iterator[Metric]:
+    """Memory, CPU time and open files of each process, with its name among the workers."""
+    merged: dict[str, Metric] = {}
+    for name, process in processes.items():
+        for metric in ProcessCollector("confpred", partial(int, process), registry=None).collect():
+            whole = merged.setdefault(
+                metric.name, Metric(metric.name, metric.documentation, metric.type)
+            )
+            for sample in metric.samples:
+                whole.add_sample(sample.name, {"process": name}, sample.value)
+    yield from merged.values()

@@ -25,9 +25,9 @@ import uvicorn
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from .errors import Error, ErrorReply
+from . import Settings
 from .metrics import note_refused
-from .settings import Settings
+from .requests import Error, ErrorReply
 
 _SWEEP_S = 1.0
 #: How long what a refused client still sends is read, so that it sees why it was refused.

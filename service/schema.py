@@ -1,29 +1,32 @@
-"""The OpenAPI description, generated from the records that the code checks requests with."""
+"""The OpenAPI description, generated from the records that the code checks requests with, and
+``/docs``, the same for people, as one page that needs nothing else."""
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
+import json
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from html import escape
+from typing import Any, Literal
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
+from confpred.model.folder import Model
 from confpred.predict.choice import MAX_TOP, Source
 from confpred.problem.conv2d import CHOICES, LIMITS, PAIRS, Problem
 from confpred.problem.device import KNOWN, Device
 from confpred.problem.limits import Limits
 
-from .access import OPEN
-from .settings import Settings
-
-if TYPE_CHECKING:
-    from .generations import Loaded
+from . import Settings
 
 EXAMPLE = Problem(
     n=32, c=64, h=56, w=56, k=64, r=3, s=3, padding=(1, 1), groups=8, activation="relu"
 )
+#: Paths that anybody may ask.
+OPEN = frozenset(("/healthz", "/readyz"))
 _FIVE = {"n": 128, "c": 256, "h": 14, "w": 28, "k": 256, "r": 5, "s": 5, "groups": 16}
 EXAMPLES: dict[str, dict[str, Any]] = {
     "one problem": {"value": {"device": "h100", "problem": EXAMPLE.to_json()}},
@@ -145,23 +148,6 @@ class StatusReply:
     status: str
 
 
-def models(loaded: Loaded) -> ModelsReply:
-    """What is loaded."""
-    current = loaded.current
-    return ModelsReply(
-        current.digest,
-        [
-            ServedModel(device, model.version, model.digest, dict(model.card))
-            for device, model in current.predictor.models.items()
-        ],
-        [
-            FormerModel(device, model.version, model.digest, each.digest)
-            for each in loaded.others
-            for device, model in each.predictor.models.items()
-        ],
-    )
-
-
 def install(app: FastAPI, settings: Settings) -> None:
     """Complete `app`'s OpenAPI description by what FastAPI cannot see: the checked bodies."""
 
@@ -181,8 +167,10 @@ def install(app: FastAPI, settings: Settings) -> None:
             if settings.tokens is not None:
                 _secure(described)
             app.openapi_schema = described
+        loaded = app.state.loaded
+        models = () if loaded is None else loaded.current.predictor.models.values()
         request = app.openapi_schema["components"]["schemas"]["PredictRequest"]
-        request["properties"]["device"]["enum"] = _devices(app.state.loaded)
+        request["properties"]["device"]["enum"] = _devices(models)
         return app.openapi_schema
 
     app.openapi = openapi  # type: ignore[method-assign]
@@ -227,10 +215,9 @@ def _secure(described: dict[str, Any]) -> None:
                 }
 
 
-def _devices(loaded: Loaded | None) -> list[str]:
+def _devices(models: Iterable[Model]) -> list[str]:
     """Devices that a request may name: boards by their keys and as drivers call them, and those
     that only a model knows."""
-    models = [] if loaded is None else loaded.current.predictor.models.values()
     devices = {**KNOWN, **{model.device.key: model.device for model in models}}.values()
     return list(dict.fromkeys(name for each in devices for name in (each.key, each.product)))
 
@@ -320,3 +307,34 @@ def _request(settings: Settings) -> dict[str, Any]:
         "oneOf": [{"required": ["problem"]}, {"required": ["problems"]}],
         "additionalProperties": False,
     }
+
+
+#: The page may load nothing, from here or elsewhere, and run nothing.
+PAGE_HEADERS = {"content-security-policy": "default-src 'none'; style-src 'unsafe-inline'"}
+_STYLE = "body { font: 15px/1.5 sans-serif; max-width: 60em; margin: auto } pre { overflow: auto }"
+
+
+def page(api: Mapping[str, Any]) -> str:
+    """The page of `api`, an OpenAPI description: each request with its examples, then the forms of
+    bodies and replies."""
+    return "".join(_page_parts(api))
+
+
+def _page_parts(api: Mapping[str, Any]) -> Iterator[str]:
+    title = escape(f"{api['info']['title']} {api['info']['version']}")
+    yield f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title>'
+    yield f"<style>{_STYLE}</style><h1>{title}</h1><p>{escape(api['info']['description'])}</p>"
+    for path, methods in api["paths"].items():
+        for method, operation in methods.items():
+            yield f"<h2>{method.upper()} {escape(path)}</h2><p>{escape(operation['summary'])}</p>"
+            for content in operation.get("requestBody", {}).get("content", {}).values():
+                for name, example in content["examples"].items():
+                    yield f"<p>Ask {escape(name)}:</p>{_shown(example['value'])}"
+            yield _shown({k: v for k, v in operation.items() if k in ("parameters", "responses")})
+    for name, schema in api["components"]["schemas"].items():
+        yield f'<h3 id="{escape(name)}">{escape(name)}</h3>'
+        yield f"<pre>{escape(schema.get('description', ''))}</pre>{_shown(schema)}"
+
+
+def _shown(value: Any) -> str:
+    return f"<pre>{escape(json.dumps(value, indent=2))}</pre>"

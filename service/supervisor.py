@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import functools
 import logging
 import math
@@ -25,20 +26,83 @@ import os
 import shutil
 import signal
 import socket
+import tempfile
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from confpred.errors import ConfpredError
+from confpred.errors import ConfpredError, InvalidInput
 
-from . import systemd, tokens, trial
-from .channel import Fields, Gone
-from .child import Child
+from . import Settings, generations, logs, tokens
+from .child import Child, Fields, Gone, show_life, tell_reloading, tell_systemd
 from .metrics import Metrics, Totals, read, rows
-from .publishing import fingerprint, give_back, publish
-from .settings import Settings
+
+_BACKLOG = 2048
+_log = logging.getLogger(__name__)
+
+
+def serve(settings: Settings) -> None:
+    """Serve until told to stop (SIGINT or SIGTERM), then finish the requests under way.
+
+    Raises:
+        ModelError: the model folder is missing, damaged or foreign.
+        InvalidInput, DataError: the plan or the file of tokens is not valid; or there are no tokens
+            and other machines could connect.
+        ConfpredError: the address cannot be listened on.
+        GaveUp: workers ended again and again.
+    """
+    logs.configure(settings, "supervisor")
+    with _listener(settings) as listener, _home(settings) as home:
+        supervisor = Supervisor(settings, listener, home, lambda: _announce(settings, listener))
+        try:
+            asyncio.run(supervisor.run())
+        finally:
+            logs.finish()
+
+
+def _listener(settings: Settings) -> socket.socket:
+    """A socket that listens, on an address that the settings allow."""
+    host, port = settings.host, settings.port
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        if not (tokens.is_loopback(str(address[0])) or settings.tokens or settings.allow_anonymous):
+            allowed = "127.0.0.1 or another loopback address, unless --tokens FILE says who may "
+            raise InvalidInput("host", host, allowed + "ask, or --allow-anonymous is given")
+        found = socket.create_server((host, port), family=family, backlog=_BACKLOG)
+    except (OSError, UnicodeError) as error:  # UnicodeError: a name that no host can have
+        reason = getattr(error, "strerror", None) or "no such host"
+        raise ConfpredError(f"cannot listen on {host}, port {port}: {reason}") from None
+    found.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # accepted sockets inherit it
+    return found
+
+
+@contextlib.contextmanager
+def _home(settings: Settings) -> Iterator[Path]:
+    """A folder for what the processes of this server share, gone when it ends."""
+    try:
+        made = tempfile.TemporaryDirectory(prefix="confpred-serve-", ignore_cleanup_errors=True)
+    except OSError as error:
+        raise ConfpredError(f"cannot make a temporary folder: {error.strerror}") from error
+    with made as name:
+        home = Path(name)
+        # Who tidies up /tmp leaves a folder that is locked.
+        lock = os.open(home, os.O_RDONLY)
+        fcntl.flock(lock, fcntl.LOCK_SH)
+        try:
+            yield home
+        finally:
+            os.close(lock)
+
+
+def _announce(settings: Settings, listener: socket.socket) -> None:
+    host, port = listener.getsockname()[:2]
+    shown = f"[{host}]" if ":" in host else host
+    workers = f"{settings.workers} worker{'s' if settings.workers > 1 else ''}"
+    _log.info("confpred running on http://%s:%d with %s", shown, port, workers)
+    tell_systemd(READY="1")
+
 
 #: So many starts of a worker may fail in succession; then the server gives up, unless another
 #: worker answers.
@@ -93,7 +157,7 @@ class Supervisor:
         self._fatal: ConfpredError | None = None
         self._accepting = self._announced = False
         self._switched, self._ended = -math.inf, 0  # when, and how many workers ended since
-        self._metrics, self._totals = Metrics(), Totals()
+        self._metrics, self._totals = Metrics(logs.lost), Totals()
         for outcome in ("reloaded", "unchanged", "refused", "rolled_back", "taken_back"):
             self._count(outcome, 0)
         self._tasks: set[asyncio.Task[None]] = set()
@@ -110,12 +174,12 @@ class Supervisor:
             loop.add_signal_handler(sign, self._told_to_stop)
         loop.add_signal_handler(signal.SIGHUP, lambda: self._spawn(self._reload_for("SIGHUP")))
         self._listener.setblocking(False)
-        seen = fingerprint(self._settings)
+        seen = generations.fingerprint(self._settings)
         first, self._known = await asyncio.to_thread(self._read)
         self._history = [first]
         for number in range(self._settings.workers):
             self._slots.append(asyncio.create_task(self._slot(str(number))))
-        self._spawn(systemd.show_life())
+        self._spawn(show_life())
         if self._settings.watch_models:
             self._spawn(self._watch(seen))
         await self._stopping.wait()
@@ -135,22 +199,22 @@ class Supervisor:
         """
         async with self._changing:
             if self._announced:
-                systemd.tell_reloading()
+                tell_reloading()
             try:
                 new, known = await asyncio.to_thread(self._read)
                 outcome = "unchanged" if new == self._history[-1] else "reloaded"
                 await self._change([*(each for each in self._history if each != new), new], known)
             except ConfpredError as error:
-                self._tell_systemd(f"reload refused: {error}")
+                self._tell_status(f"reload refused: {error}")
                 self._count("refused")
                 raise Refused(str(error)) from error
-            self._tell_systemd(f"generation {new.name[:12]} answers")
+            self._tell_status(f"generation {new.name[:12]} answers")
             self._count(outcome)
             return outcome
 
-    def _tell_systemd(self, status: str) -> None:
+    def _tell_status(self, status: str) -> None:
         if self._announced:
-            systemd.tell(READY="1", STATUS=status.partition("\n")[0])
+            tell_systemd(READY="1", STATUS=status.partition("\n")[0])
 
     async def rollback(self, outcome: str = "rolled_back") -> str:
         """Have all workers switch to the generation before the current one; tokens stay.
@@ -173,8 +237,8 @@ class Supervisor:
         return self._publish(), known
 
     def _publish(self) -> Path:
-        folder = publish(self._settings, self._home / _GENERATIONS)
-        give_back()
+        folder = generations.publish(self._settings, self._home / _GENERATIONS)
+        generations.give_back()
         return folder
 
     async def _change(self, history: Sequence[Path], known: list[Fields]) -> None:
@@ -183,7 +247,7 @@ class Supervisor:
         history = history[-1 - self._settings.keep_models :]
         new = history[-1]
         is_new = new not in self._history
-        if is_new and (reason := await trial.refusal(new)):
+        if is_new and (reason := await generations.refusal(new)):
             shutil.rmtree(new, ignore_errors=True)
             raise Refused(reason)
         ready = [child for child in self._children.values() if child.ready or child.leaving]
@@ -261,7 +325,7 @@ class Supervisor:
             wanted = self._history[-1]
             try:
                 found = await asyncio.to_thread(self._publish)
-                if found != wanted and (reason := await trial.refusal(found)):
+                if found != wanted and (reason := await generations.refusal(found)):
                     shutil.rmtree(found, ignore_errors=True)
                     raise Refused(reason)
             except ConfpredError as error:
@@ -431,7 +495,7 @@ class Supervisor:
         """Reload when the models or the plan change on disk."""
         while True:
             await asyncio.sleep(self._settings.watch_models)
-            found = await asyncio.to_thread(fingerprint, self._settings)
+            found = await asyncio.to_thread(generations.fingerprint, self._settings)
             if found != seen:
                 seen = found
                 await self._reload_for("changed files")

@@ -10,6 +10,7 @@ import contextlib
 import fcntl
 import hashlib
 import hmac
+import ipaddress
 import json
 import os
 import secrets
@@ -119,3 +120,11 @@ def _token(path: str | Path, place: int, entry: Any) -> Token:
     if not (isinstance(digest, str) and len(digest) == 64 and set(digest) <= set(_HEX)):
         raise DataError(f"{where}: {InvalidInput('sha256', digest, '64 hexadecimal digits')}")
     return Token(str(entry["name"]), cast(Scope, entry["scope"]), digest)
+
+
+def is_loopback(address: str) -> bool:
+    """Whether `address` is this machine's own; a name is not."""
+    try:
+        return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+    except ValueError:
+        return False

@@ -27,12 +27,11 @@ from fastapi import FastAPI
 
 from confpred.errors import ConfpredError
 
-from . import generations, logs, tokens
+from . import Settings, generations, logs, tokens
 from .app import create_app
-from .channel import Channel, Fields
+from .child import Channel, Fields
 from .generations import Loaded
 from .protocol import leave, limited, sweep
-from .settings import Settings
 
 _REPORT_S = 0.01  # closed connections are reported together
 _COUNTS_S = 1.0  # between reports of the counts, which are lost if the process is killed

@@ -1,4 +1,4 @@
-"""A page of made-up measurements and of a small model of them."""
+"""Inputs for a report of made-up measurements and a small model."""
 
 from __future__ import annotations
 
@@ -18,5 +18,5 @@ def judge(dataset: Dataset) -> Evaluated:
 
 
 def inputs_of(*paths: Path) -> Inputs:
-    """What a page of `paths` is made of."""
+    """Return the inputs of a page of `paths`."""
     return read_inputs(paths, None, judge)

@@ -213,12 +213,12 @@ def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def table(lines: list[dict[str, Any]]) -> str:
-    """The summary as Markdown: gains over the loop over samples, and workspaces."""
+    """Return the summary of CUDA graphs as Markdown: gains over the loop, and workspaces."""
     heads = (
-        "eight layers", "published", "batched, eager", "one product, eager", "batched, graph",
-        "one product, graph", "best over cuDNN, graph", "workspace of the loop", "of all samples",
+        "eight layers", "published", "batched", "one product", "best over cuDNN",
+        "workspace of the loop", "of all samples",
     )  # fmt: skip
-    names = ("eager_batched", "eager_one_product", "graph_batched", "graph_one_product")
+    names = ("graph_batched", "graph_one_product")
     text = [f"| {' | '.join(heads)} |", f"|---|{'---:|' * (len(heads) - 1)}"]
     for line in lines:
         cells = [line["case"], f"{line['published']:.2f}x", *(f"{line[n]:.2f}x" for n in names)]

@@ -171,15 +171,13 @@ def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def table(lines: list[dict[str, Any]]) -> str:
-    """The summary as Markdown. Speeds are geometric means, PyTorch's time over ours, of the same
-    kind: both eager, or both graphs."""
+    """Return the summary of CUDA graphs as Markdown; speeds are geometric means over PyTorch's."""
     heads = (
-        "precision", "layers", "chains", "epilogue, eager", "epilogue, graph", "Strassen, eager",
-        "Strassen, graph", "its best, graph", "fastest of them", "Strassen's", "PyTorch's error",
-        "epilogue's", "Strassen's",
+        "precision", "layers", "chains", "epilogue", "Strassen", "Strassen's best", "fastest",
+        "chains that Strassen wins", "PyTorch's error", "epilogue's", "Strassen's",
     )  # fmt: skip
     text = [f"| {' | '.join(heads)} |", f"|---|{'---:|' * (len(heads) - 1)}"]
-    speeds = ("epilogue_eager", "epilogue_graph", "strassen_eager", "strassen_graph")
+    speeds = ("epilogue_graph", "strassen_graph")
     for line in lines:
         cells = [line["precision"], str(line["layers"]), str(line["chains"])]
         for name in (*speeds, "strassen_graph_best", "bounded_best_graph"):

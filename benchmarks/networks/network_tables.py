@@ -40,17 +40,6 @@ def summary(result: dict[str, Any], markdown: Markdown) -> str:
     return _filled(heads, rows, markdown)
 
 
-def ways(result: dict[str, Any], markdown: Markdown) -> str:
-    """Tabulate the geometric mean of each way's wall time over eager, by mode and batch."""
-    return _by_way(result, markdown, "over_eager", list(WAYS))
-
-
-def over_inductor(result: dict[str, Any], markdown: Markdown) -> str:
-    """Tabulate the same of GPU time over Inductor's."""
-    names = ["optimize", "freeze", "compile+confpred"]
-    return _by_way(result, markdown, "graph_over_compile", names)
-
-
 def _filled(
     heads: Sequence[str], rows: Sequence[Sequence[str]], markdown: Markdown, labels: int = 1
 ) -> str:
@@ -62,76 +51,48 @@ def _filled(
     return markdown([heads[i] for i in kept], cut) if whole else ""
 
 
-def _by_way(result: dict[str, Any], markdown: Markdown, field: str, names: list[str]) -> str:
-    heads = ["step, batch"]
-    for name in names:
-        heads += [f"{WAYS[name]}: geomean", "least"]
-    rows = []
+def per_network(result: dict[str, Any], markdown: Markdown) -> str:
+    """Tabulate the wall and the GPU time of `optimize` over eager, for each network."""
+    steps = [name for name, _ in _groups(result["rows"])]
+    cells: dict[str, dict[str, str]] = {}
     for name, group in _groups(result["rows"]):
-        cells = [cell for way in names for cell in _mean_and_least(_values(group, way, field))]
-        rows.append((name, *cells))
-    return _filled(heads, rows, markdown)
+        for row in group:
+            if row["way"] == "optimize":
+                ratios = [_shown(row, field) for field in ("over_eager", "graph_over_eager")]
+                known = ratios[:1] if "error" in row else list(filter(None, ratios))
+                cells.setdefault(row["network"], {})[name] = ", ".join(known)
+    rows = [(name, *(found.get(s, "") for s in steps)) for name, found in sorted(cells.items())]
+    return _filled(("network", *steps), rows, markdown)
 
 
-def per_network(result: dict[str, Any], markdown: Markdown, mode: str) -> str:
-    """Tabulate each network and batch of `mode`: times of eager, and ratios of the other ways."""
-    names = [way for way in WAYS if way != "freeze" or mode == "inference"]
-    heads = ["network", "batch", "eager, ms", "in a graph, ms", "eager over itself"]
-    heads += [f"{WAYS[way]}, wall" for way in names]
-    heads += ["`optimize`, GPU", "over Inductor", "`inductor_options`, over Inductor"]
-    rows = []
-    for (network, batch), found in _by_step(result["rows"], mode):
-        eager = found.get("eager", {})
-        cells = [
-            network,
-            str(batch),
-            _shown(eager, "ms", "{:.2f}"),
-            _shown(eager, "graph_ms", "{:.2f}"),
-        ]
-        cells += [_shown(found.get(way, {}), "over_eager") for way in ("again", *names)]
-        cells.append(_shown(found.get("optimize", {}), "graph_over_eager"))
-        for way in ("optimize", "compile+confpred"):
-            cells.append(_shown(found.get(way, {}), "graph_over_compile"))
-        rows.append(cells)
-    return _filled(heads, rows, markdown)
-
-
-def inference(result: dict[str, Any], markdown: Markdown) -> str:
-    """Tabulate the steps of inference."""
-    return per_network(result, markdown, "inference")
-
-
-def training(result: dict[str, Any], markdown: Markdown) -> str:
-    """Tabulate the steps of training."""
-    return per_network(result, markdown, "training")
-
-
-def first_steps(
-    warm: dict[str, Any] | None, cold: dict[str, Any] | None, markdown: Markdown
-) -> str:
-    """Tabulate the seconds of the first step at each network's largest batch."""
+def costs(warm: dict[str, Any] | None, cold: dict[str, Any] | None, markdown: Markdown) -> str:
+    """Tabulate first steps, in seconds, and memory, each at the largest batch of a network."""
     names = ("eager", "optimize", "compile", "compile+confpred")
     shown = {"eager": "eager"} | WAYS
-    heads = ["network", "step", "batch"]
-    heads += [f"{shown[way]}, {kind}" for way in names for kind in ("cold", "warm")]
-    both = [_of_largest_batch(each["rows"] if each else []) for each in (cold, warm)]
+    heads = ["step"]
+    heads += [f"first step, {shown[way]}, {kind}, s" for way in names for kind in ("cold", "warm")]
+    heads += [f"memory over eager, {name}: geomean, most" for name in WAYS.values()]
+    results = [_of_largest_batch(each["rows"] if each else []) for each in (cold, warm)]
     rows = []
-    for key in sorted(both[0].keys() | both[1].keys()):
-        found = [part.get(key, {}) for part in both]
-        cells = [_shown(ways.get(way, {}), "first_s", "{:.1f}") for way in names for ways in found]
-        rows.append((key[0], key[1], str(key[2]), *cells))
-    return _filled(heads, rows, markdown, 3)
-
-
-def memory(result: dict[str, Any], markdown: Markdown) -> str:
-    """Tabulate what a step allocates at most, at each network's largest batch."""
-    shown = {"eager": "eager"} | WAYS
-    heads = ["network", "step", "batch", *(f"{name}, MiB" for name in shown.values())]
-    rows = []
-    for (network, mode, batch), found in sorted(_of_largest_batch(result["rows"]).items()):
-        cells = [_shown(found.get(way, {}), "peak_mb", "{:.0f}") for way in shown]
-        rows.append((network, mode, str(batch), *cells))
-    return _filled(heads, rows, markdown, 3)
+    for mode in MODES:
+        both = [[ways for key, ways in found.items() if key[1] == mode] for found in results]
+        cells = [mode]
+        for way in names:
+            for networks in both:
+                first = [
+                    ways[way]["first_s"] for ways in networks if "first_s" in ways.get(way, {})
+                ]
+                cells.append(f"{statistics.median(first):.1f}" if first else "")
+        for way in WAYS:
+            ratios = [
+                ways[way]["peak_mb"] / ways["eager"]["peak_mb"]
+                for ways in both[1]
+                if ways.get(way, {}).get("peak_mb") and ways.get("eager", {}).get("peak_mb")
+            ]
+            mean_and_most = (statistics.geometric_mean(ratios), max(ratios)) if ratios else ()
+            cells.append(", ".join(f"{ratio:.2f}x" for ratio in mean_and_most))
+        rows.append(cells)
+    return _filled(heads, rows, markdown)
 
 
 def captured(result: dict[str, Any], markdown: Markdown) -> str:
@@ -227,12 +188,8 @@ def fused_operators(result: dict[str, Any], markdown: Markdown) -> str:
 #: Table -> its result files, and the function that makes it.
 OF_NETWORKS: dict[str, tuple[tuple[str, ...], Callable[..., str]]] = {
     "networks": (("networks.json",), summary),
-    "networks-ways": (("networks.json",), ways),
-    "networks-over-inductor": (("networks.json",), over_inductor),
-    "networks-inference": (("networks.json",), inference),
-    "networks-training": (("networks.json",), training),
-    "networks-first-steps": (("networks.json", "networks_cold.json"), first_steps),
-    "networks-memory": (("networks.json",), memory),
+    "networks-each": (("networks.json",), per_network),
+    "networks-costs": (("networks.json", "networks_cold.json"), costs),
     "captured-networks": (("captured_networks.json",), captured),
     "fused-operators": (("pytorch_epilogues.json",), fused_operators),
 }

@@ -26,9 +26,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from benchmarks.provenance import ROOT
-from confpred.service import access, logs, tokens
+from confpred.service import Settings, logs, tokens
+from confpred.service.app import Guard
 from confpred.service.metrics import Metrics
-from confpred.service.settings import Settings
 
 #: uvicorn's settings of the no-op; those of `confpred serve` are the same.
 _SERVED_ALIKE = {"access_log": False, "server_header": False, "ws": "none"}
@@ -58,8 +58,8 @@ def serve_no_op(tokens_file: str | None = None) -> None:
     if tokens_file is not None:
         settings = Settings(log_format="json", tokens=tokens_file)
         app.state.tokens = tokens.read(tokens_file)
-        app.add_middleware(access.Guard)
-        app.add_middleware(access.Access, metrics=Metrics(), log=True)
+        app.add_middleware(Guard)
+        app.add_middleware(logs.Access, metrics=Metrics(), log=True)
         logs.configure(settings, "0")
         logging.getLogger("uvicorn").setLevel("INFO")  # it tells its port
         log = {"log_config": None}

@@ -14,8 +14,7 @@ import click
 from confpred.cli import leave_signals
 from confpred.cli.arguments import require_packages
 from confpred.errors import DataError, InvalidInput, nearest
-from confpred.service import MODULES, tokens
-from confpred.service.settings import Settings
+from confpred.service import MODULES, Settings, tokens
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -95,8 +94,8 @@ def _check_variables() -> None:
 def _serve(**values: Any) -> None:
     _check_variables()
     require_packages("serve", *MODULES)
-    from confpred.service.server import serve as run  # what `--help` can do without
-    from confpred.service.supervisor import GaveUp
+    from confpred.service.supervisor import GaveUp  # what `--help` can do without
+    from confpred.service.supervisor import serve as run
 
     leave_signals()
     try:

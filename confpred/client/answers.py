@@ -1,4 +1,4 @@
-"""The service's JSON as records. What a reply says is checked as any input is: it comes from
+"""Replies of the service as records and errors. A reply is checked as any input is: it comes from
 another program, which may be of another version."""
 
 from __future__ import annotations
@@ -6,19 +6,35 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, get_args
+from datetime import datetime, timezone
+from email.utils import parsedate_to_datetime
+from typing import Any, NamedTuple, get_args
 
-from confpred.client.steps import Reply
-from confpred.errors import InvalidInput, ServiceError
+from confpred.concurrency import Recent
+from confpred.errors import InvalidInput, ServiceError, ServiceUnavailable
 from confpred.predict.choice import Choice, Source
 from confpred.predict.plan import named_candidate
 from confpred.problem.device import Device
 from confpred.problem.record import Record
 
+#: A problem, and how many choices; and the choices.
+Asked = tuple[Record, int]
+Choices = tuple[Choice, ...]
+#: Seconds on the clock that deadlines are on.
+clock = time.monotonic
 #: Names the model that answered by its digest; the service's, where it sends it.
 MODEL_HEADER = "x-confpred-model"
+
+
+class Reply(NamedTuple):
+    """A whole HTTP reply; `headers` finds names in any case."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +67,33 @@ class ServedModel:
     digest: str | None
 
 
+class Kept:
+    """Answers of one model, for a while."""
+
+    def __init__(self, least: int, seconds: float) -> None:
+        self._least, self._seconds = least, seconds
+        self._identity: str | None = None
+        self._recent: Recent[Asked, tuple[float, Choices]] = Recent(least)
+
+    def get(self, asked: Asked) -> Choices | None:
+        until, choices = self._recent.get(asked) or (0.0, ())
+        return choices if clock() < until else None
+
+    def put(self, identity: str | None, found: Mapping[Asked, Choices]) -> None:
+        """Keep what the model of that identity has answered, and nothing of another model."""
+        if identity is not None and identity != self._identity:
+            self._identity = identity
+            self._recent = Recent(self._least)
+        if self._least:
+            until = clock() + self._seconds
+            for asked, choices in found.items():
+                self._recent.put(asked, (until, choices))
+
+
 def choices_of(
-    reply: Reply, problems: Sequence[Record], device: Device, top: int, server: str
+    problems: Sequence[Record], device: Device, top: int, server: str, reply: Reply
 ) -> list[tuple[Choice, ...]]:
-    """The choices in a reply to ``/v1/predict``, best first, one tuple a problem.
+    """Return the choices in a reply to ``/v1/predict``, best first, one tuple a problem.
 
     Each config is looked up by what it spells out and has to be legal, as the tables and rules of
     the service may be others than those of this process, which is to launch it.
@@ -81,10 +120,10 @@ def _choice(fields: Mapping[str, Any], problem: Record, device: Device, server: 
         raise ValueError(f"source {fields['source']!r}")
     model = fields["model"]
     # A service of an earlier release says no more than the fields that are required here.
-    donor = fields.get("measured_on") if fields["source"] == "transferred" else None
+    source_device = fields.get("measured_on") if fields["source"] == "transferred" else None
     if fields["device"] != device.key:
         raise ValueError("an answer for another device")
-    if not all(text is None or isinstance(text, str) for text in (model, donor)):
+    if not all(text is None or isinstance(text, str) for text in (model, source_device)):
         raise ValueError("a model or a device that is no text")
     return Choice(
         problem,
@@ -96,7 +135,7 @@ def _choice(fields: Mapping[str, Any], problem: Record, device: Device, server: 
         regret_bound=_number(fields["regret_bound"]),
         extrapolated=fields.get("extrapolated", False) is True,
         model=model,
-        donor=donor,
+        donor=source_device,
         server=server,
     )
 
@@ -110,14 +149,14 @@ def _number(value: object) -> float | None:
 
 
 def identity_of(reply: Reply, answers: Sequence[Sequence[Choice]]) -> str | None:
-    """What names the model that answered: its digest, or else its version; None if nothing does."""
-    told = reply.headers.get(MODEL_HEADER)
+    """Return the digest of the model that answered, else its version; None without either."""
+    digest = reply.headers.get(MODEL_HEADER)
     versions = sorted({c.model for choices in answers for c in choices if c.model is not None})
-    return told or " ".join(versions) or None
+    return digest or " ".join(versions) or None
 
 
 def devices_of(reply: Reply) -> tuple[ServedDevice, ...]:
-    """The devices in a reply to ``/v1/devices``."""
+    """Return the devices in a reply to ``/v1/devices``."""
     names = [field.name for field in dataclasses.fields(Device)]
     return tuple(
         ServedDevice(Device(**{n: fields[n] for n in names if n in fields}), fields["model"])
@@ -126,7 +165,7 @@ def devices_of(reply: Reply) -> tuple[ServedDevice, ...]:
 
 
 def models_of(reply: Reply) -> tuple[ServedModel, ...]:
-    """The models in a reply to ``/v1/models``."""
+    """Return the models in a reply to ``/v1/models``."""
     return tuple(
         ServedModel(fields["device"], fields["version"], fields["card"], fields.get("digest"))
         for fields in json.loads(reply.body)["models"]
@@ -134,20 +173,44 @@ def models_of(reply: Reply) -> tuple[ServedModel, ...]:
 
 
 def is_too_much(reply: Reply) -> bool:
-    """Whether the service refuses the number of problems, and would take fewer."""
+    """Return whether the service refuses the number of problems, and would take fewer."""
     if reply.status == 413:
         return True
     return reply.status == 422 and _error_in(reply).get("field") == "problems"
 
 
 def refused(reply: Reply, request_id: str) -> ServiceError | InvalidInput:
-    """What the service says is wrong, as the library would raise it."""
+    """Return the service's error as the library would raise it."""
     error = _error_in(reply)
     if reply.status == 422 and isinstance(error.get("field"), str):
         return InvalidInput(error["field"], error.get("value"), str(error.get("allowed")))
-    said = error.get("message")
-    what = f"the service replies {reply.status}" + (f": {said}" if said else "")
-    return ServiceError(what, reply.status, request_id)
+    message = f"the service replies {reply.status}"
+    if error.get("message"):
+        message += f": {error['message']}"
+    return ServiceError(message, reply.status, request_id)
+
+
+def retry_after_s(headers: Mapping[str, str]) -> float:
+    """Return the seconds that ``Retry-After`` asks to wait, as a number or a date; else 0."""
+    value = headers.get("retry-after", "").strip()
+    if value.isascii() and value.isdigit():
+        return float(value[:9])
+    try:
+        then = parsedate_to_datetime(value)
+    except ValueError:
+        return 0.0
+    if then.tzinfo is None:
+        then = then.replace(tzinfo=timezone.utc)
+    return max(0.0, (then - datetime.now(timezone.utc)).total_seconds())
+
+
+def unavailable(reply: Reply | str, asked_s: float, request_id: str) -> ServiceUnavailable:
+    """Return the error of a call whose last attempt ended by `reply`, or by a failure in words."""
+    if isinstance(reply, str):
+        return ServiceUnavailable(f"no reply: {reply}", None, request_id)
+    later = f", and asks to wait {asked_s:g} s" if asked_s else ""
+    message = f"the service replies {reply.status}{later}"
+    return ServiceUnavailable(message, reply.status, request_id)
 
 
 def _error_in(reply: Reply) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 
-from confpred.client.blocking import Client
+from confpred.client.clients import Client
 from confpred.concurrency import PerProcess, Recent
 from confpred.errors import ConfpredError, InvalidInput
 from confpred.families.registry import all_families

@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 from client_servers import Answer, ToldServer, serving
 
-from confpred.client import AsyncClient, Client, Trace, circuit
-from confpred.client.exchange import retry_after_s
+from confpred.client import AsyncClient, Client, Trace, clients
+from confpred.client.answers import retry_after_s
 from confpred.errors import InvalidInput, ServiceError, ServiceUnavailable, install_command
 from confpred.predict.choice import Choice
 from confpred.predict.predictor import Predictor
@@ -136,10 +136,10 @@ def test_the_predictor_of_this_process_answers_instead(
 def test_a_dead_server_is_left_alone_and_found_again(
     local: Predictor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(circuit, "FIRST_REST_S", 2.0)
+    monkeypatch.setattr(clients, "FIRST_OPEN_S", 2.0)
     silent = ToldServer(local, Answer(before_s=30))
     with silent, Client(silent.url, timeout_s=0.2, retries=0, kept=0) as client:
-        for _ in range(circuit.FAILURES):
+        for _ in range(clients.FAILURES):
             with pytest.raises(ServiceUnavailable, match="no reply"):
                 client.choose(LAYER, "h100")
         asked = len(silent.seen)
@@ -163,10 +163,10 @@ def test_a_dead_server_is_left_alone_and_found_again(
 
 
 def test_after_a_rest_one_call_tries(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(circuit, "FIRST_REST_S", 0.01)
-    broken = circuit.Circuit()
+    monkeypatch.setattr(clients, "FIRST_OPEN_S", 0.01)
+    broken = clients.Circuit()
     first, second = object(), object()
-    for _ in range(circuit.FAILURES):
+    for _ in range(clients.FAILURES):
         assert broken.admit(first)
         broken.failed(0)
     time.sleep(0.02)

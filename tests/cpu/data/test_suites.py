@@ -152,7 +152,7 @@ def test_the_second_draw_adds_sizes_and_hardly_a_kernel(repository, shipped, mon
         for count in (470, 940)
     }
     first, both = ("{}, {} and {}".format(*counts) for counts in variants.values())
-    assert f"The first draws have {first} of them, both together {both}" in text
+    assert f"The first sets have {first} of them, both together {both}" in text
 
 
 @pytest.mark.parametrize(("device", "draws"), [("h100", 1), ("h200", 2)])

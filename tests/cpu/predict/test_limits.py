@@ -27,8 +27,8 @@ from confpred.problem.device import get_device
 from confpred.problem.limits import UNLIMITED, Limits
 from confpred.problem.operation import Launch
 from confpred.pytorch import choosing
+from confpred.service import Settings
 from confpred.service.app import create_app
-from confpred.service.settings import Settings
 
 A100, H100 = get_device("a100"), get_device("h100")
 FPROP = Problem.parse("n=24 c=160 h=30 w=30 k=160 r=3 s=3 groups=20 padding=1")

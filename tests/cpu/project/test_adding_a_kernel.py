@@ -50,10 +50,11 @@ def folder(example: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", ["layer_norm.py", "layer_norm.cu", "launch.py"])
-def test_the_blocks_are_the_whole_of_the_file(name: str, repository: Path, example: Path) -> None:
-    shown = "".join(block.text for block in walk.blocks(repository) if block.mark == name)
-    lines = (example / name).read_text().splitlines()
-    assert list(filter(None, shown.splitlines())) == list(filter(None, lines))
+def test_the_blocks_are_parts_of_the_file(name: str, repository: Path, example: Path) -> None:
+    shown = [block.text for block in walk.blocks(repository) if block.mark == name]
+    assert shown
+    whole = "".join((example / name).read_text().split())  # a part is indented less on the page
+    assert [text for text in shown if "".join(text.split()) not in whole] == []
 
 
 def test_the_suite_begins_as_shown(repository: Path, example: Path) -> None:
@@ -62,7 +63,7 @@ def test_the_suite_begins_as_shown(repository: Path, example: Path) -> None:
 
 
 def test_the_figures_are_those_of_the_files(repository: Path, example: Path) -> None:
-    page = (repository / "docs" / "adding-a-kernel.md").read_text()
+    page = " ".join((repository / "docs" / "adding-a-kernel.md").read_text().split())
     entries = json.loads((example / "suite.json").read_text())["problems"]
     of_networks = sum(bool(entry["networks"]) for entry in entries)
     assert f"{of_networks} of real networks, {len(entries) - of_networks} between" in page
@@ -73,7 +74,7 @@ def test_the_figures_are_those_of_the_files(repository: Path, example: Path) -> 
     for row in sorted(ok, key=lambda row: row["time_ms"]):
         key = tuple(row[name] for name in ("rows", "columns", "dtype", "affine"))
         fastest.setdefault(key, row["config"])
-    assert f"{len(FAMILY.configs)}\nconfigs, and half of them are the fastest" in page
+    assert f"{len(FAMILY.configs)} configs, and half of them are the fastest" in page
     assert 0.4 < len(set(fastest.values())) / len(FAMILY.configs) < 0.6
 
 
@@ -139,8 +140,8 @@ def test_a_source_is_found_beside_its_module(example: Path) -> None:
 
 @pytest.mark.slow(reason="folds are trained and judged")
 def test_train_judge_and_predict(repository: Path, folder: Path) -> None:
-    page = (repository / "docs" / "adding-a-kernel.md").read_text()
-    told = re.search(r"it is (\S+) in the geometric\nmean; .* to (\S+), .* to (\S+)\. If", page)
+    page = " ".join((repository / "docs" / "adding-a-kernel.md").read_text().split())
+    told = re.search(r"it is (\S+) in the geometric mean\. .* to (\S+), .* to (\S+)\. If", page)
     assert told
     train, predict = (b for b in walk.blocks(repository) if b.mark == "run" and b.language == "sh")
     said = walk.run(train, repository, folder)

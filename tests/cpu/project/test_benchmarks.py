@@ -136,7 +136,7 @@ def test_a_share_of_layers_holds_the_smaller_ones(measurements):
 
 @pytest.mark.slow(reason="folds are trained for each share of the layers")
 def test_a_device_is_learned_from_another(measurements):
-    """Of the same device the giver tells all: no problem of the asker is needed."""
+    """A source device equal to the target knows everything: no problem of the target is needed."""
     dataset = read_dataset([measurements])
     found = transfer.curve(dataset, dataset, (0.0, 1.0), folds=2, draws=1, seed=0)
     assert (found["families"], found["distance"]) == (["grouped_fprop"], 0.0)

@@ -38,7 +38,7 @@ PATH_ON_PAGE = re.compile(r"[\w.-]+(?:/[\w.-]+)+/?|[\w-]+\.(?:md|toml)")
 
 
 def recipe(title: str) -> tuple[str, list[Block]]:
-    """The text of a recipe without its blocks, and these."""
+    """Return the text of a recipe without its blocks, and these."""
     section = RECIPES[title]
     return FENCED.sub("", section), [Block(*found) for found in FENCED.findall(section)]
 
@@ -71,7 +71,7 @@ class Walk:
 
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
-    """A copy of what `COPIED` names, laid out both as in the repository and as installed."""
+    """Return a copy of `COPIED`, laid out both as in the repository and as installed."""
     for name in COPIED:
         source, target = ROOT / name, tmp_path / name
         target.parent.mkdir(exist_ok=True)
@@ -164,7 +164,7 @@ for step in steps:
 DESCRIBE = """
 import json
 from confpred.service.app import create_app
-from confpred.service.settings import Settings
+from confpred.service import Settings
 print(json.dumps(create_app(Settings()).openapi()["components"]["schemas"]["ChoiceReply"]))
 """
 
@@ -235,7 +235,7 @@ def test_every_block_of_code_is_handled() -> None:
 
 
 def commands() -> list[str]:
-    """What is not run: in blocks that say so, and in the text."""
+    """Check the commands that no walk runs: in blocks that say so, and in the text."""
     found = []
     for block in BLOCKS:
         if block.mark == "run: checked":

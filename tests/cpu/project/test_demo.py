@@ -36,7 +36,7 @@ demo.main()
 
 @dataclass(frozen=True)
 class Told:
-    """What the demo wrote, and the seconds that it took.
+    """A run of the demo.
 
     Attributes:
         lines: in order, of both streams.

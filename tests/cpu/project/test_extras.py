@@ -27,7 +27,7 @@ Requires-Dist: tomli>=2; python_version < "3.11" and extra == "train"
 
 
 def command_in(folder: Path, extra: str) -> str:
-    """What `install_command` says where only `folder` has confpred."""
+    """Return the answer of `install_command` where only `folder` has confpred."""
     program = (
         "import sys; sys.path.insert(0, sys.argv[1])\n"
         "from confpred.errors import install_command; print(install_command(sys.argv[2]))"

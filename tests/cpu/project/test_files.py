@@ -1,4 +1,4 @@
-"""What is written appears whole or not at all."""
+"""Files appear whole or not at all."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ def test_import_contracts_are_kept(installed: Path, repository: Path) -> None:
         ("families/late", "import pandas", "need the data stack"),
         ("predict/predictor", "import fastapi", "needs the web stack"),
         ("predict/predictor", "import httpx", "asks over HTTP"),
-        ("predict/predictor", "import confpred.client.circuit", "Imports point one way"),
+        ("predict/predictor", "import confpred.client.clients", "Imports point one way"),
     ],
 )
 def test_import_contracts_catch(

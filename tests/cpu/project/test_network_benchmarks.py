@@ -313,37 +313,19 @@ def test_the_summary_has_means_leasts_and_the_noise() -> None:
     ]
 
 
-def test_ways_are_compared_in_wall_and_gpu_time() -> None:
-    assert _lines("networks-ways", _result())[-1] == (
-        "| training, 32 | 4.00x | 2.00x | 1.50x | 1.50x |"
-    )
-    last = _lines("networks-over-inductor", _result())[-1]
-    assert last == "| training, 32 | 1.20x | 1.20x |"
-
-
 def test_each_network_has_its_figures_or_its_errors() -> None:
-    assert _lines("networks-training", _result())[0] == (
-        "| a | 32 | 10.00 | 5.00 | 1.00x | 2.00x | 1.50x | error | 1.50x | 1.20x | error |"
-    )
-    inference = _lines("networks-inference", _result())
-    assert [line.split(" | ")[1] for line in inference] == ["1", "16"]
-    assert _lines("networks-training", {"rows": []}) == []
-
-
-def test_first_steps_are_cold_and_warm() -> None:
-    cold = {"rows": [_row("a", "optimize", first_s=20.0)]}
-    shown = _lines("networks-first-steps", _result(), cold)
-    assert shown == [
-        "| a | training | 32 | 1.0 | 20.0 | 9.0 | 60.0 | error |",
-        "| b | training | 32 | 1.0 |  | 9.0 | 60.0 | error |",
+    assert _lines("networks-each", _result()) == [
+        "| a | error | 2.00x, 1.50x |",
+        "| b |  | 8.00x, 1.50x |",
     ]
-    assert _lines("networks-first-steps", None, cold)[0].startswith("| a | training | 32 |")
+    assert _lines("networks-each", {"rows": []}) == []
 
 
-def test_memory_is_of_the_largest_batch() -> None:
-    shown = _lines("networks-memory", _result())
-    assert shown[0] == "| a | training | 32 | 100 | 80 | error |"
-    assert all("inference" not in line for line in shown)  # nothing was recorded of it
+def test_first_steps_are_cold_and_warm_and_memory_is_beside_eager() -> None:
+    cold = {"rows": [_row("a", "optimize", first_s=20.0)]}
+    shown = _lines("networks-costs", _result(), cold)
+    assert shown == ["| training | 1.0 | 20.0 | 9.0 | 60.0 | 0.80x, 0.80x |"]
+    assert _lines("networks-costs", None, cold) == ["| training | 20.0 |"]
 
 
 def test_captured_networks_are_counted_and_the_wrong_ones_named() -> None:
@@ -354,15 +336,16 @@ def test_captured_networks_are_counted_and_the_wrong_ones_named() -> None:
 
 
 def test_a_result_not_measured_yet_leaves_its_tables_empty(tmp_path: Path) -> None:
-    for name in ("networks", "networks-first-steps"):
+    for name in ("networks", "networks-costs"):
         text = f"<!-- table:h100-{name} -->\n<!-- /table -->\n"
         assert tables.filled(text, tmp_path) == text
-    (tmp_path / "h200").mkdir()
-    for file in tables._RUNS:
-        if file not in tables.OPTIONAL:
-            (tmp_path / "h200" / file).write_text(json.dumps(FACTS))
-    made = tables.filled("<!-- table:h200-runs -->\n<!-- /table -->\n", tmp_path)
-    assert "in_situ.json" in made
+    for device in tables.DEVICES:
+        (tmp_path / device).mkdir()
+        for file in tables._RUNS:
+            if file not in tables.OPTIONAL:
+                (tmp_path / device / file).write_text(json.dumps(FACTS))
+    made = tables.filled("<!-- table:runs -->\n<!-- /table -->\n", tmp_path)
+    assert "| `in_situ.json` | 2026-01-01 | abc |  | 2026-01-01 | abc |  |" in made
     assert "networks.json" not in made
 
 

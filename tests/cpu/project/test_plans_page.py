@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from test_readme import FENCED, Block, run, said
 
 import confpred
 from confpred.predict.plan import read_plan
 
-FENCED = re.compile(
-    r"(?:^<!-- ((?:run|file).*?) -->\n)?^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE
-)
 PAGE = (Path(__file__).parents[3] / "docs" / "plans.md").read_text(encoding="utf-8")
-BLOCKS = {mark: (language, text) for mark, language, text in FENCED.findall(PAGE)}
+BLOCKS = {block.mark: block for block in (Block(*found) for found in FENCED.findall(PAGE))}
 
 
 @pytest.fixture
@@ -28,18 +24,9 @@ def folder(repository: Path, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def run(mark: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    language, text = BLOCKS[mark]
-    command = {"python": [sys.executable, "-c"], "sh": ["sh", "-ec"]}[language]
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    return subprocess.run(
-        [*command, text],
-        cwd=folder,
-        env=os.environ | {"PATH": path, "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+def run_block(mark: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    text = BLOCKS[mark].text.replace('device="cuda", ', "")
+    return run(text, folder, BLOCKS[mark].language)
 
 
 def test_every_block_is_run() -> None:
@@ -48,41 +35,31 @@ def test_every_block_is_run() -> None:
 
 
 def test_the_commands_run(folder: Path) -> None:
-    done = run("run", folder)
-    assert done.returncode == 0, done.stderr
-    assert "plan.json: " in done.stdout
-    assert "grouped_fprop" in done.stdout
-    assert "today's answers" in done.stdout
-    assert "pinned" in done.stdout
+    output = said(run_block("run", folder))
+    for part in ("plan.json: ", "grouped_fprop", "today's answers", "pinned"):
+        assert part in output
     assert read_plan(folder / "plan.json", "h100").choices
     assert list((folder / "prepared" / "kernels").rglob("*.cubin"))
 
 
 def test_a_plan_is_written_by_hand(folder: Path) -> None:
     path = folder / "mine.json"
-    path.write_text(BLOCKS["file: mine.json"][1])
+    path.write_text(BLOCKS["file: mine.json"].text)
     plan = read_plan(path)
     assert [device.key for device in plan.devices] == ["h100", "h200"]
     assert [choice.provider for choice in plan.choices] == ["grouped_fprop", "pytorch"]
 
 
 def test_a_network_is_prepared(folder: Path) -> None:
-    done = run("run: kernels", folder)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "1 layers on h100\n"
+    assert said(run_block("run: kernels", folder)) == "1 layers on h100\n"
     assert [device.key for device in read_plan(folder / "plan").devices] == ["h100"]
     assert (folder / "plan" / "manifest.json").exists()
 
 
 def test_without_a_gpu_a_recording_has_nothing_to_write(folder: Path) -> None:
     """tests/gpu runs the block as shown."""
-    language, text = BLOCKS["run: gpu"]
-    assert text.count('device="cuda", ') == 2
-    BLOCKS["run: cpu"] = (language, text.replace('device="cuda", ', ""))
-    try:
-        done = run("run: cpu", folder)
-    finally:
-        del BLOCKS["run: cpu"]
+    assert BLOCKS["run: gpu"].text.count('device="cuda", ') == 2
+    done = run_block("run: gpu", folder)
     assert done.returncode != 0
     assert "plan.json" in done.stderr
     assert "a convolution runs on a CUDA device; none was seen" in done.stderr

@@ -24,7 +24,9 @@ from benchmarks import tables
 from confpred.cli import cli
 
 MOST_LINES = 130
-FENCED = re.compile(r"(?:^<!-- (run.*?) -->\n)?^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+FENCED = re.compile(
+    r"(?:^<!-- ((?:run|file).*?) -->\n)?^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE
+)
 _PIP = """
 pip() { python -m pip "$@" --dry-run --no-deps --no-index --no-build-isolation 2>&1; }
 """
@@ -103,23 +105,31 @@ def test_a_marked_table_is_made_from_its_result(tmp_path: Path) -> None:
     assert tables.filled(made, tmp_path) == made
 
 
-def test_the_evidence_counts_and_averages_layers() -> None:
+def test_kernels_are_counted_and_averaged_by_layer() -> None:
     speeds = {"groups=64": 2.0, "groups=64 stride=2": 0.5, "groups=8 direction=wgrad": 1.0}
     layers = [{"problem": f"n=1 c=64 {words}", "speedup": s} for words, s in speeds.items()]
+    shares = {"floor_share": 0.5, "cudnn_floor_share": 0.25}
     parts = [
-        {"kind": "depthwise", "direction": "fprop"},
-        {"kind": "grouped", "direction": "wgrad"},
+        {"kind": "depthwise", "direction": "fprop"} | shares,
+        {"kind": "grouped", "direction": "wgrad"} | shares,
     ]
-    made = tables.evidence({"summary": parts, "layers": layers}).splitlines()
+    made = tables.kernels({"H100": {"summary": parts, "layers": layers}}).splitlines()
     assert made[2:] == [
-        "| depthwise, forward | 2 | 1.25x | 1.00x | 0.50x | 1 | 1 |",
-        "| grouped, filter gradient | 1 | 1.00x | 1.00x | 1.00x | 0 | 0 |",
-        "| all | 3 | 1.00x | 1.00x | 0.50x | 1 | 1 |",
+        "| depthwise, forward | H100 | 2 | 1.25x | 1.00x | 0.50x | 1 | 1 | 0.50 | 0.25 |",
+        "| grouped, filter gradient | H100 | 1 | 1.00x | 1.00x | 1.00x | 0 | 0 | 0.50 | 0.25 |",
+        "| all | H100 | 3 | 1.00x | 1.00x | 0.50x | 1 | 1 |  |  |",
     ]
+
+
+def test_a_row_that_one_device_lacks_is_empty() -> None:
+    rows = {"H100": {"a": ["1"]}, "H200": {"b": ["2"], "a": ["3"]}, "none": {}}
+    made = tables.side_by_side("name", ("x",), rows).splitlines()
+    assert made[0] == "| name | H100: x | H200: x |"
+    assert made[2:] == ["| a | 1 | 3 |", "| b |  | 2 |"]
 
 
 def test_a_marked_table_without_its_result_is_an_error(tmp_path: Path) -> None:
-    for name, error in (("h100-cudnn", FileNotFoundError), ("no-such-table", KeyError)):
+    for name, error in (("kernels", FileNotFoundError), ("no-such-table", KeyError)):
         with pytest.raises(error):
             tables.filled(f"<!-- table:{name} -->\n<!-- /table -->", tmp_path)
 

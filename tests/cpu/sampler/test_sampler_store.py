@@ -44,9 +44,11 @@ def test_the_readme_lists_exactly_the_columns(repository):
 def test_the_readme_tells_of_every_file(repository):
     folder = repository / "datasets"
     text = " ".join((folder / "README.md").read_text().split())
-    rows = {path.name: pq.read_metadata(path).num_rows for path in folder.glob("*.parquet")}
-    assert f"{sum(rows.values()):,} rows" in text
-    names = [*rows, "networks.json", *(f"suites/{p.name}" for p in folder.glob("suites/*.json"))]
+    measured = ("h100", "h200", "holdout/h100", "holdout/h200", "holdout/dense/h200")
+    for name in measured:
+        rows = sum(pq.read_metadata(path).num_rows for path in (folder / name).glob("*.parquet"))
+        assert f"| `{name}` | {rows:,} |" in text
+    names = ["networks.json", *(f"suites/{p.name}" for p in folder.glob("suites/*.json"))]
     assert [name for name in names if f"`{name}`" not in text] == []
 
 
@@ -96,8 +98,6 @@ HOLD = """
     from pathlib import Path
     from confpred.problem.conv2d import CONVOLUTION
     from confpred.sampler.run import open_store
-    from confpred.problem.conv2d import CONVOLUTION
-    from confpred.sampler.run import open_store
     with open_store(Path(sys.argv[1]), "a", CONVOLUTION):
         print("held", flush=True)
         sys.stdin.read()
@@ -122,8 +122,6 @@ FILL_THE_DISK = """
     sys.path.insert(0, sys.argv[2])
     from sampler_rows import ROW, other
     from confpred.errors import StorageError
-    from confpred.problem.conv2d import CONVOLUTION
-    from confpred.sampler.run import open_store
     from confpred.problem.conv2d import CONVOLUTION
     from confpred.sampler.run import open_store
     with open_store(Path(sys.argv[1]), "r", CONVOLUTION) as store:

@@ -18,9 +18,9 @@ from confpred.families.registry import all_families
 from confpred.predict.choice import MAX_TOP
 from confpred.problem.conv2d import CHOICES, LIMITS, PAIRS, Problem
 from confpred.problem.device import KNOWN
+from confpred.service import Settings
 from confpred.service.app import create_app
 from confpred.service.schema import EXAMPLE, EXAMPLES
-from confpred.service.settings import Settings
 
 PREDICTOR = Predictor.load()
 FAMILY = all_families()["grouped_fprop"]

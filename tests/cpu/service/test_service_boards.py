@@ -14,8 +14,8 @@ from layers import H100
 from confpred.errors import ModelError
 from confpred.model.folder import load_model
 from confpred.predict.predictor import Predictor
+from confpred.service import Settings
 from confpred.service.app import create_app
-from confpred.service.settings import Settings
 
 BOARD = replace(H100, key="board-of-a-model", product="NVIDIA Board of a Model")
 ONE = {

@@ -23,10 +23,8 @@ from fastapi.testclient import TestClient
 from test_service_process import COMMAND, ONE, running
 
 from confpred.cli.serve import serve as command
-from confpred.service import tokens
-from confpred.service.access import ADMIN
-from confpred.service.app import create_app
-from confpred.service.settings import Settings
+from confpred.service import Settings, tokens
+from confpred.service.app import ADMIN, create_app
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -18,10 +18,10 @@ from confpred.cli import cli
 from confpred.cli.serve import GAVE_UP
 from confpred.cli.serve import serve as command
 from confpred.errors import InvalidInput
+from confpred.service import Settings
 from confpred.service.app import create_app
 from confpred.service.predict import REFUSALS as REFUSED_WORK
 from confpred.service.schema import EXAMPLE
-from confpred.service.settings import Settings
 
 PAGE = (Path(__file__).parents[3] / "docs" / "service.md").read_text()
 ROWS = [

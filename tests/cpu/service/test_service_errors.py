@@ -15,9 +15,9 @@ from confpred import Choice, Device, Predictor
 from confpred.predict.choice import MAX_TOP
 from confpred.problem.conv2d import CHOICES, LIMITS, PAIRS
 from confpred.problem.record import Record
+from confpred.service import Settings
 from confpred.service.app import create_app
 from confpred.service.schema import EXAMPLE
-from confpred.service.settings import Settings
 
 PREDICTOR = Predictor.load()
 LAYER = EXAMPLE.to_json()

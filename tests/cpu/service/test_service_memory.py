@@ -13,12 +13,11 @@ from fastapi.testclient import TestClient
 from confpred import Choice, Device, Predictor
 from confpred.problem.conv2d import Problem
 from confpred.problem.record import Record
-from confpred.service import generations
+from confpred.service import Settings, generations
 from confpred.service.app import create_app
 from confpred.service.generations import Loaded
-from confpred.service.memory import Latest, Memories
+from confpred.service.predict import Latest, Memories
 from confpred.service.schema import EXAMPLE
-from confpred.service.settings import Settings
 
 LAYER = EXAMPLE.to_json()
 BATCH = {"device": "h100", "problems": [{**LAYER, "n": n} for n in (1, 2, 3, 2)], "top": 2}

@@ -1,0 +1,120 @@
+"""Plain words: the word list in CONTRIBUTING.md, short sentences, and budgets of words."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+PAGES = sorted(
+    page
+    for pattern in ("*.md", "docs/**/*.md", "datasets/*.md", "tests/*.md")
+    for page in ROOT.glob(pattern)
+)
+#: Words in all pages of docs/ and at the top of the repository, and in the decisions.
+BUDGETS = {"*.md": 28_000, "docs/decisions/*.md": 8_000}
+#: Words of a sentence, on average over a page.
+LONGEST_AVERAGE = 20
+#: Folders whose docstrings still have sentences that begin with a word of `_NOT_FIRST`. The list
+#: may only become shorter.
+EXEMPTED = (
+    "benchmarks", "confpred", "datasets", "examples", "service", "tests",
+)  # fmt: skip
+_NOT_FIRST = re.compile(r"(?:^|[.:?!]\s+|\n\s*\n\s*)(What|Of)\s")
+_FENCED = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
+_COMMENT = re.compile(r"<!--.*?-->", re.DOTALL)
+_SPAN = re.compile(r"`[^`\n]*`")
+_TARGET = re.compile(r"\]\([^)\s]*\)")
+#: A line that is no sentence: of a table, a heading, an indented block.
+_NO_SENTENCE = re.compile(r"^(?:\||#| {4}).*$", re.MULTILINE)
+_ITEM = re.compile(r"^ *(?:[-*]|\d+\.) ", re.MULTILINE)
+
+
+def prose(text: str) -> str:
+    """Return a page without code, comments and the targets of links."""
+    for pattern, instead in (
+        (_FENCED, "\n\n"),
+        (_COMMENT, "\n\n"),
+        (_SPAN, "code"),
+        (_TARGET, "]"),
+    ):
+        text = pattern.sub(instead, text)
+    return text
+
+
+def sentences(text: str) -> list[str]:
+    """Return the sentences of a page; tables and headings have none."""
+    text = _ITEM.sub("\n\n", _NO_SENTENCE.sub("\n\n", prose(text)))
+    paragraphs = [" ".join(part.split()) for part in re.split(r"\n\s*\n", text)]
+    return [s for part in paragraphs for s in re.split(r"(?<=[.?!])[)*]*\s+", part) if s]
+
+
+def not_to_use() -> list[str]:
+    """Return the words in the last column of the word list."""
+    page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    _, _, section = page.partition("\n## Words\n")
+    rows = re.findall(r"^\|(?!---)[^|]*\|[^|]*\|([^|]*)\|$", section.partition("\n## ")[0], re.M)
+    return [word.strip() for row in rows[1:] for word in row.split(",") if word.strip()]
+
+
+def named(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+def test_the_word_list_is_read() -> None:
+    words = not_to_use()
+    assert {"donor", "sitting", "ours", "what serves"} <= set(words)
+    assert len(words) == len(set(words))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_a_page_has_no_word_that_the_list_forbids(page: Path) -> None:
+    # The list itself names them.
+    text = re.sub(r"\n## Words\n.*?(?=\n## )", "", page.read_text(encoding="utf-8"), flags=re.S)
+    words = "|".join(map(re.escape, not_to_use()))
+    found = re.findall(rf"\b(?<!in )(?:{words})s?\b", prose(text), re.IGNORECASE)
+    assert found == []
+    assert [s for s in sentences(text) if re.match(r"\W*(What|Of)\s", s)] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_sentences_are_short(page: Path) -> None:
+    lengths = [len(sentence.split()) for sentence in sentences(page.read_text(encoding="utf-8"))]
+    assert lengths
+    assert sum(lengths) / len(lengths) <= LONGEST_AVERAGE
+
+
+@pytest.mark.parametrize("pattern", BUDGETS)
+def test_pages_keep_within_their_budget(pattern: str) -> None:
+    folders = (ROOT, ROOT / "docs", ROOT / "docs" / "decisions") if pattern == "*.md" else (ROOT,)
+    pages = [page for folder in folders for page in folder.glob(pattern)]
+    assert len(pages) > 3
+    assert sum(len(page.read_text(encoding="utf-8").split()) for page in pages) <= BUDGETS[pattern]
+
+
+def docstrings(path: Path) -> Iterator[str]:
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, kinds) and (text := ast.get_docstring(node)) is not None:
+            yield text
+
+
+def test_no_sentence_of_a_docstring_begins_with_what_or_of() -> None:
+    folders = ("benchmarks", "confpred", "datasets", "examples", "service", "tests")
+    wrong = []
+    for path in (path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))):
+        if not named(path).startswith(tuple(f"{folder}/" for folder in EXEMPTED)):
+            wrong += [f"{named(path)}: {t[:60]}" for t in docstrings(path) if _NOT_FIRST.search(t)]
+    assert wrong == []
+
+
+def test_what_the_checks_look_for_is_found() -> None:
+    page = "# Head\n\nOne two three.\nFour (five). Six\n\n- Seven `a b` eight\n\n| a | b |\n"
+    assert sentences(page) == ["One two three.", "Four (five).", "Six", "Seven code eight"]
+    assert _NOT_FIRST.search("What serves a layer.")
+    assert _NOT_FIRST.search("Return it. Of these, two.")
+    assert not _NOT_FIRST.search("Return what of it is there.")
