@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.provenance import ANCHORS, DATASETS, HOLDOUT, ROOT, measured, measured_devices
-from confpred.model.folder import CARD, model_folders
+from confpred.model.card import CARD
+from confpred.model.folder import model_folders
 
 CONFPRED = Path(sys.executable).with_name("confpred")
 EXAMPLE = ROOT / "examples" / "layer_norm"

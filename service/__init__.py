@@ -10,7 +10,7 @@ MODULES = ("fastapi", "uvicorn", "httptools", "orjson", "prometheus_client")
 
 
 def _setting(default: Any, help: str, allowed: Any = None) -> Any:
-    """`allowed` is the least and the greatest of an integer, or the words of a choice."""
+    """Declare a setting; `allowed` is an integer's least and greatest, or the words of a choice."""
     return field(default=default, metadata={"help": help, "allowed": allowed})
 
 
@@ -54,7 +54,9 @@ class Settings:
         1, "Former generations of models that stay loaded, to ask for and to roll back to.", (0, 16)
     )
     watch_models: int = _setting(
-        0, "Seconds between looks for changed models or plans; 0 looks only when told.", (0, 86_400)
+        0,
+        "Seconds between looks for changed models or plans; 0 looks only at a reload.",
+        (0, 86_400),
     )
     max_head: int = _setting(
         32_768, "Most bytes in the head of a request: its line and headers.", (1024, 1_048_576)
@@ -70,10 +72,10 @@ class Settings:
         75, "Seconds that a connection without a request stays open.", (1, 86_400)
     )
     grace: int = _setting(
-        30, "Seconds for the requests under way, once the server is told to stop.", (0, 3600)
+        30, "Seconds for the requests under way when the server stops.", (0, 3600)
     )
 
     @property
     def max_body_bytes(self) -> int:
-        """Largest request body: 1 KiB a problem is some four times what one takes in full."""
+        """Return the size of the largest body: 1 KiB a problem is some four times its full form."""
         return 1024 * (self.max_batch + 24)

@@ -23,12 +23,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from confpred._version import __version__
 from confpred.errors import InvalidInput
 from confpred.predict.predictor import Predictor
-from confpred.problem.device import KNOWN, Device
+from confpred.problem.device import KNOWN
 
 from . import Settings, generations, logs, requests, schema, tokens
 from .child import Channel, Gone
 from .generations import Generation, Loaded
-from .metrics import Exposition, Metrics, read
+from .metrics import Metrics, exposition, read
 from .predict import Predict
 from .requests import Error, RequestError
 
@@ -48,8 +48,8 @@ def create_app(
     predictor: Predictor | Loaded | None = None,
     known: Sequence[tokens.Token] = (),
 ) -> FastAPI:
-    """The application; it loads the model of `settings` on start unless `predictor` is given, which
-    may be generations that are loaded. `known` are the tokens of `settings`.
+    """Return the application; it loads the model of `settings` on start unless `predictor` is
+    given, which may be generations that are loaded. `known` are the tokens of `settings`.
 
     Raises (on start):
         ModelError: the model folder is missing, damaged or foreign.
@@ -106,7 +106,7 @@ def _refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:
 
 
 class _Shortcut:
-    """ASGI middleware: leads predictions past the router, which takes a tenth of their time."""
+    """ASGI middleware that leads predictions past the router, which takes a tenth of their time."""
 
     def __init__(self, app: ASGIApp, route: APIRoute) -> None:
         self._app, self._route = app, route
@@ -123,7 +123,7 @@ class _Shortcut:
 
 
 def _predict_route(predict: Predict) -> APIRoute:
-    """The route to `predict`: FastAPI describes it, and ASGI calls it, with nothing in between."""
+    """Return the route to `predict`: FastAPI describes it, and ASGI calls it directly."""
 
     async def described() -> None: ...
 
@@ -146,7 +146,12 @@ async def devices(request: Request, response: Response) -> schema.DevicesReply:
     current = _loaded(request.app).current
     response.headers["etag"] = f'"{current.digest}"'
     own = {model.device.key: model.device for model in current.predictor.models.values()}
-    served = [_served(device, current) for device in {**KNOWN, **own}.values()]
+    served = []
+    for device in {**KNOWN, **own}.values():
+        model = current.model_of(device.key)
+        version, digest = (None, None) if model is None else (model.version, model.digest)
+        fields = dataclasses.asdict(device)
+        served.append(schema.ServedDevice(**fields, model=version, digest=digest))
     return schema.DevicesReply(served)
 
 
@@ -158,12 +163,12 @@ async def models(request: Request, response: Response) -> schema.ModelsReply:
 
 
 def _models(loaded: Loaded) -> schema.ModelsReply:
-    """What is loaded."""
+    """Return the reply that lists all that is loaded."""
     current = loaded.current
     return schema.ModelsReply(
         current.digest,
         [
-            schema.ServedModel(device, model.version, model.digest, dict(model.card))
+            schema.ServedModel(device, model.version, model.digest, dict(model.card.content))
             for device, model in current.predictor.models.items()
         ],
         [
@@ -196,8 +201,7 @@ async def metrics(request: Request) -> Response:
         with contextlib.suppress(Gone):
             told = await supervisor.ask("metrics")
     models = state.loaded.current.predictor.models if state.loaded else {}
-    exposition = Exposition(read(told["counts"]), told["processes"], models)
-    text = await asyncio.to_thread(exposition.text)
+    text = await asyncio.to_thread(exposition, read(told["counts"]), told["processes"], models)
     return Response(text, headers={"content-type": CONTENT_TYPE_LATEST})
 
 
@@ -212,7 +216,7 @@ async def docs(request: Request) -> Response:
 
 
 def _loaded(app: FastAPI) -> Loaded:
-    """The loaded generations; before the start and after the end there are none."""
+    """Return the loaded generations; before the start and after the end there are none."""
     loaded: Loaded | None = app.state.loaded
     if loaded is None:
         error = Error("not_ready", "no model is loaded; ask again in a moment")
@@ -221,7 +225,7 @@ def _loaded(app: FastAPI) -> Loaded:
 
 
 def _generation(scope: Scope) -> Generation:
-    """The generation that is to answer: the current one, or one that the request names."""
+    """Return the generation that answers: the current one, or one that the request names."""
     loaded = _loaded(scope["app"])
     if scope["query_string"]:
         version = QueryParams(scope["query_string"]).get("version")
@@ -230,26 +234,25 @@ def _generation(scope: Scope) -> Generation:
     return loaded.current
 
 
-def _served(device: Device, current: Generation) -> schema.ServedDevice:
-    model = current.model_of(device.key)
-    version, digest = (None, None) if model is None else (model.version, model.digest)
-    return schema.ServedDevice(**dataclasses.asdict(device), model=version, digest=digest)
-
-
 #: Headers of browsers and of proxies.
 _FOREIGN = ("origin", "x-forwarded-for", "forwarded")
-_REFUSALS: dict[int | str, dict[str, Any]] = {
-    status: {"model": requests.ErrorReply} for status in (401, 403, 409, 503)
-}
 
 
-@_router.post("/v1/models/reload", summary="Read models and the plan again", responses=_REFUSALS)
+@_router.post(
+    "/v1/models/reload",
+    summary="Read models and the plan again",
+    responses=_refusals(401, 403, 409, 503),
+)
 async def reload(request: Request) -> schema.ChangeReply:
     """All workers answer by what was read when this is answered, or none does."""
     return await _change(request, "reload")
 
 
-@_router.post("/v1/models/rollback", summary="Return to what answered before", responses=_REFUSALS)
+@_router.post(
+    "/v1/models/rollback",
+    summary="Return to what answered before",
+    responses=_refusals(401, 403, 409, 503),
+)
 async def rollback(request: Request) -> schema.ChangeReply:
     """All workers answer by the former models and plan when this is answered, or none does."""
     return await _change(request, "rollback")
@@ -274,8 +277,8 @@ async def _change(request: Request, word: str) -> schema.ChangeReply:
 
 
 def _check(request: Request) -> None:
-    """Without tokens, only who is on this machine may manage the server, and not by a page in a
-    browser or through a proxy, which anybody may be behind."""
+    """Refuse those who are not on this machine, if there are no tokens. A page in a browser and a
+    proxy do not count as this machine: anybody may be behind them."""
     if request.app.state.settings.tokens is not None:
         return  # `Guard` has looked at the token
     foreign = [name for name in _FOREIGN if name in request.headers]
@@ -290,7 +293,7 @@ def _check(request: Request) -> None:
 
 
 class Guard:
-    """ASGI middleware: asks for a token that allows what is asked for."""
+    """ASGI middleware that asks for a token which allows the request."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -303,23 +306,20 @@ class Guard:
         secret = _bearer(scope)
         token = None if secret is None else tokens.find(known, secret)
         if token is None:
-            given = "" if secret is None else ', error="invalid_token"'
-            said = "no token" if secret is None else "an unknown token"
-            error = Error(
-                "unauthorized",
-                f"the request has {said}",
-                "authorization",
-                None,
-                "Bearer and a token of scope " + needed,
-            )
-            return await _refuse(401, error, given)(scope, receive, send)
-        scope[logs.TOKEN] = token.name
-        if not token.allows(needed):
+            details = "" if secret is None else ', error="invalid_token"'
+            message = f"the request has {'no' if secret is None else 'an unknown'} token"
+            allowed = f"Bearer and a token of scope {needed}"
+            status, error = 401, Error("unauthorized", message, "authorization", None, allowed)
+        else:
+            scope[logs.TOKEN] = token.name
+            if token.allows(needed):
+                return await self._app(scope, receive, send)
+            details = f', error="insufficient_scope", scope="{needed}"'
             message = f"the token {requests.shorten(token.name)!r} is not for this"
-            error = Error("forbidden", message, "authorization", None, f"a token of scope {needed}")
-            given = f', error="insufficient_scope", scope="{needed}"'
-            return await _refuse(403, error, given)(scope, receive, send)
-        return await self._app(scope, receive, send)
+            allowed = f"a token of scope {needed}"
+            status, error = 403, Error("forbidden", message, "authorization", None, allowed)
+        challenge = {"www-authenticate": f'Bearer realm="confpred"{details}'}
+        return await requests.reply(status, error, challenge)(scope, receive, send)
 
 
 def _bearer(scope: Scope) -> bytes | None:
@@ -328,8 +328,3 @@ def _bearer(scope: Scope) -> bytes | None:
             scheme, _, secret = value.partition(b" ")
             return secret.strip() if scheme.lower() == b"bearer" else b""
     return None
-
-
-def _refuse(status: int, error: Error, parameters: str) -> ASGIApp:
-    header = f'Bearer realm="confpred"{parameters}'
-    return requests.reply(status, error, {"www-authenticate": header})

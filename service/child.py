@@ -1,4 +1,4 @@
-"""A worker process as its supervisor sees it; how the two talk, and what systemd is told."""
+"""A worker process as its supervisor sees it; how the two talk; and states sent to systemd."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from typing import Any
 
 from . import Settings
 
-#: What the other end says: a word, and fields beside it.
+#: Fields of a message, beside its word.
 Fields = dict[str, Any]
 #: Answers what the other end asks; an exception is told to it as ``error``.
 Handler = Callable[[str, Fields], Awaitable[Fields | None]]
@@ -30,11 +30,11 @@ _log = logging.getLogger(__name__)
 
 
 class Gone(ConnectionError):
-    """The other end has closed, as its process ended."""
+    """The other end has closed: its process ended."""
 
 
 class Channel:
-    """One end. Either may ask, and answers need not come in order."""
+    """One end of a pair of sockets. Either may ask, and answers need not come in order."""
 
     def __init__(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, handler: Handler
@@ -142,26 +142,29 @@ class Child:
         Raises:
             OSError: there are too many processes or open files.
         """
-        with _Pairs() as pairs:
-            theirs = (pairs.control[1].fileno(), pairs.connections[1].fileno())
-            start = {
-                "settings": asdict(settings),
-                "name": self.name,
-                "control": theirs[0],
-                "connections": theirs[1],
-                "generations": [str(folder) for folder in generations],
-                "home": str(home),
-            }
-            self._process = await asyncio.create_subprocess_exec(
-                *command("worker"),
-                json.dumps(start),
-                stdin=asyncio.subprocess.DEVNULL,
-                pass_fds=theirs,
-            )
-            self._connections = pairs.connections[0]
+        with contextlib.ExitStack() as on_error:
+            control, control_end = map(on_error.enter_context, socket.socketpair())
+            connections, connections_end = map(on_error.enter_context, socket.socketpair())
+            with control_end, connections_end:
+                descriptors = (control_end.fileno(), connections_end.fileno())
+                start = {
+                    "settings": asdict(settings),
+                    "name": self.name,
+                    "control": descriptors[0],
+                    "connections": descriptors[1],
+                    "generations": [str(folder) for folder in generations],
+                    "home": str(home),
+                }
+                self._process = await asyncio.create_subprocess_exec(
+                    *command("worker"),
+                    json.dumps(start),
+                    stdin=asyncio.subprocess.DEVNULL,
+                    pass_fds=descriptors,
+                )
+            self._connections = connections
             self._connections.setblocking(False)
-            self.channel = await Channel.open(pairs.control[0], handler)
-            pairs.keep_ours()
+            self.channel = await Channel.open(control, handler)
+            on_error.pop_all()
 
     @property
     def pid(self) -> int:
@@ -169,7 +172,7 @@ class Child:
 
     @property
     def load(self) -> tuple[int, int]:
-        """By what workers are compared: its open connections, and all that it ever had."""
+        """Return its open connections, and all that it ever had, by which workers are compared."""
         return self._handed - self._closed, self._handed
 
     def count_closed(self, closed: int) -> None:
@@ -201,23 +204,6 @@ class Child:
         if status < 0:
             return f"ended by {signal.Signals(-status).name}"
         return f"ended with status {status}"
-
-
-class _Pairs:
-    """The two pairs of sockets between the processes; the worker's ends are closed here."""
-
-    def __enter__(self) -> _Pairs:
-        self.control = socket.socketpair()
-        self.connections = socket.socketpair()
-        self._ours: list[Any] = [self.control[0], self.connections[0]]
-        return self
-
-    def keep_ours(self) -> None:
-        self._ours = []
-
-    def __exit__(self, *error: object) -> None:
-        for end in (*self._ours, self.control[1], self.connections[1]):
-            end.close()
 
 
 _US = 1_000_000

@@ -1,4 +1,4 @@
-"""What answers: models and a plan that belong together, known by their digest.
+"""Generations: models and a plan that belong together, known by their digest.
 
 The supervisor copies them from where the operator keeps them to a folder of its own, once each time
 that they change: a generation. All workers load that copy, one that starts later too. So they
@@ -30,7 +30,8 @@ import numpy as np
 from confpred.concurrency import end_with
 from confpred.errors import ConfpredError, DataError, ModelError
 from confpred.files import write_folder
-from confpred.model.folder import Model, model_folders, read_files, shipped_models
+from confpred.model.card import read_files
+from confpred.model.folder import Model, model_folders, shipped_models
 from confpred.model.trees import Trees
 from confpred.predict.plan import plan_file
 from confpred.predict.predictor import Predictor
@@ -78,11 +79,19 @@ def publish(settings: Settings, home: Path) -> Path:
     return published
 
 
+def give_back() -> None:
+    """Have the C library return the 30 MB that `publish` took, which glibc keeps for its thread."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
 def fingerprint(settings: Settings) -> str:
-    """What changes when a file of the models or the plan does; cheap, as no file is read."""
+    """Return a digest that changes with the files of models and plan; it reads none of them."""
     source = shipped_models() if settings.model is None else Path(settings.model)
     found = []
-    for path in sorted((*source.glob("*"), *source.glob("*/*"), *_named(settings.plan))):
+    plan = [] if settings.plan is None else [plan_file(Path(settings.plan))]
+    for path in sorted((*source.glob("*"), *source.glob("*/*"), *plan)):
         try:
             status = path.stat()
         except OSError:  # gone since it was listed
@@ -92,21 +101,10 @@ def fingerprint(settings: Settings) -> str:
 
 
 def digest_of(models: Mapping[str, tuple[str, str]], plan: bytes | None) -> str:
-    """The digest of a generation, of its models' names and digests by device and the text of its
-    plan; answers tell the names."""
+    """Return the digest of a generation, of its models' names and digests by device and the text of
+    its plan; answers have the names."""
     parts = [models, None if plan is None else hashlib.sha256(plan).hexdigest()]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
-
-
-def give_back() -> None:
-    """Have the C library return the 30 MB that `publish` took, which glibc keeps for its thread."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
-
-
-def _named(plan: str | None) -> list[Path]:
-    return [] if plan is None else [plan_file(Path(plan))]
 
 
 def _read_plan(path: str | None) -> bytes | None:
@@ -140,12 +138,12 @@ class Generation:
         return self.predictor.models.get(device)
 
     def answer(self, device: str, sources: Mapping[str, int]) -> Answer:
-        """What the log tells of a reply for `device` whose choices came from `sources`."""
+        """Return the log's fields of a reply for `device` whose choices came from `sources`."""
         model = self.model_of(device)
         return Answer(device, sources, self.digest, None if model is None else model.digest)
 
     def has(self, version: str) -> bool:
-        """Whether it or one of its models is called `version`, by name or by digest."""
+        """Return whether it or one of its models is called `version`, by name or by digest."""
         models = self.predictor.models.values()
         if version in (model.version for model in models):
             return True
@@ -155,8 +153,8 @@ class Generation:
 
 
 def of(predictor: Predictor, plan: bytes | None = None) -> Generation:
-    """`predictor`'s generation, its tables made, so that no client need wait for them; `plan` is
-    the text of its plan."""
+    """Return the generation of `predictor`, whose plan has the text `plan`. Its tables are made, so
+    that no client need wait for them."""
     for device in (*predictor.models, next(iter(KNOWN))):
         predictor.choose(EXAMPLE, device)
     models = {device: (m.version, m.digest) for device, m in predictor.models.items()}
@@ -165,7 +163,7 @@ def of(predictor: Predictor, plan: bytes | None = None) -> Generation:
 
 
 def load(folder: Path) -> Generation:
-    """The generation that `publish` wrote to `folder`.
+    """Return the generation that `publish` wrote to `folder`.
 
     Raises:
         ModelError, DataError, InvalidInput: the folder is damaged, or a model in it is of no use
@@ -182,7 +180,7 @@ def load(folder: Path) -> Generation:
 
 
 class Loaded:
-    """The generations that one process has loaded, and which of them answers."""
+    """Generations that one process has loaded, one of which is current."""
 
     def __init__(self, current: Generation, others: Iterable[Generation] = ()) -> None:
         self.current = current
@@ -190,7 +188,7 @@ class Loaded:
 
     @property
     def others(self) -> list[Generation]:
-        """Those that answer only if asked for, the latest first."""
+        """Return those that answer only if asked for, the latest first."""
         return [each for each in reversed(self._all.values()) if each is not self.current]
 
     def add(self, generation: Generation) -> None:
@@ -206,7 +204,7 @@ class Loaded:
         self._all[digest] = self.current = current
 
     def find(self, version: str) -> Generation:
-        """The generation to ask for `version`: the current one if it has it, else the latest.
+        """Return the generation that has `version`: the current one, or else the latest.
 
         Raises:
             RequestError: none has it.

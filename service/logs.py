@@ -1,4 +1,4 @@
-"""What the server's processes log, as text or as JSON, and each request's id, trace and line.
+"""Log lines of the server's processes, as text or as JSON, and each request's id and trace.
 
 No request waits for whoever reads the log: lines are queued, and a thread writes them. A line is
 lost, and counted, if nobody takes it before too many wait, or if the disk is full."""
@@ -12,11 +12,11 @@ import logging.config
 import os
 import re
 import select
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
-from logging.handlers import QueueHandler, QueueListener
 from queue import SimpleQueue
 from typing import Any
 
@@ -40,77 +40,62 @@ _PAUSE_S = 0.01
 _END_S = 1.0
 
 
-class _Writer(QueueListener):
-    """The thread that writes queued lines to a file descriptor, several at once.
-
-    Attributes:
-        done: bytes that it has written, or tried to.
-        lost: lines that could not be written.
-    """
-
-    def __init__(self, lines: SimpleQueue[Any], descriptor: int) -> None:
-        super().__init__(lines)
-        self._lines, self._descriptor = lines, descriptor
-        self.done = self.lost = 0
-
-    def handle(self, record: Any) -> None:
-        """Write a line, and those that wait behind it: here, `record` is bytes."""
-        piece = record
-        while not self._lines.empty():
-            line = self._lines.get()
-            if len(piece) + len(line) > _PIECE:
-                self._write(piece)
-                piece = b""
-            piece += line
-        self._write(piece)
-        time.sleep(_PAUSE_S)
-
-    def _write(self, piece: bytes) -> None:
-        try:
-            os.write(self._descriptor, piece)
-        except OSError:  # nobody reads, or the disk is full
-            self.lost += piece.count(b"\n")
-        self.done += len(piece)
-
-
-class Lines(QueueHandler):
-    """Queues lines for a file descriptor.
-
-    Attributes:
-        lost: lines that were not written.
-    """
+class Lines(logging.Handler):
+    """Handler that queues lines for a file descriptor, which a thread writes, several at once."""
 
     def __init__(self, descriptor: int) -> None:
-        lines: SimpleQueue[Any] = SimpleQueue()
-        super().__init__(lines)
-        self._queued = self._refused = 0
-        self._writer = _Writer(lines, descriptor)
-        self._writer.start()
+        super().__init__()
+        self._lines: SimpleQueue[bytes] = SimpleQueue()
+        self._descriptor = descriptor
+        self._queued = self._written = 0  # bytes; those that could not be written count as well
+        self._refused = self._failed = 0  # lines; each is counted by one thread
+        threading.Thread(target=self._write_lines, daemon=True).start()
 
     @property
     def lost(self) -> int:
-        return self._refused + self._writer.lost
+        """Number of lines that were not written."""
+        return self._refused + self._failed
 
-    def prepare(self, record: logging.LogRecord) -> Any:
-        """The bytes to write, made here: a record refers to what may change."""
-        return f"{self.format(record)}\n".encode(errors="backslashreplace")
-
-    def enqueue(self, record: Any) -> None:
-        if self._queued + len(record) - self._writer.done > _MOST_QUEUED:
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            line = f"{self.format(record)}\n".encode(errors="backslashreplace")
+        except Exception:
+            return self.handleError(record)
+        if self._queued + len(line) - self._written > _MOST_QUEUED:
             self._refused += 1
-            return
-        self._queued += len(record)
-        self.queue.put_nowait(record)
+        else:
+            self._queued += len(line)
+            self._lines.put(line)
+        return None
 
     def flush(self) -> None:
         """Wait until the lines are written, but not for long: perhaps nobody reads."""
         end = time.monotonic() + _END_S
-        while self._writer.done < self._queued and time.monotonic() < end:
+        while self._written < self._queued and time.monotonic() < end:
             time.sleep(0.01)
+
+    def _write_lines(self) -> None:
+        while True:
+            together = self._lines.get()
+            while not self._lines.empty():
+                line = self._lines.get()
+                if len(together) + len(line) > _PIECE:
+                    self._write(together)
+                    together = b""
+                together += line
+            self._write(together)
+            time.sleep(_PAUSE_S)
+
+    def _write(self, lines: bytes) -> None:
+        try:
+            os.write(self._descriptor, lines)
+        except OSError:  # nobody reads, or the disk is full
+            self._failed += lines.count(b"\n")
+        self._written += len(lines)
 
 
 class Text(logging.Formatter):
-    """``INFO:     message``, as uvicorn's own."""
+    """Formatter of ``INFO:     message``, as uvicorn's own."""
 
     def __init__(self, process: str) -> None:
         super().__init__("%(level)s %(message)s")
@@ -121,7 +106,7 @@ class Text(logging.Formatter):
 
 
 class Json(logging.Formatter):
-    """One JSON object: time, level, process, message, and the fields of `record.fields`."""
+    """Formatter of one JSON object: time, level, process, message, and those of `record.fields`."""
 
     def __init__(self, process: str) -> None:
         super().__init__()
@@ -173,7 +158,7 @@ def configure(settings: Settings, process: str) -> None:
 
 
 def lost() -> int:
-    """Lines that this process has lost."""
+    """Return how many lines this process has lost."""
     return sum(handler.lost for handler in _handlers())
 
 
@@ -198,7 +183,7 @@ _bugs = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What was answered, for the log.
+    """Answer, for the log.
 
     Attributes:
         device: key of the device asked for.
@@ -228,8 +213,8 @@ def note(scope: Scope, answer: Answer) -> None:
 
 
 class Access:
-    """ASGI middleware around all others: gives each request an id, echoes its trace, counts, times
-    and logs it, and turns a bug into a 500 with an id.
+    """ASGI middleware around all others that gives each request an id, echoes its trace, counts,
+    times and logs it, and turns a bug into a 500 with an id.
 
     An id that the client sent as ``X-Request-Id`` is taken if it is short and plain.
     """

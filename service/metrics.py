@@ -111,7 +111,7 @@ class Metrics:
         self.observe(sum(sources.values()), "confpred_batch_problems")
 
     def told(self) -> list[list[Any]]:
-        """The counts as JSON has them: rows of a key and its number."""
+        """Return the counts as JSON has them: rows of a key and its number."""
         self.counts[("confpred_log_lines_lost",)] = self._lost()
         return rows(self.counts)
 
@@ -153,7 +153,7 @@ class Totals:
 
 
 def families(counts: Mapping[Key, float]) -> Iterator[Metric]:
-    """`counts` as Prometheus's client writes them."""
+    """Yield `counts` as Prometheus's client writes them."""
     by_name: dict[str, dict[Key, float]] = {name: {} for name in FAMILIES}
     for key, value in counts.items():
         by_name[key[0]][key[1:]] = value
@@ -186,43 +186,41 @@ def note_refused(scope: Any, status: int) -> None:
 
 
 def status_of(scope: Scope, sent: int) -> int:
-    """The status of a request; `sent` is that of the application's reply, 0 for none."""
+    """Return the status of a request; `sent` is that of the application's reply, 0 for none."""
     refused: int | None = scope.get(_REFUSED)
     return refused or sent or _GONE
 
 
-class Exposition(Collector):
-    """One answer to Prometheus."""
+class _Collected(Collector):
+    """Metrics as a registry has them."""
 
-    def __init__(
-        self,
-        counts: Mapping[Key, float],
-        processes: Mapping[str, int],
-        models: Mapping[str, Model],
-    ) -> None:
-        """Tell `counts`, the state of `processes` (ids by name) and `models` by device."""
-        self._counts, self._processes, self._models = counts, processes, models
+    def __init__(self, metrics: Iterable[Metric]) -> None:
+        self._metrics = metrics
 
-    def text(self) -> bytes:
-        """The whole answer; takes some milliseconds."""
-        return generate_latest(self)
+    def collect(self) -> Iterable[Metric]:
+        return self._metrics
 
-    def collect(self) -> Iterator[Metric]:
-        yield from families(self._counts)
-        yield _info(
-            "confpred_build",
-            "The versions that run; always 1.",
-            ({"version": confpred.__version__, "python": platform.python_version()},),
-        )
-        yield _info(
-            "confpred_model",
-            "The models that answer; always 1.",
+
+def exposition(
+    counts: Mapping[Key, float], processes: Mapping[str, int], models: Mapping[str, Model]
+) -> bytes:
+    """Return the text of ``/metrics``: `counts`, the state of `processes` (ids by name) and
+    `models` by device. It takes some milliseconds."""
+    build = {"version": confpred.__version__, "python": platform.python_version()}
+    answering = [
+        {"device": device, "version": model.version, "digest": model.digest}
+        for device, model in models.items()
+    ]
+    return generate_latest(
+        _Collected(
             (
-                {"device": device, "version": model.version, "digest": model.digest}
-                for device, model in self._models.items()
-            ),
+                *families(counts),
+                _info("confpred_build", "The versions that run; always 1.", [build]),
+                _info("confpred_model", "The models that answer; always 1.", answering),
+                *_of_processes(processes),
+            )
         )
-        yield from _of_processes(self._processes)
+    )
 
 
 def _info(name: str, help: str, rows: Iterable[Mapping[str, str]]) -> Metric:
@@ -233,7 +231,7 @@ def _info(name: str, help: str, rows: Iterable[Mapping[str, str]]) -> Metric:
 
 
 def _of_processes(processes: Mapping[str, int]) -> Iterator[Metric]:
-    """Memory, CPU time and open files of each process, with its name among the workers."""
+    """Yield memory, CPU time and open files of each process, with its name among the workers."""
     merged: dict[str, Metric] = {}
     for name, process in processes.items():
         for metric in ProcessCollector("confpred", partial(int, process), registry=None).collect():

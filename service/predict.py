@@ -39,8 +39,8 @@ _LARGEST_SHARE = 1 / 16  # of the memory: one larger entry would push out too ma
 
 
 class Question(NamedTuple):
-    """What is asked of one problem: for the device of which key, how many choices, of what, up to
-    which bound on regret, and within which limits."""
+    """Question about one problem: the key of the device, the number of choices, the largest bound
+    on regret, and the limits."""
 
     device: str
     top: int
@@ -128,7 +128,7 @@ class Memory:
     open: WeakValueDictionary[Question, Answer] = field(default_factory=WeakValueDictionary)
 
     def answer(self, question: Question) -> Answer:
-        """The answer to `question`, worked out or not yet. Only for the thread that works."""
+        """Return the answer to `question`, worked out or not. Only for the thread that works."""
         known = self.answers.get(question)
         return known if known is not None else self.open.setdefault(question, Answer())
 
@@ -156,7 +156,7 @@ class Memories:
 
 
 def remembered(memory: Memory, body: bytes, asked: PredictRequest) -> Reply | None:
-    """The reply to `body`, which asks `asked`, if every answer is in memory."""
+    """Return the reply to `body`, which asks `asked`, if every answer is in memory."""
     answers = []
     for question in _questions(asked):
         answer = memory.answers.get(question)
@@ -210,7 +210,7 @@ def _questions(asked: PredictRequest) -> list[Question]:
 
 
 def _reply(memory: Memory, body: bytes, asked: PredictRequest, answers: Iterable[Answer]) -> Reply:
-    """The reply that consists of `answers`, from now on in memory by `body`."""
+    """Return the reply that consists of `answers`, and remember it by `body`."""
     sources = Counter(answer.source for answer in answers)
     text = joined_json(answer.text or "" for answer in answers)
     reply = Reply(text.encode(), asked.device.key, sources)
@@ -231,7 +231,7 @@ REFUSALS: Mapping[Reason, tuple[str, str]] = {
 
 
 class Predict:
-    """Answers at once what is in memory, and has everything else worked out by a `Scheduler`."""
+    """ASGI application of ``/v1/predict``: answers at once from memory, else by a `Scheduler`."""
 
     def __init__(
         self, settings: Settings, metrics: Metrics, find: Callable[[Scope], Generation]
@@ -274,7 +274,7 @@ class Predict:
     async def _new(
         self, predictor: Predictor, memory: Memory, body: bytes, scope: Scope, receive: Receive
     ) -> Reply | None:
-        """The reply to a body that is not in memory; None if the client leaves before."""
+        """Return the reply to a body that is not in memory; None if the client leaves before."""
         asked = None
         if len(body) <= _SHORT_BYTES:
             asked = parse(body, self._settings)
@@ -308,7 +308,7 @@ class Predict:
         self._metrics.add(1, "confpred_worked_out_problems")
 
     def _deadline_s(self, scope: Scope) -> float:
-        """The server's deadline, or the client's own if that is shorter."""
+        """Return the server's deadline, or the client's own if that is shorter."""
         preferred = b",".join(value for name, value in scope["headers"] if name == b"prefer")
         found = _WAIT.search(preferred.decode("latin-1"))
         return min(self._settings.deadline, int(found[1]) if found else math.inf)
@@ -334,8 +334,8 @@ _LEVEL = 1
 
 
 async def encode(body: bytes, accepted: str) -> tuple[bytes, dict[str, str]]:
-    """What to send for `body`, and the headers that say so; compressed if it is long and
-    `accepted`, the request's Accept-Encoding, has gzip."""
+    """Return the bytes to send for `body`, and their headers: compressed, and not on the loop, if
+    it is long and `accepted`, the request's Accept-Encoding, has gzip."""
     if len(body) < LEAST_BYTES:
         return body, {}
     headers = {"vary": "accept-encoding"}

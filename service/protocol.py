@@ -182,7 +182,7 @@ class LimitedProtocol(HttpToolsProtocol):
                 self._refuse(408, self._due)
 
     def _answering(self) -> bool:
-        """Whether a request that has arrived in full waits for its reply."""
+        """Return whether a request that has arrived in full waits for its reply."""
         cycle = self.cycle
         if cycle is None:
             return False
@@ -239,14 +239,14 @@ class LimitedProtocol(HttpToolsProtocol):
 
 
 def limited(settings: Settings, refused: OnRefused) -> type[LimitedProtocol]:
-    """The protocol with the limits of `settings`."""
+    """Return the protocol with the limits of `settings`."""
     return type(
         "_Protocol", (LimitedProtocol,), {"limits": settings, "on_refused": staticmethod(refused)}
     )
 
 
 def connections(server: uvicorn.Server) -> list[LimitedProtocol]:
-    """The connections of `server` that are open."""
+    """Return the open connections of `server`."""
     every = server.server_state.connections
     return [each for each in every if isinstance(each, LimitedProtocol)]
 

@@ -69,7 +69,7 @@ def reply(status: int, error: Error, headers: Mapping[str, str] | None = None) -
 
 
 def refusal(error: RequestError | InvalidInput) -> Response:
-    """The reply to a request that was refused."""
+    """Return the reply to a request that was refused."""
     if isinstance(error, InvalidInput):
         return reply(422, invalid(error))
     return reply(error.status, error.error, error.headers)
@@ -80,12 +80,12 @@ def shorten(text: str) -> str:
 
 
 def invalid(error: InvalidInput) -> Error:
-    """`error` with its client-supplied parts cut to a length that is fit for a reply."""
+    """Return `error` with the client's own text cut to a length that is fit for a reply."""
     return Error("invalid_input", str(error), error.field, _shown(error.value), error.allowed)
 
 
 def _shown(value: Any) -> Any:
-    """`value` itself if it is short and can be written as JSON, else the start of its text."""
+    """Return `value` itself if it is short and can be JSON, else the start of its text."""
     try:
         text = json.dumps(value, allow_nan=False)
     except (TypeError, ValueError, RecursionError):
@@ -106,7 +106,7 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def unrouted(request: Request, error: HTTPException) -> Response:
-        """What routing refuses: no such path, or a method that the path does not have."""
+        """Reply to an unknown path, or to a method that the path does not have."""
         status = HTTPStatus(error.status_code)
         code = status.phrase.lower().replace(" ", "_")
         allowed = _methods(app, request.scope["path"], error.headers or {})
@@ -120,8 +120,8 @@ def install(app: FastAPI) -> None:
 
 
 def _methods(app: FastAPI, path: str, headers: Mapping[str, str]) -> str:
-    """What may be asked of `path`, if that is what was wrong. Routing names the methods of one of
-    its routes, and the description those of all that are described."""
+    """Return the methods of `path`, if the method was wrong. Routing names those of one of its
+    routes, and the description those of all that are described."""
     if "Allow" not in headers:
         return ""
     described = app.openapi()["paths"].get(path, {})
@@ -156,7 +156,7 @@ class PredictRequest:
 
 
 async def read_body(headers: Headers, receive: Receive, settings: Settings) -> bytes:
-    """The JSON body of a request; reading stops at the limit, whatever length was announced.
+    """Return the JSON body of a request; reading stops at the limit, whatever length was announced.
 
     Raises:
         RequestError: 415 for another content type, 413 for a longer body.
@@ -182,7 +182,7 @@ async def read_body(headers: Headers, receive: Receive, settings: Settings) -> b
 
 
 def parse(body: bytes, settings: Settings) -> PredictRequest:
-    """What `body` asks for, and raises what `parsing` does."""
+    """Return the request that `body` is; raises as `parsing` does."""
     steps = parsing(body, settings)
     try:
         while True:
@@ -193,7 +193,7 @@ def parse(body: bytes, settings: Settings) -> PredictRequest:
 
 
 def parsing(body: bytes, settings: Settings) -> Generator[None, None, PredictRequest]:
-    """What `body` asks for, read a problem at a time: each comes after a yield.
+    """Return the request that `body` is, read a problem at a time: each comes after a yield.
 
     Raises:
         RequestError: the body is not JSON.

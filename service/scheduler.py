@@ -76,7 +76,7 @@ class _Client:
         self._slices = 0
 
     def next(self) -> _Job[Any]:
-        """The job that its next slice is for."""
+        """Return the job that gets its next slice."""
         self._slices += 1
         if self._slices % _FOR_THE_OLDEST == 0:
             return next(iter(self.jobs))
@@ -85,10 +85,11 @@ class _Client:
 
 
 class Scheduler:
-    """Does the work of many requests in the one thread of `executor`. For one event loop."""
+    """Scheduler of the work of many requests in one thread. For one event loop."""
 
     def __init__(self, executor: Executor, metrics: Metrics, limit: int) -> None:
-        """Let `limit` problems wait, or more if a single request has them."""
+        """Work in the one thread of `executor`; let `limit` problems wait, or
+        more if a single request has them."""
         self._executor, self._metrics, self._limit = executor, metrics, limit
         self._clients: dict[str, _Client] = {}
         self._waiting = 0  # problems
@@ -104,7 +105,7 @@ class Scheduler:
         gone: asyncio.Future[None],
         deadline_s: float,
     ) -> T:
-        """The value of `steps`, or what they raise.
+        """Return the value of `steps`, or raise as they do.
 
         Args:
             client: who asks.
@@ -160,7 +161,7 @@ class Scheduler:
         return Refused(reason, max(1, math.ceil(self._waiting * self._pace_s)))
 
     async def _work(self) -> None:
-        """Slice after slice, until no work is left."""
+        """Do slice after slice, until no work is left."""
         while self._clients:
             client = min(self._clients.values(), key=lambda client: client.used_s)
             await self._slice(client.next())

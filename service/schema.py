@@ -216,7 +216,7 @@ def _secure(described: dict[str, Any]) -> None:
 
 
 def _devices(models: Iterable[Model]) -> list[str]:
-    """Devices that a request may name: boards by their keys and as drivers call them, and those
+    """Return the names of devices: GPU models by their keys and as drivers call them, and those
     that only a model knows."""
     devices = {**KNOWN, **{model.device.key: model.device for model in models}}.values()
     return list(dict.fromkeys(name for each in devices for name in (each.key, each.product)))
@@ -315,8 +315,8 @@ _STYLE = "body { font: 15px/1.5 sans-serif; max-width: 60em; margin: auto } pre 
 
 
 def page(api: Mapping[str, Any]) -> str:
-    """The page of `api`, an OpenAPI description: each request with its examples, then the forms of
-    bodies and replies."""
+    """Return the page of `api`, an OpenAPI description: each request with its examples, then the
+    forms of bodies and replies."""
     return "".join(_page_parts(api))
 
 

@@ -28,7 +28,7 @@ import signal
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -39,8 +39,31 @@ from . import Settings, generations, logs, tokens
 from .child import Child, Fields, Gone, show_life, tell_reloading, tell_systemd
 from .metrics import Metrics, Totals, read, rows
 
-_BACKLOG = 2048
+#: So many starts of a worker may fail in succession; then the server gives up, unless another
+#: worker answers.
+MOST_FAILED_STARTS = 5
+#: A worker that lived longer than this did start.
+_STARTED_S = 10.0
+#: So many workers that end so soon after a switch take the former generation back; one that crashes
+#: counts as so many.
+_BLAMED, _ON_TRIAL_S = 2, 30.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 30.0
+#: Seconds for a worker to load a generation, to switch to it, and to end after its last request.
+_PREPARE_S, _SWITCH_S, _END_S = 120.0, 30.0, 5.0
+#: Seconds that connections without a request stay open when the server ends, in case one comes.
+_LAST_S = 0.5
+#: Seconds for a worker to report its counts; after them its last report counts.
+_COUNTS_S = 1.0
+_ACCEPTED_AT_ONCE, _NO_DESCRIPTORS_S, _BACKLOG = 64, 0.5, 2048
 _log = logging.getLogger(__name__)
+
+
+class GaveUp(ConfpredError):
+    """No worker keeps running."""
+
+
+class Refused(ConfpredError):
+    """A reload or rollback that cannot be done, so that nothing has changed."""
 
 
 def serve(settings: Settings) -> None:
@@ -55,15 +78,14 @@ def serve(settings: Settings) -> None:
     """
     logs.configure(settings, "supervisor")
     with _listener(settings) as listener, _home(settings) as home:
-        supervisor = Supervisor(settings, listener, home, lambda: _announce(settings, listener))
         try:
-            asyncio.run(supervisor.run())
+            asyncio.run(Supervisor(settings, listener, home).run())
         finally:
             logs.finish()
 
 
 def _listener(settings: Settings) -> socket.socket:
-    """A socket that listens, on an address that the settings allow."""
+    """Listen on the address of `settings`, if they allow it."""
     host, port = settings.host, settings.port
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -80,7 +102,7 @@ def _listener(settings: Settings) -> socket.socket:
 
 @contextlib.contextmanager
 def _home(settings: Settings) -> Iterator[Path]:
-    """A folder for what the processes of this server share, gone when it ends."""
+    """Make a folder that the processes of this server share; remove it when it ends."""
     try:
         made = tempfile.TemporaryDirectory(prefix="confpred-serve-", ignore_cleanup_errors=True)
     except OSError as error:
@@ -96,58 +118,12 @@ def _home(settings: Settings) -> Iterator[Path]:
             os.close(lock)
 
 
-def _announce(settings: Settings, listener: socket.socket) -> None:
-    host, port = listener.getsockname()[:2]
-    shown = f"[{host}]" if ":" in host else host
-    workers = f"{settings.workers} worker{'s' if settings.workers > 1 else ''}"
-    _log.info("confpred running on http://%s:%d with %s", shown, port, workers)
-    tell_systemd(READY="1")
-
-
-#: So many starts of a worker may fail in succession; then the server gives up, unless another
-#: worker answers.
-MOST_FAILED_STARTS = 5
-#: A worker that lived longer than this did start.
-_STARTED_S = 10.0
-#: So many workers that end so soon after a switch take the former generation back; one that crashes
-#: counts as so many.
-_BLAMED, _ON_TRIAL_S = 2, 30.0
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 30.0
-#: What a worker may take to load a generation, and to switch to one that it has loaded.
-_PREPARE_S, _SWITCH_S = 120.0, 30.0
-#: What a worker may take to end after the last of its requests.
-_END_S = 5.0
-#: How long connections without a request stay open when the server ends, in case one comes.
-_LAST_S = 0.5
-#: What a worker may take to tell its counts; those that it told before are taken otherwise.
-_COUNTS_S = 1.0
-_GENERATIONS = "generations"
-_ACCEPTED_AT_ONCE, _NO_DESCRIPTORS_S = 64, 0.5
-_log = logging.getLogger(__name__)
-
-
-class GaveUp(ConfpredError):
-    """No worker can be kept running."""
-
-
-class Refused(ConfpredError):
-    """What was asked of the server cannot be done, and nothing has changed."""
-
-
 class Supervisor:
-    """Runs the workers of one server."""
+    """Parent of the workers of one server."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        listener: socket.socket,
-        home: Path,
-        announce: Callable[[], None],
-    ) -> None:
-        """Serve what connects to `listener`; published generations are kept in `home`. `announce`
-        is called once all workers answer."""
+    def __init__(self, settings: Settings, listener: socket.socket, home: Path) -> None:
+        """Serve all that connects to `listener`; published generations are kept in `home`."""
         self._settings, self._listener, self._home = settings, listener, home
-        self._announce = announce
         self._children: dict[int, Child] = {}  # by process
         self._slots: list[asyncio.Task[None]] = []
         self._history: list[Path] = []  # the generations that are loaded; the last is current
@@ -159,7 +135,7 @@ class Supervisor:
         self._switched, self._ended = -math.inf, 0  # when, and how many workers ended since
         self._metrics, self._totals = Metrics(logs.lost), Totals()
         for outcome in ("reloaded", "unchanged", "refused", "rolled_back", "taken_back"):
-            self._count(outcome, 0)
+            self._metrics.add(0, "confpred_reloads", outcome)
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
@@ -206,10 +182,10 @@ class Supervisor:
                 await self._change([*(each for each in self._history if each != new), new], known)
             except ConfpredError as error:
                 self._tell_status(f"reload refused: {error}")
-                self._count("refused")
+                self._metrics.add(1, "confpred_reloads", "refused")
                 raise Refused(str(error)) from error
             self._tell_status(f"generation {new.name[:12]} answers")
-            self._count(outcome)
+            self._metrics.add(1, "confpred_reloads", outcome)
             return outcome
 
     def _tell_status(self, status: str) -> None:
@@ -227,17 +203,17 @@ class Supervisor:
                 raise Refused("no former generation is loaded")
             await self._change(self._history[:-1], self._known)
             self._switched = -math.inf
-            self._count(outcome)
+            self._metrics.add(1, "confpred_reloads", outcome)
             return outcome
 
     def _read(self) -> tuple[Path, list[Fields]]:
-        """Read what is to answer: the folder of its copy, and the tokens."""
+        """Copy models and plan; return the folder of the copy, and the tokens."""
         path = self._settings.tokens
         known = [] if path is None else [asdict(token) for token in tokens.read(path)]
         return self._publish(), known
 
     def _publish(self) -> Path:
-        folder = generations.publish(self._settings, self._home / _GENERATIONS)
+        folder = generations.publish(self._settings, self._home / "generations")
         generations.give_back()
         return folder
 
@@ -268,7 +244,7 @@ class Supervisor:
             shutil.rmtree(folder, ignore_errors=True)
 
     async def _prepare(self, child: Child, folder: Path) -> str | None:
-        """The reason why `child` cannot load it; empty if it has; None if the child has ended."""
+        """Return why `child` cannot load it; empty if it has; None if the child has ended."""
         try:
             asked = child.channel.ask("prepare", folder=str(folder))
             answer = await asyncio.wait_for(asked, _PREPARE_S)
@@ -311,10 +287,8 @@ class Supervisor:
                 self._blame(child, ended)
             if self._stopping.is_set() or child.leaving:
                 return
-            if child.was_ready and time.monotonic() - began > _STARTED_S:
-                failures = 0
-            else:
-                failures += 1
+            has_started = child.was_ready and time.monotonic() - began > _STARTED_S
+            failures = 0 if has_started else failures + 1
             await self._consider(child, failures, ended)
 
     async def _restore(self) -> None:
@@ -340,17 +314,19 @@ class Supervisor:
         """Wait before `child` is replaced, or give up."""
         others = any(each.ready for each in self._children.values())
         if child.failed is not None and not self._announced and not others:
-            return self._give_up(ConfpredError(child.failed))
-        if failures >= MOST_FAILED_STARTS and not others:
-            return self._give_up(GaveUp(f"gave up after {failures} starts of a worker: {ended}"))
-        pause = _FIRST_PAUSE_S * 2 ** min(failures - 1, 30) if failures else 0.0
-        pause = min(pause, _LONGEST_PAUSE_S)
+            self._fatal = self._fatal or ConfpredError(child.failed)
+        elif failures >= MOST_FAILED_STARTS and not others:
+            gave_up = GaveUp(f"gave up after {failures} starts of a worker: {ended}")
+            self._fatal = self._fatal or gave_up
+        if self._fatal is not None:
+            return self._stopping.set()
+        doubled = _FIRST_PAUSE_S * 2 ** min(failures - 1, 30)
+        pause = min(doubled, _LONGEST_PAUSE_S) if failures else 0.0
         _log.warning("worker %s %s; another starts in %.3g s", child.name, ended, pause)
         self._metrics.add(1, "confpred_workers_replaced")
-        try:
+        with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._stopping.wait(), pause)
-        except asyncio.TimeoutError:
-            return None
+        return None
 
     def _blame(self, child: Child, ended: str) -> None:
         """Take the former generation back if workers end soon after a switch."""
@@ -372,12 +348,8 @@ class Supervisor:
             now = self._history[-1].name[:12]
             _log.error("took generation %s back, for %s: a worker %s", blamed, now, ended)
 
-    def _give_up(self, error: ConfpredError) -> None:
-        self._fatal = self._fatal or error
-        self._stopping.set()
-
     async def _handle(self, child: Child, word: str, fields: Fields) -> Fields | None:
-        """What a worker says."""
+        """Handle a message of a worker."""
         if word == "ready":
             await self._admit(child, fields["generation"])
         elif word == "failed":
@@ -411,7 +383,7 @@ class Supervisor:
             self._slots.append(asyncio.create_task(self._slot(child.name)))
 
     async def _tell_metrics(self) -> Fields:
-        """What all processes have counted, and which there are."""
+        """Return the counts of all processes, and their ids."""
         ready = [child for child in self._children.values() if child.ready]
         await asyncio.gather(*map(self._hear_counts, ready))
         own = read(self._metrics.told())
@@ -441,11 +413,16 @@ class Supervisor:
                 other.channel.tell("stop", wait=self._settings.grace)
         self._update()
         ready = sum(each.ready for each in self._children.values())
-        if not self._announced and ready == self._settings.workers:
-            self._announced = True
-            self._announce()
-        elif self._announced:
+        wanted = self._settings.workers
+        if self._announced:
             _log.info("worker %s answers, process %d", child.name, child.pid)
+        elif ready == wanted:
+            self._announced = True
+            host, port = self._listener.getsockname()[:2]
+            shown = f"[{host}]" if ":" in host else host
+            workers = f"{wanted} worker{'s' if wanted > 1 else ''}"
+            _log.info("confpred running on http://%s:%d with %s", shown, port, workers)
+            tell_systemd(READY="1")
 
     def _update(self) -> None:
         """Accept connections while a worker takes them."""
@@ -477,9 +454,6 @@ class Supervisor:
                 for child in sorted(ready, key=lambda child: child.load):
                     if child.hand(connection):
                         break
-
-    def _count(self, outcome: str, more: int = 1) -> None:
-        self._metrics.add(more, "confpred_reloads", outcome)
 
     async def _reload_for(self, cause: str) -> None:
         try:

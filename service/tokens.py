@@ -49,13 +49,13 @@ class Token:
 
 
 def make(name: str, scope: Scope) -> tuple[str, Token]:
-    """A new token: what its owner is told, and what is kept."""
+    """Return a new token: the secret for its owner, and the record to keep."""
     secret = _PREFIX + secrets.token_urlsafe(32)
     return secret, Token(name, scope, _hash(secret.encode()))
 
 
 def read(path: str | Path) -> tuple[Token, ...]:
-    """The tokens in the file at `path`.
+    """Return the tokens in the file at `path`.
 
     Raises:
         DataError: it is missing, damaged or not a file of tokens.
@@ -98,7 +98,7 @@ def write(path: str | Path, tokens: Sequence[Token]) -> None:
 
 
 def find(tokens: Sequence[Token], secret: bytes) -> Token | None:
-    """The token that `secret` is, compared in a time that tells nothing of how near it came."""
+    """Return the token that `secret` is, compared in a time that betrays nothing of it."""
     hashed, found = _hash(secret), None
     for token in tokens:  # all of them: the place of the right one is nobody's business
         if hmac.compare_digest(token.sha256, hashed):
@@ -123,7 +123,7 @@ def _token(path: str | Path, place: int, entry: Any) -> Token:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether `address` is this machine's own; a name is not."""
+    """Return whether `address` is this machine's own; a name is not."""
     try:
         return ipaddress.ip_address(address.partition("%")[0]).is_loopback
     except ValueError:

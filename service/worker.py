@@ -1,7 +1,6 @@
 """One server process: uvicorn, on connections that the supervisor hands over.
 
-It ends when the supervisor says so or is gone. What it is told and what it tells is in
-`service.supervisor`.
+It ends when the supervisor says so or is gone. Their messages are listed in `service.supervisor`.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ _COUNTS_S = 1.0  # between reports of the counts, which are lost if the process 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """What a worker is started with, as one word of its command line.
+    """Arguments of a worker, as one word of its command line.
 
     Attributes:
         settings: of the server.

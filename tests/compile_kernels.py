@@ -40,7 +40,7 @@ SHOWN = 5  # failures
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """What is compiled, and with what: whatever changes a result.
+    """A compilation: everything that changes its result.
 
     Attributes:
         family: the family that launches it.

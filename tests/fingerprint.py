@@ -184,7 +184,7 @@ def _reply(
 
 
 def of_networks() -> dict[str, Any]:
-    """What the graphs of ``NETWORKS`` become on an H100."""
+    """Return the rewritten graphs of ``NETWORKS`` on an H100."""
     import torch
     from timm_networks import made
 

@@ -1,4 +1,4 @@
-"""What the assembler reports of a kernel."""
+"""The report of the assembler on a kernel."""
 
 from __future__ import annotations
 

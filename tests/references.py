@@ -1,4 +1,4 @@
-"""What kernels are checked against: random inputs, PyTorch's answer in float64, and how near an
+"""References for kernels: random inputs, PyTorch's answer in float64, and how near an
 answer has to be."""
 
 from __future__ import annotations

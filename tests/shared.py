@@ -1,4 +1,4 @@
-"""What the tests of a run share, made once: by the worker that needs it first."""
+"""Files that the tests of a run share, made once: by the worker that needs it first."""
 
 from __future__ import annotations
 

@@ -427,7 +427,7 @@ def measure(model: Path | None, minutes: float, earlier: Mapping[str, Any] | Non
         done = list(pool.map(partial(measure_on, deadline=deadline), gpus, shares))
     layers = before + [layer for part in done for layer in part["layers"]]
     return facts | {
-        "excluded_networks": known.card["data"]["excluded_networks"] if known else [],
+        "excluded_networks": known.card.data.excluded_networks if known else [],
         "networks": NETWORKS,
         "problems_left_out": len(problems()) - len(layers),
         "copy_bytes_per_s": [part["copy_bytes_per_s"] for part in done],

@@ -239,7 +239,7 @@ def measure(model: Path | None, minutes: float, wanted: Sequence[str]) -> dict[s
     return provenance("torch", gpu=True) | {
         "cudnn": torch.backends.cudnn.version(),
         "model": known.version if known else None,
-        "excluded_networks": known.card["data"]["excluded_networks"] if known else [],
+        "excluded_networks": known.card.data.excluded_networks if known else [],
         "problems_left_out": len(kind_of) - len(layers),
         "summary": summary(layers),
         "layers": sorted(layers, key=lambda layer: str(layer["problem"])),

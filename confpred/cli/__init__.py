@@ -28,6 +28,7 @@ COMMANDS = {
     "drift": ("update", "Time a few of a model's configs again: does it still hold?"),
     "evaluate": ("learn", "Judge configs chosen for networks that were not trained on."),
     "report": ("learn", "Write what is known of a model or of measurements as one HTML page."),
+    "check-family": ("sample", "Check a kernel family of your own against the protocol."),
     "serve": ("serve", "Answer config queries over HTTP."),
     "token": ("serve", "Make an access token for the HTTP service, or revoke one."),
 }
@@ -44,9 +45,8 @@ class _LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        command: click.Command = getattr(
-            import_module(f"{__name__}.{COMMANDS[cmd_name][0]}"), cmd_name
-        )
+        module = import_module(f"{__name__}.{COMMANDS[cmd_name][0]}")
+        command: click.Command = getattr(module, cmd_name.replace("-", "_"))
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

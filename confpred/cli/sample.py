@@ -21,8 +21,8 @@ from confpred.cli.arguments import (
     timeout_option,
 )
 from confpred.data.suites import Suite, join, read_suite
-from confpred.errors import InvalidInput, MissingExtra
-from confpred.families.registry import families_of, operation_of
+from confpred.errors import ConfpredError, InvalidInput, MissingExtra
+from confpred.families.registry import families_in, families_of, operation_of
 from confpred.problem.device import get_device
 from confpred.sampler.tasks import BENCHMARK, HEURISTICS
 
@@ -349,3 +349,52 @@ def check_pytorch(wanted: bool) -> None:
 def cores() -> int:
     """Return how many processors this process may use."""
     return len(os.sched_getaffinity(0))
+
+
+@click.command("check-family")
+@click.argument("module")
+@click.option("--layer", "layers", multiple=True, metavar="WORDS", help="A problem to check with.")
+@click.option("--device", default="h100", show_default=True, help="Kind of GPU, such as h100.")
+def check_family(module: str, layers: tuple[str, ...], device: str) -> None:
+    """Check the kernel families of MODULE against the protocol: shapes, dtypes, launches and their
+    kernels' parameters, and a small run on a GPU of that kind.
+
+    MODULE is on Python's path and defines FAMILY or FAMILIES. Problems are random, unless --layer
+    names some. Each line names the member that breaks the protocol; then the exit code is 1.
+    """
+    sys.path.insert(0, "")
+    try:
+        families = families_in(module)
+    except ImportError as error:
+        raise InvalidInput("module", module, f"a module that can be imported ({error})") from error
+    if not families:
+        raise InvalidInput("module", module, "a module that defines FAMILY or FAMILIES")
+    gpu, broken = get_device(device), False
+    from confpred.measure.contract import check_family as check
+
+    for family in families:
+        called = getattr(family, "name", module)
+        operation = getattr(family, "operation", None)
+        problems = [operation.problem.parse(words) for words in layers] if operation else []
+        report = check(family, gpu, problems, _ordinal_of(gpu))
+        for breach in report.breaches:
+            click.echo(f"{called}: {breach}")
+        if not report.breaches:
+            done = f"{report.problems} problems, {report.launches} launches, "
+            click.echo(f"{called}: ok; {done}{report.kernels} kernels, {report.runs} runs")
+        for skipped in report.skipped:
+            click.echo(f"{called}: {skipped}", err=True)
+        broken |= bool(report.breaches)
+    if broken:
+        sys.exit(1)
+
+
+def _ordinal_of(device: Device) -> int | None:
+    """Return the number of this machine's first GPU of that kind; None if there is none."""
+    try:
+        from confpred.cuda.driver import device_count, device_of
+
+        found = (n for n in range(device_count()) if device_of(n).key == device.key)
+        return next(found, None)
+    except (ConfpredError, RuntimeError):
+        return None

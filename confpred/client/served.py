@@ -35,8 +35,8 @@ _Choices = tuple[Choice, ...]
 
 
 def predictor_at(url: str) -> ServedPredictor:
-    """What asks the service at `url`, with the token in ``$CONFPRED_TOKEN``, and waits as long as
-    ``$CONFPRED_URL_WAIT_MS`` says.
+    """Return a predictor that asks the service at `url`, with the token in ``$CONFPRED_TOKEN``, and
+    waits up to ``$CONFPRED_URL_WAIT_MS``.
 
     Raises:
         InvalidInput: the address, or one of the variables, is not allowed.
@@ -52,7 +52,7 @@ def predictor_at(url: str) -> ServedPredictor:
 
 @dataclass(slots=True)
 class _Background:
-    """What this process is asking: its threads do not live in a forked child."""
+    """Questions under way in this process: its threads do not live in a forked child."""
 
     threads: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(_THREADS, "confpred-client")
@@ -61,11 +61,10 @@ class _Background:
 
 
 class ServedPredictor(Predictor):
-    """Chooses what the service chooses, where it answers in time.
+    """Predictor that chooses what the service chooses, where it answers in time.
 
-    Safe to share between threads, and to fork. What this process chose itself has no
-    `Choice.server`. Expected times (`expected_ms`) are always of its own model, and so are choices
-    `within` limits.
+    Safe to share between threads, and to fork. A choice of this process has no `Choice.server`.
+    Expected times (`expected_ms`) are always of its own model, and so are choices `within` limits.
     """
 
     def __init__(self, client: Client, models: Mapping[str, Model], patience_s: float) -> None:
@@ -78,7 +77,7 @@ class ServedPredictor(Predictor):
         self._answers_in_time = True
 
     def knows_libraries(self, device: str | Device) -> bool:
-        """The service's models are not known here."""
+        """Return True: the service's models are not known here."""
         return True
 
     def choose_many(
@@ -104,7 +103,7 @@ class ServedPredictor(Predictor):
         return known or super()._answer(problem, device, top)
 
     def _known(self, top: int) -> Recent[_Asked, _Choices]:
-        """What the service has answered."""
+        """Return the answers of the service."""
         return self._best_known if top == 1 else self._rankings_known
 
     def _wait_for(self, problems: Sequence[Record], device: Device, top: int) -> None:

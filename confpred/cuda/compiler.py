@@ -149,6 +149,32 @@ def _compile(text: str, spec: KernelSpec, told: ProgramOptions) -> bytes:
         raise CompileError(what, str(error)) from error
 
 
+def ptx_of(spec: KernelSpec, arch: str) -> str:
+    """Return the PTX that NVRTC makes of `spec`, before the assembler; needs no GPU.
+
+    Raises:
+        CompileError: NVRTC refused it; the error carries the compiler's log.
+        MissingExtra: the compiler is not installed.
+    """
+    nvrtc_version()
+    from cuda.bindings import nvrtc
+
+    text, name = program_text(spec).encode(), spec.file.encode()
+    with uninterrupted:
+        _, program = nvrtc.nvrtcCreateProgram(text, name, 0, [], [])
+        told = options(f"compute_{arch[3:]}").as_bytes("nvrtc", "ptx")
+        (refused,) = nvrtc.nvrtcCompileProgram(program, len(told), told)
+        log, ptx = nvrtc.nvrtcGetProgramLog, nvrtc.nvrtcGetPTX
+        size_of = nvrtc.nvrtcGetProgramLogSize if refused else nvrtc.nvrtcGetPTXSize
+        found = bytearray(size_of(program)[1])
+        (log if refused else ptx)(program, found)
+        nvrtc.nvrtcDestroyProgram(program)
+    result = found.rstrip(b"\0").decode()
+    if refused:
+        raise CompileError(f"{spec.file} with {dict(spec.defines)} for {arch}", result)
+    return result
+
+
 # Compiled kernels that travel: a folder that is read before the compiler is asked.
 #
 #     manifest.json           {"format": "confpred-bundle/1", "arch": "sm_90a", "compiler": "13.0",

@@ -169,8 +169,8 @@ def narrowed(problem: Any, rows: Rows, kept: NDArray[np.bool_]) -> tuple[Any, Ro
     return problem, rows[kept]
 
 
-def picked(record: _Found, kept: NDArray[np.bool_]) -> _Found:
-    """A record of arrays at the elements that are `kept`."""
+def picked(record: _Found, kept: Any) -> _Found:
+    """Return a record of arrays at the elements `kept`: a mask, or the number of one."""
     return cast("_Found", _mapped(record, lambda values: values[kept]))
 
 

@@ -20,8 +20,9 @@ from numpy.typing import NDArray
 
 from confpred.families.batch import each, once
 from confpred.families.protocol import Array
-from confpred.problem.conv2d import ACTIVATIONS, Problem
+from confpred.problem.conv2d import ACTIVATIONS, Problem, dtype_macro
 from confpred.problem.device import Device
+from confpred.problem.operation import KernelSpec, Step
 
 _Count = TypeVar("_Count", int, Array)
 
@@ -32,6 +33,8 @@ MOST_ESTIMATED_REGISTERS = 232
 #: How the blocks that share sums of a filter's gradient add them up; the names and numbers are
 #: those of ``common.cuh``.
 DIRECT, TWO_KERNELS, LAST_BLOCK, ATOMIC = range(4)
+#: Threads of a block of the kernels that add up sums.
+SUM_THREADS = 256
 MAX_INT = 2**31 - 1  # kernels count, and address within a block's images, in 32 bits
 
 
@@ -49,12 +52,60 @@ def epilogue_macros(problem: Problem) -> tuple[tuple[str, int | str], ...]:
     )
 
 
-def agreed_macros(**sizes: int | np.integer[Any]) -> tuple[tuple[str, int], ...]:
-    """Macros ``HOST_...`` for what a launch counts on and its kernel works out for itself too, such
-    as the threads of a block and its shared memory. The kernel asserts that both come to the same
-    value, so that a difference is a compile error. The sizes must follow from the other macros, or
-    there would be more kernels than those tell apart."""
-    return tuple((f"HOST_{name.upper()}", int(size)) for name, size in sizes.items())
+def agreed_macros(**sizes: Any) -> tuple[tuple[str, int], ...]:
+    """Return macros ``HOST_...`` for sizes that launch and kernel both work out, such as a block's
+    threads and its shared memory. The kernel asserts that both come to the same value, so that a
+    difference is a compile error. The sizes must follow from the other macros, or there would be
+    more kernels than those tell apart."""
+    return tuple((f"HOST_{name.upper()}", _number(size)) for name, size in sizes.items())
+
+
+def named(record: Any, names: str) -> dict[str, Any]:
+    """Return some fields of a record by name; `names` has blanks between them."""
+    return {name: getattr(record, name) for name in names.split()}
+
+
+def kernel_step(
+    name: str,
+    defines: tuple[tuple[str, Any], ...],
+    blocks: Any,
+    threads: Any,
+    smem_bytes: Any,
+    operands: tuple[str, ...],
+    scalars: Mapping[str, Any],
+) -> Step:
+    """Return the step of the kernel `name` in ``name.cu``, with a grid of one dimension. The sizes
+    may be arrays of one element."""
+    return Step(
+        KernelSpec(f"{name}.cu", name, defines),
+        grid=(_number(blocks), 1, 1),
+        block=(_number(threads), 1, 1),
+        smem_bytes=_number(smem_bytes),
+        operands=operands,
+        scalars={name: _number(value) for name, value in scalars.items()},
+    )
+
+
+def sum_step(
+    name: str,
+    problem: Problem,
+    elements: int,
+    columns: int,
+    thread_bytes: int,
+    scalars: Mapping[str, int],
+) -> Step:
+    """Return the step of the kernel `name`, which adds up the sums of a filter's gradient that
+    blocks have left in the scratch memory: `elements` of them, `columns` by a block, with
+    `thread_bytes` of shared memory for each of its threads."""
+    smem_bytes = thread_bytes * SUM_THREADS
+    agreed = agreed_macros(threads=SUM_THREADS, smem_bytes=smem_bytes, columns=columns)
+    operands = ("filter_grad", "bias_grad", "scratch")
+    defines, blocks = (dtype_macro(problem), *agreed), ceil_div(elements, columns)
+    return kernel_step(name, defines, blocks, SUM_THREADS, smem_bytes, operands, scalars)
+
+
+def _number(size: Any) -> int:
+    return int(np.asarray(size).item())
 
 
 def ceil_div(size: Any, piece: Any) -> Any:
@@ -75,8 +126,7 @@ def cut(size: _Count | int, pieces: _Count) -> tuple[_Count, _Count]:
 
 def allowed(reduction: Array, problem: Any) -> NDArray[np.bool_]:
     """Which ways to add up sums serve a `problem` that may have to be deterministic."""
-    found: NDArray[np.bool_] = (reduction != ATOMIC) | np.logical_not(problem.deterministic)
-    return found
+    return (reduction != ATOMIC) | np.logical_not(problem.deterministic)
 
 
 def distinct_bands(size: int, bands: Array) -> NDArray[np.bool_]:
@@ -84,10 +134,7 @@ def distinct_bands(size: int, bands: Array) -> NDArray[np.bool_]:
     band of one row would read a whole window to make it; and half as many bands must be larger
     ones, or the launch would be the same."""
     rows = ceil_div(size, bands)
-    result: NDArray[np.bool_] = (bands == 1) | (
-        (rows >= 2) & (rows < ceil_div(size, np.maximum(bands // 2, 1)))
-    )
-    return result
+    return (bands == 1) | ((rows >= 2) & (rows < ceil_div(size, np.maximum(bands // 2, 1))))
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,8 +237,7 @@ def _log2(values: Sequence[Any]) -> Sequence[Any]:
     """The logarithm of each of `values`, at once where they are numbers."""
     if any(isinstance(value, np.ndarray) for value in values):
         return [np.log2(value) for value in values]
-    found: Sequence[Any] = np.log2(np.array(values, np.float64)).tolist()
-    return found
+    return np.log2(np.array(values, np.float64)).tolist()
 
 
 def _intensity(problem: Problem) -> float:
@@ -272,39 +318,33 @@ def memory_s(moved: int, device: Device, in_flight: Any) -> _Floats:
     """Time of device memory for `moved` bytes while each multiprocessor has `in_flight` bytes under
     way; too few of them bound the rate."""
     rate = np.minimum(device.dram_bytes_per_s, device.sm_count * in_flight / LOAD_S)
-    found: _Floats = moved / rate
-    return found
+    return moved / rate
 
 
 def l2_s(loaded: Any, device: Device) -> _Floats:
     """Time of L2 for `loaded` bytes; a halo that blocks share counts for each of them."""
-    found: _Floats = loaded / (L2_RATE * device.dram_bytes_per_s)
-    return found
+    return loaded / (L2_RATE * device.dram_bytes_per_s)
 
 
 def products_s(products: Any, device: Device) -> _Floats:
     """Time of the tensor cores for so many `products` of them."""
-    found: _Floats = products * PRODUCT_FLOPS / (MMA_SYNC * device.tensor_flops)
-    return found
+    return products * PRODUCT_FLOPS / (MMA_SYNC * device.tensor_flops)
 
 
 def instructions_s(instructions: Any, device: Device, issued: float = ISSUED) -> _Floats:
     """Time to issue so many `instructions` of threads; `device.simt_flops` counts a multiply-add as
     two operations."""
-    found: _Floats = instructions / (issued * device.simt_flops / 2)
-    return found
+    return instructions / (issued * device.simt_flops / 2)
 
 
 def waves_s(waves: _Floats, wave_s: float, steps: Any, step_s: float) -> _Floats:
     """Time that cannot be hidden: `wave_s` for each wave and `step_s` for each step of its
     blocks."""
-    found: _Floats = np.ceil(waves) * (wave_s + steps * step_s)
-    return found
+    return np.ceil(waves) * (wave_s + steps * step_s)
 
 
 def depthwise_adding_s(reduction: Array, sum_bytes: Any, device: Device) -> _Floats:
     """Time to add up the sums of a depthwise filter gradient's blocks: a second kernel reads all
     that the first one has written; atomic additions happen in L2."""
     second = DEPTHWISE_SECOND_KERNEL_S + 2 * sum_bytes / device.dram_bytes_per_s
-    found: _Floats = np.where(reduction == TWO_KERNELS, second, DEPTHWISE_ADDING_S)
-    return found
+    return np.where(reduction == TWO_KERNELS, second, DEPTHWISE_ADDING_S)

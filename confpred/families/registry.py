@@ -12,12 +12,21 @@ import os
 import pkgutil
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache, lru_cache
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import confpred.families
 from confpred.errors import InvalidInput
-from confpred.families.protocol import ABSENT, Candidate, Family, LibraryFamily, config_dict
+from confpred.families.protocol import (
+    ABSENT,
+    PYTORCH,
+    Candidate,
+    Family,
+    LibraryFamily,
+    config_dict,
+)
+from confpred.problem.conv2d import CONVOLUTION
 from confpred.problem.operation import Operation
 from confpred.problem.record import Record
 
@@ -66,6 +75,32 @@ def all_families() -> MappingProxyType[str, Family]:
     return MappingProxyType(found)
 
 
+@cache
+def family_named(name: str) -> Family | None:
+    """Return the family called `name`; None if there is none.
+
+    A folder's families are called as the folder, and mostly as the module: ``grouped_wgrad`` is
+    looked for in ``grouped/grouped_wgrad.py`` first. So a process that needs one family imports
+    few modules.
+    """
+    if name == PYTORCH:
+        return None
+    package = confpred.families
+    folder = Path(package.__path__[0], name.partition("_")[0])
+    modules = [info.name for info in pkgutil.iter_modules([str(folder)])]
+    parts = set(name.split("_"))
+    for module in sorted(modules, key=lambda each: -len(parts.intersection(each.split("_")))):
+        for family in families_in(f"{package.__name__}.{folder.name}.{module}"):
+            if family.name == name:
+                return family
+    return all_families().get(name)
+
+
+def family_of(candidate: Candidate) -> Family:
+    """Return the family of a candidate that is one of a family's configs."""
+    return family_named(candidate.provider) or all_families()[candidate.provider]
+
+
 def families_of(problem: Record) -> dict[str, Family]:
     """The families of `problem`'s operation, by name."""
     kind = type(problem)
@@ -98,6 +133,8 @@ def operation_named(name: object) -> Operation:
     Raises:
         InvalidInput: no family computes one of that name.
     """
+    if name == CONVOLUTION.name:
+        return CONVOLUTION  # without a look at the families
     if not isinstance(name, str) or name not in all_operations():
         raise InvalidInput("operation", name, " or ".join(all_operations()))
     return all_operations()[name]
@@ -109,6 +146,8 @@ def operation_of(problem: Record) -> Operation:
     Raises:
         InvalidInput: no family computes such problems.
     """
+    if type(problem) is CONVOLUTION.problem:
+        return CONVOLUTION
     for operation in all_operations().values():
         if operation.problem is type(problem):
             return operation
@@ -119,7 +158,7 @@ def operation_of(problem: Record) -> Operation:
 @lru_cache(maxsize=8_192)
 def config_of(candidate: Candidate) -> Mapping[str, int]:
     """A candidate's config by field name; empty where its provider has no fields."""
-    family = all_families().get(candidate.provider)
+    family = family_named(candidate.provider)
     return MappingProxyType({} if family is None else config_dict(family, candidate.config_id))
 
 
@@ -133,7 +172,7 @@ def config_words(candidate: Candidate) -> str:
 @cache
 def config_ids(provider: str) -> Mapping[str, int]:
     """Number of each config of a provider by its `config_words`."""
-    family = all_families().get(provider)
+    family = family_named(provider)
     if family is None:
         return {"": 0}
     names: Any = family.configs.dtype.names

@@ -13,9 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from confpred.concurrency import Recent
+from confpred.families.batch import narrowed, picked
 from confpred.families.common import feature_columns
 from confpred.families.protocol import Array, Rows
-from confpred.problem.conv2d import Problem
+from confpred.problem.conv2d import CONVOLUTION, Problem
 from confpred.problem.device import Device
 
 _Found = TypeVar("_Found")
@@ -109,37 +110,63 @@ class Tabled(ABC):
     """Base of a `Family` of formulas, which is a `confpred.families.protocol.Batched`.
 
     A formula takes one problem, whose numbers are scalars, or a `ProblemBatch`, whose numbers are
-    arrays.
+    arrays. It also takes the fields `t` of some rows of the table, by name.
 
     Attributes:
         name, configs, feature_names: as of a `Family`.
         whole: its whole config table.
+        direction: of its problems.
+        operands: the kernel's pointers, in its order.
+        shared_features: the columns that all directions of the kernel have.
     """
 
-    name: str
+    operation = CONVOLUTION
     configs: NDArray[np.void]
-    feature_names: tuple[str, ...]
     whole: Table
+    shared_features: tuple[str, ...]
+
+    def __init__(
+        self,
+        name: str,
+        direction: str,
+        operands: tuple[str, ...],
+        own_features: tuple[str, ...] = (),
+    ) -> None:
+        self.name, self.direction, self.operands = name, direction, operands
+        self.feature_names: tuple[str, ...] = (*self.shared_features, *own_features)
+
+    def serves(self, problem: Problem) -> bool:
+        """Return whether some config may compute `problem`, by the rules that need no config."""
+        return problem.direction == self.direction and self._handles(problem)
 
     @abstractmethod
-    def serves(self, problem: Any) -> bool:
-        """Whether some config may compute `problem`, as far as that depends on no config."""
+    def _handles(self, problem: Problem) -> bool:
+        """Return whether the kernel computes layers such as `problem`, of its direction."""
 
     @abstractmethod
-    def offered(self, problem: Any, device: Device, table: Table) -> tuple[Any, Rows, Any]:
-        """See `confpred.families.protocol.Batched`; what was worked out is a `_workings`."""
+    def _first(self, problem: Any, device: Device, table: Table) -> NDArray[np.bool_]:
+        """Return the rows of `table` that keep the cheap rules, so that most need no others."""
+
+    def _rules(self, problem: Any, device: Device, t: Mapping[str, Array]) -> NDArray[np.bool_]:
+        """Return which of the rows left by `_first` are legal."""
+        raise NotImplementedError
 
     @abstractmethod
     def _workings(self, problem: Any, table: Table, at: Rows) -> Any:
-        """What the rules of what is legal and the features both need of the rows `at`: a record of
-        arrays over them."""
+        """Return a record of arrays over the rows `at`, which rules and features both need."""
 
     @abstractmethod
     def _derived(
         self, problem: Any, device: Device, t: Mapping[str, Array], workings: Any
     ) -> dict[str, NDArray[np.float64]]:
-        """The derived features, and ``estimate`` in seconds, of some rows, of which `t` holds the
-        fields."""
+        """Return the derived features of some rows, and ``estimate`` in seconds."""
+
+    def offered(self, problem: Any, device: Device, table: Table) -> tuple[Any, Rows, Any]:
+        """Return the legal pairs; see `confpred.families.protocol.Batched`."""
+        first = self._first(problem, device, table)
+        problem, at = narrowed(problem, np.arange(len(table.rows)), first)
+        problem, at = narrowed(problem, at, self._rules(problem, device, table.at(at)))
+        return problem, at, self._workings(problem, table, at)
 
     def legal(self, problem: Problem, device: Device) -> NDArray[np.bool_]:
         legal = np.zeros(len(self.configs), np.bool_)
@@ -157,32 +184,45 @@ class Tabled(ABC):
         return np.ascontiguousarray(columns.T)
 
     def table(self, rows: Rows) -> Table:
-        """A part of the config table."""
+        """Return a part of the config table."""
         return Table.of(self.configs, rows)
 
     def described(
         self, problem: Any, device: Device, table: Table, at: Rows, workings: Any
     ) -> NDArray[np.float32]:
-        """See `confpred.families.protocol.Batched`."""
+        """Return the features; see `confpred.families.protocol.Batched`."""
         t = table.at(at)
         derived = self._derived(problem, device, t, workings)
         return feature_columns(self.feature_names, problem, device, t, derived)
 
 
-class OneDirection(Tabled):
-    """One direction of a kernel that computes several, of which the forward one has an epilogue.
+class Tiled(Tabled):
+    """Base of families whose rules and features need the tiles that a config cuts a problem into:
+    a record of arrays over configs."""
 
-    Attributes:
-        direction: of the problems it serves.
-        operands: the kernel's pointers, in its order.
-        shared_features: the columns that all its directions have.
-    """
+    @abstractmethod
+    def _tiling(self, problem: Any, t: Mapping[str, Array]) -> Any:
+        """Return the tiles, resources and work of configs on `problem`. The kernel works some of
+        this out from its macros too, and asserts that both agree (see `launch`)."""
 
-    shared_features: tuple[str, ...]
+    @abstractmethod
+    def _tiled_rules(
+        self, problem: Any, device: Device, t: Mapping[str, Array], tiling: Any
+    ) -> NDArray[np.bool_]:
+        """Return which of the rows left by `_first` are legal."""
 
-    def __init__(self, name: str, direction: str, operands: tuple[str, ...]) -> None:
-        self.name = name
-        self.direction = direction
-        self.operands = operands
-        epilogue = ("bias", "activation", "residual") if direction == "fprop" else ()
-        self.feature_names = (*self.shared_features, *epilogue)
+    def offered(self, problem: Any, device: Device, table: Table) -> tuple[Any, Rows, Any]:
+        first = self._first(problem, device, table)
+        problem, at = narrowed(problem, np.arange(len(table.rows)), first)
+        t = table.at(at)
+        tiling = self._tiling(problem, t)
+        legal = self._tiled_rules(problem, device, t, tiling)
+        problem, at = narrowed(problem, at, legal)
+        return problem, at, picked(tiling, legal)
+
+    def _workings(self, problem: Any, table: Table, at: Rows) -> Any:
+        return self._tiling(problem, table.at(at))
+
+    def _cut_for(self, problem: Problem, row: int) -> Any:
+        """Return the tiling of config `row` alone, arrays of one element."""
+        return self._tiling(problem, self.whole.at(np.array([row])))

@@ -27,6 +27,7 @@ from confpred.errors import ModelError
 from confpred.families.batch import ProblemBatch
 from confpred.families.common import Occupancy
 from confpred.families.protocol import Array, Batched, Compiled, Family, Rows
+from confpred.model.card import FeatureDigest
 from confpred.problem.conv2d import Kind
 from confpred.problem.device import Device
 from confpred.problem.operation import Operation
@@ -71,8 +72,8 @@ def _operation_features(operation: Any, problem: Record, device: Device) -> NDAr
 
 def family_card(
     family: Family, device: Device, examples: Sequence[tuple[Record, Sequence[int]]]
-) -> dict[str, Any]:
-    """What a card holds of a family's features.
+) -> FeatureDigest:
+    """Return what a card holds of a family's features.
 
     Args:
         family: whose features.
@@ -80,41 +81,38 @@ def family_card(
         examples: problems, and legal rows of the config table for each.
     """
     few = [(problem, list(rows[:: -(-len(rows) // _ROWS)])) for problem, rows in examples]
-    return {
-        "examples": [{"problem": str(problem), "rows": rows} for problem, rows in few],
-        "digest": _family_digest(family, device, few),
-    }
+    listed = [{"problem": str(problem), "rows": rows} for problem, rows in few]
+    return FeatureDigest(listed, _family_digest(family, device, few))
 
 
-def check_family(folder: Path, family: Family, device: Device, card: Any) -> None:
+def check_family(folder: Path, family: Family, device: Device, card: FeatureDigest) -> None:
     """Check that `family_card` gives today what the `card` of the model in `folder` says.
 
     Raises:
         ModelError: it does not.
     """
     parse = family.operation.problem.parse
-    examples = [(parse(entry["problem"]), entry["rows"]) for entry in card["examples"]]
-    _compare(folder, family.name, _family_digest(family, device, examples), card["digest"])
+    examples = [(parse(entry["problem"]), entry["rows"]) for entry in card.examples]
+    _compare(folder, family.name, _family_digest(family, device, examples), card.digest)
 
 
 def operation_card(
     operation: Operation, device: Device, examples: Sequence[Record]
-) -> dict[str, Any]:
-    """What a card holds of the features that PyTorch's time is predicted from."""
-    return {
-        "examples": [str(problem) for problem in examples],
-        "digest": _operation_digest(operation, device, examples),
-    }
+) -> FeatureDigest:
+    """Return what a card holds of the features that PyTorch's time is predicted from."""
+    return FeatureDigest([*map(str, examples)], _operation_digest(operation, device, examples))
 
 
-def check_operation(folder: Path, operation: Operation, device: Device, card: Any) -> None:
+def check_operation(
+    folder: Path, operation: Operation, device: Device, card: FeatureDigest
+) -> None:
     """Check that `operation_card` gives today what the `card` of the model in `folder` says.
 
     Raises:
         ModelError: it does not.
     """
-    examples = map(operation.problem.parse, card["examples"])
-    _compare(folder, operation.name, _operation_digest(operation, device, examples), card["digest"])
+    examples = map(operation.problem.parse, card.examples)
+    _compare(folder, operation.name, _operation_digest(operation, device, examples), card.digest)
 
 
 def _family_digest(
@@ -133,7 +131,7 @@ def _operation_digest(operation: Operation, device: Device, examples: Iterable[R
     return _digest(operation.features(problem, device) for problem in examples)
 
 
-def _compare(folder: Path, name: str, found: str, trained: object) -> None:
+def _compare(folder: Path, name: str, found: str, trained: str) -> None:
     if found != trained:
         raise ModelError(
             f"{folder}: the features of {name} are computed otherwise than when the model was "

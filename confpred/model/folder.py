@@ -1,22 +1,23 @@
 """A trained model: one folder of text files, and no pickles.
 
-    card.json            what it is: format, device, data, kernels, features, metrics,
-                         and the SHA-256 of every other file
+    card.json            what it is (`confpred.model.card`), and the SHA-256 of every other file
     <pool>.order.txt     LightGBM's text form of the regressor that orders the configs of a family,
-                         or of several that learn from each other (`confpred.model.pools`)
+                         or of several that learn from each other (`confpred.model.features.Pool`)
     <pool>.time.txt      the same for the regressor of their times
     gate.txt             the same for how far each family's best config is behind the best of all,
                          where enough problems were measured with several families
-    pytorch.txt          the same for how PyTorch's own operator compares with ours, where enough of
-                         it was measured
+    pytorch.txt          the same for how PyTorch's own operator compares with the best config,
+                         where enough of it was measured
     <family>.registers.json  registers of the family's compiled kernels, where they are known
     bound.txt            the same for the median of an answer's regret
     measured.json        the best measured config of each problem in the data
 
-Reading a folder checks all that prediction relies on, so that a damaged or foreign folder is an
-error here and never a wrong answer later. Trees alone are checked when they are first asked, as a
-process asks few of them, or by `ModelFiles.check_trees`. A kernel that has changed since is only a
-warning: the model's order of its configs is likely to hold.
+A model that is read is compared with its card and with this version's families, so that a damaged
+or foreign folder is an error and never a wrong answer. For a folder that someone names this happens
+at once. The models that ship with the package are compared part by part, as a process asks for
+them: a cold `confpred predict` needs one family of twelve. Trees are checked when they are first
+asked, or by `ModelFiles.check_trees`. A kernel that has changed since is only a warning: the
+model's order of its configs is likely to hold.
 
 The card has the digests of all other files, so its own digest, `sha256sum card.json`, is what the
 model is known by: two folders with one digest hold one model, whatever they are called.
@@ -24,7 +25,6 @@ model is known by: two folders with one digest hold one model, whatever they are
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import logging
@@ -32,9 +32,10 @@ import math
 import os
 import re
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from datetime import datetime, timezone
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -43,27 +44,39 @@ import platformdirs
 
 import confpred.models
 from confpred.concurrency import uninterrupted
-from confpred.errors import ConfpredError, DataError, ModelError, StorageError
+from confpred.errors import DataError, ModelError, StorageError
 from confpred.families.kernel_text import identity_of
 from confpred.families.protocol import PYTORCH_OPERATOR, Candidate, Family
-from confpred.families.registry import all_families, all_operations
-from confpred.files import parse_json, write_folder
+from confpred.families.registry import family_named, operation_named
+from confpred.files import write_folder
 from confpred.model.bounds import Bounds, Range, signal_names
+from confpred.model.card import (
+    CARD,
+    Card,
+    FamilyCard,
+    checked_file,
+    read_card,
+    read_files,
+    refusing,
+)
 from confpred.model.features import Pool, Registers, check_family, check_operation, configs_digest
 from confpred.model.rank import FAMILY, FamilyModel, Gate, PytorchModel, pytorch_feature_names
 from confpred.model.trees import Trees
 from confpred.problem.device import KNOWN, Device, device_from, get_device, introduce
 from confpred.problem.operation import Operation
+from confpred.problem.record import Record
 
 log = logging.getLogger(__name__)
 
-FORMAT = "confpred-model/5"
-_OTHER_FORMAT = re.compile(rb'"format": ?"(confpred-model/[0-9]+)"')
-CARD, MEASURED = "card.json", "measured.json"
+MEASURED = "measured.json"
 ORDER_TREES, TIME_TREES, PYTORCH_TREES = "{}.order.txt", "{}.time.txt", "pytorch.txt"
-TREES = ".txt"  # ends the names of all of these, and of no other file
 REGISTERS, BOUND_TREES = "{}.registers.json", "bound.txt"
 GATE_TREES = "gate.txt"
+#: So many problems are looked up in the text of ``measured.json`` (0.1 ms each) before it is parsed
+#: (15 ms).
+_SEARCHES = 8
+_VERSIONS_A_DAY = 100
+_DIRECTION = re.compile(r"\bdirection=(\w+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +84,7 @@ class Best:
     """The fastest measured way to compute a problem.
 
     Attributes:
-        candidate: what was the fastest.
+        candidate: the fastest one.
         time_ms: its measured time, milliseconds.
     """
 
@@ -81,7 +94,7 @@ class Best:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Model:
-    """A model folder, read and checked.
+    """A model folder.
 
     Attributes:
         version: the folder's name.
@@ -94,8 +107,7 @@ class Model:
         measured: the best measured config of each problem in the training data, by the problem's
             words (``str(problem)``), as most of them are never asked for.
         bounds: what was learned of the regret of its answers.
-        stale: in words, what has changed since the model was trained.
-        card: the content of ``card.json``.
+        card: what it says of itself.
     """
 
     version: str
@@ -107,84 +119,51 @@ class Model:
     pytorch: PytorchModel | None
     measured: Mapping[str, Best]
     bounds: Bounds
-    stale: tuple[str, ...]
-    card: Mapping[str, Any]
+    card: Card
+
+    @property
+    def stale(self) -> tuple[str, ...]:
+        """Say which kernels have changed since the model was trained."""
+        found = (_stale(entry) for entry in self.card.families.values())
+        return tuple(dict.fromkeys(text for text in found if text))
+
+    def families_for(self, problems: Sequence[Record]) -> Mapping[str, FamilyModel]:
+        """Return the families that were measured on problems such as some of `problems`, without
+        a look at the others."""
+        families = self.families
+        return families.for_problems(problems) if isinstance(families, _Families) else families
 
     def ensembles(self) -> list[Trees]:
-        """All its trees, those that families share once."""
+        """Return all its trees, those that families share once."""
         found = [trees for each in self.families.values() for trees in (each.order, each.time)]
         found += [] if self.gate is None else [self.gate.lag]
         found += [] if self.pytorch is None else [self.pytorch.ratio]
         return list(dict.fromkeys([*found, self.bounds.quantile]))
 
 
-@dataclass(frozen=True, slots=True)
-class ModelFiles:
-    """The bytes of a model folder, of which each file is what the card says.
-
-    Attributes:
-        digest: as `Model.digest`.
-        card: the content of ``card.json``.
-        files: every file by its name, the card included.
-    """
-
-    digest: str
-    card: Mapping[str, Any]
-    files: Mapping[str, bytes]
-
-    def check_trees(self, folder: Path) -> None:
-        """Check all trees of the model in `folder`; it takes 0.1 s.
-
-        Raises:
-            ModelError: LightGBM would read what is not there, or never end.
-        """
-        for name, text in self.files.items():
-            if name.endswith(TREES):
-                Trees(text, str(folder / name)).check()
-
-
-def read_files(folder: Path) -> ModelFiles:
-    """Read a model folder, without a look at what its trees say.
-
-    Raises:
-        ModelError: a file is missing, or not what the card says.
-    """
-    text, card = _read_card(folder)
-    files = {CARD: text}
-    try:
-        for name, digest in card["files"].items():
-            if Path(name).name != name:
-                raise ModelError(f"{folder / CARD} names {name!r}, which is no file beside it")
-            files[name] = _read(folder / name)
-            if hashlib.sha256(files[name]).hexdigest() != digest:
-                raise ModelError(f"{folder / name} is damaged: its SHA-256 is not the card's")
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ModelError(f"{folder / CARD} is damaged: {error!r}") from error
-    return ModelFiles(hashlib.sha256(text).hexdigest(), card, files)
-
-
-def load_model(folder: Path) -> Model:
+def load_model(folder: Path, *, in_parts: bool = False) -> Model:
     """Read and check a model folder.
+
+    Args:
+        folder: what `confpred.training.train.train` made.
+        in_parts: families and measurements are read and checked when they are first asked for,
+            which may then raise a ModelError.
 
     Raises:
         ModelError: a file is missing, damaged or foreign, or the model was trained for other
             features or configs than this version has; the text names the file and the reason.
     """
-    read = read_files(folder)
-    try:
-        model = _load(folder, read)
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-        if isinstance(error, ConfpredError):
-            raise ModelError(f"{folder}: {error}") from error
-        raise ModelError(f"{folder / CARD} is damaged: {error!r}") from error
-    for note in model.stale:
-        log.warning("model %s: %s", model.version, note)
+    text, content = read_card(folder)
+    with refusing(folder):
+        model = _load(folder, Card.from_json(content), hashlib.sha256(text).hexdigest())
+    if not in_parts:
+        dict(model.families), dict(model.measured)
     return model
 
 
 def model_folders(folder: Path) -> dict[str, Path]:
-    """The model folder for each device, by the device's key: `folder` itself where it is one, else
-    the newest in it for each device.
+    """Return the model folder for each device, by the device's key: `folder` itself where it is
+    one, else the newest in it for each device.
 
     Raises:
         ModelError: a card is damaged.
@@ -192,273 +171,22 @@ def model_folders(folder: Path) -> dict[str, Path]:
     found = [folder / CARD] if (folder / CARD).exists() else sorted(folder.glob(f"*/{CARD}"))
     newest: dict[str, tuple[str, Path]] = {}
     for path in found:
-        _, card = _read_card(path.parent)
+        _, card = read_card(path.parent)
         device, created = str(card.get("device")), str(card.get("created"))
         newest[device] = max(newest.get(device, ("", path.parent)), (created, path.parent))
     return {device: path for device, (_, path) in newest.items()}
 
 
 def shipped_models() -> Path:
-    """The folder of the models that ship with the package."""
+    """Return the folder of the models that ship with the package."""
     return Path(confpred.models.__path__[0])
 
 
 def users_models() -> Path:
-    """The folder of the models that `confpred retrain` makes on this user's GPUs:
+    """Return the folder of the models that `confpred retrain` makes on this user's GPUs:
     ``$CONFPRED_MODELS_DIR``, or one in the user's data folder as the operating system names it."""
     chosen = os.environ.get("CONFPRED_MODELS_DIR")
     return Path(chosen) if chosen else Path(platformdirs.user_data_dir("confpred")) / "models"
-
-
-class NewestModels(Mapping[str, Model]):
-    """The newest model in a folder of model folders for each device, by the device's key.
-
-    Each is loaded when it is first asked for, as a process mostly asks about one device. Safe to
-    share between threads.
-
-    Raises:
-        ModelError: a card is damaged; on access, the model of that device is.
-    """
-
-    def __init__(self, folder: Path | None = None) -> None:
-        """Of `folder`; or of those that `confpred retrain` made for this user, and of the models
-        that ship with the package for devices that have none of these, or none that this version
-        can use."""
-        self._folders = model_folders(shipped_models() if folder is None else folder)
-        self._first = _users_folders() if folder is None else {}
-        self._loaded: dict[str, Model] = {}
-        self._lock = threading.Lock()
-
-    def __getitem__(self, device: str) -> Model:
-        loaded = self._loaded.get(device)
-        if loaded is not None:
-            return loaded
-        first, folder = self._first.get(device), self._folders.get(device)
-        if first is None and folder is None:
-            raise KeyError(device)
-        with uninterrupted, self._lock:
-            if device not in self._loaded:
-                self._loaded[device] = _load_first(first, folder)
-            return self._loaded[device]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter({**self._folders, **self._first})
-
-    def __len__(self) -> int:
-        return len({**self._folders, **self._first})
-
-
-def _users_folders() -> dict[str, Path]:
-    """The newest of `users_models` for each device; a damaged folder of theirs stops nobody."""
-    try:
-        return model_folders(users_models())
-    except ModelError as error:
-        log.warning("%s: not used", error)
-        return {}
-
-
-def _load_first(first: Path | None, second: Path | None) -> Model:
-    """The model in the folder `first` if this version can use it, else that in `second`."""
-    if first is None or second is None:
-        return load_model(first or second or Path())
-    try:
-        return load_model(first)
-    except ModelError as error:
-        log.warning("%s; the model that ships with the package is used instead", error)
-        return load_model(second)
-
-
-def _read_card(folder: Path) -> tuple[bytes, dict[str, Any]]:
-    """The card's text and its content."""
-    text = _read(folder / CARD)
-    other = _OTHER_FORMAT.search(text)
-    if other is not None and other[1].decode() != FORMAT:
-        raise ModelError(
-            f"{folder / CARD} is of {other[1].decode()}, and this version reads {FORMAT}: train it "
-            "again"
-        )
-    try:
-        return text, parse_json(text, folder / CARD, "a model card", FORMAT)
-    except DataError as error:
-        raise ModelError(str(error)) from error
-
-
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise ModelError(f"cannot read {path}: {error.strerror or error}") from error
-
-
-def _parse(path: Path, content: bytes) -> Any:
-    try:
-        return json.loads(content)
-    except (ValueError, RecursionError) as error:
-        raise ModelError(f"{path} is not JSON: {error}") from error
-
-
-def _load(folder: Path, read: ModelFiles) -> Model:
-    card, files = read.card, read.files
-    if card["operation"] not in all_operations():
-        raise ModelError(f"{folder} is for operation {card['operation']!r}, which no family has")
-    operation, device = all_operations()[card["operation"]], _device(card)
-    members: dict[str, list[Family]] = {}
-    for name, entry in card["families"].items():
-        if name not in all_families():
-            raise ModelError(f"{folder} is for kernel family {name!r}, which is not installed")
-        members.setdefault(entry["pool"], []).append(all_families()[name])
-    families, stale = {}, []
-    for name, together in members.items():
-        pool = Pool(together)
-        if pool.name != name:
-            raise ValueError(f"pool {name!r} is of {pool.name}")
-        order, time = (
-            _trees(folder, files, file.format(name), pool.feature_names)
-            for file in (ORDER_TREES, TIME_TREES)
-        )
-        for family in pool.families:
-            entry = card["families"][family.name]
-            if entry["configs"] != configs_digest(family):
-                raise ModelError(
-                    f"{folder} was trained for other configs of {family.name}: train it again"
-                )
-            check_family(folder, family, device, entry["features"])
-            registers = None
-            if (table := REGISTERS.format(family.name)) in files:
-                registers = Registers(family, files[table])
-            groupings = frozenset(map(str, entry["groupings"]))
-            families[family.name] = FamilyModel(family, pool, order, time, registers, groupings)
-            stale += _stale(entry["source"], entry["source_digests"])
-    gate = None
-    if GATE_TREES in files:
-        entry = card["gate"]
-        lag = _trees(folder, files, GATE_TREES, (*operation.feature_names, FAMILY))
-        check_operation(folder, operation, device, entry["features"])
-        gate = Gate(operation, _known(entry["families"], families), lag)
-    pytorch = None
-    if PYTORCH_TREES in files:
-        ratio = _trees(folder, files, PYTORCH_TREES, pytorch_feature_names(operation))
-        margins = {
-            str(kind): _number("margin", margin, least=0.0)
-            for kind, margin in card["pytorch"]["margins"].items()
-        }
-        check_operation(folder, operation, device, card["pytorch"]["features"])
-        pytorch = PytorchModel(operation, ratio, margins)
-    return Model(
-        version=folder.resolve().name,
-        digest=read.digest,
-        device=device,
-        operation=operation,
-        families=families,
-        gate=gate,
-        pytorch=pytorch,
-        measured=_measured(folder / MEASURED, files[MEASURED]),
-        bounds=_bounds(folder, files, card["bounds"], operation),
-        stale=tuple(stale),
-        card=card,
-    )
-
-
-def _bounds(
-    folder: Path, files: Mapping[str, bytes], card: Mapping[str, Any], operation: Operation
-) -> Bounds:
-    offsets = {
-        name: _number("offset", value, least=-math.inf) for name, value in card["offsets"].items()
-    }
-    count, ranges = len(pytorch_feature_names(operation)), {}
-    for name in offsets:
-        entry = card["ranges"][name]
-        least, largest = (np.array(entry[side], np.float32) for side in ("least", "largest"))
-        if not least.shape == largest.shape == (count,):
-            raise ValueError(f"the range of {name} is not of {count} features")
-        ranges[name] = Range(least, largest)
-    return Bounds(
-        operation=operation,
-        quantile=_trees(folder, files, BOUND_TREES, signal_names(operation)),
-        offsets=offsets,
-        ranges=ranges,
-    )
-
-
-def _device(card: Mapping[str, Any]) -> Device:
-    """The device of the table; of another one the card has the description that it learned by."""
-    key, board = card["device"], card.get("board")
-    if key in KNOWN or board is None:
-        return get_device(key)
-    try:
-        device = device_from(board)
-    except DataError as error:
-        raise ValueError(str(error)) from error
-    introduce(device)
-    return device
-
-
-def _trees(folder: Path, files: Mapping[str, bytes], name: str, features: tuple[str, ...]) -> Trees:
-    trees = Trees(files[name], str(folder / name))
-    if trees.features != features:
-        raise ModelError(f"{folder / name} was trained on other features: train it again")
-    return trees
-
-
-def _stale(source: str, trained: list[str]) -> list[str]:
-    try:
-        current = identity_of(source)
-    except OSError:
-        current = "gone"
-    if current in trained:
-        return []
-    return [f"{source} is {current}; the measurements are of {' and '.join(trained)}"]
-
-
-def _measured(path: Path, content: bytes) -> dict[str, Best]:
-    best = {}
-    for entry in _parse(path, content):
-        candidate = Candidate(entry["provider"], entry["config_id"])
-        if candidate != PYTORCH_OPERATOR:
-            _row(path, candidate.config_id, all_families()[candidate.provider])
-        time_ms = _number("time_ms", entry["time_ms"], least=0.0)
-        best[str(entry["problem"])] = Best(candidate, time_ms)
-    return best
-
-
-def _row(path: Path, value: object, family: Family) -> int:
-    if type(value) is not int or not 0 <= value < len(family.configs):
-        raise ModelError(f"{path} is damaged: {family.name} has no config {value!r}")
-    return value
-
-
-def _known(names: object, families: Mapping[str, FamilyModel]) -> tuple[str, ...]:
-    if not isinstance(names, list) or not set(names) <= families.keys():
-        raise ValueError(f"the gate is for {names!r}, not all of which the model knows")
-    return tuple(names)
-
-
-def _number(name: str, value: object, least: float) -> float:
-    if not isinstance(value, float) or not least <= value < math.inf or math.isinf(value):
-        raise ValueError(f"{name} is {value!r}, not a number of at least {least:g}")
-    return value
-
-
-_NAMES = {"driver": "the driver", "cudnn": "cuDNN"}
-
-
-def changes(model: Model, **now: str) -> tuple[str, ...]:
-    """In words, which of the versions `now` (``driver``, ``cudnn``) are none that `model` was
-    measured with; a version that is not known here (empty) or was not recorded counts as the same.
-    """
-    recorded = model.card.get("measured_with", {})
-    return tuple(
-        f"{_NAMES[name]} is {version}, and the model's measurements are of {_spoken(before)}"
-        for name, version in now.items()
-        if version and (before := recorded.get(name)) and version not in before
-    )
-
-
-def _spoken(versions: Sequence[str]) -> str:
-    return " and ".join(versions)
-
-
-_ATTEMPTS = 100
 
 
 def publish(folder: Path, models: Path) -> Path:
@@ -473,14 +201,288 @@ def publish(folder: Path, models: Path) -> Path:
         StorageError: the file system refused.
     """
     read = read_files(folder)
-    today = datetime.now(timezone.utc).strftime("%Y.%m.%d")
-    version = f"{read.card['device']}-{today}"
-    names = (version, *(f"{version}.{number}" for number in range(2, _ATTEMPTS)))
+    version = f"{read.card.device}-{datetime.now(timezone.utc):%Y.%m.%d}"
+    names = (version, *(f"{version}.{number}" for number in range(2, _VERSIONS_A_DAY)))
     free = next((name for name in names if not (models / name).exists()), None)
     if free is None:
-        raise StorageError(f"{models} has {_ATTEMPTS} models of today")
+        raise StorageError(f"{models} has {_VERSIONS_A_DAY} models of today")
     write_folder(models / free, read.files)
     return models / free
+
+
+class NewestModels(Mapping[str, Model]):
+    """The newest model in a folder of model folders for each device, by the device's key.
+
+    Each is loaded when it is first asked for, as a process mostly asks about one device. Safe to
+    share between threads.
+
+    Raises:
+        ModelError: a card is damaged; on access, the model of that device is.
+    """
+
+    def __init__(self, folder: Path | None = None) -> None:
+        """Look into `folder`; or, for None, take those that `confpred retrain` made for this user,
+        and the models that ship with the package for devices that have none of these, or none that
+        this version can use."""
+        self._shipped = folder is None
+        self._folders = model_folders(shipped_models() if folder is None else folder)
+        self._first = _users_folders() if folder is None else {}
+        self._loaded: dict[str, Model] = {}
+        self._lock = threading.Lock()
+
+    def __getitem__(self, device: str) -> Model:
+        loaded = self._loaded.get(device)
+        if loaded is not None:
+            return loaded
+        if device not in self:
+            raise KeyError(device)
+        with uninterrupted, self._lock:
+            if device not in self._loaded:
+                self._loaded[device] = self._load(device)
+            return self._loaded[device]
+
+    def __contains__(self, device: object) -> bool:
+        return device in self._folders or device in self._first
+
+    def __iter__(self) -> Iterator[str]:
+        return iter({**self._folders, **self._first})
+
+    def __len__(self) -> int:
+        return len({**self._folders, **self._first})
+
+    def _load(self, device: str) -> Model:
+        """Load the user's model if this version can use it, else that of the folder."""
+        first, second = self._first.get(device), self._folders.get(device)
+        try:
+            if first is not None:
+                return load_model(first)
+        except ModelError as error:
+            if second is None:
+                raise
+            log.warning("%s; the model that ships with the package is used instead", error)
+        return load_model(second or Path(), in_parts=self._shipped)
+
+
+def _users_folders() -> dict[str, Path]:
+    """Return the newest of `users_models` for each device; a damaged folder stops nobody."""
+    try:
+        return model_folders(users_models())
+    except ModelError as error:
+        log.warning("%s: not used", error)
+        return {}
+
+
+class _Families(Mapping[str, FamilyModel]):
+    """The families of a model; those of a pool are read when one of them is first asked for."""
+
+    def __init__(self, folder: Path, card: Card, operation: Operation, device: Device) -> None:
+        self._folder, self._card, self._device = folder, card, device
+        self._read: dict[str, FamilyModel] = {}
+        self._lock = threading.Lock()
+        usual = {field.name: field.default for field in fields(operation.problem)}
+        # The examples have every direction that was measured (`features.examples_of`).
+        self._measured_on = {
+            name: {
+                (grouping, found[1] if found else usual.get("direction"))
+                for found in map(_DIRECTION.search, (e["problem"] for e in entry.features.examples))
+                for grouping in entry.groupings
+            }
+            for name, entry in card.families.items()
+        }
+
+    def __getitem__(self, name: str) -> FamilyModel:
+        found = self._read.get(name)
+        if found is None:
+            pool = self._card.families[name].pool
+            with uninterrupted, self._lock, refusing(self._folder):
+                if name not in self._read:
+                    self._read |= self._of_pool(pool)
+            found = self._read[name]
+        return found
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._card.families
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._card.families)
+
+    def __len__(self) -> int:
+        return len(self._card.families)
+
+    def for_problems(self, problems: Iterable[Record]) -> dict[str, FamilyModel]:
+        kinds = {(p.grouping, getattr(p, "direction", None)) for p in problems}
+        return {n: self[n] for n, known in self._measured_on.items() if not known.isdisjoint(kinds)}
+
+    def _of_pool(self, name: str) -> dict[str, FamilyModel]:
+        folder, card = self._folder, self._card
+        entries = {n: entry for n, entry in card.families.items() if entry.pool == name}
+        pool = Pool([_family(folder, n) for n in entries])
+        if pool.name != name:
+            raise ValueError(f"pool {name!r} is of {pool.name}")
+        order, time = (
+            _trees(folder, card, file.format(name), pool.feature_names)
+            for file in (ORDER_TREES, TIME_TREES)
+        )
+        found = {}
+        for family in pool.families:
+            entry = entries[family.name]
+            if entry.configs != configs_digest(family):
+                raise ModelError(
+                    f"{folder} was trained for other configs of {family.name}: train it again"
+                )
+            check_family(folder, family, self._device, entry.features)
+            table = REGISTERS.format(family.name)
+            registers = None
+            if table in card.files:
+                registers = Registers(family, checked_file(folder, card, table))
+            groupings = frozenset(entry.groupings)
+            found[family.name] = FamilyModel(family, pool, order, time, registers, groupings)
+            if text := _stale(entry):
+                log.warning("model %s: %s", folder.resolve().name, text)
+        return found
+
+
+class _Measured(Mapping[str, Best]):
+    """The best measured config of each problem, by the problem's words."""
+
+    def __init__(self, folder: Path, card: Card) -> None:
+        self._folder, self._text = folder, partial(checked_file, folder, card, MEASURED)
+        self._best: dict[str, Best] | None = None
+        self._searched = 0
+
+    def __getitem__(self, words: str) -> Best:
+        if self._best is None and self._searched < _SEARCHES:
+            self._searched += 1
+            if json.dumps(words).encode() not in self._content:
+                raise KeyError(words)
+        return self._parsed()[words]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._parsed())
+
+    def __len__(self) -> int:
+        return len(self._parsed())
+
+    @cached_property
+    def _content(self) -> bytes:
+        with refusing(self._folder):
+            return self._text()
+
+    def _parsed(self) -> dict[str, Best]:
+        if self._best is None:
+            with refusing(self._folder):
+                self._best = _measured(self._folder / MEASURED, self._content)
+            del self._content
+        return self._best
+
+
+def _load(folder: Path, card: Card, digest: str) -> Model:
+    operation, device = operation_named(card.operation), _device(card)
+    families = _Families(folder, card, operation, device)
+    gate = None
+    if GATE_TREES in card.files:
+        if card.gate is None or not set(card.gate.families) <= card.families.keys():
+            raise ValueError("the gate is for families that the model does not know")
+        lag = _trees(folder, card, GATE_TREES, (*operation.feature_names, FAMILY))
+        check_operation(folder, operation, device, card.gate.features)
+        gate = Gate(operation, tuple(card.gate.families), lag)
+    pytorch = None
+    if PYTORCH_TREES in card.files:
+        if card.pytorch is None:
+            raise ValueError("pytorch is missing")
+        for kind, margin in card.pytorch.margins.items():
+            if margin < 0:
+                raise ValueError(f"pytorch.margins.{kind} is {margin!r}, not at least 0")
+        ratio = _trees(folder, card, PYTORCH_TREES, pytorch_feature_names(operation))
+        check_operation(folder, operation, device, card.pytorch.features)
+        pytorch = PytorchModel(operation, ratio, card.pytorch.margins)
+    return Model(
+        version=folder.resolve().name,
+        digest=digest,
+        device=device,
+        operation=operation,
+        families=families,
+        gate=gate,
+        pytorch=pytorch,
+        measured=_Measured(folder, card),
+        bounds=_bounds(folder, card, operation),
+        card=card,
+    )
+
+
+def _bounds(folder: Path, card: Card, operation: Operation) -> Bounds:
+    count, ranges = len(pytorch_feature_names(operation)), {}
+    for name in card.bounds.offsets:
+        entry = card.bounds.ranges[name]
+        least, largest = (np.array(entry[side], np.float32) for side in ("least", "largest"))
+        if not least.shape == largest.shape == (count,):
+            raise ValueError(f"the range of {name} is not of {count} features")
+        ranges[name] = Range(least, largest)
+    return Bounds(
+        operation=operation,
+        quantile=_trees(folder, card, BOUND_TREES, signal_names(operation)),
+        offsets=card.bounds.offsets,
+        ranges=ranges,
+    )
+
+
+def _device(card: Card) -> Device:
+    """Return the device of the table; for another one the card has the description that it learned
+    by."""
+    if card.device in KNOWN or card.board is None:
+        return get_device(card.device)
+    try:
+        device = device_from(card.board)
+    except DataError as error:
+        raise ValueError(str(error)) from error
+    introduce(device)
+    return device
+
+
+def _family(folder: Path, name: str) -> Family:
+    family = family_named(name)
+    if family is None:
+        raise ModelError(f"{folder} is for kernel family {name!r}, which is not installed")
+    return family
+
+
+def _trees(folder: Path, card: Card, name: str, features: tuple[str, ...]) -> Trees:
+    trees = Trees(checked_file(folder, card, name), str(folder / name))
+    if trees.features != features:
+        raise ModelError(f"{folder / name} was trained on other features: train it again")
+    return trees
+
+
+def _stale(entry: FamilyCard) -> str:
+    """Say that a family's kernel has changed since it was measured; empty if it has not."""
+    try:
+        current = identity_of(entry.source)
+    except OSError:
+        current = "gone"
+    if current in entry.source_digests:
+        return ""
+    trained = " and ".join(entry.source_digests)
+    return f"{entry.source} is {current}; the measurements are of {trained}"
+
+
+def _measured(path: Path, content: bytes) -> dict[str, Best]:
+    try:
+        entries = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{path} is not JSON: {error}") from error
+    counts = {PYTORCH_OPERATOR.provider: 1}
+    best = {}
+    for entry in entries:
+        name, row = entry["provider"], entry["config_id"]
+        if name not in counts:
+            counts[name] = len(_family(path.parent, name).configs)
+        if type(row) is not int or not 0 <= row < counts[name]:
+            raise ModelError(f"{path} is damaged: {name} has no config {row!r}")
+        time_ms = entry["time_ms"]
+        if type(time_ms) is not float or not 0.0 <= time_ms < math.inf:
+            raise ValueError(f"time_ms is {time_ms!r}, not a number of at least 0")
+        best[str(entry["problem"])] = Best(Candidate(name, row), time_ms)
+    return best
 
 
 @dataclass(frozen=True, slots=True)
@@ -512,7 +514,7 @@ class KnownDevice:
 
     def to_json(self) -> dict[str, Any]:
         """Return the one JSON form, printed by ``confpred devices --json``."""
-        return dataclasses.asdict(self)
+        return asdict(self)
 
 
 def known_devices(models: Mapping[str, Model]) -> list[KnownDevice]:
@@ -522,21 +524,23 @@ def known_devices(models: Mapping[str, Model]) -> list[KnownDevice]:
     Raises:
         ModelError: a model is damaged.
     """
-    learned = [_of(model) for model in models.values()]
+    learned = []
+    for model in models.values():
+        card = model.card
+        groupings = sorted({each for entry in card.families.values() for each in entry.groupings})
+        versions = (tuple(card.measured_with.get(name, ())) for name in ("driver", "cudnn"))
+        learned.append(
+            KnownDevice(
+                model.device,
+                model.version,
+                model.operation.name,
+                tuple(model.families),
+                tuple(groupings),
+                card.data.rows,
+                card.data.problems,
+                card.data.networks,
+                *versions,
+            )
+        )
     has_one = {known.device.key for known in learned}
     return learned + [KnownDevice(device) for key, device in KNOWN.items() if key not in has_one]
-
-
-def _of(model: Model) -> KnownDevice:
-    card = model.card
-    data, made_with = card.get("data", {}), card.get("measured_with", {})
-    groupings = {g for entry in card["families"].values() for g in entry.get("groupings") or ()}
-    return KnownDevice(
-        model.device,
-        model.version,
-        model.operation.name,
-        tuple(model.families),
-        tuple(sorted(groupings)),
-        *(data.get(name) for name in ("rows", "problems", "networks")),
-        *(tuple(made_with.get(name, ())) for name in ("driver", "cudnn")),
-    )

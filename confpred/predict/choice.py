@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from confpred.errors import InvalidInput
 from confpred.families.protocol import PYTORCH_OPERATOR, Candidate
-from confpred.families.registry import all_families, config_of
+from confpred.families.registry import config_of, family_named
 from confpred.problem.record import Record
 
 MAX_TOP = 32  # choices that one answer may have
@@ -69,7 +69,7 @@ class Choice:
     @property
     def family(self) -> str | None:
         """The kernel family; None where another provider is chosen, such as PyTorch's operator."""
-        return self.provider if self.provider in all_families() else None
+        return None if family_named(self.provider) is None else self.provider
 
     @property
     def config_id(self) -> int | None:

@@ -19,7 +19,6 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -63,14 +62,7 @@ class Roofline:
         return "memory" if self.memory_ms >= self.arithmetic_ms else "arithmetic"
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "bytes": self.bytes,
-            "flops": self.flops,
-            "memory_ms": self.memory_ms,
-            "arithmetic_ms": self.arithmetic_ms,
-            "floor_ms": self.floor_ms,
-            "limit": self.limit,
-        }
+        return {**dataclasses.asdict(self), "floor_ms": self.floor_ms, "limit": self.limit}
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +152,7 @@ def explain_layers(
     predictor: Predictor | None = None,
 ) -> Iterator[LayerExplanation]:
     """`explain_layer` for each of `problems`, in order."""
-    known, asked = get_device(device), Predictor.load() if predictor is None else predictor
+    known, asked = get_device(device), predictor or Predictor.load()
     check_top(top)
     layers: dict[str, NearestLayers] = {}
     for problem in problems:
@@ -229,16 +221,9 @@ def page(explanation: LayerExplanation) -> Iterator[str]:
         yield ""
         yield f"Nearest layers that model {explanation.model} has measured"
         rows = [("distance", "ms", "of roofline", "fastest", "layer")]
-        rows += [
-            (
-                f"{n.distance:.2f}",
-                f"{n.time_ms:.4f}",
-                f"{n.roofline_share:.0%}",
-                _words(n.candidate),
-                str(n.problem),
-            )
-            for n in explanation.nearest
-        ]
+        for n in explanation.nearest:
+            figures = (f"{n.distance:.2f}", f"{n.time_ms:.4f}", f"{n.roofline_share:.0%}")
+            rows.append((*figures, _words(n.candidate), str(n.problem)))
         yield from _table(rows, right=3)
     elif choice.source == "heuristic":
         yield ""
@@ -252,7 +237,7 @@ def _summary(explanation: LayerExplanation) -> Iterator[str]:
     choice, floor = explanation.choice, explanation.roofline
     expected = "" if choice.predicted_ms is None else f", {choice.predicted_ms:.4f} ms"
     by = f" (model {choice.model})" if choice.model else ""
-    yield f"chosen    {choice.provider}{expected}: {_source(choice)}{by}"
+    yield f"chosen    {choice.provider}{expected}: {_SOURCES[choice.source]}{by}"
     if choice.regret_bound is not None:
         yield (
             f"bound     with 95 % confidence at most {choice.regret_bound:.3f} times as slow as "
@@ -267,10 +252,6 @@ def _summary(explanation: LayerExplanation) -> Iterator[str]:
         f"{floor.floor_ms:.4f} ms, limited by {floor.limit}{reached}"
     )
     yield f"PyTorch   {_pytorch(explanation)}"
-
-
-def _source(choice: Choice) -> str:
-    return _SOURCES.get(choice.source, choice.source)
 
 
 def _pytorch(explanation: LayerExplanation) -> str:
@@ -295,15 +276,9 @@ def _candidates(choices: Sequence[Choice]) -> Iterator[str]:
     rows = [("rank", "ms", "ratio", "source", "candidate")]
     for rank, choice in enumerate(choices, 1):
         ms = choice.predicted_ms
-        rows.append(
-            (
-                str(rank),
-                "" if ms is None else f"{ms:.4f}",
-                "" if ms is None or not best else f"{ms / best:.3f}",
-                choice.source,
-                _words(choice.candidate),
-            )
-        )
+        time = "" if ms is None else f"{ms:.4f}"
+        ratio = "" if ms is None or not best else f"{ms / best:.3f}"
+        rows.append((str(rank), time, ratio, choice.source, _words(choice.candidate)))
     yield from _table(rows, right=3)
 
 
@@ -424,13 +399,11 @@ def compare(
     """Why `chosen` is expected to be faster than `other`; both are of the family of `learned`."""
     rows = np.array([chosen.config_id, other.config_id], np.intp)
     ours, theirs = learned.features(problem, device, rows)
-    names = learned.pool.feature_names
-    differ = [i for i in range(len(names)) if _differ(ours[i], theirs[i])]
+    names, fields = learned.pool.feature_names, learned.family.configs.dtype.names or ()
+    same = (ours == theirs) | (np.isnan(ours) & np.isnan(theirs))
     groups: dict[str, list[int]] = {}
-    for i in differ:
-        groups.setdefault(theme_of(names[i], learned.family.configs.dtype.names or ()), []).append(
-            i
-        )
+    for i in np.flatnonzero(~same).tolist():
+        groups.setdefault(theme_of(names[i], fields), []).append(i)
     shares, whole = _shapley(learned, ours, theirs, list(groups.values()))
     contributions = [
         Contribution(
@@ -442,38 +415,27 @@ def compare(
     return Comparison(other, math.exp(whole), tuple(contributions))
 
 
-def _differ(one: np.float32, other: np.float32) -> bool:
-    return bool(one != other) and not (np.isnan(one) and np.isnan(other))
-
-
 def theme_of(name: str, config_fields: Sequence[str]) -> str:
     """What the feature `name` tells, of a family whose configs have `config_fields`."""
     if name in config_fields:
         return CONFIG
-    return next((t for t, pattern in _patterns() if pattern.fullmatch(name)), OTHER)
-
-
-@cache
-def _patterns() -> tuple[tuple[str, re.Pattern[str]], ...]:
-    return tuple((theme, re.compile(pattern)) for theme, pattern in THEMES.items())
+    return next((theme for theme, words in THEMES.items() if re.fullmatch(words, name)), OTHER)
 
 
 def _shapley(
     learned: FamilyModel,
     ours: NDArray[np.float32],
     theirs: NDArray[np.float32],
-    groups: Sequence[Sequence[int]],
+    groups: Sequence[list[int]],
 ) -> tuple[list[float], float]:
     """What exchanging each group of columns of `ours` for those of `theirs` adds to the cost, and
     what exchanging all does."""
     count = len(groups)
-    mixed = np.tile(
-        ours, (2**count, 1)
-    )  # bit g of a row's number: whether it has group g of theirs
+    mixed = np.tile(ours, (2**count, 1))
+    # Bit g of a row's number: whether it has group g of `theirs`.
     exchanged = (np.arange(2**count)[:, None] >> np.arange(count)) & 1
     for group, columns in enumerate(groups):
-        rows = np.flatnonzero(exchanged[:, group])
-        mixed[np.ix_(rows, np.array(columns))] = theirs[list(columns)]
+        mixed[np.ix_(exchanged[:, group] == 1, columns)] = theirs[columns]
     cost = learned.order.predict(mixed)
     sizes = exchanged.sum(axis=1)
     shares = []
@@ -532,44 +494,37 @@ class NearestLayers:
         self._device, self._best = model.device, tuple(model.measured.values())
         kind = model.operation.problem
         self._problems = [kind.parse(words) for words in model.measured]
-        self._sizes = np.array([_sizes(p) for p in self._problems]).reshape(len(self._best), -1)
-        self._kinds = np.array([_kinds(p) for p in self._problems], object)
+        places = [_place(problem) for problem in self._problems]
+        self._sizes = np.array([sizes for sizes, _ in places])
+        self._kinds = np.array([kinds for _, kinds in places], object)
 
     def nearest(self, problem: Record, count: int) -> tuple[Neighbour, ...]:
         """The `count` nearest, nearest first, or all if there are fewer. A problem that was
         measured itself is its own neighbour, at distance 0."""
         if not self._problems:
             return ()
-        squares = ((self._sizes - _sizes(problem)) ** 2).sum(axis=1)
-        unlike = (self._kinds != np.array(_kinds(problem), object)).sum(axis=1)
+        sizes, kinds = _place(problem)
+        squares = ((self._sizes - np.array(sizes)) ** 2).sum(axis=1)
+        unlike = (self._kinds != np.array(kinds, object)).sum(axis=1)
         distance = np.sqrt(squares + _UNLIKE**2 * unlike)
-        return tuple(
-            self._neighbour(i, float(distance[i]), self._device)
-            for i in np.argsort(distance, kind="stable")[:count].tolist()
-        )
-
-    def _neighbour(self, index: int, distance: float, device: Device) -> Neighbour:
-        problem, best = self._problems[index], self._best[index]
-        share = device.roofline_s(problem) * 1e3 / best.time_ms
-        return Neighbour(problem, distance, best.candidate, best.time_ms, share)
+        found = []
+        for i in np.argsort(distance, kind="stable")[:count].tolist():
+            near, best = self._problems[i], self._best[i]
+            share = self._device.roofline_s(near) * 1e3 / best.time_ms
+            found.append(Neighbour(near, float(distance[i]), best.candidate, best.time_ms, share))
+        return tuple(found)
 
 
-def _sizes(problem: Record) -> NDArray[np.float64]:
-    """The logarithms of a problem's sizes."""
-    found: list[float] = []
+def _place(problem: Record) -> tuple[list[float], list[object]]:
+    """Return the logarithms of a problem's sizes, and the values of its other fields."""
+    sizes: list[float] = []
+    kinds: list[object] = []
     for field in dataclasses.fields(problem):
         value = getattr(problem, field.name)
         if field.name in problem.PAIRS:
-            found += (math.log2(1 + member) for member in value)
+            sizes += (math.log2(1 + member) for member in value)
         elif field.name in problem.LIMITS:
-            found.append(math.log2(max(value, 1)))
-    return np.array(found)
-
-
-def _kinds(problem: Record) -> list[object]:
-    """The values of a problem's other fields."""
-    return [
-        getattr(problem, field.name)
-        for field in dataclasses.fields(problem)
-        if field.name not in problem.LIMITS and field.name not in problem.PAIRS
-    ]
+            sizes.append(math.log2(max(value, 1)))
+        else:
+            kinds.append(value)
+    return sizes, kinds

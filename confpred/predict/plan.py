@@ -300,7 +300,7 @@ def _launched(choice: Choice) -> Choice:
 
 def _launches(choices: Iterable[Choice]) -> Iterator[tuple[str, Launch]]:
     for choice in choices:
-        family = registry.all_families().get(choice.provider)
+        family = registry.family_named(choice.provider)
         if family is not None:
             yield choice.provider, family.launch(choice.problem, choice.candidate.config_id)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -26,11 +26,11 @@ from confpred.families.protocol import (
     first_within,
     within,
 )
-from confpred.families.registry import all_families, kernels_of
+from confpred.families.registry import family_of, kernels_of
 from confpred.model.bounds import Trust
 from confpred.model.folder import Model, NewestModels, load_model
 from confpred.model.rank import Options, rank_by_estimate, rank_families, with_pytorch
-from confpred.predict.choice import Choice, Source, check_max_regret, check_top, with_fallback
+from confpred.predict.choice import Choice, check_max_regret, check_top, with_fallback
 from confpred.predict.plan import Plan, read_plan
 from confpred.problem.device import KNOWN, Device, get_device
 from confpred.problem.limits import UNLIMITED, Limits
@@ -45,28 +45,9 @@ _LIMITS_KEPT = 4
 #: How many problems are worked out together at most: more would be no faster, and each takes about
 #: 1.4 MB while it is under way.
 TOGETHER = 16
-_UNKNOWN = Trust(None, False)
-_OF_MODELS = ("predicted", "transferred", "measured")
+#: Choices of an answer that need no prediction, at most: the plan's and the best measured.
+_KNOWN = 2
 _Asked = tuple[Record, Device, int]  # the problem, for which device, and how many choices
-
-
-@dataclass(frozen=True, slots=True)
-class _Option:
-    """One way to compute a problem, before it is spelled out as a `Choice`."""
-
-    source: Source
-    candidate: Candidate
-    seconds: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class _Found:
-    """A prediction for a problem: the options, best first, how far the first of them can be
-    trusted, and the seconds that PyTorch's operator is expected to take."""
-
-    options: Sequence[_Option] = ()
-    trust: Trust = _UNKNOWN
-    pytorch_s: float | None = None
 
 
 class Predictor:
@@ -270,38 +251,39 @@ class Predictor:
         return self._own_model(kind, device) or donor_for(self._models, device, kind)
 
     def _work_out(self, asked: Sequence[_Asked]) -> list[tuple[Choice, ...]]:
-        """The answers to questions that are all about one device and number of choices."""
+        """Answer questions that are all about one device and number of choices."""
         if self._limits.deterministic:
             asked = [(_repeatable(problem), device, top) for problem, device, top in asked]
-        planned = [self._plan_for(problem, device) for problem, device, _ in asked]
-        settled = [self._settled(*each, p) for each, p in zip(asked, planned, strict=True)]
-        found = [_Found()] * len(asked)
-        short = [i for i, options in enumerate(settled) if len(options) < asked[i][2]]
-        for i, predicted in zip(short, self._found([asked[i] for i in short]), strict=True):
-            listed = {option.candidate for option in settled[i]}
-            settled[i] += [option for option in predicted.options if option.candidate not in listed]
-            found[i] = predicted
+        found = [self._settled(*each) for each in asked]
+        short = [i for i, (_, _, top) in enumerate(asked) if len(found[i]) < top]
+        for i, predicted in zip(short, self._predict([asked[i] for i in short]), strict=True):
+            if found[i]:  # the bound is of a first choice alone
+                predicted = [replace(c, regret_bound=None, extrapolated=False) for c in predicted]
+            listed = {choice.candidate for choice in found[i]}
+            found[i] += [choice for choice in predicted if choice.candidate not in listed]
         return [
-            self._choices(*each, p, options, predicted)
-            for each, p, options, predicted in zip(asked, planned, settled, found, strict=True)
+            self._with_pytorch_ms(
+                choices[:top] or [Choice(problem, device.key, "fallback")], device
+            )
+            for (problem, device, top), choices in zip(asked, found, strict=True)
         ]
 
-    def _settled(
-        self, problem: Record, device: Device, top: int, planned: Choice | None
-    ) -> list[_Option]:
-        """Return the options that need no prediction: the plan's choice, and the best measured
-        config."""
+    def _settled(self, problem: Record, device: Device, top: int) -> list[Choice]:
+        """Return what needs no prediction: the plan's choice, and the best measured config."""
+        planned = self._plan_for(problem, device)
         if planned is not None and top == 1:
-            return [_Option("pinned", planned.candidate, None)]
+            return [planned]  # so that a start from a plan loads no model
+        found = [] if planned is None else [planned]
         model = self._own_model(type(problem), device)
         best = model.measured.get(str(problem)) if model else None
-        options = []
-        if planned is not None:
-            options.append(_Option("pinned", planned.candidate, None))
-        known = best is not None and (planned is None or best.candidate != planned.candidate)
-        if best is not None and known and self._keeps_within(problem, best.candidate):
-            options.append(_Option("measured", best.candidate, best.time_ms * 1e-3))
-        return options
+        if model is None or best is None or not self._keeps_within(problem, best.candidate):
+            return found
+        if planned is None or planned.candidate != best.candidate:
+            ms = best.time_ms * 1e-3 * 1e3  # as predictions are made in seconds
+            found.append(
+                Choice(problem, device.key, "measured", best.candidate, ms, model=model.version)
+            )
+        return found
 
     def _plan_for(self, problem: Record, device: Device) -> Choice | None:
         """Return the plan's choice for a problem, if it keeps within the limits; with the time that
@@ -320,30 +302,47 @@ class Predictor:
         if candidate == PYTORCH_OPERATOR:
             return True
         row = np.array([candidate.config_id], np.intp)
-        return len(within(all_families()[candidate.provider], problem, row, self._limits)) == 1
+        return len(within(family_of(candidate), problem, row, self._limits)) == 1
 
-    def _found(self, asked: Sequence[_Asked]) -> list[_Found]:
-        """Predict, or else estimate, for each question."""
+    def _predict(self, asked: Sequence[_Asked]) -> list[list[Choice]]:
+        """Predict, or else estimate, for each question at least as many choices as were asked for
+        and are known already, best first; the first has the bound."""
         alike: dict[type[Record], list[int]] = {}
         for i, (problem, _, _) in enumerate(asked):
             alike.setdefault(type(problem), []).append(i)
-        found = [_Found()] * len(asked)
+        found: list[list[Choice]] = [[] for _ in asked]
         for kind, places in alike.items():
             _, device, top = asked[places[0]]
             model = self._model(kind, device)
             if model is None:
                 continue
             own = model is self._own_model(kind, device)
-            source: Source = "predicted" if own else "transferred"
+            first = Choice(
+                asked[places[0]][0],
+                device.key,
+                "predicted" if own else "transferred",
+                model=model.version,
+                donor=None if own else model.device.key,
+            )
             problems = [asked[i][0] for i in places]
             predicted = _predicted(problems, device, model, top, self._limits)
             trusts = self._trusts(problems, device, model, top, predicted)
-            for i, options, known in zip(places, predicted, trusts, strict=True):
-                own_options = [_Option(source, c, seconds) for seconds, c in options]
-                found[i] = _Found(own_options, known, _seconds_of(PYTORCH_OPERATOR, options))
+            for i, options, trust in zip(places, predicted, trusts, strict=True):
+                pytorch_s = _seconds_of(PYTORCH_OPERATOR, options)
+                pytorch_ms = None if pytorch_s is None else pytorch_s * 1e3
+                one = replace(first, problem=asked[i][0], pytorch_ms=pytorch_ms)
+                found[i] = [
+                    replace(one, candidate=candidate, predicted_ms=seconds * 1e3)
+                    for seconds, candidate in options[: top + _KNOWN]
+                ]
+                if found[i]:
+                    bound, extrapolated = trust
+                    found[i][0] = replace(
+                        found[i][0], regret_bound=bound, extrapolated=extrapolated
+                    )
         return [
-            each if each.options else _Found(_estimated(problem, device, top, self._limits))
-            for each, (problem, device, top) in zip(found, asked, strict=True)
+            choices or _estimated(*each, self._limits)
+            for choices, each in zip(found, asked, strict=True)
         ]
 
     def _trusts(
@@ -354,47 +353,40 @@ class Predictor:
         top: int,
         predicted: Sequence[Options],
     ) -> list[Trust]:
-        """How far the first prediction for each problem can be trusted, which does not depend on
-        how many were asked for."""
+        """Return how far the first prediction for each problem can be trusted, which does not
+        depend on how many were asked for."""
         if top > 1:
             best = (self._best((problem, device, 1))[0] for problem in problems)
             return [Trust(choice.regret_bound, choice.extrapolated) for choice in best]
-        found = [_UNKNOWN] * len(problems)
+        found = [Trust(None, False)] * len(problems)
         served = [i for i, options in enumerate(predicted) if options]
         if self._limits != UNLIMITED or not served:
             return found  # nothing was calibrated for what is left within limits
-        # Nothing was calibrated for a device without a model of its own.
         trusts = model.bounds.of(
             [problems[i] for i in served], model.device, [predicted[i] for i in served]
         )
+        # Nothing was calibrated for a device without a model of its own.
+        own = model.device.key == device.key
         for i, (bound, extrapolated) in zip(served, trusts, strict=True):
-            found[i] = Trust(bound if model.device.key == device.key else None, extrapolated)
+            found[i] = Trust(bound if own else None, extrapolated)
         return found
 
-    def _choices(
-        self,
-        problem: Record,
-        device: Device,
-        top: int,
-        planned: Choice | None,
-        options: Sequence[_Option],
-        found: _Found,
-    ) -> tuple[Choice, ...]:
-        """Spell out the first `top` of `options`, or the fallback if there are none."""
-        if planned is not None and top == 1:
-            return (planned,)  # so that a start from a plan loads no model
-        model = self._model(type(problem), device)
-        options = options or [_Option("fallback", PYTORCH_OPERATOR, None)]
-        first = found.trust if options[0].source in ("predicted", "transferred") else _UNKNOWN
-        trusts = [first, *[_UNKNOWN] * (len(options) - 1)]
-        pytorch_s = found.pytorch_s
-        if pytorch_s is None and options[0].source == "measured" and model is not None:
-            pytorch_s = _pytorch_beside(problem, device, model, options[0])
-        choices = [
-            _choice(problem, device, option, model, trust, pytorch_s)
-            for option, trust in zip(options[:top], trusts, strict=False)
-        ]
-        return tuple(choices) if planned is None else (planned, *choices[1:])
+    def _with_pytorch_ms(self, choices: list[Choice], device: Device) -> tuple[Choice, ...]:
+        """Return `choices` with the time of PyTorch's operator beside a measured one: as it was
+        predicted, or else by its ratio to the best that was measured."""
+        first = choices[0]
+        if all(choice.source != "measured" for choice in choices):
+            return tuple(choices)
+        ms = next((c.pytorch_ms for c in choices if c.source == "predicted"), None)
+        if ms is None and first.source == "measured" and first.predicted_ms is not None:
+            model = self._own_model(type(first.problem), device)
+            if first.candidate == PYTORCH_OPERATOR:
+                ms = first.predicted_ms
+            elif model is not None and model.pytorch is not None:
+                (slowdown, _), *_ = model.pytorch.slowdowns([first.problem], device)
+                best = model.measured[str(first.problem)]
+                ms = best.time_ms * 1e-3 * slowdown * 1e3
+        return tuple(c if c.source == "pinned" else replace(c, pytorch_ms=ms) for c in choices)
 
 
 def _checked(problem: object) -> Record:
@@ -426,7 +418,7 @@ def _predicted(
     """For each of `problems` at least `top` candidates within `limits`, if the families that
     `model` knows have them, and PyTorch's own operator, in the order of the answer, with their
     seconds. Empty where nothing is legal."""
-    found = rank_families(model.families, model.gate, problems, device, top, limits)
+    found = rank_families(model.families_for(problems), model.gate, problems, device, top, limits)
     served = [i for i, options in enumerate(found) if options]
     if served and model.pytorch is not None:
         asked = [problems[i] for i in served]
@@ -434,39 +426,29 @@ def _predicted(
         # PyTorch's operator was compared with the fastest config of all.
         every = [found[i] for i in served]
         if limits != UNLIMITED:
-            every = rank_families(model.families, model.gate, asked, device, top)
+            every = rank_families(model.families_for(asked), model.gate, asked, device, top)
         for i, options, slowdown in zip(served, every, slowdowns, strict=True):
             found[i] = with_pytorch(found[i], slowdown, (options or found[i])[0][0])
     return found
 
 
-def _estimated(problem: Record, device: Device, top: int, limits: Limits) -> list[_Option]:
-    """The configs of all families by their own estimates, fastest first; empty if none is legal.
-
-    Estimates are too rough to be compared with anything but one another.
-    """
+def _estimated(problem: Record, device: Device, top: int, limits: Limits) -> list[Choice]:
+    """Return the configs of all families by their own estimates, fastest first; none if none is
+    legal. Estimates are too rough to be compared with anything but one another."""
     found: Options = []
     for name, family in kernels_of(problem).items():
         rows, seconds = rank_by_estimate(family, problem, device)
         kept = np.isin(rows, first_within(family, problem, rows, limits, top))
         first = zip(seconds[kept][:top].tolist(), rows[kept].tolist(), strict=False)
         found += [(value, Candidate(name, row)) for value, row in first]
-    return [_Option("heuristic", candidate, seconds) for seconds, candidate in sorted(found)]
+    return [
+        Choice(problem, device.key, "heuristic", candidate, seconds * 1e3)
+        for seconds, candidate in sorted(found)[: top + _KNOWN]
+    ]
 
 
 def _seconds_of(candidate: Candidate, options: Options) -> float | None:
     return next((seconds for seconds, found in options if found == candidate), None)
-
-
-def _pytorch_beside(
-    problem: Record, device: Device, model: Model, measured: _Option
-) -> float | None:
-    """Seconds that PyTorch's operator is expected to take beside the best that was measured."""
-    if measured.candidate == PYTORCH_OPERATOR or measured.seconds is None:
-        return measured.seconds
-    if model.pytorch is None:
-        return None
-    return measured.seconds * model.pytorch.slowdowns([problem], device)[0][0]
 
 
 def _expected_s(
@@ -479,31 +461,9 @@ def _expected_s(
     row = np.array([candidate.config_id], np.intp)
     learned = model.families.get(candidate.provider) if model else None
     if learned is None:
-        family = all_families()[candidate.provider]
+        family = family_of(candidate)
         return float(family.estimate_s(problem, device, row)[0])
     return float(learned.rank(problem, device, row)[1][0])
-
-
-def _choice(
-    problem: Record,
-    device: Device,
-    option: _Option,
-    model: Model | None,
-    known: Trust,
-    pytorch_s: float | None,
-) -> Choice:
-    return Choice(
-        problem,
-        device.key,
-        option.source,
-        option.candidate,
-        predicted_ms=None if option.seconds is None else option.seconds * 1e3,
-        pytorch_ms=None if pytorch_s is None else pytorch_s * 1e3,
-        regret_bound=known.bound,
-        extrapolated=known.extrapolated,
-        model=model.version if model and option.source in _OF_MODELS else None,
-        donor=model.device.key if model and option.source == "transferred" else None,
-    )
 
 
 def distance(one: Device, other: Device) -> float:

@@ -20,7 +20,6 @@ from confpred.errors import ConfpredError, InvalidInput, UnknownDevice
 from confpred.families.protocol import PYTORCH_OPERATOR
 from confpred.families.registry import operation_named
 from confpred.measure.pytorch import cudnn_version
-from confpred.model.folder import changes
 from confpred.predict.choice import Choice, check_max_regret
 from confpred.predict.plan import read_plan
 from confpred.predict.predictor import Predictor
@@ -215,7 +214,7 @@ def choose_on(
         model = current_predictor().models.get(device.key)
         if model is not None:
             now = {"driver": driver.describe(ordinal)[1], "cudnn": cudnn_version()}
-            for it in changes(model, **now):
+            for it in model.card.changes(**now):
                 warn_once(f"model {model.version}: {it}; `confpred drift` tells whether it holds")
     except Exception as error:  # a warning is not worth an error
         log.debug("versions cannot be compared: %s", error)

@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from torch.nn.modules.utils import _pair  # noqa: F401
 
 from confpred.concurrency import uninterrupted
-from confpred.cuda import driver
 from confpred.errors import InvalidInput
 from confpred.problem.conv2d import ACTIVATIONS
 from confpred.problem.limits import UNLIMITED, Limits
@@ -263,7 +262,6 @@ def _saves(call: Call, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     for choice in (launch.choice for launch in launches if launch is not None):
         if choice.source == "pinned":
             return True
-        theirs = choosing.pytorch_ms(choice.problem, driver.device_of(x.get_device()))
-        if theirs is not None and choice.predicted_ms is not None:
-            saved += theirs - choice.predicted_ms
+        if choice.pytorch_ms is not None and choice.predicted_ms is not None:
+            saved += choice.pytorch_ms - choice.predicted_ms
     return saved >= LEAST_MS

@@ -283,8 +283,9 @@ def capture(
 def _row(group: Sequence[Site], device: Device) -> Row:
     """Return the row of layers of one kind."""
     site, names = group[0], tuple(site.name or "-" for site in group)
-    choice, pytorch_ms = site.choice, None
-    if site.problem is not None:
+    choice = site.choice
+    pytorch_ms = None if choice is None else choice.pytorch_ms
+    if pytorch_ms is None and site.problem is not None:
         pytorch_ms = choosing.pytorch_ms(site.problem, device)
     first = (names, site.direction, site.problem, site.fused)
     if choice is not None and site.is_ours:

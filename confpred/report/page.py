@@ -17,7 +17,8 @@ from confpred.data.parquet import operation_in, read
 from confpred.errors import DataError
 from confpred.families.registry import all_operations
 from confpred.files import write_whole
-from confpred.model.folder import CARD, Model, load_model, model_folders
+from confpred.model.card import CARD
+from confpred.model.folder import Model, load_model, model_folders
 from confpred.report import COVERAGE, charts, tables
 from confpred.report.judged import (
     Evaluated,
@@ -127,22 +128,21 @@ def _evaluation_facts(evaluation: Evaluated) -> Mapping[str, str]:
 
 
 def _model_facts(model: Model) -> Mapping[str, str]:
-    card: Mapping[str, Any] = model.card
-    regret = card["metrics"]["regret"]
+    card, regret = model.card, model.card.metrics["regret"]
     return {
         "device": model.device.key,
         "card, SHA-256": model.digest,
-        "made": f"{card['created']} with {_pairs(card['libraries'])}; seed {card['seed']}",
-        "measurements": _pairs({k: v for k, v in card["data"].items() if k != "statuses"}),
+        "made": f"{card.created} with {_pairs(card.libraries)}; seed {card.seed}",
+        "measurements": _pairs({k: v for k, v in card.content["data"].items() if k != "statuses"}),
         "regret on held-out networks": (
             f"geomean {regret['geomean']:.3f}, p95 {regret['p95']:.3f}, worst "
-            f"{regret['worst']:.3f} of {regret['problems']} ({card['metrics']['folds']} folds)"
+            f"{regret['worst']:.3f} of {regret['problems']} ({card.metrics['folds']} folds)"
         ),
         "families": "; ".join(
-            f"{name}: kernel {entry['source']} ({' and '.join(entry['source_digests'])})"
-            for name, entry in card["families"].items()
+            f"{name}: kernel {entry.source} ({' and '.join(entry.source_digests)})"
+            for name, entry in card.families.items()
         ),
-        "hyperparameters": _pairs(card["hyperparameters"]),
+        "hyperparameters": _pairs(card.hyperparameters),
         "changed since": "; ".join(model.stale) or "nothing",
     }
 

@@ -19,7 +19,7 @@ from confpred.data.suites import Entry, Suite
 from confpred.errors import DataError
 from confpred.families.protocol import PYTORCH_OPERATOR, Candidate
 from confpred.families.registry import config_ids, config_words
-from confpred.model.folder import Model, changes
+from confpred.model.folder import Model
 from confpred.problem.operation import Operation
 from confpred.problem.record import Record
 from confpred.retraining.offers import tasks_to_judge
@@ -143,7 +143,7 @@ def time_again(
         for problem, c, expected in drawn
         if (problem, c) in times
     ]
-    return judged(model, retimed, changes(model, driver=driver, cudnn=cudnn))
+    return judged(model, retimed, model.card.changes(driver=driver, cudnn=cudnn))
 
 
 def draw(

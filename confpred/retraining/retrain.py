@@ -32,7 +32,8 @@ from confpred.errors import DataError
 from confpred.families.protocol import PYTORCH_OPERATOR, Candidate
 from confpred.families.registry import operation_of
 from confpred.files import read_json, write_whole
-from confpred.model.folder import CARD, Model, NewestModels, load_model, publish, users_models
+from confpred.model.card import CARD
+from confpred.model.folder import Model, NewestModels, load_model, publish, users_models
 from confpred.predict.predictor import Predictor, donor_for
 from confpred.problem.device import Device
 from confpred.problem.record import Record

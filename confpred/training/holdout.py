@@ -229,15 +229,15 @@ def check_unseen(model: Model, trained_on: Dataset, holdout: Dataset) -> str:
     Raises:
         DataError: it has seen some.
     """
-    facts = model.card["data"]
-    excluded = facts["excluded_networks"]
+    facts = model.card.data
+    excluded = facts.excluded_networks
     timings = without_networks(trained_on.everywhere, excluded)
     given = trained_on.restricted({t.problem for t in timings})
     kind = model.operation.problem
     seen = {kind.parse(text).layer() for text in model.measured}
     networks: set[str] = set()
     checked = "the problems that the model has the best configs of"
-    if given.digest == facts["digest"]:
+    if given.digest == facts.digest:
         seen |= {t.problem.layer() for t in timings}
         networks = {name for t in timings for name in t.networks}
         checked = "all that the model was trained on"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import asdict
 from datetime import datetime, timezone
 from importlib.metadata import version
@@ -18,11 +18,19 @@ from confpred.errors import InvalidInput
 from confpred.families.protocol import PYTORCH_OPERATOR, Candidate, Family
 from confpred.families.registry import all_families
 from confpred.files import write_folder
+from confpred.model.card import (
+    CARD,
+    BoundsCard,
+    Card,
+    DataCard,
+    FamilyCard,
+    FeatureDigest,
+    GateCard,
+    PytorchCard,
+)
 from confpred.model.features import configs_digest, examples_of, family_card, operation_card
 from confpred.model.folder import (
     BOUND_TREES,
-    CARD,
-    FORMAT,
     GATE_TREES,
     MEASURED,
     ORDER_TREES,
@@ -30,10 +38,10 @@ from confpred.model.folder import (
     REGISTERS,
     TIME_TREES,
 )
-from confpred.problem.device import KNOWN, Device
+from confpred.problem.device import KNOWN
 from confpred.problem.record import Record
 from confpred.training import Said, unsaid
-from confpred.training.calibrate import FittedGate, fit_bounds, fit_gate, fit_pytorch
+from confpred.training.calibrate import fit_bounds, fit_gate, fit_pytorch
 from confpred.training.cross_validate import (
     best_ms,
     cross_validate,
@@ -111,59 +119,57 @@ def train(
         files[PYTORCH_TREES] = pytorch
     files[BOUND_TREES] = bounds.quantile
     files[MEASURED] = _lines(_best(dataset))
-    card = {
-        "format": FORMAT,
-        "operation": operation.name,
-        "device": dataset.device.key,
-        **_board(dataset.device),
-        "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "seed": seed,
-        "data": {
-            "digest": dataset.digest,
-            "rows": dataset.rows,
-            "problems": len(dataset.timings),
-            "networks": len({name for t in dataset.timings for name in t.networks}),
-            "excluded_networks": sorted(exclude),
-            "other_devices": {other.device.key: other.rows for other in dataset.others},
-            "statuses": dict(dataset.statuses),
-        },
-        "families": {
+
+    def digest_of(problems: Iterable[Record]) -> FeatureDigest:
+        return operation_card(operation, dataset.device, examples_of(problems))
+
+    card = Card(
+        operation=operation.name,
+        device=dataset.device.key,
+        # The description of a device that is in no table, so that the folder can be used elsewhere.
+        board=None if dataset.device.key in KNOWN else asdict(dataset.device),
+        created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        seed=seed,
+        data=DataCard(
+            digest=dataset.digest,
+            rows=dataset.rows,
+            problems=len(dataset.timings),
+            networks=len({name for t in dataset.timings for name in t.networks}),
+            excluded_networks=sorted(exclude),
+            other_devices={other.device.key: other.rows for other in dataset.others},
+            statuses=dict(dataset.statuses),
+        ),
+        families={
             family.name: _family_card(family, f, dataset)
             for f in fitted
             for family in f.pool.families
         },
-        "gate": gate and _gate_card(gate, dataset),
-        "pytorch": pytorch
-        and {"margins": dict(held_out.margins), "features": _pytorch_features(dataset)},
-        "hyperparameters": asdict(hyper),
-        "measured_with": {name: list(found) for name, found in dataset.measured_with.items()},
-        "metrics": {
+        gate=GateCard(list(gate.families), digest_of(gate.problems)) if gate else None,
+        pytorch=PytorchCard(held_out.margins, digest_of(dataset.pytorch_ms)) if pytorch else None,
+        hyperparameters=asdict(hyper),
+        measured_with={name: list(found) for name, found in dataset.measured_with.items()},
+        metrics={
             "folds": FOLDS,
             "regret": asdict(regret),
             "whole": asdict(found) if (found := whole(held_out.answers)) else None,
         },
-        "bounds": {
-            "offsets": bounds.offsets,
-            "ranges": {
+        bounds=BoundsCard(
+            offsets=bounds.offsets,
+            ranges={
                 name: {"least": least, "largest": largest}
                 for name, (least, largest) in bounds.ranges.items()
             },
-            "coverage": bounds.coverage,
-            "median": bounds.median,
-        },
-        "libraries": {
+            coverage=bounds.coverage,
+            median=bounds.median,
+        ),
+        libraries={
             "confpred": __version__,
             **{name: version(name) for name in ("lightgbm", "numpy", "scikit-learn")},
         },
-        "files": {name: hashlib.sha256(t.encode()).hexdigest() for name, t in files.items()},
-    }
-    write_folder(out, {CARD: json.dumps(card, indent=1) + "\n", **files})
+        files={name: hashlib.sha256(t.encode()).hexdigest() for name, t in files.items()},
+    )
+    write_folder(out, {CARD: json.dumps(card.to_json(), indent=1) + "\n", **files})
     return regret
-
-
-def _board(device: Device) -> dict[str, Any]:
-    """The description of a device that is in no table, so that the folder can be used elsewhere."""
-    return {} if device.key in KNOWN else {"board": asdict(device)}
 
 
 def _without(dataset: Dataset, networks: Collection[str]) -> Dataset:
@@ -175,34 +181,22 @@ def _without(dataset: Dataset, networks: Collection[str]) -> Dataset:
     return dataset.restricted(kept)
 
 
-def _family_card(family: Family, fitted: Fitted, dataset: Dataset) -> dict[str, Any]:
+def _family_card(family: Family, fitted: Fitted, dataset: Dataset) -> FamilyCard:
     measured = [
         d for d in (dataset, *dataset.others) if any(t.family == family.name for t in d.timings)
     ]
     first = measured[0]  # this device, or one that the family is taken over from
     rows = {t.problem: t.rows.tolist() for t in first.timings if t.family == family.name}
     problem = next(iter(rows))
-    return {
-        "devices": [d.device.key for d in measured],
-        "source": family.launch(problem, rows[problem][0]).source,
-        "source_digests": first.kernels[family.name],
-        "configs": configs_digest(family),
-        "groupings": sorted({p.grouping for p in rows}),
-        "features": family_card(family, dataset.device, [(p, rows[p]) for p in examples_of(rows)]),
-        "pool": fitted.pool.name,
-    }
-
-
-def _gate_card(gate: FittedGate, dataset: Dataset) -> dict[str, Any]:
-    examples = examples_of(gate.problems)
-    return {
-        "families": list(gate.families),
-        "features": operation_card(dataset.operation, dataset.device, examples),
-    }
-
-
-def _pytorch_features(dataset: Dataset) -> dict[str, Any]:
-    return operation_card(dataset.operation, dataset.device, examples_of(dataset.pytorch_ms))
+    return FamilyCard(
+        devices=[d.device.key for d in measured],
+        source=family.launch(problem, rows[problem][0]).source,
+        source_digests=list(first.kernels[family.name]),
+        configs=configs_digest(family),
+        groupings=sorted({p.grouping for p in rows}),
+        features=family_card(family, dataset.device, [(p, rows[p]) for p in examples_of(rows)]),
+        pool=fitted.pool.name,
+    )
 
 
 def _best(dataset: Dataset) -> list[dict[str, Any]]:

@@ -72,7 +72,7 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a fault.
+    """The outcome of a planted fault.
 
     Attributes:
         fault: its name.

@@ -124,7 +124,7 @@ def test_a_plan_runs_on_pytorchs_tensors_and_stream(device: Device) -> None:
 def test_a_plan_that_is_slow_to_build_is_kept(
     device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What comes from the cache computes the same; one that is damaged is built again."""
+    """A plan from the cache computes the same; one that is damaged is built again."""
     monkeypatch.setattr(plans_module, "_SLOW_S", 0.0)
     problem = Problem(2, 32, 20, 20, 32, 3, 3, padding=1, bias=True, activation="silu")
     rows = [int(row) for row in np.flatnonzero(FAMILY.listed(problem, device))]

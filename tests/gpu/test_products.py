@@ -193,7 +193,7 @@ def error(found: torch.Tensor, right: torch.Tensor) -> float:
 
 
 def run_of(problem: LinearChain, family: Family, config: int) -> Callable[..., torch.Tensor]:
-    """What computes `problem` from an input, weights and biases."""
+    """Return a function that computes `problem` from an input, weights and biases."""
     choice = Choice(problem, "h100", "pinned", Candidate(family.name, config))
     ready = ready_launch(choice, family.launch(problem, config), 0)
 

@@ -1,4 +1,4 @@
-"""What the README and docs/pytorch.md show for a machine with a GPU, run as shown."""
+"""The programs of the README and docs/pytorch.md for a GPU, run as shown."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a user's program may do around calls that confpred serves; a function for each.
+"""Functions for the things that a program may do around calls to confpred.
 
 base         the network, its inputs, and how an optimized model is compared with an eager twin
 forwards     what a forward does

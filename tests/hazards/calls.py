@@ -129,7 +129,7 @@ def negative_and_conjugate_views_into_models(run: Run) -> Any:
 
 @hazard(kernels=False)
 def negative_and_conjugate_views_into_conv2d(run: Run) -> Any:
-    """Of each operand, in inference and in training."""
+    """Vary each operand, in inference and in training."""
     conv2d = confpred.conv2d if run.is_optimized else _plain_conv2d
     found = []
     operands = _operands(run)
@@ -230,7 +230,7 @@ def batches_of_none_and_one(run: Run) -> Any:
 
 @hazard()
 def more_sizes_than_graphs(run: Run) -> Any:
-    """Of batches and images, in inference and in training."""
+    """Vary batches and images, in inference and in training."""
     model, found = run.optimize(run.network()), []
     trained = run.optimize(run.network(train=True))
     with torch.no_grad():
@@ -369,7 +369,7 @@ def weights_made_in_inference_mode(run: Run) -> Any:
 
 @hazard(needs_gpu=True, kernels=False)
 def more_elements_than_31_bits_count(run: Run) -> Any:
-    """Of a depthwise layer's input and output: 4.3 GB each."""
+    """Use a depthwise layer whose input and output take 4.3 GB each."""
     model = run.optimize(run.network(nn.Conv2d, 64, 64, 3, 1, 1, 1, 64))
     x = torch.empty(33, 64, 1024, 1024, device=run.device, dtype=run.dtype, memory_format=LAST)
     x.normal_()

@@ -1,4 +1,4 @@
-"""What a forward does: make tensors, ask for modes, keep things, change, fail."""
+"""Hazards inside a forward: make tensors, ask for modes, keep things, change, fail."""
 
 from __future__ import annotations
 
@@ -194,7 +194,7 @@ def a_forward_that_inspects_its_input(run: Run) -> Any:
 
 @hazard()
 def forwards_replaced_later(run: Run) -> Any:
-    """Of the model, as some trainers do; of a layer; and of its ``_conv_forward``."""
+    """Replace a forward: of the model, as trainers do, of a layer, and its ``_conv_forward``."""
     model = run.optimize(run.network())
     found = [run.infer(model)]
     plain = model.forward

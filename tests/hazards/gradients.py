@@ -1,4 +1,4 @@
-"""What a program does with autograd."""
+"""Hazards of autograd."""
 
 from __future__ import annotations
 

@@ -12,9 +12,9 @@ each for all threads at once as NumPy arrays, and what a GPU's tools check is ch
   all lanes of a warp at a warp-wide instruction.
 
 Shared memory that was never written, and a register that was never set, read as NaN. Asynchronous
-copies arrive as late as they may: in the wait that asks for them. What this cannot show is how fast
-a kernel is, what the assembler makes of the PTX, and orders of threads other than the one it takes;
-so it does not replace the tests on a GPU.
+copies arrive as late as they may: in the wait that asks for them. The interpreter cannot show how
+fast a kernel is, what the assembler makes of the PTX, and other orders of threads; so it does not
+replace the tests on a GPU.
 
     text     PTX -> instructions
     memory   device and shared memory, with the checks

@@ -7,10 +7,10 @@ from functools import cache
 
 import numpy as np
 import torch
-from cuda.bindings import nvrtc
 from numpy.typing import NDArray
 
-from confpred.cuda.compiler import options, program_text
+from confpred.cuda import compiler
+from confpred.errors import CompileError
 from confpred.families.protocol import Family
 from confpred.problem.operation import SCRATCH, ZEROED, KernelSpec, Launch, Step
 from confpred.problem.record import Record
@@ -115,24 +115,12 @@ def _kernel(spec: KernelSpec, arch: str) -> Kernel:
 
 
 def ptx_of(spec: KernelSpec, arch: str) -> str:
-    """What NVRTC makes of `spec` before the assembler; needs no GPU.
+    """Return the PTX that NVRTC makes of `spec`; needs no GPU.
 
     Raises:
         PtxError: NVRTC refuses it.
     """
-    _, program = nvrtc.nvrtcCreateProgram(program_text(spec).encode(), b"kernel.cu", 0, [], [])
-    told = options(f"compute_{arch[3:]}").as_bytes("nvrtc", "ptx")
-    (status,) = nvrtc.nvrtcCompileProgram(program, len(told), told)
-    size_of, read = (
-        (nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog)
-        if status
-        else (nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX)
-    )
-    _, size = size_of(program)
-    text = bytearray(size)
-    read(program, text)
-    nvrtc.nvrtcDestroyProgram(program)
-    found = text.rstrip(b"\0").decode()
-    if status:
-        raise PtxError(f"{spec.file}: {found}")
-    return found
+    try:
+        return compiler.ptx_of(spec, arch)
+    except CompileError as error:
+        raise PtxError(f"{spec.file}: {error}") from error

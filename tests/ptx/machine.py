@@ -1,7 +1,7 @@
 """Threads: where each of them is, and what waits for what.
 
-All threads that stand at the same instruction take it together. Of several such groups the one at
-the smallest position goes on first, so that those that took a short way wait for the others at the
+All threads that stand at the same instruction take it together. The group at the smallest position
+goes on first, so that those that took a short way wait for the others at the
 place where the ways meet, and loops are left together.
 """
 

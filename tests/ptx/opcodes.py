@@ -1,4 +1,4 @@
-"""What each instruction does to the registers and the memory of the threads that take it.
+"""The effect of each instruction on the registers and the memory of the threads that take it.
 
 The semantics are those of the PTX ISA manual.
 """
@@ -23,7 +23,7 @@ _IGNORED = {
 
 
 def decode(instruction: Instruction) -> Step:
-    """What `instruction` does; one that is not interpreted is an error when it is reached."""
+    """Return the effect of `instruction`; an unknown one is an error when it is reached."""
     name, *modifiers = instruction.opcode
     modifiers = [m for m in modifiers if m not in _IGNORED]
     maker = _MAKERS.get(name)

@@ -1,4 +1,4 @@
-"""What all instructions are made of."""
+"""Operands of instructions."""
 
 from __future__ import annotations
 

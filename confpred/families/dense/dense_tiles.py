@@ -17,13 +17,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from confpred.families import common
-from confpred.families.batch import each, each_row, narrowed
+from confpred.families.batch import each, each_row
 from confpred.families.common import Occupancy, ceil_div
 from confpred.families.protocol import Array, Rows
-from confpred.families.table import OneDirection, Table, config_table
-from confpred.problem.conv2d import CONVOLUTION, Problem, dtype_macro
+from confpred.families.table import Table, Tabled, config_table
+from confpred.problem.conv2d import Problem, dtype_macro, kernel_sizes
 from confpred.problem.device import Device
-from confpred.problem.operation import KernelSpec, Launch, Step
+from confpred.problem.operation import Launch
 
 DTYPES = ("float16", "bfloat16")
 MOST_CHANNELS = 128
@@ -137,26 +137,24 @@ class _Shape:
     products: Array  # tensor-core instructions of a block for a tile, at most
 
 
-class DenseTiles(OneDirection):
+class DenseTiles(Tabled):
     """One direction of ``kernels/dense_tiles.cu``."""
 
-    operation = CONVOLUTION
     configs = _CONFIGS
     whole = _WHOLE
     kernel_fields = _COMPILED
     shared_features = _SHARED_FEATURES
 
-    def serves(self, problem: Problem) -> bool:
-        return problem.direction == self.direction and handles(problem)
+    def _handles(self, problem: Problem) -> bool:
+        return handles(problem)
 
-    def offered(self, problem: Any, device: Device, table: Table) -> tuple[Any, Rows, Any]:
-        # What depends on little is checked first, so that most rows need no more.
-        fits = each_row(lambda p: _fits(p, device, table), problem)
-        problem, at = narrowed(problem, np.arange(len(table.rows)), fits)
-        t = table.at(at)
+    def _first(self, problem: Any, device: Device, table: Table) -> NDArray[np.bool_]:
+        return each_row(lambda p: _fits(p, device, table), problem)
+
+    def _rules(self, problem: Any, device: Device, t: Mapping[str, Array]) -> NDArray[np.bool_]:
         cut = _cut(problem, t)
         rows, columns = each(_axes_of, problem)
-        legal = (
+        return (
             (cut.blocks <= common.MAX_INT)
             # A tile twice as large as what it covers does the work of a smaller one, slower; the
             # smallest tiles serve whatever is smaller still.
@@ -174,55 +172,53 @@ class DenseTiles(OneDirection):
             )
             & ((t["tiles"] == 1) | (cut.tiles >= 2 * t["tiles"]))
         )
-        problem, at = narrowed(problem, at, legal)
-        return problem, at, self._workings(problem, table, at)
 
     def _workings(self, problem: Any, table: Table, at: Rows) -> _Shape:
         return each_row(lambda p: _shape_of(p, table), problem, at)
 
     def launch(self, problem: Problem, row: int) -> Launch:
-        shape = _shape_of(problem)
-        rows, columns = _axes_of(problem)
-        t = _WHOLE.at(np.array([row]))
-        cut = _cut(problem, t)
-        sizes = ((problem.h, problem.w), (problem.p, problem.q))
-        (h, w), (p, q) = sizes if self.direction == "fprop" else sizes[::-1]
-        step = Step(
-            kernel=_spec(problem, row),
-            grid=(int(cut.blocks[0]), 1, 1),
-            block=(int(shape.threads[row]), 1, 1),
-            smem_bytes=int(shape.smem_bytes[row]),
-            operands=self.operands,
-            scalars={
-                "n": problem.n,
-                "h": h,
-                "w": w,
-                "p": p,
-                "q": q,
-                "k": _out_channels(problem),
-                "pad_h": problem.padding[0],
-                "pad_w": problem.padding[1],
-                "in_step_h": rows.in_step,
-                "in_step_w": columns.in_step,
-                "k_blocks": int(cut.k_blocks[0]),
-                "p_tiles": int(cut.p_tiles[0]),
-                "q_tiles": int(cut.q_tiles[0]),
-                "n_tiles": int(cut.n_tiles[0]),
-                "tiles": int(cut.tiles[0]),
-                "tiles_a_block": int(t["tiles"][0]),
-            },
+        p, shape = problem, _shape_of(problem)
+        rows, columns = _axes_of(p)
+        cut = _cut(p, _WHOLE.at(np.array([row])))
+        threads, smem_bytes = shape.threads[row], shape.smem_bytes[row]
+        defines = (
+            ("DGRAD", int(p.direction == "dgrad")),
+            ("CIN", _in_channels(p)),
+            ("R", p.r),
+            ("S", p.s),
+            ("STRIDE_H", rows.stride),
+            ("STRIDE_W", columns.stride),
+            dtype_macro(p),
+            *common.epilogue_macros(p),
+            *common.config_macros(_CONFIGS[row], _COMPILED),
+            *common.agreed_macros(threads=threads, smem_bytes=smem_bytes),
         )
-        return Launch(steps=(step,))
+        sizes = ((p.h, p.w), (p.p, p.q))
+        (h, w), (height, width) = sizes if self.direction == "fprop" else sizes[::-1]
+        scalars = {
+            "n": p.n,
+            "h": h,
+            "w": w,
+            "p": height,
+            "q": width,
+            "k": _out_channels(p),
+            **kernel_sizes(p, "pad_h pad_w"),
+            "in_step_h": rows.in_step,
+            "in_step_w": columns.in_step,
+            **common.named(cut, "k_blocks p_tiles q_tiles n_tiles tiles"),
+            "tiles_a_block": _CONFIGS["tiles"][row],
+        }
+        step = common.kernel_step(
+            "dense_tiles", defines, cut.blocks, threads, smem_bytes, self.operands, scalars
+        )
+        return Launch((step,))
 
     def _derived(
         self, problem: Any, device: Device, t: Mapping[str, Array], workings: _Shape
     ) -> dict[str, NDArray[np.float64]]:
-        """How each config would run `problem`: the derived features, and the estimated seconds.
-
-        The estimate is the largest of three times, stretched by the waste of the last wave: those
-        of device memory, of the copies from L2 into shared memory with their halos, and of the
-        tensor cores; plus a fixed latency for each tile of a block.
-        """
+        """Estimate seconds as the largest of three times, stretched by the waste of the last wave:
+        those of device memory, of the copies from L2 into shared memory with their halos, and of
+        the tensor cores; plus a fixed latency for each tile of a block."""
         shape, cut = workings, _cut(problem, t)
         down, across = each(_axes_of, problem)
         registers = np.minimum(shape.registers, common.MAX_REGISTERS)
@@ -242,12 +238,8 @@ class DenseTiles(OneDirection):
         return {
             "log_p": np.log2(height),
             "log_q": np.log2(width),
-            "threads": shape.threads,
-            "warp_tiles": shape.warp_tiles,
-            "work": shape.work,
-            "smem_bytes": shape.smem_bytes,
+            **common.named(shape, "threads warp_tiles work smem_bytes products"),
             "registers": registers,
-            "products": shape.products,
             **occupancy.features(),
             "rounds": occupancy.rounds,
             "n_waste": cut.n_tiles * t["block_n"] / problem.n,
@@ -286,12 +278,11 @@ def handles(problem: Problem) -> bool:
 def _fits(problem: Problem, device: Device, table: Table) -> NDArray[np.bool_]:
     """Which rows of `table` serve the problem's window and channels on `device`."""
     shape = _shape_of(problem, table)
-    found: NDArray[np.bool_] = (
+    return (
         (shape.smem_bytes <= device.smem_per_block)
         & (shape.registers <= common.MOST_ESTIMATED_REGISTERS)
         & (shape.registers * shape.threads <= Device.regs_per_sm)
     )
-    return found
 
 
 def _out_size(problem: Problem) -> tuple[int, int]:
@@ -307,26 +298,6 @@ def _in_channels(problem: Problem) -> int:
 def _out_channels(problem: Problem) -> int:
     """Channels of what the kernel writes."""
     return problem.k if problem.direction == "fprop" else problem.c
-
-
-def _spec(problem: Problem, row: int) -> KernelSpec:
-    shape = _shape_of(problem)
-    return KernelSpec(
-        file="dense_tiles.cu",
-        entry="dense_tiles",
-        defines=(
-            ("DGRAD", int(problem.direction == "dgrad")),
-            ("CIN", _in_channels(problem)),
-            ("R", problem.r),
-            ("S", problem.s),
-            ("STRIDE_H", _axis_of(problem, 0).stride),
-            ("STRIDE_W", _axis_of(problem, 1).stride),
-            dtype_macro(problem),
-            *common.epilogue_macros(problem),
-            *common.config_macros(_CONFIGS[row], _COMPILED),
-            *common.agreed_macros(threads=shape.threads[row], smem_bytes=shape.smem_bytes[row]),
-        ),
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -412,7 +383,8 @@ def _shape(
     )
 
 
+_EPILOGUE = ("bias", "activation", "residual")
 FAMILIES = (
-    DenseTiles("dense_fprop", "fprop", ("out", "in", "filter", "bias", "residual")),
+    DenseTiles("dense_fprop", "fprop", ("out", "in", "filter", "bias", "residual"), _EPILOGUE),
     DenseTiles("dense_dgrad", "dgrad", ("in_grad", "out_grad", "filter")),
 )

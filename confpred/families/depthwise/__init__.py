@@ -16,10 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from confpred.families.batch import each
-from confpred.families.common import ATOMIC, DIRECT, TWO_KERNELS, agreed_macros, ceil_div
+from confpred.families.common import ATOMIC, DIRECT, TWO_KERNELS, ceil_div, sum_step
 from confpred.families.protocol import Array
-from confpred.problem.conv2d import Problem, dtype_macro
-from confpred.problem.operation import KernelSpec, Launch, Step
+from confpred.problem.conv2d import Problem
+from confpred.problem.operation import Launch, Step
 
 MAX_WINDOW = 11
 MAX_STEP = 2  # the largest stride and dilation
@@ -111,53 +111,34 @@ class Lanes:
 def distinct_lanes(vectors: Array, lanes_c: Array) -> NDArray[np.bool_]:
     """Which limits of lanes are less than twice the `vectors` accesses that a pixel takes, or are
     the smallest limit."""
-    result: NDArray[np.bool_] = (lanes_c < 2 * vectors) | (lanes_c == LEAST_LANES)
-    return result
+    return (lanes_c < 2 * vectors) | (lanes_c == LEAST_LANES)
 
 
 def worth_loading_ahead(prefetch: Array, taps: int) -> NDArray[np.bool_]:
     """Which distances of loading ahead hide latency that the arithmetic of a window of `taps` does
     not hide already."""
-    result: NDArray[np.bool_] = (prefetch == 1) | (prefetch * taps <= 50)
-    return result
+    return (prefetch == 1) | (prefetch * taps <= 50)
 
 
-#: The pointers that the kernels of a filter's gradient take, in their order.
+#: The pointers that the kernels take, in their order.
+FPROP_OPERANDS = ("out", "in", "filter", "bias", "residual")
+DGRAD_OPERANDS = ("in_grad", "out_grad", "filter", "bias", "residual")
 WGRAD_OPERANDS = ("filter_grad", "bias_grad", "out_grad", "in", "zeroed", "scratch")
 _SUM_COLUMNS = 32  # elements that a block of ``depthwise_wgrad_sum.cu`` adds up
-_SUM_THREADS = 256
 
 
 def reductions(splits: Iterable[int]) -> list[tuple[int, int]]:
-    """Each count of blocks that share a channel with each way to add up their sums; one block alone
-    has nothing to add."""
+    """Return each count of blocks that share a channel with each way to add up their sums. One
+    block alone has nothing to add."""
     return [(1, DIRECT), *itertools.product(splits, (TWO_KERNELS, ATOMIC))]
 
 
 def with_sums(step: Step, problem: Problem, splits: int, reduction: int, c_tiles: int) -> Launch:
-    """The launch of `step` and of what adds up the sums that it leaves, of `splits` blocks for each
-    of `c_tiles` pieces of the channels."""
+    """Return the launch of `step` and of the kernel that adds up its sums, those of `splits` blocks
+    for each of `c_tiles` tiles of the channels."""
     elements = problem.filter_elements + (problem.c if problem.bias else 0)
     if reduction == TWO_KERNELS:
-        smem_bytes = 4 * _SUM_THREADS
-        agreed = agreed_macros(threads=_SUM_THREADS, smem_bytes=smem_bytes, columns=_SUM_COLUMNS)
-        total = Step(
-            KernelSpec(
-                file="depthwise_wgrad_sum.cu",
-                entry="depthwise_wgrad_sum",
-                defines=(dtype_macro(problem), *agreed),
-            ),
-            grid=(-(-elements // _SUM_COLUMNS), 1, 1),
-            block=(_SUM_THREADS, 1, 1),
-            smem_bytes=smem_bytes,
-            operands=("filter_grad", "bias_grad", "scratch"),
-            scalars={
-                "filter_elements": problem.filter_elements,
-                "elements": elements,
-                "splits": splits,
-            },
-        )
-        return Launch((step, total), scratch_bytes=4 * splits * elements)
-    if reduction == ATOMIC:
-        return Launch((step,), zeroed_bytes=4 * (elements + c_tiles))
-    return Launch((step,))
+        sizes = {"filter_elements": problem.filter_elements, "elements": elements, "splits": splits}
+        add = sum_step("depthwise_wgrad_sum", problem, elements, _SUM_COLUMNS, 4, sizes)
+        return Launch((step, add), scratch_bytes=4 * splits * elements)
+    return Launch((step,), zeroed_bytes=4 * (elements + c_tiles) if reduction == ATOMIC else 0)

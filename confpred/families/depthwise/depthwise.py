@@ -12,21 +12,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from confpred.families import common, depthwise
-from confpred.families.batch import each, narrowed, picked
+from confpred.families.batch import each, picked
 from confpred.families.common import Occupancy
 from confpred.families.depthwise import Lanes
-from confpred.families.protocol import Array, Rows
-from confpred.families.table import Table, Tabled, config_table, crossed
-from confpred.problem.conv2d import CONVOLUTION, Problem, dtype_macro
+from confpred.families.protocol import Array
+from confpred.families.table import Table, Tiled, config_table, crossed
+from confpred.problem.conv2d import Problem, dtype_macro
 from confpred.problem.device import Device
-from confpred.problem.operation import KernelSpec, Launch, Step
+from confpred.problem.operation import Launch
 
 _COMPILED = ("vec", "tile_q", "filter_shared", "min_blocks", "prefetch")
 _FIELDS = (*_COMPILED, "lanes_c", "threads", "bands")
-_OPERANDS = {
-    "fprop": ("out", "in", "filter", "bias", "residual"),
-    "dgrad": ("in_grad", "out_grad", "filter", "bias", "residual"),
-}
 
 
 def _config_table() -> NDArray[np.void]:
@@ -56,10 +52,6 @@ _SHARED = (
     "lane_waste", "run_bytes", "pixel_alignment", "bytes_in_flight", "work", "log_work",
     "log_load_bytes", "log_estimate",
 )  # fmt: skip
-_FEATURES = {
-    "fprop": (*_SHARED, "multiplier", "bias", "residual", "activation"),
-    "dgrad": _SHARED,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,31 +116,21 @@ _CONFIGS = _config_table()
 _WHOLE = Table.of(_CONFIGS)
 
 
-class DepthwiseImage(Tabled):
-    """See the module's docstring and ``kernels/depthwise.cu``."""
+class DepthwiseImage(Tiled):
+    """One direction of ``kernels/depthwise.cu``."""
 
-    operation = CONVOLUTION
     configs = _CONFIGS
     whole = _WHOLE
     kernel_fields = _COMPILED
+    shared_features = _SHARED
 
-    def __init__(self, direction: str) -> None:
-        self.name = f"depthwise_{direction}"
-        self.feature_names = _FEATURES[direction]
-        self._direction = direction
+    def _handles(self, problem: Problem) -> bool:
+        return depthwise.handles(problem) and (self.direction == "fprop" or problem.k <= problem.c)
 
-    def serves(self, problem: Problem) -> bool:
-        return (
-            problem.direction == self._direction
-            and depthwise.handles(problem)
-            and (self._direction == "fprop" or problem.k <= problem.c)
-        )
-
-    def offered(self, problem: Any, device: Device, table: Table) -> tuple[Any, Rows, Any]:
+    def _first(self, problem: Any, device: Device, table: Table) -> NDArray[np.bool_]:
         vertical, horizontal = each(_axes, problem)
         taps, width = problem.r * problem.s, horizontal.size_out
-        # What needs no tiling is checked first, so that most rows never need one.
-        first = (
+        return (
             table.by(
                 ("vec", "filter_shared", "lanes_c"),
                 lambda t: (
@@ -169,11 +151,12 @@ class DepthwiseImage(Tabled):
             )
             & table.by(("bands",), lambda t: common.distinct_bands(vertical.groups, t["bands"]))
         )
-        problem, at = narrowed(problem, np.arange(len(table.rows)), first)
-        t = table.at(at)
-        tiling = self._tiling(problem, t)
+
+    def _tiled_rules(
+        self, problem: Any, device: Device, t: Mapping[str, Array], tiling: _Tiling
+    ) -> NDArray[np.bool_]:
         tiles = tiling.blocks * tiling.lanes.tiles_at_once
-        legal = (
+        return (
             (tiling.in_x <= depthwise.MAX_COLUMNS)
             & (tiling.registers <= common.MOST_ESTIMATED_REGISTERS)
             # Bounding the registers so that two blocks fit changes nothing where a thread needs
@@ -182,72 +165,52 @@ class DepthwiseImage(Tabled):
             & (tiling.smem_bytes <= device.smem_per_block)
             & (np.maximum(tiling.blocks, tiles) <= common.MAX_INT)
         )
-        problem, at = narrowed(problem, at, legal)
-        return problem, at, picked(tiling, legal)
-
-    def _workings(self, problem: Any, table: Table, at: Rows) -> _Tiling:
-        return self._tiling(problem, table.at(at))
 
     def launch(self, problem: Problem, row: int) -> Launch:
-        tiling = self._tiling(problem, _WHOLE.at(np.array([row])))
-        vertical, horizontal = _axes(problem)
-        spec = KernelSpec(
-            file="depthwise.cu",
-            entry="depthwise",
-            defines=(
-                ("R", problem.r),
-                ("S", problem.s),
-                ("UP_H", vertical.up),
-                ("UP_W", horizontal.up),
-                ("DOWN_H", vertical.down),
-                ("DOWN_W", horizontal.down),
-                ("DILATION_H", vertical.dilation),
-                ("DILATION_W", horizontal.dilation),
-                ("FLIP", int(self._direction == "dgrad")),
-                dtype_macro(problem),
-                *common.epilogue_macros(problem),
-                ("REPEAT", int(tiling.repeat[0])),
-                *common.config_macros(self.configs[row], _COMPILED),
-                *common.agreed_macros(
-                    max_threads=depthwise.MAX_THREADS,
-                    in_x=tiling.in_x[0],
-                    depth=tiling.depth,
-                    filter_pitch=tiling.pitch[0],
-                ),
+        p, tiling = problem, picked(self._cut_for(problem, row), 0)
+        vertical, horizontal = _axes(p)
+        defines = (
+            ("R", p.r),
+            ("S", p.s),
+            ("UP_H", vertical.up),
+            ("UP_W", horizontal.up),
+            ("DOWN_H", vertical.down),
+            ("DOWN_W", horizontal.down),
+            ("DILATION_H", vertical.dilation),
+            ("DILATION_W", horizontal.dilation),
+            ("FLIP", int(self.direction == "dgrad")),
+            dtype_macro(p),
+            *common.epilogue_macros(p),
+            ("REPEAT", int(tiling.repeat)),
+            *common.config_macros(self.configs[row], _COMPILED),
+            *common.agreed_macros(
+                max_threads=depthwise.MAX_THREADS,
+                **common.named(tiling, "in_x depth"),
+                filter_pitch=tiling.pitch,
             ),
         )
-        lanes = tiling.lanes
-        step = Step(
-            spec,
-            grid=(int(tiling.blocks[0]), 1, 1),
-            block=(int(lanes.threads[0]), 1, 1),
-            smem_bytes=int(tiling.smem_bytes[0]),
-            operands=_OPERANDS[self._direction],
-            scalars={
-                "n": problem.n,
-                "k": problem.k,
-                "multiplier": problem.k // problem.c,
-                "h": vertical.size_in,
-                "w": horizontal.size_in,
-                "p": vertical.size_out,
-                "q": horizontal.size_out,
-                "origin_h": vertical.origin,
-                "origin_w": horizontal.origin,
-                "shift_h": vertical.shift,
-                "shift_w": horizontal.shift,
-                "band_groups": int(tiling.band_groups[0]),
-                "bands": int(tiling.bands[0]),
-                "q_tiles": int(tiling.q_tiles[0]),
-                "c_tiles": int(lanes.c_tiles[0]),
-                "lanes_c": int(lanes.lanes_c[0]),
-                "tiles_at_once": int(lanes.tiles_at_once[0]),
-            },
+        scalars = {
+            "n": p.n,
+            "k": p.k,
+            "multiplier": p.k // p.c,
+            "h": vertical.size_in,
+            "w": horizontal.size_in,
+            "p": vertical.size_out,
+            "q": horizontal.size_out,
+            "origin_h": vertical.origin,
+            "origin_w": horizontal.origin,
+            "shift_h": vertical.shift,
+            "shift_w": horizontal.shift,
+            **common.named(tiling, "band_groups bands q_tiles"),
+            **common.named(tiling.lanes, "c_tiles lanes_c tiles_at_once"),
+        }
+        blocks, threads, smem_bytes = tiling.blocks, tiling.lanes.threads, tiling.smem_bytes
+        step = common.kernel_step(
+            "depthwise", defines, blocks, threads, smem_bytes, self.operands, scalars
         )
         return Launch((step,))
 
     def _tiling(self, problem: Any, t: Mapping[str, Array]) -> _Tiling:
-        """How `problem` is cut into blocks, and what a block takes and does. The kernel works some
-        of this out from its macros too, and asserts that both agree (see `launch`)."""
         vertical, horizontal = each(_axes, problem)
         vec, tile_q = t["vec"], t["tile_q"]
         repeat = np.minimum(vec, problem.k // problem.c)
@@ -301,12 +264,9 @@ class DepthwiseImage(Tabled):
     def _derived(
         self, problem: Any, device: Device, t: Mapping[str, Array], workings: _Tiling
     ) -> dict[str, NDArray[np.float64]]:
-        """How each config would run `problem`: the derived features, and the estimated seconds.
-
-        The estimate is the larger of two times, plus a latency for each wave and step: the time of
-        device memory, whose rate is bounded where too little is in flight, and the time of the
-        instructions of the multiprocessor with the most blocks.
-        """
+        """Estimate seconds as the larger of two times, plus a latency for each wave and step: the
+        time of device memory, whose rate is bounded where too little is in flight, and the time of
+        the instructions of the multiprocessor with the most blocks."""
         vertical, horizontal = each(_axes, problem)
         tiling = workings
         lanes = tiling.lanes
@@ -329,12 +289,9 @@ class DepthwiseImage(Tabled):
         )
         return {
             **lanes.features(),
-            "in_x": tiling.in_x,
-            "registers": tiling.registers,
-            "smem_bytes": tiling.smem_bytes,
+            **common.named(tiling, "in_x registers smem_bytes band_groups"),
             **occupancy.features(),
             "q_waste": tiling.q_tiles * t["tile_q"] / horizontal.size_out,
-            "band_groups": tiling.band_groups,
             "bands_cut": tiling.bands,
             # What is left for the last band, as a fraction of a whole band.
             "row_tail": (vertical.groups - (tiling.bands - 1) * tiling.band_groups)
@@ -354,4 +311,8 @@ class DepthwiseImage(Tabled):
         }
 
 
-FAMILIES = (DepthwiseImage("fprop"), DepthwiseImage("dgrad"))
+_EPILOGUE = ("multiplier", "bias", "residual", "activation")
+FAMILIES = (
+    DepthwiseImage("depthwise_fprop", "fprop", depthwise.FPROP_OPERANDS, _EPILOGUE),
+    DepthwiseImage("depthwise_dgrad", "dgrad", depthwise.DGRAD_OPERANDS),
+)

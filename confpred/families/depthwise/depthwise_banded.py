@@ -25,23 +25,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from confpred.families import common, depthwise
-from confpred.families.batch import each, narrowed, picked
+from confpred.families.batch import each, picked
 from confpred.families.common import Occupancy
-from confpred.families.protocol import Array, Rows
-from confpred.families.table import Table, Tabled, config_table, crossed
-from confpred.problem.conv2d import CONVOLUTION, Problem, dtype_macro
+from confpred.families.protocol import Array
+from confpred.families.table import Table, Tiled, config_table, crossed
+from confpred.problem.conv2d import Problem, dtype_macro
 from confpred.problem.device import Device
-from confpred.problem.operation import KernelSpec, Launch, Step
+from confpred.problem.operation import Launch
 
 COMPILED = (
     "block_c", "warp_c", "strips", "warp_strips", "run",
     "rows", "stages", "min_blocks",
 )  # fmt: skip
 _FIELDS = (*COMPILED, "bands")
-_OPERANDS = {
-    "fprop": ("out", "in", "filter", "bias", "residual"),
-    "dgrad": ("in_grad", "out_grad", "filter", "bias", "residual"),
-}
 
 #: The shapes of blocks: (channels of a block, channels of a warp, strips of a block, strips of a
 #: warp). Other shapes that fit, such as those of more strips, were hardly ever among the fastest of
@@ -90,22 +86,19 @@ def handles(problem: Problem) -> bool:
 
 def threads_of(t: Mapping[str, Array]) -> Array:
     """Threads of a block."""
-    found: Array = t["block_c"] // t["warp_c"] * (t["strips"] // t["warp_strips"]) * 32
-    return found
+    return t["block_c"] // t["warp_c"] * (t["strips"] // t["warp_strips"]) * 32
 
 
 def runs(t: Mapping[str, Array]) -> Array:
     """Runs of a block."""
-    found: Array = t["strips"] // t["run"]
-    return found
+    return t["strips"] // t["run"]
 
 
 def items(t: Mapping[str, Array], columns: Array) -> Array:
     """Items that a thread copies in a step, for `columns` of a run; an item is two pixels of 8
     channels."""
     pairs = t["rows"] * runs(t) * (t["block_c"] // 8) * common.ceil_div(columns, 2)
-    found: Array = common.ceil_div(pairs, threads_of(t))
-    return found
+    return common.ceil_div(pairs, threads_of(t))
 
 
 def buffer_bytes(t: Mapping[str, Array], units: Array, spare: int) -> Array:
@@ -114,21 +107,18 @@ def buffer_bytes(t: Mapping[str, Array], units: Array, spare: int) -> Array:
     pitch = np.where(t["run"] == 1, units | 1, units)
     idle = t["strips"] % t["run"]
     eights = runs(t) * pitch + np.where(idle > 0, idle + spare, 0)
-    found: Array = t["rows"] * (t["block_c"] * 16 * eights + 128)
-    return found
+    return t["rows"] * (t["block_c"] * 16 * eights + 128)
 
 
 def stage_bytes(t: Mapping[str, Array], copied: Array) -> Array:
     """Bytes of shared memory for what is copied ahead: `copied` items of each thread and step."""
-    found: Array = t["stages"] * copied * threads_of(t) * 32
-    return found
+    return t["stages"] * copied * threads_of(t) * 32
 
 
 def most_registers(t: Mapping[str, Array]) -> Array:
     """Registers that a thread can have if a multiprocessor is to hold ``min_blocks`` blocks."""
     share = Device.regs_per_sm // (threads_of(t) * t["min_blocks"]) // 8 * 8
-    found: Array = np.minimum(share, common.MAX_REGISTERS)
-    return found
+    return np.minimum(share, common.MAX_REGISTERS)
 
 
 def fits(
@@ -140,7 +130,7 @@ def fits(
     where it would take fewer anyway, the bound changes nothing.
     """
     most, blocks = most_registers(t), t["min_blocks"]
-    found: NDArray[np.bool_] = (
+    return (
         (registers <= 1.15 * most)
         & ((blocks == 1) | (registers > 0.95 * most))
         & (smem_bytes <= device.smem_per_block)
@@ -148,7 +138,6 @@ def fits(
         & (blocks * threads_of(t) <= 32 * device.warps_per_sm)
         & (blocks <= device.blocks_per_sm)
     )
-    return found
 
 
 def _padded_image(problem: Problem) -> int:
@@ -166,8 +155,7 @@ def addressable(t: Mapping[str, Array], problem: Any, image_runs: Array) -> NDAr
         image_runs: how many runs an image has.
     """
     images = common.ceil_div(runs(t), image_runs) + 1
-    found: NDArray[np.bool_] = images * each(_padded_image, problem) <= common.MAX_INT
-    return found
+    return images * each(_padded_image, problem) <= common.MAX_INT
 
 
 def suited(t: Mapping[str, Array], channels: Any, width: Any) -> NDArray[np.bool_]:
@@ -181,10 +169,9 @@ def suited(t: Mapping[str, Array], channels: Any, width: Any) -> NDArray[np.bool
         width: the columns that are cut into runs.
     """
     columns = common.ceil_div(width, 8 * t["run"]) * t["run"]
-    found: NDArray[np.bool_] = (
-        (4 * columns <= 5 * common.ceil_div(width, 8)) | (t["run"] == 1)
-    ) & ((t["block_c"] < 2 * channels) | (t["block_c"] == 16))
-    return found
+    return ((4 * columns <= 5 * common.ceil_div(width, 8)) | (t["run"] == 1)) & (
+        (t["block_c"] < 2 * channels) | (t["block_c"] == 16)
+    )
 
 
 def not_oversized(t: Mapping[str, Array], all_runs: Array, band_rows: Array) -> NDArray[np.bool_]:
@@ -195,10 +182,9 @@ def not_oversized(t: Mapping[str, Array], all_runs: Array, band_rows: Array) -> 
         all_runs: runs of all images together.
         band_rows: rows of a band.
     """
-    found: NDArray[np.bool_] = ((runs(t) < 2 * all_runs) | (t["strips"] == 16)) & (
+    return ((runs(t) < 2 * all_runs) | (t["strips"] == 16)) & (
         (t["rows"] < 2 * band_rows) | (t["rows"] == 1)
     )
-    return found
 
 
 _SHARED = (
@@ -210,10 +196,6 @@ _SHARED = (
     "run_bytes", "pixel_alignment", "bytes_in_flight", "log_work", "log_load_bytes",
     "log_estimate",
 )  # fmt: skip
-_FEATURES = {
-    "fprop": (*_SHARED, "bias", "residual", "activation"),
-    "dgrad": _SHARED,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,88 +245,63 @@ class _Tiling:
         return self.tiles * self.c_tiles
 
 
-class DepthwiseBanded(Tabled):
-    """See the module's docstring and ``kernels/depthwise_banded.cu``."""
+class DepthwiseBanded(Tiled):
+    """One direction of ``kernels/depthwise_banded.cu``."""
 
-    operation = CONVOLUTION
     configs = _CONFIGS
     whole = _WHOLE
     kernel_fields = COMPILED
+    shared_features = _SHARED
 
-    def __init__(self, direction: str) -> None:
-        self.name = f"depthwise_banded_{direction}"
-        self.feature_names = _FEATURES[direction]
-        self._direction = direction
+    def _handles(self, problem: Problem) -> bool:
+        return handles(problem)
 
-    def serves(self, problem: Problem) -> bool:
-        return problem.direction == self._direction and handles(problem)
-
-    def offered(self, problem: Any, device: Device, table: Table) -> tuple[Any, Rows, Any]:
+    def _first(self, problem: Any, device: Device, table: Table) -> NDArray[np.bool_]:
         height, width = each(_image, problem).size_out
-        # What needs no tiling is checked first, so that many rows never need one.
-        first = table.by(("block_c", "run"), lambda t: suited(t, problem.c, width)) & table.by(
+        return table.by(("block_c", "run"), lambda t: suited(t, problem.c, width)) & table.by(
             ("bands",), lambda t: common.distinct_bands(height, t["bands"])
         )
-        problem, at = narrowed(problem, np.arange(len(table.rows)), first)
-        t = table.at(at)
-        tiling = self._tiling(problem, t)
+
+    def _tiled_rules(
+        self, problem: Any, device: Device, t: Mapping[str, Array], tiling: _Tiling
+    ) -> NDArray[np.bool_]:
         all_runs = problem.n * tiling.bands * tiling.q_tiles
-        legal = (
+        return (
             fits(t, tiling.registers, tiling.smem_bytes, device)
             & addressable(t, problem, tiling.q_tiles * tiling.bands)
             & (np.maximum(tiling.blocks, all_runs + t["strips"]) <= common.MAX_INT)
             & not_oversized(t, all_runs, tiling.band_rows)
         )
-        problem, at = narrowed(problem, at, legal)
-        return problem, at, picked(tiling, legal)
-
-    def _workings(self, problem: Any, table: Table, at: Rows) -> _Tiling:
-        return self._tiling(problem, table.at(at))
 
     def launch(self, problem: Problem, row: int) -> Launch:
-        tiling = self._tiling(problem, _WHOLE.at(np.array([row])))
-        image = _image(problem)
-        spec = KernelSpec(
-            file="depthwise_banded.cu",
-            entry="depthwise_banded",
-            defines=(
-                ("R", problem.r),
-                ("S", problem.s),
-                ("FLIP", int(self._direction == "dgrad")),
-                dtype_macro(problem),
-                *common.epilogue_macros(problem),
-                *common.config_macros(self.configs[row], COMPILED),
-                *common.agreed_macros(
-                    threads=tiling.threads[0], runs=tiling.runs[0], smem_bytes=tiling.smem_bytes[0]
-                ),
-            ),
+        p, tiling, image = problem, picked(self._cut_for(problem, row), 0), _image(problem)
+        defines = (
+            ("R", p.r),
+            ("S", p.s),
+            ("FLIP", int(self.direction == "dgrad")),
+            dtype_macro(p),
+            *common.epilogue_macros(p),
+            *common.config_macros(self.configs[row], COMPILED),
+            *common.agreed_macros(**common.named(tiling, "threads runs smem_bytes")),
         )
-        step = Step(
-            spec,
-            grid=(int(tiling.blocks[0]), 1, 1),
-            block=(int(tiling.threads[0]), 1, 1),
-            smem_bytes=int(tiling.smem_bytes[0]),
-            operands=_OPERANDS[self._direction],
-            scalars={
-                "n": problem.n,
-                "c": problem.c,
-                "h": image.size_in[0],
-                "w": image.size_in[1],
-                "p": image.size_out[0],
-                "q": image.size_out[1],
-                "pad_h": image.padding[0],
-                "pad_w": image.padding[1],
-                "band_rows": int(tiling.band_rows[0]),
-                "bands": int(tiling.bands[0]),
-                "q_tiles": int(tiling.q_tiles[0]),
-                "c_tiles": int(tiling.c_tiles[0]),
-            },
+        scalars = {
+            "n": p.n,
+            "c": p.c,
+            "h": image.size_in[0],
+            "w": image.size_in[1],
+            "p": image.size_out[0],
+            "q": image.size_out[1],
+            "pad_h": image.padding[0],
+            "pad_w": image.padding[1],
+            **common.named(tiling, "band_rows bands q_tiles c_tiles"),
+        }
+        blocks, threads, smem_bytes = tiling.blocks, tiling.threads, tiling.smem_bytes
+        step = common.kernel_step(
+            "depthwise_banded", defines, blocks, threads, smem_bytes, self.operands, scalars
         )
         return Launch((step,))
 
     def _tiling(self, problem: Any, t: Mapping[str, Array]) -> _Tiling:
-        """How `problem` is cut into blocks, and what a block takes and does. The kernel works some
-        of this out from its macros too, and asserts that both agree (see `launch`)."""
         r, s, run = problem.r, problem.s, t["run"]
         height, width = each(_image, problem).size_out
         threads = threads_of(t)
@@ -385,12 +342,10 @@ class DepthwiseBanded(Tabled):
     def _derived(
         self, problem: Any, device: Device, t: Mapping[str, Array], workings: _Tiling
     ) -> dict[str, NDArray[np.float64]]:
-        """How each config would run `problem`: the derived features, and the estimated seconds.
-
-        The estimate is the largest of three times, plus a latency for each wave and step: the time
-        of device memory, whose rate is bounded where too little is in flight, and the times of the
-        tensor cores and of the instructions of the multiprocessor with the most blocks.
-        """
+        """Estimate seconds as the largest of three times, plus a latency for each wave and step:
+        the time of device memory, whose rate is bounded where too little is in flight, and the
+        times of the tensor cores and of the instructions of the multiprocessor with the most
+        blocks."""
         tiling = workings
         image = each(_image, problem)
         (height, width), size_in = image.size_out, image.size_in
@@ -421,12 +376,7 @@ class DepthwiseBanded(Tabled):
         return {
             "log_p": np.log2(height),
             "log_q": np.log2(width),
-            "threads": tiling.threads,
-            "registers": tiling.registers,
-            "smem_bytes": tiling.smem_bytes,
-            "in_items": tiling.in_items,
-            "out_items": tiling.out_items,
-            "products": tiling.products,
+            **common.named(tiling, "threads registers smem_bytes in_items out_items products"),
             **occupancy.features(),
             "q_waste": tiling.q_tiles * t["run"] * 8 / width,
             "c_waste": tiling.c_tiles * t["block_c"] / problem.c,
@@ -450,4 +400,8 @@ class DepthwiseBanded(Tabled):
         }
 
 
-FAMILIES = (DepthwiseBanded("fprop"), DepthwiseBanded("dgrad"))
+_EPILOGUE = ("bias", "residual", "activation")
+FAMILIES = (
+    DepthwiseBanded("depthwise_banded_fprop", "fprop", depthwise.FPROP_OPERANDS, _EPILOGUE),
+    DepthwiseBanded("depthwise_banded_dgrad", "dgrad", depthwise.DGRAD_OPERANDS),
+)

@@ -16,14 +16,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from confpred.families import common, depthwise
-from confpred.families.batch import each, narrowed, picked
+from confpred.families.batch import each, picked
 from confpred.families.common import Occupancy
 from confpred.families.depthwise import depthwise_banded as banded
-from confpred.families.protocol import Array, Rows
-from confpred.families.table import Table, Tabled, config_table, crossed
-from confpred.problem.conv2d import CONVOLUTION, Problem, dtype_macro, kernel_sizes
+from confpred.families.protocol import Array
+from confpred.families.table import Table, Tiled, config_table, crossed
+from confpred.problem.conv2d import Problem, dtype_macro, kernel_sizes
 from confpred.problem.device import Device
-from confpred.problem.operation import KernelSpec, Launch, Step
+from confpred.problem.operation import Launch
 
 _FIELDS = (*banded.COMPILED, "bands", "splits", "reduction")
 _VARYING_FIELDS = tuple(name for name in _FIELDS if name != "stages")
@@ -74,15 +74,13 @@ def _lowest_row(problem: Problem) -> int:
     return max(problem.h + problem.padding[0], problem.p * problem.bias)
 
 
-class DepthwiseBandedWgrad(Tabled):
-    """See the module's docstring and ``kernels/depthwise_banded_wgrad.cu``."""
+class DepthwiseBandedWgrad(Tiled):
+    """``kernels/depthwise_banded_wgrad.cu``."""
 
-    name = "depthwise_banded_wgrad"
-    operation = CONVOLUTION
     configs = _CONFIGS
     whole = _WHOLE
     kernel_fields = banded.COMPILED
-    feature_names: tuple[str, ...] = (
+    shared_features = (
         "log_n", "log_c", "log_p", "log_q", "r", "s", "bfloat16", "bias", "log_bytes",
         "log_intensity",
         *_VARYING_FIELDS,
@@ -93,26 +91,25 @@ class DepthwiseBandedWgrad(Tabled):
         "log_work", "log_load_bytes", "log_sum_bytes", "log_estimate",
     )  # fmt: skip
 
-    def serves(self, problem: Problem) -> bool:
+    def _handles(self, problem: Problem) -> bool:
         return (
-            problem.direction == "wgrad"
-            and banded.handles(problem)
+            banded.handles(problem)
             and problem.s <= _MAX_WIDTH
             and problem.filter_elements + problem.c <= common.MAX_INT
         )
 
-    def offered(self, problem: Any, device: Device, table: Table) -> tuple[Any, Rows, Any]:
-        # What needs no tiling is checked first, so that most rows never need one.
-        first = (
+    def _first(self, problem: Any, device: Device, table: Table) -> NDArray[np.bool_]:
+        return (
             table.by(("block_c", "run"), lambda t: banded.suited(t, problem.c, problem.q))
             & table.by(("bands",), lambda t: common.distinct_bands(problem.p, t["bands"]))
             & table.by(("reduction",), lambda t: common.allowed(t["reduction"], problem))
         )
-        problem, at = narrowed(problem, np.arange(len(table.rows)), first)
-        t = table.at(at)
-        tiling = self._tiling(problem, t)
+
+    def _tiled_rules(
+        self, problem: Any, device: Device, t: Mapping[str, Array], tiling: _Tiling
+    ) -> NDArray[np.bool_]:
         all_runs, splits = problem.n * tiling.bands * tiling.q_tiles, t["splits"]
-        legal = (
+        return (
             banded.fits(t, tiling.registers, tiling.smem_bytes, device)
             & banded.addressable(t, problem, tiling.q_tiles * tiling.bands)
             & (np.maximum(tiling.blocks, all_runs + splits * t["strips"]) <= common.MAX_INT)
@@ -123,52 +120,31 @@ class DepthwiseBandedWgrad(Tabled):
             & ((splits == 1) | (tiling.blocks <= 8 * device.sm_count))
             & ((2 * tiling.blocks >= device.sm_count) | (4 * splits > tiling.tiles))
         )
-        problem, at = narrowed(problem, at, legal)
-        return problem, at, picked(tiling, legal)
-
-    def _workings(self, problem: Any, table: Table, at: Rows) -> _Tiling:
-        return self._tiling(problem, table.at(at))
 
     def launch(self, problem: Problem, row: int) -> Launch:
-        t = self.configs[row]
-        tiling = self._tiling(problem, _WHOLE.at(np.array([row])))
+        p, t, tiling = problem, self.configs[row], picked(self._cut_for(problem, row), 0)
         splits, reduction = int(t["splits"]), int(t["reduction"])
-        spec = KernelSpec(
-            file="depthwise_banded_wgrad.cu",
-            entry="depthwise_banded_wgrad",
-            defines=(
-                ("R", problem.r),
-                ("S", problem.s),
-                dtype_macro(problem),
-                ("HAS_BIAS", int(problem.bias)),
-                *common.config_macros(t, banded.COMPILED),
-                *common.agreed_macros(
-                    threads=tiling.threads[0], runs=tiling.runs[0], smem_bytes=tiling.smem_bytes[0]
-                ),
-            ),
+        defines = (
+            ("R", p.r),
+            ("S", p.s),
+            dtype_macro(p),
+            ("HAS_BIAS", int(p.bias)),
+            *common.config_macros(t, banded.COMPILED),
+            *common.agreed_macros(**common.named(tiling, "threads runs smem_bytes")),
         )
-        step = Step(
-            spec,
-            grid=(int(tiling.blocks[0]), 1, 1),
-            block=(int(tiling.threads[0]), 1, 1),
-            smem_bytes=int(tiling.smem_bytes[0]),
-            operands=depthwise.WGRAD_OPERANDS,
-            scalars={
-                **kernel_sizes(problem, "n c h w p q pad_h pad_w"),
-                "band_rows": int(tiling.band_rows[0]),
-                "bands": int(tiling.bands[0]),
-                "q_tiles": int(tiling.q_tiles[0]),
-                "c_tiles": int(tiling.c_tiles[0]),
-                "tiles": int(tiling.tiles[0]),
-                "splits": splits,
-                "reduction": reduction,
-            },
+        scalars = {
+            **kernel_sizes(p, "n c h w p q pad_h pad_w"),
+            **common.named(tiling, "band_rows bands q_tiles c_tiles tiles"),
+            "splits": splits,
+            "reduction": reduction,
+        }
+        blocks, threads, smem_bytes = tiling.blocks, tiling.threads, tiling.smem_bytes
+        step = common.kernel_step(
+            "depthwise_banded_wgrad", defines, blocks, threads, smem_bytes, self.operands, scalars
         )
-        return depthwise.with_sums(step, problem, splits, reduction, int(tiling.c_tiles[0]))
+        return depthwise.with_sums(step, p, splits, reduction, int(tiling.c_tiles))
 
     def _tiling(self, problem: Any, t: Mapping[str, Array]) -> _Tiling:
-        """How `problem` is cut into blocks, and what a block takes and does. The kernel works some
-        of this out from its macros too, and asserts that both agree (see `launch`)."""
         r, run, warp_c = problem.r, t["run"], t["warp_c"]
         threads = banded.threads_of(t)
         in_x = 8 * run + problem.s - 1
@@ -211,11 +187,8 @@ class DepthwiseBandedWgrad(Tabled):
     def _derived(
         self, problem: Any, device: Device, t: Mapping[str, Array], workings: _Tiling
     ) -> dict[str, NDArray[np.float64]]:
-        """How each config would run `problem`: the derived features, and the estimated seconds.
-
-        The estimate is that of `DepthwiseBanded`, for the multiprocessor with the most blocks and a
-        block with the most tiles, plus the time of the reduction.
-        """
+        """Estimate seconds as that of `DepthwiseBanded`, for the multiprocessor with the most
+        blocks and a block with the most tiles, plus the time of the reduction."""
         tiling = workings
         registers = np.minimum(tiling.registers, banded.most_registers(t))
         occupancy = Occupancy.of(
@@ -241,12 +214,7 @@ class DepthwiseBandedWgrad(Tabled):
         sum_bytes = 4.0 * problem.filter_elements * t["splits"]
         all_runs = problem.n * tiling.bands * tiling.q_tiles
         return {
-            "threads": tiling.threads,
-            "registers": tiling.registers,
-            "smem_bytes": tiling.smem_bytes,
-            "in_items": tiling.in_items,
-            "grad_items": tiling.grad_items,
-            "products": tiling.products,
+            **common.named(tiling, "threads registers smem_bytes in_items grad_items products"),
             **occupancy.features(),
             "q_waste": tiling.q_tiles * t["run"] * 8 / problem.q,
             "c_waste": tiling.c_tiles * t["block_c"] / problem.c,
@@ -274,4 +242,4 @@ class DepthwiseBandedWgrad(Tabled):
         }
 
 
-FAMILIES = (DepthwiseBandedWgrad(),)
+FAMILIES = (DepthwiseBandedWgrad("depthwise_banded_wgrad", "wgrad", depthwise.WGRAD_OPERANDS),)

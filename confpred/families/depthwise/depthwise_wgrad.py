@@ -12,14 +12,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from confpred.families import common, depthwise
-from confpred.families.batch import each, narrowed, picked
+from confpred.families.batch import each, picked
 from confpred.families.common import Occupancy
 from confpred.families.depthwise import Lanes
-from confpred.families.protocol import Array, Rows
-from confpred.families.table import Table, Tabled, config_table, crossed
-from confpred.problem.conv2d import CONVOLUTION, Problem, dtype_macro, kernel_sizes
+from confpred.families.protocol import Array
+from confpred.families.table import Table, Tiled, config_table, crossed
+from confpred.problem.conv2d import Problem, dtype_macro, kernel_sizes
 from confpred.problem.device import Device
-from confpred.problem.operation import KernelSpec, Launch, Step
+from confpred.problem.operation import Launch
 
 _FIELDS = (
     "vec", "tile_q", "row_groups", "prefetch", "lanes_c", "threads", "bands", "splits",
@@ -72,15 +72,13 @@ _CONFIGS = _config_table()
 _WHOLE = Table.of(_CONFIGS)
 
 
-class DepthwiseWgrad(Tabled):
-    """See the module's docstring and ``kernels/depthwise_wgrad.cu``."""
+class DepthwiseWgrad(Tiled):
+    """``kernels/depthwise_wgrad.cu``."""
 
-    name = "depthwise_wgrad"
-    operation = CONVOLUTION
     configs = _CONFIGS
     whole = _WHOLE
     kernel_fields = ("vec", "tile_q", "row_groups", "prefetch")  # the kernel: rows of a group
-    feature_names: tuple[str, ...] = (
+    shared_features = (
         "log_n", "log_c", "log_p", "log_q", "r", "s", "stride_h", "stride_w",
         "dilation_h", "dilation_w", "itemsize", "log_bytes", "log_intensity", "bias",
         *_FIELDS,
@@ -91,18 +89,16 @@ class DepthwiseWgrad(Tabled):
         "work", "log_work", "log_load_bytes", "log_sum_bytes", "log_estimate",
     )  # fmt: skip
 
-    def serves(self, problem: Problem) -> bool:
+    def _handles(self, problem: Problem) -> bool:
         return (
-            problem.direction == "wgrad"
-            and problem.k == problem.c
+            problem.k == problem.c
             and depthwise.handles(problem)
             and problem.filter_elements + problem.c <= common.MAX_INT
         )
 
-    def offered(self, problem: Any, device: Device, table: Table) -> tuple[Any, Rows, Any]:
+    def _first(self, problem: Any, device: Device, table: Table) -> NDArray[np.bool_]:
         taps = problem.r * problem.s
-        # What needs no tiling is checked first, so that most rows never need one.
-        first = (
+        return (
             table.by(
                 ("vec", "lanes_c"),
                 lambda t: (
@@ -120,13 +116,14 @@ class DepthwiseWgrad(Tabled):
             & table.by(("bands",), lambda t: common.distinct_bands(problem.p, t["bands"]))
             & table.by(("reduction",), lambda t: common.allowed(t["reduction"], problem))
         )
-        problem, at = narrowed(problem, np.arange(len(table.rows)), first)
-        t = table.at(at)
-        tiling = self._tiling(problem, t)
+
+    def _tiled_rules(
+        self, problem: Any, device: Device, t: Mapping[str, Array], tiling: _Tiling
+    ) -> NDArray[np.bool_]:
         vec, splits, lanes = t["vec"], t["splits"], tiling.lanes
         # Filter rows of a thread if half as many threads shared a window.
         half = common.ceil_div(problem.r, np.maximum(t["row_groups"] // 2, 1))
-        legal = (
+        return (
             (tiling.in_x <= depthwise.MAX_COLUMNS)
             & (tiling.sums <= MAX_SUMS)
             # Each group of filter rows reads the whole input again, which pays for large windows
@@ -153,65 +150,42 @@ class DepthwiseWgrad(Tabled):
                 | (2 * splits * lanes.tiles_at_once >= tiling.tiles)
             )
         )
-        problem, at = narrowed(problem, at, legal)
-        return problem, at, picked(tiling, legal)
-
-    def _workings(self, problem: Any, table: Table, at: Rows) -> _Tiling:
-        return self._tiling(problem, table.at(at))
 
     def launch(self, problem: Problem, row: int) -> Launch:
-        t = self.configs[row]
-        tiling = self._tiling(problem, _WHOLE.at(np.array([row])))
+        p, t, tiling = problem, self.configs[row], picked(self._cut_for(problem, row), 0)
         lanes, splits, reduction = tiling.lanes, int(t["splits"]), int(t["reduction"])
-        dilation_h, dilation_w = depthwise.dilation(problem)
-        spec = KernelSpec(
-            file="depthwise_wgrad.cu",
-            entry="depthwise_wgrad",
-            defines=(
-                ("R", problem.r),
-                ("S", problem.s),
-                ("STRIDE_H", problem.stride[0]),
-                ("STRIDE_W", problem.stride[1]),
-                ("DILATION_H", dilation_h),
-                ("DILATION_W", dilation_w),
-                dtype_macro(problem),
-                ("HAS_BIAS", int(problem.bias)),
-                ("VEC", int(t["vec"])),
-                ("TILE_Q", int(t["tile_q"])),
-                ("BLOCK_R", int(tiling.block_r[0])),
-                ("PREFETCH", int(t["prefetch"])),
-                *common.agreed_macros(
-                    max_threads=depthwise.MAX_THREADS,
-                    row_groups=tiling.row_groups[0],
-                    in_x=tiling.in_x[0],
-                    depth=tiling.depth[0],
-                    thread_floats=tiling.thread_floats[0],
-                ),
+        dilation_h, dilation_w = depthwise.dilation(p)
+        defines = (
+            ("R", p.r),
+            ("S", p.s),
+            ("STRIDE_H", p.stride[0]),
+            ("STRIDE_W", p.stride[1]),
+            ("DILATION_H", dilation_h),
+            ("DILATION_W", dilation_w),
+            dtype_macro(p),
+            ("HAS_BIAS", int(p.bias)),
+            *common.config_macros(t, ("vec", "tile_q")),
+            ("BLOCK_R", int(tiling.block_r)),
+            *common.config_macros(t, ("prefetch",)),
+            *common.agreed_macros(
+                max_threads=depthwise.MAX_THREADS,
+                **common.named(tiling, "row_groups in_x depth thread_floats"),
             ),
         )
-        step = Step(
-            spec,
-            grid=(int(tiling.blocks[0]), 1, 1),
-            block=(int(lanes.threads[0]), 1, 1),
-            smem_bytes=int(tiling.smem_bytes[0]),
-            operands=depthwise.WGRAD_OPERANDS,
-            scalars={
-                **kernel_sizes(problem, "n c h w p q pad_h pad_w"),
-                "band_rows": int(tiling.band_rows[0]),
-                "bands": int(tiling.bands[0]),
-                "q_tiles": int(tiling.q_tiles[0]),
-                "c_tiles": int(lanes.c_tiles[0]),
-                "lanes_c": int(lanes.lanes_c[0]),
-                "tiles_at_once": int(lanes.tiles_at_once[0]),
-                "splits": splits,
-                "reduction": reduction,
-            },
+        scalars = {
+            **kernel_sizes(p, "n c h w p q pad_h pad_w"),
+            **common.named(tiling, "band_rows bands q_tiles"),
+            **common.named(lanes, "c_tiles lanes_c tiles_at_once"),
+            "splits": splits,
+            "reduction": reduction,
+        }
+        threads, smem_bytes = lanes.threads, tiling.smem_bytes
+        step = common.kernel_step(
+            "depthwise_wgrad", defines, tiling.blocks, threads, smem_bytes, self.operands, scalars
         )
-        return depthwise.with_sums(step, problem, splits, reduction, int(lanes.c_tiles[0]))
+        return depthwise.with_sums(step, p, splits, reduction, int(lanes.c_tiles))
 
     def _tiling(self, problem: Any, t: Mapping[str, Array]) -> _Tiling:
-        """How `problem` is cut into blocks, and what a block takes and does. The kernel works some
-        of this out from its macros too, and asserts that both agree (see `launch`)."""
         vec, tile_q, (stride_h, stride_w) = t["vec"], t["tile_q"], problem.stride
         dilation_h, dilation_w = each(depthwise.dilation, problem)
         block_r = common.ceil_div(problem.r, t["row_groups"])
@@ -256,12 +230,9 @@ class DepthwiseWgrad(Tabled):
     def _derived(
         self, problem: Any, device: Device, t: Mapping[str, Array], workings: _Tiling
     ) -> dict[str, NDArray[np.float64]]:
-        """How each config would run `problem`: the derived features, and the estimated seconds.
-
-        The estimate is the larger of the times of device memory and of the instructions, stretched
-        by the waste of the last wave and of the threads' last tile; plus a fixed latency for each
-        row that cannot be hidden, and the time of the reduction.
-        """
+        """Estimate seconds as the larger of the times of device memory and of the instructions,
+        stretched by the waste of the last wave and of the threads' last tile; plus a fixed latency
+        for each row that cannot be hidden, and the time of the reduction."""
         tiling = workings
         lanes = tiling.lanes
         registers = np.minimum(tiling.registers, common.MAX_REGISTERS)
@@ -280,14 +251,9 @@ class DepthwiseWgrad(Tabled):
         sum_bytes = 4.0 * problem.filter_elements * t["splits"]
         return {
             **lanes.features(),
-            "block_r": tiling.block_r,
-            "in_x": tiling.in_x,
-            "sums": tiling.sums,
-            "registers": tiling.registers,
-            "smem_bytes": tiling.smem_bytes,
+            **common.named(tiling, "block_r in_x sums registers smem_bytes band_rows"),
             **occupancy.features(),
             "q_waste": tiling.q_tiles * t["tile_q"] / problem.q,
-            "band_rows": tiling.band_rows,
             "bands_cut": tiling.bands,
             "halo_rows": steps / tiling.band_rows,
             "halo_columns": tiling.in_x / (problem.stride[1] * t["tile_q"]),
@@ -313,4 +279,4 @@ class DepthwiseWgrad(Tabled):
         }
 
 
-FAMILIES = (DepthwiseWgrad(),)
+FAMILIES = (DepthwiseWgrad("depthwise_wgrad", "wgrad", depthwise.WGRAD_OPERANDS),)

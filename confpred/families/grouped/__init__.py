@@ -40,10 +40,7 @@ def fits_odd_channels(block: Array, channels: Any) -> NDArray[np.bool_]:
     """Which blocks of channels that are no power of two to offer for a layer. They must divide its
     channels, and 64 must not. Blocks of fewer than 48 channels are for narrow layers only, as their
     piece of a pixel is not a whole number of 32-byte sectors."""
-    result: NDArray[np.bool_] = (
-        (channels % 64 != 0) & (channels % block == 0) & ((block >= 48) | (channels < 4 * block))
-    )
-    return result
+    return (channels % 64 != 0) & (channels % block == 0) & ((block >= 48) | (channels < 4 * block))
 
 
 @dataclass(frozen=True, slots=True)

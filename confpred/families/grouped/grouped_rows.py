@@ -11,14 +11,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from confpred.families import common, grouped
-from confpred.families.batch import each, each_row, narrowed
+from confpred.families.batch import each, each_row
 from confpred.families.common import Occupancy
 from confpred.families.grouped import axes_of
 from confpred.families.protocol import Array, Rows
-from confpred.families.table import OneDirection, Table, config_table
-from confpred.problem.conv2d import CONVOLUTION, Problem, dtype_macro
+from confpred.families.table import Table, Tabled, config_table
+from confpred.problem.conv2d import Problem, dtype_macro
 from confpred.problem.device import Device
-from confpred.problem.operation import KernelSpec, Launch, Step
+from confpred.problem.operation import Launch
 
 #: (images, columns) of a block: tensor-core tiles of 16 pixels that real widths fill well.
 _PIXEL_ROWS = (
@@ -85,8 +85,7 @@ _WHOLE = Table.of(_CONFIGS)
 
 def _odd(t: Mapping[str, Array]) -> NDArray[np.bool_]:
     """Which blocks have a count of channels that is no power of two."""
-    found: NDArray[np.bool_] = t["block_c"] & (t["block_c"] - 1) > 0
-    return found
+    return t["block_c"] & (t["block_c"] - 1) > 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,25 +117,23 @@ _SHARED_FEATURES = (
 )  # fmt: skip
 
 
-class GroupedRows(OneDirection):
+class GroupedRows(Tabled):
     """One direction of ``kernels/grouped_rows.cu``."""
 
-    operation = CONVOLUTION
     configs = _CONFIGS
     whole = _WHOLE
     kernel_fields = _COMPILED
     shared_features = _SHARED_FEATURES
 
-    def serves(self, problem: Problem) -> bool:
-        return problem.direction == self.direction and grouped.handles(problem)
+    def _handles(self, problem: Problem) -> bool:
+        return grouped.handles(problem)
 
-    def offered(self, problem: Any, device: Device, table: Table) -> tuple[Any, Rows, Any]:
-        # What depends on little is checked first, so that most rows need no more.
-        fits = each_row(lambda p: _fits(p, device, table), problem)
-        problem, at = narrowed(problem, np.arange(len(table.rows)), fits)
-        t = table.at(at)
+    def _first(self, problem: Any, device: Device, table: Table) -> NDArray[np.bool_]:
+        return each_row(lambda p: _fits(p, device, table), problem)
+
+    def _rules(self, problem: Any, device: Device, t: Mapping[str, Array]) -> NDArray[np.bool_]:
         rows, columns = each(axes_of, problem)
-        legal = (
+        return (
             (t["block_n"] * each(_image_elements, problem) <= common.MAX_INT)
             & (_cut(problem, t).blocks <= common.MAX_INT)
             # A tile twice as large as what it covers does the work of a smaller tile, slower; the
@@ -152,61 +149,62 @@ class GroupedRows(OneDirection):
             & (~_odd(t) | grouped.fits_odd_channels(t["block_c"], problem.c))
             & common.distinct_bands(rows.positions, t["bands"])
         )
-        problem, at = narrowed(problem, at, legal)
-        return problem, at, self._workings(problem, table, at)
 
     def _workings(self, problem: Any, table: Table, at: Rows) -> _Shape:
         return each_row(lambda p: _shape_of(p, table), problem, at)
 
     def launch(self, problem: Problem, row: int) -> Launch:
-        shape = _shape_of(problem)
-        rows, columns = axes_of(problem)
-        cut = _cut(problem, _WHOLE.at(np.array([row])))
-        sizes = ((problem.h, problem.w), (problem.p, problem.q))
-        (h, w), (p, q) = sizes if self.direction == "fprop" else sizes[::-1]
-        step = Step(
-            kernel=_spec(problem, row),
-            grid=(int(cut.blocks[0]), 1, 1),
-            block=(int(shape.threads[row]), 1, 1),
-            smem_bytes=int(shape.smem_bytes[row]),
-            operands=self.operands,
-            scalars={
-                "n": problem.n,
-                "c": problem.c,
-                "h": h,
-                "w": w,
-                "p": p,
-                "q": q,
-                **rows.scalars("h"),
-                **columns.scalars("w"),
-                "band_rows": int(cut.band_rows[0]) * rows.up,
-                "bands": int(cut.bands[0]),
-                "q_tiles": int(cut.q_tiles[0]),
-                "c_tiles": int(cut.c_tiles[0]),
-            },
+        p, shape = problem, _shape_of(problem)
+        rows, columns = axes_of(p)
+        cut = _cut(p, _WHOLE.at(np.array([row])))
+        threads, smem_bytes = shape.threads[row], shape.smem_bytes[row]
+        defines = (
+            ("DGRAD", int(p.direction == "dgrad")),
+            ("GW", p.group_width),
+            ("R", p.r),
+            ("S", p.s),
+            ("STRIDE_H", max(rows.down, rows.up)),
+            ("STRIDE_W", max(columns.down, columns.up)),
+            dtype_macro(p),
+            *common.epilogue_macros(p),
+            *common.config_macros(_CONFIGS[row], _COMPILED),
+            *common.agreed_macros(threads=threads, smem_bytes=smem_bytes),
         )
-        return Launch(steps=(step,))
+        sizes = ((p.h, p.w), (p.p, p.q))
+        (h, w), (height, width) = sizes if self.direction == "fprop" else sizes[::-1]
+        scalars = {
+            "n": p.n,
+            "c": p.c,
+            "h": h,
+            "w": w,
+            "p": height,
+            "q": width,
+            **rows.scalars("h"),
+            **columns.scalars("w"),
+            "band_rows": cut.band_rows * rows.up,
+            **common.named(cut, "bands q_tiles c_tiles"),
+        }
+        step = common.kernel_step(
+            "grouped_rows", defines, cut.blocks, threads, smem_bytes, self.operands, scalars
+        )
+        return Launch((step,))
 
     def _derived(
         self, problem: Any, device: Device, t: Mapping[str, Array], workings: _Shape
     ) -> dict[str, NDArray[np.float64]]:
-        """How each config would run `problem`: the derived features, and the estimated seconds.
-
-        The estimate is the largest of three times, stretched by the waste of the last wave: those
-        of device memory, of the copies from L2 into shared memory with their halos, and of the
-        tensor cores; plus a fixed latency for each row of a block that cannot be hidden.
-        """
+        """Estimate seconds as the largest of three times, stretched by the waste of the last wave:
+        those of device memory, of the copies from L2 into shared memory with their halos, and of
+        the tensor cores; plus a fixed latency for each row of a block that cannot be hidden."""
         shape = workings
         down, across = each(axes_of, problem)
         cut = _cut(problem, t)
         blocks, bands, band_rows = cut.blocks, cut.bands, cut.band_rows
-        threads, smem_bytes = shape.threads, shape.smem_bytes
         registers = np.minimum(shape.registers, common.MAX_REGISTERS)
-        occupancy = Occupancy.of(device, blocks, threads, registers, smem_bytes)
+        occupancy = Occupancy.of(device, blocks, shape.threads, registers, shape.smem_bytes)
         first_steps = -(-(problem.r - 1) // down.up)  # before the first row of a band is finished
         steps = down.down * (band_rows - 1) + 1 + first_steps
         loaded = blocks * steps * (t["block_n"] * shape.row_x * t["block_c"] * 2.0)
-        products = blocks * steps * shape.products * (threads // 32.0)
+        products = blocks * steps * shape.products * (shape.threads // 32.0)
         seconds = np.maximum(
             problem.minimum_bytes / device.dram_bytes_per_s,
             np.maximum(common.l2_s(loaded, device), common.products_s(products, device)),
@@ -218,13 +216,8 @@ class GroupedRows(OneDirection):
         return {
             "log_p": np.log2(height),
             "log_q": np.log2(width),
-            "threads": threads,
-            "warp_tiles": shape.warp_tiles,
-            "warp_groups": shape.warp_groups,
-            "smem_bytes": smem_bytes,
+            **common.named(shape, "threads warp_tiles warp_groups smem_bytes loads products"),
             "registers": registers,
-            "loads": shape.loads,
-            "products": shape.products,
             **occupancy.features(),
             "q_waste": cut.q_tiles * t["block_q"] / across.positions,
             "n_waste": cut.n_tiles * t["block_n"] / problem.n,
@@ -234,9 +227,8 @@ class GroupedRows(OneDirection):
             "n_tail": problem.n % t["block_n"] / t["block_n"],
             "c_tail": problem.c % t["block_c"] / t["block_c"],
             "row_tail": (down.positions - (bands - 1) * band_rows) / band_rows,
-            "c_tiles": cut.c_tiles,
+            **common.named(cut, "c_tiles band_rows"),
             "bands_cut": bands,
-            "band_rows": band_rows,
             "log_blocks_an_sm": np.log2(occupancy.sm_blocks),
             "rounds": occupancy.rounds,
             "log_images_at_once": np.log2(
@@ -266,29 +258,7 @@ def _image_elements(problem: Problem) -> int:
 def _fits(problem: Problem, device: Device, table: Table) -> NDArray[np.bool_]:
     """Which rows of `table` serve the problem's window and group width on `device`."""
     shape = _shape_of(problem, table)
-    found: NDArray[np.bool_] = shape.fits & (shape.smem_bytes <= device.smem_per_block)
-    return found
-
-
-def _spec(problem: Problem, row: int) -> KernelSpec:
-    rows, columns = axes_of(problem)
-    shape = _shape_of(problem)
-    return KernelSpec(
-        file="grouped_rows.cu",
-        entry="grouped_rows",
-        defines=(
-            ("DGRAD", int(problem.direction == "dgrad")),
-            ("GW", problem.group_width),
-            ("R", problem.r),
-            ("S", problem.s),
-            ("STRIDE_H", max(rows.down, rows.up)),
-            ("STRIDE_W", max(columns.down, columns.up)),
-            dtype_macro(problem),
-            *common.epilogue_macros(problem),
-            *common.config_macros(_CONFIGS[row], _COMPILED),
-            *common.agreed_macros(threads=shape.threads[row], smem_bytes=shape.smem_bytes[row]),
-        ),
-    )
+    return shape.fits & (shape.smem_bytes <= device.smem_per_block)
 
 
 @dataclass(frozen=True, slots=True)
@@ -436,7 +406,8 @@ def _shape(
     )
 
 
+_EPILOGUE = ("bias", "activation", "residual")
 FAMILIES = (
-    GroupedRows("grouped_fprop", "fprop", ("out", "in", "filter", "bias", "residual")),
+    GroupedRows("grouped_fprop", "fprop", ("out", "in", "filter", "bias", "residual"), _EPILOGUE),
     GroupedRows("grouped_dgrad", "dgrad", ("in_grad", "out_grad", "filter")),
 )

@@ -13,19 +13,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from confpred.families import common, grouped
-from confpred.families.batch import each, each_row, narrowed
+from confpred.families.batch import each, each_row, picked
 from confpred.families.common import ATOMIC, DIRECT, LAST_BLOCK, TWO_KERNELS, Occupancy
 from confpred.families.grouped import Window, flush_steps, window_of
 from confpred.families.protocol import Array, Rows
 from confpred.families.table import Table, Tabled, config_table
-from confpred.problem.conv2d import CONVOLUTION, Problem, dtype_macro, kernel_sizes
+from confpred.problem.conv2d import Problem, dtype_macro, kernel_sizes
 from confpred.problem.device import Device
-from confpred.problem.operation import KernelSpec, Launch, Step
+from confpred.problem.operation import Launch
 
 MAX_THREADS = 512
 
 _SUM_COLUMNS = 128  # elements a block of ``grouped_wgrad_sum.cu``
-_SUM_THREADS = 256
 #: With more partial sums than this, the last block alone would be the slowest way of all.
 _MAX_LAST_BLOCK_PARTS = 32
 
@@ -88,8 +87,7 @@ _FEWER[list(_SPLITS[1:])] = _SPLITS[:-1]
 
 def _odd(t: Mapping[str, Array]) -> NDArray[np.bool_]:
     """Which blocks have a count of channels that is no power of two."""
-    found: NDArray[np.bool_] = t["block_k"] & (t["block_k"] - 1) > 0
-    return found
+    return t["block_k"] & (t["block_k"] - 1) > 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,14 +105,12 @@ class _Shape:
 
 
 class GroupedWgrad(Tabled):
-    """See the module's docstring and ``kernels/grouped_wgrad.cu``."""
+    """``kernels/grouped_wgrad.cu``."""
 
-    name = "grouped_wgrad"
-    operation = CONVOLUTION
     configs = _CONFIGS
     whole = _WHOLE
     kernel_fields = _COMPILED
-    feature_names: tuple[str, ...] = (
+    shared_features = (
         "log_n", "log_c", "log_p", "log_q", "r", "s", "group_width", "log_bytes",
         "stride_h", "stride_w", "dilation_h", "dilation_w",
         "log_intensity", "bfloat16", "bias",
@@ -127,29 +123,24 @@ class GroupedWgrad(Tabled):
         "log_load_bytes", "log_products", "log_estimate",
     )  # fmt: skip
 
-    def serves(self, problem: Problem) -> bool:
-        return (
-            problem.direction == "wgrad"
-            and grouped.handles(problem)
-            and _elements(problem) <= common.MAX_INT
-        )
+    def _handles(self, problem: Problem) -> bool:
+        return grouped.handles(problem) and _elements(problem) <= common.MAX_INT
 
-    def offered(self, problem: Any, device: Device, table: Table) -> tuple[Any, Rows, Any]:
-        # What needs no division is checked first, so that most rows never need one.
-        first = (
+    def _first(self, problem: Any, device: Device, table: Table) -> NDArray[np.bool_]:
+        return (
             each_row(lambda p: _fits(p, device, table), problem)
             & table.by(("block_n", "block_q", "block_k"), lambda t: _suited(t, problem))
             & table.by(("reduction",), lambda t: common.allowed(t["reduction"], problem))
         )
-        problem, at = narrowed(problem, np.arange(len(table.rows)), first)
-        t = table.at(at)
+
+    def _rules(self, problem: Any, device: Device, t: Mapping[str, Array]) -> NDArray[np.bool_]:
         # Columns to the right of the image are addressed, though not read.
         reach = 2 * grouped.MAX_STEP * (t["block_q"] + grouped.MAX_WINDOW)
         height, width = each(_image_size, problem)
         offset = t["block_n"] * (problem.c * height) * (width + reach)
         cut = _cut(problem, t)
         parts, blocks, reduction = cut.parts, cut.blocks, t["reduction"]
-        legal = (
+        return (
             (offset <= common.MAX_INT)
             & (blocks <= common.MAX_INT)
             & _few_idle_columns(problem.q, cut.q_tiles * t["block_q"])
@@ -172,111 +163,67 @@ class GroupedWgrad(Tabled):
             # Partial sums of more bytes than the layer would take longer than the layer.
             & (4 * parts * _elements(problem) <= np.maximum(problem.minimum_bytes, 2**20))
         )
-        problem, at = narrowed(problem, at, legal)
-        return problem, at, self._workings(problem, table, at)
 
     def _workings(self, problem: Any, table: Table, at: Rows) -> _Shape:
         return each_row(lambda p: _shape(window_of(p), table), problem, at)
 
     def launch(self, problem: Problem, row: int) -> Launch:
-        t = self.configs[row]
-        window = window_of(problem)
-        shape = _shape(window)
-        dtype = dtype_macro(problem)
+        p, config, window = problem, self.configs[row], window_of(problem)
+        shape, cut = _shape(window), picked(_cut(p, _WHOLE.at(np.array([row]))), 0)
+        threads, smem_bytes = shape.threads[row], shape.smem_bytes[row]
         vertical, horizontal = window.vertical, window.horizontal
-        phases = vertical.dilation
-        cut = _cut(problem, _WHOLE.at(np.array([row])))
-        slice_rows, slices, q_tiles, k_tiles = (
-            int(sizes[0]) for sizes in (cut.slice_rows, cut.slices, cut.q_tiles, cut.k_tiles)
+        reduction, parts, k_tiles = int(config["reduction"]), int(cut.parts), int(cut.k_tiles)
+        elements = _elements(p)
+        defines = (
+            ("GW", p.group_width),
+            ("R", p.r),
+            ("S", p.s),
+            ("STRIDE_H", vertical.stride),
+            ("STRIDE_W", horizontal.stride),
+            ("DILATION_W", horizontal.dilation),
+            dtype_macro(p),
+            ("HAS_BIAS", int(p.bias)),
+            *common.config_macros(config, _COMPILED),
+            *common.agreed_macros(threads=threads, smem_bytes=smem_bytes),
         )
-        parts, elements = q_tiles * slices, _elements(problem)
-        reduction = int(t["reduction"])
-        sweep = Step(
-            KernelSpec(
-                file="grouped_wgrad.cu",
-                entry="grouped_wgrad",
-                defines=(
-                    ("GW", problem.group_width),
-                    ("R", problem.r),
-                    ("S", problem.s),
-                    ("STRIDE_H", vertical.stride),
-                    ("STRIDE_W", horizontal.stride),
-                    ("DILATION_W", horizontal.dilation),
-                    dtype,
-                    ("HAS_BIAS", int(problem.bias)),
-                    *common.config_macros(t, _COMPILED),
-                    *common.agreed_macros(
-                        threads=shape.threads[row], smem_bytes=shape.smem_bytes[row]
-                    ),
-                ),
-            ),
-            grid=(k_tiles * parts, 1, 1),
-            block=(int(shape.threads[row]), 1, 1),
-            smem_bytes=int(shape.smem_bytes[row]),
-            operands=("filter_grad", "bias_grad", "out_grad", "in", "scratch", "zeroed"),
-            scalars={
-                **kernel_sizes(problem, "n c h w p q pad_h pad_w"),
-                "row_step": vertical.step * vertical.dilation,
-                "column_step": horizontal.step,
-                "phases": phases,
-                "phase_step": problem.stride[0],
-                "rows": common.ceil_div(problem.p, phases),
-                "flush": flush_steps(problem),
-                "slice_rows": slice_rows,
-                "slices": slices,
-                "q_tiles": q_tiles,
-                "k_tiles": k_tiles,
-                "reduction": reduction,
-            },
+        scalars = {
+            **kernel_sizes(p, "n c h w p q pad_h pad_w"),
+            "row_step": vertical.step * vertical.dilation,
+            "column_step": horizontal.step,
+            "phases": vertical.dilation,
+            "phase_step": p.stride[0],
+            "rows": common.ceil_div(p.p, vertical.dilation),
+            "flush": flush_steps(p),
+            **common.named(cut, "slice_rows slices q_tiles k_tiles"),
+            "reduction": reduction,
+        }
+        sweep = common.kernel_step(
+            "grouped_wgrad", defines, k_tiles * parts, threads, smem_bytes, self.operands, scalars
         )
         scratch = 4 * parts * elements if reduction in (TWO_KERNELS, LAST_BLOCK) else 0
         tickets = 16 * common.ceil_div(k_tiles, 4) if reduction in (LAST_BLOCK, ATOMIC) else 0
         sums = 4 * elements if reduction == ATOMIC else 0
         if reduction != TWO_KERNELS:
             return Launch((sweep,), zeroed_bytes=tickets + sums, scratch_bytes=scratch)
-        smem_bytes = 16 * _SUM_THREADS
-        agreed = common.agreed_macros(
-            threads=_SUM_THREADS, smem_bytes=smem_bytes, columns=_SUM_COLUMNS
-        )
-        add = Step(
-            KernelSpec(
-                file="grouped_wgrad_sum.cu",
-                entry="grouped_wgrad_sum",
-                defines=(dtype, *agreed),
-            ),
-            grid=(common.ceil_div(elements, _SUM_COLUMNS), 1, 1),
-            block=(_SUM_THREADS, 1, 1),
-            smem_bytes=smem_bytes,
-            operands=("filter_grad", "bias_grad", "scratch"),
-            scalars={
-                "parts": parts,
-                "elements": elements,
-                "taps": problem.r * problem.s,
-                "channels": problem.c,
-                "group_width": problem.group_width,
-            },
-        )
+        sizes = {"parts": parts, "elements": elements, "taps": p.r * p.s}
+        sizes |= {"channels": p.c, "group_width": p.group_width}
+        add = common.sum_step("grouped_wgrad_sum", p, elements, _SUM_COLUMNS, 16, sizes)
         return Launch((sweep, add), scratch_bytes=scratch)
 
     def _derived(
         self, problem: Any, device: Device, t: Mapping[str, Array], workings: _Shape
     ) -> dict[str, NDArray[np.float64]]:
-        """How each config would run `problem`: the derived features, and the estimated seconds.
-
-        The estimate is the largest of three times, stretched by the waste of the last wave or, in
-        the first, of the multiprocessors with fewer blocks than others: those of device memory, of
-        the copies from L2 into shared memory with their halos, and of the tensor cores; plus a
-        fixed latency for each row of a block that cannot be hidden, and the time to add the blocks'
-        sums.
-        """
+        """Estimate seconds as the largest of three times, stretched by the waste of the last wave
+        or, in the first, of the multiprocessors with fewer blocks than others: those of device
+        memory, of the copies from L2 into shared memory with their halos, and of the tensor cores;
+        plus a fixed latency for each row of a block that cannot be hidden, and the time to add the
+        blocks' sums."""
         shape = workings
         window = each(window_of, problem)
         cut = _cut(problem, t)
-        slice_rows, q_tiles, k_tiles = cut.slice_rows, cut.q_tiles, cut.k_tiles
-        parts, blocks = cut.parts, cut.blocks
-        threads, smem_bytes = shape.threads, shape.smem_bytes
+        slice_rows, blocks = cut.slice_rows, cut.blocks
         registers = np.minimum(shape.registers, common.MAX_REGISTERS)
-        occupancy = Occupancy.of(device, blocks, threads, registers, smem_bytes)
+        occupancy = Occupancy.of(device, blocks, shape.threads, registers, shape.smem_bytes)
         stretch = np.where(
             occupancy.waves <= 1,
             occupancy.sm_blocks * device.sm_count / blocks,
@@ -286,9 +233,9 @@ class GroupedWgrad(Tabled):
         lattice_rows = common.ceil_div(problem.p, window.vertical.dilation)
         steps = slice_rows + np.maximum(1.0, slice_rows / lattice_rows) * flush
         loaded = blocks * slice_rows * (shape.stage_bytes + 0.0)
-        products = blocks * steps * (threads / 32) * shape.products
+        products = blocks * steps * (shape.threads / 32) * shape.products
         reduction = t["reduction"]
-        sum_bytes = np.where(reduction == DIRECT, 0, 4.0 * parts * _elements(problem))
+        sum_bytes = np.where(reduction == DIRECT, 0, 4.0 * cut.parts * _elements(problem))
         seconds = np.maximum(
             np.maximum(
                 problem.minimum_bytes / device.dram_bytes_per_s,
@@ -302,30 +249,23 @@ class GroupedWgrad(Tabled):
             # The last block alone reads all parts of its tile.
             + np.where(
                 reduction == LAST_BLOCK,
-                sum_bytes / k_tiles / common.LAST_BLOCK_BYTES_PER_S,
+                sum_bytes / cut.k_tiles / common.LAST_BLOCK_BYTES_PER_S,
                 0.0,
             )
         )
         return {
-            "threads": threads,
-            "warp_tiles": shape.warp_tiles,
-            "smem_bytes": smem_bytes,
+            **common.named(shape, "threads warp_tiles smem_bytes loads products"),
             "registers": registers,
-            "loads": shape.loads,
-            "products": shape.products,
             **occupancy.features(),
-            "q_waste": q_tiles * t["block_q"] / problem.q,
+            "q_waste": cut.q_tiles * t["block_q"] / problem.q,
             "n_waste": common.ceil_div(problem.n, t["block_n"]) * t["block_n"] / problem.n,
-            "k_waste": k_tiles * t["block_k"] / problem.c,
+            "k_waste": cut.k_tiles * t["block_k"] / problem.c,
             # What is left for the last block of each dimension, as a fraction of a whole block.
             "q_tail": problem.q % t["block_q"] / t["block_q"],
             "n_tail": problem.n % t["block_n"] / t["block_n"],
             "k_tail": problem.c % t["block_k"] / t["block_k"],
             "slice_tail": (cut.rows - (cut.slices - 1) * slice_rows) / slice_rows,
-            "k_tiles": k_tiles,
-            "q_tiles": q_tiles,
-            "slice_rows": slice_rows,
-            "parts": parts,
+            **common.named(cut, "k_tiles q_tiles slice_rows parts"),
             "log_blocks_an_sm": np.log2(occupancy.sm_blocks),
             "rounds": occupancy.rounds,
             "halo_rows": steps / slice_rows,
@@ -349,13 +289,12 @@ def _image_size(problem: Problem) -> tuple[int, int]:
 def _fits(problem: Problem, device: Device, table: Table) -> NDArray[np.bool_]:
     """Which rows of `table` serve the problem's window on `device`."""
     shape = _shape(window_of(problem), table)
-    found: NDArray[np.bool_] = shape.fits & (shape.smem_bytes <= device.smem_per_block)
-    return found
+    return shape.fits & (shape.smem_bytes <= device.smem_per_block)
 
 
 def _suited(t: Mapping[str, Array], problem: Any) -> NDArray[np.bool_]:
     """Which blocks are not meant for another layer than `problem`."""
-    found: NDArray[np.bool_] = (
+    return (
         # A tile twice as large as what it covers does the work of a smaller tile, slower; and
         # images share a tile only where one alone does not fill it, or is narrow.
         ((t["block_q"] < 2 * problem.q) | (t["block_q"] == 8))
@@ -369,15 +308,13 @@ def _suited(t: Mapping[str, Array], problem: Any) -> NDArray[np.bool_]:
         & ((t["block_n"] * t["block_q"] > 16) | (problem.n * problem.q <= 28))
         & ((t["block_k"] < 2 * problem.c) | (t["block_k"] == 16))
     )
-    return found
 
 
 def _few_idle_columns(q: Any, padded: Array) -> NDArray[np.bool_]:
     """Which tiles, with `padded` columns together, leave few of them idle, or no more than the
     smallest tiles that suit a wide image: for 33 to 40 columns all tiles leave many."""
     least = np.minimum(common.ceil_div(q, 28) * 28, common.ceil_div(q, 32) * 32)
-    result: NDArray[np.bool_] = (padded < 1.2 * q + 8) | (padded == least)
-    return result
+    return (padded < 1.2 * q + 8) | (padded == least)
 
 
 @dataclass(frozen=True, slots=True)
@@ -486,4 +423,5 @@ def _shape_of(table: Table, window: Window) -> _Shape:
     )
 
 
-FAMILIES = (GroupedWgrad(),)
+_OPERANDS = ("filter_grad", "bias_grad", "out_grad", "in", "scratch", "zeroed")
+FAMILIES = (GroupedWgrad("grouped_wgrad", "wgrad", _OPERANDS),)

@@ -41,7 +41,7 @@ def test_a_device_is_told_of_in_full(model_folder: Path) -> None:
     model = load_model(model_folder)
     done = devices("h100", "--model", model_folder)
     assert done.returncode == 0, done.stderr
-    data = model.card["data"]
+    data = model.card.content["data"]
     for text in (
         "h100: NVIDIA H100 80GB HBM3, sm_90a",
         f"model            {model.version}",
@@ -49,7 +49,7 @@ def test_a_device_is_told_of_in_full(model_folder: Path) -> None:
         f"families         {' '.join(model.families)}",
         "; not dense",
         f"{data['rows']:,} rows of {data['problems']:,} problems of {data['networks']:,} networks",
-        " or ".join(model.card["measured_with"]["driver"]),
+        " or ".join(model.card.measured_with["driver"]),
     ):
         assert text in done.stdout
     done = devices("NVIDIA A100-SXM4-80GB", "--model", model_folder)
@@ -67,8 +67,8 @@ def test_json_has_the_same(model_folder: Path) -> None:
     assert (known["model"], known["operation"]) == (model.version, "conv2d")
     assert known["families"] == list(model.families)
     for name in ("rows", "problems", "networks"):
-        assert known[name] == model.card["data"][name]
-    assert known["cudnn"] == model.card["measured_with"]["cudnn"]
+        assert known[name] == model.card.content["data"][name]
+    assert known["cudnn"] == model.card.measured_with["cudnn"]
     assert (unknown["model"], unknown["families"], unknown["rows"]) == (None, [], None)
 
 

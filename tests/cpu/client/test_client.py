@@ -84,7 +84,7 @@ def test_devices_and_models_are_records(url: str, local: Predictor) -> None:
     assert {key: s.device for key, s in served.items()} == dict(KNOWN)
     assert (served["h100"].model, served["a100"].model) == ("made-up-1", None)
     assert (model.device, model.version) == ("h100", "made-up-1")
-    assert model.card == local.models["h100"].card
+    assert model.card == local.models["h100"].card.content
 
 
 def test_a_batch_is_split_to_what_the_server_takes(url: str, local: Predictor) -> None:

@@ -52,7 +52,7 @@ def launch_of(
 
 
 def interpret(launch: Launch, inputs: dict[str, torch.Tensor], arch: str) -> torch.Tensor:
-    """What is in `out` afterwards; the interpreter refuses any access beyond an operand."""
+    """Return `out` after the kernel; the interpreter refuses any access beyond an operand."""
     operands = [
         Operand(name, x.view(torch.uint8).numpy().ravel(), written=True, once=name == "out")
         for name, x in inputs.items()

@@ -78,7 +78,7 @@ def norm(k: int, dtype: torch.dtype, seed: int) -> list[Tensor]:
 
 
 def folded(machine: Interpreted, columns: list[list[Tensor | None]], eps, dtypes) -> list[Tensor]:
-    """What `fold` computes by the kernel; the results are poisoned before."""
+    """Return the results of `fold` by the kernel; they are poisoned before."""
     means, filters = columns[2], columns[5]
     out = [
         t.fill_(float("nan"))

@@ -1,4 +1,4 @@
-"""What kernels are checked against on a GPU is right: here it is interpreted, in float32."""
+"""The reference kernels, interpreted and compared with PyTorch, in float32."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ class Pass:
 
 @dataclass(slots=True)
 class Captured:
-    """What the backend was given and made.
+    """Graphs that the backend was given and made.
 
     Attributes:
         wins: whether a kernel is chosen for a problem, or PyTorch's operator.

@@ -106,7 +106,7 @@ def test_buffers_that_the_forward_writes_are_not_frozen(captured) -> None:
 
 
 class Returns(nn.Module):
-    """What is frozen is returned, too."""
+    """Check that a frozen result is returned, too."""
 
     def __init__(self) -> None:
         super().__init__()

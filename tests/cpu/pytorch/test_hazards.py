@@ -1,6 +1,6 @@
-"""What programs do inside a forward and between calls of an optimized model: the results are those
-of eager mode, outputs, gradients and buffers, or there is a clear error. `tests/gpu` has what shows
-on a GPU alone."""
+"""Hazards inside a forward and between calls of an optimized model: outputs, gradients and buffers
+are those of eager mode, or there is a clear error. `tests/gpu` has those that show on a GPU alone.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What programs do around an optimized model: gradients, dtypes, modes, threads and other tools.
+"""Hazards around an optimized model: gradients, dtypes, modes, threads and other tools.
 The results are those of eager mode, or there is a clear error; see `test_hazards`."""
 
 from __future__ import annotations

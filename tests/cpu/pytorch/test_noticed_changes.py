@@ -19,17 +19,17 @@ LAYER = Problem.parse("n=24 c=160 h=30 w=30 k=160 r=3 s=3 groups=20 padding=1")
 
 @pytest.fixture
 def predictor(model_folder, monkeypatch) -> Predictor:
-    """Of a model that was measured with this cuDNN and driver 580.1."""
+    """Return the predictor of a model that was measured with this cuDNN and driver 580.1."""
     model = load_model(model_folder)
     versions = {"driver": ["580.1"], "cudnn": [cudnn_version() or "none"]}
-    model = replace(model, card={**model.card, "measured_with": versions})
+    model = replace(model, card=replace(model.card, measured_with=versions))
     monkeypatch.setattr(choosing, "_predictors", {})
     monkeypatch.setattr(choosing.driver, "device_of", lambda _: H100)
     return Predictor({"h100": model})
 
 
 def warnings(predictor: Predictor, driver: str, monkeypatch, caplog) -> list[str]:
-    """What two choices warn of under this driver."""
+    """Return the warnings of two choices under this driver."""
     monkeypatch.setattr(choosing.driver, "describe", lambda _: ("NVIDIA H100 80GB HBM3", driver))
     choosing.use_predictor(predictor)
     with caplog.at_level(logging.WARNING, logger="confpred.pytorch.choosing"):

@@ -1,5 +1,4 @@
-"""What follows a convolution, and a norm's scale and shift, by PyTorch's operators: what tensors of
-the CPU, and those that no kernel takes, get."""
+"""Epilogues, scales and shifts by PyTorch's operators, for tensors that no kernel takes."""
 
 from __future__ import annotations
 

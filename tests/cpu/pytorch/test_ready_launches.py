@@ -1,4 +1,4 @@
-"""What a ready launch hands to the driver, and what it returns; the driver only notes its calls."""
+"""Arguments and results of ready launches; the driver only records its calls."""
 
 from __future__ import annotations
 

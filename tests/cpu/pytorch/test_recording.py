@@ -1,5 +1,5 @@
-"""What is recorded is written when a block ends well, and only then. Here choices are announced
-without the calls on a GPU that tests/gpu makes."""
+"""Recorded choices are written when a block ends without an error, and only then. Here choices are
+announced without the calls on a GPU that tests/gpu makes."""
 
 from __future__ import annotations
 

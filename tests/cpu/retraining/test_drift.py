@@ -14,7 +14,7 @@ from recorded_jobs import ms
 from confpred.cli.update import drift_lines
 from confpred.data.measurements import Run
 from confpred.errors import DataError
-from confpred.model.folder import Best, Model, changes, load_model
+from confpred.model.folder import Best, Model, load_model
 from confpred.retraining.drift import Drift, draw, time_again
 from confpred.sampler.run import Settings
 
@@ -30,7 +30,8 @@ def model(model_folder: Path) -> Model:
         candidate = best.candidate
         time_ms = ms(parse(words), candidate.provider, candidate.config_id)
         measured[words] = Best(candidate, time_ms)
-    card = {**found.card, "measured_with": {"driver": ["580.1"], "cudnn": ["9.19.0"]}}
+    versions = {"driver": ["580.1"], "cudnn": ["9.19.0"]}
+    card = replace(found.card, measured_with=versions)
     return replace(found, measured=measured, card=card)
 
 
@@ -88,11 +89,13 @@ def test_another_driver_or_cudnn_is_named_and_the_times_decide(
 
 
 def test_other_kernels_come_before_all_else(model: Model) -> None:
-    stale = replace(model, stale=("grouped_rows.cu is 1; the measurements are of 2",))
+    families = model.card.families.items()
+    others = {name: replace(entry, source_digests=["2"]) for name, entry in families}
+    stale = replace(model, card=replace(model.card, families=others))
     found = timed(stale)
     assert (found.state, found.holds) == ("kernels changed", False)
     assert found.kernels == stale.stale
-    assert "grouped_rows.cu is 1" in found.why
+    assert "the measurements are of 2" in found.why
 
 
 def test_too_few_times_tell_nothing(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,6 +127,5 @@ def test_what_is_drawn_is_random_repeatable_and_of_every_provider(model: Model) 
     ],
 )
 def test_changes_are_those_of_recorded_versions(model: Model, now: dict, count: int) -> None:
-    assert len(changes(model, **now)) == count
-    card = {name: value for name, value in model.card.items() if name != "measured_with"}
-    assert changes(replace(model, card=card), **now) == ()
+    assert len(model.card.changes(**now)) == count
+    assert replace(model.card, measured_with={}).changes(**now) == ()

@@ -89,9 +89,9 @@ def test_the_first_model_of_a_board_answers(published: Path) -> None:
     choice = Predictor.load().choose(layer, "test-board")
     assert (choice.source, choice.model, choice.is_guess) == ("predicted", folder.name, False)
     card = load_model(folder).card
-    assert card["measured_with"] == {"driver": ["580.1"], "cudnn": ["9.19.0"]}
+    assert card.measured_with == {"driver": ["580.1"], "cudnn": ["9.19.0"]}
     held_out = {name for entry in to_judge_by(SUITE) for name in entry.networks}
-    assert set(card["data"]["excluded_networks"]) <= held_out
+    assert set(card.data.excluded_networks) <= held_out
     assert session(published)["done"]
     assert not list((published / "session").glob("model-*"))
     assert not list(published.rglob("*.tmp"))

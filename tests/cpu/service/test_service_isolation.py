@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import random
 import socket
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
-from test_service_process import LAYER, ONE, Server, head, running
+from test_service_process import LAYER, ONE, Server, eventually, head, running
 
 HEADERS = {"content-type": "application/json"}
 _RANDOM = random.Random(12)
@@ -37,20 +36,6 @@ def post(server: Server, body: bytes | dict[str, Any], **headers: str) -> httpx.
     return httpx.post(url, content=content, headers=HEADERS | headers, timeout=60)
 
 
-def metric(server: Server, name: str) -> float:
-    for line in httpx.get(f"{server.url}/metrics").text.splitlines():
-        if line.startswith(f"{name} "):
-            return float(line.rpartition(" ")[2])
-    return 0.0
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     options = ("--max-queue", "1500", "--no-access-log")
@@ -63,7 +48,7 @@ def beside_batches(server: Server, clients: int = 4) -> Iterator[list[Future[htt
     """Clients that wait for batches of new problems; all are answered in the end."""
     with ThreadPoolExecutor(clients) as pool:
         batches = [pool.submit(post, server, batch(250)) for _ in range(clients)]
-        until(lambda: metric(server, "confpred_queued_requests") == clients)
+        eventually(lambda: server.metric("confpred_queued_requests") == clients)
         yield batches
         for reply in batches:
             assert reply.result().status_code == 200
@@ -90,7 +75,7 @@ def test_a_client_with_many_batches_does_not_hold_up_another(server: Server) -> 
     another = httpx.HTTPTransport(local_address="127.0.0.2")  # clients are told apart by address
     with ThreadPoolExecutor(6) as pool, httpx.Client(transport=another, timeout=60) as client:
         many = [pool.submit(post, server, batch(200)) for _ in range(6)]
-        until(lambda: metric(server, "confpred_queued_requests") == 6)
+        eventually(lambda: server.metric("confpred_queued_requests") == 6)
         body = json.dumps(batch(200)).encode()
         reply = client.post(f"{server.url}/v1/predict", content=body, headers=HEADERS)
         assert reply.status_code == 200
@@ -99,30 +84,30 @@ def test_a_client_with_many_batches_does_not_hold_up_another(server: Server) -> 
 
 
 def test_work_of_clients_that_have_gone_is_dropped(server: Server) -> None:
-    before = metric(server, "confpred_worked_out_problems_total")
+    before = server.metric("confpred_worked_out_problems_total")
     gone = 'confpred_dropped_requests_total{reason="gone"}'
-    left = metric(server, gone)
+    left = server.metric(gone)
     for _ in range(5):
         body = json.dumps(batch(1000)).encode()
         with socket.create_connection(("127.0.0.1", server.port)) as connection:
             connection.sendall(head(f"content-length: {len(body)}") + body)
-            until(lambda: metric(server, "confpred_queued_problems") > 500)
-    until(lambda: metric(server, "confpred_queued_requests") == 0)
-    assert metric(server, gone) == left + 5
-    assert metric(server, "confpred_worked_out_problems_total") - before < 2500
+            eventually(lambda: server.metric("confpred_queued_problems") > 500)
+    eventually(lambda: server.metric("confpred_queued_requests") == 0)
+    assert server.metric(gone) == left + 5
+    assert server.metric("confpred_worked_out_problems_total") - before < 2500
     counted = 'confpred_requests_total{route="/v1/predict",status="499"}'
-    assert metric(server, counted) == left + 5
+    assert server.metric(counted) == left + 5
     assert "Traceback" not in server.log.read_text()
 
 
 def test_the_same_new_problems_asked_at_once_are_worked_out_once(server: Server) -> None:
-    before = metric(server, "confpred_worked_out_problems_total")
+    before = server.metric("confpred_worked_out_problems_total")
     body = json.dumps(batch(100) | {"top": 4}).encode()
     with ThreadPoolExecutor(8) as pool:
         replies = list(pool.map(lambda _: post(server, body), range(8)))
     assert {reply.status_code for reply in replies} == {200}
     assert len({reply.content for reply in replies}) == 1
-    assert metric(server, "confpred_worked_out_problems_total") - before == 100
+    assert server.metric("confpred_worked_out_problems_total") - before == 100
 
 
 def test_too_much_work_is_refused_and_the_rest_goes_on(server: Server) -> None:
@@ -131,7 +116,7 @@ def test_too_much_work_is_refused_and_the_rest_goes_on(server: Server) -> None:
         replies = list(pool.map(lambda _: post(server, batch(600)), range(6)))
     statuses = [reply.status_code for reply in replies]
     assert set(statuses) == {200, 503}
-    assert metric(server, refused) == statuses.count(503)
+    assert server.metric(refused) == statuses.count(503)
     for reply in replies:
         if reply.status_code == 503:
             assert reply.json()["error"]["code"] == "overloaded"
@@ -156,8 +141,8 @@ def test_the_server_has_a_deadline_of_its_own(tmp_path: Path) -> None:
         late = [reply for reply in replies if reply.status_code == 503]
         assert late
         assert {reply.json()["error"]["code"] for reply in late} == {"deadline_exceeded"}
-        until(lambda: metric(server, "confpred_queued_problems") == 0)
-        assert metric(server, "confpred_worked_out_problems_total") < 3500
+        eventually(lambda: server.metric("confpred_queued_problems") == 0)
+        assert server.metric("confpred_worked_out_problems_total") < 3500
         assert post(server, ONE).status_code == 200
 
 
@@ -175,4 +160,4 @@ def test_slow_clients_hold_up_nobody(server: Server) -> None:
     finally:
         for connection in slow:
             connection.close()
-    until(lambda: metric(server, "confpred_queued_requests") == 0)
+    eventually(lambda: server.metric("confpred_queued_requests") == 0)

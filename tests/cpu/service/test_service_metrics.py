@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import signal
 import socket
@@ -28,12 +27,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield server
 
 
-def count(server: Server, metric: str) -> float:
-    text = httpx.get(f"{server.url}/metrics", timeout=20).text
-    found = re.search(rf"^{re.escape(metric)} (\S+)$", text, re.MULTILINE)
-    return float(found[1]) if found else 0.0
-
-
 def requests(route: str, status: int) -> str:
     return f'confpred_requests_total{{route="{route}",status="{status}"}}'
 
@@ -54,16 +47,16 @@ def test_counts_need_no_file_and_outlive_their_process(tmp_path: Path) -> None:
         (home,) = temporary.iterdir()
         assert [path.name for path in home.iterdir()] == ["generations"]
         counted = requests("/v1/predict", 200)
-        assert count(server, counted) == 10
+        assert server.metric(counted) == 10
         victim = max(server.workers())
         os.kill(victim, signal.SIGKILL)
         eventually(lambda: victim not in server.workers())
-        eventually(lambda: count(server, "confpred_workers_replaced_total") == 1)
-        assert count(server, counted) == 10
-        eventually(lambda: count(server, "confpred_workers") == 2)
-        assert count(server, "confpred_workers_wanted") == 2
+        eventually(lambda: server.metric("confpred_workers_replaced_total") == 1)
+        assert server.metric(counted) == 10
+        eventually(lambda: server.metric("confpred_workers") == 2)
+        assert server.metric("confpred_workers_wanted") == 2
         shutil.rmtree(home)
-        assert count(server, counted) == 10
+        assert server.metric(counted) == 10
 
 
 def test_processes_that_have_ended_are_one_to_add_up() -> None:
@@ -88,18 +81,18 @@ def test_requests_that_are_not_http_or_too_long_are_counted_and_logged(server: S
         (b"GET / HTTP/1.1\r\nx-long: " + b"a" * 40_000 + b"\r\n\r\n", 431),
         (b"GET / HTTP/1.1\r\nx-slow: ", 408),
     ):
-        before = count(server, requests("none", status))
+        before = server.metric(requests("none", status))
         assert exchange(server, sent).startswith(b"HTTP/1.1 %d " % status)
-        assert count(server, requests("none", status)) == before + 1
+        assert server.metric(requests("none", status)) == before + 1
         eventually(lambda status=status: logged(server, status))
         assert str(logged(server, status)[-1]["client"]).startswith("127.0.0.1:")
 
 
 def test_a_slow_body_is_counted_as_what_it_is_answered(server: Server) -> None:
-    before = count(server, requests("/v1/predict", 408))
+    before = server.metric(requests("/v1/predict", 408))
     assert b" 408 " in exchange(server, head("content-length: 50"), b"{")
-    assert count(server, requests("/v1/predict", 408)) == before + 1
-    assert count(server, requests("/v1/predict", 400)) == 0
+    assert server.metric(requests("/v1/predict", 408)) == before + 1
+    assert server.metric(requests("/v1/predict", 400)) == 0
     eventually(lambda: [line["target"] for line in logged(server, 408)].count("/v1/predict") == 1)
 
 
@@ -109,11 +102,11 @@ def test_a_client_that_leaves_is_logged_as_one(server: Server) -> None:
     with socket.create_connection(("127.0.0.1", server.port)) as connection:
         connection.sendall(head(f"content-length: {len(body)}") + body)
     eventually(lambda: len(logged(server, 499)) == 2)
-    assert count(server, requests("/v1/predict", 499)) == 2
+    assert server.metric(requests("/v1/predict", 499)) == 2
     assert not logged(server, 0)
 
 
 def test_the_description_has_routes_of_its_own(server: Server) -> None:
     for path in ("/docs", "/openapi.json"):
         assert httpx.get(f"{server.url}{path}").status_code == 200
-        assert count(server, requests(path, 200)) == 1
+        assert server.metric(requests(path, 200)) == 1

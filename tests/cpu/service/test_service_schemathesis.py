@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 from collections import Counter
@@ -16,24 +15,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from test_service_process import running
 
 EXAMPLES = os.environ.get("CONFPRED_FUZZ_EXAMPLES", "60")
 
 
 @pytest.fixture(scope="module")
 def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """That of a server on a free port."""
-    program = "from confpred.cli import main; main()"
-    command = [sys.executable, "-c", program, "serve", "--port", "0", "--no-access-log"]
-    log = tmp_path_factory.mktemp("service") / "log"
-    with log.open("w") as out, subprocess.Popen(command, stdout=out, stderr=out) as process:
-        try:
-            while not (found := re.search(r"running on (http://\S+)", log.read_text())):
-                with pytest.raises(subprocess.TimeoutExpired):  # it still runs
-                    process.wait(0.05)
-            yield found[1]
-        finally:
-            process.terminate()
+    with running(tmp_path_factory.mktemp("service"), "--no-access-log") as server:
+        yield server.url
 
 
 def schemathesis(address: str, folder: Path, mode: str, **environment: str) -> Counter[int]:

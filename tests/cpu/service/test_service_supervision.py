@@ -14,28 +14,30 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
 import pytest
-from test_service_process import COMMAND, ONE, Server, eventually, refused, running
+from test_service_process import COMMAND, LONG, ONE, Server, eventually, refused, running
 
 
 @pytest.fixture
 def temporary(tmp_path: Path) -> Iterator[Path]:
-    """The folder in which a server makes its own."""
-    (tmp_path / "tmp").mkdir()
-    yield tmp_path / "tmp"
-    eventually(lambda: not any((tmp_path / "tmp").iterdir()), "the server's folder was left")
+    """The folder in which a server makes its own, which it removes."""
+    folder = tmp_path / "tmp"
+    folder.mkdir()
+    yield folder
+    eventually(lambda: not any(folder.iterdir()), "the server's folder was left")
 
 
 @pytest.fixture
 def model(tmp_path: Path, repository: Path) -> Path:
     """A model folder that may be damaged."""
-    copy = tmp_path / "model"
-    return Path(shutil.copytree(repository / "models" / "h100-2026.11.24", copy))
+    return shutil.copytree(repository / "models" / "h100-2026.11.24", tmp_path / "model")
 
 
 def alive(process: int) -> bool:
@@ -80,8 +82,7 @@ def test_a_killed_worker_costs_its_own_connections_alone(tmp_path: Path) -> None
             lambda: len(server.workers()) == 2 and "answers, process" in server.log.read_text()
         )
         assert len(server.workers() & before) == 1
-        text = httpx.get(f"{server.url}/metrics").text
-        assert "confpred_workers_replaced_total 1.0" in text
+        assert server.metric("confpred_workers_replaced_total") == 1
         assert re.search(r"worker \d ended by SIGKILL; another starts", server.log.read_text())
         assert server.process.poll() is None
 
@@ -213,33 +214,29 @@ def test_stopping_twice_is_at_once(tmp_path: Path, temporary: Path) -> None:
         held.close()
 
 
-def test_a_model_that_does_not_load_ends_the_start(tmp_path: Path, repository: Path) -> None:
-    folder = tmp_path / "model"
-    shutil.copytree(next((repository / "models").glob("h100-*")), folder)
-    card = json.loads((folder / "card.json").read_text())
+def test_a_model_that_does_not_load_ends_the_start(model: Path) -> None:
+    card = json.loads((model / "card.json").read_text())
     card["pytorch"]["margins"] = dict.fromkeys(card["pytorch"]["margins"], -1.0)
-    (folder / "card.json").write_text(json.dumps(card))
-    code, said = refused("--port", "0", "--model", str(folder), "--workers", "2")
+    (model / "card.json").write_text(json.dumps(card))
+    code, said = refused("--port", "0", "--model", str(model), "--workers", "2")
     assert (code, len(said.splitlines())) == (1, 1)
     assert said.startswith("confpred: ")
     assert "margin" in said
 
 
-def test_a_log_that_cannot_be_written_costs_the_lines_alone(tmp_path: Path) -> None:
+def test_a_log_that_cannot_be_written_costs_the_lines_alone() -> None:
     with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    url = f"http://127.0.0.1:{port}"
+        port = str(probe.getsockname()[1])
+
+    def answers() -> bool:
+        with contextlib.suppress(httpx.TransportError):
+            reply = httpx.post(f"http://127.0.0.1:{port}/v1/predict", json=ONE)
+            return reply.status_code == 200
+        return False
+
     with Path("/dev/full").open("wb") as full:
-        command = [COMMAND, "serve", "--port", str(port)]
-        process = subprocess.Popen(command, stdout=full, stderr=full)
+        process = subprocess.Popen([COMMAND, "serve", "--port", port], stdout=full, stderr=full)
     try:
-
-        def answers() -> bool:
-            try:
-                return httpx.post(f"{url}/v1/predict", json=ONE).status_code == 200
-            except httpx.TransportError:
-                return False
-
         eventually(answers)
         process.terminate()
         assert process.wait(60) == 0
@@ -262,15 +259,63 @@ def test_a_full_disk_at_the_start_is_one_clear_line(temporary: Path) -> None:
     assert done.stderr.startswith("confpred: cannot write ")
 
 
-def test_a_full_disk_refuses_the_reload_alone(tmp_path: Path, repository: Path) -> None:
-    folder = tmp_path / "model"
-    shutil.copytree(repository / "models" / "h100-2026.11.24", folder)
-    with running(tmp_path, "--model", str(folder)) as server:
-        card = (folder / "card.json").read_text()
-        (folder / "card.json").write_text(card + "\n")
+def test_a_full_disk_refuses_the_reload_alone(tmp_path: Path, model: Path) -> None:
+    with running(tmp_path, "--model", str(model)) as server:
+        card = (model / "card.json").read_text()
+        (model / "card.json").write_text(card + "\n")
         # The log may still grow a little.
         resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE, (100_000, 100_000))
         reply = httpx.post(f"{server.url}/v1/models/reload", timeout=60)
         assert reply.status_code == 409
         assert "cannot write " in reply.json()["error"]["message"]
         assert httpx.post(f"{server.url}/v1/predict", json=ONE).status_code == 200
+
+
+@pytest.mark.slow(reason="workers start, end and are replaced")
+def test_a_worker_that_is_told_to_end_loses_no_request(tmp_path: Path) -> None:
+    with running(tmp_path, "--workers", "2") as server:
+        before, end = server.workers(), threading.Event()
+        statuses: list[list[object]] = [[] for _ in range(32)]
+
+        def ask(number: int) -> None:
+            connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
+            while not end.is_set():
+                statuses[number].append(status(connection))
+                time.sleep(0.02)
+
+        with ThreadPoolExecutor(32) as pool:
+            asking = [pool.submit(ask, number) for number in range(32)]
+            for victim in before:
+                os.kill(victim, signal.SIGTERM)
+            eventually(lambda: not any(map(alive, before)) and len(server.workers()) == 2)
+            end.set()
+        assert not [each for each in asking if each.exception()]
+        assert all(each and set(each) == {200} for each in statuses)
+        assert server.log.read_text().count("was told to end; another starts") == 2
+
+
+@pytest.mark.slow(reason="a worker is replaced")
+def test_a_connection_without_a_request_is_used_once_more(tmp_path: Path) -> None:
+    with running(tmp_path) as server:
+        (victim,) = server.workers()
+        idle = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
+        assert status(idle) == 200
+        os.kill(victim, signal.SIGTERM)
+        eventually(lambda: "answers, process" in server.log.read_text())
+        assert alive(victim)
+        idle.request("GET", "/readyz")
+        reply = idle.getresponse()
+        assert (reply.status, reply.headers["connection"]) == (200, "close")
+        eventually(lambda: not alive(victim))
+        assert server.process.poll() is None
+
+
+def test_a_request_that_takes_longer_than_grace_is_told(tmp_path: Path) -> None:
+    with running(tmp_path, "--grace", "0") as server, ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(httpx.post, f"{server.url}/v1/predict", json=LONG, timeout=60)
+        eventually(lambda: server.metric("confpred_queued_requests") == 1)
+        server.process.terminate()
+        reply = asked.result()
+        assert (reply.status_code, reply.json()["error"]["code"]) == (503, "stopping")
+        assert server.process.wait(60) == 0
+        assert "Traceback" not in server.log.read_text()

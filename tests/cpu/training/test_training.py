@@ -244,4 +244,4 @@ def test_command_trains_a_model_that_predicts(measurements, tmp_path):
     )
     assert done.returncode == 0, done.stderr
     model = load_model(out)
-    assert f"p95 {model.card['metrics']['regret']['p95']:.3f}" in done.stdout
+    assert f"p95 {model.card.metrics['regret']['p95']:.3f}" in done.stdout

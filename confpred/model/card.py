@@ -1,0 +1,289 @@
+"""A model's card: the record that training writes as ``card.json``, and that a model is read by."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
+from pathlib import Path
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
+
+from confpred.errors import ConfpredError, DataError, ModelError
+from confpred.files import parse_json
+from confpred.model.trees import Trees
+
+CARD, FORMAT = "card.json", "confpred-model/5"
+_OTHER_FORMAT = re.compile(rb'"format": ?"(confpred-model/[0-9]+)"')
+TREES = ".txt"  # ends the names of all of these, and of no other file
+_NAMES = {"driver": "the driver", "cudnn": "cuDNN"}
+
+
+@dataclass(frozen=True, slots=True)
+class FeatureDigest:
+    """Features of a few examples, by which a model recognises the features it was trained on.
+
+    Attributes:
+        examples: problems in words; for a family ``{"problem": words, "rows": rows}``, with
+            rows of its config table.
+        digest: of their features (`confpred.model.features`).
+    """
+
+    examples: list[Any]
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class DataCard:
+    """The measurements that a model was trained on.
+
+    Attributes:
+        digest: of all timings.
+        rows, problems, networks: how many there are of the model's device.
+        excluded_networks: whose layers were kept out.
+        other_devices: rows of each other device that was learned from.
+        statuses: rows by status.
+    """
+
+    digest: str
+    rows: int
+    problems: int
+    networks: int
+    excluded_networks: list[str]
+    other_devices: Mapping[str, int]
+    statuses: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class FamilyCard:
+    """A kernel family of a model.
+
+    Attributes:
+        devices: keys of the devices that it was measured on.
+        source, source_digests: its CUDA file, and the digests of the versions that were measured.
+        configs: digest of its config table.
+        groupings: kinds of problems that it was measured on: ``dense``, ``depthwise``, ``grouped``.
+        features: of its features.
+        pool: name of the pool of families that it shares its trees with.
+    """
+
+    devices: list[str]
+    source: str
+    source_digests: list[str]
+    configs: str
+    groupings: list[str]
+    features: FeatureDigest
+    pool: str
+
+
+@dataclass(frozen=True, slots=True)
+class GateCard:
+    """The families that the gate's trees know, in their order, and its features."""
+
+    families: list[str]
+    features: FeatureDigest
+
+
+@dataclass(frozen=True, slots=True)
+class PytorchCard:
+    """PyTorch's operator: the margin of each kind of problem, and the ratio's features."""
+
+    margins: Mapping[str, float]
+    features: FeatureDigest
+
+
+@dataclass(frozen=True, slots=True)
+class BoundsCard:
+    """The bound on regret.
+
+    Attributes:
+        offsets: by provider.
+        ranges: by provider the ``least`` and ``largest`` value of each feature of its problems.
+        coverage: share of held-out answers within their bound: of ``all``, and by provider.
+        median: of the held-out answers' bounds.
+    """
+
+    offsets: Mapping[str, float]
+    ranges: Mapping[str, Any]
+    coverage: Mapping[str, float] = field(default_factory=dict)
+    median: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """Content of ``card.json``.
+
+    Attributes:
+        operation: name of the operation that the families compute.
+        device: key of the device that the model is for.
+        board: description of a device that is in no table.
+        created: date and time.
+        seed: of the training.
+        data, families, gate, pytorch, bounds: see there; None where it was not learned.
+        hyperparameters: how the trees grew.
+        measured_with: versions of ``driver`` and ``cudnn`` that the times were measured with.
+        metrics: regret on held-out networks.
+        libraries: versions that trained the model.
+        files: SHA-256 of every other file of the folder.
+        content: all of this as the file has it.
+    """
+
+    operation: str
+    device: str
+    families: Mapping[str, FamilyCard]
+    bounds: BoundsCard
+    files: Mapping[str, str]
+    data: DataCard
+    created: str = ""
+    seed: int = 0
+    gate: GateCard | None = None
+    pytorch: PytorchCard | None = None
+    hyperparameters: Mapping[str, Any] = field(default_factory=dict)
+    measured_with: Mapping[str, Any] = field(default_factory=dict)
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    libraries: Mapping[str, str] = field(default_factory=dict)
+    board: Mapping[str, Any] | None = None
+    content: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the content of the file."""
+        found = {"format": FORMAT, **asdict(self)}
+        del found["content"]
+        if self.board is None:
+            del found["board"]
+        return found
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> Card:
+        """Read the content of a file.
+
+        Raises:
+            ValueError: a field is missing or of another type; the text names it.
+        """
+        found: Card = _read(cls, {**content, "content": content}, "")
+        for name in found.files:
+            if Path(name).name != name:
+                raise ValueError(f"files has {name!r}, which is no file beside it")
+        return found
+
+    def changes(self, **now: str) -> tuple[str, ...]:
+        """Say which of the versions `now` (``driver``, ``cudnn``) the model was not measured with;
+        one that is not known here (empty) or was not recorded counts as the same."""
+        return tuple(
+            f"{_NAMES[name]} is {version}, and the model's measurements are of "
+            f"{' and '.join(before)}"
+            for name, version in now.items()
+            if version and (before := self.measured_with.get(name)) and version not in before
+        )
+
+
+def _read(kind: Any, value: Any, where: str) -> Any:
+    """Return `value` as the type `kind`; `where` it is in the card is named in errors."""
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin is UnionType:
+        return None if value is None else _read(arguments[0], value, where)
+    shape = list if origin is list else Mapping
+    if (origin in (list, Mapping) or is_dataclass(kind)) and not isinstance(value, shape):
+        raise ValueError(f"{where} is {value!r}, not {'a list' if origin is list else 'an object'}")
+    if origin is list:
+        return [_read(arguments[0], each, where) for each in value]
+    if origin is Mapping:
+        return {name: _read(arguments[1], value[name], f"{where}.{name}") for name in value}
+    if isinstance(kind, type) and is_dataclass(kind):
+        hints: dict[str, Any] = get_type_hints(kind)
+        given = {}
+        for each in fields(kind):
+            name = f"{where}.{each.name}".lstrip(".")
+            if each.name in value:
+                given[each.name] = _read(hints[each.name], value[each.name], name)
+            elif each.default is MISSING and each.default_factory is MISSING:
+                raise ValueError(f"{name} is missing")
+        return kind(**given)
+    if kind is float and not (type(value) in (int, float) and math.isfinite(value)):
+        raise ValueError(f"{where} is {value!r}, not a number")
+    if kind in (str, int) and type(value) is not kind:
+        raise ValueError(f"{where} is {value!r}, not {'a text' if kind is str else 'an integer'}")
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """The bytes of a model folder, of which each file is what the card says.
+
+    Attributes:
+        digest: as `Model.digest`.
+        card: what the model says of itself.
+        files: every file by its name, the card included.
+    """
+
+    digest: str
+    card: Card
+    files: Mapping[str, bytes]
+
+    def check_trees(self, folder: Path) -> None:
+        """Check all trees of the model in `folder`; it takes 0.1 s.
+
+        Raises:
+            ModelError: LightGBM would read what is not there, or never end.
+        """
+        for name, text in self.files.items():
+            if name.endswith(TREES):
+                Trees(text, str(folder / name)).check()
+
+
+def read_files(folder: Path) -> ModelFiles:
+    """Read a model folder, without a look at what its trees say.
+
+    Raises:
+        ModelError: a file is missing, or not what the card says.
+    """
+    text, content = read_card(folder)
+    with refusing(folder):
+        card = Card.from_json(content)
+        files = {name: checked_file(folder, card, name) for name in card.files}
+    return ModelFiles(hashlib.sha256(text).hexdigest(), card, {CARD: text, **files})
+
+
+def read_card(folder: Path) -> tuple[bytes, dict[str, Any]]:
+    """Return the card's text and its content."""
+    text = _read_bytes(folder / CARD)
+    other = _OTHER_FORMAT.search(text)
+    if other is not None and other[1].decode() != FORMAT:
+        raise ModelError(
+            f"{folder / CARD} is of {other[1].decode()}, and this version reads {FORMAT}: train it "
+            "again"
+        )
+    try:
+        return text, parse_json(text, folder / CARD, "a model card", FORMAT)
+    except DataError as error:
+        raise ModelError(str(error)) from error
+
+
+def _read_bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ModelError(f"cannot read {path}: {error.strerror or error}") from error
+
+
+def checked_file(folder: Path, card: Card, name: str) -> bytes:
+    """Return a file of which the card has the digest."""
+    digest = card.files[name]
+    text = _read_bytes(folder / name)
+    if hashlib.sha256(text).hexdigest() != digest:
+        raise ModelError(f"{folder / name} is damaged: its SHA-256 is not the card's")
+    return text
+
+
+@contextmanager
+def refusing(folder: Path) -> Iterator[None]:
+    """Refuse a folder of which the content cannot be used."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        if isinstance(error, ConfpredError):
+            raise ModelError(f"{folder}: {error}") from error
+        raise ModelError(f"{folder / CARD} is damaged: {error!r}") from error

@@ -1,0 +1,161 @@
+"""``confpred check-family``: a family that breaks the protocol is told which member, and how."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import layer_norm
+import numpy as np
+import pytest
+from layers import H100
+
+from confpred.families.registry import all_families
+from confpred.measure.contract import check_family
+
+GOOD = layer_norm.FAMILY
+
+
+class Changed:
+    """The example's family with some members replaced."""
+
+    def __init__(self, **members: object) -> None:
+        self._members = members
+
+    def __getattr__(self, name: str) -> object:
+        if name in self._members:
+            return self._members[name]
+        return getattr(GOOD, name)
+
+
+def legal_of(length: int, dtype: type = np.bool_) -> Changed:
+    return Changed(legal=lambda problem, device: np.ones(length, dtype))
+
+
+def step_with(**changes: object) -> Changed:
+    def launch(problem: object, row: int) -> object:
+        found = GOOD.launch(problem, row)
+        return replace(found, steps=(replace(found.steps[0], **changes),))
+
+    return Changed(launch=launch)
+
+
+def without(name: str) -> object:
+    members = ("name", "operation", "configs", "feature_names", "legal", "estimate_s", "features")
+    members = (*members, "launch")
+    return type("Part", (), {m: getattr(GOOD, m) for m in members if m != name})()
+
+
+CONFIGS, NAMES = GOOD.configs, GOOD.feature_names
+STEP = GOOD.launch(layer_norm.LayerNormProblem(32, 96), 0).steps[0]
+BREACHES = {
+    "missing": (without("estimate_s"), "estimate_s: is missing"),
+    "name": (Changed(name="layer norm"), "name: is 'layer norm', not a word"),
+    "operation": (Changed(operation="layer_norm"), "operation: is no"),
+    "configs": (Changed(configs=[(1,)]), "configs: is no structured NumPy array"),
+    "rows twice": (Changed(configs=np.repeat(CONFIGS, 2)), "configs: some rows are equal"),
+    "floats": (Changed(configs=np.zeros(1, [("a", "f4")])), "configs: the field 'a' is float32"),
+    "feature names": (Changed(feature_names=(*NAMES, NAMES[0])), f"feature_names: has {NAMES[0]}"),
+    "short": (legal_of(3), f"legal: returns an array of shape (3,), not ({len(CONFIGS)},)"),
+    "long": (legal_of(99), f"legal: returns an array of shape (99,), not ({len(CONFIGS)},)"),
+    "bytes": (legal_of(len(CONFIGS), np.int8), "legal: returns int8, not bool"),
+    "a list": (Changed(legal=lambda *_: [True]), "legal: returns list, not a NumPy array"),
+    "none": (
+        Changed(legal=lambda *_: np.zeros(len(CONFIGS), np.bool_)),
+        "legal: no config is legal for any of",
+    ),
+    "an error": (Changed(legal=lambda *_: 1 / 0), "legal: raises ZeroDivisionError"),
+    "seconds": (
+        Changed(estimate_s=lambda p, d, rows: np.zeros(len(rows))),
+        "estimate_s: has a value that is not above 0",
+    ),
+    "a matrix": (
+        Changed(features=lambda p, d, rows: GOOD.features(p, d, rows).T[:, :1]),
+        "features: returns an array of shape",
+    ),
+    "nan": (
+        Changed(features=lambda p, d, rows: GOOD.features(p, d, rows) * np.float32("nan")),
+        "features: has a value that is no finite number",
+    ),
+    "a launch": (Changed(launch=lambda *_: None), "launch: returns NoneType, not a Launch"),
+    "grid": (step_with(grid=(0, 1, 1)), "grid is (0, 1, 1), not three integers above 0"),
+    "block": (step_with(block=(2048, 1, 1)), "block has 2048 threads, over 1024"),
+    "scalar": (step_with(scalars={"rows": 2**31}), "scalar rows is 2147483648, not an integer"),
+    "output": (step_with(operands=("in",)), "launch: no kernel takes the output out"),
+    "too few": (
+        step_with(scalars=dict([*STEP.scalars.items()][:-1])),
+        f"parameters, and the launch {len(STEP.operands) + len(STEP.scalars) - 1}",
+    ),
+    "other kinds": (
+        step_with(scalars={}, operands=(*STEP.operands, *STEP.scalars)),
+        "has 32 bits, and the launch passes pointer",
+    ),
+    "entry": (
+        step_with(kernel=replace(STEP.kernel, entry="other")),
+        'has no extern "C" kernel called other',
+    ),
+    "macros": (
+        step_with(kernel=replace(STEP.kernel, defines=(("float", "="),))),
+        "does not compile",
+    ),
+    "file": (step_with(kernel=replace(STEP.kernel, file="no.cu")), "no CUDA source no.cu"),
+}
+
+
+@pytest.mark.parametrize(("family", "message"), BREACHES.values(), ids=BREACHES)
+def test_a_breach_names_the_member(family: object, message: str) -> None:
+    breaches = check_family(family, H100).breaches
+    assert message in breaches[0], breaches
+    assert breaches[0].split(":")[0] in (*dir(GOOD), "name", "operation")
+
+
+@pytest.mark.parametrize("name", ["grouped_fprop", "depthwise_wgrad", "dense_dgrad"])
+def test_a_kernel_of_this_package_keeps_the_protocol(name: str) -> None:
+    report = check_family(all_families()[name], H100)
+    assert report.breaches == ()
+    assert min(report.problems, report.launches, report.kernels) >= 8
+    assert report.runs == 0
+    assert report.skipped == ("no config was run: this machine has no such GPU",)
+
+
+def command(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    example = str(Path(layer_norm.__file__).parent)
+    return subprocess.run(
+        [sys.executable, "-m", "confpred", "check-family", *words],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), example])},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_the_command_names_family_and_member(tmp_path: Path) -> None:
+    (tmp_path / "short_legal.py").write_text(
+        "from layer_norm import FAMILY\n"
+        "short = type(FAMILY).legal\n"
+        "type(FAMILY).legal = lambda self, problem, device: short(self, problem, device)[:-1]\n"
+    )
+    done = command(tmp_path, "short_legal")
+    assert done.returncode == 1, done.stderr
+    assert done.stdout.startswith("layer_norm: legal: returns an array of shape")
+    good = command(tmp_path, "layer_norm", "--layer", "rows=8 columns=64", "--device", "a100")
+    assert good.returncode == 0, good.stderr
+    assert good.stdout.startswith("layer_norm: ok; 1 problems, ")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("no_such_module",), "module='no_such_module' is not allowed; allowed: a module that can"),
+        (("json",), "allowed: a module that defines FAMILY or FAMILIES"),
+        (("layer_norm", "--layer", "rows=0 columns=8"), "rows=0 is not allowed"),
+        (("layer_norm", "--device", "h10"), "h100"),
+    ],
+)
+def test_bad_input_is_named(tmp_path: Path, words: tuple[str, ...], message: str) -> None:
+    done = command(tmp_path, *words)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert message in done.stderr
