@@ -60,10 +60,10 @@ holdout: $(READY)  ## compile the hold-out's kernels into archives in build/; so
 	done
 
 models: $(READY)  ## train the shipped models again from the committed measurements; minutes
-	$(BIN)/python benchmarks/reproduce.py models
+	$(BIN)/python -m benchmarks.reproduce models
 
 results: $(READY)  ## judge by the committed measurements again, and fill the tables of all results
-	$(BIN)/python benchmarks/reproduce.py results
+	$(BIN)/python -m benchmarks.reproduce results
 
 lint: $(READY) tree  ## ruff, mypy --strict and the import contracts
 	$(BIN)/ruff check .

@@ -1,7 +1,7 @@
 """Make the shipped models and the evaluations anew from the committed measurements.
 
-    python benchmarks/reproduce.py models     # also: make models
-    python benchmarks/reproduce.py results    # also: make results
+    python -m benchmarks.reproduce models     # also: make models
+    python -m benchmarks.reproduce results    # also: make results
 
 A model is trained as its card says, and its files are compared with those of its folder. If they
 are the same but for the date, the folder is left as it is; otherwise it is replaced, and the files
@@ -20,8 +20,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from measured import ANCHORS, DATASETS, HOLDOUT, ROOT, measured, measured_devices
-
+from benchmarks.provenance import ANCHORS, DATASETS, HOLDOUT, ROOT, measured, measured_devices
 from confpred.model.card import CARD
 from confpred.model.folder import model_folders
 

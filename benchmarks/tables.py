@@ -1,7 +1,7 @@
 """Fill the tables of `PAGES` from ``benchmarks/results``, so that no figure is typed by hand.
 
-    python benchmarks/tables.py           # rewrite the pages
-    python benchmarks/tables.py --check   # exit 1 if a page would change
+    python -m benchmarks.tables           # rewrite the pages
+    python -m benchmarks.tables --check   # exit 1 if a page would change
 
 A table stands between ``<!-- table:NAME -->`` and ``<!-- /table -->``; `TABLES` says what each NAME
 is made from. The tables of a result that has not been measured yet (`OPTIONAL`) are left empty.
@@ -19,11 +19,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))  # this file may be loaded from elsewhere
-import im2col_chunks
-import linear_chains
-from choice_tables import OF_CHOICES, Results, Rows, markdown, side_by_side
-from network_tables import OF_NETWORKS
+from benchmarks.kernels import im2col_chunks, linear_chains
+from benchmarks.model.choice_tables import OF_CHOICES, Results, Rows, markdown, side_by_side
+from benchmarks.networks.network_tables import OF_NETWORKS
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -323,7 +321,7 @@ def main() -> None:
             if not check:
                 (ROOT / page).write_text(new, encoding="utf-8")
     if check and stale:
-        sys.exit(f"stale: {', '.join(stale)}; run python benchmarks/tables.py")
+        sys.exit(f"stale: {', '.join(stale)}; run python -m benchmarks.tables")
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ LONGEST_WAIT_S = 30.0
 
 
 class _Sections:
-    """How many sections each thread is inside, and whether a fork waits for their end."""
+    """Count of the sections that each thread is inside; a fork waits for their end."""
 
     def __init__(self) -> None:
         self._open_again()
@@ -95,8 +95,10 @@ if hasattr(os, "register_at_fork"):  # not on Windows, which does not fork
 
 
 class PerProcess(Generic[Made]):
-    """What `make` makes, once a process: a forked child has no use for its parent's connections and
-    threads, and makes its own."""
+    """A value that `make` makes once a process.
+
+    A forked child has no use for its parent's connections and threads, and makes its own.
+    """
 
     def __init__(self, make: Callable[[], Made]) -> None:
         self._make = make
@@ -113,13 +115,10 @@ class PerProcess(Generic[Made]):
         return made[1]
 
     def take(self) -> Made | None:
-        """What this process has made, which it makes anew when it needs it again."""
+        """Give up and return what this process has made; `get` makes it anew."""
         with uninterrupted, self._lock:
             made, self._made = self._made, None
         return made[1] if made is not None and made[0] == os.getpid() else None
-
-
-# What was found lately: kept up to a number, and found once however many threads ask.
 
 
 Asked = TypeVar("Asked", bound=Hashable)
@@ -186,7 +185,7 @@ class Remembered(Generic[Asked, Found]):
         return found
 
     def many(self, asked: Sequence[Asked]) -> list[Found]:
-        """The answers to all of `asked`, in order; those that are new are found in one call."""
+        """Return the answers to all of `asked`, in order; new ones are found in one call."""
         found: dict[Asked, Found | None] = {each: self._recent.get(each) for each in asked}
         new = [each for each, known in found.items() if known is None]
         if new:
@@ -200,7 +199,7 @@ class Remembered(Generic[Asked, Found]):
         return [self(each) if (known := found[each]) is None else known for each in asked]
 
     def _found(self, asked: Sequence[Asked], done: threading.Event) -> dict[Asked, Found]:
-        """The answers to what this thread has under way."""
+        """Return the answers to what this thread has under way."""
         try:
             # Another thread may have been done between this one's look and its turn.
             known = {each: self._recent.get(each) for each in asked}
@@ -216,9 +215,6 @@ class Remembered(Generic[Asked, Found]):
                 for each in asked:
                     del self._under_way[each]
             done.set()
-
-
-# Helper processes that end with the process that started them.
 
 
 _LOOK_SECONDS = 0.5
@@ -238,10 +234,13 @@ def end_with(parent: int) -> None:
 
 @contextlib.contextmanager
 def stops_held() -> Iterator[None]:
-    """Ctrl-C and SIGTERM come after the block, so that nothing which starts processes in it is cut
-    off halfway, unless they end this process at once or are ignored. Processes that are started
-    inherit the blocked Ctrl-C and never see it: the terminal sends it to them too, but the process
-    that started them decides what becomes of their work."""
+    """Delay Ctrl-C and SIGTERM until the block ends, so that no start of processes is cut off
+    halfway.
+
+    Signals that end this process at once, or are ignored, stay as they are. Started processes
+    inherit the blocked Ctrl-C and never see it. The terminal sends it to them too, but the process
+    that started them decides what becomes of their work.
+    """
     from multiprocessing import resource_tracker  # imports a dozen modules
 
     resource_tracker.ensure_running()  # where it starts by itself, it unblocks the signal

@@ -42,7 +42,8 @@ class InvalidInput(ConfpredError, ValueError):
 
     def __init__(self, field: str, value: object, allowed: str) -> None:
         self.field, self.value, self.allowed = field, value, allowed
-        super().__init__(f"{field}={_shown(value)} is not allowed; allowed: {allowed}")
+        wrong = " is missing" if value is None else f"={_shown(value)} is not allowed"
+        super().__init__(f"{field}{wrong}; allowed: {allowed}")
 
 
 class InvalidProblem(InvalidInput):
@@ -116,7 +117,7 @@ def nearest(value: object, known: Iterable[str]) -> str:
 
 
 def _shown(value: object) -> str:
-    """`value` in at most 80 characters; Python itself prints no number of 4,300 digits."""
+    """Return `value` in at most 80 characters; Python itself prints no number of 4,300 digits."""
     try:
         text = repr(value)
     except (ValueError, RecursionError):
@@ -124,11 +125,8 @@ def _shown(value: object) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-# How an optional part of confpred is installed, said once for all messages.
-#
-# No package index has confpred, so a command that names it alone would fail: it is installed again
-# from where it came from, or else the packages of the extra are named.
-
+# No package index has confpred, so a command that names it alone would fail. A message about an
+# extra names the source of this installation, or else the packages of the extra.
 
 _NAME = "confpred"
 _CLONE = Path(__file__).parents[1]
@@ -153,7 +151,7 @@ def install_command(extra: str) -> str:
 
 
 def _packages(extra: str, requirements: list[str]) -> list[str]:
-    """What `requirements`, as metadata has them, say of `extra` and of the extras in it."""
+    """Return the packages of `extra`, and of the extras in it, among metadata's `requirements`."""
     found: list[str] = []
     for requirement in requirements:
         package, _, marker = (part.strip() for part in requirement.partition(";"))

@@ -83,7 +83,7 @@ def check_writable(path: Path) -> None:
 
 
 def _beside(path: Path, folder: Path) -> dict[str, Any]:
-    """How a temporary name for `path` is made in `folder`."""
+    """Return how a temporary name for `path` is made in `folder`."""
     return {"prefix": f".{path.name}.", "suffix": ".tmp", "dir": folder}
 
 
@@ -95,8 +95,10 @@ def _refused(path: Path, error: OSError) -> StorageError:
 def _published(
     path: Path, make: Callable[..., Any], parent_mode: int = 0o777, *, replace: bool = True
 ) -> Iterator[tuple[Any, str]]:
-    """What `make` makes under a temporary name beside `path`, renamed to it when the block ends and
-    removed when it fails."""
+    """Make a file under a temporary name beside `path`, and rename it when the block ends.
+
+    It is removed if the block fails.
+    """
     temporary = None
     try:
         path.parent.mkdir(mode=parent_mode, parents=True, exist_ok=True)
@@ -127,7 +129,7 @@ def _linked(temporary: str, path: Path) -> bool:
 
 
 def read_json(path: Path, kind: str, *forms: str) -> dict[str, Any]:
-    """The JSON object in the file at `path`, which must say ``"format"`` and one of `forms`.
+    """Return the JSON object in the file at `path`, which has ``"format"`` and one of `forms`.
 
     Raises:
         DataError: it cannot be read, is not JSON, or is not `kind` (such as "a problem suite").
@@ -140,7 +142,7 @@ def read_json(path: Path, kind: str, *forms: str) -> dict[str, Any]:
 
 
 def parse_json(text: bytes, path: Path, kind: str, *forms: str) -> dict[str, Any]:
-    """`read_json` of a file that has been read already, as `text`, from `path`.
+    """Parse `text`, the content of the file at `path`, as `read_json` does.
 
     Raises:
         DataError: it is not JSON, or is not `kind`.

@@ -78,7 +78,7 @@ def of_networks() -> Iterator[Entry]:
 
 
 def square() -> Iterator[Entry]:
-    """Chains of one width, as `benchmarks/linear_chains.py` times them."""
+    """Chains of one width, as `benchmarks/kernels/linear_chains.py` times them."""
     rng = np.random.default_rng(_SEED + 1)
     for width in SQUARE_WIDTHS:
         for batch in SQUARE_BATCHES:

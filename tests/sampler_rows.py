@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from confpred.data.measurements import Measurement, Run
-from confpred.families.protocol import Candidate
+from confpred.measure.timing import Outcome
 from confpred.problem.conv2d import CONVOLUTION, Problem
 from confpred.sampler.run import open_store
 
@@ -15,28 +15,19 @@ RUN = Run("0a1b", "h100", "NVIDIA H100 80GB HBM3", "580.1", "13.4", "0.1.0")
 ROW = Measurement(
     problem=LAYER,
     networks=("a", "b"),
-    candidate=Candidate("grouped_fprop", 3),
+    provider="grouped_fprop",
     source_digest="f" * 16,
-    cudnn="",
-    cudnn_mode="",
     run=RUN,
-    status="ok",
-    time_ms=0.25,
-    spread_ms=0.01,
-    samples=7,
-    registers=128,
-    local_bytes=0,
-    smem_bytes=40_000,
-    error=1e-4,
-    sm_clock_mhz=1980,
-    message="",
+    outcome=Outcome(3, "ok", 0.25, 0.01, 7, 128, 0, 40_000, 1e-4, 1980),
     time="2026-01-02T03:04:05+00:00",
 )
 
 
 def other(n: int, config_id: int = 3, **changes) -> Measurement:
-    candidate = replace(ROW.candidate, config_id=config_id)
-    return replace(ROW, problem=replace(LAYER, n=n), candidate=candidate, **changes)
+    """`ROW` of another batch and config; `changes` are of its outcome, or its own."""
+    own = {name: changes.pop(name) for name in [*changes] if hasattr(ROW, name)}
+    outcome = replace(ROW.outcome, config_id=config_id, **changes)
+    return replace(ROW, problem=replace(LAYER, n=n), outcome=outcome, **own)
 
 
 def fill(folder: Path, *groups: list[Measurement]) -> None:

@@ -19,6 +19,7 @@ from confpred.data.parquet import schema
 from confpred.families.kernel_text import source_digest
 from confpred.families.protocol import PYTORCH_OPERATOR, Candidate
 from confpred.families.registry import all_families
+from confpred.measure.timing import Outcome
 from confpred.problem.conv2d import CONVOLUTION, Problem
 from confpred.problem.device import get_device
 from confpred.training.fit import Hyperparameters
@@ -99,27 +100,22 @@ def row_of(
     source: str = source_digest(SOURCE),
 ) -> dict[str, object]:
     """A measurement of one config, or of PyTorch's operator; a failure where `ms` is None."""
-    theirs = candidate == PYTORCH_OPERATOR
-    return Measurement(
-        problem=problem,
-        networks=networks,
-        candidate=candidate,
-        source_digest="" if theirs else source,
-        cudnn="9.19.0" if theirs else "",
-        cudnn_mode="benchmark" if theirs else "",
-        run=_RUN,
-        status="ok" if ms is not None else "wrong_result",
+    by_pytorch = candidate == PYTORCH_OPERATOR
+    outcome = Outcome(
+        candidate.config_id,
+        "ok" if ms is not None else "wrong_result",
         time_ms=ms if ms is not None else float("nan"),
         spread_ms=ms * _NOISE if ms is not None else float("nan"),
         samples=20,
         registers=64,
-        local_bytes=0,
-        smem_bytes=0,
         error=1e-3,
         sm_clock_mhz=1980,
-        message="",
-        time="2025-01-01T00:00:00Z",
-    ).to_row()
+        cudnn="9.19.0" if by_pytorch else "",
+        cudnn_mode="benchmark" if by_pytorch else "",
+    )
+    digest = "" if by_pytorch else source
+    when = "2025-01-01T00:00:00Z"
+    return Measurement(problem, networks, candidate.provider, digest, _RUN, outcome, when).to_row()
 
 
 def write(path: Path, networks: int = 6, configs: int = 80, seed: int = 0) -> Path:

@@ -96,16 +96,17 @@ class Stopped(BaseException):
 
 
 def stop_behind(error: BaseException | None) -> Stopped | None:
-    """The `Stopped` that `error` is, or that was on its way when `error` was raised, as by a
-    library that was stopped amid its start and failed to clear up."""
+    """Return the `Stopped` that is `error` or was on its way when a library raised `error`."""
     while error is not None and not isinstance(error, Stopped):
         error = error.__cause__ or error.__context__
     return error
 
 
 def stop_on_signals() -> None:
-    """From now on the first of these signals raises `Stopped` in the main thread; further ones are
-    ignored, so that they do not cut the clearing up short."""
+    """Let the first Ctrl-C or SIGTERM raise `Stopped` in the main thread.
+
+    Further ones are ignored, so that they do not cut the clearing up short.
+    """
     for number in _WORDS:
         if signal.getsignal(number) is not signal.SIG_IGN:  # as `nohup` and `&` in a script ask
             signal.signal(number, _stop)

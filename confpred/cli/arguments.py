@@ -1,4 +1,4 @@
-"""What a command is to write, checked before it begins to work."""
+"""Options and checks that several commands share; a command imports its own work later."""
 
 from __future__ import annotations
 
@@ -16,21 +16,80 @@ from confpred.files import check_writable
 if TYPE_CHECKING:
     from confpred.problem.record import Record
 
+# click refuses a path that is missing, and names the option.
+FILE: click.Path = click.Path(exists=True, dir_okay=False, path_type=Path)
+FOLDER: click.Path = click.Path(exists=True, file_okay=False, path_type=Path)
+FILE_OR_FOLDER: click.Path = click.Path(exists=True, path_type=Path)
+OUTPUT: click.Path = click.Path(path_type=Path)
+
+device_option = click.option(
+    "--device", "--gpu", required=True, help="GPU model, such as h100; see confpred devices."
+)
+folds_option = click.option("--folds", type=click.IntRange(2, 50), default=5, show_default=True)
 force_option = click.option(
     "--force", is_flag=True, help="Replace output files that exist; never an input."
 )
+model_option = click.option("--model", type=FOLDER, help="Model folder; default: the newest.")
+plan_option = click.option(
+    "--plan",
+    type=FILE_OR_FOLDER,
+    help="Plan to follow for the layers that it has: a file, or a folder with kernels.",
+)
+seed_option = click.option(
+    "--seed", type=click.IntRange(0, 2**31 - 1), default=0, show_default=True
+)
+timeout_option = click.option(
+    "--timeout", default="60s", show_default=True, help="Kill a GPU worker silent for longer."
+)
+_LAYER_OPTIONS = (
+    click.option(
+        "--layer",
+        "layers",
+        multiple=True,
+        metavar="WORDS",
+        help="A layer as field=value words; may be repeated.",
+    ),
+    click.option(
+        "--operation", default="conv2d", show_default=True, help="Operation of the --layer options."
+    ),
+    click.option("--network", type=FILE, help="A suite file of many layers."),
+)
+
+
+def layer_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Give `command` the options that `problems_of` takes."""
+    for option in reversed(_LAYER_OPTIONS):
+        command = option(command)
+    return command
+
+
+def problems_of(layers: Sequence[str], operation: str, network: Path | None) -> list[Record]:
+    """Return the layers of the options `layer_options`.
+
+    Raises:
+        UsageError: both kinds were given, or none.
+        InvalidInput, DataError: a layer, the operation or the suite is not valid.
+    """
+    from confpred.data.suites import read_suite
+    from confpred.families.registry import operation_named
+
+    if bool(layers) == (network is not None):
+        raise click.UsageError("give either --layer or --network")
+    if network is not None:
+        return [entry.problem for entry in read_suite(network).entries]
+    return [operation_named(operation).problem.parse(text) for text in layers]
 
 
 def check_files(
     outputs: Mapping[str, Path | None], *, force: bool, inputs: Iterable[Path | None] = ()
 ) -> None:
-    """Check that files can be written.
+    """Check that files can be written, before the command begins to work.
 
     Args:
         outputs: by the option or argument that names them; None where it was not given.
-        force: files that exist may be replaced.
-        inputs: what the command reads, which is never replaced, by whatever name or link an output
-            refers to it; of a folder, the files in it.
+        force: existing files may be replaced.
+        inputs: files, or folders of files, that the command reads. They are never replaced, by
+            whatever name or link an output refers to them.
 
     Raises:
         InvalidInput: an output is no file, exists and may not be replaced, is an input, or is
@@ -45,11 +104,11 @@ def check_files(
         if path.is_dir():
             raise InvalidInput(field, str(path), "a file, and this is a folder")
         if path.exists() and (source := read.get(_identity(path))) is not None:
-            raise InvalidInput(field, str(path), f"a file that is not read as well, as {source} is")
+            raise InvalidInput(field, str(path), f"a file that is not an input, and {source} is")
         if path.exists() and not path.is_file():
             raise InvalidInput(field, str(path), "a plain file, and this is a device or a pipe")
         if os.path.lexists(path) and not force:
-            raise InvalidInput(field, str(path), "a new file; with --force one that exists")
+            raise InvalidInput(field, str(path), "a new file; it exists, use --force to replace it")
         other = written.setdefault(os.path.realpath(path), field)
         if other != field:
             raise InvalidInput(field, str(path), f"another file than that of {other}")
@@ -80,7 +139,7 @@ def check_folder(field: str, path: Path) -> None:
     check_writable(path / field)
 
 
-def _identities(inputs: Iterable[Path | None]) -> Iterable[tuple[tuple[int, int], Path]]:
+def _identities(inputs: Iterable[Path | None]) -> Iterator[tuple[tuple[int, int], Path]]:
     for path in inputs:
         if path is not None and path.exists():
             for file in (*path.iterdir(), path) if path.is_dir() else (path,):
@@ -89,74 +148,9 @@ def _identities(inputs: Iterable[Path | None]) -> Iterable[tuple[tuple[int, int]
 
 
 def _identity(path: Path) -> tuple[int, int]:
-    """What all names of a file share."""
+    """Return the device and inode, which all names of a file share."""
     status = path.stat()
     return status.st_dev, status.st_ino
-
-
-# The kinds of files and folders that commands read: click refuses those that are not there, and
-# names the option.
-
-
-FILE: click.Path = click.Path(exists=True, dir_okay=False, path_type=Path)
-FOLDER: click.Path = click.Path(exists=True, file_okay=False, path_type=Path)
-FILE_OR_FOLDER: click.Path = click.Path(exists=True, path_type=Path)
-
-
-# What subcommands that are asked about layers share: their options, and aligned columns.
-
-
-_OPTIONS = (
-    click.option(
-        "--layer",
-        "layers",
-        multiple=True,
-        metavar="WORDS",
-        help="A layer as field=value words; may be repeated.",
-    ),
-    click.option(
-        "--operation", default="conv2d", show_default=True, help="What the layers of --layer are."
-    ),
-    click.option("--network", type=FILE, help="A suite file of many layers."),
-)
-
-plan_option = click.option(
-    "--plan",
-    type=FILE_OR_FOLDER,
-    help="Plan to follow for the layers that it has: a file, or a folder with kernels.",
-)
-
-
-def layer_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Give `command` the options that `problems_of` takes."""
-    for option in reversed(_OPTIONS):
-        command = option(command)
-    return command
-
-
-def problems_of(layers: Sequence[str], operation: str, network: Path | None) -> list[Record]:
-    """The layers that were asked about.
-
-    Raises:
-        UsageError: both kinds were given, or none.
-        InvalidInput, DataError: a layer, the operation or the suite is not valid.
-    """
-    from confpred.data.suites import read_suite
-    from confpred.families.registry import operation_named
-
-    if bool(layers) == (network is not None):
-        raise click.UsageError("give either --layer or --network")
-    problems: list[Record] = [operation_named(operation).problem.parse(text) for text in layers]
-    if network is not None:
-        problems = [entry.problem for entry in read_suite(network).entries]
-    return problems
-
-
-def aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """`rows`, the first of which is the headings, as lines with aligned columns."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
 
 
 def require_packages(extra: str, *modules: str) -> None:
@@ -168,3 +162,13 @@ def require_packages(extra: str, *modules: str) -> None:
     missing = [name for name in modules if find_spec(name) is None]
     if missing:
         raise MissingExtra(" and ".join(missing), extra)
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Yield `rows`, headings first, as lines with aligned columns.
+
+    A predicting installation has no rich, which also cuts long configs to the terminal's width.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()

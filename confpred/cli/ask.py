@@ -1,4 +1,4 @@
-"""`confpred predict`: the best config of a layer or a network."""
+"""Commands that ask for choices without a GPU: `confpred predict`, `explain`, `plan`, `devices`."""
 
 from __future__ import annotations
 
@@ -13,11 +13,14 @@ import click
 from confpred.cli.arguments import (
     FILE_OR_FOLDER,
     FOLDER,
+    OUTPUT,
     aligned,
     check_files,
     check_new_folder,
+    device_option,
     force_option,
     layer_options,
+    model_option,
     plan_option,
     problems_of,
     require_packages,
@@ -28,7 +31,6 @@ from confpred.problem.limits import Limits
 
 if TYPE_CHECKING:
     from confpred.model.card import KnownDevice
-    from confpred.predict.choice import Choice
     from confpred.predict.plan import Plan
 
 _ANSWER_HEADINGS = (
@@ -39,7 +41,7 @@ _ANSWER_HEADINGS = (
 
 @click.command("predict")
 @layer_options
-@click.option("--device", "--gpu", required=True, help="Kind of GPU, such as h100.")
+@device_option
 @click.option(
     "--top",
     type=click.IntRange(1, MAX_TOP),
@@ -58,7 +60,7 @@ _ANSWER_HEADINGS = (
 @click.option("--deterministic", is_flag=True, help="Only what repeats to the bit.")
 @click.option("--no-tf32", is_flag=True, help="Nothing that rounds float32 inputs to TF32.")
 @click.option("--json", "as_json", is_flag=True, help="Print what the HTTP service would reply.")
-@click.option("--model", type=FOLDER, help="Model folder; default: the newest.")
+@model_option
 @plan_option
 def predict(
     layers: tuple[str, ...],
@@ -103,7 +105,6 @@ def predict(
 
 
 def _answer_table(answers: Sequence[Sequence[Choice]]) -> Iterable[str]:
-    """The answers in aligned columns, and a last line that says what the bounds are."""
     rows = [_ANSWER_HEADINGS]
     for choices in answers:
         for rank, choice in enumerate(choices, 1):
@@ -155,12 +156,9 @@ def _bound(choice: Choice) -> str:
     return "" if choice.regret_bound is None else f"{choice.regret_bound:.3f}"
 
 
-# `confpred explain`: why a layer gets the config that it gets.
-
-
 @click.command("explain")
 @layer_options
-@click.option("--device", "--gpu", required=True, help="Kind of GPU, such as h100.")
+@device_option
 @click.option(
     "--top",
     type=click.IntRange(1, MAX_TOP),
@@ -171,10 +169,10 @@ def _bound(choice: Choice) -> str:
 @click.option("--json", "as_json", is_flag=True, help="Print the explanations as JSON.")
 @click.option(
     "--plot",
-    type=click.Path(path_type=Path),
+    type=OUTPUT,
     help="Write a plot of the only layer: PNG, or SVG where the name ends in .svg.",
 )
-@click.option("--model", type=FOLDER, help="Model folder; default: the newest.")
+@model_option
 @plan_option
 @force_option
 def explain(
@@ -231,9 +229,6 @@ def explain(
         click.echo("\n\n\n".join(map(str, found)))
 
 
-# `confpred plan`: the choices of a network as a plan.
-
-
 _PLAN_HEADINGS = ("layer", "source", "provider", "ms", "config")
 
 
@@ -257,12 +252,12 @@ def plan() -> None:
 
 
 @plan.command()
-@click.option("--device", "--gpu", required=True, help="Kind of GPU, such as h100.")
+@device_option
 @layer_options
-@click.option("--model", type=FOLDER, help="Model folder; default: the newest.")
+@model_option
 @plan_option
 @click.option("--kernels", is_flag=True, help="Compile the kernels, and write a folder with them.")
-@click.option("--out", type=click.Path(path_type=Path), required=True, help="The plan to write.")
+@click.option("--out", type=OUTPUT, required=True, help="The plan to write.")
 @force_option
 def export(
     device: str,
@@ -362,7 +357,6 @@ def _plan_summary(plan: Plan) -> str:
 
 
 def _plan_table(plan: Plan) -> Iterator[str]:
-    """The choices in aligned columns, and a last line of what the plan is for."""
     rows = [_PLAN_HEADINGS, *map(_plan_row, plan.choices)]
     yield from aligned(rows)
     made = "hand" if plan.confpred is None else f"confpred {plan.confpred}"
@@ -382,9 +376,6 @@ def _plan_row(choice: Choice) -> tuple[str, ...]:
     )
 
 
-# `confpred devices`: which GPUs are known, and what their models know.
-
-
 _DEVICE_HEADINGS = (
     "device",
     "board",
@@ -401,7 +392,7 @@ _DEVICE_HEADINGS = (
 @click.command("devices")
 @click.argument("device", required=False)
 @click.option("--json", "as_json", is_flag=True, help="Print the devices as JSON.")
-@click.option("--model", type=FOLDER, help="Model folder; default: the newest.")
+@model_option
 def devices(device: str | None, as_json: bool, model: Path | None) -> None:
     """List the GPUs that are known, and what their models know; or tell all of one DEVICE.
 

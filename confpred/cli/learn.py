@@ -1,4 +1,4 @@
-"""`confpred train`: a new model from measurements."""
+"""Commands that work with measurements: `confpred train`, `evaluate`, `report` and `merge`."""
 
 from __future__ import annotations
 
@@ -17,11 +17,14 @@ import click
 from confpred.cli.arguments import (
     FILE_OR_FOLDER,
     FOLDER,
+    OUTPUT,
     check_files,
     check_folder,
     check_new_folder,
+    folds_option,
     force_option,
     require_packages,
+    seed_option,
 )
 from confpred.errors import InvalidInput, MissingExtra
 from confpred.files import write_whole
@@ -40,11 +43,11 @@ if TYPE_CHECKING:
 @click.option(
     "--out",
     required=True,
-    type=click.Path(path_type=Path),
+    type=OUTPUT,
     help="Folder to make; its name is the model's version.",
 )
 @click.option("--device", help="Device to train for, where the data is of several.")
-@click.option("--seed", type=click.IntRange(0, 2**31 - 1), default=0, show_default=True)
+@seed_option
 @click.option(
     "--exclude-network",
     "exclude",
@@ -111,9 +114,6 @@ def train(
     )
 
 
-# `confpred evaluate`: how good the model's choices are on networks it has not seen.
-
-
 @click.command("evaluate")
 @click.argument("data", nargs=-1, required=True, type=FILE_OR_FOLDER)
 @click.option("--device", help="Device to judge for, where the data is of several.")
@@ -136,13 +136,13 @@ def train(
     type=FILE_OR_FOLDER,
     help="What every run measured again: the noise across runs; may be repeated.",
 )
-@click.option("--folds", type=click.IntRange(2, 50), default=5, show_default=True)
+@folds_option
 @click.option(
     "--holdout-only", is_flag=True, help="Judge by the --holdout alone, without cross-validation."
 )
-@click.option("--seed", type=click.IntRange(0, 2**31 - 1), default=0, show_default=True)
-@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write the figures.")
-@click.option("--plot", type=click.Path(path_type=Path), help="Write a PNG of the regret curves.")
+@seed_option
+@click.option("--json", "json_file", type=OUTPUT, help="Write the figures.")
+@click.option("--plot", type=OUTPUT, help="Write a PNG of the regret curves.")
 @force_option
 def evaluate(
     data: tuple[Path, ...],
@@ -246,17 +246,12 @@ def _judge(
         return judge_holdout(model, held, check_unseen(model, known, held.dataset), seed, say)
 
 
-# `confpred report`: models, evaluations and measurements as one page.
-
-
 @click.command("report")
 @click.argument("sources", nargs=-1, required=True, type=FILE_OR_FOLDER)
-@click.option(
-    "--out", type=click.Path(path_type=Path), required=True, help="The HTML file to write."
-)
+@click.option("--out", type=OUTPUT, required=True, help="The HTML file to write.")
 @click.option("--device", "--gpu", help="Use the measurements of this device alone.")
-@click.option("--folds", type=click.IntRange(2, 50), default=5, show_default=True)
-@click.option("--seed", type=click.IntRange(0, 2**31 - 1), default=0, show_default=True)
+@folds_option
+@seed_option
 @force_option
 def report(
     sources: tuple[Path, ...], out: Path, device: str | None, folds: int, seed: int, force: bool
@@ -289,12 +284,9 @@ def report(
     click.echo(f"{out}: {len(inputs.files)} files, {layers} judged layers")
 
 
-# ``confpred merge``.
-
-
 @click.command("merge")
 @click.argument("folders", type=FOLDER, nargs=-1, required=True, metavar="FOLDER...")
-@click.argument("file", type=click.Path(path_type=Path))
+@click.argument("file", type=OUTPUT)
 @click.option("--anchors", is_flag=True, help="Join what every run has measured again, instead.")
 @force_option
 def merge(folders: tuple[Path, ...], file: Path, anchors: bool, force: bool) -> None:
@@ -323,9 +315,6 @@ def merge(folders: tuple[Path, ...], file: Path, anchors: bool, force: bool) -> 
         if is_shard_of(file, folder):
             raise InvalidInput("file", str(file), f"no name of a shard of {folder} itself")
     click.echo(f"{merge(folders, file, replace=force, anchors=anchors)} rows in {file}")
-
-
-# How far a command is: a bar for each step in a terminal, a line now and then in a log.
 
 
 _LINE_SECONDS = 2.0

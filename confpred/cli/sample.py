@@ -1,4 +1,4 @@
-"""``confpred sample``."""
+"""`confpred sample`, and the checks of commands that measure on a GPU."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ import click
 from confpred.cli.arguments import (
     FILE,
     FOLDER,
+    OUTPUT,
     check_files,
     check_folder,
+    timeout_option,
 )
 from confpred.data.suites import Suite, join, read_suite
 from confpred.errors import ConfpredError, InvalidInput, MissingExtra
@@ -47,9 +49,7 @@ _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
     multiple=True,
     help="Problem suite (JSON); may be repeated.",
 )
-@click.option(
-    "--out", type=click.Path(path_type=Path), required=True, help="Folder of the measurements."
-)
+@click.option("--out", type=OUTPUT, required=True, help="Folder of the measurements.")
 @click.option(
     "--gpus",
     "--devices",
@@ -128,12 +128,10 @@ _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 )
 @click.option(
     "--archive",
-    type=click.Path(path_type=Path),
+    type=OUTPUT,
     help="With --compile: write the kernels as a .tar.xz, to be unpacked in another cache.",
 )
-@click.option(
-    "--timeout", default="60s", show_default=True, help="Kill a GPU worker silent for longer."
-)
+@timeout_option
 def sample(
     suite_files: tuple[Path, ...],
     out: Path,
@@ -296,7 +294,7 @@ def sample_and_report(suite: Suite, out: Path, runs: Mapping[int, Run], settings
 
 
 def parse_duration(field: str, text: str) -> float:
-    """Seconds in a text such as ``90s``, ``8m`` or ``1.5h``.
+    """Return the seconds in a text such as ``90s``, ``8m`` or ``1.5h``.
 
     Raises:
         InvalidInput: the text is no such duration, or it is not more than zero.
@@ -309,7 +307,7 @@ def parse_duration(field: str, text: str) -> float:
 
 
 def parse_ordinal(text: str) -> int:
-    """The CUDA device number in ``cuda:0`` or ``0``.
+    """Return the CUDA device number in ``cuda:0`` or ``0``.
 
     Raises:
         InvalidInput: the text is no such name.
@@ -321,7 +319,7 @@ def parse_ordinal(text: str) -> int:
 
 
 def find_gpu(text: str) -> tuple[dict[int, Run], Device]:
-    """The GPU that `text` names: what its rows share, by its number, and its description.
+    """Return the run of each CUDA device that `text` names, and the device's description.
 
     Raises:
         MissingExtra: the packages of the extra ``gpu`` are not installed.
@@ -349,7 +347,7 @@ def check_pytorch(wanted: bool) -> None:
 
 
 def cores() -> int:
-    """Processors that this process may use."""
+    """Return how many processors this process may use."""
     return len(os.sched_getaffinity(0))
 
 

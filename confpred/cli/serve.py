@@ -1,4 +1,4 @@
-"""`confpred serve`: the HTTP service."""
+"""`confpred serve` and `confpred token`: the HTTP service, and who may use it."""
 
 from __future__ import annotations
 
@@ -130,9 +130,6 @@ serve = click.Command(
     file.""",
     context_settings={"auto_envvar_prefix": _PREFIX.rstrip("_")},
 )
-
-
-# `confpred token`: who may ask the HTTP service, and who may manage it.
 
 
 @click.command("token")

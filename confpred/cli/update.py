@@ -1,4 +1,4 @@
-"""`confpred retrain`: a model of one's own GPU in one command."""
+"""Commands that keep this GPU's model up to date: `confpred retrain` and `confpred drift`."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from confpred.cli.arguments import (
     FILE,
     FILE_OR_FOLDER,
     FOLDER,
+    OUTPUT,
     check_folder,
     require_packages,
+    timeout_option,
 )
 from confpred.cli.sample import check_pytorch, cores, find_gpu, parse_duration
 from confpred.data.suites import Suite, join, read_suite
@@ -57,7 +59,7 @@ NOT_BETTER = 3
 )
 @click.option(
     "--folder",
-    type=click.Path(path_type=Path),
+    type=OUTPUT,
     help="Where its measurements are kept.  [default: in your data folder, one a device]",
 )
 @click.option("--jobs", type=click.IntRange(1, 1024), help="Compilations at a time.")
@@ -67,9 +69,7 @@ NOT_BETTER = 3
     show_default=True,
     help="Time PyTorch's own operator as well: without it nothing is left to it.",
 )
-@click.option(
-    "--timeout", default="60s", show_default=True, help="Kill a GPU worker silent for longer."
-)
+@timeout_option
 def retrain(
     device: str,
     budget: str,
@@ -122,7 +122,7 @@ def retrain(
 
 
 def _own_suite() -> Suite:
-    """The suites of the three directions, which are installed with the package."""
+    """Return the installed suites of the three directions as one."""
     with as_file(files("confpred.suites")) as folder:
         return join([read_suite(folder / f"{direction}.json") for direction in DIRECTIONS])
 
@@ -157,7 +157,6 @@ def retrain_and_report(request: Request) -> int:
 
 
 def verdict_lines(report: Report) -> list[str]:
-    """How it ended, line by line."""
     if report.verdict is None:
         return []
     old = f"model {report.old}" if report.old is not None else "PyTorch's operator"
@@ -167,9 +166,6 @@ def verdict_lines(report: Report) -> list[str]:
         f"published: against {old}, {report.verdict.why}",
         f"in use from now on: {report.published}",
     ]
-
-
-# `confpred drift`: whether the model in use still holds on this GPU.
 
 
 _SHOWN = 5
@@ -188,9 +184,7 @@ _SHOWN = 5
 @click.option("--seed", type=click.IntRange(0, 2**32 - 1), default=0, show_default=True)
 @click.option("--budget", default="3m", show_default=True, help="Begin no problem after this long.")
 @click.option("--pytorch/--no-pytorch", default=True, show_default=True, help="Its operator too.")
-@click.option(
-    "--timeout", default="60s", show_default=True, help="Kill a GPU worker silent for longer."
-)
+@timeout_option
 @click.option("--json", "as_json", is_flag=True, help="Print everything that was found as JSON.")
 def drift(
     device: str,
@@ -272,7 +266,7 @@ def _cudnn() -> str:
 
 
 def drift_lines(found: Drift) -> list[str]:
-    """The verdict, and the times that are furthest off."""
+    """Return the verdict, and the times that differ most."""
     lines = [f"{found.state}: model {found.model} on {found.device}: {found.why}"]
     for each in found.retimed[:_SHOWN]:
         times = f"{each.expected_ms:.4f} -> {each.measured_ms:.4f} ms"

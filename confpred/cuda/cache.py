@@ -3,7 +3,11 @@
 An entry is named by the SHA-256 of everything that decides its bytes, and holds the SHA-256 of its
 payload before the payload, because a damaged cubin that the driver still loads computes wrong
 results. Entries appear by atomic rename, so any number of processes may share the folder. Its size
-is limited (`confpred.cuda.cache`).
+is limited.
+
+`cuda.core.utils.FileStreamProgramCache` (cuda-core 1.2) is not used: it keeps no checksum, so a
+damaged cubin would be loaded, and it reads folders that other users can write to. Entries are the
+raw binaries, so both checks would have to wrap it.
 """
 
 from __future__ import annotations
@@ -29,7 +33,7 @@ _DIGEST_BYTES = 32
 
 
 def default_folder() -> Path:
-    """``$CONFPRED_CACHE_DIR``, or the user's cache folder as the operating system names it."""
+    """Return ``$CONFPRED_CACHE_DIR``, or the user's cache folder of the operating system."""
     chosen = os.environ.get("CONFPRED_CACHE_DIR")
     return Path(chosen) if chosen else Path(platformdirs.user_cache_dir("confpred")) / "kernels"
 
@@ -50,7 +54,8 @@ class KernelCache:
     most: int = field(default_factory=lambda: most_bytes())
 
     def get(self, key: str) -> bytes | None:
-        """The payload stored under `key`; None if absent, damaged (then removed) or untrusted."""
+        """Return the payload stored under `key`; None if absent, damaged (then removed) or
+        untrusted."""
         path = self._path(key)
         try:
             if not _private(path.parent):
@@ -82,17 +87,17 @@ class KernelCache:
 
 
 def entry_name(key: str) -> str:
-    """Where an entry lies in its folder."""
+    """Return the path of an entry in its folder."""
     return f"{key[:2]}/{key}.cubin"
 
 
 def sealed(payload: bytes) -> bytes:
-    """The content of an entry: `payload` after its checksum."""
+    """Return the content of an entry: `payload` after its checksum."""
     return hashlib.sha256(payload).digest() + payload
 
 
 def unsealed(content: bytes) -> bytes | None:
-    """The payload of an entry's content; None if that is damaged."""
+    """Return the payload of an entry's content; None if that is damaged."""
     digest, payload = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
     return payload if payload and hashlib.sha256(payload).digest() == digest else None
 
@@ -108,14 +113,10 @@ def _private(folder: Path) -> bool:
     return safe
 
 
-# The size of the kernel cache: what was not used for longest goes first.
-#
-# No process keeps an index. A use sets an entry's time of change, and a *sweep* lists the folder
-# and
-# removes the oldest entries. Any number of processes may sweep at once: they remove the same ones.
-# An
-# entry under its temporary name is being written, and is left alone until nobody can be writing it.
-
+# Eviction: the entries that were not used for longest go first. No process keeps an index. A use
+# sets an entry's time of change, and a *sweep* lists the folder and removes the oldest entries. Any
+# number of processes may sweep at once: they remove the same ones. An entry under its temporary
+# name is being written, and is left alone until nobody can be writing it.
 
 #: MiB; the kernels of a network take a few.
 DEFAULT_MIB = 1024
@@ -132,7 +133,7 @@ _added: dict[Path, int] = {}
 
 
 def most_bytes() -> int:
-    """What ``$CONFPRED_CACHE_MIB`` allows the cache, or 1 GiB.
+    """Return the bytes that ``$CONFPRED_CACHE_MIB`` allows the cache, or 1 GiB.
 
     Raises:
         InvalidInput: it is no whole number of MiB above 0.
@@ -163,8 +164,8 @@ def added(folder: Path, size: int, most: int) -> None:
 
 
 def sweep(folder: Path, most: int) -> None:
-    """Where the entries in `folder` have more than `most` bytes, remove those that were not used
-    for longest."""
+    """Remove the entries in `folder` that were not used for longest, if all have more than `most`
+    bytes."""
     files = sorted(_files(folder), key=lambda file: file[0])
     total = sum(size for _, size, _ in files)
     if total <= most:

@@ -47,7 +47,7 @@ class Compiled:
 
 @cache
 def nvrtc_version() -> str:
-    """The compiler's version, such as ``13.0``.
+    """Return the compiler's version, such as ``13.0``.
 
     Raises:
         MissingExtra: `cuda.bindings` or NVRTC is not installed.
@@ -65,7 +65,7 @@ def nvrtc_version() -> str:
 
 @cache
 def supported_archs() -> tuple[str, ...]:
-    """The targets that the installed NVRTC compiles for, such as ``sm_80``, oldest first."""
+    """Return the targets that the installed NVRTC compiles for, such as ``sm_80``, oldest first."""
     nvrtc_version()
     from cuda.bindings import nvrtc
 
@@ -74,7 +74,7 @@ def supported_archs() -> tuple[str, ...]:
 
 
 def program_text(spec: KernelSpec) -> str:
-    """The whole program that NVRTC is given: the config as macros, then the kernel."""
+    """Return the whole program that NVRTC is given: the config as macros, then the kernel."""
     header = "".join(f"#define {name} {value}\n" for name, value in spec.defines)
     return f'{header}#line 1 "{spec.file}"\n{file_text(spec.file)}'
 
@@ -102,7 +102,7 @@ def compile_kernel(
 def compiled_before(
     spec: KernelSpec, arch: str, kernel_cache: KernelCache | None = None
 ) -> Compiled | None:
-    """`spec` for `arch` from a bundle or the cache; None where it has to be compiled."""
+    """Return `spec` for `arch` from a bundle or the cache; None if it has to be compiled."""
     cubin = bundled(spec, arch)
     if cubin is None:
         store = kernel_cache or KernelCache(default_folder())
@@ -111,8 +111,7 @@ def compiled_before(
 
 
 def cache_entry(spec: KernelSpec, arch: str) -> str:
-    """Where a cache has `spec`, compiled for `arch` by the installed NVRTC: the name of its file,
-    relative to the cache's folder.
+    """Return the file, relative to the cache's folder, of `spec` compiled for `arch` by this NVRTC.
 
     Raises:
         MissingExtra: the compiler is not installed.
@@ -121,13 +120,14 @@ def cache_entry(spec: KernelSpec, arch: str) -> str:
 
 
 def _key(text: str, spec: KernelSpec, arch: str) -> str:
-    """The name in the cache of the program `text`: all that decides its machine code."""
+    """Return the name in the cache of the program `text`: all that decides its machine code."""
     parts = (nvrtc_version(), _STANDARD, arch, spec.entry, text)
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
 def options(arch: str, **more: Any) -> ProgramOptions:
-    """The options that every kernel is compiled with for `arch`, and `more` of `cuda.core`'s."""
+    """Return the options that every kernel is compiled with for `arch`, and `more` of
+    `cuda.core`'s."""
     from cuda.core import ProgramOptions
 
     return ProgramOptions(
@@ -209,7 +209,7 @@ class KernelBundle:
     arch: str
 
     def get(self, spec: KernelSpec) -> bytes | None:
-        """The cubin of `spec`; None where it is missing or damaged."""
+        """Return the cubin of `spec`; None if it is missing or damaged."""
         path = self.folder / KERNELS / entry_name(_bundle_key(spec, self.arch))
         try:
             content = path.read_bytes()
@@ -224,8 +224,10 @@ class KernelBundle:
 def bundle_files(
     cubins: Mapping[KernelSpec, bytes], arch: str, compiler: str
 ) -> dict[str, str | bytes]:
-    """The files of a bundle of `cubins`, made for `arch` by an NVRTC of version `compiler`, by
-    their names in its folder."""
+    """Return the files of a bundle of `cubins` for `arch`, by their names in its folder.
+
+    `compiler` is the version of the NVRTC that made them.
+    """
     manifest = {
         "format": FORMAT,
         "arch": arch,
@@ -278,8 +280,10 @@ def close_kernels(bundle: KernelBundle) -> None:
 
 
 def bundled(spec: KernelSpec, arch: str) -> bytes | None:
-    """The cubin of `spec` for `arch` from the bundles that are open; None where they lack it, which
-    is a warning the first time, as somebody counts on a start without a compiler."""
+    """Return the cubin of `spec` for `arch` from the open bundles; None if they lack it.
+
+    The first miss is a warning, because the user counts on a start without a compiler.
+    """
     bundles = [bundle for bundle in _opened if bundle.arch == arch]
     for bundle in bundles:
         cubin = bundle.get(spec)
@@ -306,7 +310,7 @@ def _bundle_key(spec: KernelSpec, arch: str) -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
-# Many kernels at once: NVRTC runs outside Python's lock, so threads compile in parallel.
+# NVRTC runs outside Python's lock, so threads compile in parallel.
 
 
 def compile_all(
@@ -316,8 +320,7 @@ def compile_all(
     *,
     threads: int | None = None,
 ) -> dict[KernelSpec, Compiled]:
-    """`compile_kernel` for each of `specs`, in as many threads as this process has processors, or
-    in `threads`; each kernel once, however often it is given.
+    """Compile each of `specs` once by `compile_kernel`, in `threads`, by default one a processor.
 
     Raises:
         CompileError: NVRTC refused one of them; raised when the others are done, and in the cache.
@@ -345,7 +348,6 @@ def compiled_files(specs: Iterable[KernelSpec], arch: str) -> dict[str, str | by
 
 
 def _processors() -> int:
-    """How many processors this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

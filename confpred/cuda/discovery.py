@@ -40,7 +40,7 @@ _TURNS = 5
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What a driver says of a GPU.
+    """Description of a GPU by its driver.
 
     Attributes:
         name: of the board.
@@ -65,7 +65,7 @@ class Facts:
 
     @classmethod
     def of(cls, cuda_device: Any, driver: str) -> Facts:
-        """Those of a `cuda.core` device."""
+        """Return the facts of a `cuda.core` device."""
         told = cuda_device.properties
         return cls(
             name=str(cuda_device.name),
@@ -83,14 +83,14 @@ class Facts:
 
     @property
     def arch(self) -> str:
-        """NVRTC target."""
+        """Return the NVRTC target."""
         plain = "sm_{}{}".format(*self.capability)
         return _ARCH_SPECIFIC.get(plain, plain)
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What a GPU was measured to do: the three rates of `confpred.problem.device.Device`."""
+    """Measured rates of a GPU, as in `confpred.problem.device.Device`."""
 
     dram_bytes_per_s: float
     tensor_flops: float
@@ -98,8 +98,10 @@ class Rates:
 
 
 def device_with(facts: Facts, measure: Callable[[str], Rates]) -> Device:
-    """The description of a GPU with these `facts`; `measure` is given the NVRTC target, and called
-    only where neither the table nor what was remembered has the GPU.
+    """Return the description of a GPU with these `facts`.
+
+    `measure` is given the NVRTC target. It is called only if neither the table of GPU models nor
+    the record of earlier measurements has the GPU.
 
     Raises:
         UnknownDevice: it is older than compute capability 8.0, its multiprocessors are not what
@@ -177,18 +179,18 @@ def measure_rates(cuda_device: Any, facts: Facts) -> Rates:
 
 
 def rate_kernel(entry: str) -> KernelSpec:
-    """The kernel ``products`` or ``arithmetic`` of ``rates.cu``."""
+    """Return the kernel ``products`` or ``arithmetic`` of ``rates.cu``."""
     sizes = (("THREADS", _THREADS), ("CHAINS", _CHAINS), ("STEPS", _STEPS))
     return KernelSpec("rates.cu", entry, (("DTYPE", "DTYPE_FLOAT16"), *sizes))
 
 
 def _blocks(facts: Facts) -> int:
-    """Blocks of a launch of ``rates.cu``: whole waves."""
+    """Return the blocks of a launch of ``rates.cu``: whole waves."""
     return facts.sm_count * _WAVES * (facts.warps_per_sm * 32 // _THREADS)
 
 
 def _work(entry: str, facts: Facts) -> Callable[[Any], None]:
-    """What launches a kernel of ``rates.cu`` on every multiprocessor, several times over."""
+    """Return a function that launches a kernel of ``rates.cu`` on every multiprocessor."""
     from cuda.core import LaunchConfig, ObjectCode, launch
 
     compiled = compile_kernel(rate_kernel(entry), facts.arch)
@@ -199,7 +201,7 @@ def _work(entry: str, facts: Facts) -> Callable[[Any], None]:
 
 
 def _seconds(cuda_device: Any, stream: Any, enqueue: Callable[[Any], object]) -> float:
-    """The fastest of several turns of what `enqueue` puts on `stream`, by device events."""
+    """Return the fastest of some turns of `enqueue` on `stream`, by device events."""
     enqueue(stream)  # clocks rise, code is loaded
     found = []
     for _ in range(_TURNS):

@@ -48,7 +48,7 @@ def _cuda_device(ordinal: int) -> Any:
 
 
 def device_count() -> int:
-    """How many CUDA devices this process can see; 0 without a driver or without `cuda-core`."""
+    """Return how many CUDA devices this process can see; 0 without a driver or `cuda-core`."""
     try:
         from cuda.core import Device as CudaDevice
 
@@ -58,7 +58,7 @@ def device_count() -> int:
 
 
 def make_current(ordinal: int) -> Any:
-    """The `cuda.core` device `ordinal`, its primary context current in this thread.
+    """Return the `cuda.core` device `ordinal`, its primary context current in this thread.
 
     Raises:
         MissingExtra: `cuda-core` is not installed.
@@ -70,8 +70,9 @@ def make_current(ordinal: int) -> Any:
 
 
 def device_of(ordinal: int) -> Device:
-    """The description of CUDA device `ordinal`; of a GPU that is in no table it is measured, the
-    first time that this user meets one under a driver (`confpred.cuda.discovery`).
+    """Return the description of CUDA device `ordinal`.
+
+    A GPU that is in no table is measured, once a user and driver (`confpred.cuda.discovery`).
 
     Raises:
         UnknownDevice: there can be none.
@@ -84,7 +85,7 @@ def device_of(ordinal: int) -> Device:
 
 @lru_cache
 def _found(ordinal: int) -> Device | UnknownDevice:
-    """The description, or why there is none, so that nothing is measured twice."""
+    """Return the description, or why there is none, so that nothing is measured twice."""
     cuda_device = _cuda_device(ordinal)
     facts = Facts.of(cuda_device, describe(ordinal)[1])
 
@@ -120,7 +121,7 @@ def describe(ordinal: int) -> tuple[str, str]:
 
 
 def sm_clock_mhz(ordinal: int) -> int:
-    """Current multiprocessor clock of CUDA device `ordinal`, or 0 where it cannot be read."""
+    """Return the current multiprocessor clock of CUDA device `ordinal`, 0 if it cannot be read."""
     from cuda.core import system
 
     try:
@@ -199,7 +200,7 @@ class NoContext(LaunchError):
 
 @cache
 def _launch_kernel() -> Any:
-    """The driver's ``cuLaunchKernelEx``.
+    """Return the driver's ``cuLaunchKernelEx``.
 
     It is called through `ctypes` with arguments that are laid out beforehand: `cuda.bindings` would
     convert eleven arguments and make an object of the result at every launch.
@@ -255,7 +256,7 @@ class BoundLaunch:
 def _enqueue_of(
     buffer: Any, count: int, configs: list[_Config], calls: list[tuple[Any, ...]], kept: list[Any]
 ) -> Callable[[int, Sequence[int]], None]:
-    """`BoundLaunch.enqueue`; `kept` lives as long as it does."""
+    """Return `BoundLaunch.enqueue`, which keeps `kept` alive."""
     pack, launch = struct.Struct(f"{count}Q").pack_into, _launch_kernel()
     lock = threading.Lock()  # the one array of addresses may have many callers
     current = 0  # the stream that the configs name

@@ -27,15 +27,17 @@ _BYTES = 16  # of a load, where the channels can be cut into such
 
 
 def left_to_pytorch(problem: Problem) -> Problem:
-    """What PyTorch's own operator computes of `problem`: all of it, or, where something other than
-    a bias follows the convolution, the convolution alone."""
+    """Return the part of `problem` that PyTorch's operator computes.
+
+    If more than a bias follows the convolution, that is the convolution alone.
+    """
     if not problem.has_epilogue:
         return problem
     return replace(problem, bias=False, activation="none", residual=False)
 
 
 def epilogue_source(problem: Record) -> str:
-    """Identity of the kernel that follows PyTorch's own operator; empty where none does."""
+    """Return the identity of the kernel that follows PyTorch's operator; empty if none does."""
     follows = isinstance(problem, Problem) and problem.has_epilogue
     return identity_of(FILE) if follows else ""
 
@@ -43,8 +45,11 @@ def epilogue_source(problem: Record) -> str:
 def epilogue_kernel(
     channels: int, dtype: str, *, bias: bool, residual: bool, activation: str
 ) -> KernelSpec:
-    """The kernel for tensors of so many `channels` and this `dtype` (``float16``, ``bfloat16`` or
-    ``float32``): one of two for all numbers of channels."""
+    """Return the kernel for tensors of so many `channels` and this `dtype`.
+
+    One of two kernels serves all numbers of channels. `dtype` is ``float16``, ``bfloat16`` or
+    ``float32``.
+    """
     elements = _BYTES // (4 if dtype == "float32" else 2)
     return KernelSpec(
         FILE,

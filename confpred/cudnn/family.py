@@ -30,15 +30,11 @@ from confpred.problem.device import Device
 from confpred.problem.limits import Limits
 from confpred.problem.operation import Launch, Plan
 
-# What cuDNN's plans launch, and what follows from it for a problem.
-#
-# cuDNN tells of a plan its engine and knobs, which are numbers. How it tiles the matrix product
-# that
-# a convolution is stands in the name of its kernel, and a profiler sees threads, registers and
-# shared
-# memory: ``tiles.csv`` has these of the plans that were seen (`datasets/plan_kernels.py`). A plan
-# that was not seen, or whose kernel has a name that says nothing, is described by zeros.
-
+# Tiles. A plan is known to cuDNN by engine and knobs, which are numbers. How it tiles the matrix
+# product of a convolution stands in the name of its kernel, and a profiler sees threads, registers
+# and shared memory: ``tiles.csv`` has these of the plans that were seen
+# (`datasets/plan_kernels.py`). A plan that was not seen, or whose kernel has a name that says
+# nothing, is described by zeros.
 
 TILES_FILE = Path(__file__).with_name("tiles.csv")
 #: The number of a plan, and of its main kernel: rows, columns and terms of the product that a
@@ -56,7 +52,7 @@ TILE_NAMES = (
 
 
 def tiles_of(lines: Iterable[Mapping[str, str]], plans: int) -> dict[str, Array]:
-    """Each of ``TILE_FIELDS`` as an array over so many plans, 0 where nothing is known."""
+    """Return each of ``TILE_FIELDS`` as an array over so many plans, 0 where nothing is known."""
     numbers = np.array(
         [[int(line[name]) for name in (PLAN, *TILE_FIELDS)] for line in lines], np.int64
     )
@@ -68,7 +64,7 @@ def tiles_of(lines: Iterable[Mapping[str, str]], plans: int) -> dict[str, Array]
 
 @cache
 def tiles() -> dict[str, Array]:
-    """What ``tiles.csv`` holds of the plans of ``plans.csv``."""
+    """Return the contents of ``tiles.csv`` for the plans of ``plans.csv``."""
     return tiles_of(read_lines(TILES_FILE), len(table().configs))
 
 
@@ -138,8 +134,7 @@ _ERROR_A_ROOT = {"float16": 2e-6, "bfloat16": 0.0, "float32": 2e-8, "tf32": 2.5e
 
 
 def largest_error(problem: Problem, *, tf32: bool) -> float:
-    """What no plan for `problem` is known to be off by more than, where it may round float32 inputs
-    to TF32 or not."""
+    """Return the largest known error of a plan for `problem`, with or without rounding to TF32."""
     kind = "tf32" if tf32 else problem.dtype
     terms = max(operand.terms for operand in CONVOLUTION.operands(problem))
     return float(_ERROR[kind] + _ERROR_A_ROOT[kind] * terms**0.5)
@@ -159,10 +154,11 @@ class CudnnPlans:
         return table().configs
 
     def legal(self, problem: Problem, device: Device) -> NDArray[np.bool_]:
-        """What cuDNN has offered for problems of the same kind; none for the gradients of filter
-        and bias together, which it does not compute in one plan, and none of engines that are not
-        exact. Only a filter's gradient may differ from call to call, and only where the problem
-        lets it."""
+        """Return the plans that cuDNN has offered for problems of the same kind.
+
+        None computes the gradients of filter and bias together, and inexact engines are left out.
+        Only a filter's gradient may differ from call to call, and only if the problem allows it.
+        """
         plans = table()
         offered = plans.kinds.get(kind_of(problem))
         if offered is None:
@@ -188,7 +184,7 @@ class CudnnPlans:
         return mask
 
     def allowed(self, problem: Problem, rows: Rows, limits: Limits) -> NDArray[np.bool_]:
-        """The workspace of a plan is known when it is built, and limited then."""
+        """Return the plans within `limits`; a workspace is limited when the plan is built."""
         notes = table().notes
         core = notes["tensor_core"][rows] & (problem.dtype == "float32")
         mask: NDArray[np.bool_] = (notes["repeatable"][rows] | (not limits.deterministic)) & (

@@ -54,8 +54,10 @@ class BuiltPlan:
     _ordinal: int
 
     def bind(self, names: Sequence[str]) -> Callable[[int, Sequence[int]], None]:
-        """What enqueues the plan, given the handle of a CUDA stream and the device addresses of the
-        operands in the order of `names`, among them ``scratch`` where there is a workspace.
+        """Return a function that enqueues the plan, given a CUDA stream's handle and device
+        addresses.
+
+        The addresses are in the order of `names`, with ``scratch`` if there is a workspace.
 
         It raises `LaunchError` where cuDNN refuses.
         """
@@ -140,7 +142,7 @@ class Plans:
         return built
 
     def _kept(self, key: str) -> BuiltPlan | None:
-        """The plan that was built before; None where it was not, or cuDNN takes it no more."""
+        """Return the plan that was built before; None if there is none, or cuDNN refuses it now."""
         content = self._cache.get(key)
         if content is None:
             return None
@@ -158,7 +160,7 @@ class Plans:
         return BuiltPlan(workspace, graph, index, self._uids, self._ordinal)
 
     def _key(self, plan: Plan) -> str:
-        """Of the plan's entry in the cache: all that decides its bytes."""
+        """Return the name of the plan's cache entry: all that decides its bytes."""
         library = front_end()
         facts = (
             *("cuDNN plan", library.backend_version(), library.__version__),
@@ -169,8 +171,9 @@ class Plans:
 
 
 def _handle(ordinal: int, stream: int | None = None) -> int:
-    """This thread's cuDNN handle of the current CUDA device `ordinal`, set to `stream` where it is
-    to launch. cuDNN allows a handle one thread at a time.
+    """Return this thread's cuDNN handle of the current CUDA device `ordinal`, set to `stream`.
+
+    cuDNN allows a handle one thread at a time.
 
     Raises:
         MissingExtra: see `front_end`.
@@ -194,12 +197,9 @@ def _handle(ordinal: int, stream: int | None = None) -> int:
     return known[0]
 
 
-# A problem as cuDNN is told of it, and the plans that it offers for it.
-#
-# cuDNN's heuristics need no GPU: they are told of one by its properties. So the candidates of a
-# problem can be listed on any machine where cuDNN is installed. Engines that are compiled at run
-# time, for most activations, are offered only where a driver is installed too.
-
+# Operation graphs. cuDNN's heuristics need no GPU but its properties, so the candidates of a
+# problem can be listed on any machine with cuDNN. Engines that are compiled at run time, for most
+# activations, are offered only if a driver is installed too.
 
 #: Clocks of multiprocessors and memory, in kHz (data sheets); cuDNN's heuristics ask for them.
 _CLOCKS = {
@@ -214,7 +214,7 @@ _RELU6 = 6.0
 
 @cache
 def front_end() -> Any:
-    """cuDNN's Python front end.
+    """Import cuDNN's Python front end.
 
     Raises:
         MissingExtra: it is not installed, or finds no cuDNN.
@@ -230,7 +230,7 @@ def front_end() -> Any:
 
 @cache
 def release() -> int:
-    """The cuDNN that is installed, as ``plans.csv`` numbers it.
+    """Return the installed cuDNN as ``plans.csv`` numbers it.
 
     Raises:
         MissingExtra: see `front_end`.
@@ -239,7 +239,7 @@ def release() -> int:
 
 
 def operand_uids(problem: Problem) -> dict[str, int]:
-    """The number by which cuDNN knows each operand of `problem`, by the operand's name."""
+    """Return cuDNN's number of each operand of `problem`, by the operand's name."""
     operands = CONVOLUTION.operands(problem)
     return {operand.name: 1 + index for index, operand in enumerate(operands)}
 
@@ -284,15 +284,15 @@ class Graph:
 
     @classmethod
     def without_gpu(cls, problem: Problem, device: Device) -> Graph:
-        """The graph for a device that need not be there; its plans cannot be launched."""
+        """Return the graph for a device that need not be there; its plans cannot be launched."""
         return cls(problem, device_property=_properties(device))
 
     def place(self, config: Mapping[str, int]) -> int | None:
-        """Index of the first plan of this engine and these knobs; None if there is none."""
+        """Return the index of the first plan of this engine and these knobs, or None."""
         return self._places.get(frozenset(config.items()))
 
     def places(self) -> dict[str, int]:
-        """Index of the first plan of each config, by the plan's name."""
+        """Return the index of the first plan of each config, by the plan's name."""
         return {self.names[index]: index for index in self._places.values()}
 
     def _built(
@@ -340,8 +340,10 @@ class Graph:
 
 
 def notes_of(problem: Problem, device: Device) -> dict[str, tuple[bool, bool]]:
-    """Of each plan that is offered for `problem`, by name: whether it computes on tensor cores, and
-    whether it gives the same bits each time."""
+    """Return two facts of each plan that is offered for `problem`, by name.
+
+    They are: it computes on tensor cores, and it gives the same bits each time.
+    """
     notes = front_end().numerical_note
     every = Graph.without_gpu(problem, device)
     plain = _left(problem, device, notes.TENSOR_CORE)
@@ -350,7 +352,7 @@ def notes_of(problem: Problem, device: Device) -> dict[str, tuple[bool, bool]]:
 
 
 def _left(problem: Problem, device: Device, note: Any) -> set[str]:
-    """The plans that have not this note."""
+    """Return the plans without this note."""
     graph = Graph.without_gpu(problem, device)
     graph.graph.deselect_numeric_notes([note])
     left = set()
@@ -378,7 +380,7 @@ def _activated(graph: Any, x: Any, name: str) -> Any:
 
 
 def _sizes(operand: Operand) -> list[int]:
-    """Sizes as cuDNN has them: N C H W of any layout; a vector is one of channels."""
+    """Return the sizes N C H W of any layout; a vector is one of channels."""
     if len(operand.shape) == 1:
         return [1, *operand.shape, 1, 1]
     n, h, w, c = operand.shape
@@ -392,7 +394,7 @@ def _strides(operand: Operand) -> list[int]:
 
 @cache
 def _properties(device: Device) -> Any:
-    """What cuDNN's heuristics ask of a GPU (the fields of ``cudnnBackendDeviceProp``)."""
+    """Return the fields of ``cudnnBackendDeviceProp`` that cuDNN's heuristics ask for."""
     if device.key not in _CLOCKS:
         raise LaunchError(f"cuDNN cannot be told of a device {device.key}")
     core, memory = _CLOCKS[device.key]

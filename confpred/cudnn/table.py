@@ -22,13 +22,10 @@ from confpred.families.protocol import ABSENT
 from confpred.families.table import config_table
 from confpred.problem.conv2d import Problem
 
-# Engines and knobs by name.
-#
-# cuDNN's front end names a plan by its engine and the value of each knob, both by number:
-# ``eng22_k2=5_k13=1``. The numbers of knobs are those of ``cudnnBackendKnobType_t`` in
-# ``cudnn_graph.h`` (cuDNN 9); knobs that are called deprecated there still occur. What an engine's
-# number stands for may change with every release.
-
+# Engines and knobs. cuDNN's front end names a plan by its engine and the value of each knob, both
+# by number: ``eng22_k2=5_k13=1``. The numbers of knobs are those of ``cudnnBackendKnobType_t`` in
+# ``cudnn_graph.h`` (cuDNN 9); knobs that are called deprecated there still occur. An engine's
+# number may change its meaning with every release.
 
 ENGINE = "engine"
 #: By number.
@@ -72,8 +69,10 @@ class Table:
 
 
 def kind_of(problem: Problem) -> str:
-    """What decides, apart from sizes, which plans there are: such as ``fprop float16 dense 3x3
-    stride bias relu``."""
+    """Return the facts apart from sizes that decide which plans there are.
+
+    For example, ``fprop float16 dense 3x3 stride bias relu``.
+    """
     p = problem
     found = [p.direction, p.dtype, p.grouping, "1x1" if p.r == p.s == 1 else "window"]
     found += ["stride"] if max(p.stride) > 1 else []
@@ -85,25 +84,25 @@ def kind_of(problem: Problem) -> str:
 
 
 def release_of(version: int) -> int:
-    """The number by which ``plans.csv`` knows a cuDNN version such as 91900: 919."""
+    """Return the number by which ``plans.csv`` knows a cuDNN version such as 91900: 919."""
     major, rest = divmod(version, 10_000)
     return major * 100 + rest // 100
 
 
 def release_text(release: int) -> str:
-    """``9.19`` for 919."""
+    """Return ``9.19`` for 919."""
     return f"{release // 100}.{release % 100}"
 
 
 def read_lines(file: Path) -> list[dict[str, str]]:
-    """The lines by column name."""
+    """Return the lines by column name."""
     with open(file, newline="", encoding="ascii") as lines:
         names, *rows = csv.reader(lines)  # a third of the time of `csv.DictReader`
     return [dict(zip(names, row, strict=True)) for row in rows]
 
 
 def table_of(lines: Iterable[Mapping[str, str]]) -> Table:
-    """The table that these lines hold."""
+    """Return the table that these lines hold."""
     lines = list(lines)
     fields = (RELEASE, ENGINE, *KNOBS)
     configs = config_table(fields, (map(_number, row) for row in map(itemgetter(*fields), lines)))
@@ -129,13 +128,15 @@ def _number(text: str) -> int:
 
 @cache
 def table() -> Table:
-    """What ``plans.csv`` holds."""
+    """Return the contents of ``plans.csv``."""
     return table_of(read_lines(FILE))
 
 
 def config_of(name: str) -> dict[str, int] | None:
-    """Engine and knobs of the plan that the front end calls `name`; None for a knob that is newer
-    than this module, or a name of another form."""
+    """Return engine and knobs of the plan that the front end calls `name`.
+
+    None stands for a knob that is newer than this module, or a name of another form.
+    """
     found = _NAME.fullmatch(name)
     if found is None:
         return None

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from confpred.families.protocol import Candidate
 from confpred.families.registry import config_words
-from confpred.measure.timing import Status
+from confpred.measure.timing import Outcome
 from confpred.problem.record import Record
 
 _R = TypeVar("_R", bound=Record)
@@ -45,50 +45,33 @@ class Measurement:
     """One row.
 
     Attributes:
-        problem: what was computed.
+        problem: the layer that was computed.
         networks: names of the networks that the problem comes from; empty for coverage problems.
-        candidate: what computed it; the columns ``family`` and ``config`` hold its provider and its
-            config in words.
+        provider: who computed it; the columns ``family`` and ``config`` hold the provider and the
+            outcome's config in words.
         source_digest: identity of the kernel (`confpred.families.kernel_text.source_digest`); for a
             library's plan the library and its version; for PyTorch's operator the kernel
             that follows it, or empty.
-        cudnn, cudnn_mode: for PyTorch's operator, the version of cuDNN and how it chooses its
-            algorithms: ``benchmark`` or ``heuristics``. Empty for another provider.
-        run: what the run's rows share.
-        status: what became of it; the fields below hold 0 or NaN where they do not apply.
-        time_ms: median time of one launch, milliseconds.
-        spread_ms: interquartile range of that time, milliseconds.
-        samples: timed graph replays behind the median.
-        registers: of one thread, as compiled.
-        local_bytes: local memory of one thread (spills and stack), as compiled.
-        smem_bytes: dynamic shared memory of one block.
-        error: ||out - reference|| / ||reference|| against a float32 reference.
-        sm_clock_mhz: multiprocessor clock seen while the problem was measured.
-        message: the error text of a failure.
+        run: fields that all rows of the run share.
+        outcome: the result; each of its fields is a column.
         time: when, UTC, ISO 8601.
     """
 
     problem: Record
     networks: tuple[str, ...]
-    candidate: Candidate
+    provider: str
     source_digest: str
-    cudnn: str
-    cudnn_mode: str
     run: Run
-    status: Status
-    time_ms: float
-    spread_ms: float
-    samples: int
-    registers: int
-    local_bytes: int
-    smem_bytes: int
-    error: float
-    sm_clock_mhz: int
-    message: str
+    outcome: Outcome
     time: str
 
+    @property
+    def candidate(self) -> Candidate:
+        """The config that was measured."""
+        return Candidate(self.provider, self.outcome.config_id)
+
     def to_row(self) -> dict[str, Any]:
-        """A flat dictionary of column values: pairs become ``_h`` and ``_w`` columns."""
+        """Return a flat dictionary of column values: pairs become ``_h`` and ``_w`` columns."""
         row: dict[str, Any] = {}
         for field in dataclasses.fields(self.problem):
             value = getattr(self.problem, field.name)
@@ -97,18 +80,22 @@ class Measurement:
             else:
                 row[field.name] = value
         row["networks"] = ",".join(self.networks)
-        row["family"] = self.candidate.provider
+        row["family"] = self.provider
         row["config"] = config_words(self.candidate)
-        row |= {name: getattr(self, name) for name in OWN_COLUMNS}
+        own = {"source_digest": self.source_digest, "time": self.time}
+        own |= dataclasses.asdict(self.outcome)
+        row |= {name: own[name] for name in OWN_COLUMNS}
         return row | dataclasses.asdict(self.run)
 
 
-#: Fields of a measurement that become a column as they are, in order.
-OWN_COLUMNS = tuple(
-    field.name
-    for field in dataclasses.fields(Measurement)
-    if field.name not in ("problem", "networks", "candidate", "run")
-)
+#: Columns between those of the problem and those of the run: name -> type.
+OWN_COLUMNS = {
+    "source_digest": "str",
+    "cudnn": "str",
+    "cudnn_mode": "str",
+    **{f.name: str(f.type) for f in dataclasses.fields(Outcome) if f.name != "config_id"},
+    "time": "str",
+}
 
 
 def problem_of_row(row: Mapping[str, Any], kind: type[_R]) -> _R:

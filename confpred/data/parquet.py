@@ -21,7 +21,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from confpred.data.measurements import OWN_COLUMNS, Measurement, Run
+from confpred.data.measurements import OWN_COLUMNS, Run
 from confpred.errors import DataError, InvalidInput
 from confpred.families.protocol import PYTORCH
 from confpred.families.registry import all_families, all_operations, config_ids
@@ -51,8 +51,7 @@ def schema(operation: Operation) -> pa.Schema:
         else:
             columns.append((field.name, _TYPES[str(field.type)]))
     columns += [(name, _TYPES["str"]) for name in ("networks", "family", "config")]
-    own = {field.name: _TYPES.get(str(field.type)) for field in dataclasses.fields(Measurement)}
-    columns += [(name, own[name]) for name in OWN_COLUMNS]
+    columns += [(name, _TYPES[kind]) for name, kind in OWN_COLUMNS.items()]
     columns += [(field.name, _TYPES[str(field.type)]) for field in dataclasses.fields(Run)]
     return pa.schema(columns, metadata={_OPERATION: operation.name})
 

@@ -38,7 +38,7 @@ Enqueue = Callable[[int, Sequence[int]], None]
 
 @dataclass(frozen=True, slots=True)
 class _Shared:
-    """What the configs of one problem share."""
+    """Facts that the configs of one problem share."""
 
     arena: Arena
     problem: Record
@@ -100,7 +100,7 @@ def measure(
 
 
 def check(problem: Record, family: Family, rows: Sequence[int], *, ordinal: int) -> list[Outcome]:
-    """The first half of `measure`: are the configs correct? Outcomes have no times."""
+    """Check configs as `measure` does, and time nothing."""
     shared, candidates, outcomes = _prepare(problem, family, rows, ordinal, lambda _row: None)
     checked, failures = _check(shared, candidates, lambda _row: None)
     outcomes |= failures | {c.row: c.outcome for c in checked}
@@ -114,7 +114,7 @@ def _prepare(
     ordinal: int,
     report: Callable[[int], None],
 ) -> tuple[_Shared, dict[int, _Candidate], dict[int, Outcome]]:
-    """What is to be checked, and the outcomes of plans that cannot be built."""
+    """Return the candidates to check, and the outcomes of plans that cannot be built."""
     arena, operation = arena_of(ordinal), family.operation
     candidates, failures = _built(problem, family, rows, ordinal, report)
     operands = arena.operands(operation, problem, [c.launch for c in candidates.values()])
@@ -155,7 +155,7 @@ def _built(
 def _check(
     shared: _Shared, rows: Mapping[int, _Candidate], report: Callable[[int], None]
 ) -> tuple[list[_Checked], dict[int, Outcome]]:
-    """The correct configs, and what became of the others."""
+    """Return the correct configs, and the outcomes of the others."""
     candidates: list[_Checked] = []
     failures: dict[int, Outcome] = {}
     for row, tried in rows.items():
@@ -228,7 +228,7 @@ def _is_hopeless(seconds: float, best: float) -> bool:
 
 
 def _once(shared: _Shared, enqueue: Enqueue) -> float:
-    """Seconds of one launch, which has ended."""
+    """Return the seconds of one launch, which has ended."""
     arena = shared.arena
     start, end = (arena.cuda.create_event({"timing_enabled": True}) for _ in range(2))
     arena.stream.record(start)
@@ -239,7 +239,7 @@ def _once(shared: _Shared, enqueue: Enqueue) -> float:
 
 
 def _time(shared: _Shared, candidates: Sequence[_Checked], seed: int) -> dict[int, Outcome]:
-    """The outcomes of the correct configs, by row; one that is hopeless has a single sample."""
+    """Return the outcomes of the correct configs, by row; a hopeless one has a single sample."""
     best = min((c.seconds for c in candidates), default=0.0)
     useful, hopeless = [], {}
     for candidate in candidates:
@@ -290,8 +290,7 @@ def _replayed(shared: _Shared, candidates: Sequence[_Checked], seed: int) -> dic
     }
 
 
-# What checking and timing need on a GPU: operands, references, workspaces, and room for them.
-
+# The arena: operands, references and workspaces in device memory.
 
 _ALIGN = 256
 _L2_MULTIPLE = 3  # operands cycle through this many times the L2 cache
@@ -328,12 +327,12 @@ class Operands:
     slots: int
 
     def slot(self, index: int) -> list[int]:
-        """Addresses of the operands of launch `index`; after the last slot comes the first."""
+        """Return the operands' addresses of launch `index`; after the last slot comes the first."""
         index %= self.slots
         return [b + index * s for b, s in zip(self.bases, self.strides, strict=True)]
 
     def base(self, name: str) -> int:
-        """Address of the first operand `name`."""
+        """Return the address of the first operand `name`."""
         return self.bases[self.names.index(name)]
 
 
@@ -435,8 +434,9 @@ class Arena:
         return not any(self._totals("count_nonzero", "float32", operands.base(ZEROED), words))
 
     def load(self, spec: KernelSpec) -> driver.LoadedKernel:
-        """The kernel of `spec`. It is loaded once, because problems share kernels, and may use all
-        the shared memory that a block can have, because each launch needs a different amount.
+        """Return the kernel of `spec`, loaded once, because problems share kernels.
+
+        It may use all the shared memory of a block.
 
         Raises:
             CompileError, LaunchError: it cannot be compiled or loaded.
@@ -449,7 +449,7 @@ class Arena:
         return loaded
 
     def _totals(self, entry: str, dtype: str, *arguments: Any) -> Any:
-        """The three float64 totals that a helper kernel computes."""
+        """Return the three float64 totals that a helper kernel computes."""
         from cuda.bindings import runtime
 
         address = self._buffer("totals", 24, None)
@@ -498,5 +498,5 @@ def _aligned(size: int) -> int:
 
 @lru_cache(maxsize=1)
 def arena_of(ordinal: int) -> Arena:
-    """The arena of CUDA device `ordinal`; a process measures on one device."""
+    """Return the arena of CUDA device `ordinal`; a process measures on one device."""
     return Arena(ordinal)

@@ -62,8 +62,7 @@ class Evictor:
 
 
 def operands(operation: Operation, problem: Record, copies: int) -> list[dict[str, torch.Tensor]]:
-    """`copies` sets of random inputs by name, as `operation` lays them out, on the current
-    device."""
+    """Return `copies` sets of random inputs by name on the current device."""
     inputs = [o for o in operation.operands(problem) if not o.terms]
     return [
         {
@@ -77,7 +76,7 @@ def operands(operation: Operation, problem: Record, copies: int) -> list[dict[st
 
 
 def copies_for(problem: Record, launches: int, l2_bytes: int) -> int:
-    """Operand sets that keep a replay of `launches` from finding its operands in L2."""
+    """Return how many operand sets keep a replay of `launches` from finding its operands in L2."""
     return max(1, min(launches, -(-3 * l2_bytes // problem.minimum_bytes)))
 
 
@@ -140,7 +139,7 @@ def measure_pytorch(
 def as_the_library_calls(
     operation: Operation, problem: Record, ordinal: int
 ) -> Callable[[dict[str, torch.Tensor]], Any]:
-    """What the library runs for `problem` where PyTorch's operator is the answer."""
+    """Return the call that the library makes where PyTorch's operator is the answer."""
     if not isinstance(problem, Problem) or not problem.has_epilogue:
         return partial(operation.pytorch, problem)
     plain, p = left_to_pytorch(problem), problem
@@ -164,7 +163,7 @@ def as_the_library_calls(
 
 
 def cudnn_version() -> str:
-    """cuDNN's version, such as ``9.19.0``; empty where PyTorch has no cuDNN."""
+    """Return cuDNN's version, such as ``9.19.0``; empty if PyTorch has no cuDNN."""
     number = torch.backends.cudnn.version()
     if number is None:
         return ""
@@ -172,8 +171,7 @@ def cudnn_version() -> str:
     return f"{major}.{rest // 100}.{rest % 100}"
 
 
-# Launches with matrix products in them, on operands that lie in an arena.
-
+# Launches with matrix products in them, on operands in an arena.
 
 Enqueue = Callable[[int, Sequence[int]], None]
 
@@ -197,8 +195,10 @@ def enqueue_of(
     load: Callable[[Step], Any],
     ordinal: int,
 ) -> Enqueue:
-    """What enqueues `launch` on a stream, given the addresses of the operands in the order of
-    `names`; `load` gives the kernel of a step. CUDA device `ordinal` becomes PyTorch's current one.
+    """Return a function that enqueues `launch` on a stream, given the addresses of `names` in
+    order.
+
+    `load` gives the kernel of a step. CUDA device `ordinal` becomes PyTorch's current one.
 
     Raises:
         CompileError, LaunchError: a kernel cannot be had.
@@ -238,8 +238,10 @@ def enqueue_of(
 
 
 def graph_of(enqueue: Enqueue, slots: Sequence[Sequence[int]]) -> TorchGraph:
-    """A CUDA graph of one launch on the operands of each of `slots`. PyTorch captures it, as cuBLAS
-    has workspaces of PyTorch's."""
+    """Return a CUDA graph of one launch on the operands of each of `slots`.
+
+    PyTorch captures it, as cuBLAS has workspaces of PyTorch's.
+    """
 
     def on_current_stream(addresses: Sequence[int]) -> None:
         enqueue(torch.cuda.current_stream().cuda_stream, addresses)

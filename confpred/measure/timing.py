@@ -45,7 +45,7 @@ class Timing:
 
 
 def launches_a_replay(seconds: float) -> int:
-    """How many launches of about `seconds` each make a replay long enough to time."""
+    """Return how many launches of about `seconds` each make a replay long enough to time."""
     return max(2, min(MAX_LAUNCHES, math.ceil(REPLAY_SECONDS / max(seconds, 1e-7))))
 
 
@@ -115,21 +115,28 @@ def time_interleaved(
     return timings
 
 
-# What became of a candidate that was tried on a GPU.
-
-
 Status = Literal["ok", "illegal", "compile_error", "launch_error", "wrong_result", "timeout"]
 STATUSES: tuple[Status, ...] = get_args(Status)
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of one config; the fields mean what `confpred.data.measurements.Measurement`
-    says.
+    """Result of trying one config on a GPU; fields hold 0 or NaN where they do not apply.
 
     Attributes:
         config_id: the provider's number of the config.
-        cudnn, cudnn_mode: of PyTorch's own operator.
+        status: how it ended.
+        time_ms: median time of one launch, milliseconds.
+        spread_ms: interquartile range of that time, milliseconds.
+        samples: timed graph replays behind the median.
+        registers: of one thread, as compiled.
+        local_bytes: local memory of one thread (spills and stack), as compiled.
+        smem_bytes: dynamic shared memory of one block.
+        error: ||out - reference|| / ||reference|| against a float32 reference.
+        sm_clock_mhz: multiprocessor clock seen while the problem was measured.
+        message: the error text of a failure.
+        cudnn, cudnn_mode: for PyTorch's operator, the version of cuDNN and how it chooses its
+            algorithms: ``benchmark`` or ``heuristics``. Empty for another provider.
     """
 
     config_id: int

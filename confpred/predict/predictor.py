@@ -3,7 +3,7 @@
 A device without a model gets the answers of the nearest device's model. A model has learned ratios:
 of a config's time to the best config's, and of that to the roofline. Its features are of the
 problem, the config, and of how both fill the device at hand, which also decides what is legal.
-`benchmarks/transfer.py` measures the loss.
+`benchmarks/model/transfer.py` measures the loss.
 """
 
 from __future__ import annotations

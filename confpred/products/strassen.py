@@ -58,8 +58,8 @@ def error_of(problem: LinearChain) -> float:
     """Relative error in the 2-norm, against float64, that the answer stays below.
 
     Each layer adds an independent error of its own, and passes on those before it. The constants
-    are twice what was measured or more: ``benchmarks/linear_chains.py`` measures it again on a GPU,
-    and ``tests/cpu/products/test_strassen.py`` on a CPU.
+    are twice what was measured or more: ``benchmarks/kernels/linear_chains.py`` measures it again
+    on a GPU, and ``tests/cpu/products/test_strassen.py`` on a CPU.
     """
     one = _ERROR["tf32" if problem.tf32 else problem.dtype]
     return float(one * problem.layers**0.5)

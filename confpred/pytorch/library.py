@@ -2,7 +2,7 @@
 
 cuDNN adds a bias and a residual and applies ReLU before it stores; cuBLAS does so with the bias of
 a product. That saves a pass over the output: a layer takes 1.2 to 1.6 times as long without on an
-H100 (``benchmarks/pytorch_epilogues.py``). A convolution of one pixel an image, as in
+H100 (``benchmarks/kernels/pytorch_epilogues.py``). A convolution of one pixel an image, as in
 squeeze-and-excite, is a product, too.
 """
 

@@ -54,7 +54,7 @@ _FEATURES = 12
 
 
 def regret_curves(evaluations: Sequence[Evaluated]) -> str:
-    """The share of layers whose regret is at most x, a curve an evaluation."""
+    """Draw the share of layers whose regret is at most x, a curve an evaluation."""
 
     def draw(axes: Any) -> None:
         for i, evaluation in enumerate(evaluations):
@@ -81,7 +81,7 @@ def regret_curves(evaluations: Sequence[Evaluated]) -> str:
 
 
 def regret_by_family(families: Mapping[str, Sequence[Group]]) -> str:
-    """Geometric mean and 95 % quantile of each family, by the name of the evaluation."""
+    """Draw geometric mean and 95 % quantile of each family, by the name of the evaluation."""
     names = sorted({group.name for groups in families.values() for group in groups}, reverse=True)
 
     def draw(axes: Any) -> None:
@@ -103,8 +103,7 @@ def regret_by_family(families: Mapping[str, Sequence[Group]]) -> str:
 
 
 def coverage(families: Mapping[str, Sequence[Group]]) -> str:
-    """The share of each family's layers that keep to their bounds, with the interval in which such
-    a share lies by chance (Wilson's, 95 %)."""
+    """Draw the share of each family's layers within their bounds, with Wilson's 95 % interval."""
     names = sorted({group.name for groups in families.values() for group in groups}, reverse=True)
 
     def draw(axes: Any) -> None:
@@ -127,7 +126,7 @@ def coverage(families: Mapping[str, Sequence[Group]]) -> str:
 
 
 def importance(pool: str, found: Sequence[Importance]) -> str:
-    """The features that move a pool's order most."""
+    """Draw the features that move a pool's order most."""
     shown = list(found[:_FEATURES])[::-1]
 
     def draw(axes: Any) -> None:
@@ -141,7 +140,7 @@ def importance(pool: str, found: Sequence[Importance]) -> str:
 
 
 def noise(by_time: Mapping[str, Sequence[Any]]) -> str:
-    """Median and 95 % quantile of the noise by how long a config takes, by device."""
+    """Draw median and 95 % quantile of the noise by the time of a config, by device."""
     names = list(dict.fromkeys(group.name for groups in by_time.values() for group in groups))
 
     def draw(axes: Any) -> None:
@@ -168,7 +167,7 @@ def _wilson(share: float, count: int, z: float = 1.96) -> tuple[float, float]:
 
 
 def _chart(name: str, title: str, size: tuple[float, float], draw: Callable[[Any], None]) -> str:
-    """What `draw` draws as an SVG element called `name`, the same bytes each time."""
+    """Return the drawing as an SVG element called `name`, the same bytes each time."""
     with rc_context(_STYLE):
         figure = Figure(figsize=size, layout="constrained")
         figure.patch.set_visible(False)
@@ -187,9 +186,6 @@ def _chart(name: str, title: str, size: tuple[float, float], draw: Callable[[Any
     text = re.sub(r'xlink:href="#', f'xlink:href="#{prefix}-', text)
     text = re.sub(r"font: ([\d.]+)px [^;\"]*", r"font: \1px var(--font)", text)
     return text.replace("<svg ", f'<svg role="img" aria-label="{title}" ', 1)
-
-
-# A layer's explanation as a plot.
 
 
 _OURS, _THEIRS, _FLOOR, _WORSE = "#3b6fb6", "#8a8a8a", "#b8432f", "#c98b2b"
@@ -285,7 +281,7 @@ def _plot_contributions(axes: Any, explanation: LayerExplanation) -> None:
 
 
 def _telling(explanation: LayerExplanation) -> Comparison | None:
-    """The comparison with the largest ratio, as that of near equals tells little."""
+    """Return the comparison with the largest ratio; one of near equals explains little."""
     found = explanation.comparisons
     return max(found, key=lambda c: abs(math.log(c.ratio))) if found else None
 
@@ -324,5 +320,4 @@ def _plain(axes: Any) -> None:
 
 
 def _wrapped(text: str, width: int = _CONFIG_WIDTH) -> str:
-    """`text` on lines of at most `width` characters, broken at blanks."""
     return "\n".join(textwrap.wrap(text, width))

@@ -87,7 +87,7 @@ def read_evaluation(path: Path) -> Evaluated:
 
 
 def evaluated(figures: Mapping[str, Any], source: str) -> Evaluated:
-    """An evaluation from its figures, as its ``to_json`` has them; `source` is named in errors.
+    """Return an evaluation from its figures, as its ``to_json`` has them; errors name `source`.
 
     Raises:
         DataError: they are damaged.
@@ -126,8 +126,10 @@ def _layer(entry: Mapping[str, Any], bound: float) -> JudgedLayer:
 
 
 def _constant_bounds(figures: Mapping[str, Any]) -> list[float]:
-    """For each judged layer what a single bound would be, calibrated on all folds but its own,
-    which is the one that holds out the first of its networks."""
+    """Return a single bound for each judged layer, calibrated on all folds but its own.
+
+    Its fold is the one that holds out the first of its networks.
+    """
     fold_of = {name: i for i, fold in enumerate(figures["folds"]) for name in fold["networks"]}
     regret = np.array([float(entry["regret"]) for entry in figures["judged"]])
     fold = np.array([fold_of.get(entry["networks"][0], -1) for entry in figures["judged"]])
@@ -166,7 +168,7 @@ class Group:
 
     @classmethod
     def of(cls, name: str, layers: Sequence[JudgedLayer]) -> Group:
-        """The figures of `layers`, of which there is at least one."""
+        """Return the figures of at least one layer."""
         regret = np.array([layer.regret for layer in layers])
         bound = np.array([layer.bound for layer in layers])
         return cls(
@@ -190,7 +192,7 @@ def _geomean(values: NDArray[np.float64]) -> float:
 def grouped(
     layers: Iterable[JudgedLayer], names: Callable[[JudgedLayer], Iterable[str]]
 ) -> list[Group]:
-    """The groups that `names` puts layers in, in the order of their first layers."""
+    """Return the groups that `names` puts layers in, in the order of their first layers."""
     members: dict[str, list[JudgedLayer]] = {}
     for layer in layers:
         for name in names(layer):
@@ -203,7 +205,7 @@ def by_family(layers: Sequence[JudgedLayer]) -> list[Group]:
 
 
 def by_network(layers: Sequence[JudgedLayer]) -> list[Group]:
-    """Each layer counts in all networks that have it; the network that loses most comes first."""
+    """Group by network, the one that loses most first; a layer counts in all of its networks."""
     return sorted(grouped(layers, lambda layer: layer.networks), key=lambda g: (-g.geomean, g.name))
 
 
@@ -240,9 +242,6 @@ def _batch_names() -> list[str]:
     return [*names, f"{low} and more"]
 
 
-# How far measurements scatter.
-
-
 #: Upper ends of the groups of times, milliseconds.
 _TIMES_MS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.5)
 
@@ -271,7 +270,6 @@ def noise_by_family(timings: Sequence[Timings]) -> list[Noise]:
 
 
 def noise_by_time(timings: Sequence[Timings]) -> list[Noise]:
-    """By how long the config takes."""
     times = np.concatenate([t.time_ms for t in timings])
     spread = np.concatenate([t.spread_ms for t in timings]) / times
     group = np.searchsorted(_TIMES_MS, times)
@@ -294,9 +292,6 @@ def _of(name: str, spread: np.ndarray[tuple[int], np.dtype[np.float64]]) -> Nois
     if not len(known):
         return Noise(name, len(spread), float("nan"), float("nan"))
     return Noise(name, len(spread), float(np.median(known)), float(np.quantile(known, 0.95)))
-
-
-# The layers that a choice cost most, with what was measured of them.
 
 
 _FASTEST = 5  # configs that are told of beside the choice
@@ -343,7 +338,7 @@ class WorstLayer:
 
 
 def worst_layers(evaluated: Evaluated, dataset: Dataset | None, count: int) -> list[WorstLayer]:
-    """The `count` layers with the largest regret, the worst first."""
+    """Return the `count` layers with the largest regret, the worst first."""
     ordered = sorted(evaluated.layers, key=lambda layer: (-layer.regret, str(layer.problem)))
     of_layer = {} if dataset is None else {(t.problem, t.family): t for t in dataset.timings}
     found = []
@@ -363,8 +358,11 @@ def worst_layers(evaluated: Evaluated, dataset: Dataset | None, count: int) -> l
 
 
 def _measured(layer: JudgedLayer, timings: Timings) -> Sequence[Measured]:
-    """The fastest configs, and the one whose time is that of the choice: an evaluation names the
-    time and not the config, and two configs hardly have the same to the bit."""
+    """Return the fastest configs and the chosen one.
+
+    An evaluation names the time of its choice and not the config, and two configs hardly have the
+    same time to the bit.
+    """
     chosen = int(np.abs(timings.time_ms - layer.regret * layer.best_ms).argmin())
     order = np.argsort(timings.time_ms, kind="stable").tolist()
     shown = order[:_FASTEST]
@@ -382,13 +380,9 @@ def _measured(layer: JudgedLayer, timings: Timings) -> Sequence[Measured]:
     ]
 
 
-# How much a model's order of configs rests on each feature.
-#
-# A model's files leave out what LightGBM would count importances from, so they are measured: the
-# values of one feature are exchanged at random among many rows, and what counts is how far that
-# moves
-# the predicted times of a layer's configs against one another.
-
+# Importances. A model's files leave out LightGBM's own counts, so they are measured: the values of
+# one feature are exchanged at random among many rows, and the result is how far that moves the
+# predicted times of a layer's configs against one another.
 
 _LAYERS, _CONFIGS = 40, 32  # of a pool, and of each of these layers
 _SEED = 0
@@ -411,8 +405,10 @@ class Importance:
 
 
 def importances(model: Model) -> dict[str, list[Importance]]:
-    """The features of each pool of `model`, by the pool's name, the largest importance first, as
-    measured on layers of its data and the configs that it offers for them."""
+    """Return the features of each pool of `model`, the largest importance first.
+
+    They are measured on layers of its data and the configs that it offers for them.
+    """
     pools: dict[str, list[FamilyModel]] = {}
     for learned in model.families.values():
         pools.setdefault(learned.pool.name, []).append(learned)
@@ -444,7 +440,7 @@ def _of_pool(model: Model, members: Sequence[FamilyModel]) -> list[Importance]:
 def _features(
     model: Model, members: Sequence[FamilyModel], rng: np.random.Generator
 ) -> list[NDArray[np.float32]]:
-    """Those of some configs of some layers, one matrix a layer and family."""
+    """Return the features of some configs of some layers, one matrix a layer and family."""
     kind = model.operation.problem
     words = list(model.measured)
     found = []
@@ -461,8 +457,7 @@ def _features(
 
 
 def _within_layers(moved: NDArray[np.float64], layer: NDArray[np.intp]) -> NDArray[np.float64]:
-    """What is left of `moved` when each layer's mean is taken off: what moves all configs of a
-    layer alike changes no choice."""
+    """Return `moved` less each layer's mean, as moving all its configs alike changes no choice."""
     mean = np.bincount(layer, moved) / np.bincount(layer)
     return moved - mean[layer]
 

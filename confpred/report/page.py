@@ -52,7 +52,6 @@ def write_page(inputs: Inputs, path: Path, *, replace: bool = True) -> None:
 
 
 def page(inputs: Inputs) -> str:
-    """The text of the page."""
     environment = Environment(
         loader=FileSystemLoader(_FOLDER),
         autoescape=True,
@@ -158,9 +157,6 @@ def _plain(value: Any) -> str:
     return f"{value:,}" if type(value) is int else str(value)
 
 
-# What a page is made of: models, evaluations and measurements, each known by what it is.
-
-
 #: Of a file of measurements, what all rows of a run share.
 _RUN = ("device", "device_name", "driver", "cuda", "project", "run_id")
 
@@ -257,7 +253,7 @@ def read_inputs(
 
 
 def judge_here(folds: int, seed: int) -> Callable[[Dataset], Evaluated]:
-    """What judges as ``confpred evaluate`` does; it takes minutes."""
+    """Return a function that judges as ``confpred evaluate`` does, in minutes."""
 
     def judge(dataset: Dataset) -> Evaluated:
         figures = evaluate(dataset, Hyperparameters(), folds, seed).to_json()
@@ -276,7 +272,7 @@ def _check_digest(evaluation: Evaluated, dataset: Dataset) -> None:
 
 
 def _named(found: Sequence[Evaluated]) -> list[Evaluated]:
-    """The evaluations, told apart where several are of a device."""
+    """Return the evaluations, with a number where a device has more than one."""
     counts: dict[str, int] = {}
     named = []
     for evaluation in found:

@@ -53,7 +53,7 @@ class Table:
 
 
 def number(value: float, form: str = "{:.3f}") -> Cell:
-    """A number, or nothing where it is none."""
+    """Return a cell of a number; empty if it is not finite."""
     return Cell("") if not math.isfinite(value) else Cell(form.format(value), value)
 
 
@@ -66,7 +66,7 @@ def share(value: float) -> Cell:
 
 
 def regret_tables(evaluations: Sequence[Evaluated]) -> list[Table]:
-    """The figures by family, direction, dtype, batch and network."""
+    """Return the figures by family, direction, dtype, batch and network."""
     subjects: tuple[tuple[str, str, Groups], ...] = (
         ("By kernel family", "family", by_family),
         ("By direction", "direction", by_direction),
@@ -110,7 +110,6 @@ def regret_cells(group: Group) -> tuple[Cell, ...]:
 
 
 def summary_table(evaluations: Sequence[Evaluated]) -> Table:
-    """A row an evaluation."""
     rows = []
     for e in evaluations:
         top = e.figures.get("methods", {}).get("model", {}).get("top", {})
@@ -122,7 +121,7 @@ def summary_table(evaluations: Sequence[Evaluated]) -> Table:
 
 
 def whole_table(evaluations: Sequence[Evaluated]) -> Table:
-    """The whole answers, PyTorch's operator included, where it was measured."""
+    """Return the figures of whole answers, PyTorch's operator included, where it was measured."""
     rows = []
     for e in evaluations:
         whole = e.figures.get("whole")
@@ -134,7 +133,6 @@ def whole_table(evaluations: Sequence[Evaluated]) -> Table:
 
 
 def method_table(evaluations: Sequence[Evaluated]) -> Table:
-    """The model beside the baselines."""
     rows = []
     for e in evaluations:
         for name, s in e.figures.get("methods", {}).items():
@@ -146,7 +144,7 @@ def method_table(evaluations: Sequence[Evaluated]) -> Table:
 
 
 def coverage_table(evaluations: Sequence[Evaluated]) -> Table:
-    """How often the bound holds, by what it should not depend on."""
+    """Return how often the bound holds, by facts that it should not depend on."""
     rows = []
     for e in evaluations:
         everything = [Group.of("all", e.layers)]
@@ -172,7 +170,6 @@ def coverage_table(evaluations: Sequence[Evaluated]) -> Table:
 
 
 def noise_table(noise: Mapping[str, Sequence[Noise]]) -> Table:
-    """By family, for each device."""
     rows = [
         (
             Cell(device),
@@ -186,10 +183,6 @@ def noise_table(noise: Mapping[str, Sequence[Noise]]) -> Table:
     ]
     columns = ("device", "family", "configs", "median", "95 % quantile")
     return Table("Interquartile range over median, by family", columns, tuple(rows))
-
-
-# The verdict by a hold-out, where an evaluation has one: networks that no model is trained on,
-# with every legal config measured.
 
 
 _SPREAD = (
@@ -215,7 +208,7 @@ _FACTS = (
 
 
 def holdout_tables(evaluations: Sequence[Evaluated]) -> list[Table]:
-    """Regret, coverage and the worst answers; empty where no evaluation has a hold-out."""
+    """Return regret, coverage and the worst answers; empty if no evaluation has a hold-out."""
     verdicts = [(e.name, e.figures["holdout"]) for e in evaluations if e.figures.get("holdout")]
     if not verdicts:
         return []
@@ -228,7 +221,7 @@ def holdout_tables(evaluations: Sequence[Evaluated]) -> list[Table]:
 
 
 def holdout_facts(evaluation: Evaluated) -> dict[str, str]:
-    """What the hold-out of `evaluation` is, in words; empty where it has none."""
+    """Return the hold-out of `evaluation` in words; empty if it has none."""
     verdict = evaluation.figures.get("holdout") or {}
     facts = {words: _plain(verdict[key]) for key, words in _FACTS if key in verdict}
     for mode, speed in verdict.get("speed", {}).items():

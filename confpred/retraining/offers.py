@@ -46,7 +46,7 @@ class Costs:
     """What measuring takes, in seconds.
 
     Attributes:
-        row_s: of a config on the GPU (`benchmarks/sampling_rate.py`).
+        row_s: of a config on the GPU (`benchmarks/model/sampling_rate.py`).
         task_s: of a problem with one provider, whatever its configs: operands and a reference.
         kernel_s: of compiling a kernel, in one process.
         processes: compilations at a time.

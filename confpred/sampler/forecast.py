@@ -42,7 +42,7 @@ _CHUNK = 64
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """What is planned.
+    """Rows, kernels and seconds of a plan.
 
     Attributes:
         problems: that have something left to measure.
@@ -61,20 +61,23 @@ class Forecast:
 
     @property
     def compiling_s(self) -> float:
-        """Seconds of one core for the kernels that are missing."""
+        """Return the seconds of one core for the missing kernels."""
         return (self.kernels - self.compiled) * COMPILE_S
 
 
 def kernels_of(tasks: Sequence[Task]) -> list[KernelSpec]:
-    """The distinct kernels of `tasks`, in the order in which they are needed."""
+    """Return the distinct kernels of `tasks`, in the order in which they are needed."""
     return list(
         dict.fromkeys(kernel for task in tasks for step in task.kernels() for kernel in step)
     )
 
 
 def measuring_s(task: Task, device: Device) -> float:
-    """Seconds of one GPU for `task`: its replays, by the family's own estimate of each config, of
-    which the sum over the committed measurements is right to 7 %, and ``ROW_S`` a config."""
+    """Return the seconds of one GPU for `task`.
+
+    They are its replays, by the family's own estimate of each config, and ``ROW_S`` a config. The
+    sum over the committed measurements is right to 7 %.
+    """
     if task.provider == PYTORCH:
         return PYTORCH_S[task.cudnn_mode]
     family = all_families()[task.provider]
@@ -85,7 +88,7 @@ def measuring_s(task: Task, device: Device) -> float:
 
 
 def forecast(tasks: Sequence[Task], kernels: Sequence[KernelSpec], device: Device) -> Forecast:
-    """What `tasks`, which need `kernels`, come to on `device`.
+    """Return the rows and seconds of `tasks`, which need `kernels`, on `device`.
 
     Raises:
         MissingExtra: the compiler is not installed, whose version the cache tells apart.

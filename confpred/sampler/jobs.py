@@ -70,13 +70,8 @@ def measure_job(job: MeasureJob, report: Callable[[int], None]) -> list[Outcome]
     return measure(task.problem, family, task.config_ids, report=report, **where)
 
 
-# Compiles the kernels of tasks into the kernel cache, in parallel and in the tasks' order.
-#
 # NVRTC scales with processes, not with threads. Compilation overlaps measurement: the times come
-# from
-# device events around CUDA graphs, which a busy CPU does not disturb, and GPU time is what is
-# scarce.
-
+# from device events around CUDA graphs, which a busy CPU does not disturb, and GPU time is scarce.
 
 #: Far above the seconds that the largest kernel takes.
 _SILENCE_S = 180.0
@@ -129,8 +124,10 @@ class Compilers:
                 worker.start(CompileJob(self._todo.popleft(), self._arch))
 
     def next_ready(self, wanted: Callable[[Task], bool] = lambda task: True) -> Task | None:
-        """The first task that is `wanted` and whose kernels are all compiled or refused; each
-        comes once."""
+        """Return the first task that is `wanted` and has all kernels compiled or refused.
+
+        Each task comes once.
+        """
         passed: list[int] = []
         found: Task | None = None
         while self._ready and found is None:
@@ -144,7 +141,7 @@ class Compilers:
         return found
 
     def connections(self) -> list[Connection]:
-        """What to wait for until the next `step`."""
+        """Return the connections to wait for until the next `step`."""
         busy = [worker for worker in self._workers if worker.job is not None]
         return [worker.connection for worker in busy if worker.connection is not None]
 
@@ -171,9 +168,6 @@ class Compilers:
             self._missing[index] -= 1
             if not self._missing[index]:
                 heapq.heappush(self._ready, index)
-
-
-# One GPU and its worker processes: measures one task after the other, and survives crashes.
 
 
 #: A task that cost this many processes, or this many before any config was launched (too large for
@@ -230,11 +224,11 @@ class GpuWorker:
 
     @property
     def task(self) -> Task | None:
-        """The task in flight."""
+        """Return the task in flight."""
         return self._task
 
     def connections(self) -> list[Connection]:
-        """What to wait for until the next `poll`."""
+        """Return the connections to wait for until the next `poll`."""
         connection = self._worker.connection
         return [connection] if self._worker.job is not None and connection is not None else []
 
@@ -248,7 +242,7 @@ class GpuWorker:
         self._launch(task)
 
     def poll(self) -> Finished | None:
-        """The end of the task in flight, or None; never waits.
+        """Return the end of the task in flight, or None; never waits.
 
         Raises:
             LaunchError: the GPU fails whatever it is given.
@@ -278,7 +272,7 @@ class GpuWorker:
             self._worker.start(MeasureJob(rest, self.ordinal, self._seed))
 
     def _blame(self, task: Task, failed: Failed) -> Finished | None:
-        """The config reported last is the culprit; measure the others again, in a new process."""
+        """Blame the config reported last, and measure the others again in a new process."""
         self._failures.append(failed)
         if failed.reported in self._left:
             self._left.remove(failed.reported)

@@ -42,7 +42,7 @@ def show_progress(console: Console, budget_s: float | None) -> Iterator[Callable
 
 
 def state(tally: Tally, budget_s: float | None) -> str:
-    """Rate, time left and failures, in words."""
+    """Return rate, time left and failures, in words."""
     parts = []
     if tally.rows and tally.elapsed_s:
         rate = tally.rows / tally.elapsed_s
@@ -57,7 +57,7 @@ def state(tally: Tally, budget_s: float | None) -> str:
 
 
 def duration(seconds: float) -> str:
-    """`seconds` as a text such as ``1h02m03s`` or ``40s``."""
+    """Return a text such as ``1h02m03s`` or ``40s``."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     if hours:
@@ -84,7 +84,7 @@ def _log_lines(console: Console, budget_s: float | None) -> Callable[[Tally], No
 
 
 def summary(tally: Tally, folder: Path, gpus: int) -> str:
-    """What a run did, to be printed at its end."""
+    """Return the text that ends a run."""
     done = f"{tally.rows} of {tally.total_rows} rows, {tally.tasks} of {tally.total_tasks} problems"
     lines = [f"{done} in {duration(tally.elapsed_s)}, {tally.kernels} kernels compiled"]
     if tally.measuring_s:
@@ -96,12 +96,9 @@ def summary(tally: Tally, folder: Path, gpus: int) -> str:
     return "\n".join([*lines, f"measurements are in {folder}"])
 
 
-# Ctrl-C as a count to look at, so that it never cuts a write or a message in two.
-
-
 @dataclass(slots=True)
 class Interrupts:
-    """How often the user asked to stop, and by which signal the last time."""
+    """Count of the user's requests to stop, and the last signal."""
 
     count: int = 0
     signal: int = 0

@@ -27,7 +27,7 @@ from confpred.data.measurements import Measurement, Run, problem_of_row
 from confpred.data.parquet import problem_columns, read_shards, schema, write
 from confpred.data.suites import Suite
 from confpred.errors import FolderBusy, InvalidInput, LaunchError, StorageError
-from confpred.families.protocol import PYTORCH, Candidate
+from confpred.families.protocol import PYTORCH
 from confpred.families.registry import operation_of
 from confpred.measure.timing import Outcome
 from confpred.problem.device import Device, get_device
@@ -42,7 +42,7 @@ _TICK_SECONDS = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How to sample.
+    """Settings of a run.
 
     Attributes:
         seed: of the order of problems, the choice of configs, and the order of timed rounds.
@@ -75,7 +75,7 @@ class Settings:
 
 @dataclass(slots=True)
 class Tally:
-    """How far a run is; it is updated while the run goes on.
+    """Progress of a run; it is updated while the run goes on.
 
     Attributes:
         rows, total_rows: rows that this run has so far, and rows that it is planned to have.
@@ -203,7 +203,7 @@ def plan(
     settings: Settings,
     measured: Mapping[Measured, AbstractSet[str]],
 ) -> list[Task]:
-    """What a run is to measure, in its order; `measured` is what the folder has."""
+    """Return what a run is to measure, in its order; the folder has `measured` already."""
     return tasks_left(
         suite,
         device,
@@ -259,13 +259,14 @@ def _collect(gpus: list[GpuWorker], store: Store, tally: Tally) -> None:
             if not finished.task.anchor:
                 tally.take(finished)
             now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-            rows = [_row(finished.task, o, gpu.run, now) for o in finished.outcomes]
-            store.add(rows, anchors=finished.task.anchor)
+            task = finished.task
+            facts = (task.problem, task.networks, task.provider, task.source_digest, gpu.run)
+            store.add([Measurement(*facts, o, now) for o in finished.outcomes], anchors=task.anchor)
     store.flush(only_if_due=True)
 
 
 def _refused(task: Task, compilers: Compilers) -> list[Outcome]:
-    """The configs of `task` whose kernels do not compile."""
+    """Return an outcome for each config of `task` whose kernels do not compile."""
     if not compilers.errors:
         return []
     return [
@@ -275,36 +276,9 @@ def _refused(task: Task, compilers: Compilers) -> list[Outcome]:
     ]
 
 
-def _row(task: Task, outcome: Outcome, run: Run, now: str) -> Measurement:
-    return Measurement(
-        problem=task.problem,
-        networks=task.networks,
-        candidate=Candidate(task.provider, outcome.config_id),
-        source_digest=task.source_digest,
-        cudnn=outcome.cudnn,
-        cudnn_mode=outcome.cudnn_mode,
-        run=run,
-        status=outcome.status,
-        time_ms=outcome.time_ms,
-        spread_ms=outcome.spread_ms,
-        samples=outcome.samples,
-        registers=outcome.registers,
-        local_bytes=outcome.local_bytes,
-        smem_bytes=outcome.smem_bytes,
-        error=outcome.error,
-        sm_clock_mhz=outcome.sm_clock_mhz,
-        message=outcome.message,
-        time=now,
-    )
-
-
-# Measurements on disk: a folder of Parquet shards that is written by one sampler at a time.
-#
-# A shard is written whole or not at all, every few seconds, so a process killed at any moment loses
-# only those seconds. `confpred.data.parquet` makes of them the one sorted file that is committed
-# and
-# trained on.
-
+# The store: a folder of Parquet shards that one sampler at a time writes to. A shard is written
+# whole or not at all, every few seconds, so a process killed at any moment loses only those
+# seconds. `confpred.data.parquet` joins them to the sorted file that is committed and trained on.
 
 FLUSH_ROWS = 20_000
 FLUSH_SECONDS = 5.0
@@ -312,8 +286,7 @@ FLUSH_SECONDS = 5.0
 
 @contextlib.contextmanager
 def open_store(folder: Path, run_id: str, operation: Operation) -> Iterator[Store]:
-    """The store of `folder` for problems of `operation`, held by this process alone while the
-    `with` block lasts.
+    """Yield the store of `folder` for problems of `operation`, held by this process alone.
 
     Raises:
         FolderBusy: another sampler holds the folder (a lock of a dead process does not count).
@@ -336,8 +309,9 @@ def open_store(folder: Path, run_id: str, operation: Operation) -> Iterator[Stor
 
 
 def measured_in(folder: Path, operation: Operation, device: str) -> dict[Measured, set[str]]:
-    """The configs that have a row of the device with this key in a folder of shards, whatever its
-    status; of PyTorch's operator, which has one config, the modes of cuDNN.
+    """Return the configs that have a row of this device in a folder of shards, whatever its status.
+
+    PyTorch's operator has one config; its entries are the modes of cuDNN.
 
     Raises:
         DataError: a shard is damaged or foreign.
@@ -371,7 +345,6 @@ class Store:
         self._flushed = time.monotonic()
 
     def measured(self, device: str) -> dict[Measured, set[str]]:
-        """What the folder has of the device with this key; see `measured_in`."""
         return measured_in(self.folder, self._operation, device)
 
     def add(self, rows: Sequence[Measurement], *, anchors: bool = False) -> None:
@@ -403,11 +376,8 @@ class Store:
                 rows.clear()
 
 
-# Which GPUs to sample on, and what their rows record about them.
-
-
 def find_gpus(gpus: str) -> dict[int, Run]:
-    """CUDA device -> what the rows of one run share there; each GPU has a run id of its own.
+    """Return the `Run` of each CUDA device; each GPU has a run id of its own.
 
     Args:
         gpus: ``all``, or CUDA device numbers such as ``0,1``.
@@ -440,7 +410,7 @@ def find_gpus(gpus: str) -> dict[int, Run]:
 
 
 def _project() -> str:
-    """The version and the commit: ``$CONFPRED_COMMIT``, or that of the checkout if this is one."""
+    """Return the version and the commit: ``$CONFPRED_COMMIT``, or that of this checkout."""
     if commit := os.environ.get("CONFPRED_COMMIT"):
         return f"{__version__}+{commit}"
     folder = Path(__file__).parents[1]

@@ -53,7 +53,7 @@ class Task:
     anchor: bool = False
 
     def kernels(self) -> list[tuple[KernelSpec, ...]]:
-        """The kernels to compile for each of `config_ids`."""
+        """Return the kernels to compile for each of `config_ids`."""
         family = all_families().get(self.provider)
         if family is None:
             return [() for _ in self.config_ids]
@@ -62,7 +62,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What rows in the folder have in common; a kernel that has changed since is measured again."""
+    """Facts that rows in the folder share; a kernel that has changed since is measured again."""
 
     problem: Record
     provider: str
@@ -82,7 +82,7 @@ def tasks_left(
     cudnn_modes: Sequence[str] = (BENCHMARK,),
     measured: Mapping[Measured, AbstractSet[str]],
 ) -> list[Task]:
-    """The tasks left, problems in random order so that a run cut short leaves a fair sample.
+    """Return the tasks left, problems in random order so that a run cut short leaves a fair sample.
 
     Args:
         suite: the problems; one that occurs twice counts once, with the networks of both.
@@ -152,24 +152,21 @@ def _choose(
     return [int(row) for row in rows]
 
 
-# *Anchors*: a few configs that every run measures again on every GPU.
-#
-# What a config takes differs between GPUs of one kind, and between the days on which one was lent.
-# The same few configs in every run tell by how much (`confpred.training.dataset`). Their rows lie
-# in
-# shards of their own, and no model learns from them. The file is one object::
+# *Anchors* are a few configs that every run measures again on every GPU. The time of a config
+# differs between GPUs of one model, and between days; anchors show by how much
+# (`confpred.training.dataset`). Their rows are in shards of their own, and no model learns from
+# them. The file is one object::
 #
 #     {"format": "confpred-anchors/1", "anchors": [
 #       {"problem": {"n": 32, "c": 128, ...}, "family": "grouped_fprop", "config": "block_n=1 ..."},
 #       ...]}
-
 
 FORMAT = "confpred-anchors/1"
 MAX_ANCHORS = 32
 
 
 def read_anchors(path: Path, device: Device) -> tuple[Task, ...]:
-    """The anchors in the file at `path`, a task each.
+    """Return the anchors in the file at `path`, a task each.
 
     Raises:
         DataError: the file cannot be read, is not one of anchors, or holds none or too many.

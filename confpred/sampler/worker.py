@@ -37,7 +37,7 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """How a job ended without a result; its process is gone.
+    """End of a job without a result; its process is gone.
 
     Attributes:
         how: ``error`` (the job raised), ``died`` (the process ended) or ``silent`` (it was killed
@@ -71,7 +71,7 @@ class Worker:
 
     @property
     def job(self) -> Any:
-        """The job in flight; None when the worker is free."""
+        """Return the job in flight; None when the worker is free."""
         return self._job
 
     def start(self, job: Any) -> None:
@@ -84,7 +84,7 @@ class Worker:
             self.connection.send(job)
 
     def poll(self) -> Done | Failed | None:
-        """How the job in flight has ended, None while it goes on; never waits."""
+        """Return how the job in flight has ended, None while it goes on; never waits."""
         if self._job is None or self.connection is None:
             return None
         try:

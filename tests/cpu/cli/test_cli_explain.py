@@ -71,7 +71,7 @@ def test_a_plot_is_written_whole_and_the_same_again(model_folder, tmp_path, name
         (("--gpu", "h100"), "give either --layer or --network"),
         (("--layer", LAYER), "Missing option '--device'"),
         (("--gpu", "tpu", "--layer", LAYER), "device='tpu' is not allowed; allowed: h100"),
-        (("--gpu", "h100", "--layer", "n=1"), "c=None is not allowed"),
+        (("--gpu", "h100", "--layer", "n=1"), "c is missing"),
         (("--gpu", "h100", "--layer", LAYER, "--top", 99), "99 is not in the range 1<=x<=32"),
         (
             ("--gpu", "h100", "--layer", LAYER, "--layer", LAYER, "--plot", "x.png"),

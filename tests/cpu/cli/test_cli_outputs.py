@@ -150,7 +150,7 @@ def test_merge_never_overwrites_its_shards(shards: Path, tmp_path: Path) -> None
     before = shard.read_bytes()
     for name in inputs(tmp_path, shard):
         for force in (), ("--force",):
-            refused(confpred("merge", shards, name, *force), "file that is not read as well")
+            refused(confpred("merge", shards, name, *force), "file that is not an input")
     refused(confpred("merge", shards, shards / "rows-all.parquet"), "shard of")
     assert len(shards_in(shards)) == 2
     assert shard.read_bytes() == before
@@ -166,7 +166,7 @@ def test_merge_into_a_folder_adds_a_part_and_changes_none(shards: Path, tmp_path
     assert (done.returncode, done.stdout) == (0, f"no rows that {parts} lacks\n")
     assert list(parts.iterdir()) == [part]
     assert part.read_bytes() == before
-    refused(confpred("merge", parts, part, "--force"), "file that is not read as well")
+    refused(confpred("merge", parts, part, "--force"), "file that is not an input")
     refused(confpred("merge", parts, shards), "without a sampler's shards")
 
 
@@ -183,7 +183,7 @@ def test_other_commands_never_overwrite_their_inputs(
         (*export, suite),
     ):
         before = Path(str(words[-1])).read_bytes()
-        refused(confpred(*words), "is not allowed; allowed: a file that is not read as well")
+        refused(confpred(*words), "is not allowed; allowed: a file that is not an input")
         assert Path(str(words[-1])).read_bytes() == before
 
 

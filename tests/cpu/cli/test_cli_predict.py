@@ -104,7 +104,7 @@ def test_a_bound_that_is_not_accepted_names_pytorchs_operator(model_folder):
         (("--device", "h100", "--layer", LAYER, "--network", "/dev/null"), "give either"),
         (("--layer", LAYER), "Missing option '--device'"),
         (("--device", "tpu", "--layer", LAYER), "device='tpu' is not allowed; allowed: h100"),
-        (("--device", "h100", "--layer", "n=1"), "c=None is not allowed"),
+        (("--device", "h100", "--layer", "n=1"), "c is missing"),
         (("--device", "h100", "--layer", "n=nan " + LAYER[5:]), "n='nan' is not allowed"),
         (("--device", "h100", "--layer", "32 images"), "layer='32' is not allowed"),
         (("--device", "h100", "--layer", LAYER, "--top", 0), "0 is not in the range 1<=x<=32"),

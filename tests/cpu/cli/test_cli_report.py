@@ -71,7 +71,7 @@ def test_what_is_wrong_is_named(measurements, evaluation_file, model_folder, tmp
     assert "with --force one that exists" in report(model_folder, "--out", out).stderr
     assert out.read_text() == "mine"
     done = report(evaluation_file, "--out", evaluation_file, "--force")
-    assert "a file that is not read as well" in done.stderr
+    assert "a file that is not an input" in done.stderr
 
 
 def test_help_teaches_by_example():

@@ -120,7 +120,7 @@ def test_what_is_wrong_is_told_as_by_the_library(url: str) -> None:
     with Client(url) as client:
         with pytest.raises(UnknownDevice):
             client.choose(LAYER, "gtx")
-        with pytest.raises(InvalidInput, match=r"problem=None is not allowed"):
+        with pytest.raises(InvalidInput, match=r"problem is missing"):
             client.choose_many([LAYER, None], "h100")
         with pytest.raises(InvalidInput, match=r"top=33 is not allowed"):
             client.rank(LAYER, "h100", 33)

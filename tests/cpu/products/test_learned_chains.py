@@ -22,6 +22,7 @@ from confpred.data.suites import read_suite
 from confpred.families.protocol import PYTORCH_OPERATOR, Candidate
 from confpred.families.kernel_text import identity_of
 from confpred.families.registry import families_of
+from confpred.measure.timing import Outcome
 from confpred.predict.predictor import Predictor
 from confpred.problem.device import get_device
 from confpred.problem.limits import Limits
@@ -36,8 +37,9 @@ noise = np.random.default_rng(0)
 rows, best = [], {}
 
 def row(entry, candidate, digest, ms):
-    return Measurement(entry.problem, entry.networks, candidate, digest, "", "", run, "ok", ms,
-        ms * 0.01, 20, 32, 0, 0, 1e-4, 1980, "", "2026-01-01T00:00:00Z").to_row()
+    outcome = Outcome(candidate.config_id, "ok", ms, ms * 0.01, 20, 32, 0, 0, 1e-4, 1980)
+    return Measurement(entry.problem, entry.networks, candidate.provider, digest, run, outcome,
+        "2026-01-01T00:00:00Z").to_row()
 
 for entry in read_suite(suite).entries:
     problem, times = entry.problem, []

@@ -7,11 +7,15 @@ import shutil
 from dataclasses import replace
 from itertools import islice, pairwise
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import synthetic
 
+from benchmarks import tables
+from benchmarks.host import predict_latency
+from benchmarks.kernels import conv_vs_cudnn, in_situ
+from benchmarks.model import transfer
+from benchmarks.model import transfer_holdout as elsewhere
 from confpred.families.registry import all_families
 from confpred.model.features import pools
 from confpred.problem.conv2d import DIRECTIONS, Problem
@@ -20,26 +24,7 @@ from confpred.training.dataset import read_dataset
 from confpred.training.holdout import read_holdout
 
 
-@pytest.fixture
-def conv_vs_cudnn(repository, monkeypatch) -> ModuleType:
-    monkeypatch.syspath_prepend(repository / "benchmarks")
-    import conv_vs_cudnn
-
-    return conv_vs_cudnn
-
-
-@pytest.fixture
-def in_situ(conv_vs_cudnn) -> ModuleType:
-    return __import__("in_situ")
-
-
-@pytest.fixture
-def predict_latency(repository, monkeypatch) -> ModuleType:
-    monkeypatch.syspath_prepend(repository / "benchmarks")
-    return __import__("predict_latency")
-
-
-def test_latency_is_of_layers_of_every_kind_and_direction(predict_latency):
+def test_latency_is_of_layers_of_every_kind_and_direction():
     assert {kind.partition(", ")[2] for kind in predict_latency.KINDS} == set(DIRECTIONS)
     for kind in predict_latency.KINDS:
         family, h100 = all_families()[kind.replace(", ", "_")], get_device("h100")
@@ -59,7 +44,7 @@ def _times(cudnn_ms: float, ours_ms: float) -> dict[str, float]:
     }
 
 
-def test_every_network_has_problems_of_every_direction(conv_vs_cudnn):
+def test_every_network_has_problems_of_every_direction():
     problems = conv_vs_cudnn.problems()
     for name in conv_vs_cudnn.NETWORKS:
         of_network = {p.direction for p, networks in problems.items() if name in networks}
@@ -67,12 +52,12 @@ def test_every_network_has_problems_of_every_direction(conv_vs_cudnn):
     assert len({p.layer() for p in problems}) > 100
 
 
-def test_a_held_out_model_leaves_all_the_networks_out(conv_vs_cudnn):
+def test_a_held_out_model_leaves_all_the_networks_out():
     words = conv_vs_cudnn.exclusions().split()
     assert words[1::2] == list(conv_vs_cudnn.NETWORKS)
 
 
-def test_the_smaller_of_the_two_ratios_counts(conv_vs_cudnn):
+def test_the_smaller_of_the_two_ratios_counts():
     row = {"problem": "n=64 c=8 h=9 w=9 k=8 r=3 s=3 groups=8", "family": "any"}
     times = {"heuristics": _times(3.0, 1.0), "benchmark": _times(1.8, 0.9)}
     found = conv_vs_cudnn.joined(row, times)
@@ -81,7 +66,7 @@ def test_the_smaller_of_the_two_ratios_counts(conv_vs_cudnn):
     assert found["noise"] == pytest.approx(0.01)
 
 
-def test_pytorchs_operator_is_as_fast_as_cudnns_best(conv_vs_cudnn):
+def test_pytorchs_operator_is_as_fast_as_cudnns_best():
     row = {"problem": "n=64 c=8 h=9 w=9 k=8 r=3 s=3 groups=8", "family": None}
     times = {
         mode: {"floor_ms": 0.5, "cudnn_ms": ms}
@@ -91,7 +76,7 @@ def test_pytorchs_operator_is_as_fast_as_cudnns_best(conv_vs_cudnn):
     assert (found["ours_ms"], found["speedup"], found["floor_share"]) == (2.0, 1.0, 0.25)
 
 
-def test_the_summary_is_by_kind_and_direction(conv_vs_cudnn):
+def test_the_summary_is_by_kind_and_direction():
     times = {"heuristics": _times(4.0, 1.0), "benchmark": _times(4.0, 1.0)}
     lost = {"heuristics": _times(0.9, 1.0), "benchmark": _times(0.9, 1.0)}
     rows = [
@@ -107,14 +92,14 @@ def test_the_summary_is_by_kind_and_direction(conv_vs_cudnn):
     assert (grouped["kind"], grouped["direction"], grouped["slower"]) == ("grouped", "wgrad", 1)
 
 
-def test_a_run_goes_on_only_with_its_like(conv_vs_cudnn, repository):
+def test_a_run_goes_on_only_with_its_like(repository):
     recorded = json.loads((repository / "benchmarks/results/h100/conv_vs_cudnn.json").read_text())
     assert conv_vs_cudnn.earlier_layers(recorded, recorded) == recorded["layers"]
     with pytest.raises(SystemExit, match="is of driver"):
         conv_vs_cudnn.earlier_layers(recorded, recorded | {"driver": "1.0"})
 
 
-def test_the_layers_in_situ_are_the_networks_own(repository, in_situ):
+def test_the_layers_in_situ_are_the_networks_own(repository):
     networks = json.loads((repository / "datasets" / "networks.json").read_text())["networks"]
     for name, text in in_situ.LAYERS:
         problem = Problem.parse(text)
@@ -123,12 +108,12 @@ def test_the_layers_in_situ_are_the_networks_own(repository, in_situ):
         assert problem.q == problem.w
 
 
-def test_agreement_of_rankings(in_situ):
+def test_agreement_of_rankings():
     assert in_situ.agreement([1, 2, 3], [2, 3, 9]) == pytest.approx((1, 1))
     assert in_situ.agreement([1, 2, 3], [9, 3, 2]) == pytest.approx((-1, -1))
 
 
-def test_the_spread_has_the_fastest_and_the_predicted(in_situ):
+def test_the_spread_has_the_fastest_and_the_predicted():
     times = {("any", row): 1.0 + 0.1 * row for row in range(40)}
     chosen = in_situ.spread(times, ("any", 30))
     assert ("any", 0) in chosen
@@ -137,13 +122,7 @@ def test_the_spread_has_the_fastest_and_the_predicted(in_situ):
     assert all(times[c] <= in_situ.RANGE for c in chosen if c != ("any", 30))
 
 
-@pytest.fixture
-def transfer(repository, monkeypatch) -> ModuleType:
-    monkeypatch.syspath_prepend(repository / "benchmarks")
-    return __import__("transfer")
-
-
-def test_a_share_of_layers_holds_the_smaller_ones(transfer, measurements):
+def test_a_share_of_layers_holds_the_smaller_ones(measurements):
     dataset = read_dataset([measurements])
     (pool,) = pools([all_families()["grouped_fprop"]])
     examples = transfer.examples_of(dataset, {"grouped_fprop": pool})
@@ -156,7 +135,7 @@ def test_a_share_of_layers_holds_the_smaller_ones(transfer, measurements):
 
 
 @pytest.mark.slow(reason="folds are trained for each share of the layers")
-def test_a_device_is_learned_from_another(transfer, measurements):
+def test_a_device_is_learned_from_another(measurements):
     """A source device equal to the target knows everything: no problem of the target is needed."""
     dataset = read_dataset([measurements])
     found = transfer.curve(dataset, dataset, (0.0, 1.0), folds=2, draws=1, seed=0)
@@ -169,8 +148,7 @@ def test_a_device_is_learned_from_another(transfer, measurements):
     assert 1 <= rows[1.0, "alone"]["top8"] <= rows[1.0, "alone"]["geomean"] < 1.5
 
 
-def test_a_whole_model_is_judged_elsewhere(transfer, measurements, model_folder, tmp_path):
-    elsewhere, tables = map(__import__, ("transfer_holdout", "tables"))
+def test_a_whole_model_is_judged_elsewhere(measurements, model_folder, tmp_path):
     giver = read_dataset([measurements])
     asker = replace(giver, device=get_device("h200"), others=(giver,))
     assert elsewhere.with_share(asker, 0.0, 0) is giver

@@ -9,11 +9,14 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+
+from benchmarks import tables
+from benchmarks.networks import network_models, network_tables, networks
+from benchmarks.networks import network_steps as steps
 
 FACTS = {
     "date": "2026-01-01",
@@ -54,26 +57,6 @@ sys.meta_path.insert(0, Finder())
 """
 
 
-@pytest.fixture(autouse=True)
-def benchmarks(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(repository / "benchmarks")
-
-
-@pytest.fixture
-def networks() -> ModuleType:
-    return __import__("networks")
-
-
-@pytest.fixture
-def steps() -> ModuleType:
-    return __import__("network_steps")
-
-
-@pytest.fixture
-def tables() -> ModuleType:
-    return __import__("tables")
-
-
 def _row(network: str, way: str, over: float | None = None, **others: Any) -> dict[str, Any]:
     row = {"network": network, "mode": "training", "batch": 32, "way": way}
     return row | ({} if over is None else {"over_eager": over}) | others
@@ -82,7 +65,7 @@ def _row(network: str, way: str, over: float | None = None, **others: Any) -> di
 # Merging
 
 
-def test_a_later_run_replaces_its_own_rows_only(networks: ModuleType) -> None:
+def test_a_later_run_replaces_its_own_rows_only() -> None:
     first = networks.merged({}, [_row("a", "eager", 1.0), _row("b", "eager", 1.5)], FACTS)
     later = FACTS | {"commit": "def"}
     new = [_row("b", "eager", 2.0), _row("b", "eager", 3.0, batch=1), _row("b", "again", 4.0)]
@@ -99,7 +82,7 @@ def test_a_later_run_replaces_its_own_rows_only(networks: ModuleType) -> None:
     assert [facts["commit"] for facts in last["runs"].values()] == ["def"]
 
 
-def test_an_error_takes_the_place_of_a_figure(networks: ModuleType) -> None:
+def test_an_error_takes_the_place_of_a_figure() -> None:
     known = networks.merged({}, [_row("a", "optimize", 2.0)], FACTS)
     both = networks.merged(known, [_row("a", "optimize", error="no")], FACTS)
     (row,) = both["rows"]
@@ -107,7 +90,7 @@ def test_an_error_takes_the_place_of_a_figure(networks: ModuleType) -> None:
     assert "over_eager" not in row
 
 
-def test_a_ratio_is_of_times_of_one_round(steps: ModuleType) -> None:
+def test_a_ratio_is_of_times_of_one_round() -> None:
     assert steps.ratio([6.0, 60.0, 600.0], [3.0, 20.0, 600.0]) == 2.0
     assert steps.ratio([], [1.0]) is None
     with pytest.raises(ValueError, match="argument 2"):
@@ -129,29 +112,27 @@ def _task(ways: list[str]) -> dict[str, Any]:
     ],
 )
 def test_a_process_that_fails_is_an_error_of_every_way(
-    networks: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, told: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, told: str
 ) -> None:
     (tmp_path / "network_steps.py").write_text(text)
-    monkeypatch.setattr(networks, "HERE", tmp_path)
+    monkeypatch.setattr(networks, "STEPS", (sys.executable, str(tmp_path / "network_steps.py")))
     task = _task(["eager", "optimize"])
     rows = networks.rows_of(task, *networks.Started(task, False).finish(60))
     assert [(row["way"], row["error"]) for row in rows] == [("eager", told), ("optimize", told)]
 
 
 def test_a_process_is_stopped_when_its_time_is_over(
-    networks: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "network_steps.py").write_text("import time; time.sleep(60)")
-    monkeypatch.setattr(networks, "HERE", tmp_path)
+    monkeypatch.setattr(networks, "STEPS", (sys.executable, str(tmp_path / "network_steps.py")))
     assert networks.Started({}, False).finish(0.5) == (None, "stopped for want of time")
 
 
-def test_a_cold_process_has_empty_caches(
-    networks: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cold_process_has_empty_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = "import json, os, sys; open(sys.argv[2], 'w').write(json.dumps(dict(os.environ)))"
     (tmp_path / "network_steps.py").write_text(text)
-    monkeypatch.setattr(networks, "HERE", tmp_path)
+    monkeypatch.setattr(networks, "STEPS", (sys.executable, str(tmp_path / "network_steps.py")))
     monkeypatch.setenv("CONFPRED_CACHE_DIR", "mine")
     names = ("CONFPRED_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
     warm, cold = (networks.Started({}, is_cold).finish(60)[0] for is_cold in (False, True))
@@ -159,9 +140,7 @@ def test_a_cold_process_has_empty_caches(
     assert not any(Path(cold[name]).exists() for name in names)
 
 
-def _measured(
-    networks: ModuleType, monkeypatch: pytest.MonkeyPatch, words: list[str]
-) -> list[dict[str, Any]]:
+def _measured(monkeypatch: pytest.MonkeyPatch, words: list[str]) -> list[dict[str, Any]]:
     """Return the tasks of a run with these words, of which each succeeds."""
     tasks: list[dict[str, Any]] = []
 
@@ -181,25 +160,25 @@ def _measured(
 
 
 def test_a_run_goes_on_with_what_is_not_recorded(
-    networks: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = ["--networks", "resnet18", "--ways", "eager,freeze", "--out", str(tmp_path)]
-    (task,) = _measured(networks, monkeypatch, [*words, "--modes", "inference", "--batches", "1"])
+    (task,) = _measured(monkeypatch, [*words, "--modes", "inference", "--batches", "1"])
     assert task["ways"] == ["eager", "freeze"]
-    more = _measured(networks, monkeypatch, [*words, "--batches", "1,16", "--resume"])
+    more = _measured(monkeypatch, [*words, "--batches", "1,16", "--resume"])
     shown = [(task["mode"], task["batch"], task["ways"]) for task in more]
     assert shown == [
         ("training", 1, ["eager"]), ("inference", 16, ["eager", "freeze"]),
         ("training", 16, ["eager"]),
     ]  # fmt: skip
     assert len(json.loads((tmp_path / "networks.json").read_text())["rows"]) == 6
-    assert _measured(networks, monkeypatch, [*words, "--budget", "1"]) == []
+    assert _measured(monkeypatch, [*words, "--budget", "1"]) == []
 
 
 def test_cold_first_steps_are_a_result_of_their_own(
-    networks: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _measured(networks, monkeypatch, ["--cold", "--networks", "resnet18", "--out", str(tmp_path)])
+    _measured(monkeypatch, ["--cold", "--networks", "resnet18", "--out", str(tmp_path)])
     assert [path.name for path in tmp_path.iterdir()] == ["networks_cold.json"]
 
 
@@ -214,7 +193,7 @@ def test_cold_first_steps_are_a_result_of_their_own(
     ],
 )
 def test_what_is_no_result_is_refused(
-    networks: ModuleType, capsys: pytest.CaptureFixture[str], words: list[str], told: str
+    capsys: pytest.CaptureFixture[str], words: list[str], told: str
 ) -> None:
     with pytest.raises(SystemExit):
         networks.parsed(words)
@@ -235,12 +214,10 @@ def _conv() -> torch.nn.Module:
 
 
 def _setting(mode: str = "inference") -> Any:
-    return __import__("network_models").Setting("net", mode, 2, 8, "cpu")
+    return network_models.Setting("net", mode, 2, 8, "cpu")
 
 
-def test_a_way_that_fails_leaves_the_others(
-    steps: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_way_that_fails_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     started: Callable[..., Any] = steps.started
 
     def sometimes(name: str, base: torch.nn.Module, *others: Any) -> Any:
@@ -254,9 +231,7 @@ def test_a_way_that_fails_leaves_the_others(
     assert found["again"]["ms"] > 0
 
 
-def test_a_way_that_computes_something_else_is_an_error(
-    steps: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_way_that_computes_something_else_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     started: Callable[..., Any] = steps.started
 
     def wrong(name: str, base: torch.nn.Module, *others: Any) -> Any:
@@ -270,7 +245,7 @@ def test_a_way_that_computes_something_else_is_an_error(
     assert "error" not in found["eager"]
 
 
-def test_what_training_is_compared_by_are_gradients(steps: ModuleType) -> None:
+def test_what_training_is_compared_by_are_gradients() -> None:
     base, setting = _conv(), _setting("training")
     data = torch.randn(2, 3, 8, 8), torch.tensor([0, 1])
     model, step = steps.started("eager", base, setting, data)
@@ -280,7 +255,7 @@ def test_what_training_is_compared_by_are_gradients(steps: ModuleType) -> None:
 
 
 @pytest.mark.slow(reason="a network is captured in inference and training, in bfloat16")
-def test_a_trial_runs_on_the_cpu(networks: ModuleType, tmp_path: Path) -> None:
+def test_a_trial_runs_on_the_cpu(tmp_path: Path) -> None:
     (tmp_path / "stub" / "torchvision").mkdir(parents=True)
     (tmp_path / "stub" / "torchvision" / "__init__.py").write_text(STUB)
     script = Path(str(networks.__file__))
@@ -299,7 +274,7 @@ def test_a_trial_runs_on_the_cpu(networks: ModuleType, tmp_path: Path) -> None:
     modes, ways = ("inference", "training"), ("eager", "optimize")
     assert shown == {(mode, way): None for mode in modes for way in ways}
     assert all(row["ms"] > 0 and row["first_s"] > 0 for row in result["rows"])
-    made = __import__("tables").TABLES["h100-networks"][1](result).splitlines()
+    made = tables.TABLES["h100-networks"][1](result).splitlines()
     assert [line.split(" | ")[:2] for line in made[2:]] == [
         ["| inference, 2", "1"],
         ["| training, 2", "1"],
@@ -325,44 +300,42 @@ def _result() -> dict[str, Any]:
     return {"rows": rows}
 
 
-def _lines(tables: ModuleType, name: str, *results: Any) -> list[str]:
+def _lines(name: str, *results: Any) -> list[str]:
     made: str = tables.TABLES[f"h100-{name}"][1](*results)
     return made.splitlines()[2:]
 
 
-def test_the_summary_has_means_leasts_and_the_noise(tables: ModuleType) -> None:
-    assert _lines(tables, "networks", _result()) == [
+def test_the_summary_has_means_leasts_and_the_noise() -> None:
+    assert _lines("networks", _result()) == [
         "| inference, 1 | 0 of 1 |  |  |  |  |  |  |  |",
         "| inference, 16 | 0 |  |  |  |  |  |  |  |",
         "| training, 32 | 2 | 4.00x | 2.00x | 1.50x | 1.50x | 1.20x | 1.20x | 1.00x to 4.00x |",
     ]
 
 
-def test_each_network_has_its_figures_or_its_errors(tables: ModuleType) -> None:
-    assert _lines(tables, "networks-each", _result()) == [
+def test_each_network_has_its_figures_or_its_errors() -> None:
+    assert _lines("networks-each", _result()) == [
         "| a | error | 2.00x, 1.50x |",
         "| b |  | 8.00x, 1.50x |",
     ]
-    assert _lines(tables, "networks-each", {"rows": []}) == []
+    assert _lines("networks-each", {"rows": []}) == []
 
 
-def test_first_steps_are_cold_and_warm_and_memory_is_beside_eager(tables: ModuleType) -> None:
+def test_first_steps_are_cold_and_warm_and_memory_is_beside_eager() -> None:
     cold = {"rows": [_row("a", "optimize", first_s=20.0)]}
-    shown = _lines(tables, "networks-costs", _result(), cold)
+    shown = _lines("networks-costs", _result(), cold)
     assert shown == ["| training | 1.0 | 20.0 | 9.0 | 60.0 | 0.80x, 0.80x |"]
-    assert _lines(tables, "networks-costs", None, cold) == ["| training | 20.0 |"]
+    assert _lines("networks-costs", None, cold) == ["| training | 20.0 |"]
 
 
-def test_captured_networks_are_counted_and_the_wrong_ones_named(tables: ModuleType) -> None:
+def test_captured_networks_are_counted_and_the_wrong_ones_named() -> None:
     counts = {"networks": 2, "compared": 2, "right": 1, "captured": {"whole": 1, "-": 1}}
     rows = [{"network": n, "mode": "training", "is_right": n == "a"} for n in ("a", "b")]
-    shown = _lines(tables, "captured-networks", {"counts": {"training": counts}, "networks": rows})
+    shown = _lines("captured-networks", {"counts": {"training": counts}, "networks": rows})
     assert shown == ["| training | 2 | 2 | 1 | whole: 1, -: 1 | b |"]
 
 
-def test_a_result_not_measured_yet_leaves_its_tables_empty(
-    tables: ModuleType, tmp_path: Path
-) -> None:
+def test_a_result_not_measured_yet_leaves_its_tables_empty(tmp_path: Path) -> None:
     for name in ("networks", "networks-costs"):
         text = f"<!-- table:h100-{name} -->\n<!-- /table -->\n"
         assert tables.filled(text, tmp_path) == text
@@ -376,8 +349,8 @@ def test_a_result_not_measured_yet_leaves_its_tables_empty(
     assert "networks.json" not in made
 
 
-def test_the_defaults_are_what_is_published(networks: ModuleType) -> None:
+def test_the_defaults_are_what_is_published() -> None:
     told: argparse.Namespace = networks.parsed([])
     assert (told.device, told.size, told.rounds) == ("cuda", 224, 9)
-    assert told.ways == list(__import__("network_steps").WAYS)
-    assert set(__import__("network_tables").WAYS) == set(told.ways) - {"eager", "again"}
+    assert told.ways == list(steps.WAYS)
+    assert set(network_tables.WAYS) == set(told.ways) - {"eager", "again"}

@@ -4,32 +4,21 @@ right, and what they record is summed up."""
 from __future__ import annotations
 
 import sys
-from types import ModuleType
 
 import pytest
 
+from benchmarks.kernels import im2col_chunks, linear_chains
 from confpred.problem.limits import Limits
 from confpred.problem.linear_chain import LinearChain
 
 
-@pytest.fixture
-def im2col_chunks(repository, monkeypatch) -> ModuleType:
-    monkeypatch.syspath_prepend(repository / "benchmarks")
-    return __import__("im2col_chunks")
-
-
-@pytest.fixture
-def linear_chains(im2col_chunks) -> ModuleType:
-    return __import__("linear_chains")
-
-
-def test_all_configs_of_the_published_cases_are_right(im2col_chunks, monkeypatch, capsys):
+def test_all_configs_of_the_published_cases_are_right(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["im2col_chunks.py", "--cpu"])
     im2col_chunks.main()
     assert capsys.readouterr().out.count("configs") == len(im2col_chunks.CASES)
 
 
-def test_a_wrong_config_is_seen(im2col_chunks, monkeypatch):
+def test_a_wrong_config_is_seen(monkeypatch):
     problem = im2col_chunks.problem_of((16, 8, 8), "float32")
     (row, *_) = im2col_chunks.configs(problem, tf32=False)
     family = im2col_chunks.FAMILY
@@ -39,7 +28,7 @@ def test_a_wrong_config_is_seen(im2col_chunks, monkeypatch):
     assert not im2col_chunks.difference_on_cpu(problem, row) < 1e-6  # NaN
 
 
-def test_chunks_are_compared_with_the_loop(im2col_chunks):
+def test_chunks_are_compared_with_the_loop():
     case = (16, 16, 4)
     problem = im2col_chunks.problem_of(case, "float32")
     rows = [
@@ -64,7 +53,7 @@ def test_chunks_are_compared_with_the_loop(im2col_chunks):
     assert "2.60x" in im2col_chunks.table([line])
 
 
-def test_chains_of_every_size_are_measured(linear_chains):
+def test_chains_of_every_size_are_measured():
     found = linear_chains.problems(quick=False)
     assert len(found) == len(set(found)) == 6 * 5 * 3 * 3
     assert {p.hidden for p in found} >= {128, 4096}
@@ -77,7 +66,7 @@ def test_chains_of_every_size_are_measured(linear_chains):
         assert names == ["epilogue", "strassen"][: 1 if problem.batch == 1 else 2]
 
 
-def test_a_bound_decides_who_may_win(linear_chains, tmp_path):
+def test_a_bound_decides_who_may_win(tmp_path):
     problem = LinearChain(32, 256, 256, 256, 4)
     row = {
         "problem": str(problem),

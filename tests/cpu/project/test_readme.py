@@ -5,7 +5,6 @@ A comment before each block of code says how it is run: `HANDLERS`.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import re
@@ -16,12 +15,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import metadata
 from pathlib import Path
-from types import ModuleType
 
 import click
 import pytest
 
 import confpred
+from benchmarks import tables
 from confpred.cli import cli
 
 MOST_LINES = 130
@@ -78,24 +77,13 @@ def said(done: subprocess.CompletedProcess[str]) -> str:
 # The figures
 
 
-@pytest.fixture(scope="module")
-def tables(repository: Path) -> ModuleType:
-    path = repository / "benchmarks" / "tables.py"
-    spec = importlib.util.spec_from_file_location("tables", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_the_tables_are_those_of_the_results(repository: Path) -> None:
-    command = [sys.executable, repository / "benchmarks" / "tables.py", "--check"]
-    result = subprocess.run(command, capture_output=True, text=True)
+    command = [sys.executable, "-m", "benchmarks.tables", "--check"]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=repository)
     assert result.returncode == 0, result.stderr
 
 
-def test_every_table_of_a_page_with_results_is_made(tables: ModuleType, repository: Path) -> None:
+def test_every_table_of_a_page_with_results_is_made(repository: Path) -> None:
     pages = {"README.md", "docs/results.md"}
     assert pages <= set(tables.PAGES)
     for page in pages:  # other pages have tables of options too
@@ -106,7 +94,7 @@ def test_every_table_of_a_page_with_results_is_made(tables: ModuleType, reposito
         assert typed == [], f"{page}: a table with figures that is typed by hand"
 
 
-def test_a_marked_table_is_made_from_its_result(tables: ModuleType, tmp_path: Path) -> None:
+def test_a_marked_table_is_made_from_its_result(tmp_path: Path) -> None:
     trip = {"p50_ms": 0.251, "p99_ms": 0.5, "requests_per_s": 4321}
     recorded = {"latency": {"a repeated problem": trip}}
     (tmp_path / "service_latency.json").write_text(json.dumps(recorded))
@@ -117,7 +105,7 @@ def test_a_marked_table_is_made_from_its_result(tables: ModuleType, tmp_path: Pa
     assert tables.filled(made, tmp_path) == made
 
 
-def test_kernels_are_counted_and_averaged_by_layer(tables: ModuleType) -> None:
+def test_kernels_are_counted_and_averaged_by_layer() -> None:
     speeds = {"groups=64": 2.0, "groups=64 stride=2": 0.5, "groups=8 direction=wgrad": 1.0}
     layers = [{"problem": f"n=1 c=64 {words}", "speedup": s} for words, s in speeds.items()]
     shares = {"floor_share": 0.5, "cudnn_floor_share": 0.25}
@@ -133,14 +121,14 @@ def test_kernels_are_counted_and_averaged_by_layer(tables: ModuleType) -> None:
     ]
 
 
-def test_a_row_that_one_device_lacks_is_empty(tables: ModuleType) -> None:
+def test_a_row_that_one_device_lacks_is_empty() -> None:
     rows = {"H100": {"a": ["1"]}, "H200": {"b": ["2"], "a": ["3"]}, "none": {}}
     made = tables.side_by_side("name", ("x",), rows).splitlines()
     assert made[0] == "| name | H100: x | H200: x |"
     assert made[2:] == ["| a | 1 | 3 |", "| b |  | 2 |"]
 
 
-def test_a_marked_table_without_its_result_is_an_error(tables: ModuleType, tmp_path: Path) -> None:
+def test_a_marked_table_without_its_result_is_an_error(tmp_path: Path) -> None:
     for name, error in (("kernels", FileNotFoundError), ("no-such-table", KeyError)):
         with pytest.raises(error):
             tables.filled(f"<!-- table:{name} -->\n<!-- /table -->", tmp_path)

@@ -6,21 +6,15 @@ import os
 import random
 import signal
 import threading
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-
-@pytest.fixture(autouse=True)
-def benchmarks(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(repository / "benchmarks")
+from benchmarks.service import service_latency, service_soak
+from benchmarks.service.service_load import get, metric, no_op_server, one, post, server
 
 
 def test_a_service_is_measured_in_turn_with_a_no_op(monkeypatch: pytest.MonkeyPatch) -> None:
-    import service_latency
-    from service_load import get, metric, no_op_server, one, post, server
-
     monkeypatch.setattr(service_latency, "_RATE_S", 0.2)
     request = post(one(random.Random(0)))
     with no_op_server() as (idle, _), server() as (port, _):
@@ -38,9 +32,6 @@ def test_a_service_is_measured_in_turn_with_a_no_op(monkeypatch: pytest.MonkeyPa
 
 
 def test_work_left_behind_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    import service_latency
-    from service_load import server
-
     monkeypatch.setattr(service_latency, "ABANDONED", (3, 300))
     with server() as (port, _):
         found = service_latency.abandoned(port)
@@ -49,8 +40,6 @@ def test_work_left_behind_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def short_soak(monkeypatch: pytest.MonkeyPatch) -> Any:
-    import service_soak
-
     monkeypatch.setattr(service_soak, "_CAPACITY_S", 1.0)
     monkeypatch.setattr(service_soak, "_SAMPLE_S", 0.2)
     return service_soak
@@ -58,8 +47,6 @@ def short_soak(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.mark.slow(reason="a server is asked for seconds")
 def test_a_soak_finds_a_sound_server_sound(short_soak: Any) -> None:
-    from service_load import server
-
     with server("--workers", "2") as (port, pid):
         found = short_soak.soak(port, pid, 2, short_soak.Disturbance())
     assert (found["failed"], found["statuses"].keys()) == (0, {"200"})
@@ -70,8 +57,6 @@ def test_a_soak_finds_a_sound_server_sound(short_soak: Any) -> None:
 
 @pytest.mark.slow(reason="a server is asked for seconds")
 def test_a_soak_disturbs_the_server_and_tells_the_connections_that_it_cost(short_soak: Any) -> None:
-    from service_load import server
-
     kinds = short_soak.Disturbance(reload_every=1, kill_every=2)
     with server("--workers", "2") as (port, pid):
         found = short_soak.soak(port, pid, 3, kinds)
@@ -82,8 +67,6 @@ def test_a_soak_disturbs_the_server_and_tells_the_connections_that_it_cost(short
 
 @pytest.mark.slow(reason="a server is asked for seconds")
 def test_a_soak_sees_a_server_that_ends(short_soak: Any) -> None:
-    from service_load import server
-
     with server() as (port, pid):
         killer = threading.Timer(2, os.kill, (pid, signal.SIGKILL))
         killer.start()

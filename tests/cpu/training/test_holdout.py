@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -11,6 +10,7 @@ import numpy as np
 import pytest
 import synthetic
 
+from benchmarks import tables
 from confpred.errors import DataError
 from confpred.families.protocol import PYTORCH_OPERATOR, Candidate
 from confpred.model.folder import load_model
@@ -122,9 +122,7 @@ def test_the_verdict_is_of_every_problem(held, model_folder):
     assert again.thinned == verdict.thinned
 
 
-def test_the_published_tables_are_of_the_verdict(repository, monkeypatch, held, model_folder):
-    monkeypatch.syspath_prepend(repository / "benchmarks")
-    tables = importlib.import_module("tables")
+def test_the_published_tables_are_of_the_verdict(held, model_folder):
     verdict = judge_holdout(load_model(model_folder), held, "nothing", seed=0)
     result = {
         "holdout": json.loads(json.dumps(asdict(verdict))),

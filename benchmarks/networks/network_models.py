@@ -1,4 +1,4 @@
-"""The networks of ``benchmarks/networks.py``: built, and made into steps that can be timed.
+"""The networks of `benchmarks.networks.networks`: built, and made into steps that can be timed.
 
 A step is what a user's loop does once: a forward pass in inference, and forward, backward and the
 optimizer's update in training.

@@ -1,7 +1,8 @@
 """How long the HTTP service takes, and whom it lets wait: real servers on loopback.
 
-    python benchmarks/service_latency.py [--requests 2000] [--rounds 5] [--workers 2] [--model DIR]
-    python benchmarks/service_latency.py --soak 600 [--kill-every 60] [--stop-every 25]
+    python -m benchmarks.service.service_latency [--requests 2000] [--rounds 5]
+        [--workers 2] [--model DIR]
+    python -m benchmarks.service.service_latency --soak 600 [--kill-every 60] [--stop-every 25]
 
 Beside each figure of `confpred serve` stands a no-op: an application of the same framework, under
 the same server, that reads the same request and sends constant bytes. The two are measured in turn,
@@ -30,8 +31,9 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-import service_soak
-from service_load import (
+from benchmarks.provenance import RESULTS, ROOT
+from benchmarks.service import service_soak
+from benchmarks.service.service_load import (
     Connection,
     as_the_unit_runs_it,
     batch,
@@ -45,8 +47,8 @@ from service_load import (
     server,
 )
 
-SHIPPED = Path(__file__).parents[1] / "models"
-RESULT = Path(__file__).parent / "results" / "service_latency.json"
+SHIPPED = ROOT / "models"
+RESULT = RESULTS / "service_latency.json"
 BATCH = 512
 BATCHERS = 4
 ABANDONED = (20, 1000)  # batches, and problems in each

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from service_load import Connection, batch, meanwhile, one, post
+from benchmarks.service.service_load import Connection, batch, meanwhile, one, post
 
 _CLIENTS = 8
 _SHARE = 0.8  # of the capacity

@@ -1,6 +1,6 @@
 """What do chains of linear layers take, eager and as CUDA graphs, and how large are the errors?
 
-    python benchmarks/linear_chains.py [--out FOLDER] [--seconds 1500] [--quick]
+    python -m benchmarks.kernels.linear_chains [--out FOLDER] [--seconds 1500] [--quick]
 
 By PyTorch's operators, by a fused epilogue and by Strassen's algorithm: widths of 128 to 4096,
 batches of 1 to 512, 1, 4 and 8 layers with bias and ReLU, in float32 with and without TF32 and in
@@ -21,9 +21,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from im2col_chunks import graph_of, in_turns
-from provenance import RESULTS, provenance, write
-
+from benchmarks.kernels.im2col_chunks import graph_of, in_turns
+from benchmarks.provenance import RESULTS, provenance, write
 from confpred import products as chains
 from confpred.families.protocol import Candidate, Family
 from confpred.predict.choice import Choice

@@ -1,7 +1,7 @@
 """How well a model chooses on a device of which few problems were measured, or none.
 
-    nice python benchmarks/transfer.py             # about nine minutes of one core
-    nice python benchmarks/transfer.py --folds 2   # a rough look
+    nice python -m benchmarks.model.transfer             # about nine minutes of one core
+    nice python -m benchmarks.model.transfer --folds 2   # a rough look
 
 One device gives (the H100) and one asks (the H200); then the other way round without any problem of
 the asker. For each share of the asker's problems, order trees learn from all of the giver's
@@ -26,10 +26,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import provenance
-from measured import measured
 from numpy.typing import NDArray
 
+from benchmarks import provenance
+from benchmarks.provenance import measured
 from confpred.families.registry import all_families
 from confpred.model.features import Pool, pools
 from confpred.model.trees import Trees

@@ -1,4 +1,4 @@
-"""Tables of whole networks, from the rows that ``benchmarks/networks.py`` records.
+"""Tables of whole networks, from the rows that ``benchmarks/networks/networks.py`` records.
 
 A function takes what was recorded, None where it was not, and `markdown`, which lays out a table.
 """
@@ -96,7 +96,7 @@ def costs(warm: dict[str, Any] | None, cold: dict[str, Any] | None, markdown: Ma
 
 
 def captured(result: dict[str, Any], markdown: Markdown) -> str:
-    """Tabulate ``benchmarks/captured_networks.py``: how many networks compute what they did."""
+    """Tabulate `captured_networks`: how many networks compute what they did."""
     heads = ("step", "networks", "compared", "right", "how captured", "wrong or failed")
     rows = []
     for mode, counts in result["counts"].items():

@@ -1,6 +1,7 @@
 """Compare ways in which PyTorch computes a dense convolution with what follows it in inference.
 
-    python benchmarks/pytorch_epilogues.py [--networks resnet50,mnasnet_100] [--batches 16,128]
+    python -m benchmarks.kernels.pytorch_epilogues [--networks resnet50,mnasnet_100]
+        [--batches 16,128]
 
 The layers are those of networks where PyTorch's convolution was chosen, in float16, channels last,
 with bias, residual and activation as `confpred.optimize` fuses them. Ways:
@@ -27,9 +28,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from provenance import RESULTS, provenance, write
 from torch import Tensor
 
+from benchmarks.provenance import RESULTS, provenance, write
 from confpred.problem.conv2d import ACTIVATIONS, Problem
 
 NETWORKS = (

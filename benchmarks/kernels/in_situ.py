@@ -1,7 +1,7 @@
 """Is the config that is fastest alone the fastest inside a network too?
 
-    python benchmarks/in_situ.py [--model FOLDER] [--out FOLDER]
-    python benchmarks/in_situ.py --render               # table and plot of the recorded result
+    python -m benchmarks.kernels.in_situ [--model FOLDER] [--out FOLDER]
+    python -m benchmarks.kernels.in_situ --render    # table and plot of the recorded result
 
 Alone means our timing protocol (`confpred.measure.timing`): launches back to back, operands from
 device memory. In situ, each layer stands in a stack of residual blocks (1x1 convolution, norm,
@@ -28,9 +28,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from conv_vs_cudnn import compile_all, our_call
-from provenance import RESULTS, provenance, write
 
+from benchmarks.kernels.conv_vs_cudnn import compile_all, our_call
+from benchmarks.provenance import RESULTS, provenance, write
 from confpred.families.protocol import PYTORCH_OPERATOR, Candidate
 from confpred.families.registry import all_families
 from confpred.problem.conv2d import CONVOLUTION, Problem

@@ -1,7 +1,8 @@
 """Our choice for real networks' layers against cuDNN's best, in all three directions.
 
-    python benchmarks/conv_vs_cudnn.py [--model FOLDER] [--minutes 6] [--out FOLDER] [--resume]
-    python benchmarks/conv_vs_cudnn.py --render         # table and plot of the recorded result
+    python -m benchmarks.kernels.conv_vs_cudnn [--model FOLDER] [--minutes 6]
+        [--out FOLDER] [--resume]
+    python -m benchmarks.kernels.conv_vs_cudnn --render    # table and plot of the recorded result
 
 The layers are the distinct grouped and depthwise ones of `NETWORKS` that our kernels are meant for,
 in float16 at each batch of `BATCHES`. cuDNN is timed with its heuristics and with PyTorch's
@@ -14,9 +15,9 @@ before all problems were timed; each problem's figures still come from one run a
 
 How good is the choice for a network that nobody has measured? For that, train without these:
 
-    exclusions=$(python benchmarks/conv_vs_cudnn.py --exclusions)
+    exclusions=$(python -m benchmarks.kernels.conv_vs_cudnn --exclusions)
     confpred train datasets/h200 --out /tmp/holdout $exclusions
-    python benchmarks/conv_vs_cudnn.py --model /tmp/holdout
+    python -m benchmarks.kernels.conv_vs_cudnn --model /tmp/holdout
 
 The result says for each problem whether the model's data had it (``seen``: ``problem``), had only
 its layer in another batch, direction or dtype (``layer``), or had neither (``no``).
@@ -42,8 +43,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from provenance import RESULTS, provenance, write
-
+from benchmarks.provenance import DATASETS, RESULTS, provenance, write
 from confpred.cuda.compiler import compile_kernel
 from confpred.cuda.driver import BoundLaunch
 from confpred.families.protocol import PYTORCH_OPERATOR
@@ -58,7 +58,6 @@ if TYPE_CHECKING:
     from confpred.problem.device import Device
 
 NAME = "conv_vs_cudnn"
-DATASETS = Path(__file__).parents[1] / "datasets"
 NETWORKS = (
     "efficientnet_b0", "efficientnet_b4", "mobilenetv2_100", "mobilenetv3_large_100",
     "mobilenetv4_conv_medium", "mnasnet_100", "convnext_tiny", "fastvit_t8",
@@ -388,7 +387,7 @@ def measure_on(gpu: str, rows: list[dict[str, Any]], deadline: float) -> dict[st
     for left, mode in zip((2, 1), MODES, strict=True):  # processes still to run, this one included
         job = {"rows": rows, "seconds": (deadline - time.time()) / left}
         done = subprocess.run(
-            [sys.executable, __file__, "--mode", mode],
+            [sys.executable, "-m", "benchmarks.kernels.conv_vs_cudnn", "--mode", mode],
             input=json.dumps(job),
             check=True,
             stdout=subprocess.PIPE,

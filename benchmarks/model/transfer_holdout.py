@@ -1,7 +1,7 @@
 """How well whole models choose on a device of which few problems were measured, by its hold-out.
 
-    nice python benchmarks/transfer_holdout.py            # about four minutes of one core a row
-    python benchmarks/transfer_holdout.py --to h100 --shares 0.05
+    nice python -m benchmarks.model.transfer_holdout    # about four minutes of one core a row
+    python -m benchmarks.model.transfer_holdout --to h100 --shares 0.05
 
 ``transfer.py`` compares order trees by the configs that happen to be measured. Here a model is
 trained as `confpred train` does, of all that was measured on one device and a share of the layers
@@ -20,10 +20,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from measured import HOLDOUT, measured
-from provenance import RESULTS, provenance, write
-from transfer import share_of
-
+from benchmarks.model.transfer import share_of
+from benchmarks.provenance import HOLDOUT, RESULTS, measured, provenance, write
 from confpred.model.folder import Model, load_model
 from confpred.training.dataset import Dataset, read_dataset
 from confpred.training.holdout import HeldOut, check_unseen, judge_holdout, read_holdout

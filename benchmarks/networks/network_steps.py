@@ -1,6 +1,6 @@
 """The step times of one network in one mode at one batch, measured in a process of its own.
 
-``benchmarks/networks.py`` starts this file with a task, as JSON; its docstring is the protocol.
+`benchmarks.networks.networks` starts this with a task, as JSON; its docstring is the protocol.
 """
 
 from __future__ import annotations
@@ -18,8 +18,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from network_models import Setting, Step, images_and_labels, lively_network, prepared, step_of
 from torch import Tensor, nn
+
+from benchmarks.networks.network_models import (
+    Setting,
+    Step,
+    images_and_labels,
+    lively_network,
+    prepared,
+    step_of,
+)
 
 #: Ways of running a network. ``again`` is eager once more: the two differ by the noise.
 WAYS = (

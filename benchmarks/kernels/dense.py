@@ -1,7 +1,8 @@
 """Our choice for dense layers against PyTorch's operators, by kind of network.
 
-    python benchmarks/dense.py [--model FOLDER] [--minutes 6] [--kind KIND ...] [--out FOLDER]
-    python benchmarks/dense.py --render                # the table of the recorded result
+    python -m benchmarks.kernels.dense [--model FOLDER] [--minutes 6] [--kind KIND ...]
+        [--out FOLDER]
+    python -m benchmarks.kernels.dense --render                # the table of the recorded result
 
 The layers are those of ``datasets/suites/dense/``: by default of its hold-out, whose networks and
 kinds no model is trained on; with ``--kind`` those of the training suite that networks of such
@@ -32,9 +33,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from conv_vs_cudnn import MODES, SLOWER, interleaved_ms
-from provenance import RESULTS, provenance, write
-
+from benchmarks.kernels.conv_vs_cudnn import MODES, SLOWER, interleaved_ms
+from benchmarks.provenance import DATASETS, RESULTS, provenance, write
 from confpred.data.suites import read_suite
 from confpred.problem.conv2d import CONVOLUTION, DIRECTIONS, Problem
 
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     import torch
 
 NAME = "dense"
-SUITES = Path(__file__).parents[1] / "datasets" / "suites" / "dense"
+SUITES = DATASETS / "suites" / "dense"
 NETWORKS = SUITES.parents[1] / "dense_networks.json"
 
 
@@ -226,7 +226,7 @@ def measure(model: Path | None, minutes: float, wanted: Sequence[str]) -> dict[s
         job = {"words": words, "seconds": (deadline - time.time()) / left}
         job["model"] = None if model is None else str(model)
         done = subprocess.run(
-            [sys.executable, __file__, "--mode", mode],
+            [sys.executable, "-m", "benchmarks.kernels.dense", "--mode", mode],
             input=json.dumps(job),
             check=True,
             stdout=subprocess.PIPE,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import random
 import re
 import selectors
@@ -26,12 +25,14 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
 
+from benchmarks.provenance import ROOT
 from confpred.service import Settings, logs, tokens
 from confpred.service.app import Guard
 from confpred.service.metrics import Metrics
 
 #: uvicorn's settings of the no-op; those of `confpred serve` are the same.
 _SERVED_ALIKE = {"access_log": False, "server_header": False, "ws": "none"}
+_NO_OP = "from benchmarks.service.service_load import serve_no_op; serve_no_op"
 _SERVE = "from confpred.cli import main; main()"
 _LENGTH = re.compile(rb"\r\ncontent-length: (\d+)\r\n", re.IGNORECASE)
 
@@ -69,9 +70,8 @@ def serve_no_op(tokens_file: str | None = None) -> None:
 def running(code: str, *arguments: str, out: IO[str] | None = None) -> Iterator[tuple[int, int]]:
     """A server that Python `code` starts; the value is its port and process id."""
     command = [sys.executable, "-c", code, *arguments]
-    here = os.path.dirname(os.path.abspath(__file__))
     with subprocess.Popen(
-        command, stdout=out, stderr=subprocess.PIPE, text=True, cwd=here
+        command, stdout=out, stderr=subprocess.PIPE, text=True, cwd=ROOT
     ) as process:
         for line in process.stderr or ():
             if found := re.search(r"running on http://.*:(\d+)", line):
@@ -108,7 +108,7 @@ def server(*options: str) -> Any:
 
 def no_op_server() -> Any:
     """The no-op, run by the same server in the same way."""
-    return running("from service_load import serve_no_op; serve_no_op()")
+    return running(f"{_NO_OP}()")
 
 
 @contextmanager
@@ -119,7 +119,7 @@ def as_the_unit_runs_it(*options: str) -> Iterator[tuple[int, int, bytes]]:
     with tempfile.TemporaryDirectory() as folder, open(f"{folder}/log", "a") as out:
         path = f"{folder}/tokens.json"
         tokens.write(path, [token])
-        no_op = running(f"from service_load import serve_no_op; serve_no_op({path!r})", out=out)
+        no_op = running(f"{_NO_OP}({path!r})", out=out)
         served = ("serve", "--port", "0", "--tokens", path, "--log-format", "json", *options)
         with no_op as (idle, _), running(_SERVE, *served, out=out) as (port, _):
             yield idle, port, f"authorization: Bearer {secret}\r\n".encode()

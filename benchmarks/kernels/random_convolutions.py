@@ -1,7 +1,7 @@
 """Random convolutions against float64, on memory that was full of NaN.
 
-    python benchmarks/random_convolutions.py                              # on a GPU, 5,000 of them
-    python benchmarks/random_convolutions.py --device cpu --count 40 --workers 2    # a trial
+    python -m benchmarks.kernels.random_convolutions    # on a GPU, 5,000 of them
+    python -m benchmarks.kernels.random_convolutions --device cpu --count 40 --workers 2
 
 Sizes, strides, paddings, dilations, groups, dtypes, epilogues and layouts are drawn. One half goes
 through `confpred.conv2d`, with or without gradients, the other half through the operators that
@@ -130,7 +130,15 @@ def main() -> int:
 
 def run_worker(worker: int, args: argparse.Namespace) -> tuple[list[dict[str, Any]], str]:
     """Return the records of one process, and how it ended if not as it should."""
-    command = [sys.executable, __file__, "--worker", str(worker), "--device", args.device]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.kernels.random_convolutions",
+        "--worker",
+        str(worker),
+        "--device",
+        args.device,
+    ]
     for name in ("count", "first", "forced", "workers"):
         command += [f"--{name}", str(getattr(args, name))]
     done = subprocess.run(command, capture_output=True, text=True)
@@ -143,7 +151,7 @@ def report(
     rows: list[dict[str, Any]], crashed: list[str], args: argparse.Namespace, seconds: float
 ) -> int:
     """Write what `rows` come to, and print it."""
-    import provenance
+    from benchmarks import provenance
 
     wrong = [row for row in rows if not row["is_right"]]
     largest: dict[str, float] = {}

@@ -1,7 +1,7 @@
 """How long an answer takes on one CPU core: unseen problem, network of unseen layers, repeated
 problem, cold process.
 
-    python benchmarks/predict_latency.py [--model FOLDER] [--device h200] [--out FOLDER]
+    python -m benchmarks.host.predict_latency [--model FOLDER] [--device h200] [--out FOLDER]
         [--before PYTHON]
 
 Unseen problems are layers of random sizes, depthwise and grouped, in each direction; for each of
@@ -33,7 +33,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from provenance import RESULTS, provenance, write
 
 from confpred.families.protocol import Candidate
 from confpred.model.folder import Model
@@ -248,7 +247,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("--model", type=Path, help="model folder; default: the newest that ships")
     parser.add_argument("--device", default="h100")
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--out", type=Path, help="folder of the result")
     parser.add_argument("--before", help="interpreter of another checkout, to take turns with")
     parser.add_argument("--turns", type=int, default=TURNS)
     parser.add_argument("--turn", action="store_true", help="one turn of problems from stdin")
@@ -262,6 +261,8 @@ def main() -> None:
     model = Predictor.load(arguments.model).models[arguments.device]
     problems = {kind: unseen(model, kind) for kind in KINDS}
     every = [problem for of_kind in problems.values() for problem in of_kind]
+    from benchmarks.provenance import RESULTS, provenance, write  # absent where a turn runs
+
     sides = [sys.executable, *([arguments.before] if arguments.before else [])]
     turns: dict[str, list[Turn]] = {python: [] for python in sides}
     colds: dict[str, list[float]] = {python: [] for python in sides}
@@ -294,7 +295,7 @@ def main() -> None:
             np.mean([len(candidates(model, problem)) for problem in some])
         )
     print(json.dumps(result, indent=1))
-    print(f"written to {write('predict_latency', result, arguments.out)}")
+    print(f"written to {write('predict_latency', result, arguments.out or RESULTS)}")
     measured = {
         "unseen_p50_ms": max(times["p50_ms"] for times in result["unseen"].values()),
         "unseen_p99_over_p50": max(

@@ -1,6 +1,6 @@
 """What each change of the trees that order configs is worth, with the error of the difference.
 
-    python benchmarks/order.py [--folds 5] [--out FOLDER]
+    python -m benchmarks.model.order [--folds 5] [--out FOLDER]
 
 Order trees learn from the committed measurements without the layers of a fold's networks, on any
 device, and order the measured configs of the fold's problems, all of them candidates and without
@@ -18,10 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from measured import measured
 from numpy.typing import NDArray
-from provenance import RESULTS, provenance, write
 
+from benchmarks.provenance import RESULTS, measured, provenance, write
 from confpred.families.registry import all_families
 from confpred.model.features import Pool, Registers, pools, registers_text
 from confpred.model.trees import Trees

@@ -1,7 +1,7 @@
 """Whole networks with and without confpred: wall time, GPU time, first step, peak memory.
 
-    python benchmarks/networks.py [--networks A,B] [--modes inference,training] [--batches 1,16,128]
-                                  [--ways eager,again,optimize] [--budget SECONDS] [--resume]
+    python -m benchmarks.networks.networks [--networks A,B] [--modes inference,training]
+        [--batches 1,16,128] [--ways eager,again,optimize] [--budget SECONDS] [--resume]
 
 timm's networks with random weights on random images of 224 x 224, channels last. *Inference* is the
 model in float16 under ``torch.no_grad``; *training* is forward under autocast to float16,
@@ -34,9 +34,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from provenance import RESULTS, provenance, write
+from benchmarks.provenance import RESULTS, provenance, write
 
-HERE = Path(__file__).parent
+STEPS = (sys.executable, "-m", "benchmarks.networks.network_steps")
 NETWORKS = (
     "rexnet_150", "mnasnet_100", "densenet121", "seresnext26t_32x4d", "xception41",
     "inception_next_tiny", "ghostnet_100", "resnet18", "resnet50", "efficientnet_b0",
@@ -61,7 +61,7 @@ class Started:
                 "TORCHINDUCTOR_CACHE_DIR": f"{self.folder.name}/inductor",
                 "CONFPRED_CACHE_DIR": f"{self.folder.name}/kernels",
             }
-        command = [sys.executable, str(HERE / "network_steps.py"), json.dumps(task), str(self.out)]
+        command = [*STEPS, json.dumps(task), str(self.out)]
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
         )

@@ -1,6 +1,6 @@
 """Which configs are worth measuring? Ways to sample, compared on measurements that exist.
 
-    python benchmarks/sampling_plans.py [--folds N] [--families NAME ...] [--out FOLDER]
+    python -m benchmarks.model.sampling_plans [--folds N] [--families NAME ...] [--out FOLDER]
 
 The H100's data has 80 random configs a problem and family. Each plan keeps some of them in the
 training part of a fold, a model learns from those alone, and chooses among all that was measured of
@@ -21,10 +21,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from measured import measured
 from numpy.typing import NDArray
-from provenance import RESULTS, provenance, write
 
+from benchmarks.provenance import RESULTS, measured, provenance, write
 from confpred.problem.device import Device
 from confpred.training.cross_validate import family_models, split_by_network
 from confpred.training.dataset import Timings, read_dataset

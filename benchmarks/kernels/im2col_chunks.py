@@ -1,7 +1,7 @@
 """What do samples a chunk gain im2col over the loop over samples, and what memory do they cost?
 
-    python benchmarks/im2col_chunks.py [--out FOLDER] [--dtype DTYPE]
-    python benchmarks/im2col_chunks.py --cpu     # no times: are all configs right?
+    python -m benchmarks.kernels.im2col_chunks [--out FOLDER] [--dtype DTYPE]
+    python -m benchmarks.kernels.im2col_chunks --cpu     # no times: are all configs right?
 
 Stacks of eight 3x3 convolutions, the sizes for which a gain of one batched product over the loop
 was published, by every config of ``confpred.products.im2col``: chunks of 1 sample (the loop), 2, 4
@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from provenance import RESULTS, provenance, write
 
+from benchmarks.provenance import RESULTS, provenance, write
 from confpred.families.protocol import Candidate, config_dict
 from confpred.predict.choice import Choice
 from confpred.problem.conv2d import Problem

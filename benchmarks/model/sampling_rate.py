@@ -1,6 +1,6 @@
 """How fast the sampler measures once the kernels are compiled.
 
-    python benchmarks/sampling_rate.py [--out FOLDER]
+    python -m benchmarks.model.sampling_rate [--out FOLDER]
 
 Runs ``confpred sample`` twice on the same problems, with a kernel cache of its own: the first run
 compiles; the second, into another folder, finds every kernel in the cache. The rate is rows over
@@ -18,13 +18,12 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from provenance import RESULTS, provenance, write
-
+from benchmarks.provenance import DATASETS, RESULTS, provenance, write
 from confpred.data.parquet import read
 from confpred.data.suites import read_suite, write_suite
 from confpred.problem.conv2d import CONVOLUTION
 
-SUITE = Path(__file__).parents[1] / "datasets" / "suites" / "fprop.json"
+SUITE = DATASETS / "suites" / "fprop.json"
 PROBLEMS, CONFIGS = 24, 250
 _COMMAND = "from confpred.cli import main; main()"
 

@@ -1,7 +1,7 @@
 """Capture networks of many kinds, and compare each with itself before.
 
-    python benchmarks/captured_networks.py                   # on a GPU, all of them
-    python benchmarks/captured_networks.py --device cpu --networks 6 --workers 2   # a trial
+    python -m benchmarks.networks.captured_networks    # on a GPU, all of them
+    python -m benchmarks.networks.captured_networks --device cpu --networks 6 --workers 2
 
 Each network of timm runs in inference (float16) and in training (autocast), by PyTorch and by
 `confpred.optimize`, and in float32. An optimized result may be three times as far from float32 as
@@ -96,7 +96,13 @@ def run_group(names: list[str], args: argparse.Namespace, end: float) -> list[di
     one_thread = dict(os.environ, OMP_NUM_THREADS="1")  # the workers are as many as the cores
     left = [(name, mode) for name in names for mode in MODES]
     while left:
-        command = [sys.executable, __file__, "--device", args.device]
+        command = [
+            sys.executable,
+            "-m",
+            "benchmarks.networks.captured_networks",
+            "--device",
+            args.device,
+        ]
         command += ["--eager"] * args.eager
         command += ["--worker", *(f"{name}:{mode}" for name, mode in left)]
         left_s = end - time.perf_counter()
@@ -127,7 +133,7 @@ def run_group(names: list[str], args: argparse.Namespace, end: float) -> list[di
 
 def report(rows: list[dict[str, Any]], args: argparse.Namespace, seconds: float) -> int:
     """Write `rows` with what they come to, and print it."""
-    import provenance
+    from benchmarks import provenance
 
     counts = {
         mode: {
