@@ -19,7 +19,7 @@ ANCHORS = DATASETS / "anchors"
 
 
 def _commit() -> str:
-    """The commit that is measured; ``$CONFPRED_COMMIT`` where the checkout has no history."""
+    """Return the commit that is measured; ``$CONFPRED_COMMIT`` where the checkout has no history."""
     given = os.environ.get("CONFPRED_COMMIT")
     if given:
         return given
@@ -86,5 +86,5 @@ def measured(device: str, folder: Path = DATASETS) -> Path:
 
 
 def measured_devices() -> list[str]:
-    """The devices that ``datasets/`` has measurements to train on of, by name."""
+    """Return the devices that ``datasets/`` has measurements to train on of, by name."""
     return sorted({part.parent.name for part in DATASETS.glob("*/part-*.parquet")})

@@ -47,7 +47,7 @@ def key_of(line: dict[str, str]) -> Key:
 
 
 def lines_of(problem: Problem, device: Device) -> list[dict[str, str]]:
-    """A line for each plan that is offered for `problem`."""
+    """Return a line for each plan that is offered for `problem`."""
     try:
         notes = notes_of(problem, device)
     except LaunchError:
@@ -62,7 +62,7 @@ def lines_of(problem: Problem, device: Device) -> list[dict[str, str]]:
 
 
 def each_of(problems: list[Problem], device: Device, jobs: int) -> Iterator[list[dict[str, str]]]:
-    """The lines of each problem, in order."""
+    """Yield the lines of each problem, in order."""
     if jobs == 1:
         yield from (lines_of(problem, device) for problem in problems)
         return

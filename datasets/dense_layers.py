@@ -102,7 +102,7 @@ def main() -> None:
 
 
 def read_networks(path: Path = NETWORKS) -> dict[str, Network]:
-    """The networks in the file at `path`, by name.
+    """Return the networks in the file at `path`, by name.
 
     Raises:
         DataError: the file cannot be read, or is of another format.
@@ -195,7 +195,7 @@ def _layers_of(
     images: int = 1,
     detector: bool = False,
 ) -> list[Layer]:
-    """The dense layers of inference at each of `sizes`, in order and with repeats.
+    """Return the dense layers of inference at each of `sizes`, in order and with repeats.
 
     A detector is its backbone and its head alone: what it does with boxes depends on values, and
     has no convolution.

@@ -85,7 +85,7 @@ def main(seed: int, out: Path) -> None:
 
 
 def suites(networks: Mapping[str, Network], seed: int) -> tuple[Suite, Suite]:
-    """The training suite and the one of the kinds that are held out."""
+    """Return the training suite and the one of the kinds that are held out."""
     held = users_of_layers({n: x for n, x in networks.items() if x.kind in HELD_OUT})
     shapes = {shape(layer) for layer in held}
     others = users_of_layers({n: x for n, x in networks.items() if x.kind not in HELD_OUT})
@@ -140,7 +140,7 @@ def _entries(
 def _of_networks(
     users: Mapping[Problem, Users], direction: str, generator: np.random.Generator
 ) -> Iterator[tuple[Problem, tuple[str, ...]]]:
-    """An endless stream of problems that are layers of networks, with the networks."""
+    """Yield an endless stream of problems that are layers of networks, with the networks."""
     layers = list(users)
     sizes = Counter(kind for user in users.values() for kind in user.kinds)
     # A kind of many layers is met more often, but one of few teaches as much.
@@ -165,7 +165,8 @@ def _of_networks(
 def _of_coverage(
     users: Mapping[Problem, Users], direction: str, generator: np.random.Generator
 ) -> Iterator[tuple[Problem, tuple[str, ...]]]:
-    """An endless stream of problems of no network: odd channels, and images down to one pixel."""
+    """Yield an endless stream of problems of no network: odd channels, and images down to one
+    pixel."""
     # Each distinct epilogue is as likely as another, so that rare ones occur at all.
     seen = {_epilogue(problem): problem for user in users.values() for problem in user.epilogues}
     epilogues = [seen[key] for key in sorted(seen) if key != _epilogue(seen[key].layer())]

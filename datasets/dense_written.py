@@ -49,7 +49,7 @@ def conv(
     padding: Size | None = None,
     dilation: int = 1,
 ) -> Layer:
-    """A layer on an image of `size` pixels, by default padded by half its window.
+    """Return a layer on an image of `size` pixels, by default padded by half its window.
 
     `norm` says that a batch norm follows; otherwise the layer has a bias of its own.
     """
@@ -68,7 +68,7 @@ def _pair(value: Size) -> tuple[int, int]:
 
 
 def _over(size: Size, factor: int) -> tuple[int, int]:
-    """The size of an image that was made smaller by `factor`."""
+    """Return the size of an image that was made smaller by `factor`."""
     h, w = _pair(size)
     return h // factor, w // factor
 
@@ -77,7 +77,8 @@ def _over(size: Size, factor: int) -> tuple[int, int]:
 
 
 def yolo(widths: Sequence[int], depths: Sequence[int], size: int, classes: int = 80) -> Layers:
-    """A one-stage detector with split bottlenecks, a path aggregation neck and decoupled heads."""
+    """Yield a one-stage detector with split bottlenecks, a path aggregation neck and decoupled
+    heads."""
     block = partial(conv, act="silu", norm=True)
 
     def split(c: int, k: int, image: int, depth: int) -> Layers:
@@ -110,7 +111,7 @@ def yolo(widths: Sequence[int], depths: Sequence[int], size: int, classes: int =
 
 
 def yolo_v3_head(size: int) -> Layers:
-    """The three heads of a detector on Darknet-53; leaky ReLU follows."""
+    """Yield the three heads of a detector on Darknet-53; leaky ReLU follows."""
     for wide, c, factor in ((1024, 1024, 32), (512, 768, 16), (256, 384, 8)):
         image = size // factor
         for index in range(3):
@@ -122,7 +123,7 @@ def yolo_v3_head(size: int) -> Layers:
 
 
 def point_pillars() -> Layers:
-    """The image network of a detector in point clouds, seen from above."""
+    """Yield the image network of a detector in point clouds, seen from above."""
     block = partial(conv, act="relu", norm=True)
     c = 64
     for k, size, count in ((64, (496, 432), 4), (128, (248, 216), 6), (256, (124, 108), 6)):
@@ -135,7 +136,7 @@ def point_pillars() -> Layers:
 
 
 def center_point(size: int = 180) -> Layers:
-    """The image network and the heads of another detector in point clouds."""
+    """Yield the image network and the heads of another detector in point clouds."""
     block = partial(conv, act="relu", norm=True)
     yield block(256, 128, size)
     for _ in range(5):
@@ -171,7 +172,7 @@ def unet(widths: Sequence[int], size: int, inputs: int = 3, outputs: int = 2) ->
 
 
 def unet_without_padding() -> Layers:
-    """The first U-Net, whose images lose two pixels at each convolution."""
+    """Yield the first U-Net, whose images lose two pixels at each convolution."""
     size, c = 572, 1
     for k in (64, 128, 256, 512, 1024):
         yield conv(c, k, size, act="relu", padding=0)
@@ -187,7 +188,7 @@ def unet_without_padding() -> Layers:
 
 
 def strided_unet(widths: Sequence[int], size: Size) -> Layers:
-    """A U-Net of medical images that goes down by strides; leaky ReLU follows instance norms."""
+    """Yield a U-Net of medical images that goes down by strides; leaky ReLU follows instance norms."""
     c = 1
     for level, k in enumerate(widths):
         yield conv(c, k, _over(size, 1 << max(level - 1, 0)), 3, 1 if level == 0 else 2)
@@ -201,7 +202,7 @@ def strided_unet(widths: Sequence[int], size: Size) -> Layers:
 
 
 def depth_decoder(inputs: Sequence[int], size: int, c: int = 256) -> Layers:
-    """The decoder of a network that estimates depth, with residual units of pre-activation."""
+    """Yield the decoder of a network that estimates depth, with residual units of pre-activation."""
     for level, k in enumerate(inputs):
         image = size >> (2 + level)
         yield conv(k, c, image)
@@ -215,7 +216,7 @@ def depth_decoder(inputs: Sequence[int], size: int, c: int = 256) -> Layers:
 
 
 def denoiser(c: int, layers: int, size: Size, colors: int) -> Layers:
-    """A plain chain of convolutions of one width."""
+    """Yield a plain chain of convolutions of one width."""
     yield conv(colors, c, size, act="relu")
     for _ in range(layers - 2):
         yield conv(c, c, size, act="relu", norm=True)
@@ -248,7 +249,7 @@ def hourglass(size: int, joints: int) -> Layers:
 
 
 def part_affinity(size: Size) -> Layers:
-    """A pose network of many stages with windows of 7x7, after the first layers of a VGG."""
+    """Yield a pose network of many stages with windows of 7x7, after the first layers of a VGG."""
     c = 3
     for level, widths in enumerate(((64, 64), (128, 128), (256,) * 4, (512, 512, 256, 128))):
         for k in widths:
@@ -279,7 +280,7 @@ def diffusion_unet(
     colors: int = 4,
     strided: bool = True,
 ) -> Layers:
-    """The U-Net of a diffusion model; `attention` has 1x1 projections at these levels.
+    """Yield the U-Net of a diffusion model; `attention` has 1x1 projections at these levels.
 
     A time embedding is added to the first convolution's output, and group norms come before the
     convolutions, so only the bias and the residual can follow one in the same kernel.
@@ -318,7 +319,7 @@ def diffusion_unet(
 
 
 def vae_decoder(widths: Sequence[int], size: int, latent: int, blocks: int = 3) -> Layers:
-    """The decoder of an autoencoder, from a latent image of `size` pixels up."""
+    """Yield the decoder of an autoencoder, from a latent image of `size` pixels up."""
 
     def unit(c: int, k: int, image: int) -> Layers:
         yield conv(c, k, image)
@@ -341,7 +342,7 @@ def vae_decoder(widths: Sequence[int], size: int, latent: int, blocks: int = 3) 
 
 
 def vae_encoder(widths: Sequence[int], size: int, latent: int) -> Layers:
-    """The encoder to such a decoder. It pads below and to the right before each stride."""
+    """Yield the encoder to such a decoder. It pads below and to the right before each stride."""
     yield conv(3, widths[0], size)
     c = widths[0]
     for level, k in enumerate(widths):
@@ -358,7 +359,7 @@ def vae_encoder(widths: Sequence[int], size: int, latent: int) -> Layers:
 
 
 def tiny_decoder(size: int) -> Layers:
-    """A small stand-in for the decoder of an autoencoder: 64 channels throughout."""
+    """Yield a small stand-in for the decoder of an autoencoder: 64 channels throughout."""
     yield conv(4, 64, size, act="relu")
     for level in range(4):
         for _ in range(3 if level < 3 else 1):
@@ -369,7 +370,7 @@ def tiny_decoder(size: int) -> Layers:
 
 
 def image_translator(size: int) -> Layers:
-    """A generator of residual blocks, and a discriminator of patches with windows of 4x4."""
+    """Yield a generator of residual blocks, and a discriminator of patches with windows of 4x4."""
     yield conv(3, 64, size + 6, 7, padding=0)
     yield conv(64, 128, size, 3, 2)
     yield conv(128, 256, size // 2, 3, 2)
@@ -384,7 +385,7 @@ def image_translator(size: int) -> Layers:
 
 
 def strided_discriminator(size: int, c: int = 64) -> Layers:
-    """A discriminator that halves the image down to 4x4 pixels."""
+    """Yield a discriminator that halves the image down to 4x4 pixels."""
     yield conv(3, c, size, 4, 2, padding=1)
     while size > 8:
         size //= 2
@@ -394,7 +395,7 @@ def strided_discriminator(size: int, c: int = 64) -> Layers:
 
 
 def wide_generator(c: int, size: int) -> Layers:
-    """A generator that doubles the image from 4x4 pixels, with residual blocks of 3x3."""
+    """Yield a generator that doubles the image from 4x4 pixels, with residual blocks of 3x3."""
     widths = [m * c for m in (16, 16, 8, 8, 4, 2, 1)]
     for level in range(1, len(widths)):
         image = 4 << level
@@ -455,7 +456,7 @@ def small_upscaler(size: Size) -> Layers:
 
 
 def pyramid_flow(size: tuple[int, int]) -> Layers:
-    """A flow network with a pyramid of features, cost volumes of 81 and dense decoders."""
+    """Yield a flow network with a pyramid of features, cost volumes of 81 and dense decoders."""
     c = 3
     for level, k in enumerate((16, 32, 64, 96, 128, 196)):
         yield conv(c, k, _over(size, 1 << level), 3, 2)
@@ -473,7 +474,7 @@ def pyramid_flow(size: tuple[int, int]) -> Layers:
 
 
 def stacked_flow(size: tuple[int, int]) -> Layers:
-    """An early flow network that takes both images as six channels."""
+    """Yield an early flow network that takes both images as six channels."""
     widths = ((64, 7, 2), (128, 5, 2), (256, 5, 2), (256, 3, 1), (512, 3, 2), (512, 3, 1),
               (512, 3, 2), (512, 3, 1), (1024, 3, 2), (1024, 3, 1))  # fmt: skip
     c, factor = 6, 1
@@ -488,7 +489,7 @@ def stacked_flow(size: tuple[int, int]) -> Layers:
 
 
 def board_game(c: int, size: int, planes: int, blocks: int = 10) -> Layers:
-    """A tower of residual blocks on a board, with a policy and a value head."""
+    """Yield a tower of residual blocks on a board, with a policy and a value head."""
     yield conv(planes, c, size, act="relu", norm=True)
     for _ in range(blocks):
         yield conv(c, c, size, act="relu", norm=True)
@@ -513,7 +514,7 @@ def screen_agent() -> Layers:
 
 
 def sound_tagger(size: tuple[int, int]) -> Layers:
-    """A network of fourteen layers on a spectrogram of (frames, bands)."""
+    """Yield a network of fourteen layers on a spectrogram of (frames, bands)."""
     c = 1
     for level, k in enumerate((64, 128, 256, 512, 1024, 2048)):
         yield conv(c, k, _over(size, 1 << level), act="relu", norm=True)
@@ -530,7 +531,7 @@ def speech_front(frames: int) -> Layers:
 
 
 def speaker_resnet(size: tuple[int, int]) -> Layers:
-    """A narrow ResNet on a spectrogram of (bands, frames), which tells speakers apart."""
+    """Yield a narrow ResNet on a spectrogram of (bands, frames), which tells speakers apart."""
     block = partial(conv, act="relu", norm=True)
     yield block(1, 32, size)
     c = 32
@@ -546,7 +547,7 @@ def speaker_resnet(size: tuple[int, int]) -> Layers:
 
 
 def text_reader(width: int) -> Layers:
-    """The convolutions of a reader of text lines that are 32 pixels high."""
+    """Yield the convolutions of a reader of text lines that are 32 pixels high."""
     yield conv(1, 64, (32, width), act="relu")
     yield conv(64, 128, (16, width // 2), act="relu")
     yield conv(128, 256, (8, width // 4), act="relu", norm=True)
@@ -557,7 +558,7 @@ def text_reader(width: int) -> Layers:
 
 
 def text_finder(size: int) -> Layers:
-    """The neck and the head of a network that finds text, after a ResNet-18."""
+    """Yield the neck and the head of a network that finds text, after a ResNet-18."""
     for level, k in enumerate((64, 128, 256, 512)):
         yield conv(k, 256, size >> (2 + level), 1)
         yield conv(256, 64, size >> (2 + level))
@@ -565,7 +566,7 @@ def text_finder(size: int) -> Layers:
 
 
 def face_resnet() -> Layers:
-    """A ResNet of 50 layers for faces of 112x112 pixels; parametric ReLU follows."""
+    """Yield a ResNet of 50 layers for faces of 112x112 pixels; parametric ReLU follows."""
     yield conv(3, 64, 112, norm=True)
     c, size = 64, 112
     for k, blocks in ((64, 3), (128, 4), (256, 14), (512, 3)):

@@ -65,7 +65,7 @@ def held_out_layers() -> frozenset[Problem]:
 
 
 def users_of_layers() -> dict[Problem, tuple[str, ...]]:
-    """The networks of each layer in the menu, save the networks that are held out."""
+    """Return the networks of each layer in the menu, save the networks that are held out."""
     networks = json.loads(make_suite.NETWORKS.read_text())["networks"]
     shown = {
         name: {"layers": layers}
@@ -82,7 +82,8 @@ def further_entries(
     taken: set[Problem],
     held_out: frozenset[Problem],
 ) -> tuple[Entry, ...]:
-    """The problems of one direction, none of them `taken`, nor of a layer that is `held_out`."""
+    """Return the problems of one direction, none of them `taken`, nor of a layer that is
+    `held_out`."""
     generator = np.random.default_rng([seed, 3, DIRECTIONS.index(direction)])
     found: dict[Problem, Entry] = {}
     for kind, counts in COUNTS.items():
@@ -102,7 +103,7 @@ def further_entries(
 def _entry(
     fields: Layer, networks: tuple[str, ...], direction: str, generator: np.random.Generator
 ) -> Entry | None:
-    """The layer of `fields` at a batch, dtype and epilogue; None where it is no good."""
+    """Return the layer of `fields` at a batch, dtype and epilogue; None where it is no good."""
     try:
         layer = Problem.from_json(fields | {"n": 1})
         if make_holdout._key(layer) not in make_holdout.VARIANTS:
@@ -123,7 +124,7 @@ def _proposals(
     users: Mapping[Problem, tuple[str, ...]],
     generator: np.random.Generator,
 ) -> Iterator[tuple[Layer, tuple[str, ...]]]:
-    """An endless stream of layers and their networks; some are impossible."""
+    """Yield an endless stream of layers and their networks; some are impossible."""
     layers = [layer for layer in users if make_suite._kind(layer) == kind]
     shares = np.sqrt([len(users[layer]) for layer in layers])
     while origin in ("network", "resized"):
@@ -138,7 +139,7 @@ def _proposals(
 
 
 def _unknown(origin: str, kind: str, generator: np.random.Generator) -> Layer:
-    """A layer of no network, of a sort that is hard to choose for."""
+    """Return a layer of no network, of a sort that is hard to choose for."""
     menu = [key for key in make_holdout.VARIANTS if (key[0] == 1) == (kind == "depthwise")]
     if origin == "strided":
         menu = [key for key in menu if key[2] == 2]

@@ -173,7 +173,7 @@ def _models() -> Iterator[tuple[str, tuple[int, int], Callable[[], Any]]]:
 
 
 def _layers(make: Callable[[], Any], size: tuple[int, int]) -> list[Layer]:
-    """The distinct layers of several groups of a forward pass, with their ``count``."""
+    """Return the distinct layers of several groups of a forward pass, with their ``count``."""
     import torch
 
     found: Counter[str] = Counter()
@@ -219,7 +219,7 @@ def trained_layers() -> frozenset[Problem]:
 def users_of_layers(
     networks: Mapping[str, Mapping[str, Any]], trained: frozenset[Problem]
 ) -> dict[Problem, tuple[str, ...]]:
-    """The networks of each layer that is in the menu and not `trained`."""
+    """Return the networks of each layer that is in the menu and not `trained`."""
     users: dict[Problem, tuple[str, ...]] = {}
     for name, network in networks.items():
         for fields in network["layers"]:
@@ -238,8 +238,8 @@ def _key(p: Problem) -> tuple[int, int, int] | None:
 def holdout_entries(
     users: Mapping[Problem, Sequence[str]], direction: str, seed: int
 ) -> tuple[Entry, ...]:
-    """The problems of one direction: turn by turn a layer of each network, at a batch and of a
-    dtype and epilogue of its own."""
+    """Return the problems of one direction: turn by turn a layer of each network, at a batch and of
+    a dtype and epilogue of its own."""
     generator = np.random.default_rng([seed, 2, DIRECTIONS.index(direction)])
     found: dict[Problem, Entry] = {}
     for kind, count in COUNTS[direction].items():

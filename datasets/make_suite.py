@@ -191,7 +191,8 @@ def _with_time_limit(name: str) -> list[Layer]:
 
 
 def grouped_layers(name: str) -> list[Layer]:
-    """The distinct layers of several groups that a forward pass of timm's model `name` computes."""
+    """Return the distinct layers of several groups that a forward pass of timm's model `name`
+    computes."""
     import timm
     import torch
 
@@ -213,8 +214,8 @@ def grouped_layers(name: str) -> list[Layer]:
 
 
 def _layer(module: Any, inputs: tuple[int, ...], outputs: tuple[int, ...]) -> Layer | None:
-    """A problem's fields without the batch; None unless the module has several groups and the same
-    padding on opposite sides.
+    """Return a problem's fields without the batch; None unless the module has several groups and
+    the same padding on opposite sides.
 
     A network may pad outside of the convolution itself ("same" padding), so the padding is what
     the sizes say where the module's own does not explain them.
@@ -264,7 +265,8 @@ def build(seed: int) -> None:
 
 
 def users_of_layers(networks: Mapping[str, list[Layer]]) -> dict[str, list[str]]:
-    """The networks of each layer, which is the text of its JSON, in our scope and not too rare."""
+    """Return the networks of each layer, which is the text of its JSON, in our scope and not too
+    rare."""
     users: dict[str, list[str]] = {}
     variant: dict[str, tuple[Any, ...]] = {}
     for name, layers in networks.items():
@@ -282,7 +284,7 @@ def users_of_layers(networks: Mapping[str, list[Layer]]) -> dict[str, list[str]]
 def training_entries(
     users: Mapping[str, list[str]], direction: str, seed: int
 ) -> tuple[Entry, ...]:
-    """The problems of `FIRST`, then those of `SECOND`, all of them different."""
+    """Return the problems of `FIRST`, then those of `SECOND`, all of them different."""
     index = DIRECTIONS.index(direction)
     generator = np.random.default_rng([seed, index])
     found: dict[Problem, Entry] = {}
@@ -330,7 +332,7 @@ def _draw(
 def _proposals(
     origin: str, kind: str, users: Mapping[str, list[str]], generator: np.random.Generator
 ) -> Iterator[Layer]:
-    """An endless stream of fields of problems, all plain float16 and forward; some are
+    """Yield an endless stream of fields of problems, all plain float16 and forward; some are
     impossible."""
     if origin in ("network", "resized"):
         layers = [
@@ -352,8 +354,8 @@ def _proposals(
 
 
 def typical(kind: str, generator: np.random.Generator) -> Layer:
-    """A layer of no known network that looks as if it came from one: a future network
-    may have it."""
+    """Return a layer of no known network that looks as if it came from one: a future network may
+    have it."""
     window, stride = (int(v) for v in generator.choice(TYPICAL[kind]))
     width = 1 if kind == "depthwise" else int(generator.choice(GROUP_WIDTHS))
     c = _channels(width, generator)
@@ -362,7 +364,7 @@ def typical(kind: str, generator: np.random.Generator) -> Layer:
 
 
 def thin(kind: str, generator: np.random.Generator) -> Layer:
-    """A layer of no known network, of a sort that the first draw has few of."""
+    """Return a layer of no known network, of a sort that the first draw has few of."""
     menu = THIN[kind]
     width, r, s, stride, sizes = menu[generator.integers(len(menu))]
     size = int(generator.choice(sizes))
@@ -376,7 +378,7 @@ def _channels(width: int, generator: np.random.Generator) -> int:
 
 
 def _square(n: int, c: int, size: int, width: int, r: int, s: int, stride: int) -> Layer:
-    """The fields of a layer of as many filters as channels, padded by half its window."""
+    """Return the fields of a layer of as many filters as channels, padded by half its window."""
     return {
         "n": n,
         "c": c,
@@ -392,7 +394,7 @@ def _square(n: int, c: int, size: int, width: int, r: int, s: int, stride: int) 
 
 
 def coverage(kind: str, generator: np.random.Generator) -> Layer:
-    """A layer of no network: odd sizes, few and many channels, all kinds of windows."""
+    """Return a layer of no network: odd sizes, few and many channels, all kinds of windows."""
     multiplier, width, r, s, stride, dilation = (int(v) for v in generator.choice(COVERAGE[kind]))
     c = width * log_uniform(generator, 1, 4096 // width)
     h, w = log_uniform(generator, 4, 256), log_uniform(generator, 4, 256)
@@ -417,7 +419,7 @@ def coverage(kind: str, generator: np.random.Generator) -> Layer:
 
 
 def smoke_entries() -> tuple[Entry, ...]:
-    """A few small layers, measured in seconds: one of each group width, window and epilogue."""
+    """Return a few small layers, measured in seconds: one of each group width, window and epilogue."""
     return (
         Entry(Problem(4, 256, 56, 56, 256, 3, 3, padding=1, groups=32), ("resnext101_32x8d",)),
         Entry(Problem(8, 128, 28, 28, 128, 3, 3, padding=1, groups=8), ("regnetx_008",)),
@@ -474,8 +476,8 @@ def _variant(
 
 
 def _compiled_in(problem: Problem) -> tuple[Any, ...]:
-    """The part of a problem that is compiled into a kernel: each combination costs the sampler a
-    table."""
+    """Return the part of a problem that is compiled into a kernel: each combination costs the
+    sampler a table."""
     p = problem
     return (
         p.group_width, p.k // p.c, p.r, p.s, p.stride, p.dilation,
@@ -488,7 +490,7 @@ def _batch(generator: np.random.Generator) -> int:
 
 
 def log_uniform(generator: np.random.Generator, low: int, high: int) -> int:
-    """An integer from `low` to `high`, of which each doubling is as likely as another."""
+    """Return an integer from `low` to `high`, of which each doubling is as likely as another."""
     return round(float(np.exp(generator.uniform(np.log(low), np.log(high)))))
 
 

@@ -62,8 +62,9 @@ def tile_of(name: str) -> tuple[int, ...] | None:
 
 
 def facts_of(kernels: Sequence[Mapping[str, Any]]) -> tuple[int, ...] | None:
-    """The values of ``TILE_FIELDS`` of the kernels that one launch of a plan has, as a Chrome trace
-    describes them: those of the longest with a tile in its name; None if there is none."""
+    """Return the values of ``TILE_FIELDS`` of the kernels that one launch of a plan has, as a
+    Chrome trace describes them: those of the longest with a tile in its name; None if there is
+    none."""
     tiled = [(k["dur"], tile, k["args"]) for k in kernels if (tile := tile_of(k["name"]))]
     if not tiled:
         return None
@@ -72,7 +73,7 @@ def facts_of(kernels: Sequence[Mapping[str, Any]]) -> tuple[int, ...] | None:
 
 
 def lines_of(launches: Sequence[Launch]) -> dict[int, dict[str, int]]:
-    """A line of the table for each plan: the medians over its launches, which hardly ever
+    """Return a line of the table for each plan: the medians over its launches, which hardly ever
     differ."""
     found: dict[int, list[tuple[int, ...]]] = {}
     for plan, kernels in launches:
@@ -87,7 +88,7 @@ def lines_of(launches: Sequence[Launch]) -> dict[int, dict[str, int]]:
 
 
 def table_text(known: Mapping[int, Mapping[str, Any]]) -> str:
-    """The table, sorted by plan."""
+    """Return the table, sorted by plan."""
     text = StringIO()
     writer = csv.DictWriter(text, (PLAN, *TILE_FIELDS), lineterminator="\n")
     writer.writeheader()
@@ -110,7 +111,7 @@ def wanted(data: Path, device: str, most: int, seed: int) -> list[Task]:
 
 
 def launched(tasks: Sequence[Task]) -> list[Launch]:
-    """The kernels of each plan that can be launched."""
+    """Return the kernels of each plan that can be launched."""
     import torch
     from torch.profiler import ProfilerActivity, profile
 

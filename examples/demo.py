@@ -170,7 +170,7 @@ def measured_of(network: str) -> dict[Problem, Measured]:
 
 
 def best_measured(predictor: Predictor, problem: Problem, times: Measured) -> Choice | None:
-    """The best-ranked config with a time to compare; None where no such config was measured."""
+    """Return the best-ranked config with a time to compare; None where no such config was measured."""
     ranked = predictor.rank(problem, DEVICE, top=MAX_TOP)
     return next((c for c in ranked if c.candidate in times), None)
 
@@ -309,7 +309,8 @@ def time_network() -> str:
 
 
 def network() -> Any:
-    """A small ResNeXt: twelve residual blocks of grouped 3x3 layers, 32 groups of width 4 to 16."""
+    """Return a small ResNeXt: twelve residual blocks of grouped 3x3 layers, 32 groups of width 4 to
+    16."""
     from torch import nn
 
     class Block(nn.Module):
@@ -332,8 +333,8 @@ def network() -> Any:
 
 
 def forward(model: Any, images: Any) -> tuple[Any, float]:
-    """The outputs, and the median of 20 forwards by CUDA events, in milliseconds, after 5 that do
-    not count."""
+    """Return the outputs, and the median of 20 forwards by CUDA events, in milliseconds, after 5
+    that do not count."""
     import torch
 
     times = []

@@ -6,7 +6,7 @@
 For a seventh of the suites' problems and 150 random ones a family, on the devices that have a model
 and a board of each architecture: the first eight choices, and digests of what each family says is
 legal, of its features, estimates and launches; the options of each command, and what mistakes mean;
-what the HTTP service replies to 200 questions and 67 mistakes. It takes about half a minute. With
+what the HTTP service replies to 200 questions and 67 mistakes. It takes some minutes. With
 ``--graphs`` as the last argument the captured graphs of twenty networks follow, as confpred
 rewrites them, and what `confpred.explain` says of them: some minutes more.
 """

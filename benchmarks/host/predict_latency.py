@@ -175,7 +175,7 @@ def run_turns(
 
 
 def summary(turns: Sequence[Turn]) -> dict[str, Any]:
-    """The figures of some turns: of each problem, and each network, the least."""
+    """Return the figures of some turns: of each problem, and each network, the least."""
     unseen = {}
     for kind in turns[0]["unseen"]:
         clock, processor = np.min([each["unseen"][kind] for each in turns], axis=0).T

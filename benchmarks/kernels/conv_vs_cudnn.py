@@ -71,7 +71,7 @@ SHARE_BATCH = 64  # from this batch on, a layer can be expected to come near the
 
 
 def problems() -> dict[Problem, list[str]]:
-    """The problems that are timed, each with the networks that have it."""
+    """Return the problems that are timed, each with the networks that have it."""
     content = json.loads((DATASETS / "networks.json").read_text())["networks"]
     found: dict[Problem, list[str]] = {}
     for name in NETWORKS:
@@ -91,8 +91,8 @@ def problems() -> dict[Problem, list[str]]:
 def choices(
     predictor: Predictor, device: Device, timed: Collection[str], deadline: float
 ) -> list[dict[str, Any]]:
-    """The choice for each problem that is not in `timed`, with its kernels compiled; in random
-    order, so that a run that is cut short leaves a fair sample."""
+    """Return the choice for each problem that is not in `timed`, with its kernels compiled; in
+    random order, so that a run that is cut short leaves a fair sample."""
     of_networks = problems()
     order = list(of_networks)
     random.Random(0).shuffle(order)
@@ -144,7 +144,7 @@ def copy_bandwidth() -> float:
 def our_call(
     problem: Problem, launch: Launch, device: Device
 ) -> Callable[[Mapping[str, torch.Tensor]], list[torch.Tensor]]:
-    """The launch as a function of the problem's inputs, by name, that returns new outputs."""
+    """Return the launch as a function of the problem's inputs, by name, that returns new outputs."""
     import torch
 
     from confpred.cuda import driver
@@ -175,7 +175,8 @@ def our_call(
 
 
 def compare(row: dict[str, Any], bandwidth: float, evict: Any) -> dict[str, Any]:
-    """The times of one problem in this process, in milliseconds: ours, ours again and cuDNN's."""
+    """Return the times of one problem in this process, in milliseconds: ours, ours again and
+    cuDNN's."""
     from confpred.cuda import driver
     from confpred.measure import pytorch as operator
     from confpred.measure import timing
@@ -229,7 +230,7 @@ def _difference(ours: torch.Tensor, theirs: Any, problem: Problem) -> float:
 
 
 def run_mode(mode: str, rows: list[dict[str, Any]], seconds: float) -> dict[str, Any]:
-    """The times of as many of `rows` as there is time for."""
+    """Return the times of as many of `rows` as there is time for."""
     import torch
 
     from confpred.cuda import driver
@@ -359,7 +360,8 @@ def plot(result: Mapping[str, Any], path: Path) -> None:
 
 
 def earlier_layers(earlier: Mapping[str, Any], facts: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The layers of an `earlier` result, if `facts` say that it is of the same code and machine.
+    """Return the layers of an `earlier` result, if `facts` say that it is of the same code and
+    machine.
 
     Raises:
         SystemExit: it is of other code or of another machine.
@@ -374,7 +376,7 @@ def earlier_layers(earlier: Mapping[str, Any], facts: Mapping[str, Any]) -> list
 
 
 def visible_gpus() -> list[str]:
-    """The GPUs that may be used, as ``CUDA_VISIBLE_DEVICES`` names them."""
+    """Return the GPUs that may be used, as ``CUDA_VISIBLE_DEVICES`` names them."""
     from confpred.cuda import driver
 
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -382,7 +384,7 @@ def visible_gpus() -> list[str]:
 
 
 def measure_on(gpu: str, rows: list[dict[str, Any]], deadline: float) -> dict[str, Any]:
-    """The layers of the result that one GPU has time for, and its bandwidth in each process."""
+    """Return the layers of the result that one GPU has time for, and its bandwidth in each process."""
     runs: dict[str, Any] = {}
     for left, mode in zip((2, 1), MODES, strict=True):  # processes still to run, this one included
         job = {"rows": rows, "seconds": (deadline - time.time()) / left}
@@ -406,7 +408,7 @@ def measure_on(gpu: str, rows: list[dict[str, Any]], deadline: float) -> dict[st
 
 
 def measure(model: Path | None, minutes: float, earlier: Mapping[str, Any] | None) -> Any:
-    """The whole benchmark, or the part of it that `earlier` lacks, in about `minutes`."""
+    """Return the whole benchmark, or the part of it that `earlier` lacks, in about `minutes`."""
     import torch
 
     from confpred.cuda import driver

@@ -47,14 +47,14 @@ NETWORKS = SUITES.parents[1] / "dense_networks.json"
 
 
 def kinds() -> dict[str, str]:
-    """The kind of each network, such as ``classification``."""
+    """Return the kind of each network, such as ``classification``."""
     networks = json.loads(NETWORKS.read_text())["networks"]
     return {name: network["kind"] for name, network in networks.items()}
 
 
 def problems(wanted: Sequence[str]) -> dict[Problem, str]:
-    """The problems that are timed, with the kind of their networks, in random order, so that a run
-    that is cut short leaves a fair sample."""
+    """Return the problems that are timed, with the kind of their networks, in random order, so that
+    a run that is cut short leaves a fair sample."""
     kind_of = kinds()
     suite = read_suite(SUITES / ("training.json" if wanted else "holdout.json"))
     found: dict[Problem, str] = {}
@@ -69,8 +69,8 @@ def problems(wanted: Sequence[str]) -> dict[Problem, str]:
 
 
 def our_call(problem: Problem) -> tuple[Any, Callable[[Mapping[str, torch.Tensor]], Any] | None]:
-    """The choice for `problem`, and what it runs, of inputs by name; None for PyTorch's operator
-    alone."""
+    """Return the choice for `problem`, and what it runs, of inputs by name; None for PyTorch's
+    operator alone."""
     from confpred.measure.pytorch import as_the_library_calls
     from confpred.pytorch import choosing, loading
 
@@ -89,7 +89,8 @@ def our_call(problem: Problem) -> tuple[Any, Callable[[Mapping[str, torch.Tensor
 
 
 def compare(problem: Problem, evict: Any) -> dict[str, Any]:
-    """The times of one problem in this process, in milliseconds: PyTorch's, ours, ours again."""
+    """Return the times of one problem in this process, in milliseconds: PyTorch's, ours, ours
+    again."""
     from confpred.cuda import driver
     from confpred.measure import pytorch as operator
     from confpred.measure import timing
@@ -124,7 +125,7 @@ def difference(ours: Any, theirs: Any, problem: Problem) -> float:
 
 
 def run_mode(mode: str, words: list[str], model: str | None, seconds: float) -> dict[str, Any]:
-    """The times of as many of the problems as there is time for."""
+    """Return the times of as many of the problems as there is time for."""
     import torch
 
     from confpred.cuda import driver
@@ -213,7 +214,7 @@ def show(result: Mapping[str, Any]) -> None:
 
 
 def measure(model: Path | None, minutes: float, wanted: Sequence[str]) -> dict[str, Any]:
-    """The whole benchmark in about `minutes`."""
+    """Return the whole benchmark in about `minutes`."""
     import torch
 
     from confpred.cuda import driver

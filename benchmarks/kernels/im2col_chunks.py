@@ -52,7 +52,7 @@ def problem_of(case: tuple[int, int, int], dtype: str) -> Problem:
 
 
 def configs(problem: Problem, *, tf32: bool) -> list[int]:
-    """The rows to compare: all legal ones of one precision."""
+    """Return the rows to compare: all legal ones of one precision."""
     rows = np.flatnonzero(FAMILY.legal(problem, get_device("h100")))
     return [int(row) for row in rows if bool(FAMILY.configs["tf32"][row]) == tf32]
 
@@ -88,7 +88,7 @@ def elapsed_ms(call: Callable[[], Any]) -> float:
 
 
 def in_turns(calls: list[Callable[[], Any]]) -> list[float]:
-    """The median of each call's rounds, which take turns in random order."""
+    """Return the median of each call's rounds, which take turns in random order."""
     for call in calls:
         call()
         call()
@@ -102,7 +102,7 @@ def in_turns(calls: list[Callable[[], Any]]) -> list[float]:
 
 
 def graph_of(call: Callable[[], Any]) -> Callable[[], Any]:
-    """A CUDA graph of `call`."""
+    """Return a CUDA graph of `call`."""
     import torch
 
     side = torch.cuda.Stream()

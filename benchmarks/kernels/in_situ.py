@@ -100,7 +100,7 @@ def alone(problem: Problem, configs: Sequence[Candidate]) -> dict[Candidate, flo
 
 
 def spread(times: Mapping[Candidate, float], predicted: Candidate) -> list[Candidate]:
-    """The fastest, the predicted one, and others at even steps of rank up to `RANGE`."""
+    """Return the fastest, the predicted one, and others at even steps of rank up to `RANGE`."""
     ordered = sorted(times, key=times.__getitem__)
     near = [config for config in ordered if times[config] <= RANGE * times[ordered[0]]]
     steps = np.linspace(0, len(near) - 1, min(CHOSEN, len(near))).round().astype(int)
@@ -241,7 +241,7 @@ def agreement(a: Sequence[float], b: Sequence[float]) -> tuple[float, float]:
 
 
 def measure_all(model: Path | None) -> dict[str, Any]:
-    """The whole check."""
+    """Return the whole check."""
     from confpred.cuda import driver
     from confpred.predict.predictor import Predictor
 

@@ -68,7 +68,7 @@ def precision_of(problem: LinearChain) -> str:
 
 
 def candidates(problem: LinearChain) -> Iterator[tuple[str, Family, int]]:
-    """The ways of ours, by name; of a family the first config that is legal."""
+    """Yield the ways of ours, by name; of a family the first config that is legal."""
     for name, family in FAMILIES.items():
         legal = family.legal(problem, get_device("h100"))
         if legal.any():
@@ -124,7 +124,7 @@ def measure(problem: LinearChain) -> dict[str, Any]:
 
 
 def chosen(row: dict[str, Any], kind: str, limits: Limits) -> str:
-    """The fastest way of a row whose stated error keeps within `limits`, in hindsight."""
+    """Return the fastest way of a row whose stated error keeps within `limits`, in hindsight."""
     problem = LinearChain.parse(row["problem"])
     ordinary = chains.ordinary_error(problem)
     bound = ordinary if limits.max_error is None else limits.max_error

@@ -86,7 +86,7 @@ VARIANTS: Mapping[str, Variant] = {
 def features(
     pool: Pool, timings: Sequence[Timings], tables: Mapping[str, Registers], variant: Variant
 ) -> list[NDArray[np.float32]]:
-    """A matrix for each of `timings`."""
+    """Return a matrix for each of `timings`."""
     found = []
     for t in timings:
         table = tables.get(t.family) if variant.registers else None
@@ -123,7 +123,7 @@ def grow_as_such(
 def learned(
     train: Sequence[Timings], matrices: Sequence[NDArray[np.float32]], variant: Variant
 ) -> list[Trees]:
-    """The ensembles of `variant`."""
+    """Return the ensembles of `variant`."""
     matrix = np.concatenate(matrices)
     names = [f"column_{i}" for i in range(matrix.shape[1])]
     grow = grow_order if variant.within else grow_as_such

@@ -44,7 +44,7 @@ def kept(t: Timings, positions: NDArray[np.intp]) -> Timings:
 
 
 def random_part(timings: Sequence[Timings], count: int, seed: int) -> list[Timings]:
-    """A random choice of `count` configs of each."""
+    """Return a random choice of `count` configs of each."""
     generator = np.random.default_rng(seed)
     return [kept(t, generator.permutation(len(t.rows))[:count]) for t in timings]
 

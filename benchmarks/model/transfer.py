@@ -67,7 +67,7 @@ def examples_of(dataset: Dataset, members: Mapping[str, Pool]) -> list[Example]:
 
 
 def order_of(examples: Sequence[Example], names: Sequence[str], seed: int) -> Trees | None:
-    """The trees that a model of these examples would have; None where there are none."""
+    """Return the trees that a model of these examples would have; None where there are none."""
     if not examples:
         return None
     features = np.concatenate([e.features for e in examples])
@@ -85,14 +85,14 @@ def regrets(order: Trees, test: Sequence[Example]) -> list[list[float]]:
 
 
 def share_of(layers: Collection[str], share: float, seed: int) -> set[str]:
-    """A random `share` of `layers`, which holds those of smaller shares."""
+    """Return a random `share` of `layers`, which holds those of smaller shares."""
     shuffled = sorted(layers)
     random.Random(seed).shuffle(shuffled)
     return set(shuffled[: round(share * len(shuffled))])
 
 
 def drawn(examples: Sequence[Example], share: float, seed: int) -> list[Example]:
-    """The examples of `share` of the layers."""
+    """Return the examples of `share` of the layers."""
     kept = share_of({str(e.timings.problem.layer()) for e in examples}, share, seed)
     return [e for e in examples if str(e.timings.problem.layer()) in kept]
 
@@ -106,7 +106,7 @@ def summary(found: Sequence[Sequence[float]]) -> dict[str, float]:
 def curve(
     giver: Dataset, asker: Dataset, shares: Sequence[float], folds: int, draws: int, seed: int
 ) -> dict[str, Any]:
-    """The figures for each share, with and without the giver's problems."""
+    """Return the figures for each share, with and without the giver's problems."""
     common = {t.family for t in giver.timings} & {t.family for t in asker.timings}
     made = pools(all_families()[name] for name in common)
     members = {family.name: pool for pool in made for family in pool.families}

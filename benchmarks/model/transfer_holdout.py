@@ -49,7 +49,7 @@ def judged(
     seed: int,
     learn: Callable[[Dataset, Path], object],
 ) -> dict[str, Any]:
-    """A row of the result: what the model of `share` is worth; `learn` makes its folder."""
+    """Return a row of the result: what the model of `share` is worth; `learn` makes its folder."""
     known = with_share(asker, share, seed)
     with tempfile.TemporaryDirectory() as folder:
         learn(known, Path(folder) / "model")

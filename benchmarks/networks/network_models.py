@@ -50,7 +50,8 @@ class Setting:
 
 
 def network(setting: Setting) -> nn.Module:
-    """The network in float32 and training mode, with random weights, the same in every process."""
+    """Return the network in float32 and training mode, with random weights, the same in every
+    process."""
     torch.manual_seed(0)
     import timm
 
@@ -59,7 +60,7 @@ def network(setting: Setting) -> nn.Module:
 
 
 def lively_network(setting: Setting) -> nn.Module:
-    """The network with every layer taking part in its output.
+    """Return the network with every layer taking part in its output.
 
     timm starts many networks with branches that are multiplied by zero, or nearly so, and with
     statistics of norms that are not those of any data. A comparison of outputs would be blind to
@@ -90,7 +91,7 @@ def _set_statistics(model: nn.Module, setting: Setting) -> None:
 
 
 def prepared(model: nn.Module, setting: Setting) -> nn.Module:
-    """A copy of `model` as the setting's mode wants it; every variant gets its own."""
+    """Return a copy of `model` as the setting's mode wants it; every variant gets its own."""
     model = copy.deepcopy(model)
     return model.train() if setting.mode == "training" else model.eval().to(setting.half)
 

@@ -107,7 +107,7 @@ def prepared(rng: random.Random) -> Iterator[bytes]:
 
 
 def beside_batches(port: int, body: dict[str, Any], requests: int) -> dict[str, dict[str, Any]]:
-    """A known and new problems while `BATCHERS` clients ask for batches of new ones."""
+    """Return a known and new problems while `BATCHERS` clients ask for batches of new ones."""
     others = [Connection(port) for _ in range(BATCHERS)]
     batches = [prepared(random.Random(seed)) for seed in range(1, BATCHERS + 1)]
 
@@ -179,7 +179,7 @@ def with_workers(workers: int, model: list[str], body: dict[str, Any]) -> dict[s
 
 
 def models(port: int) -> dict[str, str]:
-    """The version of each device's model; a device without one is answered by the heuristic."""
+    """Return the version of each device's model; a device without one is answered by the heuristic."""
     reply = json.loads(Connection(port).reply(get("/v1/models")).partition(b"\r\n\r\n")[2])
     return {model["device"]: model["version"] for model in reply["models"]}
 

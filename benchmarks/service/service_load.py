@@ -38,7 +38,7 @@ _LENGTH = re.compile(rb"\r\ncontent-length: (\d+)\r\n", re.IGNORECASE)
 
 
 def no_op() -> FastAPI:
-    """The least that an application of the same framework can do with the same request."""
+    """Return the least that an application of the same framework can do with the same request."""
     app, constant = FastAPI(), b" " * 640  # bytes, as a reply of one problem has
 
     @app.post("/v1/predict")
@@ -102,12 +102,12 @@ def _drain(said: IO[str] | None) -> None:
 
 
 def server(*options: str) -> Any:
-    """A running ``confpred serve``."""
+    """Return a running ``confpred serve``."""
     return running(_SERVE, "serve", "--port", "0", "--no-access-log", *options)
 
 
 def no_op_server() -> Any:
-    """The no-op, run by the same server in the same way."""
+    """Return the no-op, run by the same server in the same way."""
     return running(f"{_NO_OP}()")
 
 
@@ -130,7 +130,7 @@ def get(path: str) -> bytes:
 
 
 def post(body: dict[str, Any], padding: int = 0) -> bytes:
-    """The bytes of a predict request, its JSON made longer by so many spaces."""
+    """Return the bytes of a predict request, its JSON made longer by so many spaces."""
     text = json.dumps(body).encode() + b" " * padding
     lines = (
         "POST /v1/predict HTTP/1.1",
@@ -156,7 +156,7 @@ class Connection:
         self.socket.close()
 
     def reply(self, request: bytes) -> bytes:
-        """The whole reply to `request`."""
+        """Return the whole reply to `request`."""
         self.socket.sendall(request)
         received = b""
         while (end := received.find(b"\r\n\r\n")) < 0:
@@ -184,7 +184,7 @@ class Connection:
         return int(self.reply(request)[9:12])
 
     def seconds(self, request: bytes) -> float:
-        """The time of one request, from before it is sent until its reply is read."""
+        """Return the time of one request, from before it is sent until its reply is read."""
         start = time.perf_counter()
         reply = self.reply(request)
         elapsed = time.perf_counter() - start
@@ -194,7 +194,7 @@ class Connection:
 
 
 def problem(rng: random.Random) -> dict[str, int]:
-    """A layer that almost certainly no earlier request asked for."""
+    """Return a layer that almost certainly no earlier request asked for."""
     groups = rng.choice((2, 4, 8, 16, 32, 64))
     channels = 8 * groups
     size = {"n": rng.randint(1, 256), "h": rng.randint(7, 112), "w": rng.randint(7, 112)}
@@ -233,7 +233,7 @@ def rate(port: int, request: bytes, connections: int, seconds: float) -> float:
 
 
 def metric(port: int, name: str) -> float:
-    """The value of one of the server's metrics; 0 where it has none yet."""
+    """Return the value of one of the server's metrics; 0 where it has none yet."""
     text = Connection(port).reply(get("/metrics")).decode()
     found = re.search(rf"^{re.escape(name)} (\S+)$", text, re.MULTILINE)
     return float(found[1]) if found else 0.0

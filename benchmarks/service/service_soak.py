@@ -66,7 +66,7 @@ class _Client:
         self.ms.append((time.perf_counter() - start) * 1e3)
 
     def _status(self, request: bytes) -> str | None:
-        """The status of the reply; None if the connection broke."""
+        """Return the status of the reply; None if the connection broke."""
         try:
             if self._connection is None:
                 self._connection = Connection(self._port)
@@ -137,7 +137,7 @@ class _Disturber:
 
 
 def workers(pid: int) -> list[int]:
-    """The ids of the worker processes of the server whose parent process is `pid`."""
+    """Return the ids of the worker processes of the server whose parent process is `pid`."""
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     return [int(child) for child in children if b"service.worker" in _command(child)]
 
@@ -210,7 +210,7 @@ def soak(port: int, pid: int, seconds: float, kinds: Disturbance) -> dict[str, A
 
 
 def _over_time(mib: list[float]) -> dict[str, int]:
-    """The medians of the second and of the last quarter, and the largest."""
+    """Return the medians of the second and of the last quarter, and the largest."""
     quarter = max(1, len(mib) // 4)
     early = statistics.median(mib[quarter : 2 * quarter] or mib)
     late = statistics.median(mib[-quarter:])

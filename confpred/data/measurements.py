@@ -99,7 +99,7 @@ OWN_COLUMNS = {
 
 
 def problem_of_row(row: Mapping[str, Any], kind: type[_R]) -> _R:
-    """The problem of class `kind` in a flat row.
+    """Return the problem of class `kind` in a flat row.
 
     Raises:
         InvalidProblem: the row's values describe none.

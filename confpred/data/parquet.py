@@ -84,7 +84,7 @@ def _operation_of(found: pa.Schema) -> str:
 
 
 def read(path: Path, operation: Operation, columns: Sequence[str] | None = None) -> pa.Table:
-    """The rows of one file, with all columns or only `columns`.
+    """Return the rows of one file, with all columns or only `columns`.
 
     Raises:
         DataError: the file is missing, truncated or damaged, is of another operation, or lacks a
@@ -172,7 +172,7 @@ class CheckedRows:
 
 
 def read_checked(files: Sequence[Path], operation: Operation) -> CheckedRows:
-    """The rows of `files`, in their order.
+    """Return the rows of `files`, in their order.
 
     Raises:
         DataError: a file cannot be read or lacks a column, or a value is not allowed, such as a
@@ -256,7 +256,7 @@ _MOST_PARTS = 99  # of a day
 
 
 def shards_in(folder: Path, *, anchors: bool = False) -> list[Path]:
-    """The shards and parts of a folder, or the shards of its `anchors`, sorted by name.
+    """Return the shards and parts of a folder, or the shards of its `anchors`, sorted by name.
 
     Raises:
         InvalidInput: it is no folder.
@@ -276,7 +276,8 @@ def is_shard_of(file: Path, folder: Path) -> bool:
 def read_shards(
     folder: Path, operation: Operation, columns: Sequence[str], *, anchors: bool = False
 ) -> pa.Table:
-    """The rows of all shards and parts of a folder, or of its `anchors`; none where it has none.
+    """Return the rows of all shards and parts of a folder, or of its `anchors`; none where it has
+    none.
 
     Raises:
         InvalidInput: it is no folder.
@@ -348,7 +349,7 @@ def add_part(
 
 
 def _new_part(folder: Path) -> Path:
-    """The first name of today that no part of `folder` has."""
+    """Return the first name of today that no part of `folder` has."""
     day = datetime.now(timezone.utc).date().isoformat()
     # In the order of names, "_02.parquet" comes after ".parquet".
     for ending in ("", *(f"_{number:02}" for number in range(2, _MOST_PARTS + 1))):
@@ -359,7 +360,7 @@ def _new_part(folder: Path) -> Path:
 
 
 def _joined(folders: Sequence[Path], operation: Operation, anchors: bool) -> pa.Table:
-    """The rows of all shards of `folders`, sorted by problem."""
+    """Return the rows of all shards of `folders`, sorted by problem."""
     tables = []
     for folder in folders:
         table = read_shards(folder, operation, schema(operation).names, anchors=anchors)
@@ -372,7 +373,7 @@ def _joined(folders: Sequence[Path], operation: Operation, anchors: bool) -> pa.
 
 
 def _operation_in(folders: Sequence[Path], anchors: bool) -> Operation:
-    """The operation of the first shard; `read` refuses shards of another operation."""
+    """Return the operation of the first shard; `read` refuses shards of another operation."""
     for shard in (shard for folder in folders for shard in shards_in(folder, anchors=anchors)):
         name = operation_in(shard)
         if name not in all_operations():

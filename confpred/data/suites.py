@@ -46,7 +46,7 @@ class Suite:
 
 
 def read_suite(path: Path) -> Suite:
-    """The suite in the file at `path`.
+    """Return the suite in the file at `path`.
 
     Raises:
         DataError: the file cannot be read, is not a suite, or holds no or too many problems.
@@ -98,7 +98,7 @@ def write_suite(suite: Suite, path: Path) -> None:
 
 
 def _fields(problem: Record) -> dict[str, Any]:
-    """A problem's fields for a file that people read: a pair of equal members becomes one
+    """Return a problem's fields for a file that people read: a pair of equal members becomes one
     integer."""
     return {
         name: value[0] if isinstance(value, list) and value[0] == value[1] else value

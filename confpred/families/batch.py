@@ -45,7 +45,7 @@ class ProblemBatch:
 
     @classmethod
     def of(cls, problems: Sequence[Record]) -> ProblemBatch:
-        """Some problems; for one, its numbers as they are."""
+        """Return some problems; for one, its numbers as they are."""
         return _One(problems) if len(problems) == 1 else cls(problems)
 
     def part(self, places: Sequence[int]) -> ProblemBatch:
@@ -55,7 +55,7 @@ class ProblemBatch:
         return ProblemBatch.of([self.problems[i] for i in places])
 
     def at(self, index: Rows) -> ProblemBatch:
-        """The same problems, with arrays of an element for each of `index`."""
+        """Return the same problems, with arrays of an element for each of `index`."""
         found = self._view(lambda values: values[index])
         found.index = index
         return found
@@ -156,8 +156,8 @@ def each_row(function: Callable[[Any], _Found], problem: Any, at: Rows | None = 
 
 
 def narrowed(problem: Any, rows: Rows, kept: NDArray[np.bool_]) -> tuple[Any, Rows]:
-    """The rows that are `kept`; where there are several problems, the pairs of one of them and a
-    row, those of a problem together and in the order of `rows`.
+    """Return the rows that are `kept`; where there are several problems, the pairs of one of them
+    and a row, those of a problem together and in the order of `rows`.
 
     Args:
         problem: one; or several, as columns for a first look at `rows`, later one for each row.
@@ -175,7 +175,7 @@ def picked(record: _Found, kept: Any) -> _Found:
 
 
 def _rows_of(values: Sequence[Any]) -> Any:
-    """The arrays of several problems, or those of their records, as rows."""
+    """Return the arrays of several problems, or those of their records, as rows."""
     if isinstance(values[0], np.ndarray):
         return np.stack(values)
     names = _fields(values[0])
@@ -183,7 +183,7 @@ def _rows_of(values: Sequence[Any]) -> Any:
 
 
 def _stacked(values: Sequence[Any]) -> Any:
-    """The values of several problems as one: an array, or the value that they all have."""
+    """Return the values of several problems as one: an array, or the value that they all have."""
     first = values[0]
     if len(values) == 1 or all(value == first for value in values):
         return first
@@ -210,6 +210,7 @@ def _mapped(found: Any, shaped: _Shaped) -> Any:
 
 
 def _fields(record: Any) -> Iterable[str]:
-    """The names of a record's fields, as `dataclasses.fields` has them in a microsecond more."""
+    """Return the names of a record's fields, as `dataclasses.fields` has them in a microsecond
+    more."""
     found: Iterable[str] = record.__dataclass_fields__
     return found

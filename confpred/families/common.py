@@ -118,8 +118,8 @@ def ceil_div(size: Any, piece: Any) -> Any:
 
 
 def cut(size: _Count | int, pieces: _Count) -> tuple[_Count, _Count]:
-    """The size of a piece, and how many pieces there are, when `size` is cut into about `pieces`:
-    the size is rounded up, so fewer may do."""
+    """Return the size of a piece, and how many pieces there are, when `size` is cut into about
+    `pieces`: the size is rounded up, so fewer may do."""
     piece = ceil_div(size, pieces)
     return piece, ceil_div(size, piece)
 
@@ -190,7 +190,7 @@ class Occupancy:
         return self.sm_blocks / np.minimum(self.sm_blocks, self.per_sm)
 
     def features(self) -> dict[str, NDArray[Any]]:
-        """The features by name. Logarithms are to base 2."""
+        """Return the features by name. Logarithms are to base 2."""
         return {
             "blocks_per_sm": self.per_sm,
             "warps_per_sm": self.resident * self.threads / 32,
@@ -201,7 +201,7 @@ class Occupancy:
 
 
 def problem_features(problem: Problem) -> dict[str, Any]:
-    """The features of `problem` by name; a family lists those that vary among its problems.
+    """Return the features of `problem` by name; a family lists those that vary among its problems.
     Logarithms are to base 2."""
     p = problem
     intensity = each(_intensity, p)  # of integers that may be too large for an array
@@ -234,7 +234,7 @@ def problem_features(problem: Problem) -> dict[str, Any]:
 
 
 def _log2(values: Sequence[Any]) -> Sequence[Any]:
-    """The logarithm of each of `values`, at once where they are numbers."""
+    """Return the logarithm of each of `values`, at once where they are numbers."""
     if any(isinstance(value, np.ndarray) for value in values):
         return [np.log2(value) for value in values]
     return np.log2(np.array(values, np.float64)).tolist()
@@ -255,8 +255,8 @@ def feature_columns(
     t: Mapping[str, Array],
     derived: Mapping[str, NDArray[Any]],
 ) -> NDArray[np.float32]:
-    """The features called `names` for some rows of a config table: the problem's, the configs'
-    fields, the derived ones, and ``log_estimate``; an array ``(len(names), rows)``.
+    """Return the features called `names` for some rows of a config table: the problem's, the
+    configs' fields, the derived ones, and ``log_estimate``; an array ``(len(names), rows)``.
 
     Args:
         names: of the features, in order.

@@ -20,7 +20,7 @@ _TOKEN = re.compile(rf"{_TEXT}|[\w.]+|<<=|>>=|\+\+|--|->|::|##|&&|\|\||<<|>>|[-+
 
 @cache
 def file_text(name: str) -> str:
-    """The CUDA source `name` with its quoted includes put in place.
+    """Return the CUDA source `name` with its quoted includes put in place.
 
     The file is looked for in ``confpred.kernels``, then on Python's module path: the source of a
     plug-in lies beside its module, and needs no path that another machine lacks.

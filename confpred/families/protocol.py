@@ -78,7 +78,7 @@ class Family(Protocol):
         ...
 
     def features(self, problem: Any, device: Device, rows: Rows) -> NDArray[np.float32]:
-        """The ``(len(rows), len(feature_names))`` matrix that the regressor is fed."""
+        """Return the ``(len(rows), len(feature_names))`` matrix that the regressor is fed."""
         ...
 
     def launch(self, problem: Any, row: int) -> Launch:
@@ -119,8 +119,8 @@ class Batched(Protocol):
     def described(
         self, problem: Any, device: Device, table: Any, at: Rows, workings: Any
     ) -> NDArray[np.float32]:
-        """The features of what `offered` returned, as formulas give them: a column of ``features``
-        is a row here, ``(len(feature_names), rows)``."""
+        """Return the features of what `offered` returned, as formulas give them: a column of
+        ``features`` is a row here, ``(len(feature_names), rows)``."""
         ...
 
 
@@ -170,7 +170,7 @@ class Bounded(Protocol):
     long to lay out, do not tell, or are less exact than PyTorch's own operator."""
 
     def allowed(self, problem: Any, rows: Rows, limits: Limits) -> NDArray[np.bool_]:
-        """A mask over `rows`, which are legal for `problem`."""
+        """Return a mask over `rows`, which are legal for `problem`."""
         ...
 
 
@@ -185,7 +185,7 @@ _SOME = 64
 
 
 def first_within(family: Family, problem: Any, rows: Rows, limits: Limits, count: int) -> Rows:
-    """The first `count` of `within`."""
+    """Return the first `count` of `within`."""
     if limits == UNLIMITED or isinstance(family, Bounded):
         return within(family, problem, rows, limits)[:count]
     found = rows[:0]

@@ -102,7 +102,7 @@ def family_of(candidate: Candidate) -> Family:
 
 
 def families_of(problem: Record) -> dict[str, Family]:
-    """The families of `problem`'s operation, by name."""
+    """Return the families of `problem`'s operation, by name."""
     kind = type(problem)
     return {n: f for n, f in all_families().items() if f.operation.problem is kind}
 
@@ -116,7 +116,7 @@ def all_kernels() -> MappingProxyType[str, Family]:
 
 
 def kernels_of(problem: Record) -> dict[str, Family]:
-    """The kernels of `problem`'s operation, by name."""
+    """Return the kernels of `problem`'s operation, by name."""
     kind = type(problem)
     return {n: f for n, f in all_kernels().items() if f.operation.problem is kind}
 
@@ -128,7 +128,7 @@ def all_operations() -> dict[str, Operation]:
 
 
 def operation_named(name: object) -> Operation:
-    """The operation called `name`.
+    """Return the operation called `name`.
 
     Raises:
         InvalidInput: no family computes one of that name.
@@ -141,7 +141,7 @@ def operation_named(name: object) -> Operation:
 
 
 def operation_of(problem: Record) -> Operation:
-    """The operation that `problem` is a problem of.
+    """Return the operation that `problem` is a problem of.
 
     Raises:
         InvalidInput: no family computes such problems.
@@ -157,13 +157,13 @@ def operation_of(problem: Record) -> Operation:
 
 @lru_cache(maxsize=8_192)
 def config_of(candidate: Candidate) -> Mapping[str, int]:
-    """A candidate's config by field name; empty where its provider has no fields."""
+    """Return a candidate's config by field name; empty where its provider has no fields."""
     family = family_named(candidate.provider)
     return MappingProxyType({} if family is None else config_dict(family, candidate.config_id))
 
 
 def config_words(candidate: Candidate) -> str:
-    """A candidate's config as the ``config`` column of measurements holds it, such as
+    """Return a candidate's config as the ``config`` column of measurements holds it, such as
     ``"block_n=2 block_q=28 ..."``; empty where its provider has no fields."""
     config = config_of(candidate)
     return _words(config, config.values())

@@ -25,8 +25,8 @@ _KEPT = 256
 
 
 def crossed(*parts: Sequence[int] | Sequence[Sequence[int]]) -> NDArray[np.int32]:
-    """The rows of ``itertools.product(*parts)``, those of tuples as their numbers; every process
-    that loads the families makes their tables, and this takes a tenth of the time."""
+    """Return the rows of ``itertools.product(*parts)``, those of tuples as their numbers; every
+    process that loads the families makes their tables, and this takes a tenth of the time."""
     columns = [np.array(part, np.int32).reshape(len(part), -1) for part in parts]
     places = np.indices([len(part) for part in parts]).reshape(len(parts), -1)
     return np.hstack([part[place] for part, place in zip(columns, places, strict=True)])
@@ -35,7 +35,7 @@ def crossed(*parts: Sequence[int] | Sequence[Sequence[int]]) -> NDArray[np.int32
 def config_table(
     fields: Sequence[str], rows: Iterable[Iterable[int]] | NDArray[np.int32]
 ) -> NDArray[np.void]:
-    """A read-only config table; the values of `rows` are in the order of `fields`."""
+    """Return a read-only config table; the values of `rows` are in the order of `fields`."""
     if not isinstance(rows, np.ndarray):
         # Number by number takes a quarter of the time that a record by record takes.
         rows = np.fromiter(itertools.chain.from_iterable(rows), np.int32)
@@ -46,13 +46,13 @@ def config_table(
 
 
 def config_columns(configs: NDArray[np.void], rows: Rows | slice = slice(None)) -> dict[str, Array]:
-    """The fields of some rows by name, contiguous and wide enough for products of sizes."""
+    """Return the fields of some rows by name, contiguous and wide enough for products of sizes."""
     names: Any = configs.dtype.names
     return {name: configs[name][rows].astype(np.int64) for name in names}
 
 
 def columns_at(columns: Mapping[str, Array], rows: Rows | slice) -> dict[str, Array]:
-    """Some rows of the columns of a config table."""
+    """Return some rows of the columns of a config table."""
     return {name: column[rows] for name, column in columns.items()}
 
 
@@ -79,7 +79,7 @@ class Table:
         return cls(rows, config_columns(configs, rows))
 
     def at(self, places: Rows) -> dict[str, Array]:
-        """The fields of some of its rows, which are counted from 0."""
+        """Return the fields of some of its rows, which are counted from 0."""
         return columns_at(self.columns, places)
 
     def by(

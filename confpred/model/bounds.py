@@ -97,7 +97,7 @@ class Bounds:
 
 
 def signal_names(operation: Operation) -> tuple[str, ...]:
-    """The columns of `signals`."""
+    """Return the columns of `signals`."""
     return (*pytorch_feature_names(operation), *_OF_OPTIONS)
 
 
@@ -113,7 +113,7 @@ def signals(features: NDArray[np.float32], options: Sequence[Options]) -> NDArra
 
 
 def _of_options(options: Options) -> tuple[float, ...]:
-    """The signals that follow from the candidates for one problem."""
+    """Return the signals that follow from the candidates for one problem."""
     ours = [(seconds, c) for seconds, c in options if c.provider != PYTORCH]
     theirs = [seconds for seconds, c in options if c.provider == PYTORCH]
     best, first = ours[0]

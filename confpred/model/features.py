@@ -37,8 +37,8 @@ _ROWS = 4  # configs of an example
 
 
 def examples_of(problems: Iterable[Record]) -> list[Record]:
-    """A few of `problems` that together have every text and truth value that any of them has,
-    because these values become numbers by their place in a list."""
+    """Return a few of `problems` that together have every text and truth value that any of them
+    has, because these values become numbers by their place in a list."""
     chosen: list[Record] = []
     met: set[tuple[str, object]] = set()
     for problem in sorted(set(problems), key=str):
@@ -56,8 +56,8 @@ def examples_of(problems: Iterable[Record]) -> list[Record]:
 def operation_features(
     operation: Operation, problems: Sequence[Record], device: Device
 ) -> NDArray[np.float32]:
-    """The features of each problem that all its kernels share. They are kept, as several regressors
-    take them."""
+    """Return the features of each problem that all its kernels share. They are kept, as several
+    regressors take them."""
     asked: Any = operation  # which can be hashed, though its protocol does not say so
     rows = [_operation_features(asked, problem, device) for problem in problems]
     return rows[0] if len(rows) == 1 else np.concatenate(rows)
@@ -237,7 +237,7 @@ class Registers:
 
 
 def kernels_of(family: Family) -> Rows:
-    """The number of the kernel that each config of a `Compiled` family is a launch of."""
+    """Return the number of the kernel that each config of a `Compiled` family is a launch of."""
     found = np.zeros(len(family.configs), np.intp)
     fields = family.kernel_fields if isinstance(family, Compiled) else ()
     if fields:
@@ -252,7 +252,7 @@ def kernels_of(family: Family) -> Rows:
 def registers_text(
     family: Family, measured: Iterable[tuple[Any, Rows, Array | None]]
 ) -> str | None:
-    """A table of the registers of a family's kernels, as text that `Registers` takes.
+    """Return a table of the registers of a family's kernels, as text that `Registers` takes.
 
     Args:
         family: whose kernels.
@@ -320,7 +320,7 @@ class Pool:
         rows: Rows,
         registers: Registers | None = None,
     ) -> NDArray[np.float32]:
-        """The features of one of its families; NaN in the columns that only others have.
+        """Return the features of one of its families; NaN in the columns that only others have.
 
         Args:
             family: which.
@@ -337,8 +337,8 @@ class Pool:
     def spread(
         self, family: Family, own: NDArray[np.float32], device: Device
     ) -> NDArray[np.float32]:
-        """The features `own` of one of its families, ``(len(family.feature_names), rows)``, in the
-        pool's columns."""
+        """Return the features `own` of one of its families, ``(len(family.feature_names), rows)``,
+        in the pool's columns."""
         matrix = np.full((own.shape[1], len(self.feature_names)), np.nan, np.float32)
         matrix[:, self._columns[family.name]] = own.T
         if len(self.families) > 1:
@@ -350,7 +350,7 @@ class Pool:
 
 
 def bandwidth(device: Device) -> float:
-    """The feature of a device; see `DEVICE`."""
+    """Return the feature of a device; see `DEVICE`."""
     return log2(device.dram_bytes_per_s / device.sm_count * 1e-6)
 
 

@@ -334,8 +334,8 @@ class Gate:
     def open(
         self, problems: Sequence[Record], device: Device, serving: Sequence[Sequence[str]]
     ) -> list[list[str]]:
-        """The families worth comparing for each problem, of those `serving` it. One that the gate
-        does not know always is."""
+        """Return the families worth comparing for each problem, of those `serving` it. One that the
+        gate does not know always is."""
         asked = [
             (i, [name for name in names if name in self.families])
             for i, names in enumerate(serving)
@@ -364,8 +364,8 @@ def gate_features(
     families: Sequence[str],
     asked: Sequence[Sequence[str]],
 ) -> NDArray[np.float32]:
-    """The features that a gate's trees take: a row for each family that is `asked` about each of
-    `problems`."""
+    """Return the features that a gate's trees take: a row for each family that is `asked` about
+    each of `problems`."""
     own = operation_features(operation, problems, device)
     places = [families.index(name) for names in asked for name in names]
     matrix = np.empty((len(places), own.shape[1] + 1), np.float32)

@@ -158,8 +158,8 @@ class Trees:
     def predict(
         self, matrix: NDArray[np.float32], first: int = 0, end: int | None = None
     ) -> NDArray[np.float64]:
-        """The value of each row of `matrix`: the sum of what some of the trees say (by default,
-        all).
+        """Return the value of each row of `matrix`: the sum of what some of the trees say (by
+        default, all).
 
         Args:
             matrix: float32, ``(rows, len(features))``, C order.
@@ -248,7 +248,7 @@ _KINDS = frozenset(b"%d" % kind for kind in range(0, 16, 2))  # without it
 
 
 def part_of_text(text: bytes, first: int, end: int | None) -> bytes:
-    """The text of the trees from `first` to before `end` of the ensemble in `text`.
+    """Return the text of the trees from `first` to before `end` of the ensemble in `text`.
 
     The lengths of all trees, which LightGBM writes for parsing in parallel, are left out.
 
@@ -305,7 +305,8 @@ def _check_head(lines: Sequence[bytes], features: int) -> None:
 
 
 def _fields(lines: Sequence[bytes]) -> dict[bytes, list[bytes]]:
-    """The value of each field of each tree; the trees have the same fields in the same order."""
+    """Return the value of each field of each tree; the trees have the same fields in the same
+    order."""
     names = [line.partition(b"=")[0] for line in lines]
     stride = names.index(b"Tree", 1) if b"Tree" in names[1:] else len(names)
     fields: dict[bytes, list[bytes]] = {}
@@ -344,7 +345,7 @@ def _check_splits(
 
 
 def _integers(name: bytes, fields: dict[bytes, list[bytes]], count: int) -> NDArray[np.int64]:
-    """The integers of a field of all trees, which are to be so many."""
+    """Return the integers of a field of all trees, which are to be so many."""
     text = b" ".join(filter(None, fields[name]))
     signs = (b" " + text).count(b" -")  # each begins a number
     found = np.zeros(0, np.int64)

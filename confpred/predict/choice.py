@@ -101,7 +101,7 @@ class Choice:
         return self.source in ("transferred", "heuristic")
 
     def to_json(self) -> dict[str, Any]:
-        """The one JSON form of a choice, printed by the CLI and sent by the service."""
+        """Return the one JSON form of a choice, printed by the CLI and sent by the service."""
         return {
             "problem": self.problem.to_json(),
             "device": self.device,
@@ -132,12 +132,12 @@ def check_top(top: object) -> int:
 
 
 def answers_json(answers: Iterable[Iterable[Choice]]) -> str:
-    """The choices of several problems as the CLI prints and the service sends them."""
+    """Return the choices of several problems as the CLI prints and the service sends them."""
     return joined_json(map(answer_json, answers))
 
 
 def answer_json(choices: Iterable[Choice]) -> str:
-    """The choices of one problem, as they stand in `answers_json`."""
+    """Return the choices of one problem, as they stand in `answers_json`."""
     plain = [choice.to_json() for choice in choices]
     return json.dumps(plain, separators=(",", ":"), allow_nan=False)
 

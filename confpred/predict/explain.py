@@ -103,7 +103,7 @@ class LayerExplanation:
         return self.roofline.floor_ms / ms if ms else None
 
     def to_json(self) -> dict[str, Any]:
-        """The one JSON form of an explanation, printed by ``confpred explain --json``."""
+        """Return the one JSON form of an explanation, printed by ``confpred explain --json``."""
         return {
             "problem": self.problem.to_json(),
             "device": self.device,
@@ -206,7 +206,7 @@ FEATURES_SHOWN = 6
 
 
 def page(explanation: LayerExplanation) -> Iterator[str]:
-    """The lines of a page, in about 100 columns where the layer's words allow it."""
+    """Yield the lines of a page, in about 100 columns where the layer's words allow it."""
     choice = explanation.choice
     yield f"{explanation.problem} on {explanation.device}"
     yield ""
@@ -381,7 +381,7 @@ class Comparison:
 
 
 def middling(learned: FamilyModel, problem: Record, device: Device) -> Candidate:
-    """The config in the middle of the order in which the model puts the legal ones; of the
+    """Return the config in the middle of the order in which the model puts the legal ones; of the
     two in the middle, the faster one. There is to be a legal one."""
     rows = learned.legal(problem, device)
     cost = learned.order.predict(learned.features(problem, device, rows))

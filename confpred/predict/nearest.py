@@ -67,7 +67,7 @@ class NearestLayers:
         self._kinds = np.array([kinds for _, kinds in places], object)
 
     def nearest(self, problem: Record, count: int) -> tuple[Neighbour, ...]:
-        """The `count` nearest, nearest first, or all if there are fewer. A problem that was
+        """Return the `count` nearest, nearest first, or all if there are fewer. A problem that was
         measured itself is its own neighbour, at distance 0."""
         if not self._problems:
             return ()

@@ -107,8 +107,9 @@ class Predictor:
         return self._models
 
     def identity(self, device: str | Device) -> str | None:
-        """A text that is the same for predictors whose choices for `device` are the same, in any
-        process of this release; None where only time can tell, as for a service's or a subclass's.
+        """Return a text that is the same for predictors whose choices for `device` are the same, in
+        any process of this release; None where only time can tell, as for a service's or a
+        subclass's.
         """
         if type(self) is not Predictor:
             return None
@@ -147,7 +148,7 @@ class Predictor:
     def choose(
         self, problem: Record, device: str | Device, *, max_regret: float | None = None
     ) -> Choice:
-        """The best config known for `problem` on `device`; never fails for a valid problem.
+        """Return the best config known for `problem` on `device`; never fails for a valid problem.
 
         Args:
             problem: what is asked.
@@ -187,8 +188,8 @@ class Predictor:
         *,
         max_regret: float | None = None,
     ) -> list[Choice]:
-        """The best `top` choices, best first; one ``fallback`` choice if no kernel is legal. With
-        `max_regret`, the first one is what `choose` says, and predictions follow.
+        """Return the best `top` choices, best first; one ``fallback`` choice if no kernel is legal.
+        With `max_regret`, the first one is what `choose` says, and predictions follow.
 
         Raises:
             InvalidInput: `top` is not an integer from 1 to ``MAX_TOP``; others as of `choose`.
@@ -234,20 +235,20 @@ class Predictor:
         return remembered((_checked(problem), device, top))
 
     def _device(self, name: str | Device) -> Device:
-        """The device called `name`; one that no table has may be a model's own, which describes it
-        when it is loaded."""
+        """Return the device called `name`; one that no table has may be a model's own, which
+        describes it when it is loaded."""
         if isinstance(name, str) and name not in KNOWN and name in self._models:
             return self._models[name].device
         return get_device(name)
 
     def _own_model(self, kind: type[Record], device: Device) -> Model | None:
-        """The model of `device`, if it knows problems of this kind."""
+        """Return the model of `device`, if it knows problems of this kind."""
         model = self._models.get(device.key)
         return model if model and model.operation.problem is kind else None
 
     def _model(self, kind: type[Record], device: Device) -> Model | None:
-        """The model that answers for problems of this kind on `device`: its own, or else that of
-        the nearest device that has one."""
+        """Return the model that answers for problems of this kind on `device`: its own, or else
+        that of the nearest device that has one."""
         return self._own_model(kind, device) or donor_for(self._models, device, kind)
 
     def _work_out(self, asked: Sequence[_Asked]) -> list[tuple[Choice, ...]]:
@@ -480,8 +481,9 @@ def distance(one: Device, other: Device) -> float:
 
 
 def donor_for(models: Mapping[str, Model], device: Device, problem: type) -> Model | None:
-    """The model that is to answer for `device`, which has none: of those of `models` (by device
-    key) that know problems of the class `problem`, the nearest device's; None if none does."""
+    """Return the model that is to answer for `device`, which has none: of those of `models` (by
+    device key) that know problems of the class `problem`, the nearest device's; None if none does.
+    """
     described = {key: KNOWN.get(key) or models[key].device for key in models}
     for key in sorted(described, key=lambda key: (distance(described[key], device), key)):
         if models[key].operation.problem is problem:

@@ -256,7 +256,7 @@ class Kind(NamedTuple):
 
     @classmethod
     def of(cls, problem: Problem) -> Kind:
-        """The kind of `problem`."""
+        """Return the kind of `problem`."""
         p = problem
         return cls(
             p.direction, p.dtype, p.r, p.s, p.stride, p.dilation, p.group_width, p.k // p.c,

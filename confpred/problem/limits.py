@@ -62,7 +62,7 @@ class Limits:
 
     @classmethod
     def from_json(cls, value: object) -> Limits:
-        """The limits that a JSON object of some of the attributes names.
+        """Return the limits that a JSON object of some of the attributes names.
 
         Raises:
             InvalidInput: it is no object, or a field is unknown or out of range.
@@ -73,7 +73,7 @@ class Limits:
         return cls(**value)
 
     def to_json(self) -> dict[str, Any]:
-        """The attributes by name."""
+        """Return the attributes by name."""
         return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
     def allow(self, problem: Record, launch: Launch) -> bool:

@@ -117,7 +117,7 @@ class LinearChain(Record):
         return 2 * self.batch * self.weight_elements
 
     def activated(self, index: int) -> str:
-        """The activation after layer `index`."""
+        """Return the activation after layer `index`."""
         return self.activation if self.last or index < self.layers - 1 else "none"
 
 

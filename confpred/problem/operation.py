@@ -160,7 +160,7 @@ class Launch:
 
     @classmethod
     def of_program(cls, program: Sequence[Step | Product], **others: Any) -> Launch:
-        """A launch of kernels and products; `others` are further attributes."""
+        """Return a launch of kernels and products; `others` are further attributes."""
         steps = tuple(part for part in program if isinstance(part, Step))
         return cls(steps, program=tuple(program), **others)
 
@@ -234,17 +234,17 @@ class Operation(Protocol):
     def feature_names(self) -> tuple[str, ...]: ...
 
     def operands(self, problem: Any) -> tuple[Operand, ...]:
-        """The tensors that `problem` has, outputs first."""
+        """Return the tensors that `problem` has, outputs first."""
         ...
 
     def features(self, problem: Any, device: Device) -> NDArray[np.float32]:
-        """The ``(1, len(feature_names))`` matrix of `problem` alone, whatever kernel serves it:
-        what the time of PyTorch's own operator depends on."""
+        """Return the ``(1, len(feature_names))`` matrix of `problem` alone, whatever kernel serves
+        it: what the time of PyTorch's own operator depends on."""
         ...
 
     def reference(self, problem: Any, output: str) -> Step:
-        """The kernel that computes `output` in float64 and adds it to the zeros that it finds in
-        the operand ``reference``."""
+        """Return the kernel that computes `output` in float64 and adds it to the zeros that it
+        finds in the operand ``reference``."""
         ...
 
     def pytorch(self, problem: Any, tensors: Mapping[str, torch.Tensor]) -> Any:

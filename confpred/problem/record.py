@@ -65,7 +65,7 @@ class Record:
     @classmethod
     @cache
     def _fields(cls) -> Mapping[str, dataclasses.Field[Any]]:
-        """The fields by name. To look them up each time takes as long as checking them."""
+        """Return the fields by name. To look them up each time takes as long as checking them."""
         return {field.name: field for field in dataclasses.fields(cls)}
 
     @classmethod
@@ -114,12 +114,13 @@ class Record:
         return self.grouping
 
     def layer(self: _R) -> _R:
-        """The part of the problem that a network's design fixes. Problems that differ only in what
-        a user chooses (batch, dtype) have the same layer, and are held out of training together."""
+        """Return the part of the problem that a network's design fixes. Problems that differ only
+        in what a user chooses (batch, dtype) have the same layer, and are held out of training
+        together."""
         return self
 
     def to_json(self) -> dict[str, Any]:
-        """A plain dictionary that `from_json` accepts; pairs become lists."""
+        """Return a plain dictionary that `from_json` accepts; pairs become lists."""
         fields = {name: getattr(self, name) for name in self._fields()}
         return {k: list(v) if isinstance(v, tuple) else v for k, v in fields.items()}
 
@@ -177,7 +178,7 @@ class Record:
         return int(text) if re.fullmatch(r"[+-]?[0-9]{1,18}", text) else text
 
     def __str__(self) -> str:
-        """The words that `parse` reads, defaults left out."""
+        """Return the words that `parse` reads, defaults left out."""
         words = []
         for name, field in self._fields().items():
             value = getattr(self, name)

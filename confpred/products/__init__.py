@@ -91,6 +91,6 @@ def product_s(problem: LinearChain, device: Device, flops: float, moved: float) 
 def matrix(
     problem: LinearChain, device: Device, rows: Rows, own: Mapping[str, NDArray[np.float64]]
 ) -> NDArray[np.float32]:
-    """The features of the operation, then `own`."""
+    """Return the features of the operation, then `own`."""
     shared = np.repeat(LINEAR_CHAIN.features(problem, device), len(rows), axis=0)
     return np.column_stack([shared, *own.values()]).astype(np.float32)

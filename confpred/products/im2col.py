@@ -134,8 +134,8 @@ class Im2col:
     def _derived(
         self, problem: Problem, device: Device, rows: Rows
     ) -> dict[str, NDArray[np.float64]]:
-        """The estimate: the copies cross device memory twice, unless a chunk stays in L2; the
-        products take what the roofline says; and each launch takes its time."""
+        """Return the estimate: the copies cross device memory twice, unless a chunk stays in L2;
+        the products take what the roofline says; and each launch takes its time."""
         p, of_rows = problem, _rows_of(problem)
         t = config_columns(self.configs, rows)
         chunk = np.where(t["samples"] == ALL, p.n, np.minimum(t["samples"], p.n))
@@ -176,7 +176,7 @@ class Im2col:
 def _chunk(
     p: Problem, rows: _Rows, first: int, count: int, batched: bool, tf32: bool
 ) -> Iterator[Step | Product]:
-    """The steps for `count` samples from `first` on."""
+    """Yield the steps for `count` samples from `first` on."""
     within, out_width, pixels = rows.length // p.groups, p.k // p.groups, count * rows.pixels
     name = {"dgrad": "in_grad"}.get(p.direction, "in") if rows.are_the_image else SCRATCH
     before = first * rows.pixels * rows.length if rows.are_the_image else 0
@@ -209,7 +209,7 @@ def _chunk(
 
 
 def _copy(p: Problem, entry: str, first: int, count: int) -> Step:
-    """The kernel between images and rows, in either direction."""
+    """Return the kernel between images and rows, in either direction."""
     width, most = p.group_width, _BYTES // p.itemsize
     vector = next(v for v in (8, 4, 2, 1) if v <= most and width % v == 0)
     there = entry == "im2col"

@@ -108,7 +108,7 @@ def multiply(product: Product, operands: Operands, made: dict[View, Tensor]) -> 
 
 
 def _made(view: View, operands: Operands, made: dict[View, Tensor]) -> Tensor:
-    """The batch of matrices, or the one matrix of a batch of 1."""
+    """Return the batch of matrices, or the one matrix of a batch of 1."""
     tensor = operands[view.operand]
     offset = tensor.storage_offset() + view.offset
     one = view.shape[0] == 1

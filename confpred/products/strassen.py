@@ -110,8 +110,8 @@ class Strassen:
     def _derived(
         self, problem: LinearChain, device: Device, rows: Rows
     ) -> dict[str, NDArray[np.float64]]:
-        """The estimate: products by the roofline, and passes by what they move, most of which stays
-        in the L2 cache where it fits."""
+        """Return the estimate: products by the roofline, and passes by what they move, most of
+        which stays in the L2 cache where it fits."""
         p = problem
         found: dict[str, list[float]] = {
             n: [] for n in ("estimate", "filled", "saved", "workspace")
@@ -220,7 +220,7 @@ class _Chain:
         )
 
     def _right(self, index: int, before: int, after: int) -> Step:
-        """The sums of a weight, features after x features before."""
+        """Return the sums of a weight, features after x features before."""
         to = (SCRATCH, self._weights)
         sizes = (after, before, _half(self._p, after), _half(self._p, before))
         return self._step("MATRIX", "RIGHT", to, (f"weight{index}", 0), sizes)

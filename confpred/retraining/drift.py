@@ -170,7 +170,7 @@ def draw(
 
 
 def judged(model: Model, retimed: Sequence[Retimed], versions: Sequence[str]) -> Drift:
-    """The verdict on these times.
+    """Return the verdict on these times.
 
     Raises:
         DataError: they are too few to say anything, and no kernel has changed either.

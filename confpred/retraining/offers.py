@@ -139,13 +139,13 @@ _UNKNOWN_DOUBT = 1.0  # of an answer without a bound
 
 
 def to_learn_from(suite: Suite) -> list[Entry]:
-    """The entries of `suite` that share no layer with a network that is held out, each once."""
+    """Return the entries of `suite` that share no layer with a network that is held out, each once."""
     held_out = {e.problem.layer() for e in suite.entries if is_held_out(e.networks)}
     return [e for e in _joined(suite) if e.problem.layer() not in held_out]
 
 
 def to_judge_by(suite: Suite) -> list[Entry]:
-    """The entries of `suite` that are of a network that is held out, each once."""
+    """Return the entries of `suite` that are of a network that is held out, each once."""
     return [entry for entry in _joined(suite) if is_held_out(entry.networks)]
 
 
@@ -278,7 +278,7 @@ def _tasks(
 def _rows(
     family: Family, problem: Record, device: Device, donor: Model | None, seed: int
 ) -> list[int]:
-    """The configs that come first by the model, or by the estimate, and random other ones."""
+    """Return the configs that come first by the model, or by the estimate, and random other ones."""
     legal = np.flatnonzero(family.legal(problem, device))
     if not len(legal):
         return []

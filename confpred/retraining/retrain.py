@@ -336,7 +336,7 @@ def default_folder(device: str) -> Path:
 
 
 def open_session(folder: Path, old: str | None) -> Session:
-    """The session to go on with: the last one of `folder` if it has no verdict and was begun
+    """Return the session to go on with: the last one of `folder` if it has no verdict and was begun
     against the same model, else a new one.
 
     Raises:
@@ -458,7 +458,7 @@ def compare(pairs: Sequence[Pair], seed: int = 0) -> Verdict:
 
 
 def _upper(logs: NDArray[np.float64], network: NDArray[np.intp], seed: int) -> float:
-    """The quantile ``1 - RISK`` of the geometric mean over networks drawn with replacement."""
+    """Return the quantile ``1 - RISK`` of the geometric mean over networks drawn with replacement."""
     count = int(network.max()) + 1
     sums = np.bincount(network, logs, count)
     sizes = np.bincount(network, minlength=count)

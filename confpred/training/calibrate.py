@@ -151,8 +151,8 @@ def margins(
 
 
 def _cheapest(expected: NDArray[np.float64], actual: NDArray[np.float64]) -> float:
-    """The margin, from 0 to ``CAP``, that loses least if ours is chosen where `expected` is larger;
-    ``CAP`` where there are too few problems to tell."""
+    """Return the margin, from 0 to ``CAP``, that loses least if ours is chosen where `expected` is
+    larger; ``CAP`` where there are too few problems to tell."""
     if len(expected) < MIN_PROBLEMS:
         return CAP
     order = np.argsort(expected, kind="stable")

@@ -58,7 +58,7 @@ class Fold:
 
 
 def without_networks(timings: Sequence[Timings], networks: Collection[str]) -> tuple[Timings, ...]:
-    """The timings of problems that share no layer with any of `networks`."""
+    """Return the timings of problems that share no layer with any of `networks`."""
     held_out = {t.problem.layer() for t in timings if not set(networks).isdisjoint(t.networks)}
     return tuple(t for t in timings if t.problem.layer() not in held_out)
 
@@ -334,7 +334,7 @@ def _offered(
 
 
 def answered(offered: Sequence[Offered], device: Device) -> HeldOut:
-    """The problems of `device` among `offered`, with PyTorch's operator in its place."""
+    """Return the problems of `device` among `offered`, with PyTorch's operator in its place."""
     numbers = sorted({each.fold for each in offered})
     known = {n: _margins([each for each in offered if each.fold != n]) for n in numbers}
     answers = (_placed(o, known[o.fold]) for o in offered if o.device == device)

@@ -202,7 +202,7 @@ def _of_device(name: str, read: CheckedRows, operation: Operation) -> Dataset:
 
 
 def data_files(paths: Sequence[Path]) -> list[Path]:
-    """The files that `read_dataset` reads.
+    """Return the files that `read_dataset` reads.
 
     Raises:
         DataError: a folder holds none.
@@ -232,7 +232,7 @@ def _kernels(timed: pa.Table) -> dict[str, tuple[str, ...]]:
 def _timings(
     timed: pa.Table, read: CheckedRows, device: Device, operation: Operation
 ) -> tuple[tuple[Timings, ...], dict[Record, float], int]:
-    """The timings, PyTorch's times, and how many rows were left out."""
+    """Return the timings, PyTorch's times, and how many rows were left out."""
     problems, networks, of_problem = _problems(timed, read, operation)
     provider = timed["family"].combine_chunks().dictionary_encode()
     names, of_name = provider.dictionary.to_pylist(), provider.indices.to_numpy()
@@ -270,8 +270,8 @@ def _timings(
 def _problems(
     timed: pa.Table, read: CheckedRows, operation: Operation
 ) -> tuple[list[Record], list[tuple[str, ...]], NDArray[np.intp]]:
-    """The distinct problems in the order of their first rows, the networks that each is of, and
-    the position of each row's problem among them."""
+    """Return the distinct problems in the order of their first rows, the networks that each is of,
+    and the position of each row's problem among them."""
     columns = problem_columns(operation)
     position = pa.array(np.arange(timed.num_rows))
     groups = (
@@ -301,7 +301,7 @@ def _problems(
 def _config_numbers(
     configs: pa.ChunkedArray, names: Sequence[str], of_name: NDArray[np.int32]
 ) -> NDArray[np.intp]:
-    """The number of each row's config in its provider's table."""
+    """Return the number of each row's config in its provider's table."""
     encoded = configs.combine_chunks().dictionary_encode()
     words, of_words = encoded.dictionary.to_pylist(), encoded.indices.to_numpy()
     number = np.empty(len(of_words), np.intp)
@@ -341,7 +341,7 @@ class Noise:
 
 
 def across_sittings(files: Sequence[Path], operation: Operation, device: str) -> Noise:
-    """The noise across the runs in `files` on the device with this key.
+    """Return the noise across the runs in `files` on the device with this key.
 
     The median counts where a run timed a config several times.
 

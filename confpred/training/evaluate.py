@@ -85,7 +85,7 @@ class Judged:
     missing: Mapping[str, str]  # methods that could not run, and why
 
     def summary(self, method: str, family: str | None = None) -> Summary:
-        """The figures of one method, over all problems or those of one family."""
+        """Return the figures of one method, over all problems or those of one family."""
         scores = [
             score
             for t, score in zip(self.timings, self.scores[method], strict=True)
@@ -128,7 +128,7 @@ def judge_baselines(
 
 
 def _judge_fold(name: str, fold: Fold, device: Device, seed: int) -> tuple[Score, ...] | str:
-    """A baseline's scores on one fold, or why it cannot run."""
+    """Return a baseline's scores on one fold, or why it cannot run."""
     try:
         return tuple(map(baselines()[name](fold.train, device, seed), fold.test))
     except MissingExtra as error:
@@ -136,7 +136,8 @@ def _judge_fold(name: str, fold: Fold, device: Device, seed: int) -> tuple[Score
 
 
 def folds_of(dataset: Dataset, folds: int, seed: int) -> tuple[Fold, ...]:
-    """The networks of `dataset` in folds; what is held out of one is held out on all devices.
+    """Return the networks of `dataset` in folds; what is held out of one is held out on all
+    devices.
 
     Raises:
         DataError: the data cannot be split by network.
@@ -218,7 +219,7 @@ class Evaluation:
     noise: tuple[float, float]
 
     def to_json(self) -> dict[str, Any]:
-        """The figures as plain data."""
+        """Return the figures as plain data."""
         judged, names = self.judged, sorted({t.family for t in self.judged.timings})
         return {
             "format": EVALUATION_FORMAT,
@@ -397,7 +398,7 @@ Baseline = Callable[[Sequence[Timings], Device, int], Judge]
 
 
 def baselines() -> dict[str, Baseline]:
-    """The baselines to compare the model with, by the name that tables show."""
+    """Return the baselines to compare the model with, by the name that tables show."""
     return {
         "fixed config": _fixed,
         "roofline": _estimate,
@@ -407,7 +408,7 @@ def baselines() -> dict[str, Baseline]:
 
 
 def _of(timings: Sequence[Timings], device: Device) -> list[Timings]:
-    """The timings of `device`, which is all that the baselines know."""
+    """Return the timings of `device`, which is all that the baselines know."""
     return [t for t in timings if t.device == device]
 
 
@@ -422,7 +423,7 @@ def _fixed(train: Sequence[Timings], device: Device, seed: int) -> Judge:
 
 
 def _estimate(train: Sequence[Timings], device: Device, seed: int) -> Judge:
-    """The family's own analytic model, which learns nothing."""
+    """Return the family's own analytic model, which learns nothing."""
 
     def judge(t: Timings) -> Score:
         seconds = all_families()[t.family].estimate_s(t.problem, device, t.rows)
@@ -433,7 +434,7 @@ def _estimate(train: Sequence[Timings], device: Device, seed: int) -> Judge:
 
 
 def _random(train: Sequence[Timings], device: Device, seed: int) -> Judge:
-    """The expectation over uniformly random choices without replacement."""
+    """Return the expectation over uniformly random choices without replacement."""
 
     def judge(t: Timings) -> Score:
         times, count = np.sort(t.time_ms), len(t.rows)
@@ -448,8 +449,8 @@ def _random(train: Sequence[Timings], device: Device, seed: int) -> Judge:
 
 
 def _ancestor(train: Sequence[Timings], device: Device, seed: int) -> Judge:
-    """The recipe of earlier work: XGBoost's defaults on the raw sizes and config values, squared
-    error on raw milliseconds."""
+    """Return the recipe of earlier work: XGBoost's defaults on the raw sizes and config values,
+    squared error on raw milliseconds."""
     try:
         import xgboost
     except ImportError:

@@ -176,7 +176,7 @@ def grow_order(
     hyper: Hyperparameters,
     seed: int,
 ) -> str:
-    """The ensemble that orders configs, in LightGBM's text form.
+    """Return the ensemble that orders configs, in LightGBM's text form.
 
     Its first trees learn differences within each of `timings`: what all configs of a problem have
     in common is nothing to order them by, and a problem's regrets are all off by one factor, as
@@ -220,7 +220,7 @@ def regrets(timings: Sequence[Timings]) -> NDArray[np.float64]:
 
 
 def fresh(kind: _Model, hyper: Hyperparameters, rows: int, seed: int) -> _Model:
-    """An estimator like `kind`, not fitted yet, that learns from so many rows."""
+    """Return an estimator like `kind`, not fitted yet, that learns from so many rows."""
     found: _Model = clone(kind)
     found.set_params(
         learning_rate=hyper.learning_rate,

@@ -351,7 +351,7 @@ class _Judged:
 
 
 def _judge(m: _Measured) -> _Judged | None:
-    """The answer, judged; None where neither it nor another choice of ours was measured."""
+    """Return the answer, judged; None where neither it nor another choice of ours was measured."""
     timed = [choice for choice in m.ranking if choice.candidate in m.times]
     our_times = {c: ms for c, ms in m.times.items() if c != PYTORCH_OPERATOR}
     ours = [c.candidate for c in timed if c.candidate in our_times]

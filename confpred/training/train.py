@@ -200,7 +200,7 @@ def _family_card(family: Family, fitted: Fitted, dataset: Dataset) -> FamilyCard
 
 
 def _best(dataset: Dataset) -> list[dict[str, Any]]:
-    """The fastest measured way to compute each problem that enough configs were measured of."""
+    """Return the fastest measured way to compute each problem that enough configs were measured of."""
     best: dict[Record, tuple[float, Candidate]] = {}
     for t in dataset.timings:
         if len(t.rows) < _MIN_MEASURED and not _complete(t, dataset):
@@ -223,5 +223,5 @@ def _complete(t: Timings, dataset: Dataset) -> bool:
 
 
 def _lines(entries: list[dict[str, Any]]) -> str:
-    """A JSON list with one entry a line, so that versions compare well."""
+    """Return a JSON list with one entry a line, so that versions compare well."""
     return "[\n" + ",\n".join(json.dumps(entry) for entry in entries) + "\n]\n"

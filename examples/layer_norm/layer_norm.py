@@ -55,7 +55,7 @@ class LayerNormProblem(Record):
         return self.rows * self.columns * (5 + 2 * self.affine)
 
     def layer(self) -> LayerNormProblem:
-        """The columns: rows are a batch of images or tokens, which a user chooses."""
+        """Return the columns: rows are a batch of images or tokens, which a user chooses."""
         return replace(self, rows=1, dtype="float16", affine=True)
 
 

@@ -51,8 +51,8 @@ _LEAST_TILE, _LEAST_CHANNELS = 32, 16
 
 
 def _config_table() -> NDArray[np.void]:
-    """The config space: blocks of two to eight warps, each with two to sixteen tensor-core tiles
-    of 16 pixels x 8 channels."""
+    """Return the config space: blocks of two to eight warps, each with two to sixteen tensor-core
+    tiles of 16 pixels x 8 channels."""
     rows = []
     for tile, (block_k, warps_k), warps_m, tiles in itertools.product(
         _TILES, _CHANNELS, (1, 2, 4, 8), _IN_TURN
@@ -117,7 +117,7 @@ def _axis_of(problem: Problem, axis: int) -> _Axis:
 
 
 def _axes_of(problem: Problem) -> tuple[_Axis, _Axis]:
-    """The rows and the columns of `problem`."""
+    """Return the rows and the columns of `problem`."""
     return _axis_of(problem, 0), _axis_of(problem, 1)
 
 

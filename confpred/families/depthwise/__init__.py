@@ -42,14 +42,14 @@ def handles(problem: Problem) -> bool:
 
 
 def dilation(problem: Problem) -> tuple[int, int]:
-    """The layer's dilation, or 1 along an axis in which the window has one tap, so that there are
-    fewer distinct kernels."""
+    """Return the layer's dilation, or 1 along an axis in which the window has one tap, so that
+    there are fewer distinct kernels."""
     vertical, horizontal = problem.dilation
     return vertical if problem.r > 1 else 1, horizontal if problem.s > 1 else 1
 
 
 def _access(problem: Problem) -> tuple[int, bool]:
-    """The multiplier, and whether narrow accesses are worth it."""
+    """Return the multiplier, and whether narrow accesses are worth it."""
     multiplier = problem.k // problem.c
     odd = problem.k % 2 == 1 or (multiplier > 1 and multiplier % 2 == 1)
     return multiplier, odd or problem.r * problem.s > 64
@@ -89,8 +89,8 @@ class Lanes:
 
     @classmethod
     def of(cls, vectors: Array, lanes_c: Array, threads: Array, groups: Array | int = 1) -> Lanes:
-        """The lanes for `vectors` accesses to a pixel, at most `lanes_c` of them by one block of
-        about `threads`, each by `groups` threads."""
+        """Return the lanes for `vectors` accesses to a pixel, at most `lanes_c` of them by one
+        block of about `threads`, each by `groups` threads."""
         vectors = np.maximum(vectors, 1)  # a width that is not legal may come to none
         c_tiles = ceil_div(vectors, lanes_c)
         lanes = ceil_div(vectors, c_tiles)
@@ -99,7 +99,7 @@ class Lanes:
         return cls(c_tiles, lanes, tiles_at_once, whole)
 
     def features(self) -> dict[str, Array]:
-        """The features by name."""
+        """Return the features by name."""
         return {
             "lanes": self.lanes_c,
             "c_tiles": self.c_tiles,

@@ -76,7 +76,7 @@ class _Axis:
 
 
 def _axes(problem: Problem) -> tuple[_Axis, _Axis]:
-    """The vertical axis and the horizontal one."""
+    """Return the vertical axis and the horizontal one."""
     p = problem
     sizes = ((p.h, p.p, p.r), (p.w, p.q, p.s))
     axes = []

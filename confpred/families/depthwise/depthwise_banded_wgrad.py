@@ -70,7 +70,7 @@ class _Tiling:
 
 
 def _lowest_row(problem: Problem) -> int:
-    """The lowest input row that a block has to walk to."""
+    """Return the lowest input row that a block has to walk to."""
     return max(problem.h + problem.padding[0], problem.p * problem.bias)
 
 

@@ -72,7 +72,8 @@ class Axis:
     positions: int
 
     def scalars(self, side: str) -> dict[str, int]:
-        """The kernel's scalars for its rows (`side` is ``h``) or its columns (``w``), by name."""
+        """Return the kernel's scalars for its rows (`side` is ``h``) or its columns (``w``), by
+        name."""
         return {
             f"in_origin_{side}": self.in_origin,
             f"in_lattice_{side}": self.in_lattice,
@@ -83,12 +84,12 @@ class Axis:
 
 
 def axes_of(problem: Problem) -> tuple[Axis, Axis]:
-    """The rows and the columns of `problem`."""
+    """Return the rows and the columns of `problem`."""
     return axis_of(problem, 0), axis_of(problem, 1)
 
 
 def axis_of(problem: Problem, axis: int) -> Axis:
-    """The rows (0) or the columns (1) of `problem`."""
+    """Return the rows (0) or the columns (1) of `problem`."""
     taps = (problem.r, problem.s)[axis]
     inputs, outputs = ((problem.h, problem.p), (problem.w, problem.q))[axis]
     stride, padding = problem.stride[axis], problem.padding[axis]
@@ -188,7 +189,7 @@ class Window:
 
 
 def window_of(problem: Problem) -> Window:
-    """The part of `problem` that decides its kernels."""
+    """Return the part of `problem` that decides its kernels."""
     return Window(
         problem.group_width,
         problem.r,

@@ -39,7 +39,8 @@ _FIELDS = (*_COMPILED, "bands")
 
 
 def _config_table() -> NDArray[np.void]:
-    """The config space. What is left out never won by a percent where everything was measured.
+    """Return the config space. What is left out never won by a percent where everything was
+    measured.
 
     Blocks of eight warps are for windows above 3x3 at width 64: their filter takes most of a
     multiprocessor's shared memory, which leaves room for one block. They come second in the table;
