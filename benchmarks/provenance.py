@@ -19,7 +19,8 @@ ANCHORS = DATASETS / "anchors"
 
 
 def _commit() -> str:
-    """Return the commit that is measured; ``$CONFPRED_COMMIT`` where the checkout has no history."""
+    """Return the commit that is measured; ``$CONFPRED_COMMIT`` where the checkout has no
+    history."""
     given = os.environ.get("CONFPRED_COMMIT")
     if given:
         return given
@@ -76,7 +77,8 @@ def write(name: str, result: dict[str, Any], folder: Path = RESULTS) -> Path:
 
 
 def measured(device: str, folder: Path = DATASETS) -> Path:
-    """What `folder` has of a device: the folder of its parts, or one file of its name.
+    """Return the measurements of a device in `folder`: the folder of its parts, or one file of its
+    name.
 
     A Parquet file is stored whole in every commit that changes it, so parts are added and never
     changed.

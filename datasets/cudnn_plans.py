@@ -42,7 +42,7 @@ Key = tuple[str, ...]
 
 
 def key_of(line: dict[str, str]) -> Key:
-    """What tells plans apart."""
+    """Return the key that tells plans apart."""
     return tuple(line[name] for name in (RELEASE, ENGINE, *KNOBS))
 
 

@@ -95,7 +95,8 @@ def suites(networks: Mapping[str, Network], seed: int) -> tuple[Suite, Suite]:
 
 
 def shape(problem: Problem) -> tuple[Any, ...]:
-    """What makes two layers the same to the hold-out, whatever their padding and epilogue."""
+    """Return the key of layers that are the same to the hold-out, whatever their padding and
+    epilogue."""
     p = problem
     return (p.c, p.k, p.h, p.w, p.r, p.s, p.stride)
 

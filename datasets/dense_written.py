@@ -188,7 +188,8 @@ def unet_without_padding() -> Layers:
 
 
 def strided_unet(widths: Sequence[int], size: Size) -> Layers:
-    """Yield a U-Net of medical images that goes down by strides; leaky ReLU follows instance norms."""
+    """Yield a U-Net of medical images that goes down by strides; leaky ReLU follows instance
+    norms."""
     c = 1
     for level, k in enumerate(widths):
         yield conv(c, k, _over(size, 1 << max(level - 1, 0)), 3, 1 if level == 0 else 2)
@@ -202,7 +203,8 @@ def strided_unet(widths: Sequence[int], size: Size) -> Layers:
 
 
 def depth_decoder(inputs: Sequence[int], size: int, c: int = 256) -> Layers:
-    """Yield the decoder of a network that estimates depth, with residual units of pre-activation."""
+    """Yield the decoder of a network that estimates depth, with residual units of
+    pre-activation."""
     for level, k in enumerate(inputs):
         image = size >> (2 + level)
         yield conv(k, c, image)
@@ -523,7 +525,7 @@ def sound_tagger(size: tuple[int, int]) -> Layers:
 
 
 def speech_front(frames: int) -> Layers:
-    """What comes before the sequence layers of two speech recognizers."""
+    """Return the layers before the sequence layers of two speech recognizers."""
     yield conv(1, 32, (161, frames), (41, 11), (2, 2), padding=(20, 5), norm=True)
     yield conv(32, 32, (81, (frames + 1) // 2), (21, 11), (2, 1), padding=(10, 5), norm=True)
     yield conv(1, 256, (frames, 80), 3, 2, act="relu", padding=0)

@@ -419,7 +419,8 @@ def coverage(kind: str, generator: np.random.Generator) -> Layer:
 
 
 def smoke_entries() -> tuple[Entry, ...]:
-    """Return a few small layers, measured in seconds: one of each group width, window and epilogue."""
+    """Return a few small layers, measured in seconds: one of each group width, window and
+    epilogue."""
     return (
         Entry(Problem(4, 256, 56, 56, 256, 3, 3, padding=1, groups=32), ("resnext101_32x8d",)),
         Entry(Problem(8, 128, 28, 28, 128, 3, 3, padding=1, groups=8), ("regnetx_008",)),

@@ -140,7 +140,7 @@ def launched(tasks: Sequence[Task]) -> list[Launch]:
 
 
 def _launches(problem: Problem, rows: Sequence[int]) -> Iterator[tuple[int, Callable[[], None]]]:
-    """What launches each plan that can be built, when it has been launched once."""
+    """Return a launch of each plan that can be built, after one launch of it."""
     import torch
 
     from confpred.cudnn.family import FAMILY

@@ -170,14 +170,15 @@ def measured_of(network: str) -> dict[Problem, Measured]:
 
 
 def best_measured(predictor: Predictor, problem: Problem, times: Measured) -> Choice | None:
-    """Return the best-ranked config with a time to compare; None where no such config was measured."""
+    """Return the best-ranked config with a time to compare; None where no such config was
+    measured."""
     ranked = predictor.rank(problem, DEVICE, top=MAX_TOP)
     return next((c for c in ranked if c.candidate in times), None)
 
 
 @contextmanager
 def serving(model: Path) -> Iterator[str]:
-    """The address of `confpred serve` on a free port, stopped at the end."""
+    """Serve on a free port until the block ends; the value is the address."""
     command = [*CONFPRED, "serve", "--port", "0", "--no-access-log", "--model", str(model)]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         said = []
@@ -213,7 +214,8 @@ def ask_over_http(model: Path, layer: Problem) -> str:
 
 
 def gpu() -> Device | None:
-    """This machine's first GPU; None, saying why, where there is none that confpred knows."""
+    """Return this machine's first GPU; None, saying why, where there is none that confpred
+    knows."""
     if not device_count():
         console.print("No CUDA device here, so nothing is sampled or launched.")
         return None
@@ -267,7 +269,7 @@ def launch(device: Device) -> str:
 
 
 def library_call(p: Problem, tensors: Mapping[str, Any]) -> Any:
-    """What a user of confpred writes for the forward problem `p`."""
+    """Return confpred's call for the forward problem `p`."""
     from confpred import conv2d
 
     t = {name: x.permute(0, 3, 1, 2) if x.dim() == 4 else x for name, x in tensors.items()}

@@ -30,7 +30,7 @@ class OfThisThread(TorchDispatchMode):
         return made
 
     def alive(self) -> set[int]:
-        """The addresses of what is still held by anybody."""
+        """Return the addresses of what is still held by anybody."""
         return {at for at, storage in self._storages.items() if not storage.expired()}
 
 

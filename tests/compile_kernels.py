@@ -68,7 +68,7 @@ class Result:
 
 
 def kernels_of(family: Family) -> tuple[list[KernelSpec], int]:
-    """The distinct kernels of `family`, and how many of its configs need one of them."""
+    """Return the distinct kernels of `family`, and how many of its configs need one of them."""
     kernels: dict[KernelSpec, None] = {}
     met: set[int] = set()
     for problem in representative(family):
@@ -79,8 +79,8 @@ def kernels_of(family: Family) -> tuple[list[KernelSpec], int]:
 
 
 def of_each_config(family: Family, kernels: Sequence[KernelSpec], count: int) -> list[KernelSpec]:
-    """A random choice of `count` kernels, or fewer, for each config: of those that differ only in
-    what the layer asks for."""
+    """Return a random choice of `count` kernels, or fewer, for each config: of those that differ
+    only in what the layer asks for."""
     fields = {name.upper() for name in family.configs.dtype.names or ()}
     of_config: dict[tuple[object, ...], list[KernelSpec]] = {}
     for kernel in random.Random(0).sample(kernels, len(kernels)):
@@ -111,8 +111,8 @@ def results(kernels: Sequence[Kernel], processes: int) -> Iterator[Result]:
 
 
 def read_results(path: Path) -> dict[Kernel, Result]:
-    """The results in a file, if there is one, the last one of each kernel. Kernels that did not
-    compile are left out, to be tried again, and so is a line that a kill cut short."""
+    """Return the results in a file, if there is one, the last one of each kernel. Kernels that did
+    not compile are left out, to be tried again, and so is a line that a kill cut short."""
     found = {}
     for line in path.read_bytes().splitlines() if path.exists() else ():
         with contextlib.suppress(ValueError):

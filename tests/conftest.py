@@ -33,5 +33,5 @@ def interrupts_are_heard() -> None:
 
 @pytest.fixture(scope="session")
 def repository() -> Path:
-    """The root of the repository."""
+    """Return the root of the repository."""
     return Path(__file__).parents[1]

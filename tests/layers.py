@@ -41,7 +41,8 @@ _MOST_FLOPS = 2**27  # of a random layer: the float64 reference of a test takes 
 
 @cache
 def served(family: Family) -> tuple[tuple[str, int], ...]:
-    """The directions and group widths that `family` has configs for; ``DENSE`` is one of them."""
+    """Return the directions and group widths that `family` has configs for; ``DENSE`` is one of
+    them."""
     return tuple(
         (direction, width)
         for direction, width in product(DIRECTIONS, (*WIDTHS, DENSE))
@@ -104,7 +105,7 @@ def _layer(
 def _epilogue(
     direction: str, bias: bool, activation: str, residual: bool, deterministic: bool
 ) -> dict[str, object]:
-    """The part of the epilogue that `direction` has."""
+    """Return the part of the epilogue that `direction` has."""
     return {
         "fprop": {"bias": bias, "activation": activation, "residual": residual},
         "dgrad": {},
@@ -120,15 +121,17 @@ def serves_channels(block: int, channels: int) -> bool:
 
 
 def first_kernel(family: Family) -> KernelSpec:
-    """The kernel of the first config that is legal for the first layer of `representative`."""
+    """Return the kernel of the first config that is legal for the first layer of
+    `representative`."""
     problem = representative(family)[0]
     row = int(np.flatnonzero(family.legal(problem, H100))[0])
     return family.launch(problem, row).steps[0].kernel
 
 
 def random_layer(rng: random.Random, family: Family) -> Problem:
-    """An odd-shaped layer of a direction and group width of `family`, which need not have a legal
-    config: one image, one group, tiles larger than the image, padding larger than the window."""
+    """Return an odd-shaped layer of a direction and group width of `family`, which need not have a
+    legal config: one image, one group, tiles larger than the image, padding larger than the window.
+    """
     direction, width = rng.choice(served(family))
     groups = rng.choice([g for g in (1, 2, 3, 5, 8, 13, 16, 24, 40) if g * width <= 192])
     multiplier = rng.choice((1, 1, 1, 1, 2, 3))
@@ -169,7 +172,7 @@ def random_layer(rng: random.Random, family: Family) -> Problem:
 def random_legal_layer(
     rng: random.Random, family: Family, device: Device, most_flops: int = _MOST_FLOPS
 ) -> Problem:
-    """A small `random_layer` that `family` has configs for."""
+    """Return a small `random_layer` that `family` has configs for."""
     while True:
         problem = random_layer(rng, family)
         if problem.flops <= most_flops and family.legal(problem, device).any():

@@ -50,7 +50,7 @@ class CpuProgram:
             self.tensors[name] = self.tensors[name].view(self._dtype)
 
     def run(self) -> dict[str, torch.Tensor]:
-        """The outputs by name, after one launch.
+        """Return the outputs by name, after one launch.
 
         Raises:
             PtxError: a kernel or a product reads what nobody has written, or a kernel breaks
@@ -99,8 +99,8 @@ class CpuProgram:
 def run_program(
     family: Family, problem: Record, row: int, inputs: Mapping[str, torch.Tensor], arch: str
 ) -> dict[str, torch.Tensor]:
-    """The outputs of config `row` of `family`, whose kernels are those compiled for `arch`; outputs
-    and workspaces are poisoned first.
+    """Return the outputs of config `row` of `family`, whose kernels are those compiled for `arch`;
+    outputs and workspaces are poisoned first.
 
     Raises:
         PtxError: see `CpuProgram.run`.

@@ -12,7 +12,7 @@ from filelock import FileLock
 
 
 def once_a_run(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], object]) -> Path:
-    """The folder `name`, which `make` has filled in this worker or in another one.
+    """Return the folder `name`, which `make` has filled in this worker or in another one.
 
     Tests must not write to it. Where `make` fails, the next worker tries again.
     """

@@ -22,7 +22,7 @@ def slow_but(fast: Container[object], values: Iterable[object], reason: str) -> 
 
 
 def reasons(file: Path) -> Iterator[str | None]:
-    """The reason that each use of the marker in a file gives; None where it gives none."""
+    """Yield the reason that each use of the marker in a file gives; None where it gives none."""
     tree = ast.parse(file.read_text())
     calls = {node.func: node for node in ast.walk(tree) if isinstance(node, ast.Call)}
     for node in ast.walk(tree):
@@ -33,7 +33,7 @@ def reasons(file: Path) -> Iterator[str | None]:
 
 
 def which_are_slow(file: Path) -> dict[str, bool]:
-    """The tests of a file by their names, and whether all cases of a test are slow."""
+    """Return the tests of a file by their names, and whether all cases of a test are slow."""
     body = ast.parse(file.read_text()).body
     all_are = any(
         isinstance(node, ast.Assign)

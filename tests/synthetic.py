@@ -99,7 +99,8 @@ def row_of(
     ms: float | None,
     source: str = source_digest(SOURCE),
 ) -> dict[str, object]:
-    """A measurement of one config, or of PyTorch's operator; a failure where `ms` is None."""
+    """Return a measurement of one config, or of PyTorch's operator; a failure where `ms` is
+    None."""
     by_pytorch = candidate == PYTORCH_OPERATOR
     outcome = Outcome(
         candidate.config_id,

@@ -38,7 +38,7 @@ class _Stub(ModuleType):
 
 
 def timm() -> Any:
-    """The package, imported beside torchvision or without it."""
+    """Return the package, imported beside torchvision or without it."""
     try:
         import torchvision  # noqa: F401
     except RuntimeError:
@@ -55,7 +55,7 @@ def timm() -> Any:
 
 
 def made(name: str, size: int) -> tuple[nn.Module, torch.Tensor]:
-    """A network of timm's with random weights and statistics that matter, and two images.
+    """Return a network of timm's with random weights and statistics that matter, and two images.
 
     Args:
         name: as of ``timm.create_model``.

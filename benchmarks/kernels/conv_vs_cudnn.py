@@ -144,7 +144,8 @@ def copy_bandwidth() -> float:
 def our_call(
     problem: Problem, launch: Launch, device: Device
 ) -> Callable[[Mapping[str, torch.Tensor]], list[torch.Tensor]]:
-    """Return the launch as a function of the problem's inputs, by name, that returns new outputs."""
+    """Return the launch as a function of the problem's inputs, by name, that returns new
+    outputs."""
     import torch
 
     from confpred.cuda import driver
@@ -384,7 +385,8 @@ def visible_gpus() -> list[str]:
 
 
 def measure_on(gpu: str, rows: list[dict[str, Any]], deadline: float) -> dict[str, Any]:
-    """Return the layers of the result that one GPU has time for, and its bandwidth in each process."""
+    """Return the layers of the result that one GPU has time for, and its bandwidth in each
+    process."""
     runs: dict[str, Any] = {}
     for left, mode in zip((2, 1), MODES, strict=True):  # processes still to run, this one included
         job = {"rows": rows, "seconds": (deadline - time.time()) / left}

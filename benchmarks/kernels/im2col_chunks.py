@@ -58,7 +58,7 @@ def configs(problem: Problem, *, tf32: bool) -> list[int]:
 
 
 def row_of(case: tuple[int, int, int], problem: Problem, config: int) -> dict[str, Any]:
-    """What identifies a measurement, with the exact workspace."""
+    """Return the columns that identify a measurement, with the exact workspace."""
     channels, side, batch = case
     fields = config_dict(FAMILY, config)
     samples = fields["samples"] or batch

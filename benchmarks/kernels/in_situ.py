@@ -72,7 +72,7 @@ Call = Callable[["torch.Tensor"], "torch.Tensor"]
 
 
 def candidates(predictor: Predictor, problem: Problem, device: Device) -> list[Candidate]:
-    """What the predictor ranks first, best first, and random legal configs after it."""
+    """Return the predictor's first configs, best first, and random legal ones after them."""
     ranked = predictor.rank(problem, device, top=RANKED)
     found = [c.candidate for c in ranked if c.candidate != PYTORCH_OPERATOR]
     legal = [

@@ -72,7 +72,7 @@ def half(timings: Sequence[Timings], seed: int) -> list[Timings]:
 
 
 def plans(timings: Sequence[Timings], device: Device, seed: int) -> Mapping[str, Sequence[Timings]]:
-    """What each plan measures of the training part."""
+    """Return the part of the training data that each plan measures."""
     return {
         BASE: timings,
         "40 random": random_part(timings, RANDOM + PICKED, seed),

@@ -132,7 +132,7 @@ def beside_batches(port: int, body: dict[str, Any], requests: int) -> dict[str, 
 
 
 def abandoned(port: int) -> dict[str, Any]:
-    """What clients leave behind who ask for batches of new problems and close the connection."""
+    """Measure the work that clients leave behind when they close their connections."""
     count, size = ABANDONED
     batches, rng = unseen(random.Random(100), size), random.Random(99)
     before = metric(port, "confpred_worked_out_problems_total")
@@ -179,7 +179,8 @@ def with_workers(workers: int, model: list[str], body: dict[str, Any]) -> dict[s
 
 
 def models(port: int) -> dict[str, str]:
-    """Return the version of each device's model; a device without one is answered by the heuristic."""
+    """Return the version of each device's model; a device without one is answered by the
+    heuristic."""
     reply = json.loads(Connection(port).reply(get("/v1/models")).partition(b"\r\n\r\n")[2])
     return {model["device"]: model["version"] for model in reply["models"]}
 

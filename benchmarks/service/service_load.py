@@ -68,7 +68,7 @@ def serve_no_op(tokens_file: str | None = None) -> None:
 
 @contextmanager
 def running(code: str, *arguments: str, out: IO[str] | None = None) -> Iterator[tuple[int, int]]:
-    """A server that Python `code` starts; the value is its port and process id."""
+    """Start a server by Python `code`; the value is its port and process id."""
     command = [sys.executable, "-c", code, *arguments]
     with subprocess.Popen(
         command, stdout=out, stderr=subprocess.PIPE, text=True, cwd=ROOT
@@ -96,7 +96,7 @@ def running(code: str, *arguments: str, out: IO[str] | None = None) -> Iterator[
 
 
 def _drain(said: IO[str] | None) -> None:
-    """What a server says after its start is not needed, but must not fill the pipe."""
+    """Read the server's further output, so that the pipe does not fill."""
     for _ in said or ():
         pass
 
@@ -113,8 +113,8 @@ def no_op_server() -> Any:
 
 @contextmanager
 def as_the_unit_runs_it(*options: str) -> Iterator[tuple[int, int, bytes]]:
-    """A no-op and a ``confpred serve`` with the access log as JSON, in a file, and with tokens: the
-    port of each, and the header that a request needs."""
+    """Start a no-op and a ``confpred serve`` with the access log as JSON, in a file, and with
+    tokens: the port of each, and the header that a request needs."""
     secret, token = tokens.make("benchmark", "read")
     with tempfile.TemporaryDirectory() as folder, open(f"{folder}/log", "a") as out:
         path = f"{folder}/tokens.json"
@@ -210,7 +210,7 @@ def batch(rng: random.Random, count: int) -> dict[str, Any]:
 
 
 def rate(port: int, request: bytes, connections: int, seconds: float) -> float:
-    """Replies a second to one request from so many connections that never pause."""
+    """Return replies a second to one request from so many connections that never pause."""
     clients = [Connection(port) for _ in range(connections)]
     size = len(clients[0].reply(request))  # each reply is the same
     left = dict.fromkeys((client.socket for client in clients), size)

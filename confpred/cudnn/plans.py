@@ -108,7 +108,8 @@ class Plans:
         _handle(ordinal)
 
     def build(self, plan: Plan) -> BuiltPlan:
-        """
+        """Return `plan`, built and ready to be bound.
+
         Raises:
             LaunchError: `plan` is of another cuDNN, is not offered, or cannot be built.
         """

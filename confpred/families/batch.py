@@ -61,12 +61,12 @@ class ProblemBatch:
         return found
 
     def each(self, function: Callable[[Any], _Found]) -> _Found:
-        """What `function` gives for each of the problems."""
+        """Return `function` of each problem."""
         found = self._find(function, lambda: _stacked([function(p) for p in self.problems]))
         return cast("_Found", found)
 
     def once(self, formula: Callable[[Any], _Found]) -> _Found:
-        """What `formula` gives for all of them, worked out with one element a problem."""
+        """Return `formula` of the batch, with one element a problem."""
         found = self._find(formula, lambda: formula(self._view(lambda values: values)))
         return cast("_Found", found)
 
@@ -137,17 +137,17 @@ class _One(ProblemBatch):
 
 
 def each(function: Callable[[Any], _Found], problem: Any) -> _Found:
-    """`function` of `problem`, or of each where they are several."""
+    """Return `function` of `problem`, or of each problem of a batch."""
     return problem.each(function) if isinstance(problem, ProblemBatch) else function(problem)
 
 
 def once(formula: Callable[[Any], _Found], problem: Any) -> _Found:
-    """`formula` of `problem`; where they are several, worked out with one element a problem."""
+    """Return `formula` of `problem`; of a batch, with one element a problem."""
     return problem.once(formula) if isinstance(problem, ProblemBatch) else formula(problem)
 
 
 def each_row(function: Callable[[Any], _Found], problem: Any, at: Rows | None = None) -> _Found:
-    """What `function` gives for a problem, arrays over the rows of a table, at the rows `at`; where
+    """Return `function` of a problem, arrays over the rows of a table, at the rows `at`; where
     there are several problems, at the pairs of them and these rows. By default, at all rows."""
     if isinstance(problem, ProblemBatch):
         return problem.each_row(function, at)

@@ -171,7 +171,7 @@ def config_words(candidate: Candidate) -> str:
 
 @cache
 def config_ids(provider: str) -> Mapping[str, int]:
-    """Number of each config of a provider by its `config_words`."""
+    """Return the number of each config of a provider by its `config_words`."""
     family = family_named(provider)
     if family is None:
         return {"": 0}

@@ -85,7 +85,7 @@ class Table:
     def by(
         self, names: tuple[str, ...], rule: Callable[[Mapping[str, Array]], NDArray[np.bool_]]
     ) -> NDArray[np.bool_]:
-        """What a `rule` that needs only the fields `names` says of each row. It is asked once for
+        """Return a `rule` of the fields `names` for each row. It is asked once for
         all rows that have the same, of which there are few kinds."""
         if names not in self.kinds:
             values = np.stack([self.columns[name] for name in names])

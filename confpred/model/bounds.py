@@ -102,7 +102,7 @@ def signal_names(operation: Operation) -> tuple[str, ...]:
 
 
 def signals(features: NDArray[np.float32], options: Sequence[Options]) -> NDArray[np.float32]:
-    """What the regret of answers depends on, a row each.
+    """Return the signals of an answer's regret, a row an answer.
 
     Args:
         features: those of the problems (`pytorch_features`).

@@ -178,7 +178,7 @@ class Registers:
         self._measured = lru_cache(maxsize=_KINDS_KEPT)(self._row)
 
     def of(self, problem: Any, rows: Rows) -> NDArray[np.int16]:
-        """Registers of a thread of each of `rows`; 0 where no like kernel is known."""
+        """Return the registers of a thread of each of `rows`; 0 where no like kernel is known."""
         found: NDArray[np.int16] = self._of_kind(Kind.of(problem))[self._kernel_of[rows]]
         return found
 
@@ -221,7 +221,8 @@ class Registers:
         return found
 
     def _found(self, kind: Kind) -> NDArray[np.int16]:
-        """Registers of each kernel for layers of `kind`, or else of the kind most like it."""
+        """Return the registers of each kernel for layers of `kind`, or else of the kind most like
+        it."""
         registers = np.zeros(int(self._kernel_of.max(initial=-1)) + 1, np.int16)
         for like in (kind, *kind.stand_ins()):
             measured = self._measured(like)
@@ -230,8 +231,8 @@ class Registers:
         return registers
 
     def _row(self, kind: Kind) -> NDArray[np.int16] | None:
-        """Registers of each kernel that was measured for layers of `kind`, and 0 of the others;
-        None where none was."""
+        """Return the registers of each kernel that was measured for layers of `kind`, and 0 of the
+        others; None where none was."""
         row = self._known.get(str(kind))
         return None if row is None else np.array(row, np.int16)
 

@@ -92,7 +92,7 @@ class Trees:
         self._boosters: dict[tuple[int, int | None], _Booster] = {}
 
     def _booster(self, first: int, end: int | None) -> _Booster:
-        """What predicts by a part of the trees, parsed when it is first needed.
+        """Return the booster of the first trees, parsed when it is first needed.
 
         Each part has its own: LightGBM stores in the booster how many trees to use and reads that
         back without a lock, so that simultaneous calls with different numbers would use each

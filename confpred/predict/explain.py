@@ -412,7 +412,7 @@ def compare(
 
 
 def theme_of(name: str, config_fields: Sequence[str]) -> str:
-    """What the feature `name` tells, of a family whose configs have `config_fields`."""
+    """Return the theme of the feature `name`, of a family whose configs have `config_fields`."""
     if name in config_fields:
         return CONFIG
     return next((theme for theme, words in THEMES.items() if re.fullmatch(words, name)), OTHER)
@@ -424,8 +424,8 @@ def _shapley(
     theirs: NDArray[np.float32],
     groups: Sequence[list[int]],
 ) -> tuple[list[float], float]:
-    """What exchanging each group of columns of `ours` for those of `theirs` adds to the cost, and
-    what exchanging all does."""
+    """Return what exchanging each group of columns of `ours` for those of `theirs` adds to the
+    cost, and what exchanging all does."""
     count = len(groups)
     mixed = np.tile(ours, (2**count, 1))
     # Bit g of a row's number: whether it has group g of `theirs`.

@@ -424,8 +424,8 @@ class Convolution:
 
 
 def kernel_sizes(problem: Problem, names: str) -> dict[str, int]:
-    """What kernels are told of a problem: the sizes in `names`, such as ``n c h w pad_h pad_w``, in
-    that order."""
+    """Return a kernel's arguments for a problem: the sizes in `names`, such as ``n c h w pad_h
+    pad_w``, in that order."""
     p = problem
     known = {name: getattr(p, name) for name in ("n", "c", "h", "w", "k", "r", "s", "p", "q")}
     for name, (down, across) in (

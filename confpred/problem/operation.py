@@ -248,7 +248,7 @@ class Operation(Protocol):
         ...
 
     def pytorch(self, problem: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-        """What a user of PyTorch writes for `problem`.
+        """Return PyTorch's call for `problem`.
 
         Args:
             problem: what to compute.

@@ -61,7 +61,8 @@ class Program:
 
 
 def by_driver(step: Step, kernel: Any) -> Bound:
-    """What launches `kernel`, which is loaded on the current CUDA device, as `step` says.
+    """Return a function that launches `kernel`, which is loaded on the current CUDA device, as
+    `step` says.
 
     It raises `NoContext` where the thread has no CUDA context yet, and `LaunchError` where the
     driver refuses.

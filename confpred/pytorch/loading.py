@@ -81,7 +81,7 @@ def in_context(ordinal: int, launch: Callable[[int], Any]) -> None:
 
 
 def _reset_after_fork() -> None:
-    """A child process has neither the threads nor the context of its parent."""
+    """Forget threads and kernels, which a child process does not have."""
     for found in (_threads, submit, loaded):
         found.cache_clear()
 

@@ -139,7 +139,8 @@ _UNKNOWN_DOUBT = 1.0  # of an answer without a bound
 
 
 def to_learn_from(suite: Suite) -> list[Entry]:
-    """Return the entries of `suite` that share no layer with a network that is held out, each once."""
+    """Return the entries of `suite` that share no layer with a network that is held out, each
+    once."""
     held_out = {e.problem.layer() for e in suite.entries if is_held_out(e.networks)}
     return [e for e in _joined(suite) if e.problem.layer() not in held_out]
 
@@ -169,7 +170,7 @@ def tasks_to_learn(
     seed: int,
     pytorch: bool,
 ) -> list[Task]:
-    """What to measure of `suite` in `budget_s` seconds, in that order.
+    """Return the tasks of `suite` for `budget_s` seconds, in that order.
 
     Args:
         suite: the problems, of one operation.
@@ -278,7 +279,8 @@ def _tasks(
 def _rows(
     family: Family, problem: Record, device: Device, donor: Model | None, seed: int
 ) -> list[int]:
-    """Return the configs that come first by the model, or by the estimate, and random other ones."""
+    """Return the configs that come first by the model, or by the estimate, and random other
+    ones."""
     legal = np.flatnonzero(family.legal(problem, device))
     if not len(legal):
         return []

@@ -267,7 +267,7 @@ def _judge(
 
 
 def running(predictor: Predictor, problem: Record, device: Device) -> Candidate:
-    """What runs inside PyTorch where `predictor` chooses: PyTorch's own operator for a guess."""
+    """Return the choice that PyTorch runs: PyTorch's operator in the place of a guess."""
     choice = predictor.choose(problem, device)
     return PYTORCH_OPERATOR if choice.is_guess else choice.candidate
 
@@ -458,7 +458,8 @@ def compare(pairs: Sequence[Pair], seed: int = 0) -> Verdict:
 
 
 def _upper(logs: NDArray[np.float64], network: NDArray[np.intp], seed: int) -> float:
-    """Return the quantile ``1 - RISK`` of the geometric mean over networks drawn with replacement."""
+    """Return the quantile ``1 - RISK`` of the geometric mean over networks drawn with
+    replacement."""
     count = int(network.max()) + 1
     sums = np.bincount(network, logs, count)
     sizes = np.bincount(network, minlength=count)

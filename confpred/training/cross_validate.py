@@ -66,8 +66,8 @@ def without_networks(timings: Sequence[Timings], networks: Collection[str]) -> t
 def part_of(
     dataset: Dataset, families: Collection[str], problems: int | None, seed: int
 ) -> Dataset:
-    """What `dataset` has of some `families`, or of all if none is named, and of at most so many
-    `problems`, which `seed` chooses, or of all if it is None.
+    """Return the part of `dataset` of some `families`, or of all if none is named, and of at most
+    so many `problems`, which `seed` chooses, or of all if it is None.
 
     Raises:
         InvalidInput: the data has no family of a name in `families`.
@@ -161,7 +161,7 @@ At = tuple[Device, Record]
 
 
 def family_models(fitted: Sequence[Fitted]) -> dict[str, FamilyModel]:
-    """What was fitted, ready to predict, through the same code as a saved model."""
+    """Return the fitted models, which predict through the code of saved ones."""
     models = {}
     for f in fitted:
         order, time = Trees(f.order), Trees(f.time)

@@ -102,7 +102,7 @@ class Dataset:
         return sum(len(t.rows) for t in self.timings)
 
     def restricted(self, problems: Collection[Record]) -> Dataset:
-        """What was measured of `problems`, on all devices."""
+        """Return the measurements of `problems`, on all devices."""
         return replace(
             self,
             timings=tuple(t for t in self.timings if t.problem in problems),
@@ -111,7 +111,7 @@ class Dataset:
         )
 
     def of_families(self, families: Collection[str]) -> Dataset:
-        """What was measured of `families`, on all devices, and PyTorch's times beside it."""
+        """Return the measurements of `families`, on all devices, and PyTorch's times beside it."""
         timings = tuple(t for t in self.timings if t.family in families)
         problems = {t.problem for t in timings}
         return replace(
@@ -178,7 +178,7 @@ def read_dataset(paths: Sequence[Path], device: str | None = None) -> Dataset:
 
 
 def _of_device(name: str, read: CheckedRows, operation: Operation) -> Dataset:
-    """What was measured on the device called `name`."""
+    """Return the measurements on the device called `name`."""
     where = get_device(name)
     table = read.table.filter(pc.field("device") == name)
     # Of PyTorch's operator, the times of cuDNN's benchmark mode count; a hold-out has both.

@@ -232,7 +232,7 @@ def fresh(kind: _Model, hyper: Hyperparameters, rows: int, seed: int) -> _Model:
 
 
 def text_of(model: LGBMModel, *added: tuple[LGBMModel, float]) -> str:
-    """What `model` predicts, and a multiple of what others of the same features do, as one ensemble
+    """Return `model`, and a multiple of others of the same features, as one ensemble
     in LightGBM's text form.
 
     The text holds what predictions need, and is a third as long as LightGBM writes it.

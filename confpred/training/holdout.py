@@ -183,7 +183,7 @@ class _Measured:
 
 
 def read_holdout(dataset: Dataset, paths: Sequence[Path]) -> HeldOut:
-    """What a dataset that was read from `paths` leaves out: PyTorch's times by mode, and runs."""
+    """Return what a dataset of `paths` leaves out: PyTorch's times by mode, and runs."""
     operation = dataset.operation
     keys = problem_columns(operation)
     wanted = [*keys, "family", "status", "device", "cudnn_mode", "time_ms", "run_id"]
@@ -407,7 +407,7 @@ def _measured(model: Model, held: HeldOut, say: Said) -> list[_Measured]:
 def _thinned(
     model: Model, measured: Sequence[_Measured], seed: int, say: Said
 ) -> dict[str, tuple[float, float]]:
-    """What regret would be called if few configs had been measured: of a choice among a random few,
+    """Return the regret if few configs had been measured: of a choice among a random few,
     against the best of these."""
     generator = np.random.default_rng(seed)
     found = {}

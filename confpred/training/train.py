@@ -200,7 +200,8 @@ def _family_card(family: Family, fitted: Fitted, dataset: Dataset) -> FamilyCard
 
 
 def _best(dataset: Dataset) -> list[dict[str, Any]]:
-    """Return the fastest measured way to compute each problem that enough configs were measured of."""
+    """Return the fastest measured way to compute each problem that enough configs were measured
+    of."""
     best: dict[Record, tuple[float, Candidate]] = {}
     for t in dataset.timings:
         if len(t.rows) < _MIN_MEASURED and not _complete(t, dataset):

@@ -38,7 +38,7 @@ def chromium() -> str:
 
 @pytest.fixture(scope="session")
 def report(chromium: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A page of made-up measurements."""
+    """Return a page of made-up measurements."""
 
     def write(folder: Path) -> None:
         data = synthetic.write(folder / "made-up.parquet", networks=3, configs=40)

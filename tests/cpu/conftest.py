@@ -15,7 +15,7 @@ from confpred.training.train import train
 
 @pytest.fixture(scope="session")
 def measurements(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Parquet file of made-up measurements."""
+    """Return a Parquet file of made-up measurements."""
 
     def write(folder: Path) -> None:
         synthetic.write(folder / "made-up.parquet", networks=8)
@@ -25,7 +25,7 @@ def measurements(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def few_measurements(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same of fewer networks and configs, for whole commands that take their time."""
+    """Return the same of fewer networks and configs, for whole commands that take their time."""
 
     def write(folder: Path) -> None:
         synthetic.write(folder / "few.parquet", networks=3, configs=40)
@@ -35,7 +35,7 @@ def few_measurements(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def model_folder(measurements: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small model trained on them, all but the network ``net0``."""
+    """Return a small model trained on them, all but the network ``net0``."""
 
     def fit(folder: Path) -> None:
         data = read_dataset([measurements])

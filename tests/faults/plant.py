@@ -88,7 +88,7 @@ class Outcome:
 
 
 def read_faults(path: Path = FAULTS) -> list[Fault]:
-    """The faults in the file at `path`."""
+    """Return the faults in the file at `path`."""
     entries = tomllib.loads(path.read_text())["fault"]
     return [Fault(**{**entry, "tests": tuple(entry["tests"])}) for entry in entries]
 

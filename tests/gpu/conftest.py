@@ -38,5 +38,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def device() -> Device:
-    """The description of the GPU that the tests run on."""
+    """Return the description of the GPU that the tests run on."""
     return driver.device_of(0)

@@ -71,7 +71,7 @@ class Config:
             self.operands[SCRATCH].inside.fill_(POISON)
 
     def results(self) -> dict[str, torch.Tensor]:
-        """The outputs, on the CPU, in the shapes of the operation's operands.
+        """Return the outputs, on the CPU, in the shapes of the operation's operands.
 
         Raises:
             AssertionError: something was written outside of an operand, or the zeroed workspace is

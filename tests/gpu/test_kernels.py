@@ -111,7 +111,7 @@ def test_deterministic_configs_repeat_to_the_bit(family: Family, seed: int, devi
 
 
 def deterministic_problem(family: Family, seed: int, device: Device) -> tuple[Problem, list[int]]:
-    """A random problem whose every config must repeat itself, and configs of it."""
+    """Return a random problem whose every config must repeat itself, and configs of it."""
     rng = random.Random(100 + seed)
     while True:
         problem = random_legal_layer(rng, family, device)

@@ -36,8 +36,8 @@ def restored() -> Iterator[None]:
 
 
 def step(channels: int = 512, requires_grad: bool = True) -> torch.Tensor:
-    """A depthwise layer with a bias, forward and backward, so large that its kernels are worth
-    what they cost the host."""
+    """Return a depthwise layer with a bias, forward and backward, so large that its kernels are
+    worth what they cost the host."""
     torch.manual_seed(0)
     x = torch.randn(32, channels, 28, 28, device="cuda", dtype=torch.half)
     x = x.contiguous(memory_format=LAST).requires_grad_(requires_grad)

@@ -59,7 +59,7 @@ def made(dtype: torch.dtype = torch.float16, seed: int = 0) -> list[torch.Tensor
 
 
 def out_grad_for(out: torch.Tensor) -> torch.Tensor:
-    """The same values for every dtype, without rounding."""
+    """Return the same values for every dtype, without rounding."""
     torch.manual_seed(1)
     return (torch.randint(-8, 9, out.shape, device="cuda") / 8).to(out.dtype).to(memory_format=LAST)
 
@@ -67,7 +67,7 @@ def out_grad_for(out: torch.Tensor) -> torch.Tensor:
 def step(
     given: list[torch.Tensor], conv: Callable[..., torch.Tensor] | None = None
 ) -> tuple[torch.Tensor, ...]:
-    """The output and all gradients."""
+    """Return the output and all gradients."""
     leaves = [t.detach().requires_grad_() for t in given]
     out = (conv or confpred.conv2d)(*leaves, padding=1)
     return out.detach(), *torch.autograd.grad(out, leaves, out_grad_for(out))
@@ -78,7 +78,7 @@ def exactly(given: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
 
 
 def off(a: torch.Tensor, exact: torch.Tensor) -> float:
-    """The relative error in the 2-norm."""
+    """Return the relative error in the 2-norm."""
     return ((a.double() - exact).norm() / exact.norm()).item()
 
 

@@ -318,7 +318,7 @@ def test_filter_gradients_on_many_streams_keep_their_workspaces_apart(name) -> N
 
 
 def pairs(kwargs: dict[str, Any]) -> Geometry:
-    """The geometry of a layer's arguments."""
+    """Return the geometry of a layer's arguments."""
     found = (kwargs.get("stride", 1), kwargs.get("padding", 0), kwargs.get("dilation", 1))
     stride, padding, dilation = ((v, v) if isinstance(v, int) else v for v in found)
     return stride, padding, dilation, kwargs["groups"]

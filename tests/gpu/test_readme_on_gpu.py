@@ -46,7 +46,7 @@ for _ in range(3):  # captured, recorded, replayed
 
 
 def block(repository: Path, mark: str, page: str = "README.md") -> str:
-    """The block of code under that comment."""
+    """Return the block of code under that comment."""
     text = (repository / page).read_text(encoding="utf-8")
     (found,) = re.findall(rf"^<!-- {mark} -->\n```\w+\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
     return str(found)

@@ -28,7 +28,7 @@ Bytes = NDArray[np.uint8]
 def interpret(
     family: Family, problem: Record, row: int, inputs: Mapping[str, torch.Tensor], arch: str
 ) -> dict[str, torch.Tensor]:
-    """The outputs of config `row` of `family`, as compiled for `arch`, by name.
+    """Return the outputs of config `row` of `family`, as compiled for `arch`, by name.
 
     Args:
         inputs: on the CPU, by operand name, in the shapes and dtype of the operation's operands.

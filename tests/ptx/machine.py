@@ -40,7 +40,7 @@ _TYPES: dict[str, type[np.generic]] = {
 
 
 def numpy_type(name: str) -> np.dtype[Any]:
-    """The NumPy type of a PTX type.
+    """Return the NumPy type of a PTX type.
 
     Raises:
         PtxError: there is none.
@@ -192,8 +192,8 @@ class Machine:
             raise PtxError("a warp-wide instruction without all lanes of a warp")
 
     def read(self, operand: str, kind: str, lanes: Lanes) -> Any:
-        """The value of a register, immediate or address, as PTX type `kind`: an array, or one
-        value for all of `lanes`."""
+        """Return the value of a register, immediate or address, as PTX type `kind`: an array, or
+        one value for all of `lanes`."""
         wanted = numpy_type(kind)
         if operand in self.kernel.registers:
             register = self._register(operand)
@@ -226,7 +226,7 @@ class Machine:
         self._register(register)[lanes] = value.view(stored)
 
     def _register(self, name: str) -> NDArray[Any]:
-        """The bits of a register in all threads: NaN where it was not set yet."""
+        """Return the bits of a register in all threads: NaN where it was not set yet."""
         if name not in self._registers:
             kind = self.kernel.registers[name]
             size = SIZES[kind]
@@ -235,7 +235,7 @@ class Machine:
         return self._registers[name]
 
     def address(self, operand: str, kind: str, lanes: Lanes) -> NDArray[Any]:
-        """The value of an address in brackets, for each of `lanes`."""
+        """Return the value of an address in brackets, for each of `lanes`."""
         base, _, offset = operand[1:-1].replace(" ", "").partition("+")
         value = self.read(base, kind, lanes)
         shift = int(offset or "0", 0)

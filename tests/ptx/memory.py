@@ -55,7 +55,7 @@ class DeviceMemory:
         self._operands = operands
 
     def address(self, name: str) -> int:
-        """The address of an operand; 0 where there is none of that name."""
+        """Return the address of an operand; 0 where there is none of that name."""
         for number, operand in enumerate(self._operands, 1):
             if operand.name == name:
                 return number << _SHIFT
@@ -139,7 +139,7 @@ def _incremented(old: np.unsignedinteger, limit: np.unsignedinteger) -> int:
 
 
 def _units(offset: NDArray[np.int64], size: int) -> NDArray[np.int64]:
-    """The watched units of `size` bytes at each of `offset`: ``(lanes, units)``."""
+    """Return the watched units of `size` bytes at each of `offset`: ``(lanes, units)``."""
     return offset[:, None] // _UNIT + np.arange(-(-size // _UNIT))
 
 

@@ -15,7 +15,7 @@ Maker = Callable[[list[str], list[str]], Step]
 
 
 def elements(operand: str) -> list[str]:
-    """The registers of a vector in braces, or the one register."""
+    """Return the registers of a vector in braces, or the one register."""
     return [part.strip() for part in operand.strip("{}").split(",")]
 
 
@@ -27,7 +27,7 @@ def refuse(modifiers: list[str]) -> Step:
 
 
 def shared_address(machine: Machine, operand: str, lanes: Lanes) -> Any:
-    """An address in shared memory, which registers of either width can hold."""
+    """Return an address in shared memory, which registers of either width can hold."""
     base = operand[1:-1].partition("+")[0].strip()
     wide = machine.kernel.registers.get(base) in ("b64", "u64", "s64")
     return machine.address(operand, "u64" if wide else "u32", lanes)

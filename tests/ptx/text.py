@@ -77,7 +77,7 @@ _LABEL = re.compile(r"([$\w]+):(?!:)\s*")
 
 
 def parse(ptx: str, entry: str) -> Kernel:
-    """The kernel `entry` of a PTX module.
+    """Return the kernel `entry` of a PTX module.
 
     Raises:
         PtxError: the module has none of that name, or a construct that is not interpreted.

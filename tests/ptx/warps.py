@@ -66,7 +66,7 @@ def _fragment(matrices: NDArray[np.uint16], transposed: bool) -> NDArray[np.uint
 
 
 def _matrix(machine: Machine, register: str, lanes: Lanes, transposed: bool) -> NDArray[np.uint16]:
-    """The reverse of `_fragment`."""
+    """Return the reverse of `_fragment`."""
     value = np.ascontiguousarray(
         np.broadcast_to(machine.read(register, "b32", lanes), len(lanes)), np.uint32
     )

@@ -351,7 +351,7 @@ def _shape(
     down: tuple[int, int],
     dgrad: bool,
 ) -> _Shape:
-    """What a block takes and does. The kernel works most of it out from its macros too, and asserts
+    """Return the shape of a block. The kernel works most of it out from its macros too, and asserts
     that the threads and the shared memory are the same."""
     t = table.columns
     k_steps = ceil_div(channels, 16)

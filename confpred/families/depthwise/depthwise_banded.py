@@ -90,7 +90,7 @@ def threads_of(t: Mapping[str, Array]) -> Array:
 
 
 def runs(t: Mapping[str, Array]) -> Array:
-    """Runs of a block."""
+    """Return the runs of a block."""
     return t["strips"] // t["run"]
 
 
@@ -116,7 +116,8 @@ def stage_bytes(t: Mapping[str, Array], copied: Array) -> Array:
 
 
 def most_registers(t: Mapping[str, Array]) -> Array:
-    """Registers that a thread can have if a multiprocessor is to hold ``min_blocks`` blocks."""
+    """Return the registers that a thread can have if a multiprocessor is to hold ``min_blocks``
+    blocks."""
     share = Device.regs_per_sm // (threads_of(t) * t["min_blocks"]) // 8 * 8
     return np.minimum(share, common.MAX_REGISTERS)
 

@@ -332,7 +332,7 @@ def _shape(
     dgrad: bool,
     residual: bool,
 ) -> _Shape:
-    """What a block takes and does. The kernel works most of it out from its macros too, and asserts
+    """Return the shape of a block. The kernel works most of it out from its macros too, and asserts
     that the threads and the shared memory are the same."""
     width = max(8, group_width)
     t = table.columns

@@ -368,7 +368,7 @@ def _shape(window: Window, table: Table = _WHOLE) -> _Shape:
 
 
 def _shape_of(table: Table, window: Window) -> _Shape:
-    """What a block takes and does. The kernel works most of it out from its macros too, and asserts
+    """Return the shape of a block. The kernel works most of it out from its macros too, and asserts
     that the threads and the shared memory are the same."""
     t = table.columns
     width, r, s = window.group_width, window.r, window.s

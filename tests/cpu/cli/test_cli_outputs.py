@@ -45,7 +45,7 @@ def refused(done: subprocess.CompletedProcess[str], *words: str) -> None:
 
 @pytest.fixture
 def shards(tmp_path: Path) -> Path:
-    """A folder of two shards."""
+    """Return a folder of two shards."""
     fill(tmp_path / "ra", [ROW])
     shutil.copy(shards_in(tmp_path / "ra")[0], tmp_path / "ra" / "rows-first.parquet")
     fill(tmp_path / "ra", [other(n) for n in range(2, 300)])
@@ -57,7 +57,7 @@ def shards(tmp_path: Path) -> Path:
 def writer(
     request: pytest.FixtureRequest, shards: Path, few_measurements: Path
 ) -> Callable[[Path], tuple[object, ...]]:
-    """The words of a command that writes a file, given that file."""
+    """Return the words of a command that writes a file, given that file."""
     words: dict[str, Callable[[Path], tuple[object, ...]]] = {
         "merge": lambda out: ("merge", shards, out),
         "evaluate json": lambda out: ("evaluate", few_measurements, "--json", out),
@@ -231,7 +231,7 @@ def test_train_replaces_no_folder(few_measurements: Path, tmp_path: Path) -> Non
 
 
 def helpers_of(pid: int) -> list[int]:
-    """The processes of a session that are not zombies."""
+    """Return the processes of a session that are not zombies."""
     found = []
     for status in Path("/proc").glob("[0-9]*/stat"):
         try:

@@ -31,7 +31,8 @@ def theirs(model_folder: Path) -> Predictor:
 
 @pytest.fixture(scope="module")
 def ours() -> Predictor:
-    """A predictor without a model, whose choices are told from the service's by their source."""
+    """Return a predictor without a model, whose choices are told from the service's by their
+    source."""
     return Predictor({})
 
 

@@ -51,7 +51,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(made: Path, tmp_path: Path) -> Path:
-    """A copy: bundles are relocatable."""
+    """Return a copy: bundles are relocatable."""
     return shutil.copytree(made, tmp_path / "moved")
 
 

@@ -127,7 +127,7 @@ def test_plans_of_a_kind_are_described_and_launched(direction: str, dtype: str) 
 
 
 def of_kind(kind: str, n: int) -> Problem:
-    """A problem of this kind, of `n` images."""
+    """Return a problem of this kind, of `n` images."""
     direction, dtype, grouping, window, *rest = kind.split()
     size = 1 if window == "1x1" else 3
     activation = next((name for name in rest if name in ACTIVATIONS), "none")

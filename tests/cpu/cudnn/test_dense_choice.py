@@ -31,7 +31,7 @@ DEVICE = synthetic.DEVICE
 
 
 def rows() -> Iterator[dict[str, object]]:
-    """The first forty plans of each of 48 layers, of six networks; engine and tile decide."""
+    """Yield the first forty plans of each of 48 layers, of six networks; engine and tile decide."""
     for index in range(48):
         c, size = 32 << index % 4, (56, 28, 14)[index % 3]
         problem = Problem(1 + index, c, size, size, c, 3, 3, padding=1)
@@ -83,7 +83,7 @@ class Refusing:
 
 @pytest.fixture
 def on_gpu(dense: Predictor, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Refusing]]:
-    """A machine whose device 0 is known, and whose cuDNN is `Refusing`."""
+    """Yield a machine whose device 0 is known, and whose cuDNN is `Refusing`."""
     plans = type("Plans", (Refusing,), {})
     monkeypatch.setattr(choosing.driver, "device_of", lambda _: DEVICE)
     monkeypatch.setattr(choosing.torch.cuda, "device", lambda _: nullcontext())

@@ -16,7 +16,7 @@ HELD_OUT = {"optical-flow", "pose", "super-resolution"}
 
 @pytest.fixture(scope="module")
 def scripts(repository):
-    """The modules that make the suites, which are no part of the package."""
+    """Yield the modules that make the suites, which are no part of the package."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(repository / "datasets")
         yield {n: importlib.import_module(f"dense_{n}") for n in ("layers", "suites", "written")}

@@ -17,7 +17,7 @@ from confpred.problem.device import get_device
 
 @pytest.fixture(scope="module")
 def scripts(repository):
-    """The modules that make the suites, which are no part of the package."""
+    """Yield the modules that make the suites, which are no part of the package."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(repository / "datasets")
         names = ("make_holdout", "make_further", "make_suite")

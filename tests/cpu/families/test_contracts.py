@@ -74,7 +74,8 @@ def chosen_lines(text: str, defines: Mapping[str, int | str]) -> str:
 
 
 def parameters(text: str, spec: KernelSpec) -> list[tuple[str, str]]:
-    """The type and the name of each parameter of the kernel of `spec`, whose file is `text`."""
+    """Return the type and the name of each parameter of the kernel of `spec`, whose file is
+    `text`."""
     text = re.sub(r"//.*|\\\n", "", text)
     macros = dict(re.findall(r"^#define (\w+) +(.+)$", text, re.MULTILINE))
     head = rf'extern "C" __global__ void (?:__launch_bounds__\([^()]*\) )?{spec.entry}\('
@@ -90,7 +91,7 @@ def parameters(text: str, spec: KernelSpec) -> list[tuple[str, str]]:
 
 
 def breaches(step: Step, text: str) -> list[str]:
-    """The ways in which `step` and the kernel in `text` differ; empty if they agree."""
+    """Return the ways in which `step` and the kernel in `text` differ; empty if they agree."""
     found = parameters(text, step.kernel)
     roles = ROLES.get(step.kernel.entry, {})
     expected = [("*", roles.get(name, name)) for name in step.operands]
@@ -107,8 +108,8 @@ def breaches(step: Step, text: str) -> list[str]:
 
 
 def steps_of(family: Family) -> list[Step]:
-    """A launch of each kernel of `family` with each setting of the macros that its parameters may
-    depend on, as far as random layers meet them."""
+    """Return a launch of each kernel of `family` with each setting of the macros that its
+    parameters may depend on, as far as random layers meet them."""
     rng = random.Random(family.name)
     found: dict[tuple[object, ...], Step] = {}
     for _ in range(LAYERS):

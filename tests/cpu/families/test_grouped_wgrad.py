@@ -256,8 +256,9 @@ def test_other_layers_have_none(change: str) -> None:
 def walked(
     problem: Problem, scalars: Mapping[str, int], n_tiles: int, part: int
 ) -> Counter[tuple[int, ...]]:
-    """The (image tile, gradient row, filter row, input row) that block `part` of a tile multiplies,
-    by the kernel's own steps and circular buffer. A gradient row counts once for filter row -1."""
+    """Return the (image tile, gradient row, filter row, input row) that block `part` of a tile
+    multiplies, by the kernel's own steps and circular buffer. A gradient row counts once for filter
+    row -1."""
     h, p, pad_h, rows = (scalars[name] for name in ("h", "p", "pad_h", "rows"))
     row_step, phases, phase_step = (scalars[name] for name in ("row_step", "phases", "phase_step"))
     flush, slice_rows, q_tiles = (scalars[name] for name in ("flush", "slice_rows", "q_tiles"))

@@ -18,7 +18,7 @@ WORDS = np.random.default_rng(0).integers(0, 2**32, 2 * THREADS, dtype=np.uint32
 
 
 def launch(case: str) -> NDArray[np.uint32]:
-    """The output of a case of ``cases.cu``."""
+    """Return the output of a case of ``cases.cu``."""
     step = Step(
         KernelSpec(FILE, "case_", ((f"CASE_{case}", 1),)),
         grid=(1, 1, 1),

@@ -23,7 +23,7 @@ from confpred.problem.conv2d import Problem
 
 @pytest.fixture
 def folder(model_folder: Path, tmp_path: Path) -> Path:
-    """A copy to damage."""
+    """Return a copy to damage."""
     return Path(shutil.copytree(model_folder, tmp_path / "copy"))
 
 

@@ -126,7 +126,7 @@ def test_the_first_of_a_ranking_are_the_same_however_many_are_wanted(model):
 
 
 def pairs_of(model: Model, problem: Problem, count: int) -> tuple[Pairs, np.ndarray]:
-    """Some candidates, and what the whole ensemble says of them."""
+    """Return some candidates, and what the whole ensemble says of them."""
     family = next(f for f in model.families.values() if plain(model, problem, [f.family.name]))
     rows = family.legal(problem, model.device)[:count]
     features = family.pool.features(family.family, problem, model.device, rows)

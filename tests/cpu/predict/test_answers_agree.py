@@ -28,7 +28,8 @@ def predictor() -> Predictor:
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    """The address of a running `confpred serve`, with the model that ships with the package."""
+    """Yield the address of a running `confpred serve`, with the model that ships with the
+    package."""
     command = [COMMAND, "serve", "--port", "0", "--no-access-log"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None

@@ -324,7 +324,7 @@ def pin(problem: Problem, candidate: Candidate, device: str = "h100") -> dict:
 
 
 def former(pin: dict) -> dict:
-    """A pin as confpred 0.1.0 wrote it."""
+    """Return a pin as confpred 0.1.0 wrote it."""
     ours = pin["provider"] != PYTORCH
     return {
         "device": pin["device"],

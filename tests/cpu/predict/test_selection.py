@@ -26,7 +26,7 @@ DEPTHWISE = Problem.parse("n=24 c=160 h=30 w=30 k=160 r=3 s=3 groups=160 padding
 
 @pytest.fixture(scope="module")
 def model() -> Model:
-    """The model that ships, of one family and without PyTorch's operator."""
+    """Return the model that ships, of one family and without PyTorch's operator."""
     shipped = NewestModels()["h100"]
     families = {FAMILY.name: shipped.families[FAMILY.name]}
     return replace(shipped, families=families, pytorch=None)

@@ -213,7 +213,7 @@ def test_a_plugin_that_is_none_is_named(tmp_path: Path, plugins: str, message: s
 
 
 def foreign(path: Path) -> Path:
-    """A file of the same columns, whose metadata names another operation."""
+    """Return a file of the same columns, whose metadata names another operation."""
     table = pa.Table.from_pylist([ROW.to_row()], schema(CONVOLUTION))
     pq.write_table(table.replace_schema_metadata({"operation": "softmax"}), path)
     return path

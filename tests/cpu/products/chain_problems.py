@@ -42,7 +42,7 @@ def chain_inputs(problem: LinearChain, seed: int) -> dict[str, torch.Tensor]:
 
 
 def expected(problem: LinearChain, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-    """The answer in float64."""
+    """Return the answer in float64."""
     x = inputs["in"].double()
     for index in range(problem.layers):
         x = x @ inputs[f"weight{index}"].double().T

@@ -29,8 +29,8 @@ def legal(problem: LinearChain) -> list[int]:
 
 
 def in_pytorch(problem: LinearChain, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-    """The algorithm layer by layer, without a kernel of ours: quarters are rounded to the dtype,
-    products too, and what lies between stays in float32."""
+    """Return the algorithm layer by layer, without a kernel of ours: quarters are rounded to the
+    dtype, products too, and what lies between stays in float32."""
     dtype = DTYPES[problem.dtype]
     vector = 16 // problem.itemsize
 

@@ -41,7 +41,8 @@ def example(repository: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def folder(example: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder to take the walk in, with the committed measurements where sampling puts them."""
+    """Return a folder to take the walk in, with the committed measurements where sampling puts
+    them."""
     root = tmp_path_factory.mktemp("walk")
     (root / "examples").symlink_to(example.parent)
     (root / "runs").mkdir()

@@ -78,7 +78,7 @@ def _processor_s() -> float:
 
 
 def summary_of(told: Told) -> list[str]:
-    """The lines from the summary's heading on."""
+    """Return the lines from the summary's heading on."""
     (at,) = (i for i, line in enumerate(told.lines) if line.startswith("Summary: "))
     return list(told.lines[at:])
 

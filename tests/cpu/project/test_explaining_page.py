@@ -18,7 +18,7 @@ BLOCKS = {block.mark: block for block in (Block(*found) for found in FENCED.find
 
 @pytest.fixture
 def folder(repository: Path, tmp_path: Path) -> Path:
-    """A folder with what the commands read."""
+    """Return a folder with what the commands read."""
     for name in ("datasets", "models", "benchmarks"):
         (tmp_path / name).symlink_to(repository / name)
     return tmp_path

@@ -44,7 +44,8 @@ def command_in(folder: Path, extra: str) -> str:
 
 @pytest.fixture
 def installed(repository: Path, tmp_path: Path) -> Path:
-    """A folder with the modules that tell of extras, as a wheel leaves them, and their metadata."""
+    """Return a folder with the modules that tell of extras, as a wheel leaves them, and their
+    metadata."""
     (tmp_path / "confpred").mkdir()
     for name in ("__init__.py", "_version.py", "errors.py"):
         shutil.copy(repository / "confpred" / name, tmp_path / "confpred")

@@ -52,7 +52,7 @@ def test_a_text_that_has_gone_or_come_twice_is_named() -> None:
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    """A repository of one function and one test, which looks at its sum alone."""
+    """Return a repository of one function and one test, which looks at its sum alone."""
     files = {
         "confpred/arithmetic.py": "def both(a, b):\n    return a + b, a * b\n",
         "confpred/__init__.py": "",

@@ -78,7 +78,7 @@ def test_importing_makes_no_files_and_starts_no_threads(tmp_path: Path) -> None:
 
 @pytest.fixture
 def installed(repository: Path, tmp_path: Path) -> Path:
-    """A copy of the sources, laid out as they are installed."""
+    """Return a copy of the sources, laid out as they are installed."""
     target = tmp_path / "confpred"
     shutil.copytree(repository / "confpred", target)
     for folder in ("service", "kernels", "models", "datasets/suites"):

@@ -41,7 +41,8 @@ def wheel(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def bare(repository: Path, wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The ``bin`` folder of an environment that holds the wheel and what it requires, no more."""
+    """Return the ``bin`` folder of an environment that holds the wheel and what it requires, no
+    more."""
     folder = tmp_path_factory.mktemp("bare")
     venv.create(folder, with_pip=True)
     pip = (folder / "bin" / "python", "-m", "pip", "--quiet", "--disable-pip-version-check")

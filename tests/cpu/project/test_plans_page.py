@@ -18,7 +18,7 @@ BLOCKS = {block.mark: block for block in (Block(*found) for found in FENCED.find
 
 @pytest.fixture
 def folder(repository: Path, tmp_path: Path) -> Path:
-    """A folder beside whose suites nothing lies."""
+    """Return a folder beside whose suites nothing lies."""
     (tmp_path / "datasets").mkdir()
     (tmp_path / "datasets" / "suites").symlink_to(repository / "datasets" / "suites")
     return tmp_path

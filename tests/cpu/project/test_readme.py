@@ -143,7 +143,7 @@ def test_it_is_short() -> None:
 
 @pytest.fixture(scope="module")
 def served_port() -> Iterator[str]:
-    """The port of a running `confpred serve`."""
+    """Yield the port of a running `confpred serve`."""
     command = [Path(sys.executable).with_name("confpred"), "serve", "--port", "0"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None

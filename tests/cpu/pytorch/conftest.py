@@ -39,7 +39,7 @@ class Pass:
     told: dict[str, Any]
 
     def targets(self) -> list[str]:
-        """The operators, without what takes a result from a tuple."""
+        """Return the operators, without what takes a result from a tuple."""
         found = (str(n.target) for n in self.gm.graph.nodes if n.op == "call_function")
         return [name for name in found if "getitem" not in name]
 
@@ -83,7 +83,7 @@ class Captured:
         return plain
 
     def of(self, kind: str) -> Pass:
-        """The only pass of a kind."""
+        """Return the only pass of a kind."""
         (found,) = (p for p in self.passes if p.kind == kind)
         return found
 

@@ -43,7 +43,7 @@ def net(function: Callable[[Net, Tensor], Any] | None = None, *, training: bool 
 
 
 def both(model: nn.Module) -> tuple[nn.Module, nn.Module]:
-    """An optimized model, and a copy that is not."""
+    """Return an optimized model, and a copy that is not."""
     plain = copy.deepcopy(model)
     return confpred.optimize(model), plain
 

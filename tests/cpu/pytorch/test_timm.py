@@ -52,7 +52,7 @@ def network(name: str) -> tuple[nn.Module, torch.Tensor]:
 
 
 def off(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    """The difference as a part of the norm."""
+    """Return the difference as a part of the norm."""
     assert theirs.isfinite().all()
     return float((ours.double() - theirs.double()).norm() / theirs.double().norm())
 

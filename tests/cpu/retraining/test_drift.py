@@ -23,7 +23,7 @@ RUN = Run("0a1b", "h100", "NVIDIA H100 80GB HBM3", "580.1", "13.0", "test")
 
 @pytest.fixture(scope="module")
 def model(model_folder: Path) -> Model:
-    """A model whose expectations are what the recorded GPU takes."""
+    """Return a model whose expectations are what the recorded GPU takes."""
     found = load_model(model_folder)
     parse, measured = found.operation.problem.parse, {}
     for words, best in found.measured.items():

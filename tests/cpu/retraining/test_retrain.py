@@ -58,7 +58,7 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(scope="module")
 def first(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folders after a first session, which published a model."""
+    """Return the folders after a first session, which published a model."""
     places = tmp_path_factory.mktemp("first")
     with pytest.MonkeyPatch.context() as patch:
         use(places, patch)
@@ -68,7 +68,7 @@ def first(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def published(first: Path, places: Path) -> Path:
-    """A copy of those."""
+    """Return a copy of those."""
     return Path(shutil.copytree(first, places, dirs_exist_ok=True))
 
 

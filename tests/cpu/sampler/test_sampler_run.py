@@ -62,7 +62,8 @@ def names(found: list[dict]) -> list[tuple]:
 
 
 def planned_rows(folder: Path) -> list[int]:
-    """The config rows that a run of these settings measures, in order, without running it."""
+    """Return the config rows that a run of these settings measures, in order, without running
+    it."""
     from confpred.problem.device import get_device
     from confpred.sampler.tasks import tasks_left
 
@@ -195,7 +196,8 @@ def test_a_folder_in_use_is_refused(tmp_path):
 
 
 def start_program(tmp_path: Path, problems: int = 12) -> tuple[subprocess.Popen, Path]:
-    """The sampler as a program, on a suite of many seconds; returns once it has written rows."""
+    """Return the sampler as a program, on a suite of many seconds; returns once it has written
+    rows."""
     layers = [Problem(n, 64, 14, 14, 64, 3, 3, padding=1, groups=8) for n in range(2, 2 + problems)]
     suite, folder = tmp_path / "suite.json", tmp_path / "out"
     write_suite(Suite("many", tuple(Entry(layer) for layer in layers)), suite)

@@ -130,7 +130,8 @@ def test_only_digests_are_kept_and_the_log_has_names(
 
 
 def statuses(server: Server, secret: str) -> set[int]:
-    """The statuses of requests by connections of their own, so that every worker gets some."""
+    """Return the statuses of requests by connections of their own, so that every worker gets
+    some."""
     return {ask(server, "/v1/devices", secret).status_code for _ in range(12)}
 
 

@@ -25,7 +25,7 @@ ONE = {
 
 
 def of_a_board(folder: Path, model_folder: Path, **changes: object) -> Path:
-    """A copy of a model that says that it is of `BOARD`."""
+    """Return a copy of a model that says that it is of `BOARD`."""
     shutil.copytree(model_folder, folder)
     card = json.loads((folder / "card.json").read_text())
     card |= {"device": BOARD.key, "board": asdict(BOARD) | changes}

@@ -113,7 +113,7 @@ def test_systemd_is_told_how_the_server_is(tmp_path: Path, repository: Path) -> 
         threading.Thread(target=listen, daemon=True).start()
 
         def heard(key: str) -> dict[str, str]:
-            """The next message that has `key`."""
+            """Return the next message that has `key`."""
             end = time.monotonic() + 60
             while key not in (message := said.get(timeout=60)):
                 assert time.monotonic() < end
@@ -152,7 +152,7 @@ def test_the_unit_s_command_runs_by_its_settings(
 
 
 def instructions() -> dict[str, str]:
-    """The last of each kind in the container file."""
+    """Return the last of each kind in the container file."""
     text = (DEPLOY / "Containerfile").read_text().replace("\\\n", " ")
     lines = [line for line in text.splitlines() if line and not line.startswith("#")]
     return dict(line.split(None, 1) for line in lines)

@@ -36,7 +36,7 @@ def post(client: TestClient, body: bytes, kind: str = "application/json") -> htt
 
 
 def error_of(reply: httpx.Response) -> dict[str, Any]:
-    """The error in `reply`, which must have the one form."""
+    """Return the error in `reply`, which must have the one form."""
     assert 400 <= reply.status_code < 500 or reply.status_code in (500, 503)
     assert reply.headers["content-type"] == "application/json"
     body = reply.json()

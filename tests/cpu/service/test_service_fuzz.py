@@ -46,7 +46,7 @@ anything = st.recursive(
 
 @st.composite
 def nearly_valid(draw: st.DrawFn) -> Any:
-    """A valid request with some of its parts replaced, removed or added."""
+    """Return a valid request with some of its parts replaced, removed or added."""
     body: Any = copy.deepcopy(
         draw(st.sampled_from((ONE, {"device": "a100", "problems": [LAYER] * 3, "top": 2})))
     )

@@ -65,7 +65,7 @@ def ask(server: Server, **query: str) -> httpx.Response:
 
 
 def answering(server: Server) -> str:
-    """The digest of the model that answers on a new connection."""
+    """Return the digest of the model that answers on a new connection."""
     reply = ask(server)
     assert reply.status_code == 200, reply.text
     return reply.headers["x-confpred-model"].removeprefix("h100=")

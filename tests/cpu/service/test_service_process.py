@@ -46,12 +46,12 @@ class Server:
         return f"http://127.0.0.1:{self.port}"
 
     def workers(self) -> set[int]:
-        """The ids of the worker processes that run now."""
+        """Return the ids of the worker processes that run now."""
         path = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
         return set(map(int, path.read_text().split()))
 
     def metric(self, name: str) -> float:
-        """The number of a metric, with its labels; 0 where it has none."""
+        """Return the number of a metric, with its labels; 0 where it has none."""
         text = httpx.get(f"{self.url}/metrics", timeout=20).text
         found = re.search(rf"^{re.escape(name)} (\S+)$", text, re.MULTILINE)
         return float(found[1]) if found else 0.0
@@ -92,7 +92,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def exchange(server: Server, *parts: bytes, close: bool = False) -> bytes:
-    """The start of the reply to these raw parts, up to some of its body; none if cut first."""
+    """Return the start of the reply to these raw parts, up to some of its body; none if cut
+    first."""
     with socket.create_connection(("127.0.0.1", server.port), timeout=20) as connection:
         for part in parts:
             connection.sendall(part)

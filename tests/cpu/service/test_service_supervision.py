@@ -27,7 +27,7 @@ from test_service_process import COMMAND, LONG, ONE, Server, eventually, refused
 
 @pytest.fixture
 def temporary(tmp_path: Path) -> Iterator[Path]:
-    """The folder in which a server makes its own, which it removes."""
+    """Yield the folder in which a server makes its own, which it removes."""
     folder = tmp_path / "tmp"
     folder.mkdir()
     yield folder
@@ -36,7 +36,7 @@ def temporary(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture
 def model(tmp_path: Path, repository: Path) -> Path:
-    """A model folder that may be damaged."""
+    """Return a model folder that may be damaged."""
     return shutil.copytree(repository / "models" / "h100-2026.11.24", tmp_path / "model")
 
 
@@ -55,7 +55,7 @@ def connections(server: Server, count: int) -> list[http.client.HTTPConnection]:
 
 
 def status(connection: http.client.HTTPConnection) -> int | None:
-    """The status of a request by `connection`; None if it was closed."""
+    """Return the status of a request by `connection`; None if it was closed."""
     connection.auto_open = 0
     try:
         if connection.sock is None:
@@ -106,7 +106,7 @@ def established(server: Server) -> list[int]:
 
 
 def sockets(process: int) -> set[str]:
-    """The inodes of the sockets that `process` has open."""
+    """Return the inodes of the sockets that `process` has open."""
     found = set()
     for each in Path(f"/proc/{process}/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):  # it was closed meanwhile

@@ -24,7 +24,7 @@ def offered(
     device: Device = H100,
     ahead: float = 1.0,
 ) -> Offered:
-    """A problem whose ratio to PyTorch's time is overestimated by `error`."""
+    """Return a problem whose ratio to PyTorch's time is overestimated by `error`."""
     problem = Problem(n, 64, 28, 28, 64, 3, 3, padding=1, groups=8)
     theirs = None if expected is None else exp(expected - error)
     answer = Answer(problem, ("net",), [(1.0, OURS)], 1.0, 1.0, theirs)

@@ -23,7 +23,7 @@ def timed(problem: Problem, family: str, ms: float) -> Timings:
 
 
 def timings(count: int) -> list[Timings]:
-    """The grouped family takes half as long for few channels, and twice as long for many."""
+    """Return the grouped family takes half as long for few channels, and twice as long for many."""
     found = []
     for i in range(count):
         problem = replace(

@@ -41,7 +41,7 @@ def held_file(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def anchors_file(held_file) -> Path:
-    """The first two of its configs, timed in three runs; the third is 2 % slower."""
+    """Return the first two of its configs, timed in three runs; the third is 2 % slower."""
     return synthetic.write_anchors(held_file.with_name("anchors.parquet"), held_file)
 
 
@@ -147,8 +147,8 @@ def test_another_device_is_refused(held, model_folder):
 
 
 def measured(times, ranking, pytorch):
-    """A problem of one family with these milliseconds by config, the model's ranking (None stands
-    for PyTorch's operator), and PyTorch's milliseconds by mode."""
+    """Return a problem of one family with these milliseconds by config, the model's ranking (None
+    stands for PyTorch's operator), and PyTorch's milliseconds by mode."""
     rows = np.array(sorted(times))
     ms = np.array([times[row] for row in rows])
     candidates = {Candidate("grouped_fprop", row): t for row, t in times.items()}
