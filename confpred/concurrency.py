@@ -8,7 +8,7 @@ is done:
     with uninterrupted:  # any number of threads side by side, and sections inside sections
         ...
 
-What waits is ``os.fork``, and with it ``multiprocessing`` by its method ``fork`` and PyTorch's
+Callers of ``os.fork`` wait, and with it ``multiprocessing`` by its method ``fork`` and PyTorch's
 loaders of data; ``subprocess`` does not fork in this sense.
 """
 
@@ -128,10 +128,10 @@ Found = TypeVar("Found")
 class Recent(Generic[Asked, Found]):
     """The entries used last: `least` of them, or up to twice as many.
 
-    They are in two dictionaries. What is used moves to the younger one; when that has `least`, it
-    takes the place of the older one, which is dropped. So nobody waits for a lock. Threads that do
-    this at the same moment may drop more than they need to, which costs them finding it again.
-    No value is None.
+    They are in two dictionaries. A value that is used moves to the younger one; when that has
+    `least`, it takes the place of the older one, which is dropped. So nobody waits for a lock.
+    Threads that do this at the same moment may drop more than they need to, which costs them
+    finding it again. No value is None.
     """
 
     def __init__(self, least: int) -> None:

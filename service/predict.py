@@ -80,7 +80,7 @@ class Reply:
 class Latest(Generic[_K, _V]):
     """The latest values by key, up to `limit` bytes; safe to share between threads.
 
-    What has not been asked for the longest goes first.
+    The reply that was not asked for the longest goes first.
     """
 
     def __init__(self, limit: int) -> None:

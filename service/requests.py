@@ -30,7 +30,7 @@ _LONGEST = 80  # characters of a client's own text that an error repeats
 
 @dataclass(frozen=True, slots=True)
 class Error:
-    """What went wrong.
+    """Error of a request.
 
     Attributes:
         code: stable name of the kind of error.

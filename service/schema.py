@@ -133,7 +133,7 @@ class ModelsReply:
 
 @dataclass(frozen=True, slots=True)
 class ChangeReply:
-    """What a reload or a rollback did: all workers answer by `generation` from now on."""
+    """Reply to a reload or a rollback: all workers answer by `generation` from now on."""
 
     outcome: Literal["reloaded", "unchanged", "rolled_back"]
     generation: str

@@ -9,7 +9,7 @@ kinds no model is trained on; with ``--kind`` those of the training suite that n
 kinds have, for a model that was trained without them. PyTorch is timed with cuDNN's heuristics and
 with its benchmark mode, each in a process of its own, because PyTorch keeps the first algorithm
 that it chose for a shape. In each process our choice is timed twice, in the same rounds as
-PyTorch's operators, which shows the noise. Of a layer with an epilogue, PyTorch's time is that of
+PyTorch's operators, which shows the noise. For a layer with an epilogue, PyTorch's time is that of
 its functions one by one, as users write them.
 
 Where the choice is PyTorch's own operator and nothing follows it, both times are the same by

@@ -1,4 +1,4 @@
-"""What do samples a chunk gain im2col over the loop over samples, and what memory do they cost?
+"""How much do samples a chunk gain im2col over the loop over samples, and what memory do they cost?
 
     python -m benchmarks.kernels.im2col_chunks [--out FOLDER] [--dtype DTYPE]
     python -m benchmarks.kernels.im2col_chunks --cpu     # no times: are all configs right?

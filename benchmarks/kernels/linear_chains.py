@@ -1,4 +1,4 @@
-"""What do chains of linear layers take, eager and as CUDA graphs, and how large are the errors?
+"""How long do chains of linear layers take, eager and as CUDA graphs, and how large are the errors?
 
     python -m benchmarks.kernels.linear_chains [--out FOLDER] [--seconds 1500] [--quick]
 

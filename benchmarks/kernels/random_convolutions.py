@@ -5,7 +5,7 @@
 
 Sizes, strides, paddings, dilations, groups, dtypes, epilogues and layouts are drawn. One half goes
 through `confpred.conv2d`, with or without gradients, the other half through the operators that
-captured graphs call. Of one part the model chooses, and of the other (``--forced``) a kernel of
+captured graphs call. For one part the model chooses, and for the other (``--forced``) a kernel of
 confpred serves every convolution that one is legal for. A result may be as far from float64 as
 ``ALLOWED`` says, or three times as far as PyTorch's result in the same dtype. The record is in
 ``benchmarks/results/DEVICE/random_convolutions.json``; exit status 1 says that a result is wrong.

@@ -1,4 +1,4 @@
-"""What each change of the trees that order configs is worth, with the error of the difference.
+"""Gain of each change of the trees that order configs, with the error of the difference.
 
     python -m benchmarks.model.order [--folds 5] [--out FOLDER]
 

@@ -21,7 +21,7 @@ Step = Callable[[], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What is run, apart from who computes its convolutions.
+    """A network's step, whoever computes its convolutions.
 
     Attributes:
         network: timm's name of it.

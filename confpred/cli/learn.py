@@ -78,8 +78,8 @@ def train(
 ) -> None:
     """Train a model from measurements (retrain-predictor).
 
-    DATA are Parquet files of measurements, or folders of them. What was measured on other devices
-    than --device is learned from too. The model is first judged on networks held out of its
+    DATA are Parquet files of measurements, or folders of them. Rows of other devices than
+    --device are learned from too. The model is first judged on networks held out of its
     training, which calibrates the bound on regret that each of its answers carries; then it learns
     from everything.
 

@@ -153,8 +153,8 @@ def sample(
 ) -> None:
     """Measure configs of a suite's problems on this machine's GPUs.
 
-    What the output folder holds is not measured again, so the same command resumes a run. Ctrl-C
-    ends a run after the problems in flight, and a second one at once.
+    Rows that the output folder holds are not measured again, so the same command resumes a run.
+    Ctrl-C ends a run after the problems in flight, and a second one at once.
     """
     budget_s = None if budget is None else parse_duration("budget", budget)
     silence_s = parse_duration("timeout", timeout)

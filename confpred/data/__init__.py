@@ -1,1 +1,1 @@
-"""What is written to files: suites of problems, and measurements of them."""
+"""Files of data: suites of problems, and measurements of them."""

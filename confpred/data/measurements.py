@@ -21,7 +21,7 @@ _R = TypeVar("_R", bound=Record)
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What all measurements of one sampler run on one device share.
+    """Columns that all measurements of one sampler run on one device share.
 
     Attributes:
         run_id: random identifier of the run.

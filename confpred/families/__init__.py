@@ -1,1 +1,1 @@
-"""What can answer: kernel families, each a config table, pure functions and a CUDA source."""
+"""Kernel families: each a config table, pure functions and a CUDA source."""

@@ -3,7 +3,7 @@
 A family's formulas are arithmetic on the numbers of a problem and the columns of its config table.
 For one problem these numbers are scalars. `ProblemBatch` has arrays in their place, under the same
 names, so that the same formulas answer for many problems with as few array operations as for one;
-the answers are the same to the bit. What is no arithmetic, such as a decision, is worked out for
+the answers are the same to the bit. Decisions, which are no arithmetic, are worked out for
 each problem by `each`. All that is asked for is kept, as a formula asks for many things again.
 """
 

@@ -1,4 +1,4 @@
-"""What a kernel family is: data and a few pure functions.
+"""The protocol of a kernel family: data and a few pure functions.
 
 A family is one module that defines ``FAMILY``, and one CUDA source.
 `confpred.families.registry.all_families` finds those of this package and those of plug-ins; nothing

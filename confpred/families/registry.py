@@ -109,8 +109,8 @@ def families_of(problem: Record) -> dict[str, Family]:
 
 @cache
 def all_kernels() -> MappingProxyType[str, Family]:
-    """Those of `all_families` that are kernels. Of a library's algorithms nothing is known before
-    they are measured, and they are measured where they are asked for by name."""
+    """Return those of `all_families` that are kernels. About a library's plans nothing is known
+    before they are measured, and they are measured where they are asked for by name."""
     kernels = {n: f for n, f in all_families().items() if not isinstance(f, LibraryFamily)}
     return MappingProxyType(kernels)
 

@@ -1,5 +1,5 @@
-"""What families with formulas over a config table share: answers for a part of the table, and for
-several problems at once."""
+"""Shared parts of families with formulas over a config table: answers for a part of the table,
+and for several problems at once."""
 
 from __future__ import annotations
 

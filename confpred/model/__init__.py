@@ -1,1 +1,1 @@
-"""What was learned: a model folder, its trees, and the order in which they put candidates."""
+"""Trained models: a folder, its trees, and how they rank candidates."""

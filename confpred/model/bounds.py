@@ -55,7 +55,7 @@ class Range:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Bounds:
-    """What a model has learned of the regret of its own answers.
+    """The bounds of a model on the regret of its own answers.
 
     Attributes:
         operation: what is computed.

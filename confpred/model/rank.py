@@ -318,7 +318,7 @@ MARGIN = 0.10
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """What a model has learned of its families from problems that several of them serve.
+    """The gate of a model, learned from problems that several families compute.
 
     Attributes:
         operation: what they compute.

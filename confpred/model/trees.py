@@ -59,7 +59,7 @@ _count = ctypes.byref(ctypes.c_int64())
 
 
 class _Booster(NamedTuple):
-    """What LightGBM made of a text: the booster, and its preparation for single rows."""
+    """A booster that LightGBM read from a text, and its preparation for single rows."""
 
     handle: ctypes.c_void_p
     prepared: ctypes.c_void_p

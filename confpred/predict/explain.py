@@ -93,7 +93,7 @@ class LayerExplanation:
 
     @property
     def choice(self) -> Choice:
-        """What is chosen."""
+        """The choice."""
         return self.choices[0]
 
     @property

@@ -58,7 +58,7 @@ class NearestLayers:
     """
 
     def __init__(self, model: Model) -> None:
-        """Of `model`, whose device the times are of."""
+        """Return the layers of `model`, with times on its device."""
         self._device, self._best = model.device, tuple(model.measured.values())
         kind = model.operation.problem
         self._problems = [kind.parse(words) for words in model.measured]

@@ -1,1 +1,1 @@
-"""What is asked: a problem, of an operation, for a device."""
+"""Questions: a problem, of an operation, for a device."""

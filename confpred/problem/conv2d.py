@@ -192,8 +192,8 @@ class Problem(Record):
         """Bytes that must cross device memory: what is written, and what is read of each operand,
         once.
 
-        Every direction has the same three tensors, and writes one of them. Of the image, a strided
-        window may leave out pixels; only its gradient has a value for each of them.
+        Every direction has the same three tensors, and writes one of them. From the image, a
+        strided window may leave out pixels; only its gradient has a value for each of them.
         """
         image = self.input_elements
         if self.direction != "dgrad":

@@ -1,4 +1,4 @@
-"""What a caller allows whoever computes a problem."""
+"""Limits that a caller sets on choices."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ _MOST_BYTES = 2**63 - 1
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a choice may need and do. Without any, all that is as exact as PyTorch's own is allowed.
+    """Limits on the needs and errors of a choice. By default all that is as exact as PyTorch's own
+    is allowed.
 
     PyTorch's own operator is never refused: what it needs, and whether it repeats to the bit, is
     set by PyTorch's own switches.
@@ -77,8 +78,8 @@ class Limits:
         return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
     def allow(self, problem: Record, launch: Launch) -> bool:
-        """Whether `launch`, which computes `problem`, keeps within. What a library's plan needs is
-        known when it is built; until then it counts as nothing."""
+        """Whether `launch`, which computes `problem`, keeps within. The workspace of a library's
+        plan is known when it is built; until then it counts as nothing."""
         if self.workspace_bytes is not None and launch.workspace_bytes > self.workspace_bytes:
             return False
         if launch.tf32 and not self.tf32:

@@ -1,4 +1,4 @@
-"""What is computed, whichever kernel computes it: an *operation*, its operands and its launches.
+"""Computations, whichever kernel does them: an *operation*, its operands and its launches.
 
 Convolution is one (`confpred.problem.conv2d`). Another one brings its own problem record,
 operands and reference kernels; sampling, training and prediction then serve it as they serve
@@ -67,7 +67,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a library is asked to run in place of kernels of ours.
+    """A library's plan, which runs in the place of confpred kernels.
 
     Attributes:
         library: which one: ``cudnn``.
@@ -139,8 +139,8 @@ class Launch:
         steps: the kernels, in stream order; none where there is a `plan`.
         zeroed_bytes: size of the operand ``zeroed``: device memory that is zero before the first
             step and that the steps leave zero again, so that nobody has to clear it between calls.
-        scratch_bytes: size of the operand ``scratch``: device memory of any content. What a plan
-            needs is known when it is built.
+        scratch_bytes: size of the operand ``scratch``: device memory of any content. The size
+            that a plan needs is known when it is built.
         plan: what a library runs in place of `steps`.
         program: where a library multiplies matrices, `steps` with these products between them, in
             stream order; empty where there are none.
@@ -173,7 +173,7 @@ class Launch:
 
     @property
     def kernels(self) -> tuple[KernelSpec, ...]:
-        """What has to be compiled for it."""
+        """Kernels that have to be compiled for it."""
         return tuple(dict.fromkeys(step.kernel for step in self.steps))
 
     @property

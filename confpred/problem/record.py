@@ -104,7 +104,7 @@ class Record:
 
     @property
     def grouping(self) -> str:
-        """What sort of problem it is, where what was measured of one sort says nothing of another:
+        """The sort of problem; measurements of one sort say nothing of another:
         one for all by default."""
         return "any"
 

@@ -171,7 +171,7 @@ def load(choice: Choice, ordinal: int, limits: Limits = UNLIMITED) -> ReadyLaunc
     """Return the launch of `choice` on CUDA device `ordinal`, compiled now if need be; None where
     the driver or the compiler refuses it, which is logged.
 
-    Of a library's plans it is the first in the ranking, from `choice` on, that the library builds
+    For a library's plan it is the first in the ranking, from `choice` on, that the library builds
     and that needs no more memory than `limits` allow.
     """
     limits = limits_for(choice.problem, limits)

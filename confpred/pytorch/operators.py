@@ -1,6 +1,6 @@
 """The operators that rewritten graphs call: ``torch.ops.confpred``.
 
-What is no tensor comes to the convolutions as one text (`Call`): the dispatcher takes a microsecond
+Arguments that are no tensors are one text (`Call`): the dispatcher takes a microsecond
 for each argument. They have no formula for gradients; graphs of training call both directions.
 """
 

@@ -31,8 +31,8 @@ def record_plan(path: str | Path, *, kernels: bool = False) -> Iterator[None]:
 
     Shapes that were chosen for before are chosen for again, so that a network that has run already
     is recorded whole; kernels that are compiled stay compiled. The plan appears whole or not at
-    all, and not where the block raises. Of ranks that record the same network, the last one writes
-    the file that stays, which is the same.
+    all, and not where the block raises. Among ranks that record the same network, the last one
+    writes the file that stays, which is the same.
 
     ::
 

@@ -1,4 +1,4 @@
-"""What an evaluation says of each layer, in groups.
+"""Layers of an evaluation, in groups.
 
 An evaluation is read from the JSON that ``confpred evaluate --json`` writes, so that a page can be
 made of one that took its time elsewhere.

@@ -59,7 +59,7 @@ class Retimed:
 
 @dataclass(frozen=True, slots=True)
 class Drift:
-    """What was found.
+    """Result of a check.
 
     Attributes:
         device: key of the device.

@@ -1,8 +1,8 @@
-"""What to measure under a budget: the problems of a suite, and what they are worth.
+"""Tasks under a budget: the problems of a suite, and their worth.
 
-A minute is spent where it teaches most. What a problem teaches is guessed from two things: how far
+A minute is spent where it teaches most. The lesson of a problem is guessed from two things: how far
 the present answers may be off (their bound on regret), and how unlike it is to all that has been
-measured or is planned already. What it costs is the time to measure it, and to compile those of its
+measured or is planned already. Its cost is the time to measure it, and to compile those of its
 kernels that are neither compiled nor planned: a config is compiled once for all problems, so the
 first problems are dear and later ones cheap.
 """
@@ -43,7 +43,7 @@ _LEAST_NOVELTY = 0.02
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What measuring takes, in seconds.
+    """Costs of measuring, in seconds.
 
     Attributes:
         row_s: of a config on the GPU (`benchmarks/model/sampling_rate.py`).

@@ -55,7 +55,7 @@ _SAVED_EVERY_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What to retrain.
+    """Inputs of a retraining.
 
     Attributes:
         device: the GPU's description.
@@ -399,7 +399,7 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What the comparison comes to.
+    """Result of the comparison.
 
     Attributes:
         better: whether the new model is to be used.

@@ -1,4 +1,4 @@
-"""What a run would measure, and what it needs beforehand: no GPU is touched here.
+"""A run's tasks, and the kernels that it needs beforehand: no GPU is touched here.
 
 GPU time is scarce, and compiling takes more of it than measuring. So the kernels of a plan can be
 compiled elsewhere, into the same cache (`confpred.cuda.cache`), by an NVRTC of the same version as

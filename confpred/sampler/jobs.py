@@ -1,4 +1,4 @@
-"""What the worker processes run: compilations, and measurements on a GPU."""
+"""Jobs of the worker processes: compilations, and measurements on a GPU."""
 
 from __future__ import annotations
 

@@ -133,7 +133,7 @@ def sample(
 
     Args:
         suite: the problems.
-        folder: of Parquet shards; made if missing. What it holds is not measured again.
+        folder: of Parquet shards; made if missing. Rows that it holds are not measured again.
         runs: CUDA device -> what its rows share. All of them are GPUs of one kind.
         settings: see `Settings`.
         chosen: names the tasks in place of `plan`, given what `folder` holds.
@@ -147,7 +147,7 @@ def sample(
     Raises:
         InvalidInput: the GPUs are not of one kind.
         FolderBusy, StorageError, DataError: the folder cannot be used; see `open_store`.
-        LaunchError: a GPU fails whatever it is given. What was measured is on disk.
+        LaunchError: a GPU fails whatever it is given. Finished measurements are on disk.
         ConfpredError: the compiler cannot be used.
     """
     begun = time.monotonic()

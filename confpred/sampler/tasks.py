@@ -1,4 +1,4 @@
-"""What is left to measure: the candidates of a suite's problems, less those in the folder."""
+"""Tasks that are left: the candidates of a suite's problems, less those in the folder."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Task:
         networks: the networks that it comes from.
         provider: of the candidates (`confpred.families.protocol.Candidate`).
         source_digest: what a family's launches run as it is today: the digest of its kernel, or a
-            library and its version. Of PyTorch's operator: of the kernel that follows it
+            library and its version. For PyTorch's operator: of the kernel that follows it
             (`confpred.cuda.epilogue`), or empty.
         config_ids: the provider's numbers of the configs.
         cudnn_mode: of PyTorch's operator, ``BENCHMARK`` or ``HEURISTICS``; else empty.

@@ -1,4 +1,4 @@
-"""What a model learns beside the order and the time of configs: which families can win, how
+"""Parts of a model beside the order and the time of configs: which families can win, how
 PyTorch's operator compares with them, and a bound on an answer's regret.
 """
 
@@ -71,7 +71,7 @@ class Answer:
 
     @property
     def chosen(self) -> Candidate:
-        """What comes first."""
+        """The first candidate."""
         return self.options[0][1]
 
     @property

@@ -377,7 +377,7 @@ def run_in_helpers(
 
     Raises:
         StorageError: the disk has no room for what the processes share.
-        ConfpredError: a process was killed. What `function` raises is raised too.
+        ConfpredError: a process was killed. Errors of `function` are raised too.
     """
     count = min(cpu_count(), len(arguments))
     try:

@@ -33,7 +33,7 @@ from confpred.problem.record import Record
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Timings:
-    """What was measured of one problem with one kernel family.
+    """Measurements of one problem with one kernel family.
 
     Attributes:
         problem: what was computed.
@@ -72,7 +72,7 @@ class Dataset:
         kernels: digests of each family's CUDA source.
         measured_with: the versions that the times depend on, of the rows that were timed:
             ``driver``, and ``cudnn`` of PyTorch's operator where it was recorded.
-        others: what was measured on other devices, of the same operation. What makes one config
+        others: what was measured on other devices, of the same operation. Whatever makes one config
             slower than another is much the same on all of them.
     """
 
@@ -143,7 +143,7 @@ def read_dataset(paths: Sequence[Path], device: str | None = None) -> Dataset:
 
     Args:
         paths: files or folders.
-        device: the device to learn for; may be None where the data is of one device. What was
+        device: the device to learn for; may be None where the data is of one device. Whatever was
             measured on others is kept apart, or left out where the device has no description.
 
     Raises:

@@ -201,7 +201,7 @@ def whole(found: Sequence[Answer]) -> Whole | None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Evaluation:
-    """What `evaluate` finds.
+    """Result of `evaluate`.
 
     Attributes:
         judged: problems and scores.

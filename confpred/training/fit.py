@@ -92,7 +92,7 @@ class Hyperparameters:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fitted:
-    """What was fitted for a pool: it makes the `FamilyModel` of each of the pool's families.
+    """Fitted ensembles of a pool; they make the `FamilyModel` of each of the pool's families.
 
     Attributes:
         pool: the families.

@@ -110,14 +110,14 @@ class Bounds:
 
     @classmethod
     def of(cls, pairs: Sequence[tuple[float, float]]) -> Bounds:
-        """Of regrets and their bounds, at least one."""
+        """Return the coverage of regrets by their bounds, at least one of each."""
         regret, bound = np.array(pairs).T
         return cls(len(pairs), float((regret <= bound).mean()), float(np.median(bound)))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Verdict:
-    """What `judge_holdout` finds.
+    """Result of `judge_holdout`.
 
     Attributes:
         model: its version.

@@ -1,4 +1,4 @@
-"""What the families of ``kernels/dense_tiles.cu`` share: configs, legality, features, launch.
+"""Families of ``kernels/dense_tiles.cu``: configs, legality, features, launch.
 
 They serve dense layers whose ``in`` (the layer's input, and in dgrad the gradient of its output)
 has at most ``MOST_CHANNELS`` channels: the filter of a block's channels has to stay in shared
@@ -123,7 +123,7 @@ def _axes_of(problem: Problem) -> tuple[_Axis, _Axis]:
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """What each config takes and does for a window, a direction and a number of channels; arrays
+    """Shapes of all configs for a window, a direction and a number of channels; arrays
     over a table."""
 
     threads: Array

@@ -1,5 +1,5 @@
-"""What the depthwise families share: the limits of their kernels, the shape of a block, and how
-blocks add up the filter's gradient.
+"""Shared parts of the depthwise families: the limits of their kernels, the shape of a block, and
+how blocks add up the filter's gradient.
 
 They serve layers of group width 1 with windows up to 11x11, stride and dilation 1 or 2 along each
 axis, any padding, and any of the dtypes.

@@ -178,7 +178,7 @@ def _steps(window: int, stride: int, dilation: int) -> Steps:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """What decides a kernel apart from its config: window, group width, steps, bias gradient."""
+    """Parameters of a kernel apart from its config: window, group width, steps, bias gradient."""
 
     group_width: int
     r: int

@@ -1,4 +1,4 @@
-"""What the families of ``kernels/grouped_rows.cu`` share: configs, legality, features, launch."""
+"""Families of ``kernels/grouped_rows.cu``: configs, legality, features, launch."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ _FIELDS = (*_COMPILED, "bands")
 
 
 def _config_table() -> NDArray[np.void]:
-    """Return the config space. What is left out never won by a percent where everything was
-    measured.
+    """Return the config space. Configs that are left out never won by a percent where everything
+    was measured.
 
     Blocks of eight warps are for windows above 3x3 at width 64: their filter takes most of a
     multiprocessor's shared memory, which leaves room for one block. They come second in the table;
@@ -91,7 +91,7 @@ def _odd(t: Mapping[str, Array]) -> NDArray[np.bool_]:
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """What each config takes and does for one window and group width; arrays over a table."""
+    """Shapes of all configs for one window and group width; arrays over a table."""
 
     threads: Array
     warp_tiles: Array

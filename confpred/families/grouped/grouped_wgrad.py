@@ -92,7 +92,7 @@ def _odd(t: Mapping[str, Array]) -> NDArray[np.bool_]:
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """What each config takes and does for one window; arrays over a table."""
+    """Shapes of all configs for one window; arrays over a table."""
 
     threads: Array
     warp_tiles: Array

@@ -68,7 +68,7 @@ def test_what_is_wrong_is_named(measurements, evaluation_file, model_folder, tmp
     done = report(model_folder)
     assert "Missing option '--out'" in done.stderr
     out.write_text("mine")
-    assert "with --force one that exists" in report(model_folder, "--out", out).stderr
+    assert "it exists, use --force to replace it" in report(model_folder, "--out", out).stderr
     assert out.read_text() == "mine"
     done = report(evaluation_file, "--out", evaluation_file, "--force")
     assert "a file that is not an input" in done.stderr

@@ -45,7 +45,7 @@ def serving(folder: Path, *options: str, port: int = 0) -> Iterator[str]:
 
 @dataclass
 class Answer:
-    """What the told server does with a request: status, headers and body, or nothing at all."""
+    """The answer of a scripted server: status, headers and body, or nothing at all."""
 
     status: int = 200
     headers: Mapping[str, str] = field(default_factory=dict)

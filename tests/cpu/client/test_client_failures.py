@@ -1,4 +1,4 @@
-"""What a client does when the service is slow, busy, broken, gone, or another one than before."""
+"""A client whose service is slow, busy, broken, gone, or another one than before."""
 
 from __future__ import annotations
 

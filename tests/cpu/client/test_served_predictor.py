@@ -1,4 +1,4 @@
-"""What ``CONFPRED_URL`` turns on: the service chooses, and nobody waits for it for long."""
+"""``CONFPRED_URL``: the service chooses, and nobody waits for it for long."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ def test_the_other_variables_are_checked(
 
 
 def run(program: str, **variables: str) -> tuple[str, str]:
-    """What a fresh process prints and warns."""
+    """Output and warnings of a fresh process."""
     done = subprocess.run(
         [sys.executable, "-c", program],
         env=os.environ | variables,

@@ -33,7 +33,7 @@ RATES = Rates(dram_bytes_per_s=0.5e12, tensor_flops=80e12, simt_flops=40e12)
 
 
 class Gpu:
-    """What measures the rates, and counts how often."""
+    """A measurement of the rates that counts its calls."""
 
     def __init__(self, rates: Rates = RATES) -> None:
         self.rates, self.asked = rates, []

@@ -290,7 +290,7 @@ def test_only_what_is_listed_is_measured(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_plans_are_measured_where_they_are_asked_for_by_name() -> None:
-    """Of a suite of dense layers nothing is left to a run that names no family: there may be no
+    """Nothing of a suite of dense layers is left to a run that names no family: there may be no
     cuDNN to list plans."""
     suite = Suite("dense", (Entry(replace(DENSE, c=65, k=130)),))
     how: Any = {"seed": 0, "configs": None, "pytorch": False, "measured": {}}

@@ -1,5 +1,5 @@
-"""What a launch and its kernel must agree on: the kernel's parameters, their names and their order;
-and what both work out of the kernel's macros, which the kernel asserts.
+"""Facts that a launch and its kernel must agree on: the kernel's parameters, their names and their
+order; and what both work out of the kernel's macros, which the kernel asserts.
 
 The kernel's side is read out of the CUDA text, as NVRTC's preprocessor would leave it: a parameter
 list may have conditions on macros, and macros that stand for parameters.
@@ -209,7 +209,7 @@ def test_the_kernels_side_is_read_under_the_launchs_macros() -> None:
 
 
 def agreed(kernel: KernelSpec) -> dict[str, int]:
-    """What the host works out and `kernel` asserts."""
+    """Values that the host computes and `kernel` asserts."""
     return {name: int(value) for name, value in kernel.defines if name.startswith("HOST_")}
 
 

@@ -1,4 +1,4 @@
-"""What every kernel family owes its callers, over random problems."""
+"""Duties of every kernel family, over random problems."""
 
 from __future__ import annotations
 

@@ -201,7 +201,7 @@ def test_legality_equals_its_restatement(problem: Problem, device: Device, seed:
 
 @pytest.mark.parametrize("direction", FAMILIES)
 def test_less_shared_memory_leaves_fewer_configs(direction: str) -> None:
-    """Of a block and not of a multiprocessor, which has more."""
+    """The shared memory of a block, not of a multiprocessor, which has more."""
     family = FAMILIES[direction]
     layer = f"n=32 c=256 h=28 w=28 k=256 r=3 s=3 groups=16 padding=1 direction={direction}"
     problem = Problem.parse(layer)

@@ -1,4 +1,4 @@
-"""What is worked out on the host before PyTorch's operator is timed."""
+"""Work of the host before PyTorch's operator is timed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the compiler made of kernels is known for every layer and config that shares them."""
+"""Registers of compiled kernels are known for every layer and config that shares them."""
 
 from __future__ import annotations
 

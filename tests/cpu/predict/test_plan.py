@@ -309,7 +309,7 @@ def test_an_absent_file_is_named(tmp_path: Path) -> None:
 
 
 def test_a_guess_becomes_pytorchs_operator_in_a_plan() -> None:
-    """What no model knows of is never launched."""
+    """A kernel that no model knows is never launched."""
     dense = Problem(n=32, c=32, h=56, w=56, k=32, r=3, s=3, padding=(1, 1))
     choice = Choice(dense, "h200", "heuristic", Candidate("grouped_fprop", 0), predicted_ms=0.1)
     assert choice.is_guess

@@ -1,4 +1,4 @@
-"""What competes for a problem, and in which order it is named."""
+"""Candidates of a problem, and their order."""
 
 from __future__ import annotations
 

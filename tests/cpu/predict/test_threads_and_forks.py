@@ -67,7 +67,7 @@ def test_what_threads_ask_at_once_is_worked_out_once(loaded: Predictor) -> None:
 
 
 def test_threads_do_distinct_work_once(loaded: Predictor) -> None:
-    """What eight threads do costs what one thread does, and not the work of each other again."""
+    """Eight threads cost as much as one thread, and not the work of each other again."""
     alone, together = [], []
     for turn in range(4):
         asked = layers(160, 1000 * turn)

@@ -108,7 +108,7 @@ def test_one_kernel_and_a_weights_sums_are_between_two_products() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_halves_are_of_whole_accesses(dtype: str) -> None:
-    """What cuBLAS multiplies is aligned to 16 bytes, whatever the widths."""
+    """Matrices that cuBLAS multiplies are aligned to 16 bytes, whatever the widths."""
     problem = LinearChain(7, 33, 57, 99, 3, dtype=dtype)
     launch = FAMILY.launch(problem, ALL)
     for part in launch.program:

@@ -19,15 +19,6 @@ PAGES = sorted(
 BUDGETS = {"*.md": 28_000, "docs/decisions/*.md": 8_000}
 #: Words of a sentence, on average over a page.
 LONGEST_AVERAGE = 20
-#: Folders whose docstrings still have sentences that begin with a word of `_NOT_FIRST`. The list
-#: may only become shorter.
-EXEMPTED = (
-    "benchmarks", "confpred", "datasets", "examples", "service",
-    *(f"tests/cpu/{room}" for room in (
-        "client", "cuda", "cudnn", "families", "measure", "model", "predict", "products",
-        "retraining", "sampler", "service", "training",
-    )),
-)  # fmt: skip
 _NOT_FIRST = re.compile(r"(?:^|[.:?!]\s+|\n\s*\n\s*)(What|Of)\s")
 _FENCED = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
 _COMMENT = re.compile(r"<!--.*?-->", re.DOTALL)
@@ -111,8 +102,7 @@ def test_no_sentence_of_a_docstring_begins_with_what_or_of() -> None:
     folders = ("benchmarks", "confpred", "datasets", "examples", "service", "tests")
     wrong = []
     for path in (path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))):
-        if not named(path).startswith(tuple(f"{folder}/" for folder in EXEMPTED)):
-            wrong += [f"{named(path)}: {t[:60]}" for t in docstrings(path) if _NOT_FIRST.search(t)]
+        wrong += [f"{named(path)}: {t[:60]}" for t in docstrings(path) if _NOT_FIRST.search(t)]
     assert wrong == []
 
 

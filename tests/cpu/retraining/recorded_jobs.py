@@ -1,6 +1,6 @@
 """Jobs for the sampler's worker processes that stand for a GPU: times come from a record.
 
-What is recorded is a made-up GPU: a config takes its family's estimate for the device, bent by a
+The record is of a made-up GPU: a config takes its family's estimate for the device, bent by a
 function of the config and the layer alone, so that there is something to learn; ``$RECORDED`` can
 slow it down (``{"slow": 1.3}``) or let a provider fail (``{"fail": "pytorch"}``).
 """

@@ -1,4 +1,4 @@
-"""What is measured first under a budget."""
+"""The order of measurements under a budget."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from confpred.sampler.run import Settings
 
 
 def runs(run_id: str, *devices: str) -> dict[int, Run]:
-    """What rows record about GPUs that are not there."""
+    """Facts in rows about GPUs that are not there."""
     return {i: Run(run_id, d, d.upper(), "0", "13", "test") for i, d in enumerate(devices)}
 
 

@@ -1,7 +1,7 @@
 """Schemathesis asks a served confpred whatever its description allows, and forbids.
 
-What is allowed has to be answered, and what is not refused, each in the described form. Seconds in
-`make test`; `make fuzz` does the same for many minutes.
+A request that is allowed has to be answered, and what is not refused, each in the described form.
+Seconds in `make test`; `make fuzz` does the same for many minutes.
 """
 
 from __future__ import annotations

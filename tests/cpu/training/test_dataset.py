@@ -138,7 +138,7 @@ def test_a_problem_that_is_impossible_is_named_by_its_first_row(tmp_path):
 
 
 def test_times_of_pytorch_are_in_the_order_of_the_files(tmp_path):
-    """What is learned of PyTorch's operator depends on the order of its problems."""
+    """The model of PyTorch's operator depends on the order of its problems."""
     rows = list(synthetic.rows(networks=4, configs=2))
     problems = dict.fromkeys(problem_of_row(row, Problem) for row in rows)
     dataset = read_dataset([write(tmp_path / "rows.parquet", rows)])

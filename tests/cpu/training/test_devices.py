@@ -95,8 +95,8 @@ def layer(number: int) -> Problem:
 def timings(
     family: str, device: Device, times: float, count: int = 40, first: int = 0
 ) -> list[Timings]:
-    """Of layers of 8 networks, each of which takes `times` as long as the family estimates; of 60
-    legal configs, from the `first` on."""
+    """Make timings of layers of 8 networks, each of which takes `times` as long as the family
+    estimates; of 60 legal configs, from the `first` on."""
     found = []
     for number in range(count):
         problem = layer(number)
@@ -141,7 +141,7 @@ def test_a_family_that_was_measured_for_other_problems_alone_is_not_taken_over()
 
 
 def test_margins_learn_from_what_other_devices_were_held_out_of(both: Dataset) -> None:
-    """Of each fold's problems on others, none of which the fold has learned from."""
+    """Scores of each fold's problems on other devices, which the fold has not learned from."""
     (other,) = both.others
     for fold in folds_of(both, 3, 0):
         learned = {t.problem for t in fold.train if t.device == H200}

@@ -38,7 +38,7 @@ def noisy(dataset: Dataset, scale: float) -> dict[Record, float]:
 
 
 def margin_of(expected: np.ndarray, actual: np.ndarray) -> float:
-    """Of problems of one kind."""
+    """Ratios of problems of one kind."""
     return margins(["any"] * len(expected), expected, actual)["any"]
 
 

@@ -57,7 +57,7 @@ def timings_of(drawn) -> list[Timings]:
 
 
 def layer(p: Problem) -> tuple[object, ...]:
-    """What two problems share that differ only in batch size, dtype and epilogue."""
+    """The key of problems that differ only in batch size, dtype and epilogue."""
     sizes = (p.c, p.h, p.w, p.k, p.r, p.s)
     return (*sizes, p.stride, p.padding, p.dilation, p.groups, p.direction)
 
