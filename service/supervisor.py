@@ -1,8 +1,7 @@
 """The parent of the server's processes: starts and replaces workers, and hands them connections.
 
-Workers do not listen. The supervisor accepts each connection and hands it to the worker that has
-the fewest: a few clients that stay connected are spread evenly, and nothing waits for a worker that
-is dead or still starting.
+Workers do not listen. The supervisor hands each connection to the worker that has the fewest: a few
+clients are spread evenly, and nothing waits for a worker that is dead or still starting.
 
     to a worker                               from a worker
     prepare folder      load a generation     ready generation   takes connections now

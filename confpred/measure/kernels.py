@@ -1,4 +1,4 @@
-"""Checking and timing configs on a GPU: what a sampler's worker process does."""
+"""Checks and times configs on a GPU, for a sampler's worker process."""
 
 from __future__ import annotations
 
@@ -290,8 +290,7 @@ def _replayed(shared: _Shared, candidates: Sequence[_Checked], seed: int) -> dic
     }
 
 
-# The arena: operands, references and workspaces in device memory.
-
+# Operands, references and workspaces in device memory.
 _ALIGN = 256
 _L2_MULTIPLE = 3  # operands cycle through this many times the L2 cache
 #: Largest relative error of one rounding to the dtype (half a unit in the last place), doubled for
@@ -327,7 +326,7 @@ class Operands:
     slots: int
 
     def slot(self, index: int) -> list[int]:
-        """Return the operands' addresses of launch `index`; after the last slot comes the first."""
+        """Return the addresses of launch `index`; after the last slot comes the first."""
         index %= self.slots
         return [b + index * s for b, s in zip(self.bases, self.strides, strict=True)]
 
@@ -434,9 +433,7 @@ class Arena:
         return not any(self._totals("count_nonzero", "float32", operands.base(ZEROED), words))
 
     def load(self, spec: KernelSpec) -> driver.LoadedKernel:
-        """Return the kernel of `spec`, loaded once, because problems share kernels.
-
-        It may use all the shared memory of a block.
+        """Return the kernel of `spec`, loaded once; it may use all the shared memory of a block.
 
         Raises:
             CompileError, LaunchError: it cannot be compiled or loaded.
