@@ -279,9 +279,11 @@ def test_rankings_are_remembered_too_but_fewer_of_them(predictor):
 
 @pytest.mark.parametrize("problem", [None, str(UNSEEN), UNSEEN.to_json()])
 def test_what_is_no_problem_is_named(predictor, problem):
-    with pytest.raises(InvalidInput, match=r"problem=.* allowed: .*confpred\.Problem"):
+    with pytest.raises(
+        InvalidInput, match=r"problem(=.*| is missing;) allowed: .*confpred\.Problem"
+    ):
         predictor.choose(problem, "h100")
-    with pytest.raises(InvalidInput, match="problem="):
+    with pytest.raises(InvalidInput, match="problem"):
         predictor.choose_many([problem], "h100")
 
 
@@ -295,7 +297,7 @@ def test_a_choice_cannot_be_changed_by_its_reader(predictor):
 
 @pytest.mark.parametrize("top", [0, -1, MAX_TOP + 1, True, 2.0, "3", None])
 def test_an_impossible_top_is_named(predictor, top):
-    with pytest.raises(InvalidInput, match="top="):
+    with pytest.raises(InvalidInput, match="top(=| is missing)"):
         predictor.rank(UNSEEN, "h100", top)
 
 
@@ -342,7 +344,7 @@ def test_a_former_file_of_pins_means_the_same(tmp_path):
     chosen = [choice.candidate for choice in read_plan(now).choices]
     assert chosen == [Candidate(FAMILY.name, GOOD_ROW), PYTORCH_OPERATOR]
     write_pins(before, former(pins[0]) | {"family": None}, form="confpred-plan/1")
-    with pytest.raises(InvalidInput, match="provider=None"):
+    with pytest.raises(InvalidInput, match="provider is missing"):
         read_plan(before)
 
 
@@ -386,8 +388,8 @@ GOOD = pin(UNSEEN, Candidate(FAMILY.name, GOOD_ROW))
         ),
         ([GOOD, GOOD], r"pins\[1\] is of a problem that was chosen for before"),
         ([GOOD | {"device": "tpu"}], r"pins\[0\]\.device='tpu'"),
-        ([GOOD | {"problem": {"n": 1}}], r"pins\[0\]\.c=None is not allowed"),
-        ([GOOD | {"problem": None}], r"pins\[0\]\.problem=None"),
+        ([GOOD | {"problem": {"n": 1}}], r"pins\[0\]\.c is missing"),
+        ([GOOD | {"problem": None}], r"pins\[0\]\.problem is missing"),
         ([GOOD | {"provider": "gemm"}], r"pins\[0\]\.provider='gemm'"),
         ([GOOD | {"provider": ["x"]}], r"pins\[0\]\.provider="),
         ([GOOD | {"provider": PYTORCH}], r"pins\[0\]\.config=.* where the provider is pytorch"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from typing import Any
 
 import numpy as np
@@ -139,7 +140,7 @@ def test_limits_hold_at_both_ends(name: str) -> None:
         with pytest.raises(InvalidProblem) as caught:
             Problem(**(BASE | {name: value}))
         assert caught.value.field == name
-        assert f"{name}=" in str(caught.value)
+        assert str(caught.value).startswith((f"{name}=", f"{name} is missing"))
         assert len(str(caught.value)) < 300
     if name in PAIRS:
         with pytest.raises(InvalidProblem, match=f"{name}=") as caught:
@@ -225,7 +226,7 @@ def test_any_value_makes_a_problem_or_names_a_field(name: str, value: Any) -> No
         assert Problem.parse(str(problem)) == problem
     else:
         assert refusal.field in FIELDS
-        assert f"{refusal.field}=" in str(refusal)
+        assert re.match(rf"{refusal.field}(=| is missing)", str(refusal))
 
 
 @given(json_values)

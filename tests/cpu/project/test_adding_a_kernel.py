@@ -93,7 +93,7 @@ def test_a_problem_survives_its_text_forms(problem: LayerNormProblem) -> None:
 
 
 def test_a_problem_without_its_sizes_is_refused() -> None:
-    with pytest.raises(InvalidProblem, match="columns=None is not allowed; allowed: an integer"):
+    with pytest.raises(InvalidProblem, match="columns is missing; allowed: an integer"):
         LayerNormProblem.parse("rows=8")
 
 
