@@ -297,7 +297,7 @@ def test_a_choice_cannot_be_changed_by_its_reader(predictor):
 
 @pytest.mark.parametrize("top", [0, -1, MAX_TOP + 1, True, 2.0, "3", None])
 def test_an_impossible_top_is_named(predictor, top):
-    with pytest.raises(InvalidInput, match="top(=| is missing)"):
+    with pytest.raises(InvalidInput, match=r"top(=| is missing)"):
         predictor.rank(UNSEEN, "h100", top)
 
 
