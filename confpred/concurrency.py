@@ -194,7 +194,7 @@ class Remembered(Generic[Asked, Found]):
                 with self._lock:
                     new = [each for each in new if self._under_way.setdefault(each, mine) is mine]
                 found.update(self._found(new, mine))
-        # What is missing now is under way elsewhere, which is waited for last: two threads that
+        # Values that are missing now are under way elsewhere, and waited for last: two threads that
         # each wait for something of the other's have both done their own.
         return [self(each) if (known := found[each]) is None else known for each in asked]
 

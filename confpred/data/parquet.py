@@ -246,9 +246,9 @@ def _error(file: Path, row: int, error: InvalidInput) -> DataError:
 
 
 _SHARDS = "rows-*.parquet"
-#: What `add_part` has written is read as the sampler's shards are.
+#: Files of `add_part`, which are read as the sampler's shards are.
 _PARTS = "part-*.parquet"
-#: What every run measures again (`confpred.sampler.tasks`).
+#: Files of configs that every run measures again (`confpred.sampler.tasks`).
 _ANCHORS = "anchors-*.parquet"
 #: The columns that tell rows of a problem apart, beside the problem's own.
 _ROW = ("device", "run_id", "family", "config", "cudnn_mode", "time")

@@ -299,7 +299,7 @@ _ROUNDING = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-22}
 #: Errors of sums of products of values in [-1, 1), in float32; they grow with the number of
 #: products.
 _ABSOLUTE, _ABSOLUTE_A_TERM = 1e-5, 4e-7
-#: Of a product of numbers in [-1, 1) that are rounded to TF32 first, to 11 bits each, the error has
+#: The error of a product of numbers in [-1, 1) that are rounded to TF32 first, to 11 bits each, has
 #: a standard deviation below this. Errors of a sum grow with the root of their number, and the
 #: largest of some million is some six deviations away.
 _TF32 = 2.0**-12

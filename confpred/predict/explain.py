@@ -201,7 +201,7 @@ _SOURCES: Mapping[str, str] = {
     "fallback": "as no kernel of ours is legal",
 }
 _PREDICTED = ("predicted", "transferred")
-#: Of each cause in a comparison; the JSON form has all.
+#: Features shown of each cause in a comparison; the JSON form has all.
 FEATURES_SHOWN = 6
 
 
@@ -314,7 +314,7 @@ def _table(rows: Sequence[Sequence[str]], right: int) -> Iterator[str]:
         yield "  ".join(f"{cell:{side}{width}}" for cell, side, width in cells).rstrip()
 
 
-#: What features tell, by patterns of their names; the first that matches counts. A family's own
+#: Themes of features, by patterns of their names; the first that matches counts. A family's own
 #: config fields come before these, and what no pattern names after them. The exact shares of g
 #: groups take 2^g predictions, so there are to be few.
 THEMES = {

@@ -288,7 +288,7 @@ class Kind(NamedTuple):
 
 
 _THREADS = 256
-#: What the kernels of the reference are told of a problem, in their order.
+#: Arguments of the reference's kernels, in their order.
 _SIZES = "n c h w k r s p q stride_h stride_w pad_h pad_w dilation_h dilation_w groups"
 #: Into how many parts the reference cuts the pixels that a filter element's gradient sums over.
 _SLICES = 512

@@ -27,7 +27,7 @@ from confpred.problem.operation import Launch
 _UNIT = 16  # bytes: what parts of a workspace are aligned to
 #: Rate of tensor cores for TF32 over that for half precision.
 _TF32_OVER_HALF = 0.5
-#: Of a kernel or a product, and the gap to the next.
+#: Launch of a kernel or a product, and the gap to the next.
 LAUNCH_S = 2.5e-6
 
 

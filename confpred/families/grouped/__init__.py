@@ -36,6 +36,11 @@ def handles(problem: Problem) -> bool:
     )
 
 
+def is_odd(block: Array) -> NDArray[np.bool_]:
+    """Return which blocks have a count of channels that is no power of two."""
+    return block & (block - 1) > 0
+
+
 def fits_odd_channels(block: Array, channels: Any) -> NDArray[np.bool_]:
     """Which blocks of channels that are no power of two to offer for a layer. They must divide its
     channels, and 64 must not. Blocks of fewer than 48 channels are for narrow layers only, as their

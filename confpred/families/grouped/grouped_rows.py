@@ -84,11 +84,6 @@ _CONFIGS = _config_table()
 _WHOLE = Table.of(_CONFIGS)
 
 
-def _odd(t: Mapping[str, Array]) -> NDArray[np.bool_]:
-    """Which blocks have a count of channels that is no power of two."""
-    return t["block_c"] & (t["block_c"] - 1) > 0
-
-
 @dataclass(frozen=True, slots=True)
 class _Shape:
     """Shapes of all configs for one window and group width; arrays over a table."""
@@ -147,7 +142,7 @@ class GroupedRows(Tabled):
                 (t["block_c"] < 2 * problem.c)
                 | (t["block_c"] <= np.maximum(16, problem.group_width))
             )
-            & (~_odd(t) | grouped.fits_odd_channels(t["block_c"], problem.c))
+            & (~grouped.is_odd(t["block_c"]) | grouped.fits_odd_channels(t["block_c"], problem.c))
             & common.distinct_bands(rows.positions, t["bands"])
         )
 
@@ -381,7 +376,7 @@ def _shape(
         # Warps hold whole groups or, where a group has too many accumulators, divide one in pieces
         # of at least 16 channels.
         & ((warp_channels % width == 0) | (divided & (warp_channels >= 16)))
-        & ((threads <= 128) | ((width == 64) & (r * s > 9)) | _odd(t))
+        & ((threads <= 128) | ((width == 64) & (r * s > 9)) | grouped.is_odd(t["block_c"]))
         & wins
         # Registers hold small filters at no cost.
         & ((width * r * s > 16 * 9) | (t["filter_shared"] == 0))

@@ -85,11 +85,6 @@ _FEWER = np.ones(_SPLITS[-1] + 1, np.int64)
 _FEWER[list(_SPLITS[1:])] = _SPLITS[:-1]
 
 
-def _odd(t: Mapping[str, Array]) -> NDArray[np.bool_]:
-    """Which blocks have a count of channels that is no power of two."""
-    return t["block_k"] & (t["block_k"] - 1) > 0
-
-
 @dataclass(frozen=True, slots=True)
 class _Shape:
     """Shapes of all configs for one window; arrays over a table."""
@@ -144,7 +139,7 @@ class GroupedWgrad(Tabled):
             (offset <= common.MAX_INT)
             & (blocks <= common.MAX_INT)
             & _few_idle_columns(problem.q, cut.q_tiles * t["block_q"])
-            & (~_odd(t) | grouped.fits_odd_channels(t["block_k"], problem.c))
+            & (~grouped.is_odd(t["block_k"]) | grouped.fits_odd_channels(t["block_k"], problem.c))
             # A count of slices that makes them as high as the next smaller count does is the same
             # launch again; slices lower than two windows read more halo than rows.
             & (
@@ -400,7 +395,7 @@ def _shape_of(table: Table, window: Window) -> _Shape:
     registers = accumulators + gradient + 2 * warp_tiles + in_loads + grad_loads + 48
     fits = (
         (narrow | (width % t["warp_k"] == 0))
-        & (~_odd(t) | (t["block_k"] % width == 0))
+        & (~grouped.is_odd(t["block_k"]) | (t["block_k"] % width == 0))
         # Blocks of 8 channels, which read a whole group of input, are for windows whose sums are
         # too many for larger blocks.
         & ((t["block_k"] > 8) | (width * r * s > 9 * 64))
