@@ -10,7 +10,6 @@ graphs, so that every write to one is seen.
 
 from __future__ import annotations
 
-import difflib
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -23,7 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from confpred._version import __version__
 from confpred.cuda import driver
-from confpred.errors import ConfpredError, InvalidInput
+from confpred.errors import ConfpredError, InvalidInput, nearest
 from confpred.predict.choice import Choice
 from confpred.problem.conv2d import Problem
 from confpred.problem.limits import UNLIMITED, Limits
@@ -78,9 +77,7 @@ class Options:
         names = [f.name for f in fields(cls)]
         for name in given or {}:
             if name not in names:
-                near = difflib.get_close_matches(name, names, 1)
-                meant = f"; did you mean {near[0]!r}?" if near else ""
-                raise InvalidInput("options", name, f"one of {', '.join(names)}{meant}")
+                raise InvalidInput("options", name, nearest(name, names))
         return cls(**(given or {}))
 
 

@@ -86,14 +86,8 @@ ANY = Wishes()
 def use_predictor(predictor: Predictor, operation: str = CONVOLUTION.name) -> None:
     """Let `predictor` choose from now on, in place of the newest model of the package.
 
-    Networks that were captured before keep their choices.
-
-    Args:
-        predictor: chooses for problems of `operation`.
-        operation: ``conv2d``, or another one such as ``linear_chain``.
-
-    Raises:
-        InvalidInput: no family computes that operation.
+    Networks that were captured before keep their choices. `operation` is ``conv2d``, or another one
+    such as ``linear_chain``; `InvalidInput` is raised where no family computes it.
     """
     _predictors[operation_named(operation).name] = predictor
     warn_once.cache_clear()

@@ -240,14 +240,13 @@ def _find(
         problem = problem_of(direction, x.shape, weight.shape, dtype, geometry, **fields)
         if problem is None:
             return None
-        choice: Choice | None
         # A plan or kernel that was chosen under other switches may not be legal under these.
         is_bound = direction == "wgrad" and problem.deterministic
         is_bound &= hint is not None and hint.candidate != PYTORCH_OPERATOR
-        if hint is None or hint.image != x.shape or is_bound:
-            choice = choosing.choose(problem, ordinal, wishes)
+        if hint is not None and hint.image == x.shape and not is_bound:
+            choice: Choice | None = Choice(problem, "", "pinned", hint.candidate)
         else:
-            choice = Choice(problem, "", "pinned", hint.candidate)
+            choice = choosing.choose(problem, ordinal, wishes)
         if choice is None or not choosing.is_ours(choice):
             return FusedOperator.of(problem)
         return loading.load(choice, ordinal, wishes.limits)

@@ -25,13 +25,12 @@ from torch.nn.modules.utils import _pair  # noqa: F401
 
 from confpred.concurrency import uninterrupted
 from confpred.errors import InvalidInput
-from confpred.problem.conv2d import ACTIVATIONS
 from confpred.problem.limits import UNLIMITED, Limits
 from confpred.pytorch import choosing, convolve
 from confpred.pytorch.choosing import ANY, Wishes
 from confpred.pytorch.convolve import Call, Geometry, Pair
 from confpred.pytorch.loading import CHANNELS_LAST
-from confpred.pytorch.pointwise import activate
+from confpred.pytorch.pointwise import activate, activation_named
 
 _PLAIN = frozenset((Tensor, nn.Parameter))
 #: Milliseconds of the GPU's time that a layer has to save, forward and backward together: a call
@@ -85,11 +84,8 @@ def conv2d(
         InvalidInput: an argument is not allowed, or a tensor has the wrong rank.
         RuntimeError: PyTorch refuses the arguments.
     """
-    name = "none" if activation is None else activation
-    if name not in ACTIVATIONS:
-        raise InvalidInput("activation", activation, f"None or one of {', '.join(ACTIVATIONS)}")
-    if limits is not None and not isinstance(limits, Limits):
-        raise InvalidInput("limits", limits, "None or a confpred.Limits")
+    name = activation_named(activation)
+    wishes = ANY if limits is None else Wishes(limits)
     tensors = (("x", x, 4), ("weight", weight, 4), ("bias", bias, 1), ("residual", residual, 4))
     for argument, tensor, rank in tensors:
         if tensor is not None and tensor.dim() != rank:
@@ -105,7 +101,7 @@ def conv2d(
     x, weight, bias, residual = cast(x, weight, bias, residual)
     if any(t is not None and t.dtype is not x.dtype for t in (weight, bias)):
         return F.conv2d(x, weight, bias, *geometry)  # PyTorch says what is wrong
-    call = Call(geometry, wishes=ANY if limits is None else Wishes(limits))
+    call = Call(geometry, wishes=wishes)
     if differentiable:
         # The activation's gradient needs its input, so neither activation nor residual is fused.
         out = Convolution.apply(x, weight, bias, call)  # type: ignore[no-untyped-call]

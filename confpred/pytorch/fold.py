@@ -51,18 +51,11 @@ def fold(
     gammas: Tensors, betas: Tensors, means: Sequence[Tensor], variances: Sequence[Tensor],
     biases: Tensors, filters: Tensors, eps: Sequence[float], dtypes: Sequence[str],
 ) -> list[Tensor]:  # fmt: skip
-    """Fold one norm for each place in these lists.
+    """Fold one norm for each place in these lists, and return two tensors a norm, as of `empty`:
+    filter and bias, or scale and shift where there is no filter.
 
-    Args:
-        gammas, betas: weight and bias of the norms, shape (K,), or None.
-        means, variances: their running statistics, shape (K,).
-        biases: of the convolutions before the norms, shape (K,), or None.
-        filters: of these convolutions, shape (K, C / groups, R, S), or None for scale and shift.
-        eps: of the norms.
-        dtypes: of the activations, such as ``float16``.
-
-    Returns:
-        Two tensors a norm, as of `empty`: filter and bias, or scale and shift.
+    `biases` and `filters` are those of the convolutions before the norms, shapes (K,) and
+    (K, C / groups, R, S); `dtypes` those of the activations, such as ``float16``.
     """
     layers = list(zip(gammas, betas, means, variances, biases, filters, strict=True))
     each = zip(means, filters, dtypes, strict=True)

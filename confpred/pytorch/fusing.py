@@ -73,7 +73,6 @@ class _Chain:
     Attributes:
         nodes: first to last, with the ``getitem`` of a norm.
         sum: the node that adds the residual, and the residual's place among its arguments.
-        activation: one of `confpred.problem.conv2d.ACTIVATIONS`.
     """
 
     nodes: list[fx.Node]
@@ -93,16 +92,8 @@ class _Chain:
 
 
 def fuse(graph: fx.Graph, choose: Choose, wishes: Wishes = ANY) -> list[Site]:
-    """Rewrite a graph of inference in place.
-
-    Args:
-        graph: from AOTAutograd.
-        choose: chooses for all convolutions of the graph.
-        wishes: what `choose` was told, for tensors of other sizes.
-
-    Returns:
-        The convolutions and norms that were found, in the order of the graph.
-    """
+    """Rewrite a graph of inference in place, and return its convolutions and norms in order;
+    `wishes` are those of `choose`, for tensors of other sizes."""
     chains = _chains(graph)
     sites = [_site_of(chain) for chain in chains]
     _choose(sites, choose)

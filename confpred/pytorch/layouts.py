@@ -24,13 +24,8 @@ _BOUND = {aten.as_strided.default, aten.view.dtype}
 
 
 def to_channels_last(graph: fx.Graph, visible: int | None = None) -> None:
-    """Bring the images of a graph into channels last in place, all or nothing, if its convolutions
-    want that.
-
-    Args:
-        graph: from AOTAutograd, of inference or joint, its views made reshapes.
-        visible: how many results the caller sees; None for all.
-    """
+    """Bring the images of a graph, whose views are reshapes, into channels last in place, all or
+    nothing, if its convolutions want that; the caller sees the first `visible` results."""
     if not any(_is_channels_first(node) for node in graph.nodes):
         return
     try:

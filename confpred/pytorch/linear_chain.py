@@ -13,14 +13,14 @@ from torch import Tensor
 
 from confpred.cuda import driver
 from confpred.errors import ConfpredError, InvalidInput, InvalidProblem
-from confpred.problem.conv2d import ACTIVATIONS
 from confpred.problem.limits import UNLIMITED, Limits
 from confpred.problem.linear_chain import LINEAR_CHAIN, MOST_LAYERS, LinearChain
 from confpred.problem.precision import allows_tf32
 from confpred.pytorch import choosing
+from confpred.pytorch.choosing import Wishes
 from confpred.pytorch.eager import is_plain
 from confpred.pytorch.loading import DTYPES, ReadyLaunch, alike, load
-from confpred.pytorch.pointwise import activate
+from confpred.pytorch.pointwise import activate, activation_named
 
 log = logging.getLogger(__name__)
 
@@ -62,17 +62,13 @@ def linear_chain(
             the biases are not as many as the weights.
         RuntimeError: PyTorch refuses the arguments.
     """
-    name = "none" if activation is None else activation
-    if name not in ACTIVATIONS:
-        raise InvalidInput("activation", activation, f"None or one of {', '.join(ACTIVATIONS)}")
+    name = activation_named(activation)
     if not weights:
         raise InvalidInput("weights", weights, "at least one weight")
     if biases is not None and len(biases) != len(weights):
         allowed = f"one for each of {len(weights)} weights, or None"
         raise InvalidInput("biases", f"{len(biases)} biases", allowed)
-    bound = UNLIMITED if limits is None else limits
-    if not isinstance(bound, Limits):
-        raise InvalidInput("limits", limits, "None or a confpred.Limits")
+    bound = UNLIMITED if limits is None else Wishes(limits).limits
     bound = bound if max_error is None else replace(bound, max_error=max_error)
     for start in range(0, len(weights), MOST_LAYERS):
         part = slice(start, start + MOST_LAYERS)

@@ -49,7 +49,7 @@ _empty: Callable[..., Tensor] = torch._C._dynamo.guards._empty_strided_cuda  # t
 @cache
 def _threads() -> ThreadPoolExecutor:
     """Return threads that compile; each starts when it is first needed."""
-    return ThreadPoolExecutor(min(8, os.cpu_count() or 1), "confpred-compiler")
+    return ThreadPoolExecutor(min(32, os.cpu_count() or 1), "confpred-compiler")
 
 
 @cache

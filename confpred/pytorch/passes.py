@@ -182,13 +182,7 @@ def frozen(
     compile: Callable[[fx.GraphModule, Sequence[int]], Run],
 ) -> Run:
     """Return a function that computes at its first call what depends on static inputs alone, keeps
-    the results, and runs the rest with them at every call.
-
-    Args:
-        gm: a graph of inference.
-        static: places of parameters and buffers among the inputs.
-        compile: compiles the rest, given its own static inputs.
-    """
+    the results, and runs the rest, as `compile` returns it, with them at every call."""
     graph = gm.graph
     inputs = graph.find_nodes(op="placeholder")
     changed = {n for node in graph.nodes if _writes(node) for n in node.all_input_nodes}

@@ -15,12 +15,22 @@ from torch import Tensor
 from confpred.cuda import driver
 from confpred.cuda.driver import BoundLaunch
 from confpred.cuda.epilogue import MOST_CHANNELS, MOST_ROWS, epilogue_kernel, epilogue_launch
-from confpred.errors import ConfpredError, UnknownDevice
+from confpred.errors import ConfpredError, InvalidInput, UnknownDevice
+from confpred.problem.conv2d import ACTIVATIONS
 from confpred.problem.operation import KernelSpec
 from confpred.pytorch.choosing import kept
 from confpred.pytorch.loading import ALIGNMENT, CHANNELS_LAST, DTYPES, alike, in_context, loaded
 
 log = logging.getLogger(__name__)
+
+
+def activation_named(name: str | None) -> str:
+    """Return the activation that a caller names; raise `InvalidInput` where there is none such."""
+    if name is None:
+        return "none"
+    if name not in ACTIVATIONS:
+        raise InvalidInput("activation", name, f"None or one of {', '.join(ACTIVATIONS)}")
+    return name
 
 
 def activate(name: str, x: Tensor) -> Tensor:
@@ -34,14 +44,9 @@ def activate(name: str, x: Tensor) -> Tensor:
 def apply_epilogue(
     out: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str
 ) -> Tensor:
-    """Compute ``activation(out + bias + residual)`` in place of `out`, on the current stream.
-
-    No gradient is recorded. Arithmetic is in float32, rounded once, where `can_apply` says so.
-
-    Args:
-        out: shape (N, K, P, Q), which nothing else refers to; it is returned.
-        bias, residual: shape (K,), and of `out`'s shape; or None.
-        activation: one of `confpred.problem.conv2d.ACTIVATIONS`.
+    """Compute ``activation(out + bias + residual)`` in place of `out`, shape (N, K, P, Q), to which
+    nothing else refers. No gradient is recorded. Arithmetic is in float32, rounded once, where
+    `can_apply` says so.
     """
     if bias is None and residual is None and activation == "none":
         return out
@@ -65,13 +70,9 @@ def scale_shift(
     in_place: bool = False,
 ) -> Tensor:  # fmt: skip
     """Compute ``activation(x * scale + shift + residual)``, a scale and a shift a channel, in
-    `x`'s dtype and layout. Arithmetic is in float32, rounded once.
+    `x`'s dtype and layout. Arithmetic is in float32, rounded once; scale and shift are float32.
 
     Args:
-        x: shape (N, C, H, W).
-        scale, shift: shape (C,), float32.
-        residual: of `x`'s shape and dtype, or None.
-        activation: one of `confpred.problem.conv2d.ACTIVATIONS`.
         in_place: write to `x`, which nothing else refers to.
     """
     if can_apply(x, None, residual):

@@ -24,8 +24,8 @@ def test_it_is_found_by_its_name() -> None:
 
 
 @pytest.mark.parametrize(("told", "words"), [
-    ({"options": {"graph": False}}, "options='graph' is not allowed.*did you mean 'graphs'"),
-    ({"options": {"max_regrets": 2}}, "did you mean 'max_regret'"),
+    ({"options": {"graph": False}}, "options='graph' is not allowed; allowed: graphs"),
+    ({"options": {"max_regrets": 2}}, "allowed: max_regret"),
     ({"options": {"zzz": 1}}, "options='zzz' is not allowed; allowed: one of graphs, freeze"),
     ({"options": {"verify": 9}}, "verify=9 is not allowed"),
     ({"mode": "reduce-overhead"}, "mode='reduce-overhead' is not allowed"),
@@ -94,7 +94,7 @@ def test_inductor_gets_a_pass_and_options() -> None:
     before = str(graph)
     step(graph)
     assert str(graph) == before
-    with pytest.raises(InvalidInput, match="did you mean 'max_regret'"):
+    with pytest.raises(InvalidInput, match="allowed: max_regret"):
         confpred.inductor_options(maxregret=1)
 
 
