@@ -7,7 +7,6 @@ import os
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 from uuid import uuid4
@@ -58,8 +57,11 @@ def forget() -> None:
 
 
 os.register_at_fork(after_in_child=forget)
-#: Logs a warning that this process was not given yet.
-warn_once = cache(log.warning)
+
+
+def warn_once(message: str) -> None:
+    """Log a warning, once until `forget` is called."""
+    kept(("warned", message), lambda: log.warning(message))
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +92,6 @@ def use_predictor(predictor: Predictor, operation: str = CONVOLUTION.name) -> No
     such as ``linear_chain``; `InvalidInput` is raised where no family computes it.
     """
     _predictors[operation_named(operation).name] = predictor
-    warn_once.cache_clear()
     forget()
 
 
@@ -247,8 +248,7 @@ def why_pytorch(choice: Choice) -> str | None:
     """Return why PyTorch's operator is to run, in words; None if a confpred kernel is."""
     if choice.is_guess:  # which is not enough
         dense = getattr(choice.problem, "groups", None) == 1 and choice.source != "transferred"
-        no_model = "no model for this device, and not measured on it"
-        return "dense layers were never sampled" if dense else no_model
+        return "dense layers were never sampled" if dense else "no model for this device"
     if choice.source == "fallback":
         return "no legal kernel, or none within limits"
     if choice.candidate == PYTORCH_OPERATOR:

@@ -1,9 +1,7 @@
 """Convolution of plain tensors, without a record of gradients: forward, and both gradients.
 
-forward, backward --> find: which launch serves tensors of these sizes?
-                        |-- a candidate that was chosen when a graph was captured (`Hint`)
-                        |-- else chosen now, and kept by sizes
-                        `-- none: PyTorch's operator, with what follows it where one does both
+The launch for tensors of some sizes is of a candidate that was chosen when a graph was captured
+(`Hint`), else of one that is chosen now and kept, else PyTorch's operator.
 """
 
 from __future__ import annotations
@@ -49,7 +47,6 @@ class Call:
 
     Attributes:
         geometry: stride, padding, dilation, groups.
-        activation: one of `confpred.problem.conv2d.ACTIVATIONS`.
         mask: of the backward pass.
         hints: of the forward pass, or of the gradients of x and of weight; launched where the sizes
             are those that they were chosen for.
@@ -118,12 +115,8 @@ def problem_of(
 
 
 def sums_bias(groups: int) -> bool:
-    """Return whether the problem of a filter's gradient has the gradient of the bias in it.
-
-    Kernels of grouped layers sum it on their way. No plan of cuDNN's does, and PyTorch's own
-    backward sums the output's gradient beside cuDNN. So of a dense layer the filter's gradient is
-    asked for alone, and PyTorch's sum follows whichever of the two is taken.
-    """
+    """Return whether the problem of a filter's gradient has the gradient of the bias in it: kernels
+    of grouped layers sum it on their way. No plan of cuDNN's does, so PyTorch's sum follows."""
     return groups > 1
 
 

@@ -1,10 +1,6 @@
 """Eager calls: `conv2d`, PyTorch's function with a fused epilogue, and `enable`, for grouped and
 depthwise layers of programs that cannot be captured.
 
-conv2d --+-- gradients ------> Convolution, then PyTorch's activation and sum
-         +-- torch.compile --> PyTorch's functions, which a backend may fuse
-         `-- inference ------> convolve.forward: a kernel, or PyTorch's operator
-
 `confpred.optimize` is the way for networks. While enabled, ``torch.nn.Conv2d`` asks once a shape
 whether a kernel is predicted to save more than ``LEAST_MS``; dense layers are not looked at.
 """

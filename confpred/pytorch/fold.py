@@ -1,8 +1,7 @@
 """Batch norms by known statistics, folded for all layers of a graph in one launch.
 
-A layer with a filter gets the filter times the norm's scale, channels last, and a bias; a layer
-without one gets scale and shift in float32 (``kernels/fold.cu`` has the formulas). The launch is
-part of the captured graph, so that no write to a weight can be missed.
+A layer with a filter gets the filter times the norm's scale, and a bias; others get scale and shift
+in float32 (``kernels/fold.cu``). The launch is in the captured graph, so no write can be missed.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Operators of PyTorch's that compute a dense convolution with what follows it.
 
-cuDNN adds a bias and a residual and applies ReLU before it stores; cuBLAS does so with the bias of
-a product. That saves a pass over the output: a layer takes 1.2 to 1.6 times as long without on an
-H100 (``benchmarks/kernels/pytorch_epilogues.py``). A convolution of one pixel an image, as in
-squeeze-and-excite, is a product, too.
+cuDNN adds bias and residual and applies ReLU before it stores, cuBLAS the bias of a product: a pass
+over the output less (``benchmarks/kernels/pytorch_epilogues.py``). A convolution of one pixel an
+image, as in squeeze-and-excite, is a product, too.
 """
 
 from __future__ import annotations

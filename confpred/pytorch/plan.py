@@ -97,7 +97,11 @@ def prepare(
         CompileError, MissingExtra: see `confpred.cuda.compiler.compiled_files`.
         StorageError: see `confpred.predict.plan.write_plan`.
     """
-    known = _current_device() if device is None else get_device(device)
+    if device is None and not torch.cuda.is_available():
+        raise InvalidInput("device", None, "a GPU, such as h100: there is no CUDA device")
+    known = (
+        get_device(device) if device is not None else driver.device_of(torch.cuda.current_device())
+    )
     recorder = capture(model, example_inputs, known, training=training, dtype=dtype)
     problems = [site.problem for site in recorder.sites if site.problem is not None]
     if not problems:
@@ -121,9 +125,3 @@ def further_kernels(choices: Iterable[Choice]) -> list[KernelSpec]:
 
 def _compiled(plan: Plan) -> dict[str, str | bytes]:
     return compiled_files([*plan.specs(), *further_kernels(plan.choices)], plan.arch)
-
-
-def _current_device() -> Device:
-    if not torch.cuda.is_available():
-        raise InvalidInput("device", None, "a GPU, such as h100: there is no CUDA device")
-    return driver.device_of(torch.cuda.current_device())

@@ -1,7 +1,6 @@
 """Measured choices: the best predictions and PyTorch's operator are timed when a graph is captured.
 
-The prediction names the candidates, the GPU at hand decides among them. Operands are random and of
-the problem's sizes.
+The prediction names the candidates, the GPU at hand decides, on random operands of the same sizes.
 """
 
 from __future__ import annotations

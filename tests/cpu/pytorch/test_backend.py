@@ -26,7 +26,7 @@ def test_it_is_found_by_its_name() -> None:
 @pytest.mark.parametrize(("told", "words"), [
     ({"options": {"graph": False}}, "options='graph' is not allowed; allowed: graphs"),
     ({"options": {"max_regrets": 2}}, "allowed: max_regret"),
-    ({"options": {"zzz": 1}}, "options='zzz' is not allowed; allowed: one of graphs, freeze"),
+    ({"options": {"zzz": 1}}, "options='zzz' is not allowed; allowed: graphs or freeze"),
     ({"options": {"verify": 9}}, "verify=9 is not allowed"),
     ({"mode": "reduce-overhead"}, "mode='reduce-overhead' is not allowed"),
 ])  # fmt: skip
