@@ -102,7 +102,7 @@ def confpred(
 
 def _guard_hooks() -> None:
     """Let the guards of the capture under way see hooks that are added to modules later: Dynamo
-    skips them unless it is told not to, and a hook would be ignored."""
+    skips them unless it is set not to, and a hook would be ignored."""
     from torch._dynamo import callback, config
 
     if not config.skip_nnmodule_hook_guards:
@@ -149,12 +149,12 @@ class Compiler:
         passes.views_of_any_layout(gm.graph)
         passes.drop_copies(gm.graph)
         self._choose(gm.graph, fusing.fuse)
-        told: Any = torch._guards.TracingContext.get().fw_metadata
         run = partial(self._run, kind="inference")
-        static = told.static_input_indices
+        known: Any = torch._guards.TracingContext.get().fw_metadata
+        static = known.static_input_indices
         return passes.frozen(gm, static, run) if self.options.freeze else run(gm, static)
 
-    def partition(self, joint: fx.GraphModule, inputs: Any, **told: Any) -> Any:
+    def partition(self, joint: fx.GraphModule, inputs: Any, **options: Any) -> Any:
         """Rewrite a graph of forward and backward, and cut it where autograd would.
 
         Nothing is computed again in the backward pass: without fused pointwise kernels that costs
@@ -164,16 +164,16 @@ class Compiler:
 
         passes.refuse_mixed_dtypes(joint.graph)
         passes.views_of_any_layout(joint.graph)
-        self._choose(joint.graph, fusing.serve, told["num_fwd_outputs"])
+        self._choose(joint.graph, fusing.serve, options["num_fwd_outputs"])
         passes.batch_norms_as_eager(joint.graph)
         joint.recompile()
-        return default_partition(joint, inputs, **told)
+        return default_partition(joint, inputs, **options)
 
     def forward(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
         """Compile the forward pass of a graph with gradients."""
         passes.drop_copies(gm.graph)
-        told: Any = torch._guards.TracingContext.get().fw_metadata
-        return self._run(gm, told.static_input_indices, "forward", told.num_forward_returns)
+        known: Any = torch._guards.TracingContext.get().fw_metadata
+        return self._run(gm, known.static_input_indices, "forward", known.num_forward_returns)
 
     def backward(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
         """Compile the backward pass, whose saved tensors stay where they are."""
@@ -213,8 +213,8 @@ def chooser(ordinal: int, options: Options) -> fusing.Choose:
     def choose(problems: Sequence[Problem]) -> Sequence[Choice | None]:
         if options.verify:
             with _disable_current_modes():  # AOTAutograd's fake tensors cannot be timed
-                told = ordinal, options.verify, options.wishes
-                found = {p: verify.fastest(p, *told) for p in dict.fromkeys(problems)}
+                how = ordinal, options.verify, options.wishes
+                found = {p: verify.fastest(p, *how) for p in dict.fromkeys(problems)}
             return [found[problem] for problem in problems]
         choices = choosing.choose_on(problems, ordinal, options.wishes)
         known = dict.fromkeys(choice for choice in choices if choice is not None)
@@ -240,7 +240,7 @@ def inductor_options(**options: Any) -> dict[str, Any]:
     """
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
-    told = Options.of(options)
+    own = Options.of(options)
 
     class Pass(CustomGraphPass):
         """Lets confpred compute the convolutions that it is predicted to win."""
@@ -248,7 +248,7 @@ def inductor_options(**options: Any) -> dict[str, Any]:
         def __call__(self, graph: fx.Graph) -> None:
             ordinal = ordinal_of(graph)
             if ordinal is not None:
-                fusing.serve(graph, chooser(ordinal, told), told.wishes)
+                fusing.serve(graph, chooser(ordinal, own), own.wishes)
 
         def uuid(self) -> Any:
             """Return another text where choices may be others; Inductor keeps programs."""
@@ -256,12 +256,16 @@ def inductor_options(**options: Any) -> dict[str, Any]:
             if torch.cuda.is_available():
                 try:
                     device = driver.device_of(torch.cuda.current_device())
-                    facts = choosing.identity(device, told.wishes), told.verify, is_deterministic()
+                    facts = (
+                        choosing.identity(device, own.wishes),
+                        own.verify,
+                        is_deterministic(),
+                    )
                 except ConfpredError as error:
                     facts = error
             return f"{__version__} {facts}"
 
-    return {"joint_custom_post_pass": Pass(), "triton.cudagraphs": told.graphs}
+    return {"joint_custom_post_pass": Pass(), "triton.cudagraphs": own.graphs}
 
 
 def ordinal_of(graph: fx.Graph) -> int | None:

@@ -210,7 +210,7 @@ def choose_on(
         if model is not None:
             now = {"driver": driver.describe(ordinal)[1], "cudnn": cudnn_version()}
             for it in model.card.changes(**now):
-                warn_once(f"model {model.version}: {it}; `confpred drift` tells whether it holds")
+                warn_once(f"model {model.version}: {it}; `confpred drift` says whether it holds")
     except Exception as error:  # a warning is not worth an error
         log.debug("versions cannot be compared: %s", error)
     return choices
@@ -252,8 +252,8 @@ def why_pytorch(choice: Choice) -> str | None:
     if choice.source == "fallback":
         return "no legal kernel, or none within limits"
     if choice.candidate == PYTORCH_OPERATOR:
-        told = {"pinned": "pinned", "measured": "measured slower"}
-        return told.get(choice.source, "predicted slower")
+        reasons = {"pinned": "pinned", "measured": "measured slower"}
+        return reasons.get(choice.source, "predicted slower")
     return None
 
 

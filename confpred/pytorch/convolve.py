@@ -121,7 +121,7 @@ def sums_bias(groups: int) -> bool:
 
 
 def is_deterministic() -> bool:
-    """Return whether PyTorch is told to compute what is the same to the bit each time."""
+    """Return whether PyTorch is set to compute what is the same to the bit each time."""
     return torch.are_deterministic_algorithms_enabled() or torch.backends.cudnn.deterministic
 
 

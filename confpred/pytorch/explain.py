@@ -138,7 +138,7 @@ class Explanation:
         for row in self.rows:
             table.add_row(*row.cells())
         console = Console(width=120, color_system=None)
-        with console.capture() as told:
+        with console.capture() as captured:
             console.print(
                 f"One step on {self.device}, captured in {s.parts} part{'s' * (s.parts != 1)}: "
                 f"{s.launches_before} launches become {s.launches_after}, {s.fused} operators"
@@ -146,7 +146,7 @@ class Explanation:
                 f" which convolutions are {s.convolution_share:.0%} before{missing}."
             )
             console.print(table)
-        return "\n".join(line.rstrip() for line in told.get().rstrip().splitlines())
+        return "\n".join(line.rstrip() for line in captured.get().rstrip().splitlines())
 
 
 def explain(
@@ -195,12 +195,12 @@ class Recorder(Compiler):
         self._count(gm.graph, 0)
         return super().inference(gm, inputs)
 
-    def partition(self, joint: fx.GraphModule, inputs: Any, **told: Any) -> Any:
+    def partition(self, joint: fx.GraphModule, inputs: Any, **options: Any) -> Any:
         self._count(joint.graph, 0)
-        return super().partition(joint, inputs, **told)
+        return super().partition(joint, inputs, **options)
 
-    def _run(self, gm: fx.GraphModule, *more: Any, **told: Any) -> Any:
-        run = super()._run(gm, *more, **told)
+    def _run(self, gm: fx.GraphModule, *more: Any, **options: Any) -> Any:
+        run = super()._run(gm, *more, **options)
         self._count(gm.graph, 1)
         return run
 

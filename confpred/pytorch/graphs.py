@@ -40,14 +40,14 @@ def is_recordable(backward: bool) -> bool:
     return backward and bool(torch._C._is_key_in_tls("tree_manager_containers"))
 
 
-def graphed(gm: fx.GraphModule, plain: Run, *, kind: str, **told: Any) -> Run:
+def graphed(gm: fx.GraphModule, plain: Run, *, kind: str, **arguments: Any) -> Run:
     """Return a function that replays `gm` as a CUDA graph wherever that is right; the arguments are
     those of `Graphed`."""
     why = why_not(gm)
     if why is not None:
         log.info("no CUDA graph of the %s pass: %s", kind, why)
         return plain
-    return Graphed(gm, plain, kind=kind, **told)
+    return Graphed(gm, plain, kind=kind, **arguments)
 
 
 def why_not(gm: fx.GraphModule) -> str | None:
@@ -88,7 +88,7 @@ class Graphed:
         self._plain, self._visible, self._kind = plain, visible, kind
         self._device, self._graphs, self._said = device, dict[Any, Run](), set[str]()
         results: Any = gm.graph.output_node().args[0]
-        self._told: dict[str, Any] = {
+        self._arguments: dict[str, Any] = {
             "static_input_idxs": tuple(static), "device_index": device,
             "is_backward": kind == "backward", "is_inference": kind == "inference",
             "stack_traces": [getattr(result, "stack_trace", None) for result in results],
@@ -109,7 +109,7 @@ class Graphed:
                 return self._plain(inputs)
             from torch._inductor.cudagraph_trees import cudagraphify_impl
 
-            run = self._graphs[key] = cudagraphify_impl(self._plain, [], **self._told)
+            run = self._graphs[key] = cudagraphify_impl(self._plain, [], **self._arguments)
         stream = torch.cuda.current_stream(self._device)
         last = _last_stream.get(self._device)
         if last is not None and last != stream:

@@ -33,7 +33,7 @@ def fuses(p: Problem) -> bool:
 
 
 def _refuses_products() -> bool:
-    """Return whether PyTorch refuses cuBLAS, as it does where it is told to be deterministic."""
+    """Return whether PyTorch refuses cuBLAS, as it does where it is set to be deterministic."""
     return torch.are_deterministic_algorithms_enabled()
 
 

@@ -42,7 +42,7 @@ def linear_chain(
     between, are computed together by what is predicted to be fastest: PyTorch's operators, products
     with bias and ReLU in their epilogue, or Strassen's algorithm where `max_error` allows it. All
     else goes to PyTorch's operators, and so do chains that no model is there for
-    (`confpred.use_predictor`). Float32 products use TF32 where PyTorch's are told to.
+    (`confpred.use_predictor`). Float32 products use TF32 where PyTorch's do.
 
     Args:
         x: shape (..., features of the first weight).

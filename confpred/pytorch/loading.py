@@ -1,8 +1,4 @@
-"""From a choice to a launch: compiled in threads, loaded, ready for tensors of one shape.
-
-Choice --> compile (threads; NVRTC lets go of Python's lock) --> load --> ReadyLaunch
-      `--> of a library's plans, the first in the ranking that it builds --^
-"""
+"""From a choice to a launch: compiled in threads, loaded, ready for tensors of one shape."""
 
 from __future__ import annotations
 

@@ -33,11 +33,11 @@ def _conv2d(
     x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None,
     residual: Tensor | None, call: str,
 ) -> Tensor:  # fmt: skip
-    told = Call.read(call)
+    found = Call.read(call)
     if scale is None or bias is None:
-        return convolve.forward(x, weight, bias, residual, told)
-    out = torch.convolution(x, weight, None, *told.arguments)
-    return pointwise.scale_shift(out, scale, bias, residual, told.activation, in_place=True)
+        return convolve.forward(x, weight, bias, residual, found)
+    out = torch.convolution(x, weight, None, *found.arguments)
+    return pointwise.scale_shift(out, scale, bias, residual, found.activation, in_place=True)
 
 
 def _fake_conv2d(x: Tensor, weight: Tensor, *others: Any) -> Tensor:

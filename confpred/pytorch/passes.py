@@ -58,7 +58,7 @@ def views_of_any_layout(graph: fx.Graph) -> None:
 
 
 def drop_copies(graph: fx.Graph) -> None:
-    """Drop copies that nothing can tell from their source, such as those of dropout in inference.
+    """Drop copies that serve nothing, such as those of dropout in inference.
 
     A functional graph writes to nothing that is read later. So only a result of the graph has to
     stay a copy, where its source is an input or another result.

@@ -117,9 +117,9 @@ def further_kernels(choices: Iterable[Choice]) -> list[KernelSpec]:
     for choice in choices:
         p = choice.problem
         if choice.family is None and isinstance(p, Problem) and p.direction == "fprop":
-            told: dict[str, Any] = {"residual": p.residual, "activation": p.activation}
-            found += [scale_shift_kernel(p.k, p.dtype, **told)] * p.bias
-            found += [epilogue_kernel(p.k, p.dtype, bias=p.bias, **told)] * p.has_epilogue
+            fields: dict[str, Any] = {"residual": p.residual, "activation": p.activation}
+            found += [scale_shift_kernel(p.k, p.dtype, **fields)] * p.bias
+            found += [epilogue_kernel(p.k, p.dtype, bias=p.bias, **fields)] * p.has_epilogue
     return list(dict.fromkeys(found))
 
 

@@ -51,8 +51,8 @@ def apply_epilogue(
     if bias is None and residual is None and activation == "none":
         return out
     if can_apply(out, bias, residual):
-        told: dict[str, Any] = {"residual": residual is not None, "activation": activation}
-        kernel = epilogue_kernel(out.shape[1], DTYPES[out.dtype], bias=bias is not None, **told)
+        fields: dict[str, Any] = {"residual": residual is not None, "activation": activation}
+        kernel = epilogue_kernel(out.shape[1], DTYPES[out.dtype], bias=bias is not None, **fields)
         if _launch(kernel, out, bias=bias, residual=residual):
             return out
     with torch.no_grad():
