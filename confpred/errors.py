@@ -1,4 +1,4 @@
-"""Everything confpred raises on purpose.
+"""Errors that confpred raises on purpose.
 
 ConfpredError
 |-- InvalidInput (also a ValueError)  a field holds a value that is not allowed
@@ -55,11 +55,11 @@ class UnknownDevice(InvalidInput):
 
 
 class DataError(ConfpredError):
-    """A measurement or suite file is missing, damaged, or not one of ours."""
+    """A measurement or suite file is missing, damaged, or foreign."""
 
 
 class ModelError(ConfpredError):
-    """A model folder is missing, damaged, or not one of ours."""
+    """A model folder is missing, damaged, or foreign."""
 
 
 class FolderBusy(ConfpredError):
@@ -125,9 +125,8 @@ def _shown(value: object) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-# No package index has confpred, so a command that names it alone would fail. A message about an
-# extra names the source of this installation, or else the packages of the extra.
-
+# No package index has confpred, so a message about an extra names the source of this installation,
+# or else the packages of the extra.
 _NAME = "confpred"
 _CLONE = Path(__file__).parents[1]
 _OF_EXTRA = re.compile(r"""extra\s*==\s*['"]([\w-]+)['"]""")
