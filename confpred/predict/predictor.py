@@ -1,8 +1,7 @@
 """From a problem to a choice: what is pinned or measured, else candidates -> cost -> compare.
 
-A device without a model gets the answers of the nearest device's model. A model has learned ratios:
-of a config's time to the best config's, and of that to the roofline. Its features are of the
-problem, the config, and of how both fill the device at hand, which also decides what is legal.
+A device without a model gets the answers of the nearest device's model, which has learned ratios of
+times; how a config fills the device at hand is in the features, and decides what is legal.
 `benchmarks/model/transfer.py` measures the loss.
 """
 
@@ -30,14 +29,13 @@ from confpred.families.registry import family_of, kernels_of
 from confpred.model.bounds import Trust
 from confpred.model.folder import Model, NewestModels, load_model
 from confpred.model.rank import Options, rank_by_estimate, rank_families, with_pytorch
-from confpred.predict.choice import Choice, check_max_regret, check_top, with_fallback
+from confpred.predict.choice import Choice, Source, check_max_regret, check_top, with_fallback
 from confpred.predict.plan import Plan, read_plan
 from confpred.problem.device import KNOWN, Device, get_device
 from confpred.problem.limits import UNLIMITED, Limits
 from confpred.problem.record import Record
 
-#: How many answers are remembered, or up to twice as many: best choices, of 2 kB each, and
-#: rankings, of up to 16 kB.
+#: How many answers are remembered, or up to twice as many: choices of 2 kB, rankings of 16 kB.
 BEST_KEPT = 8_192
 RANKINGS_KEPT = 512
 #: For how many limits there are answers in memory.
@@ -57,11 +55,7 @@ class Predictor:
     remembered, and what several threads ask at once is worked out by one of them.
     """
 
-    def __init__(
-        self,
-        models: Mapping[str, Model],
-        plan: Plan | None = None,
-    ) -> None:
+    def __init__(self, models: Mapping[str, Model], plan: Plan | None = None) -> None:
         """Use `models`, by device key, which are not to change, and follow `plan` first."""
         self._models = MappingProxyType(models)
         self._limits = UNLIMITED
@@ -108,9 +102,7 @@ class Predictor:
 
     def identity(self, device: str | Device) -> str | None:
         """Return a text that is the same for predictors whose choices for `device` are the same, in
-        any process of this release; None where only time can tell, as for a service's or a
-        subclass's.
-        """
+        any process of this release; None where only time can tell, as for a subclass."""
         if type(self) is not Predictor:
             return None
         here = get_device(device)
@@ -162,8 +154,7 @@ class Predictor:
             UnknownDevice: no description of `device` is known.
             ModelError: trees of the model are damaged, though their digests are right.
         """
-        choices = self._answer(problem, self._device(device), 1)
-        return choices[0] if max_regret is None else _accepted(choices, max_regret)[0]
+        return _accepted(self._answer(problem, self._device(device), 1), max_regret)[0]
 
     def choose_many(
         self,
@@ -178,7 +169,7 @@ class Predictor:
         asked = [(_checked(problem), known, 1) for problem in problems]
         parts = (asked[i : i + TOGETHER] for i in range(0, len(asked), TOGETHER))
         found = (choices for part in parts for choices in self._best.many(part))
-        return [c[0] if max_regret is None else _accepted(c, max_regret)[0] for c in found]
+        return [_accepted(choices, max_regret)[0] for choices in found]
 
     def rank(
         self,
@@ -196,7 +187,7 @@ class Predictor:
             UnknownDevice: no description of `device` is known.
         """
         choices = self._answer(problem, self._device(device), check_top(top))
-        return list(choices) if max_regret is None else _accepted(choices, max_regret)
+        return list(_accepted(choices, max_regret))
 
     def knows_libraries(self, device: str | Device) -> bool:
         """Whether algorithms of a library, or a plan's of dense layers, are among what is chosen
@@ -235,8 +226,7 @@ class Predictor:
         return remembered((_checked(problem), device, top))
 
     def _device(self, name: str | Device) -> Device:
-        """Return the device called `name`; one that no table has may be a model's own, which
-        describes it when it is loaded."""
+        """Return the device called `name`; one that no table has may be described by a model."""
         if isinstance(name, str) and name not in KNOWN and name in self._models:
             return self._models[name].device
         return get_device(name)
@@ -247,8 +237,7 @@ class Predictor:
         return model if model and model.operation.problem is kind else None
 
     def _model(self, kind: type[Record], device: Device) -> Model | None:
-        """Return the model that answers for problems of this kind on `device`: its own, or else
-        that of the nearest device that has one."""
+        """Return the model of `device` for problems of this kind, or the nearest device's."""
         return self._own_model(kind, device) or donor_for(self._models, device, kind)
 
     def _work_out(self, asked: Sequence[_Asked]) -> list[tuple[Choice, ...]]:
@@ -263,10 +252,8 @@ class Predictor:
             listed = {choice.candidate for choice in found[i]}
             found[i] += [choice for choice in predicted if choice.candidate not in listed]
         return [
-            self._with_pytorch_ms(
-                choices[:top] or [Choice(problem, device.key, "fallback")], device
-            )
-            for (problem, device, top), choices in zip(asked, found, strict=True)
+            self._with_pytorch_ms(mine[:top] or [Choice(problem, device.key, "fallback")], device)
+            for (problem, device, top), mine in zip(asked, found, strict=True)
         ]
 
     def _settled(self, problem: Record, device: Device, top: int) -> list[Choice]:
@@ -281,14 +268,13 @@ class Predictor:
             return found
         if planned is None or planned.candidate != best.candidate:
             ms = best.time_ms * 1e-3 * 1e3  # as predictions are made in seconds
-            found.append(
-                Choice(problem, device.key, "measured", best.candidate, ms, model=model.version)
-            )
+            one = Choice(problem, device.key, "measured", best.candidate, ms, model=model.version)
+            found.append(one)
         return found
 
     def _plan_for(self, problem: Record, device: Device) -> Choice | None:
-        """Return the plan's choice for a problem, if it keeps within the limits; with the time that
-        is expected where a person wrote it, who gives none."""
+        """Return the plan's choice for a problem, if it keeps within the limits; with the expected
+        time where a person wrote none."""
         planned = self._planned.get((problem, device.key))
         if planned is None or not self._keeps_within(problem, planned.candidate):
             return None
@@ -308,43 +294,34 @@ class Predictor:
     def _predict(self, asked: Sequence[_Asked]) -> list[list[Choice]]:
         """Predict, or else estimate, for each question at least as many choices as were asked for
         and are known already, best first; the first has the bound."""
-        alike: dict[type[Record], list[int]] = {}
-        for i, (problem, _, _) in enumerate(asked):
-            alike.setdefault(type(problem), []).append(i)
-        found: list[list[Choice]] = [[] for _ in asked]
-        for kind, places in alike.items():
-            _, device, top = asked[places[0]]
-            model = self._model(kind, device)
-            if model is None:
+        found: dict[Record, list[Choice]] = {}
+        for kind in {type(problem): None for problem, _, _ in asked}:
+            _, device, top = asked[0]
+            if (model := self._model(kind, device)) is None:
                 continue
             own = model is self._own_model(kind, device)
-            first = Choice(
-                asked[places[0]][0],
-                device.key,
-                "predicted" if own else "transferred",
-                model=model.version,
-                donor=None if own else model.device.key,
-            )
-            problems = [asked[i][0] for i in places]
+            source: Source = "predicted" if own else "transferred"
+            problems = [problem for problem, _, _ in asked if type(problem) is kind]
             predicted = _predicted(problems, device, model, top, self._limits)
             trusts = self._trusts(problems, device, model, top, predicted)
-            for i, options, trust in zip(places, predicted, trusts, strict=True):
+            for problem, options, trust in zip(problems, predicted, trusts, strict=True):
                 pytorch_s = _seconds_of(PYTORCH_OPERATOR, options)
-                pytorch_ms = None if pytorch_s is None else pytorch_s * 1e3
-                one = replace(first, problem=asked[i][0], pytorch_ms=pytorch_ms)
-                found[i] = [
+                one = Choice(
+                    *(problem, device.key, source),
+                    model=model.version,
+                    pytorch_ms=None if pytorch_s is None else pytorch_s * 1e3,
+                    donor=None if own else model.device.key,
+                )
+                found[problem] = choices = [
                     replace(one, candidate=candidate, predicted_ms=seconds * 1e3)
                     for seconds, candidate in options[: top + _KNOWN]
                 ]
-                if found[i]:
-                    bound, extrapolated = trust
-                    found[i][0] = replace(
-                        found[i][0], regret_bound=bound, extrapolated=extrapolated
-                    )
-        return [
-            choices or _estimated(*each, self._limits)
-            for choices, each in zip(found, asked, strict=True)
-        ]
+                bound, extrapolated = trust
+                choices[:1] = [
+                    replace(first, regret_bound=bound, extrapolated=extrapolated)
+                    for first in choices[:1]
+                ]
+        return [found.get(each[0]) or _estimated(*each, self._limits) for each in asked]
 
     def _trusts(
         self,
@@ -396,7 +373,9 @@ def _checked(problem: object) -> Record:
     return problem
 
 
-def _accepted(choices: Sequence[Choice], max_regret: float) -> list[Choice]:
+def _accepted(choices: Sequence[Choice], max_regret: float | None) -> Sequence[Choice]:
+    if max_regret is None:
+        return choices
     return with_fallback(choices, check_max_regret(max_regret))
 
 
@@ -416,9 +395,8 @@ def _predicted(
     top: int = 1,
     limits: Limits = UNLIMITED,
 ) -> list[Options]:
-    """For each of `problems` at least `top` candidates within `limits`, if the families that
-    `model` knows have them, and PyTorch's own operator, in the order of the answer, with their
-    seconds. Empty where nothing is legal."""
+    """For each of `problems` at least `top` candidates within `limits`, if `model` knows as many,
+    and PyTorch's own operator, in the order of the answer; empty where nothing is legal."""
     found = rank_families(model.families_for(problems), model.gate, problems, device, top, limits)
     served = [i for i, options in enumerate(found) if options]
     if served and model.pytorch is not None:
@@ -434,8 +412,8 @@ def _predicted(
 
 
 def _estimated(problem: Record, device: Device, top: int, limits: Limits) -> list[Choice]:
-    """Return the configs of all families by their own estimates, fastest first; none if none is
-    legal. Estimates are too rough to be compared with anything but one another."""
+    """Return the configs of all families by their own estimates, which are too rough to be
+    compared with anything but one another."""
     found: Options = []
     for name, family in kernels_of(problem).items():
         rows, seconds = rank_by_estimate(family, problem, device)
@@ -469,15 +447,10 @@ def _expected_s(
 
 def distance(one: Device, other: Device) -> float:
     """How unlike two devices are: the largest ratio among their sizes and rates, in doublings."""
-    pairs = (
-        (one.sm_count, other.sm_count),
-        (one.smem_per_sm, other.smem_per_sm),
-        (one.warps_per_sm, other.warps_per_sm),
-        (one.dram_bytes_per_s, other.dram_bytes_per_s),
-        (one.tensor_flops, other.tensor_flops),
-        (one.simt_flops, other.simt_flops),
-    )
-    return max(abs(math.log2(a / b)) for a, b in pairs)
+    sizes = ("sm_count", "smem_per_sm", "warps_per_sm")
+    rates = ("dram_bytes_per_s", "tensor_flops", "simt_flops")
+    ratios = (getattr(one, name) / getattr(other, name) for name in (*sizes, *rates))
+    return max(abs(math.log2(ratio)) for ratio in ratios)
 
 
 def donor_for(models: Mapping[str, Model], device: Device, problem: type) -> Model | None:

@@ -34,14 +34,14 @@ class Task:
 
     Attributes:
         problem: the layer.
-        networks: the networks that it comes from.
+        networks: that it comes from.
         provider: of the candidates (`confpred.families.protocol.Candidate`).
-        source_digest: what a family's launches run as it is today: the digest of its kernel, or a
-            library and its version. For PyTorch's operator: of the kernel that follows it
+        source_digest: of a family's kernel as it is today; for a library's plan the library and its
+            version; for PyTorch's operator the digest of the kernel that follows it
             (`confpred.cuda.epilogue`), or empty.
         config_ids: the provider's numbers of the configs.
         cudnn_mode: of PyTorch's operator, ``BENCHMARK`` or ``HEURISTICS``; else empty.
-        anchor: whether it is measured in every run (`confpred.sampler.tasks`).
+        anchor: whether it is measured in every run.
     """
 
     problem: Record
@@ -90,14 +90,12 @@ def tasks_left(
         seed: of the order, and of the choice of configs.
         configs: a random choice of this many configs a problem and family; None for all. It
             depends on the seed and the problem alone, so that a resumed run chooses the same.
-        picked: as many configs more, the first of the others in the order of `pick`; random ones
-            where there is none, or it knows nothing of the family. None more where all are chosen.
-        pick: see `picked`.
-        families: the names of those to measure; every family of kernels if empty.
+        picked, pick: as many configs more, the first of the others in the order of `pick`; random
+            ones where there is none, or it knows nothing of the family.
+        families: those to measure; every family of kernels if empty.
         pytorch: whether to time PyTorch's own operator too, in each of `cudnn_modes`.
         cudnn_modes: ``BENCHMARK``, ``HEURISTICS`` or both.
-        measured: the configs that need no measurement, by their `config_words`; of PyTorch's
-            operator the modes.
+        measured: the `config_words` that need no measurement; of PyTorch's operator the modes.
     """
     networks: dict[Record, tuple[str, ...]] = {}
     for entry in suite.entries:
@@ -152,9 +150,8 @@ def _choose(
     return [int(row) for row in rows]
 
 
-# *Anchors* are a few configs that every run measures again on every GPU. The time of a config
-# differs between GPUs of one model, and between days; anchors show by how much
-# (`confpred.training.dataset`). Their rows are in shards of their own, and no model learns from
+# *Anchors* are a few configs that every run measures again on every GPU, to show by how much times
+# differ between GPUs and days. Their rows are in shards of their own, and no model learns from
 # them. The file is one object::
 #
 #     {"format": "confpred-anchors/1", "anchors": [
