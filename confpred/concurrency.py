@@ -109,7 +109,7 @@ class Recent(Generic[Asked, Found]):
     """The entries used last: `least` of them, or up to twice as many.
 
     A value that is used moves to the younger of two dictionaries; when that has `least`, the older
-    one is dropped. So nobody waits for a lock. No value is None.
+    one is dropped, without a lock. No value is None.
     """
 
     def __init__(self, least: int) -> None:

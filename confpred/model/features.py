@@ -51,8 +51,7 @@ def examples_of(problems: Iterable[Record]) -> list[Record]:
 def operation_features(
     operation: Operation, problems: Sequence[Record], device: Device
 ) -> NDArray[np.float32]:
-    """Return the features of each problem that all its kernels share; several regressors take
-    them."""
+    """Return the features of each problem that all its kernels share, a row each."""
     asked: Any = operation  # which can be hashed, though its protocol does not say so
     rows = [_operation_features(asked, problem, device) for problem in problems]
     return rows[0] if len(rows) == 1 else np.concatenate(rows)
@@ -147,13 +146,8 @@ class Registers:
     def __init__(self, family: Family, text: str | bytes) -> None:
         """Take what `registers_text` gave for `family`; the first question parses it."""
         self._family, self._text = family, text
-        names = list(family.feature_names)
-        threads = "block_threads" if "block_threads" in names else "threads"
-        self._registers, self._smem, self._threads, self._per_sm, self._waves = (
-            names.index(name)
-            for name in ("registers", "smem_bytes", threads, "blocks_per_sm", "waves")
-        )
-        self._occupancy = [names.index(name) for name in OCCUPANCY]
+        self._at = at = {name: place for place, name in enumerate(family.feature_names)}
+        self._threads = at["block_threads" if "block_threads" in at else "threads"]
         self._of_kind = lru_cache(maxsize=_KINDS_KEPT)(self._found)
         self._measured = lru_cache(maxsize=_KINDS_KEPT)(self._row)
 
@@ -174,13 +168,14 @@ class Registers:
         """
         known = registers > 0
         taken: Array = -(-registers.astype(np.int64) // _ALLOCATED) * _ALLOCATED
-        per_sm = columns[self._waves].astype(np.float64) * columns[self._per_sm]
-        sizes = (per_sm * device.sm_count, columns[self._threads], columns[self._smem])
+        at = self._at
+        per_sm = columns[at["waves"]].astype(np.float64) * columns[at["blocks_per_sm"]]
+        sizes = (per_sm * device.sm_count, columns[self._threads], columns[at["smem_bytes"]])
         blocks, threads, smem = (np.rint(column).astype(np.int64) for column in sizes)
         filled = Occupancy.of(device, blocks, threads, taken.clip(1), smem).features()
-        np.copyto(columns[self._registers], registers, where=known)
-        for index, name in zip(self._occupancy, OCCUPANCY, strict=True):
-            np.copyto(columns[index], filled[name], where=known)
+        np.copyto(columns[at["registers"]], registers, where=known)
+        for name in OCCUPANCY:
+            np.copyto(columns[at[name]], filled[name], where=known)
 
     @cached_property
     def _kernel_of(self) -> Rows:
@@ -204,8 +199,7 @@ class Registers:
         return registers
 
     def _row(self, kind: Kind) -> NDArray[np.int16] | None:
-        """Return the registers of each kernel that was measured for `kind`, 0 of the others; None
-        where none was."""
+        """Return the registers of each kernel that was measured for `kind`, 0 of the others."""
         row = self._known.get(str(kind))
         return None if row is None else np.array(row, np.int16)
 

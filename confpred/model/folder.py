@@ -118,8 +118,7 @@ class Model:
         return tuple(dict.fromkeys(text for text in found if text))
 
     def families_for(self, problems: Sequence[Record]) -> Mapping[str, FamilyModel]:
-        """Return the families that were measured on problems such as `problems`; the others are
-        not read."""
+        """Return the families that were measured on problems such as `problems`."""
         families = self.families
         return families.for_problems(problems) if isinstance(families, _Families) else families
 

@@ -53,8 +53,8 @@ class Pairs:
     Attributes:
         places: which problems have candidates.
         bounds: where the pairs of each of these begin, and where the last one's end.
-        rows: row of the family's config table of each pair, rising for each problem.
-        features: of each pair, as the trees take them.
+        rows, features: of the family's config table, rising for each problem; as the trees take
+            them.
     """
 
     places: Sequence[int]
@@ -325,8 +325,8 @@ class Gate:
     def open(
         self, problems: Sequence[Record], device: Device, serving: Sequence[Sequence[str]]
     ) -> list[list[str]]:
-        """Return the families worth comparing for each problem, of those `serving` it. One that the
-        gate does not know always is."""
+        """Return the families worth comparing for each problem, of those `serving` it; all that
+        the gate does not know are."""
         found = [list(names) for names in serving]
         known = [[name for name in names if name in self.families] for names in serving]
         asked = {i: names for i, names in enumerate(known) if len(names) > 1}

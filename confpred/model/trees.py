@@ -56,7 +56,7 @@ _count = ctypes.byref(ctypes.c_int64())
 
 
 class _Booster(NamedTuple):
-    """A booster that LightGBM read from a text, and its preparation for single rows."""
+    """A booster that LightGBM read from a text, and what it prepared for single rows."""
 
     handle: ctypes.c_void_p
     prepared: ctypes.c_void_p
@@ -88,28 +88,20 @@ class Trees:
         self._boosters: dict[tuple[int, int | None], _Booster] = {}
 
     def _booster(self, first: int, end: int | None) -> _Booster:
-        """Return the booster of the first trees, parsed when it is first needed.
-
-        Each part has its own: LightGBM stores in the booster how many trees to use and reads that
-        back without a lock, so that simultaneous calls would use each other's number.
-        """
-        booster = self._boosters.get((first, end))
-        if booster is None:
+        # Each part has its own: LightGBM stores in the booster how many trees to use and reads that
+        # back without a lock, so that simultaneous calls would use each other's number.
+        if (first, end) not in self._boosters:
             with _parsing:
-                booster = self._boosters.get((first, end))
-                if booster is None:
-                    booster = self._boosters[first, end] = self._parse(first, end)
-        return booster
+                if (first, end) not in self._boosters:
+                    self._boosters[first, end] = self._parse(first, end)
+        return self._boosters[first, end]
 
-    def check(self) -> None:
-        """Check all of the text, of which a prediction checks the part that it needs.
+    def check(self, first: int = 0, end: int | None = None) -> bytes:
+        """Check the text, or the part that a prediction needs, and return it.
 
         Raises:
             ModelError: LightGBM would read what is not there, or never end.
         """
-        self._checked(0, None)
-
-    def _checked(self, first: int, end: int | None) -> bytes:
         try:
             text = part_of_text(self._text, first, end)
             check_text(text, len(self.features))
@@ -118,7 +110,7 @@ class Trees:
         return text
 
     def _parse(self, first: int, end: int | None) -> _Booster:
-        text = self._checked(first, end)
+        text = self.check(first, end)
         library, handle, prepared = _library(), ctypes.c_void_p(), ctypes.c_void_p()
         found, most = ctypes.c_int(), ctypes.c_int()
         # One thread here too: those that OpenMP keeps are not there in a forked child, whose next
@@ -272,8 +264,7 @@ def _check_head(lines: Sequence[bytes], features: int) -> None:
 
 
 def _fields(lines: Sequence[bytes]) -> dict[bytes, list[bytes]]:
-    """Return the value of each field of each tree; the trees have the same fields in the same
-    order."""
+    """Return the value of each field of each tree; all have the same fields in one order."""
     names = [line.partition(b"=")[0] for line in lines]
     stride = names.index(b"Tree", 1) if b"Tree" in names[1:] else len(names)
     fields: dict[bytes, list[bytes]] = {}
@@ -292,8 +283,7 @@ def _fields(lines: Sequence[bytes]) -> dict[bytes, list[bytes]]:
 def _check_splits(
     fields: dict[bytes, list[bytes]], leaves: NDArray[np.int64], features: int
 ) -> None:
-    """Check where the splits of all trees lead: to a later split of the tree, so that every way
-    ends, or to a leaf that it has."""
+    """Check that every split leads to a later split or a leaf of its tree."""
     splits = leaves - 1
     tree = np.repeat(np.arange(len(leaves)), splits)
     first = np.repeat(np.cumsum(splits) - splits, splits)

@@ -401,8 +401,7 @@ def _shapley(
     theirs: NDArray[np.float32],
     groups: Sequence[list[int]],
 ) -> tuple[list[float], float]:
-    """Return what exchanging each group of columns of `ours` for those of `theirs` adds to the
-    cost, and what exchanging all does."""
+    """Return what exchanging each group of columns, and all, adds to the cost."""
     count = len(groups)
     mixed = np.tile(ours, (2**count, 1))
     # Bit g of a row's number: whether it has group g of `theirs`.

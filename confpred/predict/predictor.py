@@ -78,8 +78,7 @@ class Predictor:
             model: a folder that ``confpred train`` wrote, or one that holds such folders, of which
                 each device gets its newest.
             plan: choices that are taken as they are (`confpred.predict.plan`): a `Plan`, a file, or
-                a folder, whose compiled kernels are not loaded here. For other problems the models
-                answer.
+                a folder, whose compiled kernels are not loaded here.
             device: refuse a plan whose choices are all for other devices.
 
         Raises:
@@ -130,8 +129,7 @@ class Predictor:
         found = self._within.get(limits)
         if found is None:
             found = Predictor(self._models)
-            found._planned = self._planned
-            found._limits = limits
+            found._planned, found._limits = self._planned, limits
             if len(self._within) >= _LIMITS_KEPT:
                 self._within.clear()
             self._within[limits] = found
@@ -163,8 +161,7 @@ class Predictor:
         *,
         max_regret: float | None = None,
     ) -> list[Choice]:
-        """`choose` for each of `problems`, in order; those that are new are worked out together,
-        which is faster."""
+        """`choose` for each of `problems`, in order; new ones are worked out together."""
         known = self._device(device)
         asked = [(_checked(problem), known, 1) for problem in problems]
         parts = (asked[i : i + TOGETHER] for i in range(0, len(asked), TOGETHER))
@@ -218,8 +215,7 @@ class Predictor:
             remembered = self._best((_checked(problem), known, 1))[0].pytorch_ms
             if remembered is not None:
                 return remembered
-        seconds = _expected_s(problem, known, self._model(type(problem), known), candidate)
-        return None if seconds is None else seconds * 1e3
+        return _expected_ms(problem, known, self._model(type(problem), known), candidate)
 
     def _answer(self, problem: Record, device: Device, top: int) -> tuple[Choice, ...]:
         remembered = self._best if top == 1 else self._ranking
@@ -281,8 +277,7 @@ class Predictor:
         time_ms = planned.predicted_ms
         if planned.source == "pinned" and time_ms is None:
             model = self._own_model(type(problem), device)
-            seconds = _expected_s(problem, device, model, planned.candidate)
-            time_ms = None if seconds is None else seconds * 1e3
+            time_ms = _expected_ms(problem, device, model, planned.candidate)
         return replace(planned, source="pinned", model=None, predicted_ms=time_ms)
 
     def _keeps_within(self, problem: Record, candidate: Candidate) -> bool:
@@ -305,11 +300,10 @@ class Predictor:
             predicted = _predicted(problems, device, model, top, self._limits)
             trusts = self._trusts(problems, device, model, top, predicted)
             for problem, options, trust in zip(problems, predicted, trusts, strict=True):
-                pytorch_s = _seconds_of(PYTORCH_OPERATOR, options)
                 one = Choice(
                     *(problem, device.key, source),
                     model=model.version,
-                    pytorch_ms=None if pytorch_s is None else pytorch_s * 1e3,
+                    pytorch_ms=_ms_of(PYTORCH_OPERATOR, options),
                     donor=None if own else model.device.key,
                 )
                 found[problem] = choices = [
@@ -331,8 +325,7 @@ class Predictor:
         top: int,
         predicted: Sequence[Options],
     ) -> list[Trust]:
-        """Return how far the first prediction for each problem can be trusted, which does not
-        depend on how many were asked for."""
+        """Return how far the first prediction for each problem can be trusted."""
         if top > 1:
             best = (self._best((problem, device, 1))[0] for problem in problems)
             return [Trust(choice.regret_bound, choice.extrapolated) for choice in best]
@@ -426,23 +419,21 @@ def _estimated(problem: Record, device: Device, top: int, limits: Limits) -> lis
     ]
 
 
-def _seconds_of(candidate: Candidate, options: Options) -> float | None:
-    return next((seconds for seconds, found in options if found == candidate), None)
+def _ms_of(candidate: Candidate, options: Options) -> float | None:
+    return next((seconds * 1e3 for seconds, found in options if found == candidate), None)
 
 
-def _expected_s(
+def _expected_ms(
     problem: Record, device: Device, model: Model | None, candidate: Candidate
 ) -> float | None:
-    """Seconds that `candidate` is expected to take."""
+    """Milliseconds that `candidate` is expected to take."""
     if candidate == PYTORCH_OPERATOR:
-        predicted = _predicted([problem], device, model)[0] if model else []
-        return _seconds_of(candidate, predicted)
+        return _ms_of(candidate, _predicted([problem], device, model)[0] if model else [])
     row = np.array([candidate.config_id], np.intp)
     learned = model.families.get(candidate.provider) if model else None
     if learned is None:
-        family = family_of(candidate)
-        return float(family.estimate_s(problem, device, row)[0])
-    return float(learned.rank(problem, device, row)[1][0])
+        return float(family_of(candidate).estimate_s(problem, device, row)[0]) * 1e3
+    return float(learned.rank(problem, device, row)[1][0]) * 1e3
 
 
 def distance(one: Device, other: Device) -> float:
@@ -454,9 +445,8 @@ def distance(one: Device, other: Device) -> float:
 
 
 def donor_for(models: Mapping[str, Model], device: Device, problem: type) -> Model | None:
-    """Return the model that is to answer for `device`, which has none: of those of `models` (by
-    device key) that know problems of the class `problem`, the nearest device's; None if none does.
-    """
+    """Return the model of the device nearest to `device`, of those of `models` (by device key) that
+    know problems of the class `problem`."""
     described = {key: KNOWN.get(key) or models[key].device for key in models}
     for key in sorted(described, key=lambda key: (distance(described[key], device), key)):
         if models[key].operation.problem is problem:

@@ -123,8 +123,7 @@ class Compilers:
                 worker.start(CompileJob(self._todo.popleft(), self._arch))
 
     def next_ready(self, wanted: Callable[[Task], bool] = lambda task: True) -> Task | None:
-        """Return the first task that is `wanted` and has all kernels compiled or refused; each task
-        comes once."""
+        """Take the first task that is `wanted` and has all kernels compiled or refused."""
         for place, index in enumerate(self._ready):
             if wanted(self._tasks[index]):
                 del self._ready[place]

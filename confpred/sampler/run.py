@@ -220,11 +220,8 @@ def _feed(
     *,
     begun_only: bool,
 ) -> None:
-    """Give each free GPU the next task whose kernels are compiled.
-
-    All tasks of a problem go to one GPU, its owner, so that its families are compared in one
-    sitting; with `begun_only`, no further problem is begun.
-    """
+    """Give each free GPU the next task whose kernels are compiled; with `begun_only`, no further
+    problem is begun. All tasks of a problem go to one GPU, its owner, in one session."""
     for gpu in gpus:
         if gpu.task is not None:
             continue
@@ -318,7 +315,7 @@ def measured_in(folder: Path, operation: Operation, device: str) -> dict[Measure
 
 
 class Store:
-    """Reads and appends the shards of a folder; made by `open_store`."""
+    """The shards of a folder, read and appended; made by `open_store`."""
 
     def __init__(self, folder: Path, run_id: str, operation: Operation) -> None:
         self.folder, self._run_id, self._operation = folder, run_id, operation
