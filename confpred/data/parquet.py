@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -168,63 +167,50 @@ def read_checked(files: Sequence[Path], operation: Operation) -> CheckedRows:
     columns = [*problem_columns(operation), *_TEXTS, _REGISTERS]
     tables = [read(file, operation, [*columns, *_TIMES]) for file in files]
     for file, table in zip(files, tables, strict=True):
-        _check(file, table, columns)
-        _check_configs(file, table, operation)
+        _check(file, table, columns, operation)
     table = pa.concat_tables(tables).combine_chunks()
     table = table.append_column(ROW, pa.array(np.arange(table.num_rows)))
     ends = np.cumsum([part.num_rows for part in tables])
     return CheckedRows(table, tuple(files), tuple(ends.tolist()))
 
 
-def _check(file: Path, table: pa.Table, columns: Sequence[str]) -> None:
+def _check(file: Path, table: pa.Table, columns: Sequence[str], operation: Operation) -> None:
+    """Refuse the first wrong value of the first rule that is broken."""
+    for name, wrong, allowed, known in _rules(table, columns, operation):
+        row = pc.index(wrong, True).as_py()
+        if row >= 0:
+            value = table[name][row].as_py()
+            for near in difflib.get_close_matches(value, known, 1, cutoff=0.0) if known else ():
+                allowed += f"; the nearest is {near!r}"
+            raise _error(file, row, InvalidInput(name, value, allowed))
+
+
+def _rules(
+    table: pa.Table, columns: Sequence[str], operation: Operation
+) -> Iterator[tuple[str, pa.ChunkedArray, str, Sequence[str]]]:
+    """Yield of each rule a column, which values break it, what is allowed, and names of that."""
     for name in columns:
         if table[name].null_count:
-            _refuse(file, table, name, table[name].is_null(), "a value in every row")
-    known = pc.is_in(table["status"], value_set=pa.array(STATUSES))
-    _refuse(file, table, "status", pc.invert(known), " or ".join(STATUSES))
+            yield name, table[name].is_null(), "a value in every row", ()
+    yield "status", _not_in(table["status"], STATUSES), " or ".join(STATUSES), ()
     time = table["time_ms"].fill_null(np.nan)
     positive = pc.and_(pc.is_finite(time), pc.greater(time, 0))
     wrong = pc.and_not(pc.equal(table["status"], "ok"), positive)
-    _refuse(file, table, "time_ms", wrong, "a number above 0 where status is ok")
-    inside = pc.and_(
-        pc.greater_equal(table[_REGISTERS], 0), pc.less(table[_REGISTERS], _MOST_REGISTERS)
-    )
-    allowed = f"a number from 0 to {_MOST_REGISTERS - 1}"
-    _refuse(file, table, _REGISTERS, pc.invert(inside), allowed)
-
-
-def _check_configs(file: Path, table: pa.Table, operation: Operation) -> None:
+    yield "time_ms", wrong, "a number above 0 where status is ok", ()
+    registers = table[_REGISTERS]
+    outside = pc.or_(pc.less(registers, 0), pc.greater_equal(registers, _MOST_REGISTERS))
+    yield _REGISTERS, outside, f"a number from 0 to {_MOST_REGISTERS - 1}", ()
     families = [name for name, each in all_families().items() if each.operation is operation]
     known = [PYTORCH, *families]
-    unknown = pc.invert(pc.is_in(table["family"], value_set=pa.array(known)))
-    _refuse(file, table, "family", unknown, partial(_nearest, known, " or ".join(known)))
+    yield "family", _not_in(table["family"], known), " or ".join(known), known
     for family in pc.unique(table["family"]).to_pylist():
         words = list(config_ids(family))
-        unknown = pc.invert(pc.is_in(table["config"], value_set=pa.array(words)))
-        wrong = pc.and_(pc.equal(table["family"], family), unknown)
-        allowed = f"a config of this version's {family}"
-        _refuse(file, table, "config", wrong, partial(_nearest, words, allowed))
+        wrong = pc.and_(pc.equal(table["family"], family), _not_in(table["config"], words))
+        yield "config", wrong, f"a config of this version's {family}", words
 
 
-def _nearest(known: Sequence[str], allowed: str, value: str) -> str:
-    """Say what is `allowed`, and what of it is most like `value`."""
-    (near,) = difflib.get_close_matches(value, known, 1, cutoff=0.0)
-    return f"{allowed}; the nearest is {near!r}"
-
-
-def _refuse(
-    file: Path,
-    table: pa.Table,
-    name: str,
-    wrong: pa.ChunkedArray,
-    allowed: str | Callable[[Any], str],
-) -> None:
-    """Refuse the first wrong value; `allowed` may depend on it."""
-    row = pc.index(wrong, True).as_py()
-    if row >= 0:
-        value = table[name][row].as_py()
-        said = allowed if isinstance(allowed, str) else allowed(value)
-        raise _error(file, row, InvalidInput(name, value, said))
+def _not_in(column: pa.ChunkedArray, values: Sequence[str]) -> pa.ChunkedArray:
+    return pc.invert(pc.is_in(column, value_set=pa.array(values)))
 
 
 def _error(file: Path, row: int, error: InvalidInput) -> DataError:

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -31,26 +30,22 @@ from confpred.errors import FolderBusy, InvalidInput, LaunchError, StorageError
 from confpred.families.protocol import PYTORCH
 from confpred.families.registry import operation_of
 from confpred.measure.timing import Outcome
-from confpred.problem.device import Device, get_device
+from confpred.problem.device import get_device
 from confpred.problem.operation import Operation
 from confpred.problem.record import Record
 from confpred.sampler import jobs
 from confpred.sampler.jobs import Compilers, Finished, GpuWorker
-from confpred.sampler.tasks import BENCHMARK, Measured, Pick, Task, tasks_left
+from confpred.sampler.tasks import Choosing, Measured, Task
+from confpred.sampler.tasks import plan as plan  # which callers find here
 
 _TICK_SECONDS = 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
-    """Settings of a run.
+class Settings(Choosing):
+    """Settings of a run, beside what it measures; the seed is also of the order of timed rounds.
 
     Attributes:
-        seed: of the order of problems, the choice of configs, and the order of timed rounds.
-        configs: a random choice of this many a problem and family; None for all legal ones.
-        families: those to measure; all families of kernels if empty.
-        picked, pick: further configs a problem and family; see `tasks_left`.
-        pytorch: whether to time PyTorch's own operator too, in each of `cudnn_modes`.
         anchors: measured by every GPU before all else, wherever anything is left to measure.
         processes: compilations at a time; 0 where the kernels are in the cache already.
         budget_s: no problem is begun after this many seconds, and those that were begun are
@@ -59,13 +54,6 @@ class Settings:
         compile, measure: import paths of the job functions of the worker processes.
     """
 
-    seed: int = 0
-    configs: int | None = None
-    picked: int = 0
-    pick: Pick | None = None
-    families: tuple[str, ...] = ()
-    pytorch: bool = True
-    cudnn_modes: tuple[str, ...] = (BENCHMARK,)
     anchors: tuple[Task, ...] = ()
     processes: int = 1
     budget_s: float | None = None
@@ -198,18 +186,6 @@ def sample(
                 gpu.stop(kill=gpu.task is not None)
             store.flush()
     return tally
-
-
-def plan(
-    suite: Suite,
-    device: Device,
-    settings: Settings,
-    measured: Mapping[Measured, AbstractSet[str]],
-) -> list[Task]:
-    """Return what a run is to measure, in its order; the folder has `measured` already."""
-    names = ("seed", "configs", "picked", "pick", "families", "pytorch", "cudnn_modes")
-    chosen: dict[str, Any] = {name: getattr(settings, name) for name in names}
-    return tasks_left(suite, device, measured=measured, **chosen)
 
 
 def _feed(

@@ -69,25 +69,12 @@ class Measured:
     source_digest: str
 
 
-def tasks_left(
-    suite: Suite,
-    device: Device,
-    *,
-    seed: int,
-    configs: int | None,
-    picked: int = 0,
-    pick: Pick | None = None,
-    families: Sequence[str] = (),
-    pytorch: bool,
-    cudnn_modes: Sequence[str] = (BENCHMARK,),
-    measured: Mapping[Measured, AbstractSet[str]],
-) -> list[Task]:
-    """Return the tasks left, problems in random order so that a run cut short leaves a fair sample.
+@dataclass(frozen=True, slots=True)
+class Choosing:
+    """Which candidates of each problem are measured.
 
-    Args:
-        suite: the problems; one that occurs twice counts once, with the networks of both.
-        device: decides which configs are legal.
-        seed: of the order, and of the choice of configs.
+    Attributes:
+        seed: of the order of problems, and of the choice of configs.
         configs: a random choice of this many configs a problem and family; None for all. It
             depends on the seed and the problem alone, so that a resumed run chooses the same.
         picked, pick: as many configs more, the first of the others in the order of `pick`; random
@@ -95,6 +82,29 @@ def tasks_left(
         families: those to measure; every family of kernels if empty.
         pytorch: whether to time PyTorch's own operator too, in each of `cudnn_modes`.
         cudnn_modes: ``BENCHMARK``, ``HEURISTICS`` or both.
+    """
+
+    seed: int = 0
+    configs: int | None = None
+    picked: int = 0
+    pick: Pick | None = None
+    families: Sequence[str] = ()
+    pytorch: bool = True
+    cudnn_modes: Sequence[str] = (BENCHMARK,)
+
+
+def plan(
+    suite: Suite,
+    device: Device,
+    choosing: Choosing,
+    measured: Mapping[Measured, AbstractSet[str]],
+) -> list[Task]:
+    """Return the tasks left, problems in random order so that a run cut short leaves a fair sample.
+
+    Args:
+        suite: the problems; one that occurs twice counts once, with the networks of both.
+        device: decides which configs are legal.
+        choosing: which of these are measured.
         measured: the `config_words` that need no measurement; of PyTorch's operator the modes.
     """
     networks: dict[Record, tuple[str, ...]] = {}
@@ -103,13 +113,13 @@ def tasks_left(
         networks[entry.problem] = tuple(dict.fromkeys(known + entry.networks))
     tasks = []
     problems = list(networks)
-    for index in np.random.default_rng(seed).permutation(len(problems)):
+    for index in np.random.default_rng(choosing.seed).permutation(len(problems)):
         problem = problems[index]
-        named = families or kernels_of(problem)
+        named = choosing.families or kernels_of(problem)
         for family in families_of(problem).values():
             if family.name not in named:
                 continue
-            rows = _choose(family, problem, device, configs, seed, picked, pick)
+            rows = _choose(family, problem, device, choosing)
             if not len(rows):
                 continue
             digest = identity_of(family.launch(problem, rows[0]).source)
@@ -120,27 +130,20 @@ def tasks_left(
                 tasks.append(Task(problem, networks[problem], family.name, digest, left))
         operator, source = PYTORCH_OPERATOR, epilogue_source(problem)
         timed = measured.get(Measured(problem, operator.provider, source), frozenset())
-        for mode in cudnn_modes if pytorch else ():
+        for mode in choosing.cudnn_modes if choosing.pytorch else ():
             if mode not in timed and not (mode == BENCHMARK and "" in timed):  # rows of old
                 where = (problem, networks[problem], operator.provider, source)
                 tasks.append(Task(*where, (operator.config_id,), mode))
     return tasks
 
 
-def _choose(
-    family: Family,
-    problem: Record,
-    device: Device,
-    configs: int | None,
-    seed: int,
-    picked: int,
-    pick: Pick | None,
-) -> list[int]:
+def _choose(family: Family, problem: Record, device: Device, choosing: Choosing) -> list[int]:
     legal = family.listed if isinstance(family, LibraryFamily) else family.legal
     rows = np.flatnonzero(legal(problem, device))
+    configs, picked, pick = choosing.configs, choosing.picked, choosing.pick
     if configs is not None and configs < len(rows):
         name = zlib.crc32(f"{family.name} {problem}".encode())
-        generator = np.random.default_rng([seed, name])
+        generator = np.random.default_rng([choosing.seed, name])
         chosen = generator.choice(rows, configs, replace=False)
         others = np.setdiff1d(rows, chosen)
         order = pick(family, problem, others) if pick is not None and picked else None

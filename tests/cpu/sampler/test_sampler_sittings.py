@@ -31,10 +31,11 @@ from confpred.sampler.tasks import (
     BENCHMARK,
     FORMAT,
     HEURISTICS,
+    Choosing,
     Measured,
     Task,
+    plan,
     read_anchors,
-    tasks_left,
 )
 
 DEVICE = get_device("h100")
@@ -57,8 +58,7 @@ def by_problem(found: list[dict]) -> dict[Problem, list[dict]]:
 
 
 def left(measured=None, **settings) -> list[Task]:
-    options = {"seed": 0, "configs": 4, "pytorch": True, "measured": measured or {}} | settings
-    return tasks_left(SUITE, DEVICE, **options)
+    return plan(SUITE, DEVICE, Choosing(**{"configs": 4} | settings), measured or {})
 
 
 def test_pytorchs_operator_is_planned_in_each_mode_that_is_missing():
