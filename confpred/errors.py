@@ -71,11 +71,7 @@ class StorageError(ConfpredError):
 
 
 class CompileError(ConfpredError):
-    """NVRTC refused a kernel.
-
-    Attributes:
-        log: the compiler's own log.
-    """
+    """NVRTC refused a kernel; `log` is its own log."""
 
     def __init__(self, what: str, log: str) -> None:
         self.log = log
@@ -87,12 +83,8 @@ class LaunchError(ConfpredError):
 
 
 class ServiceError(ConfpredError):
-    """The HTTP service refused a request, or its reply is none that confpred understands.
-
-    Attributes:
-        status: of the reply; None where there was none.
-        request_id: by which the service's log has the request, if it got there.
-    """
+    """The HTTP service refused a request, or its reply is none that confpred understands: its
+    `status`, or None, and the `request_id` by which the service's log has the request."""
 
     def __init__(self, what: str, status: int | None, request_id: str) -> None:
         self.status, self.request_id = status, request_id

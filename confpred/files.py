@@ -49,8 +49,7 @@ def write_whole(
 
 
 def write_folder(path: Path, files: Mapping[str, str | bytes]) -> None:
-    """Make the folder `path` with `files`, whole or not at all: texts, or bytes, by file name,
-    which may be in a folder of its own (``"kernels/0a.cubin"``).
+    """Make the folder `path` with `files`, whole or not at all, by names such as ``"kernels/0a"``.
 
     Raises:
         StorageError: the file system refused, or the folder exists and is not empty.

@@ -28,13 +28,8 @@ _OF_OPTIONS = ("is_pytorch", "log_pytorch", "log_second", "log_sixth", "close", 
 
 
 class Trust(NamedTuple):
-    """How far an answer can be trusted.
-
-    Attributes:
-        bound: on its regret; None where there is none.
-        extrapolated: whether the problem is unlike all that the model was trained on; there is no
-            bound then.
-    """
+    """The bound on an answer's regret, and whether the problem is unlike all that the model was
+    trained on; there is no bound then."""
 
     bound: float | None
     extrapolated: bool
@@ -57,7 +52,6 @@ class Bounds:
     """The bounds of a model on the regret of its own answers.
 
     Attributes:
-        operation: what is computed.
         quantile: regressor of a quantile of log(regret), from `signals`: its median, or a high one
             in models that are older than decision 170.
         offsets: what is added to that, by the provider that is chosen.
@@ -95,12 +89,8 @@ def signal_names(operation: Operation) -> tuple[str, ...]:
 
 
 def signals(features: NDArray[np.float32], options: Sequence[Options]) -> NDArray[np.float32]:
-    """Return the signals of an answer's regret, a row an answer.
-
-    Args:
-        features: those of the problems (`pytorch_features`).
-        options: of each problem in the order of the answer.
-    """
+    """Return the signals of an answer's regret, a row an answer, from the problems' `features`
+    (`pytorch_features`) and the `options` of each in the order of the answer."""
     return np.hstack([features, np.array([_of_options(mine) for mine in options], np.float32)])
 
 

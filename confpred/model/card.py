@@ -28,13 +28,8 @@ _NAMES = {"driver": "the driver", "cudnn": "cuDNN"}
 
 @dataclass(frozen=True, slots=True)
 class FeatureDigest:
-    """Features of a few examples, by which a model recognises the features it was trained on.
-
-    Attributes:
-        examples: problems in words; for a family ``{"problem": words, "rows": rows}``, with
-            rows of its config table.
-        digest: of their features (`confpred.model.features`).
-    """
+    """Digest of the features of a few `examples` (`confpred.model.features`), which are problems in
+    words; for a family ``{"problem": words, "rows": rows}``, with rows of its config table."""
 
     examples: list[Any]
     digest: str
@@ -101,14 +96,9 @@ class PytorchCard:
 
 @dataclass(frozen=True, slots=True)
 class BoundsCard:
-    """The bound on regret.
-
-    Attributes:
-        offsets: by provider.
-        ranges: by provider the ``least`` and ``largest`` value of each feature of its problems.
-        coverage: share of held-out answers within their bound: of ``all``, and by provider.
-        median: of the held-out answers' bounds.
-    """
+    """The bound on regret: by provider its offset, and the ``least`` and ``largest`` value of each
+    feature of its problems; the share of held-out answers within their bound, of ``all`` and by
+    provider; and the median of their bounds."""
 
     offsets: Mapping[str, float]
     ranges: Mapping[str, Any]
@@ -124,8 +114,7 @@ class Card:
         operation: name of the operation that the families compute.
         device: key of the device that the model is for.
         board: description of a device that is in no table.
-        created: date and time.
-        seed: of the training.
+        created, seed: date and time, and seed of the training.
         data, families, gate, pytorch, bounds: see there; None where it was not learned.
         hyperparameters: how the trees grew.
         measured_with: versions of ``driver`` and ``cudnn`` that the times were measured with.

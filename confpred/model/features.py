@@ -67,13 +67,8 @@ def _operation_features(operation: Any, problem: Record, device: Device) -> NDAr
 def family_card(
     family: Family, device: Device, examples: Sequence[tuple[Record, Sequence[int]]]
 ) -> FeatureDigest:
-    """Return what a card holds of a family's features.
-
-    Args:
-        family: whose features.
-        device: the device that the features are for.
-        examples: problems, and legal rows of the config table for each.
-    """
+    """Return what a card holds of a family's features on `device`; the `examples` are problems, and
+    legal rows of the config table for each."""
     listed = [
         {"problem": str(problem), "rows": list(rows[:: -(-len(rows) // _ROWS)])}
         for problem, rows in examples
@@ -159,13 +154,8 @@ class Registers:
     def correct(
         self, columns: NDArray[np.float32], registers: NDArray[np.int16], device: Device
     ) -> None:
-        """Put what is known in the place of what the family estimates.
-
-        Args:
-            columns: features of some configs for `device`, ``(len(feature_names), configs)``.
-            registers: what `of` found for them.
-            device: the device.
-        """
+        """Put what is known in the place of what the family estimates: `columns` are features of
+        some configs, ``(len(feature_names), configs)``, `registers` what `of` found for them."""
         known = registers > 0
         taken: Array = -(-registers.astype(np.int64) // _ALLOCATED) * _ALLOCATED
         at = self._at
@@ -220,15 +210,10 @@ def kernels_of(family: Family) -> Rows:
 def registers_text(
     family: Family, measured: Iterable[tuple[Any, Rows, Array | None]]
 ) -> str | None:
-    """Return a table of the registers of a family's kernels, as text that `Registers` takes.
+    """Return a table of the registers of a family's kernels, as text that `Registers` takes; None
+    where the family does not say what its kernels are compiled for, or nothing is known.
 
-    Args:
-        family: whose kernels.
-        measured: of each problem the configs that were compiled, and their registers, 0 where that
-            is not known.
-
-    Returns:
-        None where the family does not say what its kernels are compiled for, or nothing is known.
+    `measured` has each problem with the configs that were compiled, and their registers or 0.
     """
     if not isinstance(family, Compiled):
         return None

@@ -309,11 +309,9 @@ MARGIN = 0.10
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """The gate of a model, learned from problems that several families compute.
+    """The gate of a model, learned from problems that several `families` compute.
 
     Attributes:
-        operation: what they compute.
-        families: names of the families that it knows.
         lag: regressor of log(time of a family's best config / time of the best of all families'),
             from the operation's features and the family.
     """
@@ -365,7 +363,6 @@ class PytorchModel:
     """A model of PyTorch's own operator, which has no configs.
 
     Attributes:
-        operation: the operation that it computes.
         ratio: regressor of log(its time / time of the fastest config), from `pytorch_features`; it
             does not tell large ratios apart (`confpred.training.calibrate`).
         margins: how large that logarithm must be for the config to be preferred, by the problem's

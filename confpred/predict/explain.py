@@ -33,12 +33,8 @@ NEAREST = 5  # measured layers that an explanation names
 
 @dataclass(frozen=True, slots=True)
 class Roofline:
-    """Bound that no kernel can beat.
-
-    Attributes:
-        bytes, flops: that must cross device memory; multiplications plus additions.
-        memory_ms, arithmetic_ms: milliseconds of each alone.
-    """
+    """Bound that no kernel can beat: bytes that must cross device memory, multiplications plus
+    additions, and the milliseconds of each alone."""
 
     bytes: int
     flops: int
@@ -319,8 +315,8 @@ class Contribution:
 
     Attributes:
         theme: one of `THEMES`, ``config`` for the config's own fields, or ``other``.
-        ratio: the factor on the time of the other config over that of the chosen one: above 1 it
-            speaks for the chosen one. The factors of all causes multiply to the whole ratio.
+        ratio: the factor on the time of the other config over that of the chosen one. The factors
+            of all causes multiply to the whole ratio.
         features: the values that differ, of the chosen config and of the other, by name.
     """
 

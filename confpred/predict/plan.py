@@ -128,13 +128,8 @@ def write_plan(
     kernels: Mapping[str, str | bytes] | None = None,
     replace: bool = True,
 ) -> None:
-    """Write `plan`, whole or not at all: a file, or a folder where compiled `kernels` go along.
-
-    Args:
-        path: the file or folder to make.
-        plan: the choices.
-        kernels: files of kernels (`confpred.cuda.compiler.compiled_files`).
-        replace: a file of that name is replaced; a folder that is not empty never is.
+    """Write `plan`, whole or not at all: a file, or a folder where `kernels` go along, files of
+    `confpred.cuda.compiler.compiled_files`. `replace` a file; never a folder that is not empty.
 
     Raises:
         StorageError: the file system refused, or what exists must not be replaced.

@@ -121,17 +121,16 @@ def sample(
     """Measure what `folder` lacks of `suite`.
 
     Args:
-        suite: the problems.
+        suite, settings: the problems, and which of their candidates are measured, and how.
         folder: of Parquet shards; made if missing. Rows that it holds are not measured again.
         runs: CUDA device -> what its rows share. All of them are GPUs of one kind.
-        settings: see `Settings`.
         chosen: names the tasks in place of `plan`, given what `folder` holds.
         interrupts: how often the user has asked to stop: once ends the run after the problems in
             flight, twice at once.
         show: called about ten times a second.
 
     Returns:
-        The tally; everything that it counts is on disk.
+        The tally; all that it counts is on disk.
 
     Raises:
         InvalidInput: the GPUs are not of one kind.

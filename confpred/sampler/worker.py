@@ -41,8 +41,7 @@ class Failed:
     Attributes:
         how: ``error`` (the job raised), ``died`` (the process ended) or ``silent`` (it was killed
             because it reported nothing for too long).
-        message: for the user.
-        reported: what the job reported last; None if nothing.
+        message, reported: for the user; what the job reported last, or None.
     """
 
     how: Literal["error", "died", "silent"]

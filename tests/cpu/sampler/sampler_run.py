@@ -1,4 +1,4 @@
-"""What tests of the sampler share; and ``confpred sample`` below the search for GPUs, as a program
+"""Helpers of the sampler's tests, and ``confpred sample`` below the search for GPUs, as a program
 that tests can interrupt and kill: ``sampler_run.py SUITE FOLDER``.
 """
 
