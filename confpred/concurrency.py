@@ -1,15 +1,8 @@
 """Forking a process whose threads predict or compile.
 
-A forked child has a copy of all memory and one thread. A lock that another thread held at that
-moment stays locked in the child for good: ours, and those inside LightGBM and NVRTC, which nobody
-can reach. So a fork waits until no thread is inside such a section, and none enters before the fork
-is done:
-
-    with uninterrupted:  # any number of threads side by side, and sections inside sections
-        ...
-
-Callers of ``os.fork`` wait, and with it ``multiprocessing`` by its method ``fork`` and PyTorch's
-loaders of data; ``subprocess`` does not fork in this sense.
+A lock that another thread holds at a fork stays locked in the child for good, also those inside
+LightGBM and NVRTC. So ``os.fork`` waits until no thread is inside ``with uninterrupted:``, and none
+enters before the fork is done; sections may be side by side and inside one another.
 """
 
 from __future__ import annotations
@@ -21,7 +14,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from types import TracebackType
 from typing import Generic, TypeVar
 
 Made = TypeVar("Made")
@@ -50,12 +42,7 @@ class _Sections:
                     self._changed.wait()
             self._inside[me] = self._inside.get(me, 0) + 1
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        where: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         me = threading.get_ident()
         with self._changed:
             left = self._inside.pop(me) - 1
@@ -64,41 +51,34 @@ class _Sections:
             elif self._forking:
                 self._changed.notify_all()
 
-    def _before_fork(self) -> None:
+    def before_fork(self) -> None:
         me = threading.get_ident()
         with self._changed:
             self._forking += 1
             if not self._changed.wait_for(lambda: self._inside.keys() <= {me}, LONGEST_WAIT_S):
                 log.warning("a fork no longer waits for other threads: the child may hang")
 
-    def _in_parent(self) -> None:
+    def in_parent(self) -> None:
         with self._changed:
             self._forking -= 1
             self._changed.notify_all()
 
-    def _in_child(self) -> None:
+    def in_child(self) -> None:
         me = threading.get_ident()
-        count = self._inside.get(me, 0)
-        self._open_again({me: count} if count else {})
-
-    def guard_forks(self) -> None:
-        os.register_at_fork(
-            before=self._before_fork,
-            after_in_parent=self._in_parent,
-            after_in_child=self._in_child,
-        )
+        self._open_again({me: count} if (count := self._inside.get(me)) else {})
 
 
 uninterrupted = _Sections()
 if hasattr(os, "register_at_fork"):  # not on Windows, which does not fork
-    uninterrupted.guard_forks()
+    os.register_at_fork(
+        before=uninterrupted.before_fork,
+        after_in_parent=uninterrupted.in_parent,
+        after_in_child=uninterrupted.in_child,
+    )
 
 
 class PerProcess(Generic[Made]):
-    """A value that `make` makes once a process.
-
-    A forked child has no use for its parent's connections and threads, and makes its own.
-    """
+    """A value that `make` makes once a process; a forked child makes its own."""
 
     def __init__(self, make: Callable[[], Made]) -> None:
         self._make = make
@@ -128,10 +108,8 @@ Found = TypeVar("Found")
 class Recent(Generic[Asked, Found]):
     """The entries used last: `least` of them, or up to twice as many.
 
-    They are in two dictionaries. A value that is used moves to the younger one; when that has
-    `least`, it takes the place of the older one, which is dropped. So nobody waits for a lock.
-    Threads that do this at the same moment may drop more than they need to, which costs them
-    finding it again. No value is None.
+    A value that is used moves to the younger of two dictionaries; when that has `least`, the older
+    one is dropped, without a lock. No value is None.
     """
 
     def __init__(self, least: int) -> None:
@@ -163,8 +141,7 @@ class Remembered(Generic[Asked, Found]):
     """The function `find`, of which the answers used last are kept, as in `Recent`.
 
     Safe to share between threads, and to fork. Threads that ask the same new thing at once share
-    one call of `find`; those that ask other things do not wait. `find` takes several things that
-    were asked, and returns the answer to each, none of which is None.
+    one call of `find`, which takes several things and returns the answer to each, never None.
     """
 
     def __init__(self, find: Callable[[Sequence[Asked]], Sequence[Found]], least: int) -> None:
@@ -203,12 +180,11 @@ class Remembered(Generic[Asked, Found]):
         try:
             # Another thread may have been done between this one's look and its turn.
             known = {each: self._recent.get(each) for each in asked}
-            new = [each for each, found in known.items() if found is None]
             answers = {each: found for each, found in known.items() if found is not None}
-            if new:
+            if new := [each for each in asked if each not in answers]:
                 answers.update(zip(new, self._find(new), strict=True))
-            for each in new:
-                self._recent.put(each, answers[each])
+                for each in new:
+                    self._recent.put(each, answers[each])
             return answers
         finally:
             with self._lock:
@@ -221,25 +197,26 @@ _LOOK_SECONDS = 0.5
 
 
 def end_with(parent: int) -> None:
-    """Make this process end soon after `parent`, the process that started it, however that ends:
-    a process that is killed cannot ask its helpers to end. Ctrl-C, which the terminal sends to
-    helpers too, is left to `parent`.
+    """Make this process end soon after `parent`, the process that started it, even if that is
+    killed; Ctrl-C, which the terminal sends to helpers too, is left to `parent`.
 
-    It looks twice a second whether it has been given another parent. (Linux could send a signal
-    instead, but does so when the *thread* that started this process ends.)
+    It looks twice a second: Linux's signal comes when the *thread* that started this process ends.
     """
+
+    def look() -> None:
+        while os.getppid() == parent:
+            time.sleep(_LOOK_SECONDS)
+        os._exit(1)  # at once, even if the main thread hangs in a driver or a long computation
+
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_end_after, args=(parent,), daemon=True).start()
+    threading.Thread(target=look, daemon=True).start()
 
 
 @contextlib.contextmanager
 def stops_held() -> Iterator[None]:
     """Delay Ctrl-C and SIGTERM until the block ends, so that no start of processes is cut off
-    halfway.
-
-    Signals that end this process at once, or are ignored, stay as they are. Started processes
-    inherit the blocked Ctrl-C and never see it. The terminal sends it to them too, but the process
-    that started them decides what becomes of their work.
+    halfway. Signals that end this process at once, or are ignored, stay as they are. Started
+    processes inherit the blocked Ctrl-C: who started them decides what becomes of their work.
     """
     from multiprocessing import resource_tracker  # imports a dozen modules
 
@@ -247,10 +224,10 @@ def stops_held() -> Iterator[None]:
     came: list[int] = []
     # Blocking alone does not do: a thread that has the signal unblocked may take it, and Python
     # then runs the handler in the main thread all the same.
-    held = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    if threading.current_thread() is not threading.main_thread():
-        held = {}  # handlers do not run here
-    held = {number: handler for number, handler in held.items() if callable(handler)}
+    held = {}
+    if threading.current_thread() is threading.main_thread():  # handlers run in no other
+        handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        held = {number: handler for number, handler in handlers.items() if callable(handler)}
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         for number in held:
@@ -262,9 +239,3 @@ def stops_held() -> Iterator[None]:
             signal.signal(number, handler)
         if came:
             signal.raise_signal(came[0])
-
-
-def _end_after(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(_LOOK_SECONDS)
-    os._exit(1)  # at once, even if the main thread hangs in a driver or a long computation

@@ -1,4 +1,4 @@
-"""Everything confpred raises on purpose.
+"""Errors that confpred raises on purpose.
 
 ConfpredError
 |-- InvalidInput (also a ValueError)  a field holds a value that is not allowed
@@ -55,11 +55,11 @@ class UnknownDevice(InvalidInput):
 
 
 class DataError(ConfpredError):
-    """A measurement or suite file is missing, damaged, or not one of ours."""
+    """A measurement or suite file is missing, damaged, or foreign."""
 
 
 class ModelError(ConfpredError):
-    """A model folder is missing, damaged, or not one of ours."""
+    """A model folder is missing, damaged, or foreign."""
 
 
 class FolderBusy(ConfpredError):
@@ -71,11 +71,7 @@ class StorageError(ConfpredError):
 
 
 class CompileError(ConfpredError):
-    """NVRTC refused a kernel.
-
-    Attributes:
-        log: the compiler's own log.
-    """
+    """NVRTC refused a kernel; `log` is its own log."""
 
     def __init__(self, what: str, log: str) -> None:
         self.log = log
@@ -87,12 +83,8 @@ class LaunchError(ConfpredError):
 
 
 class ServiceError(ConfpredError):
-    """The HTTP service refused a request, or its reply is none that confpred understands.
-
-    Attributes:
-        status: of the reply; None where there was none.
-        request_id: by which the service's log has the request, if it got there.
-    """
+    """The HTTP service refused a request, or its reply is none that confpred understands: its
+    `status`, or None, and the `request_id` by which the service's log has the request."""
 
     def __init__(self, what: str, status: int | None, request_id: str) -> None:
         self.status, self.request_id = status, request_id
@@ -125,9 +117,8 @@ def _shown(value: object) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-# No package index has confpred, so a command that names it alone would fail. A message about an
-# extra names the source of this installation, or else the packages of the extra.
-
+# No package index has confpred, so a message about an extra names the source of this installation,
+# or else the packages of the extra.
 _NAME = "confpred"
 _CLONE = Path(__file__).parents[1]
 _OF_EXTRA = re.compile(r"""extra\s*==\s*['"]([\w-]+)['"]""")

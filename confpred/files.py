@@ -23,10 +23,8 @@ def write_whole(
     replace: bool = True,
     mode: int = 0o644,
 ) -> None:
-    """Let `write` fill a temporary file beside `path`, then rename it to `path`.
-
-    A reader sees the old file or the complete new one; after a failure the temporary file is gone.
-    Missing parent folders are made.
+    """Let `write` fill a temporary file beside `path`, then rename it to `path`, so that a reader
+    sees the old file or the complete new one. Missing parent folders are made.
 
     Args:
         path: the file to make or replace.
@@ -34,11 +32,10 @@ def write_whole(
         private: only this user may read the file and the folders made for it, and nobody waits for
             the disk: after a power cut the file may hold anything, so its reader has to check it.
         replace: a file of that name may exist, and is replaced.
-        mode: who may read the file from its first moment, unless it is private.
+        mode: who may read the file, unless it is private.
 
     Raises:
-        StorageError: the file system refused (full, read-only, no permission, not a folder; or the
-            file exists and must not be replaced).
+        StorageError: the file system refused, or the file exists and must not be replaced.
     """
     folders = 0o700 if private else 0o777
     with _published(path, tempfile.mkstemp, folders, replace=replace) as (handle, temporary):
@@ -52,8 +49,7 @@ def write_whole(
 
 
 def write_folder(path: Path, files: Mapping[str, str | bytes]) -> None:
-    """Make the folder `path` with `files`, whole or not at all: texts, or bytes, by file name,
-    which may be in a folder of its own (``"kernels/0a.cubin"``).
+    """Make the folder `path` with `files`, whole or not at all, by names such as ``"kernels/0a"``.
 
     Raises:
         StorageError: the file system refused, or the folder exists and is not empty.
@@ -67,23 +63,20 @@ def write_folder(path: Path, files: Mapping[str, str | bytes]) -> None:
 
 
 def check_writable(path: Path) -> None:
-    """Check, where much work comes first, that `write_whole` or `write_folder` can make `path`: by
-    making such a temporary file, and removing it.
+    """Check, where much work comes first, that `write_whole` or `write_folder` can make `path`.
 
     Raises:
         StorageError: the file system refused.
     """
-    folder = next(above for above in (path.parent, *path.parents) if os.path.lexists(above))
+    folder = next(above for above in path.parents if os.path.lexists(above))
     try:
-        handle, temporary = tempfile.mkstemp(**_beside(path, folder))
-        os.close(handle)
-        os.unlink(temporary)
+        with tempfile.NamedTemporaryFile(**_beside(path, folder)):
+            pass
     except OSError as error:
         raise _refused(path, error) from error
 
 
 def _beside(path: Path, folder: Path) -> dict[str, Any]:
-    """Return how a temporary name for `path` is made in `folder`."""
     return {"prefix": f".{path.name}.", "suffix": ".tmp", "dir": folder}
 
 
@@ -95,9 +88,8 @@ def _refused(path: Path, error: OSError) -> StorageError:
 def _published(
     path: Path, make: Callable[..., Any], parent_mode: int = 0o777, *, replace: bool = True
 ) -> Iterator[tuple[Any, str]]:
-    """Make a file under a temporary name beside `path`, and rename it when the block ends.
-
-    It is removed if the block fails.
+    """Make a file or folder under a temporary name beside `path`; when the block ends, rename it,
+    or remove it if the block failed.
     """
     temporary = None
     try:

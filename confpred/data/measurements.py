@@ -1,7 +1,6 @@
-"""A *measurement*: one config of one problem, tried on one device. The row of every data file.
+"""A *measurement*: one config of one problem, tried on one device, a row of the data files.
 
-``datasets/README.md`` is the column dictionary for readers of the Parquet files; this record is
-its source.
+``datasets/README.md`` describes the columns for readers of the files.
 """
 
 from __future__ import annotations
@@ -25,10 +24,8 @@ class Run:
 
     Attributes:
         run_id: random identifier of the run.
-        device: key of the device (``h100``).
-        device_name: as the driver reports it.
-        driver: driver version.
-        cuda: NVRTC version that compiled the kernels.
+        device, device_name: key of the device (``h100``), and its name as the driver reports it.
+        driver, cuda: versions of the driver, and of the NVRTC that compiled the kernels.
         project: confpred's version and, where known, its commit.
     """
 
@@ -46,13 +43,10 @@ class Measurement:
 
     Attributes:
         problem: the layer that was computed.
-        networks: names of the networks that the problem comes from; empty for coverage problems.
-        provider: who computed it; the columns ``family`` and ``config`` hold the provider and the
-            outcome's config in words.
-        source_digest: identity of the kernel (`confpred.families.kernel_text.source_digest`); for a
-            library's plan the library and its version; for PyTorch's operator the kernel
-            that follows it, or empty.
-        run: fields that all rows of the run share.
+        networks: that the problem comes from; empty for coverage problems.
+        provider: of the candidate.
+        source_digest: as of `confpred.sampler.tasks.Task`.
+        run: what all rows of the run share.
         outcome: the result; each of its fields is a column.
         time: when, UTC, ISO 8601.
     """
@@ -105,13 +99,9 @@ def problem_of_row(row: Mapping[str, Any], kind: type[_R]) -> _R:
         InvalidProblem: the row's values describe none.
     """
     fields: dict[str, Any] = {}
-    for field in dataclasses.fields(kind):
-        if field.name in kind.PAIRS:
-            fields[field.name] = (int(row[f"{field.name}_h"]), int(row[f"{field.name}_w"]))
-        elif field.type == "int":
-            fields[field.name] = int(row[field.name])
-        elif field.type == "bool":
-            fields[field.name] = bool(row[field.name])
+    for name, type_ in ((field.name, str(field.type)) for field in dataclasses.fields(kind)):
+        if name in kind.PAIRS:
+            fields[name] = (int(row[f"{name}_h"]), int(row[f"{name}_w"]))
         else:
-            fields[field.name] = str(row[field.name])
+            fields[name] = {"int": int, "bool": bool}.get(type_, str)(row[name])
     return kind(**fields)

@@ -1,20 +1,18 @@
 """Tables of measurements in Parquet files: their columns, reading, writing, checks and merging.
 
 A file holds problems of one operation, whose name is in its metadata. The sampler writes folders of
-shards. Merging makes one sorted file of them, or a new part of a folder of parts, none of which is
-ever written again.
+shards; merging makes one sorted file of them, or a new part of a folder of parts.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
 
 import numpy as np
 import pyarrow as pa
@@ -31,28 +29,22 @@ from confpred.problem.conv2d import CONVOLUTION
 from confpred.problem.operation import Operation
 
 _OPERATION = "operation"
-_TYPES = {
-    "int": pa.int32(),
-    "float": pa.float64(),
-    "bool": pa.bool_(),
-    "str": pa.string(),
-    "Status": pa.string(),
-}
+_NUMBERS = {"int": pa.int32(), "float": pa.float64(), "bool": pa.bool_()}  # all else is text
 #: Columns that files of confpred 0.1.0 lack; they are read as if empty.
 _ADDED = ("cudnn", "cudnn_mode")
 
 
 def schema(operation: Operation) -> pa.Schema:
     """Names and types of the columns, in the order of `Measurement.to_row`."""
-    columns: list[tuple[str, pa.DataType]] = []
+    kinds: dict[str, str] = {}
     for field in dataclasses.fields(operation.problem):
         if field.name in operation.problem.PAIRS:
-            columns += [(f"{field.name}_{axis}", _TYPES["int"]) for axis in "hw"]
+            kinds |= {f"{field.name}_{axis}": "int" for axis in "hw"}
         else:
-            columns.append((field.name, _TYPES[str(field.type)]))
-    columns += [(name, _TYPES["str"]) for name in ("networks", "family", "config")]
-    columns += [(name, _TYPES[kind]) for name, kind in OWN_COLUMNS.items()]
-    columns += [(field.name, _TYPES[str(field.type)]) for field in dataclasses.fields(Run)]
+            kinds[field.name] = str(field.type)
+    kinds |= dict.fromkeys(("networks", "family", "config"), "str") | OWN_COLUMNS
+    kinds |= {field.name: str(field.type) for field in dataclasses.fields(Run)}
+    columns = [(name, _NUMBERS.get(kind, pa.string())) for name, kind in kinds.items()]
     return pa.schema(columns, metadata={_OPERATION: operation.name})
 
 
@@ -68,19 +60,17 @@ def operation_in(path: Path) -> str:
     Raises:
         DataError: the file is missing, truncated or damaged.
     """
-    return _operation_of(_schema_in(path))
+    return _schema_in(path)[0]
 
 
-def _schema_in(path: Path) -> pa.Schema:
+def _schema_in(path: Path) -> tuple[str, list[str]]:
+    """Return the operation and the columns of a file."""
     try:
-        return pq.read_schema(path)
+        found = pq.read_schema(path)
     except (OSError, pa.ArrowException) as error:
         raise _not_whole(path, error) from error
-
-
-def _operation_of(found: pa.Schema) -> str:
-    metadata = found.metadata or {}
-    return str(metadata.get(_OPERATION.encode(), b"").decode(errors="replace"))
+    name = (found.metadata or {}).get(_OPERATION.encode(), b"").decode(errors="replace")
+    return name, found.names
 
 
 def read(path: Path, operation: Operation, columns: Sequence[str] | None = None) -> pa.Table:
@@ -90,16 +80,16 @@ def read(path: Path, operation: Operation, columns: Sequence[str] | None = None)
         DataError: the file is missing, truncated or damaged, is of another operation, or lacks a
             column.
     """
-    present = _schema_in(path)
-    if (holds := _operation_of(present)) != operation.name:
+    holds, present = _schema_in(path)
+    if holds != operation.name:
         raise DataError(f"{path} holds measurements of {holds!r}, not of {operation.name!r}")
     known = schema(operation)
     names = known.names if columns is None else list(columns)
-    absent = [name for name in names if name in _ADDED and name not in present.names]
+    absent = [name for name in names if name in _ADDED and name not in present]
     try:
         with path.open("rb") as file:
-            # One thread: a process that ends soon afterwards, for instance with an error, would
-            # sometimes abort because Arrow is still starting threads.
+            # One thread: a process that ends soon afterwards would sometimes abort because Arrow
+            # is still starting threads.
             found = pq.read_table(
                 file,
                 columns=[name for name in names if name not in absent],
@@ -109,9 +99,8 @@ def read(path: Path, operation: Operation, columns: Sequence[str] | None = None)
             )
         for name in absent:
             found = found.append_column(name, pa.array([""] * found.num_rows, pa.string()))
-        table = found.select(names).cast(
-            pa.schema([known.field(name) for name in names], known.metadata)
-        )
+        wanted = pa.schema([known.field(name) for name in names], known.metadata)
+        table = found.select(names).cast(wanted)
         table.validate(full=True)  # finds texts that are not UTF-8, for instance
     except (OSError, pa.ArrowException, KeyError, ValueError) as error:
         raise _not_whole(path, error) from error
@@ -130,10 +119,7 @@ def write(table: pa.Table, path: Path, *, replace: bool = True) -> None:
     Raises:
         StorageError: the file system refused.
     """
-
-    def fill(file: BinaryIO) -> None:
-        pq.write_table(table, file, compression="zstd", write_page_checksum=True)
-
+    fill = partial(pq.write_table, table, compression="zstd", write_page_checksum=True)
     write_whole(path, fill, replace=replace)
 
 
@@ -166,7 +152,7 @@ class CheckedRows:
     ends: tuple[int, ...]
 
     def error(self, row: int, error: InvalidInput) -> DataError:
-        """`error`, found in the row that has this number in the column ``row``, with its place."""
+        """`error` with its place: the row that has this number in the column ``row``."""
         file = int(np.searchsorted(self.ends, row, side="right"))
         return _error(self.files[file], row - (self.ends[file - 1] if file else 0), error)
 
@@ -175,70 +161,56 @@ def read_checked(files: Sequence[Path], operation: Operation) -> CheckedRows:
     """Return the rows of `files`, in their order.
 
     Raises:
-        DataError: a file cannot be read or lacks a column, or a value is not allowed, such as a
-            kernel family or a config that this version does not have; the error names file, row
-            (counted from 0), column, value and what is allowed.
+        DataError: a file cannot be read or lacks a column, or a value is not allowed; the error
+            names file, row (counted from 0), column, value and what is allowed.
     """
     columns = [*problem_columns(operation), *_TEXTS, _REGISTERS]
     tables = [read(file, operation, [*columns, *_TIMES]) for file in files]
     for file, table in zip(files, tables, strict=True):
-        _check(file, table, columns)
-        _check_configs(file, table, operation)
+        _check(file, table, columns, operation)
     table = pa.concat_tables(tables).combine_chunks()
     table = table.append_column(ROW, pa.array(np.arange(table.num_rows)))
     ends = np.cumsum([part.num_rows for part in tables])
     return CheckedRows(table, tuple(files), tuple(ends.tolist()))
 
 
-def _check(file: Path, table: pa.Table, columns: Sequence[str]) -> None:
+def _check(file: Path, table: pa.Table, columns: Sequence[str], operation: Operation) -> None:
+    """Refuse the first wrong value of the first rule that is broken."""
+    for name, wrong, allowed, known in _rules(table, columns, operation):
+        row = pc.index(wrong, True).as_py()
+        if row >= 0:
+            value = table[name][row].as_py()
+            for near in difflib.get_close_matches(value, known, 1, cutoff=0.0) if known else ():
+                allowed += f"; the nearest is {near!r}"
+            raise _error(file, row, InvalidInput(name, value, allowed))
+
+
+def _rules(
+    table: pa.Table, columns: Sequence[str], operation: Operation
+) -> Iterator[tuple[str, pa.ChunkedArray, str, Sequence[str]]]:
+    """Yield of each rule a column, which values break it, what is allowed, and names of that."""
     for name in columns:
         if table[name].null_count:
-            _refuse(file, table, name, table[name].is_null(), "a value in every row")
-    known = pc.is_in(table["status"], value_set=pa.array(STATUSES))
-    _refuse(file, table, "status", pc.invert(known), " or ".join(STATUSES))
+            yield name, table[name].is_null(), "a value in every row", ()
+    yield "status", _not_in(table["status"], STATUSES), " or ".join(STATUSES), ()
     time = table["time_ms"].fill_null(np.nan)
     positive = pc.and_(pc.is_finite(time), pc.greater(time, 0))
     wrong = pc.and_not(pc.equal(table["status"], "ok"), positive)
-    _refuse(file, table, "time_ms", wrong, "a number above 0 where status is ok")
-    inside = pc.and_(
-        pc.greater_equal(table[_REGISTERS], 0), pc.less(table[_REGISTERS], _MOST_REGISTERS)
-    )
-    allowed = f"a number from 0 to {_MOST_REGISTERS - 1}"
-    _refuse(file, table, _REGISTERS, pc.invert(inside), allowed)
-
-
-def _check_configs(file: Path, table: pa.Table, operation: Operation) -> None:
+    yield "time_ms", wrong, "a number above 0 where status is ok", ()
+    registers = table[_REGISTERS]
+    outside = pc.or_(pc.less(registers, 0), pc.greater_equal(registers, _MOST_REGISTERS))
+    yield _REGISTERS, outside, f"a number from 0 to {_MOST_REGISTERS - 1}", ()
     families = [name for name, each in all_families().items() if each.operation is operation]
     known = [PYTORCH, *families]
-    unknown = pc.invert(pc.is_in(table["family"], value_set=pa.array(known)))
-    _refuse(file, table, "family", unknown, partial(_nearest, known, " or ".join(known)))
+    yield "family", _not_in(table["family"], known), " or ".join(known), known
     for family in pc.unique(table["family"]).to_pylist():
         words = list(config_ids(family))
-        unknown = pc.invert(pc.is_in(table["config"], value_set=pa.array(words)))
-        wrong = pc.and_(pc.equal(table["family"], family), unknown)
-        allowed = f"a config of this version's {family}"
-        _refuse(file, table, "config", wrong, partial(_nearest, words, allowed))
+        wrong = pc.and_(pc.equal(table["family"], family), _not_in(table["config"], words))
+        yield "config", wrong, f"a config of this version's {family}", words
 
 
-def _nearest(known: Sequence[str], allowed: str, value: str) -> str:
-    """Say what is `allowed`, and what of it is most like `value`."""
-    (near,) = difflib.get_close_matches(value, known, 1, cutoff=0.0)
-    return f"{allowed}; the nearest is {near!r}"
-
-
-def _refuse(
-    file: Path,
-    table: pa.Table,
-    name: str,
-    wrong: pa.ChunkedArray,
-    allowed: str | Callable[[Any], str],
-) -> None:
-    """Refuse the first wrong value; `allowed` may depend on it."""
-    row = pc.index(wrong, True).as_py()
-    if row >= 0:
-        value = table[name][row].as_py()
-        said = allowed if isinstance(allowed, str) else allowed(value)
-        raise _error(file, row, InvalidInput(name, value, said))
+def _not_in(column: pa.ChunkedArray, values: Sequence[str]) -> pa.ChunkedArray:
+    return pc.invert(pc.is_in(column, value_set=pa.array(values)))
 
 
 def _error(file: Path, row: int, error: InvalidInput) -> DataError:
@@ -276,8 +248,7 @@ def is_shard_of(file: Path, folder: Path) -> bool:
 def read_shards(
     folder: Path, operation: Operation, columns: Sequence[str], *, anchors: bool = False
 ) -> pa.Table:
-    """Return the rows of all shards and parts of a folder, or of its `anchors`; none where it has
-    none.
+    """Return the rows of all shards and parts of a folder, or of its `anchors`.
 
     Raises:
         InvalidInput: it is no folder.
@@ -292,13 +263,8 @@ def read_shards(
 def merge(
     folders: Sequence[Path], file: Path, *, replace: bool = True, anchors: bool = False
 ) -> int:
-    """Write the rows of all shards of `folders` to one `file`, sorted by problem; returns how many.
-
-    Args:
-        folders: of shards, or of parts.
-        file: to write.
-        replace: `file` may exist.
-        anchors: merge the shards of anchors, and no others.
+    """Write the rows of all shards or parts of `folders`, or of their `anchors`, to one `file`,
+    sorted by problem; returns how many. `replace`: the file may exist.
 
     Raises:
         DataError: a shard is damaged, or a folder has none.
@@ -316,9 +282,8 @@ def add_part(
 
     Args:
         folders: of shards, or of parts.
-        folder: of parts, files of measurements; made if missing. The new part bears the day (UTC),
-            as in ``part-2026-11-24.parquet``, ``part-2026-11-24_02.parquet``: it is the last one by
-            name.
+        folder: of parts; made if missing. The new part bears the day (UTC), as in
+            ``part-2026-11-24.parquet``, ``part-2026-11-24_02.parquet``: the last one by name.
         anchors: merge the shards of anchors, and no others.
 
     Returns:

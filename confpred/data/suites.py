@@ -1,13 +1,11 @@
 """A *suite*: a list of problems in a JSON file, each with the networks that it comes from.
 
-The file is one object::
-
     {"format": "confpred-suite/1", "name": "resnext", "operation": "conv2d",
      "problems": [{"n": 32, "c": 128, "h": 56, "w": 56, "k": 128, "r": 3, "s": 3, "padding": 1,
                    "groups": 32, "networks": ["resnext50_32x4d"]}, ...]}
 
-A problem's fields are those of the operation's record, for ``conv2d``
-`confpred.problem.conv2d.Problem`; ``operation`` and ``networks`` may be left out.
+A problem's fields are those of the operation's record; ``operation`` and ``networks`` may be left
+out.
 """
 
 from __future__ import annotations
@@ -83,23 +81,21 @@ def write_suite(suite: Suite, path: Path) -> None:
     """Write `suite` to `path`, one problem a line so that versions compare well.
 
     Raises:
-        StorageError: the file system refused the write.
+        StorageError: the file system refused.
     """
     lines = ",\n".join(
         "  " + json.dumps(_fields(entry.problem) | {"networks": list(entry.networks)})
         for entry in suite.entries
     )
     names = {"format": FORMAT, "name": suite.name}
-    operation = operation_of(suite.entries[0].problem).name
-    if operation != CONVOLUTION.name:
-        names["operation"] = operation
+    if (operation := operation_of(suite.entries[0].problem)) is not CONVOLUTION:
+        names["operation"] = operation.name
     head = f'{json.dumps(names)[:-1]}, "problems": [\n'
     write_whole(path, lambda file: file.write(f"{head}{lines}\n]}}\n".encode()))
 
 
 def _fields(problem: Record) -> dict[str, Any]:
-    """Return a problem's fields for a file that people read: a pair of equal members becomes one
-    integer."""
+    """Return a problem's fields; a pair of equal members becomes one integer."""
     return {
         name: value[0] if isinstance(value, list) and value[0] == value[1] else value
         for name, value in problem.to_json().items()
@@ -112,14 +108,12 @@ def _entry(path: Path, index: int, fields: object, kind: type[Record]) -> Entry:
         names = ", ".join([f.name for f in dataclasses.fields(kind)][:5])
         raise DataError(f"{where} must be an object of fields such as {names}")
     networks = fields.get("networks", [])
-    if not isinstance(networks, list) or not all(_is_name(n) for n in networks):
+    if not isinstance(networks, list) or not all(
+        isinstance(name, str) and name and "," not in name for name in networks
+    ):
         raise DataError(f"{where}.networks must be a list of names without commas")
     try:
         problem = kind.from_json({k: v for k, v in fields.items() if k != "networks"})
     except InvalidProblem as error:
         raise InvalidProblem(f"{where}.{error.field}", error.value, error.allowed) from None
     return Entry(problem, tuple(networks))
-
-
-def _is_name(value: object) -> bool:
-    return isinstance(value, str) and bool(value) and "," not in value

@@ -1,10 +1,9 @@
 """How far an answer may be from the best: a bound on its regret, and whether the problem is unlike
 all that the model was trained on.
 
-The bound is conditional: regressors predict the median of the regret from how close the first
-candidates are to each other, how PyTorch's operator compares, and the problem itself. It is
-conformal: an offset for each provider, and so one for PyTorch's operator, makes it hold for the
-answers of models that saw none of the problem's layer (`confpred.training.calibrate`).
+The bound is conditional: a regressor predicts the median of the regret from how close the first
+candidates are, how PyTorch's operator compares, and the problem. It is conformal: an offset for
+each provider makes it hold for layers that the model has not seen (`confpred.training.calibrate`).
 """
 
 from __future__ import annotations
@@ -29,13 +28,8 @@ _OF_OPTIONS = ("is_pytorch", "log_pytorch", "log_second", "log_sixth", "close", 
 
 
 class Trust(NamedTuple):
-    """How far an answer can be trusted.
-
-    Attributes:
-        bound: on its regret; None where there is none.
-        extrapolated: whether the problem is unlike all that the model was trained on; there is no
-            bound then.
-    """
+    """The bound on an answer's regret, and whether the problem is unlike all that the model was
+    trained on; there is no bound then."""
 
     bound: float | None
     extrapolated: bool
@@ -58,7 +52,6 @@ class Bounds:
     """The bounds of a model on the regret of its own answers.
 
     Attributes:
-        operation: what is computed.
         quantile: regressor of a quantile of log(regret), from `signals`: its median, or a high one
             in models that are older than decision 170.
         offsets: what is added to that, by the provider that is chosen.
@@ -73,14 +66,8 @@ class Bounds:
     def of(
         self, problems: Sequence[Record], device: Device, options: Sequence[Options]
     ) -> list[Trust]:
-        """How far the first of each problem's `options` can be trusted.
-
-        Args:
-            problems: what is asked.
-            device: where it is to run.
-            options: of each problem the candidates in the order of the answer, with their expected
-                seconds; each family's finalists, if it competes.
-        """
+        """How far the first of each problem's `options`, in the order of the answer, can be trusted
+        on `device`."""
         found = [Trust(None, True)] * len(problems)
         features = pytorch_features(self.operation, problems, device)
         chosen = [mine[0][1].provider for mine in options]
@@ -102,18 +89,12 @@ def signal_names(operation: Operation) -> tuple[str, ...]:
 
 
 def signals(features: NDArray[np.float32], options: Sequence[Options]) -> NDArray[np.float32]:
-    """Return the signals of an answer's regret, a row an answer.
-
-    Args:
-        features: those of the problems (`pytorch_features`).
-        options: of each problem the candidates in the order of the answer, with their expected
-            seconds.
-    """
+    """Return the signals of an answer's regret, a row an answer, from the problems' `features`
+    (`pytorch_features`) and the `options` of each in the order of the answer."""
     return np.hstack([features, np.array([_of_options(mine) for mine in options], np.float32)])
 
 
 def _of_options(options: Options) -> tuple[float, ...]:
-    """Return the signals that follow from the candidates for one problem."""
     ours = [(seconds, c) for seconds, c in options if c.provider != PYTORCH]
     theirs = [seconds for seconds, c in options if c.provider == PYTORCH]
     best, first = ours[0]

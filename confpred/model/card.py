@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
@@ -28,13 +28,8 @@ _NAMES = {"driver": "the driver", "cudnn": "cuDNN"}
 
 @dataclass(frozen=True, slots=True)
 class FeatureDigest:
-    """Features of a few examples, by which a model recognises the features it was trained on.
-
-    Attributes:
-        examples: problems in words; for a family ``{"problem": words, "rows": rows}``, with
-            rows of its config table.
-        digest: of their features (`confpred.model.features`).
-    """
+    """Digest of the features of a few `examples` (`confpred.model.features`), which are problems in
+    words; for a family ``{"problem": words, "rows": rows}``, with rows of its config table."""
 
     examples: list[Any]
     digest: str
@@ -101,14 +96,9 @@ class PytorchCard:
 
 @dataclass(frozen=True, slots=True)
 class BoundsCard:
-    """The bound on regret.
-
-    Attributes:
-        offsets: by provider.
-        ranges: by provider the ``least`` and ``largest`` value of each feature of its problems.
-        coverage: share of held-out answers within their bound: of ``all``, and by provider.
-        median: of the held-out answers' bounds.
-    """
+    """The bound on regret: by provider its offset, and the ``least`` and ``largest`` value of each
+    feature of its problems; the share of held-out answers within their bound, of ``all`` and by
+    provider; and the median of their bounds."""
 
     offsets: Mapping[str, float]
     ranges: Mapping[str, Any]
@@ -124,8 +114,7 @@ class Card:
         operation: name of the operation that the families compute.
         device: key of the device that the model is for.
         board: description of a device that is in no table.
-        created: date and time.
-        seed: of the training.
+        created, seed: date and time, and seed of the training.
         data, families, gate, pytorch, bounds: see there; None where it was not learned.
         hyperparameters: how the trees grew.
         measured_with: versions of ``driver`` and ``cudnn`` that the times were measured with.
@@ -175,7 +164,7 @@ class Card:
 
     def changes(self, **now: str) -> tuple[str, ...]:
         """Say which of the versions `now` (``driver``, ``cudnn``) the model was not measured with;
-        one that is not known here (empty) or was not recorded counts as the same."""
+        one that is empty or was not recorded counts as the same."""
         return tuple(
             f"{_NAMES[name]} is {version}, and the model's measurements are of "
             f"{' and '.join(before)}"
@@ -184,51 +173,51 @@ class Card:
         )
 
 
+_SHAPES: Mapping[Any, tuple[str, Callable[[Any], bool]]] = {
+    list: ("a list", lambda value: isinstance(value, list)),
+    Mapping: ("an object", lambda value: isinstance(value, Mapping)),
+    float: ("a number", lambda value: type(value) in (int, float) and math.isfinite(value)),
+    str: ("a text", lambda value: type(value) is str),
+    int: ("an integer", lambda value: type(value) is int),
+}
+
+
 def _read(kind: Any, value: Any, where: str) -> Any:
     """Return `value` as the type `kind`; `where` it is in the card is named in errors."""
     origin, arguments = get_origin(kind), get_args(kind)
     if origin is UnionType:
         return None if value is None else _read(arguments[0], value, where)
-    shape = list if origin is list else Mapping
-    if (origin in (list, Mapping) or is_dataclass(kind)) and not isinstance(value, shape):
-        raise ValueError(f"{where} is {value!r}, not {'a list' if origin is list else 'an object'}")
+    shape = Mapping if is_dataclass(kind) else origin or kind
+    if shape in _SHAPES:
+        words, is_right = _SHAPES[shape]
+        if not is_right(value):
+            raise ValueError(f"{where} is {value!r}, not {words}")
     if origin is list:
         return [_read(arguments[0], each, where) for each in value]
     if origin is Mapping:
         return {name: _read(arguments[1], value[name], f"{where}.{name}") for name in value}
-    if isinstance(kind, type) and is_dataclass(kind):
-        hints: dict[str, Any] = get_type_hints(kind)
-        given = {}
-        for each in fields(kind):
-            name = f"{where}.{each.name}".lstrip(".")
-            if each.name in value:
-                given[each.name] = _read(hints[each.name], value[each.name], name)
-            elif each.default is MISSING and each.default_factory is MISSING:
-                raise ValueError(f"{name} is missing")
-        return kind(**given)
-    if kind is float and not (type(value) in (int, float) and math.isfinite(value)):
-        raise ValueError(f"{where} is {value!r}, not a number")
-    if kind in (str, int) and type(value) is not kind:
-        raise ValueError(f"{where} is {value!r}, not {'a text' if kind is str else 'an integer'}")
-    return value
+    if not is_dataclass(kind):
+        return value
+    hints, given = get_type_hints(kind), {}
+    for each in fields(kind):
+        name = f"{where}.{each.name}".lstrip(".")
+        if each.name in value:
+            given[each.name] = _read(hints[each.name], value[each.name], name)
+        elif each.default is MISSING and each.default_factory is MISSING:
+            raise ValueError(f"{name} is missing")
+    return kind(**given)  # type: ignore[operator]
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """The bytes of a model folder, of which each file is what the card says.
-
-    Attributes:
-        digest: as `Model.digest`.
-        card: what the model says of itself.
-        files: every file by its name, the card included.
-    """
+    """The bytes of a model folder: `files` by name, the card included, and `Model.digest`."""
 
     digest: str
     card: Card
     files: Mapping[str, bytes]
 
     def check_trees(self, folder: Path) -> None:
-        """Check all trees of the model in `folder`; it takes 0.1 s.
+        """Check all trees of the model in `folder`.
 
         Raises:
             ModelError: LightGBM would read what is not there, or never end.
@@ -253,15 +242,13 @@ def read_files(folder: Path) -> ModelFiles:
 
 def read_card(folder: Path) -> tuple[bytes, dict[str, Any]]:
     """Return the card's text and its content."""
-    text = _read_bytes(folder / CARD)
+    path = folder / CARD
+    text = _read_bytes(path)
     other = _OTHER_FORMAT.search(text)
-    if other is not None and other[1].decode() != FORMAT:
-        raise ModelError(
-            f"{folder / CARD} is of {other[1].decode()}, and this version reads {FORMAT}: train it "
-            "again"
-        )
+    if other is not None and (found := other[1].decode()) != FORMAT:
+        raise ModelError(f"{path} is of {found}, and this version reads {FORMAT}: train it again")
     try:
-        return text, parse_json(text, folder / CARD, "a model card", FORMAT)
+        return text, parse_json(text, path, "a model card", FORMAT)
     except DataError as error:
         raise ModelError(str(error)) from error
 
@@ -275,8 +262,7 @@ def _read_bytes(path: Path) -> bytes:
 
 def checked_file(folder: Path, card: Card, name: str) -> bytes:
     """Return a file of which the card has the digest."""
-    digest = card.files[name]
-    text = _read_bytes(folder / name)
+    digest, text = card.files[name], _read_bytes(folder / name)
     if hashlib.sha256(text).hexdigest() != digest:
         raise ModelError(f"{folder / name} is damaged: its SHA-256 is not the card's")
     return text
@@ -302,10 +288,8 @@ class KnownDevice:
         model: version of its model.
         operation: what that model chooses for, such as ``conv2d``.
         families: the kernel families and libraries that it knows.
-        layers: the kinds of layers that were measured: ``dense``, ``depthwise``, ``grouped``; empty
-            for another operation, which has no such kinds.
-        rows, problems, networks: how much it was trained on: measurements of this device, and the
-            problems and networks that these are of.
+        layers: the kinds of layers that were measured: ``dense``, ``depthwise``, ``grouped``.
+        rows, problems, networks: measurements that it was trained on, and what these are of.
         driver, cudnn: versions that the measurements were made with.
     """
 
@@ -326,29 +310,18 @@ class KnownDevice:
 
 
 def known_devices(models: Mapping[str, Model]) -> list[KnownDevice]:
-    """Return the boards of the table and the devices that only a model describes, those with a
-    model first.
+    """Return the devices of `models`, then those of the table that have none.
 
     Raises:
         ModelError: a model is damaged.
     """
     learned = []
     for model in models.values():
-        card = model.card
-        groupings = sorted({each for entry in card.families.values() for each in entry.groupings})
-        versions = (tuple(card.measured_with.get(name, ())) for name in ("driver", "cudnn"))
-        learned.append(
-            KnownDevice(
-                model.device,
-                model.version,
-                model.operation.name,
-                tuple(model.families),
-                tuple(groupings),
-                card.data.rows,
-                card.data.problems,
-                card.data.networks,
-                *versions,
-            )
-        )
+        families, data = model.card.families, model.card.data
+        layers = sorted({each for entry in families.values() for each in entry.groupings})
+        what = (model.version, model.operation.name, tuple(families), tuple(layers))
+        versions = (tuple(model.card.measured_with.get(name, ())) for name in ("driver", "cudnn"))
+        amounts = (data.rows, data.problems, data.networks)
+        learned.append(KnownDevice(model.device, *what, *amounts, *versions))
     has_one = {known.device.key for known in learned}
     return learned + [KnownDevice(device) for key, device in KNOWN.items() if key not in has_one]

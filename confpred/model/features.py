@@ -1,12 +1,7 @@
 """The features that a model's trees take, and how a model recognises those it was trained on.
 
-A model's trees know a feature by its column alone. If its formula or the order of an enumeration
-changes, the trees still answer, but wrongly. So a model's card holds a digest of the features of a
-few examples; if it comes out differently today, that is an error.
-
-A family's own features estimate the registers of a thread, which is all that legality needs.
-`Registers` has the compiler's number: at the limits where one block more fits, an error of a few
-registers is one of a third of the occupancy.
+A model's trees know a feature by its column alone, and would answer wrongly if its formula or the
+order of an enumeration changed. So a model's card holds a digest of the features of a few examples.
 """
 
 from __future__ import annotations
@@ -14,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
 from math import log2
 from pathlib import Path
@@ -38,7 +33,7 @@ _ROWS = 4  # configs of an example
 
 def examples_of(problems: Iterable[Record]) -> list[Record]:
     """Return a few of `problems` that together have every text and truth value that any of them
-    has, because these values become numbers by their place in a list."""
+    has, as these become numbers by their place in a list."""
     chosen: list[Record] = []
     met: set[tuple[str, object]] = set()
     for problem in sorted(set(problems), key=str):
@@ -56,8 +51,7 @@ def examples_of(problems: Iterable[Record]) -> list[Record]:
 def operation_features(
     operation: Operation, problems: Sequence[Record], device: Device
 ) -> NDArray[np.float32]:
-    """Return the features of each problem that all its kernels share. They are kept, as several
-    regressors take them."""
+    """Return the features of each problem that all its kernels share, a row each."""
     asked: Any = operation  # which can be hashed, though its protocol does not say so
     rows = [_operation_features(asked, problem, device) for problem in problems]
     return rows[0] if len(rows) == 1 else np.concatenate(rows)
@@ -73,79 +67,63 @@ def _operation_features(operation: Any, problem: Record, device: Device) -> NDAr
 def family_card(
     family: Family, device: Device, examples: Sequence[tuple[Record, Sequence[int]]]
 ) -> FeatureDigest:
-    """Return what a card holds of a family's features.
-
-    Args:
-        family: whose features.
-        device: the device that the features are for.
-        examples: problems, and legal rows of the config table for each.
-    """
-    few = [(problem, list(rows[:: -(-len(rows) // _ROWS)])) for problem, rows in examples]
-    listed = [{"problem": str(problem), "rows": rows} for problem, rows in few]
-    return FeatureDigest(listed, _family_digest(family, device, few))
-
-
-def check_family(folder: Path, family: Family, device: Device, card: FeatureDigest) -> None:
-    """Check that `family_card` gives today what the `card` of the model in `folder` says.
-
-    Raises:
-        ModelError: it does not.
-    """
-    parse = family.operation.problem.parse
-    examples = [(parse(entry["problem"]), entry["rows"]) for entry in card.examples]
-    _compare(folder, family.name, _family_digest(family, device, examples), card.digest)
+    """Return what a card holds of a family's features on `device`; the `examples` are problems, and
+    legal rows of the config table for each."""
+    listed = [
+        {"problem": str(problem), "rows": list(rows[:: -(-len(rows) // _ROWS)])}
+        for problem, rows in examples
+    ]
+    return FeatureDigest(listed, _digest(family, device, listed))
 
 
 def operation_card(
     operation: Operation, device: Device, examples: Sequence[Record]
 ) -> FeatureDigest:
     """Return what a card holds of the features that PyTorch's time is predicted from."""
-    return FeatureDigest([*map(str, examples)], _operation_digest(operation, device, examples))
+    listed = [*map(str, examples)]
+    return FeatureDigest(listed, _digest(operation, device, listed))
 
 
-def check_operation(
-    folder: Path, operation: Operation, device: Device, card: FeatureDigest
+def check_features(
+    folder: Path, whose: Family | Operation, device: Device, card: FeatureDigest
 ) -> None:
-    """Check that `operation_card` gives today what the `card` of the model in `folder` says.
+    """Check that the features of a family or operation have the digest that the model in `folder`
+    was trained with.
 
     Raises:
-        ModelError: it does not.
+        ModelError: they do not.
     """
-    examples = map(operation.problem.parse, card.examples)
-    _compare(folder, operation.name, _operation_digest(operation, device, examples), card.digest)
-
-
-def _family_digest(
-    family: Family, device: Device, examples: Sequence[tuple[Record, Sequence[int]]]
-) -> str:
-    problems = [problem for problem, _ in examples]
-    rows = [np.array(rows, np.intp) for _, rows in examples]
-    if isinstance(family, Batched) and problems:  # the same matrices, one below the other
-        index = np.repeat(np.arange(len(rows)), [len(each) for each in rows])
-        together = ProblemBatch(problems).at(index)
-        return _digest([family.features(together, device, np.concatenate(rows))])
-    return _digest(family.features(p, device, each) for p, each in zip(problems, rows, strict=True))
-
-
-def _operation_digest(operation: Operation, device: Device, examples: Iterable[Record]) -> str:
-    return _digest(operation.features(problem, device) for problem in examples)
-
-
-def _compare(folder: Path, name: str, found: str, trained: str) -> None:
-    if found != trained:
+    found = _digest(whose, device, card.examples)
+    if found != card.digest:
         raise ModelError(
-            f"{folder}: the features of {name} are computed otherwise than when the model was "
-            f"trained (their digest is {found}, and was {trained}): train it again"
+            f"{folder}: the features of {whose.name} are computed otherwise than when the model was"
+            f" trained (their digest is {found}, and was {card.digest}): train it again"
         )
 
 
-def _digest(matrices: Iterable[NDArray[np.float32]]) -> str:
+def _digest(whose: Family | Operation, device: Device, examples: Sequence[Any]) -> str:
     """16 hex digits of the SHA-256 of the features to five digits, because the last bits of a
     logarithm depend on the processor."""
     state = hashlib.sha256()
-    for matrix in matrices:
+    for matrix in _matrices(whose, device, examples):
         state.update(("%.5g " * matrix.size % tuple(matrix.ravel().tolist())).encode())
     return state.hexdigest()[:16]
+
+
+def _matrices(
+    whose: Family | Operation, device: Device, examples: Sequence[Any]
+) -> Iterator[NDArray[np.float32]]:
+    """Yield the features of `examples` as a card lists them."""
+    if not isinstance(whose, Family):
+        yield from (whose.features(whose.problem.parse(words), device) for words in examples)
+        return
+    problems = [whose.operation.problem.parse(entry["problem"]) for entry in examples]
+    rows = [np.array(entry["rows"], np.intp) for entry in examples]
+    if isinstance(whose, Batched) and problems:  # the same matrices, one below the other
+        index = np.repeat(np.arange(len(rows)), [len(each) for each in rows])
+        yield whose.features(ProblemBatch(problems).at(index), device, np.concatenate(rows))
+        return
+    yield from (whose.features(p, device, each) for p, each in zip(problems, rows, strict=True))
 
 
 #: The features that follow from the registers of a thread.
@@ -155,25 +133,16 @@ _KINDS_KEPT = 512
 
 
 class Registers:
-    """The registers of a family's kernels, as far as they are known. Immutable; safe to share
-    between threads, and to fork.
-
-    The text is parsed by the first question: a process may ask about one family.
+    """The registers of a family's kernels, as far as the compiler's number is known: the family
+    estimates them, and at the limits where one block more fits, an error of a few registers is one
+    of a third of the occupancy. Immutable; safe to share between threads, and to fork.
     """
 
     def __init__(self, family: Family, text: str | bytes) -> None:
-        """Take what `registers_text` gave for `family`.
-
-        The text is trusted: check its digest first.
-        """
+        """Take what `registers_text` gave for `family`; the first question parses it."""
         self._family, self._text = family, text
-        names = list(family.feature_names)
-        threads = "block_threads" if "block_threads" in names else "threads"
-        self._registers, self._smem, self._threads, self._per_sm, self._waves = (
-            names.index(name)
-            for name in ("registers", "smem_bytes", threads, "blocks_per_sm", "waves")
-        )
-        self._occupancy = [names.index(name) for name in OCCUPANCY]
+        self._at = at = {name: place for place, name in enumerate(family.feature_names)}
+        self._threads = at["block_threads" if "block_threads" in at else "threads"]
         self._of_kind = lru_cache(maxsize=_KINDS_KEPT)(self._found)
         self._measured = lru_cache(maxsize=_KINDS_KEPT)(self._row)
 
@@ -185,28 +154,18 @@ class Registers:
     def correct(
         self, columns: NDArray[np.float32], registers: NDArray[np.int16], device: Device
     ) -> None:
-        """Put what is known in the place of what the family estimates.
-
-        Args:
-            columns: features of some configs, ``(len(feature_names), configs)``.
-            registers: what `of` found for them.
-            device: the device that the features are for.
-        """
+        """Put what is known in the place of what the family estimates: `columns` are features of
+        some configs, ``(len(feature_names), configs)``, `registers` what `of` found for them."""
         known = registers > 0
         taken: Array = -(-registers.astype(np.int64) // _ALLOCATED) * _ALLOCATED
-        per_sm = columns[self._waves].astype(np.float64) * columns[self._per_sm]
-        blocks, threads, smem = (
-            np.rint(column).astype(np.int64)
-            for column in (
-                per_sm * device.sm_count,
-                columns[self._threads],
-                columns[self._smem],
-            )
-        )
+        at = self._at
+        per_sm = columns[at["waves"]].astype(np.float64) * columns[at["blocks_per_sm"]]
+        sizes = (per_sm * device.sm_count, columns[self._threads], columns[at["smem_bytes"]])
+        blocks, threads, smem = (np.rint(column).astype(np.int64) for column in sizes)
         filled = Occupancy.of(device, blocks, threads, taken.clip(1), smem).features()
-        np.copyto(columns[self._registers], registers, where=known)
-        for index, name in zip(self._occupancy, OCCUPANCY, strict=True):
-            np.copyto(columns[index], filled[name], where=known)
+        np.copyto(columns[at["registers"]], registers, where=known)
+        for name in OCCUPANCY:
+            np.copyto(columns[at[name]], filled[name], where=known)
 
     @cached_property
     def _kernel_of(self) -> Rows:
@@ -221,8 +180,7 @@ class Registers:
         return found
 
     def _found(self, kind: Kind) -> NDArray[np.int16]:
-        """Return the registers of each kernel for layers of `kind`, or else of the kind most like
-        it."""
+        """Return the registers of each kernel for `kind`, or else of the kind most like it."""
         registers = np.zeros(int(self._kernel_of.max(initial=-1)) + 1, np.int16)
         for like in (kind, *kind.stand_ins()):
             measured = self._measured(like)
@@ -231,8 +189,7 @@ class Registers:
         return registers
 
     def _row(self, kind: Kind) -> NDArray[np.int16] | None:
-        """Return the registers of each kernel that was measured for layers of `kind`, and 0 of the
-        others; None where none was."""
+        """Return the registers of each kernel that was measured for `kind`, 0 of the others."""
         row = self._known.get(str(kind))
         return None if row is None else np.array(row, np.int16)
 
@@ -253,15 +210,10 @@ def kernels_of(family: Family) -> Rows:
 def registers_text(
     family: Family, measured: Iterable[tuple[Any, Rows, Array | None]]
 ) -> str | None:
-    """Return a table of the registers of a family's kernels, as text that `Registers` takes.
+    """Return a table of the registers of a family's kernels, as text that `Registers` takes; None
+    where the family does not say what its kernels are compiled for, or nothing is known.
 
-    Args:
-        family: whose kernels.
-        measured: of each problem the configs that were compiled, and their registers, 0 where that
-            is not known.
-
-    Returns:
-        None where the family does not say what its kernels are compiled for, or nothing is known.
+    `measured` has each problem with the configs that were compiled, and their registers or 0.
     """
     if not isinstance(family, Compiled):
         return None
@@ -269,18 +221,16 @@ def registers_text(
     found: dict[str, Array] = {}
     for problem, rows, registers in measured:
         if registers is not None and registers.any():
-            kernels = found.setdefault(
-                str(Kind.of(problem)), np.zeros(int(kernel_of.max()) + 1, np.int64)
-            )
+            none = np.zeros(int(kernel_of.max()) + 1, np.int64)
+            kernels = found.setdefault(str(Kind.of(problem)), none)
             # Compilers differ by a few registers; the larger number is no matter of chance.
             np.maximum.at(kernels, kernel_of[rows], registers)
     lines = (f"{json.dumps(kind)}: {json.dumps(found[kind].tolist())}" for kind in sorted(found))
     return "{\n" + ",\n".join(lines) + "\n}\n" if found else None
 
 
-#: The last columns of a pool: what tells its devices apart, the logarithm to base 2 of the bytes
-#: that a multiprocessor reads or writes in a microsecond; and, of several families, which of them a
-#: row is of.
+#: The last columns of a pool: the logarithm to base 2 of the bytes that a multiprocessor of the
+#: device reads or writes in a microsecond; and, of several families, which of them a row is of.
 DEVICE, _MEMBER = "log_device_bandwidth", "pool_member"
 
 
@@ -312,6 +262,7 @@ class Pool:
         self._member = {family.name: i for i, family in enumerate(self.families)}
         several = (_MEMBER,) if len(self.families) > 1 else ()
         self.feature_names = (*names, DEVICE, *several)
+        self._device = len(names)
 
     def features(
         self,
@@ -321,15 +272,8 @@ class Pool:
         rows: Rows,
         registers: Registers | None = None,
     ) -> NDArray[np.float32]:
-        """Return the features of one of its families; NaN in the columns that only others have.
-
-        Args:
-            family: which.
-            problem: what is computed.
-            device: the device that computes it.
-            rows: the configs.
-            registers: what is known of the family's compiled kernels.
-        """
+        """Return the features of the configs `rows` of one of its families, a row each; NaN in the
+        columns that only others have. `registers` are of the family's compiled kernels."""
         own = family.features(problem, device, rows).T
         if registers is not None:
             registers.correct(own, registers.of(problem, rows), device)
@@ -342,11 +286,9 @@ class Pool:
         in the pool's columns."""
         matrix = np.full((own.shape[1], len(self.feature_names)), np.nan, np.float32)
         matrix[:, self._columns[family.name]] = own.T
+        matrix[:, self._device] = bandwidth(device)
         if len(self.families) > 1:
-            matrix[:, -2] = bandwidth(device)
             matrix[:, -1] = self._member[family.name]
-        else:
-            matrix[:, -1] = bandwidth(device)
         return matrix
 
 

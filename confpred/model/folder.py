@@ -4,23 +4,16 @@
     <pool>.order.txt     LightGBM's text form of the regressor that orders the configs of a family,
                          or of several that learn from each other (`confpred.model.features.Pool`)
     <pool>.time.txt      the same for the regressor of their times
-    gate.txt             the same for how far each family's best config is behind the best of all,
-                         where enough problems were measured with several families
-    pytorch.txt          the same for how PyTorch's own operator compares with the best config,
-                         where enough of it was measured
-    <family>.registers.json  registers of the family's compiled kernels, where they are known
+    gate.txt             the same for how far each family's best config is behind the best of all
+    pytorch.txt          the same for how PyTorch's own operator compares with the best config
     bound.txt            the same for the median of an answer's regret
+    <family>.registers.json  registers of the family's compiled kernels, where they are known
     measured.json        the best measured config of each problem in the data
 
-A model that is read is compared with its card and with this version's families, so that a damaged
-or foreign folder is an error and never a wrong answer. For a folder that someone names this happens
-at once. The models that ship with the package are compared part by part, as a process asks for
-them: a cold `confpred predict` needs one family of twelve. Trees are checked when they are first
-asked, or by `ModelFiles.check_trees`. A kernel that has changed since is only a warning: the
-model's order of its configs is likely to hold.
-
-The card has the digests of all other files, so its own digest, `sha256sum card.json`, is what the
-model is known by: two folders with one digest hold one model, whatever they are called.
+A model is compared with its card and with this version's families, so that a damaged or foreign
+folder is an error and never a wrong answer: at once, or for the models that ship part by part, as
+a cold `confpred predict` needs one family of twelve. Trees are checked when they are first asked.
+A kernel that has changed since is only a warning: the order of its configs is likely to hold.
 """
 
 from __future__ import annotations
@@ -32,11 +25,12 @@ import math
 import os
 import re
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from datetime import datetime, timezone
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import platformdirs
@@ -58,7 +52,7 @@ from confpred.model.card import (
     read_files,
     refusing,
 )
-from confpred.model.features import Pool, Registers, check_family, check_operation, configs_digest
+from confpred.model.features import Pool, Registers, check_features, configs_digest
 from confpred.model.rank import FAMILY, FamilyModel, Gate, PytorchModel, pytorch_feature_names
 from confpred.model.trees import Trees
 from confpred.problem.device import KNOWN, Device, device_from, get_device, introduce
@@ -76,16 +70,12 @@ GATE_TREES = "gate.txt"
 _SEARCHES = 8
 _VERSIONS_A_DAY = 100
 _DIRECTION = re.compile(r"\bdirection=(\w+)")
+_Value = TypeVar("_Value")
 
 
 @dataclass(frozen=True, slots=True)
 class Best:
-    """The fastest measured way to compute a problem.
-
-    Attributes:
-        candidate: the fastest one.
-        time_ms: its measured time, milliseconds.
-    """
+    """The fastest measured candidate for a problem, and its milliseconds."""
 
     candidate: Candidate
     time_ms: float
@@ -97,14 +87,15 @@ class Model:
 
     Attributes:
         version: the folder's name.
-        digest: SHA-256 of the card, and so of everything in the folder, in hexadecimal.
+        digest: SHA-256 of the card, and so of everything in the folder, in hexadecimal: two folders
+            with one digest hold one model, whatever they are called.
         device: what it was trained for.
         operation: what its families compute.
         families: what was learned of each kernel family, by name.
         gate: which of the families can win, or None if that was not learned.
         pytorch: what was learned of PyTorch's own operator, or None.
         measured: the best measured config of each problem in the training data, by the problem's
-            words (``str(problem)``), as most of them are never asked for.
+            words (``str(problem)``).
         bounds: what was learned of the regret of its answers.
         card: what it says of itself.
     """
@@ -127,8 +118,7 @@ class Model:
         return tuple(dict.fromkeys(text for text in found if text))
 
     def families_for(self, problems: Sequence[Record]) -> Mapping[str, FamilyModel]:
-        """Return the families that were measured on problems such as some of `problems`, without
-        a look at the others."""
+        """Return the families that were measured on problems such as `problems`."""
         families = self.families
         return families.for_problems(problems) if isinstance(families, _Families) else families
 
@@ -141,12 +131,8 @@ class Model:
 
 
 def load_model(folder: Path, *, in_parts: bool = False) -> Model:
-    """Read and check a model folder.
-
-    Args:
-        folder: what `confpred.training.train.train` made.
-        in_parts: families and measurements are read and checked when they are first asked for,
-            which may then raise a ModelError.
+    """Read and check a model `folder`; `in_parts`, families and measurements are read and checked
+    when they are first asked for, which may then raise a ModelError.
 
     Raises:
         ModelError: a file is missing, damaged or foreign, or the model was trained for other
@@ -190,10 +176,7 @@ def users_models() -> Path:
 
 def publish(folder: Path, models: Path) -> Path:
     """Copy the model in `folder` to `models`, whole or not at all, under a version that is new
-    there; older models stay, and the newest of a device is the one in use.
-
-    Returns:
-        The folder of the published model.
+    there; older models stay, and the newest of a device is in use. Returns the new folder.
 
     Raises:
         ModelError: `folder` is damaged.
@@ -209,11 +192,39 @@ def publish(folder: Path, models: Path) -> Path:
     return models / free
 
 
-class NewestModels(Mapping[str, Model]):
-    """The newest model in a folder of model folders for each device, by the device's key.
+class _Loaded(Mapping[str, _Value]):
+    """Values that are loaded when they are first asked for. Safe to share between threads."""
 
-    Each is loaded when it is first asked for, as a process mostly asks about one device. Safe to
-    share between threads.
+    def __init__(self, names: Mapping[str, object]) -> None:
+        self._names = names
+        self._known: dict[str, _Value] = {}
+        self._lock = threading.Lock()
+
+    def __getitem__(self, name: str) -> _Value:
+        if name not in self._known:
+            if name not in self._names:
+                raise KeyError(name)
+            with uninterrupted, self._lock:
+                if name not in self._known:
+                    self._known |= self._load(name)
+        return self._known[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def _load(self, name: str) -> dict[str, _Value]:
+        """Load the value of a name, and maybe others that come along."""
+        raise NotImplementedError
+
+
+class NewestModels(_Loaded[Model]):
+    """The newest model in a folder of model folders for each device, by the device's key.
 
     Raises:
         ModelError: a card is damaged; on access, the model of that device is.
@@ -226,40 +237,19 @@ class NewestModels(Mapping[str, Model]):
         self._shipped = folder is None
         self._folders = model_folders(shipped_models() if folder is None else folder)
         self._first = _users_folders() if folder is None else {}
-        self._loaded: dict[str, Model] = {}
-        self._lock = threading.Lock()
+        super().__init__({**self._folders, **self._first})
 
-    def __getitem__(self, device: str) -> Model:
-        loaded = self._loaded.get(device)
-        if loaded is not None:
-            return loaded
-        if device not in self:
-            raise KeyError(device)
-        with uninterrupted, self._lock:
-            if device not in self._loaded:
-                self._loaded[device] = self._load(device)
-            return self._loaded[device]
-
-    def __contains__(self, device: object) -> bool:
-        return device in self._folders or device in self._first
-
-    def __iter__(self) -> Iterator[str]:
-        return iter({**self._folders, **self._first})
-
-    def __len__(self) -> int:
-        return len({**self._folders, **self._first})
-
-    def _load(self, device: str) -> Model:
+    def _load(self, name: str) -> dict[str, Model]:
         """Load the user's model if this version can use it, else that of the folder."""
-        first, second = self._first.get(device), self._folders.get(device)
+        first, second = self._first.get(name), self._folders.get(name)
         try:
             if first is not None:
-                return load_model(first)
+                return {name: load_model(first)}
         except ModelError as error:
             if second is None:
                 raise
             log.warning("%s; the model that ships with the package is used instead", error)
-        return load_model(second or Path(), in_parts=self._shipped)
+        return {name: load_model(second or Path(), in_parts=self._shipped)}
 
 
 def _users_folders() -> dict[str, Path]:
@@ -271,13 +261,12 @@ def _users_folders() -> dict[str, Path]:
         return {}
 
 
-class _Families(Mapping[str, FamilyModel]):
-    """The families of a model; those of a pool are read when one of them is first asked for."""
+class _Families(_Loaded[FamilyModel]):
+    """The families of a model; those of a pool are loaded together."""
 
     def __init__(self, folder: Path, card: Card, operation: Operation, device: Device) -> None:
+        super().__init__(card.families)
         self._folder, self._card, self._device = folder, card, device
-        self._read: dict[str, FamilyModel] = {}
-        self._lock = threading.Lock()
         usual = {field.name: field.default for field in fields(operation.problem)}
         # The examples have every direction that was measured (`features.examples_of`).
         self._measured_on = {
@@ -289,28 +278,13 @@ class _Families(Mapping[str, FamilyModel]):
             for name, entry in card.families.items()
         }
 
-    def __getitem__(self, name: str) -> FamilyModel:
-        found = self._read.get(name)
-        if found is None:
-            pool = self._card.families[name].pool
-            with uninterrupted, self._lock, refusing(self._folder):
-                if name not in self._read:
-                    self._read |= self._of_pool(pool)
-            found = self._read[name]
-        return found
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._card.families
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._card.families)
-
-    def __len__(self) -> int:
-        return len(self._card.families)
-
-    def for_problems(self, problems: Iterable[Record]) -> dict[str, FamilyModel]:
+    def for_problems(self, problems: Sequence[Record]) -> dict[str, FamilyModel]:
         kinds = {(p.grouping, getattr(p, "direction", None)) for p in problems}
         return {n: self[n] for n, known in self._measured_on.items() if not known.isdisjoint(kinds)}
+
+    def _load(self, name: str) -> dict[str, FamilyModel]:
+        with refusing(self._folder):
+            return self._of_pool(self._card.families[name].pool)
 
     def _of_pool(self, name: str) -> dict[str, FamilyModel]:
         folder, card = self._folder, self._card
@@ -329,7 +303,7 @@ class _Families(Mapping[str, FamilyModel]):
                 raise ModelError(
                     f"{folder} was trained for other configs of {family.name}: train it again"
                 )
-            check_family(folder, family, self._device, entry.features)
+            check_features(folder, family, self._device, entry.features)
             table = REGISTERS.format(family.name)
             registers = None
             if table in card.files:
@@ -345,7 +319,7 @@ class _Measured(Mapping[str, Best]):
     """The best measured config of each problem, by the problem's words."""
 
     def __init__(self, folder: Path, card: Card) -> None:
-        self._folder, self._text = folder, partial(checked_file, folder, card, MEASURED)
+        self._folder, self._card = folder, card
         self._best: dict[str, Best] | None = None
         self._searched = 0
 
@@ -365,7 +339,7 @@ class _Measured(Mapping[str, Best]):
     @cached_property
     def _content(self) -> bytes:
         with refusing(self._folder):
-            return self._text()
+            return checked_file(self._folder, self._card, MEASURED)
 
     def _parsed(self) -> dict[str, Best]:
         if self._best is None:
@@ -383,7 +357,7 @@ def _load(folder: Path, card: Card, digest: str) -> Model:
         if card.gate is None or not set(card.gate.families) <= card.families.keys():
             raise ValueError("the gate is for families that the model does not know")
         lag = _trees(folder, card, GATE_TREES, (*operation.feature_names, FAMILY))
-        check_operation(folder, operation, device, card.gate.features)
+        check_features(folder, operation, device, card.gate.features)
         gate = Gate(operation, tuple(card.gate.families), lag)
     pytorch = None
     if PYTORCH_TREES in card.files:
@@ -393,7 +367,7 @@ def _load(folder: Path, card: Card, digest: str) -> Model:
             if margin < 0:
                 raise ValueError(f"pytorch.margins.{kind} is {margin!r}, not at least 0")
         ratio = _trees(folder, card, PYTORCH_TREES, pytorch_feature_names(operation))
-        check_operation(folder, operation, device, card.pytorch.features)
+        check_features(folder, operation, device, card.pytorch.features)
         pytorch = PytorchModel(operation, ratio, card.pytorch.margins)
     return Model(
         version=folder.resolve().name,
@@ -417,17 +391,12 @@ def _bounds(folder: Path, card: Card, operation: Operation) -> Bounds:
         if not least.shape == largest.shape == (count,):
             raise ValueError(f"the range of {name} is not of {count} features")
         ranges[name] = Range(least, largest)
-    return Bounds(
-        operation=operation,
-        quantile=_trees(folder, card, BOUND_TREES, signal_names(operation)),
-        offsets=card.bounds.offsets,
-        ranges=ranges,
-    )
+    quantile = _trees(folder, card, BOUND_TREES, signal_names(operation))
+    return Bounds(operation, quantile, card.bounds.offsets, ranges)
 
 
 def _device(card: Card) -> Device:
-    """Return the device of the table; for another one the card has the description that it learned
-    by."""
+    """Return the device of the table, or else that which the card describes."""
     if card.device in KNOWN or card.board is None:
         return get_device(card.device)
     try:

@@ -4,14 +4,14 @@
         --> cost by few trees, which keep many --> cost by all trees
         --> time of the best of each family --> PyTorch's operator in its place (`PytorchModel`)
 
-A family is ranked alone, in `FamilyModel.rank_many`, and all of them together in
-`rank_families`.
+A family is ranked in `FamilyModel.rank_many`, and all of them in `rank_families`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, pairwise
 from math import exp, inf
 from typing import Any
@@ -36,10 +36,9 @@ from confpred.problem.limits import UNLIMITED, Limits
 from confpred.problem.operation import Operation
 from confpred.problem.record import Record
 
-#: The family's own estimate keeps so many of a problem's candidates. Then the first so many trees
-#: keep so many, and all trees order these: the first trees of a boosted ensemble correct the most,
-#: so that they tell which candidates are not among the best. On layers that the trees had not seen,
-#: the choice is as good as by all trees for all candidates, in a fifth of the time (decision 166).
+#: The family's own estimate keeps so many of a problem's candidates. Then the first so many trees,
+#: which correct the most, keep so many, and all trees order these: the choice is as good as by all
+#: trees for all candidates, in a fifth of the time (decision 166).
 ESTIMATE, BY_ESTIMATE = "log_estimate", 400
 STAGES = ((8, 128), (20, 48), (60, 16))
 FINALISTS = STAGES[-1][1]
@@ -54,8 +53,8 @@ class Pairs:
     Attributes:
         places: which problems have candidates.
         bounds: where the pairs of each of these begin, and where the last one's end.
-        rows: row of the family's config table of each pair, rising for each problem.
-        features: of each pair, as the trees take them.
+        rows, features: of the family's config table, rising for each problem; as the trees take
+            them.
     """
 
     places: Sequence[int]
@@ -69,7 +68,7 @@ class Pairs:
         return np.repeat(np.arange(len(self.places)), np.diff(self.bounds))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class FamilyModel:
     """A model of one kernel family.
 
@@ -77,13 +76,10 @@ class FamilyModel:
         family: the kernel family.
         pool: the families that it shares `order` and `time` with.
         order: regressor of log(time / time of the problem's best config), from the pool's
-            features. It need not know how fast a layer is, only what makes one config slower than
-            another, and orders them better than `time` does.
+            features. It orders configs better than `time` does.
         time: regressor of log(time / roofline time), from the same features.
         registers: of the family's compiled kernels, or None.
         groupings: of the problems that it was measured on, and serves; None for any.
-        batched: the family, if it answers for several problems at once; else None.
-        is_free: whether its configs need not be looked into where nothing is limited.
     """
 
     family: Family
@@ -92,14 +88,16 @@ class FamilyModel:
     time: Trees
     registers: Registers | None = None
     groupings: frozenset[str] | None = None
-    batched: Batched | None = field(init=False, repr=False, compare=False)
-    is_free: bool = field(init=False, repr=False, compare=False)
 
-    def __post_init__(self) -> None:
-        # Kept, as a protocol takes long to ask.
-        batched = self.family if isinstance(self.family, Batched) else None
-        object.__setattr__(self, "batched", batched)
-        object.__setattr__(self, "is_free", is_free(self.family))
+    @cached_property  # as a protocol takes long to ask
+    def batched(self) -> Batched | None:
+        """The family, if it answers for several problems at once."""
+        return self.family if isinstance(self.family, Batched) else None
+
+    @cached_property
+    def is_free(self) -> bool:
+        """Whether its configs need not be looked into where nothing is limited."""
+        return is_free(self.family)
 
     def serves(self, problem: Record) -> bool:
         """Return whether the family may have configs for `problem`, and was measured on such."""
@@ -119,16 +117,11 @@ class FamilyModel:
     def rank(
         self, problem: Record, device: Device, rows: Rows, wanted: int = 1
     ) -> tuple[Rows, NDArray[np.float64]]:
-        """Order `rows` of the config table, which are legal for `problem`.
-
-        Args:
-            problem: the problem to compute.
-            device: the device to compute it on.
-            rows: at least one, rising.
-            wanted: the result has at least so many, if `rows` has, and `FINALISTS`.
+        """Order `rows` of the config table: at least one, rising, all legal for `problem`.
 
         Returns:
-            Rows, fastest first, and their expected seconds, rising.
+            Rows, fastest first, and their expected seconds, rising: at least `wanted` and
+            `FINALISTS`, if there are as many.
         """
         pairs = Pairs([0], [0, len(rows)], rows, self.features(problem, device, rows))
         return self._ranked(pairs, [problem], device, wanted)[0]
@@ -137,7 +130,7 @@ class FamilyModel:
         self, problems: ProblemBatch, device: Device, wanted: int = 1, limits: Limits = UNLIMITED
     ) -> dict[int, tuple[Rows, NDArray[np.float64]]]:
         """Return `rank` of all legal configs within `limits` for each of `problems` that has any,
-        by its place; the family serves all of them."""
+        by its place."""
         if self.batched is not None and self.is_free and limits == UNLIMITED:
             pairs = self._together(self.batched, problems, device)
         else:
@@ -174,8 +167,7 @@ class FamilyModel:
     def _ranked(
         self, pairs: Pairs, problems: Sequence[Record], device: Device, wanted: int
     ) -> dict[int, tuple[Rows, NDArray[np.float64]]]:
-        """Expect of the best one the time that `time` says, and of the others the ratios of
-        `order`."""
+        """Expect of the best one what `time` says, and of the others the ratios of `order`."""
         found: dict[int, tuple[Rows, NDArray[np.float64]]] = {}
         if not pairs.places:
             return found
@@ -196,11 +188,10 @@ def best_first(
     Args:
         order: regressor of the logarithm of a candidate's cost.
         pairs: the candidates; every problem has some.
-        wanted: where more than `FINALISTS` are, all candidates are ordered: those that a stage
-            leaves out follow, as no better than the last finalist.
+        wanted: above `FINALISTS`, those that a stage leaves out follow, as no better than the last.
 
     Yields:
-        For each problem the places in `pairs` of its candidates, best first, and the logarithms of
+        For each problem the places of its candidates in `pairs`, best first, and the logarithms of
         their costs, rising.
     """
     cost, index, done = np.zeros(len(pairs.rows)), pairs.index, 0
@@ -253,9 +244,9 @@ def rank_families(
         families: by name.
         gate: which of them can win; None if all can. It learned that without limits, so that all
             compete where there are some.
-        problems: all are worked out together, which takes a fraction of the time.
+        problems: worked out together, in a fraction of the time.
         device: the device to compute them on.
-        wanted: how many configs; there may be more or fewer. The first ones do not depend on it.
+        wanted: how many configs, on which the first ones do not depend; there may be more or fewer.
         limits: every config keeps within them.
     """
     serving = [[name for name, known in families.items() if known.serves(p)] for p in problems]
@@ -318,11 +309,9 @@ MARGIN = 0.10
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """The gate of a model, learned from problems that several families compute.
+    """The gate of a model, learned from problems that several `families` compute.
 
     Attributes:
-        operation: what they compute.
-        families: names of the families that it knows.
         lag: regressor of log(time of a family's best config / time of the best of all families'),
             from the operation's features and the family.
     """
@@ -334,22 +323,17 @@ class Gate:
     def open(
         self, problems: Sequence[Record], device: Device, serving: Sequence[Sequence[str]]
     ) -> list[list[str]]:
-        """Return the families worth comparing for each problem, of those `serving` it. One that the
-        gate does not know always is."""
-        asked = [
-            (i, [name for name in names if name in self.families])
-            for i, names in enumerate(serving)
-            if len(names) > 1
-        ]
+        """Return the families worth comparing for each problem, of those `serving` it; all that
+        the gate does not know are."""
         found = [list(names) for names in serving]
-        asked = [(i, names) for i, names in asked if len(names) > 1]
+        known = [[name for name in names if name in self.families] for names in serving]
+        asked = {i: names for i, names in enumerate(known) if len(names) > 1}
         if not asked:
             return found
-        some = [problems[i] for i, _ in asked]
-        groups = [names for _, names in asked]
+        some, groups = [problems[i] for i in asked], [*asked.values()]
         matrix = gate_features(self.operation, some, device, self.families, groups)
         lags = self.lag.predict(matrix).tolist()
-        for i, names in asked:
+        for i, names in asked.items():
             mine, lags = lags[: len(names)], lags[len(names) :]
             behind = min(mine) + MARGIN
             closed = {name for name, lag in zip(names, mine, strict=True) if lag > behind}
@@ -379,13 +363,10 @@ class PytorchModel:
     """A model of PyTorch's own operator, which has no configs.
 
     Attributes:
-        operation: the operation that it computes.
-        ratio: regressor of log(its time / time of our fastest config), from `pytorch_features`; it
-            does not tell large ratios apart, as nothing depends on that
-            (`confpred.training.calibrate`).
-        margins: how large that logarithm must be for ours to be preferred, by the problem's kind:
-            what cost least on layers that the regressor was not trained on. Where nothing is known
-            of a kind, none of ours is.
+        ratio: regressor of log(its time / time of the fastest config), from `pytorch_features`; it
+            does not tell large ratios apart (`confpred.training.calibrate`).
+        margins: how large that logarithm must be for the config to be preferred, by the problem's
+            kind; for a kind that is missing, PyTorch's operator is.
     """
 
     operation: Operation
@@ -393,12 +374,11 @@ class PytorchModel:
     margins: Mapping[str, float]
 
     def log_ratios(self, problems: Sequence[Record], device: Device) -> NDArray[np.float64]:
-        """Return what is expected of log(its time / time of our fastest), for each problem."""
+        """Return the expected log(its time / time of the fastest config), for each problem."""
         return self.ratio.predict(pytorch_features(self.operation, problems, device))
 
     def slowdowns(self, problems: Sequence[Record], device: Device) -> list[tuple[float, float]]:
-        """Return how many times as long as our fastest config it takes, expected and at least, for
-        each problem."""
+        """Return how many times as long as the fastest config it takes, expected and at least."""
         ratios = self.log_ratios(problems, device).tolist()
         margins = [self.margins.get(problem.kind, inf) for problem in problems]
         return [(exp(r), exp(r - margin)) for r, margin in zip(ratios, margins, strict=True)]
@@ -427,10 +407,9 @@ def with_pytorch(
     time is overestimated.
 
     Args:
-        options: our candidates, fastest first.
-        slowdown: how many times as long as our fastest config PyTorch's takes: expected, and at
-            least (`PytorchModel`); None where that is not known.
-        fastest_s: seconds of our fastest config, where that is not among `options`.
+        options: configs, fastest first.
+        slowdown: as of `PytorchModel.slowdowns`; None where that is not known.
+        fastest_s: seconds of the fastest config, where that is not among `options`.
     """
     if not options or slowdown is None:
         return options

@@ -1,14 +1,12 @@
 """Gradient-boosted trees, evaluated by LightGBM's own library through its C API.
 
-``import lightgbm`` costs 0.2 s, and 1 s where scikit-learn and pandas are installed, as it imports
-both: too much for a process that only asks for one prediction. Its shared library loads in a few
-milliseconds, and gives the same answers to the bit.
+``import lightgbm`` costs 0.2 to 1 s; its shared library loads in a few milliseconds, and gives the
+same answers to the bit.
 
-LightGBM follows what a text says wherever it leads: a feature that a row does not have is read from
-behind the row, and a child that is its own ancestor is an endless loop. So a text is checked before
-it is parsed. It is a head, the trees with a line for each of their fields, and the line ``end of
-trees``. A model's texts have the fields that predictions need (`confpred.training.fit.text_of`);
-LightGBM's own have more.
+LightGBM follows what a text says wherever it leads: behind a row, or into an endless loop. So a
+text is checked before it is parsed. It is a head, the trees with a line for each of their fields,
+and the line ``end of trees``. A model's texts have the fields that predictions need
+(`confpred.training.fit.text_of`); LightGBM's own have more.
 
     Tree=0
     num_leaves=4
@@ -43,8 +41,7 @@ from confpred.errors import ModelError
 
 # Constants of LightGBM's c_api.h.
 _DTYPE_FLOAT32 = 0
-_PREDICT_RAW_SCORE = 1
-_ALL = -1
+_RAW_OF_ALL = (1, 0, -1)  # C_API_PREDICT_RAW_SCORE, from the first tree to the last
 _ROW_MAJOR = 1
 _HEADER = re.compile(rb"tree\n(?:\w+(?:=.*)?\n)*?feature_names=(.+)\n")
 # One thread: the few hundred rows of a call take less time than waking a second one.
@@ -59,7 +56,7 @@ _count = ctypes.byref(ctypes.c_int64())
 
 
 class _Booster(NamedTuple):
-    """A booster that LightGBM read from a text, and its preparation for single rows."""
+    """A booster that LightGBM read from a text, and what it prepared for single rows."""
 
     handle: ctypes.c_void_p
     prepared: ctypes.c_void_p
@@ -69,9 +66,8 @@ class Trees:
     """A boosted ensemble of regression trees. Immutable; safe to share between threads, whose
     predictions run side by side, and to fork.
 
-    The text is checked and parsed by the first prediction, as far as that needs it: a model has
-    ensembles for every kind of layer, and a process may ask for one. To check all of a model takes
-    0.1 s.
+    The text is checked and parsed by the first prediction, as far as that needs it: to check all of
+    a model takes 0.1 s.
 
     Attributes:
         features: names of the columns of the matrix that `predict` takes.
@@ -92,29 +88,20 @@ class Trees:
         self._boosters: dict[tuple[int, int | None], _Booster] = {}
 
     def _booster(self, first: int, end: int | None) -> _Booster:
-        """Return the booster of the first trees, parsed when it is first needed.
-
-        Each part has its own: LightGBM stores in the booster how many trees to use and reads that
-        back without a lock, so that simultaneous calls with different numbers would use each
-        other's. With one number for all calls, and no trees beyond it, they cannot.
-        """
-        booster = self._boosters.get((first, end))
-        if booster is None:
+        # Each part has its own: LightGBM stores in the booster how many trees to use and reads that
+        # back without a lock, so that simultaneous calls would use each other's number.
+        if (first, end) not in self._boosters:
             with _parsing:
-                booster = self._boosters.get((first, end))
-                if booster is None:
-                    booster = self._boosters[first, end] = self._parse(first, end)
-        return booster
+                if (first, end) not in self._boosters:
+                    self._boosters[first, end] = self._parse(first, end)
+        return self._boosters[first, end]
 
-    def check(self) -> None:
-        """Check all of the text, of which a prediction checks the part that it needs.
+    def check(self, first: int = 0, end: int | None = None) -> bytes:
+        """Check the text, or the part that a prediction needs, and return it.
 
         Raises:
             ModelError: LightGBM would read what is not there, or never end.
         """
-        self._checked(0, None)
-
-    def _checked(self, first: int, end: int | None) -> bytes:
         try:
             text = part_of_text(self._text, first, end)
             check_text(text, len(self.features))
@@ -123,7 +110,7 @@ class Trees:
         return text
 
     def _parse(self, first: int, end: int | None) -> _Booster:
-        text = self._checked(first, end)
+        text = self.check(first, end)
         library, handle, prepared = _library(), ctypes.c_void_p(), ctypes.c_void_p()
         found, most = ctypes.c_int(), ctypes.c_int()
         # One thread here too: those that OpenMP keeps are not there in a forked child, whose next
@@ -131,27 +118,15 @@ class Trees:
         _check(library.LGBM_GetMaxThreads(ctypes.byref(most)))
         _check(library.LGBM_SetMaxThreads(1))
         try:
-            _check(
-                library.LGBM_BoosterLoadModelFromString(
-                    text, ctypes.byref(found), ctypes.byref(handle)
-                )
-            )
+            load = library.LGBM_BoosterLoadModelFromString
+            _check(load(text, ctypes.byref(found), ctypes.byref(handle)))
         finally:
             _check(library.LGBM_SetMaxThreads(most))
         # Not at the end of the process, when other threads may be predicting still.
         weakref.finalize(self, library.LGBM_BoosterFree, handle).atexit = False
-        _check(
-            library.LGBM_BoosterPredictForMatSingleRowFastInit(
-                handle,
-                _PREDICT_RAW_SCORE,
-                0,  # from the first tree
-                _ALL,
-                _DTYPE_FLOAT32,
-                len(self.features),
-                _PARAMETERS,
-                ctypes.byref(prepared),
-            )
-        )
+        shape = (_DTYPE_FLOAT32, len(self.features), _PARAMETERS)
+        prepare = library.LGBM_BoosterPredictForMatSingleRowFastInit
+        _check(prepare(handle, *_RAW_OF_ALL, *shape, ctypes.byref(prepared)))
         weakref.finalize(self, library.LGBM_FastConfigFree, prepared).atexit = False
         return _Booster(handle, prepared)
 
@@ -162,7 +137,7 @@ class Trees:
         default, all).
 
         Args:
-            matrix: float32, ``(rows, len(features))``, C order.
+            matrix: float32, ``(rows, len(features))``.
             first: the first of these trees.
             end: the tree behind the last one; None for all from `first` on.
 
@@ -172,31 +147,16 @@ class Trees:
         """
         matrix = np.ascontiguousarray(matrix, np.float32)
         if matrix.ndim != 2 or matrix.shape[1] != len(self.features):
-            raise ModelError(
-                f"the model takes {len(self.features)} features a row; "
-                f"got an array of {matrix.shape}"
-            )
+            takes = f"the model takes {len(self.features)} features a row"
+            raise ModelError(f"{takes}; got an array of {matrix.shape}")
         values = np.empty(len(matrix), np.float64)
         with uninterrupted:
             booster = self._booster(first, end)
             row, value = _address(matrix), _address(values)
             if len(matrix) > _FEW_ROWS:
-                _check(
-                    _library().LGBM_BoosterPredictForMat(
-                        booster.handle,
-                        row,
-                        _DTYPE_FLOAT32,
-                        len(matrix),
-                        len(self.features),
-                        _ROW_MAJOR,
-                        _PREDICT_RAW_SCORE,
-                        0,  # from the first tree
-                        _ALL,
-                        _PARAMETERS,
-                        _count,
-                        value,
-                    )
-                )
+                shape = (_DTYPE_FLOAT32, *matrix.shape, _ROW_MAJOR)
+                many = _library().LGBM_BoosterPredictForMat
+                _check(many(booster.handle, row, *shape, *_RAW_OF_ALL, _PARAMETERS, _count, value))
                 return values
             predict = _library().LGBM_BoosterPredictForMatSingleRowFast
             for _ in range(len(matrix)):
@@ -248,9 +208,8 @@ _KINDS = frozenset(b"%d" % kind for kind in range(0, 16, 2))  # without it
 
 
 def part_of_text(text: bytes, first: int, end: int | None) -> bytes:
-    """Return the text of the trees from `first` to before `end` of the ensemble in `text`.
-
-    The lengths of all trees, which LightGBM writes for parsing in parallel, are left out.
+    """Return the text of the trees from `first` to before `end` of the ensemble in `text`, without
+    the lengths of all trees, which LightGBM writes for parsing in parallel.
 
     Raises:
         ModelError: the text does not end as such a text does.
@@ -305,8 +264,7 @@ def _check_head(lines: Sequence[bytes], features: int) -> None:
 
 
 def _fields(lines: Sequence[bytes]) -> dict[bytes, list[bytes]]:
-    """Return the value of each field of each tree; the trees have the same fields in the same
-    order."""
+    """Return the value of each field of each tree; all have the same fields in one order."""
     names = [line.partition(b"=")[0] for line in lines]
     stride = names.index(b"Tree", 1) if b"Tree" in names[1:] else len(names)
     fields: dict[bytes, list[bytes]] = {}
@@ -325,8 +283,7 @@ def _fields(lines: Sequence[bytes]) -> dict[bytes, list[bytes]]:
 def _check_splits(
     fields: dict[bytes, list[bytes]], leaves: NDArray[np.int64], features: int
 ) -> None:
-    """Check where the splits of all trees lead: to a later split of the tree, so that every way
-    ends, or to a leaf that it has."""
+    """Check that every split leads to a later split or a leaf of its tree."""
     splits = leaves - 1
     tree = np.repeat(np.arange(len(leaves)), splits)
     first = np.repeat(np.cumsum(splits) - splits, splits)

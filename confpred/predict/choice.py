@@ -1,7 +1,7 @@
 """A *choice*: the answer to "which kernel for this problem on this device".
 
-A caller accepts choices by `max_regret`, the largest bound on regret that a prediction may have. A
-pinned or measured choice needs no bound. PyTorch's own operator runs where a choice is refused.
+A caller accepts predictions whose bound on regret is at most `max_regret`; PyTorch's own operator
+runs where one is refused. A pinned or measured choice needs no bound.
 """
 
 from __future__ import annotations
@@ -43,10 +43,9 @@ class Choice:
             guess (`is_guess`).
         model: version of the model that answered, or None.
         extrapolated: whether the model predicts for a problem unlike all that it was trained on: of
-            a size out of their range, or of a kind that none of them is of.
+            a size out of their range, or of another kind.
         donor: key of the device whose model answered where the choice is ``transferred``.
-        server: address of the service that answered, or None for this process. It is no part of the
-            answer: choices are equal whoever made them.
+        server: address of the service that answered, or None; choices are equal whoever made them.
     """
 
     problem: Record
@@ -88,16 +87,14 @@ class Choice:
 
     @property
     def measured_on(self) -> str | None:
-        """Key of the device whose measurements the choice is from; None where none are, as for an
-        estimate (``heuristic``)."""
+        """Key of the device whose measurements the choice is from; None where none are."""
         if self.source == "transferred":
             return self.donor
         return self.device if self.source in ("predicted", "measured") else None
 
     @property
     def is_guess(self) -> bool:
-        """Whether no measurement of such problems on this device stands behind the choice: no
-        model of the device knows them. PyTorch's operator runs then."""
+        """Whether no model of the device knows such problems; PyTorch's operator runs then."""
         return self.source in ("transferred", "heuristic")
 
     def to_json(self) -> dict[str, Any]:
@@ -137,7 +134,7 @@ def answers_json(answers: Iterable[Iterable[Choice]]) -> str:
 
 
 def answer_json(choices: Iterable[Choice]) -> str:
-    """Return the choices of one problem, as they stand in `answers_json`."""
+    """Return the choices of one problem, a part of `answers_json`."""
     plain = [choice.to_json() for choice in choices]
     return json.dumps(plain, separators=(",", ":"), allow_nan=False)
 
@@ -161,31 +158,26 @@ def check_max_regret(value: object) -> float | None:
 
 
 def is_trusted(choice: Choice, max_regret: float | None) -> bool:
-    """Whether a caller that accepts `max_regret` takes `choice`; one that accepts None takes
-    all."""
-    if max_regret is None or not (choice.source == "predicted" or choice.is_guess):
+    """Whether a caller that accepts `max_regret`, any for None, takes `choice`."""
+    if max_regret is None or choice.candidate == PYTORCH_OPERATOR:
         return True
-    if choice.candidate == PYTORCH_OPERATOR:
+    if not (choice.source == "predicted" or choice.is_guess):
         return True
     return choice.regret_bound is not None and choice.regret_bound <= max_regret
 
 
 def with_fallback(choices: Sequence[Choice], max_regret: float | None) -> list[Choice]:
-    """`choices`, best first, of which the first is to be launched: where a caller that accepts
-    `max_regret` does not take it, PyTorch's own operator comes before it, as a ``fallback``, and as
-    many choices follow as there were."""
+    """`choices`, best first; where a caller that accepts `max_regret` does not take the first one,
+    PyTorch's own operator comes before it, as a ``fallback``, and the last one is left out."""
     first = choices[0]
     if is_trusted(first, max_regret):
         return list(choices)
-    theirs = replace(
-        first,
-        source="fallback",
-        candidate=PYTORCH_OPERATOR,
-        predicted_ms=None,
-        regret_bound=None,
-        model=None,
-        donor=None,
+    fallback = Choice(
+        *(first.problem, first.device, "fallback"),
+        extrapolated=first.extrapolated,
+        pytorch_ms=first.pytorch_ms,
+        server=first.server,
     )
     # The bound is of a first choice alone.
     rest = [replace(c, regret_bound=None) for c in choices if c.candidate != PYTORCH_OPERATOR]
-    return [theirs, *rest][: len(choices)]
+    return [fallback, *rest][: len(choices)]

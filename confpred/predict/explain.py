@@ -1,13 +1,9 @@
 """Why a layer gets the config that it gets: `explain_layers`.
 
-A model's trees say that one config takes, say, 1.08 times as long as another. They see two rows of
-features. Features that differ are put together by themes, such as how many blocks fit on a
-multiprocessor. The logarithm of the ratio is shared among the themes by their Shapley values: the
+A model's trees see two configs as two rows of features. Those that differ are put together by
+themes. The logarithm of the ratio of times is shared among the themes by their Shapley values: the
 mean, over all orders in which themes can be exchanged one by one, of the change that one of them
 makes. The shares add up to the whole exactly, and need the trees' answers alone.
-
-A row whose themes are of two configs is mostly no config that exists; the trees then say what they
-learned of those features from others, as with all explanations of this kind.
 """
 
 from __future__ import annotations
@@ -37,13 +33,8 @@ NEAREST = 5  # measured layers that an explanation names
 
 @dataclass(frozen=True, slots=True)
 class Roofline:
-    """Bound that no kernel can beat.
-
-    Attributes:
-        bytes: that must cross device memory.
-        flops: multiplications plus additions.
-        memory_ms, arithmetic_ms: milliseconds of each alone.
-    """
+    """Bound that no kernel can beat: bytes that must cross device memory, multiplications plus
+    additions, and the milliseconds of each alone."""
 
     bytes: int
     flops: int
@@ -71,13 +62,11 @@ class LayerExplanation:
     Attributes:
         problem: the layer.
         device: key of the device that was asked about.
-        choices: the choice, and after it the runners-up; their `Choice.regret_bound` and
-            `Choice.predicted_ms` say what is expected of them.
+        choices: the choice, and after it the runners-up.
         roofline: what no kernel can beat.
         pytorch_ms: expected time of PyTorch's own operator; None where nothing predicts it.
-        comparisons: the choice beside the next best config of its family, and beside a middling one
-            of those that are offered; with what makes the difference. Empty where no model has
-            learned of the family, and where PyTorch's operator is chosen.
+        comparisons: the choice beside the next best config of its family, and beside a middling
+            one; empty where no model has learned of the family.
         model: version of the model that was asked, or None.
         nearest: the measured layers that this one is most like; empty without a model.
     """
@@ -161,16 +150,12 @@ def explain_layers(
             model = None
         if model is not None and model.version not in layers:
             layers[model.version] = NearestLayers(model)
+        memory_ms, arithmetic_ms = known.memory_s(problem) * 1e3, known.arithmetic_s(problem) * 1e3
         yield LayerExplanation(
             problem=problem,
             device=known.key,
             choices=tuple(ranked[:top]),
-            roofline=Roofline(
-                bytes=problem.minimum_bytes,
-                flops=problem.flops,
-                memory_ms=known.memory_s(problem) * 1e3,
-                arithmetic_ms=known.arithmetic_s(problem) * 1e3,
-            ),
+            roofline=Roofline(problem.minimum_bytes, problem.flops, memory_ms, arithmetic_ms),
             pytorch_ms=asked.expected_ms(problem, known, PYTORCH_OPERATOR),
             comparisons=tuple(_comparisons(problem, known, model, ranked)),
             model=None if model is None else model.version,
@@ -208,28 +193,23 @@ FEATURES_SHOWN = 6
 def page(explanation: LayerExplanation) -> Iterator[str]:
     """Yield the lines of a page, in about 100 columns where the layer's words allow it."""
     choice = explanation.choice
-    yield f"{explanation.problem} on {explanation.device}"
-    yield ""
-    yield from _summary(explanation)
-    yield ""
+    yield from (f"{explanation.problem} on {explanation.device}", "")
+    yield from (*_summary(explanation), "")
     yield from _candidates(explanation.choices)
     for comparison in explanation.comparisons:
-        yield ""
-        yield from _comparison(comparison)
+        yield from ("", *_comparison(comparison))
     if explanation.nearest:
-        yield ""
-        yield f"Nearest layers that model {explanation.model} has measured"
+        yield from ("", f"Nearest layers that model {explanation.model} has measured")
         rows = [("distance", "ms", "of roofline", "fastest", "layer")]
         for n in explanation.nearest:
             figures = (f"{n.distance:.2f}", f"{n.time_ms:.4f}", f"{n.roofline_share:.0%}")
             rows.append((*figures, _words(n.candidate), str(n.problem)))
         yield from _table(rows, right=3)
     elif choice.source == "heuristic":
-        yield ""
-        yield "Nothing was learned or measured here: the times are rough estimates."
+        yield from ("", "Nothing was learned or measured here: the times are rough estimates.")
     elif choice.source == "transferred":
-        yield ""
-        yield f"Nothing was learned or measured on this device, but on {choice.measured_on}."
+        on = choice.measured_on
+        yield from ("", f"Nothing was learned or measured on this device, but on {on}.")
 
 
 def _summary(explanation: LayerExplanation) -> Iterator[str]:
@@ -259,10 +239,10 @@ def _pytorch(explanation: LayerExplanation) -> str:
         return "nothing predicts the time of its operator"
     text = f"its operator is expected to take {theirs:.4f} ms"
     if choice.provider == PYTORCH:
-        best = next((c for c in explanation.choices if c.family and c.predicted_ms), None)
-        if best is not None and best.predicted_ms is not None and choice.source in _PREDICTED:
+        times = [c.predicted_ms for c in explanation.choices if c.family and c.predicted_ms]
+        if times and choice.source in _PREDICTED:
             text += (
-                f", the best of ours {best.predicted_ms:.4f} ms: it goes first wherever ours may "
+                f", the best of ours {times[0]:.4f} ms: it goes first wherever ours may "
                 "be the slower one, by what the ratio's prediction has erred"
             )
     elif choice.predicted_ms:
@@ -334,10 +314,9 @@ class Contribution:
     """One cause of the difference between two configs.
 
     Attributes:
-        theme: what the features tell: ``config`` for the config's own fields, or ``occupancy``,
-            ``waves``, ``wasted work``, ``memory access``, ``work``, ``estimate`` and ``other``.
-        ratio: the factor on the time of the other config over that of the chosen one: above 1 it
-            speaks for the chosen one. The factors of all causes multiply to the whole ratio.
+        theme: one of `THEMES`, ``config`` for the config's own fields, or ``other``.
+        ratio: the factor on the time of the other config over that of the chosen one. The factors
+            of all causes multiply to the whole ratio.
         features: the values that differ, of the chosen config and of the other, by name.
     """
 
@@ -346,14 +325,11 @@ class Contribution:
     features: Mapping[str, tuple[float, float]]
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "theme": self.theme,
-            "ratio": self.ratio,
-            "features": [
-                {"name": name, "chosen": chosen, "other": other}
-                for name, (chosen, other) in self.features.items()
-            ],
-        }
+        features = [
+            {"name": name, "chosen": chosen, "other": other}
+            for name, (chosen, other) in self.features.items()
+        ]
+        return {"theme": self.theme, "ratio": self.ratio, "features": features}
 
 
 @dataclass(frozen=True, slots=True)
@@ -381,8 +357,7 @@ class Comparison:
 
 
 def middling(learned: FamilyModel, problem: Record, device: Device) -> Candidate:
-    """Return the config in the middle of the order in which the model puts the legal ones; of the
-    two in the middle, the faster one. There is to be a legal one."""
+    """Return the legal config in the middle of the model's order; of two, the faster one."""
     rows = learned.legal(problem, device)
     cost = learned.order.predict(learned.features(problem, device, rows))
     row = rows[np.lexsort((rows, cost))[(len(rows) - 1) // 2]]
@@ -401,12 +376,10 @@ def compare(
     for i in np.flatnonzero(~same).tolist():
         groups.setdefault(theme_of(names[i], fields), []).append(i)
     shares, whole = _shapley(learned, ours, theirs, list(groups.values()))
-    contributions = [
-        Contribution(
-            theme, math.exp(share), {names[i]: (float(ours[i]), float(theirs[i])) for i in columns}
-        )
-        for (theme, columns), share in zip(groups.items(), shares, strict=True)
-    ]
+    contributions = []
+    for (theme, columns), share in zip(groups.items(), shares, strict=True):
+        values = {names[i]: (float(ours[i]), float(theirs[i])) for i in columns}
+        contributions.append(Contribution(theme, math.exp(share), values))
     contributions.sort(key=lambda c: -abs(math.log(c.ratio)))
     return Comparison(other, math.exp(whole), tuple(contributions))
 
@@ -424,8 +397,7 @@ def _shapley(
     theirs: NDArray[np.float32],
     groups: Sequence[list[int]],
 ) -> tuple[list[float], float]:
-    """Return what exchanging each group of columns of `ours` for those of `theirs` adds to the
-    cost, and what exchanging all does."""
+    """Return what exchanging each group of columns, and all, adds to the cost."""
     count = len(groups)
     mixed = np.tile(ours, (2**count, 1))
     # Bit g of a row's number: whether it has group g of `theirs`.

@@ -14,8 +14,7 @@ from confpred.families.registry import config_words
 from confpred.model.folder import Model
 from confpred.problem.record import Record
 
-#: How far apart problems are of which one is of another direction, dtype or epilogue: as far as if
-#: one had four times the batch.
+#: How far apart problems of another direction, dtype or epilogue are: as with four times the batch.
 _UNLIKE = 2.0
 
 
@@ -25,8 +24,7 @@ class Neighbour:
 
     Attributes:
         problem: the layer.
-        distance: from the layer asked about, in doublings: 1 where one size is twice as large
-            (see `NearestLayers`).
+        distance: from the layer asked about, in doublings (see `NearestLayers`).
         candidate: what was the fastest of all that was measured.
         time_ms: its time, milliseconds.
         roofline_share: the part of the roofline that it reaches.
@@ -39,14 +37,9 @@ class Neighbour:
     roofline_share: float
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "problem": self.problem.to_json(),
-            "distance": self.distance,
-            "provider": self.candidate.provider,
-            "config": config_words(self.candidate),
-            "time_ms": self.time_ms,
-            "roofline_share": self.roofline_share,
-        }
+        numbers = {"time_ms": self.time_ms, "roofline_share": self.roofline_share}
+        words = {"provider": self.candidate.provider, "config": config_words(self.candidate)}
+        return {"problem": self.problem.to_json(), "distance": self.distance, **words, **numbers}
 
 
 class NearestLayers:
@@ -58,7 +51,6 @@ class NearestLayers:
     """
 
     def __init__(self, model: Model) -> None:
-        """Return the layers of `model`, with times on its device."""
         self._device, self._best = model.device, tuple(model.measured.values())
         kind = model.operation.problem
         self._problems = [kind.parse(words) for words in model.measured]

@@ -8,11 +8,10 @@ A plan is one file, or a folder with compiled kernels beside it (`confpred.cuda.
                   "provider": "grouped_fprop", "config": {"block_n": 1, ...},
                   "source": "predicted", "predicted_ms": 0.0213, "pytorch_ms": 0.0322}, ...]}
 
-A plan written by hand needs ``format`` and ``choices``, and of each choice the first four fields. A
-problem's fields may be left out where they have their default. The provider ``pytorch``, with the
-config ``{}``, is PyTorch's operator. ``kernels`` has the digest of the CUDA sources that a family's
-choices launch (several are joined by ``+``). Where these have changed, the choices may be slow or
-wrong, so the plan is refused. Configs need no digest: they are spelled out, and looked up.
+A plan written by hand needs ``format`` and ``choices``, of each choice the first four fields, and
+of a problem what has not its default. The provider ``pytorch``, with the config ``{}``, is
+PyTorch's operator. ``kernels`` has the digest of the CUDA sources that a family's choices launch,
+several joined by ``+``. Where these have changed, the plan is refused.
 """
 
 from __future__ import annotations
@@ -54,8 +53,8 @@ class Plan:
     Attributes:
         operation: what the problems are of.
         choices: one a problem and device, in the order in which a network first asks.
-        kernels: the digest of the sources that the choices of a kernel family launch; a family that
-            is not named is not compared.
+        kernels: the digest of the sources that a family's choices launch; a family that is not
+            named is not compared.
         model: version of the model that predicted them, several joined by blanks, or None.
         confpred: version of the package that made the plan; None where a person did.
     """
@@ -129,13 +128,8 @@ def write_plan(
     kernels: Mapping[str, str | bytes] | None = None,
     replace: bool = True,
 ) -> None:
-    """Write `plan`, whole or not at all.
-
-    Args:
-        path: the file to make; the folder to make where compiled kernels go along.
-        plan: the choices.
-        kernels: the files of kernels that go along (`confpred.cuda.compiler.compiled_files`).
-        replace: a file of that name is replaced; a folder that is not empty never is.
+    """Write `plan`, whole or not at all: a file, or a folder where `kernels` go along, files of
+    `confpred.cuda.compiler.compiled_files`. `replace` a file; never a folder that is not empty.
 
     Raises:
         StorageError: the file system refused, or what exists must not be replaced.

@@ -1,8 +1,7 @@
 """From a problem to a choice: what is pinned or measured, else candidates -> cost -> compare.
 
-A device without a model gets the answers of the nearest device's model. A model has learned ratios:
-of a config's time to the best config's, and of that to the roofline. Its features are of the
-problem, the config, and of how both fill the device at hand, which also decides what is legal.
+A device without a model gets the answers of the nearest device's model, which has learned ratios of
+times; how a config fills the device at hand is in the features, and decides what is legal.
 `benchmarks/model/transfer.py` measures the loss.
 """
 
@@ -30,14 +29,13 @@ from confpred.families.registry import family_of, kernels_of
 from confpred.model.bounds import Trust
 from confpred.model.folder import Model, NewestModels, load_model
 from confpred.model.rank import Options, rank_by_estimate, rank_families, with_pytorch
-from confpred.predict.choice import Choice, check_max_regret, check_top, with_fallback
+from confpred.predict.choice import Choice, Source, check_max_regret, check_top, with_fallback
 from confpred.predict.plan import Plan, read_plan
 from confpred.problem.device import KNOWN, Device, get_device
 from confpred.problem.limits import UNLIMITED, Limits
 from confpred.problem.record import Record
 
-#: How many answers are remembered, or up to twice as many: best choices, of 2 kB each, and
-#: rankings, of up to 16 kB.
+#: How many answers are remembered, or up to twice as many: choices of 2 kB, rankings of 16 kB.
 BEST_KEPT = 8_192
 RANKINGS_KEPT = 512
 #: For how many limits there are answers in memory.
@@ -57,11 +55,7 @@ class Predictor:
     remembered, and what several threads ask at once is worked out by one of them.
     """
 
-    def __init__(
-        self,
-        models: Mapping[str, Model],
-        plan: Plan | None = None,
-    ) -> None:
+    def __init__(self, models: Mapping[str, Model], plan: Plan | None = None) -> None:
         """Use `models`, by device key, which are not to change, and follow `plan` first."""
         self._models = MappingProxyType(models)
         self._limits = UNLIMITED
@@ -84,8 +78,7 @@ class Predictor:
             model: a folder that ``confpred train`` wrote, or one that holds such folders, of which
                 each device gets its newest.
             plan: choices that are taken as they are (`confpred.predict.plan`): a `Plan`, a file, or
-                a folder, whose compiled kernels are not loaded here. For other problems the models
-                answer.
+                a folder, whose compiled kernels are not loaded here.
             device: refuse a plan whose choices are all for other devices.
 
         Raises:
@@ -108,9 +101,7 @@ class Predictor:
 
     def identity(self, device: str | Device) -> str | None:
         """Return a text that is the same for predictors whose choices for `device` are the same, in
-        any process of this release; None where only time can tell, as for a service's or a
-        subclass's.
-        """
+        any process of this release; None where only time can tell, as for a subclass."""
         if type(self) is not Predictor:
             return None
         here = get_device(device)
@@ -138,8 +129,7 @@ class Predictor:
         found = self._within.get(limits)
         if found is None:
             found = Predictor(self._models)
-            found._planned = self._planned
-            found._limits = limits
+            found._planned, found._limits = self._planned, limits
             if len(self._within) >= _LIMITS_KEPT:
                 self._within.clear()
             self._within[limits] = found
@@ -162,8 +152,7 @@ class Predictor:
             UnknownDevice: no description of `device` is known.
             ModelError: trees of the model are damaged, though their digests are right.
         """
-        choices = self._answer(problem, self._device(device), 1)
-        return choices[0] if max_regret is None else _accepted(choices, max_regret)[0]
+        return _accepted(self._answer(problem, self._device(device), 1), max_regret)[0]
 
     def choose_many(
         self,
@@ -172,13 +161,12 @@ class Predictor:
         *,
         max_regret: float | None = None,
     ) -> list[Choice]:
-        """`choose` for each of `problems`, in order; those that are new are worked out together,
-        which is faster."""
+        """`choose` for each of `problems`, in order; new ones are worked out together."""
         known = self._device(device)
         asked = [(_checked(problem), known, 1) for problem in problems]
         parts = (asked[i : i + TOGETHER] for i in range(0, len(asked), TOGETHER))
         found = (choices for part in parts for choices in self._best.many(part))
-        return [c[0] if max_regret is None else _accepted(c, max_regret)[0] for c in found]
+        return [_accepted(choices, max_regret)[0] for choices in found]
 
     def rank(
         self,
@@ -196,7 +184,7 @@ class Predictor:
             UnknownDevice: no description of `device` is known.
         """
         choices = self._answer(problem, self._device(device), check_top(top))
-        return list(choices) if max_regret is None else _accepted(choices, max_regret)
+        return list(_accepted(choices, max_regret))
 
     def knows_libraries(self, device: str | Device) -> bool:
         """Whether algorithms of a library, or a plan's of dense layers, are among what is chosen
@@ -227,16 +215,14 @@ class Predictor:
             remembered = self._best((_checked(problem), known, 1))[0].pytorch_ms
             if remembered is not None:
                 return remembered
-        seconds = _expected_s(problem, known, self._model(type(problem), known), candidate)
-        return None if seconds is None else seconds * 1e3
+        return _expected_ms(problem, known, self._model(type(problem), known), candidate)
 
     def _answer(self, problem: Record, device: Device, top: int) -> tuple[Choice, ...]:
         remembered = self._best if top == 1 else self._ranking
         return remembered((_checked(problem), device, top))
 
     def _device(self, name: str | Device) -> Device:
-        """Return the device called `name`; one that no table has may be a model's own, which
-        describes it when it is loaded."""
+        """Return the device called `name`; one that no table has may be described by a model."""
         if isinstance(name, str) and name not in KNOWN and name in self._models:
             return self._models[name].device
         return get_device(name)
@@ -247,8 +233,7 @@ class Predictor:
         return model if model and model.operation.problem is kind else None
 
     def _model(self, kind: type[Record], device: Device) -> Model | None:
-        """Return the model that answers for problems of this kind on `device`: its own, or else
-        that of the nearest device that has one."""
+        """Return the model of `device` for problems of this kind, or the nearest device's."""
         return self._own_model(kind, device) or donor_for(self._models, device, kind)
 
     def _work_out(self, asked: Sequence[_Asked]) -> list[tuple[Choice, ...]]:
@@ -263,10 +248,8 @@ class Predictor:
             listed = {choice.candidate for choice in found[i]}
             found[i] += [choice for choice in predicted if choice.candidate not in listed]
         return [
-            self._with_pytorch_ms(
-                choices[:top] or [Choice(problem, device.key, "fallback")], device
-            )
-            for (problem, device, top), choices in zip(asked, found, strict=True)
+            self._with_pytorch_ms(mine[:top] or [Choice(problem, device.key, "fallback")], device)
+            for (problem, device, top), mine in zip(asked, found, strict=True)
         ]
 
     def _settled(self, problem: Record, device: Device, top: int) -> list[Choice]:
@@ -281,22 +264,20 @@ class Predictor:
             return found
         if planned is None or planned.candidate != best.candidate:
             ms = best.time_ms * 1e-3 * 1e3  # as predictions are made in seconds
-            found.append(
-                Choice(problem, device.key, "measured", best.candidate, ms, model=model.version)
-            )
+            one = Choice(problem, device.key, "measured", best.candidate, ms, model=model.version)
+            found.append(one)
         return found
 
     def _plan_for(self, problem: Record, device: Device) -> Choice | None:
-        """Return the plan's choice for a problem, if it keeps within the limits; with the time that
-        is expected where a person wrote it, who gives none."""
+        """Return the plan's choice for a problem, if it keeps within the limits; with the expected
+        time where a person wrote none."""
         planned = self._planned.get((problem, device.key))
         if planned is None or not self._keeps_within(problem, planned.candidate):
             return None
         time_ms = planned.predicted_ms
         if planned.source == "pinned" and time_ms is None:
             model = self._own_model(type(problem), device)
-            seconds = _expected_s(problem, device, model, planned.candidate)
-            time_ms = None if seconds is None else seconds * 1e3
+            time_ms = _expected_ms(problem, device, model, planned.candidate)
         return replace(planned, source="pinned", model=None, predicted_ms=time_ms)
 
     def _keeps_within(self, problem: Record, candidate: Candidate) -> bool:
@@ -308,43 +289,33 @@ class Predictor:
     def _predict(self, asked: Sequence[_Asked]) -> list[list[Choice]]:
         """Predict, or else estimate, for each question at least as many choices as were asked for
         and are known already, best first; the first has the bound."""
-        alike: dict[type[Record], list[int]] = {}
-        for i, (problem, _, _) in enumerate(asked):
-            alike.setdefault(type(problem), []).append(i)
-        found: list[list[Choice]] = [[] for _ in asked]
-        for kind, places in alike.items():
-            _, device, top = asked[places[0]]
-            model = self._model(kind, device)
-            if model is None:
+        found: dict[Record, list[Choice]] = {}
+        for kind in {type(problem): None for problem, _, _ in asked}:
+            _, device, top = asked[0]
+            if (model := self._model(kind, device)) is None:
                 continue
             own = model is self._own_model(kind, device)
-            first = Choice(
-                asked[places[0]][0],
-                device.key,
-                "predicted" if own else "transferred",
-                model=model.version,
-                donor=None if own else model.device.key,
-            )
-            problems = [asked[i][0] for i in places]
+            source: Source = "predicted" if own else "transferred"
+            problems = [problem for problem, _, _ in asked if type(problem) is kind]
             predicted = _predicted(problems, device, model, top, self._limits)
             trusts = self._trusts(problems, device, model, top, predicted)
-            for i, options, trust in zip(places, predicted, trusts, strict=True):
-                pytorch_s = _seconds_of(PYTORCH_OPERATOR, options)
-                pytorch_ms = None if pytorch_s is None else pytorch_s * 1e3
-                one = replace(first, problem=asked[i][0], pytorch_ms=pytorch_ms)
-                found[i] = [
+            for problem, options, trust in zip(problems, predicted, trusts, strict=True):
+                one = Choice(
+                    *(problem, device.key, source),
+                    model=model.version,
+                    pytorch_ms=_ms_of(PYTORCH_OPERATOR, options),
+                    donor=None if own else model.device.key,
+                )
+                found[problem] = choices = [
                     replace(one, candidate=candidate, predicted_ms=seconds * 1e3)
                     for seconds, candidate in options[: top + _KNOWN]
                 ]
-                if found[i]:
-                    bound, extrapolated = trust
-                    found[i][0] = replace(
-                        found[i][0], regret_bound=bound, extrapolated=extrapolated
-                    )
-        return [
-            choices or _estimated(*each, self._limits)
-            for choices, each in zip(found, asked, strict=True)
-        ]
+                bound, extrapolated = trust
+                choices[:1] = [
+                    replace(first, regret_bound=bound, extrapolated=extrapolated)
+                    for first in choices[:1]
+                ]
+        return [found.get(each[0]) or _estimated(*each, self._limits) for each in asked]
 
     def _trusts(
         self,
@@ -354,8 +325,7 @@ class Predictor:
         top: int,
         predicted: Sequence[Options],
     ) -> list[Trust]:
-        """Return how far the first prediction for each problem can be trusted, which does not
-        depend on how many were asked for."""
+        """Return how far the first prediction for each problem can be trusted."""
         if top > 1:
             best = (self._best((problem, device, 1))[0] for problem in problems)
             return [Trust(choice.regret_bound, choice.extrapolated) for choice in best]
@@ -396,7 +366,9 @@ def _checked(problem: object) -> Record:
     return problem
 
 
-def _accepted(choices: Sequence[Choice], max_regret: float) -> list[Choice]:
+def _accepted(choices: Sequence[Choice], max_regret: float | None) -> Sequence[Choice]:
+    if max_regret is None:
+        return choices
     return with_fallback(choices, check_max_regret(max_regret))
 
 
@@ -416,9 +388,8 @@ def _predicted(
     top: int = 1,
     limits: Limits = UNLIMITED,
 ) -> list[Options]:
-    """For each of `problems` at least `top` candidates within `limits`, if the families that
-    `model` knows have them, and PyTorch's own operator, in the order of the answer, with their
-    seconds. Empty where nothing is legal."""
+    """For each of `problems` at least `top` candidates within `limits`, if `model` knows as many,
+    and PyTorch's own operator, in the order of the answer; empty where nothing is legal."""
     found = rank_families(model.families_for(problems), model.gate, problems, device, top, limits)
     served = [i for i, options in enumerate(found) if options]
     if served and model.pytorch is not None:
@@ -434,8 +405,8 @@ def _predicted(
 
 
 def _estimated(problem: Record, device: Device, top: int, limits: Limits) -> list[Choice]:
-    """Return the configs of all families by their own estimates, fastest first; none if none is
-    legal. Estimates are too rough to be compared with anything but one another."""
+    """Return the configs of all families by their own estimates, which are too rough to be
+    compared with anything but one another."""
     found: Options = []
     for name, family in kernels_of(problem).items():
         rows, seconds = rank_by_estimate(family, problem, device)
@@ -448,42 +419,34 @@ def _estimated(problem: Record, device: Device, top: int, limits: Limits) -> lis
     ]
 
 
-def _seconds_of(candidate: Candidate, options: Options) -> float | None:
-    return next((seconds for seconds, found in options if found == candidate), None)
+def _ms_of(candidate: Candidate, options: Options) -> float | None:
+    return next((seconds * 1e3 for seconds, found in options if found == candidate), None)
 
 
-def _expected_s(
+def _expected_ms(
     problem: Record, device: Device, model: Model | None, candidate: Candidate
 ) -> float | None:
-    """Seconds that `candidate` is expected to take."""
+    """Milliseconds that `candidate` is expected to take."""
     if candidate == PYTORCH_OPERATOR:
-        predicted = _predicted([problem], device, model)[0] if model else []
-        return _seconds_of(candidate, predicted)
+        return _ms_of(candidate, _predicted([problem], device, model)[0] if model else [])
     row = np.array([candidate.config_id], np.intp)
     learned = model.families.get(candidate.provider) if model else None
     if learned is None:
-        family = family_of(candidate)
-        return float(family.estimate_s(problem, device, row)[0])
-    return float(learned.rank(problem, device, row)[1][0])
+        return float(family_of(candidate).estimate_s(problem, device, row)[0]) * 1e3
+    return float(learned.rank(problem, device, row)[1][0]) * 1e3
 
 
 def distance(one: Device, other: Device) -> float:
     """How unlike two devices are: the largest ratio among their sizes and rates, in doublings."""
-    pairs = (
-        (one.sm_count, other.sm_count),
-        (one.smem_per_sm, other.smem_per_sm),
-        (one.warps_per_sm, other.warps_per_sm),
-        (one.dram_bytes_per_s, other.dram_bytes_per_s),
-        (one.tensor_flops, other.tensor_flops),
-        (one.simt_flops, other.simt_flops),
-    )
-    return max(abs(math.log2(a / b)) for a, b in pairs)
+    sizes = ("sm_count", "smem_per_sm", "warps_per_sm")
+    rates = ("dram_bytes_per_s", "tensor_flops", "simt_flops")
+    ratios = (getattr(one, name) / getattr(other, name) for name in (*sizes, *rates))
+    return max(abs(math.log2(ratio)) for ratio in ratios)
 
 
 def donor_for(models: Mapping[str, Model], device: Device, problem: type) -> Model | None:
-    """Return the model that is to answer for `device`, which has none: of those of `models` (by
-    device key) that know problems of the class `problem`, the nearest device's; None if none does.
-    """
+    """Return the model of the device nearest to `device`, of those of `models` (by device key) that
+    know problems of the class `problem`."""
     described = {key: KNOWN.get(key) or models[key].device for key in models}
     for key in sorted(described, key=lambda key: (distance(described[key], device), key)):
         if models[key].operation.problem is problem:

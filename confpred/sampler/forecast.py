@@ -1,8 +1,7 @@
 """A run's tasks, and the kernels that it needs beforehand: no GPU is touched here.
 
-GPU time is scarce, and compiling takes more of it than measuring. So the kernels of a plan can be
-compiled elsewhere, into the same cache (`confpred.cuda.cache`), by an NVRTC of the same version as
-on the machine with the GPU, and travel as one archive.
+Compiling takes longer than measuring. So the kernels of a plan can be compiled elsewhere, by an
+NVRTC of the same version as on the machine with the GPU, and travel as one archive of the cache.
 """
 
 from __future__ import annotations
@@ -67,17 +66,13 @@ class Forecast:
 
 def kernels_of(tasks: Sequence[Task]) -> list[KernelSpec]:
     """Return the distinct kernels of `tasks`, in the order in which they are needed."""
-    return list(
-        dict.fromkeys(kernel for task in tasks for step in task.kernels() for kernel in step)
-    )
+    every = (kernel for task in tasks for kernels in task.kernels() for kernel in kernels)
+    return list(dict.fromkeys(every))
 
 
 def measuring_s(task: Task, device: Device) -> float:
-    """Return the seconds of one GPU for `task`.
-
-    They are its replays, by the family's own estimate of each config, and ``ROW_S`` a config. The
-    sum over the committed measurements is right to 7 %.
-    """
+    """Return the seconds of one GPU for `task`: its replays, by the family's own estimate of each
+    config, and ``ROW_S`` a config. The sum over the committed measurements is right to 7 %."""
     if task.provider == PYTORCH:
         return PYTORCH_S[task.cudnn_mode]
     family = all_families()[task.provider]
@@ -108,13 +103,8 @@ def compile_into_cache(
     threads: int | None = None,
     show: Callable[[int], None] = lambda done: None,
 ) -> list[str]:
-    """Compile those of `kernels` that the cache lacks; what is compiled stays if this is stopped.
-
-    Args:
-        kernels: what a plan needs (`kernels_of`).
-        arch: such as ``sm_90a``.
-        threads: at a time; by default as many as there are processors.
-        show: called now and then with how many are done.
+    """Compile those of `kernels` that the cache lacks, by so many `threads` (by default, one a
+    processor); `show` is called now and then with how many are done.
 
     Returns:
         Why NVRTC refused a kernel, for each that it refused.
@@ -141,21 +131,19 @@ def write_archive(kernels: Sequence[KernelSpec], arch: str, path: Path, *, repla
         StorageError: the file system refused the write.
         MissingExtra: the compiler is not installed.
     """
-    packed = 0
+    # Kernels of one source lie together, as they compress best beside their like.
+    listed = sorted(kernels, key=lambda k: (k.file, k.entry, str(k.defines)))
+    packed: list[KernelSpec] = []
 
     def write(file: BinaryIO) -> None:
-        nonlocal packed
         with tarfile.open(fileobj=file, mode="w:xz", preset=9) as tar:
-            # Kernels of one source lie together, as they compress best beside their like.
-            for kernel in sorted(kernels, key=lambda k: (k.file, k.entry, str(k.defines))):
-                found = compiled_before(kernel, arch)
-                if found is None:
-                    continue
-                content = sealed(found.cubin)
-                member = tarfile.TarInfo(cache_entry(kernel, arch))
-                member.size, member.mode = len(content), 0o600
-                tar.addfile(member, io.BytesIO(content))
-                packed += 1
+            for kernel in listed:
+                if (found := compiled_before(kernel, arch)) is not None:
+                    content = sealed(found.cubin)
+                    member = tarfile.TarInfo(cache_entry(kernel, arch))
+                    member.size, member.mode = len(content), 0o600
+                    tar.addfile(member, io.BytesIO(content))
+                    packed.append(kernel)
 
     write_whole(path, write, replace=replace)
-    return packed
+    return len(packed)

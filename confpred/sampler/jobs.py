@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import heapq
+import bisect
 import os
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -79,8 +79,8 @@ _ATTEMPTS = 2
 
 
 class Compilers:
-    """A few compiler processes and the tasks that wait for them. With none, no task waits: its
-    kernels lie in the cache, and what is missing there, the process that measures it compiles.
+    """A few compiler processes and the tasks that wait for them. With none, no task waits: the
+    process that measures compiles what the cache lacks.
 
     Attributes:
         total, finished: distinct kernels, and how many of them were compiled or refused.
@@ -111,8 +111,7 @@ class Compilers:
             ConfpredError: the compiler itself cannot be used.
         """
         for worker in self._workers:
-            if worker.job is not None:
-                job = worker.job
+            if (job := worker.job) is not None:
                 ended = worker.poll()
                 if ended is None:
                     continue
@@ -124,26 +123,16 @@ class Compilers:
                 worker.start(CompileJob(self._todo.popleft(), self._arch))
 
     def next_ready(self, wanted: Callable[[Task], bool] = lambda task: True) -> Task | None:
-        """Return the first task that is `wanted` and has all kernels compiled or refused.
-
-        Each task comes once.
-        """
-        passed: list[int] = []
-        found: Task | None = None
-        while self._ready and found is None:
-            index = heapq.heappop(self._ready)
+        """Take the first task that is `wanted` and has all kernels compiled or refused."""
+        for place, index in enumerate(self._ready):
             if wanted(self._tasks[index]):
-                found = self._tasks[index]
-            else:
-                passed.append(index)
-        for index in passed:
-            heapq.heappush(self._ready, index)
-        return found
+                del self._ready[place]
+                return self._tasks[index]
+        return None
 
     def connections(self) -> list[Connection]:
         """Return the connections to wait for until the next `step`."""
-        busy = [worker for worker in self._workers if worker.job is not None]
-        return [worker.connection for worker in busy if worker.connection is not None]
+        return [each for worker in self._workers for each in worker.waited_for()]
 
     def stop(self) -> None:
         """Drop what is not compiled; a compilation in flight is lost."""
@@ -167,7 +156,7 @@ class Compilers:
         for index in self._waiting.pop(kernel):
             self._missing[index] -= 1
             if not self._missing[index]:
-                heapq.heappush(self._ready, index)
+                bisect.insort(self._ready, index)
 
 
 #: A task that cost this many processes, or this many before any config was launched (too large for
@@ -185,7 +174,7 @@ class Finished:
     Attributes:
         task: as it was planned.
         outcomes: of its configs, those that failed included.
-        given_up: how many configs have no outcome, because too many processes died of the task.
+        given_up: how many configs have no outcome, as too many processes died of the task.
         message: the last failure; empty if there was none.
         seconds: of measuring on the GPU.
     """
@@ -208,33 +197,28 @@ class GpuWorker:
         silence_s: a config that takes longer than this to check, or a task to time, is taken to
             hang.
         seed: of the order of timed rounds.
+
+    Attributes:
+        task: in flight, or None.
     """
 
     def __init__(self, run: Run, ordinal: int, function: str, silence_s: float, seed: int) -> None:
-        self.run = run
-        self.ordinal = ordinal
-        self._seed = seed
+        self.run, self.ordinal, self._seed = run, ordinal, seed
         self._usual, self._heuristic = (Worker(function, silence_s) for _ in range(2))
         self._worker = self._usual
-        self._task: Task | None = None
+        self.task: Task | None = None
         self._left: list[int] = []
         self._outcomes: list[Outcome] = []
         self._failures: list[Failed] = []
         self._given_up = 0
 
-    @property
-    def task(self) -> Task | None:
-        """Return the task in flight."""
-        return self._task
-
     def connections(self) -> list[Connection]:
         """Return the connections to wait for until the next `poll`."""
-        connection = self._worker.connection
-        return [connection] if self._worker.job is not None and connection is not None else []
+        return self._worker.waited_for()
 
     def start(self, task: Task, known: Sequence[Outcome]) -> None:
         """Measure `task` on this free GPU, except the configs whose outcome is `known` already."""
-        self._task = task
+        self.task = task
         self._worker = self._heuristic if task.cudnn_mode == HEURISTICS else self._usual
         self._outcomes, self._failures = list(known), []
         done = {outcome.config_id for outcome in known}
@@ -247,19 +231,17 @@ class GpuWorker:
         Raises:
             LaunchError: the GPU fails whatever it is given.
         """
-        task = self._task
+        task, seconds = self.task, 0.0
         if task is None:
             return None
-        if not self._left:
-            return self._finish(task, 0.0)
-        ended = self._worker.poll()
-        if ended is None:
-            return None
-        if isinstance(ended, Failed):
-            return self._blame(task, ended)
-        self._outcomes += ended.result
-        self._left = []
-        return self._finish(task, ended.seconds)
+        if self._left:
+            ended = self._worker.poll()
+            if ended is None or (isinstance(ended, Failed) and self._goes_on(task, ended)):
+                return None
+            if not isinstance(ended, Failed):
+                self._outcomes += ended.result
+                self._left, seconds = [], ended.seconds
+        return self._finish(task, seconds)
 
     def stop(self, *, kill: bool) -> None:
         """End the processes; with `kill`, even while one is busy."""
@@ -271,29 +253,27 @@ class GpuWorker:
             rest = replace(task, config_ids=tuple(self._left))
             self._worker.start(MeasureJob(rest, self.ordinal, self._seed))
 
-    def _blame(self, task: Task, failed: Failed) -> Finished | None:
-        """Blame the config reported last, and measure the others again in a new process."""
+    def _goes_on(self, task: Task, failed: Failed) -> bool:
+        """Blame the config reported last, and measure the others again in a new process, if any is
+        left and not too many failed."""
         self._failures.append(failed)
         if failed.reported in self._left:
             self._left.remove(failed.reported)
             status: Status = "timeout" if failed.how == "silent" else "launch_error"
             self._outcomes.append(Outcome(failed.reported, status, message=failed.message))
         unexplained = sum(failure.reported is None for failure in self._failures)
-        if len(self._failures) < MAX_FAILURES and unexplained < MAX_UNEXPLAINED:
-            self._launch(task)
-            return None if self._left else self._finish(task, 0.0)
-        return self._finish(task, 0.0)
+        if len(self._failures) >= MAX_FAILURES or unexplained >= MAX_UNEXPLAINED:
+            return False
+        self._launch(task)
+        return bool(self._left)
 
     def _finish(self, task: Task, seconds: float) -> Finished:
         message = self._failures[-1].message if self._failures else ""
-        if self._outcomes:
-            self._given_up = 0
-        else:
-            self._given_up += 1
+        self._given_up = 0 if self._outcomes else self._given_up + 1
         if self._given_up == MAX_GIVEN_UP:
             raise LaunchError(
                 f"CUDA device {self.ordinal} failed {MAX_GIVEN_UP} problems in a row; the last one,"
                 f" {task.problem}: {message}"
             )
-        self._task = None
+        self.task = None
         return Finished(task, tuple(self._outcomes), len(self._left), message, seconds)

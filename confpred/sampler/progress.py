@@ -50,10 +50,14 @@ def state(tally: Tally, budget_s: float | None) -> str:
         if budget_s is not None:
             left = min(left, max(0.0, budget_s - tally.elapsed_s))
         parts += [f"{rate:.0f} rows/s", f"{duration(left)} left"]
-    parts += [f"{n} {name}" for name, n in sorted(tally.statuses.items()) if name != "ok"]
+    parts += _failures(tally)
     if tally.given_up:
         parts.append(f"{len(tally.given_up)} given up")
     return ", ".join(parts)
+
+
+def _failures(tally: Tally) -> list[str]:
+    return [f"{n} {name}" for name, n in sorted(tally.statuses.items()) if name != "ok"]
 
 
 def duration(seconds: float) -> str:
@@ -73,9 +77,8 @@ def _log_lines(console: Console, budget_s: float | None) -> Callable[[Tally], No
         if time.monotonic() < next_line:
             return
         next_line += _LINE_SECONDS
-        counts = (
-            f"kernels {tally.kernels}/{tally.total_kernels}, rows {tally.rows}/{tally.total_rows}"
-        )
+        kernels = f"kernels {tally.kernels}/{tally.total_kernels}"
+        counts = f"{kernels}, rows {tally.rows}/{tally.total_rows}"
         parts = [counts, state(tally, budget_s), str(tally.current or "")]
         line = f"[{duration(tally.elapsed_s)}] {'; '.join(part for part in parts if part)}"
         console.print(Text(line), soft_wrap=True)
@@ -90,8 +93,7 @@ def summary(tally: Tally, folder: Path, gpus: int) -> str:
     if tally.measuring_s:
         rate = tally.measured_rows * gpus / tally.measuring_s
         lines.append(f"{rate:.0f} rows/s once compiled, on {gpus} GPU{'s' if gpus > 1 else ''}")
-    failures = [f"{n} {name}" for name, n in sorted(tally.statuses.items()) if name != "ok"]
-    lines.append(f"failures: {', '.join(failures) or 'none'}")
+    lines.append(f"failures: {', '.join(_failures(tally)) or 'none'}")
     lines += [f"given up, and tried again by the next run: {text}" for text in tally.given_up]
     return "\n".join([*lines, f"measurements are in {folder}"])
 

@@ -30,26 +30,22 @@ from confpred.errors import FolderBusy, InvalidInput, LaunchError, StorageError
 from confpred.families.protocol import PYTORCH
 from confpred.families.registry import operation_of
 from confpred.measure.timing import Outcome
-from confpred.problem.device import Device, get_device
+from confpred.problem.device import get_device
 from confpred.problem.operation import Operation
 from confpred.problem.record import Record
 from confpred.sampler import jobs
 from confpred.sampler.jobs import Compilers, Finished, GpuWorker
-from confpred.sampler.tasks import BENCHMARK, Measured, Pick, Task, tasks_left
+from confpred.sampler.tasks import Choosing, Measured, Task
+from confpred.sampler.tasks import plan as plan  # which callers find here
 
 _TICK_SECONDS = 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
-    """Settings of a run.
+class Settings(Choosing):
+    """Settings of a run, beside what it measures; the seed is also of the order of timed rounds.
 
     Attributes:
-        seed: of the order of problems, the choice of configs, and the order of timed rounds.
-        configs: a random choice of this many a problem and family; None for all legal ones.
-        families: those to measure; all families of kernels if empty.
-        picked, pick: further configs a problem and family; see `tasks_left`.
-        pytorch: whether to time PyTorch's own operator too, in each of `cudnn_modes`.
         anchors: measured by every GPU before all else, wherever anything is left to measure.
         processes: compilations at a time; 0 where the kernels are in the cache already.
         budget_s: no problem is begun after this many seconds, and those that were begun are
@@ -58,13 +54,6 @@ class Settings:
         compile, measure: import paths of the job functions of the worker processes.
     """
 
-    seed: int = 0
-    configs: int | None = None
-    picked: int = 0
-    pick: Pick | None = None
-    families: tuple[str, ...] = ()
-    pytorch: bool = True
-    cudnn_modes: tuple[str, ...] = (BENCHMARK,)
     anchors: tuple[Task, ...] = ()
     processes: int = 1
     budget_s: float | None = None
@@ -84,8 +73,8 @@ class Tally:
         statuses: rows by status.
         given_up: tasks that too many processes died of, with the last failure.
         current: the problem begun last.
-        measured_rows, measuring_s: rows of the tasks that went well, and the seconds that all GPUs
-            together spent on them; loading CUDA counts, waiting for the compiler does not.
+        measured_rows, measuring_s: rows of the tasks that went well, and the GPUs' seconds for
+            them; loading CUDA counts, waiting for the compiler does not.
         elapsed_s: seconds since the start.
     """
 
@@ -132,17 +121,16 @@ def sample(
     """Measure what `folder` lacks of `suite`.
 
     Args:
-        suite: the problems.
+        suite, settings: the problems, and which of their candidates are measured, and how.
         folder: of Parquet shards; made if missing. Rows that it holds are not measured again.
         runs: CUDA device -> what its rows share. All of them are GPUs of one kind.
-        settings: see `Settings`.
         chosen: names the tasks in place of `plan`, given what `folder` holds.
         interrupts: how often the user has asked to stop: once ends the run after the problems in
             flight, twice at once.
         show: called about ten times a second.
 
     Returns:
-        The tally; everything that it counts is on disk.
+        The tally; all that it counts is on disk.
 
     Raises:
         InvalidInput: the GPUs are not of one kind.
@@ -180,7 +168,9 @@ def sample(
                 else:
                     compilers.step()
                 if not interrupts():
-                    _measure_anchors(gpus, anchors)
+                    for gpu in gpus:
+                        if gpu.task is None and anchors.get(gpu.ordinal):
+                            gpu.start(anchors[gpu.ordinal].popleft(), [])
                     _feed(gpus, compilers, tally, owners, begun_only=over)
                 tally.kernels = compilers.finished
                 show(tally)
@@ -197,34 +187,6 @@ def sample(
     return tally
 
 
-def plan(
-    suite: Suite,
-    device: Device,
-    settings: Settings,
-    measured: Mapping[Measured, AbstractSet[str]],
-) -> list[Task]:
-    """Return what a run is to measure, in its order; the folder has `measured` already."""
-    return tasks_left(
-        suite,
-        device,
-        seed=settings.seed,
-        configs=settings.configs,
-        picked=settings.picked,
-        pick=settings.pick,
-        families=settings.families,
-        pytorch=settings.pytorch,
-        cudnn_modes=settings.cudnn_modes,
-        measured=measured,
-    )
-
-
-def _measure_anchors(gpus: list[GpuWorker], anchors: Mapping[int, deque[Task]]) -> None:
-    """Give each free GPU the next of its `anchors`, which are kept by CUDA device."""
-    for gpu in gpus:
-        if gpu.task is None and anchors.get(gpu.ordinal):
-            gpu.start(anchors[gpu.ordinal].popleft(), [])
-
-
 def _feed(
     gpus: list[GpuWorker],
     compilers: Compilers,
@@ -233,11 +195,8 @@ def _feed(
     *,
     begun_only: bool,
 ) -> None:
-    """Give each free GPU the next task whose kernels are compiled.
-
-    All tasks of a problem go to one GPU, its owner, so that its families are compared in one
-    sitting; with `begun_only`, no further problem is begun.
-    """
+    """Give each free GPU the next task whose kernels are compiled; with `begun_only`, no further
+    problem is begun. All tasks of a problem go to one GPU, its owner, in one session."""
     for gpu in gpus:
         if gpu.task is not None:
             continue
@@ -256,10 +215,10 @@ def _collect(gpus: list[GpuWorker], store: Store, tally: Tally) -> None:
     """Store what the GPUs have finished."""
     for gpu in gpus:
         if (finished := gpu.poll()) is not None:
-            if not finished.task.anchor:
+            task = finished.task
+            if not task.anchor:
                 tally.take(finished)
             now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-            task = finished.task
             facts = (task.problem, task.networks, task.provider, task.source_digest, gpu.run)
             store.add([Measurement(*facts, o, now) for o in finished.outcomes], anchors=task.anchor)
     store.flush(only_if_due=True)
@@ -277,8 +236,7 @@ def _refused(task: Task, compilers: Compilers) -> list[Outcome]:
 
 
 # The store: a folder of Parquet shards that one sampler at a time writes to. A shard is written
-# whole or not at all, every few seconds, so a process killed at any moment loses only those
-# seconds. `confpred.data.parquet` joins them to the sorted file that is committed and trained on.
+# whole or not at all, every few seconds, so a process killed at any moment loses only those.
 
 FLUSH_ROWS = 20_000
 FLUSH_SECONDS = 5.0
@@ -309,9 +267,8 @@ def open_store(folder: Path, run_id: str, operation: Operation) -> Iterator[Stor
 
 
 def measured_in(folder: Path, operation: Operation, device: str) -> dict[Measured, set[str]]:
-    """Return the configs that have a row of this device in a folder of shards, whatever its status.
-
-    PyTorch's operator has one config; its entries are the modes of cuDNN.
+    """Return the configs that have a row of this device in a folder of shards, whatever its status;
+    of PyTorch's operator the modes of cuDNN.
 
     Raises:
         DataError: a shard is damaged or foreign.
@@ -322,23 +279,21 @@ def measured_in(folder: Path, operation: Operation, device: str) -> dict[Measure
     columns = [*keys, "config", "cudnn_mode", "device"]
     table = read_shards(folder, operation, columns)
     table = table.filter(pc.field("device") == device)
-    kind = operation.problem
     found: dict[Measured, set[str]] = {}
     wanted = [("config", "distinct"), ("cudnn_mode", "distinct")]
     for row in table.group_by(keys).aggregate(wanted).to_pylist():
-        key = Measured(problem_of_row(row, kind), row["family"], row["source_digest"])
+        problem = problem_of_row(row, operation.problem)
+        key = Measured(problem, row["family"], row["source_digest"])
         which = "cudnn_mode" if row["family"] == PYTORCH else "config"
         found[key] = set(row[f"{which}_distinct"])
     return found
 
 
 class Store:
-    """Reads and appends the shards of a folder; made by `open_store`."""
+    """The shards of a folder, read and appended; made by `open_store`."""
 
     def __init__(self, folder: Path, run_id: str, operation: Operation) -> None:
-        self.folder = folder
-        self._operation = operation
-        self._run_id = run_id
+        self.folder, self._run_id, self._operation = folder, run_id, operation
         self._rows: list[Measurement] = []
         self._anchors: list[Measurement] = []
         self._shards = 0
@@ -349,20 +304,14 @@ class Store:
 
     def add(self, rows: Sequence[Measurement], *, anchors: bool = False) -> None:
         """Keep `rows` for the next flush; those of `anchors` go to shards of their own."""
-        if anchors:
-            self._anchors += rows
-        else:
-            self._rows += rows
+        (self._anchors if anchors else self._rows).extend(rows)
 
     def flush(self, *, only_if_due: bool = False) -> None:
-        """Write what was added as one shard.
-
-        Args:
-            only_if_due: do nothing until there are many rows, or the last flush is a while ago.
+        """Write what was added as one shard; `only_if_due`, once there are many rows, or the last
+        flush is a while ago.
 
         Raises:
-            StorageError: the file system refused; no part of the shard is left behind, and the
-                next flush tries again.
+            StorageError: the file system refused; the next flush tries again.
         """
         waited = time.monotonic() - self._flushed
         if only_if_due and len(self._rows) < FLUSH_ROWS and waited < FLUSH_SECONDS:
@@ -413,15 +362,12 @@ def _project() -> str:
     """Return the version and the commit: ``$CONFPRED_COMMIT``, or that of this checkout."""
     if commit := os.environ.get("CONFPRED_COMMIT"):
         return f"{__version__}+{commit}"
-    folder = Path(__file__).parents[1]
-    git = ["git", "-C", str(folder)]
+    # A package installed into some other project's checkout is not tracked there.
+    tracked, commit = "ls-files --error-unmatch __init__.py", "rev-parse --short=10 HEAD"
     try:
-        # A package installed into some other project's checkout is not tracked there.
-        for command in (
-            ["ls-files", "--error-unmatch", "__init__.py"],
-            ["rev-parse", "--short=10", "HEAD"],
-        ):
-            done = subprocess.run([*git, *command], capture_output=True, check=True, text=True)
+        for words in (tracked, commit):
+            command = ["git", "-C", str(Path(__file__).parents[1]), *words.split()]
+            done = subprocess.run(command, capture_output=True, check=True, text=True)
     except (OSError, subprocess.CalledProcessError):
         return __version__
     return f"{__version__}+{done.stdout.strip()}"

@@ -34,14 +34,14 @@ class Task:
 
     Attributes:
         problem: the layer.
-        networks: the networks that it comes from.
+        networks: that it comes from.
         provider: of the candidates (`confpred.families.protocol.Candidate`).
-        source_digest: what a family's launches run as it is today: the digest of its kernel, or a
-            library and its version. For PyTorch's operator: of the kernel that follows it
+        source_digest: of a family's kernel as it is today; for a library's plan the library and its
+            version; for PyTorch's operator the digest of the kernel that follows it
             (`confpred.cuda.epilogue`), or empty.
         config_ids: the provider's numbers of the configs.
         cudnn_mode: of PyTorch's operator, ``BENCHMARK`` or ``HEURISTICS``; else empty.
-        anchor: whether it is measured in every run (`confpred.sampler.tasks`).
+        anchor: whether it is measured in every run.
     """
 
     problem: Record
@@ -69,17 +69,34 @@ class Measured:
     source_digest: str
 
 
-def tasks_left(
+@dataclass(frozen=True, slots=True)
+class Choosing:
+    """Which candidates of each problem are measured.
+
+    Attributes:
+        seed: of the order of problems, and of the choice of configs.
+        configs: a random choice of this many configs a problem and family; None for all. It
+            depends on the seed and the problem alone, so that a resumed run chooses the same.
+        picked, pick: as many configs more, the first of the others in the order of `pick`; random
+            ones where there is none, or it knows nothing of the family.
+        families: those to measure; every family of kernels if empty.
+        pytorch: whether to time PyTorch's own operator too, in each of `cudnn_modes`.
+        cudnn_modes: ``BENCHMARK``, ``HEURISTICS`` or both.
+    """
+
+    seed: int = 0
+    configs: int | None = None
+    picked: int = 0
+    pick: Pick | None = None
+    families: Sequence[str] = ()
+    pytorch: bool = True
+    cudnn_modes: Sequence[str] = (BENCHMARK,)
+
+
+def plan(
     suite: Suite,
     device: Device,
-    *,
-    seed: int,
-    configs: int | None,
-    picked: int = 0,
-    pick: Pick | None = None,
-    families: Sequence[str] = (),
-    pytorch: bool,
-    cudnn_modes: Sequence[str] = (BENCHMARK,),
+    choosing: Choosing,
     measured: Mapping[Measured, AbstractSet[str]],
 ) -> list[Task]:
     """Return the tasks left, problems in random order so that a run cut short leaves a fair sample.
@@ -87,17 +104,8 @@ def tasks_left(
     Args:
         suite: the problems; one that occurs twice counts once, with the networks of both.
         device: decides which configs are legal.
-        seed: of the order, and of the choice of configs.
-        configs: a random choice of this many configs a problem and family; None for all. It
-            depends on the seed and the problem alone, so that a resumed run chooses the same.
-        picked: as many configs more, the first of the others in the order of `pick`; random ones
-            where there is none, or it knows nothing of the family. None more where all are chosen.
-        pick: see `picked`.
-        families: the names of those to measure; every family of kernels if empty.
-        pytorch: whether to time PyTorch's own operator too, in each of `cudnn_modes`.
-        cudnn_modes: ``BENCHMARK``, ``HEURISTICS`` or both.
-        measured: the configs that need no measurement, by their `config_words`; of PyTorch's
-            operator the modes.
+        choosing: which of these are measured.
+        measured: the `config_words` that need no measurement; of PyTorch's operator the modes.
     """
     networks: dict[Record, tuple[str, ...]] = {}
     for entry in suite.entries:
@@ -105,13 +113,13 @@ def tasks_left(
         networks[entry.problem] = tuple(dict.fromkeys(known + entry.networks))
     tasks = []
     problems = list(networks)
-    for index in np.random.default_rng(seed).permutation(len(problems)):
+    for index in np.random.default_rng(choosing.seed).permutation(len(problems)):
         problem = problems[index]
-        named = families or kernels_of(problem)
+        named = choosing.families or kernels_of(problem)
         for family in families_of(problem).values():
             if family.name not in named:
                 continue
-            rows = _choose(family, problem, device, configs, seed, picked, pick)
+            rows = _choose(family, problem, device, choosing)
             if not len(rows):
                 continue
             digest = identity_of(family.launch(problem, rows[0]).source)
@@ -122,27 +130,20 @@ def tasks_left(
                 tasks.append(Task(problem, networks[problem], family.name, digest, left))
         operator, source = PYTORCH_OPERATOR, epilogue_source(problem)
         timed = measured.get(Measured(problem, operator.provider, source), frozenset())
-        for mode in cudnn_modes if pytorch else ():
+        for mode in choosing.cudnn_modes if choosing.pytorch else ():
             if mode not in timed and not (mode == BENCHMARK and "" in timed):  # rows of old
                 where = (problem, networks[problem], operator.provider, source)
                 tasks.append(Task(*where, (operator.config_id,), mode))
     return tasks
 
 
-def _choose(
-    family: Family,
-    problem: Record,
-    device: Device,
-    configs: int | None,
-    seed: int,
-    picked: int,
-    pick: Pick | None,
-) -> list[int]:
+def _choose(family: Family, problem: Record, device: Device, choosing: Choosing) -> list[int]:
     legal = family.listed if isinstance(family, LibraryFamily) else family.legal
     rows = np.flatnonzero(legal(problem, device))
+    configs, picked, pick = choosing.configs, choosing.picked, choosing.pick
     if configs is not None and configs < len(rows):
         name = zlib.crc32(f"{family.name} {problem}".encode())
-        generator = np.random.default_rng([seed, name])
+        generator = np.random.default_rng([choosing.seed, name])
         chosen = generator.choice(rows, configs, replace=False)
         others = np.setdiff1d(rows, chosen)
         order = pick(family, problem, others) if pick is not None and picked else None
@@ -152,9 +153,8 @@ def _choose(
     return [int(row) for row in rows]
 
 
-# *Anchors* are a few configs that every run measures again on every GPU. The time of a config
-# differs between GPUs of one model, and between days; anchors show by how much
-# (`confpred.training.dataset`). Their rows are in shards of their own, and no model learns from
+# *Anchors* are a few configs that every run measures again on every GPU, to show by how much times
+# differ between GPUs and days. Their rows are in shards of their own, and no model learns from
 # them. The file is one object::
 #
 #     {"format": "confpred-anchors/1", "anchors": [

@@ -19,9 +19,8 @@ from typing import Any, Literal
 
 from confpred.concurrency import end_with, stops_held
 
-#: What a worker runs: a function of a job and of a function to call with each sign of life. A
-#: worker is given its import path, ``"package.module:function"``, so that a spawned process can
-#: find it.
+#: A worker's function, of a job and of a function to call with each sign of life. It is named by
+#: its import path, ``"package.module:function"``, so that a spawned process can find it.
 JobFunction = Callable[[Any, Callable[[int], None]], Any]
 
 _STOP_SECONDS = 5.0
@@ -42,8 +41,7 @@ class Failed:
     Attributes:
         how: ``error`` (the job raised), ``died`` (the process ended) or ``silent`` (it was killed
             because it reported nothing for too long).
-        message: for the user.
-        reported: what the job reported last; None if nothing.
+        message, reported: for the user; what the job reported last, or None.
     """
 
     how: Literal["error", "died", "silent"]
@@ -58,6 +56,9 @@ class Worker:
         function: the import path of a `JobFunction`.
         silence_s: a job that reports nothing for longer is taken to hang; the start of the process
             counts, and is where CUDA and PyTorch are loaded.
+
+    Attributes:
+        job: in flight; None when the worker is free.
     """
 
     def __init__(self, function: str, silence_s: float) -> None:
@@ -65,27 +66,26 @@ class Worker:
         self._function = function
         self._silence_s = silence_s
         self._process: BaseProcess | None = None
-        self._job: Any = None
+        self.job: Any = None
         self._started = self._heard = 0.0
         self._reported: int | None = None
 
-    @property
-    def job(self) -> Any:
-        """Return the job in flight; None when the worker is free."""
-        return self._job
+    def waited_for(self) -> list[Connection]:
+        """Return the connection to wait for while a job is in flight."""
+        return [] if self.job is None or self.connection is None else [self.connection]
 
     def start(self, job: Any) -> None:
         """Give a free worker a job (picklable, and not None)."""
         if self.connection is None:
             self.connection = self._spawn()
-        self._job, self._reported = job, None
+        self.job, self._reported = job, None
         self._started = self._heard = time.monotonic()
         with contextlib.suppress(OSError):  # a dead process is noticed by `poll`
             self.connection.send(job)
 
     def poll(self) -> Done | Failed | None:
         """Return how the job in flight has ended, None while it goes on; never waits."""
-        if self._job is None or self.connection is None:
+        if self.job is None or self.connection is None:
             return None
         try:
             while self.connection.poll():
@@ -94,7 +94,7 @@ class Worker:
                 if kind == "report":
                     self._reported = value
                 elif kind == "done":
-                    self._job = None
+                    self.job = None
                     return Done(value, self._heard - self._started)
                 else:
                     return self._fail("error", value)
@@ -111,11 +111,11 @@ class Worker:
         if process is None or connection is None:
             return
         connection.close()  # an idle worker ends when its pipe does
-        if not kill and self._job is None:
+        if not kill and self.job is None:
             process.join(_STOP_SECONDS)
         process.kill()
         process.join()
-        self._job = None
+        self.job = None
 
     def _fail(self, how: Literal["error", "died", "silent"], message: str) -> Failed:
         process, reported = self._process, self._reported

@@ -283,8 +283,7 @@ def test_only_what_is_listed_is_measured(monkeypatch: pytest.MonkeyPatch) -> Non
     listed[legal[:3]] = True
     monkeypatch.setattr(type(FAMILY), "listed", lambda *_: listed)
     suite = Suite("dense", (Entry(DENSE),))
-    how: Any = {"seed": 0, "configs": None, "pytorch": False, "measured": {}}
-    (task,) = tasks.tasks_left(suite, H200, families=(FAMILY.name,), **how)
+    (task,) = tasks.plan(suite, H200, tasks.Choosing(families=(FAMILY.name,), pytorch=False), {})
     assert list(task.config_ids) == legal[:3].tolist()
     assert task.source_digest == "cudnn 9.19"
 
@@ -293,5 +292,4 @@ def test_plans_are_measured_where_they_are_asked_for_by_name() -> None:
     """Nothing of a suite of dense layers is left to a run that names no family: there may be no
     cuDNN to list plans."""
     suite = Suite("dense", (Entry(replace(DENSE, c=65, k=130)),))
-    how: Any = {"seed": 0, "configs": None, "pytorch": False, "measured": {}}
-    assert tasks.tasks_left(suite, H200, **how) == []
+    assert tasks.plan(suite, H200, tasks.Choosing(pytorch=False), {}) == []

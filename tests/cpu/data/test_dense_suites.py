@@ -94,32 +94,29 @@ def test_layers_and_problems_are_dense_and_their_networks_have_them(networks, sh
                 assert entry.problem.layer() in layers[name], (name, entry.problem)
 
 
+def epilogue(p):
+    return p.bias, p.activation, p.residual
+
+
 def test_an_epilogue_of_a_network_is_one_that_follows_the_layer_there(networks, shipped):
-    seen = {}
-    for network in networks.values():
-        for layer in network.layers:
-            p = layer.problem
-            seen.setdefault(p.layer(), set()).add((p.bias, p.activation, p.residual))
-    fused = 0
-    for entry in (*shipped["training"], *shipped["holdout"]):
-        p = entry.problem
-        epilogue = p.bias, p.activation, p.residual
-        if entry.networks and p.direction == "fprop" and epilogue != (False, "none", False):
-            assert epilogue in seen[p.layer()]
-            fused += 1
-    assert fused > 300
+    problems = [layer.problem for network in networks.values() for layer in network.layers]
+    seen = {(p.layer(), epilogue(p)) for p in problems}
+    of_networks = [e.problem for entries in shipped.values() for e in entries if e.networks]
+    fused = [
+        p for p in of_networks if p.direction == "fprop" and epilogue(p) != (False, "none", False)
+    ]
+    assert len(fused) > 300
+    assert {(p.layer(), epilogue(p)) for p in fused} <= seen
 
 
 def test_no_layer_of_a_kind_that_is_held_out_is_trained_on(scripts, networks, shipped):
     assert set(scripts["suites"].HELD_OUT) == HELD_OUT
-    held = {
-        (p.c, p.k, p.h, p.w, p.r, p.s, p.stride)
-        for network in networks.values()
-        if network.kind in HELD_OUT
-        for p in (layer.problem for layer in network.layers)
-    }
+    held = [layer.problem for x in networks.values() if x.kind in HELD_OUT for layer in x.layers]
     trained = [entry.problem for entry in shipped["training"]]
-    assert not held & {(p.c, p.k, p.h, p.w, p.r, p.s, p.stride) for p in trained}
+    of_held, of_trained = (
+        {(p.c, p.k, p.h, p.w, p.r, p.s, p.stride) for p in some} for some in (held, trained)
+    )
+    assert not of_held & of_trained
     kinds = {
         name: {networks[n].kind for e in shipped[name] for n in e.networks} for name in shipped
     }
@@ -138,16 +135,5 @@ def test_directions_dtypes_and_batches_are_as_promised(shipped, name, each):
     assert min(dtypes.values()) > 0.08 * len(problems)
     plain = sum(p.direction == "fprop" and not p.bias for p in problems)
     assert 0.8 * each < plain < 1.2 * each
-    batches = {p.n for p in problems}
-    assert min(batches) == 1
-    assert max(batches) == 128
+    assert (min(p.n for p in problems), max(p.n for p in problems)) == (1, 128)
     assert max(p.minimum_bytes for p in problems) <= 2**30
-
-
-def test_a_quarter_of_the_training_problems_is_coverage(shipped):
-    coverage = [entry.problem for entry in shipped["training"] if not entry.networks]
-    assert len(coverage) == len(shipped["training"]) // 4
-    assert all(entry.networks for entry in shipped["holdout"])
-    assert sum(bool(p.c % 8 or p.k % 8) for p in coverage) > len(coverage) // 2
-    assert {3, 17, 33, 48, 100} <= {p.c for p in coverage} | {p.k for p in coverage}
-    assert sum(max(p.h, p.w) <= 16 for p in coverage) > len(coverage) // 10

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import json
 from dataclasses import replace
@@ -79,12 +80,9 @@ def test_a_bad_problem_is_named_by_file_index_and_field(tmp_path, change, field)
     assert str(raised.value).startswith(f"{path}: problems[1].{field} is not allowed")
 
 
-def test_a_missing_file_is_named(tmp_path):
+def test_a_place_that_cannot_be_read_or_written_is_named(tmp_path):
     with pytest.raises(DataError, match=r"cannot read .*none\.json: No such file"):
         read_suite(tmp_path / "none.json")
-
-
-def test_a_place_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError, match=r"cannot write .*suite\.json"):
         write_suite(Suite("x", (Entry(Problem(**LAYER)),)), tmp_path / "file" / "suite.json")
@@ -101,12 +99,13 @@ def shipped(repository):
     return {n: read_suite(repository / "datasets" / "suites" / f"{n}.json").entries for n in names}
 
 
+def one_of(layer: dict) -> Problem:
+    return Problem.from_json({name: layer[name] for name in layer if name != "count"} | {"n": 1})
+
+
 def test_the_suites_that_ship_hold_layers_that_their_networks_have(networks, shipped):
     """At the network's own input size or, for squares, at another one."""
-    layers = {
-        name: [Problem.from_json(_without(layer, "count") | {"n": 1}) for layer in found]
-        for name, found in networks.items()
-    }
+    layers = {name: [one_of(layer) for layer in found] for name, found in networks.items()}
     device = get_device("h100")
     checked = resized = 0
     for entry in itertools.chain(*shipped.values()):
@@ -125,12 +124,13 @@ def test_the_suites_that_ship_hold_layers_that_their_networks_have(networks, shi
     assert checked > resized > 300
 
 
-def test_the_suites_that_ship_are_those_that_the_script_makes(
-    repository, networks, shipped, monkeypatch
-):
+@pytest.fixture
+def make_suite(repository, monkeypatch):
     monkeypatch.syspath_prepend(repository / "datasets")
-    import make_suite
+    return importlib.import_module("make_suite")
 
+
+def test_the_suites_that_ship_are_those_that_the_script_makes(make_suite, networks, shipped):
     users = make_suite.users_of_layers(networks)
     for direction in DIRECTIONS:
         entries = make_suite.training_entries(users, direction, seed=0)
@@ -139,10 +139,7 @@ def test_the_suites_that_ship_are_those_that_the_script_makes(
     assert make_suite.smoke_entries() == shipped["smoke"]
 
 
-def test_the_second_draw_adds_sizes_and_hardly_a_kernel(repository, shipped, monkeypatch):
-    monkeypatch.syspath_prepend(repository / "datasets")
-    import make_suite
-
+def test_the_second_draw_adds_sizes_and_hardly_a_kernel(repository, make_suite, shipped):
     text = " ".join((repository / "datasets" / "README.md").read_text().split())
     variants = {
         count: [
@@ -169,7 +166,3 @@ def test_what_was_measured_is_in_the_suites(repository, shipped, device, draws):
         problems |= {entry.problem for entry in read_suite(path).entries}
     assert len(rows) > 1000
     assert {problem_of_row(row, Problem) for row in rows} <= problems
-
-
-def _without(fields: dict, name: str) -> dict:
-    return {key: value for key, value in fields.items() if key != name}

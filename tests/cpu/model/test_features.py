@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,16 +12,11 @@ from confpred.errors import ModelError
 from confpred.families.registry import all_families
 from confpred.model.features import examples_of
 from confpred.model.folder import load_model
-from confpred.problem import conv2d
+from confpred.problem import conv2d, device
 from confpred.problem.conv2d import Problem
 
 LAYER = Problem(8, 64, 28, 28, 64, 3, 3, padding=1, groups=8)
 FAMILY = all_families()["grouped_fprop"]
-
-
-@pytest.fixture
-def folder(model_folder: Path, tmp_path: Path) -> Path:
-    return shutil.copytree(model_folder, tmp_path / "model")
 
 
 def test_examples_have_every_value_of_an_enumeration() -> None:
@@ -40,8 +34,8 @@ def test_examples_have_every_value_of_an_enumeration() -> None:
     assert found == examples_of(reversed(layers))
 
 
-def test_another_formula_is_an_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    load_model(folder)
+def test_another_formula_is_an_error(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    load_model(model_folder)
     features = FAMILY.features
 
     def changed(problem, device, rows):
@@ -50,29 +44,30 @@ def test_another_formula_is_an_error(folder: Path, monkeypatch: pytest.MonkeyPat
         return matrix
 
     monkeypatch.setattr(FAMILY, "features", changed)
-    with pytest.raises(ModelError, match=r"model: the features of grouped_fprop are computed"):
-        load_model(folder)
+    with pytest.raises(ModelError, match=r"made-up-1: the features of grouped_fprop are computed"):
+        load_model(model_folder)
 
 
-def test_a_reordered_enumeration_is_an_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(conv2d, "DTYPES", conv2d.DTYPES[::-1])
-    with pytest.raises(ModelError, match=r"the features of conv2d are computed otherwise"):
-        load_model(folder)
+SLOWER = replace(device.KNOWN["h100"], dram_bytes_per_s=2.9e12)
 
 
-def test_another_fact_of_the_device_is_an_error(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("module", "name", "value"),
+    [
+        (conv2d, "DTYPES", conv2d.DTYPES[::-1]),
+        (device, "KNOWN", {**device.KNOWN, "h100": SLOWER}),
+    ],
+)
+def test_a_reordered_enumeration_or_another_fact_of_the_device_is_an_error(
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch, module, name, value
 ) -> None:
-    from confpred.problem import device
-
-    slower = replace(device.KNOWN["h100"], dram_bytes_per_s=2.9e12)
-    monkeypatch.setattr(device, "KNOWN", {**device.KNOWN, "h100": slower})
+    monkeypatch.setattr(module, name, value)
     with pytest.raises(ModelError, match="are computed otherwise than when the model was trained"):
-        load_model(folder)
+        load_model(model_folder)
 
 
 def test_the_last_bit_of_a_logarithm_is_no_other_formula(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Processors round logarithms differently; what is no logarithm is exact."""
     features = FAMILY.features
@@ -84,4 +79,4 @@ def test_the_last_bit_of_a_logarithm_is_no_other_formula(
         return np.where(exact, matrix, np.nextafter(matrix, np.float32(1e9)))
 
     monkeypatch.setattr(FAMILY, "features", elsewhere)
-    load_model(folder)
+    load_model(model_folder)

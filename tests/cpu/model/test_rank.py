@@ -20,6 +20,7 @@ from confpred.model.rank import (
     best_first,
     rank_families,
 )
+from confpred.model.trees import Trees
 from confpred.predict.choice import MAX_TOP
 from confpred.predict.predictor import TOGETHER, Predictor
 from confpred.problem.conv2d import DIRECTIONS, Problem
@@ -125,12 +126,12 @@ def test_the_first_of_a_ranking_are_the_same_however_many_are_wanted(model):
             assert len(some) >= min(wanted, len(most))
 
 
-def pairs_of(model: Model, problem: Problem, count: int) -> tuple[Pairs, np.ndarray]:
-    """Return some candidates, and what the whole ensemble says of them."""
-    family = next(f for f in model.families.values() if plain(model, problem, [f.family.name]))
-    rows = family.legal(problem, model.device)[:count]
-    features = family.pool.features(family.family, problem, model.device, rows)
-    return Pairs([0], [0, len(rows)], rows, features), family.order.predict(features)
+def pairs_of(model: Model, count: int = 10**6) -> tuple[Trees, Pairs, np.ndarray]:
+    """Return the ensemble of a family, its candidates for a layer, and their costs."""
+    family = next(f for f in model.families.values() if plain(model, WHOLE, [f.family.name]))
+    rows = family.legal(WHOLE, model.device)[:count]
+    features = family.pool.features(family.family, WHOLE, model.device, rows)
+    return family.order, Pairs([0], [0, len(rows)], rows, features), family.order.predict(features)
 
 
 def test_families_serve_what_they_were_measured_on(model):
@@ -147,9 +148,8 @@ def test_families_serve_what_they_were_measured_on(model):
 
 
 def test_few_candidates_are_ordered_by_the_whole_ensemble(model):
-    family = next(f for f in model.families.values() if plain(model, WHOLE, [f.family.name]))
-    pairs, cost = pairs_of(model, WHOLE, FINALISTS)
-    ((found, costs),) = best_first(family.order, pairs)
+    trees, pairs, cost = pairs_of(model, FINALISTS)
+    ((found, costs),) = best_first(trees, pairs)
     order = np.lexsort((pairs.rows, cost))
     assert found.tolist() == order.tolist()
     assert costs == pytest.approx(cost[order])  # sums of parts, which may be rounded otherwise
@@ -158,9 +158,8 @@ def test_few_candidates_are_ordered_by_the_whole_ensemble(model):
 @pytest.mark.parametrize("wanted", [1, 10**6])
 def test_a_candidates_cost_depends_on_no_other(model, wanted):
     """Whether a stage leaves candidates out, and whose they are, changes no bit of the others'."""
-    family = next(f for f in model.families.values() if plain(model, WHOLE, [f.family.name]))
-    pairs, _ = pairs_of(model, WHOLE, 10**6)
-    ((every, costs),) = best_first(family.order, pairs, wanted)
+    trees, pairs, _ = pairs_of(model)
+    ((every, costs),) = best_first(trees, pairs, wanted)
     best = np.sort(every[: FINALISTS // 2])
     both = Pairs(
         [0, 1],
@@ -168,7 +167,7 @@ def test_a_candidates_cost_depends_on_no_other(model, wanted):
         np.concatenate([pairs.rows[best], pairs.rows]),
         np.concatenate([pairs.features[best], pairs.features]),
     )
-    (few, mine), (same, theirs) = best_first(family.order, both, wanted)
+    (few, mine), (same, theirs) = best_first(trees, both, wanted)
     assert best[few].tolist() == every[: len(best)].tolist()
     assert (same - len(best)).tolist() == every.tolist()
     assert mine.tolist() == costs[: len(best)].tolist()
@@ -177,22 +176,20 @@ def test_a_candidates_cost_depends_on_no_other(model, wanted):
 
 def test_the_estimate_leaves_out_what_is_far_behind(model):
     """Else the trees could choose it: their first ones know nothing of it here."""
-    family = next(f for f in model.families.values() if plain(model, WHOLE, [f.family.name]))
-    pairs, _ = pairs_of(model, WHOLE, 10**6)
-    ((every, _),) = best_first(family.order, pairs)
+    trees, pairs, _ = pairs_of(model)
+    ((every, _),) = best_first(trees, pairs)
     count = BY_ESTIMATE + 3
     features = np.repeat(pairs.features[every[:1]], count, axis=0)
-    features[:, family.order.features.index(ESTIMATE)] = np.linspace(0, 1e-5, count)[::-1]
+    features[:, trees.features.index(ESTIMATE)] = np.linspace(0, 1e-5, count)[::-1]
     many = Pairs([0], [0, count], np.arange(count), features)
-    ((found, _),) = best_first(family.order, many)
+    ((found, _),) = best_first(trees, many)
     assert found.tolist() == [*range(3, 3 + FINALISTS)]
 
 
 def test_those_that_a_stage_leaves_out_come_after_the_finalists(model):
-    family = next(f for f in model.families.values() if plain(model, WHOLE, [f.family.name]))
-    pairs, cost = pairs_of(model, WHOLE, 10**6)
-    ((finalists, costs),) = best_first(family.order, pairs)
-    ((every, others),) = best_first(family.order, pairs, FINALISTS + 1)
+    trees, pairs, cost = pairs_of(model)
+    ((finalists, costs),) = best_first(trees, pairs)
+    ((every, others),) = best_first(trees, pairs, FINALISTS + 1)
     assert len(finalists) == FINALISTS < len(every) == len(pairs.rows)
     assert every[:FINALISTS].tolist() == finalists.tolist()
     assert others[:FINALISTS].tolist() == costs.tolist()

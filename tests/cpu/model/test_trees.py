@@ -27,7 +27,9 @@ def booster() -> lightgbm.Booster:
 
 @pytest.fixture(scope="module")
 def trees(booster: lightgbm.Booster) -> Trees:
-    return Trees(booster.model_to_string())
+    found = Trees(booster.model_to_string())
+    assert found.features == tuple(booster.feature_name())
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -57,17 +59,6 @@ def test_layout_of_the_matrix_does_not_matter(trees, matrix):
     expected = trees.predict(matrix).tolist()
     assert trees.predict(np.asfortranarray(matrix)).tolist() == expected
     assert trees.predict(np.repeat(matrix, 2, axis=0)[::2]).tolist() == expected
-
-
-def test_features_are_told_before_the_text_is_parsed(booster):
-    assert Trees(booster.model_to_string()).features == tuple(booster.feature_name())
-
-
-def test_threads_share_one_ensemble(trees, matrix):
-    expected = trees.predict(matrix).tolist()
-    with ThreadPoolExecutor(8) as pool:
-        answers = list(pool.map(lambda _: trees.predict(matrix).tolist(), range(200)))
-    assert answers == [expected] * 200
 
 
 @pytest.mark.parametrize("shape", [(3, FEATURES - 1), (3, FEATURES + 1), (FEATURES,)])

@@ -17,15 +17,7 @@ from confpred.errors import InvalidInput, UnknownDevice
 from confpred.families.protocol import PYTORCH_OPERATOR
 from confpred.families.registry import all_families, all_kernels
 from confpred.model.folder import Model
-from confpred.predict.explain import (
-    NEAREST,
-    OTHER,
-    LayerExplanation,
-    compare,
-    explain_layers,
-    middling,
-    theme_of,
-)
+from confpred.predict.explain import NEAREST, OTHER, LayerExplanation, compare, middling, theme_of
 from confpred.predict.nearest import NearestLayers
 from confpred.predict.predictor import Predictor
 from confpred.problem.conv2d import Problem
@@ -72,12 +64,6 @@ def test_the_roofline_is_that_of_the_device(explained):
     assert explained.roofline_share == pytest.approx(floor.floor_ms / explained.choice.predicted_ms)
     wide = Problem.parse("n=256 c=2048 h=28 w=28 k=2048 r=7 s=7 groups=2 padding=3")
     assert confpred.explain_layer(wide).roofline.limit == "arithmetic"
-
-
-def test_pytorchs_time_is_told_where_ours_is_chosen(predictor):
-    found = confpred.explain_layer(UNSEEN, predictor=predictor)
-    assert found.pytorch_ms == predictor.expected_ms(UNSEEN, "h100", PYTORCH_OPERATOR)
-    assert found.pytorch_ms > 0
 
 
 def test_comparisons_are_with_the_next_and_with_a_middling_config(explained, ours, model):
@@ -136,15 +122,6 @@ def test_factors_are_exact_shapley_values(explained, model, model_folder):
     assert strengths == sorted(strengths, reverse=True)
 
 
-def test_the_other_way_round_the_factors_are_inverse(explained, model):
-    learned, chosen = model.families[FAMILY.name], explained.choice.candidate
-    there = compare(learned, UNSEEN, H100, chosen, explained.comparisons[-1].other)
-    back = compare(learned, UNSEEN, H100, there.other, chosen)
-    assert back.ratio == pytest.approx(1 / there.ratio)
-    inverse = {c.theme: 1 / c.ratio for c in there.contributions}
-    assert {c.theme: c.ratio for c in back.contributions} == pytest.approx(inverse)
-
-
 def test_every_feature_of_every_family_has_a_meaning(model):
     """No feature that a config can change goes under "other"."""
     problems = {
@@ -194,6 +171,7 @@ def test_a_measured_layer_says_so_and_is_its_own_neighbour(predictor, model):
     known = next(p for p in map(Problem.parse, model.measured) if predictor.choose(p, H100).family)
     found = confpred.explain_layer(known, predictor=predictor)
     assert found.choice.source == "measured"
+    assert found.pytorch_ms == predictor.expected_ms(known, "h100", PYTORCH_OPERATOR) > 0
     assert found.nearest[0].problem == known
     assert "the fastest of what was measured of this very layer" in str(found)
 
@@ -239,12 +217,6 @@ def test_json_holds_the_whole(explained):
     assert content["roofline"]["share"] == explained.roofline_share
     assert [c["ratio"] for c in content["comparisons"]] == [c.ratio for c in explained.comparisons]
     assert len(content["nearest"]) == NEAREST
-
-
-def test_several_layers_are_explained_in_order(ours):
-    problems = [replace(UNSEEN, n=n) for n in (3, 5)]
-    found = list(explain_layers(problems, "h100", predictor=ours))
-    assert found == [confpred.explain_layer(p, "h100", predictor=ours) for p in problems]
 
 
 def test_bad_questions_are_named(predictor):

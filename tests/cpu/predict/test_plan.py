@@ -14,7 +14,7 @@ import pytest
 import confpred
 from confpred.errors import DataError, InvalidInput
 from confpred.families.kernel_text import source_digest
-from confpred.families.protocol import PYTORCH, PYTORCH_OPERATOR, Candidate
+from confpred.families.protocol import PYTORCH, PYTORCH_OPERATOR, Candidate, config_dict
 from confpred.families.registry import all_families
 from confpred.predict import plan as plan_module
 from confpred.predict.choice import Choice
@@ -35,22 +35,16 @@ def legal(provider: str, problem: Problem, place: int = 0) -> Candidate:
     return Candidate(provider, int(rows[place]))
 
 
+MODEL = {"regret_bound": 1.2, "model": "made-up-1"}
 CHOICES = [
     Choice(
-        GROUPED,
-        "h100",
-        "predicted",
-        legal("grouped_fprop", GROUPED),
-        0.25,
-        1.2,
-        "made-up-1",
+        *(GROUPED, "h100", "predicted", legal("grouped_fprop", GROUPED), 0.25),
         pytorch_ms=0.5,
+        **MODEL,
     ),
     Choice(DENSE, "h100", "fallback"),
     Choice(DEPTHWISE, "h100", "pinned", legal("depthwise_fprop", DEPTHWISE, -1), 0.5),
-    Choice(
-        GRADIENT, "h100", "measured", legal("depthwise_wgrad", GRADIENT), 1.5e-3, 1.1, "made-up-1"
-    ),
+    Choice(GRADIENT, "h100", "measured", legal("depthwise_wgrad", GRADIENT), 1.5e-3, **MODEL),
 ]
 
 
@@ -95,10 +89,9 @@ def test_the_last_choice_of_a_problem_counts_and_a_guess_is_pytorchs() -> None:
     plan = plan_of([*CHOICES, other, other])
     assert len(plan.choices) == len(CHOICES)
     assert plan.choices[0].candidate == other.candidate
-    guess = plan_of([replace(CHOICES[0], source="heuristic")]).choices[0]
-    assert (guess.candidate, guess.source, guess.predicted_ms) == (
-        PYTORCH_OPERATOR, "heuristic", None,
-    )  # fmt: skip
+    (guess,) = plan_of([replace(CHOICES[0], source="heuristic")]).choices
+    assert (guess.source, guess.predicted_ms) == ("heuristic", None)
+    assert guess.candidate == PYTORCH_OPERATOR, "a kernel that no model knows is never launched"
 
 
 def test_a_plan_is_for_several_devices_too_and_not_empty(tmp_path: Path) -> None:
@@ -217,6 +210,17 @@ def test_files_of_former_releases_are_read(name: str, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "now.json").read_text())["format"] == plan_module.FORMAT
 
 
+def test_wrong_files_of_former_releases_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "pins.json"
+    first = (FORMER / "first_pins.json").read_text()
+    path.write_text(first.replace('"config": null', '"config": {"block_n": 1}'))
+    with pytest.raises(InvalidInput, match="provider is missing"):
+        read_plan(path)
+    path.write_text('{"format": "confpred-pins/1"}')
+    with pytest.raises(DataError, match='"pins" must be a list'):
+        read_plan(path)
+
+
 def test_former_files_for_other_kernels_are_refused(tmp_path: Path) -> None:
     now = source_digest("depthwise.cu")
     content = json.loads((FORMER / "network.json").read_text())
@@ -262,6 +266,8 @@ def of_choice(**fields: object) -> Change:
         (of_choice(provider=["x"]), r"choices\[0\]\.provider="),
         (of_choice(provider=PYTORCH), r"choices\[0\]\.config=.* where the provider is pytorch"),
         (of_choice(provider="grouped_fprob"), r"choices\[0\]\.provider=.*: grouped_fprop or"),
+        (of_choice(config="best"), r"choices\[0\]\.config='best'"),
+        (of_choice(config={"block_n": 10**30}), r"choices\[0\]\.config="),
         (
             of_choice(config={"block_n": 1}),
             r"choices\[0\]\.config=.* a config of grouped_fprop; the nearest is block_n=1 block_q=",
@@ -273,12 +279,7 @@ def of_choice(**fields: object) -> Change:
         (of_choice(predicted_ms="1"), r"choices\[0\]\.predicted_ms='1'"),
         (of_choice(predicted_ms=float("nan")), r"choices\[0\]\.predicted_ms=nan"),
         (
-            of_choice(
-                config={
-                    name: int(all_families()["grouped_fprop"].configs[name][ILLEGAL])
-                    for name in all_families()["grouped_fprop"].configs.dtype.names
-                }
-            ),
+            of_choice(config=config_dict(all_families()["grouped_fprop"], ILLEGAL)),
             r"choices\[0\]\.config=.* legal for the problem",
         ),
     ],
@@ -301,18 +302,6 @@ def test_a_damaged_file_is_named(path: Path, text: str) -> None:
     path.write_text(whole[: len(whole) // 2])
     with pytest.raises(DataError, match="is not JSON"):
         read_plan(path)
-
-
-def test_an_absent_file_is_named(tmp_path: Path) -> None:
+    path.unlink()
     with pytest.raises(DataError, match="cannot read"):
-        read_plan(tmp_path / "none.json")
-
-
-def test_a_guess_becomes_pytorchs_operator_in_a_plan() -> None:
-    """A kernel that no model knows is never launched."""
-    dense = Problem(n=32, c=32, h=56, w=56, k=32, r=3, s=3, padding=(1, 1))
-    choice = Choice(dense, "h200", "heuristic", Candidate("grouped_fprop", 0), predicted_ms=0.1)
-    assert choice.is_guess
-    assert not replace(choice, source="pinned").is_guess
-    assert not replace(choice, source="predicted").is_guess
-    assert [c.candidate for c in plan_of([choice]).choices] == [PYTORCH_OPERATOR]
+        read_plan(path)

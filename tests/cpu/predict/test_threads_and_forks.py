@@ -149,9 +149,8 @@ def test_recent_keeps_what_was_used_last() -> None:
     recent: Recent[int, int] = Recent(4)
     for i in range(1, 100):
         recent.put(i, -i)
-        assert [recent.get(j) for j in range(max(1, i - 3), i + 1)] == [
-            -j for j in range(max(1, i - 3), i + 1)
-        ]
+        last = range(max(1, i - 3), i + 1)
+        assert [recent.get(j) for j in last] == [-j for j in last]
         assert len(recent) <= 8
     assert recent.get(1) is None
     recent.clear()
@@ -242,17 +241,12 @@ def test_a_forked_child_may_fork_again() -> None:
 
 def test_a_process_ends_while_a_thread_of_its_predicts() -> None:
     program = f"""
-import sys, threading, time
+import itertools, threading, time
 from dataclasses import replace
 from confpred import Predictor, Problem
 layer = Problem.parse("{LAYER}")
 {_PREDICTING}
-def forever():
-    i = 0
-    while True:
-        work(i)
-        i += 1
-threading.Thread(target=forever, daemon=True).start()
+threading.Thread(target=lambda: [*map(work, itertools.count())], daemon=True).start()
 time.sleep(0.3)
 """
     for _ in range(3):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import shutil
 import signal
 import subprocess
@@ -12,10 +11,10 @@ import sys
 import time
 from pathlib import Path
 
-import pyarrow as pa
 import pytest
 import sampler_jobs
 import sampler_run
+from sampler_run import rows, suite_of
 
 from confpred.data.measurements import problem_of_row
 from confpred.data.parquet import merge, read
@@ -23,7 +22,8 @@ from confpred.data.suites import Entry, Suite, write_suite
 from confpred.errors import ConfpredError, FolderBusy, InvalidInput, LaunchError
 from confpred.families.registry import all_families, config_ids
 from confpred.problem.conv2d import CONVOLUTION, Problem
-from confpred.sampler.run import Settings, Tally, open_store, sample
+from confpred.problem.device import get_device
+from confpred.sampler.run import Settings, Tally, open_store, plan
 
 LAYER = Problem(2, 64, 14, 14, 64, 3, 3, padding=1, groups=8)
 DENSE = Problem(2, 256, 14, 14, 256, 3, 3, padding=1)
@@ -41,36 +41,12 @@ def kernel_cache(tmp_path_factory: pytest.TempPathFactory):
 
 
 def run(folder: Path, *devices: str, suite: Suite = SUITE, **settings) -> Tally:
-    chosen = {
-        "configs": CONFIGS,
-        "processes": 2,
-        "pytorch": False,
-        "compile": sampler_jobs.COMPILE,
-        "measure": sampler_jobs.MEASURE,
-    } | settings
-    runs = sampler_run.runs(secrets.token_hex(4), *(devices or ["h100"]))  # as those of find_gpus
-    return sample(suite, folder, runs, Settings(**chosen))
-
-
-def rows(folder: Path) -> list[dict]:
-    tables = [read(path, CONVOLUTION) for path in sorted(folder.glob("rows-*.parquet"))]
-    return pa.concat_tables(tables).to_pylist() if tables else []
+    chosen = {"configs": CONFIGS, "processes": 2, "measure": sampler_jobs.MEASURE} | settings
+    return sampler_run.run(suite, folder, *devices, **chosen)
 
 
 def names(found: list[dict]) -> list[tuple]:
     return [(problem_of_row(row, Problem), row["config"], row["status"]) for row in found]
-
-
-def planned_rows(folder: Path) -> list[int]:
-    """Return the config rows that a run of these settings measures, in order, without running
-    it."""
-    from confpred.problem.device import get_device
-    from confpred.sampler.tasks import tasks_left
-
-    tasks = tasks_left(
-        SUITE, get_device("h100"), seed=0, configs=CONFIGS, pytorch=False, measured={}
-    )
-    return [row for task in tasks for row in task.config_ids]
 
 
 def test_every_planned_config_gets_a_complete_row(tmp_path):
@@ -124,7 +100,8 @@ def test_a_second_round_measures_what_the_first_did_not(tmp_path):
 
 @pytest.mark.slow(reason="a hang is waited for")
 def test_crash_hang_and_error_cost_one_config_each(tmp_path, monkeypatch):
-    crash, hang, error = planned_rows(tmp_path)[1:4]
+    (task, *_) = plan(SUITE, get_device("h100"), Settings(configs=CONFIGS), {})
+    crash, hang, error = task.config_ids[1:4]
     faults = {str(crash): "crash", str(hang): "hang", str(error): "error"}
     monkeypatch.setenv("FAULTS", json.dumps(faults))
     tally = run(tmp_path, silence_s=8.0)
@@ -152,10 +129,8 @@ def test_a_task_that_fails_before_any_config_is_given_up_without_rows(tmp_path, 
 @pytest.mark.slow(reason="workers start and die again and again")
 def test_a_gpu_that_fails_everything_ends_the_run(tmp_path, monkeypatch):
     monkeypatch.setenv("FAULTS", '{"start": "crash"}')
-    layers = [Problem(n, 64, 14, 14, 64, 3, 3, padding=1, groups=8) for n in (1, 2, 3, 4)]
-    suite = Suite("four", tuple(Entry(layer) for layer in layers))
     with pytest.raises(LaunchError, match=r"device 0 failed 3 problems in a row.*SIGSEGV"):
-        run(tmp_path, suite=suite, configs=1)
+        run(tmp_path, suite=suite_of(4), configs=1)
 
 
 def test_a_kernel_that_does_not_compile_is_a_row_with_the_log(tmp_path):
@@ -178,9 +153,8 @@ def test_a_compiler_that_cannot_run_ends_the_run(tmp_path):
 
 @pytest.mark.slow(reason="measurements take half a second")
 def test_two_gpus_share_the_work(tmp_path):
-    layers = [Problem(n, 64, 14, 14, 64, 3, 3, padding=1, groups=8) for n in (2, 3, 4, 5)]
-    suite = Suite("four", tuple(Entry(layer) for layer in layers))
-    tally = run(tmp_path, "h100", "h100", suite=suite, configs=2, measure=sampler_jobs.SLOWLY)
+    slowly = {"configs": 2, "measure": sampler_jobs.SLOWLY}
+    tally = run(tmp_path, "h100", "h100", suite=suite_of(4), **slowly)
     assert tally.statuses == {"ok": 8}
 
 
@@ -195,15 +169,12 @@ def test_a_folder_in_use_is_refused(tmp_path):
         run(tmp_path)
 
 
-def start_program(tmp_path: Path, problems: int = 12) -> tuple[subprocess.Popen, Path]:
-    """Return the sampler as a program, on a suite of many seconds; returns once it has written
-    rows."""
-    layers = [Problem(n, 64, 14, 14, 64, 3, 3, padding=1, groups=8) for n in range(2, 2 + problems)]
+def start_program(tmp_path: Path) -> tuple[subprocess.Popen, Path]:
+    """Return the sampler as a program, on a suite of many seconds, once it has written rows."""
     suite, folder = tmp_path / "suite.json", tmp_path / "out"
-    write_suite(Suite("many", tuple(Entry(layer) for layer in layers)), suite)
-    program = [sys.executable, sampler_run.__file__, str(suite), str(folder)]
+    write_suite(suite_of(40), suite)
     process = subprocess.Popen(
-        program,
+        [sys.executable, sampler_run.__file__, str(suite), str(folder)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -219,7 +190,7 @@ def start_program(tmp_path: Path, problems: int = 12) -> tuple[subprocess.Popen,
 
 @pytest.mark.slow(reason="a run of seconds is interrupted")
 def test_ctrl_c_stores_the_problem_in_flight_and_says_how_to_resume(tmp_path):
-    process, folder = start_program(tmp_path, problems=40)
+    process, folder = start_program(tmp_path)
     os.killpg(process.pid, signal.SIGINT)  # a terminal's Ctrl-C reaches the workers as well
     out, err = process.communicate(timeout=30)
     assert process.returncode == 130
@@ -234,7 +205,7 @@ def test_ctrl_c_stores_the_problem_in_flight_and_says_how_to_resume(tmp_path):
 
 @pytest.mark.slow(reason="a run of seconds is killed")
 def test_kill_loses_only_the_last_seconds_and_frees_the_folder(tmp_path):
-    process, folder = start_program(tmp_path, problems=40)
+    process, folder = start_program(tmp_path)
     stored = names(rows(folder))
     stale = folder / ".rows-x.parquet.1.tmp"  # as a sampler that is killed while writing leaves it
     stale.write_bytes(b"half")

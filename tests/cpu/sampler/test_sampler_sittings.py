@@ -3,40 +3,39 @@
 from __future__ import annotations
 
 import json
-import os
-import secrets
 import subprocess
-import sys
 import tarfile
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
 import pytest
 import sampler_jobs
+import sampler_run
+from sampler_run import confpred, rows
 
-from confpred.data.measurements import Run, problem_of_row
-from confpred.data.parquet import merge, read
+from confpred.data.measurements import problem_of_row
+from confpred.data.parquet import merge
 from confpred.data.suites import Entry, Suite, write_suite
 from confpred.errors import DataError, InvalidInput, InvalidProblem
 from confpred.families.protocol import PYTORCH, Candidate
 from confpred.families.registry import all_families, config_words
 from confpred.measure.timing import REPLAY_SECONDS, REPLAYS
-from confpred.problem.conv2d import CONVOLUTION, Problem
+from confpred.problem.conv2d import Problem
 from confpred.problem.device import get_device
 from confpred.sampler.forecast import PYTORCH_S, ROW_S, forecast, measuring_s
 from confpred.sampler.jobs import Compilers
-from confpred.sampler.run import Settings, Tally, _feed, sample
+from confpred.sampler.run import Tally, _feed
 from confpred.sampler.tasks import (
     BENCHMARK,
     FORMAT,
     HEURISTICS,
+    Choosing,
     Measured,
     Task,
+    plan,
     read_anchors,
-    tasks_left,
 )
 
 DEVICE = get_device("h100")
@@ -47,21 +46,8 @@ BOTH = (BENCHMARK, HEURISTICS)
 
 
 def run(folder: Path, gpus: int = 1, **settings) -> Tally:
-    chosen = {
-        "configs": 2,
-        "processes": 0,
-        "pytorch": False,
-        "compile": sampler_jobs.COMPILE,
-        "measure": sampler_jobs.WHERE,
-    } | settings
-    sitting = secrets.token_hex(4)  # as `find_gpus` names those of several GPUs
-    runs = {i: Run(f"{sitting}-{i}", "h100", "H100", "0", "13", "test") for i in range(gpus)}
-    return sample(SUITE, folder, runs, Settings(**chosen))
-
-
-def rows(folder: Path, kind: str = "rows") -> list[dict]:
-    tables = [read(path, CONVOLUTION) for path in sorted(folder.glob(f"{kind}-*.parquet"))]
-    return pa.concat_tables(tables).to_pylist() if tables else []
+    chosen = {"configs": 2, "processes": 0, "measure": sampler_jobs.WHERE} | settings
+    return sampler_run.run(SUITE, folder, *["h100"] * gpus, **chosen)
 
 
 def by_problem(found: list[dict]) -> dict[Problem, list[dict]]:
@@ -72,8 +58,7 @@ def by_problem(found: list[dict]) -> dict[Problem, list[dict]]:
 
 
 def left(measured=None, **settings) -> list[Task]:
-    options = {"seed": 0, "configs": 4, "pytorch": True, "measured": measured or {}} | settings
-    return tasks_left(SUITE, DEVICE, **options)
+    return plan(SUITE, DEVICE, Choosing(**{"configs": 4} | settings), measured or {})
 
 
 def test_pytorchs_operator_is_planned_in_each_mode_that_is_missing():
@@ -240,27 +225,21 @@ def test_a_forecast_is_of_replays_and_of_what_each_row_costs_besides():
     assert single.measuring_s - theirs < (found.measuring_s - theirs) / 20
 
 
-def confpred(*words: object, cache: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", "from confpred.cli import main; main()", *map(str, words)],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "CONFPRED_CACHE_DIR": str(cache)},
-    )
-
-
 def test_kernels_are_compiled_and_packed_without_a_gpu(tmp_path):
     suite, archive = tmp_path / "suite.json", tmp_path / "kernels.tar.xz"
     write_suite(Suite("one", SUITE.entries[:1]), suite)
-    sampling = ["sample", "--suite", suite, "--out", tmp_path / "out", "--configs", "1"]
     here, there = tmp_path / "here", tmp_path / "there"
-    planned = confpred(*sampling, "--plan", "h200", cache=here)
+
+    def sample(*words: object, cache: Path = here) -> subprocess.CompletedProcess[str]:
+        to = ("sample", "--suite", suite, "--out", tmp_path / "out", "--configs", "1")
+        return confpred(*to, *words, CONFPRED_CACHE_DIR=str(cache))
+
+    planned = sample("--plan", "h200")
     assert planned.returncode == 0, planned.stderr
     assert "1 problems on h200, 4 rows:" in planned.stdout
     assert "      1 of pytorch" in planned.stdout
     assert "3 kernels, 0 of them compiled" in planned.stdout
-    packed = confpred(*sampling, "--compile", "h200", "--archive", archive, cache=here)
+    packed = sample("--compile", "h200", "--archive", archive)
     assert packed.returncode == 0, packed.stderr
     assert "3 kernels, 3 of them compiled" in packed.stdout
     assert f"3 kernels in {archive}" in packed.stdout
@@ -270,13 +249,13 @@ def test_kernels_are_compiled_and_packed_without_a_gpu(tmp_path):
             member.mode = 0o600
             (there / member.name).parent.mkdir(mode=0o700, exist_ok=True)
             (there / member.name).write_bytes(tar.extractfile(member).read())
-    known = confpred(*sampling, "--plan", "h200", cache=there)
+    known = sample("--plan", "h200", cache=there)
     assert "3 kernels, 3 of them compiled" in known.stdout
     assert not (tmp_path / "out").exists()
-    refused = confpred(*sampling, "--plan", "h200", "--archive", tmp_path / "x", cache=here)
+    refused = sample("--plan", "h200", "--archive", tmp_path / "x")
     assert refused.returncode == 2
     assert "a file of what --compile has compiled" in refused.stderr
-    unknown = confpred(*sampling, "--plan", "c64", cache=here)
+    unknown = sample("--plan", "c64")
     assert unknown.returncode != 0
     assert "c64" in unknown.stderr
     assert "Traceback" not in unknown.stderr

@@ -25,11 +25,17 @@ from confpred.sampler.tasks import Measured
 from confpred.training.dataset import data_files
 
 
-def test_a_row_comes_back_as_it_was(tmp_path):
+@pytest.fixture
+def shard(tmp_path: Path) -> Path:
+    """Return a file of one row."""
     fill(tmp_path, [ROW])
     (path,) = tmp_path.glob("rows-*.parquet")
-    assert read(path, CONVOLUTION).to_pylist() == [ROW.to_row()]
-    assert problem_of_row(read(path, CONVOLUTION).to_pylist()[0], Problem) == LAYER
+    return path
+
+
+def test_a_row_comes_back_as_it_was(shard):
+    assert read(shard, CONVOLUTION).to_pylist() == [ROW.to_row()]
+    assert problem_of_row(read(shard, CONVOLUTION).to_pylist()[0], Problem) == LAYER
     assert list(ROW.to_row()) == schema(CONVOLUTION).names
 
 
@@ -161,25 +167,31 @@ def test_a_folder_that_is_a_file_is_a_storage_error(tmp_path):
         pass
 
 
-@pytest.mark.parametrize("damage", ["truncated", "empty", "foreign", "text", "wrong type"])
-def test_a_damaged_shard_is_named(tmp_path, damage):
-    fill(tmp_path, [ROW])
-    (path,) = tmp_path.glob("rows-*.parquet")
-    table = read(path, CONVOLUTION)
+WRONG = {
+    "text": ("n", pa.array(["many"])),
+    "wrong type": ("time_ms", pa.array([[1.0]])),
+    "no UTF-8": ("config", pa.array([b"\xff"]).view(pa.string())),
+}
+
+
+@pytest.mark.parametrize("damage", ["truncated", "empty", "foreign", *WRONG])
+def test_a_damaged_shard_is_named(tmp_path, shard, damage):
+    table = read(shard, CONVOLUTION)
     if damage == "truncated":
-        path.write_bytes(path.read_bytes()[:-100])
+        shard.write_bytes(shard.read_bytes()[:-100])
+        refused = pytest.raises(DataError, match=shard.name)
+        with open_store(tmp_path, "r", CONVOLUTION) as store, refused:
+            store.measured("h100")
     elif damage == "empty":
-        path.write_bytes(b"")
+        shard.write_bytes(b"")
     elif damage == "foreign":
-        pq.write_table(pa.table({"x": [1]}), path)
-    elif damage == "text":
-        pq.write_table(table.set_column(0, "n", pa.array(["many"])), path)
+        pq.write_table(pa.table({"x": [1]}), shard)
     else:
-        at = table.column_names.index("time_ms")
-        pq.write_table(table.set_column(at, "time_ms", pa.array([[1.0]])), path)
-    with pytest.raises(DataError, match=path.name):
-        read(path, CONVOLUTION)
-    with pytest.raises(DataError, match=path.name):
+        name, values = WRONG[damage]
+        pq.write_table(table.set_column(table.column_names.index(name), name, values), shard)
+    with pytest.raises(DataError, match=shard.name):
+        read(shard, CONVOLUTION)
+    with pytest.raises(DataError, match=shard.name):
         merge([tmp_path], tmp_path / "merged.parquet")
     assert not (tmp_path / "merged.parquet").exists()
 
@@ -197,24 +209,6 @@ def test_any_changed_byte_is_found_or_changes_nothing(tmp_path):
         except DataError:
             refused += 1
     assert refused > 100
-
-
-def test_a_text_that_is_no_utf8_is_refused(tmp_path):
-    fill(tmp_path, [ROW])
-    (path,) = tmp_path.glob("rows-*.parquet")
-    table = read(path, CONVOLUTION)
-    texts = pa.array([b"\xff"]).view(pa.string())
-    pq.write_table(table.set_column(table.column_names.index("config"), "config", texts), path)
-    with pytest.raises(DataError, match=path.name):
-        read(path, CONVOLUTION)
-
-
-def test_a_damaged_shard_stops_a_resumed_run(tmp_path):
-    fill(tmp_path, [ROW])
-    (path,) = tmp_path.glob("rows-*.parquet")
-    path.write_bytes(path.read_bytes()[:-100])
-    with open_store(tmp_path, "r", CONVOLUTION) as store, pytest.raises(DataError, match=path.name):
-        store.measured("h100")
 
 
 def test_merge_sorts_the_rows_of_all_folders(tmp_path):
@@ -287,10 +281,8 @@ def test_merging_nothing_is_an_error(tmp_path):
         merge([tmp_path / "none"], tmp_path / "x.parquet")
 
 
-def test_a_file_of_before_the_columns_of_cudnn_is_read(tmp_path):
-    fill(tmp_path, [ROW])
-    (path,) = tmp_path.glob("rows-*.parquet")
-    now = read(path, CONVOLUTION)
-    pq.write_table(now.drop_columns(["cudnn", "cudnn_mode"]), path)
-    assert read(path, CONVOLUTION).equals(now)
-    assert read(path, CONVOLUTION, ["n", "cudnn"]).to_pylist() == [{"n": 2, "cudnn": ""}]
+def test_a_file_of_before_the_columns_of_cudnn_is_read(shard):
+    now = read(shard, CONVOLUTION)
+    pq.write_table(now.drop_columns(["cudnn", "cudnn_mode"]), shard)
+    assert read(shard, CONVOLUTION).equals(now)
+    assert read(shard, CONVOLUTION, ["n", "cudnn"]).to_pylist() == [{"n": 2, "cudnn": ""}]

@@ -11,7 +11,7 @@ from confpred.families.protocol import PYTORCH, PYTORCH_OPERATOR, Candidate
 from confpred.families.registry import all_families, config_words
 from confpred.problem.conv2d import Problem
 from confpred.problem.device import get_device
-from confpred.sampler.tasks import Measured, tasks_left
+from confpred.sampler.tasks import Choosing, Measured, plan
 
 DEVICE = get_device("h100")
 FAMILY = all_families()["grouped_fprop"]
@@ -19,9 +19,8 @@ LAYERS = [Problem(n, 64, 28, 28, 64, 3, 3, padding=1, groups=8) for n in range(1
 SUITE = Suite("test", tuple(Entry(layer) for layer in LAYERS))
 
 
-def tasks(suite=SUITE, *, seed=0, configs=None, pytorch=False, measured=None):
-    options = {"seed": seed, "configs": configs, "pytorch": pytorch, "measured": measured or {}}
-    return tasks_left(suite, DEVICE, **options)
+def tasks(suite=SUITE, *, measured=None, **choosing):
+    return plan(suite, DEVICE, Choosing(**{"pytorch": False} | choosing), measured or {})
 
 
 def test_all_legal_configs_of_all_problems_are_planned():
