@@ -30,6 +30,7 @@ _FOR_THE_OLDEST = 4  # of how many slices of a client one is for its oldest requ
 _PACE_S = 0.0015  # a problem, until it is known better
 _NEWEST = 0.1  # the weight of the newest slice in what is known
 
+#: Yields how many problems are left, or None while that is not known.
 Steps = Generator[int | None, None, T]
 Reason = Literal["queue", "deadline", "gone"]
 
@@ -137,24 +138,22 @@ class Scheduler:
         client = self._clients[name]
         job = _Job(client, steps, estimate)
         client.jobs[job] = None
-        self._metrics.add(1, "confpred_queued_requests")
-        self._count(job.left)
+        self._count(1, job.left)
         if self._worker is None or self._worker.done():
             self._worker = asyncio.create_task(self._work())
         return job
 
     def _leave(self, job: _Job[Any]) -> None:
         client = job.client
-        if job not in client.jobs:
-            return
-        del client.jobs[job]
-        if not client.jobs:
-            del self._clients[client.name]
-        self._metrics.add(-1, "confpred_queued_requests")
-        self._count(-job.left)
+        if job in client.jobs:
+            del client.jobs[job]
+            if not client.jobs:
+                del self._clients[client.name]
+            self._count(-1, -job.left)
 
-    def _count(self, problems: int) -> None:
+    def _count(self, requests: int, problems: int) -> None:
         self._waiting += problems
+        self._metrics.add(requests, "confpred_queued_requests")
         self._metrics.add(problems, "confpred_queued_problems")
 
     def _refused(self, reason: Reason) -> Refused:
@@ -173,23 +172,23 @@ class Scheduler:
         except Exception as error:
             if not job.result.done():
                 job.result.set_exception(error)
-            self._leave(job)
-            return
+            return self._leave(job)
         took = time.perf_counter() - start
         job.client.used_s += took
         if job.result.done():
-            return  # its client left meanwhile
+            return None  # its client left meanwhile
         if value is not None:
             job.result.set_result(value)
             self._leave(job)
         elif left is not None:
             self._progress(job, left, took)
+        return None
 
     def _progress(self, job: _Job[Any], left: int, took: float) -> None:
         """Note that after a slice of `took` seconds `job` has so many problems left."""
         if job.read and job.left > left:
             self._pace_s += _NEWEST * (took / (job.left - left) - self._pace_s)
-        self._count(left - job.left)
+        self._count(0, left - job.left)
         job.left = left
         if not job.read and self._waiting > max(self._limit, left):
             job.result.set_exception(self._refused("queue"))

@@ -35,7 +35,7 @@ from typing import Any
 from confpred.errors import ConfpredError, InvalidInput
 
 from . import Settings, generations, logs, tokens
-from .child import Child, Fields, Gone, show_life, tell_reloading, tell_systemd
+from .child import Child, Fields, show_life, tell_systemd
 from .metrics import Metrics, Totals, read, rows
 
 #: So many starts of a worker may fail in succession; then the server gives up, unless another
@@ -60,9 +60,7 @@ _log = logging.getLogger(__name__)
 class GaveUp(ConfpredError):
     """No worker keeps running."""
 
-
-class Refused(ConfpredError):
-    """A reload or rollback that cannot be done, so that nothing has changed."""
+    exit_code = 3  # of the command
 
 
 def serve(settings: Settings) -> None:
@@ -80,7 +78,7 @@ def serve(settings: Settings) -> None:
         try:
             asyncio.run(Supervisor(settings, listener, home).run())
         finally:
-            logs.finish()
+            logging.shutdown()  # has the lines so far written
 
 
 def _listener(settings: Settings) -> socket.socket:
@@ -135,7 +133,7 @@ class Supervisor:
         self._metrics, self._totals = Metrics(logs.lost), Totals()
         for outcome in ("reloaded", "unchanged", "refused", "rolled_back", "taken_back"):
             self._metrics.add(0, "confpred_reloads", outcome)
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
 
     async def run(self) -> None:
         """Serve until SIGTERM or SIGINT; SIGHUP reloads.
@@ -147,7 +145,7 @@ class Supervisor:
         loop = asyncio.get_running_loop()
         for sign in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(sign, self._told_to_stop)
-        loop.add_signal_handler(signal.SIGHUP, lambda: self._spawn(self._reload_for("SIGHUP")))
+        loop.add_signal_handler(signal.SIGHUP, lambda: self._spawn(self._try("reload", "SIGHUP")))
         self._listener.setblocking(False)
         seen = generations.fingerprint(self._settings)
         first, self._known = await asyncio.to_thread(self._read)
@@ -164,46 +162,55 @@ class Supervisor:
         if self._fatal is not None:
             raise self._fatal
 
-    async def reload(self) -> str:
+    async def _reload(self) -> str:
         """Read models, plan and tokens again, and have all workers switch to them.
 
         Returns: ``reloaded``, or ``unchanged`` if models and plan are as they were.
 
         Raises:
-            Refused: they are broken; all workers answer as before.
+            ConfpredError: they are broken; all workers answer as before.
         """
         async with self._changing:
             if self._announced:
-                tell_reloading()
+                tell_systemd(RELOADING="1", MONOTONIC_USEC=str(time.monotonic_ns() // 1000))
             try:
                 new, known = await asyncio.to_thread(self._read)
                 outcome = "unchanged" if new == self._history[-1] else "reloaded"
                 await self._change([*(each for each in self._history if each != new), new], known)
             except ConfpredError as error:
-                self._tell_status(f"reload refused: {error}")
-                self._metrics.add(1, "confpred_reloads", "refused")
-                raise Refused(str(error)) from error
-            self._tell_status(f"generation {new.name[:12]} answers")
-            self._metrics.add(1, "confpred_reloads", outcome)
+                self._reloaded("refused", f"reload refused: {error}")
+                raise
+            self._reloaded(outcome, f"generation {new.name[:12]} answers")
             return outcome
 
-    def _tell_status(self, status: str) -> None:
+    def _reloaded(self, outcome: str, status: str) -> None:
+        self._metrics.add(1, "confpred_reloads", outcome)
         if self._announced:
             tell_systemd(READY="1", STATUS=status.partition("\n")[0])
 
-    async def rollback(self, outcome: str = "rolled_back") -> str:
+    async def _rollback(self, outcome: str = "rolled_back") -> str:
         """Have all workers switch to the generation before the current one; tokens stay.
 
         Raises:
-            Refused: there is none.
+            ConfpredError: there is none.
         """
         async with self._changing:
             if len(self._history) < 2:
-                raise Refused("no former generation is loaded")
+                raise ConfpredError("no former generation is loaded")
             await self._change(self._history[:-1], self._known)
             self._switched = -math.inf
             self._metrics.add(1, "confpred_reloads", outcome)
             return outcome
+
+    async def _try(self, word: str, cause: str) -> Fields:
+        """Reload or roll back, and log it: the outcome, or the error that has changed nothing."""
+        try:
+            outcome = await (self._reload() if word == "reload" else self._rollback())
+        except ConfpredError as error:
+            _log.error("%s for %s refused: %s", word, cause, error)
+            return {"error": str(error)}
+        _log.info("%s for %s: generation %s", outcome, cause, self._history[-1].name[:12])
+        return {"outcome": outcome}
 
     def _read(self) -> tuple[Path, list[Fields]]:
         """Copy models and plan; return the folder of the copy, and the tokens."""
@@ -222,17 +229,19 @@ class Supervisor:
         history = history[-1 - self._settings.keep_models :]
         new = history[-1]
         is_new = new not in self._history
-        if is_new and (reason := await generations.refusal(new)):
-            shutil.rmtree(new, ignore_errors=True)
-            raise Refused(reason)
+        if is_new:
+            await self._check(new)
         ready = [child for child in self._children.values() if child.ready or child.leaving]
-        errors = await asyncio.gather(*(self._prepare(child, new) for child in ready))
-        reasons = [error for error in errors if error]
-        if reasons or (is_new and ready and all(error is None for error in errors)):
+        asked = (child.ask("prepare", _PREPARE_S, folder=str(new)) for child in ready)
+        answers = [answer for answer in await asyncio.gather(*asked) if answer is not None]
+        reasons = [answer["error"] for answer in answers if "error" in answer]
+        if is_new and ready and not answers:
+            reasons = ["all workers ended as they loaded it"]
+        if reasons:
             if is_new:  # it is forgotten where it was loaded
                 await asyncio.gather(*(self._switch(child, self._history) for child in ready))
                 shutil.rmtree(new, ignore_errors=True)
-            raise Refused(reasons[0] if reasons else "all workers ended as they loaded it")
+            raise ConfpredError(reasons[0])
         if is_new:
             self._switched, self._ended = time.monotonic(), 0
         self._known = known
@@ -242,28 +251,21 @@ class Supervisor:
         for folder in dropped:
             shutil.rmtree(folder, ignore_errors=True)
 
-    async def _prepare(self, child: Child, folder: Path) -> str | None:
-        """Return why `child` cannot load it; empty if it has; None if the child has ended."""
-        try:
-            asked = child.channel.ask("prepare", folder=str(folder))
-            answer = await asyncio.wait_for(asked, _PREPARE_S)
-        except Gone:
-            return None
-        except asyncio.TimeoutError:
-            return f"worker {child.name} did not load it within {_PREPARE_S:.0f} s"
-        return str(answer.get("error", ""))
+    async def _check(self, folder: Path) -> None:
+        """Remove a generation that a process of its own cannot load, and say why."""
+        if reason := await generations.refusal(folder):
+            shutil.rmtree(folder, ignore_errors=True)
+            raise ConfpredError(reason)
 
     async def _switch(self, child: Child, history: Sequence[Path]) -> bool:
         """Have `child` answer by the last of `history` and the tokens; False if it had to end."""
         keep = [folder.name for folder in history]
-        try:
-            asked = child.channel.ask("switch", generation=keep[-1], keep=keep, known=self._known)
-            answer = await asyncio.wait_for(asked, _SWITCH_S)
-        except (Gone, asyncio.TimeoutError):
-            answer = {"error": "no answer"}
-        if "error" in answer:
+        told = {"generation": keep[-1], "keep": keep, "known": self._known}
+        answer = await child.ask("switch", _SWITCH_S, **told)
+        if answer is None or "error" in answer:
             child.kill()
-        return "error" not in answer
+            return False
+        return True
 
     async def _slot(self, name: str) -> None:
         """Keep one worker running."""
@@ -298,16 +300,15 @@ class Supervisor:
             wanted = self._history[-1]
             try:
                 found = await asyncio.to_thread(self._publish)
-                if found != wanted and (reason := await generations.refusal(found)):
-                    shutil.rmtree(found, ignore_errors=True)
-                    raise Refused(reason)
+                if found != wanted:
+                    await self._check(found)
             except ConfpredError as error:
                 _log.error("the models cannot be copied again: %s", error)
                 return
             left = [each for each in self._history if each.is_dir() and each != found]
             self._history = [*left, found]
         if found != wanted:  # they have changed meanwhile
-            self._spawn(self._reload_for("a copy that was removed"))
+            self._spawn(self._try("reload", "a copy that was removed"))
 
     async def _consider(self, child: Child, failures: int, ended: str) -> None:
         """Wait before `child` is replaced, or give up."""
@@ -340,8 +341,8 @@ class Supervisor:
     async def _take_back(self, ended: str) -> None:
         blamed = self._history[-1].name[:12]
         try:
-            await self.rollback("taken_back")
-        except Refused as error:
+            await self._rollback("taken_back")
+        except ConfpredError as error:
             _log.error("generation %s is not taken back: %s", blamed, error)
         else:
             now = self._history[-1].name[:12]
@@ -354,7 +355,7 @@ class Supervisor:
         elif word == "failed":
             child.failed = fields["reason"]
         elif word == "closed":
-            child.count_closed(fields["count"])
+            child.closed = fields["count"]
         elif word == "leaving":
             self._replace(child)
         elif word == "counts":
@@ -362,14 +363,7 @@ class Supervisor:
         elif word == "metrics":
             return await self._tell_metrics()
         elif word in ("reload", "rollback"):
-            change = self.reload if word == "reload" else self.rollback
-            try:
-                outcome = await change()
-            except Refused as error:
-                _log.warning("%s refused: %s", word, error)
-                return {"error": str(error)}
-            self._log_change(outcome, "a request")
-            return {"outcome": outcome}
+            return await self._try(word, "a request")
         return None
 
     def _replace(self, child: Child) -> None:
@@ -392,8 +386,8 @@ class Supervisor:
         return {"counts": rows(self._totals.sum(own)), "processes": processes}
 
     async def _hear_counts(self, child: Child) -> None:
-        with contextlib.suppress(Gone, asyncio.TimeoutError):
-            answer = await asyncio.wait_for(child.channel.ask("counts"), _COUNTS_S)
+        answer = await child.ask("counts", _COUNTS_S)
+        if answer and "counts" in answer:
             self._totals.note(child.pid, answer["counts"])
 
     async def _admit(self, child: Child, generation: str) -> None:
@@ -402,7 +396,7 @@ class Supervisor:
         async with self._changing:
             if generation != self._history[-1].name:
                 for folder in self._history:
-                    await self._prepare(child, folder)
+                    await child.ask("prepare", _PREPARE_S, folder=str(folder))
             if not await self._switch(child, self._history) or child.leaving:
                 return
             child.ready = child.was_ready = True
@@ -454,16 +448,6 @@ class Supervisor:
                     if child.hand(connection):
                         break
 
-    async def _reload_for(self, cause: str) -> None:
-        try:
-            self._log_change(await self.reload(), cause)
-        except Refused as error:
-            _log.error("reload for %s refused: %s", cause, error)
-
-    def _log_change(self, outcome: str, cause: str) -> None:
-        current = self._history[-1]
-        _log.info("%s for %s: generation %s", outcome, cause, current.name[:12])
-
     async def _watch(self, seen: str) -> None:
         """Reload when the models or the plan change on disk."""
         while True:
@@ -471,9 +455,9 @@ class Supervisor:
             found = await asyncio.to_thread(generations.fingerprint, self._settings)
             if found != seen:
                 seen = found
-                await self._reload_for("changed files")
+                await self._try("reload", "changed files")
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, Any]) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

@@ -23,16 +23,15 @@ from confpred.cli.arguments import (
     check_new_folder,
     folds_option,
     force_option,
+    needing,
     require_packages,
     seed_option,
 )
-from confpred.errors import InvalidInput, MissingExtra
+from confpred.errors import InvalidInput
 from confpred.files import write_whole
 from confpred.training import HOLDOUT_FORMAT, MODULES
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from confpred.training import Said
     from confpred.training.dataset import Dataset
     from confpred.training.holdout import Verdict
@@ -300,10 +299,8 @@ def merge(folders: tuple[Path, ...], file: Path, anchors: bool, force: bool) -> 
     confpred merge runs/first runs/second runs/all.parquet --force
     confpred merge runs/h100 datasets/h100
     """
-    try:
+    with needing("data"):
         from confpred.data.parquet import add_part, is_shard_of, merge, shards_in
-    except ImportError as error:
-        raise MissingExtra(str(error.name), "data") from error
     if file.is_dir() or (file.suffix != ".parquet" and not os.path.lexists(file)):
         check_folder("file", file)
         made = add_part(folders, file, anchors=anchors)
@@ -329,8 +326,19 @@ def show_steps() -> Iterator[Said]:
     from rich.progress import TimeElapsedColumn as Elapsed
 
     console = Console(stderr=True)
+    began = shown = time.monotonic()
+    current = ""
+
+    def log(step: str, done: int, total: int) -> None:
+        nonlocal current, shown
+        now = time.monotonic()
+        if step != current or now >= shown + _LINE_SECONDS:
+            current, shown = step, now
+            count = f": {done} of {total}" if done else ""
+            console.print(f"[{now - began:.0f}s] {step}{count}", markup=False, highlight=False)
+
     if not console.is_terminal:
-        yield _log_lines(console)
+        yield log
         return
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn())
     with Progress(*columns, MofNCompleteColumn(), Elapsed(), console=console) as bars:
@@ -342,19 +350,3 @@ def show_steps() -> Iterator[Said]:
             bars.update(tasks[step], completed=done, total=total)
 
         yield say
-
-
-def _log_lines(console: Console) -> Said:
-    began = shown = time.monotonic()
-    current = ""
-
-    def say(step: str, done: int, total: int) -> None:
-        nonlocal current, shown
-        now = time.monotonic()
-        if step == current and now < shown + _LINE_SECONDS:
-            return
-        current, shown = step, now
-        count = f": {done} of {total}" if done else ""
-        console.print(f"[{now - began:.0f}s] {step}{count}", markup=False, highlight=False)
-
-    return say

@@ -18,6 +18,8 @@ from confpred.cli.arguments import (
     OUTPUT,
     check_files,
     check_folder,
+    needing,
+    pytorch_option,
     timeout_option,
 )
 from confpred.data.suites import Suite, join, read_suite
@@ -27,7 +29,7 @@ from confpred.problem.device import get_device
 from confpred.sampler.tasks import BENCHMARK, HEURISTICS
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
     from confpred.data.measurements import Run
     from confpred.families.protocol import Family, Rows
@@ -99,12 +101,7 @@ _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
     type=click.IntRange(0, 1024),
     help="Compilations at a time; 0: all kernels are in the cache already.  [default: the cores]",
 )
-@click.option(
-    "--pytorch/--no-pytorch",
-    default=True,
-    show_default=True,
-    help="Time PyTorch's own operator as well.",
-)
+@pytorch_option(help="Time PyTorch's own operator as well.")
 @click.option(
     "--cudnn-mode",
     "cudnn_modes",
@@ -165,16 +162,17 @@ def sample(
     suite = join([read_suite(file) for file in suite_files])
     if model_folder is not None and not picked:
         raise InvalidInput("model", str(model_folder), "a model that picks: give --picked too")
-    check_families(suite, families)
+    known = families_of(suite.entries[0].problem)
+    for name in families:
+        if name not in known:
+            raise InvalidInput("family", name, " or ".join(known))
     planned_for = compile_device or plan_device
     check_pytorch(pytorch and planned_for is None)
-    try:
+    with needing("gpu"):
         import rich  # noqa: F401 -- a missing package is reported before any work
 
         from confpred.sampler.run import Settings, find_gpus
         from confpred.sampler.tasks import read_anchors
-    except ImportError as error:
-        raise MissingExtra(str(error.name), "gpu") from error
 
     runs = {} if planned_for else find_gpus(gpus)
     device = get_device(planned_for or next(iter(runs.values())).device)
@@ -259,18 +257,6 @@ def report_plan(
         click.echo(f"{packed} kernels in {archive}, {archive.stat().st_size / 2**20:.1f} MiB")
 
 
-def check_families(suite: Suite, families: Sequence[str]) -> None:
-    """Check that each of `families` computes the operation of `suite`.
-
-    Raises:
-        InvalidInput: one does not.
-    """
-    known = families_of(suite.entries[0].problem)
-    for name in families:
-        if name not in known:
-            raise InvalidInput("family", name, " or ".join(known))
-
-
 def sample_and_report(suite: Suite, out: Path, runs: Mapping[int, Run], settings: Settings) -> int:
     """Sample with progress, Ctrl-C and a summary; returns the exit code.
 
@@ -306,33 +292,23 @@ def parse_duration(field: str, text: str) -> float:
     return seconds
 
 
-def parse_ordinal(text: str) -> int:
-    """Return the CUDA device number in ``cuda:0`` or ``0``.
-
-    Raises:
-        InvalidInput: the text is no such name.
-    """
-    match = re.fullmatch(r"(?:cuda:)?([0-9]{1,4})", text.strip())
-    if match is None:
-        raise InvalidInput("device", text, "a GPU of this machine, such as cuda:0")
-    return int(match[1])
-
-
 def find_gpu(text: str) -> tuple[dict[int, Run], Device]:
-    """Return the run of each CUDA device that `text` names, and the device's description.
+    """Return the run of the CUDA device that `text` names, as ``cuda:0`` or ``0``, and the
+    device's description.
 
     Raises:
         MissingExtra: the packages of the extra ``gpu`` are not installed.
         InvalidInput, LaunchError, UnknownDevice: see `confpred.sampler.run.find_gpus`.
     """
-    ordinal = parse_ordinal(text)
-    try:
+    match = re.fullmatch(r"(?:cuda:)?([0-9]{1,4})", text.strip())
+    if match is None:
+        raise InvalidInput("device", text, "a GPU of this machine, such as cuda:0")
+    ordinal = int(match[1])
+    with needing("gpu"):
         import rich  # noqa: F401 -- a missing package is reported before any work
 
         from confpred.cuda.driver import device_of
         from confpred.sampler.run import find_gpus
-    except ImportError as error:
-        raise MissingExtra(str(error.name), "gpu") from error
     return find_gpus(str(ordinal)), device_of(ordinal)
 
 

@@ -15,13 +15,13 @@ from test_service_errors import REFUSALS
 
 from confpred import Predictor
 from confpred.cli import cli
-from confpred.cli.serve import GAVE_UP
 from confpred.cli.serve import serve as command
 from confpred.errors import InvalidInput
 from confpred.service import Settings
 from confpred.service.app import create_app
 from confpred.service.predict import REFUSALS as REFUSED_WORK
 from confpred.service.schema import EXAMPLE
+from confpred.service.supervisor import GaveUp
 
 PAGE = (Path(__file__).parents[3] / "docs" / "service.md").read_text()
 ROWS = [
@@ -94,7 +94,7 @@ def test_the_error_table_is_what_the_contract_test_sees() -> None:
 
 def test_the_exit_statuses_are_those_of_the_command() -> None:
     documented = [int(row[0]) for row in ROWS if re.match(r"\d$", row[0])]
-    assert documented == [0, 1, 2, GAVE_UP]
+    assert documented == [0, 1, 2, GaveUp.exit_code]
 
 
 def test_the_metrics_table_is_what_the_server_exposes() -> None:

@@ -6,6 +6,7 @@ import gc
 import json
 from collections.abc import Iterator
 from typing import Any
+from weakref import ref
 
 import pytest
 from fastapi.testclient import TestClient
@@ -16,7 +17,8 @@ from confpred.problem.record import Record
 from confpred.service import Settings, generations
 from confpred.service.app import create_app
 from confpred.service.generations import Loaded
-from confpred.service.predict import Latest, Memories
+from confpred.service.metrics import Metrics
+from confpred.service.predict import Latest, Predict
 from confpred.service.schema import EXAMPLE
 
 LAYER = EXAMPLE.to_json()
@@ -142,10 +144,10 @@ def test_one_entry_does_not_push_out_all_others() -> None:
 
 
 def test_the_memory_of_a_predictor_goes_with_it() -> None:
-    memories = Memories(1000)
+    predict = Predict(Settings(), Metrics(), lambda _: None)
     predictor = Predictor({})
-    memory = memories.of(predictor)
-    assert memories.of(predictor) is memory
+    memory = ref(predict.memory_of(predictor))
+    assert predict.memory_of(predictor) is memory()
     del predictor
     gc.collect()
-    assert len(memories) == 0
+    assert memory() is None

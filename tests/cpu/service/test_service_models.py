@@ -226,7 +226,7 @@ def test_a_broken_model_is_refused_and_the_old_one_stays(models: Models) -> None
             assert {answering(server) for _ in range(10)} == {digest}, how
             shutil.rmtree(models.folder / "z", ignore_errors=True)
         said = server.log.read_text()
-        assert said.count("reload refused: ") == len(damages)
+        assert said.count("reload for a request refused: ") == len(damages)
         assert "Traceback" not in said
         server.process.send_signal(signal.SIGHUP)
         eventually(lambda: "reload for SIGHUP refused: " in server.log.read_text())
