@@ -4,23 +4,17 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from command_line import confpred, named
 from pages import inputs_of
 
 from confpred.report.page import page
 
 
 def report(*words: object) -> subprocess.CompletedProcess[str]:
-    program = "from confpred.cli import main; main()"
-    return subprocess.run(
-        [sys.executable, "-c", program, "report", *map(str, words)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    return confpred("report", *words)
 
 
 @pytest.fixture(scope="module")
@@ -60,10 +54,7 @@ def test_what_is_wrong_is_named(measurements, evaluation_file, model_folder, tmp
         ((evaluation_file, measurements), "give the files that were judged"),
         ((measurements, "--device", "a100"), "no measurements of a100"),
     ):
-        done = report(*words, "--out", out)
-        assert done.returncode in (1, 2)
-        assert message in done.stderr
-        assert "Traceback" not in done.stderr
+        named(report(*words, "--out", out), message)
         assert not out.exists()
     done = report(model_folder)
     assert "Missing option '--out'" in done.stderr
@@ -72,8 +63,3 @@ def test_what_is_wrong_is_named(measurements, evaluation_file, model_folder, tmp
     assert out.read_text() == "mine"
     done = report(evaluation_file, "--out", evaluation_file, "--force")
     assert "a file that is not an input" in done.stderr
-
-
-def test_help_teaches_by_example():
-    done = report("--help")
-    assert "  confpred report " in done.stdout.partition("Usage:")[2].partition("\n")[2]

@@ -106,9 +106,8 @@ def sockets(process: int) -> set[str]:
 def test_the_only_worker_is_replaced_while_requests_wait(tmp_path: Path) -> None:
     with running(tmp_path) as server:
         victim = server.kill_worker(and_wait=False)
-        eventually(lambda: not alive(victim))
+        eventually(lambda: victim not in server.workers())
         assert server.predict().status_code == 200
-        assert server.workers() != {victim}
 
 
 def test_no_worker_outlives_its_server(tmp_path: Path, temporary: Path) -> None:
