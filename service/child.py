@@ -118,52 +118,32 @@ def command(module: str, *arguments: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Arguments of a worker, as one word of its command line.
-
-    Attributes:
-        settings: of the server.
-        name: the worker's, for the log.
-        control: file descriptor of the worker's end of the channel.
-        connections: file descriptor of the socket that connections arrive by.
-        generations: folders to load; the last is the current one.
-        home: the folder of the server, which a worker that outlives the supervisor removes.
-    """
+    """Arguments of a worker, as one word of its command line."""
 
     settings: Fields
-    name: str
-    control: int
-    connections: int
-    generations: list[str]
-    home: str
+    name: str  # for the log
+    control: int  # file descriptor of the worker's end of the channel
+    connections: int  # file descriptor of the socket that connections arrive by
+    generations: list[str]  # folders to load; the last is the current one
+    home: str  # the folder of the server, which a worker that outlives the supervisor removes
 
 
 class Child:
-    """A worker process.
-
-    Attributes:
-        name: its place among the workers, for the log.
-        ready: whether it takes connections.
-        was_ready: whether it ever did.
-        leaving: whether it was told to end, though the server was not.
-        failed: why it could not start, in its own words.
-        crashed: whether it ended by a signal of its own doing.
-        closed: how many of its connections are closed.
-    """
+    """A worker process, called by its place among the workers."""
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.ready = self.was_ready = self.leaving = self.crashed = False
-        self.failed: str | None = None
-        self.closed = self._handed = 0
+        self.ready = self.was_ready = False  # whether it takes connections; whether it ever did
+        self.leaving = False  # whether it was told to end, though the server was not
+        self.crashed = False  # whether it ended by a signal of its own doing
+        self.failed: str | None = None  # why it could not start, in its own words
+        self.closed = self._handed = 0  # connections
 
     async def start(
         self, settings: Settings, home: Path, generations: Iterable[Path], handler: Handler
     ) -> None:
-        """Start the process, as `Start` has it.
-
-        Raises:
-            OSError: there are too many processes or open files.
-        """
+        """Start the process, as `Start` has it; an OSError says that there are too many processes
+        or open files."""
         with contextlib.ExitStack() as on_error:
             control, control_end = map(on_error.enter_context, socket.socketpair())
             connections, connections_end = map(on_error.enter_context, socket.socketpair())

@@ -55,13 +55,11 @@ _ROWS = (1, 32)
 
 
 def publish(settings: Settings, home: Path) -> Path:
-    """Copy the models and the plan of `settings` to a folder in `home`, named by their digest.
-
-    Nothing is copied that is there already.
+    """Copy the models and the plan of `settings` to a folder in `home`, named by their digest,
+    unless it is there already.
 
     Raises:
-        ModelError: a model is missing, or damaged, or its trees are.
-        DataError: the plan cannot be read.
+        ModelError, DataError: a model or its trees are missing or damaged; so is the plan.
         StorageError: there is no room for the copy.
     """
     source = _source(settings)
@@ -123,13 +121,9 @@ def digest_of(models: Mapping[str, tuple[str, str]], plan: bytes | None) -> str:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Generation:
-    """Models and a plan, loaded.
+    """Models and a plan, loaded: the predictor that answers by them, and what a reply says of them.
 
-    Attributes:
-        digest: of the digests of all models and of the plan; two servers with one digest and one
-            version of confpred give the same answers.
-        predictor: answers by them.
-        headers: what a reply says of them.
+    Two servers with one digest and one version of confpred give the same answers.
     """
 
     digest: str

@@ -66,30 +66,19 @@ class Question(NamedTuple):
 
 @dataclass(eq=False)
 class Answer:
-    """The answer to one problem. All requests that wait for it hold the same one.
+    """The answer to one problem. All requests that wait for it hold the same one."""
 
-    Attributes:
-        text: its choices as JSON; None until it is worked out.
-        source: of the best choice.
-    """
-
-    text: str | None = None
-    source: str = ""
+    text: str | None = None  # its choices as JSON; None until it is worked out
+    source: str = ""  # of the best choice
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """The reply to one request.
-
-    Attributes:
-        body: JSON.
-        device: key of the one that was asked for.
-        sources: how many problems were answered from each source.
-    """
+    """The reply to one request."""
 
     body: bytes
-    device: str
-    sources: Mapping[str, int]
+    device: str  # key of the one that was asked for
+    sources: Mapping[str, int]  # how many problems were answered from each source
 
 
 class Latest(Generic[_K, _V]):
@@ -129,18 +118,12 @@ class Latest(Generic[_K, _V]):
 
 
 class Memory:
-    """The memory of one predictor's answers.
-
-    Attributes:
-        replies: by the body of the request.
-        answers: by question.
-        open: answers that some request waits for, as long as it does.
-    """
+    """The memory of one predictor's answers, up to `limit` bytes."""
 
     def __init__(self, limit: int) -> None:
-        """Take up to `limit` bytes."""
-        self.replies: Latest[bytes, Reply] = Latest(limit // 2)
+        self.replies: Latest[bytes, Reply] = Latest(limit // 2)  # by the body of the request
         self.answers: Latest[Question, Answer] = Latest(limit // 2)
+        #: Answers that some request waits for, as long as it does.
         self.open: WeakValueDictionary[Question, Answer] = WeakValueDictionary()
 
     def remembered(self, body: bytes, asked: PredictRequest) -> Reply | None:
@@ -175,7 +158,7 @@ def working(
     asked: PredictRequest | None,
     worked_out: Callable[[], None],
 ) -> Steps[Reply]:
-    """Work out the reply to `body`; for the one thread that works.
+    """Work out the reply to `body`; for the one thread that works. Raises as `parsing` does.
 
     A problem that several requests wait for is worked out by the first that comes to it. The
     choices are the library's own, as it writes them.
@@ -183,10 +166,6 @@ def working(
     Args:
         asked: what `body` asks, if it has been read.
         worked_out: called for each problem that is worked out.
-
-    Raises:
-        RequestError: the body is not JSON.
-        InvalidInput: a field holds a value that is not allowed.
     """
     asked = asked or (yield from parsing(body, settings))
     questions = _questions(asked)

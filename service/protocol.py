@@ -47,11 +47,7 @@ _log = logging.getLogger(__name__)
 
 
 class _Flow(FlowControl):
-    """The flow of a connection: it reads no more while many bytes wait to be parsed.
-
-    Attributes:
-        held: what waits.
-    """
+    """The flow of a connection: it reads no more while many bytes (`held`) wait to be parsed."""
 
     held = b""
 
@@ -66,20 +62,13 @@ class _Flow(FlowControl):
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    """One connection. The settings are those of a subclass that `limited` makes.
-
-    Attributes:
-        deadline: by the monotonic clock, when the client has had its time.
-        leaving: whether this process ends; set for all connections at once.
-        on_refused: called for each request that is refused before the application sees it.
-        on_lost: called when the connection is closed.
-    """
+    """One connection. The settings are those of a subclass that `limited` makes."""
 
     limits = Settings()
-    leaving = False
-    deadline = math.inf
-    on_refused: OnRefused
-    on_lost: Callable[[], None] = staticmethod(lambda: None)
+    leaving = False  # whether this process ends; set for all connections at once
+    deadline = math.inf  # by the monotonic clock, when the client has had its time
+    on_refused: OnRefused  # for each request that is refused before the application sees it
+    on_lost: Callable[[], None] = staticmethod(lambda: None)  # when the connection is closed
     _due: RequestError | None = None  # the reply at the deadline; None closes without a word
     _in_head = _refused = False
     _began = 0.0

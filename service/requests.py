@@ -124,21 +124,13 @@ def install(app: FastAPI) -> None:
 
 @dataclass(frozen=True, slots=True)
 class PredictRequest:
-    """One request, checked.
-
-    Attributes:
-        device: for which to choose.
-        problems: one or more, in the order asked.
-        top: how many choices each is to get.
-        max_regret: the largest bound on regret that is accepted; None for any.
-        limits: what they keep within.
-    """
+    """One request, checked; its fields are those of ``Predictor.rank``."""
 
     device: Device
     problems: tuple[Problem, ...]
     top: int
-    max_regret: float | None = None
-    limits: Limits = UNLIMITED
+    max_regret: float | None
+    limits: Limits
 
 
 async def read_body(headers: Mapping[bytes, bytes], receive: Receive, settings: Settings) -> bytes:

@@ -36,13 +36,9 @@ Reason = Literal["queue", "deadline", "gone"]
 
 
 class Refused(Exception):
-    """Work that is not done, or not to its end.
-
-    Attributes:
-        reason: ``queue``: too much work waits already; ``deadline``: it took too long; ``gone``:
-            the client has left.
-        retry_s: whole seconds in which what waits now will be done.
-    """
+    """Work that is not done, or not to its end: too much waits already (``queue``), it took too
+    long (``deadline``), or the client has left (``gone``). What waits now will be done in `retry_s`
+    whole seconds."""
 
     def __init__(self, reason: Reason, retry_s: int) -> None:
         super().__init__(reason)
@@ -50,30 +46,22 @@ class Refused(Exception):
 
 
 class _Job(Generic[T]):
-    """One request's work.
-
-    Attributes:
-        left: problems; an estimate while `read` is false.
-        read: whether the steps have told how many problems they have.
-        result: cancelled when nobody waits for it any more.
-    """
+    """One request's work."""
 
     def __init__(self, client: _Client, steps: Steps[T], left: int) -> None:
-        self.client, self.steps, self.left, self.read = client, steps, left, False
+        self.client, self.steps = client, steps
+        self.left, self.read = left, False  # problems: an estimate until the steps have told
+        #: Cancelled when nobody waits for it any more.
         self.result: asyncio.Future[T] = asyncio.get_running_loop().create_future()
 
 
 class _Client:
-    """A client that has work here.
-
-    Attributes:
-        used_s: thread time that it has had, from where the others were when it came.
-        jobs: its work, in order of arrival.
-    """
+    """A client that has work here."""
 
     def __init__(self, name: str, used_s: float) -> None:
-        self.name, self.used_s = name, used_s
-        self.jobs: dict[_Job[Any], None] = {}
+        self.name = name
+        self.used_s = used_s  # of the thread's time, from where the others were when it came
+        self.jobs: dict[_Job[Any], None] = {}  # in order of arrival
         self._slices = 0
 
     def next(self) -> _Job[Any]:

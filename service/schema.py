@@ -175,10 +175,7 @@ def install(app: FastAPI, settings: Settings) -> None:
     def openapi() -> dict[str, Any]:
         if not app.openapi_schema:
             app.openapi_schema = described = get_openapi(
-                title=app.title,
-                version=app.version,
-                description=app.description,
-                routes=app.routes,
+                title=app.title, version=app.version, description=app.description, routes=app.routes
             )
             described["components"]["schemas"] |= _bodies(settings)
             if settings.tokens is not None:

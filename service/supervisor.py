@@ -74,7 +74,7 @@ def serve(settings: Settings) -> None:
         GaveUp: workers ended again and again.
     """
     logs.configure(settings, "supervisor")
-    with _listener(settings) as listener, _home(settings) as home:
+    with _listener(settings) as listener, _home() as home:
         try:
             asyncio.run(Supervisor(settings, listener, home).run())
         finally:
@@ -98,19 +98,17 @@ def _listener(settings: Settings) -> socket.socket:
 
 
 @contextlib.contextmanager
-def _home(settings: Settings) -> Iterator[Path]:
+def _home() -> Iterator[Path]:
     """Make a folder that the processes of this server share; remove it when it ends."""
     try:
         made = tempfile.TemporaryDirectory(prefix="confpred-serve-", ignore_cleanup_errors=True)
     except OSError as error:
         raise ConfpredError(f"cannot make a temporary folder: {error.strerror}") from error
     with made as name:
-        home = Path(name)
-        # Who tidies up /tmp leaves a folder that is locked.
-        lock = os.open(home, os.O_RDONLY)
-        fcntl.flock(lock, fcntl.LOCK_SH)
+        lock = os.open(name, os.O_RDONLY)
+        fcntl.flock(lock, fcntl.LOCK_SH)  # who tidies up /tmp leaves a folder that is locked
         try:
-            yield home
+            yield Path(name)
         finally:
             os.close(lock)
 
@@ -119,7 +117,7 @@ class Supervisor:
     """Parent of the workers of one server."""
 
     def __init__(self, settings: Settings, listener: socket.socket, home: Path) -> None:
-        """Serve all that connects to `listener`; published generations are kept in `home`."""
+        """Serve all that connects to `listener`; keep published generations in `home`."""
         self._settings, self._listener, self._home = settings, listener, home
         self._children: dict[int, Child] = {}  # by process
         self._slots: list[asyncio.Task[None]] = []
@@ -136,12 +134,7 @@ class Supervisor:
         self._tasks: set[asyncio.Task[Any]] = set()
 
     async def run(self) -> None:
-        """Serve until SIGTERM or SIGINT; SIGHUP reloads.
-
-        Raises:
-            ConfpredError: the models or the plan cannot be loaded at the start.
-            GaveUp: workers ended again and again.
-        """
+        """Serve until SIGTERM or SIGINT; SIGHUP reloads. Raises as `serve` does."""
         loop = asyncio.get_running_loop()
         for sign in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(sign, self._told_to_stop)
@@ -150,8 +143,8 @@ class Supervisor:
         seen = generations.fingerprint(self._settings)
         first, self._known = await asyncio.to_thread(self._read)
         self._history = [first]
-        for number in range(self._settings.workers):
-            self._slots.append(asyncio.create_task(self._slot(str(number))))
+        slots = map(self._slot, map(str, range(self._settings.workers)))
+        self._slots = [*map(asyncio.create_task, slots)]
         self._spawn(show_life())
         if self._settings.watch_models:
             self._spawn(self._watch(seen))
@@ -163,13 +156,8 @@ class Supervisor:
             raise self._fatal
 
     async def _reload(self) -> str:
-        """Read models, plan and tokens again, and have all workers switch to them.
-
-        Returns: ``reloaded``, or ``unchanged`` if models and plan are as they were.
-
-        Raises:
-            ConfpredError: they are broken; all workers answer as before.
-        """
+        """Read models, plan and tokens again, and have all workers switch to them. Where they are
+        broken, raise a ConfpredError, and all workers answer as before."""
         async with self._changing:
             if self._announced:
                 tell_systemd(RELOADING="1", MONOTONIC_USEC=str(time.monotonic_ns() // 1000))
@@ -189,11 +177,7 @@ class Supervisor:
             tell_systemd(READY="1", STATUS=status.partition("\n")[0])
 
     async def _rollback(self, outcome: str = "rolled_back") -> str:
-        """Have all workers switch to the generation before the current one; tokens stay.
-
-        Raises:
-            ConfpredError: there is none.
-        """
+        """Have all workers switch to the generation before the current one; tokens stay."""
         async with self._changing:
             if len(self._history) < 2:
                 raise ConfpredError("no former generation is loaded")
@@ -316,12 +300,12 @@ class Supervisor:
         if child.failed is not None and not self._announced and not others:
             self._fatal = self._fatal or ConfpredError(child.failed)
         elif failures >= MOST_FAILED_STARTS and not others:
-            gave_up = GaveUp(f"gave up after {failures} starts of a worker: {ended}")
-            self._fatal = self._fatal or gave_up
+            said = f"gave up after {failures} starts of a worker: {ended}"
+            self._fatal = self._fatal or GaveUp(said)
         if self._fatal is not None:
             return self._stopping.set()
-        doubled = _FIRST_PAUSE_S * 2 ** min(failures - 1, 30)
-        pause = min(doubled, _LONGEST_PAUSE_S) if failures else 0.0
+        doubled = _FIRST_PAUSE_S * 2 ** min(failures - 1, 30) if failures else 0.0
+        pause = min(doubled, _LONGEST_PAUSE_S)
         _log.warning("worker %s %s; another starts in %.3g s", child.name, ended, pause)
         self._metrics.add(1, "confpred_workers_replaced")
         with contextlib.suppress(asyncio.TimeoutError):
@@ -444,9 +428,7 @@ class Supervisor:
                 return
             with connection:
                 ready = [child for child in self._children.values() if child.ready]
-                for child in sorted(ready, key=lambda child: child.load):
-                    if child.hand(connection):
-                        break
+                any(child.hand(connection) for child in sorted(ready, key=lambda each: each.load))
 
     async def _watch(self, seen: str) -> None:
         """Reload when the models or the plan change on disk."""
@@ -464,9 +446,12 @@ class Supervisor:
 
     def _told_to_stop(self) -> None:
         if self._stopping.is_set():  # told twice: at once
-            for child in self._children.values():
-                child.kill()
+            self._kill()
         self._stopping.set()
+
+    def _kill(self) -> None:
+        for child in self._children.values():
+            child.kill()
 
     async def _stop(self) -> None:
         """End all workers, at the latest when their requests have had their grace."""
@@ -479,6 +464,5 @@ class Supervisor:
             else:
                 child.kill()
         await asyncio.wait(self._slots, timeout=self._settings.grace + _END_S)
-        for child in self._children.values():
-            child.kill()
+        self._kill()
         await asyncio.gather(*self._slots)

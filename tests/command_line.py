@@ -104,6 +104,13 @@ def confpred(*words: object, prelude: str = "", **how: Any) -> subprocess.Comple
     return subprocess.run([sys.executable, "-c", program, *map(str, words)], **given)
 
 
+def worked(*words: object, **how: Any) -> subprocess.CompletedProcess[str]:
+    """Run ``confpred``, which has to end well."""
+    done = confpred(*words, **how)
+    assert done.returncode == 0, done.stderr
+    return done
+
+
 def named(done: subprocess.CompletedProcess[str], message: str, *codes: int) -> None:
     """Assert that a command has named what is wrong, and done nothing else."""
     assert done.returncode in (codes or (1, 2)), done.stderr

@@ -40,10 +40,7 @@ if TYPE_CHECKING:
 @click.command("train")
 @click.argument("data", nargs=-1, required=True, type=FILE_OR_FOLDER)
 @click.option(
-    "--out",
-    required=True,
-    type=OUTPUT,
-    help="Folder to make; its name is the model's version.",
+    "--out", required=True, type=OUTPUT, help="Folder to make; its name is the model's version."
 )
 @click.option("--device", help="Device to train for, where the data is of several.")
 @seed_option
@@ -98,13 +95,7 @@ def train(
         dataset = read_dataset(data, device)
         say("reading measurements", 1, 1)
         regret = train(
-            dataset,
-            out,
-            seed=seed,
-            exclude=exclude,
-            families=families,
-            problems=problems,
-            say=say,
+            dataset, out, seed=seed, exclude=exclude, families=families, problems=problems, say=say
         )
     click.echo(
         f"{out}: trained on {dataset.device.key}; regret on held-out networks: geomean "
@@ -225,12 +216,7 @@ def _judge(
     """
     from confpred.model.folder import load_model
     from confpred.training.dataset import read_dataset
-    from confpred.training.holdout import (
-        check_unseen,
-        judge_holdout,
-        read_holdout,
-        without_holdout,
-    )
+    from confpred.training.holdout import check_unseen, judge_holdout, read_holdout, without_holdout
     from confpred.training.train import train
 
     held = read_holdout(read_dataset(holdout, dataset.device.key), holdout)

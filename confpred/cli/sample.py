@@ -77,12 +77,7 @@ _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
     type=click.IntRange(min=1),
     help="Measure as many configs more that --model orders first, or that chance picks without it.",
 )
-@click.option(
-    "--model",
-    "model_folder",
-    type=FOLDER,
-    help="The model that picks; needs --picked.",
-)
+@click.option("--model", "model_folder", type=FOLDER, help="The model that picks; needs --picked.")
 @click.option(
     "--anchors",
     "anchors_file",

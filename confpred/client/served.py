@@ -81,11 +81,7 @@ class ServedPredictor(Predictor):
         return True
 
     def choose_many(
-        self,
-        problems: Iterable[Record],
-        device: str | Device,
-        *,
-        max_regret: float | None = None,
+        self, problems: Iterable[Record], device: str | Device, *, max_regret: float | None = None
     ) -> list[Choice]:
         """`choose` for each of `problems`, in order; all of them wait once."""
         known, asked = self._device(device), list(problems)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from command_line import confpred, named
+from command_line import confpred, named, worked
 
 from confpred.model.folder import NewestModels, load_model
 from confpred.problem.device import KNOWN
@@ -29,8 +29,7 @@ def test_every_board_has_a_line_those_with_a_model_first() -> None:
 
 def test_a_device_is_told_of_in_full(model_folder: Path) -> None:
     model = load_model(model_folder)
-    done = confpred("devices", "h100", "--model", model_folder)
-    assert done.returncode == 0, done.stderr
+    done = worked("devices", "h100", "--model", model_folder)
     data = model.card.content["data"]
     for text in (
         "h100: NVIDIA H100 80GB HBM3, sm_90a",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from command_line import confpred, named
+from command_line import confpred, named, worked
 
 from confpred.data.suites import read_suite
 from confpred.errors import install_command
@@ -17,10 +17,7 @@ LAYER = "n=24 c=160 h=30 w=30 k=160 r=3 s=3 groups=20 padding=1"
 
 
 def test_the_page_is_the_librarys(model_folder):
-    done = confpred(
-        "explain", "--gpu", "h100", "--model", model_folder, "--layer", LAYER, "--top", 3
-    )
-    assert done.returncode == 0, done.stderr
+    done = worked("explain", "--gpu", "h100", "--model", model_folder, "--layer", LAYER, "--top", 3)
     predictor = Predictor.load(model_folder)
     expected = explain_layer(Problem.parse(LAYER), "h100", top=3, predictor=predictor)
     assert done.stdout == f"{expected}\n"
@@ -28,10 +25,7 @@ def test_the_page_is_the_librarys(model_folder):
 
 def test_json_of_a_network_has_every_layer(model_folder, repository):
     smoke = repository / "datasets" / "suites" / "smoke.json"
-    done = confpred(
-        "explain", "--gpu", "h100", "--model", model_folder, "--network", smoke, "--json"
-    )
-    assert done.returncode == 0, done.stderr
+    done = worked("explain", "--gpu", "h100", "--model", model_folder, "--network", smoke, "--json")
     content = json.loads(done.stdout)["explanations"]
     assert [c["problem"] for c in content] == [
         entry.problem.to_json() for entry in read_suite(smoke).entries
@@ -46,8 +40,7 @@ def test_json_of_a_network_has_every_layer(model_folder, repository):
 def test_a_plot_is_written_whole_and_the_same_again(model_folder, tmp_path, name, begins, gpu):
     path = tmp_path / name
     words = ("--gpu", gpu, "--model", model_folder, "--layer", LAYER, "--plot", path)
-    done = confpred("explain", *words)
-    assert done.returncode == 0, done.stderr
+    worked("explain", *words)
     first = path.read_bytes()
     assert first.startswith(begins)
     if name == "why.svg":

@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from command_line import confpred, named
+from command_line import confpred, named, worked
 
 from confpred.data.suites import read_suite
 from confpred.predict.plan import plan_of, plan_text, read_plan
@@ -25,8 +25,7 @@ def plan(*words: object) -> subprocess.CompletedProcess[str]:
 def exported(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("plan") / "plan.json"
     words = ("--layer", LAYER, "--layer", STRIDED, "--model", model_folder)
-    done = plan("export", "--device", "h100", *words, "--out", path)
-    assert done.returncode == 0, done.stderr
+    done = worked("plan", "export", "--device", "h100", *words, "--out", path)
     assert done.stdout == (
         f"{path}: 2 layers on h100, 1 by 1 kernels of confpred, 1 by PyTorch's operator\n"
     )
@@ -36,16 +35,14 @@ def exported(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
 def test_a_network_is_exported_as_the_library_chooses(model_folder, repository, tmp_path) -> None:
     suite, path = repository / "datasets" / "suites" / "smoke.json", tmp_path / "plan.json"
     words = ("--network", suite, "--model", model_folder, "--out", path)
-    done = plan("export", "--device", "h100", *words)
-    assert done.returncode == 0, done.stderr
+    worked("plan", "export", "--device", "h100", *words)
     problems = [entry.problem for entry in read_suite(suite).entries]
     expected = plan_of(Predictor.load(model_folder).choose_many(problems, "h100"))
     assert path.read_text() == plan_text(expected)
 
 
 def test_show_has_a_line_a_choice(exported, model_folder) -> None:
-    done = plan("show", exported)
-    assert done.returncode == 0, done.stderr
+    done = worked("plan", "show", exported)
     head, first, second, last = done.stdout.splitlines()
     assert head.split() == ["layer", "source", "provider", "ms", "config"]
     assert first.startswith(LAYER.split(" groups")[0])
@@ -66,8 +63,7 @@ def test_check_counts_what_todays_model_would_choose_otherwise(exported, model_f
     content = json.loads(exported.read_text())
     content["choices"][0] |= {"provider": "pytorch", "config": {}}
     changed.write_text(json.dumps(content))
-    done = plan("check", changed, "--model", model_folder)
-    assert done.returncode == 0, done.stderr
+    done = worked("plan", "check", changed, "--model", model_folder)
     assert done.stdout.endswith("differ in 1\n")
 
 
@@ -114,8 +110,7 @@ def test_check_of_another_device(exported) -> None:
 
 def test_predict_follows_a_plan(exported, model_folder) -> None:
     words = ("--device", "h100", "--model", model_folder, "--layer", LAYER, "--json")
-    done = confpred("predict", "--plan", exported, *words)
-    assert done.returncode == 0, done.stderr
+    done = worked("predict", "--plan", exported, *words)
     ((answer,),) = json.loads(done.stdout)["choices"]
     assert answer["source"] == "pinned"
     assert answer["config"] == dict(read_plan(exported).choices[0].config)
@@ -124,13 +119,11 @@ def test_predict_follows_a_plan(exported, model_folder) -> None:
 def test_kernels_go_along(exported, model_folder, tmp_path) -> None:
     path = tmp_path / "prepared"
     words = ("--layer", LAYER, "--model", model_folder, "--plan", exported, "--out", path)
-    done = plan("export", "--device", "h100", "--kernels", *words)
-    assert done.returncode == 0, done.stderr
+    done = worked("plan", "export", "--device", "h100", "--kernels", *words)
     assert len(list((path / "kernels").rglob("*.cubin"))) == 1
     assert [c.source for c in read_plan(path, "h100").choices] == ["pinned"]
     for words in (("show", path), ("check", path, "--device", "h100", "--model", model_folder)):
-        done = plan(*words)
-        assert done.returncode == 0, done.stderr
+        done = worked("plan", *words)
         assert "1 layer on h100, 1 by 1 kernels of confpred" in done.stdout
     done = confpred("predict", "--plan", path, "--device", "h100", "--layer", LAYER)
     assert "pinned" in done.stdout

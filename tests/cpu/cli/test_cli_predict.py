@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from command_line import confpred, named
+from command_line import confpred, named, worked
 
 from confpred.cli import cli
 from confpred.data.suites import read_suite
@@ -29,8 +29,7 @@ def smoke(repository: Path) -> Path:
 
 def test_json_is_the_librarys_answer_to_the_bit(model_folder, smoke):
     words = ("--device", "h100", "--model", model_folder, "--top", 4, "--json")
-    done = confpred("predict", "--network", smoke, *words)
-    assert done.returncode == 0, done.stderr
+    done = worked("predict", "--network", smoke, *words)
     predictor = Predictor.load(model_folder)
     problems = [entry.problem for entry in read_suite(smoke).entries]
     expected = [[c.to_json() for c in predictor.rank(p, "h100", 4)] for p in problems]
@@ -39,8 +38,7 @@ def test_json_is_the_librarys_answer_to_the_bit(model_folder, smoke):
 
 def test_table_has_a_line_a_choice(model_folder):
     words = ("--device", "h100", "--model", model_folder, "--top", 3)
-    done = confpred("predict", "--layer", LAYER, "--layer", STRIDED, *words)
-    assert done.returncode == 0, done.stderr
+    done = worked("predict", "--layer", LAYER, "--layer", STRIDED, *words)
     lines = done.stdout.splitlines()
     assert re.split("  +", lines[0]) == [
         "layer", "rank", "source", "provider", "ms", "PyTorch ms", "measured on", "bound",

@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from command_line import confpred, named
+from command_line import confpred, named, worked
 from pages import inputs_of
 
 from confpred.report.page import page
@@ -28,8 +28,7 @@ def test_the_command_writes_the_librarys_page(
     few_measurements, model_folder, evaluation_file, tmp_path
 ):
     out = tmp_path / "new" / "report.html"
-    done = report(evaluation_file, few_measurements, model_folder, "--out", out)
-    assert done.returncode == 0, done.stderr
+    done = worked("report", evaluation_file, few_measurements, model_folder, "--out", out)
     sources = (evaluation_file, few_measurements, model_folder)
     assert out.read_text() == page(inputs_of(*sources))
     assert done.stdout.startswith(f"{out}: 3 files, ")
@@ -38,8 +37,7 @@ def test_the_command_writes_the_librarys_page(
 def test_a_model_or_an_evaluation_alone_makes_a_page(model_folder, evaluation_file, tmp_path):
     for number, source in enumerate((model_folder, model_folder.parent, evaluation_file)):
         out = tmp_path / f"{number}.html"
-        done = report(source, "--out", out)
-        assert done.returncode == 0, done.stderr
+        worked("report", source, "--out", out)
         assert ('id="importances"' in out.read_text()) == (source != evaluation_file)
 
 

@@ -96,10 +96,7 @@ def test_endless_chunks_and_trailers_are_cut(server: Server, chunk: bytes) -> No
 
 @pytest.mark.parametrize(
     ("start", "field"),
-    [
-        (b"GET /healthz HTTP/1.1\r\nx-slow: ", "head"),
-        (head("content-length: 500") + b"{", "body"),
-    ],
+    [(b"GET /healthz HTTP/1.1\r\nx-slow: ", "head"), (head("content-length: 500") + b"{", "body")],
 )
 def test_who_sends_too_slowly_is_told_and_cut(server: Server, start: bytes, field: str) -> None:
     with server.connect() as connection:

@@ -144,9 +144,7 @@ def test_a_hangup_reloads_under_load_and_no_request_fails(models: Models, worker
         assert "reloaded for SIGHUP" in server.said()
 
 
-def test_the_identity_is_of_the_content_and_shown_wherever_it_costs_nothing(
-    models: Models,
-) -> None:
+def test_the_identity_is_of_the_content_and_shown_wherever_it_costs_nothing(models: Models) -> None:
     digest = models.add("a")
     with serving(models) as server:
         listed = server.get("/v1/models")
