@@ -69,12 +69,8 @@ def layer_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def problems_of(layers: Sequence[str], operation: str, network: Path | None) -> list[Record]:
-    """Return the layers of the options `layer_options`.
-
-    Raises:
-        UsageError: both kinds were given, or none.
-        InvalidInput, DataError: a layer, the operation or the suite is not valid.
-    """
+    """Return the layers of the options `layer_options`; raise a UsageError where both kinds were
+    given, or none."""
     from confpred.data.suites import read_suite
     from confpred.families.registry import operation_named
 
@@ -151,11 +147,7 @@ def _identity(path: Path) -> tuple[int, int]:
 
 
 def require_packages(extra: str, *modules: str) -> None:
-    """Check that `modules` of `extra` are installed, before any work.
-
-    Raises:
-        MissingExtra: one is not.
-    """
+    """Check that `modules` of `extra` are installed, before any work."""
     missing = [name for name in modules if find_spec(name) is None]
     if missing:
         raise MissingExtra(" and ".join(missing), extra)
@@ -163,11 +155,7 @@ def require_packages(extra: str, *modules: str) -> None:
 
 @contextlib.contextmanager
 def needing(extra: str) -> Iterator[None]:
-    """Name `extra` where an import in the block fails.
-
-    Raises:
-        MissingExtra: a package of it is not installed.
-    """
+    """Have a MissingExtra name `extra` where an import in the block fails."""
     try:
         yield
     except ImportError as error:

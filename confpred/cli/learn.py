@@ -208,27 +208,20 @@ def _judge(
     dataset: Dataset, holdout: tuple[Path, ...], model_folder: Path | None, seed: int, say: Said
 ) -> Verdict:
     """Judge the model of `model_folder` by `holdout`, or one that is trained on `dataset` without
-    the hold-out's networks and layers.
-
-    Raises:
-        ConfpredError: the hold-out cannot be read or is of another device; the model cannot be
-            read, or has seen a layer of it.
-    """
+    the hold-out's networks and layers."""
     from confpred.model.folder import load_model
     from confpred.training.dataset import read_dataset
     from confpred.training.holdout import check_unseen, judge_holdout, read_holdout, without_holdout
     from confpred.training.train import train
 
     held = read_holdout(read_dataset(holdout, dataset.device.key), holdout)
-    if model_folder is not None:
+    with tempfile.TemporaryDirectory() as folder:
+        if model_folder is None:
+            model_folder = Path(folder) / "without-the-hold-out"
+            dataset = without_holdout(dataset, held.dataset)
+            train(dataset, model_folder, seed=seed, say=say)
         model = load_model(model_folder)
         return judge_holdout(model, held, check_unseen(model, dataset, held.dataset), seed, say)
-    with tempfile.TemporaryDirectory() as folder:
-        made = Path(folder) / "without-the-hold-out"
-        known = without_holdout(dataset, held.dataset)
-        train(known, made, seed=seed, say=say)
-        model = load_model(made)
-        return judge_holdout(model, held, check_unseen(model, known, held.dataset), seed, say)
 
 
 @click.command("report")

@@ -191,11 +191,7 @@ def sample(
 
 
 def picker(model_folder: Path, device: Device) -> Pick:
-    """Return the order in which the model in a folder would try a family's configs.
-
-    Raises:
-        ModelError: the model's folder is missing, damaged or foreign.
-    """
+    """Return the order in which the model in a folder would try a family's configs."""
     from confpred.model.folder import load_model
 
     families = load_model(model_folder).families
@@ -216,12 +212,7 @@ def report_plan(
     compiling: bool,
     archive: Path | None,
 ) -> None:
-    """Print what would be measured, after compiling it if `compiling`, and write `archive`.
-
-    Raises:
-        ConfpredError: a shard of `out` is damaged, a file cannot be written, or there is no
-            compiler.
-    """
+    """Print what would be measured, after compiling it if `compiling`, and write `archive`."""
     from confpred.sampler import forecast
     from confpred.sampler.progress import duration
     from confpred.sampler.run import measured_in, plan
@@ -253,11 +244,7 @@ def report_plan(
 
 
 def sample_and_report(suite: Suite, out: Path, runs: Mapping[int, Run], settings: Settings) -> int:
-    """Sample with progress, Ctrl-C and a summary; returns the exit code.
-
-    Raises:
-        ConfpredError: see `confpred.sampler.run.sample`.
-    """
+    """Sample with progress, Ctrl-C and a summary; returns the exit code."""
     from rich.console import Console
 
     from confpred.sampler.progress import count_interrupts, show_progress, summary
@@ -275,11 +262,7 @@ def sample_and_report(suite: Suite, out: Path, runs: Mapping[int, Run], settings
 
 
 def parse_duration(field: str, text: str) -> float:
-    """Return the seconds in a text such as ``90s``, ``8m`` or ``1.5h``.
-
-    Raises:
-        InvalidInput: the text is no such duration, or it is not more than zero.
-    """
+    """Return the seconds in a text such as ``90s``, ``8m`` or ``1.5h``."""
     match = re.fullmatch(r"([0-9]{1,6}(?:\.[0-9]{1,3})?)([smh])", text.strip())
     seconds = float(match[1]) * _UNITS[match[2]] if match else 0.0
     if seconds <= 0:
@@ -289,12 +272,7 @@ def parse_duration(field: str, text: str) -> float:
 
 def find_gpu(text: str) -> tuple[dict[int, Run], Device]:
     """Return the run of the CUDA device that `text` names, as ``cuda:0`` or ``0``, and the
-    device's description.
-
-    Raises:
-        MissingExtra: the packages of the extra ``gpu`` are not installed.
-        InvalidInput, LaunchError, UnknownDevice: see `confpred.sampler.run.find_gpus`.
-    """
+    device's description. Raises as `confpred.sampler.run.find_gpus`."""
     match = re.fullmatch(r"(?:cuda:)?([0-9]{1,4})", text.strip())
     if match is None:
         raise InvalidInput("device", text, "a GPU of this machine, such as cuda:0")
@@ -308,11 +286,7 @@ def find_gpu(text: str) -> tuple[dict[int, Run], Device]:
 
 
 def check_pytorch(wanted: bool) -> None:
-    """Check that PyTorch is installed where its operator is to be timed.
-
-    Raises:
-        MissingExtra: it is not.
-    """
+    """Check that PyTorch is installed where its operator is to be timed."""
     if wanted and find_spec("torch") is None:
         raise MissingExtra("torch (or --no-pytorch)", "gpu")
 

@@ -123,11 +123,7 @@ def retrain(
 
 
 def retrain_and_report(request: Request) -> int:
-    """Retrain with progress, Ctrl-C and a summary; returns the exit code.
-
-    Raises:
-        ConfpredError: see `confpred.retraining.retrain.retrain`.
-    """
+    """Retrain with progress, Ctrl-C and a summary; returns the exit code."""
     from rich.console import Console
 
     from confpred.retraining.retrain import retrain
