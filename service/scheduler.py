@@ -37,8 +37,8 @@ Reason = Literal["queue", "deadline", "gone"]
 
 class Refused(Exception):
     """Work that is not done, or not to its end: too much waits already (``queue``), it took too
-    long (``deadline``), or the client has left (``gone``). What waits now will be done in `retry_s`
-    whole seconds."""
+    long (``deadline``), or the client has left (``gone``). All that waits now will be done in
+    `retry_s` whole seconds."""
 
     def __init__(self, reason: Reason, retry_s: int) -> None:
         super().__init__(reason)

@@ -428,6 +428,7 @@ class Supervisor:
                 return
             with connection:
                 ready = [child for child in self._children.values() if child.ready]
+                # To the first that takes it, the one with the fewest before others.
                 any(child.hand(connection) for child in sorted(ready, key=lambda each: each.load))
 
     async def _watch(self, seen: str) -> None:

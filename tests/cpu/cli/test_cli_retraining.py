@@ -34,16 +34,3 @@ def test_without_a_gpu_that_is_said(name: str, tmp_path: Path, monkeypatch) -> N
     assert "needs an NVIDIA GPU" in done.stderr
     assert done.stderr.count("\n") == 1
     assert not list(tmp_path.rglob("*"))
-
-
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("retrain", ("Exit code", "never learns", "--budget", "goes on where it was", "drift")),
-        ("drift", ("Exit code", "kernels changed", "driver or cuDNN changed", "--json")),
-    ],
-)
-def test_help_teaches(name: str, words: tuple[str, ...]) -> None:
-    text = confpred(name, "--help").stdout
-    for word in words:
-        assert word in text

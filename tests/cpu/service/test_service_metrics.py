@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
 import pytest
 from served import ONE, Server, eventually, head, running
 
@@ -99,9 +98,3 @@ def test_a_client_that_leaves_is_logged_as_one(server: Server) -> None:
     eventually(lambda: len(logged(server, 499)) == 2)
     assert server.metric(requests("/v1/predict", 499)) == 2
     assert not logged(server, 0)
-
-
-def test_the_description_has_routes_of_its_own(server: Server) -> None:
-    for path in ("/docs", "/openapi.json"):
-        assert httpx.get(f"{server.url}{path}").status_code == 200
-        assert server.metric(requests(path, 200)) == 1

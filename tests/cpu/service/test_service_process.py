@@ -57,18 +57,6 @@ def test_a_body_of_another_length_than_announced_harms_nobody(server: Server) ->
     assert "Traceback" not in server.said()
 
 
-@pytest.mark.slow(reason="a batch that takes seconds")
-def test_a_batch_does_not_hold_up_other_requests(server: Server) -> None:
-    with httpx.Client(base_url=server.url, timeout=60) as client, ThreadPoolExecutor() as pool:
-        batch = pool.submit(server.predict, LONG)
-        answered = 0
-        while not batch.done():
-            assert client.get("/healthz").status_code == 200
-            answered += 1
-        assert batch.result().status_code == 200
-    assert answered > 10
-
-
 def test_the_documented_commands_work(server: Server) -> None:
     page = (Path(__file__).parents[3] / "docs" / "service.md").read_text()
     blocks = re.findall(r"```sh\n(.*?)```", page, re.DOTALL)
