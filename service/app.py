@@ -28,14 +28,14 @@ from confpred.problem.device import KNOWN
 from . import Settings, generations, logs, requests, schema, tokens
 from .child import Channel, Gone
 from .generations import Generation, Loaded
-from .metrics import Metrics, exposition, read
+from .metrics import Metrics, exposition
 from .predict import Predict
-from .requests import Error, RequestError
+from .requests import RequestError
 
 #: Paths that only those may ask who may manage the server.
 ADMIN = frozenset(("/v1/models/reload", "/v1/models/rollback"))
-
-
+#: Headers of browsers and of proxies.
+_FOREIGN = ("origin", "x-forwarded-for", "forwarded")
 #: Seconds after which a thread that wants the interpreter is given it. Python's own 5 ms are as
 #: long as a remembered reply may take beside batches in all.
 _SWITCH_S = 0.0005
@@ -116,10 +116,9 @@ class _Shortcut:
             return await self._app(scope, receive, send)
         scope["route"] = self._route
         try:
-            await self._route.app(scope, receive, send)
+            return await self._route.app(scope, receive, send)
         except (RequestError, InvalidInput) as error:
-            await requests.refusal(error)(scope, receive, send)
-        return None
+            return await requests.refusal(error)(scope, receive, send)
 
 
 def _predict_route(predict: Predict) -> APIRoute:
@@ -157,19 +156,18 @@ async def devices(request: Request, response: Response) -> schema.DevicesReply:
 
 @_router.get("/v1/models", summary="The models that are loaded", responses=_refusals(503))
 async def models(request: Request, response: Response) -> schema.ModelsReply:
-    loaded = _loaded(request.app)
-    response.headers["etag"] = f'"{loaded.current.digest}"'
-    return _models(loaded)
+    reply = _models(_loaded(request.app))
+    response.headers["etag"] = f'"{reply.generation}"'
+    return reply
 
 
 def _models(loaded: Loaded) -> schema.ModelsReply:
     """Return the reply that lists all that is loaded."""
-    current = loaded.current
     return schema.ModelsReply(
-        current.digest,
+        loaded.current.digest,
         [
             schema.ServedModel(device, model.version, model.digest, dict(model.card.content))
-            for device, model in current.predictor.models.items()
+            for device, model in loaded.current.predictor.models.items()
         ],
         [
             schema.FormerModel(device, model.version, model.digest, each.digest)
@@ -201,7 +199,7 @@ async def metrics(request: Request) -> Response:
         with contextlib.suppress(Gone):
             told = await supervisor.ask("metrics")
     models = state.loaded.current.predictor.models if state.loaded else {}
-    text = await asyncio.to_thread(exposition, read(told["counts"]), told["processes"], models)
+    text = await asyncio.to_thread(exposition, told["counts"], told["processes"], models)
     return Response(text, headers={"content-type": CONTENT_TYPE_LATEST})
 
 
@@ -212,30 +210,25 @@ async def openapi(request: Request) -> Response:
 
 @_router.get("/docs", include_in_schema=False)
 async def docs(request: Request) -> Response:
-    return HTMLResponse(schema.page(request.app.openapi()), headers=schema.PAGE_HEADERS)
+    page = "".join(schema.page(request.app.openapi()))
+    return HTMLResponse(page, headers=schema.PAGE_HEADERS)
 
 
 def _loaded(app: FastAPI) -> Loaded:
     """Return the loaded generations; before the start and after the end there are none."""
     loaded: Loaded | None = app.state.loaded
     if loaded is None:
-        error = Error("not_ready", "no model is loaded; ask again in a moment")
-        raise RequestError(503, error, {"retry-after": "1"})
+        message = "no model is loaded; ask again in a moment"
+        raise RequestError(503, "not_ready", message, headers={"retry-after": "1"})
     return loaded
 
 
 def _generation(scope: Scope) -> Generation:
     """Return the generation that answers: the current one, or one that the request names."""
     loaded = _loaded(scope["app"])
-    if scope["query_string"]:
-        version = QueryParams(scope["query_string"]).get("version")
-        if version is not None:
-            return loaded.find(version)
-    return loaded.current
-
-
-#: Headers of browsers and of proxies.
-_FOREIGN = ("origin", "x-forwarded-for", "forwarded")
+    query = scope["query_string"]
+    version = QueryParams(query).get("version") if query else None
+    return loaded.current if version is None else loaded.find(version)
 
 
 @_router.post(
@@ -259,37 +252,32 @@ async def rollback(request: Request) -> schema.ChangeReply:
 
 
 async def _change(request: Request, word: str) -> schema.ChangeReply:
-    _check(request)
-    supervisor: Channel | None = request.app.state.supervisor
+    state = request.app.state
+    if state.settings.tokens is None:  # else `Guard` has looked at the token
+        _check_local(request)
+    supervisor: Channel | None = state.supervisor
     if supervisor is None:
-        error = Error("not_supervised", "this application runs without confpred serve")
-        raise RequestError(503, error)
+        message = "this application runs without confpred serve"
+        raise RequestError(503, "not_supervised", message)
     try:
         answer = await supervisor.ask(word)
     except Gone:
-        error = Error("not_ready", "the server is ending")
-        raise RequestError(503, error) from None
+        raise RequestError(503, "not_ready", "the server is ending") from None
     if "error" in answer:
-        error = Error(f"{word}_refused", f"nothing has changed: {answer['error']}")
-        raise RequestError(409, error)
-    served = _models(request.app.state.loaded)
+        message = f"nothing has changed: {answer['error']}"
+        raise RequestError(409, f"{word}_refused", message)
+    served = _models(state.loaded)
     return schema.ChangeReply(answer["outcome"], served.generation, served.models, served.former)
 
 
-def _check(request: Request) -> None:
-    """Refuse those who are not on this machine, if there are no tokens. A page in a browser and a
-    proxy do not count as this machine: anybody may be behind them."""
-    if request.app.state.settings.tokens is not None:
-        return  # `Guard` has looked at the token
-    foreign = [name for name in _FOREIGN if name in request.headers]
+def _check_local(request: Request) -> None:
+    """Refuse those who are not on this machine. A page in a browser and a proxy do not count as
+    this machine: anybody may be behind them."""
+    foreign = next((name for name in _FOREIGN if name in request.headers), None)
     if foreign or request.client is None or not tokens.is_loopback(request.client.host):
-        error = Error(
-            "forbidden",
-            "only a program on the server's machine may manage it, as there are no tokens",
-            foreign[0] if foreign else None,
-            allowed="a token of scope admin, on a server that was given --tokens",
-        )
-        raise RequestError(403, error)
+        message = "only a program on the server's machine may manage it, as there are no tokens"
+        allowed = "a token of scope admin, on a server that was given --tokens"
+        raise RequestError(403, "forbidden", message, foreign, None, allowed)
 
 
 class Guard:
@@ -302,24 +290,22 @@ class Guard:
         if scope["type"] != "http" or scope["path"] in schema.OPEN:
             return await self._app(scope, receive, send)
         needed: tokens.Scope = "admin" if scope["path"] in ADMIN else "read"
-        known: Sequence[tokens.Token] = scope["app"].state.tokens
         secret = _bearer(scope)
-        token = None if secret is None else tokens.find(known, secret)
-        if token is None:
-            details = "" if secret is None else ', error="invalid_token"'
-            message = f"the request has {'no' if secret is None else 'an unknown'} token"
-            allowed = f"Bearer and a token of scope {needed}"
-            status, error = 401, Error("unauthorized", message, "authorization", None, allowed)
-        else:
+        token = None if secret is None else tokens.find(scope["app"].state.tokens, secret)
+        status, code = 401, "unauthorized"
+        allowed = f"Bearer and a token of scope {needed}"
+        details = "" if secret is None else ', error="invalid_token"'
+        message = f"the request has {'no' if secret is None else 'an unknown'} token"
+        if token is not None:
             scope[logs.TOKEN] = token.name
             if token.allows(needed):
                 return await self._app(scope, receive, send)
+            status, code, allowed = 403, "forbidden", f"a token of scope {needed}"
             details = f', error="insufficient_scope", scope="{needed}"'
             message = f"the token {requests.shorten(token.name)!r} is not for this"
-            allowed = f"a token of scope {needed}"
-            status, error = 403, Error("forbidden", message, "authorization", None, allowed)
         challenge = {"www-authenticate": f'Bearer realm="confpred"{details}'}
-        return await requests.reply(status, error, challenge)(scope, receive, send)
+        error = RequestError(status, code, message, "authorization", None, allowed, challenge)
+        return await requests.refusal(error)(scope, receive, send)
 
 
 def _bearer(scope: Scope) -> bytes | None:

@@ -11,11 +11,12 @@ import os
 import signal
 import socket
 import sys
-import time
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import asdict
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from confpred.errors import ConfpredError
 
 from . import Settings
 
@@ -26,6 +27,11 @@ Handler = Callable[[str, Fields], Awaitable[Fields | None]]
 
 #: Bytes of the longest line: counts have some 30 KiB, 100,000 tokens some 16 MiB.
 _LONGEST = 2**24
+_PROGRAM = "import sys; sys.path[:] = {path!r}; from confpred.service.{module} import main; main()"
+#: How a process ends that crashes, rather than being told to.
+_CRASHES = frozenset((signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE))
+_US = 1_000_000
+_PATIENCE_S = 1.0  # for systemd to read what was told before
 _log = logging.getLogger(__name__)
 
 
@@ -46,8 +52,7 @@ class Channel:
 
     @classmethod
     async def open(cls, end: socket.socket, handler: Handler) -> Channel:
-        reader, writer = await asyncio.open_connection(sock=end, limit=_LONGEST)
-        return cls(reader, writer, handler)
+        return cls(*await asyncio.open_connection(sock=end, limit=_LONGEST), handler)
 
     def tell(self, word: str, **fields: Any) -> None:
         """Say something that needs no answer; lost if the other end has gone."""
@@ -94,7 +99,8 @@ class Channel:
         try:
             answer = await self._handler(word, message) or {}
         except Exception as error:
-            _log.exception("%s failed", word)
+            if not isinstance(error, (ConfpredError, OSError)):
+                _log.exception("%s failed", word)
             answer = {"error": str(error)}
         if number is not None:
             self._write({"number": number, **answer})
@@ -104,62 +110,51 @@ class Channel:
             self._writer.write(json.dumps(message).encode() + b"\n")
 
 
-_PROGRAM = "import sys; sys.path[:] = {path!r}; from confpred.service.{module} import main; main()"
-#: How a process ends that crashes, rather than being told to.
-_CRASHES = frozenset((signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE))
-
-
-def command(module: str) -> tuple[str, str, str]:
+def command(module: str, *arguments: str) -> tuple[str, ...]:
     """Start the `main` of a module of this package in a new interpreter, which finds modules where
     this one does, whatever folder it is started in."""
-    return sys.executable, "-c", _PROGRAM.format(path=sys.path, module=module)
+    return sys.executable, "-c", _PROGRAM.format(path=sys.path, module=module), *arguments
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Arguments of a worker, as one word of its command line."""
+
+    settings: Fields
+    name: str  # for the log
+    control: int  # file descriptor of the worker's end of the channel
+    connections: int  # file descriptor of the socket that connections arrive by
+    generations: list[str]  # folders to load; the last is the current one
+    home: str  # the folder of the server, which a worker that outlives the supervisor removes
 
 
 class Child:
-    """A worker process.
-
-    Attributes:
-        name: its place among the workers, for the log.
-        ready: whether it takes connections.
-        was_ready: whether it ever did.
-        leaving: whether it was told to end, though the server was not.
-        failed: why it could not start, in its own words.
-        crashed: whether it ended by a signal of its own doing.
-    """
+    """A worker process, called by its place among the workers."""
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.ready = self.was_ready = self.leaving = self.crashed = False
-        self.failed: str | None = None
-        self._handed = self._closed = 0
+        self.ready = self.was_ready = False  # whether it takes connections; whether it ever did
+        self.leaving = False  # whether it was told to end, though the server was not
+        self.crashed = False  # whether it ended by a signal of its own doing
+        self.failed: str | None = None  # why it could not start, in its own words
+        self.closed = self._handed = 0  # connections
 
     async def start(
-        self, settings: Settings, home: Path, generations: Sequence[Path], handler: Handler
+        self, settings: Settings, home: Path, generations: Iterable[Path], handler: Handler
     ) -> None:
-        """Start the process; it loads `generations`, of which the last is current, and removes
-        `home` if it outlives this one.
-
-        Raises:
-            OSError: there are too many processes or open files.
-        """
+        """Start the process, as `Start` has it; an OSError says that there are too many processes
+        or open files."""
         with contextlib.ExitStack() as on_error:
             control, control_end = map(on_error.enter_context, socket.socketpair())
             connections, connections_end = map(on_error.enter_context, socket.socketpair())
             with control_end, connections_end:
-                descriptors = (control_end.fileno(), connections_end.fileno())
-                start = {
-                    "settings": asdict(settings),
-                    "name": self.name,
-                    "control": descriptors[0],
-                    "connections": descriptors[1],
-                    "generations": [str(folder) for folder in generations],
-                    "home": str(home),
-                }
+                ends = (control_end.fileno(), connections_end.fileno())
+                folders = [str(folder) for folder in generations]
+                start = Start(asdict(settings), self.name, *ends, folders, str(home))
                 self._process = await asyncio.create_subprocess_exec(
-                    *command("worker"),
-                    json.dumps(start),
+                    *command("worker", json.dumps(asdict(start))),
                     stdin=asyncio.subprocess.DEVNULL,
-                    pass_fds=descriptors,
+                    pass_fds=ends,
                 )
             self._connections = connections
             self._connections.setblocking(False)
@@ -173,10 +168,16 @@ class Child:
     @property
     def load(self) -> tuple[int, int]:
         """Return its open connections, and all that it ever had, by which workers are compared."""
-        return self._handed - self._closed, self._handed
+        return self._handed - self.closed, self._handed
 
-    def count_closed(self, closed: int) -> None:
-        self._closed = closed
+    async def ask(self, word: str, within_s: float, **fields: Any) -> Fields | None:
+        """Return the answer, with ``error`` if there is none in time; None if it has ended."""
+        try:
+            return await asyncio.wait_for(self.channel.ask(word, **fields), within_s)
+        except Gone:
+            return None
+        except asyncio.TimeoutError:
+            return {"error": f"worker {self.name} did not load it within {within_s:.0f} s"}
 
     def hand(self, connection: socket.socket) -> bool:
         """Give it a connection; False if it has too many waiting already."""
@@ -201,13 +202,8 @@ class Child:
         if self.failed is not None:
             return self.failed
         self.crashed = -status in _CRASHES
-        if status < 0:
-            return f"ended by {signal.Signals(-status).name}"
-        return f"ended with status {status}"
-
-
-_US = 1_000_000
-_PATIENCE_S = 1.0  # for systemd to read what was told before
+        how = f"by {signal.Signals(-status).name}" if status < 0 else f"with status {status}"
+        return f"ended {how}"
 
 
 def tell_systemd(**states: str) -> None:
@@ -222,11 +218,6 @@ def tell_systemd(**states: str) -> None:
         ):
             datagrams.settimeout(_PATIENCE_S)
             datagrams.sendto(text.encode(), address)
-
-
-def tell_reloading() -> None:
-    """Say that a reload has begun; ``READY=1`` ends it."""
-    tell_systemd(RELOADING="1", MONOTONIC_USEC=str(int(time.monotonic() * _US)))
 
 
 async def show_life() -> None:

@@ -23,7 +23,9 @@ import signal
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import chain, product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -32,51 +34,62 @@ from confpred.errors import ConfpredError, DataError, ModelError
 from confpred.files import write_folder
 from confpred.model.card import read_files
 from confpred.model.folder import Model, model_folders, shipped_models
-from confpred.model.trees import Trees
 from confpred.predict.plan import plan_file
 from confpred.predict.predictor import Predictor
 from confpred.problem.device import KNOWN
 
 from . import Settings
 from .child import command
-from .logs import Answer
-from .requests import Error, RequestError, shorten
+from .requests import RequestError, shorten
 from .schema import EXAMPLE
 
 MODELS, PLAN = "models", "plan.json"
+#: The reply header that names the models: ``h100=<digest>, h200=<digest>``.
+MODEL_HEADER = "x-confpred-model"
+_LEAST_DIGITS = 8  # of a digest that a request names
+#: Seconds that a trial may take.
+_LONGEST_S = 120.0
+#: What is asked of all trees: one row at a time, and many, which LightGBM does in other ways.
+_VALUES = (0.0, float("nan"), 1e30, -1e30)
+_ROWS = (1, 32)
 
 
 def publish(settings: Settings, home: Path) -> Path:
-    """Copy the models and the plan of `settings` to a folder in `home`, named by their digest.
-
-    Nothing is copied that is there already.
+    """Copy the models and the plan of `settings` to a folder in `home`, named by their digest,
+    unless it is there already.
 
     Raises:
-        ModelError: a model is missing, or damaged, or its trees are.
-        DataError: the plan cannot be read.
+        ModelError, DataError: a model or its trees are missing or damaged; so is the plan.
         StorageError: there is no room for the copy.
     """
-    source = shipped_models() if settings.model is None else Path(settings.model)
+    source = _source(settings)
     folders = model_folders(source)
     if not folders and settings.model is not None:
         raise ModelError(f"{source} holds no model folder")
+    models = {device: (path, read_files(path)) for device, path in folders.items()}
+    known: dict[str, tuple[str, str]] = {}
     files: dict[str, bytes] = {}
-    known, models = {}, []
-    for device, path in folders.items():
-        read = read_files(path)
+    for device, (path, read) in models.items():
         version = path.resolve().name
         known[device] = (version, read.digest)
-        models.append((path, read))
         files |= {f"{MODELS}/{version}/{name}": text for name, text in read.files.items()}
-    plan = _read_plan(settings.plan)
-    if plan is not None:
-        files[PLAN] = plan
+    plan = None
+    if settings.plan is not None:
+        try:
+            plan = files[PLAN] = plan_file(Path(settings.plan)).read_bytes()
+        except OSError as error:
+            reason = error.strerror or error
+            raise DataError(f"cannot read {settings.plan}: {reason}") from error
     published = home / digest_of(known, plan)
     if not published.exists():
-        for path, read in models:
+        for path, read in models.values():
             read.check_trees(path)
         write_folder(published, files)
     return published
+
+
+def _source(settings: Settings) -> Path:
+    return shipped_models() if settings.model is None else Path(settings.model)
 
 
 def give_back() -> None:
@@ -88,8 +101,7 @@ def give_back() -> None:
 
 def fingerprint(settings: Settings) -> str:
     """Return a digest that changes with the files of models and plan; it reads none of them."""
-    source = shipped_models() if settings.model is None else Path(settings.model)
-    found = []
+    source, found = _source(settings), []
     plan = [] if settings.plan is None else [plan_file(Path(settings.plan))]
     for path in sorted((*source.glob("*"), *source.glob("*/*"), *plan)):
         try:
@@ -107,27 +119,11 @@ def digest_of(models: Mapping[str, tuple[str, str]], plan: bytes | None) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
-def _read_plan(path: str | None) -> bytes | None:
-    try:
-        return None if path is None else plan_file(Path(path)).read_bytes()
-    except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror or error}") from error
-
-
-#: The reply header that names the models: ``h100=<digest>, h200=<digest>``.
-MODEL_HEADER = "x-confpred-model"
-_LEAST_DIGITS = 8  # of a digest that a request names
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Generation:
-    """Models and a plan, loaded.
+    """Models and a plan, loaded: the predictor that answers by them, and what a reply says of them.
 
-    Attributes:
-        digest: of the digests of all models and of the plan; two servers with one digest and one
-            version of confpred give the same answers.
-        predictor: answers by them.
-        headers: what a reply says of them.
+    Two servers with one digest and one version of confpred give the same answers.
     """
 
     digest: str
@@ -137,19 +133,24 @@ class Generation:
     def model_of(self, device: str) -> Model | None:
         return self.predictor.models.get(device)
 
-    def answer(self, device: str, sources: Mapping[str, int]) -> Answer:
+    def told(self, device: str, sources: Mapping[str, int]) -> dict[str, Any]:
         """Return the log's fields of a reply for `device` whose choices came from `sources`."""
         model = self.model_of(device)
-        return Answer(device, sources, self.digest, None if model is None else model.digest)
+        return {
+            "device": device,
+            "problems": sum(sources.values()),
+            "sources": sources,
+            "generation": self.digest,
+            "model": None if model is None else model.digest,
+        }
 
     def has(self, version: str) -> bool:
         """Return whether it or one of its models is called `version`, by name or by digest."""
         models = self.predictor.models.values()
-        if version in (model.version for model in models):
-            return True
         digests = (self.digest, *(model.digest for model in models))
-        long_enough = len(version) >= _LEAST_DIGITS
-        return long_enough and any(digest.startswith(version) for digest in digests)
+        return version in (model.version for model in models) or (
+            len(version) >= _LEAST_DIGITS and any(d.startswith(version) for d in digests)
+        )
 
 
 def of(predictor: Predictor, plan: bytes | None = None) -> Generation:
@@ -213,32 +214,20 @@ class Loaded:
             if each.has(version):
                 return each
         names = {m.version for each in self._all.values() for m in each.predictor.models.values()}
-        error = Error(
-            "version_not_loaded",
-            f"version {shorten(version)!r} is not loaded",
-            "version",
-            shorten(version),
-            f"the name or digest of a model that /v1/models lists: {', '.join(sorted(names))}",
-        )
-        raise RequestError(404, error)
-
-
-#: Seconds that a trial may take.
-_LONGEST_S = 120.0
-#: What is asked of all trees: one row at a time, and many, which LightGBM does in other ways.
-_VALUES = (0.0, float("nan"), 1e30, -1e30)
-_ROWS = (1, 32)
+        allowed = f"the name or digest of a model that /v1/models lists: {', '.join(sorted(names))}"
+        version = shorten(version)
+        message = f"version {version!r} is not loaded"
+        raise RequestError(404, "version_not_loaded", message, "version", version, allowed)
 
 
 async def refusal(folder: Path) -> str:
     """Try the generation in `folder`: why it is refused, or nothing if it is not."""
     names = sorted(path.name for path in folder.glob(f"{MODELS}/*"))
     tried = f"a process that tried {' and '.join(names)}"
-    words = (*command("generations"), str(folder), str(os.getpid()))
+    pipe, nothing = asyncio.subprocess.PIPE, asyncio.subprocess.DEVNULL
+    words = command("generations", str(folder), str(os.getpid()))
     try:
-        process = await asyncio.create_subprocess_exec(
-            *words, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE
-        )
+        process = await asyncio.create_subprocess_exec(*words, stdin=nothing, stdout=pipe)
     except OSError as error:
         return f"{tried} cannot be started: {error.strerror or error}"
     try:
@@ -250,10 +239,8 @@ async def refusal(folder: Path) -> str:
             process.kill()
             await process.wait()
     status = await process.wait()
-    if status == 0:
-        return ""
-    if status < 0:
-        return f"{tried} ended by {signal.Signals(-status).name}"
+    if status <= 0:
+        return f"{tried} ended by {signal.Signals(-status).name}" if status else ""
     lines = said.decode(errors="replace").splitlines()  # LightGBM's may be before the last
     return lines[-1] if lines else f"{tried} failed, as the log says"
 
@@ -266,15 +253,9 @@ def main() -> None:
     logging.disable()  # a worker that loads it says the same
     try:
         loaded = load(Path(folder))
-        for model in loaded.predictor.models.values():
-            for trees in model.ensembles():
-                _ask(trees)
+        ensembles = (model.ensembles() for model in loaded.predictor.models.values())
+        for trees, count, value in product(chain(*ensembles), _ROWS, _VALUES):
+            trees.predict(np.full((count, len(trees.features)), value, np.float32))
     except (ConfpredError, OSError) as error:
         print(error)
         sys.exit(1)
-
-
-def _ask(trees: Trees) -> None:
-    for count in _ROWS:
-        for value in _VALUES:
-            trees.predict(np.full((count, len(trees.features)), value, np.float32))

@@ -8,14 +8,12 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import logging.config
 import os
 import re
 import select
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from datetime import datetime, timezone
 from queue import SimpleQueue
 from typing import Any
@@ -24,12 +22,20 @@ import orjson
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from . import Settings
-from .metrics import Metrics, status_of
-from .requests import Error, reply
+from .metrics import Metrics
+from .requests import RequestError, refusal
 
 #: The logger of requests; its lines go to standard output, all others to standard error.
 ACCESS = "confpred.access"
-
+#: Keys of an ASGI scope: the fields that the answer has in the log, the name of the token, and the
+#: status that the protocol refused it with, whatever the application says of it.
+ANSWER, TOKEN, REFUSED = "confpred.answer", "confpred.token", "confpred.refused"
+_GONE = 499  # nginx's status for a request whose client left before the reply
+_SANE_ID = re.compile(rb"[\w.:/+=@-]{1,128}")
+_TRACE = re.compile(rb"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}(-.*)?")
+_FIELDS = {b"x-request-id": "request_id", b"traceparent": "traceparent"}
+_log = logging.getLogger(ACCESS)
+_bugs = logging.getLogger(__name__)
 #: Bytes of lines that may wait for each of the two streams: those of a second of the most requests.
 _MOST_QUEUED = 4 * 2**20
 #: Bytes that even a pipe takes in one piece, so that lines of several processes are not mixed.
@@ -94,15 +100,15 @@ class Lines(logging.Handler):
         self._written += len(lines)
 
 
+#: Those of this process, once it is configured: for standard output, and for standard error.
+_lines: list[Lines] = []
+
+
 class Text(logging.Formatter):
     """Formatter of ``INFO:     message``, as uvicorn's own."""
 
-    def __init__(self, process: str) -> None:
-        super().__init__("%(level)s %(message)s")
-
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
-        record.level = f"{record.levelname}:".ljust(9)
-        return super().formatMessage(record)
+        return f"{record.levelname + ':':9} {record.message}"
 
 
 class Json(logging.Formatter):
@@ -130,86 +136,25 @@ class Json(logging.Formatter):
 
 def configure(settings: Settings, process: str) -> None:
     """Log as `settings` say; `process` names this one in JSON lines."""
-    form = Json if settings.log_format == "json" else Text
     logging.raiseExceptions = False  # else a line that cannot be made is told by a blocking write
     # As the documentation of logging advises for speed: no line tells where it was logged.
     logging._srcfile = None
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     logging.captureWarnings(True)
-    logging.config.dictConfig(
-        {
-            "version": 1,
-            "disable_existing_loggers": False,
-            "formatters": {"line": {"()": form, "process": process}},
-            "handlers": {
-                "out": {"()": Lines, "descriptor": 1, "formatter": "line"},
-                "err": {"()": Lines, "descriptor": 2, "formatter": "line"},
-            },
-            "root": {"handlers": ["err"], "level": "WARNING"},
-            "loggers": {
-                "confpred": {"level": "INFO"},
-                ACCESS: {"handlers": ["out"], "propagate": False},
-                # How a process starts and ends is told by the supervisor, and a malformed request
-                # by its own line.
-                "uvicorn": {"level": "ERROR"},
-            },
-        }
-    )
+    _lines[:] = Lines(1), Lines(2)
+    for lines in _lines:
+        lines.setFormatter(Json(process) if settings.log_format == "json" else Text())
+    out, err = _lines
+    logging.basicConfig(handlers=[err], level="WARNING", force=True)
+    logging.getLogger("confpred").setLevel("INFO")
+    # How a process starts and ends is told by the supervisor, and a malformed request by its line.
+    logging.getLogger("uvicorn").setLevel("ERROR")
+    _log.handlers, _log.propagate = [out], False
 
 
 def lost() -> int:
     """Return how many lines this process has lost."""
-    return sum(handler.lost for handler in _handlers())
-
-
-def finish() -> None:
-    """Wait for the lines so far to be taken, before the process ends."""
-    for handler in _handlers():
-        handler.flush()
-
-
-def _handlers() -> list[Lines]:
-    found = (*logging.getLogger().handlers, *logging.getLogger(ACCESS).handlers)
-    return [handler for handler in found if isinstance(handler, Lines)]
-
-
-_SANE_ID = re.compile(rb"[\w.:/+=@-]{1,128}")
-_TRACE = re.compile(rb"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}(-.*)?")
-_FIELDS = {b"x-request-id": "request_id", b"traceparent": "traceparent"}
-_ANSWER, TOKEN = "confpred.answer", "confpred.token"
-_log = logging.getLogger(ACCESS)
-_bugs = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """Answer, for the log.
-
-    Attributes:
-        device: key of the device asked for.
-        sources: how many of the best choices came from each source.
-        generation: digest of the models and the plan that answered.
-        model: digest of the model of the device, if there is one.
-    """
-
-    device: str
-    sources: Mapping[str, int]
-    generation: str
-    model: str | None
-
-    def fields(self) -> dict[str, Any]:
-        return {
-            "device": self.device,
-            "problems": sum(self.sources.values()),
-            "sources": dict(self.sources),
-            "generation": self.generation,
-            "model": self.model,
-        }
-
-
-def note(scope: Scope, answer: Answer) -> None:
-    """Have the log tell of `answer`."""
-    scope[_ANSWER] = answer
+    return sum(lines.lost for lines in _lines)
 
 
 class Access:
@@ -247,17 +192,19 @@ class Access:
             await self._app(scope, receive, stamped)
         except asyncio.CancelledError:  # the server ends, and cannot wait any longer
             if not status:
-                error = Error("stopping", "the server stops, and this would have taken too long")
-                await reply(503, error, {"retry-after": "1"})(scope, receive, stamped)
+                message = "the server stops, and this would have taken too long"
+                error = RequestError(503, "stopping", message, headers={"retry-after": "1"})
+                await refusal(error)(scope, receive, stamped)
         except Exception:
             incident = os.urandom(16).hex()
             _bugs.exception("request %s %r failed, id %s", scope["method"], scope["path"], incident)
             if status:  # too late to reply otherwise: let the server cut the connection
                 raise
             message = f"internal error; the server's log has it as {incident}"
-            await reply(500, Error("internal_error", message))(scope, receive, stamped)
+            error = RequestError(500, "internal_error", message)
+            await refusal(error)(scope, receive, stamped)
         finally:
-            took, status = time.perf_counter() - start, status_of(scope, status)
+            took, status = time.perf_counter() - start, scope.get(REFUSED) or status or _GONE
             # The route's own path, so that clients cannot make up label values.
             self._metrics.served(getattr(scope.get("route"), "path", "none"), status, took)
             self._metrics.add(-1, "confpred_in_flight_requests")
@@ -276,7 +223,7 @@ def write_refused(client: tuple[str, int] | None, status: int, seconds: float) -
 def _write(
     scope: Scope, status: int, seconds: float, echoed: Sequence[tuple[bytes, bytes]]
 ) -> None:
-    client, answer = scope.get("client"), scope.get(_ANSWER)
+    client, answer = scope.get("client"), scope.get(ANSWER, {})
     where = "-" if client is None else f"{client[0]}:{client[1]}"
     target = scope.get("raw_path", b"").decode("latin-1")
     if scope["query_string"]:
@@ -287,20 +234,17 @@ def _write(
         "target": target,
         "status": status,
         "duration_ms": round(seconds * 1e3, 3),
+        **{_FIELDS[name]: value.decode("latin-1") for name, value in echoed},
+        **({"token": scope[TOKEN]} if TOKEN in scope else {}),
+        **answer,
     }
-    for name, value in echoed:
-        fields[_FIELDS[name]] = value.decode("latin-1")
-    if TOKEN in scope:
-        fields["token"] = scope[TOKEN]
-    tail = ""
-    if answer is not None:
-        fields |= answer.fields()
-        sources = " ".join(f"{source}={count}" for source, count in answer.sources.items())
-        tail = f" {answer.device} {sources} model={(answer.model or 'none')[:12]}"
     message = (
         f'{where} - "{scope["method"]} {target} HTTP/{scope["http_version"]}" {status} '
-        f"{seconds * 1e3:.2f} ms {fields['request_id']}{tail}"
+        f"{seconds * 1e3:.2f} ms {fields['request_id']}"
     )
+    if answer:
+        sources = " ".join(f"{source}={count}" for source, count in answer["sources"].items())
+        message += f" {answer['device']} {sources} model={(answer['model'] or 'none')[:12]}"
     # A record made here takes half of the time that `info` does.
     record = logging.LogRecord(ACCESS, logging.INFO, "", 0, message, (), None)
     record.fields = fields

@@ -9,9 +9,8 @@ import platform
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from prometheus_client import ProcessCollector, generate_latest
 from prometheus_client.metrics_core import (
@@ -21,8 +20,6 @@ from prometheus_client.metrics_core import (
     InfoMetricFamily,
     Metric,
 )
-from prometheus_client.registry import Collector
-from starlette.types import Scope
 
 from confpred._version import __version__
 from confpred.model.folder import Model
@@ -30,23 +27,16 @@ from confpred.model.folder import Model
 #: A metric's name and its labels; of a histogram also the number of a bucket, or ``sum``.
 Key = tuple[str, ...]
 Counts = defaultdict[Key, float]
+#: Counts as JSON has them: a key and its number in each.
+Rows = list[list[Any]]
 
 _SECONDS = (0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 _PROBLEMS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
-_GONE = 499  # nginx's status for a request whose client left before the reply
-_REFUSED = "confpred.refused"
 
 
-@dataclass(frozen=True, slots=True)
-class Family:
-    """One metric.
-
-    Attributes:
-        help: a sentence for a person.
-        labels: their names.
-        kind: a gauge is not counted on when its process has ended.
-        buckets: of a histogram, the most that is in each.
-    """
+class Family(NamedTuple):
+    """One metric: a sentence for a person, and the names of its labels. A gauge is not counted on
+    when its process has ended; the buckets of a histogram have the most that is in each."""
 
     help: str
     labels: tuple[str, ...] = ()
@@ -110,17 +100,16 @@ class Metrics:
             self.add(count, "confpred_problems", source)
         self.observe(sum(sources.values()), "confpred_batch_problems")
 
-    def told(self) -> list[list[Any]]:
-        """Return the counts as JSON has them: rows of a key and its number."""
-        self.counts[("confpred_log_lines_lost",)] = self._lost()
+    def told(self) -> Rows:
+        self.counts["confpred_log_lines_lost",] = self._lost()
         return rows(self.counts)
 
 
-def rows(counts: Mapping[Key, float]) -> list[list[Any]]:
+def rows(counts: Mapping[Key, float]) -> Rows:
     return [[*key, number] for key, number in list(counts.items())]
 
 
-def read(rows: Iterable[Sequence[Any]]) -> dict[Key, float]:
+def read(rows: Rows) -> dict[Key, float]:
     return {tuple(row[:-1]): row[-1] for row in rows}
 
 
@@ -134,7 +123,7 @@ class Totals:
     def begin(self, process: int) -> None:
         self._of[process] = {}
 
-    def note(self, process: int, rows: Iterable[Sequence[Any]]) -> None:
+    def note(self, process: int, rows: Rows) -> None:
         """Take what `process` told last; nothing if it has ended."""
         if process in self._of:
             self._of[process] = read(rows)
@@ -152,11 +141,11 @@ class Totals:
         return total
 
 
-def families(counts: Mapping[Key, float]) -> Iterator[Metric]:
+def families(counts: Rows) -> Iterator[Metric]:
     """Yield `counts` as Prometheus's client writes them."""
     by_name: dict[str, dict[Key, float]] = {name: {} for name in FAMILIES}
-    for key, value in counts.items():
-        by_name[key[0]][key[1:]] = value
+    for name, *key, value in counts:
+        by_name[name][tuple(key)] = value
     for name, family in FAMILIES.items():
         found = by_name[name]
         if family.kind == "histogram":
@@ -180,64 +169,30 @@ def _histogram(name: str, family: Family, found: Mapping[Key, float]) -> Metric:
     return made
 
 
-def note_refused(scope: Any, status: int) -> None:
-    """Have a request count as one that was refused, whatever the application says of it."""
-    scope[_REFUSED] = status
-
-
-def status_of(scope: Scope, sent: int) -> int:
-    """Return the status of a request; `sent` is that of the application's reply, 0 for none."""
-    refused: int | None = scope.get(_REFUSED)
-    return refused or sent or _GONE
-
-
-class _Collected(Collector):
+class _Collected(NamedTuple):
     """Metrics as a registry has them."""
 
-    def __init__(self, metrics: Iterable[Metric]) -> None:
-        self._metrics = metrics
+    metrics: Sequence[Metric]
 
     def collect(self) -> Iterable[Metric]:
-        return self._metrics
+        return self.metrics
 
 
-def exposition(
-    counts: Mapping[Key, float], processes: Mapping[str, int], models: Mapping[str, Model]
-) -> bytes:
+def exposition(counts: Rows, processes: Mapping[str, int], models: Mapping[str, Model]) -> bytes:
     """Return the text of ``/metrics``: `counts`, the state of `processes` (ids by name) and
     `models` by device. It takes some milliseconds."""
-    build = {"version": __version__, "python": platform.python_version()}
-    answering = [
-        {"device": device, "version": model.version, "digest": model.digest}
-        for device, model in models.items()
-    ]
-    return generate_latest(
-        _Collected(
-            (
-                *families(counts),
-                _info("confpred_build", "The versions that run; always 1.", [build]),
-                _info("confpred_model", "The models that answer; always 1.", answering),
-                *_of_processes(processes),
-            )
-        )
-    )
-
-
-def _info(name: str, help: str, rows: Iterable[Mapping[str, str]]) -> Metric:
-    found = InfoMetricFamily(name, help)
-    for row in rows:
-        found.add_metric((), dict(row))
-    return found
-
-
-def _of_processes(processes: Mapping[str, int]) -> Iterator[Metric]:
-    """Yield memory, CPU time and open files of each process, with its name among the workers."""
-    merged: dict[str, Metric] = {}
+    build = InfoMetricFamily("confpred_build", "The versions that run; always 1.")
+    build.add_metric((), {"version": __version__, "python": platform.python_version()})
+    answering = InfoMetricFamily("confpred_model", "The models that answer; always 1.")
+    for device, model in models.items():
+        told = {"device": device, "version": model.version, "digest": model.digest}
+        answering.add_metric((), told)
+    states: dict[str, Metric] = {}
     for name, process in processes.items():
         for metric in ProcessCollector("confpred", partial(int, process), registry=None).collect():
-            whole = merged.setdefault(
-                metric.name, Metric(metric.name, metric.documentation, metric.type)
-            )
+            empty = Metric(metric.name, metric.documentation, metric.type)
+            whole = states.setdefault(metric.name, empty)
             for sample in metric.samples:
                 whole.add_sample(sample.name, {"process": name}, sample.value)
-    yield from merged.values()
+    found = _Collected([*families(counts), build, answering, *states.values()])
+    return generate_latest(found)

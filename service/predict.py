@@ -14,7 +14,7 @@ import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Executor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -23,19 +23,34 @@ from starlette.types import Receive, Scope, Send
 
 from confpred.predict.choice import answer_json, joined_json
 from confpred.predict.predictor import Predictor
-from confpred.problem.limits import UNLIMITED, Limits
+from confpred.problem.limits import Limits
 from confpred.problem.record import Record
 
 from . import Settings, logs
 from .generations import Generation
 from .metrics import Metrics
-from .requests import Error, PredictRequest, RequestError, parse, parsing, read_body
+from .requests import PredictRequest, RequestError, parse, parsing, read_body
 from .scheduler import Reason, Refused, Scheduler, Steps
 
 _K = TypeVar("_K")
 _V = TypeVar("_V")
 _ENTRY_BYTES = 750  # of Python objects for one entry, beside the texts that it holds
 _LARGEST_SHARE = 1 / 16  # of the memory: one larger entry would push out too many small ones
+#: A body up to this long is read on the event loop, which takes a millisecond at most: some ten
+#: problems spelled in full. A longer one is read in the thread, unless its reply is in memory.
+_SHORT_BYTES = 4096
+#: Compressing less saves a few packets at most.
+LEAST_BYTES = 16_384
+#: Level 1 makes a batch's reply 14 times as small in a third of the time of level 6, which makes it
+#: 20 times as small.
+_LEVEL = 1
+#: How many seconds the client is prepared to wait: RFC 7240, section 4.3.
+_WAIT = re.compile(r"(?:^|[,;\s])wait\s*=\s*(\d{1,6})\s*(?:$|[,;])", re.IGNORECASE)
+#: The error's code and message when work is refused and the client is still there.
+REFUSALS: Mapping[Reason, tuple[str, str]] = {
+    "queue": ("overloaded", "too many problems are waiting already"),
+    "deadline": ("deadline_exceeded", "the answer would have come later than it may"),
+}
 
 
 class Question(NamedTuple):
@@ -45,42 +60,31 @@ class Question(NamedTuple):
     device: str
     top: int
     problem: Record
-    max_regret: float | None = None
-    limits: Limits = UNLIMITED
+    max_regret: float | None
+    limits: Limits
 
 
 @dataclass(eq=False)
 class Answer:
-    """The answer to one problem. All requests that wait for it hold the same one.
+    """The answer to one problem. All requests that wait for it hold the same one."""
 
-    Attributes:
-        text: its choices as JSON; None until it is worked out.
-        source: of the best choice.
-    """
-
-    text: str | None = None
-    source: str = ""
+    text: str | None = None  # its choices as JSON; None until it is worked out
+    source: str = ""  # of the best choice
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """The reply to one request.
-
-    Attributes:
-        body: JSON.
-        device: key of the one that was asked for.
-        sources: how many problems were answered from each source.
-    """
+    """The reply to one request."""
 
     body: bytes
-    device: str
-    sources: Mapping[str, int]
+    device: str  # key of the one that was asked for
+    sources: Mapping[str, int]  # how many problems were answered from each source
 
 
 class Latest(Generic[_K, _V]):
     """The latest values by key, up to `limit` bytes; safe to share between threads.
 
-    The reply that was not asked for the longest goes first.
+    The one that was not asked for the longest goes first.
     """
 
     def __init__(self, limit: int) -> None:
@@ -113,57 +117,37 @@ class Latest(Generic[_K, _V]):
                 self._bytes -= freed
 
 
-@dataclass(slots=True)
 class Memory:
-    """The memory of one predictor's answers.
-
-    Attributes:
-        replies: by the body of the request.
-        answers: by question.
-        open: answers that some request waits for, as long as it does.
-    """
-
-    replies: Latest[bytes, Reply]
-    answers: Latest[Question, Answer]
-    open: WeakValueDictionary[Question, Answer] = field(default_factory=WeakValueDictionary)
-
-    def answer(self, question: Question) -> Answer:
-        """Return the answer to `question`, worked out or not. Only for the thread that works."""
-        known = self.answers.get(question)
-        return known if known is not None else self.open.setdefault(question, Answer())
-
-    def keep(self, question: Question, answer: Answer) -> None:
-        """Remember an answer that has been worked out."""
-        self.answers.put(question, answer, len(answer.text or ""))
-
-
-class Memories:
-    """The memory of each predictor that is in use."""
+    """The memory of one predictor's answers, up to `limit` bytes."""
 
     def __init__(self, limit: int) -> None:
-        """Let each predictor's take up to `limit` bytes."""
-        self._half = limit // 2
-        self._of: WeakKeyDictionary[Predictor, Memory] = WeakKeyDictionary()
+        self.replies: Latest[bytes, Reply] = Latest(limit // 2)  # by the body of the request
+        self.answers: Latest[Question, Answer] = Latest(limit // 2)
+        #: Answers that some request waits for, as long as it does.
+        self.open: WeakValueDictionary[Question, Answer] = WeakValueDictionary()
 
-    def __len__(self) -> int:
-        return len(self._of)
+    def remembered(self, body: bytes, asked: PredictRequest) -> Reply | None:
+        """Return the reply to `body`, which asks `asked`, if every answer is in memory."""
+        answers = []
+        for question in _questions(asked):
+            answer = self.answers.get(question)
+            if answer is None:
+                return None
+            answers.append(answer)
+        return self.reply(body, asked, answers)
 
-    def of(self, predictor: Predictor) -> Memory:
-        found = self._of.get(predictor)
-        if found is None:
-            found = self._of[predictor] = Memory(Latest(self._half), Latest(self._half))
-        return found
+    def reply(self, body: bytes, asked: PredictRequest, answers: Iterable[Answer]) -> Reply:
+        """Return the reply that consists of `answers`, and remember it by `body`."""
+        sources = Counter(answer.source for answer in answers)
+        text = joined_json(answer.text or "" for answer in answers)
+        reply = Reply(text.encode(), asked.device.key, sources)
+        self.replies.put(body, reply, len(body) + len(reply.body))
+        return reply
 
 
-def remembered(memory: Memory, body: bytes, asked: PredictRequest) -> Reply | None:
-    """Return the reply to `body`, which asks `asked`, if every answer is in memory."""
-    answers = []
-    for question in _questions(asked):
-        answer = memory.answers.get(question)
-        if answer is None:
-            return None
-        answers.append(answer)
-    return _reply(memory, body, asked, answers)
+def _questions(asked: PredictRequest) -> list[Question]:
+    key, top, accepted, limits = asked.device.key, asked.top, asked.max_regret, asked.limits
+    return [Question(key, top, problem, accepted, limits) for problem in asked.problems]
 
 
 def working(
@@ -174,7 +158,7 @@ def working(
     asked: PredictRequest | None,
     worked_out: Callable[[], None],
 ) -> Steps[Reply]:
-    """Work out the reply to `body`; for the one thread that works.
+    """Work out the reply to `body`; for the one thread that works. Raises as `parsing` does.
 
     A problem that several requests wait for is worked out by the first that comes to it. The
     choices are the library's own, as it writes them.
@@ -182,14 +166,13 @@ def working(
     Args:
         asked: what `body` asks, if it has been read.
         worked_out: called for each problem that is worked out.
-
-    Raises:
-        RequestError: the body is not JSON.
-        InvalidInput: a field holds a value that is not allowed.
     """
     asked = asked or (yield from parsing(body, settings))
     questions = _questions(asked)
-    answers = [memory.answer(question) for question in questions]
+    answers = [
+        memory.answers.get(question) or memory.open.setdefault(question, Answer())
+        for question in questions
+    ]
     new = {q: a for q, a in zip(questions, answers, strict=True) if a.text is None}
     for done, (question, answer) in enumerate(new.items()):
         yield len(new) - done
@@ -199,39 +182,15 @@ def working(
                 question.problem, asked.device, asked.top, max_regret=asked.max_regret
             )
             answer.source, answer.text = choices[0].source, answer_json(choices)
-            memory.keep(question, answer)
+            memory.answers.put(question, answer, len(answer.text))
             worked_out()
-    return _reply(memory, body, asked, answers)
-
-
-def _questions(asked: PredictRequest) -> list[Question]:
-    key, top, accepted, limits = asked.device.key, asked.top, asked.max_regret, asked.limits
-    return [Question(key, top, problem, accepted, limits) for problem in asked.problems]
-
-
-def _reply(memory: Memory, body: bytes, asked: PredictRequest, answers: Iterable[Answer]) -> Reply:
-    """Return the reply that consists of `answers`, and remember it by `body`."""
-    sources = Counter(answer.source for answer in answers)
-    text = joined_json(answer.text or "" for answer in answers)
-    reply = Reply(text.encode(), asked.device.key, sources)
-    memory.replies.put(body, reply, len(body) + len(reply.body))
-    return reply
-
-
-#: A body up to this long is read on the event loop, which takes a millisecond at most: some ten
-#: problems spelled in full. A longer one is read in the thread, unless its reply is in memory.
-_SHORT_BYTES = 4096
-#: How many seconds the client is prepared to wait: RFC 7240, section 4.3.
-_WAIT = re.compile(r"(?:^|[,;\s])wait\s*=\s*(\d{1,6})\s*(?:$|[,;])", re.IGNORECASE)
-#: The error's code and message when work is refused and the client is still there.
-REFUSALS: Mapping[Reason, tuple[str, str]] = {
-    "queue": ("overloaded", "too many problems are waiting already"),
-    "deadline": ("deadline_exceeded", "the answer would have come later than it may"),
-}
+    return memory.reply(body, asked, answers)
 
 
 class Predict:
     """ASGI application of ``/v1/predict``: answers at once from memory, else by a `Scheduler`."""
+
+    _scheduler: Scheduler  # from `start` on
 
     def __init__(
         self, settings: Settings, metrics: Metrics, find: Callable[[Scope], Generation]
@@ -239,17 +198,22 @@ class Predict:
         """`find` is asked for the generation that answers each request, so that another may take
         its place at any time."""
         self._settings, self._metrics, self._find = settings, metrics, find
-        self._memories = Memories(settings.cache_mib * 2**20)
-        self._scheduler: Scheduler | None = None
+        self._memories: WeakKeyDictionary[Predictor, Memory] = WeakKeyDictionary()
 
     def start(self, executor: Executor) -> None:
         """Have work done by the one thread of `executor`."""
         self._scheduler = Scheduler(executor, self._metrics, self._settings.max_queue)
 
+    def memory_of(self, predictor: Predictor) -> Memory:
+        """Return the memory of a predictor, which goes with it."""
+        if predictor not in self._memories:
+            self._memories[predictor] = Memory(self._settings.cache_mib * 2**20)
+        return self._memories[predictor]
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         generation = self._find(scope)
         predictor = generation.predictor
-        memory = self._memories.of(predictor)
+        memory = self.memory_of(predictor)
         headers = dict(scope["headers"])
         try:
             body = await read_body(headers, receive, self._settings)
@@ -262,7 +226,7 @@ class Predict:
             reply = await self._new(predictor, memory, body, scope, receive)
         if reply is None:
             return  # nobody is there to read it
-        logs.note(scope, generation.answer(reply.device, reply.sources))
+        scope[logs.ANSWER] = generation.told(reply.device, reply.sources)
         accepted = headers.get(b"accept-encoding", b"").decode("latin-1")
         text, encoded = await encode(reply.body, accepted)
         head = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(text))]
@@ -278,12 +242,10 @@ class Predict:
         asked = None
         if len(body) <= _SHORT_BYTES:
             asked = parse(body, self._settings)
-            reply = remembered(memory, body, asked)
+            reply = memory.remembered(body, asked)
             if reply is not None:
                 self._metrics.answered("answers", reply.sources)
                 return reply
-        if self._scheduler is None:
-            raise RuntimeError("Predict was not started")
         steps = working(predictor, memory, self._settings, body, asked, self._worked_out)
         gone = asyncio.ensure_future(_gone(receive))
         try:
@@ -298,7 +260,10 @@ class Predict:
             self._metrics.add(1, "confpred_dropped_requests", refused.reason)
             if refused.reason == "gone":
                 return None
-            raise _unavailable(refused) from None
+            code, message = REFUSALS[refused.reason]
+            message = f"{message}; ask again in {refused.retry_s} s"
+            headers = {"retry-after": str(refused.retry_s)}
+            raise RequestError(503, code, message, headers=headers) from None
         finally:
             gone.cancel()
         self._metrics.answered("work", reply.sources)
@@ -318,19 +283,6 @@ async def _gone(receive: Receive) -> None:
     """Return when the client has left; its request is read to the end."""
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-def _unavailable(refused: Refused) -> RequestError:
-    code, message = REFUSALS[refused.reason]
-    error = Error(code, f"{message}; ask again in {refused.retry_s} s")
-    return RequestError(503, error, {"retry-after": str(refused.retry_s)})
-
-
-#: Compressing less saves a few packets at most.
-LEAST_BYTES = 16_384
-#: Level 1 makes a batch's reply 14 times as small in a third of the time of level 6, which makes it
-#: 20 times as small.
-_LEVEL = 1
 
 
 async def encode(body: bytes, accepted: str) -> tuple[bytes, dict[str, str]]:

@@ -11,14 +11,12 @@ the earlier ones are answered, and while many bytes of them wait, no more are re
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import math
 import socket
 import struct
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 from http import HTTPStatus
 
 import uvicorn
@@ -26,8 +24,8 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from . import Settings
-from .metrics import note_refused
-from .requests import Error, ErrorReply
+from .logs import REFUSED
+from .requests import RequestError
 
 _SWEEP_S = 1.0
 #: How long what a refused client still sends is read, so that it sees why it was refused.
@@ -39,17 +37,17 @@ _WIRE_FACTOR = 8
 _PIECE = 4096
 #: Bytes that may wait to be parsed before no more are read.
 _MOST_HELD = 65_536
+_SLOW_HEAD, _SLOW_BODY = (
+    RequestError(408, "request_timeout", f"the {part} of the request did not arrive in time", part)
+    for part in ("head", "body")
+)
 #: Is told the client's address, the status and the seconds since the request's first byte.
 OnRefused = Callable[[tuple[str, int] | None, int, float], None]
 _log = logging.getLogger(__name__)
 
 
 class _Flow(FlowControl):
-    """The flow of a connection: it reads no more while many bytes wait to be parsed.
-
-    Attributes:
-        held: what waits.
-    """
+    """The flow of a connection: it reads no more while many bytes (`held`) wait to be parsed."""
 
     held = b""
 
@@ -64,21 +62,14 @@ class _Flow(FlowControl):
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    """One connection. The settings are those of a subclass that `limited` makes.
-
-    Attributes:
-        deadline: by the monotonic clock, when the client has had its time.
-        leaving: whether this process ends; set for all connections at once.
-        on_refused: called for each request that is refused before the application sees it.
-        on_lost: called when the connection is closed.
-    """
+    """One connection. The settings are those of a subclass that `limited` makes."""
 
     limits = Settings()
-    leaving = False
-    deadline = math.inf
-    on_refused: OnRefused
-    on_lost: Callable[[], None] = staticmethod(lambda: None)
-    _due: Error | None = None  # the reply at the deadline; None closes without a word
+    leaving = False  # whether this process ends; set for all connections at once
+    deadline = math.inf  # by the monotonic clock, when the client has had its time
+    on_refused: OnRefused  # for each request that is refused before the application sees it
+    on_lost: Callable[[], None] = staticmethod(lambda: None)  # when the connection is closed
+    _due: RequestError | None = None  # the reply at the deadline; None closes without a word
     _in_head = _refused = False
     _began = 0.0
     _received = 0  # bytes of the message that is arriving
@@ -103,8 +94,9 @@ class LimitedProtocol(HttpToolsProtocol):
             place += len(piece)
             self._received += len(piece)
             super().data_received(piece)
-            if self._received > self._most_bytes():
-                self._refuse(*self._too_long())
+            body = 0 if self._in_head else _WIRE_FACTOR * self.limits.max_body_bytes
+            if self._received > self.limits.max_head + body:
+                self._refuse_length()
         self.flow.hold(b"" if self._refused else data[place:])
         if self.leaving:
             self.leave()
@@ -133,7 +125,7 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._received > self.limits.max_head:  # perhaps by the body that came with it
             size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
             if size > self.limits.max_head:
-                self._refuse(*self._too_long())
+                self._refuse_length()
         self._in_head = False
         if not self._refused:
             self._set_deadline(self.limits.body_timeout, _SLOW_BODY)
@@ -153,7 +145,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._go_on()
 
     def send_400_response(self, msg: str) -> None:
-        self._refuse(400, Error("bad_request", "the request is not HTTP/1.1"))
+        self._refuse(RequestError(400, "bad_request", "the request is not HTTP/1.1"))
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -179,7 +171,7 @@ class LimitedProtocol(HttpToolsProtocol):
             elif self._answering():  # the client waits, though it has begun to send beyond
                 self._set_deadline(self.limits.head_timeout, self._due)
             else:
-                self._refuse(408, self._due)
+                self._refuse(self._due)
 
     def _answering(self) -> bool:
         """Return whether a request that has arrived in full waits for its reply."""
@@ -188,52 +180,49 @@ class LimitedProtocol(HttpToolsProtocol):
             return False
         return bool(self.pipeline) or not (cycle.response_complete or cycle.more_body)
 
-    def _set_deadline(self, seconds: float, due: Error | None) -> None:
+    def _set_deadline(self, seconds: float, due: RequestError | None) -> None:
         self.deadline, self._due = time.monotonic() + seconds, due
-
-    def _most_bytes(self) -> int:
-        body = 0 if self._in_head else _WIRE_FACTOR * self.limits.max_body_bytes
-        return self.limits.max_head + body
-
-    def _too_long(self) -> tuple[int, Error]:
-        if self._in_head:
-            allowed = f"{self.limits.max_head} bytes"
-            message = f"the request's line and headers are too long; allowed: {allowed}"
-            return 431, Error("head_too_large", message, "head", None, allowed)
-        return 413, Error("body_too_large", "the request has too many bytes", "body")
 
     def _abort(self) -> None:
         """Close at once; the system is not to keep what the client did not read either."""
-        known = self.transport.get_extra_info("socket")
-        # Not a copy: there may be no descriptor left.
-        same = socket.socket(known.family, known.type, known.proto, known.fileno())
+        # Not a copy: there may be no descriptor left. uvloop's own socket has no such method.
+        same = socket.socket(fileno=self.transport.get_extra_info("socket").fileno())
         try:
             same.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         finally:
             same.detach()
         self.transport.abort()
 
-    def _refuse(self, status: int, error: Error) -> None:
+    def _refuse_length(self) -> None:
+        if self._in_head:
+            allowed = f"{self.limits.max_head} bytes"
+            message = f"the request's line and headers are too long; allowed: {allowed}"
+            self._refuse(RequestError(431, "head_too_large", message, "head", None, allowed))
+        else:
+            message = "the request has too many bytes"
+            self._refuse(RequestError(413, "body_too_large", message, "body"))
+
+    def _refuse(self, error: RequestError) -> None:
         """Reply if no reply is under way, and close."""
         if self._refused:
             return None
         self._refused = True
         cycle = self.cycle
         if cycle is None or cycle.response_complete:
-            self.on_refused(self.client, status, time.monotonic() - self._began)
+            self.on_refused(self.client, error.status, time.monotonic() - self._began)
         else:
             if not cycle.response_started:
-                note_refused(cycle.scope, status)
+                cycle.scope[REFUSED] = error.status  # type: ignore[literal-required]
             cycle.disconnected = True  # whatever the application says is too late
             cycle.message_event.set()
         if self.pipeline or (cycle is not None and cycle.response_started and cycle.more_body):
             return self._abort()
-        body = json.dumps(asdict(ErrorReply(error)))
+        phrase = HTTPStatus(error.status).phrase
         head = (
-            f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: application/json\r\n"
-            f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
+            f"HTTP/1.1 {error.status} {phrase}\r\ncontent-type: application/json\r\n"
+            f"content-length: {len(error.body)}\r\nconnection: close\r\n\r\n"
         )
-        self.transport.write((head + body).encode())
+        self.transport.write((head + error.body).encode())
         self.transport.write_eof()
         return self._set_deadline(_LINGER_S, None)
 
@@ -268,7 +257,3 @@ async def sweep(server: uvicorn.Server) -> None:
                 connection.check(now)
             except Exception:  # one connection is not to keep the others open
                 _log.exception("a connection could not be cut")
-
-
-_SLOW_HEAD = Error("request_timeout", "the head of the request did not arrive in time", "head")
-_SLOW_BODY = Error("request_timeout", "the body of the request did not arrive in time", "body")

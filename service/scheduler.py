@@ -30,18 +30,15 @@ _FOR_THE_OLDEST = 4  # of how many slices of a client one is for its oldest requ
 _PACE_S = 0.0015  # a problem, until it is known better
 _NEWEST = 0.1  # the weight of the newest slice in what is known
 
+#: Yields how many problems are left, or None while that is not known.
 Steps = Generator[int | None, None, T]
 Reason = Literal["queue", "deadline", "gone"]
 
 
 class Refused(Exception):
-    """Work that is not done, or not to its end.
-
-    Attributes:
-        reason: ``queue``: too much work waits already; ``deadline``: it took too long; ``gone``:
-            the client has left.
-        retry_s: whole seconds in which what waits now will be done.
-    """
+    """Work that is not done, or not to its end: too much waits already (``queue``), it took too
+    long (``deadline``), or the client has left (``gone``). All that waits now will be done in
+    `retry_s` whole seconds."""
 
     def __init__(self, reason: Reason, retry_s: int) -> None:
         super().__init__(reason)
@@ -49,30 +46,22 @@ class Refused(Exception):
 
 
 class _Job(Generic[T]):
-    """One request's work.
-
-    Attributes:
-        left: problems; an estimate while `read` is false.
-        read: whether the steps have told how many problems they have.
-        result: cancelled when nobody waits for it any more.
-    """
+    """One request's work."""
 
     def __init__(self, client: _Client, steps: Steps[T], left: int) -> None:
-        self.client, self.steps, self.left, self.read = client, steps, left, False
+        self.client, self.steps = client, steps
+        self.left, self.read = left, False  # problems: an estimate until the steps have told
+        #: Cancelled when nobody waits for it any more.
         self.result: asyncio.Future[T] = asyncio.get_running_loop().create_future()
 
 
 class _Client:
-    """A client that has work here.
-
-    Attributes:
-        used_s: thread time that it has had, from where the others were when it came.
-        jobs: its work, in order of arrival.
-    """
+    """A client that has work here."""
 
     def __init__(self, name: str, used_s: float) -> None:
-        self.name, self.used_s = name, used_s
-        self.jobs: dict[_Job[Any], None] = {}
+        self.name = name
+        self.used_s = used_s  # of the thread's time, from where the others were when it came
+        self.jobs: dict[_Job[Any], None] = {}  # in order of arrival
         self._slices = 0
 
     def next(self) -> _Job[Any]:
@@ -137,24 +126,22 @@ class Scheduler:
         client = self._clients[name]
         job = _Job(client, steps, estimate)
         client.jobs[job] = None
-        self._metrics.add(1, "confpred_queued_requests")
-        self._count(job.left)
+        self._count(1, job.left)
         if self._worker is None or self._worker.done():
             self._worker = asyncio.create_task(self._work())
         return job
 
     def _leave(self, job: _Job[Any]) -> None:
         client = job.client
-        if job not in client.jobs:
-            return
-        del client.jobs[job]
-        if not client.jobs:
-            del self._clients[client.name]
-        self._metrics.add(-1, "confpred_queued_requests")
-        self._count(-job.left)
+        if job in client.jobs:
+            del client.jobs[job]
+            if not client.jobs:
+                del self._clients[client.name]
+            self._count(-1, -job.left)
 
-    def _count(self, problems: int) -> None:
+    def _count(self, requests: int, problems: int) -> None:
         self._waiting += problems
+        self._metrics.add(requests, "confpred_queued_requests")
         self._metrics.add(problems, "confpred_queued_problems")
 
     def _refused(self, reason: Reason) -> Refused:
@@ -173,23 +160,23 @@ class Scheduler:
         except Exception as error:
             if not job.result.done():
                 job.result.set_exception(error)
-            self._leave(job)
-            return
+            return self._leave(job)
         took = time.perf_counter() - start
         job.client.used_s += took
         if job.result.done():
-            return  # its client left meanwhile
+            return None  # its client left meanwhile
         if value is not None:
             job.result.set_result(value)
             self._leave(job)
         elif left is not None:
             self._progress(job, left, took)
+        return None
 
     def _progress(self, job: _Job[Any], left: int, took: float) -> None:
         """Note that after a slice of `took` seconds `job` has so many problems left."""
         if job.read and job.left > left:
             self._pace_s += _NEWEST * (took / (job.left - left) - self._pace_s)
-        self._count(left - job.left)
+        self._count(0, left - job.left)
         job.left = left
         if not job.read and self._waiting > max(self._limit, left):
             job.result.set_exception(self._refused("queue"))

@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from html import escape
 from typing import Any, Literal
@@ -14,7 +14,6 @@ from typing import Any, Literal
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
-from confpred.model.folder import Model
 from confpred.predict.choice import MAX_TOP, Source
 from confpred.problem.conv2d import CHOICES, LIMITS, PAIRS, Problem
 from confpred.problem.device import KNOWN, Device
@@ -148,32 +147,8 @@ class StatusReply:
     status: str
 
 
-def install(app: FastAPI, settings: Settings) -> None:
-    """Complete `app`'s OpenAPI description by what FastAPI cannot see: the checked bodies."""
-
-    def openapi() -> dict[str, Any]:
-        if not app.openapi_schema:
-            described = get_openapi(
-                title=app.title,
-                version=app.version,
-                description=app.description,
-                routes=app.routes,
-            )
-            described["components"]["schemas"] |= {
-                "Problem": _problem(),
-                "Limits": _limits(),
-                "PredictRequest": _request(settings),
-            }
-            if settings.tokens is not None:
-                _secure(described)
-            app.openapi_schema = described
-        loaded = app.state.loaded
-        models = () if loaded is None else loaded.current.predictor.models.values()
-        request = app.openapi_schema["components"]["schemas"]["PredictRequest"]
-        request["properties"]["device"]["enum"] = _devices(models)
-        return app.openapi_schema
-
-    app.openapi = openapi  # type: ignore[method-assign]
+def _ref(name: str) -> dict[str, str]:
+    return {"$ref": f"#/components/schemas/{name}"}
 
 
 #: The request body of ``/v1/predict``; its schema is among the components that `install` adds.
@@ -189,124 +164,122 @@ PREDICT_BODY: dict[str, Any] = {
     ],
     "requestBody": {
         "required": True,
-        "content": {
-            "application/json": {
-                "schema": {"$ref": "#/components/schemas/PredictRequest"},
-                "examples": EXAMPLES,
-            }
-        },
+        "content": {"application/json": {"schema": _ref("PredictRequest"), "examples": EXAMPLES}},
     },
 }
+
+
+def install(app: FastAPI, settings: Settings) -> None:
+    """Complete `app`'s OpenAPI description by what FastAPI cannot see: the checked bodies."""
+
+    def openapi() -> dict[str, Any]:
+        if not app.openapi_schema:
+            app.openapi_schema = described = get_openapi(
+                title=app.title, version=app.version, description=app.description, routes=app.routes
+            )
+            described["components"]["schemas"] |= _bodies(settings)
+            if settings.tokens is not None:
+                _secure(described)
+        # GPU models by their keys and as drivers call them, and those that only a model knows.
+        known = app.state.loaded.current.predictor.models.values() if app.state.loaded else ()
+        devices = {**KNOWN, **{model.device.key: model.device for model in known}}.values()
+        names = dict.fromkeys(name for each in devices for name in (each.key, each.product))
+        request = app.openapi_schema["components"]["schemas"]["PredictRequest"]
+        request["properties"]["device"]["enum"] = [*names]
+        return app.openapi_schema
+
+    app.openapi = openapi  # type: ignore[method-assign]
 
 
 def _secure(described: dict[str, Any]) -> None:
     """Say which requests need a token."""
     described["components"]["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
     described["security"] = [{"token": []}]
+    refused = {"application/json": {"schema": _ref("ErrorReply")}}
     for path, methods in described["paths"].items():
         for operation in methods.values():
             if path in OPEN:
                 operation["security"] = []
             else:
-                refused = {"$ref": "#/components/schemas/ErrorReply"}
-                operation["responses"]["401"] = {
-                    "description": "Unauthorized",
-                    "content": {"application/json": {"schema": refused}},
-                }
+                reply = {"description": "Unauthorized", "content": refused}
+                operation["responses"]["401"] = reply
 
 
-def _devices(models: Iterable[Model]) -> list[str]:
-    """Return the names of devices: GPU models by their keys and as drivers call them, and those
-    that only a model knows."""
-    devices = {**KNOWN, **{model.device.key: model.device for model in models}}.values()
-    return list(dict.fromkeys(name for each in devices for name in (each.key, each.product)))
-
-
-def _problem() -> dict[str, Any]:
-    properties, required = {}, []
-    for field in dataclasses.fields(Problem):
-        properties[field.name] = _field(field.name)
-        if field.default is dataclasses.MISSING:
-            required.append(field.name)
-        else:
-            properties[field.name]["default"] = field.default
+def _object(
+    title: str, description: str | None, properties: dict[str, Any], **more: Any
+) -> dict[str, Any]:
     return {
-        "title": "Problem",
-        "description": inspect.getdoc(Problem),
+        "title": title,
+        "description": description,
         "type": "object",
         "properties": properties,
-        "required": required,
+        **more,
         "additionalProperties": False,
     }
 
 
-def _field(name: str) -> dict[str, Any]:
+def _bodies(settings: Settings) -> dict[str, Any]:
+    """Return the schemas of a request's parts, by name."""
+    fields = dataclasses.fields(Problem)
+    problem = {field.name: _field(field) for field in fields}
+    required = [field.name for field in fields if field.default is dataclasses.MISSING]
+    limits = {
+        "workspace_bytes": {"type": ["integer", "null"], "minimum": 0, "maximum": 2**63 - 1},
+        "deterministic": {"type": "boolean", "default": False},
+        "tf32": {"type": "boolean", "default": True},
+        "max_error": {"type": ["number", "null"], "exclusiveMinimum": 0, "exclusiveMaximum": 1},
+    }
+    request = {
+        "device": {
+            "type": "string",
+            "description": "A device's key, or the name that its driver reports.",
+        },
+        "problem": _ref("Problem"),
+        "problems": {
+            "type": "array",
+            "items": _ref("Problem"),
+            "minItems": 1,
+            "maxItems": settings.max_batch,
+        },
+        "top": {
+            "type": "integer",
+            "minimum": 1,
+            "maximum": MAX_TOP,
+            "default": 1,
+            "description": "How many choices each problem gets, best first.",
+        },
+        "max_regret": {
+            "anyOf": [{"type": "number", "minimum": 1}, {"type": "null"}],
+            "default": None,
+            "description": "Answer PyTorch's own operator, as a fallback, where the bound on "
+            "the choice's regret is above this.",
+        },
+        "limits": _ref("Limits"),
+    }
+    asked = "Problems to choose configs for: `problem` for one, `problems` for many."
+    either = [{"required": ["problem"]}, {"required": ["problems"]}]
+    return {
+        "Problem": _object("Problem", inspect.getdoc(Problem), problem, required=required),
+        "Limits": _object("Limits", inspect.getdoc(Limits), limits),
+        "PredictRequest": _object(
+            "PredictRequest", asked, request, required=["device"], oneOf=either
+        ),
+    }
+
+
+def _field(field: dataclasses.Field[Any]) -> dict[str, Any]:
+    name = field.name
+    found: dict[str, Any] = {"type": "boolean"}
     if name in CHOICES:
-        return {"type": "string", "enum": list(CHOICES[name])}
-    if name not in LIMITS:
-        return {"type": "boolean"}
-    integer = {"type": "integer", "minimum": LIMITS[name][0], "maximum": LIMITS[name][1]}
-    if name not in PAIRS:
-        return integer
-    return {"anyOf": [integer, {"type": "array", "items": integer, "minItems": 2, "maxItems": 2}]}
-
-
-def _limits() -> dict[str, Any]:
-    return {
-        "title": "Limits",
-        "description": inspect.getdoc(Limits),
-        "type": "object",
-        "properties": {
-            "workspace_bytes": {"type": ["integer", "null"], "minimum": 0, "maximum": 2**63 - 1},
-            "deterministic": {"type": "boolean", "default": False},
-            "tf32": {"type": "boolean", "default": True},
-            "max_error": {
-                "type": ["number", "null"],
-                "exclusiveMinimum": 0,
-                "exclusiveMaximum": 1,
-            },
-        },
-        "additionalProperties": False,
-    }
-
-
-def _request(settings: Settings) -> dict[str, Any]:
-    problem = {"$ref": "#/components/schemas/Problem"}
-    return {
-        "title": "PredictRequest",
-        "description": "Problems to choose configs for: `problem` for one, `problems` for many.",
-        "type": "object",
-        "properties": {
-            "device": {
-                "type": "string",
-                "description": "A device's key, or the name that its driver reports.",
-            },
-            "problem": problem,
-            "problems": {
-                "type": "array",
-                "items": problem,
-                "minItems": 1,
-                "maxItems": settings.max_batch,
-            },
-            "top": {
-                "type": "integer",
-                "minimum": 1,
-                "maximum": MAX_TOP,
-                "default": 1,
-                "description": "How many choices each problem gets, best first.",
-            },
-            "max_regret": {
-                "anyOf": [{"type": "number", "minimum": 1}, {"type": "null"}],
-                "default": None,
-                "description": "Answer PyTorch's own operator, as a fallback, where the bound on "
-                "the choice's regret is above this.",
-            },
-            "limits": {"$ref": "#/components/schemas/Limits"},
-        },
-        "required": ["device"],
-        "oneOf": [{"required": ["problem"]}, {"required": ["problems"]}],
-        "additionalProperties": False,
-    }
+        found = {"type": "string", "enum": list(CHOICES[name])}
+    elif name in LIMITS:
+        found = {"type": "integer", "minimum": LIMITS[name][0], "maximum": LIMITS[name][1]}
+    if name in PAIRS:
+        pair = {"type": "array", "items": found, "minItems": 2, "maxItems": 2}
+        found = {"anyOf": [found, pair]}
+    if field.default is not dataclasses.MISSING:
+        found["default"] = field.default
+    return found
 
 
 #: The page may load nothing, from here or elsewhere, and run nothing.
@@ -314,13 +287,9 @@ PAGE_HEADERS = {"content-security-policy": "default-src 'none'; style-src 'unsaf
 _STYLE = "body { font: 15px/1.5 sans-serif; max-width: 60em; margin: auto } pre { overflow: auto }"
 
 
-def page(api: Mapping[str, Any]) -> str:
-    """Return the page of `api`, an OpenAPI description: each request with its examples, then the
-    forms of bodies and replies."""
-    return "".join(_page_parts(api))
-
-
-def _page_parts(api: Mapping[str, Any]) -> Iterator[str]:
+def page(api: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the page of `api`, an OpenAPI description, in parts: each request with its examples,
+    then the forms of bodies and replies."""
     title = escape(f"{api['info']['title']} {api['info']['version']}")
     yield f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title>'
     yield f"<style>{_STYLE}</style><h1>{title}</h1><p>{escape(api['info']['description'])}</p>"

@@ -35,7 +35,7 @@ from typing import Any
 from confpred.errors import ConfpredError, InvalidInput
 
 from . import Settings, generations, logs, tokens
-from .child import Child, Fields, Gone, show_life, tell_reloading, tell_systemd
+from .child import Child, Fields, show_life, tell_systemd
 from .metrics import Metrics, Totals, read, rows
 
 #: So many starts of a worker may fail in succession; then the server gives up, unless another
@@ -60,9 +60,7 @@ _log = logging.getLogger(__name__)
 class GaveUp(ConfpredError):
     """No worker keeps running."""
 
-
-class Refused(ConfpredError):
-    """A reload or rollback that cannot be done, so that nothing has changed."""
+    exit_code = 3  # of the command
 
 
 def serve(settings: Settings) -> None:
@@ -76,11 +74,11 @@ def serve(settings: Settings) -> None:
         GaveUp: workers ended again and again.
     """
     logs.configure(settings, "supervisor")
-    with _listener(settings) as listener, _home(settings) as home:
+    with _listener(settings) as listener, _home() as home:
         try:
             asyncio.run(Supervisor(settings, listener, home).run())
         finally:
-            logs.finish()
+            logging.shutdown()  # has the lines so far written
 
 
 def _listener(settings: Settings) -> socket.socket:
@@ -100,19 +98,17 @@ def _listener(settings: Settings) -> socket.socket:
 
 
 @contextlib.contextmanager
-def _home(settings: Settings) -> Iterator[Path]:
+def _home() -> Iterator[Path]:
     """Make a folder that the processes of this server share; remove it when it ends."""
     try:
         made = tempfile.TemporaryDirectory(prefix="confpred-serve-", ignore_cleanup_errors=True)
     except OSError as error:
         raise ConfpredError(f"cannot make a temporary folder: {error.strerror}") from error
     with made as name:
-        home = Path(name)
-        # Who tidies up /tmp leaves a folder that is locked.
-        lock = os.open(home, os.O_RDONLY)
-        fcntl.flock(lock, fcntl.LOCK_SH)
+        lock = os.open(name, os.O_RDONLY)
+        fcntl.flock(lock, fcntl.LOCK_SH)  # who tidies up /tmp leaves a folder that is locked
         try:
-            yield home
+            yield Path(name)
         finally:
             os.close(lock)
 
@@ -121,7 +117,7 @@ class Supervisor:
     """Parent of the workers of one server."""
 
     def __init__(self, settings: Settings, listener: socket.socket, home: Path) -> None:
-        """Serve all that connects to `listener`; published generations are kept in `home`."""
+        """Serve all that connects to `listener`; keep published generations in `home`."""
         self._settings, self._listener, self._home = settings, listener, home
         self._children: dict[int, Child] = {}  # by process
         self._slots: list[asyncio.Task[None]] = []
@@ -135,25 +131,20 @@ class Supervisor:
         self._metrics, self._totals = Metrics(logs.lost), Totals()
         for outcome in ("reloaded", "unchanged", "refused", "rolled_back", "taken_back"):
             self._metrics.add(0, "confpred_reloads", outcome)
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
 
     async def run(self) -> None:
-        """Serve until SIGTERM or SIGINT; SIGHUP reloads.
-
-        Raises:
-            ConfpredError: the models or the plan cannot be loaded at the start.
-            GaveUp: workers ended again and again.
-        """
+        """Serve until SIGTERM or SIGINT; SIGHUP reloads. Raises as `serve` does."""
         loop = asyncio.get_running_loop()
         for sign in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(sign, self._told_to_stop)
-        loop.add_signal_handler(signal.SIGHUP, lambda: self._spawn(self._reload_for("SIGHUP")))
+        loop.add_signal_handler(signal.SIGHUP, lambda: self._spawn(self._try("reload", "SIGHUP")))
         self._listener.setblocking(False)
         seen = generations.fingerprint(self._settings)
         first, self._known = await asyncio.to_thread(self._read)
         self._history = [first]
-        for number in range(self._settings.workers):
-            self._slots.append(asyncio.create_task(self._slot(str(number))))
+        slots = map(self._slot, map(str, range(self._settings.workers)))
+        self._slots = [*map(asyncio.create_task, slots)]
         self._spawn(show_life())
         if self._settings.watch_models:
             self._spawn(self._watch(seen))
@@ -164,46 +155,46 @@ class Supervisor:
         if self._fatal is not None:
             raise self._fatal
 
-    async def reload(self) -> str:
-        """Read models, plan and tokens again, and have all workers switch to them.
-
-        Returns: ``reloaded``, or ``unchanged`` if models and plan are as they were.
-
-        Raises:
-            Refused: they are broken; all workers answer as before.
-        """
+    async def _reload(self) -> str:
+        """Read models, plan and tokens again, and have all workers switch to them. Where they are
+        broken, raise a ConfpredError, and all workers answer as before."""
         async with self._changing:
             if self._announced:
-                tell_reloading()
+                tell_systemd(RELOADING="1", MONOTONIC_USEC=str(time.monotonic_ns() // 1000))
             try:
                 new, known = await asyncio.to_thread(self._read)
                 outcome = "unchanged" if new == self._history[-1] else "reloaded"
                 await self._change([*(each for each in self._history if each != new), new], known)
             except ConfpredError as error:
-                self._tell_status(f"reload refused: {error}")
-                self._metrics.add(1, "confpred_reloads", "refused")
-                raise Refused(str(error)) from error
-            self._tell_status(f"generation {new.name[:12]} answers")
-            self._metrics.add(1, "confpred_reloads", outcome)
+                self._reloaded("refused", f"reload refused: {error}")
+                raise
+            self._reloaded(outcome, f"generation {new.name[:12]} answers")
             return outcome
 
-    def _tell_status(self, status: str) -> None:
+    def _reloaded(self, outcome: str, status: str) -> None:
+        self._metrics.add(1, "confpred_reloads", outcome)
         if self._announced:
             tell_systemd(READY="1", STATUS=status.partition("\n")[0])
 
-    async def rollback(self, outcome: str = "rolled_back") -> str:
-        """Have all workers switch to the generation before the current one; tokens stay.
-
-        Raises:
-            Refused: there is none.
-        """
+    async def _rollback(self, outcome: str = "rolled_back") -> str:
+        """Have all workers switch to the generation before the current one; tokens stay."""
         async with self._changing:
             if len(self._history) < 2:
-                raise Refused("no former generation is loaded")
+                raise ConfpredError("no former generation is loaded")
             await self._change(self._history[:-1], self._known)
             self._switched = -math.inf
             self._metrics.add(1, "confpred_reloads", outcome)
             return outcome
+
+    async def _try(self, word: str, cause: str) -> Fields:
+        """Reload or roll back, and log it: the outcome, or the error that has changed nothing."""
+        try:
+            outcome = await (self._reload() if word == "reload" else self._rollback())
+        except ConfpredError as error:
+            _log.error("%s for %s refused: %s", word, cause, error)
+            return {"error": str(error)}
+        _log.info("%s for %s: generation %s", outcome, cause, self._history[-1].name[:12])
+        return {"outcome": outcome}
 
     def _read(self) -> tuple[Path, list[Fields]]:
         """Copy models and plan; return the folder of the copy, and the tokens."""
@@ -222,17 +213,19 @@ class Supervisor:
         history = history[-1 - self._settings.keep_models :]
         new = history[-1]
         is_new = new not in self._history
-        if is_new and (reason := await generations.refusal(new)):
-            shutil.rmtree(new, ignore_errors=True)
-            raise Refused(reason)
+        if is_new:
+            await self._check(new)
         ready = [child for child in self._children.values() if child.ready or child.leaving]
-        errors = await asyncio.gather(*(self._prepare(child, new) for child in ready))
-        reasons = [error for error in errors if error]
-        if reasons or (is_new and ready and all(error is None for error in errors)):
+        asked = (child.ask("prepare", _PREPARE_S, folder=str(new)) for child in ready)
+        answers = [answer for answer in await asyncio.gather(*asked) if answer is not None]
+        reasons = [answer["error"] for answer in answers if "error" in answer]
+        if is_new and ready and not answers:
+            reasons = ["all workers ended as they loaded it"]
+        if reasons:
             if is_new:  # it is forgotten where it was loaded
                 await asyncio.gather(*(self._switch(child, self._history) for child in ready))
                 shutil.rmtree(new, ignore_errors=True)
-            raise Refused(reasons[0] if reasons else "all workers ended as they loaded it")
+            raise ConfpredError(reasons[0])
         if is_new:
             self._switched, self._ended = time.monotonic(), 0
         self._known = known
@@ -242,28 +235,21 @@ class Supervisor:
         for folder in dropped:
             shutil.rmtree(folder, ignore_errors=True)
 
-    async def _prepare(self, child: Child, folder: Path) -> str | None:
-        """Return why `child` cannot load it; empty if it has; None if the child has ended."""
-        try:
-            asked = child.channel.ask("prepare", folder=str(folder))
-            answer = await asyncio.wait_for(asked, _PREPARE_S)
-        except Gone:
-            return None
-        except asyncio.TimeoutError:
-            return f"worker {child.name} did not load it within {_PREPARE_S:.0f} s"
-        return str(answer.get("error", ""))
+    async def _check(self, folder: Path) -> None:
+        """Remove a generation that a process of its own cannot load, and say why."""
+        if reason := await generations.refusal(folder):
+            shutil.rmtree(folder, ignore_errors=True)
+            raise ConfpredError(reason)
 
     async def _switch(self, child: Child, history: Sequence[Path]) -> bool:
         """Have `child` answer by the last of `history` and the tokens; False if it had to end."""
         keep = [folder.name for folder in history]
-        try:
-            asked = child.channel.ask("switch", generation=keep[-1], keep=keep, known=self._known)
-            answer = await asyncio.wait_for(asked, _SWITCH_S)
-        except (Gone, asyncio.TimeoutError):
-            answer = {"error": "no answer"}
-        if "error" in answer:
+        told = {"generation": keep[-1], "keep": keep, "known": self._known}
+        answer = await child.ask("switch", _SWITCH_S, **told)
+        if answer is None or "error" in answer:
             child.kill()
-        return "error" not in answer
+            return False
+        return True
 
     async def _slot(self, name: str) -> None:
         """Keep one worker running."""
@@ -298,16 +284,15 @@ class Supervisor:
             wanted = self._history[-1]
             try:
                 found = await asyncio.to_thread(self._publish)
-                if found != wanted and (reason := await generations.refusal(found)):
-                    shutil.rmtree(found, ignore_errors=True)
-                    raise Refused(reason)
+                if found != wanted:
+                    await self._check(found)
             except ConfpredError as error:
                 _log.error("the models cannot be copied again: %s", error)
                 return
             left = [each for each in self._history if each.is_dir() and each != found]
             self._history = [*left, found]
         if found != wanted:  # they have changed meanwhile
-            self._spawn(self._reload_for("a copy that was removed"))
+            self._spawn(self._try("reload", "a copy that was removed"))
 
     async def _consider(self, child: Child, failures: int, ended: str) -> None:
         """Wait before `child` is replaced, or give up."""
@@ -315,12 +300,12 @@ class Supervisor:
         if child.failed is not None and not self._announced and not others:
             self._fatal = self._fatal or ConfpredError(child.failed)
         elif failures >= MOST_FAILED_STARTS and not others:
-            gave_up = GaveUp(f"gave up after {failures} starts of a worker: {ended}")
-            self._fatal = self._fatal or gave_up
+            said = f"gave up after {failures} starts of a worker: {ended}"
+            self._fatal = self._fatal or GaveUp(said)
         if self._fatal is not None:
             return self._stopping.set()
-        doubled = _FIRST_PAUSE_S * 2 ** min(failures - 1, 30)
-        pause = min(doubled, _LONGEST_PAUSE_S) if failures else 0.0
+        doubled = _FIRST_PAUSE_S * 2 ** min(failures - 1, 30) if failures else 0.0
+        pause = min(doubled, _LONGEST_PAUSE_S)
         _log.warning("worker %s %s; another starts in %.3g s", child.name, ended, pause)
         self._metrics.add(1, "confpred_workers_replaced")
         with contextlib.suppress(asyncio.TimeoutError):
@@ -340,8 +325,8 @@ class Supervisor:
     async def _take_back(self, ended: str) -> None:
         blamed = self._history[-1].name[:12]
         try:
-            await self.rollback("taken_back")
-        except Refused as error:
+            await self._rollback("taken_back")
+        except ConfpredError as error:
             _log.error("generation %s is not taken back: %s", blamed, error)
         else:
             now = self._history[-1].name[:12]
@@ -354,7 +339,7 @@ class Supervisor:
         elif word == "failed":
             child.failed = fields["reason"]
         elif word == "closed":
-            child.count_closed(fields["count"])
+            child.closed = fields["count"]
         elif word == "leaving":
             self._replace(child)
         elif word == "counts":
@@ -362,14 +347,7 @@ class Supervisor:
         elif word == "metrics":
             return await self._tell_metrics()
         elif word in ("reload", "rollback"):
-            change = self.reload if word == "reload" else self.rollback
-            try:
-                outcome = await change()
-            except Refused as error:
-                _log.warning("%s refused: %s", word, error)
-                return {"error": str(error)}
-            self._log_change(outcome, "a request")
-            return {"outcome": outcome}
+            return await self._try(word, "a request")
         return None
 
     def _replace(self, child: Child) -> None:
@@ -392,8 +370,8 @@ class Supervisor:
         return {"counts": rows(self._totals.sum(own)), "processes": processes}
 
     async def _hear_counts(self, child: Child) -> None:
-        with contextlib.suppress(Gone, asyncio.TimeoutError):
-            answer = await asyncio.wait_for(child.channel.ask("counts"), _COUNTS_S)
+        answer = await child.ask("counts", _COUNTS_S)
+        if answer and "counts" in answer:
             self._totals.note(child.pid, answer["counts"])
 
     async def _admit(self, child: Child, generation: str) -> None:
@@ -402,7 +380,7 @@ class Supervisor:
         async with self._changing:
             if generation != self._history[-1].name:
                 for folder in self._history:
-                    await self._prepare(child, folder)
+                    await child.ask("prepare", _PREPARE_S, folder=str(folder))
             if not await self._switch(child, self._history) or child.leaving:
                 return
             child.ready = child.was_ready = True
@@ -450,19 +428,8 @@ class Supervisor:
                 return
             with connection:
                 ready = [child for child in self._children.values() if child.ready]
-                for child in sorted(ready, key=lambda child: child.load):
-                    if child.hand(connection):
-                        break
-
-    async def _reload_for(self, cause: str) -> None:
-        try:
-            self._log_change(await self.reload(), cause)
-        except Refused as error:
-            _log.error("reload for %s refused: %s", cause, error)
-
-    def _log_change(self, outcome: str, cause: str) -> None:
-        current = self._history[-1]
-        _log.info("%s for %s: generation %s", outcome, cause, current.name[:12])
+                # To the first that takes it, the one with the fewest before others.
+                any(child.hand(connection) for child in sorted(ready, key=lambda each: each.load))
 
     async def _watch(self, seen: str) -> None:
         """Reload when the models or the plan change on disk."""
@@ -471,18 +438,21 @@ class Supervisor:
             found = await asyncio.to_thread(generations.fingerprint, self._settings)
             if found != seen:
                 seen = found
-                await self._reload_for("changed files")
+                await self._try("reload", "changed files")
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, Any]) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     def _told_to_stop(self) -> None:
         if self._stopping.is_set():  # told twice: at once
-            for child in self._children.values():
-                child.kill()
+            self._kill()
         self._stopping.set()
+
+    def _kill(self) -> None:
+        for child in self._children.values():
+            child.kill()
 
     async def _stop(self) -> None:
         """End all workers, at the latest when their requests have had their grace."""
@@ -495,6 +465,5 @@ class Supervisor:
             else:
                 child.kill()
         await asyncio.wait(self._slots, timeout=self._settings.grace + _END_S)
-        for child in self._children.values():
-            child.kill()
+        self._kill()
         await asyncio.gather(*self._slots)

@@ -13,6 +13,7 @@ import hmac
 import ipaddress
 import json
 import os
+import re
 import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -26,19 +27,13 @@ FORMAT = "confpred-tokens/1"
 #: What a token is for: to ask, or to manage too.
 Scope = Literal["read", "admin"]
 SCOPES: tuple[Scope, ...] = get_args(Scope)
-_HEX = "0123456789abcdef"
 _PREFIX = "confpred_"  # so that a token is recognised where it should not be, such as in a log
 
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """A token, without itself.
-
-    Attributes:
-        name: whose it is; for the log.
-        scope: what it is for; ``admin`` includes ``read``.
-        sha256: its SHA-256, in hexadecimal.
-    """
+    """A token, without itself: whose it is, for the log; what it is for, where ``admin`` includes
+    ``read``; and its SHA-256, in hexadecimal."""
 
     name: str
     scope: Scope
@@ -55,11 +50,7 @@ def make(name: str, scope: Scope) -> tuple[str, Token]:
 
 
 def read(path: str | Path) -> tuple[Token, ...]:
-    """Return the tokens in the file at `path`.
-
-    Raises:
-        DataError: it is missing, damaged or not a file of tokens.
-    """
+    """Return the tokens in the file at `path`, or raise a DataError that says what is wrong."""
     entries = read_json(Path(path), "a file of tokens", FORMAT).get("tokens")
     if not isinstance(entries, list):
         raise DataError(f"{path}: tokens is not a list")
@@ -69,11 +60,8 @@ def read(path: str | Path) -> tuple[Token, ...]:
 @contextlib.contextmanager
 def alone(path: Path) -> Iterator[None]:
     """Wait until no other process is in such a block for the file at `path`, to read it, change it
-    and write it. The lock is on its folder, as the file itself is replaced.
-
-    Raises:
-        StorageError: there is no such folder, and none can be made.
-    """
+    and write it. The lock is on its folder, as the file itself is replaced. It is made if there is
+    none, or a StorageError raised."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         folder = os.open(path.parent, os.O_RDONLY)
@@ -87,11 +75,8 @@ def alone(path: Path) -> Iterator[None]:
 
 
 def write(path: str | Path, tokens: Sequence[Token]) -> None:
-    """Replace the file at `path`; only its owner may read it, at any moment.
-
-    Raises:
-        StorageError: the file system refused.
-    """
+    """Replace the file at `path`, which only its owner may read, at any moment; raise a
+    StorageError if the file system refuses."""
     content = {"format": FORMAT, "tokens": [asdict(token) for token in tokens]}
     text = json.dumps(content, indent=1) + "\n"
     write_whole(Path(path), lambda file: file.write(text.encode()), mode=0o600)
@@ -117,7 +102,7 @@ def _token(path: str | Path, place: int, entry: Any) -> Token:
     if entry["scope"] not in SCOPES:
         raise DataError(f"{where}: {InvalidInput('scope', entry['scope'], ' or '.join(SCOPES))}")
     digest = entry["sha256"]
-    if not (isinstance(digest, str) and len(digest) == 64 and set(digest) <= set(_HEX)):
+    if not (isinstance(digest, str) and re.fullmatch("[0-9a-f]{64}", digest)):
         raise DataError(f"{where}: {InvalidInput('sha256', digest, '64 hexadecimal digits')}")
     return Token(str(entry["name"]), cast(Scope, entry["scope"]), digest)
 

@@ -17,9 +17,7 @@ import socket
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
@@ -28,7 +26,7 @@ from confpred.errors import ConfpredError
 
 from . import Settings, generations, logs, tokens
 from .app import create_app
-from .child import Channel, Fields
+from .child import Channel, Fields, Start
 from .generations import Loaded
 from .protocol import leave, limited, sweep
 
@@ -36,49 +34,26 @@ _REPORT_S = 0.01  # closed connections are reported together
 _COUNTS_S = 1.0  # between reports of the counts, which are lost if the process is killed
 
 
-@dataclass(frozen=True, slots=True)
-class Start:
-    """Arguments of a worker, as one word of its command line.
-
-    Attributes:
-        settings: of the server.
-        name: the worker's, for the log.
-        control: file descriptor of the worker's end of the channel.
-        connections: file descriptor of the socket that connections arrive by.
-        generations: folders to load; the last is the current one.
-        home: the folder of the server.
-    """
-
-    settings: dict[str, Any]
-    name: str
-    control: int
-    connections: int
-    generations: list[str]
-    home: str
-
-
 class Worker:
     """The worker's end of the channel, beside a server that answers."""
 
     def __init__(self, start: Start, app: FastAPI, loaded: Loaded) -> None:
-        self._start, self._app, self._loaded = start, app, loaded
+        self._control, self._app, self._loaded = start.control, app, loaded
         self._connections = socket.socket(fileno=start.connections)
         self._connections.setblocking(False)
         self._closed = 0
         self._leave_at = math.inf
         self._reporting = self.orphaned = False
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks: set[asyncio.Task[None]] = set()
         # One thread, as the system keeps memory for each that ever loads.
         self._loader = ThreadPoolExecutor(1, "load")
 
     async def attach(self, server: uvicorn.Server) -> None:
         """Begin to take connections for `server`, which has started, and tell the supervisor."""
         self._server = server
-        control = socket.socket(fileno=self._start.control)
-        self._channel = await Channel.open(control, self._handle)
+        self._channel = await Channel.open(socket.socket(fileno=self._control), self._handle)
         self._app.state.supervisor = self._channel
-        for task in (self._listen(), sweep(server), self._count()):
-            self._tasks.append(asyncio.create_task(task))
+        self._tasks |= {*map(asyncio.create_task, (self._listen(), sweep(server), self._count()))}
         loop = asyncio.get_running_loop()
         loop.add_reader(self._connections.fileno(), self._take)
         loop.add_signal_handler(signal.SIGTERM, self._channel.tell, "leaving")
@@ -93,16 +68,11 @@ class Worker:
         answer: Fields | None = await getattr(self, f"_on_{word}")(**fields)
         return answer
 
-    async def _on_prepare(self, folder: str) -> Fields:
+    async def _on_prepare(self, folder: str) -> None:
         """Load a generation beside those that are loaded."""
-        try:
-            path = Path(folder)
-            if path.name not in self._loaded:
-                loop = asyncio.get_running_loop()
-                self._loaded.add(await loop.run_in_executor(self._loader, generations.load, path))
-        except (ConfpredError, OSError) as error:
-            return {"error": str(error)}
-        return {}
+        path, loop = Path(folder), asyncio.get_running_loop()
+        if path.name not in self._loaded:
+            self._loaded.add(await loop.run_in_executor(self._loader, generations.load, path))
 
     async def _on_switch(self, generation: str, keep: list[str], known: list[Fields]) -> None:
         """Answer by a generation, and by the tokens `known`, from the next request on."""
@@ -146,7 +116,8 @@ class Worker:
                 return
             for each in handed:
                 task = asyncio.create_task(self._connect(socket.socket(fileno=each)))
-                self._tasks = [*(t for t in self._tasks if not t.done()), task]
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
             if not handed:  # this process has no descriptor left
                 self._count_closed()
 
@@ -210,11 +181,12 @@ def main() -> None:
     logs.configure(settings, start.name)
     gc.freeze()
     try:
-        loaded = _load(start)
+        *others, current = (generations.load(Path(folder)) for folder in start.generations)
     except (ConfpredError, OSError) as error:
         message = json.dumps({"do": "failed", "reason": str(error)}) + "\n"
         os.write(start.control, message.encode())
         sys.exit(1)
+    loaded = Loaded(current, others)
     app = create_app(settings, loaded)
     config = uvicorn.Config(
         app,
@@ -229,11 +201,5 @@ def main() -> None:
     )
     worker = Worker(start, app, loaded)
     _Server(config, worker).run(sockets=[])
-    logs.finish()
     if worker.orphaned:  # nobody else tidies up
-        shutil.rmtree(Path(start.home), ignore_errors=True)
-
-
-def _load(start: Start) -> Loaded:
-    *others, current = (generations.load(Path(folder)) for folder in start.generations)
-    return Loaded(current, others)
+        shutil.rmtree(start.home, ignore_errors=True)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -93,6 +95,28 @@ _WORDS = {
     "LAYER": "--layer 'n=32 c=64 h=56 w=56 k=64 r=3 s=3 groups=8 padding=1'",
     "SUITE": str(Path(__file__).parents[1] / "datasets" / "suites" / "smoke.json"),
 }
+
+
+def confpred(*words: object, prelude: str = "", **how: Any) -> subprocess.CompletedProcess[str]:
+    """Run ``confpred`` with these words in a process of its own, after the program `prelude`."""
+    program = f"{prelude}\nfrom confpred.cli import main; main()"
+    given = {"capture_output": True, "text": True, "check": False, **how}
+    return subprocess.run([sys.executable, "-c", program, *map(str, words)], **given)
+
+
+def worked(*words: object, **how: Any) -> subprocess.CompletedProcess[str]:
+    """Run ``confpred``, which has to end well."""
+    done = confpred(*words, **how)
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def named(done: subprocess.CompletedProcess[str], message: str, *codes: int) -> None:
+    """Assert that a command has named what is wrong, and done nothing else."""
+    assert done.returncode in (codes or (1, 2)), done.stderr
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not done.stdout
 
 
 def options(command: click.Command = cli, name: str = "confpred") -> dict[str, Any]:

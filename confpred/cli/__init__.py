@@ -7,6 +7,7 @@ import signal
 import sys
 from importlib import import_module
 from types import FrameType
+from typing import Any
 
 import click
 
@@ -70,14 +71,12 @@ def main() -> None:
         stop_on_signals()
         cli(standalone_mode=True)
     except BaseException as error:
-        stopped = stop_behind(error)
-        if stopped is not None:
-            click.echo(f"confpred: {stopped}", err=True)
-            sys.exit(stopped.exit_code)
-        if not isinstance(error, (ConfpredError, OSError)):
+        ended = stop_behind(error) or error
+        # OSError: standard output may go to a full disk.
+        if not isinstance(ended, (Stopped, ConfpredError, OSError)):
             raise
-        click.echo(f"confpred: {error}", err=True)  # OSError: standard output may go to a full disk
-        sys.exit(2 if isinstance(error, InvalidInput) else 1)
+        click.echo(f"confpred: {ended}", err=True)
+        sys.exit(getattr(ended, "exit_code", 2 if isinstance(ended, InvalidInput) else 1))
 
 
 _WORDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
@@ -114,10 +113,13 @@ def stop_on_signals() -> None:
 
 def leave_signals() -> None:
     """Undo `stop_on_signals`, before what handles these signals itself."""
-    if signal.getsignal(signal.SIGINT) is _stop:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    if signal.getsignal(signal.SIGTERM) is _stop:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    usual: dict[int, Any] = {
+        signal.SIGINT: signal.default_int_handler,
+        signal.SIGTERM: signal.SIG_DFL,
+    }
+    for number, handler in usual.items():
+        if signal.getsignal(number) is _stop:
+            signal.signal(number, handler)
 
 
 def _stop(number: int, frame: FrameType | None) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial, reduce
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,12 +31,17 @@ folds_option = click.option("--folds", type=click.IntRange(2, 50), default=5, sh
 force_option = click.option(
     "--force", is_flag=True, help="Replace output files that exist; never an input."
 )
+gpu_option = click.option(
+    "--device", default="cuda:0", show_default=True, help="GPU of this machine."
+)
+json_option = partial(click.option, "--json", "as_json", is_flag=True)
 model_option = click.option("--model", type=FOLDER, help="Model folder; default: the newest.")
 plan_option = click.option(
     "--plan",
     type=FILE_OR_FOLDER,
     help="Plan to follow for the layers that it has: a file, or a folder with kernels.",
 )
+pytorch_option = partial(click.option, "--pytorch/--no-pytorch", default=True, show_default=True)
 seed_option = click.option(
     "--seed", type=click.IntRange(0, 2**31 - 1), default=0, show_default=True
 )
@@ -42,6 +49,10 @@ timeout_option = click.option(
     "--timeout", default="60s", show_default=True, help="Kill a GPU worker silent for longer."
 )
 _LAYER_OPTIONS = (
+    click.option("--network", type=FILE, help="A suite file of many layers."),
+    click.option(
+        "--operation", default="conv2d", show_default=True, help="Operation of the --layer options."
+    ),
     click.option(
         "--layer",
         "layers",
@@ -49,27 +60,17 @@ _LAYER_OPTIONS = (
         metavar="WORDS",
         help="A layer as field=value words; may be repeated.",
     ),
-    click.option(
-        "--operation", default="conv2d", show_default=True, help="Operation of the --layer options."
-    ),
-    click.option("--network", type=FILE, help="A suite file of many layers."),
 )
 
 
 def layer_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Give `command` the options that `problems_of` takes."""
-    for option in reversed(_LAYER_OPTIONS):
-        command = option(command)
-    return command
+    return reduce(lambda made, option: option(made), _LAYER_OPTIONS, command)
 
 
 def problems_of(layers: Sequence[str], operation: str, network: Path | None) -> list[Record]:
-    """Return the layers of the options `layer_options`.
-
-    Raises:
-        UsageError: both kinds were given, or none.
-        InvalidInput, DataError: a layer, the operation or the suite is not valid.
-    """
+    """Return the layers of the options `layer_options`; raise a UsageError where both kinds were
+    given, or none."""
     from confpred.data.suites import read_suite
     from confpred.families.registry import operation_named
 
@@ -98,42 +99,34 @@ def check_files(
     """
     read = dict(_identities(inputs))
     written: dict[str, str] = {}
-    for field, path in outputs.items():
-        if path is None:
-            continue
-        if path.is_dir():
-            raise InvalidInput(field, str(path), "a file, and this is a folder")
-        if path.exists() and (source := read.get(_identity(path))) is not None:
-            raise InvalidInput(field, str(path), f"a file that is not an input, and {source} is")
-        if path.exists() and not path.is_file():
-            raise InvalidInput(field, str(path), "a plain file, and this is a device or a pipe")
-        if os.path.lexists(path) and not force:
-            raise InvalidInput(field, str(path), "a new file; it exists, use --force to replace it")
+    for field, path in ((field, path) for field, path in outputs.items() if path is not None):
         other = written.setdefault(os.path.realpath(path), field)
-        if other != field:
-            raise InvalidInput(field, str(path), f"another file than that of {other}")
+        allowed = ""
+        if path.is_dir():
+            allowed = "a file, and this is a folder"
+        elif path.exists() and (source := read.get(_identity(path))) is not None:
+            allowed = f"a file that is not an input, and {source} is"
+        elif path.exists() and not path.is_file():
+            allowed = "a plain file, and this is a device or a pipe"
+        elif os.path.lexists(path) and not force:
+            allowed = "a new file; it exists, use --force to replace it"
+        elif other != field:
+            allowed = f"another file than that of {other}"
+        if allowed:
+            raise InvalidInput(field, str(path), allowed)
         check_writable(path)
 
 
 def check_new_folder(field: str, path: Path) -> None:
-    """Check that a folder can be made.
-
-    Raises:
-        InvalidInput: something of that name exists.
-        StorageError: the file system would refuse it.
-    """
+    """Check that a folder can be made; raises as `check_files`."""
     if os.path.lexists(path):
         raise InvalidInput(field, str(path), "a folder that does not exist yet")
     check_writable(path)
 
 
 def check_folder(field: str, path: Path) -> None:
-    """Check that files can be added to a folder, which is made if it is missing.
-
-    Raises:
-        InvalidInput: it is no folder.
-        StorageError: the file system would refuse it.
-    """
+    """Check that files can be added to a folder, which is made if it is missing; raises as
+    `check_files`."""
     if os.path.lexists(path) and not path.is_dir():
         raise InvalidInput(field, str(path), "a folder, and this is none")
     check_writable(path / field)
@@ -154,14 +147,19 @@ def _identity(path: Path) -> tuple[int, int]:
 
 
 def require_packages(extra: str, *modules: str) -> None:
-    """Check that `modules` of `extra` are installed, before any work.
-
-    Raises:
-        MissingExtra: one is not.
-    """
+    """Check that `modules` of `extra` are installed, before any work."""
     missing = [name for name in modules if find_spec(name) is None]
     if missing:
         raise MissingExtra(" and ".join(missing), extra)
+
+
+@contextlib.contextmanager
+def needing(extra: str) -> Iterator[None]:
+    """Have a MissingExtra name `extra` where an import in the block fails."""
+    try:
+        yield
+    except ImportError as error:
+        raise MissingExtra(str(error.name), extra) from error
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:

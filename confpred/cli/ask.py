@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,7 @@ from confpred.cli.arguments import (
     check_new_folder,
     device_option,
     force_option,
+    json_option,
     layer_options,
     model_option,
     plan_option,
@@ -33,22 +35,27 @@ if TYPE_CHECKING:
     from confpred.model.card import KnownDevice
     from confpred.predict.plan import Plan
 
+_PLAN_HEADINGS = ("layer", "source", "provider", "ms", "config")
 _ANSWER_HEADINGS = (
     "layer", "rank", "source", "provider", "ms", "PyTorch ms", "measured on", "bound", "confidence",
     "config",
 )  # fmt: skip
+_DEVICE_HEADINGS = (
+    "device", "board", "arch", "SMs", "GB/s", "TFLOP/s", "model", "layers", "problems",
+)  # fmt: skip
+_GUESSES = {
+    "heuristic": "an estimate, as no model knows such layers here; PyTorch's operator runs",
+    "transferred": "by the model of another device; PyTorch's operator runs unless it is measured",
+}
+
+
+top_option = partial(click.option, "--top", type=click.IntRange(1, MAX_TOP), show_default=True)
 
 
 @click.command("predict")
 @layer_options
 @device_option
-@click.option(
-    "--top",
-    type=click.IntRange(1, MAX_TOP),
-    default=1,
-    show_default=True,
-    help="How many configs to name for each layer, best first.",
-)
+@top_option(default=1, help="How many configs to name for each layer, best first.")
 @click.option(
     "--max-regret",
     type=click.FloatRange(min=1),
@@ -59,7 +66,7 @@ _ANSWER_HEADINGS = (
 @click.option("--max-error", type=float, help="Largest relative error; default: as PyTorch's own.")
 @click.option("--deterministic", is_flag=True, help="Only what repeats to the bit.")
 @click.option("--no-tf32", is_flag=True, help="Nothing that rounds float32 inputs to TF32.")
-@click.option("--json", "as_json", is_flag=True, help="Print what the HTTP service would reply.")
+@json_option(help="Print what the HTTP service would reply.")
 @model_option
 @plan_option
 def predict(
@@ -97,31 +104,17 @@ def predict(
     problems = problems_of(layers, operation, network)
     predictor = Predictor.load(model, plan=plan).within(limits)
     answers = [predictor.rank(problem, device, top, max_regret=max_regret) for problem in problems]
-    if as_json:
-        click.echo(answers_json(answers))
-    else:
-        for line in _answer_table(answers):
-            click.echo(line)
+    click.echo(answers_json(answers) if as_json else "\n".join(_answer_table(answers)))
 
 
-def _answer_table(answers: Sequence[Sequence[Choice]]) -> Iterable[str]:
-    rows = [_ANSWER_HEADINGS]
+def _answer_table(answers: Sequence[Sequence[Choice]]) -> Iterator[str]:
+    rows: list[Sequence[str]] = [_ANSWER_HEADINGS]
     for choices in answers:
         for rank, choice in enumerate(choices, 1):
-            rows.append(
-                (
-                    str(choice.problem) if rank == 1 else "",
-                    str(rank),
-                    choice.source,
-                    choice.provider,
-                    _ms(choice.predicted_ms),
-                    _ms(choice.pytorch_ms),
-                    choice.measured_on or "none",
-                    _bound(choice) if rank == 1 else "",
-                    _confidence(choice) if rank == 1 else "",
-                    " ".join(f"{k}={v}" for k, v in (choice.config or {}).items()),
-                )
-            )
+            cells = _cells(choice) | {"rank": str(rank)}
+            if rank > 1:
+                cells |= dict.fromkeys(("layer", "bound", "confidence"), "")
+            rows.append([cells[heading] for heading in _ANSWER_HEADINGS])
     yield from aligned(rows)
     models = sorted({c.model for choices in answers for c in choices if c.model is not None})
     if any(choices[0].regret_bound is not None for choices in answers):
@@ -129,44 +122,36 @@ def _answer_table(answers: Sequence[Sequence[Choice]]) -> Iterable[str]:
             f"model {' and '.join(models)}: with 95 % confidence a choice is at most its bound "
             "times as slow as the best config"
         )
-    guesses = {choices[0].source for choices in answers if choices[0].is_guess}
-    for source in sorted(guesses):
+    for source in sorted({choices[0].source for choices in answers if choices[0].is_guess}):
         yield f"{source}: {_GUESSES[source]}"
     if any(choices[0].extrapolated for choices in answers):
         yield "unlike: no layer in the model's data is like this one, so no bound was calibrated"
 
 
-_GUESSES = {
-    "heuristic": "an estimate, as no model knows such layers here; PyTorch's operator runs",
-    "transferred": "by the model of another device; PyTorch's operator runs unless it is measured",
-}
-
-
-def _ms(time_ms: float | None) -> str:
-    return "" if time_ms is None else f"{time_ms:.4f}"
-
-
-def _confidence(choice: Choice) -> str:
-    return "none" if choice.confidence is None else f"{choice.confidence * 100:.0f} %"
-
-
-def _bound(choice: Choice) -> str:
-    if choice.extrapolated:
-        return "unlike"
-    return "" if choice.regret_bound is None else f"{choice.regret_bound:.3f}"
+def _cells(choice: Choice) -> dict[str, str]:
+    """Return the columns of a table by their headings."""
+    bound, times = choice.regret_bound, (choice.predicted_ms, choice.pytorch_ms)
+    predicted, pytorch = ("" if ms is None else f"{ms:.4f}" for ms in times)
+    known = "" if bound is None else f"{bound:.3f}"
+    confidence = "none" if choice.confidence is None else f"{choice.confidence * 100:.0f} %"
+    return {
+        "layer": str(choice.problem),
+        "source": choice.source,
+        "provider": choice.provider,
+        "ms": predicted,
+        "PyTorch ms": pytorch,
+        "measured on": choice.measured_on or "none",
+        "bound": "unlike" if choice.extrapolated else known,
+        "confidence": confidence,
+        "config": " ".join(f"{k}={v}" for k, v in (choice.config or {}).items()),
+    }
 
 
 @click.command("explain")
 @layer_options
 @device_option
-@click.option(
-    "--top",
-    type=click.IntRange(1, MAX_TOP),
-    default=5,
-    show_default=True,
-    help="How many candidates to tell of, the best one included.",
-)
-@click.option("--json", "as_json", is_flag=True, help="Print the explanations as JSON.")
+@top_option(default=5, help="How many candidates to tell of, the best one included.")
+@json_option(help="Print the explanations as JSON.")
 @click.option(
     "--plot",
     type=OUTPUT,
@@ -227,9 +212,6 @@ def explain(
         click.echo(json.dumps(content, indent=1))
     else:
         click.echo("\n\n\n".join(map(str, found)))
-
-
-_PLAN_HEADINGS = ("layer", "source", "provider", "ms", "config")
 
 
 @click.group("plan")
@@ -298,7 +280,7 @@ def export(
 
 @plan.command()
 @click.argument("path", type=FILE_OR_FOLDER)
-@click.option("--json", "as_json", is_flag=True, help="Print the choices as predict --json does.")
+@json_option(help="Print the choices as predict --json does.")
 def show(path: Path, as_json: bool) -> None:
     """Print the choices of a plan, even if it was made for other kernels.
 
@@ -306,15 +288,13 @@ def show(path: Path, as_json: bool) -> None:
     confpred plan show plan.json
     confpred plan show plan.json --json
     """
-    from confpred.predict.choice import answers_json
     from confpred.predict.plan import read_plan
 
     plan = read_plan(path, any_kernels=True)
     if as_json:
         click.echo(answers_json([choice] for choice in plan.choices))
-        return
-    for line in _plan_table(plan):
-        click.echo(line)
+    else:
+        click.echo("\n".join(_plan_table(plan)))
 
 
 @plan.command()
@@ -357,41 +337,17 @@ def _plan_summary(plan: Plan) -> str:
 
 
 def _plan_table(plan: Plan) -> Iterator[str]:
-    rows = [_PLAN_HEADINGS, *map(_plan_row, plan.choices)]
-    yield from aligned(rows)
+    cells = map(_cells, plan.choices)
+    yield from aligned([_PLAN_HEADINGS, *([row[each] for each in _PLAN_HEADINGS] for row in cells)])
     made = "hand" if plan.confpred is None else f"confpred {plan.confpred}"
     yield f"{_plan_summary(plan)}; made by {made}" + (f", model {plan.model}" if plan.model else "")
-    outdated = plan.outdated()
-    if outdated is not None:
+    if (outdated := plan.outdated()) is not None:
         yield f"cannot be used here: {outdated}"
-
-
-def _plan_row(choice: Choice) -> tuple[str, ...]:
-    return (
-        str(choice.problem),
-        choice.source,
-        choice.provider,
-        "" if choice.predicted_ms is None else f"{choice.predicted_ms:.4f}",
-        " ".join(f"{k}={v}" for k, v in (choice.config or {}).items()),
-    )
-
-
-_DEVICE_HEADINGS = (
-    "device",
-    "board",
-    "arch",
-    "SMs",
-    "GB/s",
-    "TFLOP/s",
-    "model",
-    "layers",
-    "problems",
-)
 
 
 @click.command("devices")
 @click.argument("device", required=False)
-@click.option("--json", "as_json", is_flag=True, help="Print the devices as JSON.")
+@json_option(help="Print the devices as JSON.")
 @model_option
 def devices(device: str | None, as_json: bool, model: Path | None) -> None:
     """List the GPUs that are known, and what their models know; or tell all of one DEVICE.
@@ -416,29 +372,20 @@ def devices(device: str | None, as_json: bool, model: Path | None) -> None:
         found = [k for k in found if k.device.key == wanted.key] or [KnownDevice(wanted)]
     if as_json:
         click.echo(json.dumps({"devices": [known.to_json() for known in found]}, indent=1))
-        return
-    for line in _device_rows(found) if device is None else _device_facts(found[0]):
-        click.echo(line)
+    elif device is None:
+        click.echo("\n".join(aligned([_DEVICE_HEADINGS, *map(_device_row, found)])))
+    else:
+        click.echo("\n".join(_device_facts(found[0])))
 
 
-def _device_rows(found: Sequence[KnownDevice]) -> Iterator[str]:
-    rows = [_DEVICE_HEADINGS]
-    for known in found:
-        d = known.device
-        rows.append(
-            (
-                d.key,
-                d.product,
-                d.arch,
-                str(d.sm_count),
-                f"{d.dram_bytes_per_s / 1e9:.0f}",
-                f"{d.tensor_flops / 1e12:.0f}",
-                known.model or "none",
-                " ".join(known.layers),
-                "" if known.problems is None else f"{known.problems:,}",
-            )
-        )
-    yield from aligned(rows)
+def _device_row(known: KnownDevice) -> tuple[str, ...]:
+    d = known.device
+    return (
+        *(d.key, d.product, d.arch, str(d.sm_count)),
+        *(f"{d.dram_bytes_per_s / 1e9:.0f}", f"{d.tensor_flops / 1e12:.0f}"),
+        *(known.model or "none", " ".join(known.layers)),
+        "" if known.problems is None else f"{known.problems:,}",
+    )
 
 
 def _device_facts(known: KnownDevice) -> Iterator[str]:

@@ -23,16 +23,15 @@ from confpred.cli.arguments import (
     check_new_folder,
     folds_option,
     force_option,
+    needing,
     require_packages,
     seed_option,
 )
-from confpred.errors import InvalidInput, MissingExtra
+from confpred.errors import InvalidInput
 from confpred.files import write_whole
 from confpred.training import HOLDOUT_FORMAT, MODULES
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from confpred.training import Said
     from confpred.training.dataset import Dataset
     from confpred.training.holdout import Verdict
@@ -41,10 +40,7 @@ if TYPE_CHECKING:
 @click.command("train")
 @click.argument("data", nargs=-1, required=True, type=FILE_OR_FOLDER)
 @click.option(
-    "--out",
-    required=True,
-    type=OUTPUT,
-    help="Folder to make; its name is the model's version.",
+    "--out", required=True, type=OUTPUT, help="Folder to make; its name is the model's version."
 )
 @click.option("--device", help="Device to train for, where the data is of several.")
 @seed_option
@@ -99,13 +95,7 @@ def train(
         dataset = read_dataset(data, device)
         say("reading measurements", 1, 1)
         regret = train(
-            dataset,
-            out,
-            seed=seed,
-            exclude=exclude,
-            families=families,
-            problems=problems,
-            say=say,
+            dataset, out, seed=seed, exclude=exclude, families=families, problems=problems, say=say
         )
     click.echo(
         f"{out}: trained on {dataset.device.key}; regret on held-out networks: geomean "
@@ -218,32 +208,20 @@ def _judge(
     dataset: Dataset, holdout: tuple[Path, ...], model_folder: Path | None, seed: int, say: Said
 ) -> Verdict:
     """Judge the model of `model_folder` by `holdout`, or one that is trained on `dataset` without
-    the hold-out's networks and layers.
-
-    Raises:
-        ConfpredError: the hold-out cannot be read or is of another device; the model cannot be
-            read, or has seen a layer of it.
-    """
+    the hold-out's networks and layers."""
     from confpred.model.folder import load_model
     from confpred.training.dataset import read_dataset
-    from confpred.training.holdout import (
-        check_unseen,
-        judge_holdout,
-        read_holdout,
-        without_holdout,
-    )
+    from confpred.training.holdout import check_unseen, judge_holdout, read_holdout, without_holdout
     from confpred.training.train import train
 
     held = read_holdout(read_dataset(holdout, dataset.device.key), holdout)
-    if model_folder is not None:
+    with tempfile.TemporaryDirectory() as folder:
+        if model_folder is None:
+            model_folder = Path(folder) / "without-the-hold-out"
+            dataset = without_holdout(dataset, held.dataset)
+            train(dataset, model_folder, seed=seed, say=say)
         model = load_model(model_folder)
         return judge_holdout(model, held, check_unseen(model, dataset, held.dataset), seed, say)
-    with tempfile.TemporaryDirectory() as folder:
-        made = Path(folder) / "without-the-hold-out"
-        known = without_holdout(dataset, held.dataset)
-        train(known, made, seed=seed, say=say)
-        model = load_model(made)
-        return judge_holdout(model, held, check_unseen(model, known, held.dataset), seed, say)
 
 
 @click.command("report")
@@ -300,10 +278,8 @@ def merge(folders: tuple[Path, ...], file: Path, anchors: bool, force: bool) -> 
     confpred merge runs/first runs/second runs/all.parquet --force
     confpred merge runs/h100 datasets/h100
     """
-    try:
+    with needing("data"):
         from confpred.data.parquet import add_part, is_shard_of, merge, shards_in
-    except ImportError as error:
-        raise MissingExtra(str(error.name), "data") from error
     if file.is_dir() or (file.suffix != ".parquet" and not os.path.lexists(file)):
         check_folder("file", file)
         made = add_part(folders, file, anchors=anchors)
@@ -329,8 +305,19 @@ def show_steps() -> Iterator[Said]:
     from rich.progress import TimeElapsedColumn as Elapsed
 
     console = Console(stderr=True)
+    began = shown = time.monotonic()
+    current = ""
+
+    def log(step: str, done: int, total: int) -> None:
+        nonlocal current, shown
+        now = time.monotonic()
+        if step != current or now >= shown + _LINE_SECONDS:
+            current, shown = step, now
+            count = f": {done} of {total}" if done else ""
+            console.print(f"[{now - began:.0f}s] {step}{count}", markup=False, highlight=False)
+
     if not console.is_terminal:
-        yield _log_lines(console)
+        yield log
         return
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn())
     with Progress(*columns, MofNCompleteColumn(), Elapsed(), console=console) as bars:
@@ -342,19 +329,3 @@ def show_steps() -> Iterator[Said]:
             bars.update(tasks[step], completed=done, total=total)
 
         yield say
-
-
-def _log_lines(console: Console) -> Said:
-    began = shown = time.monotonic()
-    current = ""
-
-    def say(step: str, done: int, total: int) -> None:
-        nonlocal current, shown
-        now = time.monotonic()
-        if step == current and now < shown + _LINE_SECONDS:
-            return
-        current, shown = step, now
-        count = f": {done} of {total}" if done else ""
-        console.print(f"[{now - began:.0f}s] {step}{count}", markup=False, highlight=False)
-
-    return say

@@ -18,6 +18,8 @@ from confpred.cli.arguments import (
     OUTPUT,
     check_files,
     check_folder,
+    needing,
+    pytorch_option,
     timeout_option,
 )
 from confpred.data.suites import Suite, join, read_suite
@@ -27,7 +29,7 @@ from confpred.problem.device import get_device
 from confpred.sampler.tasks import BENCHMARK, HEURISTICS
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
     from confpred.data.measurements import Run
     from confpred.families.protocol import Family, Rows
@@ -75,12 +77,7 @@ _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
     type=click.IntRange(min=1),
     help="Measure as many configs more that --model orders first, or that chance picks without it.",
 )
-@click.option(
-    "--model",
-    "model_folder",
-    type=FOLDER,
-    help="The model that picks; needs --picked.",
-)
+@click.option("--model", "model_folder", type=FOLDER, help="The model that picks; needs --picked.")
 @click.option(
     "--anchors",
     "anchors_file",
@@ -99,12 +96,7 @@ _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
     type=click.IntRange(0, 1024),
     help="Compilations at a time; 0: all kernels are in the cache already.  [default: the cores]",
 )
-@click.option(
-    "--pytorch/--no-pytorch",
-    default=True,
-    show_default=True,
-    help="Time PyTorch's own operator as well.",
-)
+@pytorch_option(help="Time PyTorch's own operator as well.")
 @click.option(
     "--cudnn-mode",
     "cudnn_modes",
@@ -165,16 +157,17 @@ def sample(
     suite = join([read_suite(file) for file in suite_files])
     if model_folder is not None and not picked:
         raise InvalidInput("model", str(model_folder), "a model that picks: give --picked too")
-    check_families(suite, families)
+    known = families_of(suite.entries[0].problem)
+    for name in families:
+        if name not in known:
+            raise InvalidInput("family", name, " or ".join(known))
     planned_for = compile_device or plan_device
     check_pytorch(pytorch and planned_for is None)
-    try:
+    with needing("gpu"):
         import rich  # noqa: F401 -- a missing package is reported before any work
 
         from confpred.sampler.run import Settings, find_gpus
         from confpred.sampler.tasks import read_anchors
-    except ImportError as error:
-        raise MissingExtra(str(error.name), "gpu") from error
 
     runs = {} if planned_for else find_gpus(gpus)
     device = get_device(planned_for or next(iter(runs.values())).device)
@@ -198,11 +191,7 @@ def sample(
 
 
 def picker(model_folder: Path, device: Device) -> Pick:
-    """Return the order in which the model in a folder would try a family's configs.
-
-    Raises:
-        ModelError: the model's folder is missing, damaged or foreign.
-    """
+    """Return the order in which the model in a folder would try a family's configs."""
     from confpred.model.folder import load_model
 
     families = load_model(model_folder).families
@@ -223,12 +212,7 @@ def report_plan(
     compiling: bool,
     archive: Path | None,
 ) -> None:
-    """Print what would be measured, after compiling it if `compiling`, and write `archive`.
-
-    Raises:
-        ConfpredError: a shard of `out` is damaged, a file cannot be written, or there is no
-            compiler.
-    """
+    """Print what would be measured, after compiling it if `compiling`, and write `archive`."""
     from confpred.sampler import forecast
     from confpred.sampler.progress import duration
     from confpred.sampler.run import measured_in, plan
@@ -259,24 +243,8 @@ def report_plan(
         click.echo(f"{packed} kernels in {archive}, {archive.stat().st_size / 2**20:.1f} MiB")
 
 
-def check_families(suite: Suite, families: Sequence[str]) -> None:
-    """Check that each of `families` computes the operation of `suite`.
-
-    Raises:
-        InvalidInput: one does not.
-    """
-    known = families_of(suite.entries[0].problem)
-    for name in families:
-        if name not in known:
-            raise InvalidInput("family", name, " or ".join(known))
-
-
 def sample_and_report(suite: Suite, out: Path, runs: Mapping[int, Run], settings: Settings) -> int:
-    """Sample with progress, Ctrl-C and a summary; returns the exit code.
-
-    Raises:
-        ConfpredError: see `confpred.sampler.run.sample`.
-    """
+    """Sample with progress, Ctrl-C and a summary; returns the exit code."""
     from rich.console import Console
 
     from confpred.sampler.progress import count_interrupts, show_progress, summary
@@ -294,11 +262,7 @@ def sample_and_report(suite: Suite, out: Path, runs: Mapping[int, Run], settings
 
 
 def parse_duration(field: str, text: str) -> float:
-    """Return the seconds in a text such as ``90s``, ``8m`` or ``1.5h``.
-
-    Raises:
-        InvalidInput: the text is no such duration, or it is not more than zero.
-    """
+    """Return the seconds in a text such as ``90s``, ``8m`` or ``1.5h``."""
     match = re.fullmatch(r"([0-9]{1,6}(?:\.[0-9]{1,3})?)([smh])", text.strip())
     seconds = float(match[1]) * _UNITS[match[2]] if match else 0.0
     if seconds <= 0:
@@ -306,42 +270,23 @@ def parse_duration(field: str, text: str) -> float:
     return seconds
 
 
-def parse_ordinal(text: str) -> int:
-    """Return the CUDA device number in ``cuda:0`` or ``0``.
-
-    Raises:
-        InvalidInput: the text is no such name.
-    """
+def find_gpu(text: str) -> tuple[dict[int, Run], Device]:
+    """Return the run of the CUDA device that `text` names, as ``cuda:0`` or ``0``, and the
+    device's description. Raises as `confpred.sampler.run.find_gpus`."""
     match = re.fullmatch(r"(?:cuda:)?([0-9]{1,4})", text.strip())
     if match is None:
         raise InvalidInput("device", text, "a GPU of this machine, such as cuda:0")
-    return int(match[1])
-
-
-def find_gpu(text: str) -> tuple[dict[int, Run], Device]:
-    """Return the run of each CUDA device that `text` names, and the device's description.
-
-    Raises:
-        MissingExtra: the packages of the extra ``gpu`` are not installed.
-        InvalidInput, LaunchError, UnknownDevice: see `confpred.sampler.run.find_gpus`.
-    """
-    ordinal = parse_ordinal(text)
-    try:
+    ordinal = int(match[1])
+    with needing("gpu"):
         import rich  # noqa: F401 -- a missing package is reported before any work
 
         from confpred.cuda.driver import device_of
         from confpred.sampler.run import find_gpus
-    except ImportError as error:
-        raise MissingExtra(str(error.name), "gpu") from error
     return find_gpus(str(ordinal)), device_of(ordinal)
 
 
 def check_pytorch(wanted: bool) -> None:
-    """Check that PyTorch is installed where its operator is to be timed.
-
-    Raises:
-        MissingExtra: it is not.
-    """
+    """Check that PyTorch is installed where its operator is to be timed."""
     if wanted and find_spec("torch") is None:
         raise MissingExtra("torch (or --no-pytorch)", "gpu")
 

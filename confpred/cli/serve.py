@@ -28,8 +28,6 @@ _PATHS = {
 }
 #: The beginning of the environment's variables that are settings.
 _PREFIX = "CONFPRED_SERVE_"
-#: The exit status when no worker can be kept running.
-GAVE_UP = 3
 
 
 def _option(field: Any) -> click.Option:
@@ -94,15 +92,10 @@ def _check_variables() -> None:
 def _serve(**values: Any) -> None:
     _check_variables()
     require_packages("serve", *MODULES)
-    from confpred.service.supervisor import GaveUp  # what `--help` can do without
-    from confpred.service.supervisor import serve as run
+    from confpred.service.supervisor import serve as run  # what `--help` can do without
 
     leave_signals()
-    try:
-        run(Settings(**values))
-    except GaveUp as error:
-        click.echo(f"confpred: {error}", err=True)
-        sys.exit(GAVE_UP)
+    run(Settings(**values))
 
 
 _CONFIG = click.Option(
@@ -159,16 +152,12 @@ def token(name: str, path: Path, scope: tokens.Scope, revoke: bool) -> None:
     with tokens.alone(path):
         known = tokens.read(path) if revoke or path.exists() else ()
         others = tuple(token for token in known if token.name != name)
-        if revoke:
-            if len(others) == len(known):
-                raise InvalidInput("name", name, f"the name of a token in {path}")
-            tokens.write(path, others)
-            click.echo(f"revoked {name}; servers follow at their next reload")
-            return
-        if len(others) != len(known):
+        if revoke and others == known:
+            raise InvalidInput("name", name, f"the name of a token in {path}")
+        if not revoke and others != known:
             raise InvalidInput("name", name, f"a name that no token in {path} has")
-        if not name.isprintable() or not 1 <= len(name) <= 64:
+        if not revoke and not (name.isprintable() and 1 <= len(name) <= 64):
             raise InvalidInput("name", name, "1 to 64 printable characters")
         secret, token = tokens.make(name, scope)
-        tokens.write(path, (*known, token))
-    click.echo(secret)
+        tokens.write(path, others if revoke else (*known, token))
+    click.echo(f"revoked {name}; servers follow at their next reload" if revoke else secret)

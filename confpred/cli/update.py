@@ -17,12 +17,16 @@ from confpred.cli.arguments import (
     FOLDER,
     OUTPUT,
     check_folder,
+    gpu_option,
+    json_option,
+    needing,
+    pytorch_option,
     require_packages,
     timeout_option,
 )
 from confpred.cli.sample import check_pytorch, cores, find_gpu, parse_duration
-from confpred.data.suites import Suite, join, read_suite
-from confpred.errors import InvalidInput, MissingExtra
+from confpred.data.suites import join, read_suite
+from confpred.errors import InvalidInput
 from confpred.problem.conv2d import DIRECTIONS
 from confpred.training import MODULES
 
@@ -37,7 +41,7 @@ NOT_BETTER = 3
 
 
 @click.command("retrain")
-@click.option("--device", default="cuda:0", show_default=True, help="GPU of this machine.")
+@gpu_option
 @click.option(
     "--budget",
     default="15m",
@@ -63,12 +67,7 @@ NOT_BETTER = 3
     help="Where its measurements are kept.  [default: in your data folder, one a device]",
 )
 @click.option("--jobs", type=click.IntRange(1, 1024), help="Compilations at a time.")
-@click.option(
-    "--pytorch/--no-pytorch",
-    default=True,
-    show_default=True,
-    help="Time PyTorch's own operator as well: without it nothing is left to it.",
-)
+@pytorch_option(help="Time PyTorch's own operator as well: without it nothing is left to it.")
 @timeout_option
 def retrain(
     device: str,
@@ -108,7 +107,9 @@ def retrain(
     require_packages("train", *MODULES)
     budget_s, silence_s = parse_duration("budget", budget), parse_duration("timeout", timeout)
     check_pytorch(pytorch)
-    suite = join([read_suite(file) for file in suites]) if suites else _own_suite()
+    with as_file(files("confpred.suites")) as own:
+        directions = [own / f"{direction}.json" for direction in DIRECTIONS]
+        suite = join([read_suite(file) for file in suites or directions])
     runs, described = find_gpu(device)
     from confpred.retraining.retrain import Request, check_suite, default_folder
     from confpred.sampler.run import Settings
@@ -121,18 +122,8 @@ def retrain(
     sys.exit(retrain_and_report(request))
 
 
-def _own_suite() -> Suite:
-    """Return the installed suites of the three directions as one."""
-    with as_file(files("confpred.suites")) as folder:
-        return join([read_suite(folder / f"{direction}.json") for direction in DIRECTIONS])
-
-
 def retrain_and_report(request: Request) -> int:
-    """Retrain with progress, Ctrl-C and a summary; returns the exit code.
-
-    Raises:
-        ConfpredError: see `confpred.retraining.retrain.retrain`.
-    """
+    """Retrain with progress, Ctrl-C and a summary; returns the exit code."""
     from rich.console import Console
 
     from confpred.retraining.retrain import retrain
@@ -172,7 +163,7 @@ _SHOWN = 5
 
 
 @click.command("drift")
-@click.option("--device", default="cuda:0", show_default=True, help="GPU of this machine.")
+@gpu_option
 @click.option("--model", type=FOLDER, help="Model folder.  [default: the one in use]")
 @click.option(
     "--count",
@@ -183,9 +174,9 @@ _SHOWN = 5
 )
 @click.option("--seed", type=click.IntRange(0, 2**32 - 1), default=0, show_default=True)
 @click.option("--budget", default="3m", show_default=True, help="Begin no problem after this long.")
-@click.option("--pytorch/--no-pytorch", default=True, show_default=True, help="Its operator too.")
+@pytorch_option(help="Its operator too.")
 @timeout_option
-@click.option("--json", "as_json", is_flag=True, help="Print everything that was found as JSON.")
+@json_option(help="Print everything that was found as JSON.")
 def drift(
     device: str,
     model: Path | None,
@@ -250,18 +241,15 @@ def _model_in_use(folder: Path | None, device: Device) -> Model:
         return model
     models = NewestModels()
     if device.key not in models:
-        allowed = (
-            f"a GPU that has a model ({', '.join(sorted(models))}); confpred retrain makes one"
-        )
+        having = ", ".join(sorted(models))
+        allowed = f"a GPU that has a model ({having}); confpred retrain makes one"
         raise InvalidInput("device", device.key, allowed)
     return models[device.key]
 
 
 def _cudnn() -> str:
-    try:
+    with needing("gpu"):
         from confpred.measure.pytorch import cudnn_version
-    except ImportError as error:
-        raise MissingExtra(str(error.name), "gpu") from error
     return cudnn_version()
 
 

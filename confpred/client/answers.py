@@ -39,12 +39,8 @@ class Reply(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ServedDevice:
-    """A device that the service answers for.
-
-    Attributes:
-        device: its description there.
-        model: version of the model that answers; None where estimates do.
-    """
+    """A device that the service answers for: its description there, and the version of the model
+    that answers, None where estimates do."""
 
     device: Device
     model: str | None
@@ -52,14 +48,8 @@ class ServedDevice:
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """A model that the service has loaded.
-
-    Attributes:
-        device: key of the device that it is for.
-        version: its name.
-        card: what it was trained on, and how well it does.
-        digest: of its files; None where the service tells none.
-    """
+    """A model that the service has loaded: the key of its device, its name, its card (what it was
+    trained on, and how well it does), and its digest, None where the service tells none."""
 
     device: str
     version: str
@@ -199,8 +189,7 @@ def retry_after_s(headers: Mapping[str, str]) -> float:
         then = parsedate_to_datetime(value)
     except ValueError:
         return 0.0
-    if then.tzinfo is None:
-        then = then.replace(tzinfo=timezone.utc)
+    then = then if then.tzinfo else then.replace(tzinfo=timezone.utc)
     return max(0.0, (then - datetime.now(timezone.utc)).total_seconds())
 
 

@@ -19,8 +19,8 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, Generic, TypeVar
+from functools import partial, wraps
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 import httpx
 
@@ -39,6 +39,8 @@ log = logging.getLogger(__name__)
 Read = TypeVar("Read")
 Result = TypeVar("Result")
 Http = TypeVar("Http")
+Given = ParamSpec("Given")
+_TOO_SLOW = "the reply is too slow"
 #: Seconds in which a connection has to be made: a host that is down does not reply at all.
 CONNECT_S = 1.0
 #: The server, or a proxy before it, has not worked on the request. Questions change nothing, so
@@ -206,13 +208,50 @@ class _Questions(ABC, Generic[Http]):
     async def _compute(self, function: Callable[[], Result]) -> Result:
         """Call something that may take milliseconds of this process."""
 
+    async def _choose(
+        self, problem: Record, device: str | Device, *, trace: Trace | None = None
+    ) -> Choice:
+        """Return the best config known for `problem` on `device`."""
+        return (await self._ask([problem], device, 1, trace))[0][0]
+
+    async def _choose_many(
+        self, problems: Iterable[Record], device: str | Device, *, trace: Trace | None = None
+    ) -> list[Choice]:
+        """`choose` for each of `problems`, in order, in as few requests as the service takes."""
+        return [choices[0] for choices in await self._ask(problems, device, 1, trace)]
+
+    async def _rank(
+        self, problem: Record, device: str | Device, top: int = 5, *, trace: Trace | None = None
+    ) -> list[Choice]:
+        """Return the best `top` choices, best first."""
+        return list((await self._ask([problem], device, top, trace))[0])
+
+    async def _plan(
+        self, problems: Iterable[Record], device: str | Device, *, trace: Trace | None = None
+    ) -> Plan:
+        """Return the choices of a network as a plan: written by `confpred.predict.plan.write_plan`,
+        it is read by ``confpred.use_plan`` and ``Predictor.load(plan=...)``."""
+        return plan_of(await self._choose_many(problems, device, trace=trace))
+
+    async def _devices(self, *, trace: Trace | None = None) -> tuple[ServedDevice, ...]:
+        """Return the devices that the service answers for."""
+        return await self._get("/v1/devices", answers.devices_of, trace)
+
+    async def _models(self, *, trace: Trace | None = None) -> tuple[ServedModel, ...]:
+        """Return the models that the service has loaded."""
+        return await self._get("/v1/models", answers.models_of, trace)
+
     async def _ask(
         self, problems: Iterable[Record], device: str | Device, top: int, trace: Trace | None
     ) -> list[Choices]:
         """Return the best `top` choices of each problem: those that are kept, and the service's
         for the others, each of which is sent once."""
         known, top = get_device(device), check_top(top)
-        asked = [(_checked(problem), top) for problem in problems]
+        asked: list[Asked] = []
+        for problem in problems:
+            if not isinstance(problem, Problem):
+                raise InvalidInput("problem", problem, "a confpred.Problem")
+            asked.append((problem, top))
         kept = self._kept.setdefault(known.key, self._make_kept())
         found = {one: answer for one in asked if (answer := kept.get(one)) is not None}
         missing = [problem for problem, _ in dict.fromkeys(asked) if (problem, top) not in found]
@@ -223,8 +262,9 @@ class _Questions(ABC, Generic[Http]):
             try:
                 reply = await self._exchange(call, "POST", "/v1/predict", json.dumps(body).encode())
             except ServiceUnavailable as error:
-                rank = partial(_rank, self._instead(error), missing, known, top)
-                found |= await self._compute(rank)
+                rank = self._instead(error).rank
+                for p in missing:
+                    found[p, top] = tuple(await self._compute(partial(rank, p, known, top)))
                 break
             if len(part) > 1 and answers.is_too_much(reply):
                 self._max_batch = max(1, min(self._max_batch, len(part) // 2))
@@ -315,6 +355,24 @@ class _Questions(ABC, Generic[Http]):
         self._is_away = False
 
 
+def _blocking(
+    call: Callable[Concatenate[Any, Given], Coroutine[Any, Any, Result]],
+) -> Callable[Concatenate[Any, Given], Result]:
+    """Return `call` as a method of `Client`, where it never suspends."""
+
+    @wraps(call)
+    def run(self: Any, *args: Given.args, **kwargs: Given.kwargs) -> Result:
+        try:
+            call(self, *args, **kwargs).send(None)
+        except StopIteration as end:
+            result: Result = end.value
+            return result
+        raise AssertionError("a call of Client was suspended")
+
+    run.__name__ = call.__name__.lstrip("_")
+    return run  # type: ignore[return-value]
+
+
 class Client(_Questions[httpx.Client]):
     """Client for threads: asks the service as one asks a `confpred.Predictor`.
 
@@ -327,39 +385,12 @@ class Client(_Questions[httpx.Client]):
     """
 
     _connections = httpx.Client
-
-    def choose(
-        self, problem: Record, device: str | Device, *, trace: Trace | None = None
-    ) -> Choice:
-        """Return the best config known for `problem` on `device`."""
-        return _run(self._ask([problem], device, 1, trace))[0][0]
-
-    def choose_many(
-        self, problems: Iterable[Record], device: str | Device, *, trace: Trace | None = None
-    ) -> list[Choice]:
-        """`choose` for each of `problems`, in order, in as few requests as the service takes."""
-        return [choices[0] for choices in _run(self._ask(problems, device, 1, trace))]
-
-    def rank(
-        self, problem: Record, device: str | Device, top: int = 5, *, trace: Trace | None = None
-    ) -> list[Choice]:
-        """Return the best `top` choices, best first."""
-        return list(_run(self._ask([problem], device, top, trace))[0])
-
-    def plan(
-        self, problems: Iterable[Record], device: str | Device, *, trace: Trace | None = None
-    ) -> Plan:
-        """Return the choices of a network as a plan: written by `confpred.predict.plan.write_plan`,
-        it is read by ``confpred.use_plan`` and ``Predictor.load(plan=...)``."""
-        return plan_of(self.choose_many(problems, device, trace=trace))
-
-    def devices(self, *, trace: Trace | None = None) -> tuple[ServedDevice, ...]:
-        """Return the devices that the service answers for."""
-        return _run(self._get("/v1/devices", answers.devices_of, trace))
-
-    def models(self, *, trace: Trace | None = None) -> tuple[ServedModel, ...]:
-        """Return the models that the service has loaded."""
-        return _run(self._get("/v1/models", answers.models_of, trace))
+    choose = _blocking(_Questions._choose)
+    choose_many = _blocking(_Questions._choose_many)
+    rank = _blocking(_Questions._rank)
+    plan = _blocking(_Questions._plan)
+    devices = _blocking(_Questions._devices)
+    models = _blocking(_Questions._models)
 
     def close(self) -> None:
         """Close the connections; a later call makes new ones."""
@@ -378,7 +409,7 @@ class Client(_Questions[httpx.Client]):
                 parts = []
                 for part in response.iter_bytes():
                     if clock() > deadline:
-                        return "the reply is too slow"
+                        return _TOO_SLOW
                     parts.append(part)
                 return Reply(response.status_code, response.headers, b"".join(parts))
         except httpx.RequestError as error:
@@ -395,38 +426,12 @@ class AsyncClient(_Questions[httpx.AsyncClient]):
     """`Client` whose calls are awaited, in one event loop; its fallback computes in a thread."""
 
     _connections = httpx.AsyncClient
-
-    async def choose(
-        self, problem: Record, device: str | Device, *, trace: Trace | None = None
-    ) -> Choice:
-        """Return the best config known for `problem` on `device`."""
-        return (await self._ask([problem], device, 1, trace))[0][0]
-
-    async def choose_many(
-        self, problems: Iterable[Record], device: str | Device, *, trace: Trace | None = None
-    ) -> list[Choice]:
-        """`choose` for each of `problems`, in order, in as few requests as the service takes."""
-        return [choices[0] for choices in await self._ask(problems, device, 1, trace)]
-
-    async def rank(
-        self, problem: Record, device: str | Device, top: int = 5, *, trace: Trace | None = None
-    ) -> list[Choice]:
-        """Return the best `top` choices, best first."""
-        return list((await self._ask([problem], device, top, trace))[0])
-
-    async def plan(
-        self, problems: Iterable[Record], device: str | Device, *, trace: Trace | None = None
-    ) -> Plan:
-        """Return the choices of a network as a plan, as `Client.plan` does."""
-        return plan_of(await self.choose_many(problems, device, trace=trace))
-
-    async def devices(self, *, trace: Trace | None = None) -> tuple[ServedDevice, ...]:
-        """Return the devices that the service answers for."""
-        return await self._get("/v1/devices", answers.devices_of, trace)
-
-    async def models(self, *, trace: Trace | None = None) -> tuple[ServedModel, ...]:
-        """Return the models that the service has loaded."""
-        return await self._get("/v1/models", answers.models_of, trace)
+    choose = _Questions._choose
+    choose_many = _Questions._choose_many
+    rank = _Questions._rank
+    plan = _Questions._plan
+    devices = _Questions._devices
+    models = _Questions._models
 
     async def close(self) -> None:
         """Close the connections; a later call makes new ones."""
@@ -446,7 +451,7 @@ class AsyncClient(_Questions[httpx.AsyncClient]):
         except httpx.RequestError as error:
             return f"{type(error).__name__}: {error}"
         except asyncio.TimeoutError:
-            return "the reply is too slow"
+            return _TOO_SLOW
         return Reply(response.status_code, response.headers, response.content)
 
     async def _pause(self, seconds: float) -> None:
@@ -454,25 +459,3 @@ class AsyncClient(_Questions[httpx.AsyncClient]):
 
     async def _compute(self, function: Callable[[], Result]) -> Result:
         return await asyncio.to_thread(function)
-
-
-def _run(call: Coroutine[Any, Any, Result]) -> Result:
-    """Run a call of `Client`, which never suspends, to its end."""
-    try:
-        call.send(None)
-    except StopIteration as end:
-        result: Result = end.value
-        return result
-    raise AssertionError("a call of Client was suspended")
-
-
-def _rank(
-    predictor: Predictor, problems: Iterable[Record], device: Device, top: int
-) -> dict[Asked, Choices]:
-    return {(problem, top): tuple(predictor.rank(problem, device, top)) for problem in problems}
-
-
-def _checked(problem: Record) -> Record:
-    if not isinstance(problem, Problem):
-        raise InvalidInput("problem", problem, "a confpred.Problem")
-    return problem

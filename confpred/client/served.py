@@ -81,11 +81,7 @@ class ServedPredictor(Predictor):
         return True
 
     def choose_many(
-        self,
-        problems: Iterable[Record],
-        device: str | Device,
-        *,
-        max_regret: float | None = None,
+        self, problems: Iterable[Record], device: str | Device, *, max_regret: float | None = None
     ) -> list[Choice]:
         """`choose` for each of `problems`, in order; all of them wait once."""
         known, asked = self._device(device), list(problems)
@@ -116,18 +112,17 @@ class ServedPredictor(Predictor):
         ]
         new = [p for p in missing if (p, device, top) not in background.under_way]
         if new:
-            future = background.threads.submit(self._ask, background, new, device, top)
-            background.under_way.update({(p, device, top): future for p in new})
-            future.add_done_callback(lambda _: _forget(background, new, device, top))
+            asked = [(p, device, top) for p in new]
+            future = background.threads.submit(self._ask, new, device, top)
+            background.under_way.update(dict.fromkeys(asked, future))
+            future.add_done_callback(lambda _: [background.under_way.pop(a, None) for a in asked])
         if missing and self._answers_in_time:
             futures = {background.under_way.get((p, device, top)) for p in missing} - {None}
             _, late = wait(filter(None, futures), self._patience_s)
             if late:
                 self._lose_patience(f"no answer within {self._patience_s * 1e3:g} ms")
 
-    def _ask(
-        self, background: _Background, problems: Sequence[Record], device: Device, top: int
-    ) -> None:
+    def _ask(self, problems: Sequence[Record], device: Device, top: int) -> None:
         """Ask the service, in a thread, and keep what it says."""
         try:
             found: list[_Choices]
@@ -136,18 +131,13 @@ class ServedPredictor(Predictor):
             else:
                 found = [tuple(self._client.rank(p, device, top)) for p in problems]
         except ConfpredError as error:
-            self._lose_patience(str(error))
-            return
+            return self._lose_patience(str(error))
         for problem, choices in zip(problems, found, strict=True):
             self._known(top).put((problem, device, top), choices)
         self._answers_in_time = True
+        return None
 
     def _lose_patience(self, reason: str) -> None:
         if self._answers_in_time:
             log.warning("%s: %s; this process chooses until it answers", self._client.url, reason)
         self._answers_in_time = False
-
-
-def _forget(background: _Background, problems: Sequence[Record], device: Device, top: int) -> None:
-    for problem in problems:
-        background.under_way.pop((problem, device, top), None)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import layer_norm
 import numpy as np
 import pytest
+from command_line import confpred, named
 from layers import H100
 
 from confpred.families.registry import all_families
@@ -121,27 +123,23 @@ def test_a_kernel_of_this_package_keeps_the_protocol(name: str) -> None:
     assert report.skipped == ("no config was run: this machine has no such GPU",)
 
 
-def command(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+@pytest.fixture
+def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     example = str(Path(layer_norm.__file__).parent)
-    return subprocess.run(
-        [sys.executable, "-m", "confpred", "check-family", *words],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), example])},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), example]))
+    return partial(confpred, "check-family")
 
 
-def test_the_command_names_family_and_member(tmp_path: Path) -> None:
+def test_the_command_names_family_and_member(tmp_path: Path, command: Any) -> None:
     (tmp_path / "short_legal.py").write_text(
         "from layer_norm import FAMILY\n"
         "short = type(FAMILY).legal\n"
         "type(FAMILY).legal = lambda self, problem, device: short(self, problem, device)[:-1]\n"
     )
-    done = command(tmp_path, "short_legal")
+    done = command("short_legal")
     assert done.returncode == 1, done.stderr
     assert done.stdout.startswith("layer_norm: legal: returns an array of shape")
-    good = command(tmp_path, "layer_norm", "--layer", "rows=8 columns=64", "--device", "a100")
+    good = command("layer_norm", "--layer", "rows=8 columns=64", "--device", "a100")
     assert good.returncode == 0, good.stderr
     assert good.stdout.startswith("layer_norm: ok; 1 problems, ")
 
@@ -155,7 +153,5 @@ def test_the_command_names_family_and_member(tmp_path: Path) -> None:
         (("layer_norm", "--device", "h10"), "h100"),
     ],
 )
-def test_bad_input_is_named(tmp_path: Path, words: tuple[str, ...], message: str) -> None:
-    done = command(tmp_path, *words)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert message in done.stderr
+def test_bad_input_is_named(command: Any, words: tuple[str, ...], message: str) -> None:
+    named(command(*words), message, 2)

@@ -3,26 +3,16 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
+
+from command_line import confpred, named, worked
 
 from confpred.model.folder import NewestModels, load_model
 from confpred.problem.device import KNOWN
 
 
-def devices(*words: object) -> subprocess.CompletedProcess[str]:
-    program = "from confpred.cli import main; main()"
-    return subprocess.run(
-        [sys.executable, "-c", program, "devices", *map(str, words)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
-
 def test_every_board_has_a_line_those_with_a_model_first() -> None:
-    done = devices()
+    done = confpred("devices")
     assert (done.returncode, done.stderr) == (0, "")
     head, *lines = done.stdout.splitlines()
     assert head.split() == [
@@ -39,8 +29,7 @@ def test_every_board_has_a_line_those_with_a_model_first() -> None:
 
 def test_a_device_is_told_of_in_full(model_folder: Path) -> None:
     model = load_model(model_folder)
-    done = devices("h100", "--model", model_folder)
-    assert done.returncode == 0, done.stderr
+    done = worked("devices", "h100", "--model", model_folder)
     data = model.card.content["data"]
     for text in (
         "h100: NVIDIA H100 80GB HBM3, sm_90a",
@@ -52,7 +41,7 @@ def test_a_device_is_told_of_in_full(model_folder: Path) -> None:
         " or ".join(model.card.measured_with["driver"]),
     ):
         assert text in done.stdout
-    done = devices("NVIDIA A100-SXM4-80GB", "--model", model_folder)
+    done = confpred("devices", "NVIDIA A100-SXM4-80GB", "--model", model_folder)
     assert done.stdout.splitlines()[0] == "a100: NVIDIA A100-SXM4-80GB, sm_80"
     assert "model            none: that of the nearest device answers" in done.stdout
     assert "families" not in done.stdout
@@ -60,7 +49,7 @@ def test_a_device_is_told_of_in_full(model_folder: Path) -> None:
 
 def test_json_has_the_same(model_folder: Path) -> None:
     model = load_model(model_folder)
-    done = devices("--json", "--model", model_folder)
+    done = confpred("devices", "--json", "--model", model_folder)
     found = {each["device"]["key"]: each for each in json.loads(done.stdout)["devices"]}
     assert set(found) == set(KNOWN)
     known, unknown = found["h100"], found["a100"]
@@ -73,12 +62,4 @@ def test_json_has_the_same(model_folder: Path) -> None:
 
 
 def test_an_unknown_device_is_named_with_the_nearest() -> None:
-    done = devices("rtx-4091")
-    assert done.returncode == 2
-    assert done.stderr.startswith("confpred: device='rtx-4091' is not allowed; allowed: rtx-4090")
-    assert done.stdout == ""
-
-
-def test_help_teaches_by_example() -> None:
-    done = devices("--help")
-    assert "  confpred devices h100\n" in done.stdout
+    named(confpred("devices", "rtx-4091"), "device='rtx-4091' is not allowed; allowed: rtx-4090", 2)

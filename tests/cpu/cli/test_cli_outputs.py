@@ -13,8 +13,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from command_line import confpred, worked
 from sampler_rows import ROW, fill, other
 
 from confpred.cli import Stopped, main
@@ -24,17 +26,11 @@ from confpred.errors import StorageError
 from confpred.files import write_whole
 
 LAYER = "n=32 c=128 h=56 w=56 k=128 r=3 s=3 groups=16 padding=1"
-PROGRAM = "from confpred.cli import main; main()"
 PRECIOUS = b"precious"
 
 
-def confpred(*words: object, prelude: str = "", **how: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", f"{prelude}\n{PROGRAM}", *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, check=False, **how)  # type: ignore[call-overload,no-any-return]
-
-
 def refused(done: subprocess.CompletedProcess[str], *words: str) -> None:
-    """One line that has all `words` after those of progress, and no traceback."""
+    """Assert one line that has all `words` after those of progress, and no traceback."""
     assert done.returncode in (1, 2), done.stderr
     lines = [line for line in done.stderr.splitlines() if not line.startswith("[")]
     assert len(lines) == 1, done.stderr
@@ -80,8 +76,7 @@ def test_nothing_is_overwritten_without_force(
     link = tmp_path / "link"
     link.symlink_to("nowhere")
     refused(confpred(*writer(link)), "--force")
-    done = confpred(*writer(out), "--force")
-    assert done.returncode == 0, done.stderr
+    worked(*writer(out), "--force")
     assert out.read_bytes() != PRECIOUS
 
 
@@ -106,6 +101,17 @@ def test_what_cannot_be_written_is_told_at_once(
     assert (tmp_path / "pipe").is_fifo()
 
 
+def room_for(size: int) -> dict[str, Any]:
+    """Return how to run a command whose files have so many bytes at most."""
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+
+    # What evaluating shares between processes goes to files too, and is too large then.
+    prelude = "import os; os.environ['LOKY_MAX_CPU_COUNT'] = '1'"
+    return {"preexec_fn": limit, "prelude": prelude}
+
+
 def test_a_full_disk_leaves_the_old_file_and_nothing_else(
     writer: Callable[[Path], tuple[object, ...]], tmp_path: Path
 ) -> None:
@@ -114,24 +120,15 @@ def test_a_full_disk_leaves_the_old_file_and_nothing_else(
     out = folder / "out"
     out.write_bytes(PRECIOUS)
 
-    def no_room() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
-
-    # What evaluating shares between processes goes to files too, and is too large then.
-    prelude = "import os; os.environ['LOKY_MAX_CPU_COUNT'] = '1'"
-    done = confpred(*writer(out), "--force", preexec_fn=no_room, prelude=prelude)
+    done = confpred(*writer(out), "--force", **room_for(100))
     refused(done, f"cannot write {out}: File too large")
     assert out.read_bytes() == PRECIOUS
     assert [path.name for path in folder.iterdir()] == ["out"]
 
 
 def test_a_full_disk_leaves_no_part_of_a_model(few_measurements: Path, tmp_path: Path) -> None:
-    def no_room() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
-
-    prelude = "import os; os.environ['LOKY_MAX_CPU_COUNT'] = '1'"
     out = tmp_path / "model"
-    done = confpred("train", few_measurements, "--out", out, preexec_fn=no_room, prelude=prelude)
+    done = confpred("train", few_measurements, "--out", out, **room_for(20_000))
     refused(done, f"cannot write {out}: File too large")
     assert list(tmp_path.iterdir()) == []
 
@@ -218,16 +215,11 @@ def test_folders_are_checked_at_once(
         (tmp_path / "file", "out='"),
         (tmp_path / "file" / "out", "Not a directory"),
         (Path("/proc/out"), "cannot write /proc/out"),
+        # Not even an empty one: a model's version is its folder's name.
+        *([(tmp_path, "a folder that does not exist yet")] if command == "train" else []),
     ):
         refused(confpred(*first, "--out", out, prelude=begun), reason)
     assert (tmp_path / "file").read_bytes() == PRECIOUS
-
-
-def test_train_replaces_no_folder(few_measurements: Path, tmp_path: Path) -> None:
-    """Not even an empty one: a model's version is its folder's name."""
-    refused(
-        confpred("train", few_measurements, "--out", tmp_path), "a folder that does not exist yet"
-    )
 
 
 def helpers_of(pid: int) -> list[int]:
@@ -272,7 +264,7 @@ evaluate._judge_fold = judge_fold
 def test_helper_processes_end_with_train(
     measurements: Path, tmp_path: Path, number: int, to_all: bool, code: int, word: str | None
 ) -> None:
-    program = f"{LONG}\n{PROGRAM}"
+    program = f"{LONG}\nfrom confpred.cli import main; main()"
     command = [sys.executable, "-c", program, "train", measurements, "--out", tmp_path / "model"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
     try:

@@ -2,20 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-
-CONFPRED = Path(sys.executable).with_name("confpred")
-
-
-def command(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    words = [CONFPRED, *map(str, arguments)]
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.run(words, capture_output=True, text=True, check=False, env=environment)
+from command_line import confpred, named
 
 
 @pytest.mark.parametrize(
@@ -32,30 +22,15 @@ def command(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     ],
 )
 def test_a_wrong_option_is_named(arguments: tuple[str, ...], said: str) -> None:
-    done = command(*arguments)
-    assert done.returncode == 2
-    assert said in done.stderr
-    assert "Traceback" not in done.stderr
+    named(confpred(*arguments), said, 2)
 
 
 @pytest.mark.parametrize("name", ["retrain", "drift"])
 def test_without_a_gpu_that_is_said(name: str, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
-    done = command(name)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    done = confpred(name)
     assert (done.returncode, done.stdout) == (1, "")
     assert "needs an NVIDIA GPU" in done.stderr
     assert done.stderr.count("\n") == 1
     assert not list(tmp_path.rglob("*"))
-
-
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("retrain", ("Exit code", "never learns", "--budget", "goes on where it was", "drift")),
-        ("drift", ("Exit code", "kernels changed", "driver or cuDNN changed", "--json")),
-    ],
-)
-def test_help_teaches(name: str, words: tuple[str, ...]) -> None:
-    text = command(name, "--help").stdout
-    for word in words:
-        assert word in text

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from command_line import confpred
 from sampler_rows import ROW, fill
 
 from confpred.errors import install_command
@@ -19,23 +19,20 @@ find, absent = PathFinder.find_spec, {"cuda", "torch", "filelock", *%r}
 def find_spec(name, path=None, target=None):
     return None if name.partition(".")[0] in absent else find(name, path, target)
 PathFinder.find_spec = find_spec
-from confpred.cli import main
-main()
 """
 
 
-def confpred(*words: object, also: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", PRELUDE % (also,), *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+def without(*words: object, also: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    return confpred(*words, prelude=PRELUDE % (also,))
 
 
 def test_merge_needs_pyarrow_alone(tmp_path: Path) -> None:
     fill(tmp_path / "a", [ROW])
     others = ("rich", "joblib", "lightgbm", "matplotlib", "fastapi", "uvicorn")
-    done = confpred("merge", tmp_path / "a", tmp_path / "all.parquet", also=others)
+    done = without("merge", tmp_path / "a", tmp_path / "all.parquet", also=others)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == f"1 rows in {tmp_path / 'all.parquet'}\n"
-    done = confpred("merge", tmp_path / "a", tmp_path / "b.parquet", also=("pyarrow",))
+    done = without("merge", tmp_path / "a", tmp_path / "b.parquet", also=("pyarrow",))
     assert (done.returncode, done.stderr) == (
         1,
         f"confpred: this needs pyarrow: {install_command('data')}\n",
@@ -58,7 +55,7 @@ def test_other_commands_need_no_gpu_package(
         "report": (few_measurements, "--out", tmp_path / "report.html"),
         "serve": ("--help",),
     }
-    done = confpred(command, *words[command])
+    done = without(command, *words[command])
     assert done.returncode == 0, done.stderr
     progress = [line.startswith("[") for line in done.stderr.splitlines()]
     assert all(progress)
@@ -67,7 +64,7 @@ def test_other_commands_need_no_gpu_package(
 
 def test_sample_names_its_extra(repository: Path, tmp_path: Path) -> None:
     suite = repository / "datasets" / "suites" / "smoke.json"
-    done = confpred("sample", "--suite", suite, "--out", tmp_path / "out", "--no-pytorch")
+    done = without("sample", "--suite", suite, "--out", tmp_path / "out", "--no-pytorch")
     assert done.returncode == 1
     assert install_command("gpu") in done.stderr
     assert done.stderr.count("\n") == 1

@@ -1,46 +1,17 @@
-"""Servers for the client's tests: ``confpred serve``, and one that answers as it is told."""
+"""A server for the client's tests that answers as it is told; `served` has a real one."""
 
 from __future__ import annotations
 
 import json
-import re
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
-
-import httpx
 
 from confpred.predict.choice import answers_json
 from confpred.predict.predictor import Predictor
 from confpred.problem.conv2d import Problem
-
-COMMAND = str(Path(sys.executable).with_name("confpred"))
-
-
-@contextmanager
-def serving(folder: Path, *options: str, port: int = 0) -> Iterator[str]:
-    """The address of a ``confpred serve`` process that is ready."""
-    log = folder / "server.log"
-    with log.open("wb") as out:
-        command = [COMMAND, "serve", "--port", str(port), *options]
-        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
-    try:
-        deadline = time.monotonic() + 60
-        while not (found := re.search(r"running on (http://\S+:\d+)", log.read_text())):
-            assert process.poll() is None, log.read_text()
-            assert time.monotonic() < deadline, log.read_text()
-            time.sleep(0.02)
-        assert httpx.get(f"{found[1]}/readyz", timeout=30).status_code == 200
-        yield found[1]
-    finally:
-        process.terminate()
-        process.wait(60)
 
 
 @dataclass

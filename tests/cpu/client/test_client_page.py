@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from client_servers import serving
+from served import running
 
 from confpred.client import AsyncClient, Client, served
 
@@ -27,8 +27,8 @@ ROWS = [
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with serving(tmp_path_factory.mktemp("server")) as url:
-        yield url
+    with running(tmp_path_factory.mktemp("server")) as server:
+        yield server.url
 
 
 @pytest.mark.parametrize(("mark", "text"), BLOCKS, ids=range(len(BLOCKS)))

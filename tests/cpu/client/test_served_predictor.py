@@ -12,7 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from client_servers import Answer, ToldServer, serving
+from client_servers import Answer, ToldServer
+from served import running
 
 from confpred.client import Client
 from confpred.client.served import ServedPredictor, predictor_at
@@ -138,7 +139,8 @@ from confpred import Problem
 from confpred.pytorch.choosing import current_predictor
 print(current_predictor().choose(Problem.parse("{LAYER}"), "h100"))
 """
-    with serving(tmp_path, "--model", str(model_folder)) as url:
+    with running(tmp_path, "--model", str(model_folder)) as server:
+        url = server.url
         said = run(program, CONFPRED_URL=url, CONFPRED_URL_WAIT_MS="30000")
         expected = replace(Predictor.load(model_folder).choose(LAYER, "h100"), server=url)
         assert said == (f"{expected}\n", "")

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
 import subprocess
 import threading
 from collections.abc import Iterator
@@ -15,11 +13,13 @@ from typing import Any
 import httpx
 import pytest
 from click.testing import CliRunner
-from test_service_process import COMMAND, ONE, Server, eventually, refused, running
+from served import COMMAND, Server, eventually, refused, running
 
 from confpred.cli import cli
+from confpred.errors import DataError
 from confpred.service import tokens
 
+ENTRY = {"name": "a", "scope": "read", "sha256": "0" * 64}
 TRACE = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 
 
@@ -58,11 +58,11 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def ask(server: Server, path: str, secret: str | None, **headers: str) -> httpx.Response:
-    method = "POST" if path.startswith(("/v1/predict", "/v1/models/")) else "GET"
     if secret is not None:
         headers["authorization"] = f"Bearer {secret}"
-    sent = ONE if path == "/v1/predict" else None
-    return httpx.request(method, f"{server.url}{path}", json=sent, headers=headers, timeout=60)
+    if path == "/v1/predict":
+        return server.predict(headers=headers)
+    return (server.post if path.startswith("/v1/models/") else server.get)(path, headers=headers)
 
 
 ASKED = ("/v1/predict", "/v1/models", "/v1/devices", "/metrics", "/openapi.json", "/docs")
@@ -106,14 +106,7 @@ def test_a_revoked_token_is_refused_after_the_next_reload(
     added = token(path, "host-3")
     assert ask(guarded, "/v1/models", secrets["host-2"]).status_code == 200
     assert ask(guarded, "/v1/models/reload", secrets["ops"]).json()["outcome"] == "unchanged"
-    for _ in range(10):  # by both workers
-        assert ask(guarded, "/v1/models", secrets["host-2"]).status_code == 401
-        assert ask(guarded, "/v1/models", added).status_code == 200
-    content = path.read_text()
-    path.write_text("{")
-    assert ask(guarded, "/v1/models/reload", secrets["ops"]).status_code == 409
-    path.write_text(content)
-    assert ask(guarded, "/v1/models", added).status_code == 200
+    assert (statuses(guarded, secrets["host-2"]), statuses(guarded, added)) == ({401}, {200})
 
 
 def test_only_digests_are_kept_and_the_log_has_names(
@@ -122,11 +115,11 @@ def test_only_digests_are_kept_and_the_log_has_names(
     path = folder / "tokens.json"
     assert path.stat().st_mode & 0o777 == 0o600
     assert ask(guarded, "/v1/models", secrets["host-1"]).status_code == 200
-    kept, logged = path.read_text(), guarded.log.read_text()
+    kept, logged = path.read_text(), guarded.said()
     for secret in secrets.values():
         assert secret not in kept
         assert secret not in logged
-    eventually(lambda: '"token":"host-1"' in guarded.log.read_text())
+    eventually(lambda: '"token":"host-1"' in guarded.said())
 
 
 def statuses(server: Server, secret: str) -> set[int]:
@@ -142,34 +135,17 @@ def test_a_new_worker_knows_the_tokens_that_the_others_know(tmp_path: Path) -> N
     with running(tmp_path, "--tokens", str(path), "--workers", "2") as server:
         token(path, "host", "--revoke")
         late = token(path, "late")
-        replace_worker(server)
+        server.kill_worker()
         assert (statuses(server, host), statuses(server, late)) == ({200}, {401})
         assert ask(server, "/v1/models/reload", ops).status_code == 200
         assert (statuses(server, host), statuses(server, late)) == ({401}, {200})
-        replace_worker(server)
+        path.write_text("{")  # damaged, it costs no worker
+        server.kill_worker()
         assert (statuses(server, host), statuses(server, late)) == ({401}, {200})
-
-
-@pytest.mark.slow(reason="workers are replaced")
-def test_a_damaged_file_of_tokens_costs_no_worker(tmp_path: Path) -> None:
-    path = tmp_path / "tokens.json"
-    ops = token(path, "ops", "--scope", "admin")
-    with running(tmp_path, "--tokens", str(path), "--workers", "2") as server:
-        path.write_text("{")
-        for _ in range(2):
-            replace_worker(server)
-        assert statuses(server, ops) == {200}
         reply = ask(server, "/v1/models/reload", ops)
         assert reply.status_code == 409
         assert f"{path} is not JSON" in reply.json()["error"]["message"]
         assert statuses(server, ops) == {200}
-
-
-def replace_worker(server: Server) -> None:
-    """Kill one of two workers, and wait until another answers in its place."""
-    count = server.log.read_text().count("answers, process")
-    os.kill(min(server.workers()), signal.SIGKILL)
-    eventually(lambda: server.log.read_text().count("answers, process") > count)
 
 
 def test_thousands_of_tokens_reach_the_worker(tmp_path: Path) -> None:
@@ -191,23 +167,33 @@ def test_listening_elsewhere_needs_tokens_or_a_word(tmp_path: Path) -> None:
         assert ask(server, "/v1/predict", None).status_code == 200
 
 
-@pytest.mark.slow(reason="six servers start")
-def test_a_damaged_file_of_tokens_ends_the_start(tmp_path: Path) -> None:
-    path = tmp_path / "tokens.json"
-    entry = {"name": "a", "scope": "read", "sha256": "0" * 64}
-    for tokens_, reason in (
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
         ("{", "is not JSON"),
         ("{}", "is not a file of tokens"),
         ({}, "tokens is not a list"),
-        ([{**entry, "scope": "write"}], "read or admin"),
-        ([{**entry, "sha256": "secret"}], "64 hexadecimal digits"),
-        ([{**entry, "more": 1}], "is not an object of name, scope and sha256"),
-    ):
-        whole = json.dumps({"format": tokens.FORMAT, "tokens": tokens_})
-        path.write_text(tokens_ if isinstance(tokens_, str) else whole)
-        code, said = refused("--port", "0", "--tokens", str(path))
-        assert (code, len(said.splitlines())) == (1, 1)
-        assert reason in said
+        ([{**ENTRY, "scope": "write"}], "read or admin"),
+        ([{**ENTRY, "sha256": "secret"}], "64 hexadecimal digits"),
+        ([{**ENTRY, "more": 1}], "is not an object of name, scope and sha256"),
+    ],
+)
+def test_a_damaged_file_of_tokens_says_what_is_wrong(
+    tmp_path: Path, content: Any, reason: str
+) -> None:
+    path = tmp_path / "tokens.json"
+    whole = json.dumps({"format": tokens.FORMAT, "tokens": content})
+    path.write_text(content if isinstance(content, str) else whole)
+    with pytest.raises(DataError, match=reason):
+        tokens.read(path)
+
+
+@pytest.mark.slow(reason="a server starts")
+def test_a_damaged_file_of_tokens_ends_the_start(tmp_path: Path) -> None:
+    (tmp_path / "tokens.json").write_text("{")
+    code, said = refused("--port", "0", "--tokens", str(tmp_path / "tokens.json"))
+    assert (code, len(said.splitlines())) == (1, 1)
+    assert "is not JSON" in said
 
 
 def test_a_name_has_one_token(tmp_path: Path) -> None:
@@ -281,8 +267,8 @@ def test_a_line_of_json_tells_what_was_answered(guarded: Server, secrets: dict[s
     headers = {"x-request-id": "this-one", "traceparent": TRACE}
     reply = ask(guarded, "/v1/predict", secrets["host-1"], **headers)
     assert reply.status_code == 200
-    eventually(lambda: "this-one" in guarded.log.read_text())
-    lines: list[dict[str, Any]] = [json.loads(x) for x in guarded.log.read_text().splitlines()]
+    eventually(lambda: "this-one" in guarded.said())
+    lines: list[dict[str, Any]] = [json.loads(x) for x in guarded.said().splitlines()]
     (line,) = (line for line in lines if line.get("request_id") == "this-one")
     digests = dict(part.split("=") for part in reply.headers["x-confpred-model"].split(", "))
     expected = {
@@ -305,7 +291,7 @@ def test_a_line_of_json_tells_what_was_answered(guarded: Server, secrets: dict[s
 
 def test_a_line_of_text_tells_it_too(plain: Server) -> None:
     ask(plain, "/v1/predict", None, **{"x-request-id": "that-one"})
-    eventually(lambda: "that-one" in plain.log.read_text())
-    line = next(x for x in plain.log.read_text().splitlines() if "that-one" in x)
+    eventually(lambda: "that-one" in plain.said())
+    line = next(x for x in plain.said().splitlines() if "that-one" in x)
     form = r'INFO:     127\.0\.0\.1:\d+ - "POST /v1/predict HTTP/1\.1" 200 [\d.]+ ms that-one '
     assert re.fullmatch(form + r"h100 predicted=1 model=[0-9a-f]{12}", line)

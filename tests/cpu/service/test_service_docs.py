@@ -7,7 +7,6 @@ import re
 from dataclasses import fields
 from pathlib import Path
 
-import click
 import pytest
 from click.testing import CliRunner
 from fastapi.testclient import TestClient
@@ -15,13 +14,13 @@ from test_service_errors import REFUSALS
 
 from confpred import Predictor
 from confpred.cli import cli
-from confpred.cli.serve import GAVE_UP
 from confpred.cli.serve import serve as command
 from confpred.errors import InvalidInput
 from confpred.service import Settings
 from confpred.service.app import create_app
 from confpred.service.predict import REFUSALS as REFUSED_WORK
 from confpred.service.schema import EXAMPLE
+from confpred.service.supervisor import GaveUp
 
 PAGE = (Path(__file__).parents[3] / "docs" / "service.md").read_text()
 ROWS = [
@@ -49,52 +48,24 @@ def test_every_setting_is_an_option_with_help() -> None:
         assert f"--{field.name.replace('_', '-')}" in said.output
 
 
-@pytest.mark.parametrize(
-    ("variable", "value", "name", "expected"),
-    [
-        ("CONFPRED_SERVE_PORT", "9999", "port", 9999),
-        ("CONFPRED_SERVE_MAX_BATCH", "7", "max_batch", 7),
-        ("CONFPRED_SERVE_ACCESS_LOG", "false", "access_log", False),
-    ],
-)
-def test_the_environment_sets_what_the_command_line_does_not(
-    monkeypatch: pytest.MonkeyPatch, variable: str, value: str, name: str, expected: object
-) -> None:
-    monkeypatch.setenv(variable, value)
-    with command.make_context("serve", []) as context:
-        assert context.params[name] == expected
-    with command.make_context(
-        "serve", ["--port", "1", "--max-batch", "1", "--access-log"]
-    ) as context:
-        assert context.params[name] in (1, True)
-        assert isinstance(context.command, click.Command)
-
-
 #: What has tests of its own, since it needs another server or client than the contract's test.
 ELSEWHERE = {
-    (400, "bad_request"),
-    (401, "unauthorized"),
-    (403, "forbidden"),
-    (408, "request_timeout"),
-    (409, "reload_refused"),
-    (409, "rollback_refused"),
-    (431, "head_too_large"),
-    (500, "internal_error"),
-    (503, "not_ready"),
-    (503, "stopping"),
+    *((400, "bad_request"), (401, "unauthorized"), (403, "forbidden"), (408, "request_timeout")),
+    *((409, "reload_refused"), (409, "rollback_refused"), (431, "head_too_large")),
+    *((500, "internal_error"), (503, "not_ready"), (503, "stopping")),
 }
 
 
 def test_the_error_table_is_what_the_contract_test_sees() -> None:
     documented = {(int(row[0]), row[1].strip("`")) for row in ROWS if re.match(r"\d{3}$", row[0])}
-    seen = {(status, code) for _, status, code in REFUSALS.values()}
+    seen = {(status, code) for *_, status, code in REFUSALS.values()}
     busy = {(503, code) for code, _ in REFUSED_WORK.values()}
     assert documented == seen | busy | ELSEWHERE
 
 
 def test_the_exit_statuses_are_those_of_the_command() -> None:
     documented = [int(row[0]) for row in ROWS if re.match(r"\d$", row[0])]
-    assert documented == [0, 1, 2, GAVE_UP]
+    assert documented == [0, 1, 2, GaveUp.exit_code]
 
 
 def test_the_metrics_table_is_what_the_server_exposes() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -12,7 +11,7 @@ import pytest
 from fastapi.testclient import TestClient
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_service_errors import LAYER, ONE, PREDICTOR, SETTINGS, error_of, post
+from test_service_errors import ONE, PREDICTOR, SETTINGS, error_of, post
 
 from confpred.problem.conv2d import CHOICES, LIMITS
 from confpred.service.app import create_app
@@ -44,34 +43,6 @@ anything = st.recursive(
 )
 
 
-@st.composite
-def nearly_valid(draw: st.DrawFn) -> Any:
-    """Return a valid request with some of its parts replaced, removed or added."""
-    body: Any = copy.deepcopy(
-        draw(st.sampled_from((ONE, {"device": "a100", "problems": [LAYER] * 3, "top": 2})))
-    )
-    for _ in range(draw(st.integers(1, 3))):
-        place = body
-        while True:
-            if isinstance(place, list):
-                keys: list[Any] = list(range(len(place)))
-            else:
-                keys = [*place, draw(names)]
-            if not keys:
-                break
-            key = draw(st.sampled_from(keys))
-            inner = place[key] if isinstance(place, list) else place.get(key)
-            if isinstance(inner, (dict, list)) and draw(st.booleans()):
-                place = inner
-                continue
-            if key in place and isinstance(place, dict) and draw(st.booleans()):
-                del place[key]
-            else:
-                place[key] = draw(anything)
-            break
-    return body
-
-
 def check(reply: httpx.Response) -> None:
     if reply.status_code == 200:
         assert reply.json()["choices"]
@@ -81,7 +52,7 @@ def check(reply: httpx.Response) -> None:
 
 
 @settings(max_examples=300, deadline=None)
-@given(body=anything | nearly_valid())
+@given(body=anything | st.dictionaries(st.sampled_from(tuple(ONE)), anything).map(ONE.__or__))
 def test_any_json_is_answered_or_refused(client: TestClient, body: Any) -> None:
     check(post(client, json.dumps(body).encode()))
 
@@ -91,17 +62,6 @@ def test_any_json_is_answered_or_refused(client: TestClient, body: Any) -> None:
 def test_any_bytes_are_refused(client: TestClient, body: bytes, kind: str) -> None:
     check(post(client, body))
     check(post(client, body, kind))
-
-
-@settings(max_examples=200, deadline=None)
-@given(data=st.data())
-def test_damaged_json_is_answered_or_refused(client: TestClient, data: st.DataObject) -> None:
-    text = bytearray(json.dumps(ONE).encode())
-    for _ in range(data.draw(st.integers(1, 4))):
-        start = data.draw(st.integers(0, len(text)))
-        length = data.draw(st.integers(0, 5))
-        text[start : start + length] = data.draw(st.binary(max_size=5))
-    check(post(client, bytes(text)))
 
 
 def test_nesting_of_every_depth_is_refused(client: TestClient) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import httpx
 import pytest
-from test_service_process import LAYER, ONE, Server, head, running
+from served import LAYER, LONG, ONE, Server, head, running
 
 TIMES = ("--head-timeout", "--body-timeout", "--idle-timeout", "--write-timeout")
 
@@ -25,10 +25,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("limits")
     with running(folder, *(word for name in TIMES for word in (name, "2"))) as server:
         yield server
-
-
-def connect(server: Server) -> socket.socket:
-    return socket.create_connection(("127.0.0.1", server.port), timeout=30)
 
 
 def rest(connection: socket.socket) -> bytes:
@@ -50,12 +46,6 @@ def refusal(said: bytes) -> tuple[int, dict[str, Any]]:
     return int(first.split()[1]), error
 
 
-def memory(server: Server) -> int:
-    """Bytes that the worker has."""
-    (worker,) = server.workers()
-    return int(Path(f"/proc/{worker}/statm").read_text().split()[1]) * 4096
-
-
 def flood(connection: socket.socket, start: bytes, piece: bytes, most: int) -> int:
     """Send `most` bytes of `piece` after `start`, until the server no longer takes any."""
     sent = 0
@@ -70,51 +60,46 @@ def flood(connection: socket.socket, start: bytes, piece: bytes, most: int) -> i
 
 
 def test_an_endless_header_is_not_read(server: Server) -> None:
-    before = memory(server)
-    with connect(server) as connection:
+    before = server.memory()
+    with server.connect() as connection:
         flood(connection, b"GET /healthz HTTP/1.1\r\nx-long: ", b"a" * 65_536, 50_000_000)
         status, error = refusal(rest(connection))
     assert (status, error["code"]) == (431, "head_too_large")
     assert error["allowed"] == "32768 bytes"
-    assert memory(server) - before < 8_000_000
+    assert server.memory() - before < 8_000_000
 
 
 @pytest.mark.parametrize(("size", "status"), [(30_000, 200), (40_000, 431)])
 def test_the_limit_of_a_head_holds_for_one_that_comes_at_once(
     server: Server, size: int, status: int
 ) -> None:
-    reply = httpx.get(f"{server.url}/healthz", headers={"x-long": "a" * size})
+    reply = server.get("/healthz", headers={"x-long": "a" * size})
     assert reply.status_code == status
-    reply = httpx.get(
-        f"{server.url}/healthz", headers={f"x-{i}": "a" * 90 for i in range(size // 100)}
-    )
+    reply = server.get("/healthz", headers={f"x-{i}": "a" * 90 for i in range(size // 100)})
     assert reply.status_code == status
-    reply = httpx.get(f"{server.url}/healthz", params={"a": "a" * size})
+    reply = server.get("/healthz", params={"a": "a" * size})
     assert reply.status_code == status
 
 
 @pytest.mark.parametrize("chunk", [b"1\r\n \r\n" * 10_000, b"0\r\nx-trailer: " + b"a" * 65_536])
 def test_endless_chunks_and_trailers_are_cut(server: Server, chunk: bytes) -> None:
-    before = memory(server)
-    with connect(server) as connection:
+    before = server.memory()
+    with server.connect() as connection:
         first, _, more = chunk.partition(b"a")
         start = head("transfer-encoding: chunked") + (first if more else b"")
         flood(connection, start, more or chunk, 100_000_000)
         # On a busy machine the time for a body may be over first.
         assert rest(connection)[:13] in (b"HTTP/1.1 413 ", b"HTTP/1.1 408 ", b"")
-    assert memory(server) - before < 30_000_000
-    assert httpx.get(f"{server.url}/healthz").status_code == 200
+    assert server.memory() - before < 30_000_000
+    assert server.get("/healthz").status_code == 200
 
 
 @pytest.mark.parametrize(
     ("start", "field"),
-    [
-        (b"GET /healthz HTTP/1.1\r\nx-slow: ", "head"),
-        (head("content-length: 500") + b"{", "body"),
-    ],
+    [(b"GET /healthz HTTP/1.1\r\nx-slow: ", "head"), (head("content-length: 500") + b"{", "body")],
 )
 def test_who_sends_too_slowly_is_told_and_cut(server: Server, start: bytes, field: str) -> None:
-    with connect(server) as connection:
+    with server.connect() as connection:
         connection.sendall(start)
         connection.settimeout(0.2)
         began, said = time.monotonic(), b""
@@ -129,7 +114,7 @@ def test_who_sends_too_slowly_is_told_and_cut(server: Server, start: bytes, fiel
 
 
 def test_a_connection_without_a_request_is_closed(server: Server) -> None:
-    with connect(server) as silent, connect(server) as idle, connect(server) as blank:
+    with server.connect() as silent, server.connect() as idle, server.connect() as blank:
         idle.sendall(b"GET /healthz HTTP/1.1\r\nhost: a\r\n\r\n")
         blank.sendall(b"\r\n" * 10)
         assert rest(silent) == b""
@@ -139,7 +124,7 @@ def test_a_connection_without_a_request_is_closed(server: Server) -> None:
 
 def test_who_does_not_read_is_cut(server: Server) -> None:
     body = json.dumps({"device": "h100", "problems": [LAYER] * 1000, "top": 32}).encode()
-    with connect(server) as connection:
+    with server.connect() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.sendall(head(f"content-length: {len(body)}") + body)
         cut = select.poll()
@@ -148,17 +133,17 @@ def test_who_does_not_read_is_cut(server: Server) -> None:
 
 
 def test_who_asks_without_reading_is_not_read(server: Server) -> None:
-    before, waited = memory(server), 0.0
-    with connect(server) as connection:
+    before, waited = server.memory(), 0.0
+    with server.connect() as connection:
         connection.settimeout(0.5)
         sent = flood(
             connection, b"", b"GET /healthz HTTP/1.1\r\nhost: a\r\n\r\n" * 1000, 50_000_000
         )
         for _ in range(5):
             began = time.monotonic()
-            assert httpx.get(f"{server.url}/healthz").status_code == 200
+            assert server.get("/healthz").status_code == 200
             waited = max(waited, time.monotonic() - began)
-        assert memory(server) - before < 8_000_000
+        assert server.memory() - before < 8_000_000
     assert sent < 20_000_000
     assert waited < 0.5
 
@@ -166,7 +151,7 @@ def test_who_asks_without_reading_is_not_read(server: Server) -> None:
 def test_who_asks_ahead_and_reads_gets_every_answer_in_order(server: Server) -> None:
     paths = [f"/{number}" for number in range(3000)]
     asked = "".join(f"GET {path} HTTP/1.1\r\nhost: a\r\n\r\n" for path in paths).encode()
-    with connect(server) as connection, ThreadPoolExecutor(1) as pool:
+    with server.connect() as connection, ThreadPoolExecutor(1) as pool:
         body = json.dumps({"device": "h100", "problems": [LAYER] * 50}).encode()  # in two pieces
         sending = pool.submit(
             connection.sendall, head(f"content-length: {len(body)}") + body + asked[:-2]
@@ -185,7 +170,7 @@ def test_who_asks_ahead_and_reads_gets_every_answer_in_order(server: Server) -> 
 @pytest.mark.slow(reason="time-outs pass")
 def test_time_outs_hold_after_a_lack_of_descriptors(server: Server) -> None:
     (worker,) = server.workers()
-    slow = [connect(server) for _ in range(3)]
+    slow = [server.connect() for _ in range(3)]
     for connection in slow:
         connection.sendall(b"GET /healthz HTTP/1.1\r\nx-slow: ")
     time.sleep(0.5)
@@ -199,7 +184,7 @@ def test_time_outs_hold_after_a_lack_of_descriptors(server: Server) -> None:
         assert cut.poll(10_000)  # who does not close is cut, too
     finally:
         resource.prlimit(worker, resource.RLIMIT_NOFILE, usual)
-    with connect(server) as later:
+    with server.connect() as later:
         later.sendall(b"GET /healthz HTTP/1.1\r\nx-slow: ")
         assert b" 408 " in rest(later)
     for connection in slow:
@@ -207,13 +192,9 @@ def test_time_outs_hold_after_a_lack_of_descriptors(server: Server) -> None:
 
 
 def test_a_long_answer_is_not_the_clients_fault(tmp_path: Path) -> None:
-    many = {
-        "device": "h100",
-        "problems": [{**LAYER, "n": 1 + i % 100, "h": 60 + i // 100} for i in range(1000)],
-    }
     options = ("--head-timeout", "1", "--body-timeout", "1", "--idle-timeout", "1")
-    with running(tmp_path, *options) as server, connect(server) as connection:
-        body = json.dumps(many).encode()
+    with running(tmp_path, *options) as server, server.connect() as connection:
+        body = json.dumps(LONG).encode()
         asked = head(f"content-length: {len(body)}") + body
         connection.sendall(asked + asked[:40])  # and the start of another
         said = rest(connection)
@@ -222,17 +203,18 @@ def test_a_long_answer_is_not_the_clients_fault(tmp_path: Path) -> None:
 
 
 def test_a_long_reply_is_compressed_if_the_client_takes_that(server: Server) -> None:
-    body = {"device": "h100", "problems": [LAYER] * 200}
-    url, kind = f"{server.url}/v1/predict", "content-encoding"
-    plain = httpx.post(url, json=body, headers={"accept-encoding": "identity"})
-    assert kind not in plain.headers
+    kind, body = "content-encoding", {"device": "h100", "problems": [LAYER] * 200}
+
+    def ask(accepted: str, body: object = body) -> httpx.Response:
+        return server.predict(body, headers={"accept-encoding": accepted})
+
+    plain = ask("identity")
     assert plain.headers["vary"] == "accept-encoding"
-    small = httpx.post(url, json=ONE, headers={"accept-encoding": "gzip"})
-    assert kind not in small.headers
+    assert kind not in ask("gzip", ONE).headers
     for accepted in ("gzip", "br, gzip;q=0.5", "*"):
-        reply = httpx.post(url, json=body, headers={"accept-encoding": accepted})
+        reply = ask(accepted)
         assert reply.headers[kind] == "gzip"
         assert reply.content == plain.content
         assert int(reply.headers["content-length"]) < len(plain.content) / 10
-    for refused in ("gzip;q=0", "br", ""):
-        assert kind not in httpx.post(url, json=body, headers={"accept-encoding": refused}).headers
+    for refused in ("identity", "gzip;q=0", "br", ""):
+        assert kind not in ask(refused).headers

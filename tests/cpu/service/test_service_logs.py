@@ -8,46 +8,56 @@ import socket
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import httpx
 import pytest
-from test_service_process import COMMAND, ONE, Server, eventually, exchange
+from served import COMMAND, ONE, Server, eventually
 
 
 @contextmanager
-def with_a_stuck_reader(stream: str) -> Iterator[Server]:
-    """A server that writes one of its streams to a pipe that nobody reads any more."""
+def logging_to(out: int, err: int) -> Iterator[Server]:
+    """Run a server that writes its two streams to these files."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    reader, writer = os.pipe()
-    others = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL} | {stream: writer}
-    process = subprocess.Popen([COMMAND, "serve", "--port", str(port)], **others)
-    server = Server(process, port, log=None)  # type: ignore[arg-type]
+    process = subprocess.Popen([COMMAND, "serve", "--port", str(port)], stdout=out, stderr=err)
+    server = Server(process, port, log=Path())
     try:
         eventually(lambda: answers(server))
-        os.set_blocking(writer, False)
-        with contextlib.suppress(BlockingIOError):
-            while True:
-                os.write(writer, b"\n" * 512)
-        os.set_blocking(writer, True)
         yield server
         process.terminate()
-        assert process.wait(30) == 0
+        assert process.wait(60) == 0
     finally:
         process.kill()
-        for end in (reader, writer):
-            os.close(end)
 
 
 def answers(server: Server) -> bool:
     try:
-        return httpx.get(f"{server.url}/readyz", timeout=5).status_code == 200
+        return server.predict(timeout=5).status_code == 200
     except httpx.TransportError:
         return False
 
 
-def test_nobody_waits_for_who_reads_the_lines_of_requests() -> None:
-    with with_a_stuck_reader("stdout") as server, httpx.Client(timeout=5) as client:
+@pytest.fixture
+def stuck() -> Iterator[int]:
+    """Yield a pipe that nobody reads."""
+    reader, writer = os.pipe()
+    yield writer
+    for end in (reader, writer):
+        os.close(end)
+
+
+def fill(pipe: int) -> None:
+    os.set_blocking(pipe, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(pipe, b"\n" * 512)
+    os.set_blocking(pipe, True)
+
+
+def test_nobody_waits_for_who_reads_the_lines_of_requests(stuck: int) -> None:
+    with logging_to(stuck, subprocess.DEVNULL) as server, httpx.Client(timeout=5) as client:
+        fill(stuck)
         for _ in range(5):
             assert client.post(f"{server.url}/v1/predict", json=ONE).status_code == 200
         assert server.metric("confpred_log_lines_lost_total") == 0  # they wait
@@ -57,9 +67,15 @@ def test_nobody_waits_for_who_reads_the_lines_of_requests() -> None:
 
 
 @pytest.mark.slow(reason="a server of its own, and reloads")
-def test_nobody_waits_for_who_reads_all_other_lines() -> None:
-    with with_a_stuck_reader("stderr") as server:
+def test_nobody_waits_for_who_reads_all_other_lines(stuck: int) -> None:
+    with logging_to(subprocess.DEVNULL, stuck) as server:
+        fill(stuck)
         for _ in range(3):
-            assert b" 400 " in exchange(server, b"\x16\x03\x01 hello\r\n\r\n")
-            assert httpx.post(f"{server.url}/v1/models/reload", timeout=20).status_code == 200
+            assert b" 400 " in server.exchange(b"\x16\x03\x01 hello\r\n\r\n")
+            assert server.post("/v1/models/reload", timeout=20).status_code == 200
+        assert answers(server)
+
+
+def test_a_log_that_cannot_be_written_costs_the_lines_alone() -> None:
+    with Path("/dev/full").open("wb") as full, logging_to(full.fileno(), full.fileno()) as server:
         assert answers(server)

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import signal
 import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
 import pytest
-from test_service_process import ONE, Server, eventually, exchange, head, running
+from served import ONE, Server, eventually, head, running
 
 from confpred.service.metrics import Metrics, Totals, rows
 
@@ -32,31 +29,28 @@ def requests(route: str, status: int) -> str:
 
 
 def logged(server: Server, status: int) -> list[dict[str, object]]:
-    lines = map(json.loads, server.log.read_text().splitlines())
+    lines = map(json.loads, server.said().splitlines())
     return [line for line in lines if line.get("status") == status]
 
 
 @pytest.mark.slow(reason="a worker is replaced")
 def test_counts_need_no_file_and_outlive_their_process(tmp_path: Path) -> None:
-    temporary = tmp_path / "tmp"
+    temporary, counted = tmp_path / "tmp", requests("/v1/predict", 200)
     temporary.mkdir()
-
     with running(tmp_path, "--workers", "2", TMPDIR=str(temporary)) as server:
-        for _ in range(10):  # each on a connection of its own, so that both workers get some
-            assert httpx.post(f"{server.url}/v1/predict", json=ONE).status_code == 200
+        for _ in range(10):
+            assert server.predict().status_code == 200
         (home,) = temporary.iterdir()
         assert [path.name for path in home.iterdir()] == ["generations"]
-        counted = requests("/v1/predict", 200)
         assert server.metric(counted) == 10
-        victim = max(server.workers())
-        os.kill(victim, signal.SIGKILL)
-        eventually(lambda: victim not in server.workers())
+        server.kill_worker()
         eventually(lambda: server.metric("confpred_workers_replaced_total") == 1)
         assert server.metric(counted) == 10
         eventually(lambda: server.metric("confpred_workers") == 2)
         assert server.metric("confpred_workers_wanted") == 2
         shutil.rmtree(home)
         assert server.metric(counted) == 10
+        assert server.get("/metrics").text.count("HELP confpred_requests_total") == 1
 
 
 def test_processes_that_have_ended_are_one_to_add_up() -> None:
@@ -82,7 +76,7 @@ def test_requests_that_are_not_http_or_too_long_are_counted_and_logged(server: S
         (b"GET / HTTP/1.1\r\nx-slow: ", 408),
     ):
         before = server.metric(requests("none", status))
-        assert exchange(server, sent).startswith(b"HTTP/1.1 %d " % status)
+        assert server.exchange(sent).startswith(b"HTTP/1.1 %d " % status)
         assert server.metric(requests("none", status)) == before + 1
         eventually(lambda status=status: logged(server, status))
         assert str(logged(server, status)[-1]["client"]).startswith("127.0.0.1:")
@@ -90,23 +84,17 @@ def test_requests_that_are_not_http_or_too_long_are_counted_and_logged(server: S
 
 def test_a_slow_body_is_counted_as_what_it_is_answered(server: Server) -> None:
     before = server.metric(requests("/v1/predict", 408))
-    assert b" 408 " in exchange(server, head("content-length: 50"), b"{")
+    assert b" 408 " in server.exchange(head("content-length: 50"), b"{")
     assert server.metric(requests("/v1/predict", 408)) == before + 1
     assert server.metric(requests("/v1/predict", 400)) == 0
     eventually(lambda: [line["target"] for line in logged(server, 408)].count("/v1/predict") == 1)
 
 
 def test_a_client_that_leaves_is_logged_as_one(server: Server) -> None:
-    exchange(server, head("content-length: 50"), b"{", close=True)
+    server.exchange(head("content-length: 50"), b"{", close=True)
     body = json.dumps({"device": "h100", "problems": [ONE["problem"]] * 900, "top": 9}).encode()
     with socket.create_connection(("127.0.0.1", server.port)) as connection:
         connection.sendall(head(f"content-length: {len(body)}") + body)
     eventually(lambda: len(logged(server, 499)) == 2)
     assert server.metric(requests("/v1/predict", 499)) == 2
     assert not logged(server, 0)
-
-
-def test_the_description_has_routes_of_its_own(server: Server) -> None:
-    for path in ("/docs", "/openapi.json"):
-        assert httpx.get(f"{server.url}{path}").status_code == 200
-        assert server.metric(requests(path, 200)) == 1

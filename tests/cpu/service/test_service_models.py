@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import signal
@@ -18,9 +17,7 @@ from typing import Any
 
 import httpx
 import pytest
-from test_service_process import ONE, Server, eventually, refused, running
-
-VERSION = "h100-2026.11.24"
+from served import ONE, Server, eventually, refused, running
 
 
 @dataclass
@@ -51,28 +48,29 @@ class Models:
 @pytest.fixture
 def models(tmp_path: Path, repository: Path) -> Models:
     (tmp_path / "models").mkdir()
-    return Models(tmp_path / "models", repository / "models" / VERSION)
+    return Models(tmp_path / "models", repository / "models" / "h100-2026.11.24")
 
 
 @contextmanager
-def serving(models: Models, *options: str) -> Iterator[Server]:
-    with running(models.folder.parent, "--model", str(models.folder), *options) as server:
+def serving(models: Models, *options: str, **environment: str) -> Iterator[Server]:
+    options = ("--model", str(models.folder), *options)
+    with running(models.folder.parent, *options, **environment) as server:
         yield server
 
 
-def ask(server: Server, **query: str) -> httpx.Response:
-    return httpx.post(f"{server.url}/v1/predict", params=query, json=ONE, timeout=60)
-
-
-def answering(server: Server) -> str:
+def answering(server: Server, **query: str) -> str:
     """Return the digest of the model that answers on a new connection."""
-    reply = ask(server)
+    reply = server.predict(params=query)
     assert reply.status_code == 200, reply.text
     return reply.headers["x-confpred-model"].removeprefix("h100=")
 
 
-def change(server: Server, word: str) -> httpx.Response:
-    return httpx.post(f"{server.url}/v1/models/{word}", timeout=120)
+def all_answering(server: Server) -> set[str]:
+    return {answering(server) for _ in range(10)}
+
+
+def change(server: Server, word: str = "reload") -> httpx.Response:
+    return server.post(f"/v1/models/{word}")
 
 
 class Load:
@@ -113,11 +111,12 @@ class Load:
 def test_all_workers_switch_at_once_and_no_request_fails(models: Models) -> None:
     digest = models.add("a")
     with serving(models, "--workers", "2") as server, Load(server, 4) as load:
-        for name in ("b", "c", "d"):
+        workers = server.workers()
+        for name in ("b", "c"):
             eventually(lambda: len(load.answers) > 20)
             assert load.answers[-1][1] == digest
             before, digest = digest, models.add(name)
-            reply = change(server, "reload")
+            reply = change(server)
             switched = time.monotonic()
             assert (reply.status_code, reply.json()["outcome"]) == (200, "reloaded")
             assert [m["digest"] for m in reply.json()["models"]] == [digest]
@@ -127,47 +126,29 @@ def test_all_workers_switch_at_once_and_no_request_fails(models: Models) -> None
             late = [found for asked, found in load.answers if asked > switched]
             assert len(late) > 20
             assert set(late) == {digest}
+        digest = models.add("d")
+        server.process.send_signal(signal.SIGHUP)
+        eventually(lambda: load.answers[-1][1] == digest)
+        assert server.workers() == workers
+        assert "reloaded for SIGHUP" in server.said()
     assert not load.failures
 
 
-@pytest.mark.slow(reason="a server is asked without a pause")
-@pytest.mark.parametrize("workers", ["1", "2"])
-def test_a_hangup_reloads_under_load_and_no_request_fails(models: Models, workers: str) -> None:
-    models.add("a")
-    with serving(models, "--workers", workers) as server:
-        before = server.workers()
-        with Load(server, 4) as load:
-            for name in ("b", "c"):
-                digest = models.add(name)
-                server.process.send_signal(signal.SIGHUP)
-                eventually(lambda digest=digest: load.answers and load.answers[-1][1] == digest)
-        assert not load.failures
-        assert server.workers() == before
-        assert "reloaded for SIGHUP" in server.log.read_text()
-
-
-def test_the_identity_is_shown_wherever_it_costs_nothing(models: Models) -> None:
+def test_the_identity_is_of_the_content_and_shown_wherever_it_costs_nothing(models: Models) -> None:
     digest = models.add("a")
     with serving(models) as server:
-        listed = httpx.get(f"{server.url}/v1/models")
+        listed = server.get("/v1/models")
         assert listed.json()["models"][0]["digest"] == digest
         assert listed.headers["etag"] == f'"{listed.json()["generation"]}"'
-        devices = {
-            d["key"]: d["digest"] for d in httpx.get(f"{server.url}/v1/devices").json()["devices"]
-        }
+        devices = {d["key"]: d["digest"] for d in server.get("/v1/devices").json()["devices"]}
         assert (devices["h100"], devices["a100"]) == (digest, None)
         assert answering(server) == digest
         info = f'confpred_model_info{{device="h100",digest="{digest}",version="a"}} 1.0'
-        assert info in httpx.get(f"{server.url}/metrics").text
-
-
-def test_one_content_has_one_digest_whatever_its_name(models: Models) -> None:
-    digest = models.add("a")
-    with serving(models) as server:
+        assert info in server.get("/metrics").text
         (models.folder / "a").rename(models.folder / "b")
-        assert change(server, "reload").json()["outcome"] == "reloaded"  # as names are answered too
+        assert change(server).json()["outcome"] == "reloaded"  # as names are answered too
         assert answering(server) == digest
-        assert ask(server).json()["choices"][0][0]["model"] == "b"
+        assert server.predict().json()["choices"][0][0]["model"] == "b"
 
 
 def test_versions_are_asked_for_by_name_and_digest_and_rolled_back_to(models: Models) -> None:
@@ -175,80 +156,72 @@ def test_versions_are_asked_for_by_name_and_digest_and_rolled_back_to(models: Mo
     with serving(models, "--workers", "2") as server:
         assert change(server, "rollback").status_code == 409
         second = models.add("b")
-        assert change(server, "reload").status_code == 200
-        for version, expected in (
-            ("a", first),
-            (first[:12], first),
-            ("b", second),
-            (second, second),
-        ):
-            reply = ask(server, version=version)
-            assert reply.headers["x-confpred-model"] == f"h100={expected}"
+        assert change(server).status_code == 200
+        for version, expected in {"a": first, first[:12]: first, "b": second}.items():
+            assert answering(server, version=version) == expected
         for unknown in ("c", "", first[:4], "f" * 64):
-            reply = ask(server, version=unknown)
+            reply = server.predict(params={"version": unknown})
             assert (reply.status_code, reply.json()["error"]["code"]) == (404, "version_not_loaded")
             assert reply.json()["error"]["field"] == "version"
         reply = change(server, "rollback")
         assert (reply.status_code, reply.json()["outcome"]) == (200, "rolled_back")
-        assert {answering(server) for _ in range(10)} == {first}
+        assert all_answering(server) == {first}
         assert change(server, "rollback").json()["error"]["code"] == "rollback_refused"
-        assert change(server, "reload").json()["outcome"] == "reloaded"
-        assert {answering(server) for _ in range(10)} == {second}
+        assert change(server).json()["outcome"] == "reloaded"
+        assert all_answering(server) == {second}
 
 
-def damage(models: Models, how: str) -> None:
-    if how == "a byte":
-        models.add("z")
-        path = next((models.folder / "z").glob("*.time.txt"))
-        content = path.read_bytes()
-        path.write_bytes(content[:-2] + b"9\n")
-    elif how == "a field":  # which only the loading finds
-        models.add("z", bounds="none")
-    elif how == "another format":
-        models.add("z", format="confpred-model/99")
-    elif how == "a file gone":
-        models.add("z")
-        (models.folder / "z" / "measured.json").unlink()
-    elif how == "the folder gone":
-        shutil.rmtree(models.folder)
+def damage_a_byte(models: Models) -> None:
+    models.add("z")
+    path = next((models.folder / "z").glob("*.time.txt"))
+    path.write_bytes(path.read_bytes()[:-2] + b"9\n")
+
+
+def lose_a_file(models: Models) -> None:
+    models.add("z")
+    (models.folder / "z" / "measured.json").unlink()
+
+
+DAMAGES = (
+    damage_a_byte,
+    lose_a_file,
+    lambda models: models.add("z", bounds="none"),  # which only the loading finds
+    lambda models: models.add("z", format="confpred-model/99"),
+    lambda models: shutil.rmtree(models.folder),
+)
 
 
 def test_a_broken_model_is_refused_and_the_old_one_stays(models: Models) -> None:
     digest = models.add("a")
-    damages = ("a byte", "a field", "another format", "a file gone", "the folder gone")
     with serving(models, "--workers", "2") as server:
-        for how in damages:
-            damage(models, how)
-            reply = change(server, "reload")
+        for damage in DAMAGES:
+            damage(models)
+            reply = change(server)
             error = reply.json()["error"]
-            assert (reply.status_code, error["code"]) == (409, "reload_refused"), how
-            assert "/models" in error["message"], how
-            assert {answering(server) for _ in range(10)} == {digest}, how
+            assert (reply.status_code, error["code"]) == (409, "reload_refused")
+            assert "/models" in error["message"]
+            assert all_answering(server) == {digest}
             shutil.rmtree(models.folder / "z", ignore_errors=True)
-        said = server.log.read_text()
-        assert said.count("reload refused: ") == len(damages)
-        assert "Traceback" not in said
+        assert server.said().count("reload for a request refused: ") == len(DAMAGES)
+        assert "Traceback" not in server.said()
         server.process.send_signal(signal.SIGHUP)
-        eventually(lambda: "reload for SIGHUP refused: " in server.log.read_text())
+        eventually(lambda: "reload for SIGHUP refused: " in server.said())
         # A worker that starts now answers like the other, though the original is no more.
-        os.kill(min(server.workers()), signal.SIGKILL)
-        eventually(lambda: "answers, process" in server.log.read_text())
-        assert {answering(server) for _ in range(10)} == {digest}
-        metrics = httpx.get(f"{server.url}/metrics").text
-        assert f'confpred_reloads_total{{outcome="refused"}} {len(damages) + 1}.0' in metrics
+        server.kill_worker()
+        assert all_answering(server) == {digest}
+        refusals = server.metric('confpred_reloads_total{outcome="refused"}')
+        assert refusals == len(DAMAGES) + 1
 
 
 def test_trees_that_lead_nowhere_are_refused_though_their_digests_are_right(models: Models) -> None:
     digest = models.add("a")
     with serving(models) as server:
         models.add("b", trees=("split_feature=[0-9]+", "split_feature=99999"))
-        reply = change(server, "reload")
+        reply = change(server)
         assert reply.status_code == 409
-        said = reply.json()["error"]["message"]
-        reason = (
-            f"{models.folder}/b/depthwise_wgrad.order.txt is damaged: tree 0 has a split_feature"
-        )
-        assert reason in said
+        damaged = f"{models.folder}/b/depthwise_wgrad.order.txt is damaged"
+        reason = f"{damaged}: tree 0 has a split_feature"
+        assert reason in reply.json()["error"]["message"]
         assert answering(server) == digest
     code, said = refused("--port", "0", "--model", str(models.folder))
     assert (code, len(said.splitlines())) == (1, 1)
@@ -272,16 +245,15 @@ sys.addaudithook(crash)
 def test_a_model_that_crashes_native_code_is_refused(models: Models, tmp_path: Path) -> None:
     digest = models.add("a")
     (tmp_path / "sitecustomize.py").write_text(CRASHING)
-    options = ("--model", str(models.folder))
-    with running(tmp_path, *options, PYTHONPATH=str(tmp_path)) as server:
-        (worker,) = server.workers()
+    with serving(models, PYTHONPATH=str(tmp_path)) as server:
+        workers = server.workers()
         models.add("crash")
-        reply = change(server, "reload")
+        reply = change(server)
         assert reply.status_code == 409
         said = reply.json()["error"]["message"]
         assert "a process that tried crash ended by SIGSEGV" in said
         assert answering(server) == digest
-        assert server.workers() == {worker}
+        assert server.workers() == workers
 
 
 @pytest.mark.slow(reason="workers end and are replaced")
@@ -292,13 +264,11 @@ def test_workers_that_crash_after_a_switch_take_the_former_model_back(
     digest = models.add("a")
     with serving(models, "--workers", str(workers)) as server:
         models.add("b")
-        assert change(server, "reload").status_code == 200
-        os.kill(min(server.workers()), signal.SIGSEGV)
-        eventually(lambda: "took generation " in server.log.read_text())
-        eventually(lambda: "answers, process" in server.log.read_text())
-        assert {answering(server) for _ in range(10)} == {digest}
-        metrics = httpx.get(f"{server.url}/metrics").text
-        assert 'confpred_reloads_total{outcome="taken_back"} 1.0' in metrics
+        assert change(server).status_code == 200
+        server.kill_worker(signal.SIGSEGV)
+        eventually(lambda: "took generation " in server.said())
+        assert all_answering(server) == {digest}
+        assert server.metric('confpred_reloads_total{outcome="taken_back"}') == 1
 
 
 @pytest.mark.slow(reason="workers end and are replaced")
@@ -306,10 +276,9 @@ def test_a_worker_that_is_killed_after_a_switch_is_no_reason_to_return(models: M
     models.add("a")
     with serving(models, "--workers", "2") as server:
         digest = models.add("b")
-        assert change(server, "reload").status_code == 200
-        os.kill(min(server.workers()), signal.SIGKILL)
-        eventually(lambda: "answers, process" in server.log.read_text())
-        assert {answering(server) for _ in range(10)} == {digest}
+        assert change(server).status_code == 200
+        server.kill_worker()
+        assert all_answering(server) == {digest}
 
 
 def test_a_model_replaced_in_place_is_not_seen_before_the_reload(models: Models) -> None:
@@ -317,28 +286,22 @@ def test_a_model_replaced_in_place_is_not_seen_before_the_reload(models: Models)
     with serving(models, "--workers", "2") as server:
         shutil.rmtree(models.folder / "a")
         replaced = models.add("a")
-        os.kill(min(server.workers()), signal.SIGKILL)
-        eventually(lambda: "answers, process" in server.log.read_text())
-        assert {answering(server) for _ in range(10)} == {digest}
-        change(server, "reload")
-        assert {answering(server) for _ in range(10)} == {replaced}
+        server.kill_worker()
+        assert all_answering(server) == {digest}
+        change(server)
+        assert all_answering(server) == {replaced}
 
 
 @pytest.mark.slow(reason="a server loads its models many times")
 def test_reloads_do_not_add_up_in_memory(models: Models) -> None:
     models.add("a")
     with serving(models) as server:
-        (worker,) = server.workers()
-
-        def memory() -> int:
-            return int(Path(f"/proc/{worker}/statm").read_text().split()[1]) * 4096
-
         sizes = []
         for number in range(24):
             models.add(f"v{number}")
-            assert change(server, "reload").json()["outcome"] == "reloaded"
+            assert change(server).json()["outcome"] == "reloaded"
             shutil.rmtree(models.folder / f"v{number}")
-            sizes.append(memory())
+            sizes.append(server.memory())
         assert sizes[-1] - sizes[7] < 1_500_000  # 0.2 MB a reload would be twice as much
 
 
@@ -348,7 +311,7 @@ def test_a_new_version_is_seen_if_asked_to_look(models: Models) -> None:
         digest = models.add("b")
         eventually(lambda: answering(server) == digest)
         models.add("z", format="confpred-model/99")
-        eventually(lambda: "reload for changed files refused: " in server.log.read_text())
+        eventually(lambda: "reload for changed files refused: " in server.said())
         assert answering(server) == digest
 
 
@@ -358,9 +321,9 @@ def test_pins_are_read_again_too(models: Models, tmp_path: Path) -> None:
     pin = {"device": "h100", "problem": ONE["problem"], "provider": "pytorch", "config": {}}
     pins.write_text('{"format": "confpred-pins/1", "pins": []}')
     with serving(models, "--plan", str(pins)) as server:
-        sources = [ask(server).json()["choices"][0][0]["source"]]
+        found: list[object] = [server.predict().json()["choices"][0][0]["source"]]
         for text in (json.dumps({"format": "confpred-pins/1", "pins": [pin]}), "{}"):
             pins.write_text(text)
-            sources.append(change(server, "reload").status_code)
-            sources.append(ask(server).json()["choices"][0][0]["source"])
-    assert sources == ["predicted", 200, "pinned", 409, "pinned"]
+            found.append(change(server).status_code)
+            found.append(server.predict().json()["choices"][0][0]["source"])
+    assert found == ["predicted", 200, "pinned", 409, "pinned"]

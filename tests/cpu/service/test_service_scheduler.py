@@ -83,16 +83,6 @@ async def test_what_may_be_in_memory_is_read_before_others_are_worked_on(bench: 
 
 
 @on_a_bench
-async def test_a_client_with_many_batches_has_no_more_than_one_with_one(bench: Bench) -> None:
-    many = [bench.run("many", 20, client="many") for _ in range(5)]
-    await bench.until("many", 5)
-    one = bench.run("one", 20, client="one")
-    await one
-    assert 20 <= bench.taken.count("many") < 35
-    await asyncio.gather(*many)
-
-
-@on_a_bench
 async def test_a_client_that_was_idle_has_no_credit(bench: Bench) -> None:
     busy = bench.run("busy", 60, client="busy")
     await bench.until("busy", 20)
@@ -100,31 +90,6 @@ async def test_a_client_that_was_idle_has_no_credit(bench: Bench) -> None:
     await late
     assert bench.taken.count("busy") > 30
     await busy
-
-
-@on_a_bench
-async def test_work_whose_client_has_gone_is_dropped(bench: Bench) -> None:
-    gone: asyncio.Future[None] = asyncio.Future()
-    left = bench.run("left", 500, gone=gone)
-    await bench.until("left", 3)
-    gone.set_result(None)
-    with pytest.raises(Refused) as refused:
-        await left
-    assert refused.value.reason == "gone"
-    taken = bench.taken.count("left")
-    assert await bench.run("next", 3) == "next done"
-    assert bench.taken.count("left") <= taken + 1  # the slice under way
-
-
-@on_a_bench
-async def test_work_past_its_deadline_is_dropped(bench: Bench) -> None:
-    other = bench.run("other", 20)
-    late = bench.run("late", 500, deadline_s=0.05)
-    with pytest.raises(Refused) as refused:
-        await late
-    assert refused.value.reason == "deadline"
-    await other
-    assert bench.taken.count("late") < 50
 
 
 @on_a_bench

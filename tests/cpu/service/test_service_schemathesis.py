@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from test_service_process import running
+from served import running
 
 EXAMPLES = os.environ.get("CONFPRED_FUZZ_EXAMPLES", "60")
 
