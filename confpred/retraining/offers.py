@@ -218,7 +218,9 @@ def _scaled(problems: Sequence[Record], device: Device) -> Callable[[Record], ND
     among `problems`."""
 
     def features(problem: Record) -> NDArray[np.float64]:
-        return operation_of(problem).features(problem, device)[0].astype(np.float64)
+        (row,) = operation_of(problem).features(problem, device).astype(np.float64)
+        found: NDArray[np.float64] = row
+        return found
 
     rows = np.stack([features(problem) for problem in problems])
     spread = rows.std(axis=0)

@@ -66,23 +66,14 @@ Times = Mapping[tuple[Device, Record], float]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Answer:
-    """An answer for a problem, of models that saw none of its layer.
-
-    Attributes:
-        problem: what was asked.
-        networks: the networks that have it, sorted.
-        options: all candidates in the order of the answer, with their expected seconds.
-        ours_ms: measured time of the first of those candidates of ours that were measured.
-        our_best_ms: time of the fastest measured config of all families.
-        pytorch_ms: measured time of PyTorch's operator; None where it is no candidate.
-    """
+    """An answer for a problem, of models that saw none of its layer."""
 
     problem: Record
-    networks: tuple[str, ...]
-    options: Options
-    ours_ms: float
-    our_best_ms: float
-    pytorch_ms: float | None
+    networks: tuple[str, ...]  # that have it, sorted
+    options: Options  # all candidates in the order of the answer, with their expected seconds
+    ours_ms: float  # time of the first of those candidates of ours that were measured
+    our_best_ms: float  # time of the fastest measured config of all families
+    pytorch_ms: float | None  # measured time of PyTorch's operator, where it is a candidate
 
     @property
     def chosen(self) -> Candidate:

@@ -132,22 +132,16 @@ def _fold(part: Sequence[Timings], timings: Sequence[Timings], others: Sequence[
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """How a method did on one problem; the model also tells its expectations.
+    """How a method did on one problem; the model also tells its expectations."""
 
-    Attributes:
-        regret: for each k of ``TOPS``, that of the best of the method's first k choices.
-        candidates: configs that it chose from.
-        seconds: expected of its first choice.
-        ranked: what it would offer if nothing had to have been measured: the finalists among all
-            legal configs, best first, with their expected seconds.
-        ahead: how many times as long as the first of those its first choice among the measured
-            configs is expected to take.
-    """
-
-    regret: tuple[float, ...]
-    candidates: int
-    seconds: float = inf
+    regret: tuple[float, ...]  # for each k of ``TOPS``, of the best of the first k choices
+    candidates: int  # configs that it chose from
+    seconds: float = inf  # expected of its first choice
+    #: Its offer if nothing had to have been measured: the finalists among all legal
+    #: configs, best first, with their expected seconds.
     ranked: Options = field(default_factory=list)
+    #: How many times as long as the first of those its first choice among the measured configs is
+    #: expected to take.
     ahead: float = 1.0
 
 
@@ -218,16 +212,13 @@ class Offered:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeldOut:
-    """The problems of the device that were held out.
+    """The problems of the device that were held out."""
 
-    Attributes:
-        answers: of each: of those whose time with PyTorch's operator is known, or of all where it
-            was measured too seldom to learn from.
-        margins: of the regressor of PyTorch's time, by kind of problem, by all that was held out on
-            any device (`confpred.training.calibrate.margins`).
-    """
-
+    #: Of each: of those whose time with PyTorch's operator is known, or of all where it was
+    #: measured too seldom to learn from.
     answers: tuple[Answer, ...]
+    #: Of the regressor of PyTorch's time, by kind of problem, by all that was held out on any
+    #: device (`confpred.training.calibrate.margins`).
     margins: Mapping[str, float]
 
 

@@ -104,7 +104,7 @@ def judge_baselines(
         lambda done: say(JUDGING_BASELINES, done, len(pairs)),
     )
     scores: dict[str, tuple[Score, ...]] = {}
-    missing: dict[str, str] = {}
+    missing = {}
     for (name, _), part in zip(pairs, parts, strict=True):
         if isinstance(part, str):
             missing[name] = part
@@ -136,25 +136,18 @@ def folds_of(dataset: Dataset, folds: int, seed: int) -> tuple[Fold, ...]:
 class Whole:
     """The whole choice, among all families and PyTorch's own operator, whose times in the data are
     those of cuDNN's benchmark mode (`confpred.measure.pytorch`).
-
-    Attributes:
-        regret: regret against the best of all measured times: of the choice, and of always choosing
-            one side.
-        time: the times of all problems together, over those of the best: of the same. Large layers
-            count for more here, as they do in a network.
-        speed, worst_speed: PyTorch's time over that of the choice: geometric mean, and least.
-        slower: problems on which the choice is slower than PyTorch's by more than ``SLOWER``.
-        pytorch: problems left to PyTorch's operator.
-        given_away: of these, problems on which our choice is faster by more than ``SLOWER``.
     """
 
+    #: Against the best of all measured times: of the choice, and of always choosing one side.
     regret: Mapping[str, Summary]
+    #: The times of all problems together, over those of the best: of the same. Large layers count
+    #: for more here, as they do in a network.
     time: Mapping[str, float]
-    speed: float
-    worst_speed: float
-    slower: int
-    pytorch: int
-    given_away: int
+    speed: float  # PyTorch's time over that of the choice: geometric mean ...
+    worst_speed: float  # ... and least
+    slower: int  # problems on which the choice is slower than PyTorch's by more than ``SLOWER``
+    pytorch: int  # problems left to PyTorch's operator
+    given_away: int  # ... on which our choice is faster by more than ``SLOWER``
 
 
 def whole(found: Sequence[Answer]) -> Whole | None:
@@ -188,26 +181,17 @@ def whole(found: Sequence[Answer]) -> Whole | None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Evaluation:
-    """Result of `evaluate`.
-
-    Attributes:
-        timings: every judged problem.
-        scores: by method, its score on each of them.
-        missing: methods that could not run, and why.
-        whole: the choice that a user gets; None where PyTorch's own operator was not measured.
-        bounds: the bound on an answer's regret, and how often it held.
-        noise: median and 95 % quantile of a timing's interquartile range over its median.
-    """
+    """Result of `evaluate`."""
 
     dataset: Dataset
     folds: tuple[Fold, ...]
     seed: int
-    timings: tuple[Timings, ...]
-    scores: Mapping[str, tuple[Score, ...]]
-    missing: Mapping[str, str]
-    whole: Whole | None
-    bounds: BoundsCard
-    noise: tuple[float, float]
+    timings: tuple[Timings, ...]  # every judged problem
+    scores: Mapping[str, tuple[Score, ...]]  # by method, on each of them
+    missing: Mapping[str, str]  # methods that could not run, and why
+    whole: Whole | None  # the choice that a user gets, where PyTorch's operator was measured
+    bounds: BoundsCard  # on an answer's regret, and how often they held
+    noise: tuple[float, float]  # median and 95 % quantile of interquartile range over median
 
     @property
     def families(self) -> list[str]:

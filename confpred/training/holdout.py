@@ -45,17 +45,12 @@ CHOOSING, THINNING = "choosing for the hold-out's layers", "judging by fewer con
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeldOut:
-    """The measurements of a hold-out.
+    """The measurements of a hold-out."""
 
-    Attributes:
-        dataset: our kernels' timings; PyTorch's are in `pytorch_ms` instead.
-        pytorch_ms: median milliseconds of PyTorch's operator, by mode of cuDNN and problem.
-        sittings: in how many runs each problem was measured; families that were not measured in
-            one sitting do not compare as well.
-    """
-
-    dataset: Dataset
-    pytorch_ms: Mapping[str, Mapping[Record, float]]
+    dataset: Dataset  # our kernels' timings; PyTorch's are in `pytorch_ms` instead
+    pytorch_ms: Mapping[str, Mapping[Record, float]]  # medians, by mode of cuDNN and problem
+    #: In how many runs each problem was measured; families that were not measured in one do not
+    #: compare as well.
     sittings: Mapping[Record, int]
 
 
@@ -106,56 +101,37 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Verdict:
-    """Result of `judge_holdout`.
+    """Result of `judge_holdout`."""
 
-    Attributes:
-        model: its version.
-        checked: in words, by what it was made sure that the model has not seen the layers.
-        problems, networks, configs: of the hold-out; `configs` are timed ones.
-        complete: share of the legal configs of all problems that were timed.
-        sittings: problems that took more than one run.
-        ours: regret of our first choice, against the best config of all families.
-        families: the same against the best config of the family that was chosen, by that family.
-        origins: `ours` by whether training has the problem's networks nowhere, or at another size
-            of the input alone, which the name says after an ``@``.
-        first: geometric mean of the regret of the best of our first k choices, by k.
-        whole: regret of the whole answer, PyTorch's operator among the candidates.
-        whole_first: geometric mean of the best of the first k of the whole ranking, by k.
-        weighted: time of all answers over the time of the best, in sum.
-        pytorch: problems left to PyTorch's operator.
-        wrongly_pytorch: those of them on which our best config is more than ``SLOWER`` times as
-            fast.
-        speed: PyTorch's time over that of the answer, geometric mean, by mode of cuDNN.
-        slower: answers of ours that are more than ``SLOWER`` times as slow as PyTorch's operator,
-            by mode; ``EITHER`` stands for the faster mode of each problem.
-        bounds: how often the bound holds: ``all``, and by the provider of the answer.
-        unmeasured: first choices that could not be timed; the next one counts in their place.
-        thinned: by k, geometric mean and 95 % quantile of what `ours` would be if k random configs
-            of each family had been measured, and chosen among.
-        worst: the problems of the largest whole regret, with that regret and the answer.
-    """
-
-    model: str
-    checked: str
+    model: str  # its version
+    checked: str  # in words, by what it was made sure that the model has not seen the layers
     problems: int
     networks: int
-    configs: int
-    complete: float
-    sittings: int
-    ours: Spread
-    families: Mapping[str, Spread]
+    configs: int  # that were timed
+    complete: float  # share of the legal configs of all problems that were timed
+    sittings: int  # problems that took more than one run
+    ours: Spread  # of our first choice, against the best config of all families
+    families: Mapping[str, Spread]  # the same against the best of the chosen family, by family
+    #: `ours` by whether training has the problem's networks nowhere, or at another size of the
+    #: input alone, which the name says after an ``@``.
     origins: Mapping[str, Spread]
-    first: Mapping[str, float]
-    whole: Spread
-    whole_first: Mapping[str, float]
-    weighted: float
-    pytorch: int
-    wrongly_pytorch: int
+    first: Mapping[str, float]  # by k: geometric mean of the best of our first k choices
+    whole: Spread  # of the whole answer, PyTorch's operator among the candidates
+    whole_first: Mapping[str, float]  # by k: as `first`, of the whole ranking
+    weighted: float  # time of all answers over the time of the best, in sum
+    pytorch: int  # problems left to PyTorch's operator
+    wrongly_pytorch: int  # ... on which our best config is more than ``SLOWER`` times as fast
+    #: PyTorch's time over that of the answer, geometric mean, by mode of cuDNN.
     speed: Mapping[str, float]
+    #: Answers of ours that are more than ``SLOWER`` times as slow as PyTorch's operator, by mode;
+    #: ``EITHER`` stands for the faster mode of each problem.
     slower: Mapping[str, int]
-    bounds: Mapping[str, Bounds]
-    unmeasured: int
+    bounds: Mapping[str, Bounds]  # of ``all``, and by the provider of the answer
+    unmeasured: int  # first choices that could not be timed; the next one counts in their place
+    #: By k, geometric mean and 95 % quantile of what `ours` would be if k random configs of each
+    #: family had been measured, and chosen among.
     thinned: Mapping[str, tuple[float, float]]
+    #: The problems of the largest whole regret, with networks, that regret and the answer.
     worst: Sequence[tuple[str, str, float, str]]
 
 

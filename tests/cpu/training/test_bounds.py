@@ -87,7 +87,3 @@ def test_what_is_out_of_the_datas_range_has_none(bounds, answers, dataset) -> No
         assert bounds.of([outside], dataset.device, [answers[1].options]) == [(None, True)]
     unknown = [(1.0, Candidate("depthwise_fprop", 0))]
     assert bounds.of([measured], dataset.device, [unknown]) == [(None, True)]
-
-
-def test_the_same_answers_give_the_same_bytes(fitted, answers, dataset) -> None:
-    assert fit_bounds(answers, dataset, 0) == fitted
