@@ -131,11 +131,10 @@ def yolo_v3_head(size: int) -> Layers:
 def point_pillars() -> Layers:
     """Yield the image network of a detector in point clouds, seen from above."""
     block = partial(conv, act="relu", norm=True)
-    c = 64
-    for k, size, count in ((64, (496, 432), 4), (128, (248, 216), 6), (256, (124, 108), 6)):
+    sizes = ((64, 64, (496, 432), 3), (64, 128, (248, 216), 5), (128, 256, (124, 108), 5))
+    for c, k, size, count in sizes:
         yield block(c, k, size, 3, 2)
-        yield from [block(k, k, _over(size, 2))] * (count - 1)
-        c = k
+        yield from [block(k, k, _over(size, 2))] * count
     for k in (2, 14, 4):
         yield conv(384, k, (248, 216), 1)
 
@@ -160,18 +159,14 @@ def center_point(size: int = 180) -> Layers:
 def unet(widths: Sequence[int], size: int, inputs: int = 3, outputs: int = 2) -> Layers:
     """Two convolutions a level, down by pooling and up by interpolation."""
     block = partial(conv, act="relu", norm=True)
-    c = inputs
-    for level, k in enumerate(widths):
+    for level, (c, k) in enumerate(pairwise((inputs, *widths))):
         yield block(c, k, size >> level)
         yield block(k, k, size >> level)
-        c = k
-    for level in range(len(widths) - 2, -1, -1):
-        k = widths[level]
+    for level, (k, c) in reversed([*enumerate(pairwise(widths))]):
         yield conv(c, k, size >> level, 1)
         yield block(2 * k, k, size >> level)
         yield block(k, k, size >> level)
-        c = k
-    yield conv(c, outputs, size, 1)
+    yield conv(widths[0], outputs, size, 1)
 
 
 def unet_without_padding() -> Layers:
@@ -193,13 +188,10 @@ def unet_without_padding() -> Layers:
 def strided_unet(widths: Sequence[int], size: Size) -> Layers:
     """Yield a U-Net of medical images that goes down by strides; leaky ReLU follows instance
     norms."""
-    c = 1
-    for level, k in enumerate(widths):
+    for level, (c, k) in enumerate(pairwise((1, *widths))):
         yield conv(c, k, _over(size, 1 << max(level - 1, 0)), 3, 1 if level == 0 else 2)
         yield conv(k, k, _over(size, 1 << level))
-        c = k
-    for level in range(len(widths) - 2, -1, -1):
-        k = widths[level]
+    for level, k in reversed([*enumerate(widths[:-1])]):
         yield conv(2 * k, k, _over(size, 1 << level))
         yield conv(k, k, _over(size, 1 << level))
         yield conv(k, 4, _over(size, 1 << level), 1)
@@ -315,30 +307,26 @@ def diffusion_unet(
 def vae_decoder(widths: Sequence[int], size: int, latent: int, blocks: int = 3) -> Layers:
     """Yield the decoder of an autoencoder, from a latent image of `size` pixels up."""
     yield conv(latent, widths[0], size)
-    c = widths[0]
-    yield from [*unit(c, c, size)] * 2
-    for level, k in enumerate(widths):
+    yield from [*unit(widths[0], widths[0], size)] * 2
+    for level, (c, k) in enumerate(pairwise((widths[0], *widths))):
         image = size << level
-        for _ in range(blocks):
-            yield from unit(c, k, image)
-            c = k
+        yield from unit(c, k, image)
+        yield from [*unit(k, k, image)] * (blocks - 1)
         if level < len(widths) - 1:
             yield conv(k, k, 2 * image)
-    yield conv(c, 3, size << (len(widths) - 1))
+    yield conv(widths[-1], 3, size << (len(widths) - 1))
 
 
 def vae_encoder(widths: Sequence[int], size: int, latent: int) -> Layers:
     """Yield the encoder to such a decoder. It pads below and to the right before each stride."""
     yield conv(3, widths[0], size)
-    c = widths[0]
-    for level, k in enumerate(widths):
+    for level, (c, k) in enumerate(pairwise((widths[0], *widths))):
         image = size >> level
-        for _ in range(2):
-            yield from unit(c, k, image)
-            c = k
+        yield from unit(c, k, image)
+        yield from unit(k, k, image)
         if level < len(widths) - 1:
             yield conv(k, k, image + 1, 3, 2, padding=0)
-    yield conv(c, 2 * latent, size >> (len(widths) - 1))
+    yield conv(widths[-1], 2 * latent, size >> (len(widths) - 1))
 
 
 def tiny_decoder(size: int) -> Layers:
@@ -434,11 +422,9 @@ def small_upscaler(size: Size) -> Layers:
 
 def pyramid_flow(size: tuple[int, int]) -> Layers:
     """Yield a flow network with a pyramid of features, cost volumes of 81 and dense decoders."""
-    c = 3
-    for level, k in enumerate((16, 32, 64, 96, 128, 196)):
+    for level, (c, k) in enumerate(pairwise((3, 16, 32, 64, 96, 128, 196))):
         yield conv(c, k, _over(size, 1 << level), 3, 2)
         yield conv(k, k, _over(size, 2 << level))
-        c = k
     for level, features in ((6, 0), (5, 128), (4, 96), (3, 64), (2, 32)):
         c = 81 + (features + 4 if features else 0)
         for k in (128, 128, 96, 64, 32):
@@ -479,20 +465,16 @@ def screen_agent() -> Layers:
     yield conv(4, 32, 84, 8, 4, act="relu", padding=0)
     yield conv(32, 64, 20, 4, 2, act="relu", padding=0)
     yield conv(64, 64, 9, 3, act="relu", padding=0)
-    c = 3
-    for level, k in enumerate((16, 32, 32)):
+    for level, (c, k) in enumerate(pairwise((3, 16, 32, 32))):
         yield conv(c, k, _over((72, 96), 1 << level))
         yield from [*unit(k, k, _over((72, 96), 2 << level), "relu")] * 2
-        c = k
 
 
 def sound_tagger(size: tuple[int, int]) -> Layers:
     """Yield a network of fourteen layers on a spectrogram of (frames, bands)."""
-    c = 1
-    for level, k in enumerate((64, 128, 256, 512, 1024, 2048)):
+    for level, (c, k) in enumerate(pairwise((1, 64, 128, 256, 512, 1024, 2048))):
         yield conv(c, k, _over(size, 1 << level), act="relu", norm=True)
         yield conv(k, k, _over(size, 1 << level), act="relu", norm=True)
-        c = k
 
 
 def speech_front(frames: int) -> Layers:
@@ -507,13 +489,11 @@ def speaker_resnet(size: tuple[int, int]) -> Layers:
     """Yield a narrow ResNet on a spectrogram of (bands, frames), which tells speakers apart."""
     block = partial(conv, act="relu", norm=True)
     yield block(1, 32, size)
-    c = 32
-    for level, k in enumerate((32, 64, 128, 256)):
+    for level, (c, k) in enumerate(pairwise((32, 32, 64, 128, 256))):
         if level:
             yield block(c, k, _over(size, 1 << (level - 1)), 3, 2)
             yield conv(c, k, _over(size, 1 << (level - 1)), 1, 2, norm=True)
         yield from [*unit(k, k, _over(size, 1 << level), "relu", norm=True)] * 3
-        c = k
 
 
 def text_reader(width: int) -> Layers:

@@ -14,9 +14,8 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from confpred._version import __version__
-from confpred.data.parquet import operation_in, read
+from confpred.data.parquet import read
 from confpred.errors import DataError
-from confpred.families.registry import all_operations
 from confpred.files import write_whole
 from confpred.model.card import CARD
 from confpred.model.folder import Model, load_model, model_folders
@@ -31,7 +30,7 @@ from confpred.report.judged import (
     read_evaluation,
     worst_layers,
 )
-from confpred.training.dataset import Dataset, data_files, read_dataset
+from confpred.training.dataset import Dataset, data_files, operation_of_file, read_dataset
 from confpred.training.evaluate import evaluate
 from confpred.training.fit import Hyperparameters
 
@@ -269,14 +268,8 @@ def _file(path: Path, kind: str) -> InputFile:
 def _runs(files: Sequence[Path]) -> tuple[Mapping[str, Any], ...]:
     if not files:
         return ()
-    tables = []
-    for file in files:
-        name = operation_in(file)
-        if name not in all_operations():
-            raise DataError(f"{file} is of operation {name!r}, which no family computes")
-        tables.append(read(file, all_operations()[name], [*_RUN, "time"]))
     counted = (
-        pa.concat_tables(tables)
+        pa.concat_tables(read(file, operation_of_file(file), [*_RUN, "time"]) for file in files)
         .group_by(list(_RUN), use_threads=False)
         .aggregate([("time", "count"), ("time", "min"), ("time", "max")])
         .select([*_RUN, "time_count", "time_min", "time_max"])

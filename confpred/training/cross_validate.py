@@ -1,11 +1,8 @@
 """Cross-validation by network: a model is judged on networks that it has never seen.
 
-Networks share layers, and a suite has a layer at several batch sizes, dtypes and epilogues, and in
-several directions. So every problem that has the same *layer* as a problem of a held-out network is
-held out of training, wherever else that layer occurs.
-
-A fold's models choose for the layers that they have not seen. PyTorch's operator takes its place
-among the candidates by the margins that the other folds' problems have.
+Networks share layers, and a suite has a layer at several batches, dtypes, epilogues and directions.
+So every problem that has the same *layer* as a problem of a held-out network is held out of
+training. PyTorch's operator takes its place by the margins that the other folds' problems have.
 """
 
 from __future__ import annotations
@@ -158,7 +155,7 @@ def family_models(fitted: Sequence[Fitted]) -> dict[str, FamilyModel]:
 
 
 def score(model: FamilyModel, t: Timings) -> Score:
-    """How the model does on a problem, choosing among the configs that were measured."""
+    """Return how the model does on a problem, choosing among the configs that were measured."""
     rows, seconds = model.rank(t.problem, t.device, t.rows)
     legal = model.legal(t.problem, t.device)  # a family may need limits to be given
     if not len(legal):
@@ -177,7 +174,7 @@ def score(model: FamilyModel, t: Timings) -> Score:
 def best_ms(
     models: Mapping[str, FamilyModel], timings: Sequence[Timings], at: Collection[At]
 ) -> dict[At, float]:
-    """Milliseconds of our best config of each of the problems `at`, in all of their families.
+    """Return milliseconds of our best config of the problems `at`, in all of their families.
 
     Often the best one is not among the few that were measured. So the fastest measured time is
     divided by how far ahead of the measured configs the model's first choice is.
@@ -192,7 +189,8 @@ def best_ms(
 
 
 def regret_of(t: Timings, order: NDArray[np.intp]) -> tuple[float, ...]:
-    """Regret of the best of the first k of `order` (positions in `t`), for each k of ``TOPS``."""
+    """Return the regret of the best of the first k of `order`, which are positions in `t`, for each
+    k of ``TOPS``."""
     best = t.time_ms.min()
     return tuple(float(t.time_ms[order[:k]].min() / best) for k in TOPS)
 
@@ -235,13 +233,9 @@ def cross_validate(
     Raises:
         ConfpredError: see `run_in_helpers`.
     """
-    say(CROSS_VALIDATING, 0, len(folds))
     common = (dataset.pytorch_everywhere, dataset.device, hyper, seed)
-    found = run_in_helpers(
-        _of_fold,
-        [(number, fold, *common) for number, fold in enumerate(folds)],
-        lambda done: say(CROSS_VALIDATING, done, len(folds)),
-    )
+    calls = [(number, fold, *common) for number, fold in enumerate(folds)]
+    found = run_in_helpers(_of_fold, calls, CROSS_VALIDATING, say)
     scores = tuple(each for of_fold, _ in found for each in of_fold)
     return scores, answered([each for _, offered in found for each in offered], dataset.device)
 
@@ -322,19 +316,17 @@ def _answer(offered: Offered, known: Mapping[str, float]) -> Answer:
 
 
 def run_in_helpers(
-    function: Callable[..., _T],
-    arguments: Sequence[tuple[Any, ...]],
-    done: Callable[[int], None] = lambda count: None,
+    function: Callable[..., _T], calls: Sequence[tuple[Any, ...]], step: str, say: Said
 ) -> list[_T]:
-    """Return ``function(*a)`` for each `a` of `arguments`, in their order, computed side by side in
-    processes that end with this one. Both can be pickled; `done` is called with how many results
-    are there, each time that there is one more.
+    """Return ``function(*arguments)`` for the arguments of each of `calls`, in their order,
+    computed side by side in processes that end with this one; `say` is told how many are done.
 
     Raises:
         StorageError: the disk has no room for what the processes share.
         ConfpredError: a process was killed. Errors of `function` are raised too.
     """
-    count = min(cpu_count(), len(arguments))
+    say(step, 0, len(calls))
+    count = min(cpu_count(), len(calls))
     try:
         with Parallel(
             count, return_as="generator", initializer=end_with, initargs=(os.getpid(),)
@@ -342,9 +334,9 @@ def run_in_helpers(
             with stops_held():  # until the processes run, and leave them to this one
                 list(parallel(delayed(int)() for _ in range(count)))
             found: list[_T] = []
-            for result in parallel(delayed(function)(*each) for each in arguments):
+            for result in parallel(delayed(function)(*each) for each in calls):
                 found.append(result)
-                done(len(found))
+                say(step, len(found), len(calls))
     except OSError as error:
         reason = error.strerror or error
         raise StorageError(f"cannot write what processes share: {reason}") from error

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -128,7 +127,7 @@ def read_dataset(paths: Sequence[Path], device: str | None = None) -> Dataset:
         UnknownDevice: the data's device, or the one asked for, has no description.
     """
     files = data_files(paths)
-    operation = _operation(files[0])
+    operation = operation_of_file(files[0])
     read = read_checked(files, operation)
     table = read.table
     found = sorted(pc.unique(table["device"]).to_pylist())
@@ -161,7 +160,7 @@ def _of_device(name: str, read: CheckedRows, operation: Operation) -> Dataset:
     # Of PyTorch's operator, the times of cuDNN's benchmark mode count; a hold-out has both.
     timed = table.filter((pc.field("status") == "ok") & (pc.field("cudnn_mode") != "heuristics"))
     timings, pytorch_ms, skipped = _timings(timed, read, where, operation)
-    counts = Counter(table["status"].to_pylist())
+    counts = {e["values"]: e["counts"] for e in pc.value_counts(table["status"]).to_pylist()}
     ours = timed.filter(pc.field("family") != PYTORCH).group_by("family")
     kernels = ours.aggregate([("source_digest", "distinct")]).sort_by("family").to_pylist()
     return Dataset(
@@ -194,7 +193,12 @@ def data_files(paths: Sequence[Path]) -> list[Path]:
     return files
 
 
-def _operation(path: Path) -> Operation:
+def operation_of_file(path: Path) -> Operation:
+    """Return the operation that a file of measurements is of.
+
+    Raises:
+        DataError: it cannot be read, or no family computes that operation.
+    """
     name = operation_in(path)
     if name not in all_operations():
         raise DataError(f"{path} is of operation {name!r}, which no family computes")

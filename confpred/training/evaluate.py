@@ -97,12 +97,8 @@ def judge_baselines(
         ConfpredError: see `run_in_helpers`.
     """
     pairs = [(name, fold) for name in baselines() for fold in folds]
-    say(JUDGING_BASELINES, 0, len(pairs))
-    parts = run_in_helpers(
-        _judge_fold,
-        [(name, fold, device, seed) for name, fold in pairs],
-        lambda done: say(JUDGING_BASELINES, done, len(pairs)),
-    )
+    calls = [(name, fold, device, seed) for name, fold in pairs]
+    parts = run_in_helpers(_judge_fold, calls, JUDGING_BASELINES, say)
     scores: dict[str, tuple[Score, ...]] = {}
     missing = {}
     for (name, _), part in zip(pairs, parts, strict=True):
