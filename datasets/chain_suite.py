@@ -2,14 +2,14 @@
 
     python datasets/chain_suite.py
 
-The networks are written down: those whose linear layers follow one another with an activation and
-nothing else between, and one width between the first and the last. Coverage is log-uniform, odd
-sizes included.
+The networks are written down: those whose linear layers follow one another with an activation
+between, and one width between the first and the last. Coverage is log-uniform.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -80,11 +80,9 @@ def of_networks() -> Iterator[Entry]:
 def square() -> Iterator[Entry]:
     """Chains of one width, as `benchmarks/kernels/linear_chains.py` times them."""
     rng = np.random.default_rng(_SEED + 1)
-    for width in SQUARE_WIDTHS:
-        for batch in SQUARE_BATCHES:
-            for layers in SQUARE_LAYERS:
-                precision = PRECISIONS[rng.integers(len(PRECISIONS))]
-                yield Entry(LinearChain(batch, width, width, width, layers, **precision))
+    for width, batch, layers in product(SQUARE_WIDTHS, SQUARE_BATCHES, SQUARE_LAYERS):
+        precision = PRECISIONS[rng.integers(len(PRECISIONS))]
+        yield Entry(LinearChain(batch, width, width, width, layers, **precision))
 
 
 def coverage() -> Iterator[Entry]:

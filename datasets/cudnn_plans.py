@@ -55,9 +55,9 @@ def lines_of(problem: Problem, device: Device) -> list[dict[str, str]]:
     found = []
     for name, flags in notes.items():
         config = {RELEASE: release(), **(config_of(name) or {})}
-        line = dict.fromkeys(COLUMNS, "") | {field: str(v) for field, v in config.items()}
-        line |= {note: str(int(flag)) for note, flag in zip(NOTES, flags, strict=True)}
-        found.append(line | {KINDS: kind_of(problem)})
+        told = dict(zip(NOTES, map(int, flags), strict=True))
+        known = {**config, **told, KINDS: kind_of(problem)}
+        found.append(dict.fromkeys(COLUMNS, "") | {name: str(v) for name, v in known.items()})
     return found
 
 
@@ -73,8 +73,8 @@ def each_of(problems: list[Problem], device: Device, jobs: int) -> Iterator[list
 def extended(
     lines: list[dict[str, str]], problems: list[Problem], device: Device, jobs: int = 1
 ) -> int:
-    """Add to `lines` what is offered for `problems`, which `jobs` processes ask for; returns for
-    how many nothing is."""
+    """Add to `lines` what is offered for `problems`, which `jobs` processes ask for; return for how
+    many nothing is."""
     known = {key_of(line): line for line in lines}
     without = 0
     for offered in each_of(problems, device, jobs):

@@ -2,18 +2,17 @@
 
     python datasets/dense_layers.py    from timm, torchvision and dense_written.py; needs no GPU
 
-Dense means a single group. The file maps each network to its kind and to its distinct layers, each
-with the fields of a problem that are not at their defaults, without the batch. Bias, activation and
-residual are those that follow the layer in inference, as `confpred.optimize` would put them into
-one call. ``bias_gradient`` says that training computes the gradient of a bias, and ``count`` how
-often the layer occurs. A network at several input sizes has the layers of all of them. The
-committed file is of an earlier capture, which listed layers of one pixel too.
+Dense means a single group. The file maps each network to its kind and to its distinct layers at all
+of its input sizes: the fields of a problem that are not at their defaults, without the batch, with
+what follows the layer in inference; ``bias_gradient`` where training computes that of a bias; and
+``count``. The committed file is of an earlier capture, which listed layers of one pixel too.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -52,13 +51,10 @@ TIMM: Mapping[str, Mapping[str, tuple[tuple[int, int], ...]]] = {
 
 #: Networks of torchvision by kind: the attribute path of its maker, and the sizes of its input.
 TORCHVISION: Mapping[str, Mapping[str, tuple[tuple[int, int], ...]]] = {
-    "classification": {
-        "squeezenet1_1": ((224, 224),),
-        "googlenet": ((224, 224),),
-        "shufflenet_v2_x1_0": ((224, 224),),
-        "mnasnet1_0": ((224, 224),),
-        "alexnet": ((224, 224),),
-    },
+    "classification": dict.fromkeys(
+        ("squeezenet1_1", "googlenet", "shufflenet_v2_x1_0", "mnasnet1_0", "alexnet"),
+        ((224, 224),),
+    ),
     "detection": {
         "detection.retinanet_resnet50_fpn": ((512, 512), (800, 1056)),
         "detection.fcos_resnet50_fpn": ((640, 640),),
@@ -136,22 +132,19 @@ def write_networks(
 
 
 def _to_json(layer: Layer, count: int) -> dict[str, Any]:
-    problem = layer.problem
     fields: dict[str, Any] = {}
-    for field in dataclasses.fields(problem):
-        value = getattr(problem, field.name)
+    for field in dataclasses.fields(layer.problem):
+        value = getattr(layer.problem, field.name)
         if field.name != "n" and value != field.default:
             pair = isinstance(value, tuple)
             fields[field.name] = value[0] if pair and value[0] == value[1] else value
-    if layer.bias_gradient:
-        fields["bias_gradient"] = True
-    return fields | {"count": count}
+    return fields | ({"bias_gradient": True} if layer.bias_gradient else {}) | {"count": count}
 
 
 def _from_json(fields: dict[str, Any]) -> tuple[Layer, int]:
-    rest = {k: v for k, v in fields.items() if k not in ("bias_gradient", "count")}
-    layer = Layer(Problem.from_json(rest | {"n": 1}), fields.get("bias_gradient", False))
-    return layer, fields["count"]
+    fields = {"n": 1, **fields}
+    bias_gradient, count = fields.pop("bias_gradient", False), fields.pop("count")
+    return Layer(Problem.from_json(fields), bias_gradient), count
 
 
 def _written() -> Iterator[tuple[str, str, list[Layer]]]:
@@ -166,8 +159,8 @@ def _of_timm() -> Iterator[tuple[str, str, list[Layer]]]:
     for kind, networks in TIMM.items():
         for name, sizes in networks.items():
             # A pose network has the branches only, and none of the layers that classify.
-            pose = {"features_only": True, "feature_location": ""}
-            options: dict[str, Any] = pose if kind == "pose" else {}
+            pose = kind == "pose"
+            options = {"features_only": True, "feature_location": ""} if pose else {}
             yield name, kind, _layers_of(partial(timm.create_model, name, **options), sizes)
 
 
@@ -176,9 +169,7 @@ def _of_torchvision() -> Iterator[tuple[str, str, list[Layer]]]:
 
     for kind, networks in TORCHVISION.items():
         for path, sizes in networks.items():
-            maker: Any = torchvision.models
-            for part in path.split("."):
-                maker = getattr(maker, part)
+            maker = operator.attrgetter(path)(torchvision.models)
             options: dict[str, Any] = {"weights": None}
             if kind in ("detection", "segmentation"):
                 options["weights_backbone"] = None
@@ -220,13 +211,11 @@ def _layers_of(
         for size in sizes:
             inputs = tuple(torch.empty(1, 3, *size) for _ in range(images))
             for site in capture(model, inputs, get_device("h100"), dtype=torch.float16).sites:
-                problem = site.problem
-                if problem is None or problem.groups > 1:
+                if site.problem is None or site.problem.groups > 1:
                     continue
-                name = site.name
-                own = getattr(model.get_submodule(name), "bias", None) if name else None
+                own = getattr(model.get_submodule(site.name), "bias", None) if site.name else None
                 # The two images of a flow network pass its encoder as one batch.
-                problem = dataclasses.replace(problem, n=1)
+                problem = dataclasses.replace(site.problem, n=1)
                 layers.append(Layer(problem, own is not None))
     return layers
 

@@ -2,17 +2,15 @@
 
     python datasets/dense_suites.py    suites/dense/*.json, from dense_networks.json
 
-``training.json`` and ``holdout.json`` are for a choice among the plans of a library, which has to
-be trusted on networks that it has never seen. So whole kinds of networks are held out (`HELD_OUT`),
-and a layer of theirs is in the training suite under no network and at no batch.
-
-A library's plans need no kernels of their own, unlike those that ``make_suite.py`` draws for. So
-windows, channels and epilogues are drawn as freely as sizes.
+They are for a choice among the plans of a library, which has to be trusted on networks that it has
+never seen. So whole kinds of networks are held out (`HELD_OUT`), and a layer of theirs is in the
+training suite under no network and at no batch. Plans need no kernels of their own, so windows,
+channels and epilogues are drawn as freely as sizes.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,6 +19,7 @@ from typing import Any
 import click
 import numpy as np
 from dense_layers import Network, read_networks
+from dense_written import Layer
 from make_suite import log_uniform
 
 from confpred.data.suites import Entry, Suite, write_suite
@@ -64,13 +63,11 @@ WINDOWS = (
 
 @dataclass(slots=True)
 class Users:
-    """Who has a layer: kinds of networks, networks, the epilogues in them, and whether each trains
-    a bias."""
+    """Networks that have a layer, their kinds, and the layer with its epilogue in each."""
 
     kinds: set[str] = field(default_factory=set)
-    networks: list[str] = field(default_factory=list)
-    epilogues: list[Problem] = field(default_factory=list)
-    bias_gradients: list[bool] = field(default_factory=list)
+    networks: dict[str, None] = field(default_factory=dict)  # in order
+    layers: list[Layer] = field(default_factory=list)
 
 
 @click.command()
@@ -102,16 +99,14 @@ def shape(problem: Problem) -> tuple[Any, ...]:
 
 
 def users_of_layers(networks: Mapping[str, Network]) -> dict[Problem, Users]:
-    """Who has each layer; layers are apart in their sizes, and not in their epilogue."""
-    users: dict[Problem, Users] = {}
+    """Return who has each layer; layers are apart in their sizes, and not in their epilogue."""
+    users: dict[Problem, Users] = defaultdict(Users)
     for name, network in networks.items():
         for layer in network.layers:
-            found = users.setdefault(layer.problem.layer(), Users())
+            found = users[layer.problem.layer()]
             found.kinds.add(network.kind)
-            found.epilogues.append(layer.problem)
-            found.bias_gradients.append(layer.bias_gradient)
-            if name not in found.networks:
-                found.networks.append(name)
+            found.networks[name] = None
+            found.layers.append(layer)
     return users
 
 
@@ -121,8 +116,8 @@ def _entries(
     forbidden: set[tuple[Any, ...]],
     seed: Sequence[int],
 ) -> tuple[Entry, ...]:
-    """As many problems of each direction as `counts` says, of networks and of coverage, all of them
-    different and none of a forbidden shape."""
+    """Return as many problems of each direction as `counts` says, of networks and of coverage, all
+    of them different and none of a forbidden shape."""
     found: dict[Problem, tuple[str, ...]] = {}
     for index, (direction, (network, coverage)) in enumerate(counts.items()):
         generator = np.random.default_rng([*seed, index])
@@ -154,10 +149,8 @@ def _of_networks(
     while True:
         layer = layers[int(generator.choice(len(layers), p=shares))]
         user = users[layer]
-        index = int(generator.integers(len(user.epilogues)))
-        variant = _variant(
-            layer, direction, user.epilogues[index], user.bias_gradients[index], generator
-        )
+        one = user.layers[int(generator.integers(len(user.layers)))]
+        variant = _variant(layer, direction, one.problem, one.bias_gradient, generator)
         seen = direction != "dgrad" or layer.c > IMAGE_CHANNELS
         if seen and (problem := _with_batch(variant, generator)):
             yield problem, tuple(user.networks)
@@ -169,7 +162,7 @@ def _of_coverage(
     """Yield an endless stream of problems of no network: odd channels, and images down to one
     pixel."""
     # Each distinct epilogue is as likely as another, so that rare ones occur at all.
-    seen = {_epilogue(problem): problem for user in users.values() for problem in user.epilogues}
+    seen = {_epilogue(x.problem): x.problem for user in users.values() for x in user.layers}
     epilogues = [seen[key] for key in sorted(seen) if key != _epilogue(seen[key].layer())]
     while True:
         c, k = _channels(generator), _channels(generator)
@@ -198,7 +191,7 @@ def _variant(
     bias_gradient: bool,
     generator: np.random.Generator,
 ) -> Problem:
-    """`layer` in a direction and a dtype, with the epilogue or none, in a mode."""
+    """Return `layer` in a direction and a dtype, with the epilogue or none, in a mode."""
     dtype = DTYPES[int(generator.choice(len(DTYPES), p=DTYPE_SHARES))]
     fused, exact = generator.random() < EPILOGUE_SHARE, generator.random() < DETERMINISTIC_SHARE
     problem = replace(layer, direction=direction, dtype=dtype)
@@ -215,7 +208,7 @@ def _epilogue(problem: Problem) -> tuple[bool, str, bool]:
 
 
 def _with_batch(problem: Problem, generator: np.random.Generator) -> Problem | None:
-    """`problem` at a random batch that a measurement can afford; None if it affords none."""
+    """Return `problem` at a random batch that a measurement can afford; None if it affords none."""
     most = MAX_BATCH
     while most and not _affordable(replace(problem, n=most)):
         most //= 2
@@ -232,7 +225,7 @@ def _affordable(problem: Problem) -> bool:
 
 
 def _channels(generator: np.random.Generator) -> int:
-    """Half of them from the menu of odd ones, the other half any, log-uniform."""
+    """Return channels: half of them from the menu of odd ones, the other half any, log-uniform."""
     if generator.random() < 0.5:
         return ODD_CHANNELS[int(generator.integers(len(ODD_CHANNELS)))]
     return log_uniform(generator, 1, 2048)

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 
 from confpred.problem.conv2d import Problem
 
@@ -22,11 +23,9 @@ Size = int | tuple[int, int]
 class Layer:
     """One dense convolution of a network.
 
-    Attributes:
-        problem: the forward of one image in float16, with bias, residual and activation as they
-            follow in inference. A batch norm counts as a bias, because it is folded.
-        bias_gradient: whether training computes the gradient of a bias. A layer with a batch norm
-            mostly has no bias of its own.
+    `problem` is the forward of one image in float16, with bias, residual and activation as they
+    follow in inference. A batch norm counts as a bias, because it is folded. `bias_gradient` says
+    whether training computes the gradient of a bias: with a batch norm there is mostly none.
     """
 
     problem: Problem
@@ -73,6 +72,14 @@ def _over(size: Size, factor: int) -> tuple[int, int]:
     return h // factor, w // factor
 
 
+def unit(c: int, k: int, size: Size, act: str = "none", norm: bool = False) -> Layers:
+    """Yield a residual unit of two convolutions, with a projection where its channels differ."""
+    yield conv(c, k, size, act=act, norm=norm)
+    yield conv(k, k, size, act=act if norm else "none", norm=norm, residual=True)
+    if c != k:
+        yield conv(c, k, size, 1)
+
+
 # Detection
 
 
@@ -83,8 +90,7 @@ def yolo(widths: Sequence[int], depths: Sequence[int], size: int, classes: int =
 
     def split(c: int, k: int, image: int, depth: int) -> Layers:
         yield block(c, k, image, 1)
-        for _ in range(2 * depth):
-            yield block(k // 2, k // 2, image)
+        yield from [block(k // 2, k // 2, image)] * (2 * depth)
         yield block((2 + depth) * k // 2, k, image, 1)
 
     yield block(3, widths[0], size, 3, 2)
@@ -114,8 +120,8 @@ def yolo_v3_head(size: int) -> Layers:
     """Yield the three heads of a detector on Darknet-53; leaky ReLU follows."""
     for wide, c, factor in ((1024, 1024, 32), (512, 768, 16), (256, 384, 8)):
         image = size // factor
-        for index in range(3):
-            yield conv(c if index == 0 else wide, wide // 2, image, 1, norm=True)
+        for inputs in (c, wide, wide):
+            yield conv(inputs, wide // 2, image, 1, norm=True)
             yield conv(wide // 2, wide, image, norm=True)
         yield conv(wide, 255, image, 1)
         if factor > 8:
@@ -125,12 +131,10 @@ def yolo_v3_head(size: int) -> Layers:
 def point_pillars() -> Layers:
     """Yield the image network of a detector in point clouds, seen from above."""
     block = partial(conv, act="relu", norm=True)
-    c = 64
-    for k, size, count in ((64, (496, 432), 4), (128, (248, 216), 6), (256, (124, 108), 6)):
+    sizes = ((64, 64, (496, 432), 3), (64, 128, (248, 216), 5), (128, 256, (124, 108), 5))
+    for c, k, size, count in sizes:
         yield block(c, k, size, 3, 2)
-        for _ in range(count - 1):
-            yield block(k, k, _over(size, 2))
-        c = k
+        yield from [block(k, k, _over(size, 2))] * count
     for k in (2, 14, 4):
         yield conv(384, k, (248, 216), 1)
 
@@ -139,11 +143,9 @@ def center_point(size: int = 180) -> Layers:
     """Yield the image network and the heads of another detector in point clouds."""
     block = partial(conv, act="relu", norm=True)
     yield block(256, 128, size)
-    for _ in range(5):
-        yield block(128, 128, size)
+    yield from [block(128, 128, size)] * 5
     yield block(128, 256, size, 3, 2)
-    for _ in range(5):
-        yield block(256, 256, size // 2)
+    yield from [block(256, 256, size // 2)] * 5
     yield block(128, 256, size, 1)
     yield block(512, 64, size)
     for k in (2, 1, 3, 2, 2, 10):
@@ -157,18 +159,14 @@ def center_point(size: int = 180) -> Layers:
 def unet(widths: Sequence[int], size: int, inputs: int = 3, outputs: int = 2) -> Layers:
     """Two convolutions a level, down by pooling and up by interpolation."""
     block = partial(conv, act="relu", norm=True)
-    c = inputs
-    for level, k in enumerate(widths):
+    for level, (c, k) in enumerate(pairwise((inputs, *widths))):
         yield block(c, k, size >> level)
         yield block(k, k, size >> level)
-        c = k
-    for level in range(len(widths) - 2, -1, -1):
-        k = widths[level]
+    for level, (k, c) in reversed([*enumerate(pairwise(widths))]):
         yield conv(c, k, size >> level, 1)
         yield block(2 * k, k, size >> level)
         yield block(k, k, size >> level)
-        c = k
-    yield conv(c, outputs, size, 1)
+    yield conv(widths[0], outputs, size, 1)
 
 
 def unet_without_padding() -> Layers:
@@ -190,13 +188,10 @@ def unet_without_padding() -> Layers:
 def strided_unet(widths: Sequence[int], size: Size) -> Layers:
     """Yield a U-Net of medical images that goes down by strides; leaky ReLU follows instance
     norms."""
-    c = 1
-    for level, k in enumerate(widths):
+    for level, (c, k) in enumerate(pairwise((1, *widths))):
         yield conv(c, k, _over(size, 1 << max(level - 1, 0)), 3, 1 if level == 0 else 2)
         yield conv(k, k, _over(size, 1 << level))
-        c = k
-    for level in range(len(widths) - 2, -1, -1):
-        k = widths[level]
+    for level, k in reversed([*enumerate(widths[:-1])]):
         yield conv(2 * k, k, _over(size, 1 << level))
         yield conv(k, k, _over(size, 1 << level))
         yield conv(k, 4, _over(size, 1 << level), 1)
@@ -208,9 +203,7 @@ def depth_decoder(inputs: Sequence[int], size: int, c: int = 256) -> Layers:
     for level, k in enumerate(inputs):
         image = size >> (2 + level)
         yield conv(k, c, image)
-        for _ in range(2):
-            yield conv(c, c, image, act="relu")
-            yield conv(c, c, image, residual=True)
+        yield from [*unit(c, c, image, "relu")] * 2
         yield conv(c, c, 2 * image, 1)
     yield conv(c, c // 2, size // 2)
     yield conv(c // 2, 32, size, act="relu")
@@ -220,8 +213,7 @@ def depth_decoder(inputs: Sequence[int], size: int, c: int = 256) -> Layers:
 def denoiser(c: int, layers: int, size: Size, colors: int) -> Layers:
     """Yield a plain chain of convolutions of one width."""
     yield conv(colors, c, size, act="relu")
-    for _ in range(layers - 2):
-        yield conv(c, c, size, act="relu", norm=True)
+    yield from [conv(c, c, size, act="relu", norm=True)] * (layers - 2)
     yield conv(c, colors, size)
 
 
@@ -243,8 +235,7 @@ def hourglass(size: int, joints: int) -> Layers:
     yield from bottleneck(128, 128, size // 4)
     yield from bottleneck(128, 256, size // 4)
     for level in range(2, 7):
-        for _ in range(3):
-            yield from bottleneck(256, 256, size >> level)
+        yield from [*bottleneck(256, 256, size >> level)] * 3
     yield conv(256, 256, size // 4, 1, act="relu", norm=True)
     yield conv(256, joints, size // 4, 1)
     yield conv(joints, 256, size // 4, 1, residual=True)
@@ -259,13 +250,11 @@ def part_affinity(size: Size) -> Layers:
             c = k
     image = _over(size, 8)
     for outputs in (38, 19):
-        for _ in range(3):
-            yield conv(128, 128, image, act="relu")
+        yield from [conv(128, 128, image, act="relu")] * 3
         yield conv(128, 512, image, 1, act="relu")
         yield conv(512, outputs, image, 1)
         yield conv(185, 128, image, 7, act="relu")
-        for _ in range(4):
-            yield conv(128, 128, image, 7, act="relu")
+        yield from [conv(128, 128, image, 7, act="relu")] * 4
         yield conv(128, 128, image, 1, act="relu")
         yield conv(128, outputs, image, 1)
 
@@ -288,32 +277,27 @@ def diffusion_unet(
     convolutions, so only the bias and the residual can follow one in the same kernel.
     """
 
-    def unit(c: int, k: int, level: int) -> Layers:
-        image = size >> level
-        yield conv(c, k, image)
-        yield conv(k, k, image, residual=True)
-        if c != k:
-            yield conv(c, k, image, 1)
+    def block(c: int, k: int, level: int) -> Layers:
+        yield from unit(c, k, size >> level)
         if level in attention:
-            yield conv(k, k, image, 1)
-            yield conv(k, k, image, 1, residual=True)
+            yield conv(k, k, size >> level, 1)
+            yield conv(k, k, size >> level, 1, residual=True)
 
     yield conv(colors, widths[0], size)
     c, skips, last = widths[0], [widths[0]], len(widths) - 1
     for level, k in enumerate(widths):
         for _ in range(blocks):
-            yield from unit(c, k, level)
+            yield from block(c, k, level)
             c = k
             skips.append(k)
         if level < last:
             if strided:
                 yield conv(k, k, size >> level, 3, 2)
             skips.append(k)
-    yield from unit(c, c, last)
-    yield from unit(c, c, last)
+    yield from [*block(c, c, last)] * 2
     for level in range(last, -1, -1):
         for _ in range(blocks + 1):
-            yield from unit(c + skips.pop(), widths[level], level)
+            yield from block(c + skips.pop(), widths[level], level)
             c = widths[level]
         if level:
             yield conv(c, c, size >> (level - 1))
@@ -322,42 +306,27 @@ def diffusion_unet(
 
 def vae_decoder(widths: Sequence[int], size: int, latent: int, blocks: int = 3) -> Layers:
     """Yield the decoder of an autoencoder, from a latent image of `size` pixels up."""
-
-    def unit(c: int, k: int, image: int) -> Layers:
-        yield conv(c, k, image)
-        yield conv(k, k, image, residual=True)
-        if c != k:
-            yield conv(c, k, image, 1)
-
     yield conv(latent, widths[0], size)
-    c = widths[0]
-    for _ in range(2):
-        yield from unit(c, c, size)
-    for level, k in enumerate(widths):
+    yield from [*unit(widths[0], widths[0], size)] * 2
+    for level, (c, k) in enumerate(pairwise((widths[0], *widths))):
         image = size << level
-        for _ in range(blocks):
-            yield from unit(c, k, image)
-            c = k
+        yield from unit(c, k, image)
+        yield from [*unit(k, k, image)] * (blocks - 1)
         if level < len(widths) - 1:
             yield conv(k, k, 2 * image)
-    yield conv(c, 3, size << (len(widths) - 1))
+    yield conv(widths[-1], 3, size << (len(widths) - 1))
 
 
 def vae_encoder(widths: Sequence[int], size: int, latent: int) -> Layers:
     """Yield the encoder to such a decoder. It pads below and to the right before each stride."""
     yield conv(3, widths[0], size)
-    c = widths[0]
-    for level, k in enumerate(widths):
+    for level, (c, k) in enumerate(pairwise((widths[0], *widths))):
         image = size >> level
-        for _ in range(2):
-            yield conv(c, k, image)
-            yield conv(k, k, image, residual=True)
-            if c != k:
-                yield conv(c, k, image, 1)
-            c = k
+        yield from unit(c, k, image)
+        yield from unit(k, k, image)
         if level < len(widths) - 1:
             yield conv(k, k, image + 1, 3, 2, padding=0)
-    yield conv(c, 2 * latent, size >> (len(widths) - 1))
+    yield conv(widths[-1], 2 * latent, size >> (len(widths) - 1))
 
 
 def tiny_decoder(size: int) -> Layers:
@@ -365,8 +334,7 @@ def tiny_decoder(size: int) -> Layers:
     yield conv(4, 64, size, act="relu")
     for level in range(4):
         for _ in range(3 if level < 3 else 1):
-            for _ in range(2):
-                yield conv(64, 64, size << level, act="relu")
+            yield from [conv(64, 64, size << level, act="relu")] * 2
             yield conv(64, 64, size << level, act="relu", residual=True)
         yield conv(64, 64 if level < 3 else 3, size << min(level + 1, 3))
 
@@ -376,8 +344,7 @@ def image_translator(size: int) -> Layers:
     yield conv(3, 64, size + 6, 7, padding=0)
     yield conv(64, 128, size, 3, 2)
     yield conv(128, 256, size // 2, 3, 2)
-    for _ in range(18):
-        yield conv(256, 256, size // 4 + 2, padding=0)
+    yield from [conv(256, 256, size // 4 + 2, padding=0)] * 18
     yield conv(64, 3, size + 6, 7, padding=0)
     yield conv(3, 64, size, 4, 2, padding=1)
     yield conv(64, 128, size // 2, 4, 2, padding=1)
@@ -399,13 +366,12 @@ def strided_discriminator(size: int, c: int = 64) -> Layers:
 def wide_generator(c: int, size: int) -> Layers:
     """Yield a generator that doubles the image from 4x4 pixels, with residual blocks of 3x3."""
     widths = [m * c for m in (16, 16, 8, 8, 4, 2, 1)]
-    for level in range(1, len(widths)):
-        image = 4 << level
-        if image > size:
+    for level, (before, k) in enumerate(pairwise(widths), 1):
+        if 4 << level > size:
             break
-        yield conv(widths[level - 1], widths[level], image)
-        yield conv(widths[level], widths[level], image, residual=True)
-        yield conv(widths[level - 1], widths[level], image, 1)
+        yield conv(before, k, 4 << level)
+        yield conv(k, k, 4 << level, residual=True)
+        yield conv(before, k, 4 << level, 1)
 
 
 # Super-resolution
@@ -414,9 +380,7 @@ def wide_generator(c: int, size: int) -> Layers:
 def edsr(c: int, size: Size, factor: int = 4) -> Layers:
     """Residual blocks of one width without norms, then subpixel convolutions."""
     yield conv(3, c, size)
-    for _ in range(16):
-        yield conv(c, c, size, act="relu")
-        yield conv(c, c, size, residual=True)
+    yield from [*unit(c, c, size, "relu")] * 16
     h, w = _pair(size)
     while factor > 1:
         yield conv(c, 4 * c, (h, w))
@@ -446,8 +410,7 @@ def small_upscaler(size: Size) -> Layers:
     yield conv(32, 1, size, 5)
     yield conv(1, 56, size, 5)
     yield conv(56, 12, size, 1)
-    for _ in range(4):
-        yield conv(12, 12, size)
+    yield from [conv(12, 12, size)] * 4
     yield conv(12, 56, size, 1)
     yield conv(1, 64, size, 5)
     yield conv(64, 32, size)
@@ -459,11 +422,9 @@ def small_upscaler(size: Size) -> Layers:
 
 def pyramid_flow(size: tuple[int, int]) -> Layers:
     """Yield a flow network with a pyramid of features, cost volumes of 81 and dense decoders."""
-    c = 3
-    for level, k in enumerate((16, 32, 64, 96, 128, 196)):
+    for level, (c, k) in enumerate(pairwise((3, 16, 32, 64, 96, 128, 196))):
         yield conv(c, k, _over(size, 1 << level), 3, 2)
         yield conv(k, k, _over(size, 2 << level))
-        c = k
     for level, features in ((6, 0), (5, 128), (4, 96), (3, 64), (2, 32)):
         c = 81 + (features + 4 if features else 0)
         for k in (128, 128, 96, 64, 32):
@@ -493,9 +454,7 @@ def stacked_flow(size: tuple[int, int]) -> Layers:
 def board_game(c: int, size: int, planes: int, blocks: int = 10) -> Layers:
     """Yield a tower of residual blocks on a board, with a policy and a value head."""
     yield conv(planes, c, size, act="relu", norm=True)
-    for _ in range(blocks):
-        yield conv(c, c, size, act="relu", norm=True)
-        yield conv(c, c, size, act="relu", norm=True, residual=True)
+    yield from [*unit(c, c, size, "relu", norm=True)] * blocks
     yield conv(c, 2, size, 1, act="relu", norm=True)
     yield conv(c, 32, size, 1, act="relu", norm=True)
     yield conv(c, 73, size)
@@ -506,22 +465,16 @@ def screen_agent() -> Layers:
     yield conv(4, 32, 84, 8, 4, act="relu", padding=0)
     yield conv(32, 64, 20, 4, 2, act="relu", padding=0)
     yield conv(64, 64, 9, 3, act="relu", padding=0)
-    c = 3
-    for level, k in enumerate((16, 32, 32)):
+    for level, (c, k) in enumerate(pairwise((3, 16, 32, 32))):
         yield conv(c, k, _over((72, 96), 1 << level))
-        for _ in range(2):
-            yield conv(k, k, _over((72, 96), 2 << level), act="relu")
-            yield conv(k, k, _over((72, 96), 2 << level), residual=True)
-        c = k
+        yield from [*unit(k, k, _over((72, 96), 2 << level), "relu")] * 2
 
 
 def sound_tagger(size: tuple[int, int]) -> Layers:
     """Yield a network of fourteen layers on a spectrogram of (frames, bands)."""
-    c = 1
-    for level, k in enumerate((64, 128, 256, 512, 1024, 2048)):
+    for level, (c, k) in enumerate(pairwise((1, 64, 128, 256, 512, 1024, 2048))):
         yield conv(c, k, _over(size, 1 << level), act="relu", norm=True)
         yield conv(k, k, _over(size, 1 << level), act="relu", norm=True)
-        c = k
 
 
 def speech_front(frames: int) -> Layers:
@@ -536,16 +489,11 @@ def speaker_resnet(size: tuple[int, int]) -> Layers:
     """Yield a narrow ResNet on a spectrogram of (bands, frames), which tells speakers apart."""
     block = partial(conv, act="relu", norm=True)
     yield block(1, 32, size)
-    c = 32
-    for level, k in enumerate((32, 64, 128, 256)):
+    for level, (c, k) in enumerate(pairwise((32, 32, 64, 128, 256))):
         if level:
             yield block(c, k, _over(size, 1 << (level - 1)), 3, 2)
             yield conv(c, k, _over(size, 1 << (level - 1)), 1, 2, norm=True)
-        image = _over(size, 1 << level)
-        for _ in range(3):
-            yield block(k, k, image)
-            yield block(k, k, image, residual=True)
-        c = k
+        yield from [*unit(k, k, _over(size, 1 << level), "relu", norm=True)] * 3
 
 
 def text_reader(width: int) -> Layers:

@@ -2,11 +2,9 @@
 
     python datasets/make_further.py    suites/further/*.json, from networks.json
 
-More is drawn where choices for networks that training has not seen are worst: strided layers, small
-images, channels that no power of two divides well, batches that are none, and filter gradients
-(`COUNTS`). Kernels are compiled beforehand, and are the same on all devices. So that those of the
-hold-out serve here as well, only its windows, strides, group widths, dtypes and epilogues are drawn
-(`make_holdout.VARIANTS`). No network and no layer of the hold-out is.
+More is drawn where choices for networks that training has not seen are worst (`COUNTS`). Only the
+windows, strides, group widths, dtypes and epilogues of the hold-out are drawn, so that its compiled
+kernels serve here as well (`make_holdout.VARIANTS`). No network and no layer of the hold-out is.
 """
 
 from __future__ import annotations
@@ -59,7 +57,7 @@ def main(seed: int, out: Path) -> None:
 
 
 def held_out_layers() -> frozenset[Problem]:
-    """Every layer that the hold-out has."""
+    """Return every layer that the hold-out has."""
     suites = (read_suite(make_holdout.SUITES / f"{d}.json") for d in DIRECTIONS)
     return frozenset(entry.problem.layer() for suite in suites for entry in suite.entries)
 

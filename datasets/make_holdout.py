@@ -4,9 +4,8 @@
     python datasets/make_holdout.py build      suites/holdout/*.json, from holdout_networks.json
 
 Every legal config of every problem is to be measured, so that regret is against what is really the
-fastest. That takes a kernel for each config of each window, stride, group width, dtype and
-epilogue. So there is a short menu of these (`VARIANTS`), and a suite for each direction, whose
-kernels and measurements fit into one command of ten minutes on a GPU.
+fastest. So there is a short menu of what needs kernels of its own (`VARIANTS`), and a suite for
+each direction, which is measured in one command of ten minutes on a GPU.
 
 No problem shares its layer with a problem to train on, in whatever direction, dtype or batch. The
 networks of ``TIMM`` and ``TORCHVISION`` have no layer at all in the training suites, those of
@@ -16,8 +15,7 @@ training at another size, and bear that size in their name.
 
 from __future__ import annotations
 
-import json
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -26,11 +24,11 @@ from typing import Any
 import click
 import make_suite
 import numpy as np
-from make_suite import Layer
+from make_suite import _BFLOAT16, _BIAS, _FLOAT32, _RELU, _SILU, Layer
 
 from confpred.data.suites import Entry, Suite, read_suite, write_suite
 from confpred.errors import InvalidProblem
-from confpred.files import read_json, write_whole
+from confpred.files import read_json
 from confpred.problem.conv2d import DIRECTIONS, Problem
 
 HERE = Path(__file__).parent
@@ -88,28 +86,24 @@ ELSEWHERE: Mapping[str, tuple[tuple[int, int], ...]] = {
 
 #: What is measured: (group width, window, stride) -> what a layer of the kind may be other than
 #: plain float16, by direction. Each entry is a table of kernels.
-_SILU = {"bias": True, "activation": "silu"}
-_RELU = {"bias": True, "activation": "relu"}
-_BFLOAT16, _FLOAT32, _BIAS = {"dtype": "bfloat16"}, {"dtype": "float32"}, {"bias": True}
 VARIANTS: Mapping[tuple[int, int, int], Mapping[str, tuple[Layer, ...]]] = {
     (1, 3, 1): {
         "fprop": (_SILU, _BFLOAT16, _FLOAT32),
-        "dgrad": (_BFLOAT16, _FLOAT32),
-        "wgrad": (_BFLOAT16, _FLOAT32),
+        **dict.fromkeys(("dgrad", "wgrad"), (_BFLOAT16, _FLOAT32)),
     },
-    (1, 3, 2): {"fprop": (), "dgrad": (), "wgrad": ()},
-    (1, 5, 1): {"fprop": (), "dgrad": (), "wgrad": ()},
-    (1, 5, 2): {"fprop": (), "dgrad": (), "wgrad": ()},
+    (1, 3, 2): {},
+    (1, 5, 1): {},
+    (1, 5, 2): {},
     (1, 7, 1): {"fprop": (_BIAS,), "dgrad": (_BFLOAT16,), "wgrad": (_BIAS,)},
-    (4, 3, 1): {"fprop": (), "dgrad": (), "wgrad": ()},
-    (8, 3, 1): {"fprop": (_RELU,), "dgrad": (), "wgrad": ()},
-    (8, 3, 2): {"fprop": (), "dgrad": (), "wgrad": ()},
-    (16, 3, 1): {"fprop": (), "dgrad": (), "wgrad": (_BFLOAT16,)},
-    (16, 3, 2): {"fprop": (), "dgrad": (_BFLOAT16,), "wgrad": ()},
-    (16, 5, 1): {"fprop": (), "dgrad": (), "wgrad": ()},
-    (32, 3, 1): {"fprop": (_BFLOAT16,), "dgrad": (), "wgrad": ()},
-    (32, 3, 2): {"fprop": (), "dgrad": (), "wgrad": ()},
-    (64, 3, 1): {"fprop": (), "dgrad": (), "wgrad": ()},
+    (4, 3, 1): {},
+    (8, 3, 1): {"fprop": (_RELU,)},
+    (8, 3, 2): {},
+    (16, 3, 1): {"wgrad": (_BFLOAT16,)},
+    (16, 3, 2): {"dgrad": (_BFLOAT16,)},
+    (16, 5, 1): {},
+    (32, 3, 1): {"fprop": (_BFLOAT16,)},
+    (32, 3, 2): {},
+    (64, 3, 1): {},
 }
 PLAIN_SHARE = 0.6
 DETERMINISTIC_SHARE = 0.2
@@ -137,17 +131,15 @@ def extract() -> None:
 
     networks: dict[str, Any] = {}
     for name, size, make in _models():
-        layers = _layers(make, size)
+        layers = make_suite.grouped_layers(make, size)
         networks[name] = {"input": list(size), "layers": layers}
         click.echo(f"{name}: {len(layers)} grouped layers")
-    lines = ",\n".join(f"  {json.dumps(n)}: {json.dumps(v)}" for n, v in networks.items())
-    versions = f'"timm": "{timm.__version__}", "torchvision": "{torchvision.__version__}"'
-    text = f'{{"format": "{FORMAT}", {versions}, "networks": {{\n{lines}\n}}}}\n'
-    write_whole(NETWORKS, lambda file: file.write(text.encode()))
+    versions = {"timm": timm.__version__, "torchvision": torchvision.__version__}
+    make_suite.write_networks(NETWORKS, {"format": FORMAT, **versions}, networks)
 
 
 def _models() -> Iterator[tuple[str, tuple[int, int], Callable[[], Any]]]:
-    """Name, size of the input, and how the network is made."""
+    """Yield name, size of the input, and how the network is made."""
     import timm
     import torchvision
     from timm.models import efficientnet
@@ -172,25 +164,6 @@ def _models() -> Iterator[tuple[str, tuple[int, int], Callable[[], Any]]]:
             yield f"{name}@{h}x{w}", (h, w), lambda name=name: timm.create_model(name)
 
 
-def _layers(make: Callable[[], Any], size: tuple[int, int]) -> list[Layer]:
-    """Return the distinct layers of several groups of a forward pass, with their ``count``."""
-    import torch
-
-    found: Counter[str] = Counter()
-
-    def note(module: Any, inputs: tuple[Any, ...], out: Any) -> None:
-        if layer := make_suite._layer(module, inputs[0].shape, out.shape):
-            found[json.dumps(layer)] += 1
-
-    with torch.device("meta"), torch.no_grad():
-        model = make().eval()
-        for module in model.modules():
-            if isinstance(module, torch.nn.Conv2d):
-                module.register_forward_hook(note)
-        model(torch.empty(1, 3, *size))
-    return [json.loads(layer) | {"count": count} for layer, count in found.items()]
-
-
 @main.command()
 @click.option("--seed", default=0, show_default=True, help="Of every random choice.")
 @click.option("--out", type=click.Path(path_type=Path), default=SUITES, help="Folder to write to.")
@@ -210,7 +183,7 @@ def build(seed: int, out: Path) -> None:
 
 
 def trained_layers() -> frozenset[Problem]:
-    """Every layer that a suite to train on has."""
+    """Return every layer that a suite to train on has."""
     return frozenset(
         entry.problem.layer() for path in TRAINING for entry in read_suite(path).entries
     )
@@ -243,11 +216,10 @@ def holdout_entries(
     generator = np.random.default_rng([seed, 2, DIRECTIONS.index(direction)])
     found: dict[Problem, Entry] = {}
     for kind, count in COUNTS[direction].items():
-        layers: dict[str, list[Problem]] = {}
+        layers: dict[str, list[Problem]] = defaultdict(list)
         for layer, names in users.items():
-            if make_suite._kind(layer) == kind:
-                for name in names:
-                    layers.setdefault(name, []).append(layer)
+            for name in names if make_suite._kind(layer) == kind else ():
+                layers[name].append(layer)
         turns, target = _turns(layers, generator), len(found) + count
         while len(found) < target:
             layer = next(turns)
@@ -265,7 +237,7 @@ def holdout_entries(
 def _turns(
     layers: Mapping[str, Sequence[Problem]], generator: np.random.Generator
 ) -> Iterator[Problem]:
-    """Endlessly, one network after the other, its layers in random order."""
+    """Yield endlessly a layer of one network after the other, in random order."""
     left: dict[str, list[Problem]] = {name: [] for name in layers}
     while True:
         for name in layers:
@@ -281,7 +253,7 @@ def _batch(generator: np.random.Generator) -> int:
 
 
 def _variant(layer: Problem, direction: str, generator: np.random.Generator) -> Layer:
-    menu = VARIANTS[_key(layer)][direction]  # type: ignore[index]  # only such layers are drawn
+    menu = VARIANTS[_key(layer)].get(direction, ())  # type: ignore[index]  # no others are drawn
     plain = not menu or generator.random() < PLAIN_SHARE
     chosen: Layer = {} if plain else dict(menu[generator.integers(len(menu))])
     if direction == "wgrad" and generator.random() < DETERMINISTIC_SHARE:

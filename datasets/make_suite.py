@@ -7,13 +7,10 @@
 layers of that kind at the network's own input size: the fields of a problem without the batch, and
 ``count``, how often the layer occurs.
 
-There is one suite of each direction to train on. Sampling is mostly compiling: every window,
-stride, dilation, group width, dtype and epilogue needs kernels of its own, as many as tiles are
-measured. So these come from a limited menu, while the sizes, which need no kernels of their own,
-are drawn freely.
-
-Each suite is made in two draws: the first stays as it was measured, whatever the second is. The
-second takes its windows, strides, widths, dtypes and epilogues from the first.
+Sampling is mostly compiling: every window, stride, dilation, group width, dtype and epilogue needs
+kernels of its own, as many as tiles are measured. So these come from a limited menu, while sizes
+are drawn freely. Each suite is made in two draws: the first stays as it was measured, and the
+second takes what needs kernels from the first.
 """
 
 from __future__ import annotations
@@ -21,8 +18,8 @@ from __future__ import annotations
 import json
 import signal
 import time
-from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -172,28 +169,34 @@ def extract(minutes: float) -> None:
         if layers:
             networks[name] = layers
             click.echo(f"{name}: {len(layers)} grouped layers")
-    lines = ",\n".join(f"  {json.dumps(n)}: {json.dumps(v)}" for n, v in networks.items())
-    text = f'{{"format": "{FORMAT}", "timm": "{timm.__version__}", "networks": {{\n{lines}\n}}}}\n'
-    write_whole(NETWORKS, lambda file: file.write(text.encode()))
+    write_networks(NETWORKS, {"format": FORMAT, "timm": timm.__version__}, networks)
     click.echo(f"{len(networks)} networks in {NETWORKS}")
+
+
+def write_networks(path: Path, head: Mapping[str, str], networks: Mapping[str, Any]) -> None:
+    """Write `networks` as JSON, one a line, so that versions compare well."""
+    lines = ",\n".join(f"  {json.dumps(n)}: {json.dumps(v)}" for n, v in networks.items())
+    text = f'{json.dumps(head)[:-1]}, "networks": {{\n{lines}\n}}}}\n'
+    write_whole(path, lambda file: file.write(text.encode()))
 
 
 def _with_time_limit(name: str) -> list[Layer]:
     def expire(number: int, frame: FrameType | None) -> None:
         raise TimeoutError(f"more than {MODEL_SECONDS} s")
 
+    import timm
+
     signal.signal(signal.SIGALRM, expire)
     signal.alarm(MODEL_SECONDS)
     try:
-        return grouped_layers(name)
+        return grouped_layers(lambda: timm.create_model(name))
     finally:
         signal.alarm(0)
 
 
-def grouped_layers(name: str) -> list[Layer]:
-    """Return the distinct layers of several groups that a forward pass of timm's model `name`
-    computes."""
-    import timm
+def grouped_layers(make: Callable[[], Any], size: tuple[int, int] | None = None) -> list[Layer]:
+    """Return the distinct layers of several groups that a forward pass of a network computes, with
+    their ``count``, for an image of `size` pixels or of the network's own."""
     import torch
 
     found: Counter[str] = Counter()
@@ -203,13 +206,13 @@ def grouped_layers(name: str) -> list[Layer]:
             found[json.dumps(layer)] += 1
 
     with torch.device("meta"), torch.no_grad():
-        model = timm.create_model(name).eval()
+        model = make().eval()
         convolutions = [m for m in model.modules() if isinstance(m, torch.nn.Conv2d)]
         if not any(m.groups > 1 for m in convolutions):
             return []
         for module in convolutions:
             module.register_forward_hook(note)
-        model(torch.empty(1, *model.default_cfg["input_size"]))
+        model(torch.empty(1, *(model.default_cfg["input_size"] if size is None else (3, *size))))
     return [json.loads(layer) | {"count": count} for layer, count in found.items()]
 
 
@@ -233,19 +236,11 @@ def _layer(module: Any, inputs: tuple[int, ...], outputs: tuple[int, ...]) -> La
                 return None
             own = both // 2
         padding.append(own)
-    fields = {
-        "c": inputs[1],
-        "h": inputs[2],
-        "w": inputs[3],
-        "k": outputs[1],
-        "r": module.kernel_size[0],
-        "s": module.kernel_size[1],
-        "stride": list(module.stride),
-        "padding": padding,
-        "dilation": list(module.dilation),
-        "groups": module.groups,
-    }
-    return {k: v[0] if isinstance(v, list) and v[0] == v[1] else v for k, v in fields.items()}
+    names = ("c", "h", "w", "k", "r", "s")
+    fields = dict(zip(names, (*inputs[1:], outputs[1], *module.kernel_size), strict=True))
+    pairs = {"stride": module.stride, "padding": padding, "dilation": module.dilation}
+    fields |= {name: a if a == b else [a, b] for name, (a, b) in pairs.items()}
+    return fields | {"groups": module.groups}
 
 
 @main.command()
@@ -267,7 +262,7 @@ def build(seed: int) -> None:
 def users_of_layers(networks: Mapping[str, list[Layer]]) -> dict[str, list[str]]:
     """Return the networks of each layer, which is the text of its JSON, in our scope and not too
     rare."""
-    users: dict[str, list[str]] = {}
+    users: dict[str, list[str]] = defaultdict(list)
     variant: dict[str, tuple[Any, ...]] = {}
     for name, layers in networks.items():
         for layer in layers:
@@ -275,7 +270,7 @@ def users_of_layers(networks: Mapping[str, list[Layer]]) -> dict[str, list[str]]
             problem = Problem.from_json(fields | {"n": 1})
             if in_scope(problem):
                 text = json.dumps(fields)
-                users.setdefault(text, []).append(name)
+                users[text].append(name)
                 variant[text] = _compiled_in(problem)
     common = Counter(variant.values())
     return {text: names for text, names in users.items() if common[variant[text]] >= MIN_LAYERS}
@@ -379,18 +374,8 @@ def _channels(width: int, generator: np.random.Generator) -> int:
 
 def _square(n: int, c: int, size: int, width: int, r: int, s: int, stride: int) -> Layer:
     """Return the fields of a layer of as many filters as channels, padded by half its window."""
-    return {
-        "n": n,
-        "c": c,
-        "h": size,
-        "w": size,
-        "k": c,
-        "r": r,
-        "s": s,
-        "stride": stride,
-        "padding": [r // 2, s // 2],
-        "groups": c // width,
-    }
+    sizes = {"n": n, "c": c, "h": size, "w": size, "k": c, "r": r, "s": s}
+    return sizes | {"stride": stride, "padding": [r // 2, s // 2], "groups": c // width}
 
 
 def coverage(kind: str, generator: np.random.Generator) -> Layer:
@@ -403,19 +388,8 @@ def coverage(kind: str, generator: np.random.Generator) -> Layer:
     padding = [dilation * (r // 2), dilation * (s // 2)]
     if generator.random() < 0.3:
         padding = [int(generator.integers(0, size)) for size in (r, s)]
-    return {
-        "n": log_uniform(generator, 1, 256),
-        "c": c,
-        "h": h,
-        "w": w,
-        "k": multiplier * c,
-        "r": r,
-        "s": s,
-        "stride": stride,
-        "dilation": dilation,
-        "padding": padding,
-        "groups": c // width,
-    }
+    layer = _square(log_uniform(generator, 1, 256), c, h, width, r, s, stride)
+    return layer | {"w": w, "k": multiplier * c, "dilation": dilation, "padding": padding}
 
 
 def smoke_entries() -> tuple[Entry, ...]:
@@ -430,7 +404,7 @@ def smoke_entries() -> tuple[Entry, ...]:
 
 
 def in_scope(problem: Problem) -> bool:
-    """Whether the kernel families are meant for the problem."""
+    """Return whether the kernel families are meant for the problem."""
     depthwise = problem.group_width == 1
     multiplied = depthwise and problem.direction == "fprop"
     return (
@@ -445,8 +419,8 @@ def in_scope(problem: Problem) -> bool:
 
 
 def tensor_bytes(problem: Problem) -> int:
-    """Bytes of the three tensors: what suites are drawn by, so that they stay as they were
-    measured whatever is found out about the bytes that must move."""
+    """Return the bytes of the three tensors: suites are drawn by these, so that they stay
+    as they were measured whatever is found out about the bytes that must move."""
     elements = problem.input_elements + problem.filter_elements + problem.output_elements
     return problem.itemsize * elements
 
@@ -466,7 +440,7 @@ def _kind(problem: Problem) -> str:
 def _variant(
     kind: str, direction: str, fields: Mapping[str, Any], generator: np.random.Generator
 ) -> Layer:
-    """Fields for a dtype, an epilogue and a mode; those left out mean float16, none and fastest."""
+    """Return fields for a dtype, an epilogue and a mode, where they are not the default."""
     chosen: Layer = {}
     menu = VARIANTS[kind][direction].get((fields["r"], fields["s"], fields["stride"]), ())
     if menu and fields.get("dilation", 1) == 1 and generator.random() >= PLAIN_SHARES[direction]:

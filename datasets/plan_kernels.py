@@ -18,7 +18,7 @@ import random
 import re
 import statistics
 import tempfile
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from functools import partial
@@ -36,17 +36,12 @@ from confpred.training.dataset import read_dataset
 DATA = Path(__file__).parent / "h200"
 #: Rows, columns and terms of the tile in the names of NVIDIA's generators of kernels. The first
 #: is that of kernels compiled ahead, then CUTLASS's two, cuBLAS's, and those of run time.
-TILES = tuple(
-    map(
-        re.compile,
-        (
-            r"_tilesize(\d+)x(\d+)x(\d+)_",
-            r"_tensorop_\w+?_(\d+)x(\d+)_(\d+)x\d+_",
-            r"GemmShapeILi(\d+)ELi(\d+)ELi(\d+)E",
-            r"nvjet_\w+?_(\d+)x(\d+)_(\d+)x\d+_",
-            r"_knob_\d+_(\d+)x(\d+)x(\d+)_",
-        ),
-    )
+TILES = (
+    r"_tilesize(\d+)x(\d+)x(\d+)_",
+    r"_tensorop_\w+?_(\d+)x(\d+)_(\d+)x\d+_",
+    r"GemmShapeILi(\d+)ELi(\d+)ELi(\d+)E",
+    r"nvjet_\w+?_(\d+)x(\d+)_(\d+)x\d+_",
+    r"_knob_\d+_(\d+)x(\d+)x(\d+)_",
 )
 MARK = "CUDAFunctorOnSelf_add"  # in the name of the kernel before and after each plan's
 CHUNK = 8  # problems that are profiled together
@@ -56,8 +51,8 @@ Launch = tuple[int, list[dict[str, Any]]]  # a plan, and what the profiler says 
 
 
 def tile_of(name: str) -> tuple[int, ...] | None:
-    """Rows, columns and terms of the tile of the kernel called `name`; None if it does not say."""
-    found = next((match for tile in TILES if (match := tile.search(name))), None)
+    """Return rows, columns and terms of the tile of a kernel by its name; None if it lacks them."""
+    found = next((match for tile in TILES if (match := re.search(tile, name))), None)
     return None if found is None else tuple(map(int, found.groups()))
 
 
@@ -75,16 +70,12 @@ def facts_of(kernels: Sequence[Mapping[str, Any]]) -> tuple[int, ...] | None:
 def lines_of(launches: Sequence[Launch]) -> dict[int, dict[str, int]]:
     """Return a line of the table for each plan: the medians over its launches, which hardly ever
     differ."""
-    found: dict[int, list[tuple[int, ...]]] = {}
+    found: dict[int, list[tuple[int, ...]]] = defaultdict(list)
     for plan, kernels in launches:
         if (facts := facts_of(kernels)) is not None:
-            found.setdefault(plan, []).append(facts)
-    return {
-        plan: dict(
-            zip(TILE_FIELDS, map(statistics.median_low, zip(*each, strict=True)), strict=True)
-        )
-        for plan, each in found.items()
-    }
+            found[plan].append(facts)
+    medians = {p: map(statistics.median_low, zip(*each, strict=True)) for p, each in found.items()}
+    return {plan: dict(zip(TILE_FIELDS, each, strict=True)) for plan, each in medians.items()}
 
 
 def table_text(known: Mapping[int, Mapping[str, Any]]) -> str:
@@ -97,7 +88,7 @@ def table_text(known: Mapping[int, Mapping[str, Any]]) -> str:
 
 
 def wanted(data: Path, device: str, most: int, seed: int) -> list[Task]:
-    """Problems, and the plans to launch for each, so that each plan is launched for `most`."""
+    """Return problems with the plans to launch for them: each plan is launched for `most`."""
     timings = [t for t in read_dataset([data], device).timings if t.family == "cudnn"]
     random.Random(seed).shuffle(timings)
     seen: Counter[int] = Counter()

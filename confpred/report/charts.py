@@ -6,20 +6,21 @@ import io
 import math
 import re
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import cycle, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
 from confpred.families.registry import config_words
 from confpred.files import write_whole
 from confpred.report import COVERAGE
+from confpred.training.evaluate import draw_regrets
 
 if TYPE_CHECKING:
-    from confpred.predict.explain import Comparison, LayerExplanation
+    from confpred.predict.explain import LayerExplanation
     from confpred.report.judged import Evaluated, Group, Importance
 
 #: Colours that no reader sees: each stands for one of the page's.
@@ -48,31 +49,23 @@ _STYLE: Any = {
     "legend.frameon": False,
     "legend.labelcolor": _INK,
 }
-_LARGEST_SHOWN = 2.0  # regret at the right edge of the curves
-_TICKS = (1.0, 1.05, 1.1, 1.2, 1.4, 1.6, 2.0)
+_TICKS = (1.0, 1.05, 1.1, 1.2, 1.4, 1.6, 2.0)  # of regret in the curves
 _FEATURES = 12
+Families = Mapping[str, Sequence["Group"]]
 
 
 def regret_curves(evaluations: Sequence[Evaluated]) -> str:
     """Draw the share of layers whose regret is at most x, a curve an evaluation."""
 
     def draw(axes: Any) -> None:
-        for i, evaluation in enumerate(evaluations):
-            regret = np.sort([layer.regret for layer in evaluation.layers])
-            share = np.arange(1, len(regret) + 1) / len(regret)
-            axes.step(
-                [1.0, *regret.tolist(), max(_LARGEST_SHOWN, float(regret[-1]))],
-                [0.0, *share.tolist(), 1.0],
-                where="post",
-                color=_SERIES[i % len(_SERIES)],
-                linewidth=2,
-                label=evaluation.name,
+        curves = (
+            (
+                [layer.regret for layer in e.layers],
+                {"color": colour, "linewidth": 2, "label": e.name},
             )
-        axes.set_xscale("log")
-        axes.set_xlim(1.0, _LARGEST_SHOWN)
-        axes.set_ylim(0.0, 1.0)
-        axes.set_xticks(_TICKS, [f"{tick:g}" for tick in _TICKS])
-        axes.minorticks_off()
+            for e, colour in zip(evaluations, cycle(_SERIES), strict=False)
+        )
+        draw_regrets(axes, curves, _TICKS)
         axes.set_xlabel("regret: time of the choice / time of the best measured config")
         axes.set_ylabel("share of judged layers")
         axes.legend(loc="lower right")
@@ -80,49 +73,58 @@ def regret_curves(evaluations: Sequence[Evaluated]) -> str:
     return _chart("regret-curves", "Share of layers by regret", (7.2, 3.6), draw)
 
 
-def regret_by_family(families: Mapping[str, Sequence[Group]]) -> str:
+def regret_by_family(families: Families) -> str:
     """Draw geometric mean and 95 % quantile of each family, by the name of the evaluation."""
-    names = sorted({group.name for groups in families.values() for group in groups}, reverse=True)
 
     def draw(axes: Any) -> None:
-        for i, (evaluation, groups) in enumerate(families.items()):
-            offset = 0.14 * (i - (len(families) - 1) / 2)
-            places = [names.index(group.name) - offset for group in groups]
-            colour = _SERIES[i % len(_SERIES)]
+        for name, groups, places, color in _lines(axes, families):
             means, quantiles = ([getattr(g, f) for g in groups] for f in ("geomean", "p95"))
-            axes.hlines(places, means, quantiles, color=colour, linewidth=2)
-            axes.plot(means, places, "o", color=colour, label=f"{evaluation}: geomean")
-            axes.plot(quantiles, places, "|", color=colour, markersize=10, markeredgewidth=2,
-                      label=f"{evaluation}: 95 % quantile")  # fmt: skip
-        axes.set_yticks(range(len(names)), names)
+            axes.hlines(places, means, quantiles, color=color, linewidth=2)
+            axes.plot(means, places, "o", color=color, label=f"{name}: geomean")
+            axes.plot(quantiles, places, "|", color=color, markersize=10, markeredgewidth=2,
+                      label=f"{name}: 95 % quantile")  # fmt: skip
         axes.set_xlim(left=1.0)
         axes.set_xlabel("regret")
         axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2 * len(families), fontsize=8)
 
-    return _chart("regret-by-family", "Regret by family", (7.2, 0.9 + 0.34 * len(names)), draw)
+    return _chart("regret-by-family", "Regret by family", _size(families), draw)
 
 
-def coverage(families: Mapping[str, Sequence[Group]]) -> str:
+def coverage(families: Families) -> str:
     """Draw the share of each family's layers within their bounds, with Wilson's 95 % interval."""
-    names = sorted({group.name for groups in families.values() for group in groups}, reverse=True)
 
     def draw(axes: Any) -> None:
-        for i, (evaluation, groups) in enumerate(families.items()):
-            offset = 0.14 * (i - (len(families) - 1) / 2)
-            colour = _SERIES[i % len(_SERIES)]
-            for number, group in enumerate(groups):
-                place = names.index(group.name) - offset
-                axes.hlines(place, *_wilson(group.covered, group.layers), color=colour, linewidth=2)
-                label = evaluation if number == 0 else None
-                axes.plot(group.covered, place, "o", color=colour, label=label)
+        for name, groups, places, color in _lines(axes, families):
+            for label, group, place in zip_longest([name], groups, places):
+                axes.hlines(place, *_wilson(group.covered, group.layers), color=color, linewidth=2)
+                axes.plot(group.covered, place, "o", color=color, label=label)
         axes.axvline(COVERAGE, color=_INK, linewidth=1, linestyle="--")
-        axes.set_yticks(range(len(names)), names)
         axes.set_xlim(right=1.0)
         axes.set_xlabel(f"share of layers within their bound (wanted: {COVERAGE:.0%})")
         axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=len(families), fontsize=8)
 
-    return _chart("coverage", "Coverage of the bound by family",
-                  (7.2, 0.9 + 0.34 * len(names)), draw)  # fmt: skip
+    return _chart("coverage", "Coverage of the bound by family", _size(families), draw)
+
+
+def _names(families: Families) -> list[str]:
+    return sorted({group.name for groups in families.values() for group in groups}, reverse=True)
+
+
+def _size(families: Families) -> tuple[float, float]:
+    return 7.2, 0.9 + 0.34 * len(_names(families))
+
+
+def _lines(
+    axes: Any, families: Families
+) -> Iterator[tuple[str, Sequence[Group], list[float], str]]:
+    """Yield each evaluation, its groups, their places in the lines of the families, and a
+    colour."""
+    names = _names(families)
+    axes.set_yticks(range(len(names)), names)
+    for i, (evaluation, groups) in enumerate(families.items()):
+        offset = 0.14 * (i - (len(families) - 1) / 2)
+        places = [names.index(group.name) - offset for group in groups]
+        yield evaluation, groups, places, _SERIES[i % len(_SERIES)]
 
 
 def importance(pool: str, found: Sequence[Importance]) -> str:
@@ -144,13 +146,12 @@ def noise(by_time: Mapping[str, Sequence[Any]]) -> str:
     names = list(dict.fromkeys(group.name for groups in by_time.values() for group in groups))
 
     def draw(axes: Any) -> None:
-        for i, (device, groups) in enumerate(by_time.items()):
+        for (device, groups), color in zip(by_time.items(), cycle(_SERIES), strict=False):
             places = [names.index(group.name) for group in groups]
-            colour = _SERIES[i % len(_SERIES)]
-            axes.plot(places, [100 * g.median for g in groups], "o-", color=colour,
-                      label=f"{device}: median")  # fmt: skip
-            axes.plot(places, [100 * g.p95 for g in groups], "o--", color=colour,
-                      markerfacecolor="none", label=f"{device}: 95 % quantile")  # fmt: skip
+            medians, quantiles = ([100 * getattr(g, f) for g in groups] for f in ("median", "p95"))
+            axes.plot(places, medians, "o-", color=color, label=f"{device}: median")
+            label = f"{device}: 95 % quantile"
+            axes.plot(places, quantiles, "o--", color=color, markerfacecolor="none", label=label)
         axes.set_xticks(range(len(names)), names, fontsize=8)
         axes.set_ylim(bottom=0)
         axes.set_xlabel("time of the config")
@@ -181,9 +182,7 @@ def _chart(name: str, title: str, size: tuple[float, float], draw: Callable[[Any
         text = text.replace(colour, page)
     # Names in a page are one another's neighbours: those of each chart bear its own.
     prefix = re.sub(r"\W+", "-", name)
-    text = re.sub(r'\bid="', f'id="{prefix}-', text)
-    text = re.sub(r"url\(#", f"url(#{prefix}-", text)
-    text = re.sub(r'xlink:href="#', f'xlink:href="#{prefix}-', text)
+    text = re.sub(r'(\bid="|url\(#|xlink:href="#)', rf"\1{prefix}-", text)
     text = re.sub(r"font: ([\d.]+)px [^;\"]*", r"font: \1px var(--font)", text)
     return text.replace("<svg ", f'<svg role="img" aria-label="{title}" ', 1)
 
@@ -229,24 +228,19 @@ def _figure(explanation: LayerExplanation) -> Figure:
 
 
 def _plot_times(axes: Any, explanation: LayerExplanation) -> None:
-    bars = [
-        (
-            _wrapped(f"{rank}  {choice.provider} {config_words(choice.candidate)}"),
-            choice.predicted_ms,
-        )
-        for rank, choice in enumerate(explanation.choices, 1)
-    ]
-    colors = [_OURS if c.family else _THEIRS for c in explanation.choices]
-    if not any(choice.family is None for choice in explanation.choices):
-        bars.append(("PyTorch's operator", explanation.pytorch_ms))
-        colors.append(_THEIRS)
-    times = [ms or 0.0 for _, ms in bars]
-    axes.barh(range(len(bars)), times, color=colors, height=0.7)
-    for place, (_, ms) in enumerate(bars):
+    choices = explanation.choices
+    bars = [(c.predicted_ms, _OURS if c.family else _THEIRS) for c in choices]
+    labels = [f"{i}  {c.provider} {config_words(c.candidate)}" for i, c in enumerate(choices, 1)]
+    if all(choice.family is not None for choice in choices):
+        bars.append((explanation.pytorch_ms, _THEIRS))
+        labels.append("PyTorch's operator")
+    times = [ms or 0.0 for ms, _ in bars]
+    axes.barh(range(len(bars)), times, color=[color for _, color in bars], height=0.7)
+    for place, (ms, _) in enumerate(bars):
         text = " no prediction" if ms is None else f" {ms:.4f}"
         axes.text(ms or 0.0, place, text, va="center", fontsize=8)
     axes.axvline(explanation.roofline.floor_ms, color=_FLOOR, linewidth=1.5, label="roofline")
-    axes.set_yticks(range(len(bars)), [label for label, _ in bars], fontsize=7)
+    axes.set_yticks(range(len(bars)), list(map(_wrapped, labels)), fontsize=7)
     axes.invert_yaxis()
     axes.set_xlim(0, 1.12 * max([*times, explanation.roofline.floor_ms]))
     axes.set_xlabel("expected time, ms")
@@ -255,11 +249,12 @@ def _plot_times(axes: Any, explanation: LayerExplanation) -> None:
 
 
 def _plot_contributions(axes: Any, explanation: LayerExplanation) -> None:
-    comparison = _telling(explanation)
-    if comparison is None:
+    if not explanation.comparisons:
         axes.text(0.5, 0.5, "no model compares configs here", ha="center", va="center")
         axes.set_axis_off()
         return
+    # A comparison of near equals explains little.
+    comparison = max(explanation.comparisons, key=lambda c: abs(math.log(c.ratio)))
     parts = comparison.contributions
     percent = [100 * (part.ratio - 1) for part in parts]
     colors = [_OURS if value >= 0 else _WORSE for value in percent]
@@ -278,12 +273,6 @@ def _plot_contributions(axes: Any, explanation: LayerExplanation) -> None:
         fontsize=8,
     )
     _plain(axes)
-
-
-def _telling(explanation: LayerExplanation) -> Comparison | None:
-    """Return the comparison with the largest ratio; one of near equals explains little."""
-    found = explanation.comparisons
-    return max(found, key=lambda c: abs(math.log(c.ratio))) if found else None
 
 
 def _plot_roofline(axes: Any, explanation: LayerExplanation) -> None:

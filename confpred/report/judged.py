@@ -1,13 +1,10 @@
-"""Layers of an evaluation, in groups.
-
-An evaluation is read from the JSON that ``confpred evaluate --json`` writes, so that a page can be
-made of one that took its time elsewhere.
-"""
+"""Layers of an evaluation, in groups, from the JSON that ``confpred evaluate --json`` writes."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -28,53 +25,50 @@ from confpred.problem.record import Record
 from confpred.report import COVERAGE
 from confpred.training import EVALUATION_FORMAT
 from confpred.training.dataset import Dataset, Timings
+from confpred.training.evaluate import geomean
 
 #: A choice that takes this many times as long as the best config is told apart as slow.
 SLOW = 1.1
 _BATCHES = (1, 4, 8, 16, 32, 64, 128)  # upper ends of the groups of batch sizes
+_BATCH_NAMES = ("1", *(f"{a + 1} to {b}" for a, b in pairwise(_BATCHES)), "129 and more")
+_TIMES_MS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.5)  # upper ends of the groups of times
+_FASTEST = 5  # configs that are told of beside the choice
+_LAYERS, _CONFIGS = 40, 32  # of a pool, and of each of these layers, to measure importances on
+_SEED = 0
+#: The subjects that layers are grouped by, as a page calls them.
+SUBJECTS = {
+    "family": "kernel family",
+    "direction": "direction",
+    "dtype": "dtype",
+    "batch": "batch size",
+    "network": "network",
+}
 
 
 @dataclass(frozen=True, slots=True)
 class JudgedLayer:
-    """A problem and family, and what the choice for it cost.
-
-    Attributes:
-        problem: what was computed.
-        networks: the networks that have it.
-        family: the kernel family of which a config was chosen.
-        best_ms: time of its fastest measured config, milliseconds.
-        regret: time of the choice over that.
-        candidates: configs that were chosen from.
-        bound: the bound on the regret that came with the choice; where the evaluation has none,
-            the 95 % quantile of the regret in the folds that the layer is not of.
-    """
+    """A problem and family, and what the choice for it cost."""
 
     problem: Record
-    networks: tuple[str, ...]
-    family: str
-    best_ms: float
-    regret: float
-    candidates: int
+    networks: tuple[str, ...]  # that have it
+    family: str  # of which a config was chosen
+    best_ms: float  # time of its fastest measured config
+    regret: float  # time of the choice over that
+    candidates: int  # configs that were chosen from
+    #: The bound on the regret that came with the choice; where the evaluation has none, the 95 %
+    #: quantile of the regret in the folds that the layer is not of.
     bound: float
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Evaluated:
-    """An evaluation, read and checked.
+    """An evaluation, read and checked."""
 
-    Attributes:
-        name: what tables call it: the device, or the device and the file where there are several.
-        device: what was measured.
-        layers: every judged problem and family.
-        own_bounds: whether the evaluation has a bound for each of them.
-        figures: the content of the file.
-    """
-
-    name: str
+    name: str  # in tables: the device, with a number where there are several
     device: Device
-    layers: tuple[JudgedLayer, ...]
-    own_bounds: bool
-    figures: Mapping[str, Any]
+    layers: tuple[JudgedLayer, ...]  # every judged problem and family
+    own_bounds: bool  # whether the evaluation has a bound for each of them
+    figures: Mapping[str, Any]  # the content of the file
 
 
 def read_evaluation(path: Path) -> Evaluated:
@@ -99,14 +93,11 @@ def evaluated(figures: Mapping[str, Any], source: str) -> Evaluated:
         bounds = [e["regret_bound"] for e in entries] if own else _constant_bounds(figures)
         layers = tuple(map(_layer, entries, bounds))
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-        raise DataError(f"{source} is damaged: {_reason(error)}") from error
+        reason = str(error) if isinstance(error, ConfpredError) else repr(error)
+        raise DataError(f"{source} is damaged: {reason}") from error
     if not layers:
         raise DataError(f"{source} judges no layer")
     return Evaluated(device.key, device, layers, own, figures)
-
-
-def _reason(error: Exception) -> str:
-    return str(error) if isinstance(error, ConfpredError) else repr(error)
 
 
 def _layer(entry: Mapping[str, Any], bound: float) -> JudgedLayer:
@@ -133,38 +124,28 @@ def _constant_bounds(figures: Mapping[str, Any]) -> list[float]:
     fold_of = {name: i for i, fold in enumerate(figures["folds"]) for name in fold["networks"]}
     regret = np.array([float(entry["regret"]) for entry in figures["judged"]])
     fold = np.array([fold_of.get(entry["networks"][0], -1) for entry in figures["judged"]])
-    bound = {}
-    for number in set(fold.tolist()):
+    bound = np.empty(len(regret))
+    for number in np.unique(fold):
         others = regret[fold != number]
-        bound[number] = float(np.quantile(others if len(others) else regret, COVERAGE))
-    return [bound[number] for number in fold.tolist()]
+        bound[fold == number] = np.quantile(others if len(others) else regret, COVERAGE)
+    found: list[float] = bound.tolist()
+    return found
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Judged layers that have something in common.
-
-    Attributes:
-        name: what it is.
-        layers: how many.
-        geomean, p95, worst: of their regret.
-        slow: share of them with a regret above ``SLOW``.
-        efficiency: mean of best time over the choice's.
-        efficiency_p10: its 10 % quantile.
-        bound: geometric mean of the bounds.
-        covered: share of them whose regret is within its bound.
-    """
+    """Judged layers that have something in common, which is their name."""
 
     name: str
-    layers: int
-    geomean: float
+    layers: int  # how many
+    geomean: float  # this and the next three: of their regret
     p95: float
     worst: float
-    slow: float
-    efficiency: float
+    slow: float  # share of them with a regret above ``SLOW``
+    efficiency: float  # mean of best time over the choice's
     efficiency_p10: float
-    bound: float
-    covered: float
+    bound: float  # geometric mean of the bounds
+    covered: float  # share of them whose regret is within its bound
 
     @classmethod
     def of(cls, name: str, layers: Sequence[JudgedLayer]) -> Group:
@@ -174,99 +155,69 @@ class Group:
         return cls(
             name=name,
             layers=len(layers),
-            geomean=_geomean(regret),
+            geomean=geomean(regret),
             p95=float(np.quantile(regret, 0.95)),
             worst=float(regret.max()),
             slow=float((regret > SLOW).mean()),
             efficiency=float((1 / regret).mean()),
             efficiency_p10=float(np.quantile(1 / regret, 0.1)),
-            bound=_geomean(bound),
+            bound=geomean(bound),
             covered=float((regret <= bound).mean()),
         )
 
 
-def _geomean(values: NDArray[np.float64]) -> float:
-    return float(np.exp(np.log(values).mean()))
-
-
-def grouped(
-    layers: Iterable[JudgedLayer], names: Callable[[JudgedLayer], Iterable[str]]
-) -> list[Group]:
-    """Return the groups that `names` puts layers in, in the order of their first layers."""
-    members: dict[str, list[JudgedLayer]] = {}
+def groups_of(layers: Iterable[JudgedLayer], subject: str) -> list[Group]:
+    """Return the layers in groups by one of ``SUBJECTS``, in the order of their names; networks
+    come in that of their regret, the worst first, and a layer counts in all of its networks.
+    Layers whose problems have no such field are in no group."""
+    members: dict[str, list[JudgedLayer]] = defaultdict(list)
     for layer in layers:
-        for name in names(layer):
-            members.setdefault(name, []).append(layer)
-    return [Group.of(name, found) for name, found in members.items()]
+        for name in _names(layer, subject):
+            members[name].append(layer)
+    groups = [Group.of(name, found) for name, found in sorted(members.items())]
+    if subject == "network":
+        groups.sort(key=lambda group: -group.geomean)
+    if subject == "batch":
+        groups.sort(key=lambda group: _BATCH_NAMES.index(group.name))
+    return groups
 
 
-def by_family(layers: Sequence[JudgedLayer]) -> list[Group]:
-    return sorted(grouped(layers, lambda layer: [layer.family]), key=lambda g: g.name)
-
-
-def by_network(layers: Sequence[JudgedLayer]) -> list[Group]:
-    """Group by network, the one that loses most first; a layer counts in all of its networks."""
-    return sorted(grouped(layers, lambda layer: layer.networks), key=lambda g: (-g.geomean, g.name))
-
-
-def by_direction(layers: Sequence[JudgedLayer]) -> list[Group]:
-    """Empty where problems have no direction."""
-    return sorted(grouped(layers, lambda layer: _field(layer, "direction")), key=lambda g: g.name)
-
-
-def by_dtype(layers: Sequence[JudgedLayer]) -> list[Group]:
-    return sorted(grouped(layers, lambda layer: _field(layer, "dtype")), key=lambda g: g.name)
-
-
-def by_batch(layers: Sequence[JudgedLayer]) -> list[Group]:
-    """Empty where problems have no batch ``n``."""
-    found = {group.name: group for group in grouped(layers, _batch)}
-    return [found[name] for name in _batch_names() if name in found]
-
-
-def _field(layer: JudgedLayer, name: str) -> list[str]:
-    value = getattr(layer.problem, name, None)
-    return [] if value is None else [str(value)]
-
-
-def _batch(layer: JudgedLayer) -> list[str]:
-    n = getattr(layer.problem, "n", None)
-    return [] if n is None else [_batch_names()[int(np.searchsorted(_BATCHES, n))]]
-
-
-def _batch_names() -> list[str]:
-    names, low = [], 1
-    for high in _BATCHES:
-        names.append(str(high) if low == high else f"{low} to {high}")
-        low = high + 1
-    return [*names, f"{low} and more"]
-
-
-#: Upper ends of the groups of times, milliseconds.
-_TIMES_MS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.5)
+def _names(layer: JudgedLayer, subject: str) -> Sequence[str]:
+    if subject == "network":
+        return layer.networks
+    if subject == "family":
+        return [layer.family]
+    value = getattr(layer.problem, "n" if subject == "batch" else subject, None)
+    if value is None:
+        return []
+    if subject == "batch":
+        return [_BATCH_NAMES[int(np.searchsorted(_BATCHES, value))]]
+    return [str(value)]
 
 
 @dataclass(frozen=True, slots=True)
 class Noise:
-    """Interquartile range of the replays of a config, over their median.
+    """Interquartile range of the replays of a config, over their median."""
 
-    Attributes:
-        name: what the configs have in common.
-        configs: how many there are.
-        median, p95: of that ratio.
-    """
-
-    name: str
+    name: str  # what the configs have in common
     configs: int
-    median: float
+    median: float  # this and the next: of that ratio
     p95: float
+
+    @classmethod
+    def of(cls, name: str, spread: NDArray[np.float64]) -> Noise:
+        """Return the figures of the ratios that are known."""
+        known = spread[~np.isnan(spread)]
+        if not len(known):
+            return cls(name, len(spread), math.nan, math.nan)
+        return cls(name, len(spread), float(np.median(known)), float(np.quantile(known, 0.95)))
 
 
 def noise_by_family(timings: Sequence[Timings]) -> list[Noise]:
-    return [
-        _noise(family, [t for t in timings if t.family == family])
-        for family in sorted({t.family for t in timings})
-    ]
+    spread: dict[str, list[NDArray[np.float64]]] = defaultdict(list)
+    for t in timings:
+        spread[t.family].append(t.spread_ms / t.time_ms)
+    return [Noise.of(family, np.concatenate(found)) for family, found in sorted(spread.items())]
 
 
 def noise_by_time(timings: Sequence[Timings]) -> list[Noise]:
@@ -276,65 +227,29 @@ def noise_by_time(timings: Sequence[Timings]) -> list[Noise]:
     names = [f"up to {_TIMES_MS[0]:g} ms"]
     names += [f"{a:g} to {b:g} ms" for a, b in pairwise(_TIMES_MS)]
     names.append(f"above {_TIMES_MS[-1]:g} ms")
-    return [
-        _of(name, spread[group == number])
-        for number, name in enumerate(names)
-        if (group == number).any()
-    ]
-
-
-def _noise(name: str, timings: Sequence[Timings]) -> Noise:
-    return _of(name, np.concatenate([t.spread_ms / t.time_ms for t in timings]))
-
-
-def _of(name: str, spread: np.ndarray[tuple[int], np.dtype[np.float64]]) -> Noise:
-    known = spread[~np.isnan(spread)]
-    if not len(known):
-        return Noise(name, len(spread), float("nan"), float("nan"))
-    return Noise(name, len(spread), float(np.median(known)), float(np.quantile(known, 0.95)))
-
-
-_FASTEST = 5  # configs that are told of beside the choice
+    return [Noise.of(names[number], spread[group == number]) for number in np.unique(group)]
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One measured config of a layer.
+    """One measured config of a layer."""
 
-    Attributes:
-        rank: 1 for the fastest that was measured.
-        config: in words.
-        time_ms: milliseconds.
-        spread: interquartile range of the time over the time.
-        chosen: whether this is what was chosen.
-    """
-
-    rank: int
-    config: str
+    rank: int  # 1 for the fastest that was measured
+    config: str  # in words
     time_ms: float
-    spread: float
-    chosen: bool
+    spread: float  # interquartile range of the time over the time
+    chosen: bool  # whether this is what was chosen
 
 
 @dataclass(frozen=True, slots=True)
 class WorstLayer:
-    """A layer, and what was measured of it.
+    """A layer, and what was measured of it, where the measurements are given."""
 
-    Attributes:
-        evaluation: name of the evaluation.
-        layer: as it was judged.
-        floor_share: the part of the roofline that its best config reaches.
-        measured: the fastest configs, and the chosen one; empty without the measurements.
-        count: how many configs were measured; 0 without the measurements.
-        pytorch_ms: time of PyTorch's operator, milliseconds, where it was measured.
-    """
-
-    evaluation: str
     layer: JudgedLayer
-    floor_share: float
-    measured: tuple[Measured, ...]
-    count: int
-    pytorch_ms: float | None
+    floor_share: float  # the part of the roofline that its best config reaches
+    measured: Sequence[Measured]  # the fastest configs, and the chosen one
+    count: int  # how many configs were measured
+    pytorch_ms: float | None  # time of PyTorch's operator
 
 
 def worst_layers(evaluated: Evaluated, dataset: Dataset | None, count: int) -> list[WorstLayer]:
@@ -346,10 +261,9 @@ def worst_layers(evaluated: Evaluated, dataset: Dataset | None, count: int) -> l
         timings = of_layer.get((layer.problem, layer.family))
         found.append(
             WorstLayer(
-                evaluation=evaluated.name,
                 layer=layer,
                 floor_share=evaluated.device.roofline_s(layer.problem) * 1e3 / layer.best_ms,
-                measured=() if timings is None else tuple(_measured(layer, timings)),
+                measured=[] if timings is None else _measured(layer, timings),
                 count=0 if timings is None else len(timings.rows),
                 pytorch_ms=dataset.pytorch_ms.get(layer.problem) if dataset else None,
             )
@@ -357,7 +271,7 @@ def worst_layers(evaluated: Evaluated, dataset: Dataset | None, count: int) -> l
     return found
 
 
-def _measured(layer: JudgedLayer, timings: Timings) -> Sequence[Measured]:
+def _measured(layer: JudgedLayer, timings: Timings) -> list[Measured]:
     """Return the fastest configs and the chosen one.
 
     An evaluation names the time of its choice and not the config, and two configs hardly have the
@@ -365,9 +279,6 @@ def _measured(layer: JudgedLayer, timings: Timings) -> Sequence[Measured]:
     """
     chosen = int(np.abs(timings.time_ms - layer.regret * layer.best_ms).argmin())
     order = np.argsort(timings.time_ms, kind="stable").tolist()
-    shown = order[:_FASTEST]
-    if chosen not in shown:
-        shown = [*shown, chosen]
     return [
         Measured(
             rank=order.index(i) + 1,
@@ -376,31 +287,22 @@ def _measured(layer: JudgedLayer, timings: Timings) -> Sequence[Measured]:
             spread=float(timings.spread_ms[i] / timings.time_ms[i]),
             chosen=i == chosen,
         )
-        for i in shown
+        for i in dict.fromkeys([*order[:_FASTEST], chosen])
     ]
-
-
-# Importances. A model's files leave out LightGBM's own counts, so they are measured: the values of
-# one feature are exchanged at random among many rows, and the result is how far that moves the
-# predicted times of a layer's configs against one another.
-
-_LAYERS, _CONFIGS = 40, 32  # of a pool, and of each of these layers
-_SEED = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Importance:
     """One feature of a pool of families.
 
-    Attributes:
-        feature: its name.
-        theme: what it tells, as explanations group features.
-        moved: root mean square by which the exchange moves the ratio of two configs' predicted
-            times: 0.05 is 5 %.
+    A model's files leave out LightGBM's own counts, so importances are measured: the values of the
+    feature are exchanged at random among many rows.
     """
 
     feature: str
-    theme: str
+    theme: str  # what it tells, as explanations group features
+    #: Root mean square by which the exchange moves the ratio of the predicted times of two configs
+    #: of a layer: 0.05 is 5 %.
     moved: float
 
 
@@ -409,29 +311,30 @@ def importances(model: Model) -> dict[str, list[Importance]]:
 
     They are measured on layers of its data and the configs that it offers for them.
     """
-    pools: dict[str, list[FamilyModel]] = {}
+    pools: dict[str, list[FamilyModel]] = defaultdict(list)
     for learned in model.families.values():
-        pools.setdefault(learned.pool.name, []).append(learned)
+        pools[learned.pool.name].append(learned)
     return {name: _of_pool(model, members) for name, members in sorted(pools.items())}
 
 
 def _of_pool(model: Model, members: Sequence[FamilyModel]) -> list[Importance]:
     rng = np.random.default_rng(_SEED)
-    pool = members[0].pool
-    parts = list(_features(model, members, rng))
+    order, fields = members[0].order, members[0].family.configs.dtype.names or ()
+    parts = _features(model, members, rng)
     if not parts:
         return []
     features = np.concatenate(parts)
     layer = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
-    before = members[0].order.predict(features)
+    before = order.predict(features)
     found = []
-    for column, name in enumerate(pool.feature_names):
+    for column, name in enumerate(members[0].pool.feature_names):
         mixed = features.copy()
         mixed[:, column] = rng.permutation(mixed[:, column])
         if np.array_equal(mixed, features, equal_nan=True):
             continue
-        moved = _within_layers(members[0].order.predict(mixed) - before, layer)
-        fields = members[0].family.configs.dtype.names or ()
+        moved = order.predict(mixed) - before
+        # Less each layer's mean, as moving all of its configs alike changes no choice.
+        moved -= (np.bincount(layer, moved) / np.bincount(layer))[layer]
         theme = theme_of(name, fields) if _varies(features[:, column], layer) else "layer"
         found.append(Importance(name, theme, float(np.expm1(np.sqrt((moved**2).mean())))))
     return sorted(found, key=lambda importance: -importance.moved)
@@ -454,12 +357,6 @@ def _features(
         if len(found) >= _LAYERS:
             break
     return found
-
-
-def _within_layers(moved: NDArray[np.float64], layer: NDArray[np.intp]) -> NDArray[np.float64]:
-    """Return `moved` less each layer's mean, as moving all its configs alike changes no choice."""
-    mean = np.bincount(layer, moved) / np.bincount(layer)
-    return moved - mean[layer]
 
 
 def _varies(column: NDArray[np.float32], layer: NDArray[np.intp]) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,26 +14,23 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from confpred._version import __version__
-from confpred.data.parquet import operation_in, read
+from confpred.data.parquet import read
 from confpred.errors import DataError
-from confpred.families.registry import all_operations
 from confpred.files import write_whole
 from confpred.model.card import CARD
 from confpred.model.folder import Model, load_model, model_folders
 from confpred.report import COVERAGE, charts, tables
 from confpred.report.judged import (
     Evaluated,
-    WorstLayer,
-    by_family,
     evaluated,
+    groups_of,
     importances,
     noise_by_family,
     noise_by_time,
     read_evaluation,
     worst_layers,
 )
-from confpred.report.tables import holdout_facts, holdout_tables
-from confpred.training.dataset import Dataset, data_files, read_dataset
+from confpred.training.dataset import Dataset, data_files, operation_of_file, read_dataset
 from confpred.training.evaluate import evaluate
 from confpred.training.fit import Hyperparameters
 
@@ -60,7 +58,7 @@ def page(inputs: Inputs) -> str:
         lstrip_blocks=True,
     )
     evaluations = inputs.evaluations
-    families = {e.name: by_family(e.layers) for e in evaluations}
+    families = {e.name: groups_of(e.layers, "family") for e in evaluations}
     noise = {key: noise_by_time(d.timings) for key, d in inputs.datasets.items()}
     return environment.get_template("page.html").render(
         title=_title(inputs),
@@ -68,46 +66,42 @@ def page(inputs: Inputs) -> str:
         style=Markup((_FOLDER / "page.css").read_text()),
         script=Markup((_FOLDER / "page.js").read_text()),
         inputs=inputs,
-        held_out=holdout_tables(evaluations),
-        held_out_facts=[(e.name, holdout_facts(e)) for e in evaluations],
+        held_out=tables.holdout_tables(evaluations),
+        held_out_facts=[(e.name, tables.holdout_facts(e)) for e in evaluations],
         summary=tables.summary_table(evaluations) if evaluations else None,
         whole=tables.whole_table(evaluations),
         speeds=[(e.name, e.figures["whole"]) for e in evaluations if e.figures.get("whole")],
-        curves=_svg(charts.regret_curves(evaluations)) if evaluations else None,
-        family_chart=_svg(charts.regret_by_family(families)) if evaluations else None,
+        curves=Markup(charts.regret_curves(evaluations)) if evaluations else None,
+        family_chart=Markup(charts.regret_by_family(families)) if evaluations else None,
         methods=tables.method_table(evaluations),
         regrets=tables.regret_tables(evaluations),
         coverage=tables.coverage_table(evaluations),
-        coverage_chart=_svg(charts.coverage(families)) if evaluations else None,
+        coverage_chart=Markup(charts.coverage(families)) if evaluations else None,
         wanted=COVERAGE,
         constant=[e.name for e in evaluations if not e.own_bounds],
-        worst=_worst(inputs),
+        worst=[(e, worst_layers(e, inputs.datasets.get(e.device.key), WORST)) for e in evaluations],
         importances=[
-            (model, [(n, _svg(charts.importance(f"{model.version}-{n}", f))) for n, f in pools])
-            for model, pools in ((m, importances(m).items()) for m in inputs.models)
+            (
+                m,
+                [
+                    (name, Markup(charts.importance(f"{m.version}-{name}", found)))
+                    for name, found in importances(m).items()
+                ],
+            )
+            for m in inputs.models
         ],
         noise=tables.noise_table(
             {key: noise_by_family(d.timings) for key, d in inputs.datasets.items()}
         ),
-        noise_chart=_svg(charts.noise(noise)) if noise else None,
+        noise_chart=Markup(charts.noise(noise)) if noise else None,
         evaluation_facts=[(e, _evaluation_facts(e)) for e in evaluations],
         model_facts=[(m, _model_facts(m)) for m in inputs.models],
     )
 
 
-def _svg(text: str) -> Markup:
-    return Markup(text)
-
-
 def _title(inputs: Inputs) -> str:
     devices = [e.device.key for e in inputs.evaluations] + [m.device.key for m in inputs.models]
     return "confpred on " + " and ".join(dict.fromkeys([*devices, *inputs.datasets]))
-
-
-def _worst(inputs: Inputs) -> list[tuple[Evaluated, list[WorstLayer]]]:
-    return [
-        (e, worst_layers(e, inputs.datasets.get(e.device.key), WORST)) for e in inputs.evaluations
-    ]
 
 
 def _evaluation_facts(evaluation: Evaluated) -> Mapping[str, str]:
@@ -163,36 +157,23 @@ _RUN = ("device", "device_name", "driver", "cuda", "project", "run_id")
 
 @dataclass(frozen=True, slots=True)
 class InputFile:
-    """A file that a page is made of.
+    """A file that a page is made of; of a model it is the card, which has the digests of others."""
 
-    Attributes:
-        path: as it was named.
-        kind: ``model``, ``evaluation`` or ``measurements``.
-        sha256: of its content; of a model's card, which has the digests of its other files.
-    """
-
-    path: str
-    kind: str
-    sha256: str
+    path: str  # as it was named
+    kind: str  # ``model``, ``evaluation`` or ``measurements``
+    sha256: str  # of its content
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Inputs:
-    """All that a page is made of.
+    """All that a page is made of."""
 
-    Attributes:
-        evaluations: by the order in which they were given; those made here come last.
-        datasets: measurements by device.
-        models: in the order of their devices.
-        files: where all that comes from.
-        runs: of the measurements: how many rows each run of the sampler has, and what it says of
-            itself, as a dictionary of ``_RUN``, ``rows``, ``first`` and ``last``.
-    """
-
-    evaluations: tuple[Evaluated, ...]
-    datasets: Mapping[str, Dataset]
-    models: tuple[Model, ...]
-    files: tuple[InputFile, ...]
+    evaluations: tuple[Evaluated, ...]  # in the order in which they were given or made here
+    datasets: Mapping[str, Dataset]  # measurements by device
+    models: tuple[Model, ...]  # in the order of their devices
+    files: tuple[InputFile, ...]  # where all that comes from
+    #: How many rows each run of the sampler has, and what it says of itself: a dictionary of
+    #: ``_RUN``, ``rows``, ``first`` and ``last``.
     runs: tuple[Mapping[str, Any], ...]
 
 
@@ -215,7 +196,7 @@ def read_inputs(
         ModelError: a model is.
         UnknownDevice: no description of `device` is known.
     """
-    models: list[tuple[Path, Model]] = []
+    models: list[Model] = []
     found: list[Evaluated] = []
     data: list[Path] = []
     files: list[InputFile] = []
@@ -223,33 +204,26 @@ def read_inputs(
         folders = model_folders(path) if path.is_dir() else {}
         if folders:
             for _, folder in sorted(folders.items()):
-                models.append((folder, load_model(folder)))
+                models.append(load_model(folder))
                 files.append(_file(folder / CARD, "model"))
         elif path.suffix == ".json":
             found.append(read_evaluation(path))
             files.append(_file(path, "evaluation"))
         else:
             data.append(path)
-    datasets: dict[str, Dataset] = {}
-    runs: tuple[Mapping[str, Any], ...] = ()
-    if data:
-        read_from = data_files(data)
-        files += [_file(file, "measurements") for file in read_from]
-        runs = _runs(read_from)
-        devices = sorted({run["device"] for run in runs}) if device is None else [device]
-        for key in devices:
-            dataset = read_dataset(data, key)
-            datasets[dataset.device.key] = dataset
+    read_from = data_files(data)
+    files += [_file(file, "measurements") for file in read_from]
+    runs = _runs(read_from)
+    devices = sorted({run["device"] for run in runs}) if device is None else [device]
+    datasets = {d.device.key: d for d in (read_dataset(data, key) for key in devices if data)}
     for key, dataset in datasets.items():
         of_device = [evaluation for evaluation in found if evaluation.device.key == key]
-        if not of_device:
-            found.append(judge(dataset))
         for evaluation in of_device:
             _check_digest(evaluation, dataset)
+        if not of_device:
+            found.append(judge(dataset))
     runs = tuple(run for run in runs if run["device"] in datasets)
-    return Inputs(
-        tuple(_named(found)), datasets, tuple(model for _, model in models), tuple(files), runs
-    )
+    return Inputs(tuple(_named(found)), datasets, tuple(models), tuple(files), runs)
 
 
 def judge_here(folds: int, seed: int) -> Callable[[Dataset], Evaluated]:
@@ -273,11 +247,11 @@ def _check_digest(evaluation: Evaluated, dataset: Dataset) -> None:
 
 def _named(found: Sequence[Evaluated]) -> list[Evaluated]:
     """Return the evaluations, with a number where a device has more than one."""
-    counts: dict[str, int] = {}
+    counts: Counter[str] = Counter()
     named = []
     for evaluation in found:
         key = evaluation.device.key
-        counts[key] = counts.get(key, 0) + 1
+        counts[key] += 1
         name = key if counts[key] == 1 else f"{key} ({counts[key]})"
         named.append(replace(evaluation, name=name))
     return named
@@ -292,14 +266,10 @@ def _file(path: Path, kind: str) -> InputFile:
 
 
 def _runs(files: Sequence[Path]) -> tuple[Mapping[str, Any], ...]:
-    tables = []
-    for file in files:
-        name = operation_in(file)
-        if name not in all_operations():
-            raise DataError(f"{file} is of operation {name!r}, which no family computes")
-        tables.append(read(file, all_operations()[name], [*_RUN, "time"]))
+    if not files:
+        return ()
     counted = (
-        pa.concat_tables(tables)
+        pa.concat_tables(read(file, operation_of_file(file), [*_RUN, "time"]) for file in files)
         .group_by(list(_RUN), use_threads=False)
         .aggregate([("time", "count"), ("time", "min"), ("time", "max")])
         .select([*_RUN, "time_count", "time_min", "time_max"])

@@ -7,6 +7,7 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import zip_longest
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal
@@ -36,20 +37,13 @@ State = Literal["ok", "drifted", "kernels changed", "driver or cuDNN changed"]
 
 @dataclass(frozen=True, slots=True)
 class Retimed:
-    """One config, timed again.
+    """One config, timed again."""
 
-    Attributes:
-        problem: what it computes, in words.
-        provider, config: the candidate, the latter in words.
-        expected_ms: its time in the model's measurements.
-        measured_ms: its time now.
-    """
-
-    problem: str
+    problem: str  # what it computes, in words
     provider: str
-    config: str
-    expected_ms: float
-    measured_ms: float
+    config: str  # in words
+    expected_ms: float  # its time in the model's measurements
+    measured_ms: float  # its time now
 
     @property
     def ratio(self) -> float:
@@ -59,29 +53,17 @@ class Retimed:
 
 @dataclass(frozen=True, slots=True)
 class Drift:
-    """Result of a check.
+    """Result of a check."""
 
-    Attributes:
-        device: key of the device.
-        model: version of the model.
-        state: the verdict in a word or two.
-        why: the verdict in a sentence.
-        ratio: geometric mean of (time now / expected time).
-        far: share of the times that are further than ``FAR`` from what was expected.
-        kernels: in words, which kernels are others than those that were measured.
-        versions: in words, which of driver and cuDNN are.
-        retimed: what was timed, the worst ratio first.
-    """
-
-    device: str
-    model: str
-    state: State
-    why: str
-    ratio: float
-    far: float
-    kernels: tuple[str, ...]
-    versions: tuple[str, ...]
-    retimed: tuple[Retimed, ...]
+    device: str  # its key
+    model: str  # its version
+    state: State  # the verdict in a word or two
+    why: str  # the verdict in a sentence
+    ratio: float  # geometric mean of (time now / expected time)
+    far: float  # share of the times that are further than ``FAR`` from what was expected
+    kernels: tuple[str, ...]  # in words, which kernels are others than those that were measured
+    versions: tuple[str, ...]  # in words, which of driver and cuDNN are
+    retimed: tuple[Retimed, ...]  # the worst ratio first
 
     @property
     def holds(self) -> bool:
@@ -124,12 +106,10 @@ def time_again(
     drawn = draw(model, count, seed, pytorch=settings.pytorch)
     if not drawn:
         raise DataError(f"model {model.version} has no measured config to time again")
-    entries = {problem: Entry(problem) for problem, _, _ in drawn}
-    tasks = [t for problem, c, _ in drawn for t in tasks_to_judge(entries[problem], [c])]
+    tasks = [t for problem, c, _ in drawn for t in tasks_to_judge(Entry(problem), [c])]
     with tempfile.TemporaryDirectory(prefix="confpred-drift-") as folder:
-        suite = Suite("drift", tuple(entries.values()))
         sample(
-            suite,
+            Suite("drift", tuple(Entry(problem) for problem, _, _ in drawn)),
             Path(folder),
             runs,
             settings,
@@ -149,19 +129,18 @@ def time_again(
 def draw(
     model: Model, count: int, seed: int, *, pytorch: bool
 ) -> list[tuple[Record, Candidate, float]]:
-    """Random problems of the model's measurements, with the best config and its time; of each
-    provider about as many."""
-    of_provider: dict[str, list[str]] = {}
-    for words, best in model.measured.items():
+    """Return random problems of the model's measurements, with the best config and its time; of
+    each provider about as many."""
+    of_provider: dict[str, list[str]] = defaultdict(list)
+    for words, best in sorted(model.measured.items()):
         if pytorch or best.candidate != PYTORCH_OPERATOR:
-            of_provider.setdefault(best.candidate.provider, []).append(words)
+            of_provider[best.candidate.provider].append(words)
     rng = random.Random(seed)
-    for _, found in sorted(of_provider.items()):
-        found.sort()
+    orders = [found for _, found in sorted(of_provider.items())]
+    for found in orders:
         rng.shuffle(found)
-    chosen: list[str] = []
-    while len(chosen) < count and any(of_provider.values()):
-        chosen += [found.pop() for _, found in sorted(of_provider.items()) if found]
+    turns = zip_longest(*(reversed(found) for found in orders))
+    chosen = [words for turn in turns for words in turn if words is not None]
     parse = model.operation.problem.parse
     return [
         (parse(words), model.measured[words].candidate, model.measured[words].time_ms)
@@ -175,28 +154,23 @@ def judged(model: Model, retimed: Sequence[Retimed], versions: Sequence[str]) ->
     Raises:
         DataError: they are too few to say anything, and no kernel has changed either.
     """
-    state: State
     if len(retimed) < LEAST and not model.stale:
         raise DataError(f"only {len(retimed)} configs could be timed; it takes {LEAST} to tell")
     logs = np.log([each.ratio for each in retimed])
     ratio = float(np.exp(logs.mean())) if len(logs) else 1.0
     far = float((np.abs(logs) > np.log1p(FAR)).mean()) if len(logs) else 0.0
-    times = (
+    why = (
         f"{len(retimed)} configs take {ratio:.3f} of the times that the model expects, and "
         f"{far:.0%} of them are off by more than {FAR:.0%}"
     )
+    state: State = "ok"
     if model.stale:
-        state, why = "kernels changed", f"{'; '.join(model.stale)}; {times}"
+        state, why = "kernels changed", f"{'; '.join(model.stale)}; {why}"
     elif abs(np.log(ratio)) > np.log1p(MEAN) or far > SHARE:
-        state, why = "drifted", times
+        state = "drifted"
     elif versions:
-        state, why = (
-            "driver or cuDNN changed",
-            f"{'; '.join(versions)}; but the model holds: {times}",
-        )
-    else:
-        state, why = "ok", times
-    worst_first = sorted(retimed, key=lambda each: -abs(np.log(each.ratio)))
+        state = "driver or cuDNN changed"
+        why = f"{'; '.join(versions)}; but the model holds: {why}"
     return Drift(
         device=model.device.key,
         model=model.version,
@@ -206,12 +180,12 @@ def judged(model: Model, retimed: Sequence[Retimed], versions: Sequence[str]) ->
         far=far,
         kernels=model.stale,
         versions=tuple(versions),
-        retimed=tuple(worst_first),
+        retimed=tuple(sorted(retimed, key=lambda each: -abs(np.log(each.ratio)))),
     )
 
 
 def times_in(folder: Path, operation: Operation) -> dict[tuple[Record, Candidate], float]:
-    """Milliseconds of what was timed into the shards of `folder`; what failed has none.
+    """Return milliseconds of what was timed into the shards of `folder`; what failed has none.
 
     Raises:
         DataError: a shard is damaged or foreign.
@@ -219,11 +193,7 @@ def times_in(folder: Path, operation: Operation) -> dict[tuple[Record, Candidate
     columns = [*problem_columns(operation), "family", "config", "status", "time_ms"]
     found: dict[tuple[Record, Candidate], list[float]] = defaultdict(list)
     for row in read_shards(folder, operation, columns).to_pylist():
-        if row["status"] != "ok":
-            continue
-        if row["family"] == PYTORCH_OPERATOR.provider:
-            candidate = PYTORCH_OPERATOR
-        else:
+        if row["status"] == "ok":
             candidate = Candidate(row["family"], config_ids(row["family"])[row["config"]])
-        found[problem_of_row(row, operation.problem), candidate].append(row["time_ms"])
+            found[problem_of_row(row, operation.problem), candidate].append(row["time_ms"])
     return {key: median(times) for key, times in found.items()}

@@ -10,9 +10,11 @@ first problems are dear and later ones cheap.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,40 +41,32 @@ PICKED, RANDOM = 20, 20
 HELD_OUT_OF = 10
 #: What is left of a problem's worth where another one is exactly like it.
 _LEAST_NOVELTY = 0.02
+#: So many times the problems that the budget could hold are looked at; describing one takes tens of
+#: milliseconds.
+_LOOKED_AT = 3
+_UNKNOWN_DOUBT = 1.0  # of an answer without a bound
+#: What a folder of measurements holds, as the sampler's store tells it.
+Have = Mapping[Measured, AbstractSet[str]]
 
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Costs of measuring, in seconds.
+    """Costs of measuring, in seconds."""
 
-    Attributes:
-        row_s: of a config on the GPU (`benchmarks/model/sampling_rate.py`).
-        task_s: of a problem with one provider, whatever its configs: operands and a reference.
-        kernel_s: of compiling a kernel, in one process.
-        processes: compilations at a time.
-    """
-
-    row_s: float = 1 / 300
-    task_s: float = 0.25
-    kernel_s: float = 0.6
-    processes: int = 1
+    row_s: float = 1 / 300  # of a config on the GPU (`benchmarks/model/sampling_rate.py`)
+    task_s: float = 0.25  # of a problem with one provider: operands and a reference
+    kernel_s: float = 0.6  # of compiling a kernel, in one process
+    processes: int = 1  # compilations at a time
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Offer:
-    """A problem that could be measured.
+    """A problem that could be measured."""
 
-    Attributes:
-        tasks: with each provider.
-        kernels: those that are not compiled yet.
-        place: the problem among others; a distance of 1 is far.
-        doubt: by how much the present answer may exceed the best, such as 0.2.
-    """
-
-    tasks: tuple[Task, ...]
-    kernels: frozenset[KernelSpec]
-    place: NDArray[np.float64]
-    doubt: float
+    tasks: tuple[Task, ...]  # with each provider
+    kernels: frozenset[KernelSpec]  # those that are not compiled yet
+    place: NDArray[np.float64]  # the problem among others; a distance of 1 is far
+    doubt: float  # by how much the present answer may exceed the best, such as 0.2
 
     def measuring_s(self, costs: Costs) -> float:
         """Seconds on the GPU."""
@@ -86,37 +80,30 @@ def plan(
     costs: Costs,
     budget_s: float,
 ) -> list[int]:
-    """Which of `offers` to measure, the most worth a second first, until `budget_s` is spent.
-
-    Args:
-        offers: problems to choose from.
-        known: places of the problems that were measured before.
-        costs: see `Costs`.
-        budget_s: seconds, compilations included; the last offer may exceed it.
-    """
+    """Return which of `offers` to measure, the most worth a second first, until `budget_s` is
+    spent, compilations included; the last one may exceed it. `known` are places of the problems
+    that were measured before."""
     if not offers:
         return []
     places = np.stack([offer.place for offer in offers])
     doubt = np.array([offer.doubt for offer in offers])
-    near = np.full(len(offers), np.inf)
-    for place in known:
-        near = np.minimum(near, np.linalg.norm(places - place, axis=1))
+    distances = [np.linalg.norm(places - place, axis=1) for place in known]
+    near = np.minimum.reduce([np.full(len(offers), np.inf), *distances])
     kernel_s = costs.kernel_s / costs.processes
     missing = np.array([len(offer.kernels) for offer in offers], np.float64)
     measuring = np.array([offer.measuring_s(costs) for offer in offers])
-    needing: dict[KernelSpec, list[int]] = {}
+    needing: dict[KernelSpec, list[int]] = defaultdict(list)
     for index, offer in enumerate(offers):
         for kernel in offer.kernels:
-            needing.setdefault(kernel, []).append(index)
+            needing[kernel].append(index)
     chosen: list[int] = []
-    open_to_choice = np.ones(len(offers), np.bool_)
     spent = 0.0
-    while spent < budget_s and open_to_choice.any():
+    while spent < budget_s and len(chosen) < len(offers):
         novelty = _LEAST_NOVELTY + 1 - 1 / (1 + near)
         worth = doubt * novelty / (measuring + missing * kernel_s)
-        best = int(np.where(open_to_choice, worth, -1.0).argmax())
+        worth[chosen] = -1.0
+        best = int(worth.argmax())
         chosen.append(best)
-        open_to_choice[best] = False
         spent += measuring[best] + missing[best] * kernel_s
         near = np.minimum(near, np.linalg.norm(places - places[best], axis=1))
         for kernel in offers[best].kernels:
@@ -126,16 +113,8 @@ def plan(
 
 
 def is_held_out(networks: Iterable[str]) -> bool:
-    """Whether a problem of `networks` is only to judge by."""
+    """Return whether a problem of `networks` is only to judge by."""
     return any(zlib.crc32(name.encode()) % HELD_OUT_OF == 0 for name in networks)
-
-
-#: So many times the problems that the budget could hold are looked at; describing one takes tens of
-#: milliseconds.
-_LOOKED_AT = 3
-#: What a folder of measurements holds, as the sampler's store tells it.
-Have = Mapping[Measured, AbstractSet[str]]
-_UNKNOWN_DOUBT = 1.0  # of an answer without a bound
 
 
 def to_learn_from(suite: Suite) -> list[Entry]:
@@ -179,49 +158,53 @@ def tasks_to_learn(
             the families' estimates put first.
         predictor: says how far its answers may be off.
         measured: what needs no measurement.
-        costs, budget_s: see `confpred.retraining.offers.plan`.
+        costs, budget_s: see `plan`.
         seed: of the random configs, and of which problems are looked at.
         pytorch: whether PyTorch's own operator is measured too.
     """
     entries = to_learn_from(suite)
-    rng = np.random.default_rng(seed)
     held = budget_s / (costs.task_s + (PICKED + RANDOM) * costs.row_s)
-    few = rng.permutation(len(entries))[: max(1, int(_LOOKED_AT * held))]
-    scale = _Scale([entry.problem for entry in entries], device)
-    compiled: dict[KernelSpec, bool] = {}
+    order = np.random.default_rng(seed).permutation(len(entries))
+    place = _scaled([entry.problem for entry in entries], device)
+    is_compiled = cache(lambda kernel: compiled_before(kernel, device.arch) is not None)
     offers = []
-    for index in few:
+    for index in order[: max(1, int(_LOOKED_AT * held))]:
         entry = entries[index]
         tasks = _tasks(entry, device, donor, measured, seed, pytorch=pytorch)
         if tasks:
+            kernels = {kernel for task in tasks for each in task.kernels() for kernel in each}
             bound = predictor.choose(entry.problem, device).regret_bound
             offers.append(
                 Offer(
                     tasks,
-                    _not_compiled(tasks, device.arch, compiled),
-                    scale.place(entry.problem),
+                    frozenset(kernel for kernel in kernels if not is_compiled(kernel)),
+                    place(entry.problem),
                     _UNKNOWN_DOUBT if bound is None else bound - 1,
                 )
             )
-    places = [scale.place(problem) for problem in {key.problem for key in measured}]
-    return [task for i in plan(offers, places, costs, budget_s) for task in offers[i].tasks]
+    known = [place(problem) for problem in {key.problem for key in measured}]
+    return [task for i in plan(offers, known, costs, budget_s) for task in offers[i].tasks]
 
 
 def tasks_to_judge(entry: Entry, candidates: Iterable[Candidate]) -> list[Task]:
-    """Tasks that time these candidates of a problem."""
-    providers: dict[str, set[int]] = {}
+    """Return tasks that time these candidates of a problem."""
+    providers: dict[str, set[int]] = defaultdict(set)
     for candidate in candidates:
-        providers.setdefault(candidate.provider, set()).add(candidate.config_id)
+        providers[candidate.provider].add(candidate.config_id)
     families = families_of(entry.problem)
     found = []
     for provider, ids in sorted(providers.items()):
-        rows = tuple(sorted(ids))
-        if provider in families:
-            digest = identity_of(families[provider].launch(entry.problem, rows[0]).source)
-            found.append(Task(entry.problem, entry.networks, provider, digest, rows))
-        else:
-            found.append(_of_pytorch(entry))
+        found.append(
+            _of_family(entry, families[provider], sorted(ids))
+            if provider in families
+            else _of_pytorch(entry)
+        )
     return found
+
+
+def _of_family(entry: Entry, family: Family, rows: Sequence[int]) -> Task:
+    digest = identity_of(family.launch(entry.problem, rows[0]).source)
+    return Task(entry.problem, entry.networks, family.name, digest, tuple(rows))
 
 
 def _of_pytorch(entry: Entry) -> Task:
@@ -230,22 +213,20 @@ def _of_pytorch(entry: Entry) -> Task:
     return Task(*where, (operator.config_id,), BENCHMARK)
 
 
-class _Scale:
-    """Places of problems: their operation's features, each over its spread among `problems`."""
+def _scaled(problems: Sequence[Record], device: Device) -> Callable[[Record], NDArray[np.float64]]:
+    """Return what gives problems their places: their operation's features, each over its spread
+    among `problems`."""
 
-    def __init__(self, problems: Sequence[Record], device: Device) -> None:
-        self._device = device
-        rows = np.concatenate([self._features(problem) for problem in problems])
-        spread = rows.std(axis=0)
-        width = np.sqrt(rows.shape[1])  # so that typical problems are at a distance of about 1
-        self._factor = np.divide(1 / width, spread, out=np.zeros_like(spread), where=spread > 0)
-
-    def _features(self, problem: Record) -> NDArray[np.float64]:
-        return operation_of(problem).features(problem, self._device).astype(np.float64)
-
-    def place(self, problem: Record) -> NDArray[np.float64]:
-        found: NDArray[np.float64] = self._features(problem)[0] * self._factor
+    def features(problem: Record) -> NDArray[np.float64]:
+        (row,) = operation_of(problem).features(problem, device).astype(np.float64)
+        found: NDArray[np.float64] = row
         return found
+
+    rows = np.stack([features(problem) for problem in problems])
+    spread = rows.std(axis=0)
+    width = np.sqrt(rows.shape[1])  # so that typical problems are at a distance of about 1
+    factor = np.divide(1 / width, spread, out=np.zeros_like(spread), where=spread > 0)
+    return lambda problem: features(problem) * factor
 
 
 def _tasks(
@@ -262,16 +243,15 @@ def _tasks(
         rows = _rows(family, problem, device, donor, seed)
         if not rows:
             continue
-        digest = identity_of(family.launch(problem, rows[0]).source)
-        task = Task(problem, entry.networks, family.name, digest, tuple(rows))
-        have = measured.get(Measured(problem, family.name, digest), frozenset())
+        task = _of_family(entry, family, rows)
+        have = measured.get(Measured(problem, family.name, task.source_digest), frozenset())
         done = {config_ids(family.name).get(words) for words in have}
         left = tuple(row for row in rows if row not in done)
         if left:
             found.append(replace(task, config_ids=left))
     theirs = _of_pytorch(entry)
-    timed = Measured(problem, theirs.provider, theirs.source_digest) in measured
-    if pytorch and found and not timed:
+    key = Measured(problem, theirs.provider, theirs.source_digest)
+    if pytorch and found and key not in measured:
         found.append(theirs)
     return tuple(found)
 
@@ -289,18 +269,10 @@ def _rows(
         first, _ = rank_by_estimate(family, problem, device)
     else:
         first, _ = learned.rank(problem, device, legal)
-    picked = {int(row) for row in first[:PICKED]}
-    others = np.array([row for row in legal if int(row) not in picked], np.intp)
+    picked = first[:PICKED]
+    others = np.setdiff1d(legal, picked)
     name = zlib.crc32(f"{family.name} {problem}".encode())
     rng = np.random.default_rng([seed, name])
     drawn = rng.choice(others, min(RANDOM, len(others)), replace=False)
-    return sorted(picked | {int(row) for row in drawn})
-
-
-def _not_compiled(
-    tasks: Sequence[Task], arch: str, compiled: dict[KernelSpec, bool]
-) -> frozenset[KernelSpec]:
-    kernels = {kernel for task in tasks for each in task.kernels() for kernel in each}
-    for kernel in kernels - compiled.keys():
-        compiled[kernel] = compiled_before(kernel, arch) is not None
-    return frozenset(kernel for kernel in kernels if not compiled[kernel])
+    rows: list[int] = np.union1d(picked, drawn).tolist()
+    return rows

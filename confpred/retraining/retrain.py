@@ -14,12 +14,11 @@ judge by are never learned from.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -42,58 +41,47 @@ from confpred.retraining.drift import times_in
 from confpred.retraining.offers import Costs, is_held_out
 from confpred.sampler.run import Settings, Tally, sample
 from confpred.sampler.tasks import Task
-from confpred.training.dataset import Dataset, read_dataset
+from confpred.training.dataset import read_dataset
 from confpred.training.fit import Hyperparameters
 from confpred.training.train import train
 
 log = logging.getLogger(__name__)
+FORMAT = "confpred-retrain/1"
 #: Share of the budget that goes to judging; the rest is for learning.
 JUDGING = 0.2
 #: A measurement of this many seconds is saved in the session, so that a kill loses no more.
 _SAVED_EVERY_S = 5.0
+#: Fewer networks or problems tell nothing.
+LEAST_NETWORKS, LEAST_PROBLEMS = 3, 10
+#: The chance that a model which is no better is taken for one that is.
+RISK = 0.1
+#: Above this ratio a choice counts as slower.
+SLOWER = 1.05
+_RESAMPLES = 2_000
+Show = Callable[[Tally], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Inputs of a retraining.
-
-    Attributes:
-        device: the GPU's description.
-        runs: its CUDA number, and what its rows share.
-        suite: problems to learn from and to judge by.
-        budget_s: seconds of measuring, compilations included.
-        data: further measurements to learn from; rows of other devices are left out.
-        folder: of the session (`confpred.retraining.retrain`).
-        settings: how to sample; its budget and its choice of configs do not count.
-        hyper: how trees grow.
-    """
+    """Inputs of a retraining."""
 
     device: Device
-    runs: Mapping[int, Run]
-    suite: Suite
-    budget_s: float
-    data: tuple[Path, ...]
-    folder: Path
-    settings: Settings
+    runs: Mapping[int, Run]  # the CUDA number of the GPU, and what its rows share
+    suite: Suite  # problems to learn from and to judge by
+    budget_s: float  # of measuring, compilations included
+    data: tuple[Path, ...]  # further measurements to learn from; rows of other devices are left out
+    folder: Path  # of the session
+    settings: Settings  # how to sample; its budget and its choice of configs do not count
     hyper: Hyperparameters | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """How it ended.
+    """How it ended."""
 
-    Attributes:
-        verdict: old against new; None where the run was stopped before it.
-        published: folder of the new model, where it is in use now.
-        old: version of the model that was in use; None where there was none.
-    """
-
-    verdict: Verdict | None
-    published: Path | None
-    old: str | None
-
-
-Show = Callable[[Tally], None]
+    verdict: Verdict | None  # old against new; None where the run was stopped before it
+    published: Path | None  # folder of the new model, where it is in use now
+    old: str | None  # version of the model that was in use, if there was one
 
 
 def retrain(
@@ -117,153 +105,139 @@ def retrain(
         ModelError: the model in use is damaged.
         ConfpredError: the compiler cannot be used.
     """
-    device, models = request.device, NewestModels()
-    own = models.get(device.key)
+    models = NewestModels()
+    own = models.get(request.device.key)
     old = None if own is None else own.version
     session = open_session(request.folder, None if own is None else own.digest)
     log.debug("%s", session)
-    session = _learn(request, session, models, interrupts, show, say)
-    if interrupts():
-        return Report(None, None, old)
-    trained = request.folder / f"model-{session.number}"
-    if not (trained / CARD).exists():
-        _train(request, trained, say)
-    session, pairs = _judge(request, session, models, load_model(trained), interrupts, show, say)
+    run = _Retraining(request, session, models, interrupts, show, say)
+    if not (run.trained / CARD).exists():
+        run.learn()
+        if interrupts():
+            return Report(None, None, old)
+        run.train()
+    pairs = run.judge()
     if interrupts():
         return Report(None, None, old)
     verdict = compare(pairs)
-    published = publish(trained, users_models()) if verdict.better else None
-    save(request.folder, finished(session))
-    shutil.rmtree(trained)
+    published = publish(run.trained, users_models()) if verdict.better else None
+    save(request.folder, replace(run.session, done=True))
+    shutil.rmtree(run.trained)
     return Report(verdict, published, old)
 
 
-def _learn(
-    request: Request,
-    session: Session,
-    models: Mapping[str, Model],
-    interrupts: Callable[[], int],
-    show: Show,
-    say: Callable[[str], None],
-) -> Session:
-    left = request.budget_s * (1 - JUDGING) - session.learning_s
-    trained = request.folder / f"model-{session.number}"
-    if left <= 0 or (trained / CARD).exists():
-        return session
-    kind = type(request.suite.entries[0].problem)
-    donor = models.get(request.device.key) or donor_for(models, request.device, kind)
-    of = "nothing" if donor is None else f"model {donor.version}"
-    say(f"session {session.number}: measuring for {left:.0f} s what {of} has most to learn from")
-    predictor = Predictor(models)
+@dataclass(slots=True)
+class _Retraining:
+    """The steps of a session, with what they share."""
 
-    def chosen(measured: offers.Have) -> list[Task]:
-        return offers.tasks_to_learn(
-            request.suite,
-            request.device,
-            donor,
-            predictor,
-            measured=measured,
-            costs=Costs(processes=request.settings.processes),
-            budget_s=left,
-            seed=session.number,
-            pytorch=request.settings.pytorch,
+    request: Request
+    session: Session
+    models: Mapping[str, Model]
+    interrupts: Callable[[], int]
+    show: Show
+    say: Callable[[str], None]
+
+    @property
+    def trained(self) -> Path:
+        return self.request.folder / f"model-{self.session.number}"
+
+    def learn(self) -> None:
+        request, number = self.request, self.session.number
+        left = request.budget_s * (1 - JUDGING) - self.session.learning_s
+        if left <= 0:
+            return
+        kind = type(request.suite.entries[0].problem)
+        donor = self.models.get(request.device.key) or donor_for(self.models, request.device, kind)
+        of = "nothing" if donor is None else f"model {donor.version}"
+        self.say(f"session {number}: measuring for {left:.0f} s what {of} has most to learn from")
+        predictor = Predictor(self.models)
+
+        def chosen(measured: offers.Have) -> list[Task]:
+            return offers.tasks_to_learn(
+                request.suite,
+                request.device,
+                donor,
+                predictor,
+                measured=measured,
+                costs=Costs(processes=request.settings.processes),
+                budget_s=left,
+                seed=number,
+                pytorch=request.settings.pytorch,
+            )
+
+        self.measure("rows", "learning_s", left, chosen)
+
+    def train(self) -> None:
+        data = [*self.request.data, self.request.folder / "rows"]
+        dataset = read_dataset(data, self.request.device.key)
+        networks = {name for t in dataset.timings for name in t.networks}
+        held_out = sorted(name for name in networks if is_held_out([name]))
+        problems = {t.problem for t in dataset.timings}
+        self.say(
+            f"training on {dataset.rows:,} times of {len(problems):,} problems of "
+            f"{len(networks) - len(held_out)} networks"
+        )
+        regret = train(dataset, self.trained, exclude=held_out, hyper=self.request.hyper)
+        self.say(f"its regret on networks held out of training: geomean {regret.geomean:.3f}")
+
+    def judge(self) -> list[Pair]:
+        request, device = self.request, self.request.device
+        old_one = Predictor(self.models)
+        new_one = Predictor({device.key: load_model(self.trained)})
+        entries = offers.to_judge_by(request.suite)
+        order = np.random.default_rng(self.session.number).permutation(len(entries))
+        picked = [
+            (e, running(old_one, e.problem, device), running(new_one, e.problem, device))
+            for e in (entries[i] for i in order)
+        ]
+        differing = [(entry, {old, new}) for entry, old, new in picked if old != new]
+        self.say(
+            f"judging: of {len(picked)} problems of networks that it has not learned from, the new "
+            f"model chooses differently for {len(differing)}"
         )
 
-    def noted(seconds: float) -> Session:
-        return replace(session, learning_s=session.learning_s + seconds)
+        def chosen(measured: offers.Have) -> list[Task]:
+            have = {(key.problem, key.provider) for key in measured}
+            if not request.settings.pytorch:
+                have |= {(entry.problem, PYTORCH_OPERATOR.provider) for entry, _ in differing}
+            tasks = [t for entry, both in differing for t in offers.tasks_to_judge(entry, both)]
+            return [task for task in tasks if (task.problem, task.provider) not in have]
 
-    return _measure(request, "rows", left, chosen, noted, interrupts, show)
+        name = f"judged-{self.session.number}"
+        left = max(request.budget_s * JUDGING - self.session.judging_s, 0.0)
+        self.measure(name, "judging_s", left, chosen)
+        operation = operation_of(request.suite.entries[0].problem)
+        return pairs_of(picked, times_in(request.folder / name, operation))
 
+    def measure(
+        self, name: str, clock: str, budget_s: float, chosen: Callable[[offers.Have], list[Task]]
+    ) -> None:
+        """Measure `chosen` into the session's folder `name`, and save the seconds that it took in
+        the session's field `clock`, now and then and at the end."""
+        before, saved = self.session, 0.0
 
-def _measure(
-    request: Request,
-    name: str,
-    budget_s: float,
-    chosen: Callable[[offers.Have], list[Task]],
-    noted: Callable[[float], Session],
-    interrupts: Callable[[], int],
-    show: Show,
-) -> Session:
-    """Measure `chosen` into the session's folder `name`, and save what `noted` makes of the seconds
-    that it took, now and then and at the end."""
-    saved = 0.0
-    save(request.folder, noted(0.0))
+        def spend(seconds: float) -> None:
+            nonlocal saved
+            saved = seconds
+            self.session = replace(before, **{clock: getattr(before, clock) + seconds})
+            save(self.request.folder, self.session)
 
-    def shown(tally: Tally) -> None:
-        nonlocal saved
-        if tally.elapsed_s - saved > _SAVED_EVERY_S:
-            saved = tally.elapsed_s
-            save(request.folder, noted(saved))
-        show(tally)
+        def shown(tally: Tally) -> None:
+            if tally.elapsed_s - saved > _SAVED_EVERY_S:
+                spend(tally.elapsed_s)
+            self.show(tally)
 
-    tally = sample(
-        request.suite,
-        request.folder / name,
-        request.runs,
-        replace(request.settings, budget_s=budget_s),
-        chosen=chosen,
-        interrupts=interrupts,
-        show=shown,
-    )
-    session = noted(tally.elapsed_s)
-    save(request.folder, session)
-    return session
-
-
-def _train(request: Request, out: Path, say: Callable[[str], None]) -> None:
-    dataset = read_dataset([*request.data, request.folder / "rows"], request.device.key)
-    networks = {name for t in dataset.timings for name in t.networks}
-    held_out = sorted(name for name in networks if is_held_out([name]))
-    say(
-        f"training on {dataset.rows:,} times of {_problems(dataset):,} problems of "
-        f"{len(networks) - len(held_out)} networks"
-    )
-    regret = train(dataset, out, exclude=held_out, hyper=request.hyper)
-    say(f"its regret on networks held out of training: geomean {regret.geomean:.3f}")
-
-
-def _problems(dataset: Dataset) -> int:
-    return len({t.problem for t in dataset.timings})
-
-
-def _judge(
-    request: Request,
-    session: Session,
-    models: Mapping[str, Model],
-    new: Model,
-    interrupts: Callable[[], int],
-    show: Show,
-    say: Callable[[str], None],
-) -> tuple[Session, list[Pair]]:
-    device, settings = request.device, request.settings
-    old_one, new_one = Predictor(models), Predictor({device.key: new})
-    entries = offers.to_judge_by(request.suite)
-    order = np.random.default_rng(session.number).permutation(len(entries))
-    picked = [
-        (entry, running(old_one, entry.problem, device), running(new_one, entry.problem, device))
-        for entry in (entries[i] for i in order)
-    ]
-    differing = [(entry, {old, new}) for entry, old, new in picked if old != new]
-    say(
-        f"judging: of {len(picked)} problems of networks that it has not learned from, the new "
-        f"model chooses differently for {len(differing)}"
-    )
-    left = max(request.budget_s * JUDGING - session.judging_s, 0.0)
-
-    def chosen(measured: offers.Have) -> list[Task]:
-        have = {(key.problem, key.provider) for key in measured}
-        tasks = [t for entry, both in differing for t in offers.tasks_to_judge(entry, both)]
-        if not settings.pytorch:
-            tasks = [task for task in tasks if task.provider != PYTORCH_OPERATOR.provider]
-        return [task for task in tasks if (task.problem, task.provider) not in have]
-
-    def noted(seconds: float) -> Session:
-        return replace(session, judging_s=session.judging_s + seconds)
-
-    name = f"judged-{session.number}"
-    after = _measure(request, name, left, chosen, noted, interrupts, show)
-    operation = operation_of(request.suite.entries[0].problem)
-    return after, pairs_of(picked, times_in(request.folder / name, operation))
+        spend(0.0)
+        tally = sample(
+            self.request.suite,
+            self.request.folder / name,
+            self.request.runs,
+            replace(self.request.settings, budget_s=budget_s),
+            chosen=chosen,
+            interrupts=self.interrupts,
+            show=shown,
+        )
+        spend(tally.elapsed_s)
 
 
 def running(predictor: Predictor, problem: Record, device: Device) -> Candidate:
@@ -279,20 +253,16 @@ def pairs_of(
     """Old and new times of each problem that both have a time for. Where they choose the same, no
     time is needed; of these, as many count as of the others, in proportion, because the others may
     be cut short by the budget."""
-    found, same = [], []
-    differing = 0
-    for entry, old, new in picked:
-        network = entry.networks[0]
-        if old == new:
-            same.append(Pair(network, 1.0, 1.0))
-            continue
-        differing += 1
-        mine, theirs = times.get((entry.problem, new)), times.get((entry.problem, old))
-        if mine is not None and theirs is not None:
-            found.append(Pair(network, theirs, mine))
+    same = [Pair(entry.networks[0], 1.0, 1.0) for entry, old, new in picked if old == new]
+    differing = [
+        (entry.networks[0], times.get((entry.problem, old)), times.get((entry.problem, new)))
+        for entry, old, new in picked
+        if old != new
+    ]
+    found = [Pair(name, a, b) for name, a, b in differing if a is not None and b is not None]
     if not differing:
         return same
-    return found + same[: round(len(same) * len(found) / differing)]
+    return found + same[: round(len(same) * len(found) / len(differing))]
 
 
 def check_suite(suite: Suite) -> None:
@@ -308,30 +278,21 @@ def check_suite(suite: Suite) -> None:
         )
 
 
-FORMAT = "confpred-retrain/1"
-
-
 @dataclass(frozen=True, slots=True)
 class Session:
-    """One retraining.
+    """One retraining."""
 
-    Attributes:
-        number: 1 for the first in this folder. It seeds what is drawn, so that each session draws
-            anew and a resumed one draws the same.
-        old: digest of the model that is to be beaten; None where the device has none.
-        learning_s, judging_s: seconds of measuring so far, of both kinds.
-        done: whether it came to a verdict.
-    """
-
+    #: 1 for the first in this folder. It seeds what is drawn, so that each session draws anew and a
+    #: resumed one draws the same.
     number: int
-    old: str | None
-    learning_s: float = 0.0
-    judging_s: float = 0.0
-    done: bool = False
+    old: str | None  # digest of the model that is to be beaten, if the device has one
+    learning_s: float = 0.0  # seconds of measuring so far, to learn ...
+    judging_s: float = 0.0  # ... and to judge
+    done: bool = False  # whether it came to a verdict
 
 
 def default_folder(device: str) -> Path:
-    """Where the sessions for the device with this key are kept."""
+    """Return where the sessions for the device with this key are kept."""
     return Path(platformdirs.user_data_dir("confpred")) / "retrain" / device
 
 
@@ -363,63 +324,33 @@ def save(folder: Path, session: Session) -> None:
     Raises:
         StorageError: the file system refused.
     """
-    content = {"format": FORMAT, **dataclasses.asdict(session)}
+    content = {"format": FORMAT, **asdict(session)}
     text = json.dumps(content, indent=1) + "\n"
     write_whole(folder / "session.json", lambda file: file.write(text.encode()))
 
 
-def finished(session: Session) -> Session:
-    """`session` with its verdict reached."""
-    return replace(session, done=True)
-
-
-#: Fewer networks or problems tell nothing.
-LEAST_NETWORKS, LEAST_PROBLEMS = 3, 10
-#: The chance that a model which is no better is taken for one that is.
-RISK = 0.1
-#: Above this ratio a choice counts as slower.
-SLOWER = 1.05
-_RESAMPLES = 2_000
-
-
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A hold-out problem.
+    """A hold-out problem."""
 
-    Attributes:
-        network: one that it is of.
-        old_ms: measured time of what runs today.
-        new_ms: measured time of what the new model chooses.
-    """
-
-    network: str
-    old_ms: float
-    new_ms: float
+    network: str  # one that it is of
+    old_ms: float  # measured time of what runs today
+    new_ms: float  # measured time of what the new model chooses
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Result of the comparison.
+    """Result of the comparison."""
 
-    Attributes:
-        better: whether the new model is to be used.
-        why: in words.
-        problems, networks: how many were compared.
-        ratio: geometric mean of (new time / old time); None where too little was compared.
-        at_most: upper bound on that ratio at a confidence of ``1 - RISK``, over networks drawn
-            anew.
-        slower, faster: problems on which the new choice is more than ``SLOWER`` times as slow, or
-            as fast.
-    """
-
-    better: bool
+    better: bool  # whether the new model is to be used
     why: str
-    problems: int
+    problems: int  # that were compared
     networks: int
-    ratio: float | None = None
+    ratio: float | None = None  # geometric mean of (new time / old time), if enough was compared
+    #: Upper bound on that ratio at a confidence of ``1 - RISK``, over networks drawn anew.
     at_most: float | None = None
-    slower: int = 0
-    faster: int = 0
+    slower: int = 0  # problems on which the new choice is more than ``SLOWER`` times as slow ...
+    faster: int = 0  # ... or as fast
 
 
 def compare(pairs: Sequence[Pair], seed: int = 0) -> Verdict:
@@ -429,18 +360,16 @@ def compare(pairs: Sequence[Pair], seed: int = 0) -> Verdict:
     same has a ratio of one there, which is as good as measured.
     """
     names = sorted({pair.network for pair in pairs})
-    counts = {"problems": len(pairs), "networks": len(names)}
     if len(pairs) < LEAST_PROBLEMS or len(names) < LEAST_NETWORKS:
         why = (
             f"too little was compared: {len(pairs)} problems of {len(names)} networks, and it takes"
             f" {LEAST_PROBLEMS} of {LEAST_NETWORKS}; a larger budget measures more"
         )
-        return Verdict(False, why, **counts)
+        return Verdict(False, why, len(pairs), len(names))
     logs = np.log([pair.new_ms / pair.old_ms for pair in pairs])
     network = np.array([names.index(pair.network) for pair in pairs])
     ratio, at_most = float(np.exp(logs.mean())), _upper(logs, network, seed)
-    slower = int((logs > np.log(SLOWER)).sum())
-    faster = int((logs < -np.log(SLOWER)).sum())
+    slower, faster = (int((sign * logs > np.log(SLOWER)).sum()) for sign in (1, -1))
     better = at_most < 1.0
     if better:
         why = f"its choices take {ratio:.3f} of the time, at most {at_most:.3f}"
@@ -452,9 +381,7 @@ def compare(pairs: Sequence[Pair], seed: int = 0) -> Verdict:
     else:
         why = f"its choices are no faster: {ratio:.3f} of the time"
     why += f" ({faster} of {len(pairs)} problems faster, {slower} slower, by more than 5 %)"
-    return Verdict(
-        better, why, **counts, ratio=ratio, at_most=at_most, slower=slower, faster=faster
-    )
+    return Verdict(better, why, len(pairs), len(names), ratio, at_most, slower, faster)
 
 
 def _upper(logs: NDArray[np.float64], network: NDArray[np.intp], seed: int) -> float:

@@ -4,6 +4,7 @@ PyTorch's operator compares with them, and a bound on an answer's regret.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
@@ -15,15 +16,14 @@ from sklearn.model_selection import GroupKFold, cross_val_predict
 
 from confpred.families.protocol import PYTORCH, PYTORCH_OPERATOR, Candidate
 from confpred.model.bounds import signal_names, signals
+from confpred.model.card import BoundsCard
 from confpred.model.rank import (
     FAMILY,
-    Gate,
     Options,
     gate_features,
     pytorch_feature_names,
     pytorch_features,
 )
-from confpred.model.trees import Trees
 from confpred.problem.device import Device
 from confpred.problem.operation import Operation
 from confpred.problem.record import Record
@@ -38,48 +38,47 @@ CAP = 1.0
 #: would have gained where the operator was preferred (decision 169).
 CAUTION = 3.0
 #: One row a problem is little data, so each tree sees another half of the rows.
-_GROW_RATIO = {
-    "learning_rate": 0.05,
+_GROW = {
     "min_child_samples": 3,
     "colsample_bytree": 0.6,
     "subsample": 0.5,
     "subsample_freq": 1,
 }
+_GROW_GATE = {**_GROW, "n_estimators": 200, "num_leaves": 16, "learning_rate": 0.03}
+MISS = 0.05  # share of answers that may have a larger regret than their bound
+_PARTS = 5
+_LEAST_IN_LEAF = 30
+#: The median tells good answers from bad ones better than a high quantile, which has too few
+#: examples on its far side (decision 170); the offsets make it a bound.
+_GROW_BOUND = {
+    "objective": "regression_l1",
+    "n_estimators": 80,
+    "learning_rate": 0.05,
+    "num_leaves": 6,
+    "colsample_bytree": 0.5,
+    "subsample": 0.7,
+    "subsample_freq": 1,
+}
+_FEWEST = 40  # answers of a provider that is calibrated alone
 #: Milliseconds by device and problem.
 Times = Mapping[tuple[Device, Record], float]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Answer:
-    """An answer for a problem, of models that saw none of its layer.
-
-    Attributes:
-        problem: what was asked.
-        networks: the networks that have it, sorted.
-        options: all candidates in the order of the answer, with their expected seconds.
-        ours_ms: measured time of the first of those candidates of ours that were measured.
-        our_best_ms: time of the fastest measured config of all families.
-        pytorch_ms: measured time of PyTorch's operator; None where it is no candidate.
-    """
+    """An answer for a problem, of models that saw none of its layer."""
 
     problem: Record
-    networks: tuple[str, ...]
-    options: Options
-    ours_ms: float
-    our_best_ms: float
-    pytorch_ms: float | None
+    networks: tuple[str, ...]  # that have it, sorted
+    options: Options  # all candidates in the order of the answer, with their expected seconds
+    ours_ms: float  # time of the first of those candidates of ours that were measured
+    our_best_ms: float  # time of the fastest measured config of all families
+    pytorch_ms: float | None  # measured time of PyTorch's operator, where it is a candidate
 
     @property
     def chosen(self) -> Candidate:
         """The first candidate."""
         return self.options[0][1]
-
-    @property
-    def time_ms(self) -> float:
-        """Measured time of what comes first."""
-        if self.pytorch_ms is not None and self.chosen == PYTORCH_OPERATOR:
-            return self.pytorch_ms
-        return self.ours_ms
 
     @property
     def best_ms(self) -> float:
@@ -88,7 +87,11 @@ class Answer:
 
     @property
     def regret(self) -> float:
-        return self.time_ms / self.best_ms
+        """Measured time of the first candidate over that of the fastest."""
+        ms = self.ours_ms
+        if self.pytorch_ms is not None and self.chosen == PYTORCH_OPERATOR:
+            ms = self.pytorch_ms
+        return ms / self.best_ms
 
 
 def fit_pytorch(
@@ -121,7 +124,8 @@ def fit_pytorch(
     features = np.concatenate([pytorch_features(operation, [p], where) for where, p in both])
     ratio = np.log([pytorch_ms[at] / ours_ms[at] for at in both]).clip(-CAP, CAP)
     model = clone(REGRESSOR).set_params(
-        **_GROW_RATIO,
+        **_GROW,
+        learning_rate=0.05,
         n_estimators=hyper.pytorch_trees,
         num_leaves=hyper.pytorch_leaves,
         random_state=seed,
@@ -132,8 +136,9 @@ def fit_pytorch(
 def margins(
     kinds: Sequence[str], expected: NDArray[np.float64], actual: NDArray[np.float64]
 ) -> dict[str, float]:
-    """How large a prediction must be for ours to be chosen, by the kind of the problem: what would
-    have cost least on problems of the kind, or on all where it has fewer than ``MIN_PROBLEMS``.
+    """Return how large a prediction must be for ours to be chosen, by the kind of the problem: what
+    would have cost least on problems of the kind, or on all where it has fewer than
+    ``MIN_PROBLEMS``.
 
     Args:
         kinds: of problems that the predictions were not learned from.
@@ -165,34 +170,13 @@ def _cheapest(expected: NDArray[np.float64], actual: NDArray[np.float64]) -> flo
     return float(tried[np.argmin(given_away[first] + CAUTION * lost[first])])
 
 
-_GROW_GATE = {
-    "n_estimators": 200,
-    "num_leaves": 16,
-    "learning_rate": 0.03,
-    "min_child_samples": 3,
-    "colsample_bytree": 0.6,
-    "subsample": 0.5,
-    "subsample_freq": 1,
-}
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class FittedGate:
-    """A `confpred.model.rank.Gate`, with its regressor in LightGBM's text form.
-
-    Attributes:
-        families: as of a `Gate`.
-        lag: the regressor.
-        problems: what it was fitted to.
-    """
+    """A `confpred.model.rank.Gate`, with its regressor in LightGBM's text form."""
 
     families: tuple[str, ...]
     lag: str
-    problems: tuple[Record, ...]
-
-    def gate(self, operation: Operation) -> Gate:
-        """Ready to predict."""
-        return Gate(operation, self.families, Trees(self.lag))
+    problems: tuple[Record, ...]  # what it was fitted to
 
 
 def fit_gate(timings: Sequence[Timings], operation: Operation, seed: int) -> FittedGate | None:
@@ -229,52 +213,19 @@ def fit_gate(timings: Sequence[Timings], operation: Operation, seed: int) -> Fit
     return FittedGate(families, text_of(model), tuple(problems))
 
 
-MISS = 0.05  # share of answers that may have a larger regret than their bound
-_PARTS = 5
-_LEAST_IN_LEAF = 30
-#: The median tells good answers from bad ones better than a high quantile, which has too few
-#: examples on its far side (decision 170); the offsets make it a bound.
-_GROW_BOUND = {
-    "objective": "regression_l1",
-    "n_estimators": 80,
-    "learning_rate": 0.05,
-    "num_leaves": 6,
-    "colsample_bytree": 0.5,
-    "subsample": 0.7,
-    "subsample_freq": 1,
-}
-#: A provider of fewer answers than this is calibrated together with the others.
-_FEWEST = 40
+def fit_bounds(found: Sequence[Answer], dataset: Dataset, seed: int) -> tuple[str, BoundsCard]:
+    """Learn from the answers `found` for networks held out, of which there are some.
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class FittedBounds:
-    """A `confpred.model.bounds.Bounds`, with its regressor in LightGBM's text form.
-
-    Attributes:
-        quantile, offsets: as there.
-        ranges: the least and the largest values of the features, by provider.
-        coverage: share of answers whose regret is within a bound that was fitted and calibrated
-            without their networks: of all, and by provider.
-        median: median of these bounds.
+    Returns:
+        The regressor of a `confpred.model.bounds.Bounds` in LightGBM's text form, and its card.
+        There, ``coverage`` and ``median`` are of bounds that were fitted and calibrated without the
+        networks of the answers.
     """
-
-    quantile: str
-    offsets: Mapping[str, float]
-    ranges: Mapping[str, tuple[list[float], list[float]]]
-    coverage: Mapping[str, float]
-    median: float
-
-
-def fit_bounds(found: Sequence[Answer], dataset: Dataset, seed: int) -> FittedBounds:
-    """Learn from the answers `found` for networks held out, of which there are some."""
     operation, device = dataset.operation, dataset.device
     regret = np.log([answer.regret for answer in found])
     provider = np.array([answer.chosen.provider for answer in found])
     features = pytorch_features(operation, [answer.problem for answer in found], device)
     matrix = signals(features, [answer.options for answer in found])
-    names = list(signal_names(operation))
-
     grown = clone(REGRESSOR).set_params(
         **_GROW_BOUND,
         min_child_samples=min(_LEAST_IN_LEAF, max(1, len(found) // 20)),
@@ -284,42 +235,42 @@ def fit_bounds(found: Sequence[Answer], dataset: Dataset, seed: int) -> FittedBo
     excess = regret - cross_val_predict(grown, matrix, regret, cv=parts)
     bound = np.empty(len(found))
     for train, test in parts:
-        offsets = _offsets(excess[train], provider[train], sorted(set(provider.tolist())))
+        offsets = _offsets(excess[train], provider[train], provider)
         added = np.array([offsets[name] for name in provider[test]])
         bound[test] = np.maximum(0.0, regret[test] - excess[test] + added)
     inside = regret <= bound
-    return FittedBounds(
-        quantile=text_of(grown.fit(matrix, regret, feature_name=names)),
-        offsets=_offsets(excess, provider, _providers(dataset)),
-        ranges=_ranges(dataset),
+    ranges = _ranges(dataset)
+    card = BoundsCard(
+        offsets=_offsets(excess, provider, sorted(ranges)),
+        ranges=ranges,
         coverage={
             "all": float(inside.mean()),
             **{name: float(inside[provider == name].mean()) for name in np.unique(provider)},
         },
         median=float(np.exp(np.median(bound))),
     )
+    return text_of(grown.fit(matrix, regret, feature_name=list(signal_names(operation)))), card
 
 
 def _offsets(
-    excess: NDArray[np.float64], provider: NDArray[np.str_], wanted: Sequence[str]
+    excess: NDArray[np.float64],
+    provider: NDArray[np.str_],
+    wanted: Sequence[str] | NDArray[np.str_],
 ) -> dict[str, float]:
-    """For each of the `wanted` providers what at most a share ``MISS`` of answers exceeds."""
-    of_all = _upper(excess)
+    """Return what at most a share ``MISS`` of answers exceeds, for each of the `wanted`
+    providers."""
     found = {}
     for name in wanted:
         own = excess[provider == name]
-        found[str(name)] = _upper(own) if len(own) >= _FEWEST else of_all
+        some = own if len(own) >= _FEWEST else excess
+        level = min(1.0, (1 - MISS) * (1 + 1 / len(some)))
+        found[str(name)] = float(np.quantile(some, level, method="higher"))
     return found
 
 
-def _upper(excess: NDArray[np.float64]) -> float:
-    level = min(1.0, (1 - MISS) * (1 + 1 / len(excess)))
-    return float(np.quantile(excess, level, method="higher"))
-
-
 def _parts(found: Sequence[Answer]) -> list[tuple[NDArray[np.intp], NDArray[np.intp]]]:
-    """Which answers to learn from, and which to predict then: all of a network and of a layer are
-    in one part. Where all are, it is predicted by what has seen it."""
+    """Return which answers to learn from, and which to predict then: all of a network and of a
+    layer are in one part. Where all are, it is predicted by what has seen it."""
     first: dict[str, str] = {}
     owner = [first.setdefault(str(a.problem.layer()), a.networks[0]) for a in found]
     count = min(_PARTS, len(set(owner)))
@@ -328,19 +279,18 @@ def _parts(found: Sequence[Answer]) -> list[tuple[NDArray[np.intp], NDArray[np.i
     return list(GroupKFold(count).split(found, groups=owner))
 
 
-def _providers(dataset: Dataset) -> list[str]:
-    names = {t.family for t in dataset.timings}
-    return sorted(names | ({PYTORCH} if dataset.pytorch_ms else set()))
-
-
-def _ranges(dataset: Dataset) -> dict[str, tuple[list[float], list[float]]]:
-    problems: dict[str, list[Record]] = {name: [] for name in _providers(dataset)}
+def _ranges(dataset: Dataset) -> dict[str, dict[str, list[float]]]:
+    """Return the least and the largest values of the features of each provider's problems."""
+    problems: dict[str, list[Record]] = defaultdict(list)
     for t in dataset.timings:
         problems[t.family].append(t.problem)
-    if PYTORCH in problems:
+    if dataset.pytorch_ms:
         problems[PYTORCH] = list(dataset.pytorch_ms)
     found = {}
-    for name, own in problems.items():
+    for name, own in sorted(problems.items()):
         features = pytorch_features(dataset.operation, own, dataset.device)
-        found[name] = (features.min(axis=0).tolist(), features.max(axis=0).tolist())
+        found[name] = {
+            "least": features.min(axis=0).tolist(),
+            "largest": features.max(axis=0).tolist(),
+        }
     return found

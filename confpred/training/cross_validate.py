@@ -1,20 +1,18 @@
 """Cross-validation by network: a model is judged on networks that it has never seen.
 
-Networks share layers, and a suite has a layer at several batch sizes, dtypes and epilogues, and in
-several directions. So every problem that has the same *layer* as a problem of a held-out network is
-held out of training, wherever else that layer occurs.
-
-A fold's models choose for the layers that they have not seen. PyTorch's operator takes its place
-among the candidates by the margins that the other folds' problems have.
+Networks share layers, and a suite has a layer at several batches, dtypes, epilogues and directions.
+So every problem that has the same *layer* as a problem of a held-out network is held out of
+training. PyTorch's operator takes its place by the margins that the other folds' problems have.
 """
 
 from __future__ import annotations
 
 import os
 import random
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import exp, inf, log
 from typing import Any, TypeVar
 
@@ -25,10 +23,10 @@ from sklearn.model_selection import GroupKFold
 
 from confpred.concurrency import end_with, stops_held
 from confpred.errors import ConfpredError, DataError, InvalidInput, StorageError
-from confpred.families.protocol import Candidate, Rows
+from confpred.families.protocol import Candidate
 from confpred.families.registry import operation_of
 from confpred.model.features import Registers
-from confpred.model.rank import FamilyModel, Gate, PytorchModel, with_pytorch
+from confpred.model.rank import FamilyModel, Gate, Options, PytorchModel, with_pytorch
 from confpred.model.trees import Trees
 from confpred.problem.device import Device
 from confpred.problem.record import Record
@@ -42,19 +40,21 @@ from confpred.training.fit import Fitted, Hyperparameters, fit_families
 class Fold:
     """One split.
 
-    Attributes:
-        networks: held out; those that are the first of some problem's networks.
-        train: timings without any layer of those networks, of other devices too.
-        test: timings to judge by, of families that `train` has timings of. Over all folds, each
-            problem that some network has is judged once: in the fold that holds out the first of
-            its networks.
-        elsewhere: timings of other devices that are kept out of `train` too, of the same families.
+    Over all folds, each problem that some network has is judged once: in the fold that holds out
+    the first of its networks.
     """
 
-    networks: tuple[str, ...]
-    train: tuple[Timings, ...]
-    test: tuple[Timings, ...]
-    elsewhere: tuple[Timings, ...]
+    networks: tuple[str, ...]  # held out; those that are the first of some problem's networks
+    train: tuple[Timings, ...]  # without any layer of those networks, of other devices too
+    test: tuple[Timings, ...]  # to judge by, of families that `train` has timings of
+    elsewhere: tuple[Timings, ...]  # of other devices, kept out of `train` too; the same families
+
+
+#: A device and a problem on it.
+At = tuple[Device, Record]
+TOPS = (1, 3, 8)
+CROSS_VALIDATING = "cross-validating by network"
+_T = TypeVar("_T")
 
 
 def without_networks(timings: Sequence[Timings], networks: Collection[str]) -> tuple[Timings, ...]:
@@ -91,13 +91,8 @@ def split_by_network(
 
     Joining networks that share a layer would leave one group of most of them: 512 of the 659 that
     are measured. So a problem is judged with the first of its networks, and the layers of a fold's
-    networks are left out of what the fold learns from.
-
-    Args:
-        timings: a whole dataset's.
-        folds: at least 2; at most one a network is made.
-        seed: of the order in which equally large networks are dealt out.
-        others: timings of other devices, to train on only.
+    networks are left out of what the fold learns from. `seed` is of the order in which equally
+    large networks are dealt out; `others` are timings of other devices, to train on only.
 
     Raises:
         DataError: the problems are judged with fewer than two networks, or with no family that two
@@ -132,32 +127,19 @@ def _fold(part: Sequence[Timings], timings: Sequence[Timings], others: Sequence[
     )
 
 
-TOPS = (1, 3, 8)
-
-
 @dataclass(frozen=True, slots=True)
 class Score:
-    """How a method did on one problem.
+    """How a method did on one problem; the model also tells its expectations."""
 
-    Attributes:
-        regret: for each k of ``TOPS``, that of the best of the method's first k choices.
-        candidates: configs that it chose from.
-        predicted_ms: what it expected of its first choice; None where it expects nothing.
-        ranked: what it would offer if nothing had to have been measured: the finalists among all
-            legal configs, best first, and their expected seconds; None as before.
-        ahead: how many times as long as the first of those its first choice among the measured
-            configs is expected to take.
-    """
-
-    regret: tuple[float, ...]
-    candidates: int
-    predicted_ms: float | None = None
-    ranked: tuple[Rows, NDArray[np.float64]] | None = None
+    regret: tuple[float, ...]  # for each k of ``TOPS``, of the best of the first k choices
+    candidates: int  # configs that it chose from
+    seconds: float = inf  # expected of its first choice
+    #: Its offer if nothing had to have been measured: the finalists among all legal
+    #: configs, best first, with their expected seconds.
+    ranked: Options = field(default_factory=list)
+    #: How many times as long as the first of those its first choice among the measured configs is
+    #: expected to take.
     ahead: float = 1.0
-
-
-#: A device and a problem on it.
-At = tuple[Device, Record]
 
 
 def family_models(fitted: Sequence[Fitted]) -> dict[str, FamilyModel]:
@@ -173,27 +155,26 @@ def family_models(fitted: Sequence[Fitted]) -> dict[str, FamilyModel]:
 
 
 def score(model: FamilyModel, t: Timings) -> Score:
-    """How the model does on a problem, choosing among the configs that were measured."""
+    """Return how the model does on a problem, choosing among the configs that were measured."""
     rows, seconds = model.rank(t.problem, t.device, t.rows)
     legal = model.legal(t.problem, t.device)  # a family may need limits to be given
     if not len(legal):
         legal = t.rows
-    ranked, all_seconds = model.rank(t.problem, t.device, legal)
-    found = np.flatnonzero(ranked == rows[0])
-    place = found[0] if len(found) else -1  # no better than the last finalist
+    ranked, all_seconds = (each.tolist() for each in model.rank(t.problem, t.device, legal))
+    place = ranked.index(rows[0]) if rows[0] in ranked else -1  # no better than the last finalist
     return Score(
         regret=regret_of(t, np.searchsorted(t.rows, rows)),
         candidates=len(t.rows),
-        predicted_ms=float(seconds[0]) * 1e3,
-        ranked=(ranked, all_seconds),
-        ahead=float(all_seconds[place] / all_seconds[0]),
+        seconds=float(seconds[0]),
+        ranked=[(s, Candidate(t.family, row)) for s, row in zip(all_seconds, ranked, strict=True)],
+        ahead=all_seconds[place] / all_seconds[0],
     )
 
 
 def best_ms(
     models: Mapping[str, FamilyModel], timings: Sequence[Timings], at: Collection[At]
 ) -> dict[At, float]:
-    """Milliseconds of our best config of each of the problems `at`, in all of their families.
+    """Return milliseconds of our best config of the problems `at`, in all of their families.
 
     Often the best one is not among the few that were measured. So the fastest measured time is
     divided by how far ahead of the measured configs the model's first choice is.
@@ -208,46 +189,34 @@ def best_ms(
 
 
 def regret_of(t: Timings, order: NDArray[np.intp]) -> tuple[float, ...]:
-    """Regret of the best of the first k of `order` (positions in `t`), for each k of ``TOPS``."""
+    """Return the regret of the best of the first k of `order`, which are positions in `t`, for each
+    k of ``TOPS``."""
     best = t.time_ms.min()
     return tuple(float(t.time_ms[order[:k]].min() / best) for k in TOPS)
 
 
-CROSS_VALIDATING = "cross-validating by network"
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Offered:
-    """A problem that a fold holds out, before PyTorch's operator has its place.
-
-    Attributes:
-        fold: number of the fold.
-        device: where it was measured.
-        ours: the answer without PyTorch's operator.
-        ahead: how many times as long the answer takes, which was measured, as the best of all legal
-            configs is expected to.
-        log_ratio: expected logarithm of (PyTorch's time / ours); None where nothing is known.
-    """
+    """A problem that a fold holds out, before PyTorch's operator has its place."""
 
     fold: int
     device: Device
-    ours: Answer
+    ours: Answer  # without PyTorch's operator
+    #: How many times as long it takes, which was measured, as the best of all legal configs is
+    #: expected to.
     ahead: float
-    log_ratio: float | None
+    log_ratio: float | None  # expected log(PyTorch's time / ours), where something is known
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeldOut:
-    """The problems of the device that were held out.
+    """The problems of the device that were held out."""
 
-    Attributes:
-        answers: of each: of those whose time with PyTorch's operator is known, or of all where it
-            was measured too seldom to learn from.
-        margins: of the regressor of PyTorch's time, by kind of problem, by all that was held out on
-            any device (`confpred.training.calibrate.margins`).
-    """
-
+    #: Of each: of those whose time with PyTorch's operator is known, or of all where it was
+    #: measured too seldom to learn from.
     answers: tuple[Answer, ...]
+    #: Of the regressor of PyTorch's time, by kind of problem, by all that was held out on any
+    #: device (`confpred.training.calibrate.margins`).
     margins: Mapping[str, float]
 
 
@@ -264,15 +233,9 @@ def cross_validate(
     Raises:
         ConfpredError: see `run_in_helpers`.
     """
-    say(CROSS_VALIDATING, 0, len(folds))
-    found = run_in_helpers(
-        _of_fold,
-        [
-            (number, fold, dataset.pytorch_everywhere, dataset.device, hyper, seed)
-            for number, fold in enumerate(folds)
-        ],
-        lambda done: say(CROSS_VALIDATING, done, len(folds)),
-    )
+    common = (dataset.pytorch_everywhere, dataset.device, hyper, seed)
+    calls = [(number, fold, *common) for number, fold in enumerate(folds)]
+    found = run_in_helpers(_of_fold, calls, CROSS_VALIDATING, say)
     scores = tuple(each for of_fold, _ in found for each in of_fold)
     return scores, answered([each for _, offered in found for each in offered], dataset.device)
 
@@ -283,18 +246,17 @@ def _of_fold(
     models = family_models(fit_families(fold.train, device, hyper, seed))
     operation = operation_of(fold.train[0].problem)
     fitted = fit_gate([t for t in fold.train if t.family in models], operation, seed)
-    gate = None if fitted is None else fitted.gate(operation)
+    gate = None if fitted is None else Gate(operation, fitted.families, Trees(fitted.lag))
     ours_ms = best_ms(models, fold.train, pytorch_ms.keys())
     text = fit_pytorch(ours_ms, pytorch_ms, operation, device, hyper, seed)
     ratio = None if text is None else PytorchModel(operation, Trees(text), {})
     scores = [score(models[t.family], t) for t in fold.test]
-    judged: dict[At, list[tuple[Timings, Score]]] = {}
+    judged = defaultdict(list)
     for t, found in zip(fold.test, scores, strict=True):
-        judged.setdefault((t.device, t.problem), []).append((t, found))
+        judged[t.device, t.problem].append((t, found))
     for t in fold.elsewhere if ratio is not None else ():
         if (t.device, t.problem) in pytorch_ms and t.family in models:
-            found = score(models[t.family], t)
-            judged.setdefault((t.device, t.problem), []).append((t, found))
+            judged[t.device, t.problem].append((t, score(models[t.family], t)))
     return scores, list(_offered(number, judged, pytorch_ms, ratio, gate))
 
 
@@ -315,17 +277,11 @@ def _offered(
         if gate is not None:
             (names,) = gate.open([problem], device, [names])
         opened = [(t, found) for t, found in parts if t.family in names]
-        timings, best = min(opened, key=lambda part: part[1].predicted_ms or inf)
-        options = sorted(
-            (seconds, Candidate(t.family, row))
-            for t, found in opened
-            if found.ranked is not None
-            for row, seconds in zip(*(each.tolist() for each in found.ranked), strict=True)
-        )
+        timings, best = min(opened, key=lambda part: part[1].seconds)
         answer = Answer(
             problem=problem,
             networks=timings.networks,
-            options=options,
+            options=sorted(option for _, found in opened for option in found.ranked),
             ours_ms=best.regret[0] * float(timings.time_ms.min()),
             our_best_ms=min(float(t.time_ms.min()) for t, _ in parts),
             pytorch_ms=None if ratio is None else theirs,
@@ -337,7 +293,7 @@ def answered(offered: Sequence[Offered], device: Device) -> HeldOut:
     """Return the problems of `device` among `offered`, with PyTorch's operator in its place."""
     numbers = sorted({each.fold for each in offered})
     known = {n: _margins([each for each in offered if each.fold != n]) for n in numbers}
-    answers = (_placed(o, known[o.fold]) for o in offered if o.device == device)
+    answers = (_answer(o, known[o.fold]) for o in offered if o.device == device)
     return HeldOut(tuple(answers), _margins(offered))
 
 
@@ -351,7 +307,7 @@ def _margins(offered: Sequence[Offered]) -> dict[str, float]:
     return margins(kinds, np.array(expected), np.array(actual))
 
 
-def _placed(offered: Offered, known: Mapping[str, float]) -> Answer:
+def _answer(offered: Offered, known: Mapping[str, float]) -> Answer:
     ours, ratio = offered.ours, offered.log_ratio
     if ratio is None:
         return ours
@@ -359,27 +315,18 @@ def _placed(offered: Offered, known: Mapping[str, float]) -> Answer:
     return replace(ours, options=with_pytorch(ours.options, slowdown))
 
 
-_T = TypeVar("_T")
-
-
 def run_in_helpers(
-    function: Callable[..., _T],
-    arguments: Sequence[tuple[Any, ...]],
-    done: Callable[[int], None] = lambda count: None,
+    function: Callable[..., _T], calls: Sequence[tuple[Any, ...]], step: str, say: Said
 ) -> list[_T]:
-    """``function(*a)`` for each `a` of `arguments`, in their order, side by side in processes that
-    end with this one.
-
-    Args:
-        function: what to call; it and its arguments can be pickled.
-        arguments: of each call.
-        done: called with how many results are there, each time that there is one more.
+    """Return ``function(*arguments)`` for the arguments of each of `calls`, in their order,
+    computed side by side in processes that end with this one; `say` is told how many are done.
 
     Raises:
         StorageError: the disk has no room for what the processes share.
         ConfpredError: a process was killed. Errors of `function` are raised too.
     """
-    count = min(cpu_count(), len(arguments))
+    say(step, 0, len(calls))
+    count = min(cpu_count(), len(calls))
     try:
         with Parallel(
             count, return_as="generator", initializer=end_with, initargs=(os.getpid(),)
@@ -387,9 +334,9 @@ def run_in_helpers(
             with stops_held():  # until the processes run, and leave them to this one
                 list(parallel(delayed(int)() for _ in range(count)))
             found: list[_T] = []
-            for result in parallel(delayed(function)(*each) for each in arguments):
+            for result in parallel(delayed(function)(*each) for each in calls):
                 found.append(result)
-                done(len(found))
+                say(step, len(found), len(calls))
     except OSError as error:
         reason = error.strerror or error
         raise StorageError(f"cannot write what processes share: {reason}") from error

@@ -33,57 +33,35 @@ from confpred.problem.record import Record
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Timings:
-    """Measurements of one problem with one kernel family.
-
-    Attributes:
-        problem: what was computed.
-        networks: the networks that have it, sorted; empty for a coverage problem.
-        family: name of the kernel family.
-        rows: rows of its config table, ascending; never empty.
-        time_ms: median time of each row, milliseconds.
-        spread_ms: interquartile range of that time, milliseconds.
-        device: the device that was measured.
-        registers: of a thread of each row's kernel, as compiled; 0 or None where that was not
-            recorded.
-    """
+    """Measurements of one problem with one kernel family."""
 
     problem: Record
-    networks: tuple[str, ...]
+    networks: tuple[str, ...]  # that have it, sorted; empty for a coverage problem
     family: str
-    rows: Rows
-    time_ms: NDArray[np.float64]
-    spread_ms: NDArray[np.float64]
+    rows: Rows  # of its config table, ascending; never empty
+    time_ms: NDArray[np.float64]  # median time of each row
+    spread_ms: NDArray[np.float64]  # interquartile range of that time
     device: Device
+    #: Of a thread of each row's kernel, as compiled; 0 or None where that was not recorded.
     registers: NDArray[np.int64] | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Dataset:
-    """All that was measured on one device, and what can be learned from others.
-
-    Attributes:
-        device: the device that was measured.
-        operation: the operation that was measured.
-        timings: one a problem and family, in a fixed order.
-        pytorch_ms: median time of PyTorch's own operator, milliseconds, where it was measured.
-        statuses: rows read, by status; only the ``ok`` ones are in `timings`.
-        skipped: ``ok`` rows left out because this version does not allow the config for the
-            problem.
-        kernels: digests of each family's CUDA source.
-        measured_with: the versions that the times depend on, of the rows that were timed:
-            ``driver``, and ``cudnn`` of PyTorch's operator where it was recorded.
-        others: what was measured on other devices, of the same operation. Whatever makes one config
-            slower than another is much the same on all of them.
-    """
+    """All that was measured on one device, and what can be learned from others."""
 
     device: Device
     operation: Operation
-    timings: tuple[Timings, ...]
-    pytorch_ms: Mapping[Record, float]
-    statuses: Mapping[str, int]
-    skipped: int
-    kernels: Mapping[str, tuple[str, ...]]
+    timings: tuple[Timings, ...]  # one a problem and family, in a fixed order
+    pytorch_ms: Mapping[Record, float]  # median of PyTorch's own operator, where it was measured
+    statuses: Mapping[str, int]  # rows read, by status; only the ``ok`` ones are in `timings`
+    skipped: int  # ``ok`` rows of configs that this version does not allow for the problem
+    kernels: Mapping[str, tuple[str, ...]]  # digests of each family's CUDA source
+    #: The versions that the times depend on, of the rows that were timed: ``driver``, and ``cudnn``
+    #: of PyTorch's operator where it was recorded.
     measured_with: Mapping[str, tuple[str, ...]]
+    #: What was measured on other devices, of the same operation. Whatever makes one config slower
+    #: than another is much the same on all of them.
     others: tuple[Dataset, ...] = ()
 
     @property
@@ -139,12 +117,9 @@ class Dataset:
 def read_dataset(paths: Sequence[Path], device: str | None = None) -> Dataset:
     """Read Parquet files, and folders of them, as the sampler writes them.
 
-    Rows of the same problem and config are combined by their median.
-
-    Args:
-        paths: files or folders.
-        device: the device to learn for; may be None where the data is of one device. Whatever was
-            measured on others is kept apart, or left out where the device has no description.
+    Rows of the same problem and config are combined by their median. `device` is the one to learn
+    for; it may be None where the data is of one. Whatever was measured on others is kept apart, or
+    left out where the device has no description.
 
     Raises:
         DataError: a file cannot be read, is not Parquet, lacks a column or holds an impossible
@@ -152,7 +127,7 @@ def read_dataset(paths: Sequence[Path], device: str | None = None) -> Dataset:
         UnknownDevice: the data's device, or the one asked for, has no description.
     """
     files = data_files(paths)
-    operation = _operation(files[0])
+    operation = operation_of_file(files[0])
     read = read_checked(files, operation)
     table = read.table
     found = sorted(pc.unique(table["device"]).to_pylist())
@@ -165,9 +140,10 @@ def read_dataset(paths: Sequence[Path], device: str | None = None) -> Dataset:
     else:
         wanted = found[0] if found else ""
     known = (name for name in found if name in KNOWN and name != wanted)
-    rest = (_of_device(name, read, operation) for name in known)
-    others = tuple(other for other in rest if other.timings)
-    dataset = replace(_of_device(wanted, read, operation), others=others)
+    others = [_of_device(name, read, operation) for name in known]
+    dataset = replace(
+        _of_device(wanted, read, operation), others=tuple(d for d in others if d.timings)
+    )
     if not dataset.timings:
         raise DataError(
             f"nothing to learn from: {sum(dataset.statuses.values())} rows, "
@@ -184,8 +160,9 @@ def _of_device(name: str, read: CheckedRows, operation: Operation) -> Dataset:
     # Of PyTorch's operator, the times of cuDNN's benchmark mode count; a hold-out has both.
     timed = table.filter((pc.field("status") == "ok") & (pc.field("cudnn_mode") != "heuristics"))
     timings, pytorch_ms, skipped = _timings(timed, read, where, operation)
-    counted = pc.value_counts(table["status"]).to_pylist()
-    counts = {entry["values"]: entry["counts"] for entry in counted}
+    counts = {e["values"]: e["counts"] for e in pc.value_counts(table["status"]).to_pylist()}
+    ours = timed.filter(pc.field("family") != PYTORCH).group_by("family")
+    kernels = ours.aggregate([("source_digest", "distinct")]).sort_by("family").to_pylist()
     return Dataset(
         device=where,
         operation=operation,
@@ -193,7 +170,7 @@ def _of_device(name: str, read: CheckedRows, operation: Operation) -> Dataset:
         pytorch_ms=pytorch_ms,
         statuses={status: counts[status] for status in STATUSES if status in counts},
         skipped=skipped,
-        kernels=_kernels(timed),
+        kernels={row["family"]: tuple(sorted(row["source_digest_distinct"])) for row in kernels},
         measured_with={
             name: tuple(sorted(filter(None, pc.unique(timed[name]).to_pylist())))
             for name in MEASURED_WITH
@@ -216,17 +193,16 @@ def data_files(paths: Sequence[Path]) -> list[Path]:
     return files
 
 
-def _operation(path: Path) -> Operation:
+def operation_of_file(path: Path) -> Operation:
+    """Return the operation that a file of measurements is of.
+
+    Raises:
+        DataError: it cannot be read, or no family computes that operation.
+    """
     name = operation_in(path)
     if name not in all_operations():
         raise DataError(f"{path} is of operation {name!r}, which no family computes")
     return all_operations()[name]
-
-
-def _kernels(timed: pa.Table) -> dict[str, tuple[str, ...]]:
-    ours = timed.filter(pc.field("family") != PYTORCH).group_by("family")
-    found = ours.aggregate([("source_digest", "distinct")]).sort_by("family").to_pylist()
-    return {row["family"]: tuple(sorted(row["source_digest_distinct"])) for row in found}
 
 
 def _timings(
@@ -324,20 +300,14 @@ def _medians(values: NDArray[np.float64], starts: NDArray[np.intp]) -> NDArray[n
 
 @dataclass(frozen=True, slots=True)
 class Noise:
-    """The noise across runs.
+    """The noise across runs."""
 
-    Attributes:
-        runs: that timed a config which another run timed too.
-        repeated: those configs.
-        deviation: standard deviation of the logarithm of a config's time over the runs, pooled over
-            the configs; 0.01 is about one percent.
-        largest: most that one run's time of a config is off the mean of all runs, likewise.
-    """
-
-    runs: int
-    repeated: int
+    runs: int  # that timed a config which another run timed too
+    repeated: int  # those configs
+    #: Standard deviation of the logarithm of a config's time over the runs, pooled over the
+    #: configs; 0.01 is about one percent.
     deviation: float
-    largest: float
+    largest: float  # most that one run's time of a config is off the mean of all runs, likewise
 
 
 def across_sittings(files: Sequence[Path], operation: Operation, device: str) -> Noise:
@@ -359,15 +329,11 @@ def across_sittings(files: Sequence[Path], operation: Operation, device: str) ->
     repeated = [runs for runs in times.values() if len(runs) > 1]
     if not repeated:
         raise DataError(f"no config of {device} was timed in two runs: there is no noise to tell")
-    residuals, freedom = [], 0
-    for runs in repeated:
-        logs = np.log([np.median(ms) for ms in runs.values()])
-        residuals.append(logs - logs.mean())
-        freedom += len(logs) - 1
-    off = np.concatenate(residuals)
+    logs = [np.log([np.median(ms) for ms in runs.values()]) for runs in repeated]
+    off = np.concatenate([each - each.mean() for each in logs])
     return Noise(
         runs=len({run for runs in repeated for run in runs}),
         repeated=len(repeated),
-        deviation=float(np.sqrt((off**2).sum() / freedom)),
+        deviation=float(np.sqrt((off**2).sum() / (len(off) - len(logs)))),
         largest=float(np.abs(off).max()),
     )

@@ -6,14 +6,14 @@ problem's measured configs would have done.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from math import comb
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from rich.console import Console
 from rich.table import Table
 
@@ -21,9 +21,10 @@ from confpred.errors import MissingExtra
 from confpred.families.protocol import PYTORCH_OPERATOR
 from confpred.families.registry import all_families
 from confpred.files import write_whole
+from confpred.model.card import BoundsCard
 from confpred.problem.device import Device
 from confpred.training import EVALUATION_FORMAT, Said, unsaid
-from confpred.training.calibrate import Answer, FittedBounds, fit_bounds
+from confpred.training.calibrate import Answer, fit_bounds
 from confpred.training.cross_validate import (
     TOPS,
     Fold,
@@ -40,62 +41,47 @@ MODEL = "model"
 CHOSEN = "the predicted fastest"
 JUDGING_BASELINES = "judging the baselines"
 SLOWER = 0.05
+_UNSERVED = 2.0  # the regret that a fixed config is charged where it was not measured
+_TICKS = (1.0, 1.1, 1.2, 1.5, 2.0, 3.0, 4.0)  # of regret in the plot
+
+
+def geomean(values: ArrayLike) -> float:
+    """Return the geometric mean of at least one value."""
+    return float(np.exp(np.log(values).mean()))
 
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """A method's regret over the judged problems: time of its choice / time of the best config.
-
-    Attributes:
-        geomean, p90, p95, worst: of the first choice.
-        top: geometric mean of the best of the first k choices, by k.
-        candidates: mean number of configs chosen from.
-    """
+    """A method's regret over the judged problems: time of its choice / time of the best config."""
 
     problems: int
-    geomean: float
+    geomean: float  # this and the next three: of the first choice
     p90: float
     p95: float
     worst: float
-    top: Mapping[str, float]
-    candidates: float
+    top: Mapping[str, float]  # by k: geometric mean of the best of the first k choices
+    candidates: float  # mean number of configs chosen from
 
     @classmethod
     def of(cls, regret: NDArray[np.float64], candidates: Sequence[int]) -> Summary:
         """Summarise regrets of shape ``(problems, len(TOPS))``."""
         first = regret[:, 0]
-        mean = np.exp(np.log(regret).mean(axis=0))
+        top = {str(k): float(v) for k, v in zip(TOPS, np.exp(np.log(regret).mean(0)), strict=True)}
         return cls(
             problems=len(regret),
-            geomean=float(mean[0]),
+            geomean=top[str(TOPS[0])],
             p90=float(np.quantile(first, 0.90)),
             p95=float(np.quantile(first, 0.95)),
             worst=float(first.max()),
-            top={str(k): float(value) for k, value in zip(TOPS, mean, strict=True)},
+            top=top,
             candidates=float(np.mean(candidates)),
         )
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Judged:
-    """Every judged problem, with each method's score on it, in one order."""
-
-    timings: tuple[Timings, ...]
-    scores: Mapping[str, tuple[Score, ...]]
-    missing: Mapping[str, str]  # methods that could not run, and why
-
-    def summary(self, method: str, family: str | None = None) -> Summary:
-        """Return the figures of one method, over all problems or those of one family."""
-        scores = [
-            score
-            for t, score in zip(self.timings, self.scores[method], strict=True)
-            if family in (None, t.family)
-        ]
-        return Summary.of(np.array([s.regret for s in scores]), [s.candidates for s in scores])
-
-    def regret(self, method: str) -> NDArray[np.float64]:
-        """Regret of the method's first choice on each problem."""
-        return np.array([score.regret[0] for score in self.scores[method]])
+    @classmethod
+    def of_scores(cls, scores: Iterable[Score]) -> Summary:
+        """Summarise the scores of a method, one a problem."""
+        regrets, candidates = zip(*((s.regret, s.candidates) for s in scores), strict=True)
+        return cls.of(np.array(regrets), candidates)
 
 
 def judge_baselines(
@@ -111,14 +97,10 @@ def judge_baselines(
         ConfpredError: see `run_in_helpers`.
     """
     pairs = [(name, fold) for name in baselines() for fold in folds]
-    say(JUDGING_BASELINES, 0, len(pairs))
-    parts = run_in_helpers(
-        _judge_fold,
-        [(name, fold, device, seed) for name, fold in pairs],
-        lambda done: say(JUDGING_BASELINES, done, len(pairs)),
-    )
+    calls = [(name, fold, device, seed) for name, fold in pairs]
+    parts = run_in_helpers(_judge_fold, calls, JUDGING_BASELINES, say)
     scores: dict[str, tuple[Score, ...]] = {}
-    missing: dict[str, str] = {}
+    missing = {}
     for (name, _), part in zip(pairs, parts, strict=True):
         if isinstance(part, str):
             missing[name] = part
@@ -129,15 +111,15 @@ def judge_baselines(
 
 def _judge_fold(name: str, fold: Fold, device: Device, seed: int) -> tuple[Score, ...] | str:
     """Return a baseline's scores on one fold, or why it cannot run."""
+    known = [t for t in fold.train if t.device == device]
     try:
-        return tuple(map(baselines()[name](fold.train, device, seed), fold.test))
+        return tuple(map(baselines()[name](known, device, seed), fold.test))
     except MissingExtra as error:
         return str(error)
 
 
 def folds_of(dataset: Dataset, folds: int, seed: int) -> tuple[Fold, ...]:
-    """Return the networks of `dataset` in folds; what is held out of one is held out on all
-    devices.
+    """Return the networks of `dataset` in folds; layers held out are held out on all devices.
 
     Raises:
         DataError: the data cannot be split by network.
@@ -150,35 +132,29 @@ def folds_of(dataset: Dataset, folds: int, seed: int) -> tuple[Fold, ...]:
 class Whole:
     """The whole choice, among all families and PyTorch's own operator, whose times in the data are
     those of cuDNN's benchmark mode (`confpred.measure.pytorch`).
-
-    Attributes:
-        regret: regret against the best of all measured times: of the choice, and of always choosing
-            one side.
-        time: the times of all problems together, over those of the best: of the same. Large layers
-            count for more here, as they do in a network.
-        speed, worst_speed: PyTorch's time over that of the choice: geometric mean, and least.
-        slower: problems on which the choice is slower than PyTorch's by more than ``SLOWER``.
-        pytorch: problems left to PyTorch's operator.
-        given_away: of these, problems on which our choice is faster by more than ``SLOWER``.
     """
 
+    #: Against the best of all measured times: of the choice, and of always choosing one side.
     regret: Mapping[str, Summary]
+    #: The times of all problems together, over those of the best: of the same. Large layers count
+    #: for more here, as they do in a network.
     time: Mapping[str, float]
-    speed: float
-    worst_speed: float
-    slower: int
-    pytorch: int
-    given_away: int
+    speed: float  # PyTorch's time over that of the choice: geometric mean ...
+    worst_speed: float  # ... and least
+    slower: int  # problems on which the choice is slower than PyTorch's by more than ``SLOWER``
+    pytorch: int  # problems left to PyTorch's operator
+    given_away: int  # ... on which our choice is faster by more than ``SLOWER``
 
 
 def whole(found: Sequence[Answer]) -> Whole | None:
-    """How the answers `found` do; None where PyTorch's operator is no candidate."""
-    both = [(a, a.pytorch_ms) for a in found if a.pytorch_ms is not None]
+    """Return how the answers `found` do; None where PyTorch's operator is no candidate."""
+    both = [a for a in found if a.pytorch_ms is not None]
     if not both:
         return None
-    ours, best = (np.array([getattr(a, n) for a, _ in both]) for n in ("ours_ms", "best_ms"))
-    theirs = np.array([ms for _, ms in both])
-    left = np.array([a.chosen == PYTORCH_OPERATOR for a, _ in both])
+    ours, best, theirs = (
+        np.array([getattr(a, name) for a in both]) for name in ("ours_ms", "best_ms", "pytorch_ms")
+    )
+    left = np.array([a.chosen == PYTORCH_OPERATOR for a in both])
     times = {
         CHOSEN: np.where(left, theirs, ours),
         "always ours": ours,
@@ -191,7 +167,7 @@ def whole(found: Sequence[Answer]) -> Whole | None:
             for name, ms in times.items()
         },
         time={name: float(ms.sum() / best.sum()) for name, ms in times.items()},
-        speed=float(np.exp(np.log(speed).mean())),
+        speed=geomean(speed),
         worst_speed=float(speed.min()),
         slower=int((speed < 1 / (1 + SLOWER)).sum()),
         pytorch=int(left.sum()),
@@ -201,46 +177,54 @@ def whole(found: Sequence[Answer]) -> Whole | None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Evaluation:
-    """Result of `evaluate`.
-
-    Attributes:
-        judged: problems and scores.
-        whole: the choice that a user gets; None where PyTorch's own operator was not measured.
-        bounds: the bound on an answer's regret, and how often it held.
-        noise: median and 95 % quantile of a timing's interquartile range over its median.
-    """
+    """Result of `evaluate`."""
 
     dataset: Dataset
     folds: tuple[Fold, ...]
     seed: int
-    judged: Judged
-    whole: Whole | None
-    bounds: FittedBounds
-    noise: tuple[float, float]
+    timings: tuple[Timings, ...]  # every judged problem
+    scores: Mapping[str, tuple[Score, ...]]  # by method, on each of them
+    missing: Mapping[str, str]  # methods that could not run, and why
+    whole: Whole | None  # the choice that a user gets, where PyTorch's operator was measured
+    bounds: BoundsCard  # on an answer's regret, and how often they held
+    noise: tuple[float, float]  # median and 95 % quantile of interquartile range over median
+
+    @property
+    def families(self) -> list[str]:
+        """Names of the judged families, sorted."""
+        return sorted({t.family for t in self.timings})
+
+    def summaries(self, family: str | None = None) -> dict[str, Summary]:
+        """Return the figures of each method, over all problems or those of one family."""
+        return {
+            method: Summary.of_scores(
+                each
+                for t, each in zip(self.timings, scores, strict=True)
+                if family in (None, t.family)
+            )
+            for method, scores in self.scores.items()
+        }
 
     def to_json(self) -> dict[str, Any]:
         """Return the figures as plain data."""
-        judged, names = self.judged, sorted({t.family for t in self.judged.timings})
+        data = self.dataset
         return {
             "format": EVALUATION_FORMAT,
-            "device": self.dataset.device.key,
-            "data": self.dataset.digest,
-            "other_devices": [other.device.key for other in self.dataset.others],
-            "rows": self.dataset.rows,
-            "problems": len(self.dataset.timings),
-            "statuses": dict(self.dataset.statuses),
+            "device": data.device.key,
+            "data": data.digest,
+            "other_devices": [other.device.key for other in data.others],
+            "rows": data.rows,
+            "problems": len(data.timings),
+            "statuses": dict(data.statuses),
             "seed": self.seed,
             "folds": [
                 {"networks": fold.networks, "train": len(fold.train), "test": len(fold.test)}
                 for fold in self.folds
             ],
-            "noise": {"median": self.noise[0], "p95": self.noise[1]},
-            "methods": {m: asdict(judged.summary(m)) for m in judged.scores},
-            "families": {
-                family: {m: asdict(judged.summary(m, family)) for m in judged.scores}
-                for family in names
-            },
-            "missing": dict(judged.missing),
+            "noise": dict(zip(("median", "p95"), self.noise, strict=True)),
+            "methods": _plain(self.summaries()),
+            "families": {family: _plain(self.summaries(family)) for family in self.families},
+            "missing": dict(self.missing),
             "whole": self.whole and asdict(self.whole),
             "bounds": {"coverage": self.bounds.coverage, "median": self.bounds.median},
             "judged": [
@@ -252,9 +236,13 @@ class Evaluation:
                     "regret": score.regret[0],
                     "candidates": score.candidates,
                 }
-                for t, score in zip(judged.timings, judged.scores[MODEL], strict=True)
+                for t, score in zip(self.timings, self.scores[MODEL], strict=True)
             ],
         }
+
+
+def _plain(summaries: Mapping[str, Summary]) -> dict[str, Any]:
+    return {method: asdict(summary) for method, summary in summaries.items()}
 
 
 def evaluate(
@@ -268,47 +256,60 @@ def evaluate(
     split = folds_of(dataset, folds, seed)
     scores, held_out = cross_validate(dataset, split, hyper, seed, say)
     others, missing = judge_baselines(split, dataset.device, seed, say)
-    timings = tuple(t for fold in split for t in fold.test)
     spread = np.concatenate([t.spread_ms / t.time_ms for t in dataset.timings])
     return Evaluation(
         dataset=dataset,
         folds=split,
         seed=seed,
-        judged=Judged(timings, {MODEL: scores, **others}, missing),
+        timings=tuple(t for fold in split for t in fold.test),
+        scores={MODEL: scores, **others},
+        missing=missing,
         whole=whole(held_out.answers),
-        bounds=fit_bounds(held_out.answers, dataset, seed),
+        bounds=fit_bounds(held_out.answers, dataset, seed)[1],
         noise=(float(np.nanmedian(spread)), float(np.nanquantile(spread, 0.95))),
     )
 
 
-_LARGEST_SHOWN = 4.0  # regret at the right edge of the plot
-
-
 def print_evaluation(evaluation: Evaluation, console: Console) -> None:
     """Print the tables of `evaluation`."""
-    data, judged = evaluation.dataset, evaluation.judged
+    data, noise = evaluation.dataset, evaluation.noise
     statuses = ", ".join(f"{count} {status}" for status, count in data.statuses.items())
     console.print(
         f"{data.device.key}: {data.rows} configs timed over {len(data.timings)} problems "
-        f"(rows: {statuses}); {len(judged.timings)} problems judged in {len(evaluation.folds)} "
-        f"folds, each by models that saw none of its layers",
-        f"timing noise (interquartile range / median): {evaluation.noise[0]:.2%} median, "
-        f"{evaluation.noise[1]:.2%} at the 95 % quantile",
+        f"(rows: {statuses}); {len(evaluation.timings)} problems judged in "
+        f"{len(evaluation.folds)} folds, each by models that saw none of its layers",
+        f"timing noise (interquartile range / median): {noise[0]:.2%} median, {noise[1]:.2%} at "
+        f"the 95 % quantile",
         sep="\n",
     )
     if data.skipped:
         console.print(
             f"{data.skipped} timed rows are of configs that this version does not allow for them"
         )
-    families = sorted({t.family for t in judged.timings})
-    for family in families:
-        summaries = {m: judged.summary(m, family) for m in judged.scores}
-        console.print(_table(f"{family}: time of the choice / time of the best config", summaries))
-    for method, reason in judged.missing.items():
+    tops = [str(k) for k in TOPS[1:]]
+    heads = ("method", "geomean", "p90", "p95", "worst", *(f"top-{k}" for k in tops), "configs")
+    for family in evaluation.families:
+        rows = {
+            method: (s.geomean, s.p90, s.p95, s.worst, *map(s.top.get, tops), f"{s.candidates:.0f}")
+            for method, s in evaluation.summaries(family).items()
+        }
+        table = figures_table(
+            f"{family}: time of the choice / time of the best config", heads, rows
+        )
+        table.columns[0].no_wrap = True
+        console.print(table)
+    for method, reason in evaluation.missing.items():
         console.print(f"{method}: not installed ({reason})")
     if whole := evaluation.whole:
         console.print(
-            _whole_table(whole.regret, whole.time),
+            figures_table(
+                "among all families and PyTorch's operator: time / time of the fastest",
+                ("choice", "problems", "geomean", "p95", "worst", "all time together"),
+                {
+                    name: (s.problems, s.geomean, s.p95, s.worst, whole.time[name])
+                    for name, s in whole.regret.items()
+                },
+            ),
             f"over PyTorch's own operator: {whole.speed:.3f}x, worst {whole.worst_speed:.2f}x; "
             f"slower by more than {SLOWER:.0%}: {whole.slower} of {whole.regret[CHOSEN].problems} "
             f"problems; left to it: {whole.pytorch}, of which ours is faster by more than "
@@ -329,28 +330,14 @@ def print_sittings(noise: Noise, console: Console) -> None:
     )
 
 
-def _table(title: str, summaries: Mapping[str, Summary]) -> Table:
+def figures_table(title: str, heads: Sequence[str], rows: Mapping[str, Sequence[object]]) -> Table:
+    """Return a table with a name and its figures in each row; that of the model is bold."""
     table = Table(title=title, title_justify="left")
-    table.add_column("method", no_wrap=True)
-    columns = ("geomean", "p90", "p95", "worst", *(f"top-{k}" for k in TOPS[1:]), "configs")
-    for column in columns:
-        table.add_column(column, justify="right")
-    for method, s in summaries.items():
-        figures = (s.geomean, s.p90, s.p95, s.worst, *(s.top[str(k)] for k in TOPS[1:]))
-        cells = (method, *(f"{value:.3f}" for value in figures), f"{s.candidates:.0f}")
-        table.add_row(*cells, style="bold" if method == MODEL else None)
-    return table
-
-
-def _whole_table(summaries: Mapping[str, Summary], time: Mapping[str, float]) -> Table:
-    title = "among all families and PyTorch's operator: time / time of the fastest"
-    table = Table(title=title, title_justify="left")
-    table.add_column("choice")
-    for column in ("problems", "geomean", "p95", "worst", "all time together"):
-        table.add_column(column, justify="right")
-    for name, s in summaries.items():
-        figures = (s.geomean, s.p95, s.worst, time[name])
-        table.add_row(name, str(s.problems), *(f"{value:.3f}" for value in figures))
+    for head in heads:
+        table.add_column(head, justify="right" if table.columns else "left")
+    for name, figures in rows.items():
+        cells = (f"{each:.3f}" if isinstance(each, float) else str(each) for each in figures)
+        table.add_row(name, *cells, style="bold" if name == MODEL else None)
     return table
 
 
@@ -365,22 +352,14 @@ def plot_regret(evaluation: Evaluation, path: Path, *, replace: bool = True) -> 
 
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.add_subplot()
-    for method in evaluation.judged.scores:
-        regret = np.sort(evaluation.judged.regret(method))
-        share = np.arange(1, len(regret) + 1) / len(regret)
-        axes.step(
-            [1.0, *regret, _LARGEST_SHOWN],
-            [0.0, *share, 1.0],
-            where="post",
-            label=method,
-            linewidth=2.5 if method == MODEL else 1.2,
-        )
-    axes.set_xscale("log")
-    axes.set_xlim(1.0, _LARGEST_SHOWN)
-    axes.set_ylim(0.0, 1.0)
-    ticks = [1.0, 1.1, 1.2, 1.5, 2.0, 3.0, 4.0]
-    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
-    axes.minorticks_off()
+    draw_regrets(
+        axes,
+        (
+            ([s.regret[0] for s in scores], {"label": m, "linewidth": 2.5 if m == MODEL else 1.2})
+            for m, scores in evaluation.scores.items()
+        ),
+        _TICKS,
+    )
     axes.set_xlabel("regret: time of the choice / time of the best config")
     axes.set_ylabel("share of problems of held-out networks")
     axes.grid(alpha=0.3)
@@ -388,17 +367,32 @@ def plot_regret(evaluation: Evaluation, path: Path, *, replace: bool = True) -> 
     write_whole(path, lambda file: figure.savefig(file, format="png", dpi=150), replace=replace)
 
 
-_UNSERVED = 2.0  # the regret that a fixed config is charged where it was not measured
+def draw_regrets(
+    axes: Any,
+    curves: Iterable[tuple[Sequence[float], Mapping[str, Any]]],
+    ticks: Sequence[float],
+) -> None:
+    """Draw the share of regrets that are at most x, up to the last of `ticks`, for each of
+    `curves`: some regrets, and the options of their line."""
+    for regrets, options in curves:
+        rising = np.sort(regrets)
+        share = np.arange(1, len(rising) + 1) / len(rising)
+        end = max(ticks[-1], float(rising[-1]))
+        axes.step([1.0, *rising, end], [0.0, *share, 1.0], where="post", **options)
+    axes.set_xscale("log")
+    axes.set_xlim(1.0, ticks[-1])
+    axes.set_ylim(0.0, 1.0)
+    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.minorticks_off()
 
 
 Judge = Callable[[Timings], Score]
-
-
 Baseline = Callable[[Sequence[Timings], Device, int], Judge]
 
 
 def baselines() -> dict[str, Baseline]:
-    """Return the baselines to compare the model with, by the name that tables show."""
+    """Return the baselines to compare the model with, by the name that tables show; each learns
+    from timings of one device."""
     return {
         "fixed config": _fixed,
         "roofline": _estimate,
@@ -407,30 +401,23 @@ def baselines() -> dict[str, Baseline]:
     }
 
 
-def _of(timings: Sequence[Timings], device: Device) -> list[Timings]:
-    """Return the timings of `device`, which is all that the baselines know."""
-    return [t for t in timings if t.device == device]
-
-
 def _fixed(train: Sequence[Timings], device: Device, seed: int) -> Judge:
     """One order of all configs, by mean log regret over the training problems; the first that a
     problem can use is taken. A config counts as ``_UNSERVED`` times the best where it is illegal
     or was not measured."""
     cost = {name: np.zeros(len(family.configs)) for name, family in all_families().items()}
-    for t in _of(train, device):
+    for t in train:
         cost[t.family][t.rows] += np.log((t.time_ms / t.time_ms.min()).clip(max=_UNSERVED) / 2)
     return lambda t: Score(regret_of(t, np.argsort(cost[t.family][t.rows], kind="stable")), 1)
 
 
 def _estimate(train: Sequence[Timings], device: Device, seed: int) -> Judge:
     """Return the family's own analytic model, which learns nothing."""
+    return lambda t: _by_time(t, all_families()[t.family].estimate_s(t.problem, device, t.rows))
 
-    def judge(t: Timings) -> Score:
-        seconds = all_families()[t.family].estimate_s(t.problem, device, t.rows)
-        order = np.argsort(seconds, kind="stable")
-        return Score(regret_of(t, order), len(t.rows), float(seconds[order[0]]) * 1e3)
 
-    return judge
+def _by_time(t: Timings, expected: NDArray[np.floating[Any]]) -> Score:
+    return Score(regret_of(t, np.argsort(expected, kind="stable")), len(t.rows))
 
 
 def _random(train: Sequence[Timings], device: Device, seed: int) -> Judge:
@@ -456,25 +443,16 @@ def _ancestor(train: Sequence[Timings], device: Device, seed: int) -> Judge:
     except ImportError:
         raise MissingExtra("xgboost", "dev") from None
     models = {}
-    for name in {t.family for t in _of(train, device)}:
-        own = [t for t in _of(train, device) if t.family == name]
-        data = xgboost.DMatrix(
-            np.concatenate([_raw_features(t) for t in own]),
-            np.concatenate([t.time_ms for t in own]),
-        )
-        grow = {"objective": "reg:squarederror", "seed": seed, "nthread": 1}
-        models[name] = xgboost.train(grow, data, num_boost_round=300)
-
-    def judge(t: Timings) -> Score:
-        expected = models[t.family].inplace_predict(_raw_features(t))
-        order = np.argsort(expected, kind="stable")
-        return Score(regret_of(t, order), len(t.rows))
-
-    return judge
+    for name in {t.family for t in train}:
+        own = [t for t in train if t.family == name]
+        model = xgboost.XGBRegressor(n_estimators=300, random_state=seed, n_jobs=1)
+        times = np.concatenate([t.time_ms for t in own])
+        models[name] = model.fit(np.concatenate([_raw_features(t) for t in own]), times)
+    return lambda t: _by_time(t, models[t.family].predict(_raw_features(t)))
 
 
 def _raw_features(t: Timings) -> NDArray[np.float64]:
-    """Problem and config as plain numbers, one row a config of `t`."""
+    """Return problem and config as plain numbers, one row a config of `t`."""
     sizes: list[float] = []
     for field in fields(t.problem):
         value = getattr(t.problem, field.name)

@@ -62,49 +62,32 @@ _Model = TypeVar("_Model", bound=LGBMModel)
 
 @dataclass(frozen=True, slots=True)
 class Hyperparameters:
-    """How the trees grow; the field names are LightGBM's where it has one.
+    """How the trees grow; the field names are LightGBM's where it has one."""
 
-    Attributes:
-        trees, num_leaves, learning_rate, min_data_in_leaf, feature_fraction: of the regressor that
-            orders configs. A leaf needs no more than one in ``MIN_LEAVES`` of the rows.
-        rank_trees, rank_weight: trees that rank configs, appended to these, and what their values
-            are multiplied by.
-        time_trees, time_leaves: the same for the regressor of their times, which shares the others.
-        focus: a config weighs (best time of its problem / its time) to this power, because it is
-            the order among the good configs that decides.
-        pytorch_trees, pytorch_leaves: of the regressor of PyTorch's own operator
-            (`confpred.training.calibrate`).
-    """
-
-    trees: int = 300
+    trees: int = 300  # this and the next four: of the regressor that orders configs
     num_leaves: int = 127
     learning_rate: float = 0.08
-    min_data_in_leaf: int = 50
+    min_data_in_leaf: int = 50  # no more than one in ``MIN_LEAVES`` of the rows
     feature_fraction: float = 0.8
-    rank_trees: int = 300
-    rank_weight: float = 0.02
-    time_trees: int = 300
+    rank_trees: int = 300  # trees that rank configs, appended to these ...
+    rank_weight: float = 0.02  # ... and what their values are multiplied by
+    time_trees: int = 300  # of the regressor of configs' times, which shares the others
     time_leaves: int = 127
+    #: A config weighs (best time of its problem / its time) to this power, because it is the order
+    #: among the good configs that decides.
     focus: float = 4.0
-    pytorch_trees: int = 200
+    pytorch_trees: int = 200  # of the regressor of PyTorch's own operator
     pytorch_leaves: int = 16
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fitted:
-    """Fitted ensembles of a pool; they make the `FamilyModel` of each of the pool's families.
-
-    Attributes:
-        pool: the families.
-        order, time: their regressors in LightGBM's text form.
-        registers: of the compiled kernels of each family, as text, by its name; without families of
-            which nothing is known.
-    """
+    """Fitted ensembles of a pool; they make the `FamilyModel` of each of the pool's families."""
 
     pool: Pool
-    order: str
-    time: str
-    registers: Mapping[str, str]
+    order: str  # a regressor in LightGBM's text form
+    time: str  # another
+    registers: Mapping[str, str]  # of compiled kernels, as text, by family; where they are known
 
 
 def fit_families(
@@ -139,19 +122,15 @@ def fit_families(
 
 
 def _fit_pool(timings: Sequence[Timings], pool: Pool, hyper: Hyperparameters, seed: int) -> Fitted:
-    texts = {
-        family.name: registers_text(
-            family, [(t.problem, t.rows, t.registers) for t in timings if t.family == family.name]
-        )
-        for family in pool.families
-    }
-    tables = {name: text for name, text in texts.items() if text is not None}
-    registers = {n: Registers(all_families()[n], text) for n, text in tables.items()}
+    texts, registers = {}, {}
+    families = {family.name: family for family in pool.families}
+    for name, family in families.items():
+        own = [(t.problem, t.rows, t.registers) for t in timings if t.family == name]
+        if (text := registers_text(family, own)) is not None:
+            texts[name], registers[name] = text, Registers(family, text)
     features = np.concatenate(
         [
-            pool.features(
-                all_families()[t.family], t.problem, t.device, t.rows, registers.get(t.family)
-            )
+            pool.features(families[t.family], t.problem, t.device, t.rows, registers.get(t.family))
             for t in timings
         ]
     )
@@ -166,7 +145,7 @@ def _fit_pool(timings: Sequence[Timings], pool: Pool, hyper: Hyperparameters, se
         feature_name=list(pool.feature_names),
     )
     order = grow_order(features, pool.feature_names, timings, hyper, seed)
-    return Fitted(pool=pool, order=order, time=text_of(time), registers=tables)
+    return Fitted(pool=pool, order=order, time=text_of(time), registers=texts)
 
 
 def grow_order(
@@ -181,13 +160,8 @@ def grow_order(
     Its first trees learn differences within each of `timings`: what all configs of a problem have
     in common is nothing to order them by, and a problem's regrets are all off by one factor, as
     they are relative to the best of the few configs that were measured of it (decision 144). The
-    others rank, which tells close ones apart (decision 168).
-
-    Args:
-        features: a row for each config of each of `timings`.
-        names: of its columns.
-        timings: what was measured.
-        hyper, seed: how it grows.
+    others rank, which tells close ones apart (decision 168). `features` has a row for each config
+    of each of `timings`, and columns of these `names`.
     """
     sizes, regret = [len(t.rows) for t in timings], regrets(timings)
     label, weight = np.log(regret.clip(max=HOPELESS)), regret**-hyper.focus
@@ -221,8 +195,7 @@ def regrets(timings: Sequence[Timings]) -> NDArray[np.float64]:
 
 def fresh(kind: _Model, hyper: Hyperparameters, rows: int, seed: int) -> _Model:
     """Return an estimator like `kind`, not fitted yet, that learns from so many rows."""
-    found: _Model = clone(kind)
-    found.set_params(
+    found: _Model = clone(kind).set_params(
         learning_rate=hyper.learning_rate,
         min_child_samples=min(hyper.min_data_in_leaf, rows // MIN_LEAVES),
         colsample_bytree=hyper.feature_fraction,

@@ -8,15 +8,14 @@ really the fastest. The whole answer is judged as a user gets it, through `Predi
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import pyarrow.compute as pc
-from numpy.typing import NDArray
 from rich.console import Console
-from rich.table import Table
 
 from confpred.data.measurements import problem_of_row
 from confpred.data.parquet import problem_columns, read
@@ -30,6 +29,7 @@ from confpred.problem.record import Record
 from confpred.training import Said, unsaid
 from confpred.training.cross_validate import without_networks
 from confpred.training.dataset import Dataset, Timings, data_files
+from confpred.training.evaluate import figures_table, geomean
 
 FAR = 1.10  # an answer this many times as slow as the best is far off
 SLOWER = 1.05  # ... and as PyTorch's operator, too slow
@@ -39,34 +39,24 @@ _DRAWS = 5  # thinned oracles of each size, whose figures are averaged
 _TOPS = (1, 3, 8)
 _WORST = 20  # problems that a verdict names
 BENCHMARK, HEURISTICS, EITHER = "benchmark", "heuristics", "the faster of both"
-_MODES = (BENCHMARK, HEURISTICS)
 NEW, RESIZED = "networks that are new", "networks at another size"
+CHOOSING, THINNING = "choosing for the hold-out's layers", "judging by fewer configs"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeldOut:
-    """The measurements of a hold-out.
+    """The measurements of a hold-out."""
 
-    Attributes:
-        dataset: our kernels' timings; PyTorch's are in `pytorch_ms` instead.
-        pytorch_ms: median milliseconds of PyTorch's operator, by mode of cuDNN and problem.
-        sittings: in how many runs each problem was measured; families that were not measured in
-            one sitting do not compare as well.
-    """
-
-    dataset: Dataset
-    pytorch_ms: Mapping[str, Mapping[Record, float]]
+    dataset: Dataset  # our kernels' timings; PyTorch's are in `pytorch_ms` instead
+    pytorch_ms: Mapping[str, Mapping[Record, float]]  # medians, by mode of cuDNN and problem
+    #: In how many runs each problem was measured; families that were not measured in one do not
+    #: compare as well.
     sittings: Mapping[Record, int]
 
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Regrets: time of what was chosen over that of the best.
-
-    Attributes:
-        efficiency_mean, efficiency_p10, efficiency_min: of 1 / regret.
-        far: share of answers more than ``FAR`` times as slow as the best.
-    """
+    """Regrets: time of what was chosen over that of the best; efficiency is 1 / regret."""
 
     problems: int
     geomean: float
@@ -75,7 +65,7 @@ class Spread:
     efficiency_mean: float
     efficiency_p10: float
     efficiency_min: float
-    far: float
+    far: float  # share of answers more than ``FAR`` times as slow as the best
 
     @classmethod
     def of(cls, regrets: Sequence[float]) -> Spread:
@@ -84,7 +74,7 @@ class Spread:
         efficiency = 1 / regret
         return cls(
             problems=len(regret),
-            geomean=float(np.exp(np.log(regret).mean())),
+            geomean=geomean(regret),
             p95=float(np.quantile(regret, 0.95)),
             worst=float(regret.max()),
             efficiency_mean=float(efficiency.mean()),
@@ -96,17 +86,11 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """How often answers are as good as their bound on regret says.
+    """How often answers are as good as their bound on regret says."""
 
-    Attributes:
-        problems: answers that carry a bound.
-        covered: share of them whose regret is within it.
-        median: of the bounds.
-    """
-
-    problems: int
-    covered: float
-    median: float
+    problems: int  # answers that carry a bound
+    covered: float  # share of them whose regret is within it
+    median: float  # of the bounds
 
     @classmethod
     def of(cls, pairs: Sequence[tuple[float, float]]) -> Bounds:
@@ -117,56 +101,37 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Verdict:
-    """Result of `judge_holdout`.
+    """Result of `judge_holdout`."""
 
-    Attributes:
-        model: its version.
-        checked: in words, by what it was made sure that the model has not seen the layers.
-        problems, networks, configs: of the hold-out; `configs` are timed ones.
-        complete: share of the legal configs of all problems that were timed.
-        sittings: problems that took more than one run.
-        ours: regret of our first choice, against the best config of all families.
-        families: the same against the best config of the family that was chosen, by that family.
-        origins: `ours` by whether training has the problem's networks nowhere, or at another size
-            of the input alone, which the name says after an ``@``.
-        first: geometric mean of the regret of the best of our first k choices, by k.
-        whole: regret of the whole answer, PyTorch's operator among the candidates.
-        whole_first: geometric mean of the best of the first k of the whole ranking, by k.
-        weighted: time of all answers over the time of the best, in sum.
-        pytorch: problems left to PyTorch's operator.
-        wrongly_pytorch: those of them on which our best config is more than ``SLOWER`` times as
-            fast.
-        speed: PyTorch's time over that of the answer, geometric mean, by mode of cuDNN.
-        slower: answers of ours that are more than ``SLOWER`` times as slow as PyTorch's operator,
-            by mode; ``EITHER`` stands for the faster mode of each problem.
-        bounds: how often the bound holds: ``all``, and by the provider of the answer.
-        unmeasured: first choices that could not be timed; the next one counts in their place.
-        thinned: by k, geometric mean and 95 % quantile of what `ours` would be if k random configs
-            of each family had been measured, and chosen among.
-        worst: the problems of the largest whole regret, with that regret and the answer.
-    """
-
-    model: str
-    checked: str
+    model: str  # its version
+    checked: str  # in words, by what it was made sure that the model has not seen the layers
     problems: int
     networks: int
-    configs: int
-    complete: float
-    sittings: int
-    ours: Spread
-    families: Mapping[str, Spread]
+    configs: int  # that were timed
+    complete: float  # share of the legal configs of all problems that were timed
+    sittings: int  # problems that took more than one run
+    ours: Spread  # of our first choice, against the best config of all families
+    families: Mapping[str, Spread]  # the same against the best of the chosen family, by family
+    #: `ours` by whether training has the problem's networks nowhere, or at another size of the
+    #: input alone, which the name says after an ``@``.
     origins: Mapping[str, Spread]
-    first: Mapping[str, float]
-    whole: Spread
-    whole_first: Mapping[str, float]
-    weighted: float
-    pytorch: int
-    wrongly_pytorch: int
+    first: Mapping[str, float]  # by k: geometric mean of the best of our first k choices
+    whole: Spread  # of the whole answer, PyTorch's operator among the candidates
+    whole_first: Mapping[str, float]  # by k: as `first`, of the whole ranking
+    weighted: float  # time of all answers over the time of the best, in sum
+    pytorch: int  # problems left to PyTorch's operator
+    wrongly_pytorch: int  # ... on which our best config is more than ``SLOWER`` times as fast
+    #: PyTorch's time over that of the answer, geometric mean, by mode of cuDNN.
     speed: Mapping[str, float]
+    #: Answers of ours that are more than ``SLOWER`` times as slow as PyTorch's operator, by mode;
+    #: ``EITHER`` stands for the faster mode of each problem.
     slower: Mapping[str, int]
-    bounds: Mapping[str, Bounds]
-    unmeasured: int
+    bounds: Mapping[str, Bounds]  # of ``all``, and by the provider of the answer
+    unmeasured: int  # first choices that could not be timed; the next one counts in their place
+    #: By k, geometric mean and 95 % quantile of what `ours` would be if k random configs of each
+    #: family had been measured, and chosen among.
     thinned: Mapping[str, tuple[float, float]]
+    #: The problems of the largest whole regret, with networks, that regret and the answer.
     worst: Sequence[tuple[str, str, float, str]]
 
 
@@ -187,19 +152,19 @@ def read_holdout(dataset: Dataset, paths: Sequence[Path]) -> HeldOut:
     operation = dataset.operation
     keys = problem_columns(operation)
     wanted = [*keys, "family", "status", "device", "cudnn_mode", "time_ms", "run_id"]
-    pytorch: dict[str, dict[Record, list[float]]] = {BENCHMARK: {}, HEURISTICS: {}}
-    runs: dict[Record, set[str]] = {}
+    pytorch: dict[str, dict[Record, list[float]]] = {
+        mode: defaultdict(list) for mode in (BENCHMARK, HEURISTICS)
+    }
+    runs: dict[Record, set[str]] = defaultdict(set)
     for file in data_files(paths):
         table = read(file, operation, wanted)
         table = table.filter(pc.field("device") == dataset.device.key)
         theirs = table.filter((pc.field("family") == PYTORCH) & (pc.field("status") == "ok"))
         for row in theirs.to_pylist():
-            mode = pytorch[row["cudnn_mode"] or BENCHMARK]
             problem = problem_of_row(row, operation.problem)
-            mode.setdefault(problem, []).append(row["time_ms"])
+            pytorch[row["cudnn_mode"] or BENCHMARK][problem].append(row["time_ms"])
         for row in table.group_by(keys).aggregate([("run_id", "distinct")]).to_pylist():
-            problem = problem_of_row(row, operation.problem)
-            runs.setdefault(problem, set()).update(row["run_id_distinct"])
+            runs[problem_of_row(row, operation.problem)].update(row["run_id_distinct"])
     return HeldOut(
         dataset,
         {m: {p: float(np.median(ms)) for p, ms in of.items()} for m, of in pytorch.items()},
@@ -208,7 +173,7 @@ def read_holdout(dataset: Dataset, paths: Sequence[Path]) -> HeldOut:
 
 
 def without_holdout(dataset: Dataset, holdout: Dataset) -> Dataset:
-    """`dataset` without the networks of `holdout`, and without any layer of it."""
+    """Return `dataset` without the networks of `holdout`, and without any layer of it."""
     networks = {name for t in holdout.timings for name in t.networks}
     layers = {t.problem.layer() for t in holdout.timings}
     everywhere = without_networks(dataset.everywhere, networks)
@@ -219,19 +184,14 @@ def without_holdout(dataset: Dataset, holdout: Dataset) -> Dataset:
 
 
 def check_unseen(model: Model, trained_on: Dataset, holdout: Dataset) -> str:
-    """Make sure that `model` has seen no network and no layer of `holdout`; says by what.
-
-    Args:
-        model: to be judged.
-        trained_on: the data that it is said to be trained on, whose digest tells.
-        holdout: to judge by.
+    """Make sure that `model` has seen no network and no layer of `holdout`; says by what: it is
+    said to be `trained_on` that data, whose digest tells.
 
     Raises:
         DataError: it has seen some.
     """
     facts = model.card.data
-    excluded = facts.excluded_networks
-    timings = without_networks(trained_on.everywhere, excluded)
+    timings = without_networks(trained_on.everywhere, facts.excluded_networks)
     given = trained_on.restricted({t.problem for t in timings})
     kind = model.operation.problem
     seen = {kind.parse(text).layer() for text in model.measured}
@@ -252,14 +212,8 @@ def check_unseen(model: Model, trained_on: Dataset, holdout: Dataset) -> str:
 def judge_holdout(
     model: Model, held: HeldOut, checked: str, seed: int, say: Said = unsaid
 ) -> Verdict:
-    """Judge `model` by `held`, whose layers it has not seen as far as `checked` says.
-
-    Args:
-        model: as `confpred.model.folder.load_model` reads it.
-        held: the hold-out; of the model's device.
-        checked: see `check_unseen`.
-        seed: of the thinned oracles.
-        say: told of each step.
+    """Judge `model` by `held`, whose layers it has not seen as far as `checked` says
+    (`check_unseen`); `seed` is of the thinned oracles.
 
     Raises:
         DataError: the hold-out is of another device or operation than the model.
@@ -274,15 +228,17 @@ def judge_holdout(
     judged = [found for m in measured if (found := _judge(m)) is not None]
     if not judged:
         raise DataError("no answer of the model was measured in the hold-out")
-    of_family: dict[str, list[float]] = {}
-    of_origin: dict[str, list[float]] = {}
-    bounds: dict[str, list[tuple[float, float]]] = {}
+    families, origins, bounds = defaultdict(list), defaultdict(list), defaultdict(list)
+    speed: dict[str, list[float]] = {mode: [] for mode in (BENCHMARK, HEURISTICS, EITHER)}
     for j in judged:
-        of_family.setdefault(j.family, []).append(j.in_family)
+        families[j.family].append(j.in_family)
         resized = all("@" in name for name in j.measured.networks)
-        of_origin.setdefault(RESIZED if resized else NEW, []).append(j.ours[0])
+        origins[RESIZED if resized else NEW].append(j.ours[0])
         for name in ("all", j.answer.provider) if j.bound is not None else ():
-            bounds.setdefault(name, []).append((j.whole[0], j.bound or 0.0))
+            bounds[name].append((j.whole[0], j.bound or 0.0))
+        for mode, times in j.speed.items():
+            speed[mode].append(times)
+    left = [j for j in judged if j.answer == PYTORCH_OPERATOR]
     legal = (all_families()[t.family].legal(t.problem, data.device) for t in data.timings)
     return Verdict(
         model=model.version,
@@ -293,25 +249,16 @@ def judge_holdout(
         complete=data.rows / sum(int(mask.sum()) for mask in legal),
         sittings=sum(held.sittings[m.problem] > 1 for m in measured),
         ours=Spread.of([j.ours[0] for j in judged]),
-        families={name: Spread.of(regrets) for name, regrets in sorted(of_family.items())},
-        origins={name: Spread.of(regrets) for name, regrets in sorted(of_origin.items())},
+        families={name: Spread.of(regrets) for name, regrets in sorted(families.items())},
+        origins={name: Spread.of(regrets) for name, regrets in sorted(origins.items())},
         first=_means([j.ours for j in judged]),
         whole=Spread.of([j.whole[0] for j in judged]),
         whole_first=_means([j.whole for j in judged]),
         weighted=sum(j.time_ms for j in judged) / sum(j.time_ms / j.whole[0] for j in judged),
-        pytorch=sum(j.answer == PYTORCH_OPERATOR for j in judged),
-        wrongly_pytorch=sum(
-            j.answer == PYTORCH_OPERATOR and j.time_ms > SLOWER * j.best_ours_ms for j in judged
-        ),
-        speed={
-            mode: _geomean([j.speed[mode] for j in judged if mode in j.speed])
-            for mode in (*_MODES, EITHER)
-            if any(mode in j.speed for j in judged)
-        },
-        slower={
-            mode: sum(j.speed.get(mode, 1.0) < 1 / SLOWER for j in judged)
-            for mode in (*_MODES, EITHER)
-        },
+        pytorch=len(left),
+        wrongly_pytorch=sum(j.time_ms > SLOWER * j.best_ours_ms for j in left),
+        speed={mode: geomean(times) for mode, times in speed.items() if times},
+        slower={mode: sum(x < 1 / SLOWER for x in times) for mode, times in speed.items()},
         bounds={name: Bounds.of(pairs) for name, pairs in sorted(bounds.items())},
         unmeasured=sum(j.unmeasured for j in judged) + len(measured) - len(judged),
         thinned=_thinned(model, measured, seed, say),
@@ -324,30 +271,20 @@ def judge_holdout(
 
 @dataclass(frozen=True, slots=True)
 class _Judged:
-    """The answer to one problem.
-
-    Attributes:
-        answer, time_ms: the first choice that was measured, and its time.
-        ours, whole: regret of the best of the first k, for each k of ``_TOPS``, of our configs
-            alone and of all candidates.
-        family, in_family: of our first choice, and its regret against the best of that family.
-        best_ours_ms: time of our best config.
-        speed: PyTorch's time over that of the answer, by mode of cuDNN; 1 where it is the answer.
-        bound: on regret, that came with the answer.
-        unmeasured: whether the first choice could not be timed.
-    """
+    """The answer to one problem."""
 
     measured: _Measured
-    answer: Candidate
+    answer: Candidate  # the first choice that was measured
     time_ms: float
+    #: Regret of the best of the first k, for each k of ``_TOPS``, of our configs alone ...
     ours: tuple[float, ...]
-    whole: tuple[float, ...]
-    family: str
-    in_family: float
+    whole: tuple[float, ...]  # ... and of all candidates
+    family: str  # of our first choice
+    in_family: float  # its regret against the best of that family
     best_ours_ms: float
-    speed: Mapping[str, float]
+    speed: Mapping[str, float]  # PyTorch's time over that of the answer, by mode of cuDNN
     bound: float | None
-    unmeasured: bool
+    unmeasured: bool  # whether the first choice could not be timed
 
 
 def _judge(m: _Measured) -> _Judged | None:
@@ -359,9 +296,7 @@ def _judge(m: _Measured) -> _Judged | None:
         return None
     best, best_ours = min(m.times.values()), min(our_times.values())
     answer, family = timed[0].candidate, ours[0].provider
-    theirs = dict(m.pytorch)
-    if theirs:
-        theirs[EITHER] = min(theirs.values())
+    theirs = {**m.pytorch, EITHER: min(m.pytorch.values())} if m.pytorch else {}
     time_ms = m.times[answer]
     return _Judged(
         measured=m,
@@ -373,6 +308,7 @@ def _judge(m: _Measured) -> _Judged | None:
         in_family=our_times[ours[0]]
         / min(ms for c, ms in our_times.items() if c.provider == family),
         best_ours_ms=best_ours,
+        # PyTorch's operator is not faster than itself in another mode.
         speed={
             mode: 1.0 if answer == PYTORCH_OPERATOR else ms / time_ms for mode, ms in theirs.items()
         },
@@ -382,11 +318,11 @@ def _judge(m: _Measured) -> _Judged | None:
 
 
 def _measured(model: Model, held: HeldOut, say: Said) -> list[_Measured]:
-    """Each problem of the hold-out with the model's answers, which may not be looked up."""
+    """Return each problem of the hold-out with the model's answers, which may not be looked up."""
     predictor = Predictor({model.device.key: replace(model, measured={})})
-    together: dict[Record, list[Timings]] = {}
+    together: dict[Record, list[Timings]] = defaultdict(list)
     for t in held.dataset.timings:
-        together.setdefault(t.problem, []).append(t)
+        together[t.problem].append(t)
     found: list[_Measured] = []
     for problem, parts in together.items():
         pytorch = {mode: of[problem] for mode, of in held.pytorch_ms.items() if problem in of}
@@ -397,10 +333,10 @@ def _measured(model: Model, held: HeldOut, say: Said) -> list[_Measured]:
         }
         if pytorch:
             times[PYTORCH_OPERATOR] = pytorch.get(BENCHMARK, min(pytorch.values()))
-        say("choosing for the hold-out's layers", len(found), len(together))
+        say(CHOOSING, len(found), len(together))
         ranking = tuple(predictor.rank(problem, model.device, max(_TOPS) + 1))
         found.append(_Measured(problem, parts[0].networks, tuple(parts), times, pytorch, ranking))
-    say("choosing for the hold-out's layers", len(found), len(together))
+    say(CHOOSING, len(found), len(together))
     return found
 
 
@@ -415,12 +351,12 @@ def _thinned(
     for i, k in enumerate(THINNED):
         draws = []
         for j in range(_DRAWS):
-            say("judging by fewer configs", i * _DRAWS + j, total)
+            say(THINNING, i * _DRAWS + j, total)
             regret = np.array([_thinned_regret(model, m, k, generator) for m in measured])
-            draws.append((_geomean(regret), float(np.quantile(regret, 0.95))))
-        geomean, p95 = np.mean(draws, axis=0)
-        found[str(k)] = (float(geomean), float(p95))
-    say("judging by fewer configs", total, total)
+            draws.append((geomean(regret), np.quantile(regret, 0.95)))
+        mean, p95 = np.mean(draws, axis=0).tolist()
+        found[str(k)] = (mean, p95)
+    say(THINNING, total, total)
     return found
 
 
@@ -445,12 +381,8 @@ def _thinned_regret(
 
 
 def _means(tops: Sequence[Sequence[float]]) -> dict[str, float]:
-    """Geometric means of the best of the first k, for each k of ``_TOPS``."""
-    return {str(k): _geomean(column) for k, column in zip(_TOPS, np.array(tops).T, strict=True)}
-
-
-def _geomean(values: Sequence[float] | NDArray[np.float64]) -> float:
-    return float(np.exp(np.log(values).mean()))
+    """Return geometric means of the best of the first k, for each k of ``_TOPS``."""
+    return {str(k): geomean(column) for k, column in zip(_TOPS, np.array(tops).T, strict=True)}
 
 
 def print_verdict(verdict: Verdict, console: Console) -> None:
@@ -463,37 +395,33 @@ def print_verdict(verdict: Verdict, console: Console) -> None:
         sep="\n",
         soft_wrap=True,
     )
-    table = Table(title="time of the answer / time of the fastest", title_justify="left")
-    table.add_column("answer")
-    heads = ("problems", "geomean", "p95", "worst", "efficiency", "p10", "min", "> 10 % off")
-    for column in heads:
-        table.add_column(column, justify="right")
     of_families = {f"{name}, among its own": s for name, s in v.families.items()}
     of_origins = {f"ours, {name}": s for name, s in v.origins.items()}
-    for name, s in {"ours": v.ours, **of_origins, "whole": v.whole, **of_families}.items():
-        regrets = (f"{value:.3f}" for value in (s.geomean, s.p95, s.worst))
-        efficiency = (s.efficiency_mean, s.efficiency_p10, s.efficiency_min)
-        cells = (*regrets, *(f"{value:.3f}" for value in efficiency), f"{s.far:.1%}")
-        table.add_row(name, str(s.problems), *cells)
-    console.print(table)
+    spreads = {"ours": v.ours, **of_origins, "whole": v.whole, **of_families}
+    heads = ("problems", "geomean", "p95", "worst", "efficiency", "p10", "min", "> 10 % off")
+    rows = {name: [*astuple(s)[:-1], f"{s.far:.1%}"] for name, s in spreads.items()}
+    title = "time of the answer / time of the fastest"
+    console.print(figures_table(title, ("answer", *heads), rows))
     lines = [
         f"best of the first 3 / 8: ours {v.first['3']:.3f} / {v.first['8']:.3f}, whole "
         f"{v.whole_first['3']:.3f} / {v.whole_first['8']:.3f}; weighted by time {v.weighted:.3f}",
         f"left to PyTorch's operator: {v.pytorch}; ours is more than 5 % faster on "
         f"{v.wrongly_pytorch} of them",
-    ]
-    lines += [
-        f"over PyTorch's operator ({mode}): {speed:.3f}x; slower by more than 5 %: {v.slower[mode]}"
-        for mode, speed in v.speed.items()
-    ]
-    lines += [
-        f"bound on regret, {name}: holds for {b.covered:.1%} of {b.problems}, median {b.median:.3f}"
-        for name, b in v.bounds.items()
-    ]
-    lines += [
-        f"with {k} random configs a family as the oracle, ours would be called {geomean:.3f}, p95 "
-        f"{p95:.3f}"
-        for k, (geomean, p95) in v.thinned.items()
+        *(
+            f"over PyTorch's operator ({mode}): {speed:.3f}x; slower by more than 5 %: "
+            f"{v.slower[mode]}"
+            for mode, speed in v.speed.items()
+        ),
+        *(
+            f"bound on regret, {name}: holds for {b.covered:.1%} of {b.problems}, median "
+            f"{b.median:.3f}"
+            for name, b in v.bounds.items()
+        ),
+        *(
+            f"with {k} random configs a family as the oracle, ours would be called {mean:.3f}, p95 "
+            f"{p95:.3f}"
+            for k, (mean, p95) in v.thinned.items()
+        ),
     ]
     if v.unmeasured:
         lines.append(f"first choices that could not be timed: {v.unmeasured}")

@@ -9,9 +9,6 @@ from dataclasses import asdict
 from datetime import datetime, timezone
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
-
-import numpy as np
 
 from confpred._version import __version__
 from confpred.errors import InvalidInput
@@ -20,7 +17,6 @@ from confpred.families.registry import all_families
 from confpred.files import write_folder
 from confpred.model.card import (
     CARD,
-    BoundsCard,
     Card,
     DataCard,
     FamilyCard,
@@ -95,39 +91,37 @@ def train(
         raise InvalidInput("out", str(out), "a folder that does not exist yet")
     dataset = _without(dataset, exclude)
     dataset = part_of(dataset, families, problems, seed)
-    operation, split = dataset.operation, folds_of(dataset, FOLDS, seed)
-    scores, held_out = cross_validate(dataset, split, hyper, seed, say)
-    regret = Summary.of(
-        np.array([each.regret for each in scores]), [each.candidates for each in scores]
-    )
-    bounds = fit_bounds(held_out.answers, dataset, seed)
-    fitted = fit_families(dataset.everywhere, dataset.device, hyper, seed, say)
+    operation, device = dataset.operation, dataset.device
+    scores, held_out = cross_validate(dataset, folds_of(dataset, FOLDS, seed), hyper, seed, say)
+    regret = Summary.of_scores(scores)
+    bound, bounds = fit_bounds(held_out.answers, dataset, seed)
+    fitted = fit_families(dataset.everywhere, device, hyper, seed, say)
     pytorch_ms = dataset.pytorch_everywhere
     say(COMPARING, 0, 1)
     ours_ms = best_ms(family_models(fitted), dataset.everywhere, pytorch_ms.keys())
-    pytorch = fit_pytorch(ours_ms, pytorch_ms, operation, dataset.device, hyper, seed)
+    pytorch = fit_pytorch(ours_ms, pytorch_ms, operation, device, hyper, seed)
     say(COMPARING, 1, 1)
-    known = {family.name for f in fitted for family in f.pool.families}
+    known = {family.name: f for f in fitted for family in f.pool.families}
     gate = fit_gate([t for t in dataset.everywhere if t.family in known], operation, seed)
-    files = {ORDER_TREES.format(f.pool.name): f.order for f in fitted}
-    files |= {TIME_TREES.format(f.pool.name): f.time for f in fitted}
-    if gate is not None:
-        files[GATE_TREES] = gate.lag
-    for f in fitted:
-        files |= {REGISTERS.format(name): text for name, text in f.registers.items()}
-    if pytorch is not None:
-        files[PYTORCH_TREES] = pytorch
-    files[BOUND_TREES] = bounds.quantile
-    files[MEASURED] = _lines(_best(dataset))
+    files = {
+        **{ORDER_TREES.format(f.pool.name): f.order for f in fitted},
+        **{TIME_TREES.format(f.pool.name): f.time for f in fitted},
+        GATE_TREES: gate.lag if gate else None,
+        **{REGISTERS.format(name): text for f in fitted for name, text in f.registers.items()},
+        PYTORCH_TREES: pytorch,
+        BOUND_TREES: bound,
+        MEASURED: _measured(dataset),
+    }
+    texts = {name: text for name, text in files.items() if text is not None}
 
     def digest_of(problems: Iterable[Record]) -> FeatureDigest:
-        return operation_card(operation, dataset.device, examples_of(problems))
+        return operation_card(operation, device, examples_of(problems))
 
     card = Card(
         operation=operation.name,
-        device=dataset.device.key,
+        device=device.key,
         # The description of a device that is in no table, so that the folder can be used elsewhere.
-        board=None if dataset.device.key in KNOWN else asdict(dataset.device),
+        board=None if device.key in KNOWN else asdict(device),
         created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         seed=seed,
         data=DataCard(
@@ -140,9 +134,7 @@ def train(
             statuses=dict(dataset.statuses),
         ),
         families={
-            family.name: _family_card(family, f, dataset)
-            for f in fitted
-            for family in f.pool.families
+            name: _family_card(all_families()[name], f, dataset) for name, f in known.items()
         },
         gate=GateCard(list(gate.families), digest_of(gate.problems)) if gate else None,
         pytorch=PytorchCard(held_out.margins, digest_of(dataset.pytorch_ms)) if pytorch else None,
@@ -153,22 +145,14 @@ def train(
             "regret": asdict(regret),
             "whole": asdict(found) if (found := whole(held_out.answers)) else None,
         },
-        bounds=BoundsCard(
-            offsets=bounds.offsets,
-            ranges={
-                name: {"least": least, "largest": largest}
-                for name, (least, largest) in bounds.ranges.items()
-            },
-            coverage=bounds.coverage,
-            median=bounds.median,
-        ),
+        bounds=bounds,
         libraries={
             "confpred": __version__,
             **{name: version(name) for name in ("lightgbm", "numpy", "scikit-learn")},
         },
-        files={name: hashlib.sha256(t.encode()).hexdigest() for name, t in files.items()},
+        files={name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()},
     )
-    write_folder(out, {CARD: json.dumps(card.to_json(), indent=1) + "\n", **files})
+    write_folder(out, {CARD: json.dumps(card.to_json(), indent=1) + "\n", **texts})
     return regret
 
 
@@ -177,8 +161,7 @@ def _without(dataset: Dataset, networks: Collection[str]) -> Dataset:
     for name in networks:
         if name not in known:
             raise InvalidInput("exclude-network", name, f"one of {', '.join(sorted(known))}")
-    kept = {t.problem for t in without_networks(dataset.everywhere, networks)}
-    return dataset.restricted(kept)
+    return dataset.restricted({t.problem for t in without_networks(dataset.everywhere, networks)})
 
 
 def _family_card(family: Family, fitted: Fitted, dataset: Dataset) -> FamilyCard:
@@ -199,12 +182,12 @@ def _family_card(family: Family, fitted: Fitted, dataset: Dataset) -> FamilyCard
     )
 
 
-def _best(dataset: Dataset) -> list[dict[str, Any]]:
+def _measured(dataset: Dataset) -> str:
     """Return the fastest measured way to compute each problem that enough configs were measured
-    of."""
+    of: a JSON list with one entry a line, so that versions compare well."""
     best: dict[Record, tuple[float, Candidate]] = {}
     for t in dataset.timings:
-        if len(t.rows) < _MIN_MEASURED and not _complete(t, dataset):
+        if len(t.rows) < _MIN_MEASURED and not _complete(t):
             continue
         i = int(t.time_ms.argmin())
         found = (float(t.time_ms[i]), Candidate(t.family, int(t.rows[i])))
@@ -212,17 +195,12 @@ def _best(dataset: Dataset) -> list[dict[str, Any]]:
         theirs = dataset.pytorch_ms.get(t.problem)
         if theirs is not None and theirs < best[t.problem][0]:
             best[t.problem] = (theirs, PYTORCH_OPERATOR)
-    return [
-        {"problem": str(problem), **asdict(candidate), "time_ms": time_ms}
+    lines = (
+        json.dumps({"problem": str(problem), **asdict(candidate), "time_ms": time_ms})
         for problem, (time_ms, candidate) in best.items()
-    ]
+    )
+    return "[\n" + ",\n".join(lines) + "\n]\n"
 
 
-def _complete(t: Timings, dataset: Dataset) -> bool:
-    legal = all_families()[t.family].legal(t.problem, dataset.device)
-    return len(t.rows) == int(legal.sum())
-
-
-def _lines(entries: list[dict[str, Any]]) -> str:
-    """Return a JSON list with one entry a line, so that versions compare well."""
-    return "[\n" + ",\n".join(json.dumps(entry) for entry in entries) + "\n]\n"
+def _complete(t: Timings) -> bool:
+    return len(t.rows) == int(all_families()[t.family].legal(t.problem, t.device).sum())

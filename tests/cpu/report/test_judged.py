@@ -12,16 +12,7 @@ import numpy as np
 import pytest
 
 from confpred.errors import DataError
-from confpred.report.judged import (
-    Group,
-    by_batch,
-    by_direction,
-    by_dtype,
-    by_family,
-    by_network,
-    evaluated,
-    read_evaluation,
-)
+from confpred.report.judged import Group, evaluated, groups_of, read_evaluation
 
 LAYER = "n={} c=64 h=14 w=14 k=64 r=3 s=3 groups=8 padding=1"
 
@@ -63,17 +54,20 @@ def test_a_groups_figures_are_of_its_layers():
     assert group.efficiency_p10 == pytest.approx(np.quantile(1 / regret, 0.1))
 
 
-def test_layers_are_grouped_by_what_they_are():
-    layers = evaluated(FIGURES, "here").layers
-    assert [(g.name, g.layers) for g in by_family(layers)] == [
-        ("grouped_fprop", 3),
-        ("grouped_wgrad", 1),
-    ]
-    assert [(g.name, g.worst) for g in by_direction(layers)] == [("fprop", 1.2), ("wgrad", 1.5)]
-    assert [(g.name, g.layers) for g in by_dtype(layers)] == [("bfloat16", 1), ("float16", 3)]
-    assert [g.name for g in by_batch(layers)] == ["1", "2 to 4", "9 to 16", "129 and more"]
-    # A layer counts in each of its networks; the network that loses most comes first.
-    assert [(g.name, g.layers) for g in by_network(layers)] == [("b", 1), ("c", 3), ("a", 1)]
+@pytest.mark.parametrize(
+    ("subject", "expected"),
+    [
+        ("family", {"grouped_fprop": 3, "grouped_wgrad": 1}),
+        ("direction", {"fprop": 3, "wgrad": 1}),
+        ("dtype", {"bfloat16": 1, "float16": 3}),
+        ("batch", {"1": 1, "2 to 4": 1, "9 to 16": 1, "129 and more": 1}),
+        # A layer counts in each of its networks; the network that loses most comes first.
+        ("network", {"b": 1, "c": 3, "a": 1}),
+    ],
+)
+def test_layers_are_grouped_by_what_they_are(subject: str, expected: dict[str, int]):
+    groups = groups_of(evaluated(FIGURES, "here").layers, subject)
+    assert [(group.name, group.layers) for group in groups] == [*expected.items()]
 
 
 def test_without_bounds_one_is_calibrated_on_the_other_folds():
@@ -93,7 +87,7 @@ def test_bounds_of_the_evaluation_itself_come_first():
     found = evaluated(figures, "here")
     assert found.own_bounds
     assert Group.of("all", found.layers).covered == 0.75
-    assert [g.covered for g in by_network(found.layers)] == [0.0, 1.0, 1.0]
+    assert [g.covered for g in groups_of(found.layers, "network")] == [0.0, 1.0, 1.0]
 
 
 @pytest.mark.parametrize(

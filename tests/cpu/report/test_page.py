@@ -154,7 +154,7 @@ def test_a_hold_out_comes_first(inputs):
 def test_without_measurements_the_worst_layers_have_no_candidates(inputs):
     (evaluation,) = inputs.evaluations
     alone = replace(inputs, datasets={}, runs=())
-    assert all(w.measured == () for w in worst_layers(evaluation, None, 3))
+    assert not any(w.measured for w in worst_layers(evaluation, None, 3))
     assert "Give the measurements as well" in page(alone)
 
 

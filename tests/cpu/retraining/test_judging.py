@@ -29,6 +29,7 @@ def test_faster_choices_are_better():
 def test_choices_that_are_no_faster_are_not_better(ratio: float):
     verdict = compare([Pair(p.network, p.old_ms, ratio) for p in pairs(1.0)])
     assert not verdict.better
+    assert verdict.ratio == verdict.at_most == pytest.approx(ratio)
     assert "no faster" in verdict.why
 
 
@@ -40,12 +41,6 @@ def test_a_gain_that_may_be_chance_is_not_enough():
     assert verdict.ratio < 1 < verdict.at_most
     assert not verdict.better
     assert "may be chance" in verdict.why
-
-
-def test_the_same_choices_everywhere_are_not_better():
-    verdict = compare([Pair(f"n{i % 9}", 1.0, 1.0) for i in range(99)])
-    assert not verdict.better
-    assert verdict.ratio == verdict.at_most == 1.0
 
 
 @pytest.mark.parametrize(

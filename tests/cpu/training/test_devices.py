@@ -30,16 +30,21 @@ from confpred.training.train import train
 H100, H200 = get_device("h100"), get_device("h200")
 
 
+def renamed(path: Path, out: Path, **names: str) -> Path:
+    """Write the measurements at `path` to `out`, each of these columns with one value."""
+    table = pq.read_table(path)
+    for name, value in names.items():
+        column = pa.array([value] * table.num_rows, table.schema.field(name).type)
+        table = table.set_column(table.schema.get_field_index(name), name, column)
+    pq.write_table(table, out)
+    return out
+
+
 @pytest.fixture(scope="module")
 def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Measurements of an H200, of some networks that the H100's have and one that they lack."""
     path = synthetic.write(tmp_path_factory.mktemp("h200") / "h200.parquet", networks=7, seed=0)
-    table = pq.read_table(path)
-    for name, value in (("device", "h200"), ("device_name", H200.product)):
-        column = pa.array([value] * table.num_rows, table.schema.field(name).type)
-        table = table.set_column(table.schema.get_field_index(name), name, column)
-    pq.write_table(table, path)
-    return path
+    return renamed(path, path, device="h200", device_name=H200.product)
 
 
 @pytest.fixture(scope="module")
@@ -60,12 +65,8 @@ def test_what_other_devices_took_is_kept_apart(measurements, elsewhere, both) ->
 
 
 def test_devices_without_a_description_are_left_out(measurements, elsewhere, tmp_path) -> None:
-    table = pq.read_table(elsewhere)
-    field = table.schema.field("device")
-    column = pa.array(["b999"] * table.num_rows, field.type)
-    index = table.schema.get_field_index("device")
-    pq.write_table(table.set_column(index, field, column), tmp_path / "b999.parquet")
-    assert read_dataset([measurements, tmp_path / "b999.parquet"], "h100").others == ()
+    unknown = renamed(elsewhere, tmp_path / "b999.parquet", device="b999")
+    assert read_dataset([measurements, unknown], "h100").others == ()
 
 
 def test_a_layer_that_is_held_out_is_held_out_on_all_devices(both) -> None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from confpred.model import rank
+from confpred.model.trees import Trees
 from confpred.problem.conv2d import CONVOLUTION, Problem
 from confpred.problem.device import get_device
 from confpred.training.calibrate import MIN_PROBLEMS, fit_gate
@@ -39,7 +40,7 @@ def test_it_learns_who_wins(monkeypatch):
     fitted = fit_gate(timings(200), CONVOLUTION, 0)
     assert fitted.families == FAMILIES
     assert len(fitted.problems) == 200
-    gate = fitted.gate(CONVOLUTION)
+    gate = rank.Gate(CONVOLUTION, fitted.families, Trees(fitted.lag))
     asked = [replace(LAYER, n=1000 + c, c=c, k=c, groups=c) for c in (16, 32, 96, 128)]
     opened = gate.open(asked, H100, [FAMILIES] * len(asked))
     assert opened == [["grouped_fprop"]] * 2 + [["depthwise_fprop"]] * 2

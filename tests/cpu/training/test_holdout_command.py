@@ -63,17 +63,19 @@ def test_the_hold_out_alone_needs_no_cross_validation(measurements, model_folder
     assert content["holdout"]["model"] == model_folder.name
 
 
-def test_the_hold_out_alone_has_to_be_given_and_has_no_plot(measurements, tmp_path):
-    for words in ((), ("--holdout", measurements, "--plot", tmp_path / "a.png")):
-        done = confpred("evaluate", measurements, "--holdout-only", *words)
-        assert done.returncode == 2
-        assert "with a --holdout, and without --plot" in done.stderr
-
-
-def test_a_model_without_a_hold_out_is_refused(measurements, model_folder):
-    done = confpred("evaluate", measurements, "--model", model_folder)
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--holdout-only",), "with a --holdout, and without --plot"),
+        (("--holdout-only", "--holdout", "DATA", "--plot", "a.png"), "and without --plot"),
+        (("--model", "MODEL"), "a model to be judged by a --holdout"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(measurements, model_folder, words, message):
+    files = {"DATA": measurements, "MODEL": model_folder}
+    done = confpred("evaluate", measurements, *(files.get(word, word) for word in words))
     assert done.returncode == 2
-    assert "a model to be judged by a --holdout" in done.stderr
+    assert message in done.stderr
 
 
 def confpred(*words: object) -> subprocess.CompletedProcess[str]:

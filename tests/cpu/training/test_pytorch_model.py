@@ -42,11 +42,6 @@ def margin_of(expected: np.ndarray, actual: np.ndarray) -> float:
     return margins(["any"] * len(expected), expected, actual)["any"]
 
 
-def test_predictions_that_hold_need_no_margin():
-    actual = np.random.default_rng(0).normal(size=500)
-    assert margin_of(actual, actual) == pytest.approx(0, abs=0.02)
-
-
 def test_the_margin_grows_with_the_error_and_loses_least():
     """No other margin would have lost less time, of which PyTorch's counts for more."""
     rng, before = np.random.default_rng(0), -1.0
@@ -70,6 +65,7 @@ def test_the_margin_is_on_the_side_of_pytorch():
     """That its operator is faster than predicted is what the margin is for; that it is slower
     needs none."""
     expected = np.linspace(0.01, 0.5, 100)
+    assert margin_of(expected, expected) < 0.02
     assert margin_of(expected, expected - 0.2) == pytest.approx(0.2, abs=0.01)
     assert margin_of(expected, expected + 0.2) < 0.01
 
@@ -123,8 +119,3 @@ def test_the_least_slowdown_is_the_expected_one_less_the_margin(dataset):
 def test_too_few_measurements_say_nothing(dataset):
     few = dict(list(noisy(dataset, 0.1).items())[: MIN_PROBLEMS - 1])
     assert fit(dataset, few) is None
-
-
-def test_the_same_data_and_seed_give_the_same_bytes(dataset):
-    first, second = (fit(dataset, noisy(dataset, 0.1)) for _ in range(2))
-    assert first == second is not None

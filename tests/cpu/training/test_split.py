@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 from confpred.errors import DataError, InvalidInput
 from confpred.problem.conv2d import Problem
 from confpred.problem.device import get_device
-from confpred.training.cross_validate import part_of, split_by_network, without_networks
+from confpred.training.cross_validate import part_of, split_by_network
 from confpred.training.dataset import Timings, read_dataset
 
 LAYERS = ((64, "a"), (128, "b"), (192, "b"))
 OF_NO_NETWORK = (256, 14, 1, "float16", "none", False, frozenset())
 
 
-def _problem_of(entry):
+def _problem_of(entry):  # no lambda, whose text hypothesis takes for a regular expression
     return entry[:-1]
 
 
@@ -54,6 +54,11 @@ def timings_of(drawn) -> list[Timings]:
         )
         for c, h, n, dtype, act, bias, names in drawn
     ]
+
+
+SIXTY = timings_of(
+    (64 * (i + 1), 14, 1, "float16", "none", False, {f"net{i % 12}"}) for i in range(60)
+)
 
 
 def layer(p: Problem) -> tuple[object, ...]:
@@ -110,38 +115,14 @@ def test_a_fold_judges_only_families_that_it_learns() -> None:
     assert [t for f in split for t in f.test] == [found[2]]
 
 
-@given(entries, st.integers(0, 5))
-def test_the_same_seed_gives_the_same_split(drawn, seed):
-    timings = timings_of([*drawn, OF_NO_NETWORK])
-    if len({t.networks[0] for t in timings if t.networks}) >= 2:
-        first, second = (split_by_network(timings, 3, seed) for _ in range(2))
-        assert [f.networks for f in first] == [f.networks for f in second]
-
-
 def test_folds_are_of_about_one_size():
-    timings = timings_of(
-        (64 * (i + 1), 14, 1, "float16", "none", False, {f"net{i % 12}"}) for i in range(60)
-    )
-    assert [len(f.test) for f in split_by_network(timings, 4, 0)] == [15] * 4
+    assert [len(f.test) for f in split_by_network(SIXTY, 4, 0)] == [15] * 4
 
 
 def test_another_seed_gives_another_split():
-    timings = timings_of(
-        (64 * (i + 1), 14, 1, "float16", "none", False, {f"net{i % 12}"}) for i in range(60)
-    )
-    splits = {tuple(f.networks for f in split_by_network(timings, 4, seed)) for seed in range(4)}
-    assert len(splits) == 4
-
-
-def test_without_networks_hides_their_layers_everywhere():
-    timings = timings_of(
-        [
-            (64, 7, 1, "float16", "none", False, {"a", "b"}),
-            (64, 7, 32, "bfloat16", "relu", True, set()),
-            (64, 14, 1, "float16", "none", False, {"b"}),
-        ]
-    )
-    assert without_networks(timings, ["a"]) == (timings[2],)
+    splits = [tuple(f.networks for f in split_by_network(SIXTY, 4, s)) for s in (0, 1, 2, 3, 0)]
+    assert len(set(splits)) == 4
+    assert splits[0] == splits[4]
 
 
 def test_a_part_has_the_families_and_the_number_of_problems_asked_for(measurements):
