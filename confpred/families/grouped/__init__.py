@@ -48,6 +48,9 @@ def fits_odd_channels(block: Array, channels: Any) -> NDArray[np.bool_]:
     return (channels % 64 != 0) & (channels % block == 0) & ((block >= 48) | (channels < 4 * block))
 
 
+Pair = tuple[int, int]
+
+
 @dataclass(frozen=True, slots=True)
 class Axis:
     """How the kernel walks a layer's rows, or its columns; the names are the kernel's.

@@ -13,6 +13,7 @@ from layers import ARCHITECTURES
 from ptxas import ARCHS, resources
 from strategies import epilogue
 
+from confpred.families.batch import ProblemBatch
 from confpred.families.common import ATOMIC, DIRECT, TWO_KERNELS
 from confpred.families.depthwise.depthwise_banded import DepthwiseBanded, most_registers
 from confpred.families.depthwise.depthwise_banded_wgrad import DepthwiseBandedWgrad
@@ -118,7 +119,10 @@ def test_a_window_of_one_tap_has_no_dilation() -> None:
 def test_legal_configs_fit_the_multiprocessor(problem: Problem, device: Device) -> None:
     family = family_of(problem)
     rows = np.array(legal_rows(problem, device))
-    tiling, configs = family._workings(problem, family.whole, rows), family.configs[rows]
+    tiling, configs = (
+        family._workings(ProblemBatch([problem]), family.whole, rows),
+        family.configs[rows],
+    )
     blocks = configs["min_blocks"]
     assert (tiling.threads <= 512).all()
     assert (blocks * tiling.threads * most_registers(configs) <= device.regs_per_sm).all()
@@ -225,7 +229,7 @@ def test_registers_are_near_the_estimate_and_hardly_spill(arch: str) -> None:
             problem = Problem.parse(f"{layer} direction={direction} {epilogue}")
             family = family_of(problem)
             row = int(rng.choice(legal_rows(problem)))
-            tiling = family._workings(problem, family.whole, np.array([row]))
+            tiling = family._workings(ProblemBatch([problem]), family.whole, np.array([row]))
             registers, stack = resources(family.launch(problem, row).steps[0].kernel, arch)
             most = most_registers(config_columns(family.configs, np.array([row])))
             ratios.append(registers / min(tiling.registers[0], most[0]))

@@ -19,7 +19,6 @@ from slow import slow_but
 from strategies import problems
 
 from confpred.families.grouped import axis_of
-from confpred.families.grouped.grouped_rows import _shape_of
 from confpred.families.protocol import config_dict
 from confpred.families.registry import all_families
 from confpred.problem.conv2d import ACTIVATIONS, Problem
@@ -205,7 +204,7 @@ def test_less_shared_memory_leaves_fewer_configs(direction: str) -> None:
     family = FAMILIES[direction]
     layer = f"n=32 c=256 h=28 w=28 k=256 r=3 s=3 groups=16 padding=1 direction={direction}"
     problem = Problem.parse(layer)
-    mask, smem = family.legal(problem, H100), _shape_of(problem).smem_bytes
+    mask, smem = family.legal(problem, H100), family._shape(problem, family.whole).smem_bytes
     limit = int(np.median(smem[mask]))
     small = replace(H100, smem_per_block=limit)
     assert np.array_equal(family.legal(problem, small), mask & (smem <= limit))
@@ -401,7 +400,7 @@ def test_registers_are_near_the_estimate_and_hardly_spill(arch: str) -> None:
             (step,) = family.launch(problem, row).steps
             registers, stack = resources(step.kernel, arch)
             assert stack <= 192, (str(problem), config_dict(family, row))
-            ratios.append(registers / _shape_of(problem).registers[row])
+            ratios.append(registers / family._shape(problem, family.whole).registers[row])
     assert min(ratios) > 0.5
     assert max(ratios) < 1.6
     assert 0.85 < np.median(ratios) < 1.15

@@ -20,8 +20,6 @@ from ptxas import resources
 from strategies import pairs, problems
 
 from confpred.cuda.compiler import supported_archs
-from confpred.families.grouped import window_of
-from confpred.families.grouped.grouped_wgrad import _shape
 from confpred.families.protocol import config_dict
 from confpred.families.registry import all_families
 from confpred.problem.conv2d import Problem
@@ -418,7 +416,7 @@ def test_registers_are_near_the_estimate_and_hardly_spill() -> None:
         source = FAMILY.launch(problem, row).steps[0].kernel
         registers, stack = resources(source, archs[number % 3])
         assert stack <= 48, (str(problem), row)
-        ratios.append(registers / _shape(window_of(problem)).registers[row])
+        ratios.append(registers / FAMILY._shape(problem, FAMILY.whole).registers[row])
     assert min(ratios) > 0.5
     assert max(ratios) < 1.6
     assert 0.85 < np.median(ratios) < 1.15
