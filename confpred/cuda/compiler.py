@@ -111,7 +111,7 @@ def compiled_before(
 
 
 def cache_entry(spec: KernelSpec, arch: str) -> str:
-    """Return the file, relative to the cache's folder, of `spec` compiled for `arch` by this NVRTC."""
+    """Return the file, in the cache's folder, of `spec` compiled for `arch` by this NVRTC."""
     return entry_name(_key(program_text(spec), spec, arch))
 
 

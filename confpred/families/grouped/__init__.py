@@ -80,15 +80,9 @@ class Axis:
     positions: int
 
     def scalars(self, side: str) -> dict[str, int]:
-        """Return the kernel's scalars for its rows (`side` is ``h``) or its columns (``w``), by
-        name."""
-        return {
-            f"in_origin_{side}": self.in_origin,
-            f"in_lattice_{side}": self.in_lattice,
-            f"in_step_{side}": self.in_step,
-            f"out_origin_{side}": self.out_origin,
-            f"out_step_{side}": self.out_step,
-        }
+        """Return the kernel's scalars for its rows (`side` is ``h``) or its columns (``w``)."""
+        names = ("in_origin", "in_lattice", "in_step", "out_origin", "out_step")
+        return {f"{name}_{side}": getattr(self, name) for name in names}
 
 
 def axes_of(problem: Problem) -> tuple[Axis, Axis]:
@@ -120,15 +114,13 @@ def axis_of(problem: Problem, axis: int) -> Axis:
         )
     # The kernel reads the gradient of the layer's output and writes that of its input, with its
     # taps turned: w = stride * q + dilation * (taps - 1 - tap) - padding.
+    unit = {"taps": taps, "down": 1, "up": 1, "out_origin": 0}
     if stride == 1:
         return Axis(
-            taps=taps,
-            down=1,
-            up=1,
+            **unit,
             in_origin=padding - dilation * (taps - 1),
             in_lattice=1,
             in_step=dilation,
-            out_origin=0,
             out_step=dilation,
             positions=-(-inputs // dilation),
         )
@@ -138,13 +130,10 @@ def axis_of(problem: Problem, axis: int) -> Axis:
         live = padding % 2
         met = (live + padding) // 2 - (taps - 1)
         return Axis(
-            taps=taps,
-            down=1,
-            up=1,
+            **unit,
             in_origin=outputs if live else met,
             in_lattice=met - outputs if live else outputs - met,
             in_step=1,
-            out_origin=0,
             out_step=2,
             positions=-(-inputs // 2),
         )
@@ -198,14 +187,8 @@ class Window:
 
 def window_of(problem: Problem) -> Window:
     """Return the part of `problem` that decides its kernels."""
-    return Window(
-        problem.group_width,
-        problem.r,
-        problem.s,
-        _steps(problem.r, problem.stride[0], problem.dilation[0]),
-        _steps(problem.s, problem.stride[1], problem.dilation[1]),
-        problem.bias,
-    )
+    p, (down, across) = problem, zip(problem.stride, problem.dilation, strict=True)
+    return Window(p.group_width, p.r, p.s, _steps(p.r, *down), _steps(p.s, *across), p.bias)
 
 
 def flush_steps(problem: Problem) -> int:
