@@ -22,8 +22,11 @@ if TYPE_CHECKING:
 DTYPES = ("float16", "bfloat16", "float32")
 DIRECTIONS = ("fprop", "dgrad", "wgrad")
 ACTIVATIONS = ("none", "relu", "silu", "gelu", "relu6", "hardswish")
-_WORDS = (("dtype", DTYPES), ("direction", DIRECTIONS), ("activation", ACTIVATIONS))
-CHOICES: Mapping[str, tuple[str, ...]] = dict(_WORDS)
+CHOICES: Mapping[str, tuple[str, ...]] = {
+    "dtype": DTYPES,
+    "direction": DIRECTIONS,
+    "activation": ACTIVATIONS,
+}
 
 #: Smallest and largest value of every integer field; a pair field obeys it in both members.
 LIMITS: Mapping[str, tuple[int, int]] = {

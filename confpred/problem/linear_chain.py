@@ -72,8 +72,7 @@ class LinearChain(Record):
 
     def layer(self) -> LinearChain:
         """`self` with all that a user chooses made the same: batch, dtype and length."""
-        layers = min(self.layers, 2)
-        return LinearChain(1, self.inputs, self.hidden, self.outputs, layers)
+        return LinearChain(1, self.inputs, self.hidden, self.outputs, min(self.layers, 2))
 
     @property
     def widths(self) -> tuple[int, ...]:

@@ -67,8 +67,7 @@ class Plan:
     """A library's plan, which runs in the place of confpred kernels.
 
     Attributes:
-        library: which one: ``cudnn``.
-        version: the library's release that the numbers in `config` belong to, such as ``9.19``.
+        library, version: ``cudnn``, and the release that numbers `config` so, such as ``9.19``.
         config: the library's algorithm, by field name.
         tf32: whether it rounds float32 inputs to TF32, as PyTorch lets cuDNN do by default.
         error: largest relative error of an output in the 2-norm that the library's plans are known

@@ -99,18 +99,17 @@ def axis_of(problem: Problem, axis: int) -> Axis:
     dilation = problem.dilation[axis] if taps > 1 else stride
     if problem.direction == "fprop":
         # input = stride * output + dilation * tap - padding
-        common = gcd(stride, dilation)
-        lattices = dilation // common
+        steps = _steps(taps, stride, dilation)
         return Axis(
             taps=taps,
-            down=stride // common,
+            down=steps.stride,
             up=1,
             in_origin=-padding,
             in_lattice=stride,
-            in_step=common * lattices,
+            in_step=steps.step * steps.dilation,
             out_origin=0,
-            out_step=lattices,
-            positions=-(-outputs // lattices),
+            out_step=steps.dilation,
+            positions=-(-outputs // steps.dilation),
         )
     # The kernel reads the gradient of the layer's output and writes that of its input, with its
     # taps turned: w = stride * q + dilation * (taps - 1 - tap) - padding.
