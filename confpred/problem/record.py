@@ -43,7 +43,9 @@ class Record:
 
     def __post_init__(self) -> None:
         for name in self._fields():
-            object.__setattr__(self, name, self._checked(name, getattr(self, name)))
+            value = getattr(self, name)
+            if (checked := self._checked(name, value)) is not value:
+                object.__setattr__(self, name, checked)
 
     @classmethod
     def _checked(cls, name: str, value: object) -> object:
