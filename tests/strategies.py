@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from hypothesis import strategies as st
-from layers import random_layer
+from layers import DENSE, random_layer, served
 
 from confpred.families.protocol import Family
 from confpred.problem.conv2d import ACTIVATIONS, DIRECTIONS, DTYPES, Problem
@@ -47,15 +45,44 @@ def problems(draw: st.DrawFn) -> Problem:
     )
 
 
-def epilogue(draw: st.DrawFn, direction: str) -> dict[str, Any]:
-    """Any bias, residual, activation and demand to be repeatable that `direction` has."""
+@st.composite
+def layers_of(draw: st.DrawFn, family: Family, *, largest: int = 120, images: int = 64) -> Problem:
+    """Layers that `family` handles; sides up to `largest`, batch up to `images`."""
+    direction, width = draw(st.sampled_from([s for s in served(family) if s[1] != DENSE]))
+    plain = family.name.startswith("depthwise_banded")
+    eights = plain or family.name.startswith("grouped")
+    steps = st.tuples(*(st.just(1) if plain else st.integers(1, 2) for _ in range(2)))
+    window = 11 if width == 1 and not family.name.startswith("grouped") else 7
+    r, s = (draw(st.integers(1, most)) for most in (window, min(window, 9) if plain else window))
+    unit = max(8, width) if eights else 1
+    c = unit * draw(st.integers(1, 160 // unit))
+    multiplier = 1 if eights or direction != "fprop" else draw(st.integers(1, 4))
+    dilation, stride = draw(steps), draw(steps)
+    padding = draw(st.tuples(st.integers(0, r), st.integers(0, s)))
+    least = [
+        max(1, d * (size - 1) + 1 - 2 * pad)
+        for d, size, pad in zip(dilation, (r, s), padding, strict=True)
+    ]
     forward = direction == "fprop"
-    return {
-        "bias": direction != "dgrad" and draw(st.booleans()),
-        "residual": forward and draw(st.booleans()),
-        "activation": draw(st.sampled_from(ACTIVATIONS)) if forward else "none",
-        "deterministic": direction == "wgrad" and draw(st.booleans()),
-    }
+    return Problem(
+        n=draw(st.integers(1, images)),
+        c=c,
+        h=draw(st.integers(least[0], max(least[0], largest))),
+        w=draw(st.integers(least[1], max(least[1], largest))),
+        k=c * multiplier,
+        r=r,
+        s=s,
+        stride=stride,
+        padding=padding,
+        dilation=dilation,
+        groups=c // width,
+        dtype=draw(st.sampled_from(DTYPES[:2] if eights else DTYPES)),
+        direction=direction,
+        bias=direction != "dgrad" and draw(st.booleans()),
+        residual=forward and draw(st.booleans()),
+        activation=draw(st.sampled_from(ACTIVATIONS)) if forward else "none",
+        deterministic=direction == "wgrad" and draw(st.booleans()),
+    )
 
 
 def problems_of(family: Family) -> st.SearchStrategy[Problem]:

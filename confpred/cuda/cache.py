@@ -155,9 +155,9 @@ def used(path: Path) -> None:
 def added(folder: Path, size: int, most: int) -> None:
     """Note that an entry of `size` bytes was written to `folder`, and sweep it where that may have
     made it larger than `most` bytes. Each of several processes may add a sixteenth unseen."""
-    sofar = _added.get(folder)
-    if sofar is not None and sofar + size <= most * _LOOK_AGAIN:
-        _added[folder] = sofar + size
+    together = _added.get(folder, most) + size
+    if together <= most * _LOOK_AGAIN:
+        _added[folder] = together
         return
     _added[folder] = 0
     sweep(folder, most)

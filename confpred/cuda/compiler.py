@@ -82,8 +82,8 @@ def program_text(spec: KernelSpec) -> str:
 def compile_kernel(
     spec: KernelSpec, arch: str, kernel_cache: KernelCache | None = None
 ) -> Compiled:
-    """Compile `spec` for `arch` (such as ``sm_90a``), or take it from a bundle that is open
-    (`confpred.cuda.compiler`) or from the cache.
+    """Compile `spec` for `arch` (such as ``sm_90a``), or take it from a bundle that is open or from
+    the cache.
 
     Raises:
         CompileError: NVRTC refused it; the error carries the compiler's log.
@@ -111,11 +111,7 @@ def compiled_before(
 
 
 def cache_entry(spec: KernelSpec, arch: str) -> str:
-    """Return the file, relative to the cache's folder, of `spec` compiled for `arch` by this NVRTC.
-
-    Raises:
-        MissingExtra: the compiler is not installed.
-    """
+    """Return the file, in the cache's folder, of `spec` compiled for `arch` by this NVRTC."""
     return entry_name(_key(program_text(spec), spec, arch))
 
 
@@ -150,12 +146,8 @@ def _compile(text: str, spec: KernelSpec, told: ProgramOptions) -> bytes:
 
 
 def ptx_of(spec: KernelSpec, arch: str) -> str:
-    """Return the PTX that NVRTC makes of `spec`, before the assembler; needs no GPU.
-
-    Raises:
-        CompileError: NVRTC refused it; the error carries the compiler's log.
-        MissingExtra: the compiler is not installed.
-    """
+    """Return the PTX that NVRTC makes of `spec`, before the assembler; needs no GPU, and raises as
+    `compile_kernel` does."""
     nvrtc_version()
     from cuda.bindings import nvrtc
 
@@ -224,10 +216,8 @@ class KernelBundle:
 def bundle_files(
     cubins: Mapping[KernelSpec, bytes], arch: str, compiler: str
 ) -> dict[str, str | bytes]:
-    """Return the files of a bundle of `cubins` for `arch`, by their names in its folder.
-
-    `compiler` is the version of the NVRTC that made them.
-    """
+    """Return the files of a bundle of `cubins`, made by NVRTC `compiler` for `arch`, by their names
+    in its folder."""
     manifest = {
         "format": FORMAT,
         "arch": arch,
@@ -286,8 +276,7 @@ def bundled(spec: KernelSpec, arch: str) -> bytes | None:
     """
     bundles = [bundle for bundle in _opened if bundle.arch == arch]
     for bundle in bundles:
-        cubin = bundle.get(spec)
-        if cubin is not None:
+        if (cubin := bundle.get(spec)) is not None:
             return cubin
     for bundle in bundles:
         if bundle not in _incomplete:
@@ -337,17 +326,11 @@ def compile_all(
 
 def compiled_files(specs: Iterable[KernelSpec], arch: str) -> dict[str, str | bytes]:
     """Compile `specs` for `arch`, and return the files that let a start do without the compiler, by
-    their names in a folder (`confpred.cuda.compiler`). Needs no GPU.
-
-    Raises:
-        CompileError, MissingExtra: see `compile_all`.
-    """
+    their names in a folder. It needs no GPU, and raises as `compile_all` does."""
     compiled = compile_all(specs, arch)
     cubins = {spec: kernel.cubin for spec, kernel in compiled.items()}
     return bundle_files(cubins, arch, nvrtc_version())
 
 
 def _processors() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -40,16 +40,8 @@ _TURNS = 5
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Description of a GPU by its driver.
-
-    Attributes:
-        name: of the board.
-        driver: version of the driver.
-        capability: compute capability, major and minor.
-        sm_count, l2_bytes, smem_per_sm, smem_per_block, warps_per_sm, blocks_per_sm: as in
-            `confpred.problem.device.Device`.
-        regs_per_sm, smem_reserved_per_block: the same, which the kernels count on.
-    """
+    """Description of a GPU by its driver: the board's name, the driver's version, the compute
+    capability, and what is called the same in `confpred.problem.device.Device`."""
 
     name: str
     driver: str
@@ -83,7 +75,7 @@ class Facts:
 
     @property
     def arch(self) -> str:
-        """Return the NVRTC target."""
+        """NVRTC target."""
         plain = "sm_{}{}".format(*self.capability)
         return _ARCH_SPECIFIC.get(plain, plain)
 
@@ -128,18 +120,9 @@ def device_with(facts: Facts, measure: Callable[[str], Rates]) -> Device:
     except ConfpredError as error:
         needed = f"a GPU of the table, or one whose rates can be measured ({error})"
         raise UnknownDevice("device", facts.name, needed) from error
-    device = Device(
-        key=key,
-        product=facts.name,
-        arch=facts.arch,
-        sm_count=facts.sm_count,
-        l2_bytes=facts.l2_bytes,
-        smem_per_sm=facts.smem_per_sm,
-        smem_per_block=facts.smem_per_block,
-        **dataclasses.asdict(rates),
-        warps_per_sm=facts.warps_per_sm,
-        blocks_per_sm=facts.blocks_per_sm,
-    )
+    fields = [field.name for field in dataclasses.fields(Device)]
+    sizes = {name: getattr(facts, name) for name in fields if hasattr(facts, name)}
+    device = Device(key=key, product=facts.name, **sizes, **dataclasses.asdict(rates))
     remember(facts.driver, dataclasses.asdict(device))
     log.info("%s is described as %s, with measured rates", facts.name, device)
     return device

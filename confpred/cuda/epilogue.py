@@ -12,9 +12,9 @@ from math import gcd
 
 from confpred.families.common import MAX_INT, agreed_macros
 from confpred.families.kernel_text import identity_of
-from confpred.problem.conv2d import Problem
+from confpred.problem.conv2d import Problem, activation_macro
 from confpred.problem.operation import KernelSpec, Launch, Step
-from confpred.problem.record import Record
+from confpred.problem.record import ITEMSIZES, Record
 
 FILE = "epilogue.cu"
 #: Most output channels of a tensor. A step of the grid is a multiple of them, and fits in 31 bits.
@@ -27,10 +27,8 @@ _BYTES = 16  # of a load, where the channels can be cut into such
 
 
 def left_to_pytorch(problem: Problem) -> Problem:
-    """Return the part of `problem` that PyTorch's operator computes.
-
-    If more than a bias follows the convolution, that is the convolution alone.
-    """
+    """Return the part of `problem` that PyTorch's operator computes: the convolution alone, if more
+    than a bias follows it."""
     if not problem.has_epilogue:
         return problem
     return replace(problem, bias=False, activation="none", residual=False)
@@ -45,18 +43,15 @@ def epilogue_source(problem: Record) -> str:
 def epilogue_kernel(
     channels: int, dtype: str, *, bias: bool, residual: bool, activation: str
 ) -> KernelSpec:
-    """Return the kernel for tensors of so many `channels` and this `dtype`.
-
-    One of two kernels serves all numbers of channels. `dtype` is ``float16``, ``bfloat16`` or
-    ``float32``.
-    """
-    elements = _BYTES // (4 if dtype == "float32" else 2)
+    """Return the kernel for tensors of so many `channels` and this `dtype`; one of two kernels
+    serves all numbers of channels."""
+    elements = _BYTES // ITEMSIZES[dtype]
     return KernelSpec(
         FILE,
         "epilogue",
         (
             ("DTYPE", f"DTYPE_{dtype.upper()}"),
-            ("ACTIVATION", f"ACTIVATION_{activation.upper()}"),
+            activation_macro(activation),
             ("HAS_BIAS", int(bias)),
             ("HAS_RESIDUAL", int(residual)),
             ("VECTOR", 1 if channels % elements else elements),

@@ -53,9 +53,8 @@ TILE_NAMES = (
 
 def tiles_of(lines: Iterable[Mapping[str, str]], plans: int) -> dict[str, Array]:
     """Return each of ``TILE_FIELDS`` as an array over so many plans, 0 where nothing is known."""
-    numbers = np.array(
-        [[int(line[name]) for name in (PLAN, *TILE_FIELDS)] for line in lines], np.int64
-    )
+    names = (PLAN, *TILE_FIELDS)
+    numbers = np.array([[int(line[name]) for name in names] for line in lines], np.int64)
     found = np.zeros((len(TILE_FIELDS), plans), np.int64)
     found[:, numbers[:, 0]] = numbers[:, 1:].T
     found.setflags(write=False)
@@ -141,7 +140,7 @@ def largest_error(problem: Problem, *, tf32: bool) -> float:
 
 
 class CudnnPlans:
-    """The plans of ``plans.csv`` (`confpred.cudnn.table`)."""
+    """The plans of ``plans.csv``."""
 
     name = "cudnn"
     operation = CONVOLUTION
@@ -187,13 +186,12 @@ class CudnnPlans:
         """Return the plans within `limits`; a workspace is limited when the plan is built."""
         notes = table().notes
         core = notes["tensor_core"][rows] & (problem.dtype == "float32")
-        mask: NDArray[np.bool_] = (notes["repeatable"][rows] | (not limits.deterministic)) & (
-            ~core | limits.tf32
-        )
+        mask: NDArray[np.bool_] = notes["repeatable"][rows] | (not limits.deterministic)
+        mask &= ~core | limits.tf32
         if limits.max_error is None:
             return mask
-        errors = [largest_error(problem, tf32=tf32) for tf32 in (False, True)]
-        return mask & (np.where(core, errors[1], errors[0]) <= limits.max_error)
+        exact, rounded = (largest_error(problem, tf32=tf32) for tf32 in (False, True))
+        return mask & (np.where(core, rounded, exact) <= limits.max_error)
 
     def estimate_s(self, problem: Problem, device: Device, rows: Rows) -> NDArray[np.float64]:
         return np.full(len(rows), _GUESS * device.roofline_s(problem))

@@ -21,6 +21,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -29,7 +30,7 @@ from confpred.cuda import driver
 from confpred.cuda.cache import KernelCache, default_folder
 from confpred.cudnn.table import config_of, release_of, release_text
 from confpred.errors import LaunchError, MissingExtra
-from confpred.problem.conv2d import CONVOLUTION, Problem
+from confpred.problem.conv2d import CONVOLUTION, PAIRS, Problem
 from confpred.problem.device import Device
 from confpred.problem.operation import SCRATCH, Operand, Plan
 
@@ -91,17 +92,12 @@ class Plans:
     def __init__(
         self, problem: Problem, ordinal: int, kernel_cache: KernelCache | None = None
     ) -> None:
-        """
-        Args:
-            problem: any.
-            ordinal: CUDA device.
-            kernel_cache: where plans that are slow to build are kept; the user's by default.
+        """`kernel_cache` is where plans that are slow to build are kept; the user's by default.
 
         Raises:
             MissingExtra, LaunchError: see `_handle`.
         """
-        self._problem = problem
-        self._ordinal = ordinal
+        self._problem, self._ordinal = problem, ordinal
         self._cache = kernel_cache or KernelCache(default_folder())
         self._uids = operand_uids(problem)
         self._offered: Graph | None = None
@@ -126,9 +122,9 @@ class Plans:
         return plan.version == release_text(release())
 
     def _new(self, plan: Plan, key: str) -> BuiltPlan:
+        if self._offered is None:
+            self._offered = Graph(self._problem, handle=_handle(self._ordinal))
         offered = self._offered
-        if offered is None:
-            offered = self._offered = Graph(self._problem, handle=_handle(self._ordinal))
         index = offered.place(plan.config)
         if index is None:
             raise LaunchError("cuDNN does not offer the plan for this problem")
@@ -180,10 +176,7 @@ def _handle(ordinal: int, stream: int | None = None) -> int:
         MissingExtra: see `front_end`.
         LaunchError: cuDNN gives none.
     """
-    try:
-        handles: dict[int, list[int]] = _of_thread.handles
-    except AttributeError:
-        handles = _of_thread.handles = {}
+    handles: dict[int, list[int]] = _of_thread.__dict__.setdefault("handles", {})
     known = handles.get(ordinal)
     if known is None:
         library = front_end()
@@ -210,7 +203,6 @@ _CLOCKS = {
 }
 _DRIVER = 13_000
 _TYPES = {"float16": "HALF", "bfloat16": "BFLOAT16", "float32": "FLOAT"}
-_RELU6 = 6.0
 
 
 @cache
@@ -305,29 +297,20 @@ class Graph:
         graph = cudnn.pygraph(
             io_data_type=half, intermediate_data_type=wide, compute_data_type=wide, **where
         )
-        tensors = {
-            o.name: graph.tensor(
-                name=o.name,
-                dim=_sizes(o),
-                stride=_strides(o),
-                data_type=half,
-                uid=self.uids[o.name],
-            )
-            for o in operands
-            if not o.terms
-        }
-        layer = {
-            "padding": list(problem.padding),
-            "stride": list(problem.stride),
-            "dilation": list(problem.dilation),
-        }
+        tensors = {}
+        for o in (o for o in operands if not o.terms):
+            layout = {"dim": _sizes(o), "stride": _strides(o), "uid": self.uids[o.name]}
+            tensors[o.name] = graph.tensor(name=o.name, data_type=half, **layout)
+        layer = {name: list(getattr(problem, name)) for name in PAIRS}
         if problem.direction == "fprop":
             out = graph.conv_fprop(image=tensors["in"], weight=tensors["filter"], **layer)
             # In this order: engines that are compiled ahead take a residual before a bias.
             for name in ("residual", "bias"):
                 if name in tensors:
                     out = graph.add(a=out, b=tensors[name])
-            out = _activated(graph, out, problem.activation)
+            if problem.activation not in _ACTIVATED:
+                raise LaunchError(f"cuDNN computes no {problem.activation}")
+            out = _ACTIVATED[problem.activation](graph, out)
         elif problem.direction == "dgrad":
             out = graph.conv_dgrad(loss=tensors["out_grad"], filter=tensors["filter"], **layer)
         else:
@@ -341,10 +324,8 @@ class Graph:
 
 
 def notes_of(problem: Problem, device: Device) -> dict[str, tuple[bool, bool]]:
-    """Return two facts of each plan that is offered for `problem`, by name.
-
-    They are: it computes on tensor cores, and it gives the same bits each time.
-    """
+    """Return of each plan that is offered for `problem`, by name, whether it computes on tensor
+    cores, and whether it gives the same bits each time."""
     notes = front_end().numerical_note
     every = Graph.without_gpu(problem, device)
     plain = _left(problem, device, notes.TENSOR_CORE)
@@ -358,26 +339,21 @@ def _left(problem: Problem, device: Device, note: Any) -> set[str]:
     graph.graph.deselect_numeric_notes([note])
     left = set()
     for name, index in graph.places().items():
-        try:
+        # One that is deselected is refused.
+        with suppress(RuntimeError, front_end().cudnnGraphNotSupportedError):
             graph.graph.build_plan_at_index(index)
-        except (RuntimeError, front_end().cudnnGraphNotSupportedError):
-            continue  # deselected
-        left.add(name)
+            left.add(name)
     return left
 
 
-def _activated(graph: Any, x: Any, name: str) -> Any:
-    if name == "relu":
-        return graph.relu(input=x)
-    if name == "relu6":
-        return graph.relu(input=x, lower_clip=0.0, upper_clip=_RELU6)
-    if name == "silu":
-        return graph.mul(a=x, b=graph.sigmoid(input=x))
-    if name == "gelu":
-        return graph.gelu(input=x)
-    if name == "none":
-        return x
-    raise LaunchError(f"cuDNN computes no {name}")
+#: Activations as cuDNN's graphs have them.
+_ACTIVATED: Mapping[str, Callable[[Any, Any], Any]] = {
+    "none": lambda graph, x: x,
+    "relu": lambda graph, x: graph.relu(input=x),
+    "relu6": lambda graph, x: graph.relu(input=x, lower_clip=0.0, upper_clip=6.0),
+    "silu": lambda graph, x: graph.mul(a=x, b=graph.sigmoid(input=x)),
+    "gelu": lambda graph, x: graph.gelu(input=x),
+}
 
 
 def _sizes(operand: Operand) -> list[int]:

@@ -69,18 +69,18 @@ class Table:
 
 
 def kind_of(problem: Problem) -> str:
-    """Return the facts apart from sizes that decide which plans there are.
-
-    For example, ``fprop float16 dense 3x3 stride bias relu``.
-    """
+    """Return the facts apart from sizes that decide which plans there are, for example
+    ``fprop float16 dense window stride bias relu``."""
     p = problem
+    facts = {
+        "stride": max(p.stride) > 1,
+        "dilation": max(p.dilation) > 1,
+        "bias": p.bias,
+        "residual": p.residual,
+        p.activation: p.activation != "none",
+    }
     found = [p.direction, p.dtype, p.grouping, "1x1" if p.r == p.s == 1 else "window"]
-    found += ["stride"] if max(p.stride) > 1 else []
-    found += ["dilation"] if max(p.dilation) > 1 else []
-    found += ["bias"] if p.bias else []
-    found += ["residual"] if p.residual else []
-    found += [p.activation] if p.activation != "none" else []
-    return " ".join(found)
+    return " ".join([*found, *(name for name, has in facts.items() if has)])
 
 
 def release_of(version: int) -> int:
@@ -133,10 +133,8 @@ def table() -> Table:
 
 
 def config_of(name: str) -> dict[str, int] | None:
-    """Return engine and knobs of the plan that the front end calls `name`.
-
-    None stands for a knob that is newer than this module, or a name of another form.
-    """
+    """Return engine and knobs of the plan that the front end calls `name`; None for a knob that is
+    newer than this module, or a name of another form."""
     found = _NAME.fullmatch(name)
     if found is None:
         return None

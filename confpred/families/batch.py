@@ -1,16 +1,17 @@
 """Problems side by side, for formulas that are written for one.
 
 A family's formulas are arithmetic on the numbers of a problem and the columns of its config table.
-For one problem these numbers are scalars. `ProblemBatch` has arrays in their place, under the same
-names, so that the same formulas answer for many problems with as few array operations as for one;
-the answers are the same to the bit. Decisions, which are no arithmetic, are worked out for
-each problem by `each`. All that is asked for is kept, as a formula asks for many things again.
+`ProblemBatch` has arrays in the place of these numbers, under the same names, so that a formula
+answers for many problems with as few array operations as for one; the answers are the same to the
+bit. Decisions, which are no arithmetic, are worked out for each problem by `ProblemBatch.each`. All
+that is asked for is kept, as a formula asks for many things again.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from types import SimpleNamespace
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -23,11 +24,15 @@ _Found = TypeVar("_Found")
 _Shaped = Callable[[NDArray[Any]], NDArray[Any]]
 
 
+class Workings(SimpleNamespace):
+    """Arrays over some configs, by the names that a family's formulas give them."""
+
+
 class ProblemBatch:
     """Problems of one operation. Immutable.
 
     An attribute that the problems have is an array of their values, or the value itself where it is
-    the same for all; a tuple or a record becomes one of arrays.
+    the same for all, as of one problem alone; a tuple or a record becomes one of arrays.
 
     Attributes:
         problems: which.
@@ -43,16 +48,11 @@ class ProblemBatch:
         self._flat: dict[Hashable, Any] = {}  # what is known, with one element a problem
         self._known: dict[Hashable, Any] = {}  # the same in this view's shape
 
-    @classmethod
-    def of(cls, problems: Sequence[Record]) -> ProblemBatch:
-        """Return some problems; for one, its numbers as they are."""
-        return _One(problems) if len(problems) == 1 else cls(problems)
-
     def part(self, places: Sequence[int]) -> ProblemBatch:
         """Those of the problems at `places`."""
         if len(places) == len(self.problems):
             return self
-        return ProblemBatch.of([self.problems[i] for i in places])
+        return ProblemBatch([self.problems[i] for i in places])
 
     def at(self, index: Rows) -> ProblemBatch:
         """Return the same problems, with arrays of an element for each of `index`."""
@@ -71,18 +71,28 @@ class ProblemBatch:
         return cast("_Found", found)
 
     def each_row(self, function: Callable[[Any], _Found], at: Rows | None = None) -> _Found:
-        """See the function `each_row`."""
+        """Return `function` of a problem, arrays over the rows of a table, at the rows `at`; where
+        there are several problems, at the pairs of them and these rows. By default, at all rows."""
         found = [function(p) for p in self.problems]
+        if len(found) == 1:
+            return found[0] if at is None else picked(found[0], at)
         # Problems that share their arrays share one row of them.
         distinct = {id(value): value for value in found}
         places = {each: place for place, each in enumerate(distinct)}
         which = np.array([places[id(value)] for value in found])
         chosen: Any = which if at is None else (which[self.index], at)
-        rows = _rows_of([*distinct.values()])
-        return cast("_Found", _mapped(rows, lambda values: values[chosen]))
+        return picked(_rows_of([*distinct.values()]), chosen)
 
     def pairs(self, rows: Rows, kept: NDArray[np.bool_]) -> tuple[ProblemBatch, Rows]:
-        """See `narrowed`."""
+        """Return the rows that are `kept`; where there are several problems, the pairs of one of
+        them and a row, those of a problem together and in the order of `rows`.
+
+        Args:
+            rows: of a table.
+            kept: which; of the shape that the problems' arrays and `rows` have together.
+        """
+        if len(self.problems) == 1:
+            return self, rows[kept]
         if self.index is not None:
             return self.at(self.index[kept]), rows[kept]
         index, at = np.nonzero(np.broadcast_to(kept, (len(self.problems), len(rows))))
@@ -105,68 +115,11 @@ class ProblemBatch:
         if found is None:
             if key not in self._flat:
                 self._flat[key] = find()
-            found = self._known[key] = _mapped(self._flat[key], self._shaped)
+            found = self._flat[key]
+            if len(self.problems) > 1:
+                found = _mapped(found, self._shaped)
+            self._known[key] = found
         return found
-
-
-class _One(ProblemBatch):
-    """A single problem, whose numbers stay scalars."""
-
-    def each(self, function: Callable[[Any], _Found]) -> _Found:
-        found = self._known.get(function)
-        if found is None:
-            found = self._known[function] = function(self.problems[0])
-        return cast("_Found", found)
-
-    def once(self, formula: Callable[[Any], _Found]) -> _Found:
-        found = self._known.get(formula)
-        if found is None:
-            found = self._known[formula] = formula(self)
-        return cast("_Found", found)
-
-    def each_row(self, function: Callable[[Any], _Found], at: Rows | None = None) -> _Found:
-        return each_row(function, self.problems[0], at)
-
-    def pairs(self, rows: Rows, kept: NDArray[np.bool_]) -> tuple[ProblemBatch, Rows]:
-        return self, rows[kept]
-
-    def __getattr__(self, name: str) -> Any:
-        found = getattr(self.problems[0], name)
-        self.__dict__[name] = found
-        return found
-
-
-def each(function: Callable[[Any], _Found], problem: Any) -> _Found:
-    """Return `function` of `problem`, or of each problem of a batch."""
-    return problem.each(function) if isinstance(problem, ProblemBatch) else function(problem)
-
-
-def once(formula: Callable[[Any], _Found], problem: Any) -> _Found:
-    """Return `formula` of `problem`; of a batch, with one element a problem."""
-    return problem.once(formula) if isinstance(problem, ProblemBatch) else formula(problem)
-
-
-def each_row(function: Callable[[Any], _Found], problem: Any, at: Rows | None = None) -> _Found:
-    """Return `function` of a problem, arrays over the rows of a table, at the rows `at`; where
-    there are several problems, at the pairs of them and these rows. By default, at all rows."""
-    if isinstance(problem, ProblemBatch):
-        return problem.each_row(function, at)
-    found = function(problem)
-    return found if at is None else _mapped(found, lambda values: values[at])
-
-
-def narrowed(problem: Any, rows: Rows, kept: NDArray[np.bool_]) -> tuple[Any, Rows]:
-    """Return the rows that are `kept`; where there are several problems, the pairs of one of them
-    and a row, those of a problem together and in the order of `rows`.
-
-    Args:
-        problem: one; or several, as columns for a first look at `rows`, later one for each row.
-        rows: of a table.
-        kept: which; of the shape that `problem` and `rows` have together.
-    """
-    if isinstance(problem, ProblemBatch):
-        return problem.pairs(rows, kept)
-    return problem, rows[kept]
 
 
 def picked(record: _Found, kept: Any) -> _Found:
@@ -175,11 +128,10 @@ def picked(record: _Found, kept: Any) -> _Found:
 
 
 def _rows_of(values: Sequence[Any]) -> Any:
-    """Return the arrays of several problems, or those of their records, as rows."""
+    """Return the arrays of several problems, or those of their workings, as rows."""
     if isinstance(values[0], np.ndarray):
         return np.stack(values)
-    names = _fields(values[0])
-    return type(values[0])(*(np.stack([getattr(v, name) for v in values]) for name in names))
+    return Workings(**{n: np.stack([getattr(v, n) for v in values]) for n in vars(values[0])})
 
 
 def _stacked(values: Sequence[Any]) -> Any:
@@ -203,14 +155,14 @@ def _mapped(found: Any, shaped: _Shaped) -> Any:
         return tuple(_mapped(value, shaped) for value in found)
     if isinstance(found, dict):
         return {name: _mapped(value, shaped) for name, value in found.items()}
+    if isinstance(found, Workings):
+        return Workings(**_mapped(vars(found), shaped))
     if dataclasses.is_dataclass(found):
         names = _fields(found)
         return cast("Any", type(found))(*(_mapped(getattr(found, n), shaped) for n in names))
     return found
 
 
-def _fields(record: Any) -> Iterable[str]:
-    """Return the names of a record's fields, as `dataclasses.fields` has them in a microsecond
-    more."""
-    found: Iterable[str] = record.__dataclass_fields__
-    return found
+def _fields(record: Any) -> Sequence[str]:
+    """Return the names of a record's fields; `dataclasses.fields` takes a microsecond more."""
+    return [*record.__dataclass_fields__]

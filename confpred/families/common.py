@@ -1,7 +1,7 @@
 """Small pure functions that families of convolution kernels share: blocks, features, macros and
 analytic costs.
 
-`Occupancy` and the vectorised functions take and return arrays over the rows of a config table.
+The vectorised functions take and return arrays over the rows of a config table.
 
 Costs are in seconds, bytes, and operations per second. Their constants are round assumptions about
 the GPUs of `confpred.problem.device`, not measurements, unless something else is said: an estimate
@@ -11,20 +11,21 @@ feature, corrects it. Features and models depend on every bit of the constants.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from confpred.families.batch import each, once
 from confpred.families.protocol import Array
 from confpred.problem.conv2d import ACTIVATIONS, Problem, dtype_macro
 from confpred.problem.device import Device
 from confpred.problem.operation import KernelSpec, Step
 
 _Count = TypeVar("_Count", int, Array)
+_Floats = NDArray[np.float64]
 
 MAX_REGISTERS = 255  # a thread cannot have more
 #: Kernels hardly spill up to this many estimated registers of a thread. It is less than
@@ -38,6 +39,11 @@ SUM_THREADS = 256
 MAX_INT = 2**31 - 1  # kernels count, and address within a block's images, in 32 bits
 
 
+def macros(**values: int | str) -> tuple[tuple[str, int | str], ...]:
+    """Return macro definitions in the order given."""
+    return tuple(values.items())
+
+
 def config_macros(config: np.void, fields: Iterable[str]) -> tuple[tuple[str, int], ...]:
     """Those `fields` of a config that its kernel is compiled for, named in capitals."""
     return tuple((name.upper(), int(config[name])) for name in fields)
@@ -45,10 +51,10 @@ def config_macros(config: np.void, fields: Iterable[str]) -> tuple[tuple[str, in
 
 def epilogue_macros(problem: Problem) -> tuple[tuple[str, int | str], ...]:
     """Macros for what is done with an image's sums before they are stored (``common.cuh``)."""
-    return (
-        ("ACTIVATION", f"ACTIVATION_{problem.activation.upper()}"),
-        ("HAS_BIAS", int(problem.bias)),
-        ("HAS_RESIDUAL", int(problem.residual)),
+    return macros(
+        ACTIVATION=f"ACTIVATION_{problem.activation.upper()}",
+        HAS_BIAS=int(problem.bias),
+        HAS_RESIDUAL=int(problem.residual),
     )
 
 
@@ -57,7 +63,7 @@ def agreed_macros(**sizes: Any) -> tuple[tuple[str, int], ...]:
     threads and its shared memory. The kernel asserts that both come to the same value, so that a
     difference is a compile error. The sizes must follow from the other macros, or there would be
     more kernels than those tell apart."""
-    return tuple((f"HOST_{name.upper()}", _number(size)) for name, size in sizes.items())
+    return tuple((f"HOST_{name.upper()}", int(size)) for name, size in sizes.items())
 
 
 def named(record: Any, names: str) -> dict[str, Any]:
@@ -74,15 +80,14 @@ def kernel_step(
     operands: tuple[str, ...],
     scalars: Mapping[str, Any],
 ) -> Step:
-    """Return the step of the kernel `name` in ``name.cu``, with a grid of one dimension. The sizes
-    may be arrays of one element."""
+    """Return the step of the kernel `name` in ``name.cu``, with a grid of one dimension."""
     return Step(
         KernelSpec(f"{name}.cu", name, defines),
-        grid=(_number(blocks), 1, 1),
-        block=(_number(threads), 1, 1),
-        smem_bytes=_number(smem_bytes),
+        grid=(int(blocks), 1, 1),
+        block=(int(threads), 1, 1),
+        smem_bytes=int(smem_bytes),
         operands=operands,
-        scalars={name: _number(value) for name, value in scalars.items()},
+        scalars={name: int(value) for name, value in scalars.items()},
     )
 
 
@@ -104,8 +109,16 @@ def sum_step(
     return kernel_step(name, defines, blocks, SUM_THREADS, smem_bytes, operands, scalars)
 
 
-def _number(size: Any) -> int:
-    return int(np.asarray(size).item())
+def image_sizes(problem: Problem) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Height and width of the image that a kernel reads, and of the one that it writes."""
+    image, output = (problem.h, problem.w), (problem.p, problem.q)
+    return (image, output) if problem.direction == "fprop" else (output, image)
+
+
+def image_scalars(problem: Problem) -> dict[str, int]:
+    """Return `image_sizes` by the names that kernels have for them."""
+    (h, w), (p, q) = image_sizes(problem)
+    return {"h": h, "w": w, "p": p, "q": q}
 
 
 def ceil_div(size: Any, piece: Any) -> Any:
@@ -122,6 +135,11 @@ def cut(size: _Count | int, pieces: _Count) -> tuple[_Count, _Count]:
     `pieces`: the size is rounded up, so fewer may do."""
     piece = ceil_div(size, pieces)
     return piece, ceil_div(size, piece)
+
+
+def largest(*values: Any) -> Any:
+    """Return the largest of some values, element by element."""
+    return reduce(np.maximum, values)
 
 
 def allowed(reduction: Array, problem: Any) -> NDArray[np.bool_]:
@@ -200,19 +218,15 @@ class Occupancy:
         }
 
 
-def problem_features(problem: Problem) -> dict[str, Any]:
-    """Return the features of `problem` by name; a family lists those that vary among its problems.
-    Logarithms are to base 2."""
+def problem_features(problem: Any) -> dict[str, Any]:
+    """Return the features of a problem batch by name; a family lists those that vary among its
+    problems. Logarithms are to base 2."""
     p = problem
-    intensity = each(_intensity, p)  # of integers that may be too large for an array
+    intensity = p.each(_intensity)  # of integers that may be too large for an array
     sizes = (p.n, p.c, p.k, p.p, p.q, p.minimum_bytes, intensity)
-    n, c, k, height, width, moved, intense = _log2(sizes)
+    names = ("log_n", "log_c", "log_k", "log_p", "log_q", "log_bytes", "log_intensity")
     return {
-        "log_n": n,
-        "log_c": c,
-        "log_k": k,
-        "log_p": height,
-        "log_q": width,
+        **dict(zip(names, _log2(sizes), strict=True)),
         "r": p.r,
         "s": p.s,
         "stride_h": p.stride[0],
@@ -224,20 +238,19 @@ def problem_features(problem: Problem) -> dict[str, Any]:
         "itemsize": p.itemsize,
         "bfloat16": p.dtype == "bfloat16",
         "bias": p.bias,
-        "activation": each(_activation, p),
+        "activation": p.each(_activation),
         "residual": p.residual,
-        "log_bytes": moved,
-        "log_intensity": intense,
         # Rows of pixels that do not begin at a cache line are read and written in pieces.
         "pixel_alignment": np.gcd(p.itemsize * p.k, 128),
     }
 
 
-def _log2(values: Sequence[Any]) -> Sequence[Any]:
+def _log2(values: tuple[Any, ...]) -> list[Any]:
     """Return the logarithm of each of `values`, at once where they are numbers."""
     if any(isinstance(value, np.ndarray) for value in values):
         return [np.log2(value) for value in values]
-    return np.log2(np.array(values, np.float64)).tolist()
+    found: list[Any] = np.log2(np.array(values, np.float64)).tolist()
+    return found
 
 
 def _intensity(problem: Problem) -> float:
@@ -247,38 +260,6 @@ def _intensity(problem: Problem) -> float:
 def _activation(problem: Problem) -> int:
     return ACTIVATIONS.index(problem.activation)
 
-
-def feature_columns(
-    names: Sequence[str],
-    problem: Any,
-    device: Device,
-    t: Mapping[str, Array],
-    derived: Mapping[str, NDArray[Any]],
-) -> NDArray[np.float32]:
-    """Return the features called `names` for some rows of a config table: the problem's, the
-    configs' fields, the derived ones, and ``log_estimate``; an array ``(len(names), rows)``.
-
-    Args:
-        names: of the features, in order.
-        problem: the layer, or several with one for each config.
-        device: the device that the estimate is for.
-        t: the fields of the configs.
-        derived: features that follow from problem and config together, and ``estimate``, in
-            seconds. A derived feature takes the place of a problem's feature of the same name.
-    """
-    columns: dict[str, Any] = {
-        **once(problem_features, problem),
-        **t,
-        **derived,
-        "log_estimate": np.log2(derived["estimate"] / each(device.roofline_s, problem)),
-    }
-    matrix = np.empty((len(names), len(derived["estimate"])), np.float32)
-    for row, name in zip(matrix, names, strict=True):
-        row[:] = columns[name]
-    return matrix
-
-
-_Floats = NDArray[np.float64]
 
 #: Operations of one product of the tensor cores, ``mma.m16n8k16``: 16 x 8 sums of 16 products, each
 #: with an addition.

@@ -1,9 +1,5 @@
-"""The protocol of a kernel family: data and a few pure functions.
-
-A family is one module that defines ``FAMILY``, and one CUDA source.
-`confpred.families.registry.all_families` finds those of this package and those of plug-ins; nothing
-else is edited.
-"""
+"""The protocol of a kernel family: data and a few pure functions, in a module that
+`confpred.families.registry` finds, and one CUDA source."""
 
 from __future__ import annotations
 
@@ -21,8 +17,6 @@ Rows = NDArray[np.intp]
 Array = NDArray[np.int64]
 #: The value of a field that a config does not have.
 ABSENT = -2
-
-
 #: The provider that calls PyTorch's own operator.
 PYTORCH = "pytorch"
 
@@ -33,10 +27,8 @@ class Candidate:
 
     Attributes:
         provider: who computes: the name of a kernel family, or ``PYTORCH``.
-        config_id: the provider's own number for the config. A family's is the row of its config
-            table. PyTorch's operator has one way, number 0. A provider may also list its candidates
-            problem by problem; then it numbers them as it likes, as long as a number always means
-            the same.
+        config_id: the provider's own number for the config: a row of a family's config table, or 0
+            for PyTorch's operator.
     """
 
     provider: str
@@ -88,14 +80,13 @@ class Family(Protocol):
 
 @runtime_checkable
 class Batched(Protocol):
-    """A family that answers for several problems at once, with the same
-    results to the bit as `Family.legal` and `Family.features` (`confpred.families.table`).
+    """A family that answers for several problems at once, with the same results to the bit as
+    `Family.legal` and `Family.features` (`confpred.families.table`). A ``problem`` is one, or
+    `confpred.families.batch.ProblemBatch` of them.
 
     Attributes:
         feature_names: as of a `Family`.
         whole: the config table, prepared for the other methods.
-
-    A ``problem`` is one, or `confpred.families.batch.ProblemBatch` of them.
     """
 
     @property
@@ -160,8 +151,8 @@ class Compiled(Protocol):
 def config_dict(family: Family, row: int) -> dict[str, int]:
     """Config `row` as field names and plain integers, less what is ``ABSENT``."""
     fields: Any = family.configs.dtype.names
-    found = {name: int(family.configs[name][row]) for name in fields}
-    return {name: value for name, value in found.items() if value != ABSENT}
+    pairs = zip(fields, family.configs[row].tolist(), strict=True)
+    return {name: value for name, value in pairs if value != ABSENT}
 
 
 @runtime_checkable
@@ -186,11 +177,10 @@ _SOME = 64
 
 def first_within(family: Family, problem: Any, rows: Rows, limits: Limits, count: int) -> Rows:
     """Return the first `count` of `within`."""
-    if limits == UNLIMITED or isinstance(family, Bounded):
-        return within(family, problem, rows, limits)[:count]
-    found = rows[:0]
-    for start in range(0, len(rows), _SOME):
-        some = within(family, problem, rows[start : start + _SOME], limits)
+    at_once = limits == UNLIMITED or isinstance(family, Bounded)
+    found, step = rows[:0], max(1, len(rows)) if at_once else _SOME
+    for start in range(0, len(rows), step):
+        some = within(family, problem, rows[start : start + step], limits)
         found = np.concatenate([found, some])
         if len(found) >= count:
             break

@@ -103,8 +103,7 @@ def family_of(candidate: Candidate) -> Family:
 
 def families_of(problem: Record) -> dict[str, Family]:
     """Return the families of `problem`'s operation, by name."""
-    kind = type(problem)
-    return {n: f for n, f in all_families().items() if f.operation.problem is kind}
+    return _that_compute(problem, all_families())
 
 
 @cache
@@ -117,8 +116,11 @@ def all_kernels() -> MappingProxyType[str, Family]:
 
 def kernels_of(problem: Record) -> dict[str, Family]:
     """Return the kernels of `problem`'s operation, by name."""
-    kind = type(problem)
-    return {n: f for n, f in all_kernels().items() if f.operation.problem is kind}
+    return _that_compute(problem, all_kernels())
+
+
+def _that_compute(problem: Record, families: Mapping[str, Family]) -> dict[str, Family]:
+    return {n: f for n, f in families.items() if f.operation.problem is type(problem)}
 
 
 @cache
@@ -135,9 +137,9 @@ def operation_named(name: object) -> Operation:
     """
     if name == CONVOLUTION.name:
         return CONVOLUTION  # without a look at the families
-    if not isinstance(name, str) or name not in all_operations():
-        raise InvalidInput("operation", name, " or ".join(all_operations()))
-    return all_operations()[name]
+    if isinstance(name, str) and name in all_operations():
+        return all_operations()[name]
+    raise InvalidInput("operation", name, " or ".join(all_operations()))
 
 
 def operation_of(problem: Record) -> Operation:

@@ -13,11 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from confpred.concurrency import Recent
-from confpred.families.batch import narrowed, picked
-from confpred.families.common import feature_columns
+from confpred.families.batch import ProblemBatch, Workings, picked
+from confpred.families.common import kernel_step, problem_features
 from confpred.families.protocol import Array, Rows
 from confpred.problem.conv2d import CONVOLUTION, Problem
 from confpred.problem.device import Device
+from confpred.problem.operation import Step
 
 _Found = TypeVar("_Found")
 #: How much a table keeps of what was worked out of it, or up to twice as much.
@@ -51,11 +52,6 @@ def config_columns(configs: NDArray[np.void], rows: Rows | slice = slice(None)) 
     return {name: configs[name][rows].astype(np.int64) for name in names}
 
 
-def columns_at(columns: Mapping[str, Array], rows: Rows | slice) -> dict[str, Array]:
-    """Return some rows of the columns of a config table."""
-    return {name: column[rows] for name, column in columns.items()}
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Table:
     """A part of a family's config table, or all of it.
@@ -80,7 +76,7 @@ class Table:
 
     def at(self, places: Rows) -> dict[str, Array]:
         """Return the fields of some of its rows, which are counted from 0."""
-        return columns_at(self.columns, places)
+        return {name: column[places] for name, column in self.columns.items()}
 
     def by(
         self, names: tuple[str, ...], rule: Callable[[Mapping[str, Array]], NDArray[np.bool_]]
@@ -95,26 +91,26 @@ class Table:
         found: NDArray[np.bool_] = rule(t)[..., of_row]
         return found
 
-    def kept(self, find: Callable[..., _Found], **asked: Hashable) -> _Found:
-        """Return `find(self, **asked)`, and keep it as long as this table: what a model needs goes
+    def kept(self, find: Callable[..., _Found], *asked: Hashable) -> _Found:
+        """Return `find(self, *asked)`, and keep it as long as this table: what a model needs goes
         with the model."""
-        key = (find, *asked.values())
-        found: _Found | None = self.known.get(key)
+        found: _Found | None = self.known.get((find, *asked))
         if found is None:
-            found = find(self, **asked)
-            self.known.put(key, found)
+            found = find(self, *asked)
+            self.known.put((find, *asked), found)
         return found
 
 
 class Tabled(ABC):
     """Base of a `Family` of formulas, which is a `confpred.families.protocol.Batched`.
 
-    A formula takes one problem, whose numbers are scalars, or a `ProblemBatch`, whose numbers are
-    arrays. It also takes the fields `t` of some rows of the table, by name.
+    A formula takes a `ProblemBatch`, whose numbers are scalars where they are the same for all
+    problems and arrays where not, and the fields `t` of some rows of the table, by name.
 
     Attributes:
         name, configs, feature_names: as of a `Family`.
         whole: its whole config table.
+        kernel: the kernel's name, and its file's without ``.cu``.
         direction: of its problems.
         operands: the kernel's pointers, in its order.
         shared_features: the columns that all directions of the kernel have.
@@ -123,6 +119,7 @@ class Tabled(ABC):
     operation = CONVOLUTION
     configs: NDArray[np.void]
     whole: Table
+    kernel: str
     shared_features: tuple[str, ...]
 
     def __init__(
@@ -147,26 +144,42 @@ class Tabled(ABC):
     def _first(self, problem: Any, device: Device, table: Table) -> NDArray[np.bool_]:
         """Return the rows of `table` that keep the cheap rules, so that most need no others."""
 
-    def _rules(self, problem: Any, device: Device, t: Mapping[str, Array]) -> NDArray[np.bool_]:
-        """Return which of the rows left by `_first` are legal."""
-        raise NotImplementedError
+    @abstractmethod
+    def _cut(self, problem: Any, t: Mapping[str, Array]) -> Workings:
+        """Return what rules, features and launches need: how configs cut the problem and, if that
+        is not known before (`Shaped`), their resources and work. The kernel works some of this out
+        from its macros too, and asserts that both agree (see `launch`)."""
 
     @abstractmethod
-    def _workings(self, problem: Any, table: Table, at: Rows) -> Any:
-        """Return a record of arrays over the rows `at`, which rules and features both need."""
+    def _rules(
+        self, problem: Any, device: Device, t: Mapping[str, Array], w: Any
+    ) -> NDArray[np.bool_]:
+        """Return which of the rows left by `_first`, whose `_cut` is `w`, are legal."""
 
     @abstractmethod
     def _derived(
-        self, problem: Any, device: Device, t: Mapping[str, Array], workings: Any
+        self, problem: Any, device: Device, t: Mapping[str, Array], w: Any
     ) -> dict[str, NDArray[np.float64]]:
-        """Return the derived features of some rows, and ``estimate`` in seconds."""
+        """Return the features that are neither in the workings `w` nor fields nor the problem's, or
+        take the place of one of these; and ``estimate`` in seconds."""
+
+    def _completed(self, cut: Workings, problem: Any, table: Table, at: Rows) -> Workings:
+        """Return the workings of the rows `at`, given their `_cut`."""
+        return cut
+
+    def _workings(self, problem: Any, table: Table, at: Rows) -> Any:
+        return self._completed(self._cut(problem, table.at(at)), problem, table, at)
 
     def offered(self, problem: Any, device: Device, table: Table) -> tuple[Any, Rows, Any]:
         """Return the legal pairs; see `confpred.families.protocol.Batched`."""
+        problem = _batch(problem)
         first = self._first(problem, device, table)
-        problem, at = narrowed(problem, np.arange(len(table.rows)), first)
-        problem, at = narrowed(problem, at, self._rules(problem, device, table.at(at)))
-        return problem, at, self._workings(problem, table, at)
+        problem, at = problem.pairs(np.arange(len(table.rows)), first)
+        t = table.at(at)
+        cut = self._cut(problem, t)
+        legal = self._rules(problem, device, t, cut)
+        problem, at = problem.pairs(at, legal)
+        return problem, at, self._completed(picked(cut, legal), problem, table, at)
 
     def legal(self, problem: Problem, device: Device) -> NDArray[np.bool_]:
         legal = np.zeros(len(self.configs), np.bool_)
@@ -175,12 +188,14 @@ class Tabled(ABC):
         return legal
 
     def estimate_s(self, problem: Problem, device: Device, rows: Rows) -> NDArray[np.float64]:
-        workings = self._workings(problem, self.whole, rows)
-        return self._derived(problem, device, self.whole.at(rows), workings)["estimate"]
+        together = _batch(problem)
+        workings = self._workings(together, self.whole, rows)
+        return self._derived(together, device, self.whole.at(rows), workings)["estimate"]
 
-    def features(self, problem: Problem, device: Device, rows: Rows) -> NDArray[np.float32]:
-        workings = self._workings(problem, self.whole, rows)
-        columns = self.described(problem, device, self.whole, rows, workings)
+    def features(self, problem: Any, device: Device, rows: Rows) -> NDArray[np.float32]:
+        together = _batch(problem)
+        workings = self._workings(together, self.whole, rows)
+        columns = self.described(together, device, self.whole, rows, workings)
         return np.ascontiguousarray(columns.T)
 
     def table(self, rows: Rows) -> Table:
@@ -191,38 +206,52 @@ class Tabled(ABC):
         self, problem: Any, device: Device, table: Table, at: Rows, workings: Any
     ) -> NDArray[np.float32]:
         """Return the features; see `confpred.families.protocol.Batched`."""
-        t = table.at(at)
-        derived = self._derived(problem, device, t, workings)
-        return feature_columns(self.feature_names, problem, device, t, derived)
+        t, problem = table.at(at), _batch(problem)
+        derived: dict[str, Any] = self._derived(problem, device, t, workings)
+        known = {**vars(workings), **problem.once(problem_features), **t, **derived}
+        known["log_estimate"] = np.log2(known["estimate"] / problem.each(device.roofline_s))
+        matrix = np.empty((len(self.feature_names), len(at)), np.float32)
+        for row, name in zip(matrix, self.feature_names, strict=True):
+            row[:] = known[name]
+        return matrix
+
+    def _one(self, problem: Problem, row: int) -> Any:
+        """Return the workings of config `row` alone, as numbers."""
+        return picked(self._workings(_batch(problem), self.whole, np.array([row])), 0)
+
+    def _step(
+        self,
+        defines: tuple[tuple[str, Any], ...],
+        blocks: Any,
+        threads: Any,
+        smem_bytes: Any,
+        scalars: Mapping[str, Any],
+    ) -> Step:
+        """Return the kernel's step, with a grid of one dimension."""
+        return kernel_step(
+            self.kernel, defines, blocks, threads, smem_bytes, self.operands, scalars
+        )
 
 
-class Tiled(Tabled):
-    """Base of families whose rules and features need the tiles that a config cuts a problem into:
-    a record of arrays over configs."""
+class Shaped(Tabled):
+    """Base of families whose blocks have a shape that no size of the layer changes."""
 
     @abstractmethod
-    def _tiling(self, problem: Any, t: Mapping[str, Array]) -> Any:
-        """Return the tiles, resources and work of configs on `problem`. The kernel works some of
-        this out from its macros too, and asserts that both agree (see `launch`)."""
+    def _shape(self, problem: Problem, table: Table) -> Any:
+        """Return the resources and the work of a block, arrays over all rows of `table`, and which
+        of them keep the rules that need no more: ``fits``."""
 
-    @abstractmethod
-    def _tiled_rules(
-        self, problem: Any, device: Device, t: Mapping[str, Array], tiling: Any
-    ) -> NDArray[np.bool_]:
-        """Return which of the rows left by `_first` are legal."""
+    def _first(self, problem: Any, device: Device, table: Table) -> NDArray[np.bool_]:
+        def fits(p: Problem) -> NDArray[np.bool_]:
+            shape = self._shape(p, table)
+            return shape.fits & (shape.smem_bytes <= device.smem_per_block)
 
-    def offered(self, problem: Any, device: Device, table: Table) -> tuple[Any, Rows, Any]:
-        first = self._first(problem, device, table)
-        problem, at = narrowed(problem, np.arange(len(table.rows)), first)
-        t = table.at(at)
-        tiling = self._tiling(problem, t)
-        legal = self._tiled_rules(problem, device, t, tiling)
-        problem, at = narrowed(problem, at, legal)
-        return problem, at, picked(tiling, legal)
+        return problem.each_row(fits)
 
-    def _workings(self, problem: Any, table: Table, at: Rows) -> Any:
-        return self._tiling(problem, table.at(at))
+    def _completed(self, cut: Workings, problem: Any, table: Table, at: Rows) -> Workings:
+        shape = problem.each_row(lambda p: self._shape(p, table), at)
+        return Workings(**vars(cut), **vars(shape))
 
-    def _cut_for(self, problem: Problem, row: int) -> Any:
-        """Return the tiling of config `row` alone, arrays of one element."""
-        return self._tiling(problem, self.whole.at(np.array([row])))
+
+def _batch(problem: Any) -> ProblemBatch:
+    return problem if isinstance(problem, ProblemBatch) else ProblemBatch([problem])

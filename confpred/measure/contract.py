@@ -116,8 +116,7 @@ def check_family(
 
 def _static(family: Any) -> Iterator[str]:
     """Yield the breaches of members that depend on no problem."""
-    lacking = [name for name in _MEMBERS if not hasattr(family, name)]
-    if lacking:
+    if lacking := [name for name in _MEMBERS if not hasattr(family, name)]:
         yield from (f"{name}: is missing; a family has {', '.join(_MEMBERS)}" for name in lacking)
         return
     if not isinstance(family.name, str) or not re.fullmatch(r"\w+", family.name):
@@ -138,30 +137,26 @@ def _static(family: Any) -> Iterator[str]:
     names = family.feature_names
     if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):
         yield f"feature_names: is {type(names).__name__}, not a tuple of texts"
-    elif len(set(names)) < len(names):
-        again = sorted({name for name in names if names.count(name) > 1})
+    elif again := sorted({name for name in names if names.count(name) > 1}):
         yield f"feature_names: has {', '.join(again)} more than once"
 
 
 def _formulas(family: Family, device: Device, problem: Record) -> tuple[list[str], Any]:
     """Return the breaches of the vectorised members on one problem, and the legal rows."""
-    legal, none = _called(family, "legal", problem, device), np.arange(0)
-    count, where = len(family.configs), f"for {problem} on {device.key}"
-    said = legal if isinstance(legal, str) else _array("legal", legal, (count,), np.bool_)
+    none, count, where = np.arange(0), len(family.configs), f"for {problem} on {device.key}"
+    said, legal = _array(family, "legal", (count,), np.bool_, problem, device)
     if said:
         return [f"{said} ({where}; configs has {count} rows)"], none
-    rows = np.flatnonzero(legal)
     if not np.array_equal(legal, family.legal(problem, device)):
         return [f"legal: gives another answer when it is asked again ({where})"], none
+    rows, breaches = np.flatnonzero(legal), []
     if not len(rows):
-        return [], none
-    breaches = []
+        return [], rows
     for name, shape, dtype in (
         ("estimate_s", (len(rows),), np.float64),
         ("features", (len(rows), len(family.feature_names)), np.float32),
     ):
-        found = _called(family, name, problem, device, rows)
-        said = found if isinstance(found, str) else _array(name, found, shape, dtype)
+        said, found = _array(family, name, shape, dtype, problem, device, rows)
         if not said and not np.isfinite(found).all():
             said = f"{name}: has a value that is no finite number"
         if not said and name == "estimate_s" and not (found > 0).all():
@@ -184,10 +179,9 @@ def _launch(family: Family, problem: Record, row: int) -> tuple[Launch | None, l
         for kind, size in (("grid", step.grid), ("block", step.block)):
             if len(size) != 3 or not all(isinstance(n, int) and 0 < n < 2**31 for n in size):
                 breaches.append(f"{entry} {kind} is {size!r}, not three integers above 0")
-        if not breaches and np.prod(step.block) > _MOST_THREADS:
-            breaches.append(
-                f"{entry} block has {np.prod(step.block)} threads, over {_MOST_THREADS}"
-            )
+        threads = np.prod(step.block)
+        if not breaches and threads > _MOST_THREADS:
+            breaches.append(f"{entry} block has {threads} threads, over {_MOST_THREADS}")
         for name, value in step.scalars.items():
             if not isinstance(value, int) or not -(2**31) <= value < 2**31:
                 breaches.append(f"{entry} scalar {name} is {value!r}, not an integer of 32 bits")
@@ -208,16 +202,14 @@ def _kernel(step: Step, problem: Record, device: Device) -> list[str]:
     found = re.search(rf"\.entry\s+{re.escape(spec.entry)}\s*\(([^)]*)\)", text)
     if found is None:
         return [f'launch: {spec.file} has no extern "C" kernel called {spec.entry}']
-    kernel = re.findall(r"\.param\s+\.(?:align \d+ \.)?([a-z])(\d+)", found[1])
-    wanted = [*(("64", f"pointer {n}") for n in step.operands)]
+    kernel = re.findall(r"\.param\s+\.(?:align \d+ \.)?[a-z](\d+)", found[1])
+    wanted = [("64", f"pointer {n}") for n in step.operands]
     wanted += [("32", f"int {n}") for n in step.scalars]
     where = f"the kernel {spec.entry} of {spec.file}"
-    for number, ((_, bits), (expected, name)) in enumerate(zip(kernel, wanted, strict=False)):
+    for number, (bits, (expected, name)) in enumerate(zip(kernel, wanted, strict=False)):
         if bits != expected:
-            return [
-                f"launch: parameter {number} of {where} has {bits} bits, and the launch passes "
-                f"{name}, of {expected}"
-            ]
+            passed = f"and the launch passes {name}, of {expected}"
+            return [f"launch: parameter {number} of {where} has {bits} bits, {passed}"]
     if len(kernel) != len(wanted):
         return [f"launch: {where} has {len(kernel)} parameters, and the launch {len(wanted)}"]
     return []
@@ -233,15 +225,20 @@ def _called(family: Family, name: str, *arguments: Any) -> Any:
         return f"{name}: raises {type(error).__name__}: {error}"
 
 
-def _array(name: str, found: Any, shape: tuple[int, ...], dtype: Any) -> str:
-    """Return the breach of an array; empty if there is none."""
-    if not isinstance(found, np.ndarray):
-        return f"{name}: returns {type(found).__name__}, not a NumPy array"
-    if found.shape != shape:
-        return f"{name}: returns an array of shape {found.shape}, not {shape}"
-    if found.dtype != dtype:
-        return f"{name}: returns {found.dtype}, not {np.dtype(dtype)}"
-    return ""
+def _array(
+    family: Family, name: str, shape: tuple[int, ...], dtype: Any, *arguments: Any
+) -> tuple[str, Any]:
+    """Return the breach of a member that should answer with an array, and that array."""
+    found, said = _called(family, name, *arguments), ""
+    if isinstance(found, str):
+        said = found
+    elif not isinstance(found, np.ndarray):
+        said = f"{name}: returns {type(found).__name__}, not a NumPy array"
+    elif found.shape != shape:
+        said = f"{name}: returns an array of shape {found.shape}, not {shape}"
+    elif found.dtype != dtype:
+        said = f"{name}: returns {found.dtype}, not {np.dtype(dtype)}"
+    return said, found
 
 
 def _random_problems(kind: type[Record]) -> list[Record]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -34,6 +34,7 @@ MAX_WORKSPACE_BYTES = 2**31
 #: use. Some of cuDNN's plans take hundreds of milliseconds, and would fill most of a run.
 HOPELESS_FACTOR, HOPELESS_SECONDS = 30.0, 5e-3
 Enqueue = Callable[[int, Sequence[int]], None]
+Report = Callable[[int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,14 +49,9 @@ class _Shared:
     references: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class _Candidate:
-    """A config that can be launched, as far as is known.
-
-    Attributes:
-        launch: with the workspace that a library's plan turned out to need.
-        built: that plan.
-    """
+class _Candidate(NamedTuple):
+    """A config that can be launched, as far as is known: with a library's plan, if it has one, and
+    the workspace that the plan turned out to need."""
 
     launch: Launch
     built: BuiltPlan | None = None
@@ -79,7 +75,7 @@ def measure(
     *,
     ordinal: int,
     seed: int,
-    report: Callable[[int], None],
+    report: Report,
 ) -> list[Outcome]:
     """Check each config of `rows` against the reference, then time the correct ones together.
 
@@ -108,11 +104,7 @@ def check(problem: Record, family: Family, rows: Sequence[int], *, ordinal: int)
 
 
 def _prepare(
-    problem: Record,
-    family: Family,
-    rows: Sequence[int],
-    ordinal: int,
-    report: Callable[[int], None],
+    problem: Record, family: Family, rows: Sequence[int], ordinal: int, report: Report
 ) -> tuple[_Shared, dict[int, _Candidate], dict[int, Outcome]]:
     """Return the candidates to check, and the outcomes of plans that cannot be built."""
     arena, operation = arena_of(ordinal), family.operation
@@ -124,11 +116,7 @@ def _prepare(
 
 
 def _built(
-    problem: Record,
-    family: Family,
-    rows: Sequence[int],
-    ordinal: int,
-    report: Callable[[int], None],
+    problem: Record, family: Family, rows: Sequence[int], ordinal: int, report: Report
 ) -> tuple[dict[int, _Candidate], dict[int, Outcome]]:
     candidates: dict[int, _Candidate] = {}
     failures: dict[int, Outcome] = {}
@@ -146,14 +134,14 @@ def _built(
                 raise LaunchError(f"it needs a workspace of {built.workspace_bytes} bytes")
         except LaunchError as error:
             failures[row] = Outcome(row, "illegal", message=str(error))
-            continue
-        launch = replace(launch, scratch_bytes=built.workspace_bytes)
-        candidates[row] = _Candidate(launch, built)
+        else:
+            launch = replace(launch, scratch_bytes=built.workspace_bytes)
+            candidates[row] = _Candidate(launch, built)
     return candidates, failures
 
 
 def _check(
-    shared: _Shared, rows: Mapping[int, _Candidate], report: Callable[[int], None]
+    shared: _Shared, rows: Mapping[int, _Candidate], report: Report
 ) -> tuple[list[_Checked], dict[int, Outcome]]:
     """Return the correct configs, and the outcomes of the others."""
     candidates: list[_Checked] = []
@@ -190,8 +178,7 @@ def _check_one(shared: _Shared, row: int, candidate: _Candidate) -> _Checked:
         from confpred.measure.pytorch import enqueue_of  # imports torch
 
         sizes = {o.name: o for o in shared.family.operation.operands(shared.problem)}
-        load = partial(_kernel_of, arena)
-        enqueue = enqueue_of(launch, sizes, names, load, arena.ordinal)
+        enqueue = enqueue_of(launch, sizes, names, arena.kernel_of, arena.ordinal)
     else:
         enqueue = BoundLaunch([k.kernel for k in loaded], launch, names).enqueue
     arena.poison(shared.outputs)
@@ -219,10 +206,6 @@ def _check_one(shared: _Shared, row: int, candidate: _Candidate) -> _Checked:
     return _Checked(row, enqueue, outcome, seconds, bool(launch.program))
 
 
-def _kernel_of(arena: Arena, step: Step) -> Any:
-    return arena.load(step.kernel).kernel
-
-
 def _is_hopeless(seconds: float, best: float) -> bool:
     return seconds > HOPELESS_SECONDS and seconds > HOPELESS_FACTOR * best
 
@@ -247,9 +230,8 @@ def _time(shared: _Shared, candidates: Sequence[_Checked], seed: int) -> dict[in
         if _is_hopeless(seconds, best):  # in the first launch, modules may have been loaded
             seconds = _once(shared, candidate.enqueue)
         if _is_hopeless(seconds, best):
-            hopeless[candidate.row] = replace(
-                candidate.outcome, time_ms=1e3 * seconds, spread_ms=0.0, samples=1
-            )
+            one = replace(candidate.outcome, time_ms=1e3 * seconds, spread_ms=0.0, samples=1)
+            hopeless[candidate.row] = one
         else:
             useful.append(replace(candidate, seconds=seconds))
     return hopeless | _replayed(shared, useful, seed)
@@ -261,21 +243,19 @@ def _replayed(shared: _Shared, candidates: Sequence[_Checked], seed: int) -> dic
     launches, slot = [], 0
     for candidate in candidates:
         count = launches_a_replay(candidate.seconds)
+        slots = [shared.operands.slot(slot + i) for i in range(count)]
+        slot += count
+        launches.append(count)
         if candidate.is_program:
             from confpred.measure.pytorch import graph_of  # imports torch
 
-            slots = [shared.operands.slot(slot + i) for i in range(count)]
             graphs.append(graph_of(candidate.enqueue, slots))
-            launches.append(count)
-            slot += count
             continue
         builder = arena.stream.create_graph_builder().begin_building()
         capturing = int(builder.stream.handle)
-        for _ in range(count):
-            candidate.enqueue(capturing, shared.operands.slot(slot))
-            slot += 1
+        for addresses in slots:
+            candidate.enqueue(capturing, addresses)
         graphs.append(builder.end_building().complete())
-        launches.append(count)
     timings = time_interleaved(arena.cuda, arena.stream, graphs, launches, seed)
     clock = driver.sm_clock_mhz(arena.ordinal)
     return {
@@ -368,11 +348,11 @@ class Arena:
             self._buffer(t.name, slots * size, None if t.terms else (t.dtype, t.scale))
             for t, size in zip(tensors, sizes, strict=True)
         ]
-        for name, size in (
-            (ZEROED, max((launch.zeroed_bytes for launch in launches), default=0)),
-            (SCRATCH, max((launch.scratch_bytes for launch in launches), default=0)),
+        for name, wanted in (
+            (ZEROED, [launch.zeroed_bytes for launch in launches]),
+            (SCRATCH, [launch.scratch_bytes for launch in launches]),
         ):
-            bases.append(self._buffer(name, size, None) if size else 0)
+            bases.append(self._buffer(name, max(wanted), None) if any(wanted) else 0)
         return Operands(
             names=(*(t.name for t in tensors), ZEROED, SCRATCH),
             bases=tuple(bases),
@@ -392,7 +372,7 @@ class Arena:
         self._buffers[name].fill(0, stream=self.stream)
         step = operation.reference(problem, output.name)
         launch = Launch((step,))
-        bound = BoundLaunch([self.load(step.kernel).kernel], launch, (*operands.names, REFERENCE))
+        bound = BoundLaunch([self.kernel_of(step)], launch, (*operands.names, REFERENCE))
         bound.enqueue(self.handle, [*operands.slot(0), address])
         self._computed[name] = problem
         return address
@@ -438,12 +418,14 @@ class Arena:
         Raises:
             CompileError, LaunchError: it cannot be compiled or loaded.
         """
-        loaded = self._kernels.get(spec)
-        if loaded is None:
+        if spec not in self._kernels:
             compiled = compile_kernel(spec, self.device.arch)
-            loaded = driver.load(compiled, self.device.smem_per_block)
-            self._kernels[spec] = loaded
-        return loaded
+            self._kernels[spec] = driver.load(compiled, self.device.smem_per_block)
+        return self._kernels[spec]
+
+    def kernel_of(self, step: Step) -> Any:
+        """Return the kernel of a step, as `load` does."""
+        return self.load(step.kernel).kernel
 
     def _totals(self, entry: str, dtype: str, *arguments: Any) -> Any:
         """Return the three float64 totals that a helper kernel computes."""

@@ -61,18 +61,15 @@ class Evictor:
             self._buffer.sum()
 
 
-def operands(operation: Operation, problem: Record, copies: int) -> list[dict[str, torch.Tensor]]:
+def operands(operation: Operation, problem: Record, copies: int) -> list[dict[str, Tensor]]:
     """Return `copies` sets of random inputs by name on the current device."""
     inputs = [o for o in operation.operands(problem) if not o.terms]
-    return [
-        {
-            o.name: torch.empty(o.shape, dtype=getattr(torch, o.dtype), device="cuda").uniform_(
-                -o.scale, o.scale
-            )
-            for o in inputs
-        }
-        for _ in range(copies)
-    ]
+
+    def filled(o: Operand) -> Tensor:
+        empty = torch.empty(o.shape, dtype=getattr(torch, o.dtype), device="cuda")
+        return empty.uniform_(-o.scale, o.scale)
+
+    return [{o.name: filled(o) for o in inputs} for _ in range(copies)]
 
 
 def copies_for(problem: Record, launches: int, l2_bytes: int) -> int:
@@ -138,7 +135,7 @@ def measure_pytorch(
 
 def as_the_library_calls(
     operation: Operation, problem: Record, ordinal: int
-) -> Callable[[dict[str, torch.Tensor]], Any]:
+) -> Callable[[dict[str, Tensor]], Any]:
     """Return the call that the library makes where PyTorch's operator is the answer."""
     if not isinstance(problem, Problem) or not problem.has_epilogue:
         return partial(operation.pytorch, problem)
@@ -151,7 +148,7 @@ def as_the_library_calls(
     loaded = driver.load(compile_kernel(kernel, device.arch), 0)
     enqueue = BoundLaunch([loaded.kernel], launch, ("out", "bias", "residual")).enqueue
 
-    def call(tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+    def call(tensors: dict[str, Tensor]) -> torch.Tensor:
         inputs = {name: t for name, t in tensors.items() if name not in ("bias", "residual")}
         out: torch.Tensor = operation.pytorch(plain, inputs)
         others = [tensors.get(name) for name in ("bias", "residual")]

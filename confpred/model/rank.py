@@ -253,7 +253,7 @@ def rank_families(
     opened = serving
     if gate is not None and limits == UNLIMITED:
         opened = gate.open(problems, device, serving)
-    together = ProblemBatch.of(problems)
+    together = ProblemBatch(problems)
     found = _rank_named(families, opened, together, device, wanted, limits)
     closed = [
         [name for name in served if name not in mine] if len(options) < wanted else []

@@ -30,14 +30,8 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
 
 #: Smallest and largest value of every integer field; a pair field obeys it in both members.
 LIMITS: Mapping[str, tuple[int, int]] = {
-    "n": (1, 65_536),
-    "c": (1, 65_536),
-    "h": (1, 65_536),
-    "w": (1, 65_536),
-    "k": (1, 65_536),
-    "r": (1, 64),
-    "s": (1, 64),
-    "stride": (1, 64),
+    **dict.fromkeys(("n", "c", "h", "w", "k"), (1, 65_536)),
+    **dict.fromkeys(("r", "s", "stride"), (1, 64)),
     "padding": (0, 64),
     "dilation": (1, 64),
     "groups": (1, 65_536),
@@ -52,6 +46,13 @@ _ONLY_IN = (
     ("residual", False, ("fprop",)),
     ("deterministic", False, ("wgrad",)),
 )
+#: The same for all problems of a layer, which differ in them alone.
+_OF_A_LAYER: Mapping[str, Any] = {
+    "n": 1,
+    "dtype": "float16",
+    "direction": "fprop",
+    **{name: default for name, default, _ in _ONLY_IN},
+}
 
 
 @dataclass(frozen=True)  # without slots, as the sizes that are asked for most are kept
@@ -104,40 +105,25 @@ class Problem(Record):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name, default, directions in _ONLY_IN:
-            value = getattr(self, name)
-            if value != default and self.direction not in directions:
-                allowed = f"{str(default).lower()} in direction {self.direction}"
-                raise InvalidProblem(name, value, allowed)
+            if getattr(self, name) != default and self.direction not in directions:
+                self._refuse(name, f"{str(default).lower()} in direction {self.direction}")
         for name in ("c", "k"):
             if getattr(self, name) % self.groups:
-                raise InvalidProblem(
-                    name, getattr(self, name), f"a multiple of groups={self.groups}"
-                )
+                self._refuse(name, f"a multiple of groups={self.groups}")
         for name, size in (("h", self.p), ("w", self.q)):
             if size < 1:
-                raise InvalidProblem(
-                    name,
-                    getattr(self, name),
-                    f"large enough for an output of at least 1 (these sizes give {size})",
-                )
+                enough = f"an output of at least 1 (these sizes give {size})"
+                self._refuse(name, f"large enough for {enough}")
         for name, elements in (("n", self.input_elements), ("k", self.output_elements)):
             if elements > MAX_ELEMENTS:
-                raise InvalidProblem(
-                    name, getattr(self, name), f"a tensor of at most {MAX_ELEMENTS} elements"
-                )
+                self._refuse(name, f"a tensor of at most {MAX_ELEMENTS} elements")
+
+    def _refuse(self, name: str, allowed: str) -> None:
+        raise InvalidProblem(name, getattr(self, name), allowed)
 
     def layer(self) -> Problem:
         """`self` with batch, dtype, direction and epilogue made all the same."""
-        return replace(
-            self,
-            n=1,
-            dtype="float16",
-            direction="fprop",
-            bias=False,
-            activation="none",
-            residual=False,
-            deterministic=False,
-        )
+        return replace(self, **_OF_A_LAYER)
 
     @cached_property
     def p(self) -> int:
@@ -171,11 +157,6 @@ class Problem(Record):
         return f"fused {self.grouping}" if fused else self.grouping
 
     @property
-    def itemsize(self) -> int:
-        """Bytes of one element."""
-        return 4 if self.dtype == "float32" else 2
-
-    @property
     def input_elements(self) -> int:
         return self.n * self.c * self.h * self.w
 
@@ -197,22 +178,12 @@ class Problem(Record):
         """
         image = self.input_elements
         if self.direction != "dgrad":
-            image = self.n * self.c * self._pixels_read
+            down, across = zip(self.stride, self.padding, self.dilation, strict=True)
+            rows = _places_read(self.h, self.p, self.r, *down)
+            image = self.n * self.c * rows * _places_read(self.w, self.q, self.s, *across)
         elements = image + self.filter_elements + self.output_elements
-        extra = (self.k if self.bias else 0) + (self.output_elements if self.residual else 0)
+        extra = self.k * self.bias + self.output_elements * self.residual
         return self.itemsize * (elements + extra)
-
-    @property
-    def _pixels_read(self) -> int:
-        """Pixels of an image of the input that some window has."""
-        sizes = ((self.h, self.p, self.r), (self.w, self.q, self.s))
-        rows, columns = (
-            _places_read(size, outputs, taps, stride, padding, dilation)
-            for (size, outputs, taps), stride, padding, dilation in zip(
-                sizes, self.stride, self.padding, self.dilation, strict=True
-            )
-        )
-        return rows * columns
 
     @cached_property
     def flops(self) -> int:
@@ -264,9 +235,7 @@ class Kind(NamedTuple):
         )  # fmt: skip
 
     def __str__(self) -> str:
-        epilogue = "+".join(
-            name for name, has in (("bias", self.bias), ("residual", self.residual)) if has
-        )
+        epilogue = "+".join(n for n in ("bias", "residual") if getattr(self, n))
         (up, across), (tall, wide) = self.stride, self.dilation
         return (
             f"{self.direction} {self.dtype} {self.r}x{self.s} stride {up}x{across} "
@@ -277,11 +246,8 @@ class Kind(NamedTuple):
     def stand_ins(self) -> tuple[Kind, ...]:
         """Kinds whose kernels are most like its own, the best first: with less of an epilogue, then
         of the other dtype of that size."""
-        fewer = (
-            self,
-            self._replace(activation="none"),
-            self._replace(activation="none", bias=False, residual=False),
-        )
+        plain = self._replace(activation="none")
+        fewer = (self, plain, plain._replace(bias=False, residual=False))
         other = {"float16": "bfloat16", "bfloat16": "float16"}.get(self.dtype)
         found = fewer if other is None else (*fewer, *(k._replace(dtype=other) for k in fewer))
         return tuple(dict.fromkeys(found))[1:]
@@ -295,8 +261,6 @@ _SLICES = 512
 #: The reference of a dense convolution: rows and columns of a block's tile, and how many blocks are
 #: enough to fill a GPU.
 _TILE, _BLOCKS = 64, 1024
-
-
 _MOST_ALIGNED = 64
 
 
@@ -324,28 +288,26 @@ class Convolution:
     )  # fmt: skip
 
     def operands(self, problem: Problem) -> tuple[Operand, ...]:
-        p = problem
+        p, taps = problem, problem.r * problem.s
         image, output = (p.n, p.h, p.w, p.c), (p.n, p.p, p.q, p.k)
-        filters = (p.k, p.r, p.s, p.group_width)
-        taps = p.r * p.s
-        found: tuple[tuple[str, tuple[int, ...], int], ...]
+        filters, channels = (p.k, p.r, p.s, p.group_width), (p.k,)
+
+        def operands(terms: int, outputs: Any, inputs: Any) -> tuple[Operand, ...]:
+            found = [(name, shape, terms) for name, shape in outputs.items()]
+            found += [(name, shape, 0) for name, shape in inputs.items()]
+            return tuple(Operand(name, shape, p.dtype, terms) for name, shape, terms in found)
+
         if p.direction == "fprop":
-            found = (
-                ("out", output, taps * p.group_width),
-                ("in", image, 0),
-                ("filter", filters, 0),
-            )
-            found += (("bias", (p.k,), 0),) if p.bias else ()
-            found += (("residual", output, 0),) if p.residual else ()
-        elif p.direction == "dgrad":
-            found = (("in_grad", image, taps * (p.k // p.groups)),)
-            found += (("out_grad", output, 0), ("filter", filters, 0))
-        else:
-            terms = p.n * p.p * p.q
-            found = (("filter_grad", filters, terms),)
-            found += (("bias_grad", (p.k,), terms),) if p.bias else ()
-            found += (("out_grad", output, 0), ("in", image, 0))
-        return tuple(Operand(name, shape, p.dtype, terms) for name, shape, terms in found)
+            inputs: dict[str, tuple[int, ...]] = {"in": image, "filter": filters}
+            inputs |= {"bias": channels} if p.bias else {}
+            inputs |= {"residual": output} if p.residual else {}
+            return operands(taps * p.group_width, {"out": output}, inputs)
+        if p.direction == "dgrad":
+            inputs = {"out_grad": output, "filter": filters}
+            return operands(taps * (p.k // p.groups), {"in_grad": image}, inputs)
+        outputs: dict[str, tuple[int, ...]] = {"filter_grad": filters}
+        outputs |= {"bias_grad": channels} if p.bias else {}
+        return operands(p.n * p.p * p.q, outputs, {"out_grad": output, "in": image})
 
     def features(self, problem: Problem, device: Device) -> NDArray[np.float32]:
         """Logarithms are to base 2; `align_c` is the power of two that divides `c`, up to 64, as
@@ -383,10 +345,7 @@ class Convolution:
             block=(_THREADS, 1, 1),
             smem_bytes=0,
             operands=(REFERENCE, *inputs),
-            scalars={
-                **kernel_sizes(p, _SIZES),
-                "activation": ACTIVATIONS.index(p.activation),
-            },
+            scalars=kernel_sizes(p, _SIZES) | {"activation": ACTIVATIONS.index(p.activation)},
         )
 
     def pytorch(self, problem: Problem, tensors: Mapping[str, torch.Tensor]) -> Any:
@@ -396,19 +355,16 @@ class Convolution:
         p = problem
         t = {name: x.permute(0, 3, 1, 2) if x.dim() == 4 else x for name, x in tensors.items()}
         if p.direction == "fprop":
-            out = F.conv2d(
-                t["in"], t["filter"], t.get("bias"), p.stride, p.padding, p.dilation, p.groups
-            )
+            sizes = (p.stride, p.padding, p.dilation, p.groups)
+            out = F.conv2d(t["in"], t["filter"], t.get("bias"), *sizes)
             if p.residual:
                 out = out + t["residual"]
             return out if p.activation == "none" else getattr(F, p.activation)(out)
         # The operator reads only the sizes of the operand whose gradient is asked for.
-        empty = t["out_grad"].new_empty
-        x = t["in"] if "in" in t else empty(p.n, p.h, p.w, p.c).permute(0, 3, 1, 2)
-        weight = (
-            t["filter"]
-            if "filter" in t
-            else empty(p.k, p.r, p.s, p.group_width).permute(0, 3, 1, 2)
+        shapes = {"in": (p.n, p.h, p.w, p.c), "filter": (p.k, p.r, p.s, p.group_width)}
+        x, weight = (
+            t[name] if name in t else t["out_grad"].new_empty(*shape).permute(0, 3, 1, 2)
+            for name, shape in shapes.items()
         )
         mask = [p.direction == "dgrad", p.direction == "wgrad", p.bias]
         with torch.backends.cudnn.flags(
@@ -427,20 +383,20 @@ def kernel_sizes(problem: Problem, names: str) -> dict[str, int]:
     """Return a kernel's arguments for a problem: the sizes in `names`, such as ``n c h w pad_h
     pad_w``, in that order."""
     p = problem
-    known = {name: getattr(p, name) for name in ("n", "c", "h", "w", "k", "r", "s", "p", "q")}
-    for name, (down, across) in (
-        ("stride", p.stride),
-        ("pad", p.padding),
-        ("dilation", p.dilation),
-    ):
-        known |= {f"{name}_h": down, f"{name}_w": across}
-    known["groups"] = p.groups
+    known = {name: getattr(p, name) for name in (*"nchwkrspq", "groups")}
+    for name, pair in (("stride", p.stride), ("pad", p.padding), ("dilation", p.dilation)):
+        known[f"{name}_h"], known[f"{name}_w"] = pair
     return {name: known[name] for name in names.split()}
 
 
-def dtype_macro(problem: Problem) -> tuple[str, str]:
+def dtype_macro(problem: Record) -> tuple[str, str]:
     """``DTYPE``, as ``kernels/common.cuh`` knows it."""
     return "DTYPE", f"DTYPE_{problem.dtype.upper()}"
+
+
+def activation_macro(activation: str) -> tuple[str, str]:
+    """``ACTIVATION``, as ``kernels/common.cuh`` knows it."""
+    return "ACTIVATION", f"ACTIVATION_{activation.upper()}"
 
 
 CONVOLUTION = Convolution()

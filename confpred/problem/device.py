@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import platformdirs
 
@@ -99,14 +99,13 @@ def read_table() -> list[dict[str, Any]]:
 @lru_cache
 def _table() -> tuple[Mapping[str, Device], Mapping[str, str]]:
     """Return the devices of the table by key, and their keys by the names that drivers give."""
-    devices, keys = {}, {}
-    for row in read_table():
-        device = device_from(row)
-        devices[device.key] = device
-        for called in (device.product, *row["other_names"]):
-            keys[plain(called)] = device.key
+    rows = read_table()
+    devices = {row["key"]: device_from(row) for row in rows}
+    keys = {}
+    for row in rows:
+        for name in map(plain, (row["product"], *row["other_names"])):
             # Drivers before version 460 leave out the vendor.
-            keys[plain(called).removeprefix("nvidia ")] = device.key
+            keys[name] = keys[name.removeprefix("nvidia ")] = row["key"]
     return MappingProxyType(devices), keys
 
 
@@ -191,22 +190,15 @@ def key_of(name: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", words).strip("-")[:_MOST_CHARACTERS]
 
 
-@dataclass(frozen=True, slots=True)
-class Remembered:
-    """A driver's description of a GPU.
-
-    Attributes:
-        driver: its version.
-        board: the fields of a `Device`.
-    """
+class Remembered(NamedTuple):
+    """A driver's description of a GPU: the driver's version, and the fields of a `Device`."""
 
     driver: str
     board: Mapping[str, Any]
 
 
 def remembered_folder() -> Path:
-    """Return the folder of drivers' descriptions: in ``$CONFPRED_CACHE_DIR``, or in the user's
-    cache folder as the operating system names it."""
+    """Return the folder of drivers' descriptions, in the user's cache or as configured."""
     chosen = os.environ.get("CONFPRED_CACHE_DIR")
     return Path(chosen or platformdirs.user_cache_dir("confpred")) / "devices"
 
@@ -219,12 +211,12 @@ def recall(key: str) -> Remembered | None:
     try:
         content = read_json(path, "a description of a device", FORMAT)
         driver, board = content.get("driver"), content.get("board")
-        if not isinstance(driver, str) or not isinstance(board, dict) or board.get("key") != key:
-            raise DataError(f"{path} is no description of {key}")
+        if isinstance(driver, str) and isinstance(board, dict) and board.get("key") == key:
+            return Remembered(driver, board)
+        raise DataError(f"{path} is no description of {key}")
     except DataError as error:
         log.warning("%s", error)
         return None
-    return Remembered(driver, board)
 
 
 def remember(driver: str, board: Mapping[str, Any]) -> None:
@@ -241,10 +233,8 @@ def remember(driver: str, board: Mapping[str, Any]) -> None:
 
 def _remembered(name: str) -> Device | None:
     found = recall(key_of(name))
-    if found is None:
-        return None
     try:
-        return device_from(found.board)
+        return found and device_from(found.board)
     except DataError as error:  # as if it had never been kept: the driver is asked again
         log.warning("the description of %s is damaged: %s", name, error)
         return None

@@ -13,11 +13,7 @@ from confpred.problem.record import Record
 #: Relative error in the 2-norm, against float64, of sums in float32 whose rounding to the dtype
 #: happens once or twice: those of kernels of ours, and of cuBLAS. In ``datasets/h200`` the
 #: largest of ours are 3.0e-4, 1.8e-3 and 9e-7. A library's plans tell their own (`Plan.error`).
-ORDINARY_ERROR: Mapping[str, float] = {
-    "float16": 5e-4,
-    "bfloat16": 4e-3,
-    "float32": 2e-6,
-}
+ORDINARY_ERROR: Mapping[str, float] = {"float16": 5e-4, "bfloat16": 4e-3, "float32": 2e-6}
 #: The same where float32 inputs are rounded to TF32.
 TF32_ERROR = 6e-4
 _MOST_BYTES = 2**63 - 1
@@ -66,7 +62,7 @@ class Limits:
         """Return the limits that a JSON object of some of the attributes names.
 
         Raises:
-            InvalidInput: it is no object, or a field is unknown or out of range.
+            InvalidInput: it is none.
         """
         known = cls.__dataclass_fields__
         if not isinstance(value, dict) or not set(value) <= set(known):
@@ -87,7 +83,7 @@ class Limits:
         ordinary = TF32_ERROR if launch.tf32 else ORDINARY_ERROR[problem.dtype]
         if launch.plan is not None and launch.plan.error is not None:
             ordinary = launch.plan.error
-        error = launch.error if launch.error is not None else ordinary
+        error = ordinary if launch.error is None else launch.error
         return error <= (ordinary if self.max_error is None else self.max_error)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from confpred.errors import InvalidProblem
-from confpred.problem.conv2d import ACTIVATIONS, DTYPES
+from confpred.problem.conv2d import ACTIVATIONS, DTYPES, activation_macro, dtype_macro
 from confpred.problem.device import Device
 from confpred.problem.operation import REFERENCE, KernelSpec, Operand, Step
 from confpred.problem.precision import matmul_tf32
@@ -47,15 +47,10 @@ class LinearChain(Record):
 
     LIMITS: ClassVar[Mapping[str, tuple[int, int]]] = {
         "batch": (1, 2**20),
-        "inputs": (1, MOST_WIDTH),
-        "hidden": (1, MOST_WIDTH),
-        "outputs": (1, MOST_WIDTH),
+        **dict.fromkeys(("inputs", "hidden", "outputs"), (1, MOST_WIDTH)),
         "layers": (1, MOST_LAYERS),
     }
-    CHOICES: ClassVar[Mapping[str, tuple[str, ...]]] = {
-        "dtype": DTYPES,
-        "activation": ACTIVATIONS,
-    }
+    CHOICES: ClassVar[Mapping[str, tuple[str, ...]]] = {"dtype": DTYPES, "activation": ACTIVATIONS}
 
     batch: int
     inputs: int
@@ -77,28 +72,12 @@ class LinearChain(Record):
 
     def layer(self) -> LinearChain:
         """`self` with all that a user chooses made the same: batch, dtype and length."""
-        layers, hidden = min(self.layers, 2), self.hidden
-        return replace(
-            self,
-            batch=1,
-            layers=layers,
-            hidden=hidden,
-            dtype="float16",
-            tf32=False,
-            activation="relu",
-            bias=True,
-            last=True,
-        )
+        return LinearChain(1, self.inputs, self.hidden, self.outputs, min(self.layers, 2))
 
     @property
     def widths(self) -> tuple[int, ...]:
         """Features before the first layer, between layers, and after the last one."""
         return (self.inputs, *(self.hidden,) * (self.layers - 1), self.outputs)
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes of one element."""
-        return 4 if self.dtype == "float32" else 2
 
     @property
     def weight_elements(self) -> int:
@@ -163,27 +142,19 @@ class LinearChains:
     def reference(self, problem: LinearChain, output: str) -> Step:
         p = problem
         layers = range(MOST_LAYERS)
-        defines = (
-            ("DTYPE", f"DTYPE_{p.dtype.upper()}"),
-            ("ACTIVATION", f"ACTIVATION_{p.activation.upper()}"),
-            ("THREADS", _THREADS),
-        )
+        weights, biases = ([f"{name}{i}" for i in layers] for name in ("weight", "bias"))
         return Step(
-            KernelSpec("reference_chain.cu", "reference_chain", defines),
+            KernelSpec(
+                "reference_chain.cu",
+                "reference_chain",
+                (dtype_macro(p), activation_macro(p.activation), ("THREADS", _THREADS)),
+            ),
             grid=(p.batch, 1, 1),
             block=(_THREADS, 1, 1),
             smem_bytes=2 * 8 * max(p.widths),
-            operands=(
-                REFERENCE,
-                "in",
-                *(f"weight{i}" for i in layers),
-                *(f"bias{i}" for i in layers),
-            ),
+            operands=(REFERENCE, "in", *weights, *biases),
             scalars={
-                "inputs": p.inputs,
-                "hidden": p.hidden,
-                "outputs": p.outputs,
-                "layers": p.layers,
+                **{name: getattr(p, name) for name in ("inputs", "hidden", "outputs", "layers")},
                 "last": int(p.last),
                 "widest": max(p.widths),
             },

@@ -1,8 +1,6 @@
 """Computations, whichever kernel does them: an *operation*, its operands and its launches.
 
-Convolution is one (`confpred.problem.conv2d`). Another one brings its own problem record,
-operands and reference kernels; sampling, training and prediction then serve it as they serve
-convolution (``docs/adding-a-kernel.md``).
+Convolution is one (`confpred.problem.conv2d`); ``docs/adding-a-kernel.md`` adds another.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from confpred.problem.device import Device
-from confpred.problem.record import Record
+from confpred.problem.record import ITEMSIZES, Record
 
 if TYPE_CHECKING:
     import torch
@@ -49,8 +47,7 @@ class Step:
     """One kernel launch.
 
     Attributes:
-        kernel: what to launch.
-        grid, block: CUDA grid and block dimensions.
+        kernel, grid, block: what to launch, and its CUDA grid and block dimensions.
         smem_bytes: dynamic shared memory of one block.
         operands: the kernel's pointer parameters, by name, in order; the pointer is null where the
             problem does not have the operand.
@@ -70,8 +67,7 @@ class Plan:
     """A library's plan, which runs in the place of confpred kernels.
 
     Attributes:
-        library: which one: ``cudnn``.
-        version: the library's release that the numbers in `config` belong to, such as ``9.19``.
+        library, version: ``cudnn``, and the release that numbers `config` so, such as ``9.19``.
         config: the library's algorithm, by field name.
         tf32: whether it rounds float32 inputs to TF32, as PyTorch lets cuDNN do by default.
         error: largest relative error of an output in the 2-norm that the library's plans are known
@@ -213,7 +209,7 @@ class Operand:
 
     @property
     def bytes(self) -> int:
-        return self.elements * (4 if self.dtype == "float32" else 2)
+        return self.elements * ITEMSIZES[self.dtype]
 
 
 @runtime_checkable
@@ -248,13 +244,6 @@ class Operation(Protocol):
         ...
 
     def pytorch(self, problem: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-        """Return PyTorch's call for `problem`.
-
-        Args:
-            problem: what to compute.
-            tensors: the inputs by name, of the shapes that `operands` gives.
-
-        Returns:
-            A new tensor, or several.
-        """
+        """Return a new tensor, or several, by PyTorch's call for `problem`; `tensors` are the
+        inputs by name, of the shapes that `operands` gives."""
         ...

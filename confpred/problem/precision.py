@@ -36,11 +36,10 @@ def convolutions_allow_tf32() -> bool:
 @contextmanager
 def matmul_tf32(allowed: bool) -> Iterator[None]:
     """Allow or forbid that in the block."""
-    before = allows_tf32()
+    before, matmul = allows_tf32(), _matmul()
     if before == allowed:
         yield
         return
-    matmul = _matmul()
     precision = getattr(matmul, "fp32_precision", None)
     matmul.allow_tf32 = allowed  # sets the newer switch too
     try:

@@ -7,7 +7,9 @@ code of its own.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import operator
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,6 +19,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 from confpred.errors import InvalidProblem
 
 _R = TypeVar("_R", bound="Record")
+#: Bytes of an element, by dtype.
+ITEMSIZES: Mapping[str, int] = {"float16": 2, "bfloat16": 2, "float32": 4}
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +44,7 @@ class Record:
     def __post_init__(self) -> None:
         for name in self._fields():
             value = getattr(self, name)
-            checked = self._checked(name, value)
-            if checked is not value:
+            if (checked := self._checked(name, value)) is not value:
                 object.__setattr__(self, name, checked)
 
     @classmethod
@@ -74,23 +77,22 @@ class Record:
         low, high = cls.LIMITS[name]
         if type(value) is int and low <= value <= high:
             return value
-        allowed = f"an integer {_span(low, high)}" + (
-            ", or a pair of them" if name in cls.PAIRS else ""
-        )
-        if isinstance(value, (bool, str, float)):
-            raise InvalidProblem(name, value, allowed)
-        try:
-            number = int(value.__index__())  # type: ignore[attr-defined]
-        except (AttributeError, TypeError):
-            raise InvalidProblem(name, value, allowed) from None
-        if not low <= number <= high:
-            raise InvalidProblem(name, value, allowed)
-        return number
+        with contextlib.suppress(TypeError):
+            number = operator.index(value)  # type: ignore[arg-type]
+            if low <= number <= high and not isinstance(value, bool):
+                return number
+        pair = ", or a pair of them" if name in cls.PAIRS else ""
+        raise InvalidProblem(name, value, f"an integer from {low} to {high}{pair}")
 
     if TYPE_CHECKING:
 
         @property
         def dtype(self) -> str: ...
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element."""
+        return ITEMSIZES[self.dtype]
 
     @property
     def minimum_bytes(self) -> int:
@@ -104,8 +106,7 @@ class Record:
 
     @property
     def grouping(self) -> str:
-        """The sort of problem; measurements of one sort say nothing of another:
-        one for all by default."""
+        """The sort of problem: measurements of one sort say nothing of another."""
         return "any"
 
     @property
@@ -142,8 +143,8 @@ class Record:
             if field.default is dataclasses.MISSING and name not in fields:
                 for given in fields:  # one that is wrong is likely why this one is missing
                     cls._checked(given, fields[given])
-                span = _span(*cls.LIMITS[name])
-                raise InvalidProblem(name, None, f"an integer {span} (required)")
+                low, high = cls.LIMITS[name]
+                raise InvalidProblem(name, None, f"an integer from {low} to {high} (required)")
         return cls(**fields)
 
     @classmethod
@@ -171,7 +172,7 @@ class Record:
     def _value(cls, name: str, text: str) -> Any:
         if name in cls.CHOICES:
             return text
-        if name not in cls.LIMITS and any(f.name == name for f in dataclasses.fields(cls)):
+        if name not in cls.LIMITS and name in cls._fields():
             return {"true": True, "1": True, "false": False, "0": False}.get(text.lower(), text)
         if name in cls.PAIRS and re.fullmatch(r"[0-9]{1,18}x[0-9]{1,18}", text):
             return [int(part) for part in text.split("x")]
@@ -188,7 +189,3 @@ class Record:
                 value = value[0] if value[0] == value[1] else "x".join(map(str, value))
             words.append(f"{name}={str(value).lower()}")
         return " ".join(words)
-
-
-def _span(low: int, high: int) -> str:
-    return f"from {low} to {high}"

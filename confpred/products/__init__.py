@@ -6,14 +6,15 @@
     run.py       launches with products in them, on tensors
 
 The first three need neither PyTorch nor a GPU. cuBLAS is PyTorch's, and called by its functions.
-This file has the parts that the families of linear chains share.
+This file has the parts that these families share.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from math import inf
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,11 +23,11 @@ from confpred.families.protocol import Rows
 from confpred.problem.device import Device
 from confpred.problem.limits import ORDINARY_ERROR, TF32_ERROR, Limits
 from confpred.problem.linear_chain import LINEAR_CHAIN, LinearChain
-from confpred.problem.operation import Launch
+from confpred.problem.operation import Launch, Operation
 
 _UNIT = 16  # bytes: what parts of a workspace are aligned to
 #: Rate of tensor cores for TF32 over that for half precision.
-_TF32_OVER_HALF = 0.5
+TF32_OVER_HALF = 0.5
 #: Launch of a kernel or a product, and the gap to the next.
 LAUNCH_S = 2.5e-6
 
@@ -41,7 +42,7 @@ class Layout:
     """
 
     itemsize: int
-    bytes: int = field(default=0)
+    bytes: int = 0
 
     def add(self, elements: int) -> int:
         """Where a new part of so many elements starts, in bytes."""
@@ -65,32 +66,53 @@ def ordinary_error(problem: LinearChain) -> float:
     return float(one * problem.layers**0.5)
 
 
-def allowed(problem: LinearChain, launches: Iterable[Launch], limits: Limits) -> NDArray[np.bool_]:
-    """Which of `launches`, each of which states its error, keep within `limits`; whether TF32 may
-    be used is part of the problem."""
-    bound = ordinary_error(problem) if limits.max_error is None else limits.max_error
-    most = inf if limits.workspace_bytes is None else limits.workspace_bytes
-    kept = [
-        launch.error is not None and launch.error <= bound and launch.workspace_bytes <= most
-        for launch in launches
-    ]
-    return np.array(kept, np.bool_) & (limits.tf32 or not problem.tf32)
-
-
 def product_s(problem: LinearChain, device: Device, flops: float, moved: float) -> float:
     """Seconds of products of so many operations that move so many bytes."""
     if problem.dtype != "float32":
         rate = device.tensor_flops
     elif problem.tf32:
-        rate = device.tensor_flops * _TF32_OVER_HALF
+        rate = device.tensor_flops * TF32_OVER_HALF
     else:
         rate = device.simt_flops
     return max(flops / rate, moved / device.dram_bytes_per_s)
 
 
-def matrix(
-    problem: LinearChain, device: Device, rows: Rows, own: Mapping[str, NDArray[np.float64]]
-) -> NDArray[np.float32]:
-    """Return the features of the operation, then `own`."""
-    shared = np.repeat(LINEAR_CHAIN.features(problem, device), len(rows), axis=0)
-    return np.column_stack([shared, *own.values()]).astype(np.float32)
+class ProductFamily(ABC):
+    """Base of these families. Their features are those of the operation, and some of `_derived`."""
+
+    operation: Operation
+    feature_names: tuple[str, ...]
+
+    @abstractmethod
+    def launch(self, problem: Any, row: int) -> Launch: ...
+
+    @abstractmethod
+    def _derived(self, problem: Any, device: Device, rows: Rows) -> dict[str, NDArray[Any]]:
+        """Return features by name, and ``estimate`` in seconds."""
+
+    def estimate_s(self, problem: Any, device: Device, rows: Rows) -> NDArray[np.float64]:
+        return self._derived(problem, device, rows)["estimate"]
+
+    def features(self, problem: Any, device: Device, rows: Rows) -> NDArray[np.float32]:
+        derived = self._derived(problem, device, rows)
+        derived["log_estimate"] = np.log2(derived["estimate"] / device.roofline_s(problem))
+        shared = np.repeat(self.operation.features(problem, device), len(rows), axis=0)
+        own = [derived[name] for name in self.feature_names[shared.shape[1] :]]
+        return np.column_stack([shared, *own]).astype(np.float32)
+
+
+class ChainFamily(ProductFamily):
+    """Base of the families of linear chains; their launches state an error."""
+
+    operation = LINEAR_CHAIN
+
+    def allowed(self, problem: LinearChain, rows: Rows, limits: Limits) -> NDArray[np.bool_]:
+        """Return the `rows` within `limits`; whether TF32 may be used is part of the problem."""
+        bound = ordinary_error(problem) if limits.max_error is None else limits.max_error
+        most = inf if limits.workspace_bytes is None else limits.workspace_bytes
+        launches = (self.launch(problem, int(row)) for row in rows)
+        kept = [
+            launch.error is not None and launch.error <= bound and launch.workspace_bytes <= most
+            for launch in launches
+        ]
+        return np.array(kept, np.bool_) & (limits.tf32 or not problem.tf32)

@@ -16,8 +16,8 @@ A model does not offer it yet; ``CONFPRED_FAMILIES=confpred.products.im2col`` ha
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import product
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +30,7 @@ from confpred.problem.conv2d import CONVOLUTION, Problem, dtype_macro, kernel_si
 from confpred.problem.device import Device
 from confpred.problem.limits import ORDINARY_ERROR, TF32_ERROR, Limits
 from confpred.problem.operation import SCRATCH, KernelSpec, Launch, Product, Step, View
+from confpred.products import LAUNCH_S, TF32_OVER_HALF, ProductFamily
 
 #: As a number of samples: all of them.
 ALL = 0
@@ -43,19 +44,11 @@ _THREADS, _MOST_ACROSS, _IN_FLIGHT = 256, 128, 4
 _BYTES = 16  # of a load, where a group's channels can be cut into such
 _BLOCKS = 4096  # fill any GPU several times
 _SIZES = "c h w r s p q stride_h stride_w pad_h pad_w dilation_h dilation_w groups"
-_LAUNCH_S = 2.5e-6  # of a kernel or a product, and the gap to the next
-_TF32_OVER_HALF = 0.5  # rate of tensor cores
 
 
-@dataclass(frozen=True, slots=True)
-class _Rows:
-    """The matrix of windows.
-
-    Attributes:
-        pixels: rows of one sample.
-        length: elements of a row.
-        are_the_image: whether they need not be copied.
-    """
+class _Rows(NamedTuple):
+    """The matrix of windows: rows of one sample, elements of a row, and whether they need not be
+    copied."""
 
     pixels: int
     length: int
@@ -68,13 +61,13 @@ def _rows_of(problem: Problem) -> _Rows:
     return _Rows(p.p * p.q, p.c * p.r * p.s, plain)
 
 
-class Im2col:
+class Im2col(ProductFamily):
     """See the module."""
 
     name = "im2col"
     operation = CONVOLUTION
     configs = config_table(_FIELDS, product(_SAMPLES, (0, 1), (0, 1)))
-    feature_names: tuple[str, ...] = (
+    feature_names = (
         *CONVOLUTION.feature_names, *_FIELDS,
         "log_chunk", "log_chunks", "log_workspace", "log_row", "copied", "log_estimate",
     )  # fmt: skip
@@ -97,11 +90,8 @@ class Im2col:
             legal &= (t["samples"] == ALL) & (t["batched"] == 0)
         elif p.dtype != "float32":
             legal &= one if p.direction == "wgrad" else p.direction == "fprop"
-        if p.bias and p.direction == "wgrad":
-            legal &= False
-        if max(p.n * rows.pixels, p.k) > min(MOST_ROWS, MAX_INT) or p.k > MOST_CHANNELS:
-            legal &= False
-        return legal
+        too_large = max(p.n * rows.pixels, p.k) > min(MOST_ROWS, MAX_INT) or p.k > MOST_CHANNELS
+        return legal & (not (too_large or (p.bias and p.direction == "wgrad")))
 
     def workspace_bytes(self, problem: Problem) -> NDArray[np.int64]:
         """Bytes of device memory that each config needs, exactly."""
@@ -119,21 +109,7 @@ class Im2col:
             mask &= self.workspace_bytes(problem)[rows] <= limits.workspace_bytes
         return mask if limits.max_error is None else mask & (ordinary <= limits.max_error)
 
-    def estimate_s(self, problem: Problem, device: Device, rows: Rows) -> NDArray[np.float64]:
-        return self._derived(problem, device, rows)["estimate"]
-
-    def features(self, problem: Problem, device: Device, rows: Rows) -> NDArray[np.float32]:
-        derived = self._derived(problem, device, rows)
-        shared = np.repeat(CONVOLUTION.features(problem, device), len(rows), axis=0)
-        own = [self.configs[field][rows] for field in _FIELDS]
-        own += [np.log2(derived[name]) for name in ("chunk", "chunks")]
-        own += [np.log2(1.0 + derived["workspace"]), np.log2(derived["row"]), derived["copied"]]
-        own += [np.log2(derived["estimate"] / device.roofline_s(problem))]
-        return np.column_stack([shared, *own]).astype(np.float32)
-
-    def _derived(
-        self, problem: Problem, device: Device, rows: Rows
-    ) -> dict[str, NDArray[np.float64]]:
+    def _derived(self, problem: Problem, device: Device, rows: Rows) -> dict[str, NDArray[Any]]:
         """Return the estimate: the copies cross device memory twice, unless a chunk stays in L2;
         the products take what the roofline says; and each launch takes its time."""
         p, of_rows = problem, _rows_of(problem)
@@ -143,18 +119,19 @@ class Im2col:
         workspace = self.workspace_bytes(p)[rows]
         copied = 2.0 * workspace * chunks * np.where(workspace < device.l2_bytes / 2, 0.3, 1.0)
         half = p.dtype != "float32"
-        tensor_rate = device.tensor_flops * (1.0 if half else _TF32_OVER_HALF)
+        tensor_rate = device.tensor_flops * (1.0 if half else TF32_OVER_HALF)
         rate = np.where(half | (t["tf32"] == 1), tensor_rate, device.simt_flops)
         product_s = np.maximum(p.flops / rate, p.minimum_bytes / device.dram_bytes_per_s)
         launches = chunks * (1 if of_rows.are_the_image else 2)
         copy_s = copied / device.dram_bytes_per_s
         return {
-            "chunk": chunk.astype(np.float64),
-            "chunks": chunks.astype(np.float64),
-            "workspace": workspace.astype(np.float64),
-            "row": np.full(len(rows), float(of_rows.length)),
+            **{name: self.configs[name][rows] for name in _FIELDS},
+            "log_chunk": np.log2(chunk.astype(np.float64)),
+            "log_chunks": np.log2(chunks.astype(np.float64)),
+            "log_workspace": np.log2(1.0 + workspace.astype(np.float64)),
+            "log_row": np.log2(np.full(len(rows), float(of_rows.length))),
             "copied": copy_s / product_s,
-            "estimate": product_s + copy_s + launches * _LAUNCH_S,
+            "estimate": product_s + copy_s + launches * LAUNCH_S,
         }
 
     def launch(self, problem: Problem, row: int) -> Launch:

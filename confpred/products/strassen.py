@@ -22,7 +22,6 @@ A model does not offer it yet; ``CONFPRED_FAMILIES=confpred.products.strassen`` 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from itertools import pairwise
 
 import numpy as np
@@ -31,8 +30,8 @@ from numpy.typing import NDArray
 from confpred import products as chains
 from confpred.families.protocol import Rows
 from confpred.families.table import config_table
+from confpred.problem.conv2d import activation_macro, dtype_macro
 from confpred.problem.device import Device
-from confpred.problem.limits import Limits
 from confpred.problem.linear_chain import LINEAR_CHAIN, LinearChain
 from confpred.problem.operation import SCRATCH, KernelSpec, Launch, Product, Step, View
 
@@ -46,7 +45,7 @@ _LEAST_BATCH, _LEAST_WIDTH = 2, 16
 _MOST_BYTES = 2**33
 _PRODUCTS = 7
 #: Relative error of one layer in the 2-norm, against float64; see `error_of`.
-_ERROR: Mapping[str, float] = {
+_ERROR = {
     "float16": 1.5e-3,
     "bfloat16": 1.2e-2,
     "float32": 4e-6,
@@ -65,13 +64,12 @@ def error_of(problem: LinearChain) -> float:
     return float(one * problem.layers**0.5)
 
 
-class Strassen:
+class Strassen(chains.ChainFamily):
     """See the module."""
 
     name = "linear_strassen"
-    operation = LINEAR_CHAIN
     configs = config_table(("inner",), [(ALL,), (INNER,)])
-    feature_names: tuple[str, ...] = (
+    feature_names = (
         *LINEAR_CHAIN.feature_names, "inner", "log_half_batch", "filled", "saved", "log_workspace",
         "log_estimate",
     )  # fmt: skip
@@ -87,35 +85,12 @@ class Strassen:
         fits &= _PRODUCTS * -(-p.batch // 2) * _half(p, max(p.widths)) * p.itemsize <= _MOST_BYTES
         return np.array([min(p.widths) >= _LEAST_WIDTH and fits, inner and fits])
 
-    def allowed(self, problem: LinearChain, rows: Rows, limits: Limits) -> NDArray[np.bool_]:
-        launches = (self.launch(problem, int(row)) for row in rows)
-        return chains.allowed(problem, launches, limits)
-
-    def estimate_s(self, problem: LinearChain, device: Device, rows: Rows) -> NDArray[np.float64]:
-        return self._derived(problem, device, rows)["estimate"]
-
-    def features(self, problem: LinearChain, device: Device, rows: Rows) -> NDArray[np.float32]:
-        derived = self._derived(problem, device, rows)
-        full = np.full(len(rows), 1.0)
-        own = {
-            "inner": self.configs["inner"][rows].astype(np.float64),
-            "log_half_batch": np.log2(full * -(-problem.batch // 2)),
-            "filled": derived["filled"],
-            "saved": derived["saved"],
-            "log_workspace": np.log2(derived["workspace"]),
-            "log_estimate": np.log2(derived["estimate"] / device.roofline_s(problem)),
-        }
-        return chains.matrix(problem, device, rows, own)
-
     def _derived(
         self, problem: LinearChain, device: Device, rows: Rows
     ) -> dict[str, NDArray[np.float64]]:
         """Return the estimate: products by the roofline, and passes by what they move, most of
         which stays in the L2 cache where it fits."""
-        p = problem
-        found: dict[str, list[float]] = {
-            n: [] for n in ("estimate", "filled", "saved", "workspace")
-        }
+        p, found = problem, []
         for row in rows:
             launch = self.launch(p, int(row))
             flops = moved = 0.0
@@ -128,11 +103,18 @@ class Strassen:
             passes = 2.0 * launch.scratch_bytes
             passes *= 0.3 if launch.scratch_bytes < device.l2_bytes / 2 else 1.0
             seconds = chains.product_s(p, device, flops, moved) + passes / device.dram_bytes_per_s
-            found["estimate"].append(seconds + len(launch.program) * chains.LAUNCH_S)
-            found["filled"].append(8.0 / 7.0 * flops / p.flops)
-            found["saved"].append(1.0 - flops / p.flops)
-            found["workspace"].append(float(launch.workspace_bytes))
-        return {name: np.array(values, np.float64) for name, values in found.items()}
+            seconds += len(launch.program) * chains.LAUNCH_S
+            filled, saved = 8.0 / 7.0 * flops / p.flops, 1.0 - flops / p.flops
+            found.append((seconds, filled, saved, float(launch.workspace_bytes)))
+        estimate, filled, saved, workspace = np.array(found, np.float64).reshape(-1, 4).T
+        return {
+            "inner": self.configs["inner"][rows].astype(np.float64),
+            "log_half_batch": np.log2(np.full(len(rows), float(-(-p.batch // 2)))),
+            "filled": filled,
+            "saved": saved,
+            "log_workspace": np.log2(workspace),
+            "estimate": estimate,
+        }
 
     def launch(self, problem: LinearChain, row: int) -> Launch:
         p = problem
@@ -189,11 +171,7 @@ class _Chain:
                 program.append(self._products(before, after))
                 program.append(self._between(index, after, to, to_start))
             at, start = to, to_start
-        return Launch.of_program(
-            program,
-            scratch_bytes=self._scratch.bytes,
-            error=error_of(p),
-        )
+        return Launch.of_program(program, scratch_bytes=self._scratch.bytes, error=error_of(p))
 
     def _ordinary(
         self, index: int, before: int, after: int, at: str, start: int, to: str, to_start: int
@@ -221,9 +199,8 @@ class _Chain:
 
     def _right(self, index: int, before: int, after: int) -> Step:
         """Return the sums of a weight, features after x features before."""
-        to = (SCRATCH, self._weights)
         sizes = (after, before, _half(self._p, after), _half(self._p, before))
-        return self._step("MATRIX", "RIGHT", to, (f"weight{index}", 0), sizes)
+        return self._step("MATRIX", "RIGHT", (SCRATCH, self._weights), (f"weight{index}", 0), sizes)
 
     def _left(self, before: int, at: str, start: int) -> Step:
         sizes = (self._p.batch, before, self._half_batch, _half(self._p, before))
@@ -231,10 +208,10 @@ class _Chain:
 
     def _between(self, index: int, after: int, to: str, to_start: int) -> Step:
         sizes = (self._p.batch, after, self._half_batch, _half(self._p, after))
-        feeds = self._feeds_halves(index)
-        target = (SCRATCH, self._sums) if feeds else (to, to_start)
-        source = (SCRATCH, self._results)
-        return self._step("PRODUCTS", "LEFT" if feeds else "MATRIX", target, source, sizes, index)
+        source, form, target = (SCRATCH, self._results), "MATRIX", (to, to_start)
+        if self._feeds_halves(index):
+            form, target = "LEFT", (SCRATCH, self._sums)
+        return self._step("PRODUCTS", form, target, source, sizes, index)
 
     def _step(
         self,
@@ -247,14 +224,14 @@ class _Chain:
     ) -> Step:
         """One kernel; `index` is that of the layer that it ends."""
         p, vector = self._p, _BYTES // self._p.itemsize
-        rows, columns, half_rows, half_columns = sizes
+        _, columns, half_rows, half_columns = sizes
         bias = index is not None and p.bias
         activation = "none" if index is None else p.activated(index)
         defines = (
-            ("DTYPE", f"DTYPE_{p.dtype.upper()}"),
+            dtype_macro(p),
             ("FROM", source_form),
             ("TO", target_form),
-            ("ACTIVATION", f"ACTIVATION_{activation.upper()}"),
+            activation_macro(activation),
             ("HAS_BIAS", int(bias)),
             ("ALIGNED", int(columns % vector == 0)),
             ("VECTOR", vector),
@@ -269,9 +246,6 @@ class _Chain:
             scalars={
                 "to_start": self._scratch.units(to[1]),
                 "from_start": self._scratch.units(source[1]),
-                "rows": rows,
-                "columns": columns,
-                "half_rows": half_rows,
-                "half_columns": half_columns,
+                **dict(zip(("rows", "columns", "half_rows", "half_columns"), sizes, strict=True)),
             },
         )

@@ -17,14 +17,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from confpred.families import common
-from confpred.families.batch import each, each_row
-from confpred.families.common import Occupancy, ceil_div
-from confpred.families.protocol import Array, Rows
-from confpred.families.table import Table, Tabled, config_table
+from confpred.families.batch import Workings
+from confpred.families.common import Occupancy, ceil_div, macros
+from confpred.families.protocol import Array
+from confpred.families.table import Shaped, Table, config_table
 from confpred.problem.conv2d import Problem, dtype_macro, kernel_sizes
 from confpred.problem.device import Device
 from confpred.problem.operation import Launch
 
+_Pair = tuple[int, int]
 DTYPES = ("float16", "bfloat16")
 MOST_CHANNELS = 128
 MAX_WINDOW = 7
@@ -70,7 +71,6 @@ def _config_table() -> NDArray[np.void]:
 
 
 _CONFIGS = _config_table()
-_WHOLE = Table.of(_CONFIGS)
 
 _SHARED_FEATURES = (
     "log_n", "log_c", "log_k", "log_p", "log_q", "r", "s", "stride_h", "stride_w", "bfloat16",
@@ -121,175 +121,6 @@ def _axes_of(problem: Problem) -> tuple[_Axis, _Axis]:
     return _axis_of(problem, 0), _axis_of(problem, 1)
 
 
-@dataclass(frozen=True, slots=True)
-class _Shape:
-    """Shapes of all configs for a window, a direction and a number of channels; arrays
-    over a table."""
-
-    threads: Array
-    warp_tiles: Array
-    work: Array  # tensor-core tiles of a warp
-    tile_pixels: Array  # of `in`, with the halo
-    tile_bytes: Array
-    filter_bytes: Array
-    smem_bytes: Array
-    registers: Array  # an estimate: accumulators, fragments, addresses
-    products: Array  # tensor-core instructions of a block for a tile, at most
-
-
-class DenseTiles(Tabled):
-    """One direction of ``kernels/dense_tiles.cu``."""
-
-    configs = _CONFIGS
-    whole = _WHOLE
-    kernel_fields = _COMPILED
-    shared_features = _SHARED_FEATURES
-
-    def _handles(self, problem: Problem) -> bool:
-        return handles(problem)
-
-    def _first(self, problem: Any, device: Device, table: Table) -> NDArray[np.bool_]:
-        return each_row(lambda p: _fits(p, device, table), problem)
-
-    def _rules(self, problem: Any, device: Device, t: Mapping[str, Array]) -> NDArray[np.bool_]:
-        cut = _cut(problem, t)
-        rows, columns = each(_axes_of, problem)
-        return (
-            (cut.blocks <= common.MAX_INT)
-            # A tile twice as large as what it covers does the work of a smaller one, slower; the
-            # smallest tiles serve whatever is smaller still.
-            & (
-                (
-                    (t["block_n"] < 2 * problem.n)
-                    & (t["block_p"] < 2 * rows.positions)
-                    & (t["block_q"] < 2 * columns.positions)
-                )
-                | (t["block_n"] * t["block_p"] * t["block_q"] <= _LEAST_TILE)
-            )
-            & (
-                (t["block_k"] < 2 * each(_out_channels, problem))
-                | (t["block_k"] <= _LEAST_CHANNELS)
-            )
-            & ((t["tiles"] == 1) | (cut.tiles >= 2 * t["tiles"]))
-        )
-
-    def _workings(self, problem: Any, table: Table, at: Rows) -> _Shape:
-        return each_row(lambda p: _shape_of(p, table), problem, at)
-
-    def launch(self, problem: Problem, row: int) -> Launch:
-        p, shape = problem, _shape_of(problem)
-        rows, columns = _axes_of(p)
-        cut = _cut(p, _WHOLE.at(np.array([row])))
-        threads, smem_bytes = shape.threads[row], shape.smem_bytes[row]
-        defines = (
-            ("DGRAD", int(p.direction == "dgrad")),
-            ("CIN", _in_channels(p)),
-            ("R", p.r),
-            ("S", p.s),
-            ("STRIDE_H", rows.stride),
-            ("STRIDE_W", columns.stride),
-            dtype_macro(p),
-            *common.epilogue_macros(p),
-            *common.config_macros(_CONFIGS[row], _COMPILED),
-            *common.agreed_macros(threads=threads, smem_bytes=smem_bytes),
-        )
-        sizes = ((p.h, p.w), (p.p, p.q))
-        (h, w), (height, width) = sizes if self.direction == "fprop" else sizes[::-1]
-        scalars = {
-            "n": p.n,
-            "h": h,
-            "w": w,
-            "p": height,
-            "q": width,
-            "k": _out_channels(p),
-            **kernel_sizes(p, "pad_h pad_w"),
-            "in_step_h": rows.in_step,
-            "in_step_w": columns.in_step,
-            **common.named(cut, "k_blocks p_tiles q_tiles n_tiles tiles"),
-            "tiles_a_block": _CONFIGS["tiles"][row],
-        }
-        step = common.kernel_step(
-            "dense_tiles", defines, cut.blocks, threads, smem_bytes, self.operands, scalars
-        )
-        return Launch((step,))
-
-    def _derived(
-        self, problem: Any, device: Device, t: Mapping[str, Array], workings: _Shape
-    ) -> dict[str, NDArray[np.float64]]:
-        """Estimate seconds as the largest of three times, stretched by the waste of the last wave:
-        those of device memory, of the copies from L2 into shared memory with their halos, and of
-        the tensor cores; plus a fixed latency for each tile of a block."""
-        shape, cut = workings, _cut(problem, t)
-        down, across = each(_axes_of, problem)
-        registers = np.minimum(shape.registers, common.MAX_REGISTERS)
-        occupancy = Occupancy.of(device, cut.blocks, shape.threads, registers, shape.smem_bytes)
-        in_turn = np.minimum(t["tiles"], cut.tiles)
-        filters = cut.blocks * shape.filter_bytes
-        read = cut.tiles * cut.k_blocks
-        images = read * shape.tile_pixels * (each(_in_channels, problem) * 2.0)
-        products = read * shape.products
-        seconds = np.maximum(
-            problem.minimum_bytes / device.dram_bytes_per_s,
-            np.maximum(common.l2_s(filters + images, device), common.products_s(products, device)),
-        )
-        seconds = np.maximum(seconds, each(device.roofline_s, problem))
-        height, width = each(_out_size, problem)
-        pixels = t["block_n"] * t["block_p"] * t["block_q"]
-        return {
-            "log_p": np.log2(height),
-            "log_q": np.log2(width),
-            **common.named(shape, "threads warp_tiles work smem_bytes products"),
-            "registers": registers,
-            **occupancy.features(),
-            "rounds": occupancy.rounds,
-            "n_waste": cut.n_tiles * t["block_n"] / problem.n,
-            "p_waste": cut.p_tiles * t["block_p"] / down.positions,
-            "q_waste": cut.q_tiles * t["block_q"] / across.positions,
-            "k_waste": cut.k_blocks * t["block_k"] / each(_out_channels, problem),
-            "k_blocks": cut.k_blocks,
-            "halo": shape.tile_pixels / (pixels * down.down * across.down),
-            "in_turn": in_turn,
-            "bytes_in_flight": occupancy.resident * t["buffers"] * shape.tile_bytes,
-            "log_load_bytes": np.log2((filters + images) / problem.minimum_bytes),
-            "log_filter_bytes": np.log2(shape.filter_bytes),
-            "log_products": np.log2(products),
-            "estimate": seconds * occupancy.wave_waste
-            + common.waves_s(
-                occupancy.waves, common.WAVE_AND_LAUNCH_S, in_turn, common.DEPTHWISE_STEP_S
-            ),
-        }
-
-
-def handles(problem: Problem) -> bool:
-    """Whether `problem` is a layer that the kernels compute."""
-    taps = zip((problem.r, problem.s), problem.dilation, strict=True)
-    return (
-        problem.dtype in DTYPES
-        and problem.groups == 1
-        and problem.c % 8 == 0
-        and problem.k % 8 == 0
-        and _in_channels(problem) <= MOST_CHANNELS
-        and max(problem.r, problem.s) <= MAX_WINDOW
-        and max(problem.stride) <= MAX_STRIDE
-        and all(window == 1 or dilation == 1 for window, dilation in taps)
-    )
-
-
-def _fits(problem: Problem, device: Device, table: Table) -> NDArray[np.bool_]:
-    """Which rows of `table` serve the problem's window and channels on `device`."""
-    shape = _shape_of(problem, table)
-    return (
-        (shape.smem_bytes <= device.smem_per_block)
-        & (shape.registers <= common.MOST_ESTIMATED_REGISTERS)
-        & (shape.registers * shape.threads <= Device.regs_per_sm)
-    )
-
-
-def _out_size(problem: Problem) -> tuple[int, int]:
-    """Height and width of what the kernel writes."""
-    return (problem.p, problem.q) if problem.direction == "fprop" else (problem.h, problem.w)
-
-
 def _in_channels(problem: Problem) -> int:
     """Channels of what the kernel reads, and sums over."""
     return problem.c if problem.direction == "fprop" else problem.k
@@ -300,87 +131,162 @@ def _out_channels(problem: Problem) -> int:
     return problem.k if problem.direction == "fprop" else problem.c
 
 
-@dataclass(frozen=True, slots=True)
-class _Cut:
-    """How configs cut a problem; arrays over those configs.
+class DenseTiles(Shaped):
+    """One direction of ``kernels/dense_tiles.cu``."""
 
-    Attributes:
-        n_tiles, p_tiles, q_tiles: tiles along the images, and along a lattice of rows and columns.
-        tiles: tiles in all lattices.
-        k_blocks: blocks along the channels.
-        blocks: of the launch.
-    """
+    configs = _CONFIGS
+    whole = Table.of(_CONFIGS)
+    kernel = "dense_tiles"
+    kernel_fields = _COMPILED
+    shared_features = _SHARED_FEATURES
 
-    n_tiles: Array
-    p_tiles: Array
-    q_tiles: Array
-    tiles: Array
-    k_blocks: Array
-    blocks: Array
+    def _handles(self, problem: Problem) -> bool:
+        taps = zip((problem.r, problem.s), problem.dilation, strict=True)
+        return (
+            problem.dtype in DTYPES
+            and problem.groups == 1
+            and problem.c % 8 == 0
+            and problem.k % 8 == 0
+            and _in_channels(problem) <= MOST_CHANNELS
+            and max(problem.r, problem.s) <= MAX_WINDOW
+            and max(problem.stride) <= MAX_STRIDE
+            and all(window == 1 or dilation == 1 for window, dilation in taps)
+        )
 
+    def _rules(
+        self, problem: Any, device: Device, t: Mapping[str, Array], w: Any
+    ) -> NDArray[np.bool_]:
+        rows, columns = problem.each(_axes_of)
+        return (
+            (w.blocks <= common.MAX_INT)
+            # A tile twice as large as what it covers does the work of a smaller one, slower; the
+            # smallest tiles serve whatever is smaller still.
+            & (
+                (
+                    (t["block_n"] < 2 * problem.n)
+                    & (t["block_p"] < 2 * rows.positions)
+                    & (t["block_q"] < 2 * columns.positions)
+                )
+                | (t["block_n"] * t["block_p"] * t["block_q"] <= _LEAST_TILE)
+            )
+            & ((t["block_k"] < 2 * problem.each(_out_channels)) | (t["block_k"] <= _LEAST_CHANNELS))
+            & ((t["tiles"] == 1) | (w.all_tiles >= 2 * t["tiles"]))
+        )
 
-def _cut(problem: Any, t: Mapping[str, Array]) -> _Cut:
-    """How the configs whose fields are the columns `t` cut `problem`."""
-    rows, columns = each(_axes_of, problem)
-    n_tiles = ceil_div(problem.n, t["block_n"])
-    p_tiles = ceil_div(rows.positions, t["block_p"])
-    q_tiles = ceil_div(columns.positions, t["block_q"])
-    tiles = n_tiles * p_tiles * q_tiles * (rows.lattices * columns.lattices)
-    k_blocks = ceil_div(each(_out_channels, problem), t["block_k"])
-    blocks = ceil_div(tiles, t["tiles"]) * k_blocks
-    return _Cut(n_tiles, p_tiles, q_tiles, tiles, k_blocks, blocks)
+    def _cut(self, problem: Any, t: Mapping[str, Array]) -> Workings:
+        w: Any = Workings()
+        rows, columns = problem.each(_axes_of)
+        w.n_tiles = ceil_div(problem.n, t["block_n"])
+        w.p_tiles = ceil_div(rows.positions, t["block_p"])
+        w.q_tiles = ceil_div(columns.positions, t["block_q"])
+        w.all_tiles = w.n_tiles * w.p_tiles * w.q_tiles * (rows.lattices * columns.lattices)
+        w.k_blocks = ceil_div(problem.each(_out_channels), t["block_k"])
+        w.blocks = ceil_div(w.all_tiles, t["tiles"]) * w.k_blocks
+        return w
 
+    def _shape(self, problem: Problem, table: Table) -> Any:
+        p, (rows, columns) = problem, _axes_of(problem)
+        taps, down = (rows.taps, columns.taps), (rows.down, columns.down)
+        return table.kept(_shape, _in_channels(p), p.r * p.s, taps, down, p.direction == "dgrad")
 
-def _shape_of(problem: Problem, table: Table = _WHOLE) -> _Shape:
-    rows, columns = _axes_of(problem)
-    return table.kept(
-        _shape,
-        channels=_in_channels(problem),
-        window=(problem.r, problem.s),
-        taps=(rows.taps, columns.taps),
-        down=(rows.down, columns.down),
-        dgrad=problem.direction == "dgrad",
-    )
+    def launch(self, problem: Problem, row: int) -> Launch:
+        p, config, w = problem, self.configs[row], self._one(problem, row)
+        rows, columns = _axes_of(p)
+        defines = (
+            *macros(DGRAD=int(p.direction == "dgrad"), CIN=_in_channels(p), R=p.r, S=p.s),
+            *macros(STRIDE_H=rows.stride, STRIDE_W=columns.stride),
+            dtype_macro(p),
+            *common.epilogue_macros(p),
+            *common.config_macros(config, _COMPILED),
+            *common.agreed_macros(threads=w.threads, smem_bytes=w.smem_bytes),
+        )
+        scalars = {
+            "n": p.n,
+            **common.image_scalars(p),
+            "k": _out_channels(p),
+            **kernel_sizes(p, "pad_h pad_w"),
+            "in_step_h": rows.in_step,
+            "in_step_w": columns.in_step,
+            **common.named(w, "k_blocks p_tiles q_tiles n_tiles"),
+            "tiles": w.all_tiles,
+            "tiles_a_block": config["tiles"],
+        }
+        return Launch((self._step(defines, w.blocks, w.threads, w.smem_bytes, scalars),))
+
+    def _derived(
+        self, problem: Any, device: Device, t: Mapping[str, Array], w: Any
+    ) -> dict[str, NDArray[np.float64]]:
+        """Estimate seconds as the largest of three times, stretched by the waste of the last wave:
+        those of device memory, of the copies from L2 into shared memory with their halos, and of
+        the tensor cores; plus a fixed latency for each tile of a block."""
+        down, across = problem.each(_axes_of)
+        registers = np.minimum(w.registers, common.MAX_REGISTERS)
+        occupancy = Occupancy.of(device, w.blocks, w.threads, registers, w.smem_bytes)
+        in_turn = np.minimum(t["tiles"], w.all_tiles)
+        filters = w.blocks * w.filter_bytes
+        read = w.all_tiles * w.k_blocks
+        images = read * w.tile_pixels * (problem.each(_in_channels) * 2.0)
+        products = read * w.products
+        seconds = common.largest(
+            problem.minimum_bytes / device.dram_bytes_per_s,
+            common.l2_s(filters + images, device),
+            common.products_s(products, device),
+            problem.each(device.roofline_s),
+        )
+        _, (height, width) = problem.each(common.image_sizes)
+        pixels = t["block_n"] * t["block_p"] * t["block_q"]
+        return {
+            "log_p": np.log2(height),
+            "log_q": np.log2(width),
+            "registers": registers,
+            **occupancy.features(),
+            "rounds": occupancy.rounds,
+            "n_waste": w.n_tiles * t["block_n"] / problem.n,
+            "p_waste": w.p_tiles * t["block_p"] / down.positions,
+            "q_waste": w.q_tiles * t["block_q"] / across.positions,
+            "k_waste": w.k_blocks * t["block_k"] / problem.each(_out_channels),
+            "halo": w.tile_pixels / (pixels * down.down * across.down),
+            "in_turn": in_turn,
+            "bytes_in_flight": occupancy.resident * t["buffers"] * w.tile_bytes,
+            "log_load_bytes": np.log2((filters + images) / problem.minimum_bytes),
+            "log_filter_bytes": np.log2(w.filter_bytes),
+            "log_products": np.log2(products),
+            "estimate": seconds * occupancy.wave_waste
+            + common.waves_s(
+                occupancy.waves, common.WAVE_AND_LAUNCH_S, in_turn, common.DEPTHWISE_STEP_S
+            ),
+        }
 
 
 def _shape(
-    table: Table,
-    channels: int,
-    window: tuple[int, int],
-    taps: tuple[int, int],
-    down: tuple[int, int],
-    dgrad: bool,
-) -> _Shape:
-    """Return the shape of a block. The kernel works most of it out from its macros too, and asserts
-    that the threads and the shared memory are the same."""
-    t = table.columns
+    table: Table, channels: int, window: int, taps: _Pair, down: _Pair, dgrad: bool
+) -> Workings:
+    t, w = table.columns, Workings()
     k_steps = ceil_div(channels, 16)
     out_chunks = t["block_k"] // 8
     m_tiles = ceil_div(t["block_n"] * t["block_p"] * t["block_q"], 16)
-    warp_tiles = ceil_div(m_tiles, t["warps_m"])
+    w.threads = 32 * t["warps_m"] * t["warps_k"]
+    w.warp_tiles = ceil_div(m_tiles, t["warps_m"])
     warp_columns = t["block_k"] // t["warps_k"] // 8
+    w.work = w.warp_tiles * warp_columns  # tensor-core tiles of a warp
     tile_h = down[0] * (t["block_p"] - 1) + taps[0]
     tile_w = down[1] * (t["block_q"] - 1) + taps[1]
-    tile_pixels = t["block_n"] * tile_h * tile_w
-    tile_bytes = tile_pixels * 16 * (2 * k_steps | 1)
+    w.tile_pixels = t["block_n"] * tile_h * tile_w  # of `in`, with the halo
+    w.tile_bytes = w.tile_pixels * 16 * (2 * k_steps | 1)
     out_bytes = m_tiles * 16 * 16 * (out_chunks | 1)
-    all_taps = window[0] * window[1]
     if dgrad:
-        filter_bytes = all_taps * k_steps * 16 * 16 * (out_chunks | 1)
+        w.filter_bytes = window * k_steps * 16 * 16 * (out_chunks | 1)
     else:
-        filter_bytes = t["block_k"] * (16 * (all_taps * k_steps * 2 | 1))
-    work = warp_tiles * warp_columns
-    return _Shape(
-        threads=32 * t["warps_m"] * t["warps_k"],
-        warp_tiles=warp_tiles,
-        work=work,
-        tile_pixels=tile_pixels,
-        tile_bytes=tile_bytes,
-        filter_bytes=filter_bytes,
-        smem_bytes=t["buffers"] * tile_bytes + out_bytes + filter_bytes,
-        registers=4 * work + 5 * warp_tiles + 2 * warp_columns + 36,
-        products=work * t["warps_m"] * t["warps_k"] * k_steps * taps[0] * taps[1],
+        w.filter_bytes = t["block_k"] * (16 * (window * k_steps * 2 | 1))
+    w.smem_bytes = t["buffers"] * w.tile_bytes + out_bytes + w.filter_bytes
+    # An estimate: accumulators, fragments, addresses.
+    w.registers = 4 * w.work + 5 * w.warp_tiles + 2 * warp_columns + 36
+    # Tensor-core instructions of a block for a tile, at most.
+    w.products = w.work * t["warps_m"] * t["warps_k"] * k_steps * taps[0] * taps[1]
+    w.fits = (w.registers <= common.MOST_ESTIMATED_REGISTERS) & (
+        w.registers * w.threads <= Device.regs_per_sm
     )
+    return w
 
 
 _EPILOGUE = ("bias", "activation", "residual")

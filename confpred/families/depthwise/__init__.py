@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from confpred.families.batch import each
 from confpred.families.common import ATOMIC, DIRECT, TWO_KERNELS, ceil_div, sum_step
 from confpred.families.protocol import Array
 from confpred.problem.conv2d import Problem
@@ -60,7 +58,7 @@ def accessible(vec: Array, problem: Any) -> NDArray[np.bool_]:
     an odd count of channels, which leaves nothing else, and for large windows, which leave no
     registers for more. The output channels of a vector share one input channel, or fall into whole
     groups that each share one."""
-    multiplier, narrow = each(_access, problem)
+    multiplier, narrow = problem.each(_access)
     fits: NDArray[np.bool_] = (
         (vec * problem.itemsize <= 16)
         & (problem.k % vec == 0)
@@ -70,42 +68,26 @@ def accessible(vec: Array, problem: Any) -> NDArray[np.bool_]:
     return fits
 
 
-@dataclass(frozen=True, slots=True)
-class Lanes:
-    """How threads cover channels; arrays over the rows of a config table.
+def share_lanes(
+    w: Any, vectors: Array, lanes_c: Array, threads: Array, groups: Array | int = 1
+) -> None:
+    """Add to the workings `w` how threads cover channels: `vectors` accesses to a pixel, at most
+    `lanes_c` of them by one block of about `threads`, each by `groups` threads.
 
-    Attributes:
-        c_tiles: blocks that share the channels.
-        lanes_c: neighbouring threads of a block that run along the channels, shared out as evenly
-            as possible.
-        tiles_at_once: tiles that the threads of a block work on side by side.
-        threads: threads of a block, in whole warps.
+    They are ``c_tiles``, blocks that share the channels; ``lanes``, neighbouring threads of a block
+    that run along the channels, shared out as evenly as possible; ``tiles_at_once``, tiles that the
+    threads of a block work on side by side; and ``block_threads``, in whole warps.
     """
+    vectors = np.maximum(vectors, 1)  # a width that is not legal may come to none
+    w.c_tiles = ceil_div(vectors, lanes_c)
+    w.lanes = ceil_div(vectors, w.c_tiles)
+    w.tiles_at_once = np.maximum(threads // (w.lanes * groups), 1)
+    w.block_threads = ceil_div(w.lanes * groups * w.tiles_at_once, 32) * 32
 
-    c_tiles: Array
-    lanes_c: Array
-    tiles_at_once: Array
-    threads: Array
 
-    @classmethod
-    def of(cls, vectors: Array, lanes_c: Array, threads: Array, groups: Array | int = 1) -> Lanes:
-        """Return the lanes for `vectors` accesses to a pixel, at most `lanes_c` of them by one
-        block of about `threads`, each by `groups` threads."""
-        vectors = np.maximum(vectors, 1)  # a width that is not legal may come to none
-        c_tiles = ceil_div(vectors, lanes_c)
-        lanes = ceil_div(vectors, c_tiles)
-        tiles_at_once = np.maximum(threads // (lanes * groups), 1)
-        whole = ceil_div(lanes * groups * tiles_at_once, 32) * 32
-        return cls(c_tiles, lanes, tiles_at_once, whole)
-
-    def features(self) -> dict[str, Array]:
-        """Return the features by name."""
-        return {
-            "lanes": self.lanes_c,
-            "c_tiles": self.c_tiles,
-            "tiles_at_once": self.tiles_at_once,
-            "block_threads": self.threads,
-        }
+def lane_scalars(w: Any) -> dict[str, int]:
+    """Return the kernels' scalars for `share_lanes`."""
+    return {"c_tiles": w.c_tiles, "lanes_c": w.lanes, "tiles_at_once": w.tiles_at_once}
 
 
 def distinct_lanes(vectors: Array, lanes_c: Array) -> NDArray[np.bool_]:

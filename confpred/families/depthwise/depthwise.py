@@ -12,11 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from confpred.families import common, depthwise
-from confpred.families.batch import each, picked
-from confpred.families.common import Occupancy
-from confpred.families.depthwise import Lanes
+from confpred.families.batch import Workings
+from confpred.families.common import Occupancy, ceil_div, macros
 from confpred.families.protocol import Array
-from confpred.families.table import Table, Tiled, config_table, crossed
+from confpred.families.table import Table, Tabled, config_table, crossed
 from confpred.problem.conv2d import Problem, dtype_macro
 from confpred.problem.device import Device
 from confpred.problem.operation import Launch
@@ -71,7 +70,7 @@ class _Axis:
     @property
     def groups(self) -> int:
         """Groups of `up` outputs."""
-        found: int = common.ceil_div(self.size_out + self.shift, self.up)
+        found: int = ceil_div(self.size_out + self.shift, self.up)
         return found
 
 
@@ -94,33 +93,15 @@ def _axes(problem: Problem) -> tuple[_Axis, _Axis]:
     return axes[0], axes[1]
 
 
-@dataclass(frozen=True, slots=True)
-class _Tiling:
-    """Tiles, resources and work of some configs on one problem; arrays over these configs."""
-
-    repeat: Array
-    in_x: Array  # input columns of a tile
-    depth: Any  # an integer, or one for each config; groups of accumulators
-    pitch: Array  # floats of shared memory that the filters of a lane take
-    registers: Array  # an estimate
-    smem_bytes: Array
-    lanes: Lanes
-    band_groups: Array
-    bands: Array
-    q_tiles: Array
-    blocks: Array
-    work: Array  # instructions that a thread issues in one step
-
-
 _CONFIGS = _config_table()
-_WHOLE = Table.of(_CONFIGS)
 
 
-class DepthwiseImage(Tiled):
+class DepthwiseImage(Tabled):
     """One direction of ``kernels/depthwise.cu``."""
 
     configs = _CONFIGS
-    whole = _WHOLE
+    whole = Table.of(_CONFIGS)
+    kernel = "depthwise"
     kernel_fields = _COMPILED
     shared_features = _SHARED
 
@@ -128,7 +109,7 @@ class DepthwiseImage(Tiled):
         return depthwise.handles(problem) and (self.direction == "fprop" or problem.k <= problem.c)
 
     def _first(self, problem: Any, device: Device, table: Table) -> NDArray[np.bool_]:
-        vertical, horizontal = each(_axes, problem)
+        vertical, horizontal = problem.each(_axes)
         taps, width = problem.r * problem.s, horizontal.size_out
         return (
             table.by(
@@ -152,157 +133,125 @@ class DepthwiseImage(Tiled):
             & table.by(("bands",), lambda t: common.distinct_bands(vertical.groups, t["bands"]))
         )
 
-    def _tiled_rules(
-        self, problem: Any, device: Device, t: Mapping[str, Array], tiling: _Tiling
+    def _rules(
+        self, problem: Any, device: Device, t: Mapping[str, Array], w: Any
     ) -> NDArray[np.bool_]:
-        tiles = tiling.blocks * tiling.lanes.tiles_at_once
         return (
-            (tiling.in_x <= depthwise.MAX_COLUMNS)
-            & (tiling.registers <= common.MOST_ESTIMATED_REGISTERS)
+            (w.in_x <= depthwise.MAX_COLUMNS)
+            & (w.registers <= common.MOST_ESTIMATED_REGISTERS)
             # Bounding the registers so that two blocks fit changes nothing where a thread needs
             # few, and makes it spill where it needs many.
-            & ((t["min_blocks"] == 1) | ((tiling.registers > 100) & (tiling.registers <= 132)))
-            & (tiling.smem_bytes <= device.smem_per_block)
-            & (np.maximum(tiling.blocks, tiles) <= common.MAX_INT)
+            & ((t["min_blocks"] == 1) | ((w.registers > 100) & (w.registers <= 132)))
+            & (w.smem_bytes <= device.smem_per_block)
+            & (np.maximum(w.blocks, w.blocks * w.tiles_at_once) <= common.MAX_INT)
         )
 
     def launch(self, problem: Problem, row: int) -> Launch:
-        p, tiling = problem, picked(self._cut_for(problem, row), 0)
-        vertical, horizontal = _axes(p)
+        p, w = problem, self._one(problem, row)
+        down, across = _axes(p)
         defines = (
-            ("R", p.r),
-            ("S", p.s),
-            ("UP_H", vertical.up),
-            ("UP_W", horizontal.up),
-            ("DOWN_H", vertical.down),
-            ("DOWN_W", horizontal.down),
-            ("DILATION_H", vertical.dilation),
-            ("DILATION_W", horizontal.dilation),
+            *macros(R=p.r, S=p.s, UP_H=down.up, UP_W=across.up, DOWN_H=down.down),
+            *macros(DOWN_W=across.down, DILATION_H=down.dilation, DILATION_W=across.dilation),
             ("FLIP", int(self.direction == "dgrad")),
             dtype_macro(p),
             *common.epilogue_macros(p),
-            ("REPEAT", int(tiling.repeat)),
+            ("REPEAT", int(w.repeat)),
             *common.config_macros(self.configs[row], _COMPILED),
-            *common.agreed_macros(
-                max_threads=depthwise.MAX_THREADS,
-                **common.named(tiling, "in_x depth"),
-                filter_pitch=tiling.pitch,
-            ),
+            *common.agreed_macros(max_threads=depthwise.MAX_THREADS, in_x=w.in_x, depth=w.depth),
+            *common.agreed_macros(filter_pitch=w.pitch),
         )
         scalars = {
             "n": p.n,
             "k": p.k,
             "multiplier": p.k // p.c,
-            "h": vertical.size_in,
-            "w": horizontal.size_in,
-            "p": vertical.size_out,
-            "q": horizontal.size_out,
-            "origin_h": vertical.origin,
-            "origin_w": horizontal.origin,
-            "shift_h": vertical.shift,
-            "shift_w": horizontal.shift,
-            **common.named(tiling, "band_groups bands q_tiles"),
-            **common.named(tiling.lanes, "c_tiles lanes_c tiles_at_once"),
+            **common.image_scalars(p),
+            "origin_h": down.origin,
+            "origin_w": across.origin,
+            "shift_h": down.shift,
+            "shift_w": across.shift,
+            **common.named(w, "band_groups bands q_tiles"),
+            **depthwise.lane_scalars(w),
         }
-        blocks, threads, smem_bytes = tiling.blocks, tiling.lanes.threads, tiling.smem_bytes
-        step = common.kernel_step(
-            "depthwise", defines, blocks, threads, smem_bytes, self.operands, scalars
-        )
-        return Launch((step,))
+        return Launch((self._step(defines, w.blocks, w.block_threads, w.smem_bytes, scalars),))
 
-    def _tiling(self, problem: Any, t: Mapping[str, Array]) -> _Tiling:
-        vertical, horizontal = each(_axes, problem)
+    def _cut(self, problem: Any, t: Mapping[str, Array]) -> Workings:
+        w: Any = Workings()
+        down, across = problem.each(_axes)
         vec, tile_q = t["vec"], t["tile_q"]
-        repeat = np.minimum(vec, problem.k // problem.c)
+        w.repeat = np.minimum(vec, problem.k // problem.c)
         taps = problem.r * problem.s
-        reach = vertical.dilation * (vertical.window - 1) + (vertical.up - 1) * vertical.down
-        depth = reach // (vertical.up * vertical.down) + 1
-        width = horizontal.down * (tile_q - 1) + horizontal.dilation * (horizontal.window - 1)
-        in_x = width // horizontal.up + 1
+        # Groups of accumulators.
+        reach = down.dilation * (down.window - 1) + (down.up - 1) * down.down
+        w.depth = reach // (down.up * down.down) + 1
+        width = across.down * (tile_q - 1) + across.dilation * (across.window - 1)
+        w.in_x = width // across.up + 1  # input columns of a tile
         access = np.minimum(vec, 4)
-        pitch = (taps * vec // access | 1) * access
-        lanes = Lanes.of(common.ceil_div(problem.k, vec), t["lanes_c"], t["threads"])
-        band_groups, bands = common.cut(vertical.groups, t["bands"])
-        q_tiles = common.ceil_div(horizontal.size_out + horizontal.shift, tile_q)
-        outputs = vertical.up * tile_q * vec
-        inputs = vertical.down * in_x * vec // repeat
+        w.pitch = (taps * vec // access | 1) * access  # floats that the filters of a lane take
+        depthwise.share_lanes(w, ceil_div(problem.k, vec), t["lanes_c"], t["threads"])
+        w.smem_bytes = w.lanes * w.pitch * 4
+        w.band_groups, w.bands = common.cut(down.groups, t["bands"])
+        w.q_tiles = ceil_div(across.size_out + across.shift, tile_q)
+        tiles = problem.n * w.bands * w.q_tiles
+        w.blocks = ceil_div(tiles, w.tiles_at_once) * w.c_tiles
+        outputs = down.up * tile_q * vec
+        inputs = down.down * w.in_x * vec // w.repeat
         packed = problem.itemsize / 4
-        registers = (
-            depth * outputs
+        w.registers = (  # an estimate
+            w.depth * outputs
             + inputs * (1 + packed * t["prefetch"])
             # Unrolled steps share what they read of the filter, so that it stays in registers.
             + np.where(t["filter_shared"] & (t["prefetch"] == 1), 4, taps) * vec
             + outputs * packed * problem.residual
             + 28
         ).astype(np.int64)
-        # The terms are products, conversions, addresses, loads of the filter, stores, and the rest.
-        products = taps * outputs // (vertical.up * horizontal.up)
-        work = (
-            products
+        # Instructions that a thread issues in one step: products, conversions, addresses, loads of
+        # the filter, stores, and the rest.
+        w.thread_step = (
+            taps * outputs // (down.up * across.up)
             + inputs
-            + 4 * vertical.down * in_x
-            + t["filter_shared"] * taps * common.ceil_div(vec, 4)
+            + 4 * down.down * w.in_x
+            + t["filter_shared"] * taps * ceil_div(vec, 4)
             + 2 * outputs
             + 30
         )
-        tiles = problem.n * bands * q_tiles
-        return _Tiling(
-            repeat=repeat,
-            in_x=in_x,
-            depth=depth,
-            pitch=pitch,
-            registers=registers,
-            smem_bytes=lanes.lanes_c * pitch * 4,
-            lanes=lanes,
-            band_groups=band_groups,
-            bands=bands,
-            q_tiles=q_tiles,
-            blocks=common.ceil_div(tiles, lanes.tiles_at_once) * lanes.c_tiles,
-            work=work,
-        )
+        return w
 
     def _derived(
-        self, problem: Any, device: Device, t: Mapping[str, Array], workings: _Tiling
+        self, problem: Any, device: Device, t: Mapping[str, Array], w: Any
     ) -> dict[str, NDArray[np.float64]]:
         """Estimate seconds as the larger of two times, plus a latency for each wave and step: the
         time of device memory, whose rate is bounded where too little is in flight, and the time of
         the instructions of the multiprocessor with the most blocks."""
-        vertical, horizontal = each(_axes, problem)
-        tiling = workings
-        lanes = tiling.lanes
-        registers = np.minimum(
-            tiling.registers, np.where(t["min_blocks"] == 2, 128, common.MAX_REGISTERS)
-        )
-        occupancy = Occupancy.of(device, tiling.blocks, lanes.threads, registers, tiling.smem_bytes)
-        steps = tiling.band_groups + tiling.depth - 1
-        load_bytes = vertical.down * tiling.in_x * (t["vec"] // tiling.repeat) * problem.itemsize
-        threads = tiling.blocks * lanes.threads
-        in_flight = occupancy.resident * lanes.threads * load_bytes * t["prefetch"]
+        down, across = problem.each(_axes)
+        bound = np.where(t["min_blocks"] == 2, 128, common.MAX_REGISTERS)
+        registers = np.minimum(w.registers, bound)
+        occupancy = Occupancy.of(device, w.blocks, w.block_threads, registers, w.smem_bytes)
+        steps = w.band_groups + w.depth - 1
+        load_bytes = down.down * w.in_x * (t["vec"] // w.repeat) * problem.itemsize
+        threads = w.blocks * w.block_threads
+        in_flight = occupancy.resident * w.block_threads * load_bytes * t["prefetch"]
         # Steps whose input rows are padding only finish output rows.
-        computed = np.minimum(steps, common.ceil_div(vertical.size_in, vertical.down))
-        thread_work = computed * tiling.work + (steps - computed) * 0.25 * tiling.work
+        computed = np.minimum(steps, ceil_div(down.size_in, down.down))
+        thread_work = computed * w.thread_step + (steps - computed) * 0.25 * w.thread_step
         thread_work += common.BLOCK_INSTRUCTIONS
-        fullest = occupancy.sm_blocks * device.sm_count * lanes.threads
+        fullest = occupancy.sm_blocks * device.sm_count * w.block_threads
         seconds = np.maximum(
             common.memory_s(problem.minimum_bytes, device, in_flight),
             common.instructions_s(fullest * thread_work, device),
         )
+        last_band = down.groups - (w.bands - 1) * w.band_groups
         return {
-            **lanes.features(),
-            **common.named(tiling, "in_x registers smem_bytes band_groups"),
             **occupancy.features(),
-            "q_waste": tiling.q_tiles * t["tile_q"] / horizontal.size_out,
-            "bands_cut": tiling.bands,
-            # What is left for the last band, as a fraction of a whole band.
-            "row_tail": (vertical.groups - (tiling.bands - 1) * tiling.band_groups)
-            / tiling.band_groups,
-            "halo_rows": steps / tiling.band_groups,
-            "halo_columns": tiling.in_x * horizontal.up / (horizontal.down * t["tile_q"]),
+            "q_waste": w.q_tiles * t["tile_q"] / across.size_out,
+            "bands_cut": w.bands,
+            "row_tail": last_band / w.band_groups,
+            "halo_rows": steps / w.band_groups,
+            "halo_columns": w.in_x * across.up / (across.down * t["tile_q"]),
             "steps": steps,
-            "lane_waste": lanes.threads / (lanes.lanes_c * lanes.tiles_at_once),
-            "run_bytes": lanes.lanes_c * t["vec"] * problem.itemsize,
+            "lane_waste": w.block_threads / (w.lanes * w.tiles_at_once),
+            "run_bytes": w.lanes * t["vec"] * problem.itemsize,
             "bytes_in_flight": in_flight,
-            "work": tiling.work / (vertical.up * t["tile_q"] * t["vec"]),
+            "work": w.thread_step / (down.up * t["tile_q"] * t["vec"]),
             "log_work": np.log2(threads * thread_work),
             "log_load_bytes": np.log2(threads * steps * load_bytes / problem.minimum_bytes),
             "estimate": seconds

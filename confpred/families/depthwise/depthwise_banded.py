@@ -18,17 +18,16 @@ blocks win where registers allow them.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from confpred.families import common, depthwise
-from confpred.families.batch import each, picked
-from confpred.families.common import Occupancy
+from confpred.families.batch import Workings
+from confpred.families.common import Occupancy, ceil_div, macros
 from confpred.families.protocol import Array
-from confpred.families.table import Table, Tiled, config_table, crossed
+from confpred.families.table import Table, Tabled, config_table, crossed
 from confpred.problem.conv2d import Problem, dtype_macro
 from confpred.problem.device import Device
 from confpred.problem.operation import Launch
@@ -64,7 +63,6 @@ def _config_table() -> NDArray[np.void]:
 
 
 _CONFIGS = _config_table()
-_WHOLE = Table.of(_CONFIGS)
 
 
 def handles(problem: Problem) -> bool:
@@ -97,8 +95,8 @@ def runs(t: Mapping[str, Array]) -> Array:
 def items(t: Mapping[str, Array], columns: Array) -> Array:
     """Items that a thread copies in a step, for `columns` of a run; an item is two pixels of 8
     channels."""
-    pairs = t["rows"] * runs(t) * (t["block_c"] // 8) * common.ceil_div(columns, 2)
-    return common.ceil_div(pairs, threads_of(t))
+    pairs = t["rows"] * runs(t) * (t["block_c"] // 8) * ceil_div(columns, 2)
+    return ceil_div(pairs, threads_of(t))
 
 
 def buffer_bytes(t: Mapping[str, Array], units: Array, spare: int) -> Array:
@@ -147,45 +145,61 @@ def _padded_image(problem: Problem) -> int:
     return p.c * (max(p.h, p.p) + 256) * (max(p.w, p.q) + 256)
 
 
-def addressable(t: Mapping[str, Array], problem: Any, image_runs: Array) -> NDArray[np.bool_]:
-    """Which configs can count the offsets from a block's first image in 32 bits, padding included.
-
-    Args:
-        t: the configs.
-        problem: the layer, or that of each config.
-        image_runs: how many runs an image has.
-    """
-    images = common.ceil_div(runs(t), image_runs) + 1
-    return images * each(_padded_image, problem) <= common.MAX_INT
+def cut(problem: Any, t: Mapping[str, Array], height: Any, width: Any) -> Any:
+    """Return the workings of how configs cut an image of this `height` and `width`, of what a step
+    copies, and of what the kernels hold."""
+    w: Any = Workings()
+    run = t["run"]
+    w.threads, w.runs = threads_of(t), runs(t)  # of a block
+    w.in_x = 8 * run + problem.s - 1  # input columns of a run
+    w.band_rows, w.bands = common.cut(height, t["bands"])
+    w.q_tiles = ceil_div(width, 8 * run)
+    w.c_tiles = ceil_div(problem.c, t["block_c"])
+    w.all_runs = problem.n * w.bands * w.q_tiles
+    w.tiles = ceil_div(w.all_runs, w.runs)
+    w.in_items, w.out_items = items(t, w.in_x), items(t, 8 * run)
+    return w
 
 
 def suited(t: Mapping[str, Array], channels: Any, width: Any) -> NDArray[np.bool_]:
     """Which kernels are not meant for a larger layer: a block has less than twice the layer's
-    channels, or the fewest that there are, and at most a quarter more columns are computed than
-    necessary. Larger blocks do the work of smaller ones, only more slowly.
-
-    Args:
-        t: configs.
-        channels: the layer's channels.
-        width: the columns that are cut into runs.
+    `channels`, or the fewest that there are, and at most a quarter more columns are computed than
+    the `width` that is cut into runs. Larger blocks do the work of smaller ones, only more slowly.
     """
-    columns = common.ceil_div(width, 8 * t["run"]) * t["run"]
-    return ((4 * columns <= 5 * common.ceil_div(width, 8)) | (t["run"] == 1)) & (
+    columns = ceil_div(width, 8 * t["run"]) * t["run"]
+    return ((4 * columns <= 5 * ceil_div(width, 8)) | (t["run"] == 1)) & (
         (t["block_c"] < 2 * channels) | (t["block_c"] == 16)
     )
 
 
-def not_oversized(t: Mapping[str, Array], all_runs: Array, band_rows: Array) -> NDArray[np.bool_]:
-    """Which configs are less than twice as large as what they cover, or the smallest.
-
-    Args:
-        t: the configs.
-        all_runs: runs of all images together.
-        band_rows: rows of a band.
-    """
-    return ((runs(t) < 2 * all_runs) | (t["strips"] == 16)) & (
-        (t["rows"] < 2 * band_rows) | (t["rows"] == 1)
+def rules(
+    problem: Any, device: Device, t: Mapping[str, Array], w: Any, splits: Any = 1
+) -> NDArray[np.bool_]:
+    """Which configs fit, and can count the offsets from a block's first image in 32 bits, padding
+    included; and are less than twice as large as what they cover, or the smallest."""
+    images = ceil_div(w.runs, w.q_tiles * w.bands) + 1
+    return (
+        fits(t, w.registers, w.smem_bytes, device)
+        & (images * problem.each(_padded_image) <= common.MAX_INT)
+        & (np.maximum(w.blocks, w.all_runs + splits * t["strips"]) <= common.MAX_INT)
+        & ((w.runs < 2 * w.all_runs) | (t["strips"] == 16))
+        & ((t["rows"] < 2 * w.band_rows) | (t["rows"] == 1))
     )
+
+
+def features(
+    problem: Any, t: Mapping[str, Array], w: Any, width: Any, walked: Any
+) -> dict[str, Any]:
+    """Return features of the cut; a block walks over `walked` input rows of a band."""
+    return {
+        "q_waste": w.q_tiles * t["run"] * 8 / width,
+        "c_waste": w.c_tiles * t["block_c"] / problem.c,
+        "strip_waste": w.tiles * t["strips"] / (w.all_runs * t["run"]),
+        "bands_cut": w.bands,
+        "halo_rows": walked / w.band_rows,
+        "halo_columns": w.in_x / (8 * t["run"]),
+        "run_bytes": t["block_c"] * problem.itemsize,
+    }
 
 
 _SHARED = (
@@ -199,58 +213,26 @@ _SHARED = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class _Image:
-    """A layer as ``depthwise_banded.cu`` sees it: what it reads, what it writes, and the padding,
-    which is negative where an input gradient leaves the border of the output's gradient unread."""
-
-    size_in: tuple[int, int]
-    size_out: tuple[int, int]
-    padding: tuple[int, int]
-
-
-def _image(problem: Problem) -> _Image:
+def _padding(problem: Problem) -> tuple[int, int]:
+    """Return the padding of what the kernel reads. It is negative where an input gradient leaves
+    the border of the output's gradient unread."""
     p = problem
     if p.direction == "fprop":
-        return _Image((p.h, p.w), (p.p, p.q), p.padding)
-    turned = (p.r - 1 - p.padding[0], p.s - 1 - p.padding[1])
-    return _Image((p.p, p.q), (p.h, p.w), turned)
+        return p.padding
+    return p.r - 1 - p.padding[0], p.s - 1 - p.padding[1]
 
 
 def _above(problem: Problem) -> int:
     """Rows of padding above the image that a window meets."""
-    return min(max(_image(problem).padding[0], 0), problem.r - 1)
+    return min(max(_padding(problem)[0], 0), problem.r - 1)
 
 
-@dataclass(frozen=True, slots=True)
-class _Tiling:
-    """Tiles, resources and work of some configs on one problem; arrays over these configs."""
-
-    threads: Array
-    runs: Array  # of a block
-    registers: Array  # an estimate of what the compiler would take
-    smem_bytes: Array
-    in_items: Array  # items (pairs of pixels of 8 channels) that a thread loads in a step
-    out_items: Array  # items that it stores in a step
-    products: Array  # tensor-core instructions of a warp and step
-    work: Array  # instructions that a warp issues in a step
-    in_x: Array  # input columns of a run
-    band_rows: Array
-    bands: Array
-    q_tiles: Array
-    c_tiles: Array
-    tiles: Array
-
-    @property
-    def blocks(self) -> Array:
-        return self.tiles * self.c_tiles
-
-
-class DepthwiseBanded(Tiled):
+class DepthwiseBanded(Tabled):
     """One direction of ``kernels/depthwise_banded.cu``."""
 
     configs = _CONFIGS
-    whole = _WHOLE
+    whole = Table.of(_CONFIGS)
+    kernel = "depthwise_banded"
     kernel_fields = COMPILED
     shared_features = _SHARED
 
@@ -258,143 +240,94 @@ class DepthwiseBanded(Tiled):
         return handles(problem)
 
     def _first(self, problem: Any, device: Device, table: Table) -> NDArray[np.bool_]:
-        height, width = each(_image, problem).size_out
+        _, (height, width) = problem.each(common.image_sizes)
         return table.by(("block_c", "run"), lambda t: suited(t, problem.c, width)) & table.by(
             ("bands",), lambda t: common.distinct_bands(height, t["bands"])
         )
 
-    def _tiled_rules(
-        self, problem: Any, device: Device, t: Mapping[str, Array], tiling: _Tiling
+    def _rules(
+        self, problem: Any, device: Device, t: Mapping[str, Array], w: Any
     ) -> NDArray[np.bool_]:
-        all_runs = problem.n * tiling.bands * tiling.q_tiles
-        return (
-            fits(t, tiling.registers, tiling.smem_bytes, device)
-            & addressable(t, problem, tiling.q_tiles * tiling.bands)
-            & (np.maximum(tiling.blocks, all_runs + t["strips"]) <= common.MAX_INT)
-            & not_oversized(t, all_runs, tiling.band_rows)
-        )
+        return rules(problem, device, t, w)
 
     def launch(self, problem: Problem, row: int) -> Launch:
-        p, tiling, image = problem, picked(self._cut_for(problem, row), 0), _image(problem)
+        p, w = problem, self._one(problem, row)
         defines = (
-            ("R", p.r),
-            ("S", p.s),
-            ("FLIP", int(self.direction == "dgrad")),
+            *macros(R=p.r, S=p.s, FLIP=int(self.direction == "dgrad")),
             dtype_macro(p),
             *common.epilogue_macros(p),
             *common.config_macros(self.configs[row], COMPILED),
-            *common.agreed_macros(**common.named(tiling, "threads runs smem_bytes")),
+            *common.agreed_macros(**common.named(w, "threads runs smem_bytes")),
         )
         scalars = {
             "n": p.n,
             "c": p.c,
-            "h": image.size_in[0],
-            "w": image.size_in[1],
-            "p": image.size_out[0],
-            "q": image.size_out[1],
-            "pad_h": image.padding[0],
-            "pad_w": image.padding[1],
-            **common.named(tiling, "band_rows bands q_tiles c_tiles"),
+            **common.image_scalars(p),
+            **dict(zip(("pad_h", "pad_w"), _padding(p), strict=True)),
+            **common.named(w, "band_rows bands q_tiles c_tiles"),
         }
-        blocks, threads, smem_bytes = tiling.blocks, tiling.threads, tiling.smem_bytes
-        step = common.kernel_step(
-            "depthwise_banded", defines, blocks, threads, smem_bytes, self.operands, scalars
-        )
-        return Launch((step,))
+        return Launch((self._step(defines, w.blocks, w.threads, w.smem_bytes, scalars),))
 
-    def _tiling(self, problem: Any, t: Mapping[str, Array]) -> _Tiling:
+    def _cut(self, problem: Any, t: Mapping[str, Array]) -> Workings:
         r, s, run = problem.r, problem.s, t["run"]
-        height, width = each(_image, problem).size_out
-        threads = threads_of(t)
         span = (s + 14) // 8
-        in_x = 8 * run + s - 1
-        band_rows, bands = common.cut(height, t["bands"])
-        q_tiles = common.ceil_div(width, 8 * run)
-        in_items, out_items = items(t, in_x), items(t, 8 * run)
+        w = cut(problem, t, *problem.each(common.image_sizes)[1])
+        w.blocks = w.tiles * w.c_tiles
+        planes = buffer_bytes(t, run + span - 1, span - 1) + buffer_bytes(t, run, 0)
+        w.smem_bytes = 2 * planes + stage_bytes(t, w.in_items) + t["block_c"] * r * s * 2
         warp_tiles = t["warp_strips"] // 16
         fragments = t["warp_c"] * warp_tiles * t["rows"]  # of a warp and step
-        products = fragments * r * np.where(span < 3, 1, 2)
-        registers = (  # fitted to what the assembler reports of 96 kernels
+        # Tensor-core instructions of a warp and step.
+        w.products = fragments * r * np.where(span < 3, 1, 2)
+        w.registers = (  # fitted to what the assembler reports of 96 kernels
             t["warp_c"] * (r * (span + 4 * warp_tiles) + warp_tiles)
-            + 3 * in_items
-            + (13 + 8 * problem.residual) * out_items
+            + 3 * w.in_items
+            + (13 + 8 * problem.residual) * w.out_items
             + 29
         )
-        work = products + fragments * 14 + in_items * 28 + out_items * 28 + 20
-        return _Tiling(
-            threads=threads,
-            runs=runs(t),
-            registers=registers,
-            smem_bytes=2 * (buffer_bytes(t, run + span - 1, span - 1) + buffer_bytes(t, run, 0))
-            + stage_bytes(t, in_items)
-            + t["block_c"] * r * s * 2,
-            in_items=in_items,
-            out_items=out_items,
-            products=products,
-            work=work,
-            in_x=in_x,
-            band_rows=band_rows,
-            bands=bands,
-            q_tiles=q_tiles,
-            c_tiles=common.ceil_div(problem.c, t["block_c"]),
-            tiles=common.ceil_div(problem.n * bands * q_tiles, runs(t)),
-        )
+        # Instructions that a warp issues in a step.
+        w.work = w.products + fragments * 14 + w.in_items * 28 + w.out_items * 28 + 20
+        return w
 
     def _derived(
-        self, problem: Any, device: Device, t: Mapping[str, Array], workings: _Tiling
+        self, problem: Any, device: Device, t: Mapping[str, Array], w: Any
     ) -> dict[str, NDArray[np.float64]]:
         """Estimate seconds as the largest of three times, plus a latency for each wave and step:
         the time of device memory, whose rate is bounded where too little is in flight, and the
         times of the tensor cores and of the instructions of the multiprocessor with the most
         blocks."""
-        tiling = workings
-        image = each(_image, problem)
-        (height, width), size_in = image.size_out, image.size_in
-        registers = np.minimum(tiling.registers, most_registers(t))
-        occupancy = Occupancy.of(
-            device, tiling.blocks, tiling.threads, registers, tiling.smem_bytes
-        )
+        (in_height, _), (height, width) = problem.each(common.image_sizes)
+        registers = np.minimum(w.registers, most_registers(t))
+        occupancy = Occupancy.of(device, w.blocks, w.threads, registers, w.smem_bytes)
         # With one band, rows of padding above the image are left out; those below it only finish
         # the rows above them.
-        whole, above = tiling.bands == 1, each(_above, problem)
-        walked = tiling.band_rows + problem.r - 1 - whole * above
-        steps = common.ceil_div(walked, t["rows"])
-        inside = np.where(whole, np.minimum(size_in[0] + image.padding[0] - above, walked), walked)
-        computed = np.minimum(common.ceil_div(inside, t["rows"]), steps)
-        step_bytes = t["rows"] * runs(t) * tiling.in_x * t["block_c"] * problem.itemsize
+        whole, above = w.bands == 1, problem.each(_above)
+        walked = w.band_rows + problem.r - 1 - whole * above
+        steps = ceil_div(walked, t["rows"])
+        lowest = in_height + problem.each(_padding)[0] - above
+        inside = np.where(whole, np.minimum(lowest, walked), walked)
+        computed = np.minimum(ceil_div(inside, t["rows"]), steps)
+        step_bytes = t["rows"] * w.runs * w.in_x * t["block_c"] * problem.itemsize
         in_flight = occupancy.resident * step_bytes
-        fullest = occupancy.sm_blocks * device.sm_count * tiling.threads / 32
-        block_work = computed * tiling.work + (steps - computed) * 0.5 * tiling.work
+        fullest = occupancy.sm_blocks * device.sm_count * w.threads / 32
+        block_work = computed * w.work + (steps - computed) * 0.5 * w.work
         block_work += common.BLOCK_INSTRUCTIONS
-        seconds = np.maximum(
+        seconds = common.largest(
             common.memory_s(problem.minimum_bytes, device, in_flight),
-            np.maximum(
-                common.products_s(fullest * computed * tiling.products, device),
-                common.instructions_s(fullest * block_work * 32, device),
-            ),
+            common.products_s(fullest * computed * w.products, device),
+            common.instructions_s(fullest * block_work * 32, device),
         )
-        all_runs = problem.n * tiling.bands * tiling.q_tiles
         return {
             "log_p": np.log2(height),
             "log_q": np.log2(width),
-            **common.named(tiling, "threads registers smem_bytes in_items out_items products"),
             **occupancy.features(),
-            "q_waste": tiling.q_tiles * t["run"] * 8 / width,
-            "c_waste": tiling.c_tiles * t["block_c"] / problem.c,
-            "strip_waste": tiling.tiles * t["strips"] / (all_runs * t["run"]),
-            "band_rows": tiling.band_rows,
-            "bands_cut": tiling.bands,
+            **features(problem, t, w, width, walked),
             # The rows that are left for the last band, as a fraction of a whole band.
-            "row_tail": (height - (tiling.bands - 1) * tiling.band_rows) / tiling.band_rows,
-            "halo_rows": walked / tiling.band_rows,
-            "halo_columns": tiling.in_x / (8 * t["run"]),
+            "row_tail": (height - (w.bands - 1) * w.band_rows) / w.band_rows,
             "steps": steps,
-            "run_bytes": t["block_c"] * problem.itemsize,
             "bytes_in_flight": in_flight,
-            "log_work": np.log2(tiling.blocks * (tiling.threads / 32) * block_work),
-            "log_load_bytes": np.log2(
-                tiling.blocks * computed * step_bytes / problem.minimum_bytes
-            ),
+            "log_work": np.log2(w.blocks * (w.threads / 32) * block_work),
+            "log_load_bytes": np.log2(w.blocks * computed * step_bytes / problem.minimum_bytes),
             "estimate": seconds
             + common.LAUNCH_S
             + common.waves_s(occupancy.waves, common.WAVE_S, steps, common.STEP_S),

@@ -48,6 +48,9 @@ def fits_odd_channels(block: Array, channels: Any) -> NDArray[np.bool_]:
     return (channels % 64 != 0) & (channels % block == 0) & ((block >= 48) | (channels < 4 * block))
 
 
+Pair = tuple[int, int]
+
+
 @dataclass(frozen=True, slots=True)
 class Axis:
     """How the kernel walks a layer's rows, or its columns; the names are the kernel's.
@@ -77,15 +80,9 @@ class Axis:
     positions: int
 
     def scalars(self, side: str) -> dict[str, int]:
-        """Return the kernel's scalars for its rows (`side` is ``h``) or its columns (``w``), by
-        name."""
-        return {
-            f"in_origin_{side}": self.in_origin,
-            f"in_lattice_{side}": self.in_lattice,
-            f"in_step_{side}": self.in_step,
-            f"out_origin_{side}": self.out_origin,
-            f"out_step_{side}": self.out_step,
-        }
+        """Return the kernel's scalars for its rows (`side` is ``h``) or its columns (``w``)."""
+        names = ("in_origin", "in_lattice", "in_step", "out_origin", "out_step")
+        return {f"{name}_{side}": getattr(self, name) for name in names}
 
 
 def axes_of(problem: Problem) -> tuple[Axis, Axis]:
@@ -102,30 +99,27 @@ def axis_of(problem: Problem, axis: int) -> Axis:
     dilation = problem.dilation[axis] if taps > 1 else stride
     if problem.direction == "fprop":
         # input = stride * output + dilation * tap - padding
-        common = gcd(stride, dilation)
-        lattices = dilation // common
+        steps = _steps(taps, stride, dilation)
         return Axis(
             taps=taps,
-            down=stride // common,
+            down=steps.stride,
             up=1,
             in_origin=-padding,
             in_lattice=stride,
-            in_step=common * lattices,
+            in_step=steps.step * steps.dilation,
             out_origin=0,
-            out_step=lattices,
-            positions=-(-outputs // lattices),
+            out_step=steps.dilation,
+            positions=-(-outputs // steps.dilation),
         )
     # The kernel reads the gradient of the layer's output and writes that of its input, with its
     # taps turned: w = stride * q + dilation * (taps - 1 - tap) - padding.
+    unit = {"taps": taps, "down": 1, "up": 1, "out_origin": 0}
     if stride == 1:
         return Axis(
-            taps=taps,
-            down=1,
-            up=1,
+            **unit,
             in_origin=padding - dilation * (taps - 1),
             in_lattice=1,
             in_step=dilation,
-            out_origin=0,
             out_step=dilation,
             positions=-(-inputs // dilation),
         )
@@ -135,13 +129,10 @@ def axis_of(problem: Problem, axis: int) -> Axis:
         live = padding % 2
         met = (live + padding) // 2 - (taps - 1)
         return Axis(
-            taps=taps,
-            down=1,
-            up=1,
+            **unit,
             in_origin=outputs if live else met,
             in_lattice=met - outputs if live else outputs - met,
             in_step=1,
-            out_origin=0,
             out_step=2,
             positions=-(-inputs // 2),
         )
@@ -195,14 +186,8 @@ class Window:
 
 def window_of(problem: Problem) -> Window:
     """Return the part of `problem` that decides its kernels."""
-    return Window(
-        problem.group_width,
-        problem.r,
-        problem.s,
-        _steps(problem.r, problem.stride[0], problem.dilation[0]),
-        _steps(problem.s, problem.stride[1], problem.dilation[1]),
-        problem.bias,
-    )
+    p, (down, across) = problem, zip(problem.stride, problem.dilation, strict=True)
+    return Window(p.group_width, p.r, p.s, _steps(p.r, *down), _steps(p.s, *across), p.bias)
 
 
 def flush_steps(problem: Problem) -> int:

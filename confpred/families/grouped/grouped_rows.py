@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from confpred.families import common, grouped
-from confpred.families.batch import each, each_row
-from confpred.families.common import Occupancy
-from confpred.families.grouped import axes_of
-from confpred.families.protocol import Array, Rows
-from confpred.families.table import Table, Tabled, config_table
+from confpred.families.batch import Workings
+from confpred.families.common import Occupancy, ceil_div, macros
+from confpred.families.grouped import Pair, axes_of
+from confpred.families.protocol import Array
+from confpred.families.table import Shaped, Table, config_table
 from confpred.problem.conv2d import Problem, dtype_macro
 from confpred.problem.device import Device
 from confpred.problem.operation import Launch
@@ -81,23 +80,6 @@ def _config_table() -> NDArray[np.void]:
 
 
 _CONFIGS = _config_table()
-_WHOLE = Table.of(_CONFIGS)
-
-
-@dataclass(frozen=True, slots=True)
-class _Shape:
-    """Shapes of all configs for one window and group width; arrays over a table."""
-
-    threads: Array
-    warp_tiles: Array
-    warp_groups: Array
-    row_x: Array  # input columns of an image's tile
-    stage_bytes: Array
-    smem_bytes: Array
-    registers: Array  # an estimate: accumulators, filter, fragments, offsets
-    loads: Array  # 16-byte copies of a thread in a step
-    products: NDArray[np.float64]  # tensor-core instructions of a warp in a step
-    fits: NDArray[np.bool_]  # the rules that do not depend on the layer's sizes or the device
 
 
 _SHARED_FEATURES = (
@@ -113,25 +95,25 @@ _SHARED_FEATURES = (
 )  # fmt: skip
 
 
-class GroupedRows(Tabled):
+class GroupedRows(Shaped):
     """One direction of ``kernels/grouped_rows.cu``."""
 
     configs = _CONFIGS
-    whole = _WHOLE
+    whole = Table.of(_CONFIGS)
+    kernel = "grouped_rows"
     kernel_fields = _COMPILED
     shared_features = _SHARED_FEATURES
 
     def _handles(self, problem: Problem) -> bool:
         return grouped.handles(problem)
 
-    def _first(self, problem: Any, device: Device, table: Table) -> NDArray[np.bool_]:
-        return each_row(lambda p: _fits(p, device, table), problem)
-
-    def _rules(self, problem: Any, device: Device, t: Mapping[str, Array]) -> NDArray[np.bool_]:
-        rows, columns = each(axes_of, problem)
+    def _rules(
+        self, problem: Any, device: Device, t: Mapping[str, Array], w: Any
+    ) -> NDArray[np.bool_]:
+        rows, columns = problem.each(axes_of)
         return (
-            (t["block_n"] * each(_image_elements, problem) <= common.MAX_INT)
-            & (_cut(problem, t).blocks <= common.MAX_INT)
+            (t["block_n"] * problem.each(_image_elements) <= common.MAX_INT)
+            & (w.blocks <= common.MAX_INT)
             # A tile twice as large as what it covers does the work of a smaller tile, slower; the
             # smallest tiles serve whatever is smaller still.
             & (
@@ -146,94 +128,90 @@ class GroupedRows(Tabled):
             & common.distinct_bands(rows.positions, t["bands"])
         )
 
-    def _workings(self, problem: Any, table: Table, at: Rows) -> _Shape:
-        return each_row(lambda p: _shape_of(p, table), problem, at)
+    def _cut(self, problem: Any, t: Mapping[str, Array]) -> Workings:
+        w: Any = Workings()
+        rows, columns = problem.each(axes_of)
+        w.band_rows, w.bands = common.cut(rows.positions, t["bands"])
+        w.n_tiles = ceil_div(problem.n, t["block_n"])
+        w.q_tiles = ceil_div(columns.positions, t["block_q"])
+        w.c_tiles = ceil_div(problem.c, t["block_c"])
+        # Blocks that share the images of a tile: each lattice has blocks of its own.
+        w.image_blocks = w.bands * w.q_tiles * w.c_tiles * (rows.out_step * columns.out_step)
+        w.blocks = w.n_tiles * w.image_blocks
+        return w
+
+    def _shape(self, problem: Problem, table: Table) -> Any:
+        p, (rows, columns) = problem, axes_of(problem)
+        down, up = (rows.down, columns.down), (rows.up, columns.up)
+        dgrad = p.direction == "dgrad"
+        return table.kept(_shape, p.group_width, p.r, p.s, down, up, dgrad, p.residual)
 
     def launch(self, problem: Problem, row: int) -> Launch:
-        p, shape = problem, _shape_of(problem)
+        p, w = problem, self._one(problem, row)
         rows, columns = axes_of(p)
-        cut = _cut(p, _WHOLE.at(np.array([row])))
-        threads, smem_bytes = shape.threads[row], shape.smem_bytes[row]
         defines = (
-            ("DGRAD", int(p.direction == "dgrad")),
-            ("GW", p.group_width),
-            ("R", p.r),
-            ("S", p.s),
-            ("STRIDE_H", max(rows.down, rows.up)),
-            ("STRIDE_W", max(columns.down, columns.up)),
+            *macros(DGRAD=int(p.direction == "dgrad"), GW=p.group_width, R=p.r, S=p.s),
+            *macros(STRIDE_H=max(rows.down, rows.up), STRIDE_W=max(columns.down, columns.up)),
             dtype_macro(p),
             *common.epilogue_macros(p),
             *common.config_macros(_CONFIGS[row], _COMPILED),
-            *common.agreed_macros(threads=threads, smem_bytes=smem_bytes),
+            *common.agreed_macros(threads=w.threads, smem_bytes=w.smem_bytes),
         )
-        sizes = ((p.h, p.w), (p.p, p.q))
-        (h, w), (height, width) = sizes if self.direction == "fprop" else sizes[::-1]
         scalars = {
             "n": p.n,
             "c": p.c,
-            "h": h,
-            "w": w,
-            "p": height,
-            "q": width,
+            **common.image_scalars(p),
             **rows.scalars("h"),
             **columns.scalars("w"),
-            "band_rows": cut.band_rows * rows.up,
-            **common.named(cut, "bands q_tiles c_tiles"),
+            "band_rows": w.band_rows * rows.up,
+            **common.named(w, "bands q_tiles c_tiles"),
         }
-        step = common.kernel_step(
-            "grouped_rows", defines, cut.blocks, threads, smem_bytes, self.operands, scalars
-        )
-        return Launch((step,))
+        return Launch((self._step(defines, w.blocks, w.threads, w.smem_bytes, scalars),))
 
     def _derived(
-        self, problem: Any, device: Device, t: Mapping[str, Array], workings: _Shape
+        self, problem: Any, device: Device, t: Mapping[str, Array], w: Any
     ) -> dict[str, NDArray[np.float64]]:
         """Estimate seconds as the largest of three times, stretched by the waste of the last wave:
         those of device memory, of the copies from L2 into shared memory with their halos, and of
         the tensor cores; plus a fixed latency for each row of a block that cannot be hidden."""
-        shape = workings
-        down, across = each(axes_of, problem)
-        cut = _cut(problem, t)
-        blocks, bands, band_rows = cut.blocks, cut.bands, cut.band_rows
-        registers = np.minimum(shape.registers, common.MAX_REGISTERS)
-        occupancy = Occupancy.of(device, blocks, shape.threads, registers, shape.smem_bytes)
+        down, across = problem.each(axes_of)
+        registers = np.minimum(w.registers, common.MAX_REGISTERS)
+        occupancy = Occupancy.of(device, w.blocks, w.threads, registers, w.smem_bytes)
         first_steps = -(-(problem.r - 1) // down.up)  # before the first row of a band is finished
-        steps = down.down * (band_rows - 1) + 1 + first_steps
-        loaded = blocks * steps * (t["block_n"] * shape.row_x * t["block_c"] * 2.0)
-        products = blocks * steps * shape.products * (shape.threads // 32.0)
-        seconds = np.maximum(
+        steps = down.down * (w.band_rows - 1) + 1 + first_steps
+        loaded = w.blocks * steps * (t["block_n"] * w.row_x * t["block_c"] * 2.0)
+        products = w.blocks * steps * w.products * (w.threads // 32.0)
+        seconds = common.largest(
             problem.minimum_bytes / device.dram_bytes_per_s,
-            np.maximum(common.l2_s(loaded, device), common.products_s(products, device)),
+            common.l2_s(loaded, device),
+            common.products_s(products, device),
+            # Where one window covers the whole image, padded groups may need fewer operations than
+            # are counted; but no estimate may be below the roofline.
+            problem.each(device.roofline_s),
         )
-        # Where one window covers the whole image, padded groups may need fewer operations than are
-        # counted; but no estimate may be below the roofline.
-        seconds = np.maximum(seconds, each(device.roofline_s, problem))
-        height, width = each(_out_size, problem)
+        _, (height, width) = problem.each(common.image_sizes)
+        at_once = np.minimum(device.sm_count * occupancy.per_sm, w.blocks) / w.image_blocks
         return {
             "log_p": np.log2(height),
             "log_q": np.log2(width),
-            **common.named(shape, "threads warp_tiles warp_groups smem_bytes loads products"),
             "registers": registers,
             **occupancy.features(),
-            "q_waste": cut.q_tiles * t["block_q"] / across.positions,
-            "n_waste": cut.n_tiles * t["block_n"] / problem.n,
-            "c_waste": cut.c_tiles * t["block_c"] / problem.c,
+            "q_waste": w.q_tiles * t["block_q"] / across.positions,
+            "n_waste": w.n_tiles * t["block_n"] / problem.n,
+            "c_waste": w.c_tiles * t["block_c"] / problem.c,
             # What is left for the last block of each dimension, as a fraction of a whole block.
             "q_tail": across.positions % t["block_q"] / t["block_q"],
             "n_tail": problem.n % t["block_n"] / t["block_n"],
             "c_tail": problem.c % t["block_c"] / t["block_c"],
-            "row_tail": (down.positions - (bands - 1) * band_rows) / band_rows,
-            **common.named(cut, "c_tiles band_rows"),
-            "bands_cut": bands,
+            "row_tail": (down.positions - (w.bands - 1) * w.band_rows) / w.band_rows,
+            "bands_cut": w.bands,
             "log_blocks_an_sm": np.log2(occupancy.sm_blocks),
             "rounds": occupancy.rounds,
-            "log_images_at_once": np.log2(
-                np.minimum(device.sm_count * occupancy.per_sm, blocks) / cut.image_blocks
-            ),
-            "halo_rows": steps / (band_rows * down.down),
-            "halo_columns": shape.row_x / (t["block_q"] * across.down),
+            "log_images_at_once": np.log2(at_once),
+            "halo_rows": steps / (w.band_rows * down.down),
+            "halo_columns": w.row_x / (t["block_q"] * across.down),
             "steps": steps,
-            "bytes_in_flight": occupancy.resident * (t["stages"] - 1) * shape.stage_bytes,
+            "bytes_in_flight": occupancy.resident * (t["stages"] - 1) * w.stage_bytes,
             "log_load_bytes": np.log2(loaded / problem.minimum_bytes),
             "log_products": np.log2(products),
             "estimate": seconds * occupancy.wave_waste
@@ -241,165 +219,78 @@ class GroupedRows(Tabled):
         }
 
 
-def _out_size(problem: Problem) -> tuple[int, int]:
-    """Height and width of what the kernel writes."""
-    return (problem.p, problem.q) if problem.direction == "fprop" else (problem.h, problem.w)
-
-
 def _image_elements(problem: Problem) -> int:
     """Elements of an image, of the input or of the output, whichever has more."""
     return problem.c * max(problem.h * problem.w, problem.p * problem.q)
 
 
-def _fits(problem: Problem, device: Device, table: Table) -> NDArray[np.bool_]:
-    """Which rows of `table` serve the problem's window and group width on `device`."""
-    shape = _shape_of(problem, table)
-    return shape.fits & (shape.smem_bytes <= device.smem_per_block)
-
-
-@dataclass(frozen=True, slots=True)
-class _Cut:
-    """How configs cut a problem into blocks; arrays over those configs.
-
-    Attributes:
-        band_rows, bands: positions of a band, and how many bands each lattice of rows has.
-        n_tiles, q_tiles, c_tiles: tiles along the images, along a lattice of columns, and along the
-            channels.
-        lattices: how many lattices the pixels fall into; each has blocks of its own.
-    """
-
-    band_rows: Array
-    bands: Array
-    n_tiles: Array
-    q_tiles: Array
-    c_tiles: Array
-    lattices: int | Array
-
-    @property
-    def image_blocks(self) -> Array:
-        """Blocks that share the images of a tile."""
-        return self.bands * self.q_tiles * self.c_tiles * self.lattices
-
-    @property
-    def blocks(self) -> Array:
-        return self.n_tiles * self.image_blocks
-
-
-def _cut(problem: Any, t: Mapping[str, Array]) -> _Cut:
-    """How the configs whose fields are the columns `t` cut `problem`."""
-    rows, columns = each(axes_of, problem)
-    band_rows, bands = common.cut(rows.positions, t["bands"])
-    return _Cut(
-        band_rows=band_rows,
-        bands=bands,
-        n_tiles=common.ceil_div(problem.n, t["block_n"]),
-        q_tiles=common.ceil_div(columns.positions, t["block_q"]),
-        c_tiles=common.ceil_div(problem.c, t["block_c"]),
-        lattices=rows.out_step * columns.out_step,
-    )
-
-
-def _shape_of(problem: Problem, table: Table = _WHOLE) -> _Shape:
-    rows, columns = axes_of(problem)
-    return table.kept(
-        _shape,
-        group_width=problem.group_width,
-        r=problem.r,
-        down_h=rows.down,
-        up_h=rows.up,
-        s=problem.s,
-        down_w=columns.down,
-        up_w=columns.up,
-        dgrad=problem.direction == "dgrad",
-        residual=problem.residual,
-    )
-
-
 def _shape(
-    table: Table,
-    group_width: int,
-    r: int,
-    down_h: int,
-    up_h: int,
-    s: int,
-    down_w: int,
-    up_w: int,
-    dgrad: bool,
-    residual: bool,
-) -> _Shape:
-    """Return the shape of a block. The kernel works most of it out from its macros too, and asserts
-    that the threads and the shared memory are the same."""
-    width = max(8, group_width)
-    t = table.columns
-    threads = 32 * t["warps_c"] * t["warps_m"]
+    table: Table, group_width: int, r: int, s: int, down: Pair, up: Pair, dgrad: bool, added: bool
+) -> Workings:
+    (down_h, down_w), (up_h, up_w) = down, up
+    width, t, w = max(8, group_width), table.columns, Workings()
+    w.threads = 32 * t["warps_c"] * t["warps_m"]
     chunks = t["block_c"] // 8
     pixel_bytes = 16 * (chunks | 1)
-    row_x = down_w * (t["block_q"] - 1) + common.ceil_div(s, up_w)
-    row_pixels = t["block_n"] * row_x
-    stage_bytes = row_pixels * pixel_bytes
+    w.row_x = down_w * (t["block_q"] - 1) + ceil_div(s, up_w)  # input columns of an image's tile
+    row_pixels = t["block_n"] * w.row_x
+    w.stage_bytes = row_pixels * pixel_bytes
     pixels = t["block_n"] * t["block_q"]
-    m_tiles = common.ceil_div(pixels, 16)
+    m_tiles = ceil_div(pixels, 16)
     out_bytes = up_w * m_tiles * 16 * pixel_bytes
     out_rows = up_h * (1 if down_h == 2 else 2)
-    warp_tiles = m_tiles // t["warps_m"]
+    w.warp_tiles = m_tiles // t["warps_m"]
     warp_channels = t["block_c"] // t["warps_c"]
-    warp_groups = common.ceil_div(warp_channels, width)
-    n_tiles = warp_channels // warp_groups // 8
-    k_steps = common.ceil_div(width, 16)
+    w.warp_groups = ceil_div(warp_channels, width)
+    n_tiles = warp_channels // w.warp_groups // 8
+    k_steps = ceil_div(width, 16)
     # Filter columns that each parity of output columns uses; at width 8 two share an instruction.
     used = [-(-(s - parity) // up_w) for parity in range(up_w)]
-    taps = sum(common.ceil_div(count, 2) if width == 8 else count for count in used)
-    filter_chunks = r * s * width // 8
+    taps = sum(ceil_div(count, 2) if width == 8 else count for count in used)
     staged = (t["filter_shared"] == 1) | (group_width >= (8 if dgrad else 32))
-    filter_bytes = np.where(staged, 16 * (filter_chunks | 1) * t["block_c"], 0)
-    loads = common.ceil_div(row_pixels * chunks, threads)
-    stores = common.ceil_div(((up_w - 1) * m_tiles * 16 + pixels) * chunks, threads)
+    filter_bytes = np.where(staged, 16 * (r * s * width // 8 | 1) * t["block_c"], 0)
+    ends = out_rows * out_bytes + filter_bytes
+    w.smem_bytes = t["stages"] * (w.stage_bytes + (out_bytes if added else 0)) + ends
+    # 16-byte copies of a thread in a step.
+    w.loads = ceil_div(row_pixels * chunks, w.threads)
+    stores = ceil_div(((up_w - 1) * m_tiles * 16 + pixels) * chunks, w.threads)
     live = (r - 1) // down_h + 1
-    accumulators = live * up_w * warp_groups * warp_tiles * n_tiles * 4
+    accumulators = live * up_w * w.warp_groups * w.warp_tiles * n_tiles * 4
     filter_registers = np.where(
-        t["filter_shared"], 8, warp_groups * r * taps * k_steps * n_tiles * 2
+        t["filter_shared"], 8, w.warp_groups * r * taps * k_steps * n_tiles * 2
     )
-    registers = accumulators + filter_registers + 5 * warp_tiles + loads + stores + 32
+    # An estimate: accumulators, filter, fragments, offsets.
+    w.registers = accumulators + filter_registers + 5 * w.warp_tiles + w.loads + stores + 32
+    # Tensor-core instructions of a warp in a step.
+    w.products = w.warp_groups * w.warp_tiles * n_tiles * k_steps * taps * r / down_h
     # This leaves out half of the kernels to compile; without them, the best config of a layer is
     # 0.2 % slower on average and 5 % at worst (1,257 measured layers). At width 64 a filter
     # fragment from shared memory must serve two pixel tiles to be worth its fetch, where they fit.
     wins = (
-        ((t["warps_m"] < 4) & (warp_tiles * warp_channels <= 32) | (width >= 32))
+        ((t["warps_m"] < 4) & (w.warp_tiles * warp_channels <= 32) | (width >= 32))
         & ((t["warps_m"] == 1) | (warp_channels <= width))
         & (warp_channels <= 2 * width)
-        & ((width < 64) | (r * s > 9) | (t["filter_shared"] == 0) | (warp_tiles > 1))
+        & ((width < 64) | (r * s > 9) | (t["filter_shared"] == 0) | (w.warp_tiles > 1))
         & ((t["block_q"] != 28) & ((t["block_q"] != 14) | (t["block_n"] < 4)) | (width == 64))
     )
     divided = width == 64 or (width == 32 and r * s > 25)
-    fits = (
+    # The rules that do not depend on the layer's sizes or the device.
+    w.fits = (
         (t["block_c"] % width == 0)
         # Warps hold whole groups or, where a group has too many accumulators, divide one in pieces
         # of at least 16 channels.
         & ((warp_channels % width == 0) | (divided & (warp_channels >= 16)))
-        & ((threads <= 128) | ((width == 64) & (r * s > 9)) | grouped.is_odd(t["block_c"]))
+        & ((w.threads <= 128) | ((width == 64) & (r * s > 9)) | grouped.is_odd(t["block_c"]))
         & wins
         # Registers hold small filters at no cost.
         & ((width * r * s > 16 * 9) | (t["filter_shared"] == 0))
         & ((width > 8) | (t["filter_shared"] == 0))
-        & (loads <= 32)
+        & (w.loads <= 32)
         & (stores <= 32)
-        & (registers <= common.MAX_REGISTERS)
-        & (registers * threads <= Device.regs_per_sm)
+        & (w.registers <= common.MAX_REGISTERS)
+        & (w.registers * w.threads <= Device.regs_per_sm)
     )
-    return _Shape(
-        threads=threads,
-        warp_tiles=warp_tiles,
-        warp_groups=warp_groups,
-        row_x=row_x,
-        stage_bytes=stage_bytes,
-        smem_bytes=t["stages"] * (stage_bytes + (out_bytes if residual else 0))
-        + out_rows * out_bytes
-        + filter_bytes,
-        registers=registers,
-        loads=loads,
-        products=warp_groups * warp_tiles * n_tiles * k_steps * taps * r / down_h,
-        fits=fits,
-    )
+    return w
 
 
 _EPILOGUE = ("bias", "activation", "residual")

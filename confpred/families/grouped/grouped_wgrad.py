@@ -6,18 +6,17 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from confpred.families import common, grouped
-from confpred.families.batch import each, each_row, picked
-from confpred.families.common import ATOMIC, DIRECT, LAST_BLOCK, TWO_KERNELS, Occupancy
+from confpred.families.batch import Workings
+from confpred.families.common import ATOMIC, DIRECT, LAST_BLOCK, TWO_KERNELS, Occupancy, ceil_div
 from confpred.families.grouped import Window, flush_steps, window_of
-from confpred.families.protocol import Array, Rows
-from confpred.families.table import Table, Tabled, config_table
+from confpred.families.protocol import Array
+from confpred.families.table import Shaped, Table, config_table
 from confpred.problem.conv2d import Problem, dtype_macro, kernel_sizes
 from confpred.problem.device import Device
 from confpred.problem.operation import Launch
@@ -67,7 +66,7 @@ def _config_table() -> NDArray[np.void]:
     odd = itertools.product(_PIXEL_ROWS, _ODD_CHANNELS, (1,), (3, 5))
     rows: list[tuple[int, ...]] = []
     for (block_n, block_q), (block_k, warp_k), warps_m, stages in (*even, *odd):
-        tiles = common.ceil_div(block_n * block_q, 16)
+        tiles = ceil_div(block_n * block_q, 16)
         if tiles % warps_m or tiles // warps_m > 4 or warp_k > block_k:
             continue
         if not 512 <= block_n * block_q * max(16, block_k) <= 4096:
@@ -79,31 +78,17 @@ def _config_table() -> NDArray[np.void]:
 
 
 _CONFIGS = _config_table()
-_WHOLE = Table.of(_CONFIGS)
 #: The next smaller count of slices, indexed by the count; 1 for 1.
 _FEWER = np.ones(_SPLITS[-1] + 1, np.int64)
 _FEWER[list(_SPLITS[1:])] = _SPLITS[:-1]
 
 
-@dataclass(frozen=True, slots=True)
-class _Shape:
-    """Shapes of all configs for one window; arrays over a table."""
-
-    threads: Array
-    warp_tiles: Array
-    stage_bytes: Array
-    smem_bytes: Array
-    registers: Array  # an estimate: accumulators, gradient rows, fragments, offsets
-    loads: Array  # 16-byte copies of a thread in a step
-    products: Array  # tensor-core instructions of a warp in a step
-    fits: NDArray[np.bool_]  # the rules that do not depend on the layer's sizes or the device
-
-
-class GroupedWgrad(Tabled):
+class GroupedWgrad(Shaped):
     """``kernels/grouped_wgrad.cu``."""
 
     configs = _CONFIGS
-    whole = _WHOLE
+    whole = Table.of(_CONFIGS)
+    kernel = "grouped_wgrad"
     kernel_fields = _COMPILED
     shared_features = (
         "log_n", "log_c", "log_p", "log_q", "r", "s", "group_width", "log_bytes",
@@ -123,63 +108,74 @@ class GroupedWgrad(Tabled):
 
     def _first(self, problem: Any, device: Device, table: Table) -> NDArray[np.bool_]:
         return (
-            each_row(lambda p: _fits(p, device, table), problem)
+            super()._first(problem, device, table)
             & table.by(("block_n", "block_q", "block_k"), lambda t: _suited(t, problem))
             & table.by(("reduction",), lambda t: common.allowed(t["reduction"], problem))
         )
 
-    def _rules(self, problem: Any, device: Device, t: Mapping[str, Array]) -> NDArray[np.bool_]:
+    def _rules(
+        self, problem: Any, device: Device, t: Mapping[str, Array], w: Any
+    ) -> NDArray[np.bool_]:
         # Columns to the right of the image are addressed, though not read.
         reach = 2 * grouped.MAX_STEP * (t["block_q"] + grouped.MAX_WINDOW)
-        height, width = each(_image_size, problem)
+        height, width = problem.each(_image_size)
         offset = t["block_n"] * (problem.c * height) * (width + reach)
-        cut = _cut(problem, t)
-        parts, blocks, reduction = cut.parts, cut.blocks, t["reduction"]
+        parts, blocks, reduction = w.parts, w.blocks, t["reduction"]
         return (
             (offset <= common.MAX_INT)
             & (blocks <= common.MAX_INT)
-            & _few_idle_columns(problem.q, cut.q_tiles * t["block_q"])
+            & _few_idle_columns(problem.q, w.q_tiles * t["block_q"])
             & (~grouped.is_odd(t["block_k"]) | grouped.fits_odd_channels(t["block_k"], problem.c))
             # A count of slices that makes them as high as the next smaller count does is the same
             # launch again; slices lower than two windows read more halo than rows.
             & (
                 (t["splits"] == 1)
                 | (
-                    (cut.slice_rows >= 2 * problem.r)
-                    & (cut.slice_rows < common.ceil_div(cut.rows, _FEWER[t["splits"]]))
+                    (w.slice_rows >= 2 * problem.r)
+                    & (w.slice_rows < ceil_div(w.rows, _FEWER[t["splits"]]))
                     # More blocks than keep the device busy only cost their start and end.
                     & (blocks <= 16 * device.sm_count)
                 )
             )
             # There are blocks for at least half of the device, unless so few are done soon.
-            & ((2 * blocks >= device.sm_count) | (cut.slice_rows <= 64))
+            & ((2 * blocks >= device.sm_count) | (w.slice_rows <= 64))
             & ((reduction == DIRECT) == (parts == 1))
             & ((reduction != LAST_BLOCK) | (parts <= _MAX_LAST_BLOCK_PARTS))
             # Partial sums of more bytes than the layer would take longer than the layer.
             & (4 * parts * _elements(problem) <= np.maximum(problem.minimum_bytes, 2**20))
         )
 
-    def _workings(self, problem: Any, table: Table, at: Rows) -> _Shape:
-        return each_row(lambda p: _shape(window_of(p), table), problem, at)
+    def _cut(self, problem: Any, t: Mapping[str, Array]) -> Workings:
+        w: Any = Workings()
+        phases = problem.each(window_of).vertical.dilation
+        # Gradient rows of all the images together, images of a tile counted once.
+        w.rows = ceil_div(problem.n, t["block_n"]) * (phases * ceil_div(problem.p, phases))
+        w.slice_rows, w.slices = common.cut(w.rows, t["splits"])
+        w.q_tiles = ceil_div(problem.q, t["block_q"])
+        w.k_tiles = ceil_div(problem.c, t["block_k"])
+        w.parts = w.q_tiles * w.slices  # blocks that sum the same tile of the filter
+        w.blocks = w.k_tiles * w.parts
+        return w
+
+    def _shape(self, problem: Problem, table: Table) -> Any:
+        return table.kept(_shape, window_of(problem))
 
     def launch(self, problem: Problem, row: int) -> Launch:
-        p, config, window = problem, self.configs[row], window_of(problem)
-        shape, cut = _shape(window), picked(_cut(p, _WHOLE.at(np.array([row]))), 0)
-        threads, smem_bytes = shape.threads[row], shape.smem_bytes[row]
+        p, config, w, window = (
+            problem,
+            self.configs[row],
+            self._one(problem, row),
+            window_of(problem),
+        )
         vertical, horizontal = window.vertical, window.horizontal
-        reduction, parts, k_tiles = int(config["reduction"]), int(cut.parts), int(cut.k_tiles)
-        elements = _elements(p)
+        reduction, parts, elements = int(config["reduction"]), int(w.parts), _elements(p)
         defines = (
-            ("GW", p.group_width),
-            ("R", p.r),
-            ("S", p.s),
-            ("STRIDE_H", vertical.stride),
-            ("STRIDE_W", horizontal.stride),
-            ("DILATION_W", horizontal.dilation),
+            *common.macros(GW=p.group_width, R=p.r, S=p.s, STRIDE_H=vertical.stride),
+            *common.macros(STRIDE_W=horizontal.stride, DILATION_W=horizontal.dilation),
             dtype_macro(p),
             ("HAS_BIAS", int(p.bias)),
             *common.config_macros(config, _COMPILED),
-            *common.agreed_macros(threads=threads, smem_bytes=smem_bytes),
+            *common.agreed_macros(threads=w.threads, smem_bytes=w.smem_bytes),
         )
         scalars = {
             **kernel_sizes(p, "n c h w p q pad_h pad_w"),
@@ -187,16 +183,14 @@ class GroupedWgrad(Tabled):
             "column_step": horizontal.step,
             "phases": vertical.dilation,
             "phase_step": p.stride[0],
-            "rows": common.ceil_div(p.p, vertical.dilation),
+            "rows": ceil_div(p.p, vertical.dilation),
             "flush": flush_steps(p),
-            **common.named(cut, "slice_rows slices q_tiles k_tiles"),
+            **common.named(w, "slice_rows slices q_tiles k_tiles"),
             "reduction": reduction,
         }
-        sweep = common.kernel_step(
-            "grouped_wgrad", defines, k_tiles * parts, threads, smem_bytes, self.operands, scalars
-        )
+        sweep = self._step(defines, w.blocks, w.threads, w.smem_bytes, scalars)
         scratch = 4 * parts * elements if reduction in (TWO_KERNELS, LAST_BLOCK) else 0
-        tickets = 16 * common.ceil_div(k_tiles, 4) if reduction in (LAST_BLOCK, ATOMIC) else 0
+        tickets = 16 * ceil_div(int(w.k_tiles), 4) if reduction in (LAST_BLOCK, ATOMIC) else 0
         sums = 4 * elements if reduction == ATOMIC else 0
         if reduction != TWO_KERNELS:
             return Launch((sweep,), zeroed_bytes=tickets + sums, scratch_bytes=scratch)
@@ -206,67 +200,56 @@ class GroupedWgrad(Tabled):
         return Launch((sweep, add), scratch_bytes=scratch)
 
     def _derived(
-        self, problem: Any, device: Device, t: Mapping[str, Array], workings: _Shape
+        self, problem: Any, device: Device, t: Mapping[str, Array], w: Any
     ) -> dict[str, NDArray[np.float64]]:
         """Estimate seconds as the largest of three times, stretched by the waste of the last wave
         or, in the first, of the multiprocessors with fewer blocks than others: those of device
         memory, of the copies from L2 into shared memory with their halos, and of the tensor cores;
         plus a fixed latency for each row of a block that cannot be hidden, and the time to add the
         blocks' sums."""
-        shape = workings
-        window = each(window_of, problem)
-        cut = _cut(problem, t)
-        slice_rows, blocks = cut.slice_rows, cut.blocks
-        registers = np.minimum(shape.registers, common.MAX_REGISTERS)
-        occupancy = Occupancy.of(device, blocks, shape.threads, registers, shape.smem_bytes)
+        window, slice_rows, reduction = problem.each(window_of), w.slice_rows, t["reduction"]
+        registers = np.minimum(w.registers, common.MAX_REGISTERS)
+        occupancy = Occupancy.of(device, w.blocks, w.threads, registers, w.smem_bytes)
         stretch = np.where(
             occupancy.waves <= 1,
-            occupancy.sm_blocks * device.sm_count / blocks,
+            occupancy.sm_blocks * device.sm_count / w.blocks,
             occupancy.wave_waste,
         )
-        flush = each(flush_steps, problem)
-        lattice_rows = common.ceil_div(problem.p, window.vertical.dilation)
-        steps = slice_rows + np.maximum(1.0, slice_rows / lattice_rows) * flush
-        loaded = blocks * slice_rows * (shape.stage_bytes + 0.0)
-        products = blocks * steps * (shape.threads / 32) * shape.products
-        reduction = t["reduction"]
-        sum_bytes = np.where(reduction == DIRECT, 0, 4.0 * cut.parts * _elements(problem))
-        seconds = np.maximum(
-            np.maximum(
-                problem.minimum_bytes / device.dram_bytes_per_s,
-                common.l2_s(loaded, device),
-            ),
+        lattice_rows = ceil_div(problem.p, window.vertical.dilation)
+        flush = np.maximum(1.0, slice_rows / lattice_rows) * problem.each(flush_steps)
+        steps = slice_rows + flush
+        loaded = w.blocks * slice_rows * (w.stage_bytes + 0.0)
+        products = w.blocks * steps * (w.threads / 32) * w.products
+        sum_bytes = np.where(reduction == DIRECT, 0, 4.0 * w.parts * _elements(problem))
+        seconds = common.largest(
+            problem.minimum_bytes / device.dram_bytes_per_s,
+            common.l2_s(loaded, device),
             common.products_s(products, device),
         )
+        # The last block alone reads all parts of its tile.
+        alone = sum_bytes / w.k_tiles / common.LAST_BLOCK_BYTES_PER_S
         adding = (
             common.GROUPED_ADDING_S[reduction]
             + common.GROUPED_ADDING_PASSES[reduction] * sum_bytes / device.dram_bytes_per_s
-            # The last block alone reads all parts of its tile.
-            + np.where(
-                reduction == LAST_BLOCK,
-                sum_bytes / cut.k_tiles / common.LAST_BLOCK_BYTES_PER_S,
-                0.0,
-            )
+            + np.where(reduction == LAST_BLOCK, alone, 0.0)
         )
         return {
-            **common.named(shape, "threads warp_tiles smem_bytes loads products"),
             "registers": registers,
             **occupancy.features(),
-            "q_waste": cut.q_tiles * t["block_q"] / problem.q,
-            "n_waste": common.ceil_div(problem.n, t["block_n"]) * t["block_n"] / problem.n,
-            "k_waste": cut.k_tiles * t["block_k"] / problem.c,
+            "q_waste": w.q_tiles * t["block_q"] / problem.q,
+            "n_waste": ceil_div(problem.n, t["block_n"]) * t["block_n"] / problem.n,
+            "k_waste": w.k_tiles * t["block_k"] / problem.c,
             # What is left for the last block of each dimension, as a fraction of a whole block.
             "q_tail": problem.q % t["block_q"] / t["block_q"],
             "n_tail": problem.n % t["block_n"] / t["block_n"],
             "k_tail": problem.c % t["block_k"] / t["block_k"],
-            "slice_tail": (cut.rows - (cut.slices - 1) * slice_rows) / slice_rows,
-            **common.named(cut, "k_tiles q_tiles slice_rows parts"),
+            "slice_tail": (w.rows - (w.slices - 1) * slice_rows) / slice_rows,
             "log_blocks_an_sm": np.log2(occupancy.sm_blocks),
             "rounds": occupancy.rounds,
             "halo_rows": steps / slice_rows,
             "halo_columns": 1 + (window.s - 1) * window.horizontal.dilation / t["block_q"],
             "steps": steps,
-            "bytes_in_flight": occupancy.resident * (t["stages"] - 1) * shape.stage_bytes,
+            "bytes_in_flight": occupancy.resident * (t["stages"] - 1) * w.stage_bytes,
             "log_sum_bytes": np.log2(1 + sum_bytes),
             "log_load_bytes": np.log2(loaded / problem.minimum_bytes),
             "log_products": np.log2(products),
@@ -279,12 +262,6 @@ class GroupedWgrad(Tabled):
 def _image_size(problem: Problem) -> tuple[int, int]:
     """Height and width of the input or of the output, whichever is larger."""
     return max(problem.h, problem.p), max(problem.w, problem.q)
-
-
-def _fits(problem: Problem, device: Device, table: Table) -> NDArray[np.bool_]:
-    """Which rows of `table` serve the problem's window on `device`."""
-    shape = _shape(window_of(problem), table)
-    return shape.fits & (shape.smem_bytes <= device.smem_per_block)
 
 
 def _suited(t: Mapping[str, Array], problem: Any) -> NDArray[np.bool_]:
@@ -308,48 +285,8 @@ def _suited(t: Mapping[str, Array], problem: Any) -> NDArray[np.bool_]:
 def _few_idle_columns(q: Any, padded: Array) -> NDArray[np.bool_]:
     """Which tiles, with `padded` columns together, leave few of them idle, or no more than the
     smallest tiles that suit a wide image: for 33 to 40 columns all tiles leave many."""
-    least = np.minimum(common.ceil_div(q, 28) * 28, common.ceil_div(q, 32) * 32)
+    least = np.minimum(ceil_div(q, 28) * 28, ceil_div(q, 32) * 32)
     return (padded < 1.2 * q + 8) | (padded == least)
-
-
-@dataclass(frozen=True, slots=True)
-class _Cut:
-    """How configs cut a problem into blocks; arrays over those configs.
-
-    Attributes:
-        rows: gradient rows of all the images together, images of a tile counted once.
-        slice_rows, slices: rows of a block's slice, and how many slices there are.
-        q_tiles, k_tiles: tiles along the output's columns and along the channels.
-    """
-
-    rows: Array
-    slice_rows: Array
-    slices: Array
-    q_tiles: Array
-    k_tiles: Array
-
-    @property
-    def parts(self) -> Array:
-        """Blocks that sum the same tile of the filter."""
-        return self.q_tiles * self.slices
-
-    @property
-    def blocks(self) -> Array:
-        return self.k_tiles * self.parts
-
-
-def _cut(problem: Any, t: Mapping[str, Array]) -> _Cut:
-    """How the configs whose fields are the columns `t` cut `problem`."""
-    phases = each(window_of, problem).vertical.dilation
-    rows = common.ceil_div(problem.n, t["block_n"]) * (phases * common.ceil_div(problem.p, phases))
-    slice_rows, slices = common.cut(rows, t["splits"])
-    return _Cut(
-        rows=rows,
-        slice_rows=slice_rows,
-        slices=slices,
-        q_tiles=common.ceil_div(problem.q, t["block_q"]),
-        k_tiles=common.ceil_div(problem.c, t["block_k"]),
-    )
 
 
 def _elements(problem: Any) -> Any:
@@ -358,64 +295,54 @@ def _elements(problem: Any) -> Any:
     return problem.filter_elements + problem.k * problem.bias
 
 
-def _shape(window: Window, table: Table = _WHOLE) -> _Shape:
-    return table.kept(_shape_of, window=window)
-
-
-def _shape_of(table: Table, window: Window) -> _Shape:
-    """Return the shape of a block. The kernel works most of it out from its macros too, and asserts
-    that the threads and the shared memory are the same."""
-    t = table.columns
+def _shape(table: Table, window: Window) -> Workings:
+    t, w = table.columns, Workings()
     width, r, s = window.group_width, window.r, window.s
     narrow = width <= 8
-    live = common.ceil_div(r, window.vertical.stride)
+    live = ceil_div(r, window.vertical.stride)
     block_c = np.maximum(t["block_k"], width)
     warps_s = 2 if not narrow and r * s > 27 else 1
     warps = t["block_k"] // t["warp_k"] * (1 if narrow else width // 16) * warps_s * t["warps_m"]
-    threads = 32 * warps
+    w.threads = 32 * warps
     m = t["block_n"] * t["block_q"]
-    m_tiles = common.ceil_div(m, 16)
-    warp_tiles = m_tiles // t["warps_m"]
+    m_tiles = ceil_div(m, 16)
+    w.warp_tiles = m_tiles // t["warps_m"]
     row_x = (t["block_q"] - 1) * window.horizontal.stride
     row_x += (s - 1) * window.horizontal.dilation + 1
     in_chunks, grad_chunks = block_c // 8, t["block_k"] // 8
     in_bytes = window.vertical.stride * t["block_n"] * row_x * 16 * (in_chunks | 1)
-    stage_bytes = in_bytes + m_tiles * 16 * 16 * (grad_chunks | 1)
+    w.stage_bytes = in_bytes + m_tiles * 16 * 16 * (grad_chunks | 1)
     sums_bytes = 4 * t["block_k"] * (r * s * width + window.bias)
-    some = np.maximum(threads, 1)  # a width that is no whole tile has no legal config
-    in_loads = common.ceil_div(t["block_n"] * row_x * in_chunks, some)
-    grad_loads = common.ceil_div(m * grad_chunks, some)
+    w.smem_bytes = np.maximum(t["stages"] * w.stage_bytes, sums_bytes)
+    some = np.maximum(w.threads, 1)  # a width that is no whole tile has no legal config
+    in_loads = ceil_div(t["block_n"] * row_x * in_chunks, some)
+    grad_loads = ceil_div(m * grad_chunks, some)
+    w.loads = window.vertical.stride * in_loads + grad_loads  # copies of a thread in a step
     warp_n = t["warp_k"] // 8
     if narrow:  # products of a gradient tile: pairs of taps; the last tap's pairs of rows
         tap_products = r * (s // 2) + s % 2 * window.vertical.stride * ((live + 1) // 2)
     else:
-        tap_products = r * common.ceil_div(s, warps_s)
+        tap_products = r * ceil_div(s, warps_s)
+    # Tensor-core instructions of a warp in a step.
+    w.products = w.warp_tiles * warp_n * (tap_products + window.bias)
     accumulators = 4 * warp_n * (tap_products + window.bias)
-    gradient = 2 * live * warp_tiles * warp_n
-    registers = accumulators + gradient + 2 * warp_tiles + in_loads + grad_loads + 48
-    fits = (
+    gradient = 2 * live * w.warp_tiles * warp_n
+    # An estimate: accumulators, gradient rows, fragments, offsets.
+    w.registers = accumulators + gradient + 2 * w.warp_tiles + in_loads + grad_loads + 48
+    w.fits = (
         (narrow | (width % t["warp_k"] == 0))
         & (~grouped.is_odd(t["block_k"]) | (t["block_k"] % width == 0))
         # Blocks of 8 channels, which read a whole group of input, are for windows whose sums are
         # too many for larger blocks.
         & ((t["block_k"] > 8) | (width * r * s > 9 * 64))
-        & (threads >= 64)
-        & (threads <= MAX_THREADS)
+        & (w.threads >= 64)
+        & (w.threads <= MAX_THREADS)
         & (in_loads <= 16)
         & (grad_loads <= 16)
-        & (registers <= common.MOST_ESTIMATED_REGISTERS)
-        & (registers * threads <= Device.regs_per_sm)
+        & (w.registers <= common.MOST_ESTIMATED_REGISTERS)
+        & (w.registers * w.threads <= Device.regs_per_sm)
     )
-    return _Shape(
-        threads=threads,
-        warp_tiles=warp_tiles,
-        stage_bytes=stage_bytes,
-        smem_bytes=np.maximum(t["stages"] * stage_bytes, sums_bytes),
-        registers=registers,
-        loads=window.vertical.stride * in_loads + grad_loads,
-        products=warp_tiles * warp_n * (tap_products + window.bias),
-        fits=fits,
-    )
+    return w
 
 
 _OPERANDS = ("filter_grad", "bias_grad", "out_grad", "in", "scratch", "zeroed")

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from confpred.cudnn import family
-from confpred.cudnn.family import FAMILY
 from confpred.cudnn.table import table
 from confpred.problem.conv2d import Problem
 from confpred.problem.device import get_device
@@ -121,12 +120,3 @@ def test_sums_of_a_filters_gradient_run_on_across_taps() -> None:
     known = {name: np.array([64]) for name in family.TILE_FIELDS}
     (found,) = family.described(problem, H200, known, np.array([0]))
     assert found[family.TILE_NAMES.index("log_steps")] == pytest.approx(log(2))  # 81 pixels
-
-
-@pytest.mark.parametrize("direction", ["fprop", "dgrad", "wgrad"])
-def test_all_features_are_finite(direction: str) -> None:
-    problem = Problem(1, 3, 5, 7, 5, 3, 3, stride=2, padding=1, direction=direction)
-    rows = np.arange(len(table().configs))
-    features = FAMILY.features(problem, H200, rows)
-    assert features.shape == (len(rows), len(FAMILY.feature_names))
-    assert np.isfinite(features).all()

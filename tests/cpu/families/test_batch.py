@@ -10,7 +10,7 @@ import pytest
 from random_layers import problems
 
 from confpred.families import common
-from confpred.families.batch import ProblemBatch, each, each_row, narrowed, once
+from confpred.families.batch import ProblemBatch
 from confpred.families.protocol import Batched
 from confpred.families.registry import all_families
 from confpred.families.table import Table, config_table
@@ -36,7 +36,7 @@ def test_together_and_in_part_is_as_alone_and_whole(family, key):
     table, some, seen = family.table(rows), set(rows.tolist()), 0
     for start in range(0, len(served), 25):
         few = served[start : start + 25]
-        together, at, workings = family.offered(ProblemBatch.of(few), device, table)
+        together, at, workings = family.offered(ProblemBatch(few), device, table)
         features = family.described(together, device, table, at, workings).T
         for i, problem in enumerate(few):
             legal = np.flatnonzero(family.legal(problem, device))
@@ -45,7 +45,7 @@ def test_together_and_in_part_is_as_alone_and_whole(family, key):
             assert rows[at[mine]].tolist() == legal.tolist(), str(problem)
             expected = family.features(problem, device, legal)
             assert features[mine].tobytes() == expected.tobytes(), str(problem)
-            one, at_one, found = family.offered(ProblemBatch.of([problem]), device, table)
+            one, at_one, found = family.offered(ProblemBatch([problem]), device, table)
             assert rows[at_one].tolist() == legal.tolist(), str(problem)
             alone = family.described(one, device, table, at_one, found).T
             assert alone.tobytes() == expected.tobytes(), str(problem)
@@ -68,48 +68,48 @@ LAYERS = [LAYER, replace(LAYER, h=20), replace(LAYER, h=30, stride=2, dtype="bfl
 
 
 def test_what_differs_is_an_array_and_what_does_not_is_itself():
-    several = ProblemBatch.of(LAYERS)
+    several = ProblemBatch(LAYERS)
     assert several.h.tolist() == [[8], [20], [30]]
     assert several.n == 2
     stride_h, stride_w = several.stride
     assert stride_h.tolist() == stride_w.tolist() == [[1], [1], [2]]
     assert several.padding == (1, 1)
     assert (several.dtype == "float16").tolist() == [[True], [True], [False]]
-    halves = each(_halves, several)
+    halves = several.each(_halves)
     assert (halves.high.tolist(), halves.low) == ([[4], [10], [15]], 4)
     view = several.at(np.array([0, 2, 2]))
     assert view.h.tolist() == [8, 30, 30]
-    assert each(_halves, view).high.tolist() == [4, 15, 15]
-    assert once(lambda p: p.h + p.n, view).tolist() == [10, 32, 32]
+    assert view.each(_halves).high.tolist() == [4, 15, 15]
+    assert view.once(lambda p: p.h + p.n).tolist() == [10, 32, 32]
     with pytest.raises(AttributeError):
         _ = several.depth
 
 
 def test_one_problem_keeps_its_numbers():
-    one = ProblemBatch.of([LAYER])
-    assert (one.h, one.stride, each(_halves, one)) == (8, (1, 1), _Half(4, 4))
-    problem, rows = narrowed(one, np.arange(3), np.array([True, False, True]))
+    one = ProblemBatch([LAYER])
+    assert (one.h, one.stride, one.each(_halves)) == (8, (1, 1), _Half(4, 4))
+    problem, rows = one.pairs(np.arange(3), np.array([True, False, True]))
     assert problem is one
     assert rows.tolist() == [0, 2]
 
 
 def test_pairs_are_narrowed_problem_by_problem():
-    several = ProblemBatch.of(LAYERS)
+    several = ProblemBatch(LAYERS)
     rows = np.array([10, 20, 30])
-    first, found = narrowed(several, rows, several.h > np.array([5, 15, 25]))
+    first, found = several.pairs(rows, several.h > np.array([5, 15, 25]))
     assert first.index.tolist() == [0, 1, 1, 2, 2, 2]
     assert found.tolist() == [10, 10, 20, 10, 20, 30]
-    second, found = narrowed(first, found, first.h + found > 40)
+    second, found = first.pairs(found, first.h + found > 40)
     assert (second.index.tolist(), found.tolist()) == ([2, 2], [20, 30])
-    per_row = each_row(lambda p: p.h * np.arange(3), second, np.array([1, 2]))
+    per_row = second.each_row(lambda p: p.h * np.arange(3), np.array([1, 2]))
     assert per_row.tolist() == [30, 60]
-    none, found = narrowed(several, rows, np.zeros(3, np.bool_))
+    none, found = several.pairs(rows, np.zeros(3, np.bool_))
     assert not len(found)
     assert not len(none.h)
 
 
 def test_a_part_of_them_is_of_those():
-    several = ProblemBatch.of(LAYERS)
+    several = ProblemBatch(LAYERS)
     assert several.part([0, 1, 2]) is several
     assert several.part([2]).h == 30
     assert several.part([0, 2]).h.tolist() == [[8], [30]]

@@ -14,9 +14,6 @@ from layers import H100
 
 from confpred.families import common
 from confpred.families.common import (
-    ATOMIC,
-    DIRECT,
-    TWO_KERNELS,
     Occupancy,
     cut,
     distinct_bands,
@@ -112,24 +109,3 @@ def test_few_bytes_in_flight_bound_the_rate_of_memory() -> None:
     assert fast == 1e9 / H100.dram_bytes_per_s
     assert slow == pytest.approx(1e9 * common.LOAD_S / (H100.sm_count * 1e3))
     assert slow > fast
-
-
-def test_rates_are_parts_of_the_devices() -> None:
-    assert common.l2_s(1e9, H100) == pytest.approx(1e9 / H100.dram_bytes_per_s / 2)
-    flops = 2 * 16 * 8 * 16
-    assert common.products_s(1e9, H100) == pytest.approx(1e9 * flops / H100.tensor_flops * 2)
-    whole, usual = (common.instructions_s(1e9, H100, part) for part in (1.0, common.ISSUED))
-    assert whole == pytest.approx(2e9 / H100.simt_flops)
-    assert usual == pytest.approx(whole / common.ISSUED)
-
-
-def test_each_wave_that_is_begun_costs_its_steps() -> None:
-    waves, steps = np.array([0.2, 1.0, 2.1]), np.array([10, 10, 20])
-    assert common.waves_s(waves, 2e-6, steps, 1e-7) == pytest.approx([3e-6, 3e-6, 12e-6])
-
-
-def test_a_second_kernel_reads_what_the_first_has_written() -> None:
-    ways = np.array([DIRECT, TWO_KERNELS, ATOMIC])
-    direct, second, atomic = common.depthwise_adding_s(ways, np.full(3, 3e6), H100)
-    assert direct == atomic == common.DEPTHWISE_ADDING_S
-    assert second == common.DEPTHWISE_SECOND_KERNEL_S + 6e6 / H100.dram_bytes_per_s

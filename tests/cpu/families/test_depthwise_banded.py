@@ -3,35 +3,22 @@ and what their kernels take of a multiprocessor."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
-import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from layers import ARCHITECTURES
-from ptxas import ARCHS, resources
-from strategies import epilogue
+from strategies import layers_of
 
+from confpred.families.batch import ProblemBatch
 from confpred.families.common import ATOMIC, DIRECT, TWO_KERNELS
 from confpred.families.depthwise.depthwise_banded import DepthwiseBanded, most_registers
 from confpred.families.depthwise.depthwise_banded_wgrad import DepthwiseBandedWgrad
 from confpred.families.protocol import config_dict
 from confpred.families.registry import all_families
-from confpred.families.table import config_columns
 from confpred.problem.conv2d import Problem
 from confpred.problem.device import KNOWN, Device, get_device
 
 H100 = get_device("h100")
 DIRECTIONS = ("fprop", "dgrad", "wgrad")
-TYPICAL = (
-    "n=128 c=768 h=7 w=7 k=768 r=7 s=7 groups=768 padding=3",
-    "n=64 c=384 h=14 w=14 k=384 r=7 s=7 groups=384 padding=3 dtype=bfloat16",
-    "n=32 c=96 h=56 w=56 k=96 r=7 s=7 groups=96 padding=3",
-    "n=128 c=144 h=56 w=56 k=144 r=3 s=3 groups=144 padding=1",
-    "n=32 c=240 h=28 w=28 k=240 r=5 s=5 groups=240 padding=2 dtype=bfloat16",
-)
-half = st.sampled_from(("float16", "bfloat16"))
 
 
 def family_of(problem: Problem) -> DepthwiseBanded | DepthwiseBandedWgrad:
@@ -44,69 +31,10 @@ def legal_rows(problem: Problem, device: Device = H100) -> list[int]:
     return [int(row) for row in np.flatnonzero(family_of(problem).legal(problem, device))]
 
 
-@st.composite
-def banded_problems(draw: st.DrawFn, *, largest: int = 40, images: int = 40) -> Problem:
+def banded_problems(largest: int = 40, images: int = 40) -> st.SearchStrategy[Problem]:
     """Layers that the families compute, with any epilogue."""
-    direction = draw(st.sampled_from(DIRECTIONS))
-    c = 8 * draw(st.integers(1, 20))
-    r, s = draw(st.integers(1, 11)), draw(st.integers(1, 9 if direction == "wgrad" else 11))
-    padding = draw(st.tuples(st.integers(0, 12), st.integers(0, 12)))
-    least = [max(1, size - 2 * pad) for size, pad in zip((r, s), padding, strict=True)]
-    return Problem(
-        n=draw(st.integers(1, images)),
-        c=c,
-        h=draw(st.integers(least[0], max(largest, least[0]))),
-        w=draw(st.integers(least[1], max(largest, least[1]))),
-        k=c,
-        r=r,
-        s=s,
-        padding=padding,
-        groups=c,
-        dtype=draw(half),
-        direction=direction,
-        **epilogue(draw, direction),
-    )
-
-
-@pytest.mark.parametrize("device", ARCHITECTURES.values(), ids=ARCHITECTURES)
-@pytest.mark.parametrize("direction", DIRECTIONS)
-@pytest.mark.parametrize("layer", TYPICAL)
-def test_typical_layers_have_many_configs_of_few_kernels(
-    layer: str, direction: str, device: Device
-) -> None:
-    problem = Problem.parse(f"{layer} direction={direction}")
-    rows = legal_rows(problem, device)
-    kernels = {family_of(problem).launch(problem, row).steps[0].kernel for row in rows}
-    assert len(rows) >= 30
-    few = 3 if device.smem_per_block < 2**17 else 5  # large windows need large bands of rows
-    assert few <= len(kernels) <= 250
-
-
-@given(banded_problems())
-def test_every_layer_has_a_config(problem: Problem) -> None:
-    assert legal_rows(problem)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        "groups=32",
-        "k=128",
-        "stride=2",
-        "stride=1x2",
-        "dilation=2",
-        "r=12",
-        "c=60 k=60 groups=60",
-        "dtype=float32",
-        "h=20000 w=20000",
-    ],
-)
-@pytest.mark.parametrize("direction", DIRECTIONS)
-def test_other_layers_have_none(change: str, direction: str) -> None:
-    layer = f"n=2 c=64 h=56 w=56 k=64 r=3 s=3 groups=64 direction={direction} {change}"
-    words = dict(word.split("=") for word in layer.split())
-    problem = Problem.parse(" ".join(f"{name}={value}" for name, value in words.items()))
-    assert not legal_rows(problem)
+    families = st.sampled_from([all_families()[f"depthwise_banded_{d}"] for d in DIRECTIONS])
+    return families.flatmap(lambda f: layers_of(f, largest=largest, images=images))
 
 
 def test_a_window_of_one_tap_has_no_dilation() -> None:
@@ -118,7 +46,10 @@ def test_a_window_of_one_tap_has_no_dilation() -> None:
 def test_legal_configs_fit_the_multiprocessor(problem: Problem, device: Device) -> None:
     family = family_of(problem)
     rows = np.array(legal_rows(problem, device))
-    tiling, configs = family._workings(problem, family.whole, rows), family.configs[rows]
+    tiling, configs = (
+        family._workings(ProblemBatch([problem]), family.whole, rows),
+        family.configs[rows],
+    )
     blocks = configs["min_blocks"]
     assert (tiling.threads <= 512).all()
     assert (blocks * tiling.threads * most_registers(configs) <= device.regs_per_sm).all()
@@ -191,47 +122,3 @@ def test_the_splits_share_the_gradients_sum(problem: Problem, seed: int) -> None
         assert launch.zeroed_bytes == (4 * (sums + c_tiles) if how == ATOMIC else 0)
         assert (how == DIRECT) == (splits == 1)
         assert len(launch.steps) == (2 if how == TWO_KERNELS else 1)
-
-
-@given(banded_problems(), st.data())
-@settings(max_examples=60)
-def test_one_kernel_serves_every_size(problem: Problem, data: st.DataObject) -> None:
-    """Sizes, padding and bands are launch arguments: they do not enter the compiled kernel."""
-    rows = legal_rows(problem)
-    row, family = data.draw(st.sampled_from(rows)), family_of(problem)
-    source = family.launch(problem, row).steps[0].kernel
-    names = [name for name, _ in source.defines]
-    assert len(set(names)) == len(names)
-    other = replace(problem, n=problem.n + 1, h=problem.h + 3, w=problem.w + 5, padding=(7, 7))
-    assert family.launch(other, row).steps[0].kernel == source
-    config = config_dict(family, row)
-    at_run_time = {"bands": 0, "splits": 0, "reduction": 0}
-    for other_row in rows:
-        other_config = config_dict(family, other_row)
-        if {**other_config, **at_run_time} == {**config, **at_run_time}:
-            assert family.launch(problem, other_row).steps[0].kernel == source
-
-
-@pytest.mark.slow(reason="18 compiles a target")
-@pytest.mark.parametrize("arch", ARCHS)
-def test_registers_are_near_the_estimate_and_hardly_spill(arch: str) -> None:
-    """Legality trusts the estimate; a kernel that spills much would be a wrong estimate."""
-    rng = np.random.default_rng(0)
-    ratios, stacks = [], []
-    for direction in DIRECTIONS:
-        for r, s, residual in ((3, 3, 0), (5, 5, 1), (7, 7, 0), (7, 7, 1), (11, 9, 0), (3, 1, 0)):
-            epilogue = f"activation=silu residual={residual}" if direction == "fprop" else ""
-            layer = f"n=64 c=96 h=60 w=60 k=96 r={r} s={s} groups=96 padding={r // 2}x{s // 2}"
-            problem = Problem.parse(f"{layer} direction={direction} {epilogue}")
-            family = family_of(problem)
-            row = int(rng.choice(legal_rows(problem)))
-            tiling = family._workings(problem, family.whole, np.array([row]))
-            registers, stack = resources(family.launch(problem, row).steps[0].kernel, arch)
-            most = most_registers(config_columns(family.configs, np.array([row])))
-            ratios.append(registers / min(tiling.registers[0], most[0]))
-            stacks.append(stack)
-    assert max(stacks) <= 192
-    assert np.median(stacks) == 0
-    assert min(ratios) > 0.75
-    assert max(ratios) < 1.25
-    assert 0.85 < np.median(ratios) < 1.15

@@ -7,21 +7,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import replace
-from itertools import product
 from math import ceil, gcd
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from layers import ARCHITECTURES, serves_channels
-from ptxas import resources
-from strategies import pairs, problems
+from layers import serves_channels
+from strategies import layers_of, problems
 
-from confpred.cuda.compiler import supported_archs
-from confpred.families.grouped import window_of
-from confpred.families.grouped.grouped_wgrad import _shape
 from confpred.families.protocol import config_dict
 from confpred.families.registry import all_families
 from confpred.problem.conv2d import Problem
@@ -31,37 +24,6 @@ FAMILY = all_families()["grouped_wgrad"]
 INT_MAX = 2**31 - 1
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)
 devices = st.sampled_from(list(KNOWN.values()))
-
-
-@st.composite
-def layers(draw: st.DrawFn, *, largest: int = 120, images: int = 64) -> Problem:
-    """Layers that the family handles; sides up to `largest`, batch up to `images`."""
-    width = draw(st.sampled_from(WIDTHS))
-    c = max(8, width) * draw(st.integers(1, 512 // max(8, width)))
-    r, s = draw(st.integers(1, 7)), draw(st.integers(1, 7))
-    steps = st.tuples(st.integers(1, 2), st.integers(1, 2))
-    dilation, padding = draw(steps), draw(st.tuples(st.integers(0, r), st.integers(0, s)))
-    least = [
-        max(1, d * (size - 1) + 1 - 2 * pad)
-        for d, size, pad in zip(dilation, (r, s), padding, strict=True)
-    ]
-    return Problem(
-        n=draw(st.integers(1, images)),
-        c=c,
-        h=draw(st.integers(least[0], max(least[0], largest))),
-        w=draw(st.integers(least[1], max(least[1], largest))),
-        k=c,
-        r=r,
-        s=s,
-        stride=draw(steps),
-        padding=padding,
-        dilation=dilation,
-        groups=c // width,
-        dtype=draw(st.sampled_from(("float16", "bfloat16"))),
-        direction="wgrad",
-        bias=draw(st.booleans()),
-        deterministic=draw(st.booleans()),
-    )
 
 
 def reduced(window: int, stride: int, dilation: int) -> tuple[int, int, int]:
@@ -173,7 +135,7 @@ def expected_legal(problem: Problem, device: Device, config: dict[str, int]) -> 
     return 4 * parts * elements <= max(problem.minimum_bytes, 2**20)
 
 
-@given(problems() | layers(), devices, st.integers(0, 2**32 - 1))
+@given(problems() | layers_of(FAMILY), devices, st.integers(0, 2**32 - 1))
 @settings(max_examples=200)
 def test_legality_equals_its_restatement(problem: Problem, device: Device, seed: int) -> None:
     mask = FAMILY.legal(problem, device)
@@ -182,75 +144,6 @@ def test_legality_equals_its_restatement(problem: Problem, device: Device, seed:
     for row in map(int, sample):
         config = config_dict(FAMILY, row)
         assert mask[row] == expected_legal(problem, device, config), (str(problem), config)
-
-
-TYPICAL = (
-    "n=128 c=144 h=56 w=56 k=144 r=3 s=3 groups=144 padding=1",
-    "n=64 c=96 h=112 w=112 k=96 r=3 s=3 groups=96 padding=1 stride=2",
-    "n=128 c=672 h=14 w=14 k=672 r=5 s=5 groups=672 padding=2",
-    "n=32 c=1152 h=7 w=7 k=1152 r=5 s=5 groups=1152 padding=2 bias=true",
-    "n=128 c=384 h=14 w=14 k=384 r=7 s=7 groups=384 padding=3 bias=true",
-    "n=32 c=64 h=64 w=64 k=64 r=3 s=3 groups=8 padding=1 dtype=bfloat16",
-    "n=64 c=256 h=28 w=28 k=256 r=3 s=3 groups=16 padding=1 deterministic=true",
-    "n=64 c=512 h=14 w=14 k=512 r=3 s=3 groups=16 padding=1",
-    "n=64 c=512 h=14 w=14 k=512 r=3 s=3 groups=8 padding=1",
-)
-
-
-@pytest.mark.parametrize("layer", TYPICAL)
-@pytest.mark.parametrize("device", ARCHITECTURES.values(), ids=ARCHITECTURES)
-def test_typical_layers_have_many_configs_of_few_kernels(layer: str, device: Device) -> None:
-    problem = Problem.parse(f"{layer} direction=wgrad")
-    rows = np.flatnonzero(FAMILY.legal(problem, device))
-    assert len(rows) >= 200
-    assert len({FAMILY.launch(problem, int(row)).steps[0].kernel for row in rows}) <= 100
-
-
-@pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("window", [(3, 3), (5, 5), (1, 7), (7, 7)])
-def test_every_width_and_window_is_served(width: int, window: tuple[int, int]) -> None:
-    problem = Problem(
-        n=64,
-        c=128,
-        h=28,
-        w=28,
-        k=128,
-        r=window[0],
-        s=window[1],
-        padding=(window[0] // 2, window[1] // 2),
-        groups=128 // width,
-        direction="wgrad",
-    )
-    assert FAMILY.legal(problem, get_device("h100")).any()
-
-
-@pytest.mark.parametrize("width", WIDTHS)
-def test_every_size_of_image_is_served(width: int) -> None:
-    problem = Problem.parse(f"n=64 c=128 h=28 w=28 k=128 r=3 s=3 padding=1 groups={128 // width}")
-    for size in range(2, 129):
-        image = replace(problem, h=size, w=size, direction="wgrad")
-        assert FAMILY.legal(image, get_device("h100")).any(), size
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        "direction=fprop",
-        "dtype=float32",
-        "stride=3",
-        "dilation=1x3",
-        "groups=1 c=128 k=128",
-        "k=128",
-        "c=60 k=60 groups=60",
-        "r=8 padding=4",
-        "s=9 padding=4",
-    ],
-)
-def test_other_layers_have_none(change: str) -> None:
-    layer = f"n=32 c=64 h=56 w=56 k=64 r=3 s=3 groups=8 direction=wgrad {change}"
-    words = dict(word.split("=") for word in layer.split())
-    problem = Problem.parse(" ".join(f"{name}={value}" for name, value in words.items()))
-    assert not FAMILY.legal(problem, get_device("h100")).any()
 
 
 def walked(
@@ -287,7 +180,7 @@ def walked(
     return found
 
 
-@given(layers(largest=24, images=5), st.integers(0, 2**32 - 1))
+@given(layers_of(FAMILY, largest=24, images=5), st.integers(0, 2**32 - 1))
 @settings(max_examples=150)
 def test_every_product_is_summed_once(problem: Problem, seed: int) -> None:
     """Over a filter tile's blocks, each gradient row meets each filter row where it should."""
@@ -315,7 +208,7 @@ def test_every_product_is_summed_once(problem: Problem, seed: int) -> None:
         assert found == expected
 
 
-@given(layers(), st.integers(0, 2**32 - 1))
+@given(layers_of(FAMILY), st.integers(0, 2**32 - 1))
 @settings(max_examples=60)
 def test_workspace_holds_the_sums(problem: Problem, seed: int) -> None:
     rows = np.flatnonzero(FAMILY.legal(problem, get_device("h100")))
@@ -332,93 +225,3 @@ def test_workspace_holds_the_sums(problem: Problem, seed: int) -> None:
             assert launch.steps[1].scalars["parts"] == parts
             assert launch.steps[1].scalars["elements"] == elements
             assert 128 * launch.steps[1].grid[0] >= elements
-
-
-@given(layers(), devices)
-def test_features_and_estimates_are_finite(problem: Problem, device: Device) -> None:
-    rows = np.flatnonzero(FAMILY.legal(problem, device))
-    matrix = FAMILY.features(problem, device, rows)
-    assert matrix.shape == (len(rows), len(FAMILY.feature_names))
-    assert np.isfinite(matrix).all()
-    seconds = FAMILY.estimate_s(problem, device, rows)
-    assert np.isfinite(seconds).all()
-    assert (seconds >= device.roofline_s(problem)).all()
-
-
-def test_each_feature_varies() -> None:
-    device = get_device("h100")
-    matrices = []
-    for layer in (
-        "n=32 c=64 h=56 w=56 k=64 r=3 s=3 groups=8 padding=1",
-        "n=33 c=528 h=17 w=13 k=528 r=5 s=1 groups=33 bias=true stride=2",
-        "n=31 c=72 h=14 w=28 k=72 r=3 s=5 groups=72 padding=2 dilation=2 dtype=bfloat16",
-    ):
-        problem = Problem.parse(f"{layer} direction=wgrad")
-        rows = np.flatnonzero(FAMILY.legal(problem, device))
-        matrices.append(FAMILY.features(problem, device, rows))
-    spans = np.ptp(np.concatenate(matrices), axis=0)
-    assert [n for n, span in zip(FAMILY.feature_names, spans, strict=True) if not span] == []
-
-
-@given(layers(), pairs, st.data())
-def test_one_kernel_serves_every_size(
-    problem: Problem, more: tuple[int, int], data: st.DataObject
-) -> None:
-    """Sizes, slices and the reduction are launch arguments: they do not enter the kernel."""
-    rows = np.flatnonzero(FAMILY.legal(problem, get_device("h100")))
-    if not len(rows):
-        return
-    row = int(data.draw(st.sampled_from(list(rows))))
-    source = FAMILY.launch(problem, row).steps[0].kernel
-    names = [name for name, _ in source.defines]
-    assert len(set(names)) == len(names)
-    other = Problem(
-        **{
-            **problem.to_json(),
-            "n": problem.n + 1,
-            "h": problem.h + more[0],
-            "w": problem.w + more[1],
-        }
-    )
-    assert FAMILY.launch(other, row).steps[0].kernel == source
-    run_time = {"splits": 0, "reduction": 0}
-    config = {**config_dict(FAMILY, row), **run_time}
-    same_tile = [
-        i
-        for i in np.flatnonzero(FAMILY.configs["block_n"] == config["block_n"])[::7]
-        if {**config_dict(FAMILY, int(i)), **run_time} == config
-    ]
-    assert {FAMILY.launch(problem, int(i)).steps[0].kernel for i in same_tile} <= {source}
-
-
-@pytest.mark.slow(reason="it compiles 30 kernels")
-def test_registers_are_near_the_estimate_and_hardly_spill() -> None:
-    """Legality trusts the estimate: 0.64 to 1.46 times it and at most 16 bytes of stack today."""
-    rng = np.random.default_rng(0)
-    archs = ("sm_80", "sm_90a", supported_archs()[-1])
-    ratios = []
-    windows = ((3, 3, 1), (5, 5, 2), (7, 7, 1), (1, 7, 1), (2, 4, 2), (1, 1, 1))
-    for number, (width, (r, s, stride)) in enumerate(product((1, 4, 8, 16, 64), windows)):
-        problem = Problem(
-            n=64,
-            c=256,
-            h=28,
-            w=28,
-            k=256,
-            r=r,
-            s=s,
-            stride=(stride, stride),
-            padding=(r // 2, s // 2),
-            groups=256 // width,
-            dtype=("float16", "bfloat16")[number % 2],
-            direction="wgrad",
-            bias=number % 3 == 0,
-        )
-        row = int(rng.choice(np.flatnonzero(FAMILY.legal(problem, get_device("h100")))))
-        source = FAMILY.launch(problem, row).steps[0].kernel
-        registers, stack = resources(source, archs[number % 3])
-        assert stack <= 48, (str(problem), row)
-        ratios.append(registers / _shape(window_of(problem)).registers[row])
-    assert min(ratios) > 0.5
-    assert max(ratios) < 1.6
-    assert 0.85 < np.median(ratios) < 1.15

@@ -110,21 +110,6 @@ def test_a_layer_is_what_its_network_fixes(problem: Problem) -> None:
     assert problem.layer() != dataclasses.replace(problem, h=problem.h + 100).layer()
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        "direction=wgrad bias=true deterministic=true dtype=float32",
-        "direction=dgrad stride=2 dilation=1x2",
-        "residual=true activation=hardswish bias=true",
-        "activation=relu6 residual=1 dtype=bfloat16",
-    ],
-)
-def test_each_direction_has_its_own_fields(words: str) -> None:
-    problem = Problem.parse(f"n=2 c=8 h=9 w=9 k=8 r=3 s=3 groups=8 {words}")
-    assert Problem.parse(str(problem)) == problem
-    assert all(word.split("=")[0] in str(problem) for word in words.split())
-
-
 def test_numpy_integers_become_plain_ones() -> None:
     problem = Problem(**{name: np.int32(value) for name, value in BASE.items()})
     assert problem == Problem(**BASE)
