@@ -180,10 +180,13 @@ class Child:
             return {"error": f"worker {self.name} did not load it within {within_s:.0f} s"}
 
     def hand(self, connection: socket.socket) -> bool:
-        """Give it a connection; False if it has too many waiting already."""
+        """Give it a connection; False if it has too many waiting already, or has ended."""
         try:
             socket.send_fds(self._connections, [b"c"], [connection.fileno()])
-        except OSError:  # full, or the process has just ended
+        except BlockingIOError:
+            return False
+        except OSError:
+            self.ready = False  # which `run` is about to say
             return False
         self._handed += 1
         return True

@@ -127,6 +127,7 @@ class Supervisor:
         self._stopping = asyncio.Event()
         self._fatal: ConfpredError | None = None
         self._accepting = self._announced = False
+        self._held: list[socket.socket] = []  # accepted when no worker was left to take them
         self._switched, self._ended = -math.inf, 0  # when, and how many workers ended since
         self._metrics, self._totals = Metrics(logs.lost), Totals()
         for outcome in ("reloaded", "unchanged", "refused", "rolled_back", "taken_back"):
@@ -404,6 +405,9 @@ class Supervisor:
     def _update(self) -> None:
         """Accept connections while a worker takes them."""
         ready = any(child.ready for child in self._children.values())
+        while ready and self._held:
+            self._hand(self._held.pop())
+            ready = any(child.ready for child in self._children.values())
         loop = asyncio.get_running_loop()
         if ready != self._accepting and not self._stopping.is_set():
             self._accepting = ready
@@ -426,10 +430,18 @@ class Supervisor:
                 self._accepting = False
                 loop.call_later(_NO_DESCRIPTORS_S, self._update)
                 return
-            with connection:
-                ready = [child for child in self._children.values() if child.ready]
-                # To the first that takes it, the one with the fewest before others.
-                any(child.hand(connection) for child in sorted(ready, key=lambda each: each.load))
+            self._hand(connection)
+
+    def _hand(self, connection: socket.socket) -> None:
+        """Give `connection` to the first worker that takes it, the one with the fewest before
+        others. It waits where all have just ended, and is closed where all have too many."""
+        ready = [child for child in self._children.values() if child.ready]
+        taken = any(child.hand(connection) for child in sorted(ready, key=lambda each: each.load))
+        if taken or any(child.ready for child in ready):
+            connection.close()
+        else:
+            self._held.append(connection)
+            self._update()
 
     async def _watch(self, seen: str) -> None:
         """Reload when the models or the plan change on disk."""

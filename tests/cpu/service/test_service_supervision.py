@@ -105,9 +105,15 @@ def sockets(process: int) -> set[str]:
 
 def test_the_only_worker_is_replaced_while_requests_wait(tmp_path: Path) -> None:
     with running(tmp_path) as server:
+        # The server accepts a connection before it notices that its worker has ended.
+        server.process.send_signal(signal.SIGSTOP)
         victim = server.kill_worker(and_wait=False)
-        eventually(lambda: victim not in server.workers())
-        assert server.predict().status_code == 200
+        eventually(lambda: not alive(victim))
+        with ThreadPoolExecutor(1) as pool:
+            reply = pool.submit(server.predict)
+            time.sleep(0.5)
+            server.process.send_signal(signal.SIGCONT)
+            assert reply.result().status_code == 200
 
 
 def test_no_worker_outlives_its_server(tmp_path: Path, temporary: Path) -> None:
