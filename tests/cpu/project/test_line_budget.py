@@ -13,12 +13,12 @@ import pytest
 ROOT = Path(__file__).parents[3]
 #: Lines of a folder, those in it included.
 BUDGETS = {
-    "benchmarks": 6100, "confpred": 27600, "confpred/cli": 2000, "confpred/client": 880,
+    "benchmarks": 5940, "confpred": 27600, "confpred/cli": 2000, "confpred/client": 880,
     "confpred/cuda": 1180, "confpred/cudnn": 820, "confpred/data": 630, "confpred/families": 4120,
     "confpred/measure": 1190, "confpred/model": 2150, "confpred/predict": 1550,
     "confpred/problem": 1530, "confpred/products": 810, "confpred/pytorch": 3690,
     "confpred/report": 1390, "confpred/retraining": 1010, "confpred/sampler": 1370,
-    "confpred/training": 2620, "datasets": 2570, "examples": 660, "service": 3840, "tests": 34700,
+    "confpred/training": 2620, "datasets": 2570, "examples": 660, "service": 3840, "tests": 33500,
 }  # fmt: skip
 MODULES = 136  # of confpred and service together
 LONGEST = 500  # lines of a module that ships

@@ -181,6 +181,8 @@ def test_what_is_not_the_same_is_not_fused(captured, kind) -> None:
     run(expression(function))
     nodes = captured.of("inference").calls(CONV)
     assert [called(node)["activation"] for node in nodes] == activations
+    sums = kind in ("a sum that is returned", "two sums")  # of one shape and dtype
+    assert [node.args[4] is not None for node in nodes] == [sums]
 
 
 @pytest.mark.parametrize(("function", "targets"), [
