@@ -83,7 +83,7 @@ def results() -> None:
         if (anchors := measured(device, ANCHORS)).exists():
             more += ["--anchors", anchors]
         confpred("evaluate", *data, "--device", device, *more, *files, "--force")
-    subprocess.run([sys.executable, ROOT / "benchmarks" / "tables.py"], check=True)
+    subprocess.run([sys.executable, "-m", "benchmarks.tables"], check=True, cwd=ROOT)
 
 
 def main() -> None:

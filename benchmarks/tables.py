@@ -32,19 +32,15 @@ NOTABLE = 1.05  # a layer this many times as fast or as slow counts as faster or
 _MARKED = re.compile(r"(<!-- table:([\w-]+) -->\n).*?(<!-- /table -->)", re.DOTALL)
 
 
+def columns(text: str) -> tuple[str, ...]:
+    return tuple(text.split(" | "))
+
+
 def kernels(results: Results) -> str:
     """Tabulate confpred's choice against cuDNN's better mode, by kind of layer and direction."""
-    heads = (
-        "layers",
-        "device",
-        "problems",
-        "median",
-        "geomean",
-        "worst",
-        "> 5 % faster",
-        "> 5 % slower",
-        "share of floor",
-        "cuDNN's share",
+    heads = columns(
+        "layers | device | problems | median | geomean | worst | > 5 % faster | "
+        "> 5 % slower | share of floor | cuDNN's share"
     )
     rows = []
     for device, result in results.items():
@@ -73,15 +69,9 @@ def _speeds(found: list[float]) -> list[str]:
 
 def dense(result: dict[str, Any]) -> str:
     """Tabulate the choice for dense layers of kinds of networks that training lacks."""
-    heads = (
-        "layers",
-        "problems",
-        "over PyTorch's default",
-        "worst",
-        "over its benchmark mode",
-        "worst",
-        "> 5 % slower",
-        "not left to PyTorch",
+    heads = columns(
+        "layers | problems | over PyTorch's default | worst | over its benchmark mode | "
+        "worst | > 5 % slower | not left to PyTorch"
     )
     rows = []
     for part in result["summary"]:
@@ -97,14 +87,9 @@ def dense(result: dict[str, Any]) -> str:
 
 def in_situ(results: Results) -> str:
     """Tabulate whether times alone rank configs as times inside a network do."""
-    heads = (
-        "device",
-        "layers",
-        "Spearman's rho",
-        "Kendall's tau",
-        "regret of the fastest alone",
-        "of the chosen",
-        "worst of the chosen",
+    heads = columns(
+        "device | layers | Spearman's rho | Kendall's tau | regret of the fastest alone | "
+        "of the chosen | worst of the chosen"
     )
     rows = []
     for device, result in results.items():
@@ -118,14 +103,11 @@ def in_situ(results: Results) -> str:
 
 def service(result: dict[str, Any]) -> str:
     """Tabulate the round trips of the HTTP service."""
-    heads = ("request", "p50, ms", "p99, ms", "requests a second")
-    return markdown(
-        heads,
-        [
-            (name, f"{t['p50_ms']:.2f}", f"{t['p99_ms']:.2f}", f"{t['requests_per_s']:,}")
-            for name, t in result["latency"].items()
-        ],
-    )
+    rows = [
+        (name, f"{t['p50_ms']:.2f}", f"{t['p99_ms']:.2f}", f"{t['requests_per_s']:,}")
+        for name, t in result["latency"].items()
+    ]
+    return markdown(columns("request | p50, ms | p99, ms | requests a second"), rows)
 
 
 def latency(results: Results) -> str:
@@ -133,17 +115,10 @@ def latency(results: Results) -> str:
     rows = {device: _latency(result) for device, result in results.items()}
     budgets = next(iter(results.values()))["budgets"]
     names = dict.fromkeys(name for cells in rows.values() for name in cells)
-    rows["budget"] = {name: [f"{budgets[_BUDGETS[name.split()[0]]]:g}"] for name in names}
+    by_first_word = {"1": "unseen_p50_ms", "50": "network_ms", "repeated": "repeated_p50_us",
+                     "cold": "cold_p50_s"}  # fmt: skip
+    rows["budget"] = {name: [f"{budgets[by_first_word[name.split()[0]]]:g}"] for name in names}
     return side_by_side("median of", ("",), rows)
-
-
-#: The budget of a row, by its first word.
-_BUDGETS = {
-    "1": "unseen_p50_ms",
-    "50": "network_ms",
-    "repeated": "repeated_p50_us",
-    "cold": "cold_p50_s",
-}
 
 
 def _latency(result: dict[str, Any]) -> Rows:
@@ -160,40 +135,26 @@ def _latency(result: dict[str, Any]) -> Rows:
 
 def runs(results: dict[str, Results]) -> str:
     """Tabulate when, at which commit and with which model each result was measured."""
-    return side_by_side(
-        "result",
-        ("date", "commit", "model"),
-        {
-            device: {
-                f"`{file}`": (r["date"], r["commit"][:7], r.get("model", ""))
-                for file, r in found.items()
-            }
-            for device, found in results.items()
-        },
-    )
+    rows: dict[str, Rows] = {device: {} for device in results}
+    for device, found in results.items():
+        for file, r in found.items():
+            rows[device][f"`{file}`"] = (r["date"], r["commit"][:7], r.get("model", ""))
+    return side_by_side("result", ("date", "commit", "model"), rows)
 
 
 def sampling(results: Results) -> str:
     """Tabulate the sampler's rate."""
-    heads = ("device", "rows", "problems", "seconds", "rows a second")
-    return markdown(
-        heads,
-        [
-            (
-                device,
-                str(r["rows"]),
-                str(r["problems"]),
-                f"{r['seconds']:.1f}",
-                f"{r['rows_per_s']:.0f}",
-            )
-            for device, r in results.items()
-        ],
-    )
+    heads = columns("device | rows | problems | seconds | rows a second")
+    rows = []
+    for device, r in results.items():
+        rate = f"{r['seconds']:.1f}", f"{r['rows_per_s']:.0f}"
+        rows.append((device, str(r["rows"]), str(r["problems"]), *rate))
+    return markdown(heads, rows)
 
 
 def sampling_plans(result: dict[str, Any]) -> str:
     """Tabulate the regret of models that learned from parts of the data."""
-    heads = ("configs a problem and family", "rows", "geomean", "p95", "worst", "difference, %")
+    heads = columns("configs a problem and family | rows | geomean | p95 | worst | difference, %")
     rows = []
     for name, plan in result["plans"].items():
         regrets = (f"{plan[key]:.3f}" for key in ("geomean", "p95", "worst"))
@@ -205,7 +166,7 @@ def sampling_plans(result: dict[str, Any]) -> str:
 def transfer_holdout(result: dict[str, Any]) -> str:
     """Tabulate what models are worth on a device by the share of its problems that they learned
     from, beside those of another device."""
-    heads = ("from", "to", "its problems", "rows of it", "geomean", "p95", "worst")
+    heads = columns("from | to | its problems | rows of it | geomean | p95 | worst")
     rows = []
     for row in result["rows"]:
         named = " and ".join(row["from"]).upper(), row["to"].upper()
@@ -218,12 +179,8 @@ def transfer_holdout(result: dict[str, Any]) -> str:
 
 #: Results of a device, of which `runs` tells.
 _RUNS = (
-    "conv_vs_cudnn.json",
-    "in_situ.json",
-    "predict_latency.json",
-    "sampling_rate.json",
-    "networks.json",
-    "dense.json",
+    *("conv_vs_cudnn.json", "in_situ.json", "predict_latency.json", "sampling_rate.json"),
+    *("networks.json", "dense.json"),
 )
 #: Results that a device may lack.
 OPTIONAL = (
@@ -242,14 +199,8 @@ _OF_DEVICES: dict[str, tuple[str, Callable[[Results], str]]] = {
 _OF_A_DEVICE: dict[str, tuple[tuple[str, ...], Callable[..., str]]] = {
     "dense": (("dense.json",), dense),
     "sampling-plans": (("sampling_plans.json",), sampling_plans),
-    "im2col-chunks": (
-        ("im2col_chunks.json",),
-        lambda result: im2col_chunks.table(result["summary"]) + "\n",
-    ),
-    "linear-chains": (
-        ("linear_chains.json",),
-        lambda result: linear_chains.table(result["summary"]) + "\n",
-    ),
+    "im2col-chunks": (("im2col_chunks.json",), lambda r: im2col_chunks.table(r["summary"]) + "\n"),
+    "linear-chains": (("linear_chains.json",), lambda r: linear_chains.table(r["summary"]) + "\n"),
 } | {name: (files, partial(make, markdown=markdown)) for name, (files, make) in OF_NETWORKS.items()}
 
 

@@ -37,18 +37,23 @@ class _Stub(ModuleType):
         return made
 
 
+def stand_in() -> None:
+    """Let stubs stand in for torchvision in this process."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
+        del sys.modules[name]
+    for name in _MODULES:
+        sys.modules[name] = _Stub(name)
+        if "." in name:
+            parent, _, last = name.rpartition(".")
+            setattr(sys.modules[parent], last, sys.modules[name])
+
+
 def timm() -> Any:
     """Return the package, imported beside torchvision or without it."""
     try:
         import torchvision  # noqa: F401
     except RuntimeError:
-        for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
-            del sys.modules[name]
-        for name in _MODULES:
-            sys.modules[name] = _Stub(name)
-            if "." in name:
-                parent, _, last = name.rpartition(".")
-                setattr(sys.modules[parent], last, sys.modules[name])
+        stand_in()
     import timm as package
 
     return package

@@ -21,14 +21,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import random
 import statistics
 import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -184,7 +183,7 @@ def summary(layers: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         for mode in MODES:
             speeds = [layer[f"speedup_{mode}"] for layer in part]
             row[mode] = {
-                "speedup": geomean(speeds),
+                "speedup": statistics.geometric_mean(speeds),
                 "worst": min(speeds),
                 "slower": sum(speed < 1 / SLOWER for speed in speeds),
             }
@@ -195,10 +194,6 @@ def summary(layers: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         }
         found.append(row)
     return found
-
-
-def geomean(values: Iterable[float]) -> float:
-    return math.exp(statistics.mean(math.log(value) for value in values))
 
 
 def show(result: Mapping[str, Any]) -> None:

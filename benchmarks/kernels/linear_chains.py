@@ -13,12 +13,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import random
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
 from benchmarks.kernels.im2col_chunks import graph_of, in_turns
@@ -134,10 +133,6 @@ def chosen(row: dict[str, Any], kind: str, limits: Limits) -> str:
     return min(allowed, key=allowed.__getitem__)
 
 
-def geomean(values: list[float]) -> float:
-    return math.exp(statistics.fmean(map(math.log, values)))
-
-
 def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """For each precision and length: speeds over eager and over a CUDA graph of eager, the largest
     errors, and where Strassen's algorithm is the fastest."""
@@ -152,10 +147,10 @@ def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 some = [r for r in here if name in r["eager_ms"]]
                 for kind in ("eager_ms", "graph_ms"):
                     speeds = [r[kind][EAGER] / r[kind][name] for r in some]
-                    line[f"{name}_{kind[:-3]}"] = geomean(speeds) if speeds else None
+                    line[f"{name}_{kind[:-3]}"] = geometric_mean(speeds) if speeds else None
                     line[f"{name}_{kind[:-3]}_best"] = max(speeds, default=None)
                 graph = [r["eager_ms"][EAGER] / r["graph_ms"][name] for r in some]
-                line[f"{name}_graph_over_eager"] = geomean(graph) if graph else None
+                line[f"{name}_graph_over_eager"] = geometric_mean(graph) if graph else None
                 line[f"{name}_error"] = max((r["error"][name] for r in some), default=None)
             line["pytorch_error"] = max(r["error"][EAGER] for r in here)
             for bound, limits in (("exact", Limits()), ("bounded", Limits(max_error=0.01))):
@@ -164,7 +159,7 @@ def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
                     r["graph_ms"][EAGER] / r["graph_ms"][pick]
                     for r, pick in zip(here, picks, strict=True)
                 ]
-                line[f"{bound}_best_graph"] = geomean(speeds)
+                line[f"{bound}_best_graph"] = geometric_mean(speeds)
                 line[f"{bound}_strassen_wins"] = picks.count("strassen")
             lines.append(line)
     return lines

@@ -95,7 +95,7 @@ def test_all_gradients_of_a_layer_with_a_bias(dtype, launched) -> None:
 
 @pytest.mark.parametrize("autocast", [False, True])
 def test_a_training_step_is_captured(autocast, launched) -> None:
-    """Return the gradients of a dense layer with a bias, in autograd's own thread."""
+    """The gradients of a dense layer with a bias, in autograd's own thread."""
     given = [t.requires_grad_() for t in made(torch.float32 if autocast else torch.float16)]
 
     def train() -> tuple[torch.Tensor, ...]:

@@ -424,8 +424,8 @@ def example_inputs_change_nothing(run: Run) -> Any:
 
 @hazard()
 def freezing_keeps_what_was_folded(run: Run) -> Any:
-    """Return a write is not seen by a model that was optimized with ``freeze=True``, as its
-    documentation says; `revert` sees it."""
+    """A model that was optimized with ``freeze=True`` does not see a write, as its documentation
+    says; `revert` does."""
     model = run.network()
     run.optimize(model, freeze=True)
     found = [run.infer(model)]

@@ -35,7 +35,7 @@ class FillsWithValues(Net):
 
 @hazard()
 def tensors_made_from_values(run: Run) -> Any:
-    """Return the value is read by the host: the graph breaks."""
+    """The value is read by the host: the graph breaks."""
     return run.infer(run.optimize(run.network(FillsWithValues)))
 
 
@@ -317,7 +317,7 @@ class Twice(Net):
 
 @hazard()
 def layers_called_several_times(run: Run) -> Any:
-    """Return a batch norm counts each call as a batch."""
+    """A batch norm counts each call as a batch."""
     model = run.optimize(run.network(Twice, train=True))
     found = run.train(model)
     assert model.grouped_norm.num_batches_tracked.item() == 12

@@ -182,7 +182,7 @@ def a_backward_in_another_thread_than_its_forward(run: Run) -> Any:
 
 @hazard()
 def several_threads_at_once(run: Run) -> Any:
-    """Return some with a model of their own, and all with one that is shared."""
+    """Each with a model of its own, and all with one that is shared."""
     shared = run.optimize(run.network())
     run.infer(shared)
     owns = [run.optimize(run.network()) for _ in range(4)]
@@ -278,7 +278,7 @@ def data_parallel_threads(run: Run) -> Any:
 
 @hazard()
 def compiled_again_by_pytorch(run: Run) -> Any:
-    """Return an optimized model, and a model that has one inside."""
+    """An optimized model, and a model that has one inside."""
     model = run.optimize(run.network())
     found = [run.infer(torch.compile(model, backend="aot_eager"))]
     outer = nn.Sequential(model, nn.ReLU())

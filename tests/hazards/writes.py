@@ -264,7 +264,7 @@ def parameters_of_a_functional_call(run: Run) -> Any:
 
 @hazard()
 def copies_live_alone(run: Run) -> Any:
-    """Return a deep copy is the original as it was, and neither sees a write to the other."""
+    """A deep copy is the original as it was, and neither sees a write to the other."""
     model = run.optimize(run.network())
     found = [run.infer(model)]
     other = copy.deepcopy(model)

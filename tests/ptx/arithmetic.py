@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -16,23 +17,32 @@ from ptx.text import SIZES, PtxError
 Values = NDArray[Any]
 
 
-# Arithmetic: a destination and some sources of one type.
+# Arithmetic: a destination and a function of some sources.
 
 
-def _simple(function: Callable[..., Any]) -> Callable[[list[str], list[str]], Step]:
+def _of(function: Callable[..., Any], *kinds: str) -> Maker:
+    """Return an instruction with sources of these types; without them, all have its own type, which
+    is that of the result."""
+
     def make(modifiers: list[str], operands: list[str]) -> Step:
-        if len(modifiers) != 1:
-            return refuse(modifiers)
-        kind = modifiers[0]
-        if kind in ("f16x2", "bf16x2", "f16", "bf16", "f64"):
-            return refuse(modifiers)
+        own = modifiers[-1]
 
         def step(machine: Machine, lanes: Lanes) -> None:
-            values = (machine.read(o, kind, lanes) for o in operands[1:])
+            sources = zip(operands[1:], kinds or repeat(own), strict=False)
+            values = (np.asarray(machine.read(o, kind or own, lanes)) for o, kind in sources)
             result = np.asarray(function(*values))
-            machine.write(operands[0], result.astype(numpy_type(kind), copy=False), lanes)
+            machine.write(operands[0], result.astype(numpy_type(own), copy=False), lanes)
 
         return step
+
+    return make
+
+
+def _simple(function: Callable[..., Any]) -> Maker:
+    def make(modifiers: list[str], operands: list[str]) -> Step:
+        if len(modifiers) != 1 or modifiers[0] in ("f16x2", "bf16x2", "f16", "bf16", "f64"):
+            return refuse(modifiers)
+        return _of(function)(modifiers, operands)
 
     return make
 
@@ -42,48 +52,30 @@ def _fma(a: Values, b: Values, c: Values) -> Values:
 
 
 def _quotient(a: Values, b: Values) -> Values:
-    if np.issubdtype(np.asarray(a).dtype, np.floating):
+    if np.issubdtype(a.dtype, np.floating):
         return a / b
-    if (np.asarray(b) == 0).any():
+    if (b == 0).any():
         raise PtxError("a division by zero")
-    wide_a, wide_b = np.asarray(a).astype(np.int64), np.asarray(b).astype(np.int64)
+    wide_a, wide_b = a.astype(np.int64), b.astype(np.int64)
     sign = np.where((wide_a < 0) != (wide_b < 0), -1, 1)
     return sign * (np.abs(wide_a) // np.abs(wide_b))
 
 
 def _remainder(a: Values, b: Values) -> Values:
-    wide_a, wide_b = np.asarray(a).astype(np.int64), np.asarray(b).astype(np.int64)
-    return wide_a - _quotient(a, b) * wide_b
+    return a.astype(np.int64) - _quotient(a, b) * b.astype(np.int64)
 
 
 def _shift_left(a: Values, amount: Values) -> Values:
-    bits = 8 * np.asarray(a).dtype.itemsize
-    amount = np.asarray(amount)
+    bits = 8 * a.dtype.itemsize
     return np.where(amount < bits, a << np.minimum(amount, bits - 1).astype(a.dtype), 0)
 
 
 def _shift_right(a: Values, amount: Values) -> Values:
-    bits = 8 * np.asarray(a).dtype.itemsize
-    amount = np.asarray(amount)
+    bits = 8 * a.dtype.itemsize
     shifted = a >> np.minimum(amount, bits - 1).astype(a.dtype)
     if np.issubdtype(shifted.dtype, np.signedinteger):
         return shifted  # the sign fills
     return np.where(amount < bits, shifted, 0)
-
-
-def _shift(function: Callable[..., Any]) -> Callable[[list[str], list[str]], Step]:
-    def make(modifiers: list[str], operands: list[str]) -> Step:
-        kind = modifiers[0]
-
-        def step(machine: Machine, lanes: Lanes) -> None:
-            value = np.asarray(machine.read(operands[1], kind, lanes))
-            amount = machine.read(operands[2], "u32", lanes)
-            result = np.asarray(function(value, amount)).astype(value.dtype, copy=False)
-            machine.write(operands[0], result, lanes)
-
-        return step
-
-    return make
 
 
 def _product(modifiers: list[str], operands: list[str]) -> Step:
@@ -115,11 +107,17 @@ def _product(modifiers: list[str], operands: list[str]) -> Step:
     return step
 
 
+def _field(start: Values, count: Values) -> tuple[Values, Values]:
+    """Return the first bit and the number of bits of a field."""
+    found = [np.minimum(x & 0xFF, 32).astype(np.uint64) for x in (start, count)]
+    return found[0], found[1]
+
+
 def _bit_field_insert(a: Values, b: Values, start: Values, count: Values) -> Values:
-    start, count = (np.minimum(np.asarray(x) & 0xFF, 32).astype(np.uint64) for x in (start, count))
+    start, count = _field(start, count)
     mask = ((np.uint64(1) << count) - np.uint64(1)) << start
-    kept = np.asarray(b).astype(np.uint64) & ~mask
-    return (kept | np.asarray(a).astype(np.uint64) << start & mask) & np.uint64(0xFFFFFFFF)
+    kept = b.astype(np.uint64) & ~mask
+    return (kept | a.astype(np.uint64) << start & mask) & np.uint64(0xFFFFFFFF)
 
 
 def _bit_field_extract(modifiers: list[str], operands: list[str]) -> Step:
@@ -127,28 +125,23 @@ def _bit_field_extract(modifiers: list[str], operands: list[str]) -> Step:
     if modifiers[0] not in ("u32", "s32"):
         return refuse(modifiers)
 
-    def step(machine: Machine, lanes: Lanes) -> None:
-        a = np.asarray(machine.read(operands[1], "u32", lanes)).astype(np.int64)
-        start, count = (
-            np.minimum(np.asarray(machine.read(o, "u32", lanes)) & 0xFF, 32).astype(np.int64)
-            for o in operands[2:]
-        )
-        if signed:
-            a = a.astype(np.int32).astype(np.int64)
-        field = (a >> start) & ((1 << count) - 1)
+    def extract(a: Values, start: Values, count: Values) -> Values:
+        start, count = (x.astype(np.int64) for x in _field(start, count))
+        wide = (a.astype(np.int32) if signed else a).astype(np.int64)
+        field = (wide >> start) & ((1 << count) - 1)
         if signed:
             top = np.where(count > 0, field >> np.maximum(count - 1, 0) & 1, 0)
             field = field - (top << count)
-        machine.write(operands[0], np.asarray(field & 0xFFFFFFFF).astype(np.uint32), lanes)
+        return np.asarray(field & 0xFFFFFFFF).astype(np.uint32)
 
-    return step
+    return _of(extract, "u32", "u32", "u32")(modifiers, operands)
 
 
 def _permute(a: Values, b: Values, selector: Values) -> Values:
-    both = np.asarray(a).astype(np.uint64) | np.asarray(b).astype(np.uint64) << np.uint64(32)
+    both = a.astype(np.uint64) | b.astype(np.uint64) << np.uint64(32)
     result: Any = np.uint64(0)
     for i in range(4):
-        nibble = np.asarray(selector).astype(np.uint64) >> np.uint64(4 * i)
+        nibble = selector.astype(np.uint64) >> np.uint64(4 * i)
         byte = both >> np.uint64(8) * (nibble & np.uint64(7)) & np.uint64(0xFF)
         sign = np.where(byte & np.uint64(0x80), np.uint64(0xFF), np.uint64(0))
         byte = np.where(nibble & np.uint64(8), sign, byte)
@@ -159,46 +152,35 @@ def _permute(a: Values, b: Values, selector: Values) -> Values:
 def _logic3(modifiers: list[str], operands: list[str]) -> Step:
     table = int(operands[4], 0)
 
-    def step(machine: Machine, lanes: Lanes) -> None:
-        a, b, c = (np.asarray(machine.read(o, "b32", lanes)) for o in operands[1:4])
-        result = np.zeros(len(lanes), np.uint32)
+    def logic(a: Values, b: Values, c: Values) -> Values:
+        result: Any = np.uint32(0)
         for i in range(8):
             if table >> i & 1:
-                result |= (a if i & 4 else ~a) & (b if i & 2 else ~b) & (c if i & 1 else ~c)
-        machine.write(operands[0], result, lanes)
+                result = result | (a if i & 4 else ~a) & (b if i & 2 else ~b) & (c if i & 1 else ~c)
+        return np.asarray(result)
 
-    return step
+    return _of(logic, "b32", "b32", "b32")(modifiers, operands)
 
 
 def _funnel_shift(modifiers: list[str], operands: list[str]) -> Step:
     side, mode, _ = modifiers
 
-    def step(machine: Machine, lanes: Lanes) -> None:
-        low, high, amount = (
-            np.asarray(machine.read(o, "u32", lanes)).astype(np.uint64) for o in operands[1:]
-        )
+    def shift(low: Values, high: Values, amount: Values) -> Values:
+        low, high, amount = (x.astype(np.uint64) for x in (low, high, amount))
         amount = amount & np.uint64(31) if mode == "wrap" else np.minimum(amount, np.uint64(32))
         both = high << np.uint64(32) | low
-        moved = both << amount >> np.uint64(32) if side == "l" else both >> amount
-        machine.write(operands[0], np.asarray(moved).astype(np.uint32), lanes)
+        return both << amount >> np.uint64(32) if side == "l" else both >> amount
 
-    return step
+    return _of(shift, "u32", "u32", "u32")(modifiers, operands)
 
 
 # Comparison and choice.
 
 _COMPARISONS: dict[str, Callable[..., Any]] = {
-    "eq": np.equal,
-    "ne": np.not_equal,
-    "lt": np.less,
-    "le": np.less_equal,
-    "gt": np.greater,
-    "ge": np.greater_equal,
-    "lo": np.less,
-    "ls": np.less_equal,
-    "hi": np.greater,
+    "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater,
+    "ge": np.greater_equal, "lo": np.less, "ls": np.less_equal, "hi": np.greater,
     "hs": np.greater_equal,
-}
+}  # fmt: skip
 
 
 def _compare(modifiers: list[str], operands: list[str]) -> Step:
@@ -221,16 +203,6 @@ def _compare(modifiers: list[str], operands: list[str]) -> Step:
             other = other != operands[3].startswith("!")
             found = {"and": found & other, "or": found | other, "xor": found ^ other}[joined[0]]
         machine.write(operands[0], np.broadcast_to(found, len(lanes)), lanes)
-
-    return step
-
-
-def _select(modifiers: list[str], operands: list[str]) -> Step:
-    kind = modifiers[0]
-
-    def step(machine: Machine, lanes: Lanes) -> None:
-        a, b = (machine.read(o, kind, lanes) for o in operands[1:3])
-        machine.write(operands[0], np.where(machine.read(operands[3], "pred", lanes), a, b), lanes)
 
     return step
 
@@ -319,15 +291,6 @@ def _convert(modifiers: list[str], operands: list[str]) -> Step:
     return step
 
 
-def _same_address(modifiers: list[str], operands: list[str]) -> Step:
-    """``cvta``: generic addresses are not told apart from those of the space they are used in."""
-
-    def step(machine: Machine, lanes: Lanes) -> None:
-        machine.write(operands[0], machine.read(operands[1], modifiers[-1], lanes), lanes)
-
-    return step
-
-
 ARITHMETIC: dict[str, Maker] = {
     "add": _simple(lambda a, b: a + b),
     "sub": _simple(lambda a, b: a - b),
@@ -351,16 +314,17 @@ ARITHMETIC: dict[str, Maker] = {
     "or": _simple(np.bitwise_or),
     "xor": _simple(np.bitwise_xor),
     "not": _simple(np.invert),
-    "shl": _shift(_shift_left),
-    "shr": _shift(_shift_right),
+    "shl": _of(_shift_left, "", "u32"),
+    "shr": _of(_shift_right, "", "u32"),
     "shf": _funnel_shift,
     "bfi": _simple(_bit_field_insert),
     "bfe": _bit_field_extract,
     "prmt": _simple(_permute),
     "lop3": _logic3,
     "setp": _compare,
-    "selp": _select,
+    "selp": _of(lambda a, b, chosen: np.where(chosen, a, b), "", "", "pred"),
     "mov": _move,
     "cvt": _convert,
-    "cvta": _same_address,
+    # Generic addresses are not told apart from those of the space they are used in.
+    "cvta": _of(lambda address: address),
 }

@@ -19,24 +19,15 @@ from ptx.text import SIZES, Instruction, Kernel, PtxError
 
 WARP = 32
 _STORED_IN = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
-_TYPES: dict[str, type[np.generic]] = {
-    "u8": np.uint8,
-    "u16": np.uint16,
-    "u32": np.uint32,
-    "u64": np.uint64,
-    "b8": np.uint8,
-    "b16": np.uint16,
-    "b32": np.uint32,
-    "b64": np.uint64,
-    "s8": np.int8,
-    "s16": np.int16,
-    "s32": np.int32,
-    "s64": np.int64,
-    "f16": np.float16,
-    "f32": np.float32,
-    "f64": np.float64,
-    "pred": np.bool_,
-}
+#: By the letter of a PTX type and its bits; bits of no type are unsigned numbers.
+_TYPES = {
+    f"{letter}{8 * size}": np.dtype(f"{kind}{size}")
+    for letter, kind, sizes in (
+        ("u", "u", (1, 2, 4, 8)), ("b", "u", (1, 2, 4, 8)), ("s", "i", (1, 2, 4, 8)),
+        ("f", "f", (2, 4, 8)),
+    )
+    for size in sizes
+} | {"pred": np.dtype(np.bool_)}  # fmt: skip
 
 
 def numpy_type(name: str) -> np.dtype[Any]:
@@ -47,7 +38,7 @@ def numpy_type(name: str) -> np.dtype[Any]:
     """
     if name not in _TYPES:
         raise PtxError(f"type {name} is not interpreted")
-    return np.dtype(_TYPES[name])
+    return _TYPES[name]
 
 
 @dataclass(slots=True)

@@ -55,14 +55,10 @@ def installed(repository: Path, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_in_a_clone_the_clone_is_installed_again(repository: Path, tmp_path: Path) -> None:
-    """Dry, and from a copy, as setuptools leaves files of its own beside the sources."""
-    for name in ("confpred", "service", "kernels", "models", "datasets/suites"):
-        shutil.copytree(repository / name, tmp_path / name)
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(repository / name, tmp_path)
-    command = command_in(tmp_path, "train")
-    assert command == f"pip install --editable {shlex.quote(f'{tmp_path}[train]')}"
+def test_in_a_clone_the_clone_is_installed_again(sources: Path) -> None:
+    """Dry."""
+    command = command_in(sources, "train")
+    assert command == f"pip install --editable {shlex.quote(f'{sources}[train]')}"
     dry = ("--dry-run", "--no-deps", "--no-index", "--no-build-isolation", "--ignore-installed")
     words = [sys.executable, "-m", *shlex.split(command), *dry]
     done = subprocess.run(words, capture_output=True, text=True)

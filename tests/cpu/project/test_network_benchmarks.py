@@ -25,36 +25,6 @@ FACTS = {
     "processor": "one",
     "versions": {"torch": "2"},
 }
-#: torchvision's wheel needs operators that PyTorch for the CPU lacks, and timm imports names of it
-#: alone. This package has any name.
-STUB = """
-import importlib.abc, importlib.machinery, sys, types
-
-class Named(type):
-    def __getattr__(cls, name):
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return name
-
-class Stub(types.ModuleType):
-    def __getattr__(self, name):
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return Named(name, (), {})
-
-class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    def find_spec(self, name, path=None, target=None):
-        if name.startswith("torchvision."):
-            return importlib.machinery.ModuleSpec(name, self, is_package=True)
-
-    def create_module(self, spec):
-        return Stub(spec.name)
-
-    def exec_module(self, module):
-        pass
-
-sys.meta_path.insert(0, Finder())
-"""
 
 
 def _row(network: str, way: str, over: float | None = None, **others: Any) -> dict[str, Any]:
@@ -100,8 +70,15 @@ def test_a_ratio_is_of_times_of_one_round() -> None:
 # Processes
 
 
-def _task(ways: list[str]) -> dict[str, Any]:
-    return {"network": "net", "mode": "training", "batch": 1, "ways": ways}
+@pytest.fixture
+def steps_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Return what puts a program in the place of the one that measures."""
+
+    def put(text: str) -> None:
+        (tmp_path / "network_steps.py").write_text(text)
+        monkeypatch.setattr(networks, "STEPS", (sys.executable, str(tmp_path / "network_steps.py")))
+
+    return put
 
 
 @pytest.mark.parametrize(
@@ -112,27 +89,24 @@ def _task(ways: list[str]) -> dict[str, Any]:
     ],
 )
 def test_a_process_that_fails_is_an_error_of_every_way(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, told: str
+    steps_are: Callable[[str], None], text: str, told: str
 ) -> None:
-    (tmp_path / "network_steps.py").write_text(text)
-    monkeypatch.setattr(networks, "STEPS", (sys.executable, str(tmp_path / "network_steps.py")))
-    task = _task(["eager", "optimize"])
+    steps_are(text)
+    ways = ["eager", "optimize"]
+    task = {"network": "net", "mode": "training", "batch": 1, "ways": ways}
     rows = networks.rows_of(task, *networks.Started(task, False).finish(60))
     assert [(row["way"], row["error"]) for row in rows] == [("eager", told), ("optimize", told)]
 
 
-def test_a_process_is_stopped_when_its_time_is_over(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "network_steps.py").write_text("import time; time.sleep(60)")
-    monkeypatch.setattr(networks, "STEPS", (sys.executable, str(tmp_path / "network_steps.py")))
+def test_a_process_is_stopped_when_its_time_is_over(steps_are: Callable[[str], None]) -> None:
+    steps_are("import time; time.sleep(60)")
     assert networks.Started({}, False).finish(0.5) == (None, "stopped for want of time")
 
 
-def test_a_cold_process_has_empty_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = "import json, os, sys; open(sys.argv[2], 'w').write(json.dumps(dict(os.environ)))"
-    (tmp_path / "network_steps.py").write_text(text)
-    monkeypatch.setattr(networks, "STEPS", (sys.executable, str(tmp_path / "network_steps.py")))
+def test_a_cold_process_has_empty_caches(
+    steps_are: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps_are("import json, os, sys; open(sys.argv[2], 'w').write(json.dumps(dict(os.environ)))")
     monkeypatch.setenv("CONFPRED_CACHE_DIR", "mine")
     names = ("CONFPRED_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
     warm, cold = (networks.Started({}, is_cold).finish(60)[0] for is_cold in (False, True))
@@ -203,11 +177,6 @@ def test_what_is_no_result_is_refused(
 # Steps
 
 
-class _Broken(torch.nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        raise RuntimeError("it cannot")
-
-
 def _conv() -> torch.nn.Module:
     layers = torch.nn.Conv2d(3, 4, 3), torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten()
     return torch.nn.Sequential(*layers)
@@ -217,30 +186,35 @@ def _setting(mode: str = "inference") -> Any:
     return network_models.Setting("net", mode, 2, 8, "cpu")
 
 
-def test_a_way_that_fails_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    started: Callable[..., Any] = steps.started
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Every way is eager mode here; return what measures with one of them changed."""
+    own: Callable[..., Any] = steps.started
 
-    def sometimes(name: str, base: torch.nn.Module, *others: Any) -> Any:
-        return started("eager", _Broken() if name == "compile" else base, *others)
+    def measure(way: str, change: Callable[..., Any], *others: str) -> dict[str, Any]:
+        def changed(name: str, base: torch.nn.Module, *given: Any) -> Any:
+            found = own("eager", base, *given)
+            return change(*found) if name == way else found
 
-    monkeypatch.setattr(steps, "started", sometimes)
-    task = {"ways": ["eager", "compile", "again"], "rounds": 1, "turn_s": 0.001}
-    found = steps.measure(_conv(), _setting(), task)
+        monkeypatch.setattr(steps, "started", changed)
+        task = {"ways": ["eager", way, *others], "rounds": 1, "turn_s": 0.001}
+        return steps.measure(_conv(), _setting(), task)
+
+    return measure
+
+
+def test_a_way_that_fails_leaves_the_others(started: Callable[..., Any]) -> None:
+    def fail() -> None:
+        raise RuntimeError("it cannot")
+
+    found = started("compile", lambda model, step: (model, fail), "again")
     assert found["compile"] == {"error": "RuntimeError: it cannot"}
     assert found["eager"]["over_eager"] == 1.0
     assert found["again"]["ms"] > 0
 
 
-def test_a_way_that_computes_something_else_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    started: Callable[..., Any] = steps.started
-
-    def wrong(name: str, base: torch.nn.Module, *others: Any) -> Any:
-        model, step = started("eager", base, *others)
-        return model, (lambda: 2 * step()) if name == "optimize" else step
-
-    monkeypatch.setattr(steps, "started", wrong)
-    task = {"ways": ["eager", "optimize"], "rounds": 1, "turn_s": 0.001}
-    found = steps.measure(_conv(), _setting(), task)
+def test_a_way_that_computes_something_else_is_an_error(started: Callable[..., Any]) -> None:
+    found = started("optimize", lambda model, step: (model, lambda: 2 * step()))
     assert "away from float32" in found["optimize"]["error"]
     assert "error" not in found["eager"]
 
@@ -255,15 +229,15 @@ def test_what_training_is_compared_by_are_gradients() -> None:
 
 
 @pytest.mark.slow(reason="a network is captured in inference and training, in bfloat16")
-def test_a_trial_runs_on_the_cpu(tmp_path: Path) -> None:
+def test_a_trial_runs_on_the_cpu(repository: Path, tmp_path: Path) -> None:
     (tmp_path / "stub" / "torchvision").mkdir(parents=True)
-    (tmp_path / "stub" / "torchvision" / "__init__.py").write_text(STUB)
-    script = Path(str(networks.__file__))
+    stub = tmp_path / "stub" / "torchvision" / "__init__.py"
+    stub.write_text("from timm_networks import stand_in; stand_in()")
     words = "--device cpu --size 32 --networks resnet18 --batches 2 --ways eager,optimize"
     words += f" --rounds 1 --turn 0.001 --out {tmp_path / 'out'}"
-    path = os.pathsep.join([str(tmp_path / "stub"), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join(map(str, (stub.parents[1], repository, repository / "tests")))
     done = subprocess.run(
-        [sys.executable, script, *words.split()],
+        [sys.executable, str(networks.__file__), *words.split()],
         env=os.environ | {"PYTHONPATH": path},
         capture_output=True,
         text=True,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 import venv
@@ -13,6 +12,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from cpu.project.conftest import copy_sources
 
 LAYER = "n=32 c=64 h=56 w=56 k=64 r=3 s=3 padding=1 groups=8"
 
@@ -26,12 +26,7 @@ def run(*command: str | Path, cwd: Path) -> str:
 
 @pytest.fixture(scope="module")
 def wheel(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    # Built from a copy, so that setuptools leaves nothing of its own in the repository.
-    source = tmp_path_factory.mktemp("source")
-    for name in ("confpred", "service", "kernels", "models", "datasets/suites"):
-        shutil.copytree(repository / name, source / name)
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(repository / name, source)
+    source = copy_sources(repository, tmp_path_factory.mktemp("source"))
     out = tmp_path_factory.mktemp("wheel")
     options = ("--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", out)
     run(sys.executable, "-m", "pip", "wheel", *options, source, cwd=out)
@@ -52,6 +47,9 @@ def bare(repository: Path, wheel: Path, tmp_path_factory: pytest.TempPathFactory
 
 def test_the_wheel_holds_sources_and_models_and_nothing_else(wheel: Path, repository: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
+    for folder, package in (("confpred", "confpred"), ("service", "confpred/service")):
+        for module in (repository / folder).rglob("*.py"):
+            assert f"{package}/{module.relative_to(repository / folder).as_posix()}" in names
     assert {name.partition("/")[0].partition("-")[0] for name in names} == {"confpred"}
     assert {"confpred/py.typed", "confpred/kernels/common.cuh"} <= names
     for source in (*repository.glob("kernels/*.cu*"), *repository.glob("models/*/*")):
@@ -59,13 +57,6 @@ def test_the_wheel_holds_sources_and_models_and_nothing_else(wheel: Path, reposi
     suites = {f"confpred/suites/{file.name}" for file in repository.glob("datasets/suites/*.json")}
     assert {"confpred/problem/devices.json", *suites} <= names
     assert any(name.endswith("licenses/LICENSE") for name in names)
-
-
-def test_every_python_module_is_in_the_wheel(wheel: Path, repository: Path) -> None:
-    names = set(zipfile.ZipFile(wheel).namelist())
-    for folder, package in (("confpred", "confpred"), ("service", "confpred/service")):
-        for module in (repository / folder).rglob("*.py"):
-            assert f"{package}/{module.relative_to(repository / folder).as_posix()}" in names
 
 
 @pytest.mark.slow(reason="it installs the wheel and what that requires")

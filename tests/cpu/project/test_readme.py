@@ -245,17 +245,13 @@ def test_a_block_of_code_runs(block: Block, request: pytest.FixtureRequest, tmp_
     HANDLERS[block.mark](block, request, tmp_path)
 
 
-def test_it_installs_as_it_says(repository: Path, tmp_path: Path) -> None:
+def test_it_installs_as_it_says(sources: Path) -> None:
     """Dry: test_packaging.py installs the package for real, without extras."""
-    for name in ("confpred", "service", "kernels", "models", "datasets/suites"):
-        shutil.copytree(repository / name, tmp_path / name)
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(repository / name, tmp_path)
     commands = [span for span in SPANS if span.startswith("pip ")]
     extras_named = [f"pip install '.[{extra}]'" for extra in ("serve", "gpu", "train")]
     assert commands == ["pip install .", *extras_named]
     for command in commands:
-        assert "Would install confpred-" in said(run(_PIP + command, tmp_path))
+        assert "Would install confpred-" in said(run(_PIP + command, sources))
     extras = {extra for command in commands for extra in re.findall(r"\[(\w+)\]", command)}
     assert extras <= set(metadata("confpred").get_all("Provides-Extra"))
 

@@ -2,9 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+LAST = torch.channels_last
+#: Operators of captured graphs.
+CONV, BACKWARD = "confpred.conv2d.default", "confpred.conv2d_backward.default"
+SHIFT, FOLD = "confpred.scale_shift.default", "confpred.fold.default"
+PLAIN, CLONE = "aten.convolution.default", "aten.clone.default"
+
+
+class Around(nn.Module):
+    """Layers by name, and a forward that is a function of the module and its inputs."""
+
+    def __init__(self, function: Callable[..., Any], **layers: Any) -> None:
+        super().__init__()
+        self.function = function
+        for name, layer in layers.items():
+            setattr(self, name, layer)
+
+    def forward(self, *given: Any, **named: Any) -> Any:
+        return self.function(self, *given, **named)
 
 
 class BatchNormAct2d(nn.BatchNorm2d):
@@ -190,3 +212,8 @@ def made(model: nn.Module) -> nn.Module:
 def images(dtype: torch.dtype = torch.float32, batch: int = 2) -> Tensor:
     torch.manual_seed(1)
     return torch.randn(batch, 3, 19, 17, dtype=dtype)
+
+
+def image(batch: int = 2, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return `images`, channels last."""
+    return images(dtype, batch).contiguous(memory_format=LAST)

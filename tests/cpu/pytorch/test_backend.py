@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from network_blocks import BLOCKS, images, made
+from network_blocks import BLOCKS, image, images, made
 from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
 
@@ -56,7 +56,7 @@ def test_options_reach_the_choices(captured) -> None:
     told = {"verify": 3, "max_regret": 1.5, "limits": Limits(tf32=False)}
     compiled = torch.compile(made(BLOCKS["functional"]()), backend="confpred", options=told)
     with torch.no_grad():
-        compiled(images().contiguous(memory_format=torch.channels_last))
+        compiled(image())
     assert captured.options == [Options(**told)]
 
 
@@ -72,12 +72,6 @@ def test_cuda_graphs_can_be_turned_off(captured, graphs) -> None:
 
 @torch.no_grad()
 def test_a_graph_of_the_cpu_is_left_as_it_is() -> None:
-    class Model(nn.Module):
-        def forward(self, x):
-            seen.append(x)
-            return x + 1
-
-    seen: list[torch.Tensor] = []
     graph = torch.fx.symbolic_trace(nn.Conv2d(3, 3, 1)).graph
     assert ordinal_of(graph) is None
     for node in graph.nodes:
@@ -111,8 +105,6 @@ def test_measurements_of_verify_have_real_tensors(monkeypatch, training) -> None
     model = made(BLOCKS["functional"]()).train(training)
     told = {"graphs": False, "verify": 3}
     with torch.set_grad_enabled(training):
-        torch.compile(model, backend="confpred", options=told)(
-            images().contiguous(memory_format=torch.channels_last)
-        )
+        torch.compile(model, backend="confpred", options=told)(image())
     assert seen
     assert all(seen)

@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import pytest
 import torch
+from network_blocks import CLONE, Around
 from torch import Tensor, nn
 
 from confpred.pytorch.backend import confpred as backend
 
 ROWS = torch.contiguous_format
-CLONE = "aten.clone.default"
 
 
-class Function(nn.Module):
-    def __init__(self, function: Callable[..., object]) -> None:
-        super().__init__()
-        self.function, self.dropout = function, nn.Dropout(0.5)
-        self.linear = nn.Linear(4, 4)
-        self.register_buffer("count", torch.zeros(4))
-
-    def forward(self, x: Tensor) -> object:
-        return self.function(self, x)
-
-
-def counted(model: Function, x: Tensor) -> object:
+def counted(model: Around, x: Tensor) -> object:
     before = model.count.clone()
     model.count.add_(1)
     return x * before, before
@@ -52,8 +42,9 @@ FORWARDS: dict[str, tuple[Callable[..., object], int]] = {
 @pytest.mark.parametrize("name", FORWARDS)
 def test_only_copies_that_can_be_told_from_their_source_stay(captured, name: str) -> None:
     function, stay = FORWARDS[name]
-    model, twin = Function(function).eval(), Function(function).eval()
-    twin.load_state_dict(model.state_dict())
+    layers = {"dropout": nn.Dropout(0.5), "linear": nn.Linear(4, 4)}
+    model = Around(function, **layers, count=nn.Buffer(torch.zeros(4))).eval()
+    twin = copy.deepcopy(model)
     compiled = torch.compile(model, backend=backend)
     x = torch.randn(3, 4)
     with torch.no_grad():

@@ -7,47 +7,31 @@ import json
 import pytest
 import torch
 import torch.nn.functional as F
-from network_blocks import BLOCKS, images, made
+from network_blocks import BLOCKS, CONV, FOLD, LAST, PLAIN, SHIFT, Around, images, made
 from torch import Tensor, nn
 
 from confpred.problem.conv2d import ACTIVATIONS, Problem
 from confpred.pytorch.backend import confpred as backend
 
-LAST = torch.channels_last
-CONV, SHIFT, FOLD = (
-    "confpred.conv2d.default",
-    "confpred.scale_shift.default",
-    "confpred.fold.default",
-)
-PLAIN, NORM = "aten.convolution.default", "aten._native_batch_norm_legit_no_training.default"
+NORM = "aten._native_batch_norm_legit_no_training.default"
 
 
-class Chain(nn.Module):
-    """A convolution and what may follow it."""
+def chain(bias: bool, norm: bool, residual: bool, activation: str) -> nn.Module:
+    """Return a convolution and what may follow it."""
 
-    def __init__(self, bias: bool, norm: bool, residual: bool, activation: str) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(8, 8, 3, padding=1, bias=bias, groups=2)
-        self.norm = nn.BatchNorm2d(8) if norm else nn.Identity()
-        self.residual, self.activation = residual, activation
+    def forward(m: Around, x: Tensor) -> Tensor:
+        y = m.norm(m.conv(x)) + x if residual else m.norm(m.conv(x))
+        return y if activation == "none" else getattr(F, activation)(y)
 
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.norm(self.conv(x))
-        if self.residual:
-            y = y + x
-        return y if self.activation == "none" else getattr(F, self.activation)(y)
+    conv = nn.Conv2d(8, 8, 3, padding=1, bias=bias, groups=2)
+    return Around(forward, conv=conv, norm=nn.BatchNorm2d(8) if norm else nn.Identity())
 
 
-class Expression(nn.Module):
-    """A function of a convolution, another one, a norm and an image."""
-
-    def __init__(self, function) -> None:
-        super().__init__()
-        self.conv, self.other = nn.Conv2d(8, 8, 3, padding=1), nn.Conv2d(8, 8, 1)
-        self.norm, self.function = nn.BatchNorm2d(8), function
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(x, self.conv, self.other, self.norm)
+def expression(function) -> nn.Module:
+    """Return a function of an image, a convolution, another one and a norm."""
+    conv, other = nn.Conv2d(8, 8, 3, padding=1), nn.Conv2d(8, 8, 1)
+    return Around(lambda m, x: function(x, m.conv, m.other, m.norm), conv=conv, other=other,
+                  norm=nn.BatchNorm2d(8))  # fmt: skip
 
 
 def image(dtype: torch.dtype = torch.float32, channels: int = 8) -> Tensor:
@@ -85,7 +69,7 @@ def called(node) -> dict:
 @pytest.mark.parametrize("wins", [True, False])
 def test_a_chain_is_one_operator(captured, activation, norm, residual, wins) -> None:
     captured.wins = lambda problem: wins
-    run(Chain(not norm or residual, norm, residual, activation))
+    run(chain(not norm or residual, norm, residual, activation))
     done = captured.of("inference")
     ((problem,),) = captured.asked
     assert (problem.activation, problem.residual, problem.bias) == (activation, residual, True)
@@ -111,7 +95,7 @@ def test_a_norm_without_a_convolution_is_one_operator(captured, activation, resi
         y = x + y if residual else y
         return y if activation == "none" else getattr(F, activation)(y)
 
-    run(Expression(function))
+    run(expression(function))
     done = captured.of("inference")
     assert captured.asked == []
     assert done.targets() == [FOLD, "aten.sin.default", SHIFT]
@@ -148,7 +132,7 @@ def test_all_norms_are_folded_in_one_launch(captured) -> None:
 
 def test_two_convolutions_that_are_summed(captured) -> None:
     """The later one adds the other's output: that one is there by then."""
-    run(Expression(lambda x, conv, other, norm: F.relu(norm(conv(x)) + other(x))))
+    run(expression(lambda x, conv, other, norm: F.relu(norm(conv(x)) + other(x))))
     first, second = captured.of("inference").calls(CONV)
     assert called(first)["activation"] == "none"
     assert first.args[4] is None
@@ -158,7 +142,7 @@ def test_two_convolutions_that_are_summed(captured) -> None:
 
 
 def test_a_chain_of_sums(captured) -> None:
-    run(Expression(lambda x, conv, other, norm: conv(x) + (conv(x.sin()) + (other(x) + x))))
+    run(expression(lambda x, conv, other, norm: conv(x) + (conv(x.sin()) + (other(x) + x))))
     nodes = captured.of("inference").calls(CONV)
     assert all(node.args[4] is not None for node in nodes)
     assert captured.of("inference").count("aten.add.Tensor") == 0
@@ -194,80 +178,53 @@ LEFT_ALONE = {
 @pytest.mark.parametrize("kind", LEFT_ALONE)
 def test_what_is_not_the_same_is_not_fused(captured, kind) -> None:
     function, activations = LEFT_ALONE[kind]
-    run(Expression(function))
+    run(expression(function))
     nodes = captured.of("inference").calls(CONV)
     assert [called(node)["activation"] for node in nodes] == activations
+    sums = kind in ("a sum that is returned", "two sums")  # of one shape and dtype
+    assert [node.args[4] is not None for node in nodes] == [sums]
 
 
-def test_a_norm_after_a_sum_is_its_own_operator(captured) -> None:
-    run(Expression(lambda x, conv, other, norm: norm(conv(x) + x)))
-    assert captured.of("inference").targets() == [FOLD, CONV, SHIFT]
-
-
-def test_two_norms_are_two_operators(captured) -> None:
-    run(Expression(lambda x, conv, other, norm: norm(norm(conv(x)))))
-    assert captured.of("inference").targets() == [FOLD, CONV, SHIFT]
-
-
-def test_one_layer_twice_is_folded_where_it_stands(captured) -> None:
-    run(Expression(lambda x, conv, other, norm: norm(conv(F.relu(norm(conv(x)))))))
-    done = captured.of("inference")
-    assert done.targets() == [FOLD, CONV, CONV]
+@pytest.mark.parametrize(("function", "targets"), [
+    (lambda x, conv, other, norm: norm(conv(x) + x), [FOLD, CONV, SHIFT]),  # after a sum
+    (lambda x, conv, other, norm: norm(norm(conv(x))), [FOLD, CONV, SHIFT]),
+    (lambda x, conv, other, norm: norm(conv(F.relu(norm(conv(x))))), [FOLD, CONV, CONV]),
+])  # fmt: skip
+def test_a_norm_is_folded_where_it_stands(captured, function, targets) -> None:
+    run(expression(function))
+    assert captured.of("inference").targets() == targets
 
 
 def test_a_residual_of_another_layout_stays_a_sum(captured) -> None:
     """The sum has the strides of its first operand, which a view may count on."""
-
-    class Sum(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.conv = nn.Conv2d(8, 8, 1)
-
-        def forward(self, x: Tensor, residual: Tensor) -> Tensor:
-            return (residual + self.conv(x)).flatten(1)
-
-    run(Sum(), image(), image().contiguous())
+    conv = nn.Conv2d(8, 8, 1)
+    model = Around(lambda m, x, residual: (residual + m.conv(x)).flatten(1), conv=conv)
+    run(model, image(), image().contiguous())
     assert captured.of("inference").count("aten.add.Tensor") == 1
 
 
-class Transposed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.ConvTranspose2d(8, 8, 3, padding=1, bias=False)
-        self.norm = nn.BatchNorm2d(8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.relu(self.norm(self.up(x)))
-
-
 def test_a_transposed_convolution_stays_pytorchs(captured) -> None:
-    run(Transposed())
+    run(nn.Sequential(nn.ConvTranspose2d(8, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8),
+                      nn.ReLU()))  # fmt: skip
     assert captured.asked == []
     assert captured.of("inference").targets() == [FOLD, PLAIN, SHIFT]
 
 
-class OtherRanks(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.line, self.norm = nn.Conv1d(8, 8, 3, padding=1), nn.BatchNorm1d(8)
-        self.volume, self.norm3 = nn.Conv3d(2, 2, 1), nn.BatchNorm3d(2)
-        self.flat = nn.BatchNorm1d(8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = F.relu(self.norm(self.line(x.flatten(2))))
-        z = F.relu(self.norm3(self.volume(x.reshape(2, 2, 4, 7, 5))))
-        return y.sum() + z.sum() + self.flat(x.mean((2, 3))).sum()
-
-
 def test_other_numbers_of_dimensions_stay_pytorchs(captured) -> None:
-    run(OtherRanks())
+    def forward(m: Around, x: Tensor) -> Tensor:
+        y, z = m.line(x.flatten(2)), m.volume(x.reshape(2, 2, 4, 7, 5))
+        return y.sum() + z.sum() + m.flat(x.mean((2, 3))).sum()
+
+    line = nn.Sequential(nn.Conv1d(8, 8, 3, padding=1), nn.BatchNorm1d(8), nn.ReLU())
+    volume = nn.Sequential(nn.Conv3d(2, 2, 1), nn.BatchNorm3d(2), nn.ReLU())
+    run(Around(forward, line=line, volume=volume, flat=nn.BatchNorm1d(8)))
     done = captured.of("inference")
     assert captured.asked == []
     assert (done.count(NORM), done.count(CONV), done.count(SHIFT)) == (3, 0, 0)
 
 
 def test_float64_stays_pytorchs(captured) -> None:
-    run(Chain(True, True, True, "relu").double(), image(torch.float64))
+    run(chain(True, True, True, "relu").double(), image(torch.float64))
     assert captured.asked == []
     assert captured.of("inference").count(PLAIN) == 1
 
@@ -276,22 +233,14 @@ def test_float64_stays_pytorchs(captured) -> None:
     "norm", [nn.InstanceNorm2d(8), nn.GroupNorm(2, 8), nn.BatchNorm2d(8, track_running_stats=False)]
 )
 def test_other_norms_stay_pytorchs(captured, norm) -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.conv, self.norm = nn.Conv2d(8, 8, 1), norm
-
-        def forward(self, x: Tensor) -> Tensor:
-            return F.relu(self.norm(self.conv(x)))
-
-    run(Model())
+    run(nn.Sequential(nn.Conv2d(8, 8, 1), norm, nn.ReLU()))
     assert captured.of("inference").count(FOLD) == 0
 
 
 @pytest.mark.parametrize("affine", [True, False])
 @pytest.mark.parametrize("eps", [1e-3, 0.5])
 def test_norms_of_all_kinds_are_folded(captured, affine, eps) -> None:
-    model = Chain(False, True, False, "relu")
+    model = chain(False, True, False, "relu")
     model.norm = nn.BatchNorm2d(8, eps=eps, affine=affine)
     for tensor in (model.norm.running_mean, model.norm.running_var):
         nn.init.uniform_(tensor, 0.5, 1.5)
@@ -305,16 +254,12 @@ def test_norms_of_all_kinds_are_folded(captured, affine, eps) -> None:
 
 
 def test_statistics_that_the_forward_writes_first_are_folded_after_that(captured) -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.conv, self.norm = nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8)
+    def forward(m: Around, x: Tensor) -> Tensor:
+        m.norm.running_mean.add_(x.mean())
+        return m.norm(m.conv(x))
 
-        def forward(self, x: Tensor) -> Tensor:
-            self.norm.running_mean.add_(x.mean())
-            return self.norm(self.conv(x))
-
-    model, x = made(Model()).to(memory_format=LAST), image()
+    model = made(Around(forward, conv=nn.Conv2d(8, 8, 1), norm=nn.BatchNorm2d(8)))
+    model, x = model.to(memory_format=LAST), image()
     before = model.norm.running_mean.clone()
     compiled = torch.compile(model, backend=backend)
     with torch.no_grad():
@@ -325,7 +270,7 @@ def test_statistics_that_the_forward_writes_first_are_folded_after_that(captured
 
 
 def test_autocast_folds_the_weights_themselves(captured) -> None:
-    model, x = made(Chain(False, True, False, "relu")).to(memory_format=LAST), image()
+    model, x = made(chain(False, True, False, "relu")).to(memory_format=LAST), image()
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         found, expected = torch.compile(model, backend=backend)(x), model(x)
     assert found.dtype is torch.bfloat16
@@ -339,7 +284,7 @@ def test_autocast_folds_the_weights_themselves(captured) -> None:
 
 
 def test_an_open_batch_is_captured_once(captured) -> None:
-    model = made(Chain(False, True, True, "silu")).to(memory_format=LAST)
+    model = made(chain(False, True, True, "silu")).to(memory_format=LAST)
     compiled = torch.compile(model, backend=backend, dynamic=True)
     with torch.no_grad():
         for batch in (2, 3, 5):
@@ -349,22 +294,7 @@ def test_an_open_batch_is_captured_once(captured) -> None:
 
 
 def test_problems_are_those_of_the_layers(captured) -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.conv = nn.Conv2d(
-                8, 16, (3, 5), stride=(1, 2), padding=(2, 1), dilation=(2, 1), groups=4
-            )
-
-        def forward(self, x: Tensor) -> Tensor:
-            return F.relu(self.conv(x))
-
-    run(Model())
-    assert captured.asked == [
-        [
-            Problem(
-                2, 8, 7, 5, 16, 3, 5, stride=(1, 2), padding=(2, 1), dilation=(2, 1), groups=4,
-                dtype="float32", bias=True, activation="relu",
-            )
-        ]
-    ]  # fmt: skip
+    geometry = {"stride": (1, 2), "padding": (2, 1), "dilation": (2, 1), "groups": 4}
+    run(nn.Sequential(nn.Conv2d(8, 16, (3, 5), **geometry), nn.ReLU()))
+    epilogue = {"dtype": "float32", "bias": True, "activation": "relu"}
+    assert captured.asked == [[Problem(2, 8, 7, 5, 16, 3, 5, **geometry, **epilogue)]]

@@ -9,13 +9,11 @@ import json
 import pytest
 import torch
 import torch.nn.functional as F
-from network_blocks import BLOCKS, images, made
+from network_blocks import BACKWARD, BLOCKS, CONV, FOLD, LAST, PLAIN, Around, images, made
 from torch import Tensor, nn
 
 from confpred.pytorch.backend import confpred as backend
 
-LAST = torch.channels_last
-CONV, BACKWARD = "confpred.conv2d.default", "confpred.conv2d_backward.default"
 UPDATE, FUNCTIONAL = (
     "aten._batch_norm_with_update.default",
     "aten._batch_norm_with_update_functional.default",
@@ -48,21 +46,21 @@ def _step(model: nn.Module, call, x: Tensor, input_gradient: bool) -> dict[str, 
     return {"": out.detach(), "x": x.grad, **{n: g.clone() for n, g in found.items()}}
 
 
-class Layer(nn.Module):
-    """A convolution, a norm and an activation."""
-
-    def __init__(self, groups: int = 2, bias: bool = True, **norm) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.conv = nn.Conv2d(8, 8, 3, padding=1, bias=bias, groups=groups)
-        self.norm = nn.BatchNorm2d(8, **norm)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.silu(self.norm(self.conv(x)))
+def called(model: nn.Module, gradients: bool, steps: int = 3) -> None:
+    """Compare calls of a capture of `model` and their buffers with those of `model`."""
+    other, compiled = copy.deepcopy(model), torch.compile(model, backend=backend)
+    with torch.set_grad_enabled(gradients):
+        for step in range(steps):
+            torch.testing.assert_close(compiled(image() + step), other(image() + step))
+            torch.testing.assert_close(dict(model.named_buffers()), dict(other.named_buffers()))
 
 
-def last(model: nn.Module) -> nn.Module:
-    return model.to(memory_format=LAST)
+def layer(groups: int = 2, **norm) -> nn.Module:
+    """Return a convolution, a norm and an activation."""
+    torch.manual_seed(0)
+    layers = {"conv": nn.Conv2d(8, 8, 3, padding=1, groups=groups),
+              "norm": nn.BatchNorm2d(8, **norm)}  # fmt: skip
+    return Around(lambda m, x: F.silu(m.norm(m.conv(x))), **layers).to(memory_format=LAST)
 
 
 def image() -> Tensor:
@@ -78,11 +76,11 @@ def test_networks_train_as_in_eager_mode(captured, kind, frozen) -> None:
     for module in model.modules():
         if type(module).__name__ == "DropPath":
             module.eval()
-    trained(last(model), images().contiguous(memory_format=LAST))
+    trained(model.to(memory_format=LAST), images().contiguous(memory_format=LAST))
     forward, backward = captured.of("forward"), captured.of("backward")
     assert forward.count(CONV) == backward.count(BACKWARD) > 0
     pixels = 4 if kind == "inverted residual" else 0  # convolutions of one pixel
-    assert forward.count("aten.convolution.default") == pixels
+    assert forward.count(PLAIN) == pixels
     assert backward.count("aten.convolution_backward.default") == pixels
     if kind in ("bottleneck", "inverted residual"):
         norms = {"bottleneck": 7, "inverted residual": 6}[kind]
@@ -93,7 +91,7 @@ def test_networks_train_as_in_eager_mode(captured, kind, frozen) -> None:
 
 @pytest.mark.parametrize("groups", [1, 2, 8])
 def test_each_direction_is_asked_for(captured, groups) -> None:
-    trained(last(Layer(groups)), image())
+    trained(layer(groups), image())
     ((fprop, dgrad, wgrad),) = captured.asked
     assert [p.direction for p in (fprop, dgrad, wgrad)] == ["fprop", "dgrad", "wgrad"]
     assert (fprop.bias, fprop.activation, fprop.residual) == (True, "none", False)
@@ -102,14 +100,14 @@ def test_each_direction_is_asked_for(captured, groups) -> None:
 
 
 def test_an_image_without_a_gradient_is_not_asked_for_one(captured) -> None:
-    trained(last(Layer()), image(), input_gradient=False)
+    trained(layer(), image(), input_gradient=False)
     assert [p.direction for p in captured.asked[0]] == ["fprop", "wgrad"]
     (node,) = captured.of("backward").calls(BACKWARD)
     assert json.loads(node.args[3])["mask"] == [False, True, True]
 
 
 def test_frozen_weights_are_not_asked_for_a_gradient(captured) -> None:
-    model = last(Layer())
+    model = layer()
     model.conv.requires_grad_(False)
     trained(model, image())
     assert [p.direction for p in captured.asked[0]] == ["fprop", "dgrad"]
@@ -119,7 +117,7 @@ def test_deterministic_filters_are_asked_for(captured) -> None:
     before = torch.backends.cudnn.deterministic
     torch.backends.cudnn.deterministic = True
     try:
-        trained(last(Layer()), image())
+        trained(layer(), image())
     finally:
         torch.backends.cudnn.deterministic = before
     assert [p.deterministic for p in captured.asked[0]] == [False, False, True]
@@ -130,7 +128,7 @@ def test_deterministic_filters_are_asked_for(captured) -> None:
 ])  # fmt: skip
 def test_what_pytorch_wins_stays_pytorchs(captured, won, targets) -> None:
     captured.wins = lambda problem: problem.direction == won
-    trained(last(Layer()), image())
+    trained(layer(), image())
     forward, backward = captured.of("forward"), captured.of("backward")
     assert (forward.count(CONV), backward.count(BACKWARD)) == targets
     if targets[1]:
@@ -144,7 +142,7 @@ def test_what_pytorch_wins_stays_pytorchs(captured, won, targets) -> None:
     {}, {"momentum": 0.7}, {"affine": False}, {"eps": 0.5}, {"track_running_stats": False},
 ])  # fmt: skip
 def test_norms_of_all_kinds(captured, options) -> None:
-    trained(last(Layer(**options)), image(), steps=3)
+    trained(layer(**options), image(), steps=3)
     forward = captured.of("forward")
     plain = options in ({"affine": False}, {"track_running_stats": False})
     assert forward.count(UPDATE) == (not plain)
@@ -153,72 +151,28 @@ def test_norms_of_all_kinds(captured, options) -> None:
 
 def test_a_cumulative_average(captured) -> None:
     """Its factor is a number that depends on the count of batches, which Dynamo reads."""
-    model = last(Layer(momentum=None))
-    other, compiled = copy.deepcopy(model), torch.compile(model, backend=backend)
-    for step in range(3):
-        x = image() + step
-        torch.testing.assert_close(compiled(x), other(x))
-        torch.testing.assert_close(dict(model.named_buffers()), dict(other.named_buffers()))
+    called(layer(momentum=None), gradients=True)
 
 
-class Twice(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.norm = nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(self.conv(F.relu(self.norm(self.conv(x)))))
-
-
-def test_one_norm_twice_counts_two_batches(captured) -> None:
-    model = last(Twice())
-    trained(model, image())
-    assert model.norm.num_batches_tracked == 4
-
-
-class Reads(nn.Module):
-    """The statistics are read after their update, and before it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm2d(8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        before = self.norm.running_mean * 2
-        y = self.norm(x) + before.view(1, -1, 1, 1)
-        return y + self.norm.running_mean.view(1, -1, 1, 1) * self.norm.num_batches_tracked
+def test_a_norm_in_training_without_gradients(captured) -> None:
+    called(layer(), gradients=False)
 
 
 def test_statistics_that_the_forward_reads(captured) -> None:
-    trained(Reads(), image(), steps=3)
+    """After their update, and before it."""
+
+    def forward(m: Around, x: Tensor) -> Tensor:
+        before = m.norm.running_mean * 2
+        y = m.norm(x) + before.view(1, -1, 1, 1)
+        return y + m.norm.running_mean.view(1, -1, 1, 1) * m.norm.num_batches_tracked
+
+    trained(Around(forward, norm=nn.BatchNorm2d(8)), image(), steps=3)
 
 
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Conv2d(8, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
-        self.second.weight = self.first.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(F.relu(self.first(x)))
-
-
-def test_tied_weights(captured) -> None:
-    trained(last(Tied()), image())
-    assert captured.of("backward").count(BACKWARD) == 2
-
-
-class Counts(nn.Module):
-    """Buffers that are counted up in other ways than a norm's."""
-
-    def __init__(self, dtype: torch.dtype, change) -> None:
-        super().__init__()
-        self.weight, self.change = nn.Parameter(torch.ones(8, 1, 1)), change
-        self.register_buffer("count", torch.zeros(3, dtype=dtype))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.change(self.count)
-        return x * self.weight
+def counts(dtype: torch.dtype, change) -> nn.Module:
+    """Return a module whose buffer is counted up in other ways than a norm's."""
+    count, weight = nn.Buffer(torch.zeros(3, dtype=dtype)), nn.Parameter(torch.ones(8, 1, 1))
+    return Around(lambda m, x: (change(m.count), x * m.weight)[1], count=count, weight=weight)
 
 
 @pytest.mark.parametrize("change", [
@@ -229,25 +183,19 @@ class Counts(nn.Module):
 @pytest.mark.parametrize("dtype", [torch.int64, torch.float32])
 @pytest.mark.parametrize("gradients", [True, False])
 def test_other_counts(captured, change, dtype, gradients) -> None:
-    model = Counts(dtype, change)
     if gradients:
-        trained(model, image(), steps=3)
-        return
-    other, compiled = copy.deepcopy(model), torch.compile(model, backend=backend)
-    with torch.no_grad():
-        for _ in range(3):
-            compiled(image())
-            other(image())
-    assert torch.equal(model.count, other.count)
+        trained(counts(dtype, change), image(), steps=3)
+    else:
+        called(counts(dtype, change), gradients=False)
 
 
 def test_a_flag_that_is_counted_up(captured) -> None:
-    trained(Counts(torch.bool, lambda c: c.copy_(c + 1)), image())
+    trained(counts(torch.bool, lambda c: c.copy_(c + 1)), image())
 
 
 @pytest.mark.parametrize("gradients", [True, False])
 def test_inputs_that_the_forward_writes_are_told(captured, gradients) -> None:
-    model = last(Layer().train())
+    model = layer().train()
     compiled = torch.compile(model, backend=backend)
     with torch.set_grad_enabled(gradients):
         compiled(image())
@@ -260,25 +208,16 @@ def test_inputs_that_the_forward_writes_are_told(captured, gradients) -> None:
     assert done.told["visible"] == (1 if gradients else None)
 
 
-def test_a_norm_in_training_without_gradients(captured) -> None:
-    model = last(Layer().train())
-    other, compiled = copy.deepcopy(model), torch.compile(model, backend=backend)
-    with torch.no_grad():
-        for _ in range(2):
-            torch.testing.assert_close(compiled(image()), other(image()))
-    torch.testing.assert_close(dict(model.named_buffers()), dict(other.named_buffers()))
-
-
 def test_nothing_is_fused_where_gradients_are_recorded(captured) -> None:
     """The gradient of an activation, or of a norm, needs its input."""
-    trained(last(Layer()).eval(), image())
-    assert captured.of("forward").count("confpred.fold.default") == 0
+    trained(layer().eval(), image())
+    assert captured.of("forward").count(FOLD) == 0
     assert captured.asked[0][0].activation == "none"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast(captured, dtype) -> None:
-    model = last(Layer())
+    model = layer()
     other, compiled = copy.deepcopy(model), torch.compile(model, backend=backend)
     found = []
     for m, call in ((model, compiled), (other, other)):
@@ -291,7 +230,7 @@ def test_autocast(captured, dtype) -> None:
 
 
 def test_gradients_of_gradients_are_refused_in_words(captured) -> None:
-    model = last(Layer())
+    model = layer()
     x = image().requires_grad_()
     out = torch.compile(model, backend=backend)(x)
     (grad,) = torch.autograd.grad(out.sum(), x, create_graph=True)
