@@ -104,6 +104,6 @@ def test_no_text_installs_confpred_by_its_name_alone(repository: Path) -> None:
     raised = {
         extra
         for text in texts.values()
-        for extra in re.findall(r'(?:MissingExtra\(.+, |require_packages\()"(\w+)"', text)
+        for extra in re.findall(r'(?:MissingExtra\(.+, |require_packages\(|needing\()"(\w+)"', text)
     }
     assert {"gpu", "train", "client", "cudnn", "data"} <= raised <= set(EXTRAS)
