@@ -194,12 +194,12 @@ async def readyz(request: Request) -> schema.StatusReply:
 async def metrics(request: Request) -> Response:
     state = request.app.state
     supervisor: Channel | None = state.supervisor
-    told = {"counts": state.metrics.told(), "processes": {"0": os.getpid()}}
+    known = {"counts": state.metrics.rows(), "processes": {"0": os.getpid()}}
     if supervisor is not None:
         with contextlib.suppress(Gone):
-            told = await supervisor.ask("metrics")
+            known = await supervisor.ask("metrics")
     models = state.loaded.current.predictor.models if state.loaded else {}
-    text = await asyncio.to_thread(exposition, told["counts"], told["processes"], models)
+    text = await asyncio.to_thread(exposition, known["counts"], known["processes"], models)
     return Response(text, headers={"content-type": CONTENT_TYPE_LATEST})
 
 

@@ -22,16 +22,16 @@ from . import Settings
 
 #: Fields of a message, beside its word.
 Fields = dict[str, Any]
-#: Answers what the other end asks; an exception is told to it as ``error``.
+#: Answers what the other end asks; an exception is sent to it as ``error``.
 Handler = Callable[[str, Fields], Awaitable[Fields | None]]
 
 #: Bytes of the longest line: counts have some 30 KiB, 100,000 tokens some 16 MiB.
 _LONGEST = 2**24
 _PROGRAM = "import sys; sys.path[:] = {path!r}; from confpred.service.{module} import main; main()"
-#: How a process ends that crashes, rather than being told to.
+#: How a process ends that crashes, rather than being stopped.
 _CRASHES = frozenset((signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE))
 _US = 1_000_000
-_PATIENCE_S = 1.0  # for systemd to read what was told before
+_PATIENCE_S = 1.0  # for systemd to read what was sent before
 _log = logging.getLogger(__name__)
 
 
@@ -54,7 +54,7 @@ class Channel:
     async def open(cls, end: socket.socket, handler: Handler) -> Channel:
         return cls(*await asyncio.open_connection(sock=end, limit=_LONGEST), handler)
 
-    def tell(self, word: str, **fields: Any) -> None:
+    def send(self, word: str, **fields: Any) -> None:
         """Say something that needs no answer; lost if the other end has gone."""
         self._write({"do": word, **fields})
 
@@ -134,7 +134,7 @@ class Child:
     def __init__(self, name: str) -> None:
         self.name = name
         self.ready = self.was_ready = False  # whether it takes connections; whether it ever did
-        self.leaving = False  # whether it was told to end, though the server was not
+        self.leaving = False  # whether it was asked to end, though the server was not
         self.crashed = False  # whether it ended by a signal of its own doing
         self.failed: str | None = None  # why it could not start, in its own words
         self.closed = self._handed = 0  # connections

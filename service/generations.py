@@ -7,7 +7,7 @@ answer alike whatever becomes of the originals, and a digest names the very byte
     <digest>/models/<version>/   a model folder, one for each device
     <digest>/plan.json           the plan, if there is one
 
-A new generation is loaded and asked in a process of its own before any worker is told of it. Trees
+A new generation is loaded and asked in a process of its own before any worker hears of it. Trees
 are evaluated by native code. A text that makes it crash, in spite of all checks, ends the
 process of the trial and none that answers."""
 
@@ -133,7 +133,7 @@ class Generation:
     def model_of(self, device: str) -> Model | None:
         return self.predictor.models.get(device)
 
-    def told(self, device: str, sources: Mapping[str, int]) -> dict[str, Any]:
+    def log_fields(self, device: str, sources: Mapping[str, int]) -> dict[str, Any]:
         """Return the log's fields of a reply for `device` whose choices came from `sources`."""
         model = self.model_of(device)
         return {

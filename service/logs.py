@@ -136,8 +136,8 @@ class Json(logging.Formatter):
 
 def configure(settings: Settings, process: str) -> None:
     """Log as `settings` say; `process` names this one in JSON lines."""
-    logging.raiseExceptions = False  # else a line that cannot be made is told by a blocking write
-    # As the documentation of logging advises for speed: no line tells where it was logged.
+    logging.raiseExceptions = False  # else a bad line is reported by a blocking write
+    # As the documentation of logging advises for speed: no line says where it was logged.
     logging._srcfile = None
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     logging.captureWarnings(True)
@@ -147,7 +147,7 @@ def configure(settings: Settings, process: str) -> None:
     out, err = _lines
     logging.basicConfig(handlers=[err], level="WARNING", force=True)
     logging.getLogger("confpred").setLevel("INFO")
-    # How a process starts and ends is told by the supervisor, and a malformed request by its line.
+    # The supervisor logs how a process starts and ends, and a line each malformed request.
     logging.getLogger("uvicorn").setLevel("ERROR")
     _log.handlers, _log.propagate = [out], False
 

@@ -1,7 +1,7 @@
 """Counts of requests, replies, workers and reloads, and the text of ``/metrics``.
 
 Each process counts for itself: numbers by key, which is a metric's name and its labels. Those of
-several processes are added up by their supervisor (`Totals`), which workers tell by the channel."""
+several processes are added up by their supervisor (`Totals`), which workers send by the channel."""
 
 from __future__ import annotations
 
@@ -73,10 +73,10 @@ class Metrics:
     """The counts of one process."""
 
     def __init__(self, lost: Callable[[], int] = lambda: 0) -> None:
-        """Count; `lost` tells how many lines of the log are lost."""
+        """Count; `lost` says how many lines of the log are lost."""
         self._lost = lost
         self.counts: Counts = defaultdict(float)
-        for reason in ("queue", "deadline", "gone"):  # a rate is told from zero on only
+        for reason in ("queue", "deadline", "gone"):  # a rate needs a zero first
             self.add(0, "confpred_dropped_requests", reason)
 
     def add(self, amount: float, *key: str) -> None:
@@ -100,7 +100,7 @@ class Metrics:
             self.add(count, "confpred_problems", source)
         self.observe(sum(sources.values()), "confpred_batch_problems")
 
-    def told(self) -> Rows:
+    def rows(self) -> Rows:
         self.counts["confpred_log_lines_lost",] = self._lost()
         return rows(self.counts)
 
@@ -124,7 +124,7 @@ class Totals:
         self._of[process] = {}
 
     def note(self, process: int, rows: Rows) -> None:
-        """Take what `process` told last; nothing if it has ended."""
+        """Take what `process` sent last; nothing if it has ended."""
         if process in self._of:
             self._of[process] = read(rows)
 
@@ -185,8 +185,8 @@ def exposition(counts: Rows, processes: Mapping[str, int], models: Mapping[str, 
     build.add_metric((), {"version": __version__, "python": platform.python_version()})
     answering = InfoMetricFamily("confpred_model", "The models that answer; always 1.")
     for device, model in models.items():
-        told = {"device": device, "version": model.version, "digest": model.digest}
-        answering.add_metric((), told)
+        labels = {"device": device, "version": model.version, "digest": model.digest}
+        answering.add_metric((), labels)
     states: dict[str, Metric] = {}
     for name, process in processes.items():
         for metric in ProcessCollector("confpred", partial(int, process), registry=None).collect():

@@ -226,7 +226,7 @@ class Predict:
             reply = await self._new(predictor, memory, body, scope, receive)
         if reply is None:
             return  # nobody is there to read it
-        scope[logs.ANSWER] = generation.told(reply.device, reply.sources)
+        scope[logs.ANSWER] = generation.log_fields(reply.device, reply.sources)
         accepted = headers.get(b"accept-encoding", b"").decode("latin-1")
         text, encoded = await encode(reply.body, accepted)
         head = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(text))]

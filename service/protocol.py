@@ -41,7 +41,7 @@ _SLOW_HEAD, _SLOW_BODY = (
     RequestError(408, "request_timeout", f"the {part} of the request did not arrive in time", part)
     for part in ("head", "body")
 )
-#: Is told the client's address, the status and the seconds since the request's first byte.
+#: Called with the client's address, the status and the seconds since the request's first byte.
 OnRefused = Callable[[tuple[str, int] | None, int, float], None]
 _log = logging.getLogger(__name__)
 

@@ -50,7 +50,7 @@ class _Job(Generic[T]):
 
     def __init__(self, client: _Client, steps: Steps[T], left: int) -> None:
         self.client, self.steps = client, steps
-        self.left, self.read = left, False  # problems: an estimate until the steps have told
+        self.left, self.read = left, False  # problems: an estimate until the steps are known
         #: Cancelled when nobody waits for it any more.
         self.result: asyncio.Future[T] = asyncio.get_running_loop().create_future()
 
@@ -98,7 +98,7 @@ class Scheduler:
 
         Args:
             client: who asks.
-            estimate: how many problems there may be, until `steps` tell.
+            estimate: how many problems there may be, until `steps` are known.
             gone: done when the client has left.
             deadline_s: seconds from now that this may take.
 

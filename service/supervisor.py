@@ -8,7 +8,7 @@ clients are spread evenly, and nothing waits for a worker that is dead or still 
     switch generation   answer by it, by      failed reason      could not start, and ends
       keep, known       these tokens, and     closed count       connections closed since its start
                         forget all others     counts ...         what it has counted since its start
-    counts              what are yours        leaving            it was told to end
+    counts              what are yours        leaving            it was asked to end
     stop wait           finish, and end       reload, rollback   a client asks for it
                                               metrics            a client asks for all counts
 """
@@ -64,7 +64,7 @@ class GaveUp(ConfpredError):
 
 
 def serve(settings: Settings) -> None:
-    """Serve until told to stop (SIGINT or SIGTERM), then finish the requests under way.
+    """Serve until asked to stop (SIGINT or SIGTERM), then finish the requests under way.
 
     Raises:
         ModelError: the model folder is missing, damaged or foreign.
@@ -138,7 +138,7 @@ class Supervisor:
         """Serve until SIGTERM or SIGINT; SIGHUP reloads. Raises as `serve` does."""
         loop = asyncio.get_running_loop()
         for sign in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(sign, self._told_to_stop)
+            loop.add_signal_handler(sign, self._on_signal)
         loop.add_signal_handler(signal.SIGHUP, lambda: self._spawn(self._try("reload", "SIGHUP")))
         self._listener.setblocking(False)
         seen = generations.fingerprint(self._settings)
@@ -245,8 +245,8 @@ class Supervisor:
     async def _switch(self, child: Child, history: Sequence[Path]) -> bool:
         """Have `child` answer by the last of `history` and the tokens; False if it had to end."""
         keep = [folder.name for folder in history]
-        told = {"generation": keep[-1], "keep": keep, "known": self._known}
-        answer = await child.ask("switch", _SWITCH_S, **told)
+        wanted = {"generation": keep[-1], "keep": keep, "known": self._known}
+        answer = await child.ask("switch", _SWITCH_S, **wanted)
         if answer is None or "error" in answer:
             child.kill()
             return False
@@ -355,7 +355,7 @@ class Supervisor:
         """Start another worker, which takes the place of `child` once it answers."""
         if not child.leaving:
             child.leaving = True
-            _log.info("worker %s was told to end; another starts", child.name)
+            _log.info("worker %s was asked to end; another starts", child.name)
             self._metrics.add(1, "confpred_workers_replaced")
             self._slots = [slot for slot in self._slots if not slot.done()]
             self._slots.append(asyncio.create_task(self._slot(child.name)))
@@ -364,7 +364,7 @@ class Supervisor:
         """Return the counts of all processes, and their ids."""
         ready = [child for child in self._children.values() if child.ready]
         await asyncio.gather(*map(self._hear_counts, ready))
-        own = read(self._metrics.told())
+        own = read(self._metrics.rows())
         own["confpred_workers",] = len(ready)
         own["confpred_workers_wanted",] = self._settings.workers
         processes = {"supervisor": os.getpid()} | {child.name: child.pid for child in ready}
@@ -388,7 +388,7 @@ class Supervisor:
         for other in self._children.values():
             if other.leaving and other.name == child.name and other is not child:
                 other.ready = False
-                other.channel.tell("stop", wait=self._settings.grace)
+                other.channel.send("stop", wait=self._settings.grace)
         self._update()
         ready = sum(each.ready for each in self._children.values())
         wanted = self._settings.workers
@@ -457,8 +457,8 @@ class Supervisor:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def _told_to_stop(self) -> None:
-        if self._stopping.is_set():  # told twice: at once
+    def _on_signal(self) -> None:
+        if self._stopping.is_set():  # asked twice: at once
             self._kill()
         self._stopping.set()
 
@@ -473,7 +473,7 @@ class Supervisor:
         self._listener.close()
         for child in self._children.values():
             if child.ready or child.leaving:
-                child.channel.tell("stop", wait=min(_LAST_S, self._settings.grace))
+                child.channel.send("stop", wait=min(_LAST_S, self._settings.grace))
             else:
                 child.kill()
         await asyncio.wait(self._slots, timeout=self._settings.grace + _END_S)

@@ -49,15 +49,15 @@ class Worker:
         self._loader = ThreadPoolExecutor(1, "load")
 
     async def attach(self, server: uvicorn.Server) -> None:
-        """Begin to take connections for `server`, which has started, and tell the supervisor."""
+        """Take connections for `server`, which has started, and say so to the supervisor."""
         self._server = server
         self._channel = await Channel.open(socket.socket(fileno=self._control), self._handle)
         self._app.state.supervisor = self._channel
         self._tasks |= {*map(asyncio.create_task, (self._listen(), sweep(server), self._count()))}
         loop = asyncio.get_running_loop()
         loop.add_reader(self._connections.fileno(), self._take)
-        loop.add_signal_handler(signal.SIGTERM, self._channel.tell, "leaving")
-        self._channel.tell("ready", generation=self._loaded.current.digest)
+        loop.add_signal_handler(signal.SIGTERM, self._channel.send, "leaving")
+        self._channel.send("ready", generation=self._loaded.current.digest)
 
     async def _listen(self) -> None:
         await self._channel.listen()
@@ -82,7 +82,7 @@ class Worker:
         asyncio.get_running_loop().run_in_executor(self._loader, gc.collect)
 
     async def _on_counts(self) -> Fields:
-        return {"counts": self._app.state.metrics.told()}
+        return {"counts": self._app.state.metrics.rows()}
 
     async def _count(self) -> None:
         while True:
@@ -90,7 +90,7 @@ class Worker:
             self.report_counts()
 
     def report_counts(self) -> None:
-        self._channel.tell("counts", counts=self._app.state.metrics.told())
+        self._channel.send("counts", counts=self._app.state.metrics.rows())
 
     async def _on_stop(self, wait: float) -> None:
         """Take the connections that were handed over already; end when all are closed. Each is
@@ -148,7 +148,7 @@ class Worker:
 
     def _report(self) -> None:
         self._reporting = False
-        self._channel.tell("closed", count=self._closed)
+        self._channel.send("closed", count=self._closed)
 
 
 class _Server(uvicorn.Server):

@@ -41,7 +41,7 @@ _ANSWER_HEADINGS = (
     "config",
 )  # fmt: skip
 _DEVICE_HEADINGS = (
-    "device", "board", "arch", "SMs", "GB/s", "TFLOP/s", "model", "layers", "problems",
+    "device", "product", "arch", "SMs", "GB/s", "TFLOP/s", "model", "layers", "problems",
 )  # fmt: skip
 _GUESSES = {
     "heuristic": "an estimate, as no model knows such layers here; PyTorch's operator runs",
@@ -150,7 +150,7 @@ def _cells(choice: Choice) -> dict[str, str]:
 @click.command("explain")
 @layer_options
 @device_option
-@top_option(default=5, help="How many candidates to tell of, the best one included.")
+@top_option(default=5, help="How many candidates to list, the best one included.")
 @json_option(help="Print the explanations as JSON.")
 @click.option(
     "--plot",
@@ -178,7 +178,7 @@ def explain(
     their expected times; the roofline, and how much of it is reached; PyTorch's expected time; what
     makes the choice faster than the next best config of its family, and than a middling one; and
     the layers that were measured and are most like this one. `confpred.explain_layer` is the same
-    in Python, and `confpred.explain` tells what runs in each layer of a network.
+    in Python, and `confpred.explain` says what runs in each layer of a network.
 
     \b
     confpred explain --gpu h200 \\
@@ -350,7 +350,7 @@ def _plan_table(plan: Plan) -> Iterator[str]:
 @json_option(help="Print the devices as JSON.")
 @model_option
 def devices(device: str | None, as_json: bool, model: Path | None) -> None:
-    """List the GPUs that are known, and what their models know; or tell all of one DEVICE.
+    """List the GPUs that are known, and what their models know; or everything about one DEVICE.
 
     \b
     confpred devices

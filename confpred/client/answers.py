@@ -49,7 +49,7 @@ class ServedDevice:
 @dataclass(frozen=True, slots=True)
 class ServedModel:
     """A model that the service has loaded: the key of its device, its name, its card (what it was
-    trained on, and how well it does), and its digest, None where the service tells none."""
+    trained on, and how well it does), and its digest, None where the service names none."""
 
     device: str
     version: str

@@ -134,14 +134,14 @@ def options(arch: str, **more: Any) -> ProgramOptions:
     )
 
 
-def _compile(text: str, spec: KernelSpec, told: ProgramOptions) -> bytes:
+def _compile(text: str, spec: KernelSpec, program_options: ProgramOptions) -> bytes:
     from cuda.core import Program
 
     try:
         with uninterrupted:  # a child that is forked meanwhile could not compile
-            return bytes(Program(text, "c++", told).compile("cubin").code)
+            return bytes(Program(text, "c++", program_options).compile("cubin").code)
     except Exception as error:  # cuda.core raises several classes when NVRTC refuses
-        what = f"{spec.file} with {dict(spec.defines)} for {told.arch}"
+        what = f"{spec.file} with {dict(spec.defines)} for {program_options.arch}"
         raise CompileError(what, str(error)) from error
 
 
@@ -154,8 +154,8 @@ def ptx_of(spec: KernelSpec, arch: str) -> str:
     text, name = program_text(spec).encode(), spec.file.encode()
     with uninterrupted:
         _, program = nvrtc.nvrtcCreateProgram(text, name, 0, [], [])
-        told = options(f"compute_{arch[3:]}").as_bytes("nvrtc", "ptx")
-        (refused,) = nvrtc.nvrtcCompileProgram(program, len(told), told)
+        words = options(f"compute_{arch[3:]}").as_bytes("nvrtc", "ptx")
+        (refused,) = nvrtc.nvrtcCompileProgram(program, len(words), words)
         log, ptx = nvrtc.nvrtcGetProgramLog, nvrtc.nvrtcGetPTX
         size_of = nvrtc.nvrtcGetProgramLogSize if refused else nvrtc.nvrtcGetPTXSize
         found = bytearray(size_of(program)[1])
@@ -173,7 +173,7 @@ def ptx_of(spec: KernelSpec, arch: str) -> str:
 #                              "confpred": "0.1.0", "sources": {"depthwise.cu": "4b5c6d7e8f901234"}}
 #     kernels/0a/0a...cubin   entries as in the user's cache (`confpred.cuda.cache`)
 #
-# The user's cache tells compilers and every byte of a source apart. A bundle does not: its kernels
+# The user's cache distinguishes compilers and all bytes of a source. A bundle does not: its kernels
 # are known by what their source means (`confpred.families.kernel_text.source_digest`), their macros
 # and the architecture, so that they serve a machine with another NVRTC, or with none. Nor has the
 # folder to be private to its user, who has named it; checksums are compared all the same.

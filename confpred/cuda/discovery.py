@@ -6,8 +6,8 @@
                                                                      measured, and remembered
 
 The rates are measured in a fraction of a second: a device copy, and the two kernels of
-``kernels/rates.cu``. The driver tells clocks and widths, but not which share of them kernels reach,
-nor that a board is held back, as a part of a GPU (MIG) or a virtual one is.
+``kernels/rates.cu``. The driver reports clocks and widths, but not which share kernels reach, nor
+that a board is held back, as a part of a GPU (MIG) or a virtual one is.
 """
 
 from __future__ import annotations
@@ -58,19 +58,19 @@ class Facts:
     @classmethod
     def of(cls, cuda_device: Any, driver: str) -> Facts:
         """Return the facts of a `cuda.core` device."""
-        told = cuda_device.properties
+        properties = cuda_device.properties
         return cls(
             name=str(cuda_device.name),
             driver=driver,
-            capability=(told.compute_capability_major, told.compute_capability_minor),
-            sm_count=told.multiprocessor_count,
-            l2_bytes=told.l2_cache_size,
-            smem_per_sm=told.max_shared_memory_per_multiprocessor,
-            smem_per_block=told.max_shared_memory_per_block_optin,
-            warps_per_sm=told.max_threads_per_multiprocessor // 32,
-            blocks_per_sm=told.max_blocks_per_multiprocessor,
-            regs_per_sm=told.max_registers_per_multiprocessor,
-            smem_reserved_per_block=told.reserved_shared_memory_per_block,
+            capability=(properties.compute_capability_major, properties.compute_capability_minor),
+            sm_count=properties.multiprocessor_count,
+            l2_bytes=properties.l2_cache_size,
+            smem_per_sm=properties.max_shared_memory_per_multiprocessor,
+            smem_per_block=properties.max_shared_memory_per_block_optin,
+            warps_per_sm=properties.max_threads_per_multiprocessor // 32,
+            blocks_per_sm=properties.max_blocks_per_multiprocessor,
+            regs_per_sm=properties.max_registers_per_multiprocessor,
+            smem_reserved_per_block=properties.reserved_shared_memory_per_block,
         )
 
     @property
@@ -105,9 +105,9 @@ def device_with(facts: Facts, measure: Callable[[str], Rates]) -> Device:
     if board is not None:  # one name may have boards of several sizes, and virtual GPUs
         key = f"{key}-{facts.sm_count}sm"
     if facts.capability < _OLDEST:
-        told = ".".join(map(str, facts.capability))
+        capability = ".".join(map(str, facts.capability))
         needed = "a GPU of compute capability 8.0 or later"
-        raise UnknownDevice("device", f"{facts.name} (compute capability {told})", needed)
+        raise UnknownDevice("device", f"{facts.name} (compute capability {capability})", needed)
     fixed = (Device.regs_per_sm, Device.smem_reserved_per_block)
     if (facts.regs_per_sm, facts.smem_reserved_per_block) != fixed:
         needed = "a GPU of {:,} registers a multiprocessor and {:,} bytes reserved a block"

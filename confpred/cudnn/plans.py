@@ -373,7 +373,7 @@ def _strides(operand: Operand) -> list[int]:
 def _properties(device: Device) -> Any:
     """Return the fields of ``cudnnBackendDeviceProp`` that cuDNN's heuristics ask for."""
     if device.key not in _CLOCKS:
-        raise LaunchError(f"cuDNN cannot be told of a device {device.key}")
+        raise LaunchError(f"cuDNN cannot describe a device {device.key}")
     core, memory = _CLOCKS[device.key]
     described = {
         "deviceName": device.product,

@@ -222,7 +222,7 @@ _SHARDS = "rows-*.parquet"
 _PARTS = "part-*.parquet"
 #: Files of configs that every run measures again (`confpred.sampler.tasks`).
 _ANCHORS = "anchors-*.parquet"
-#: The columns that tell rows of a problem apart, beside the problem's own.
+#: The columns that distinguish rows of a problem, beside the problem's own.
 _ROW = ("device", "run_id", "family", "config", "cudnn_mode", "time")
 _MOST_PARTS = 99  # of a day
 

@@ -121,7 +121,7 @@ def explain_layer(
     Args:
         problem: the layer.
         device: name of a GPU, such as ``"h100"``.
-        top: how many choices to tell of, the best one included.
+        top: how many choices to list, the best one included.
         predictor: whose choice is explained; None: that of the newest models.
 
     Raises:

@@ -280,9 +280,9 @@ def _line(choice: Choice) -> dict[str, Any]:
     default = {field.name: field.default for field in fields}
     asked = {k: v for k, v in problem.to_json().items() if getattr(problem, k) != default[k]}
     config = dict(registry.config_of(choice.candidate))
-    told = (choice.device, asked, choice.provider, config, choice.source)
+    named = (choice.device, asked, choice.provider, config, choice.source)
     times = (choice.predicted_ms, choice.pytorch_ms)
-    return dict(zip(_OF_A_CHOICE, (*told, *times), strict=True))
+    return dict(zip(_OF_A_CHOICE, (*named, *times), strict=True))
 
 
 def _launched(choice: Choice) -> Choice:

@@ -27,12 +27,12 @@ from confpred.training import EVALUATION_FORMAT
 from confpred.training.dataset import Dataset, Timings
 from confpred.training.evaluate import geomean
 
-#: A choice that takes this many times as long as the best config is told apart as slow.
+#: A choice that takes this many times as long as the best config is shown as slow.
 SLOW = 1.1
 _BATCHES = (1, 4, 8, 16, 32, 64, 128)  # upper ends of the groups of batch sizes
 _BATCH_NAMES = ("1", *(f"{a + 1} to {b}" for a, b in pairwise(_BATCHES)), "129 and more")
 _TIMES_MS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.5)  # upper ends of the groups of times
-_FASTEST = 5  # configs that are told of beside the choice
+_FASTEST = 5  # configs that are shown beside the choice
 _LAYERS, _CONFIGS = 40, 32  # of a pool, and of each of these layers, to measure importances on
 _SEED = 0
 #: The subjects that layers are grouped by, as a page calls them.
@@ -300,7 +300,7 @@ class Importance:
     """
 
     feature: str
-    theme: str  # what it tells, as explanations group features
+    theme: str  # as explanations group features
     #: Root mean square by which the exchange moves the ratio of the predicted times of two configs
     #: of a layer: 0.05 is 5 %.
     moved: float

@@ -34,7 +34,7 @@ from confpred.training.dataset import Dataset, data_files, operation_of_file, re
 from confpred.training.evaluate import evaluate
 from confpred.training.fit import Hyperparameters
 
-WORST = 20  # layers of each evaluation that are told of one by one
+WORST = 20  # layers of each evaluation that are listed
 _FOLDER = Path(__file__).parent
 
 

@@ -155,7 +155,7 @@ def judged(model: Model, retimed: Sequence[Retimed], versions: Sequence[str]) ->
         DataError: they are too few to say anything, and no kernel has changed either.
     """
     if len(retimed) < LEAST and not model.stale:
-        raise DataError(f"only {len(retimed)} configs could be timed; it takes {LEAST} to tell")
+        raise DataError(f"only {len(retimed)} configs could be timed; {LEAST} are needed")
     logs = np.log([each.ratio for each in retimed])
     ratio = float(np.exp(logs.mean())) if len(logs) else 1.0
     far = float((np.abs(logs) > np.log1p(FAR)).mean()) if len(logs) else 0.0

@@ -51,7 +51,7 @@ FORMAT = "confpred-retrain/1"
 JUDGING = 0.2
 #: A measurement of this many seconds is saved in the session, so that a kill loses no more.
 _SAVED_EVERY_S = 5.0
-#: Fewer networks or problems tell nothing.
+#: Fewer networks or problems prove nothing.
 LEAST_NETWORKS, LEAST_PROBLEMS = 3, 10
 #: The chance that a model which is no better is taken for one that is.
 RISK = 0.1

@@ -48,7 +48,7 @@ _GROW_GATE = {**_GROW, "n_estimators": 200, "num_leaves": 16, "learning_rate": 0
 MISS = 0.05  # share of answers that may have a larger regret than their bound
 _PARTS = 5
 _LEAST_IN_LEAF = 30
-#: The median tells good answers from bad ones better than a high quantile, which has too few
+#: The median separates good answers from bad ones better than a high quantile, which has too few
 #: examples on its far side (decision 170); the offsets make it a bound.
 _GROW_BOUND = {
     "objective": "regression_l1",

@@ -129,7 +129,7 @@ def _fold(part: Sequence[Timings], timings: Sequence[Timings], others: Sequence[
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """How a method did on one problem; the model also tells its expectations."""
+    """How a method did on one problem; and what the model expected."""
 
     regret: tuple[float, ...]  # for each k of ``TOPS``, of the best of the first k choices
     candidates: int  # configs that it chose from

@@ -328,7 +328,7 @@ def across_sittings(files: Sequence[Path], operation: Operation, device: str) ->
         of_config.setdefault(row["run_id"], []).append(row["time_ms"])
     repeated = [runs for runs in times.values() if len(runs) > 1]
     if not repeated:
-        raise DataError(f"no config of {device} was timed in two runs: there is no noise to tell")
+        raise DataError(f"no config of {device} was timed in two runs: their noise is unknown")
     logs = [np.log([np.median(ms) for ms in runs.values()]) for runs in repeated]
     off = np.concatenate([each - each.mean() for each in logs])
     return Noise(

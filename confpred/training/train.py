@@ -75,7 +75,7 @@ def train(
         families: the kernel families to learn; all of the data if there are none.
         problems: how many problems to learn from, chosen at random; all if None.
         hyper: how the trees grow.
-        say: told of each step.
+        say: called with each step.
 
     Returns:
         The regret on held-out networks, as in the card.

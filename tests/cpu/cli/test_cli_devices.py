@@ -16,7 +16,7 @@ def test_every_board_has_a_line_those_with_a_model_first() -> None:
     assert (done.returncode, done.stderr) == (0, "")
     head, *lines = done.stdout.splitlines()
     assert head.split() == [
-        "device", "board", "arch", "SMs", "GB/s", "TFLOP/s", "model", "layers", "problems",
+        "device", "product", "arch", "SMs", "GB/s", "TFLOP/s", "model", "layers", "problems",
     ]  # fmt: skip
     models = NewestModels()
     keys = [line.split()[0] for line in lines]

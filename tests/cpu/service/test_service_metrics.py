@@ -59,9 +59,9 @@ def test_processes_that_have_ended_are_one_to_add_up() -> None:
     metrics.add(1, "confpred_in_flight_requests")
     for process in range(1000):
         totals.begin(process)
-        totals.note(process, metrics.told())
+        totals.note(process, metrics.rows())
         totals.end(process)
-        totals.note(process, metrics.told())  # too late
+        totals.note(process, metrics.rows())  # too late
     start = time.perf_counter()
     total = totals.sum()
     assert time.perf_counter() - start < 0.01

@@ -232,7 +232,7 @@ def test_a_worker_that_is_told_to_end_loses_no_request(tmp_path: Path) -> None:
             end.set()
         assert not [each for each in asking if each.exception()]
         assert all(each and set(each) == {200} for each in statuses)
-        assert server.said().count("was told to end; another starts") == 2
+        assert server.said().count("was asked to end; another starts") == 2
 
 
 @pytest.mark.slow(reason="a worker is replaced")
