@@ -100,7 +100,7 @@ _BFLOAT16, _FLOAT32, _BIAS = {"dtype": "bfloat16"}, {"dtype": "float32"}, {"bias
 _RELU, _RELU6, _SILU, _GELU, _HARDSWISH = (
     _BIAS | {"activation": name} for name in ("relu", "relu6", "silu", "gelu", "hardswish")
 )
-#: What a layer of window (r, s) and a stride can be, other than plain float16, by kind and
+#: Variants of a layer of window (r, s) and a stride, other than plain float16, by kind and
 #: direction: the epilogues that networks give it, and the other dtypes.
 VARIANTS: Mapping[str, Mapping[str, Mapping[tuple[int, int, int], tuple[Layer, ...]]]] = {
     "depthwise": {

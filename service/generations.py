@@ -49,7 +49,7 @@ MODEL_HEADER = "x-confpred-model"
 _LEAST_DIGITS = 8  # of a digest that a request names
 #: Seconds that a trial may take.
 _LONGEST_S = 120.0
-#: What is asked of all trees: one row at a time, and many, which LightGBM does in other ways.
+#: Questions to all trees: one row at a time, and many, which LightGBM does in other ways.
 _VALUES = (0.0, float("nan"), 1e30, -1e30)
 _ROWS = (1, 32)
 

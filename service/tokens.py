@@ -24,7 +24,7 @@ from confpred.errors import DataError, InvalidInput, StorageError
 from confpred.files import read_json, write_whole
 
 FORMAT = "confpred-tokens/1"
-#: What a token is for: to ask, or to manage too.
+#: Purpose of a token: to ask, or to manage too.
 Scope = Literal["read", "admin"]
 SCOPES: tuple[Scope, ...] = get_args(Scope)
 _PREFIX = "confpred_"  # so that a token is recognised where it should not be, such as in a log

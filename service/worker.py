@@ -78,7 +78,7 @@ class Worker:
         """Answer by a generation, and by the tokens `known`, from the next request on."""
         self._loaded.switch(generation, keep)
         self._app.state.tokens = tuple(tokens.Token(**each) for each in known)
-        # What is forgotten refers to itself. To look for it takes 10 ms, as imports are frozen.
+        # Forgotten generations refer to themselves. The search takes 10 ms, as imports are frozen.
         asyncio.get_running_loop().run_in_executor(self._loader, gc.collect)
 
     async def _on_counts(self) -> Fields:

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 
 from confpred.cli import cli
 
-#: Of an option, what a script relies on.
+#: Properties of an option that a script relies on.
 FACTS = ("name", "opts", "secondary_opts", "required", "multiple", "nargs", "default", "envvar")
 #: Command lines with a mistake each; ``FILE`` exists, ``NEW`` does not, ``FULL`` is a folder.
 MISTAKES = """

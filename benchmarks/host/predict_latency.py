@@ -44,7 +44,7 @@ PROBLEMS, REPEATS, COLD_RUNS, TURNS = 100, 20, 20, 7
 LAYERS = 50  # of a network
 WARM = 20  # problems that parse the trees of all families of a kind
 Turn = dict[str, Any]
-#: What is not to be exceeded; the 99 % quantile of unseen problems is not to exceed twice the
+#: Limits; the 99 % quantile of unseen problems is not to exceed twice the
 #: median.
 BUDGETS = {
     "unseen_p50_ms": 1.0,

@@ -41,7 +41,7 @@ from confpred.training.fit import Hyperparameters, grow_order
 
 SHARES = (0.0, 0.01, 0.05, 0.2, 1.0)
 FOLDS, DRAWS = 4, 1
-#: What tells a model of several devices which one a row is of: logarithms to base 2.
+#: Features by which a model of several devices knows the device of a row: logarithms to base 2.
 DEVICE_FEATURES = ("sm_count", "dram_bytes_per_s", "tensor_flops", "simt_flops")
 
 

@@ -64,7 +64,7 @@ def cli() -> None:
 def main() -> None:
     """Run the command line; expected errors end as one line on stderr and exit code 2 or 1, Ctrl-C
     and SIGTERM as one with 130 and 143."""
-    # What is imported and loaded at the start lives on; looking through it for garbage again and
+    # All that is imported at the start lives on; looking through it for garbage again and
     # again is a tenth of the time of a command that only asks for one prediction.
     gc.set_threshold(_ALLOCATIONS)
     try:

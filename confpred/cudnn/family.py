@@ -113,7 +113,7 @@ def _columns(
     ]
 
 
-#: What a plan takes over the roofline where nothing is known of it.
+#: Expected time of an unknown plan over the roofline.
 _GUESS = 2.0
 _DESCRIBED = (ENGINE, *KNOBS)
 #: Engines by direction whose results are not as exact as an ordinary kernel's: gradients whose
@@ -121,13 +121,13 @@ _DESCRIBED = (ENGINE, *KNOBS)
 #: the plans of dense layers in ``datasets/``, 76 of the 103 filter gradients of 20 and 47 in 16
 #: bits failed the check against float64, and 46 of the 26,459 of engines not named here.
 _INEXACT = frozenset({("dgrad", 2), ("wgrad", 17), ("wgrad", 20), ("wgrad", 47), ("wgrad", 62)})
-#: What no plan that is offered is known to be off by more than: the relative error in the 2-norm,
-#: against float64, and what is added to it for each root of the number of products that an element
-#: sums. Engines cut off bits of partial sums, and some cut inputs off to TF32 in place of rounding
-#: them. A test holds the plans in ``datasets/`` against it, those too that failed the check. From
-#: the H200's 52,048, of sums of up to two million products, the nearest of each kind are at 0.76,
-#: 0.59, 0.82 and 0.89 of it. Most are far below, but filter gradients of a million pixels are off
-#: by up to 2.4e-3 in float16, 1.8e-5 in float32 and 3.0e-3 in TF32.
+#: Largest error of the plans that are offered: the relative error in the 2-norm, against float64,
+#: and its growth with the root of the number of products that an element sums. Engines cut off bits
+#: of partial sums, and some cut inputs off to TF32 in place of rounding them. A test holds the
+#: plans in ``datasets/`` against it, those too that failed the check. From the H200's 52,048, of
+#: sums of up to two million products, the nearest of each kind are at 0.76, 0.59, 0.82 and 0.89 of
+#: it. Most are far below, but filter gradients of a million pixels are off by up to 2.4e-3 in
+#: float16, 1.8e-5 in float32 and 3.0e-3 in TF32.
 _ERROR = {"float16": 5e-4, "bfloat16": 4e-3, "float32": 2e-6, "tf32": 8e-4}
 _ERROR_A_ROOT = {"float16": 2e-6, "bfloat16": 0.0, "float32": 2e-8, "tf32": 2.5e-6}
 

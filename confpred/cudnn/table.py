@@ -46,7 +46,7 @@ _KNOB = re.compile(r"_k(\d+)=(-?\d+)")
 
 FILE = Path(__file__).with_name("plans.csv")
 RELEASE = "release"
-#: Of a plan as a whole: whether it computes on tensor cores (TF32, where the problem is in
+#: Properties of a whole plan: whether it computes on tensor cores (TF32, where the problem is in
 #: float32), and whether it gives the same bits each time.
 NOTES = ("tensor_core", "repeatable")
 KINDS = "kinds"

@@ -13,8 +13,7 @@ import confpred.kernels
 
 _TEXT = r"""\"(?:\\.|[^"\\\n])*\"|'(?:\\.|[^'\\\n])*'"""
 _COMMENT_OR_TEXT = re.compile(rf"//[^\n]*|/\*.*?\*/|({_TEXT})", re.DOTALL)
-#: What C++ reads as one piece, however blanks surround it: string literals, words and numbers,
-#: operators.
+#: Tokens of C++: string literals, words and numbers, operators.
 _TOKEN = re.compile(rf"{_TEXT}|[\w.]+|<<=|>>=|\+\+|--|->|::|##|&&|\|\||<<|>>|[-+*/%&|^=!<>]=|\S")
 
 

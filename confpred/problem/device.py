@@ -70,7 +70,7 @@ class Device:
     warps_per_sm: int = 64
     blocks_per_sm: int = 32
 
-    # Of every architecture from sm_80 on (CUDA Programming Guide, "Compute Capabilities"):
+    # Alike in every architecture from sm_80 on (CUDA Programming Guide, "Compute Capabilities"):
     # registers of a multiprocessor, and the driver's part of each block's shared memory.
     regs_per_sm = 65_536
     smem_reserved_per_block = 1_024

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 ZEROED, SCRATCH = "zeroed", "scratch"
 #: The float64 output of a reference kernel.
 REFERENCE = "reference"
-#: What runs where no kernel of ours does: products by the cuBLAS of the PyTorch that is installed.
+#: A step without a kernel of ours: products by the cuBLAS of the PyTorch that is installed.
 PRODUCTS = "cublas"
 
 

@@ -20,7 +20,7 @@ from confpred.problem.precision import float32_sums, matmul_tf32
 #: The operands by name. Those of an operation have its dtype and are dense, and come first; the
 #: workspaces are of bytes.
 Operands = Mapping[str, Tensor]
-#: What launches a step on the current stream.
+#: Launches a step on the current stream.
 Bound = Callable[[Operands], None]
 
 #: With bias and ReLU in cuBLASLt's epilogue; not every PyTorch has it.

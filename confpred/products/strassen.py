@@ -41,7 +41,7 @@ ALL, INNER = range(2)
 _THREADS = 256
 _BYTES = 16  # of an access
 _LEAST_BATCH, _LEAST_WIDTH = 2, 16
-#: Of a part of the workspace, of which there are three: kernels count it in 31 bits of 16 bytes.
+#: Size of each of three parts of the workspace: kernels count it in 31 bits of 16 bytes.
 _MOST_BYTES = 2**33
 _PRODUCTS = 7
 #: Relative error of one layer in the 2-norm, against float64; see `error_of`.

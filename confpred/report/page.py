@@ -151,7 +151,7 @@ def _plain(value: Any) -> str:
     return f"{value:,}" if type(value) is int else str(value)
 
 
-#: Of a file of measurements, what all rows of a run share.
+#: Columns of a file of measurements that all rows of a run share.
 _RUN = ("device", "device_name", "driver", "cuda", "project", "run_id")
 
 

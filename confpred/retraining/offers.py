@@ -34,18 +34,18 @@ from confpred.problem.record import Record
 from confpred.sampler.tasks import BENCHMARK, Measured, Task
 
 #: Configs of a problem and family: as many as the model puts first, and as many at random, which
-#: tell it where it is wrong.
+#: show where it is wrong.
 PICKED, RANDOM = 20, 20
 #: One network in so many is held out of training for good, by its name; so each model of this
 #: user's is judged on networks that none of them has learned from.
 HELD_OUT_OF = 10
-#: What is left of a problem's worth where another one is exactly like it.
+#: Share of a problem's worth that is left where another one is exactly like it.
 _LEAST_NOVELTY = 0.02
 #: So many times the problems that the budget could hold are looked at; describing one takes tens of
 #: milliseconds.
 _LOOKED_AT = 3
 _UNKNOWN_DOUBT = 1.0  # of an answer without a bound
-#: What a folder of measurements holds, as the sampler's store tells it.
+#: Content of a folder of measurements, as the sampler's store lists it.
 Have = Mapping[Measured, AbstractSet[str]]
 
 

@@ -34,8 +34,8 @@ MIN_PROBLEMS = 30  # fewer say nothing about where PyTorch's own operator wins
 #: Logarithms of ratios end here, at 2.7 times as fast or slow: which is the faster is the question,
 #: and it is not answered better by learning that cuDNN now and then takes 30 times as long.
 CAP = 1.0
-#: What an answer of ours loses against PyTorch's operator weighs so many times as much as what it
-#: would have gained where the operator was preferred (decision 169).
+#: Weight of a loss against PyTorch's operator over a gain that was missed where the operator was
+#: preferred (decision 169).
 CAUTION = 3.0
 #: One row a problem is little data, so each tree sees another half of the rows.
 _GROW = {

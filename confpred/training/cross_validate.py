@@ -212,11 +212,11 @@ class Offered:
 class HeldOut:
     """The problems of the device that were held out."""
 
-    #: Of each: of those whose time with PyTorch's operator is known, or of all where it was
+    #: One for each problem whose time with PyTorch's operator is known, or for all where it was
     #: measured too seldom to learn from.
     answers: tuple[Answer, ...]
-    #: Of the regressor of PyTorch's time, by kind of problem, by all that was held out on any
-    #: device (`confpred.training.calibrate.margins`).
+    #: Margins of the regressor of PyTorch's time, by kind of problem, from all that was held out
+    #: on any device (`confpred.training.calibrate.margins`).
     margins: Mapping[str, float]
 
 

@@ -42,7 +42,7 @@ class Timings:
     time_ms: NDArray[np.float64]  # median time of each row
     spread_ms: NDArray[np.float64]  # interquartile range of that time
     device: Device
-    #: Of a thread of each row's kernel, as compiled; 0 or None where that was not recorded.
+    #: Registers of a thread of each row's kernel; 0 or None where that was not recorded.
     registers: NDArray[np.int64] | None = None
 
 
@@ -60,8 +60,8 @@ class Dataset:
     #: The versions that the times depend on, of the rows that were timed: ``driver``, and ``cudnn``
     #: of PyTorch's operator where it was recorded.
     measured_with: Mapping[str, tuple[str, ...]]
-    #: What was measured on other devices, of the same operation. Whatever makes one config slower
-    #: than another is much the same on all of them.
+    #: Measurements of the same operation on other devices. Whatever makes one config slower than
+    #: another is much the same on all of them.
     others: tuple[Dataset, ...] = ()
 
     @property
@@ -157,7 +157,7 @@ def _of_device(name: str, read: CheckedRows, operation: Operation) -> Dataset:
     """Return the measurements on the device called `name`."""
     where = get_device(name)
     table = read.table.filter(pc.field("device") == name)
-    # Of PyTorch's operator, the times of cuDNN's benchmark mode count; a hold-out has both.
+    # PyTorch's operator counts with cuDNN's benchmark mode; a hold-out has both modes.
     timed = table.filter((pc.field("status") == "ok") & (pc.field("cudnn_mode") != "heuristics"))
     timings, pytorch_ms, skipped = _timings(timed, read, where, operation)
     counts = {e["values"]: e["counts"] for e in pc.value_counts(table["status"]).to_pylist()}

@@ -39,14 +39,14 @@ _ALIKE: dict[str, Any] = {
     "verbosity": -1,
 }
 REGRESSOR, RANKER = LGBMRegressor(**_ALIKE), LGBMRanker(**_ALIKE)
-#: What LightGBM writes of a tree only for continued training and explanations. Without it trees are
+#: Lines of a tree that only continued training and explanations need. Without them trees are
 #: shorter, so the lengths of trees that LightGBM writes would be wrong, and are left out too.
 _UNUSED = re.compile(
     r"^(?:split_gain|(?:leaf|internal)_(?:weight|count)|internal_value|tree_sizes)=.*\n",
     re.MULTILINE,
 )
-#: LightGBM writes 17 digits of a number. A feature is a float32, which nine digits tell from its
-#: neighbours, though one that lies on a threshold may come to its other side. A leaf adds to a
+#: LightGBM writes 17 digits of a number. A feature is a float32, which nine digits separate from
+#: its neighbours, though one that lies on a threshold may come to its other side. A leaf adds to a
 #: logarithm, or to a ratio: what five decimals miss of it is nothing to a sum of hundreds, and of
 #: what a model's files compress to, digits of leaves are the largest part.
 _FORMATS: dict[str, Callable[[float], str]] = {
@@ -55,7 +55,7 @@ _FORMATS: dict[str, Callable[[float], str]] = {
 }
 _LEAVES, _END = re.compile(r"^leaf_value=(.*)$", re.MULTILINE), "end of trees\n"
 _NUMBERS = re.compile(rf"^({'|'.join(_FORMATS)})=(.*)$", re.MULTILINE)
-#: Of an objective: the first and second derivative of the error by each prediction.
+#: First and second derivative of an objective's error by each prediction.
 _Derivatives = tuple[NDArray[np.float64], NDArray[np.float64]]
 _Model = TypeVar("_Model", bound=LGBMModel)
 

@@ -30,7 +30,7 @@ _MAX_WIDTH = 9  # of a window: a diagonal has eight elements
 _STAGES = 2  # more were not faster, and take shared memory that other blocks could have
 
 
-# What the launch decides, not the kernel: bands, splits and the reduction.
+# Decided by the launch, not the kernel: bands, splits and the reduction.
 _LAUNCHES = tuple(
     (bands, *reduction)
     for bands in (1, 4, 16)

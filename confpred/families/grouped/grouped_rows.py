@@ -199,7 +199,7 @@ class GroupedRows(Shaped):
             "q_waste": w.q_tiles * t["block_q"] / across.positions,
             "n_waste": w.n_tiles * t["block_n"] / problem.n,
             "c_waste": w.c_tiles * t["block_c"] / problem.c,
-            # What is left for the last block of each dimension, as a fraction of a whole block.
+            # The rest for the last block of each dimension, as a fraction of a whole block.
             "q_tail": across.positions % t["block_q"] / t["block_q"],
             "n_tail": problem.n % t["block_n"] / t["block_n"],
             "c_tail": problem.c % t["block_c"] / t["block_c"],

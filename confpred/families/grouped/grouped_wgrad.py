@@ -239,7 +239,7 @@ class GroupedWgrad(Shaped):
             "q_waste": w.q_tiles * t["block_q"] / problem.q,
             "n_waste": ceil_div(problem.n, t["block_n"]) * t["block_n"] / problem.n,
             "k_waste": w.k_tiles * t["block_k"] / problem.c,
-            # What is left for the last block of each dimension, as a fraction of a whole block.
+            # The rest for the last block of each dimension, as a fraction of a whole block.
             "q_tail": problem.q % t["block_q"] / t["block_q"],
             "n_tail": problem.n % t["block_n"] / t["block_n"],
             "k_tail": problem.c % t["block_k"] / t["block_k"],

@@ -19,6 +19,7 @@ PAGES = sorted(
 BUDGETS = {"*.md": 28_000, "docs/decisions/*.md": 8_000}
 #: Words of a sentence, on average over a page.
 LONGEST_AVERAGE = 20
+_OF_CODE = re.compile(r"^(?!\s*#).*\n\s*(#:? (?:What|Of) .*)", re.MULTILINE)  # its first line
 _NOT_FIRST = re.compile(r"(?:^|[.:?!]\s+|\n\s*\n\s*)(What|Of)\s")
 _FENCED = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
 _COMMENT = re.compile(r"<!--.*?-->", re.DOTALL)
@@ -98,11 +99,13 @@ def docstrings(path: Path) -> Iterator[str]:
             yield text
 
 
-def test_no_sentence_of_a_docstring_begins_with_what_or_of() -> None:
+def test_no_docstring_and_no_comment_begins_with_what_or_of() -> None:
     folders = ("benchmarks", "confpred", "datasets", "examples", "service", "tests")
     wrong = []
     for path in (path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))):
         wrong += [f"{named(path)}: {t[:60]}" for t in docstrings(path) if _NOT_FIRST.search(t)]
+        if not named(path).startswith("tests"):
+            wrong += [f"{named(path)}: {t}" for t in _OF_CODE.findall(path.read_text())]
     assert wrong == []
 
 
