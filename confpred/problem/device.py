@@ -171,6 +171,8 @@ def device_from(fields: Mapping[str, Any]) -> Device:
     for field in dataclasses.fields(Device):
         kind: Any = {"str": str, "int": int, "float": float}[str(field.type)]
         value: Any = fields.get(field.name, field.default)
+        if value is dataclasses.MISSING:
+            raise DataError(f"a device's {field.name} is missing")
         known = isinstance(value, kind) and (kind is str or 0 < value < math.inf)
         if not known or not value:
             raise DataError(f"a device's {field.name} is {value!r}, not {kind.__name__} above 0")

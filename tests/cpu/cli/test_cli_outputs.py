@@ -246,10 +246,10 @@ def wait_until(condition: Callable[[], object]) -> None:
 #: before a signal comes.
 LONG = """
 import time
-from confpred.training import evaluate
-def judge_fold(*_):
+from confpred.training import cross_validate
+def of_fold(*_):
     time.sleep(600)
-evaluate._judge_fold = judge_fold
+cross_validate._of_fold = of_fold
 """
 
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from confpred.errors import UnknownDevice
+from confpred.errors import DataError, UnknownDevice
 from confpred.problem import device as devices
 from confpred.problem.conv2d import Problem
-from confpred.problem.device import KNOWN, Device, get_device
+from confpred.problem.device import KNOWN, Device, device_from, get_device
 
 #: Every name with A100, H100 or H200 in the table of names of NVIDIA's open kernel modules, release
 #: 595.45.04 (https://github.com/NVIDIA/open-gpu-kernel-modules,
@@ -176,3 +176,13 @@ def test_a_roofline_is_the_larger_of_its_two_times() -> None:
     dense = Problem.parse("n=32 c=1024 h=56 w=56 k=1024 r=3 s=3 padding=1")
     assert device.roofline_s(thin) == thin.minimum_bytes / device.dram_bytes_per_s
     assert device.roofline_s(dense) == dense.flops / device.tensor_flops
+
+
+def test_a_field_that_is_missing_is_named() -> None:
+    fields = asdict(get_device("h100"))
+    assert device_from(fields) == get_device("h100")
+    del fields["sm_count"]
+    with pytest.raises(DataError, match="^a device's sm_count is missing$"):
+        device_from(fields)
+    with pytest.raises(DataError, match="a device's sm_count is 0, not int above 0"):
+        device_from(fields | {"sm_count": 0})
