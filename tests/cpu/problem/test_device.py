@@ -182,7 +182,7 @@ def test_a_field_that_is_missing_is_named() -> None:
     fields = asdict(get_device("h100"))
     assert device_from(fields) == get_device("h100")
     del fields["sm_count"]
-    with pytest.raises(DataError, match="^a device's sm_count is missing$"):
+    with pytest.raises(DataError, match=r"^a device's sm_count is missing$"):
         device_from(fields)
     with pytest.raises(DataError, match="a device's sm_count is 0, not int above 0"):
         device_from(fields | {"sm_count": 0})
