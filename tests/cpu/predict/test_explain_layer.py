@@ -17,8 +17,15 @@ from confpred.errors import InvalidInput, UnknownDevice
 from confpred.families.protocol import PYTORCH_OPERATOR
 from confpred.families.registry import all_families, all_kernels
 from confpred.model.folder import Model
-from confpred.predict.explain import NEAREST, OTHER, LayerExplanation, compare, middling, theme_of
-from confpred.predict.nearest import NearestLayers
+from confpred.predict.explain import (
+    NEAREST,
+    OTHER,
+    LayerExplanation,
+    NearestLayers,
+    compare,
+    middling,
+    theme_of,
+)
 from confpred.predict.predictor import Predictor
 from confpred.problem.conv2d import Problem
 from confpred.problem.device import get_device

@@ -18,9 +18,9 @@ BUDGETS = {
     "confpred/measure": 1160, "confpred/model": 1950, "confpred/predict": 1460,
     "confpred/problem": 1430, "confpred/products": 770, "confpred/pytorch": 3600,
     "confpred/report": 1200, "confpred/retraining": 880, "confpred/sampler": 1290,
-    "confpred/training": 2330, "datasets": 2430, "examples": 650, "service": 3490, "tests": 32290,
+    "confpred/training": 2330, "datasets": 2430, "examples": 650, "service": 3490, "tests": 32300,
 }  # fmt: skip
-MODULES = 136  # of confpred and service together
+MODULES = 135  # of confpred and service together
 LONGEST = 500  # lines of a module that ships
 #: Names that several modules share, as a kernel family and a table do in their rooms.
 SAME_NAMES = 8
