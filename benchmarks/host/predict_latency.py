@@ -44,13 +44,12 @@ PROBLEMS, REPEATS, COLD_RUNS, TURNS = 100, 20, 20, 7
 LAYERS = 50  # of a network
 WARM = 20  # problems that parse the trees of all families of a kind
 Turn = dict[str, Any]
-#: Limits; the 99 % quantile of unseen problems is not to exceed twice the
-#: median.
+#: Limits, since every legal config is ranked (decision 166).
 BUDGETS = {
-    "unseen_p50_ms": 1.0,
+    "unseen_p50_ms": 3.0,
     "unseen_p99_over_p50": 2.0,
-    "network_ms": 20.0,
-    "repeated_p50_us": 2.0,
+    "network_ms": 60.0,
+    "repeated_p50_us": 2.2,
     "cold_p50_s": 0.25,
 }
 
