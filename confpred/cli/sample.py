@@ -215,7 +215,8 @@ def report_plan(
     """Print what would be measured, after compiling it if `compiling`, and write `archive`."""
     from confpred.sampler import forecast
     from confpred.sampler.progress import duration
-    from confpred.sampler.run import measured_in, plan
+    from confpred.sampler.run import measured_in
+    from confpred.sampler.tasks import plan
 
     operation = operation_of(suite.entries[0].problem)
     tasks = plan(suite, device, settings, measured_in(out, operation, device.key))

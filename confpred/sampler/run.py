@@ -35,8 +35,7 @@ from confpred.problem.operation import Operation
 from confpred.problem.record import Record
 from confpred.sampler import jobs
 from confpred.sampler.jobs import Compilers, Finished, GpuWorker
-from confpred.sampler.tasks import Choosing, Measured, Task
-from confpred.sampler.tasks import plan as plan  # which callers find here
+from confpred.sampler.tasks import Choosing, Measured, Task, plan
 
 _TICK_SECONDS = 0.1
 

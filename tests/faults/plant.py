@@ -40,7 +40,7 @@ FAULTS = Path(__file__).with_name("faults.toml")
 WANTED = 0.95
 #: Seconds that the tests of one fault may take; they take ten at most without it.
 _PATIENCE_S = 120.0
-#: What is installed inside the package and lies beside it in the repository.
+#: Folders that are installed inside the package and lie beside it in the repository.
 _INSIDE = ("kernels", "models", "service")
 #: Plugins that no test here needs; they would take longer to import than most tests take.
 _QUICKER = ("-p", "no:cacheprovider", "-p", "no:schemathesis", "-p", "no:xdist")

@@ -33,7 +33,7 @@ pytestmark = pytest.mark.skipif(
     find_spec("cudnn") is None, reason="needs nvidia-cudnn-frontend, an optional extra"
 )
 conv2d = F.conv2d  # PyTorch's own
-#: What lies between the errors of sums of some thousand products in float32, which are below 1e-5,
+#: A bound between the errors of sums of some thousand products in float32, which are below 1e-5,
 #: and those of plans that round to TF32, which are above 1.8e-4 and below 1e-3 (`datasets/`).
 EXACT_ERROR, TF32_ERROR = 6e-5, 1e-3
 

@@ -9,7 +9,7 @@ from ptx.machine import Machine
 from ptx.memory import Lanes
 from ptx.text import PtxError
 
-#: What an instruction does to the lanes that take it, and how it is made of modifiers and operands.
+#: Effect of an instruction on the lanes that take it, and how it is made of modifiers and operands.
 Step = Callable[[Machine, Lanes], None]
 Maker = Callable[[list[str], list[str]], Step]
 

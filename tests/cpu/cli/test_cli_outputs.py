@@ -107,7 +107,7 @@ def room_for(size: int) -> dict[str, Any]:
     def limit() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
 
-    # What evaluating shares between processes goes to files too, and is too large then.
+    # Evaluating shares data between processes by files too, which are too large then.
     prelude = "import os; os.environ['LOKY_MAX_CPU_COUNT'] = '1'"
     return {"preexec_fn": limit, "prelude": prelude}
 

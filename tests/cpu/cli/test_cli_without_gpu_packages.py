@@ -12,7 +12,7 @@ from sampler_rows import ROW, fill
 from confpred.errors import install_command
 
 LAYER = "n=32 c=128 h=56 w=56 k=128 r=3 s=3 groups=16 padding=1"
-#: What the extra `gpu` installs and no other extra, made impossible to import.
+#: Packages of the extra `gpu` alone, made impossible to import.
 PRELUDE = """
 from importlib.machinery import PathFinder
 find, absent = PathFinder.find_spec, {"cuda", "torch", "filelock", *%r}

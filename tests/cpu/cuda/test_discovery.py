@@ -15,7 +15,7 @@ from confpred.cuda.discovery import Facts, Rates, device_with, rate_kernel
 from confpred.errors import LaunchError, UnknownDevice
 from confpred.problem.device import KNOWN, Device, get_device
 
-#: What the driver says of a laptop's GPU, which is in no table.
+#: The driver's words on a laptop's GPU, which is in no table.
 LAPTOP = Facts(
     name="NVIDIA GeForce RTX 4090 Laptop GPU",
     driver="580.1",

@@ -26,8 +26,8 @@ _ROWS = (
 _WINDOWS = ((3, 3, 1), (5, 5, 2), (7, 7, 1), (1, 7, 1), (2, 4, 2), (1, 1, 1))
 _WGRAD = tuple((width, *window) for width, window in product((1, 4, 8, 16, 64), _WINDOWS))
 _BANDED = tuple((1, r, s, 1) for r, s in ((3, 3), (5, 5), (7, 7), (7, 7), (11, 9), (3, 1)))
-#: Of families: these layers, the most bytes of stack, and the least and largest ratio of registers
-#: to their estimate.
+#: Families: layers, the most bytes of stack, and the least and largest ratio of registers to their
+#: estimate.
 KINDS = {
     ("grouped_fprop", "grouped_dgrad"): (_ROWS, 192, 0.5, 1.6),
     ("grouped_wgrad",): (_WGRAD, 48, 0.5, 1.6),

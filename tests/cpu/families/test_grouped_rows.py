@@ -83,7 +83,7 @@ def expected_legal(problem: Problem, device: Device, config: dict[str, int]) -> 
     # filter as small as 3x3x16 is better kept in registers.
     if config["filter_shared"] and (width == 8 or width * r * s <= 3 * 3 * 16):
         return False
-    # What was measured and never won by much.
+    # Measured, and never better by much.
     warp_tiles = tiles // warps_m
     if width < 32 and (warps_m == 4 or warp_tiles * warp_channels > 32):
         return False

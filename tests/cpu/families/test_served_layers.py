@@ -83,7 +83,7 @@ TYPICAL = [
         ],
     ),
 ]
-#: What no config is for: the families, a layer that they serve, and changes of it.
+#: Layers without a config: families, a layer that they serve, and changes of it.
 OTHER = [
     (
         GROUPED,

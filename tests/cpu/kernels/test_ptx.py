@@ -108,7 +108,7 @@ def chosen(a: int, b: int, lane: int) -> int:
     return a & b | ~a & c
 
 
-#: What each instruction makes of one lane's operands, in the order of the kernel's instructions.
+#: Result of each instruction for one lane's operands, in the order of the kernel's instructions.
 EXPECTED: dict[str, Callable[[int, int, int], int]] = {
     "mul.hi.u32": lambda a, b, lane: a * b >> 32,
     "mul.hi.s32": lambda a, b, lane: signed(a) * signed(b) >> 32,

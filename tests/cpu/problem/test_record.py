@@ -75,7 +75,7 @@ def test_records_of_two_operations_are_never_equal() -> None:
         ("rows=7,columns=9", "layer", "words of the form field=value, with blanks between them"),
         ("rows=7, columns=9", "layer", "words of the form field=value, with blanks between them"),
         ("=7", "layer", "words of the form field=value, with blanks between them"),
-        # What is wrong comes before what is missing.
+        # A wrong field comes before a missing one.
         ("rows=7,8", "rows", "an integer from 1 to 1000"),
         ("rows=", "rows", "an integer from 1 to 1000"),
         ("rows=7 dtype=int4", "dtype", "float16 or float32"),

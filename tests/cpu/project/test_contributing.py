@@ -26,7 +26,7 @@ BLOCKS = [Block(*found) for found in FENCED.findall(PAGE)]
 _RECIPE = re.compile(r"^## Recipe \d: (.*?)\n(.*?)(?=^## |\Z)", re.DOTALL | re.MULTILINE)
 #: The sections of the recipes by their titles.
 RECIPES = dict(_RECIPE.findall(PAGE))
-#: What of the repository a walk needs; models are not written to, and are large.
+#: Parts of the repository that a walk needs; models are not written to, and are large.
 COPIED = (
     "confpred", "service", "kernels", "tests", "docs", "examples/layer_norm",
     "datasets/README.md", "pyproject.toml",

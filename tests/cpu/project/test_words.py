@@ -104,8 +104,7 @@ def test_no_docstring_and_no_comment_begins_with_what_or_of() -> None:
     wrong = []
     for path in (path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))):
         wrong += [f"{named(path)}: {t[:60]}" for t in docstrings(path) if _NOT_FIRST.search(t)]
-        if not named(path).startswith("tests"):
-            wrong += [f"{named(path)}: {t}" for t in _OF_CODE.findall(path.read_text())]
+        wrong += [f"{named(path)}: {t}" for t in _OF_CODE.findall(path.read_text())]
     assert wrong == []
 
 

@@ -30,7 +30,7 @@ visformer_tiny
 """
 INFERENCE = dict.fromkeys(AT_64.split(), 64) | dict.fromkeys(AT_THEIR_OWN.split(), 0)
 INFERENCE["inception_v3"] = 96
-#: Of these, with gradients.
+#: Those that also train.
 TRAINING = """
 convnext_atto densenet121 dla46_c ecaresnet26t edgenext_xx_small efficientnet_b0 efficientvit_b0
 ese_vovnet19b_slim fasternet_t0 ghostnet_100 hardcorenas_a hgnetv2_b0 inception_next_atto lcnet_050

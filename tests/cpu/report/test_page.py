@@ -165,7 +165,7 @@ def test_importance_is_how_far_choices_move(inputs, model_folder):
     assert moved == sorted(moved, reverse=True)
     assert moved[0] > 0.01
     assert importances(load_model(model_folder)) == importances(model)
-    # What no tree asks for moves nothing.
+    # A feature that no tree asks for moves nothing.
     text = (model_folder / "grouped_fprop.order.txt").read_text()
     used = {int(i) for line in re.findall(r"split_feature=(.*)", text) for i in line.split()}
     names = model.families["grouped_fprop"].pool.feature_names

@@ -68,7 +68,7 @@ def test_max_regret_is_what_the_library_makes_of_it(
     reply = client.post("/v1/predict", json={**body, "max_regret": most})
     found = [[PREDICTOR.choose(problem, "h100", max_regret=most)] for problem in asked]
     assert reply.content == as_sent(found)
-    # What was remembered for those who accept all is not what others get, and stays.
+    # Replies that are remembered for those who accept all are not for others, and stay.
     assert client.post("/v1/predict", json=body).content == plain.content
 
 

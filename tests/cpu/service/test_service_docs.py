@@ -48,7 +48,7 @@ def test_every_setting_is_an_option_with_help() -> None:
         assert f"--{field.name.replace('_', '-')}" in said.output
 
 
-#: What has tests of its own, since it needs another server or client than the contract's test.
+#: Errors with tests of their own: they need another server or client than the contract's test.
 ELSEWHERE = {
     *((400, "bad_request"), (401, "unauthorized"), (403, "forbidden"), (408, "request_timeout")),
     *((409, "reload_refused"), (409, "rollback_refused"), (431, "head_too_large")),

@@ -78,7 +78,7 @@ def test_a_model_that_has_seen_a_layer_is_refused(measurements, held, model_fold
     )
     with pytest.raises(DataError, match=r"has seen the layer of n="):
         check_unseen(model, data, unnamed)
-    # What it was trained on is not at hand: then the problems that it remembers tell.
+    # Its training data is not at hand: then the problems that it remembers decide.
     other = replace(data, timings=data.timings[:5])
     assert "has the best configs of" in check_unseen(model, other, held.dataset)
     with pytest.raises(DataError, match="has seen the layer"):
