@@ -1,4 +1,5 @@
-"""Makes the third draw of problems to train on: as many again as the first two have together.
+"""Makes the third draw of problems to train on: as many again as the first two have together, and
+a fourth of those depthwise layers of which the first three have few.
 
     python datasets/make_further.py    suites/further/*.json, from networks.json
 
@@ -32,6 +33,12 @@ COUNTS = {
     "grouped": {"network": 100, "resized": 100, "strided": 40, "small": 70, "odd": 90},
 }
 TIMES = {"fprop": 1.0, "dgrad": 1.0, "wgrad": 1.28}
+#: The fourth draw: depthwise problems of a direction that have these fields in common, by suite and
+#: by where they come from.
+LACKING: Mapping[str, tuple[Layer, tuple[str, ...], Mapping[str, int]]] = {
+    "float32": ({"dtype": "float32"}, DIRECTIONS, {"network": 40, "resized": 30, "odd": 30}),
+    "banded_wgrad": ({"dtype": "float16"}, ("wgrad",), {"network": 150, "resized": 150, "odd": 60}),
+}
 #: Batches that are no power of two, and the share of problems that have one.
 ODD_BATCHES = (3, 5, 6, 7, 9, 10, 12, 15, 20, 24, 25, 30, 36, 48, 50, 60, 72, 96, 100, 160, 192)
 ODD_SHARE = 0.4
@@ -54,6 +61,11 @@ def main(seed: int, out: Path) -> None:
         write_suite(Suite(f"further-{direction}", entries), out / f"{direction}.json")
         kernels = {make_suite._compiled_in(entry.problem) for entry in entries}
         click.echo(f"{direction}: {len(entries)} problems, {len(kernels)} kernel variants")
+        taken |= {entry.problem for entry in entries}
+    for name in LACKING:
+        entries = lacking_entries(users, name, seed, taken, held_out)
+        write_suite(Suite(f"further-{name}", entries), out / f"{name}.json")
+        click.echo(f"{name}: {len(entries)} problems")
 
 
 def held_out_layers() -> frozenset[Problem]:
@@ -98,15 +110,47 @@ def further_entries(
     return tuple(found.values())
 
 
+def lacking_entries(
+    users: Mapping[Problem, tuple[str, ...]],
+    name: str,
+    seed: int,
+    taken: set[Problem],
+    held_out: frozenset[Problem],
+) -> tuple[Entry, ...]:
+    """Return the problems of one suite of ``LACKING``, as `further_entries` does."""
+    common, directions, counts = LACKING[name]
+    generator = np.random.default_rng([seed, 4, list(LACKING).index(name)])
+    found: dict[Problem, Entry] = {}
+    for direction in directions:
+        for origin, count in counts.items():
+            target = len(found) + count
+            for layer, networks in _proposals(origin, "depthwise", users, generator):
+                entry = _entry(layer, networks, direction, generator, common)
+                if entry is None or entry.problem in taken or entry.problem in found:
+                    continue
+                if name == "banded_wgrad" and entry.problem.stride != (1, 1):
+                    continue  # the family has no strided ones
+                if entry.problem.layer() not in held_out:
+                    found[entry.problem] = entry
+                if len(found) == target:
+                    break
+    return tuple(found.values())
+
+
 def _entry(
-    fields: Layer, networks: tuple[str, ...], direction: str, generator: np.random.Generator
+    fields: Layer,
+    networks: tuple[str, ...],
+    direction: str,
+    generator: np.random.Generator,
+    common: Layer | None = None,
 ) -> Entry | None:
-    """Return the layer of `fields` at a batch, dtype and epilogue; None where it is no good."""
+    """Return the layer of `fields` at a batch, and with the fields `common`, or a dtype and
+    epilogue of the hold-out; None where it is no good."""
     try:
         layer = Problem.from_json(fields | {"n": 1})
         if make_holdout._key(layer) not in make_holdout.VARIANTS:
             return None
-        variant = make_holdout._variant(layer, direction, generator)
+        variant = common or make_holdout._variant(layer, direction, generator)
         batch = {"n": _batch(generator), "direction": direction}
         problem = Problem.from_json(layer.to_json() | batch | variant)
     except InvalidProblem:
