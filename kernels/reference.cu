@@ -12,8 +12,8 @@ __device__ __forceinline__ float uniform(u32 x) {
 #define FOR_EACH(i, count) \
     for (i64 i = blockIdx.x * static_cast<i64>(blockDim.x) + threadIdx.x; i < count; i += static_cast<i64>(gridDim.x) * blockDim.x)
 
-extern "C" __global__ void fill_random(Element* out, i64 count, u32 seed, float scale) {
-    FOR_EACH(i, count) out[i] = element_from_float(scale * uniform(static_cast<u32>(i) ^ static_cast<u32>(i >> 32) * 0x9e3779b9u ^ seed));
+extern "C" __global__ void fill_random(Element* out, i64 count, u32 seed, float scale, float center) {
+    FOR_EACH(i, count) out[i] = element_from_float(center + scale * uniform(static_cast<u32>(i) ^ static_cast<u32>(i >> 32) * 0x9e3779b9u ^ seed));
 }
 
 extern "C" __global__ void reference_out(Real* out, const Element* in, const Element* filter, const Element* bias,

@@ -15,7 +15,7 @@ from confpred.cuda.compiler import Compiled
 from confpred.cuda.discovery import Facts, Rates, device_with, measure_rates
 from confpred.errors import LaunchError, MissingExtra, UnknownDevice
 from confpred.problem.device import Device
-from confpred.problem.operation import Launch
+from confpred.problem.operation import Launch, Step
 
 if TYPE_CHECKING:
     from cuda.core import Kernel
@@ -194,6 +194,19 @@ class _Config(ctypes.Structure):
     )
 
 
+class _Attribute(ctypes.Structure):
+    """``CUlaunchAttribute`` (CUDA driver API), of an integer value."""
+
+    _fields_ = (("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_int * 16))
+
+
+def _attributes(step: Step) -> Any:
+    """Return the launch attributes of `step`, an array that may be empty."""
+    cooperative = 2  # CU_LAUNCH_ATTRIBUTE_COOPERATIVE
+    found = [_Attribute(cooperative, 0, (ctypes.c_int * 16)(1))] if step.cooperative else []
+    return (_Attribute * len(found))(*found)
+
+
 class NoContext(LaunchError):
     """The thread has no current CUDA context, as a thread that has not used the GPU yet."""
 
@@ -241,15 +254,21 @@ class BoundLaunch:
             starts = [ctypes.addressof(addresses) + 8 * slot for slot in slots]
             starts += [ctypes.addressof(scalars) + 4 * i for i in range(len(scalars))]
             arguments = (ctypes.c_void_p * len(starts))(*starts)
+            attributes = _attributes(step)
             config = _Config(
-                (ctypes.c_uint * 3)(*step.grid), (ctypes.c_uint * 3)(*step.block), step.smem_bytes
+                (ctypes.c_uint * 3)(*step.grid),
+                (ctypes.c_uint * 3)(*step.block),
+                step.smem_bytes,
+                None,
+                ctypes.addressof(attributes) if len(attributes) else None,
+                len(attributes),
             )
             # The driver takes a library's kernel in place of a function (CUDA driver API,
             # "CUkernel").
             function = ctypes.c_void_p(int(kernel.handle))
             configs.append(config)
             calls.append((ctypes.byref(config), function, arguments, None))
-            kept.append(scalars)
+            kept += [scalars, attributes]
         self.enqueue = _enqueue_of(addresses, len(names), configs, calls, kept)
 
 

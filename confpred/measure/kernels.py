@@ -332,7 +332,7 @@ class Arena:
         self.stream = self.cuda.create_stream()
         self.handle = int(self.stream.handle)
         self._buffers: dict[str, Any] = {}
-        self._filled: dict[str, tuple[str, float]] = {}
+        self._filled: dict[str, tuple[str, float, float]] = {}
         self._computed: dict[str, Record] = {}  # what the references hold
         self._kernels: dict[KernelSpec, driver.LoadedKernel] = {}
 
@@ -345,7 +345,7 @@ class Arena:
         sizes = [_aligned(t.bytes) for t in tensors]
         slots = -(-_L2_MULTIPLE * self.device.l2_bytes // sum(sizes))
         bases = [
-            self._buffer(t.name, slots * size, None if t.terms else (t.dtype, t.scale))
+            self._buffer(t.name, slots * size, None if t.terms else (t.dtype, t.scale, t.center))
             for t, size in zip(tensors, sizes, strict=True)
         ]
         for name, wanted in (
@@ -442,9 +442,9 @@ class Arena:
             raise LaunchError(f"reading results back failed: {code.name}")
         return host
 
-    def _buffer(self, name: str, size: int, random: tuple[str, float] | None) -> int:
+    def _buffer(self, name: str, size: int, random: tuple[str, float, float] | None) -> int:
         """Address of at least `size` bytes, grown as needed; random numbers in it if asked, of a
-        dtype and between minus a scale and the scale."""
+        dtype, and at most a scale away from a center."""
         buffer = self._buffers.get(name)
         if buffer is None or buffer.size < size:
             if buffer is not None:
@@ -455,10 +455,10 @@ class Arena:
             self._filled.pop(name, None)
             self._computed.pop(name, None)
         if random is not None and self._filled.get(name) != random:
-            dtype, scale = random
+            dtype, scale, center = random
             seed = np.uint32(sum(name.encode()))
             words = np.int64(buffer.size // (4 if dtype == "float32" else 2))
-            arguments = (int(buffer.handle), words, seed, np.float32(scale))
+            arguments = (int(buffer.handle), words, seed, np.float32(scale), np.float32(center))
             self._enqueue("fill_random", dtype, arguments)
             self._filled[name] = random
         return int(buffer.handle)

@@ -22,7 +22,7 @@ from confpred.cuda.epilogue import epilogue_kernel, epilogue_launch, left_to_pyt
 from confpred.families.protocol import PYTORCH_OPERATOR
 from confpred.measure.timing import Outcome, launches_a_replay, time_interleaved
 from confpred.problem.conv2d import Problem
-from confpred.problem.operation import SCRATCH, Launch, Operand, Operation, Step
+from confpred.problem.operation import SCRATCH, Launch, Operand, Operation, Prepared, Step
 from confpred.problem.record import Record
 from confpred.products.run import Bound, Program, by_driver
 
@@ -62,14 +62,16 @@ class Evictor:
 
 
 def operands(operation: Operation, problem: Record, copies: int) -> list[dict[str, Tensor]]:
-    """Return `copies` sets of random inputs by name on the current device."""
+    """Return `copies` sets of random inputs by name on the current device, prepared for PyTorch's
+    call."""
     inputs = [o for o in operation.operands(problem) if not o.terms]
 
     def filled(o: Operand) -> Tensor:
         empty = torch.empty(o.shape, dtype=getattr(torch, o.dtype), device="cuda")
-        return empty.uniform_(-o.scale, o.scale)
+        return empty.uniform_(o.center - o.scale, o.center + o.scale)
 
-    return [{o.name: filled(o) for o in inputs} for _ in range(copies)]
+    sets = [{o.name: filled(o) for o in inputs} for _ in range(copies)]
+    return [operation.prepared(problem, s) for s in sets] if isinstance(operation, Prepared) else sets
 
 
 def copies_for(problem: Record, launches: int, l2_bytes: int) -> int:

@@ -52,6 +52,8 @@ class Step:
         operands: the kernel's pointer parameters, by name, in order; the pointer is null where the
             problem does not have the operand.
         scalars: the ``int`` parameters that follow them, by name, in order: the problem's sizes.
+        cooperative: whether its blocks wait for one another, so that the driver has to start all of
+            them together, and refuses more than the device holds at once.
     """
 
     kernel: KernelSpec
@@ -60,6 +62,7 @@ class Step:
     smem_bytes: int
     operands: tuple[str, ...]
     scalars: Mapping[str, int]
+    cooperative: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +197,7 @@ class Operand:
         dtype: ``float16``, ``bfloat16`` or ``float32``.
         terms: how many products each element of an output sums, as its rounding error grows with
             them; 0 for an input.
-        scale: where inputs are made up, they are between minus this and this.
+        scale, center: where inputs are made up, they are at most `scale` away from `center`.
     """
 
     name: str
@@ -202,6 +205,7 @@ class Operand:
     dtype: str
     terms: int = 0
     scale: float = 1.0
+    center: float = 0.0
 
     @property
     def elements(self) -> int:
@@ -246,4 +250,16 @@ class Operation(Protocol):
     def pytorch(self, problem: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
         """Return a new tensor, or several, by PyTorch's call for `problem`; `tensors` are the
         inputs by name, of the shapes that `operands` gives."""
+        ...
+
+
+@runtime_checkable
+class Prepared(Protocol):
+    """An operation whose call in PyTorch takes what another one left, as a backward pass does."""
+
+    def prepared(
+        self, problem: Any, tensors: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """Return `tensors`, the inputs by name, and what else `Operation.pytorch` is to be given,
+        whose time does not count."""
         ...

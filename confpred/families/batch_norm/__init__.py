@@ -1,0 +1,1 @@
+"""Batch norm with its activation, forward and backward."""

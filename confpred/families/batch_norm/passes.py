@@ -1,0 +1,373 @@
+"""Batch norm in two launches a direction, or in one: configs, legality, features and launches of
+``batch_norm.cu`` and ``batch_norm_one_pass.cu``. ``batch_norm.cuh`` has a drawing of the layout.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from itertools import product
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from confpred.families import common
+from confpred.families.common import Occupancy, ceil_div
+from confpred.families.protocol import Array, Rows
+from confpred.families.table import config_columns, config_table
+from confpred.problem.conv2d import activation_macro, dtype_macro
+from confpred.problem.device import Device
+from confpred.problem.limits import ORDINARY_ERROR
+from confpred.problem.norm import BATCH_NORM, BatchNorm
+from confpred.problem.operation import SCRATCH, ZEROED, KernelSpec, Launch, Step
+
+_ACCESS_BYTES = 16  # most that a thread can access at once
+LEAST_LANES = 8  # the smallest limit of lanes in the config tables
+LEAST_BLOCKS = 66
+#: Accesses of a thread under way together, by their bytes: fewer would not hide the latency of
+#: device memory, more do not fit into registers.
+_UNROLLS = {16: (2, 4), 8: (4, 8), 4: (8,), 2: (8,)}
+_REGISTERS = 65_536  # of a multiprocessor, for kernels that are compiled to fit
+#: A tensor beyond this many bytes leaves the L2 cache before something else reads it, so its last
+#: accesses are marked as such.
+STREAM_BYTES = 2**25
+#: Share of the L2 cache in which a second pass finds what the first one read last.
+_L2_SHARE = 0.6
+#: Times of a grid's barrier, and of a ticket and the sums of the splits.
+_MEET_S, _TICKET_S = 3e-6, 2e-6
+_LAYOUT = ("rows", "channels", "lanes", "tiles", "at_once", "steps", "splits")
+_STATISTICS = (
+    "mean", "invstd", "new_running_mean", "new_running_var", "running_mean", "running_var", "eps",
+    "momentum",
+)  # fmt: skip
+
+
+class _Passes(ABC):
+    """Base of both families of a direction.
+
+    Attributes:
+        name, direction: of the family, and of its problems.
+        fields: of its config table; all have ``vector`` (elements of an access), ``unroll``
+            (accesses under way together), ``threads`` (of a block), ``lanes`` (most accesses side
+            by side of a block) and ``blocks`` (of the grid, about).
+    """
+
+    operation = BATCH_NORM
+    fields: tuple[str, ...]
+    configs: NDArray[np.void]
+
+    def __init__(self, name: str, direction: str) -> None:
+        self.name, self.direction = name, direction
+        self.feature_names: tuple[str, ...] = (
+            *BATCH_NORM.feature_names, *self.fields,
+            "vector_bytes", "used_lanes", "tiles", "at_once", "splits", "log_steps", "own_steps",
+            "step_waste", "registers", "smem_bytes", "segment", "alignment", "blocks_per_sm",
+            "warps_per_sm", "log_blocks", "waves", "wave_waste", "log_in_flight", "log_partials",
+            "kept_share", "log_estimate",
+        )  # fmt: skip
+
+    def _layout(self, problem: BatchNorm, rows: Rows | slice = slice(None)) -> dict[str, Array]:
+        """Return the fields of some configs, and how they cut the problem, by name."""
+        t = config_columns(self.configs, rows)
+        columns = ceil_div(problem.c, t["vector"])
+        t["columns"], t["vector_bytes"] = columns, t["vector"] * problem.itemsize
+        t["tiles"] = ceil_div(columns, t["lanes"])
+        t["used_lanes"] = ceil_div(columns, t["tiles"])
+        t["at_once"] = np.maximum(t["threads"] // t["used_lanes"], 1)
+        t["steps"] = ceil_div(problem.rows, t["at_once"] * t["unroll"])
+        t["splits"] = np.clip(t["blocks"] // t["tiles"], 1, t["steps"])
+        t["own_steps"] = ceil_div(t["steps"], t["splits"])
+        t["sum_bytes"] = (2 * t["vector"] + 1) * (t["threads"] // 2) * 4
+        return t
+
+    def _shared(self, problem: BatchNorm, t: dict[str, Array]) -> NDArray[np.bool_]:
+        """Return the rule that both families have."""
+        size, c = problem.itemsize, problem.c
+        widest = min(_ACCESS_BYTES // size, c & -c)  # that divides the channels
+        halved = widest // 2 if widest * size == _ACCESS_BYTES else widest
+        unrolls = np.zeros(len(t["vector"]), np.bool_)
+        for width, counts in _UNROLLS.items():
+            unrolls |= (t["vector_bytes"] == width) & np.isin(t["unroll"], counts)
+        legal: NDArray[np.bool_] = (
+            ((t["vector"] == widest) | (t["vector"] == halved))
+            & unrolls
+            & (t["used_lanes"] <= t["threads"])
+            & ((t["lanes"] < 2 * t["columns"]) | (t["lanes"] == LEAST_LANES))
+            # Twice as many blocks as there are steps are those of half as many.
+            & ((t["blocks"] // 2 < t["tiles"] * t["steps"]) | (t["blocks"] == LEAST_BLOCKS))
+            & (t["tiles"] * t["splits"] < common.MAX_INT // t["threads"])
+        )
+        return legal & (problem.direction == self.direction)
+
+    @abstractmethod
+    def legal(self, problem: BatchNorm, device: Device) -> NDArray[np.bool_]: ...
+
+    def _registers(self, problem: BatchNorm, t: dict[str, Array]) -> Array:
+        """Estimate the registers of a thread of the launch that has more of them."""
+        accesses = (1 + problem.is_backward + problem.residual) * t["unroll"] * t["vector_bytes"]
+        has_argument = problem.is_backward and problem.activation != "none"
+        return accesses // 4 + (6 if has_argument else 3) * t["vector"] + 26
+
+    def _kept(self, problem: BatchNorm, t: dict[str, Array]) -> Array:
+        """Return how many steps of a block stay in shared memory."""
+        return np.zeros_like(t["vector"])
+
+    def _smem_bytes(self, problem: BatchNorm, t: dict[str, Array]) -> Array:
+        kept = self._kept(problem, t) * _step_bytes(problem, t)
+        return t["sum_bytes"] + kept
+
+    def estimate_s(self, problem: BatchNorm, device: Device, rows: Rows) -> NDArray[np.float64]:
+        return self._derived(problem, device, rows)["estimate"]
+
+    def features(self, problem: BatchNorm, device: Device, rows: Rows) -> NDArray[np.float32]:
+        own = BATCH_NORM.features(problem, device)[0]
+        known = {
+            **dict(zip(BATCH_NORM.feature_names, own, strict=True)),
+            **self._derived(problem, device, rows),
+        }
+        known["log_estimate"] = np.log2(known["estimate"] / device.roofline_s(problem))
+        matrix = np.empty((len(rows), len(self.feature_names)), np.float32)
+        for index, name in enumerate(self.feature_names):
+            matrix[:, index] = known[name]
+        return matrix
+
+    def _derived(self, problem: BatchNorm, device: Device, rows: Rows) -> dict[str, NDArray[Any]]:
+        """Return features by name, and ``estimate`` in seconds: what crosses device memory, less
+        what the second pass finds in the L2 cache or in shared memory, and the times of launches
+        and of the sums' additions."""
+        p, t = problem, self._layout(problem, rows)
+        registers = np.minimum(self._registers(p, t), _REGISTERS // t["threads"])
+        smem_bytes = self._smem_bytes(p, t)
+        blocks = t["tiles"] * t["splits"]
+        filled = Occupancy.of(device, blocks, t["threads"], registers, smem_bytes)
+        reads = 1 + p.is_backward
+        loads = t["unroll"] * t["vector_bytes"] * reads
+        in_flight = filled.resident * t["used_lanes"] * t["at_once"] * loads
+        kept = np.minimum(self._kept(p, t) / t["own_steps"], 1.0)
+        again = p.passes - p.tensors  # tensors that both passes read
+        cached = np.minimum(_L2_SHARE * device.l2_bytes / (p.tensor_bytes * reads), 1.0)
+        moved = p.minimum_bytes + again * p.tensor_bytes * (1.0 - kept) * (1.0 - cached / 2)
+        waste = t["steps"] * t["at_once"] * t["unroll"] / p.rows
+        partials = 8.0 * t["splits"] * t["used_lanes"] * t["vector"]  # bytes that one block reads
+        adding_s = partials / common.LAST_BLOCK_BYTES_PER_S
+        seconds = common.memory_s(1, device, in_flight) * moved * np.minimum(waste, 2.0)
+        return {
+            **t,
+            **filled.features(),
+            "log_steps": np.log2(t["steps"]),
+            "step_waste": waste,
+            "registers": registers,
+            "smem_bytes": smem_bytes,
+            "segment": t["used_lanes"] * t["vector_bytes"],
+            "alignment": np.full(len(blocks), min(p.itemsize * p.c & -(p.itemsize * p.c), 128)),
+            "log_in_flight": np.log2(in_flight),
+            "log_partials": np.log2(partials),
+            "kept_share": kept,
+            "estimate": seconds * np.minimum(filled.wave_waste, 2.0) + adding_s + self._fixed_s(p),
+        }
+
+    @abstractmethod
+    def _fixed_s(self, problem: BatchNorm) -> float:
+        """Return the seconds that no config avoids."""
+
+    @abstractmethod
+    def launch(self, problem: BatchNorm, row: int) -> Launch: ...
+
+    def _one(self, problem: BatchNorm, row: int) -> dict[str, int]:
+        """Return the layout of one config, as numbers."""
+        layout = self._layout(problem, np.array([row]))
+        layout["kept"] = self._kept(problem, layout)
+        layout["smem_bytes"] = self._smem_bytes(problem, layout)
+        return {name: int(value[0]) for name, value in layout.items()}
+
+
+def _step_bytes(problem: BatchNorm, t: Any) -> Any:
+    """Bytes of the accesses of a block's step."""
+    tensors = 1 + problem.is_backward
+    return tensors * t["unroll"] * t["threads"] * t["vector_bytes"]
+
+
+def _step(
+    problem: BatchNorm,
+    t: dict[str, int],
+    kernel: tuple[str, str],
+    operands: tuple[str, ...],
+    *,
+    activation: str | None = None,
+    residual: bool | None = None,
+    more: tuple[tuple[str, int], ...] = (),
+    **others: Any,
+) -> Step:
+    """Return the step of a `kernel`, its file and entry; `activation` and `residual` where they are
+    not those of the problem."""
+    p, (file, entry) = problem, kernel
+    which = (
+        ("BACKWARD", int(p.is_backward))
+        if "one_pass" in file
+        else ("KERNEL", f"KERNEL_{entry.rpartition('_')[2].upper()}")
+    )
+    scalars = {
+        "rows": p.rows,
+        "channels": p.c,
+        "lanes": t["used_lanes"],
+        **{name: t[name] for name in ("tiles", "at_once", "steps", "splits")},
+    }
+    smem_bytes = 0 if entry in ("batch_norm_apply", "batch_norm_gradient") else t["smem_bytes"]
+    defines = (
+        which,
+        dtype_macro(p),
+        activation_macro(p.activation if activation is None else activation),
+        ("HAS_RESIDUAL", int(p.residual if residual is None else residual)),
+        ("FROZEN", int(p.frozen)),
+        ("STREAM", int(p.tensor_bytes > STREAM_BYTES)),
+        *((name.upper(), t[name]) for name in ("vector", "unroll", "threads")),
+        *more,
+        *common.agreed_macros(sum_bytes=t["sum_bytes"]),
+    )
+    return Step(
+        KernelSpec(f"{file}.cu", entry, defines),
+        grid=(t["tiles"] * t["splits"], 1, 1),
+        block=(t["threads"], 1, 1),
+        smem_bytes=smem_bytes,
+        operands=operands,
+        scalars=scalars | ({"kept": t["kept"]} if file == "batch_norm_one_pass" else {}),
+        **others,
+    )
+
+
+def _launch(problem: BatchNorm, steps: tuple[Step, ...], t: dict[str, int]) -> Launch:
+    """Return the launch of `steps`, with the workspaces of sums that blocks share."""
+    used = {name for step in steps for name in step.operands}
+    # The residual's gradient is rounded before the input's gradient is made of it.
+    twice = problem.residual and problem.is_backward
+    return Launch(
+        steps,
+        zeroed_bytes=8 * t["tiles"] if ZEROED in used else 0,
+        scratch_bytes=8 * (t["splits"] + 1) * problem.c if SCRATCH in used else 0,
+        error=ORDINARY_ERROR[problem.dtype] if twice else None,
+    )
+
+
+class TwoPass(_Passes):
+    """``kernels/batch_norm.cu``."""
+
+    fields = ("vector", "unroll", "threads", "lanes", "blocks")
+    configs = config_table(
+        fields,
+        product(
+            (1, 2, 4, 8),
+            (2, 4, 8),
+            (256, 512),
+            (LEAST_LANES, 16, 32, 64, 128, 256),
+            (LEAST_BLOCKS, 132, 264, 528, 1056),
+        ),
+    )
+
+    def legal(self, problem: BatchNorm, device: Device) -> NDArray[np.bool_]:
+        t = self._layout(problem)
+        return self._shared(problem, t) & (t["sum_bytes"] <= device.smem_per_block)
+
+    def _fixed_s(self, problem: BatchNorm) -> float:
+        return common.LAUNCH_S if problem.frozen else 2 * common.LAUNCH_S + _TICKET_S
+
+    def launch(self, problem: BatchNorm, row: int) -> Launch:
+        p, t, file = problem, self._one(problem, row), "batch_norm"
+        if not p.is_backward:
+            saved = ("running_mean", "running_var") if p.frozen else ("mean", "invstd")
+            apply = _step(
+                p, t, (file, "batch_norm_apply"),
+                ("out", "in", "weight", "bias", "residual", *saved, "eps"),
+            )  # fmt: skip
+            statistics = _step(
+                p, t, (file, "batch_norm_statistics"), ("in", *_STATISTICS, ZEROED, SCRATCH),
+                activation="none", residual=False,
+            )  # fmt: skip
+            return _launch(p, (apply,) if p.frozen else (statistics, apply), t)
+        saved = ("running_mean", "running_var") if p.frozen else ("mean", "invstd")
+        sums = _step(
+            p, t, (file, "batch_norm_sums"),
+            ("in_grad", "residual_grad", "weight_grad", "bias_grad", "out_grad", "in", "weight",
+             "bias", "residual", *saved, "eps", ZEROED, SCRATCH),
+        )  # fmt: skip
+        gradient = _step(
+            p, t, (file, "batch_norm_gradient"),
+            ("in_grad", "residual_grad" if p.residual else "out_grad", "in", "weight", "bias",
+             "mean", "invstd", SCRATCH),
+            activation="none" if p.residual else None, residual=False,
+        )  # fmt: skip
+        return _launch(p, (sums,) if p.frozen else (sums, gradient), t)
+
+
+class OnePass(_Passes):
+    """``kernels/batch_norm_one_pass.cu``; also ``per_sm``, how many of its blocks a multiprocessor
+    holds at once, and ``kept_kb``, shared memory for the activations of a block."""
+
+    fields = ("vector", "unroll", "threads", "lanes", "blocks", "per_sm", "kept_kb")
+    configs = config_table(
+        fields,
+        (
+            (vector, unroll, threads, lanes, blocks, per_sm, kept_kb)
+            for vector, unroll, (threads, per_sm), lanes, blocks, kept_kb in product(
+                (1, 2, 4, 8),
+                (2, 4, 8),
+                ((512, 1), (512, 2), (1024, 1)),
+                (LEAST_LANES, 16, 32, 64, 128, 256),
+                (LEAST_BLOCKS, 132, 264),
+                (0, 80, 184),
+            )
+            # Only with as many blocks as the device can hold is a second one a multiprocessor of
+            # use, and two share its memory.
+            if (blocks == 264) == (per_sm == 2) and kept_kb in (0, 80 if per_sm == 2 else 184)
+        ),
+    )
+
+    def legal(self, problem: BatchNorm, device: Device) -> NDArray[np.bool_]:
+        t = self._layout(problem)
+        smem_bytes = self._smem_bytes(problem, t)
+        needed = t["per_sm"] * (smem_bytes + device.smem_reserved_per_block)
+        return (
+            self._shared(problem, t)
+            & (not problem.frozen)
+            # Blocks that wait for one another must all be running.
+            & (t["tiles"] * t["splits"] <= t["per_sm"] * device.sm_count)
+            & (t["per_sm"] * t["threads"] <= 32 * device.warps_per_sm)
+            # The kernel is compiled to fit so often, and would spill.
+            & (self._registers(problem, t) <= _REGISTERS // (t["per_sm"] * t["threads"]) + 16)
+            & (smem_bytes <= device.smem_per_block)
+            & (needed <= device.smem_per_sm)
+            & ((t["kept_kb"] == 0) | (self._kept(problem, t) > 0))
+        )
+
+    def _kept(self, problem: BatchNorm, t: dict[str, Array]) -> Array:
+        fit = 1024 * t["kept_kb"] // _step_bytes(problem, t)
+        found: Array = np.minimum(fit, t["own_steps"])
+        return found
+
+    def _registers(self, problem: BatchNorm, t: dict[str, Array]) -> Array:
+        return super()._registers(problem, t) + 8
+
+    def _fixed_s(self, problem: BatchNorm) -> float:
+        return common.LAUNCH_S + _MEET_S
+
+    def launch(self, problem: BatchNorm, row: int) -> Launch:
+        p, t, entry = problem, self._one(problem, row), "batch_norm_one_pass"
+        operands: tuple[str, ...] = ("out", "in", "weight", "bias", "residual", *_STATISTICS)
+        if p.is_backward:
+            entry = f"{entry}_backward"
+            operands = (
+                "in_grad", "residual_grad", "weight_grad", "bias_grad", "out_grad", "in", "weight",
+                "bias", "residual", "mean", "invstd",
+            )  # fmt: skip
+        step = _step(
+            p, t, ("batch_norm_one_pass", entry), (*operands, ZEROED, SCRATCH),
+            more=(("MIN_BLOCKS", t["per_sm"]),), cooperative=t["splits"] > 1,
+        )  # fmt: skip
+        return _launch(p, (step,), t)
+
+
+FAMILIES = (
+    TwoPass("batch_norm_two_pass", "forward"),
+    TwoPass("batch_norm_two_pass_backward", "backward"),
+    OnePass("batch_norm_one_pass", "forward"),
+    OnePass("batch_norm_one_pass_backward", "backward"),
+)

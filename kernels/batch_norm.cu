@@ -1,0 +1,173 @@
+// Batch norm with its activation in two launches a direction, over channels-last activations (batch_norm.cuh):
+//
+//   forward    batch_norm_statistics    reads `in`; the last block of a tile adds up the splits
+//              batch_norm_apply         out = activation((in - mean) * invstd * weight + bias + residual)
+//   backward   batch_norm_sums          d = out_grad * slope of the activation; adds up d, and d * (in - mean)
+//              batch_norm_gradient      in_grad, of `in` and d
+//
+// The normalised tensor is never stored: backward computes the activation's argument again. With a residual d is its
+// gradient, so the first launch stores it and the second reads it. The second launch of a direction goes through the
+// rows in reverse: those that the first one read last are still in the L2 cache. A frozen layer's statistics are known,
+// so it needs the second launch forward and the first one backward, which then stores in_grad too.
+#include "batch_norm.cuh"
+
+#define KERNEL_STATISTICS 0
+#define KERNEL_APPLY 1
+#define KERNEL_SUMS 2
+#define KERNEL_GRADIENT 3
+
+extern __shared__ __align__(16) float shared[];
+
+#if KERNEL == KERNEL_STATISTICS
+extern "C" __global__ void __launch_bounds__(THREADS) batch_norm_statistics(
+    const Element* __restrict__ in, STATISTICS, u32* zeroed, float* scratch, LAYOUT) {
+    const Place place(LAYOUT_ARGUMENTS);
+    Distances distances;
+    distances.begin(in, place);
+    for (int step = place.first_step(); step < steps; step += splits) {
+        const int row = place.row_of(step);
+        Access x[UNROLL];
+#pragma unroll
+        for (int u = 0; u < UNROLL; ++u)
+            if (row + u * at_once < rows) x[u].load(in + place.offset_of(row + u * at_once));
+#pragma unroll
+        for (int u = 0; u < UNROLL; ++u)
+            if (row + u * at_once < rows) distances.add(x[u]);
+    }
+    Pair pair;
+    distances.end(pair);
+    add_rows<true>(pair, place, shared);
+    if (splits > 1) {
+        put_partial(pair, place, scratch);
+        if (!is_last(place, zeroed, shared)) return;
+        add_splits<true>(pair, place, scratch, shared);
+    }
+    store_statistics(pair, place, STATISTICS_ARGUMENTS);
+}
+#endif
+
+#if KERNEL == KERNEL_APPLY
+extern "C" __global__ void __launch_bounds__(THREADS) batch_norm_apply(
+    Element* __restrict__ out, const Element* __restrict__ in, const float* weight, const float* bias,
+    const Element* __restrict__ residual, const float* mean, const float* invstd, const float* eps, LAYOUT) {
+    const Place place(LAYOUT_ARGUMENTS);
+    Pair known;
+    load_column(known.a, mean, place, 0.0f);
+    load_deviation(known.b, invstd, place, eps);
+    Normalise normalise;
+    normalise.begin(known, place, weight, bias);
+    for (int step = place.last_step(); step >= 0; step -= splits) {
+        const int row = place.row_of(step);
+        Access x[UNROLL], more[UNROLL];
+#pragma unroll
+        for (int u = 0; u < UNROLL; ++u) {
+            if (row + u * at_once >= rows) continue;
+            const i64 at = place.offset_of(row + u * at_once);
+            x[u] = load_last(in + at);
+            if (HAS_RESIDUAL) more[u] = load_last(residual + at);
+        }
+#pragma unroll
+        for (int u = 0; u < UNROLL; ++u)
+            if (row + u * at_once < rows) store_last(out + place.offset_of(row + u * at_once), normalise.of(x[u], more[u]));
+    }
+}
+#endif
+
+#if KERNEL == KERNEL_SUMS
+extern "C" __global__ void __launch_bounds__(THREADS) batch_norm_sums(
+    Element* __restrict__ in_grad, Element* __restrict__ residual_grad, float* weight_grad, float* bias_grad,
+    const Element* __restrict__ out_grad, const Element* __restrict__ in, const float* weight, const float* bias,
+    const Element* __restrict__ residual, const float* mean, const float* invstd, const float* eps, u32* zeroed,
+    float* scratch, LAYOUT) {
+    const Place place(LAYOUT_ARGUMENTS);
+    Gradient gradient;
+    gradient.begin(place, weight, bias, mean, invstd, eps);
+    Pair pair;
+    pair.clear();
+    InputGradient input;
+    if (FROZEN) input.begin(pair, place, gradient, invstd);
+    for (int step = place.first_step(); step < steps; step += splits) {
+        const int row = place.row_of(step);
+        Access x[UNROLL], grads[UNROLL], more[UNROLL];
+#pragma unroll
+        for (int u = 0; u < UNROLL; ++u) {
+            if (row + u * at_once >= rows) continue;
+            const i64 at = place.offset_of(row + u * at_once);
+            x[u].load(in + at);
+            grads[u].load(out_grad + at);
+            if (HAS_RESIDUAL) more[u] = load_last(residual + at);
+        }
+#pragma unroll
+        for (int u = 0; u < UNROLL; ++u) {
+            if (row + u * at_once >= rows) continue;
+            const i64 at = place.offset_of(row + u * at_once);
+            float distance[VECTOR], d[VECTOR], added[VECTOR] = {};
+            x[u].to_floats(distance);
+            grads[u].to_floats(d);
+            if (HAS_RESIDUAL) more[u].to_floats(added);
+            gradient.of(distance, d, added);
+#pragma unroll
+            for (int v = 0; v < VECTOR; ++v) {
+                pair.a[v] += d[v];
+                pair.b[v] += d[v] * distance[v];
+            }
+            if (HAS_RESIDUAL) {
+                more[u].from_floats(d);
+                more[u].store(residual_grad + at);
+            }
+            if (FROZEN) store_last(in_grad + at, input.of(distance, d));
+        }
+    }
+    add_rows<false>(pair, place, shared);
+    if (splits > 1) {
+        put_partial(pair, place, scratch);
+        if (!is_last(place, zeroed, shared)) return;
+        add_splits<false>(pair, place, scratch, shared);
+    }
+    store_gradients(pair, place, invstd, eps, weight_grad, bias_grad);
+    if (!FROZEN && place.row == 0 && place.active) {
+        put(total(scratch, place, 0), pair.a);
+        put(total(scratch, place, 1), pair.b);
+    }
+}
+#endif
+
+// With a residual, `out_grad` is the residual's gradient, and nothing is left to do about the activation.
+#if KERNEL == KERNEL_GRADIENT
+extern "C" __global__ void __launch_bounds__(THREADS) batch_norm_gradient(
+    Element* __restrict__ in_grad, const Element* __restrict__ out_grad, const Element* __restrict__ in,
+    const float* weight, const float* bias, const float* mean, const float* invstd, float* scratch, LAYOUT) {
+    const Place place(LAYOUT_ARGUMENTS);
+    Gradient gradient;
+    gradient.begin(place, weight, bias, mean, invstd, nullptr);
+    Pair sums;
+    sums.clear();
+    if (place.active) {
+        get(sums.a, total(scratch, place, 0));
+        get(sums.b, total(scratch, place, 1));
+    }
+    InputGradient input;
+    input.begin(sums, place, gradient, invstd);
+    for (int step = place.last_step(); step >= 0; step -= splits) {
+        const int row = place.row_of(step);
+        Access x[UNROLL], grads[UNROLL];
+#pragma unroll
+        for (int u = 0; u < UNROLL; ++u) {
+            if (row + u * at_once >= rows) continue;
+            const i64 at = place.offset_of(row + u * at_once);
+            x[u] = load_last(in + at);
+            grads[u] = load_last(out_grad + at);
+        }
+#pragma unroll
+        for (int u = 0; u < UNROLL; ++u) {
+            if (row + u * at_once >= rows) continue;
+            float distance[VECTOR], d[VECTOR];
+            const float added[VECTOR] = {};
+            x[u].to_floats(distance);
+            grads[u].to_floats(d);
+            gradient.of(distance, d, added);
+            store_last(in_grad + place.offset_of(row + u * at_once), input.of(distance, d));
+        }
+    }
+}
+#endif
