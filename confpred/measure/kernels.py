@@ -343,7 +343,8 @@ class Arena:
         workspaces that any of `launches` needs."""
         tensors = operation.operands(problem)
         sizes = [_aligned(t.bytes) for t in tensors]
-        slots = -(-_L2_MULTIPLE * self.device.l2_bytes // sum(sizes))
+        # Two at least: a launch must not find what the one before it left in L2.
+        slots = max(2, -(-_L2_MULTIPLE * self.device.l2_bytes // sum(sizes)))
         bases = [
             self._buffer(t.name, slots * size, None if t.terms else (t.dtype, t.scale, t.center))
             for t, size in zip(tensors, sizes, strict=True)
