@@ -23,10 +23,14 @@ ABSOLUTE, ABSOLUTE_A_TERM = 1e-5, 4e-7
 
 
 def random_inputs(family: Family, problem: Problem, seed: int) -> dict[str, torch.Tensor]:
-    """Inputs in [-1, 1), on the CPU."""
+    """Inputs as the operands have them: in [-1, 1) mostly, on the CPU."""
     generator = torch.Generator().manual_seed(seed)
+
+    def drawn(o: Operand) -> torch.Tensor:
+        return (torch.rand(o.shape, generator=generator) * 2 - 1) * o.scale + o.center
+
     return {
-        o.name: (torch.rand(o.shape, generator=generator) * 2 - 1).to(getattr(torch, o.dtype))
+        o.name: drawn(o).to(getattr(torch, o.dtype))
         for o in family.operation.operands(problem)
         if not o.terms
     }

@@ -1,0 +1,141 @@
+"""Kernels of batch norm, interpreted on the CPU, against PyTorch in float64."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from layers import H100
+from norms import FAMILIES, expected, inputs_of, legal_rows, random_problem, wrong
+from ptx.launch import interpret, run_step
+from ptx.memory import DeviceMemory, Operand
+from slow import slow_but
+
+from confpred.families.protocol import Family, config_dict
+from confpred.problem.conv2d import ACTIVATIONS, DTYPES
+from confpred.problem.norm import BATCH_NORM, DIRECTIONS, BatchNorm
+from confpred.problem.operation import REFERENCE
+
+CONFIGS = 4
+every_family = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+
+
+def check(family: Family, problem: BatchNorm, rows: list[int], inputs=None) -> None:
+    inputs = inputs_of(problem, 0) if inputs is None else inputs
+    right = expected(problem, inputs)
+    for row in rows:
+        results = interpret(family, problem, row, inputs, H100.arch)
+        found = wrong(problem, family.launch(problem, row), results, right)
+        assert not found, f"{found}: {problem} {config_dict(family, row)}"
+
+
+@pytest.mark.parametrize("seed", slow_but(range(3), range(12), "seconds each"))
+@every_family
+def test_random_configs_of_a_random_layer_are_right(family: Family, seed: int) -> None:
+    rng = random.Random(f"{family.name} {seed}")
+    problem = random_problem(rng, family)
+    rows = legal_rows(family, problem)
+    check(family, problem, rng.sample(rows, min(CONFIGS, len(rows))))
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@every_family
+def test_every_activation_is_right(family: Family, activation: str) -> None:
+    residual = activation != "none"
+    problem = BatchNorm(2, 5, 4, 24, "bfloat16", activation, residual, family.direction)
+    rows = legal_rows(family, problem)
+    check(family, problem, [rows[0], rows[-1]])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@every_family
+def test_a_mean_of_a_thousand_deviations_is_right(family: Family, dtype: str) -> None:
+    """Squares of the values themselves would lose the variance altogether."""
+    problem = BatchNorm(2, 31, 30, 8, dtype, direction=family.direction)
+    inputs = inputs_of(problem, 1, mean=1000.0, deviation=1.0)
+    right, rows = expected(problem, inputs), legal_rows(family, problem)
+    for row in (rows[0], rows[-1]):
+        results = interpret(family, problem, row, inputs, H100.arch)
+        for name, result in results.items():
+            error = (result.double() - right[name]).norm() / right[name].norm()
+            # The mean itself is rounded, to some 1e-4 deviations.
+            assert error < (5e-3 if dtype == "bfloat16" else 8e-4), f"{name} of config {row}"
+
+
+@pytest.mark.slow(reason="hundreds of configs")
+@pytest.mark.parametrize("c", [3, 24])
+@every_family
+def test_every_config_of_a_small_layer_is_right(family: Family, c: int) -> None:
+    problem = BatchNorm(2, 20, 31, c, activation="silu", direction=family.direction)
+    rows = legal_rows(family, problem)
+    assert rows
+    check(family, problem, rows)
+
+
+@pytest.mark.parametrize("name", ["batch_norm_one_pass", "batch_norm_two_pass"])
+def test_an_outlier_in_front_loses_nothing(name: str) -> None:
+    """Each thread takes distances from its first value, which may be far from the others."""
+    family, problem = FAMILIES[name], BatchNorm(2, 31, 30, 8, "float32")
+    inputs = inputs_of(problem, 2, mean=5.0, deviation=0.1)
+    inputs["in"][0, 0, 0] = -100.0
+    check(family, problem, legal_rows(family, problem)[:3], inputs)
+
+
+@every_family
+def test_sums_do_not_depend_on_the_blocks_that_run_together(
+    family: Family, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem = BatchNorm(2, 40, 40, 16, activation="relu", direction=family.direction)
+    inputs = inputs_of(problem, 0)
+    shared = [r for r in legal_rows(family, problem) if family.launch(problem, r).zeroed_bytes]
+    for row in shared[:2]:
+        together = interpret(family, problem, row, inputs, H100.arch)
+        with monkeypatch.context() as patch:
+            patch.setattr("ptx.launch.THREADS", 512)  # a block or two at a time
+            apart = interpret(family, problem, row, inputs, H100.arch)
+        for name, result in together.items():
+            assert np.array_equal(result.view(torch.uint8), apart[name].view(torch.uint8))
+    assert shared
+
+
+@every_family
+def test_a_wrong_input_is_seen(family: Family) -> None:
+    problem = BatchNorm(2, 6, 5, 16, activation="relu", residual=True, direction=family.direction)
+    inputs, row = inputs_of(problem, 0), legal_rows(family, problem)[0]
+    results = interpret(family, problem, row, inputs, H100.arch)
+    launch = family.launch(problem, row)
+    assert not wrong(problem, launch, results, expected(problem, inputs))
+    for name, tensor in inputs.items():
+        if name in ("mean", "invstd", "eps", "momentum"):
+            continue  # PyTorch takes them of `in`; or they are the same everywhere
+        other = inputs | {name: tensor.flip(0) + 0.5}
+        if name == "running_var" and problem.is_backward:
+            continue
+        assert wrong(problem, launch, results, expected(problem, other)), name
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("activation", ["none", "relu", "relu6", "hardswish"])
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_the_references_are_right(direction: str, activation: str, frozen: bool) -> None:
+    """In float32, as the interpreter has it; other activations use what is not interpreted."""
+    residual = activation != "none"
+    problem = BatchNorm(3, 5, 4, 40, "bfloat16", activation, residual, direction, True, frozen)
+    inputs = inputs_of(problem, 0)
+    right = expected(problem, inputs)
+    memory = {name: x.contiguous().view(torch.uint8).numpy().ravel() for name, x in inputs.items()}
+    for output in (o for o in BATCH_NORM.operands(problem) if o.terms):
+        step = BATCH_NORM.reference(problem, output.name)
+        kernel = replace(step.kernel, defines=(*step.kernel.defines, ("REAL", "float")))
+        zeros = np.zeros(4 * output.elements, np.uint8)
+        found, *others = (
+            Operand(name, data, written=True, once=False)
+            for name, data in ((REFERENCE, zeros), *memory.items())
+        )
+        run_step(replace(step, kernel=kernel), DeviceMemory([found, *others]), H100.arch)
+        expected_output = right[output.name].numpy().ravel()
+        error = np.linalg.norm(found.content.view(np.float32) - expected_output)
+        assert error <= 2e-6 * np.linalg.norm(expected_output), output.name
