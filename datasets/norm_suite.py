@@ -45,13 +45,13 @@ TRAINING = """
     seresnet50 seresnext26t_32x4d skresnet18 spnasnet_100 starnet_s1 tf_efficientnetv2_b0
     tf_mobilenetv3_small_075 tinynet_a vgg11_bn vgg16_bn visformer_tiny vovnet39a wide_resnet50_2
     xception41 xception65
-""".split()
+""".split()  # noqa: SIM905
 HOLDOUT = """
     convmixer_1536_20 cs3darknet_l densenet161 dpn107 efficientnet_b5 efficientvit_l2 hrnet_w48
     inception_resnet_v2 mixnet_xl mobilenetv3_large_150d mobilenetv4_conv_large nasnetalarge
     pnasnet5large regnetx_080 regnety_064 resnetrs200 rexnet_300 tf_efficientnet_b7 tresnet_l
     xception71
-""".split()
+""".split()  # noqa: SIM905
 
 #: Batches and their shares.
 BATCHES, BATCH_SHARES = (128, 32, 64, 16, 8, 256), (0.36, 0.32, 0.12, 0.1, 0.05, 0.05)

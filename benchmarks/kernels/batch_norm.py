@@ -24,7 +24,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -203,9 +203,7 @@ def call_of(
     spaces = [torch.zeros(size + 1, dtype=torch.uint8, device="cuda") for size in sizes]
 
     def call(tensors: Mapping[str, Any]) -> list[Any]:
-        made = [
-            torch.empty(o.shape, dtype=getattr(torch, o.dtype), device="cuda") for o in outputs
-        ]
+        made = [torch.empty(o.shape, dtype=getattr(torch, o.dtype), device="cuda") for o in outputs]
         given = [tensors[o.name] for o in operands if not o.terms]
         addresses = [t.data_ptr() for t in (*made, *given, *spaces)]
         bound.enqueue(torch.cuda.current_stream().cuda_stream, addresses)
@@ -274,13 +272,12 @@ def against_pytorch(
 # The process that watches it.
 
 
-def lines_of(process: subprocess.Popen[str]) -> queue.Queue[str | None]:
-    """Return the lines that a process prints, as they come; None at the end."""
+def lines_of(output: Iterable[str]) -> queue.Queue[str | None]:
+    """Return the lines of a process's output, as they come; None at the end."""
     found: queue.Queue[str | None] = queue.Queue()
 
     def read() -> None:
-        assert process.stdout is not None
-        for line in process.stdout:
+        for line in output:
             found.put(line)
         found.put(None)
 
@@ -304,10 +301,9 @@ def watched(
         process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
-        assert process.stdin is not None
-        process.stdin.write(json.dumps(job | {"problems": left, "left_out": ended}) + "\n")
-        process.stdin.close()
-        lines, begun = lines_of(process), None
+        task = json.dumps(job | {"problems": left, "left_out": ended})
+        print(task, file=process.stdin, flush=True)
+        lines, begun = lines_of(process.stdout or ()), None
         while True:
             try:
                 line = lines.get(timeout=silent_s)
@@ -397,7 +393,9 @@ def main() -> None:
     print(json.dumps(facts["summary"], indent=1))
     for r in results:
         print(*r.get("failures", ()), sep="\n", end="\n" if r.get("failures") else "")
-    path = write(NAME, facts | {"not_compiled": errors, "layers": results}, folder_of(arguments.out))
+    path = write(
+        NAME, facts | {"not_compiled": errors, "layers": results}, folder_of(arguments.out)
+    )
     print(f"written: {path}")
 
 

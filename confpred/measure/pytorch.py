@@ -71,7 +71,9 @@ def operands(operation: Operation, problem: Record, copies: int) -> list[dict[st
         return empty.uniform_(o.center - o.scale, o.center + o.scale)
 
     sets = [{o.name: filled(o) for o in inputs} for _ in range(copies)]
-    return [operation.prepared(problem, s) for s in sets] if isinstance(operation, Prepared) else sets
+    return (
+        [operation.prepared(problem, s) for s in sets] if isinstance(operation, Prepared) else sets
+    )
 
 
 def copies_for(problem: Record, launches: int, l2_bytes: int) -> int:

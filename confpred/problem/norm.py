@@ -224,7 +224,7 @@ class BatchNorms:
         if not p.is_backward:
             return t
         x, buffers = _image(t["in"]), (t.get("running_mean"), t.get("running_var"))
-        out, mean, deviation, reserve, used = torch._batch_norm_impl_index(  # type: ignore[attr-defined]
+        out, mean, deviation, reserve, used = torch._batch_norm_impl_index(
             x, t.get("weight"), t.get("bias"), *buffers, not p.frozen, MOMENTUM, EPS, True
         )
         if p.residual:
@@ -279,15 +279,13 @@ def _activation_grad(problem: BatchNorm, grad: torch.Tensor, saved: torch.Tensor
     """Return the gradient before the activation, as autograd computes it."""
     import torch
 
-    aten = torch.ops.aten
-    found: torch.Tensor = {
-        "none": lambda: grad,
-        "relu": lambda: aten.threshold_backward(grad, saved, 0),
-        "silu": lambda: aten.silu_backward(grad, saved),
-        "gelu": lambda: aten.gelu_backward(grad, saved),
-        "relu6": lambda: aten.hardtanh_backward(grad, saved, 0.0, 6.0),
-        "hardswish": lambda: aten.hardswish_backward(grad, saved),
-    }[problem.activation]()
+    if problem.activation == "none":
+        return grad
+    name, *bounds = {
+        "relu": ("threshold_backward", 0),
+        "relu6": ("hardtanh_backward", 0.0, 6.0),
+    }.get(problem.activation, (f"{problem.activation}_backward",))
+    found: torch.Tensor = getattr(torch.ops.aten, str(name))(grad, saved, *bounds)
     return found
 
 

@@ -60,10 +60,10 @@ class _Passes(ABC):
         self.name, self.direction = name, direction
         self.feature_names: tuple[str, ...] = (
             *BATCH_NORM.feature_names, *self.fields,
-            "vector_bytes", "used_lanes", "tiles", "at_once", "splits", "log_steps", "own_steps",
-            "step_waste", "registers", "smem_bytes", "segment", "alignment", "blocks_per_sm",
-            "warps_per_sm", "log_blocks", "waves", "wave_waste", "log_in_flight", "log_partials",
-            "kept_share", "log_estimate",
+            "vector_bytes", "used_lanes", "block_threads", "tiles", "at_once", "splits",
+            "log_steps", "own_steps", "step_waste", "registers", "smem_bytes", "segment",
+            "alignment", "blocks_per_sm", "warps_per_sm", "log_blocks", "waves", "wave_waste",
+            "log_in_flight", "log_partials", "kept_share", "log_estimate",
         )  # fmt: skip
 
     def _layout(self, problem: BatchNorm, rows: Rows | slice = slice(None)) -> dict[str, Array]:
@@ -74,6 +74,7 @@ class _Passes(ABC):
         t["tiles"] = ceil_div(columns, t["lanes"])
         t["used_lanes"] = ceil_div(columns, t["tiles"])
         t["at_once"] = np.maximum(t["threads"] // t["used_lanes"], 1)
+        t["block_threads"] = ceil_div(t["used_lanes"] * t["at_once"], 32) * 32  # no idle warps
         t["steps"] = ceil_div(problem.rows, t["at_once"] * t["unroll"])
         t["splits"] = np.clip(t["blocks"] // t["tiles"], 1, t["steps"])
         t["own_steps"] = ceil_div(t["steps"], t["splits"])
@@ -139,7 +140,7 @@ class _Passes(ABC):
         registers = np.minimum(self._registers(p, t), _REGISTERS // t["threads"])
         smem_bytes = self._smem_bytes(p, t)
         blocks = t["tiles"] * t["splits"]
-        filled = Occupancy.of(device, blocks, t["threads"], registers, smem_bytes)
+        filled = Occupancy.of(device, blocks, t["block_threads"], registers, smem_bytes)
         reads = 1 + p.is_backward
         loads = t["unroll"] * t["vector_bytes"] * reads
         in_flight = filled.resident * t["used_lanes"] * t["at_once"] * loads
@@ -227,7 +228,7 @@ def _step(
     return Step(
         KernelSpec(f"{file}.cu", entry, defines),
         grid=(t["tiles"] * t["splits"], 1, 1),
-        block=(t["threads"], 1, 1),
+        block=(t["block_threads"], 1, 1),
         smem_bytes=smem_bytes,
         operands=operands,
         scalars=scalars | ({"kept": t["kept"]} if file == "batch_norm_one_pass" else {}),

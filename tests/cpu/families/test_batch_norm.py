@@ -1,0 +1,180 @@
+"""Batch norm's families: legality, launches and what their kernels are compiled to."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from layers import H100
+from norms import FAMILIES, legal_rows, random_problem
+from ptxas import ARCHS, resources
+from slow import slow_but
+
+from confpred.cuda.compiler import ptx_of
+from confpred.families.protocol import Family, config_dict
+from confpred.families.registry import family_named
+from confpred.problem.conv2d import DTYPES
+from confpred.problem.device import KNOWN, Device, get_device
+from confpred.problem.norm import BATCH_NORM, BatchNorm
+from confpred.problem.operation import SCRATCH, ZEROED
+
+every_family = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+ONE_PASS = [name for name in FAMILIES if "one_pass" in name]
+
+
+def layer_of(family: Family, **fields: object) -> BatchNorm:
+    usual = {"n": 128, "h": 28, "w": 28, "c": 144, "activation": "silu"}
+    return BatchNorm(**usual | {"direction": family.direction} | fields)
+
+
+@every_family
+def test_a_family_is_found_by_its_name(family: Family) -> None:
+    assert family_named(family.name) is family
+    assert isinstance(family, Family)
+    assert not family.configs.flags.writeable
+    assert len(np.unique(family.configs)) == len(family.configs)
+
+
+@every_family
+def test_the_other_direction_is_refused(family: Family) -> None:
+    (other,) = {"forward", "backward"} - {family.direction}
+    assert not family.legal(layer_of(family, direction=other), H100).any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("c", [1, 3, 6, 8, 96, 144, 480, 2048, 65_536])
+@every_family
+def test_every_number_of_channels_has_configs(family: Family, c: int, dtype: str) -> None:
+    problem = layer_of(family, c=c, n=4, h=7, w=7, dtype=dtype)
+    rows = legal_rows(family, problem)
+    if family.name in ONE_PASS and c == 65_536:
+        return  # more columns than threads may wait for one another
+    assert rows
+    for row in rows:
+        config = config_dict(family, row)
+        assert c % config["vector"] == 0
+        assert config["vector"] * problem.itemsize <= 16
+
+
+@pytest.mark.parametrize("c", [32, 96, 144, 480, 1152])
+@every_family
+def test_few_threads_are_idle(family: Family, c: int) -> None:
+    """At 96 or 144 channels too, which leave a third of a tile of 64 empty."""
+    problem = layer_of(family, c=c)
+    for row in legal_rows(family, problem):
+        (step, *_) = family.launch(problem, row).steps
+        used = step.scalars["lanes"] * step.scalars["at_once"]
+        assert step.block[0] - 32 < used <= step.block[0] <= config_dict(family, row)["threads"]
+
+
+@pytest.mark.parametrize("device", KNOWN.values(), ids=KNOWN)
+@every_family
+def test_every_legal_config_can_be_launched(family: Family, device: Device) -> None:
+    rng = random.Random(family.name)
+    for _ in range(6):
+        problem = random_problem(rng, family)
+        operands = {o.name: o for o in BATCH_NORM.operands(problem)}
+        outputs = {name for name, o in operands.items() if o.terms}
+        rows = legal_rows(family, problem, device)
+        for row in rng.sample(rows, min(20, len(rows))):
+            launch = family.launch(problem, row)
+            assert launch == family.launch(problem, row)
+            used = {name for step in launch.steps for name in step.operands}
+            assert outputs <= used
+            assert (SCRATCH in used) >= (launch.scratch_bytes > 0)
+            assert (ZEROED in used) >= (launch.zeroed_bytes > 0)
+            for step in launch.steps:
+                s = step.scalars
+                assert step.block[0] % 32 == 0
+                assert step.smem_bytes <= device.smem_per_block
+                assert s["lanes"] * s["at_once"] <= step.block[0]
+                assert step.grid[0] == s["tiles"] * s["splits"]
+                assert 1 <= s["splits"] <= s["steps"], "each split has a step"
+                columns = problem.c // int(dict(step.kernel.defines)["VECTOR"])
+                assert columns <= s["tiles"] * s["lanes"] < columns + s["tiles"]
+                if step.cooperative:
+                    assert step.grid[0] <= device.sm_count * int(
+                        dict(step.kernel.defines)["MIN_BLOCKS"]
+                    )
+
+
+@every_family
+def test_features_and_estimates_are_finite(family: Family) -> None:
+    rng = random.Random(f"{family.name} features")
+    for _ in range(10):
+        problem, device = random_problem(rng, family), get_device(rng.choice(list(KNOWN)))
+        rows = np.array(legal_rows(family, problem, device), np.intp)
+        matrix = family.features(problem, device, rows)
+        assert matrix.shape == (len(rows), len(family.feature_names))
+        assert matrix.dtype == np.float32
+        assert np.isfinite(matrix).all()
+        seconds = family.estimate_s(problem, device, rows)
+        assert (seconds >= device.roofline_s(problem)).all()
+        one = family.features(problem, device, rows[:1])
+        assert np.array_equal(one, matrix[:1]), "alone as among others"
+
+
+def test_a_frozen_layer_takes_one_launch() -> None:
+    for name in ("batch_norm_two_pass", "batch_norm_two_pass_backward"):
+        family = FAMILIES[name]
+        for frozen, steps in ((True, 1), (False, 2)):
+            problem = layer_of(family, frozen=frozen)
+            assert len(family.launch(problem, legal_rows(family, problem)[0]).steps) == steps
+
+
+@pytest.mark.parametrize("name", ONE_PASS)
+def test_blocks_that_wait_for_one_another_fit_the_device(name: str) -> None:
+    """Their registers too, by what the compiler made of them: else the driver refuses them."""
+    family = FAMILIES[name]
+    problem = layer_of(family, c=256, residual=True)
+    kernels = {}
+    for row in legal_rows(family, problem):
+        (step,) = family.launch(problem, row).steps
+        kernels[step.kernel] = step
+    for step in random.Random(0).sample(list(kernels.values()), 4):
+        per_sm = int(dict(step.kernel.defines)["MIN_BLOCKS"])
+        registers, stack = resources(step.kernel, H100.arch)
+        assert per_sm * step.block[0] * registers <= H100.regs_per_sm
+        smem_bytes = step.smem_bytes + H100.smem_reserved_per_block
+        assert per_sm * smem_bytes <= H100.smem_per_sm
+        assert stack <= 64, "the kernel spills"
+
+
+@pytest.mark.parametrize("name", ONE_PASS)
+def test_a_tensor_that_fits_is_kept_in_shared_memory(name: str) -> None:
+    family = FAMILIES[name]
+    problem = layer_of(family, n=32, h=14, w=14, c=480)
+    rows = legal_rows(family, problem)
+    kept = [family.launch(problem, row).steps[0].scalars for row in rows]
+    assert any(s["kept"] * s["splits"] >= s["steps"] for s in kept)
+    assert any(s["kept"] == 0 for s in kept)
+
+
+@pytest.mark.parametrize("arch", slow_but([H100.arch], ARCHS, "a compile each"))
+@every_family
+def test_a_sample_compiles_and_hardly_spills(family: Family, arch: str) -> None:
+    rng, kernels = random.Random(f"{family.name} {arch}"), {}
+    while len(kernels) < 8:
+        problem = random_problem(rng, family)
+        for row in rng.sample(legal_rows(family, problem), 1):
+            kernels |= dict.fromkeys(family.launch(problem, row).kernels)
+    for kernel in kernels:
+        registers, stack = resources(kernel, arch)
+        assert 8 <= registers <= 255
+        assert stack <= 64 or arch != H100.arch, kernel
+
+
+@pytest.mark.slow(reason="every template of two layers, and their references")
+@every_family
+def test_every_template_of_a_layer_compiles(family: Family) -> None:
+    for fields in ({}, {"dtype": "float32", "residual": True, "activation": "gelu"}):
+        problem = layer_of(family, **fields)
+        kernels = {}
+        for row in legal_rows(family, problem):
+            kernels |= dict.fromkeys(family.launch(problem, row).kernels)
+        for output in BATCH_NORM.operands(problem):
+            if output.terms:
+                kernels[BATCH_NORM.reference(problem, output.name).kernel] = None
+        for kernel in kernels:
+            assert kernel.entry in ptx_of(kernel, H100.arch)

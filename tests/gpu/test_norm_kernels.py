@@ -1,0 +1,138 @@
+"""Batch norm's kernels on a GPU, with poison around their operands, against float64."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from launching import Config
+from norms import FAMILIES, expected, inputs_of, legal_rows, random_problem, wrong
+
+from confpred.families.protocol import Family, config_dict
+from confpred.measure.kernels import check
+from confpred.measure.pytorch import measure_pytorch
+from confpred.problem.conv2d import ACTIVATIONS, DTYPES
+from confpred.problem.device import Device
+from confpred.problem.norm import BATCH_NORM, DIRECTIONS, BatchNorm
+
+CONFIGS = 12
+every_family = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+
+
+@pytest.mark.parametrize("seed", range(20))
+@every_family
+def test_random_configs_of_a_random_layer_are_right(
+    family: Family, seed: int, device: Device
+) -> None:
+    rng = random.Random(f"{family.name} {seed}")
+    problem = random_problem(rng, family, most_rows=30_000)
+    inputs = inputs_of(problem, seed)
+    right, rows = expected(problem, inputs), legal_rows(family, problem, device)
+    for row in rng.sample(rows, min(CONFIGS, len(rows))):
+        config = Config(family, problem, row, inputs)
+        for _ in range(3):  # launches that follow one another share their workspaces
+            config.enqueue()
+        found = wrong(problem, config.launch, config.results(), right)
+        assert not found, f"{found}: {problem} {config_dict(family, row)}"
+
+
+@pytest.mark.parametrize("c", [1, 3, 10, 24, 144, 2048])
+@every_family
+def test_every_config_of_a_small_layer_is_right(family: Family, c: int, device: Device) -> None:
+    problem = BatchNorm(4, 14, 15, c, activation="silu", direction=family.direction)
+    outcomes = check(problem, family, legal_rows(family, problem, device), ordinal=0)
+    assert [outcome for outcome in outcomes if outcome.status != "ok"] == []
+    assert outcomes
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@every_family
+def test_every_activation_of_a_layer_of_a_network_is_right(
+    family: Family, dtype: str, activation: str, device: Device
+) -> None:
+    residual = activation != "none"
+    problem = BatchNorm(8, 28, 28, 192, dtype, activation, residual, family.direction)
+    rows = legal_rows(family, problem, device)
+    outcomes = check(problem, family, rows[:: max(1, len(rows) // 8)], ordinal=0)
+    assert [outcome for outcome in outcomes if outcome.status != "ok"] == []
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@every_family
+def test_a_mean_of_a_thousand_deviations_is_right(
+    family: Family, dtype: str, device: Device
+) -> None:
+    problem = BatchNorm(16, 40, 41, 24, dtype, direction=family.direction)
+    inputs = inputs_of(problem, 1, mean=1000.0, deviation=1.0)
+    right, rows = expected(problem, inputs), legal_rows(family, problem, device)
+    for row in rows[:: max(1, len(rows) // 16)]:
+        config = Config(family, problem, row, inputs)
+        config.enqueue()
+        for name, result in config.results().items():
+            error = (result.double() - right[name]).norm() / right[name].norm()
+            assert error < (5e-3 if dtype == "bfloat16" else 8e-4), f"{name} of config {row}"
+
+
+@every_family
+def test_a_result_repeats_to_the_bit(family: Family, device: Device) -> None:
+    """Also while other work keeps the multiprocessors from starting blocks in the usual order."""
+    problem = BatchNorm(16, 28, 28, 96, activation="relu", direction=family.direction)
+    inputs, rows = inputs_of(problem, 0), legal_rows(family, problem, device)
+    noise, side = torch.rand(2048, 2048, device="cuda"), torch.cuda.Stream()
+    for row in rows[:: max(1, len(rows) // 6)]:
+        config = Config(family, problem, row, inputs)
+        first: dict[str, torch.Tensor] = {}
+        for repeat in range(6):
+            config.poison_outputs()
+            if repeat % 2:
+                side.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(side):
+                    for _ in range(3):
+                        noise @ noise
+            config.enqueue()
+            results = config.results()
+            first = first or results
+            for name, result in results.items():
+                assert torch.equal(result.view(torch.uint8), first[name].view(torch.uint8)), name
+
+
+@every_family
+def test_what_is_not_written_is_seen(family: Family, device: Device) -> None:
+    problem = BatchNorm(2, 7, 7, 24, direction=family.direction)
+    inputs = inputs_of(problem, 0)
+    config = Config(family, problem, legal_rows(family, problem, device)[0], inputs)
+    found = wrong(problem, config.launch, config.results(), expected(problem, inputs))
+    assert found == {o.name: o.elements for o in config.outputs}
+
+
+@pytest.mark.parametrize("stream_count", [4])
+@pytest.mark.parametrize("name", ["batch_norm_one_pass", "batch_norm_one_pass_backward"])
+def test_launches_whose_blocks_wait_may_run_on_several_streams(
+    name: str, stream_count: int, device: Device
+) -> None:
+    """The driver starts the blocks of such a launch together, or two could wait forever."""
+    family = FAMILIES[name]
+    problem = BatchNorm(64, 28, 28, 64, activation="relu", direction=family.direction)
+    inputs, rows = inputs_of(problem, 0), legal_rows(family, problem, device)
+    right = expected(problem, inputs)
+    row = max(rows, key=lambda r: family.launch(problem, r).steps[0].grid[0])
+    configs = [Config(family, problem, row, inputs) for _ in range(stream_count)]
+    streams = [torch.cuda.Stream() for _ in configs]
+    torch.cuda.synchronize()
+    for _ in range(50):
+        for config, stream in zip(configs, streams, strict=True):
+            with torch.cuda.stream(stream):
+                config.enqueue()
+    for config in configs:
+        assert not wrong(problem, config.launch, config.results(), right)
+
+
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_pytorchs_operators_are_timed(direction: str, residual: bool, device: Device) -> None:
+    problem = BatchNorm(8, 28, 28, 64, "float16", "relu", residual, direction)
+    outcome = measure_pytorch(BATCH_NORM, problem, ordinal=0, seed=0)
+    assert (outcome.status, outcome.message) == ("ok", "")
+    assert outcome.time_ms > 0
