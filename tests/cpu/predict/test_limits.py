@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from click.testing import CliRunner
 from fastapi.testclient import TestClient
 
 import confpred
+from confpred.cli import main
 from confpred.errors import InvalidInput
 from confpred.families.protocol import within
 from confpred.families.registry import all_families
