@@ -104,13 +104,14 @@ def _launch(
     if torch.is_grad_enabled() and any(t.requires_grad for t in given):
         return None
     problem = problem_of(x, weights, biases, activation, last)
-    predictor, ordinal = choosing.current_predictor(LINEAR_CHAIN.name), x.get_device()
+    ordinal = x.get_device()
     if problem is None or not all(t.is_contiguous() for t in given):
         return None
 
     def find() -> ReadyLaunch | None:
         try:
-            choice = predictor.within(limits).choose(problem, driver.device_of(ordinal))
+            predictor = choosing.current_predictor(LINEAR_CHAIN.name).within(limits)
+            choice = predictor.choose(problem, driver.device_of(ordinal))
         except ConfpredError as error:
             log.warning("falling back to PyTorch: %s", error)
             return None
