@@ -26,7 +26,7 @@ from confpred.errors import ConfpredError, InvalidInput, nearest
 from confpred.predict.choice import Choice
 from confpred.problem.conv2d import Problem
 from confpred.problem.limits import UNLIMITED, Limits
-from confpred.pytorch import choosing, fusing, passes, verify
+from confpred.pytorch import choosing, fusing, norms, passes, verify
 from confpred.pytorch.choosing import Wishes
 from confpred.pytorch.convolve import is_deterministic
 from confpred.pytorch.graphs import graphed
@@ -165,6 +165,9 @@ class Compiler:
         passes.refuse_mixed_dtypes(joint.graph)
         passes.views_of_any_layout(joint.graph)
         self._choose(joint.graph, fusing.serve, options["num_fwd_outputs"])
+        choose = self.chooser(joint.graph)
+        if choose is not None:
+            norms.serve(joint.graph, choose)
         passes.batch_norms_as_eager(joint.graph)
         joint.recompile()
         return default_partition(joint, inputs, **options)
@@ -210,8 +213,8 @@ class Compiler:
 def chooser(ordinal: int, options: Options) -> fusing.Choose:
     """Return a function that chooses for CUDA device `ordinal`, and compiles in parallel."""
 
-    def choose(problems: Sequence[Problem]) -> Sequence[Choice | None]:
-        if options.verify:
+    def choose(problems: Sequence[Any]) -> Sequence[Choice | None]:
+        if options.verify and all(isinstance(problem, Problem) for problem in problems):
             with _disable_current_modes():  # AOTAutograd's fake tensors cannot be timed
                 how = ordinal, options.verify, options.wishes
                 found = {p: verify.fastest(p, *how) for p in dict.fromkeys(problems)}

@@ -17,7 +17,7 @@ from confpred.cuda import driver
 from confpred.cuda.compiler import close_kernels, open_kernels
 from confpred.errors import ConfpredError, InvalidInput, UnknownDevice
 from confpred.families.protocol import PYTORCH_OPERATOR
-from confpred.families.registry import operation_named
+from confpred.families.registry import operation_named, operation_of
 from confpred.measure.pytorch import cudnn_version
 from confpred.predict.choice import Choice, check_max_regret
 from confpred.predict.plan import read_plan
@@ -163,16 +163,17 @@ def limits_for(problem: Record, limits: Limits) -> Limits:
 
 
 def choose_many(
-    problems: Sequence[Problem], device: Device, wishes: Wishes = ANY
+    problems: Sequence[Record], device: Device, wishes: Wishes = ANY
 ) -> list[Choice | None]:
     """Choose for each of `problems` on `device`, in one call of the predictor; None where confpred
     has nothing to say, such as of an unknown device."""
-    found: dict[Problem, Choice] = {}
-    limits = {problem: limits_for(problem, wishes.limits) for problem in problems}
+    found: dict[Record, Choice] = {}
+    kinds = {p: (operation_of(p).name, limits_for(p, wishes.limits)) for p in problems}
     try:
-        for each in dict.fromkeys(limits.values()):
-            group = [problem for problem, own in limits.items() if own == each]
-            within = current_predictor().within(each)
+        for kind in dict.fromkeys(kinds.values()):
+            group = [problem for problem, own in kinds.items() if own == kind]
+            operation, limits = kind
+            within = current_predictor(operation).within(limits)
             choices = within.choose_many(group, device, max_regret=wishes.max_regret)
             found.update(zip(group, choices, strict=True))
     except UnknownDevice as error:
@@ -190,7 +191,7 @@ def choose(problem: Problem, ordinal: int, wishes: Wishes = ANY) -> Choice | Non
 
 
 def choose_on(
-    problems: Sequence[Problem], ordinal: int, wishes: Wishes = ANY
+    problems: Sequence[Record], ordinal: int, wishes: Wishes = ANY
 ) -> list[Choice | None]:
     """Choose for each of `problems` on CUDA device `ordinal`, as `choose_many` does, and warn once
     where its driver or cuDNN differ from those of the model's measurements."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache, partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -18,11 +19,10 @@ from confpred.cuda.compiler import Compiled, compile_kernel
 from confpred.cuda.driver import BoundLaunch, NoContext
 from confpred.cudnn.plans import Plans
 from confpred.errors import CompileError, LaunchError, MissingExtra
-from confpred.families.registry import all_families
+from confpred.families.registry import all_families, operation_of
 from confpred.predict.choice import MAX_TOP, Choice
-from confpred.problem.conv2d import CONVOLUTION, Problem
+from confpred.problem.conv2d import Problem
 from confpred.problem.limits import UNLIMITED, Limits
-from confpred.problem.linear_chain import LINEAR_CHAIN, LinearChain
 from confpred.problem.operation import SCRATCH, ZEROED, KernelSpec, Launch, Step
 from confpred.products.run import Program, by_driver
 from confpred.pytorch.choosing import current_predictor, is_ours, kept, limits_for, warn_once
@@ -30,6 +30,7 @@ from confpred.pytorch.choosing import current_predictor, is_ours, kept, limits_f
 log = logging.getLogger(__name__)
 DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
 CHANNELS_LAST = torch.channels_last
+NOWHERE: Mapping[int, Tensor] = MappingProxyType({})
 ALIGNMENT = 16  # bytes; the kernels load this much at a time
 #: From the operands' names to what enqueues a launch, given a stream's handle and the addresses of
 #: the operands.
@@ -94,8 +95,7 @@ class ReadyLaunch:
         """Bind a launch, or take a program, which is called with the operands by name."""
         self.choice, self._ordinal = choice, ordinal
         problem: Any = choice.problem
-        operation = LINEAR_CHAIN if isinstance(problem, LinearChain) else CONVOLUTION
-        operands = operation.operands(problem)  # outputs first
+        operands = operation_of(problem).operands(problem)  # outputs first
         self._outputs = [(*_layout(o.shape), getattr(torch, o.dtype)) for o in operands if o.terms]
         spaces: list[tuple[str, int, Callable[..., Tensor]]] = [
             (ZEROED, launch.zeroed_bytes, torch.zeros), (SCRATCH, launch.scratch_bytes, torch.empty)
@@ -109,7 +109,7 @@ class ReadyLaunch:
             enqueue = bind(names)
             self._enqueue = lambda tensors, s: enqueue(s, [t.data_ptr() for t in tensors])
 
-    def run(self, *inputs: Tensor | None) -> list[Tensor]:
+    def run(self, *inputs: Tensor | None, into: Mapping[int, Tensor] = NOWHERE) -> list[Tensor]:
         """Enqueue the launch on the current stream of its device, and return the outputs.
 
         Workspaces are new at each call, from the current stream's pool: memory that is kept would
@@ -117,15 +117,19 @@ class ReadyLaunch:
 
         `inputs` are in the order of the operation's operands, None for one that the problem does
         not have; of the problem's shapes and dtype, on the launch's device, dense as the kernels
-        read them (`dense`). Unaligned ones are copied.
+        read them (`dense`). Unaligned ones are copied. `into` has aligned tensors to write outputs
+        to, by their place; the others are new.
         """
         ordinal = self._ordinal
         if torch.cuda.current_device() != ordinal:
             with torch.cuda.device(ordinal):
-                return self.run(*inputs)
+                return self.run(*inputs, into=into)
         device = torch.device("cuda", ordinal)
         given = [aligned(t) for t in inputs if t is not None]
-        made = [_empty(*output) for output in self._outputs]
+        made = [
+            into[place] if place in into else _empty(*output)
+            for place, output in enumerate(self._outputs)
+        ]
         spaces = [make(n, dtype=torch.uint8, device=device) for _, n, make in self._workspaces]
         in_context(ordinal, partial(self._enqueue, [*made, *given, *spaces]))
         return made

@@ -6,12 +6,13 @@ for each argument. They have no formula for gradients; graphs of training call b
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from confpred.pytorch import convolve, pointwise
+from confpred.pytorch import convolve, norms, pointwise
 from confpred.pytorch import fold as folding
 from confpred.pytorch.convolve import Call
 from confpred.pytorch.loading import CHANNELS_LAST, dense
@@ -68,6 +69,23 @@ _define(
 _define(
     "conv2d_backward(Tensor out_grad, Tensor x, Tensor weight, str call)"
     " -> (Tensor, Tensor, Tensor)", _conv2d_backward, _fake_conv2d_backward,
+)  # fmt: skip
+_define(
+    "batch_norm(Tensor x, Tensor? weight, Tensor? bias, Tensor? residual, Tensor mean,"
+    " Tensor variance, float momentum, float eps, str call)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    partial(norms.forward, in_place=False), norms.fake_forward,
+)  # fmt: skip
+_define(
+    "batch_norm_(Tensor x, Tensor? weight, Tensor? bias, Tensor? residual, Tensor(a!) mean,"
+    " Tensor(b!) variance, float momentum, float eps, str call) -> (Tensor, Tensor, Tensor)",
+    lambda *given: norms.forward(*given, in_place=True)[:3],
+    lambda *given: norms.fake_forward(*given)[:3],
+)
+_define(
+    "batch_norm_backward(Tensor out_grad, Tensor x, Tensor? weight, Tensor? bias, Tensor? residual,"
+    " Tensor mean, Tensor invstd, float eps, str call) -> (Tensor, Tensor, Tensor, Tensor)",
+    norms.backward, norms.fake_backward,
 )  # fmt: skip
 _define(
     "scale_shift(Tensor x, Tensor scale, Tensor shift, Tensor? residual, str activation) -> Tensor",

@@ -148,8 +148,14 @@ def update_in_place(graph: fx.Graph) -> set[fx.Node]:
             graph.erase_node(copy)
             graph.erase_node(value)
             counts.append(home)
-    for node in graph.find_nodes(op="call_function", target=_FUNCTIONAL):
-        _update_one(node)
+    ours = torch.ops.confpred
+    # The place of the first new statistic among results, and of the first old one among arguments.
+    for functional, in_place, result, argument in (
+        (_FUNCTIONAL, aten._batch_norm_with_update.default, 4, 3),
+        (ours.batch_norm.default, ours.batch_norm_.default, 3, 4),
+    ):
+        for node in graph.find_nodes(op="call_function", target=functional):
+            _update_one(node, in_place, result, argument)
     if counts:
         with graph.inserting_before(graph.output_node()):
             graph.call_function(aten._foreach_add_.Scalar, (counts, 1))
@@ -157,10 +163,10 @@ def update_in_place(graph: fx.Graph) -> set[fx.Node]:
     return written
 
 
-def _update_one(norm: fx.Node) -> None:
+def _update_one(norm: fx.Node, in_place: Any, result: int, argument: int) -> None:
     items = {item.args[1]: item for item in norm.users}
     copies = []
-    for place, home in ((4, norm.args[3]), (5, norm.args[4])):
+    for place, home in enumerate(norm.args[argument : argument + 2], result):
         item = items.get(place)
         if item is None or len(item.users) != 1 or not isinstance(home, fx.Node):
             return
@@ -172,8 +178,8 @@ def _update_one(norm: fx.Node) -> None:
         copies += [copy, item]
     for old in copies:
         norm.graph.erase_node(old)
-    new = put_in_place(norm, aten._batch_norm_with_update.default, norm.args)
-    new.meta["val"] = new.meta["val"][:4]
+    new = put_in_place(norm, in_place, norm.args)
+    new.meta["val"] = new.meta["val"][:result]
 
 
 def frozen(

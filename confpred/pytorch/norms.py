@@ -1,0 +1,411 @@
+"""Batch norms of training, each with its activation and residual as one operator a direction.
+
+    forward    batch norm -> [+ residual] -> [activation]
+    backward   the gradient of that, whose argument of the activation is computed again
+
+So the normalised tensor is neither stored nor read again. Both directions of a layer are replaced
+together, where that is predicted to save GPU time. A call of other sizes, or one that no kernel
+takes, computes the same by PyTorch's operators.
+"""
+
+from __future__ import annotations
+
+import json
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from confpred.errors import InvalidProblem
+from confpred.families.protocol import Candidate
+from confpred.predict.choice import Choice
+from confpred.problem.norm import BatchNorm
+from confpred.pytorch import choosing, loading
+from confpred.pytorch.choosing import kept
+from confpred.pytorch.loading import ALIGNMENT, DTYPES, ReadyLaunch, dense, is_channels_last
+from confpred.pytorch.passes import val_of
+from confpred.pytorch.pointwise import activate
+
+aten = torch.ops.aten
+_NORM = aten._native_batch_norm_legit_functional.default
+_NORM_BACKWARD = aten.native_batch_norm_backward.default
+#: Activations by their operator, with its arguments behind the tensor.
+_FORWARD: dict[Any, tuple[str, tuple[Any, ...]]] = {
+    aten.relu.default: ("relu", ()),
+    aten.silu.default: ("silu", ()),
+    aten.gelu.default: ("gelu", ()),
+    aten.hardswish.default: ("hardswish", ()),
+    aten.hardtanh.default: ("relu6", (0.0, 6.0)),
+}
+#: Their gradients, with its arguments behind gradient and saved tensor.
+_BACKWARD: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "relu": (aten.threshold_backward.default, (0,)),
+    "silu": (aten.silu_backward.default, ()),
+    "gelu": (aten.gelu_backward.default, ()),
+    "hardswish": (aten.hardswish_backward.default, ()),
+    "relu6": (aten.hardtanh_backward.default, (0.0, 6.0)),
+}
+_ALIASES = (aten.alias.default, aten.detach.default)
+
+
+@dataclass(frozen=True, slots=True)
+class NormCall:
+    """Arguments of a batch norm that are no tensors.
+
+    Attributes:
+        activation: after the norm and the residual.
+        image: shape of the input that the candidates were chosen for.
+        forward, backward: the chosen candidates of each direction.
+    """
+
+    activation: str
+    image: tuple[int, ...]
+    forward: Candidate
+    backward: Candidate
+
+    def text(self) -> str:
+        """Return this call as JSON; `read` is the way back."""
+        both = [[c.provider, c.config_id] for c in (self.forward, self.backward)]
+        return json.dumps([self.activation, self.image, *both], separators=(",", ":"))
+
+    @staticmethod
+    def read(text: str) -> NormCall:
+        """Return the call whose `text` this is."""
+
+        def find() -> NormCall:
+            activation, image, *both = json.loads(text)
+            return NormCall(activation, tuple(image), *(Candidate(*each) for each in both))
+
+        return kept(("norm", text), find)
+
+
+def problem_of(
+    shape: Sequence[int], dtype: torch.dtype, direction: str, activation: str, *, residual: bool,
+    affine: bool,
+) -> BatchNorm | None:  # fmt: skip
+    """Return the problem of a batch norm of images N, C, H, W; None where there is none."""
+    n, c, h, w = shape
+    if direction == "backward" and activation == "none":
+        residual = False  # its gradient is that of the output
+    try:
+        return BatchNorm(
+            n, h, w, c, dtype=DTYPES[dtype], activation=activation, residual=residual,
+            direction=direction, affine=affine,
+        )  # fmt: skip
+    except (InvalidProblem, KeyError):
+        return None
+
+
+# What the operators run
+
+
+@cache
+def _constant(value: float, ordinal: int) -> Tensor:
+    """Return `value` on a CUDA device; it stays there, as CUDA graphs refer to it."""
+    return torch.full((1,), value, device=torch.device("cuda", ordinal))
+
+
+def _launch(
+    x: Tensor, others: Sequence[Tensor | None], vectors: Sequence[Tensor | None], call: NormCall,
+    direction: str, *, residual: bool,
+) -> ReadyLaunch | None:  # fmt: skip
+    """Return the launch for these tensors; None for PyTorch's operators."""
+    ordinal, images = x.get_device(), [x, *(t for t in others if t is not None)]
+    if not x.is_cuda or x.dtype not in DTYPES or x.shape != call.image:
+        return None
+    if any(t.shape != x.shape or t.dtype is not x.dtype or t.device != x.device for t in images):
+        return None
+    if not all(
+        t is None or (t.dtype is torch.float32 and t.is_contiguous() and t.device == x.device)
+        for t in vectors
+    ):
+        return None
+
+    def find() -> ReadyLaunch | None:
+        affine = vectors[0] is not None
+        problem = problem_of(
+            x.shape, x.dtype, direction, call.activation, residual=residual, affine=affine
+        )
+        candidate = call.forward if direction == "forward" else call.backward
+        if problem is None:
+            return None
+        return loading.load(Choice(problem, "", "pinned", candidate), ordinal)
+
+    return kept((direction, x.dtype, ordinal, residual, vectors[0] is None, call), find)
+
+
+def forward(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None,
+    running_mean: Tensor, running_var: Tensor, momentum: float, eps: float, text: str, *,
+    in_place: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Compute ``activation(batch_norm(x) + residual)`` by the batch's statistics; return it, their
+    mean, 1 over the root of variance and `eps`, and the new running statistics, which are written
+    to `running_mean` and `running_var` where it is `in_place`."""
+    call = NormCall.read(text)
+    vectors = (weight, bias, running_mean, running_var)
+    ready = _launch(x, [residual], vectors, call, "forward", residual=residual is not None)
+    if ready is not None:
+        constants = [_constant(value, x.get_device()) for value in (eps, momentum)]
+        images = [None if t is None else dense(t) for t in (x, residual)]
+        homes = {3: running_mean, 4: running_var}
+        direct = in_place and all(t.data_ptr() % ALIGNMENT == 0 for t in homes.values())
+        found = ready.run(*images, *vectors, *constants, into=homes if direct else {})
+        if direct:
+            return tuple(found)
+        out, mean, invstd, new_mean, new_var = found
+    else:
+        out, mean, invstd, new_mean, new_var = _NORM(
+            x, weight, bias, running_mean, running_var, True, momentum, eps
+        )
+        out = activate(call.activation, out if residual is None else out + residual)
+    if in_place:
+        new_mean, new_var = running_mean.copy_(new_mean), running_var.copy_(new_var)
+    return out, mean, invstd, new_mean, new_var
+
+
+def backward(
+    out_grad: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None,
+    residual: Tensor | None, mean: Tensor, invstd: Tensor, eps: float, text: str,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Compute the gradients of `x`, weight, bias and residual from that of the output; empty for
+    one that is not there."""
+    call = NormCall.read(text)
+    vectors = (weight, bias, mean, invstd)
+    others = [out_grad, residual]
+    ready = _launch(x, others, vectors, call, "backward", residual=residual is not None)
+    empty = x.new_empty(0)
+    if ready is not None:
+        images = [None if t is None else dense(t) for t in (out_grad, x, residual)]
+        found = iter(ready.run(*images, *vectors))
+        in_grad = next(found)
+        residual_grad = empty if residual is None else next(found)
+        grads = (empty, empty) if weight is None else (next(found), next(found))
+        return in_grad, *grads, residual_grad
+    grad = out_grad
+    if call.activation != "none":
+        sides = (1, -1, 1, 1)
+        one = torch.ones_like(mean) if weight is None else weight
+        zero = torch.zeros_like(mean) if bias is None else bias
+        scale = invstd * one
+        argument = x.float() * scale.view(sides) + (zero - mean * scale).view(sides)
+        argument = (argument if residual is None else argument + residual).to(x.dtype)
+        gradient, more = _BACKWARD[call.activation]
+        grad = gradient(out_grad, argument, *more)
+    mask = [True, weight is not None, bias is not None]
+    found = _NORM_BACKWARD(grad, x, weight, None, None, mean, invstd, True, eps, mask)
+    in_grad, *grads = (empty if t is None else t for t in found)
+    return dense(in_grad), *grads, empty if residual is None else dense(grad)
+
+
+def fake_forward(x: Tensor, weight: Tensor | None, *others: Any) -> tuple[Tensor, ...]:
+    vector = x.new_empty(x.shape[1], dtype=torch.float32)
+    out = torch.empty_like(x, memory_format=torch.channels_last)
+    return out, *(torch.empty_like(vector) for _ in range(4))
+
+
+def fake_backward(
+    _: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None,
+    *others: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    like = torch.empty_like(x, memory_format=torch.channels_last)
+    empty = x.new_empty(0)
+    grads = (empty if t is None else torch.empty_like(t) for t in (weight, bias))
+    return like, *grads, empty if residual is None else torch.empty_like(like)
+
+
+# What becomes one operator
+
+
+@dataclass(slots=True)
+class _Layer:
+    """A batch norm of a joint graph.
+
+    Attributes:
+        norm, backward: the nodes of both directions.
+        out: the node of what the fused forward returns.
+        grad: the node of its gradient.
+        inner: the node of the gradient before the activation; `grad` itself where there is none.
+        residual: the node that is added before the activation; None if nothing is.
+    """
+
+    norm: fx.Node
+    backward: fx.Node
+    out: fx.Node
+    grad: fx.Node
+    inner: fx.Node
+    activation: str = "none"
+    residual: fx.Node | None = None
+
+    def problems(self) -> list[BatchNorm]:
+        """Return those of both directions; none where there are none."""
+        x = val_of(self.norm.args[0])
+        fields = {"residual": self.residual is not None, "affine": self.norm.args[1] is not None}
+        sizes = [s if isinstance(s, int) else s.node.hint for s in x.shape]
+        found = [
+            problem_of(sizes, x.dtype, direction, self.activation, **fields)
+            for direction in ("forward", "backward")
+        ]
+        return [problem for problem in found if problem is not None]
+
+
+def layers_of(graph: fx.Graph) -> list[_Layer]:
+    """Return the batch norms of a joint graph that one operator a direction can compute."""
+    found = (_layer(node) for node in graph.find_nodes(op="call_function", target=_NORM_BACKWARD))
+    return [layer for layer in found if layer is not None]
+
+
+def _layer(backward: fx.Node) -> _Layer | None:
+    grad, x, weight, _, _, mean, invstd, training, _, mask = backward.args
+    norm: Any = mean.args[0] if isinstance(mean, fx.Node) else None
+    if not training or norm is None or norm.target is not _NORM or not norm.args[5]:
+        return None
+    if norm.args[0] is not x or norm.args[1] is not weight or not isinstance(grad, fx.Node):
+        return None
+    bias, statistics = norm.args[2], norm.args[3:5]
+    vectors = [t for t in (weight, bias, *statistics) if t is not None]
+    if (weight is None) != (bias is None) or not all(isinstance(t, fx.Node) for t in vectors):
+        return None
+    if any(val_of(t).dtype is not torch.float32 for t in vectors) or None in statistics:
+        return None
+    wanted: Any = mask
+    if list(wanted) != [True, weight is not None, bias is not None]:
+        return None
+    items = {item.args[1]: item for item in norm.users}
+    if 0 not in items or len(items) != len(norm.users) or not _fits(val_of(x), items[0]):
+        return None
+    return _with_activation(norm, backward, items[0], grad)
+
+
+def _fits(x: Any, out: fx.Node) -> bool:
+    """Return whether the kernels can read images such as `x`, and write such as `out`."""
+    made = val_of(out)
+    return bool(
+        isinstance(x, Tensor) and x.dtype in DTYPES and is_channels_last(x)
+        and made.dtype is x.dtype and is_channels_last(made)
+    )  # fmt: skip
+
+
+def _with_activation(
+    norm: fx.Node, backward: fx.Node, first: fx.Node, grad: fx.Node
+) -> _Layer:
+    """Return the layer with what follows it, as far as nothing else reads what comes between."""
+    plain = _Layer(norm, backward, first, grad, grad)
+    readers = _readers(first)
+    sums = [n for n in readers if n.target is aten.add.Tensor]
+    total = sums[0] if len(sums) == 1 else None
+    residual = None if total is None else _other(total, first)
+    before = first if residual is None or total is None else total
+    if before is not first and readers != [total]:
+        residual, before = None, first
+    for node in _readers(before):
+        name, arguments = _FORWARD.get(node.target, ("", ()))
+        if not name or tuple(node.args[1:]) != arguments or node.kwargs.get("approximate"):
+            continue
+        gradient, more = _BACKWARD[name]
+        saved = node if name == "relu" else before
+        inner = grad
+        if (
+            inner.target is gradient
+            and _source(inner.args[1]) is saved
+            and tuple(inner.args[2:]) == more
+            and set(_readers(before)) <= {node, inner}
+            and (residual is not None or inner.users.keys() == {backward})
+        ):
+            outer: Any = inner.args[0]
+            return _Layer(norm, backward, node, outer, inner, name, residual)
+    if residual is not None:  # nothing but the sum reads the norm
+        return _Layer(norm, backward, before, grad, grad, residual=residual)
+    return plain
+
+
+def _other(total: fx.Node, one: fx.Node) -> fx.Node | None:
+    """Return what `total` adds to `one`; None where it is no tensor of its shape and layout."""
+    if total.kwargs.get("alpha", 1) != 1 or len(total.args) != 2 or total.args[0] is total.args[1]:
+        return None
+    other = total.args[1] if total.args[0] is one else total.args[0]
+    a, b = val_of(one), val_of(other) if isinstance(other, fx.Node) else None
+    same = isinstance(b, Tensor) and b.shape == a.shape and b.dtype is a.dtype
+    return other if same and is_channels_last(b) else None  # type: ignore[return-value,arg-type]
+
+
+def _source(node: Any) -> Any:
+    """Return what a node is an alias of."""
+    while isinstance(node, fx.Node) and node.target in _ALIASES:
+        node = node.args[0]
+    return node
+
+
+def _readers(node: fx.Node) -> list[fx.Node]:
+    """Return the nodes that read `node`, aliases passed through."""
+    found: list[fx.Node] = []
+    for user in node.users:
+        found += _readers(user) if user.target in _ALIASES else [user]
+    return found
+
+
+Choose = Callable[[Sequence[BatchNorm]], Sequence["Choice | None"]]
+
+
+def serve(graph: fx.Graph, choose: Choose) -> int:
+    """Let confpred compute the batch norms of a joint graph where both directions together are
+    predicted to be faster than PyTorch's operators; return how many."""
+    layers = [(layer, layer.problems()) for layer in layers_of(graph)]
+    layers = [(layer, problems) for layer, problems in layers if len(problems) == 2]
+    if not layers:
+        return 0
+    choices = iter(choose([problem for _, problems in layers for problem in problems]))
+    count = 0
+    for layer, _ in layers:
+        both = next(choices), next(choices)
+        if None not in both and _gain_ms(*both) > 0.0:  # type: ignore[arg-type]
+            _replace(layer, *both)  # type: ignore[arg-type]
+            count += 1
+    graph.eliminate_dead_code()
+    graph.lint()
+    return count
+
+
+def _gain_ms(*choices: Choice) -> float:
+    """Return the milliseconds that are saved; none where a direction is PyTorch's."""
+    if any(choosing.why_pytorch(choice) is not None for choice in choices):
+        return 0.0
+    return sum((c.pytorch_ms or 0.0) - (c.predicted_ms or 0.0) for c in choices)
+
+
+def _replace(layer: _Layer, ahead: Choice, back: Choice) -> None:
+    norm, backward = layer.norm, layer.backward
+    x, weight, bias, mean, variance, _, momentum, eps = norm.args
+    image = tuple(ahead.problem.to_json()[name] for name in "nchw")
+    text = NormCall(layer.activation, image, ahead.candidate, back.candidate).text()
+    graph, val = norm.graph, val_of(layer.out)
+    values = [val, *val_of(norm)[1:]]
+    with graph.inserting_before(layer.out):
+        given = (x, weight, bias, layer.residual, mean, variance, momentum, eps, text)
+        new = graph.call_function(torch.ops.confpred.batch_norm.default, given)
+        new.meta = norm.meta | {"val": values}
+        results = [graph.call_function(operator.getitem, (new, i)) for i in range(5)]
+    for result, each in zip(results, values, strict=True):
+        result.meta = norm.meta | {"val": each}
+    layer.out.replace_all_uses_with(results[0])
+    for item in list(norm.users):
+        place: Any = item.args[1]
+        if place:
+            item.replace_all_uses_with(results[place])
+    # Without an activation, the gradient of the residual is that of the output.
+    residual = layer.residual if layer.activation != "none" else None
+    with graph.inserting_before(backward if layer.inner is layer.grad else layer.inner):
+        given = (layer.grad, x, weight, bias, residual, results[1], results[2], eps, text)
+        put = graph.call_function(torch.ops.confpred.batch_norm_backward.default, given)
+        kept_values = [torch.empty_like(val_of(x)), *val_of(backward)[1:]]
+        put.meta = backward.meta | {"val": [*kept_values, val_of(layer.inner)]}
+    backward.replace_all_uses_with(put)
+    if residual is not None:
+        with graph.inserting_after(put):
+            grad = graph.call_function(operator.getitem, (put, 3))
+        grad.meta = dict(layer.inner.meta)
+        layer.inner.replace_all_uses_with(grad, delete_user_cb=lambda user: user is not backward)

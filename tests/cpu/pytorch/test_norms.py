@@ -1,0 +1,191 @@
+"""Batch norms of training as one operator a direction: which are found, and that the graph computes
+what PyTorch does. The operators run by PyTorch's own here; `tests/gpu` launches the kernels."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from confpred.families.protocol import PYTORCH_OPERATOR, Candidate
+from confpred.predict.choice import Choice
+from confpred.problem.norm import BatchNorm
+from confpred.pytorch import backend, norms
+from confpred.pytorch.backend import Options
+
+C = 8
+FASTER = Candidate("batch_norm_two_pass", 0)
+
+
+class Block(nn.Module):
+    """A convolution, a batch norm, and what follows it."""
+
+    def __init__(self, after: Callable[[Tensor, Tensor], Tensor], **options: Any) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(C, C, 3, padding=1, bias=False)
+        self.norm = nn.BatchNorm2d(C, **options)
+        self.last = nn.Conv2d(C, C, 1)
+        self.after = after
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.after(self.norm(self.conv(x)), x))
+
+
+AFTER = {
+    "none": lambda y, x: y,
+    "relu": lambda y, x: F.relu(y),
+    "relu in place": lambda y, x: F.relu(y, inplace=True),
+    "silu": lambda y, x: F.silu(y),
+    "gelu": lambda y, x: F.gelu(y),
+    "hardswish": lambda y, x: F.hardswish(y),
+    "relu6": lambda y, x: F.relu6(y),
+    "add": lambda y, x: y + x,
+    "add, relu": lambda y, x: F.relu(y + x),
+    "add from the left, silu": lambda y, x: F.silu(x + y),
+    "read twice": lambda y, x: F.relu(y) + y,
+    "of no kernel": lambda y, x: torch.tanh(y),
+}
+#: What each becomes: activation and whether a residual is in it.
+FUSED = {
+    "none": ("none", False), "relu": ("relu", False), "relu in place": ("relu", False),
+    "silu": ("silu", False), "gelu": ("gelu", False), "hardswish": ("hardswish", False),
+    "relu6": ("relu6", False), "add": ("none", True), "add, relu": ("relu", True),
+    "add from the left, silu": ("silu", True), "read twice": ("none", False),
+    "of no kernel": ("none", False),
+}  # fmt: skip
+
+
+def images(dtype: torch.dtype = torch.float32) -> Tensor:
+    torch.manual_seed(1)
+    x = torch.randn(4, C, 6, 5, dtype=dtype).to(memory_format=torch.channels_last)
+    return x.requires_grad_()
+
+
+def step(model: Callable[[Tensor], Tensor], parameters: Sequence[Tensor], x: Tensor) -> list[Tensor]:
+    """Return outputs and gradients of one step."""
+    out = model(x)
+    torch.manual_seed(2)
+    grads = torch.autograd.grad(out, [x, *parameters], torch.randn_like(out))
+    return [out.detach(), *grads]
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> list[BatchNorm]:
+    """Return the problems of batch norms that a capture asks about; all are chosen for."""
+    asked: list[BatchNorm] = []
+
+    def choose(problems: Sequence[Any]) -> list[Choice | None]:
+        found: list[Choice | None] = []
+        for problem in problems:
+            if isinstance(problem, BatchNorm):
+                asked.append(problem)
+                made = Choice(problem, "h100", "predicted", FASTER, 1.0, pytorch_ms=2.0)
+                found.append(made)
+            else:
+                found.append(None)
+        return found
+
+    monkeypatch.setattr(backend.Compiler, "chooser", lambda *_: choose)
+    torch._dynamo.reset()
+    return asked
+
+
+def captured(model: nn.Module) -> Callable[[Tensor], Tensor]:
+    made: Callable[[Tensor], Tensor] = torch.compile(
+        model, backend="confpred", options={"graphs": False}, dynamic=False
+    )
+    return made
+
+
+@pytest.mark.parametrize("name", AFTER)
+def test_a_step_is_what_pytorch_computes(name: str, served: list[BatchNorm]) -> None:
+    model = Block(AFTER[name]).to(memory_format=torch.channels_last)
+    theirs = copy.deepcopy(model)
+    ours = captured(model)
+    for _ in range(2):
+        mine = step(ours, list(model.parameters()), images())
+        other = step(theirs, list(theirs.parameters()), images())
+        for a, b in zip(mine, other, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+    for a, b in zip(model.buffers(), theirs.buffers(), strict=True):
+        torch.testing.assert_close(a, b)
+    ahead, back = served
+    assert (ahead.activation, ahead.residual) == FUSED[name]
+    assert ahead.direction == "forward"
+    assert back.direction == "backward"
+    assert (ahead.n, ahead.h, ahead.w, ahead.c) == (4, 6, 5, C)
+
+
+@pytest.mark.parametrize(
+    "options", [{"affine": False}, {"momentum": 0.3}, {"eps": 0.1}], ids=lambda each: next(iter(each))
+)
+def test_options_of_the_layer_are_followed(options: dict[str, Any], served: Any) -> None:
+    model = Block(AFTER["add, relu"], **options).to(memory_format=torch.channels_last)
+    theirs = copy.deepcopy(model)
+    mine = step(captured(model), list(model.parameters()), images())
+    other = step(theirs, list(theirs.parameters()), images())
+    for a, b in zip([*mine, *model.buffers()], [*other, *theirs.buffers()], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+    assert len(served) == 2
+    assert served[0].affine == options.get("affine", True)
+
+
+@pytest.mark.parametrize("kind", ["eval", "no statistics", "channels first", "float64"])
+def test_what_is_left_to_pytorch(kind: str, served: list[BatchNorm]) -> None:
+    model = Block(AFTER["relu"], track_running_stats=kind != "no statistics")
+    x = images()
+    if kind != "channels first":
+        model = model.to(memory_format=torch.channels_last)
+    else:
+        x = x.detach().contiguous().requires_grad_()
+    if kind == "eval":
+        model.norm.eval()
+    if kind == "float64":
+        model, x = model.double(), x.detach().double().requires_grad_()
+    theirs = copy.deepcopy(model)
+    mine = step(captured(model), list(model.parameters()), x)
+    other = step(theirs, list(theirs.parameters()), x)
+    for a, b in zip(mine, other, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+    assert served == []
+
+
+def test_both_directions_are_replaced_together() -> None:
+    problem = BatchNorm(4, 6, 5, C)
+    ours = Choice(problem, "h100", "predicted", FASTER, 1.0, pytorch_ms=1.5)
+    slow = Choice(problem, "h100", "predicted", FASTER, 2.0, pytorch_ms=1.0)
+    theirs = Choice(problem, "h100", "predicted", PYTORCH_OPERATOR, 1.0, pytorch_ms=1.0)
+    guessed = Choice(problem, "h100", "heuristic", FASTER, 1.0, pytorch_ms=9.0)
+    assert norms._gain_ms(ours, ours) == 1.0
+    assert norms._gain_ms(ours, slow) < 0.0
+    assert norms._gain_ms(ours, theirs) == 0.0
+    assert norms._gain_ms(ours, guessed) == 0.0
+
+
+def test_less_is_saved_for_the_backward_pass(served: list[BatchNorm]) -> None:
+    """The argument of SiLU is computed again."""
+
+    def saved(model: Callable[[Tensor], Tensor], x: Tensor) -> int:
+        found: dict[int, int] = {}
+
+        def keep(t: Tensor) -> Tensor:
+            found[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+            return t
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+            model(x)
+        return sum(found.values())
+
+    model = Block(AFTER["silu"]).to(memory_format=torch.channels_last)
+    x = images()
+    image_bytes = x.numel() * x.element_size()
+    assert saved(captured(model), x) <= saved(copy.deepcopy(model), x) - image_bytes
+
+
+def test_the_backend_asks_its_own_chooser() -> None:
+    assert Options().verify == 0
