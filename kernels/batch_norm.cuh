@@ -60,10 +60,34 @@ __device__ __forceinline__ void store_last(Element* to, const Access& value) {
     else value.store(to);
 }
 
+// VECTOR floats, four at a time where they are so many. Past the L1 cache, which does not see what other blocks store.
+__device__ __forceinline__ void put(float* to, const float (&values)[VECTOR]) {
+#pragma unroll
+    for (int v = 0; v < VECTOR; v += VECTOR % 4 ? 1 : 4) {
+        if (VECTOR % 4) to[v] = values[v];
+        else *reinterpret_cast<float4*>(to + v) = make_float4(values[v], values[(v + 1) % VECTOR], values[(v + 2) % VECTOR], values[(v + 3) % VECTOR]);
+    }
+}
+__device__ __forceinline__ void get(float (&values)[VECTOR], const float* from) {
+#pragma unroll
+    for (int v = 0; v < VECTOR; v += VECTOR % 4 ? 1 : 4) {
+        if (VECTOR % 4) {
+            values[v] = __ldcg(from + v);
+        } else {
+            const float4 four = __ldcg(reinterpret_cast<const float4*>(from + v));
+            values[v] = four.x;
+            values[(v + 1) % VECTOR] = four.y;
+            values[(v + 2) % VECTOR] = four.z;
+            values[(v + 3) % VECTOR] = four.w;
+        }
+    }
+}
+
 // A column's parameters; a tensor that is absent leaves the neutral value.
 __device__ __forceinline__ void load_column(float (&to)[VECTOR], const float* from, const Place& place, float absent) {
 #pragma unroll
-    for (int v = 0; v < VECTOR; ++v) to[v] = from && place.active ? from[place.channel + v] : absent;
+    for (int v = 0; v < VECTOR; ++v) to[v] = absent;
+    if (from && place.active) get(to, from + place.channel);
 }
 
 __device__ __forceinline__ float inverse_deviation(float variance, float eps) { return rsqrtf(variance + eps); }
@@ -167,29 +191,6 @@ __device__ __forceinline__ void share_rows(Pair& pair, const Place& place, float
     }
 }
 
-// VECTOR floats of the workspace, which the L1 caches of other blocks' multiprocessors do not know.
-__device__ __forceinline__ void put(float* to, const float (&values)[VECTOR]) {
-#pragma unroll
-    for (int v = 0; v < VECTOR; v += VECTOR % 4 ? 1 : 4) {
-        if (VECTOR % 4) to[v] = values[v];
-        else *reinterpret_cast<float4*>(to + v) = make_float4(values[v], values[(v + 1) % VECTOR], values[(v + 2) % VECTOR], values[(v + 3) % VECTOR]);
-    }
-}
-__device__ __forceinline__ void get(float (&values)[VECTOR], const float* from) {
-#pragma unroll
-    for (int v = 0; v < VECTOR; v += VECTOR % 4 ? 1 : 4) {
-        if (VECTOR % 4) {
-            values[v] = __ldcg(from + v);
-        } else {
-            const float4 four = __ldcg(reinterpret_cast<const float4*>(from + v));
-            values[v] = four.x;
-            values[(v + 1) % VECTOR] = four.y;
-            values[(v + 2) % VECTOR] = four.z;
-            values[(v + 3) % VECTOR] = four.w;
-        }
-    }
-}
-
 // `partials` are (2, splits, channels); behind them the two sums of all splits.
 __device__ __forceinline__ float* partial(float* partials, const Place& place, int which, int split) {
     return partials + (static_cast<i64>(which) * place.splits + split) * place.channels + place.channel;
@@ -212,6 +213,7 @@ __device__ __forceinline__ void put_partial(const Pair& pair, const Place& place
 template <bool MOMENTS>
 __device__ __forceinline__ void add_splits(Pair& pair, const Place& place, float* partials, float* shared) {
     pair.clear();
+#pragma unroll 4
     for (int split = place.active ? place.row : place.splits; split < place.splits; split += place.at_once) {
         Pair other;
         other.count = static_cast<float>(place.rows_of(split));

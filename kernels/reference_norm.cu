@@ -1,4 +1,4 @@
-// What batch norm is checked against, in float64. A block has 32 channels and goes through all of their rows, 32 at a
+// The reference of batch norm, in float64. A block has 32 channels and goes through all of their rows, 32 at a
 // time; it is launched for one output at a time, whose number is that of confpred/problem/norm.py.
 #include "reference.cuh"
 

@@ -23,7 +23,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
-from layers import H100, representative
+from layers import CONVOLUTIONS, H100, representative
 from ptxas import ARCHS, resources
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
@@ -32,7 +32,6 @@ from rich.table import Table
 from confpred.cuda.compiler import nvrtc_version
 from confpred.families.kernel_text import source_digest
 from confpred.families.protocol import Family
-from confpred.families.registry import all_kernels
 from confpred.problem.operation import KernelSpec
 
 SHOWN = 5  # failures
@@ -146,7 +145,7 @@ def report(found: Sequence[Result], console: Console) -> int:
 
 def main(words: Sequence[str] | None = None) -> int:
     parser = ArgumentParser(description=__doc__)
-    parser.add_argument("--family", action="append", choices=list(all_kernels()))
+    parser.add_argument("--family", action="append", choices=list(CONVOLUTIONS))
     parser.add_argument("--arch", action="append", help=f"instead of {', '.join(ARCHS)}")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--each", type=int, help="so many kernels a config, instead of all")
@@ -155,8 +154,8 @@ def main(words: Sequence[str] | None = None) -> int:
     options = parser.parse_args(words)
     console = Console()
     wanted: list[Kernel] = []
-    for name in options.family or all_kernels():
-        family = all_kernels()[name]
+    for name in options.family or CONVOLUTIONS:
+        family = CONVOLUTIONS[name]
         sources, met = kernels_of(family)
         console.print(f"{name}: {len(sources)} kernels; {met} of {len(family.configs)} configs")
         if options.each:

@@ -25,12 +25,11 @@ from typing import Any
 import command_line
 import numpy as np
 from fastapi.testclient import TestClient
-from layers import ARCHITECTURES, random_layer
+from layers import ARCHITECTURES, CONVOLUTIONS, random_layer
 
 from confpred import Predictor
 from confpred.data.suites import read_suite
 from confpred.families.protocol import Family
-from confpred.families.registry import all_kernels
 from confpred.problem.conv2d import DIRECTIONS, Problem
 from confpred.problem.device import KNOWN, Device
 from confpred.problem.record import Record
@@ -57,7 +56,7 @@ TRAINED = ("densenet121", "ghostnet_100", "mnasnet_small", "regnety_002", "resne
 def problems() -> list[Record]:
     entries = [e for d in DIRECTIONS for e in read_suite(SUITES / f"{d}.json").entries]
     found = [entry.problem for entry in entries[::EACH]]
-    for name, family in all_kernels().items():
+    for name, family in CONVOLUTIONS.items():
         rng = random.Random(name)
         found += [random_layer(rng, family) for _ in range(RANDOM)]
     return found
@@ -221,7 +220,7 @@ def main(out: Path, graphs: bool) -> None:
         },
         "families": {
             f"{name} {key}": of_family(family, device, sample)
-            for name, family in all_kernels().items()
+            for name, family in CONVOLUTIONS.items()
             for key, device in DEVICES.items()
         },
         "cli": {

@@ -5,15 +5,21 @@ from __future__ import annotations
 import random
 from functools import cache
 from itertools import cycle, product
+from typing import Any
 
 import numpy as np
 
 from confpred.families.protocol import Family
+from confpred.families.registry import kernels_of
 from confpred.problem.conv2d import ACTIVATIONS, DIRECTIONS, DTYPES, Problem
 from confpred.problem.device import KNOWN, Device, get_device
+from confpred.problem.norm import BatchNorm
 from confpred.problem.operation import KernelSpec
 
 H100 = get_device("h100")
+#: The kernel families of convolution, and those of batch norm, by name.
+CONVOLUTIONS = kernels_of(Problem(n=1, c=1, h=1, w=1, k=1, r=1, s=1))
+NORMS = kernels_of(BatchNorm(n=2, h=1, w=1, c=1))
 #: A board of each architecture, by its target: legality and launches differ between these.
 ARCHITECTURES = {device.arch: device for device in reversed(list(KNOWN.values()))}
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)
@@ -176,4 +182,24 @@ def random_legal_layer(
     while True:
         problem = random_layer(rng, family)
         if problem.flops <= most_flops and family.legal(problem, device).any():
+            return problem
+
+
+def random_norm(rng: random.Random, family: Any, most_rows: int = 3000) -> BatchNorm:
+    """Return a small batch norm that `family` has configs for: odd channels, a row, two images."""
+    while True:
+        direction, activation = family.direction, rng.choice(ACTIVATIONS)
+        problem = BatchNorm(
+            n=rng.choice((2, 2, 3, 5)),
+            h=rng.choice((1, rng.randint(2, 12), rng.randint(13, 40))),
+            w=rng.randint(1, 40),
+            c=rng.choice((1, 3, 8, 10, 16, 24, 36, 48, 96, 144, 264)),
+            dtype=rng.choice(DTYPES),
+            activation=activation,
+            residual=rng.random() < 0.4 and (direction == "forward" or activation != "none"),
+            direction=direction,
+            affine=rng.random() < 0.8,
+            frozen=rng.random() < 0.2,
+        )
+        if problem.rows * problem.c <= 8 * most_rows and family.legal(problem, H100).any():
             return problem

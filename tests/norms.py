@@ -1,46 +1,23 @@
-"""Batch norm for tests: random layers, and PyTorch's answer in float64."""
+"""Batch norm for tests: inputs, and PyTorch's answer in float64."""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Mapping
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from layers import H100
+from layers import H100, NORMS, random_norm
 from references import outside, random_inputs
 
 from confpred.families.protocol import Family
-from confpred.families.registry import kernels_of
-from confpred.problem.conv2d import ACTIVATIONS, DTYPES
 from confpred.problem.device import Device
 from confpred.problem.limits import ORDINARY_ERROR
 from confpred.problem.norm import BATCH_NORM, BatchNorm
 from confpred.problem.operation import Launch
 
-FAMILIES = kernels_of(BatchNorm(2, 1, 1, 1))
-CHANNELS = (1, 3, 8, 10, 16, 24, 36, 48, 96, 144, 264)
-
-
-def random_problem(rng: random.Random, family: Family, most_rows: int = 3000) -> BatchNorm:
-    """Return a small layer that `family` has configs for: odd channels, a row, two images."""
-    while True:
-        direction, activation = family.direction, rng.choice(ACTIVATIONS)
-        problem = BatchNorm(
-            n=rng.choice((2, 2, 3, 5)),
-            h=rng.choice((1, rng.randint(2, 12), rng.randint(13, 40))),
-            w=rng.randint(1, 40),
-            c=rng.choice(CHANNELS),
-            dtype=rng.choice(DTYPES),
-            activation=activation,
-            residual=rng.random() < 0.4 and (direction == "forward" or activation != "none"),
-            direction=direction,
-            affine=rng.random() < 0.8,
-            frozen=rng.random() < 0.2,
-        )
-        if problem.rows * problem.c <= 8 * most_rows and family.legal(problem, H100).any():
-            return problem
+FAMILIES = NORMS
+random_problem = random_norm
 
 
 def legal_rows(family: Family, problem: BatchNorm, device: Device = H100) -> list[int]:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 DIRECTIONS = ("forward", "backward")
 #: Most rows (images times pixels): kernels count them, and a step beyond them, in 32 bits.
 MOST_ROWS = 2**30
-#: What the operands ``eps`` and ``momentum`` hold where they are made up: PyTorch's defaults.
+#: PyTorch's defaults, which the operands ``eps`` and ``momentum`` hold where they are made up.
 EPS, MOMENTUM = 1e-5, 0.1
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from cuda.bindings import driver as cuda
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from layers import random_legal_layer
+from layers import NORMS, random_legal_layer, random_norm
 
 from confpred.cuda import driver
 from confpred.cuda.compiler import compile_kernel
@@ -73,8 +73,11 @@ def main() -> None:
     rng = random.Random(0)
     launched = 0
     for index in range(LAYERS):
-        problem = random_legal_layer(rng, family, device)
-        problem = replace(problem, n=min(problem.n, 2))
+        if family.name in NORMS:
+            problem = random_norm(rng, family)
+        else:
+            problem = random_legal_layer(rng, family, device)
+            problem = replace(problem, n=min(problem.n, 2))
         if problem.direction == "wgrad":  # half of them as fast as can be, half repeatable
             problem = replace(problem, deterministic=bool(index % 2))
         rows = np.flatnonzero(family.legal(problem, device)).tolist()

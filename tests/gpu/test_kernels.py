@@ -8,11 +8,10 @@ from dataclasses import replace
 import pytest
 import torch
 from launching import Config, outside
-from layers import random_legal_layer
+from layers import CONVOLUTIONS, random_legal_layer
 from references import random_inputs, reference, some_rows
 
 from confpred.families.protocol import Family, config_dict
-from confpred.families.registry import all_kernels
 from confpred.measure.kernels import check
 from confpred.problem.conv2d import Problem
 from confpred.problem.device import Device
@@ -21,7 +20,7 @@ PROBLEMS = 40
 KERNELS, CONFIGS = 3, 3  # of a problem, and of a kernel
 REPEATS = 20
 
-FAMILIES = all_kernels()
+FAMILIES = CONVOLUTIONS
 every_family = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
 
 

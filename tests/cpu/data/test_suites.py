@@ -14,7 +14,7 @@ from confpred.data.measurements import problem_of_row
 from confpred.data.parquet import problem_columns, read
 from confpred.data.suites import FORMAT, Entry, Suite, read_suite, write_suite
 from confpred.errors import DataError, InvalidProblem, StorageError
-from confpred.families.registry import all_families
+from confpred.families.registry import families_of
 from confpred.problem.conv2d import CONVOLUTION, DIRECTIONS, Problem
 from confpred.problem.device import get_device
 
@@ -110,7 +110,7 @@ def test_the_suites_that_ship_hold_layers_that_their_networks_have(networks, shi
     checked = resized = 0
     for entry in itertools.chain(*shipped.values()):
         problem = entry.problem
-        served = any(f.legal(problem, device).any() for f in all_families().values())
+        served = any(f.legal(problem, device).any() for f in families_of(problem).values())
         # The one gap: no tile of `grouped_wgrad` fits outputs of 33 to 40 columns.
         gap = problem.direction == "wgrad" and 33 <= problem.q <= 40
         assert served or gap or not entry.networks, problem

@@ -16,18 +16,17 @@ from dataclasses import replace
 import layer_norm
 import numpy as np
 import pytest
-from layers import H100, random_legal_layer
+from layers import CONVOLUTIONS, H100, random_legal_layer
 from ptx.launch import ptx_of
 from ptx.text import PtxError
 
 from confpred.families.kernel_text import file_text
 from confpred.families.protocol import Family
-from confpred.families.registry import all_kernels
 from confpred.problem.conv2d import CONVOLUTION, DIRECTIONS, Problem
 from confpred.problem.operation import REFERENCE, KernelSpec, Operation, Step
 from confpred.problem.record import Record
 
-FAMILIES = all_kernels()
+FAMILIES = CONVOLUTIONS
 LAYERS = 12  # of each family
 
 #: Kernels name an operand by its role: those that compute an image make the gradient of the input

@@ -6,14 +6,13 @@ from itertools import product
 
 import numpy as np
 import pytest
-from layers import H100
+from layers import CONVOLUTIONS, H100
 from ptxas import ARCHS, resources
 from slow import slow_but
 
 from confpred.families.batch import ProblemBatch
 from confpred.families.common import MAX_REGISTERS
 from confpred.families.depthwise.depthwise_banded import most_registers
-from confpred.families.registry import all_kernels
 from confpred.families.table import config_columns
 from confpred.problem.conv2d import Problem
 
@@ -45,7 +44,7 @@ def test_registers_are_near_the_estimate_and_hardly_spill(
     kinds, most_stack, least, largest = KINDS[names]
     ratios, stacks = [], []
     for name, (number, (width, r, s, stride)) in product(names, enumerate(kinds)):
-        family, more = all_kernels()[name], ""
+        family, more = CONVOLUTIONS[name], ""
         if family.direction == "fprop":
             more = f"activation=silu residual={number % 2}"
         if family.direction == "wgrad":

@@ -9,16 +9,15 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from layers import random_legal_layer, representative, served
+from layers import CONVOLUTIONS, random_legal_layer, representative, served
 from strategies import problems, problems_of
 
 from confpred.families.kernel_text import file_text
 from confpred.families.protocol import Family, config_dict
-from confpred.families.registry import all_kernels
 from confpred.problem.device import KNOWN, Device, get_device
 from confpred.problem.operation import SCRATCH, ZEROED
 
-FAMILIES = all_kernels()
+FAMILIES = CONVOLUTIONS
 WGRAD = [f for f in FAMILIES.values() if ("wgrad" in dict(served(f)))]
 NAMES = {"bias", "residual", "bias_grad"}
 every_family = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)

@@ -8,15 +8,14 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from layers import ARCHITECTURES, H100, WIDTHS
+from layers import ARCHITECTURES, CONVOLUTIONS, H100, WIDTHS
 from strategies import layers_of, problems_of
 
 from confpred.families.protocol import Family, config_dict
-from confpred.families.registry import all_kernels
 from confpred.problem.conv2d import DIRECTIONS, Problem
 from confpred.problem.device import Device
 
-FAMILIES = all_kernels()
+FAMILIES = CONVOLUTIONS
 every_family = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
 BANDED = [f"depthwise_banded_{direction}" for direction in DIRECTIONS]
 DEPTHWISE = [f"depthwise_{direction}" for direction in DIRECTIONS]

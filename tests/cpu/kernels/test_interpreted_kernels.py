@@ -9,19 +9,18 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from layers import H100, random_legal_layer
+from layers import CONVOLUTIONS, H100, random_legal_layer
 from ptx.launch import interpret
 from references import outside, random_inputs, reference, some_rows
 from slow import slow_but
 
 from confpred.families.protocol import Family, config_dict
-from confpred.families.registry import all_kernels
 
 PROBLEMS = slow_but((0, 1), range(8), "the interpreter takes a second a problem")
 KERNELS, CONFIGS = 2, 2  # of a problem, and of a kernel
 MOST_FLOPS = 2**21
 
-FAMILIES = all_kernels()
+FAMILIES = CONVOLUTIONS
 WGRAD = [name for name in FAMILIES if name.endswith("wgrad")]
 every_family = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
 

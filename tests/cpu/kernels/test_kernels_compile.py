@@ -8,17 +8,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from layers import ARCHITECTURES, H100, first_kernel, representative
+from layers import ARCHITECTURES, CONVOLUTIONS, H100, first_kernel, representative
 from ptxas import ARCHS, resources
 
 from confpred.cuda.cache import KernelCache
 from confpred.cuda.compiler import compile_kernel
 from confpred.errors import CompileError
 from confpred.families.protocol import Family
-from confpred.families.registry import all_kernels
 from confpred.problem.operation import KernelSpec
 
-FAMILIES = all_kernels()
+FAMILIES = CONVOLUTIONS
 KERNELS = 5  # a family and target
 MOST_STACK_BYTES = 640  # 544 in the worst of all kernels today
 

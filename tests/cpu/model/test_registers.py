@@ -6,16 +6,16 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from layers import CONVOLUTIONS
 
 from confpred.errors import ModelError
 from confpred.families.common import Occupancy
 from confpred.families.protocol import Compiled
-from confpred.families.registry import all_kernels
 from confpred.model.features import Pool, Registers, kernels_of, registers_text
 from confpred.problem.conv2d import Kind, Problem
 from confpred.problem.device import get_device
 
-FAMILY = all_kernels()["grouped_fprop"]
+FAMILY = CONVOLUTIONS["grouped_fprop"]
 H100 = get_device("h100")
 LAYER = Problem(16, 64, 28, 28, 64, 3, 3, padding=1, groups=8)
 ROWS = np.flatnonzero(FAMILY.legal(LAYER, H100))
@@ -26,15 +26,15 @@ def table(registers: np.ndarray, problem: Problem = LAYER, rows: np.ndarray = RO
 
 
 def test_every_family_of_this_package_says_what_its_kernels_are_compiled_for() -> None:
-    for family in all_kernels().values():
+    for family in CONVOLUTIONS.values():
         assert isinstance(family, Compiled)
         assert set(family.kernel_fields) < set(family.configs.dtype.names)
 
 
-@pytest.mark.parametrize("name", sorted(all_kernels()))
+@pytest.mark.parametrize("name", sorted(CONVOLUTIONS))
 def test_configs_of_one_number_launch_one_kernel(name: str) -> None:
     """And layers of one kind, whatever their sizes."""
-    family = all_kernels()[name]
+    family = CONVOLUTIONS[name]
     direction = name.rpartition("_")[2]
     width = 8 if name.startswith("grouped") else 1
     layers = [

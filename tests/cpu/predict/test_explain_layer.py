@@ -11,11 +11,12 @@ from pathlib import Path
 import lightgbm
 import numpy as np
 import pytest
+from layers import CONVOLUTIONS
 
 import confpred
 from confpred.errors import InvalidInput, UnknownDevice
 from confpred.families.protocol import PYTORCH_OPERATOR
-from confpred.families.registry import all_families, all_kernels
+from confpred.families.registry import all_families
 from confpred.model.folder import Model
 from confpred.predict.explain import (
     NEAREST,
@@ -136,7 +137,7 @@ def test_every_feature_of_every_family_has_a_meaning(model):
         "depthwise": "n=4 c=64 h=14 w=14 k=64 r=3 s=3 groups=64 padding=1",
         "dense": "n=4 c=64 h=14 w=14 k=64 r=3 s=3 padding=1",
     }
-    for name, family in all_kernels().items():
+    for name, family in CONVOLUTIONS.items():
         kind, _, direction = name.rpartition("_")
         problem = Problem.parse(problems[kind.partition("_")[0]] + f" direction={direction}")
         rows = np.flatnonzero(family.legal(problem, H100))

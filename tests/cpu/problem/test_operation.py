@@ -25,6 +25,8 @@ from confpred.errors import DataError
 from confpred.families.registry import all_families, all_operations, families_of, operation_of
 from confpred.problem.conv2d import CONVOLUTION, DTYPES, Problem
 from confpred.problem.device import get_device
+from confpred.problem.linear_chain import LINEAR_CHAIN, LinearChain
+from confpred.problem.norm import BATCH_NORM, BatchNorm
 from confpred.problem.operation import REFERENCE, Operand, Operation
 from confpred.sampler.run import open_store
 from confpred.training.dataset import read_dataset
@@ -33,12 +35,15 @@ OUTPUTS = {"fprop": {"out"}, "dgrad": {"in_grad"}, "wgrad": {"filter_grad", "bia
 SMALL = "n=2 c=6 h=7 w=5 k=12 r=3 s=2 groups=3 padding=1 stride=2x1 "
 
 
-def test_convolution_is_an_operation_and_every_family_here_computes_it() -> None:
+def test_every_family_here_computes_one_operation() -> None:
     assert isinstance(CONVOLUTION, Operation)
-    assert all_operations() == {"conv2d": CONVOLUTION}
-    problem = Problem.parse(SMALL)
-    assert operation_of(problem) is CONVOLUTION
-    assert families_of(problem).keys() == all_families().keys()
+    assert all_operations() == {
+        operation.name: operation for operation in (CONVOLUTION, LINEAR_CHAIN, BATCH_NORM)
+    }
+    problems = (Problem.parse(SMALL), LinearChain(1, 8, 8, 8, 2), BatchNorm(2, 3, 3, 8))
+    assert [operation_of(p) for p in problems] == [CONVOLUTION, LINEAR_CHAIN, BATCH_NORM]
+    families = [name for problem in problems for name in families_of(problem)]
+    assert sorted(families) == sorted(all_families())
 
 
 @given(problems())
@@ -172,7 +177,7 @@ def test_a_plugged_in_family_is_chosen_for_its_problems_alone(tmp_path: Path) ->
         from confpred import Predictor, Problem
         from confpred.families.registry import all_families, all_operations, families_of
         assert list(all_families())[-1] == "scale_rows"
-        assert list(all_operations()) == ["conv2d", "scale"]
+        assert sorted(all_operations()) == ["batch_norm", "conv2d", "linear_chain", "scale"]
         assert list(families_of(Scaling(40))) == ["scale_rows"]
         choice = Predictor.load().choose(Scaling(40), "h100")
         assert (choice.source, choice.family, choice.config_id) == ("heuristic", "scale_rows", 0)
