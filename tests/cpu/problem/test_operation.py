@@ -26,7 +26,7 @@ from confpred.families.registry import all_families, all_operations, families_of
 from confpred.problem.conv2d import CONVOLUTION, DTYPES, Problem
 from confpred.problem.device import get_device
 from confpred.problem.operation import REFERENCE, Operand, Operation
-from confpred.sampler.run import open_store
+from confpred.sampler.store import open_store
 from confpred.training.dataset import read_dataset
 
 OUTPUTS = {"fprop": {"out"}, "dgrad": {"in_grad"}, "wgrad": {"filter_grad", "bias_grad"}}

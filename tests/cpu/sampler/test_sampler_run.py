@@ -23,7 +23,8 @@ from confpred.errors import ConfpredError, FolderBusy, InvalidInput, LaunchError
 from confpred.families.registry import all_families, config_ids
 from confpred.problem.conv2d import CONVOLUTION, Problem
 from confpred.problem.device import get_device
-from confpred.sampler.run import Settings, Tally, open_store
+from confpred.sampler.run import Settings, Tally
+from confpred.sampler.store import open_store
 from confpred.sampler.tasks import plan
 
 LAYER = Problem(2, 64, 14, 14, 64, 3, 3, padding=1, groups=8)

@@ -20,7 +20,7 @@ from confpred.data.parquet import add_part, merge, operation_in, read, schema
 from confpred.errors import DataError, FolderBusy, InvalidInput, StorageError
 from confpred.families.registry import config_ids
 from confpred.problem.conv2d import CONVOLUTION, Problem
-from confpred.sampler.run import FLUSH_ROWS, open_store
+from confpred.sampler.store import FLUSH_ROWS, open_store
 from confpred.sampler.tasks import Measured
 from confpred.training.dataset import data_files
 
@@ -103,7 +103,7 @@ HOLD = """
     import sys
     from pathlib import Path
     from confpred.problem.conv2d import CONVOLUTION
-    from confpred.sampler.run import open_store
+    from confpred.sampler.store import open_store
     with open_store(Path(sys.argv[1]), "a", CONVOLUTION):
         print("held", flush=True)
         sys.stdin.read()
@@ -129,7 +129,7 @@ FILL_THE_DISK = """
     from sampler_rows import ROW, other
     from confpred.errors import StorageError
     from confpred.problem.conv2d import CONVOLUTION
-    from confpred.sampler.run import open_store
+    from confpred.sampler.store import open_store
     with open_store(Path(sys.argv[1]), "r", CONVOLUTION) as store:
         store.add([ROW])
         store.flush()
