@@ -9,6 +9,7 @@ says every few seconds that it lives, and one that does not is killed.
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import socket
 import sys
@@ -46,6 +47,7 @@ SETTLE_S = 30.0
 #: A compilation may take so long, waiting for a core included.
 _COMPILE_S = 900.0
 _FETCH_S = 30.0
+_REACH_S = 10.0
 #: Compiled kernels that Ray keeps; an actor compiles what is gone.
 _MOST_KEPT = 30_000
 _BEATS = 4  # in the time after which an actor is taken to hang
@@ -448,12 +450,17 @@ class Fleet:
 
 def _connect(address: str | None) -> None:
     """Connect to a cluster, or start a Ray of this machine."""
+    if address not in (None, "auto") and not re.fullmatch(r"[^/\s]+:[0-9]{1,5}", address):
+        raise InvalidInput("address", address, "auto, or HOST:PORT of the cluster's head")
     alone = address is None and not os.environ.get("RAY_ADDRESS")
     own = {"include_dashboard": False} if alone else {"address": address}
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # confpred sends nothing anywhere
     try:
+        if address not in (None, "auto"):  # Ray itself would try for minutes
+            host, _, port = address.rpartition(":")
+            socket.create_connection((host, int(port)), _REACH_S).close()
         ray.init(log_to_driver=False, logging_level="ERROR", **own)
-    except (ConnectionError, RayError, RuntimeError, ValueError) as error:
+    except (OSError, OverflowError, RayError, RuntimeError, ValueError) as error:
         where = (
             "a Ray of this machine" if alone else f"the Ray cluster at {address or 'RAY_ADDRESS'}"
         )

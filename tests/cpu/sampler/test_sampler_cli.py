@@ -35,6 +35,18 @@ def suite(repository: Path) -> Path:
         (("--budget", "-1m"), "budget='-1m'"),
         (("--budget", "nanm"), "budget='nanm'"),
         (("--timeout", "0s"), "timeout='0s'"),
+        *(
+            (("--part", part), f"part='{part}' is not allowed; allowed: I/N with I from 1 to N")
+            for part in ("0/4", "5/4", "x", "1/0", "1/2/3", "-1/2")
+        ),
+        (
+            ("--address", "auto"),
+            "address='auto' is not allowed; allowed: an option of --engine ray",
+        ),
+        (("--device", "h100"), "device='h100' is not allowed; allowed: an option of --engine ray"),
+        (("--engine", "ray", "--gpus", "0"), "gpus='0' is not allowed; allowed: all with"),
+        (("--engine", "slurm"), "'slurm' is not one of 'local', 'ray'"),
+        (("--out", "moon://a"), "folder='moon://a' is not allowed; allowed: a folder, or a URL"),
         (("--configs", "0"), "0 is not in the range"),
         (("--configs", "many"), "'many' is not a valid integer"),
         (("--jobs", "-1"), "-1 is not in the range"),
@@ -63,6 +75,17 @@ def test_without_a_gpu_the_error_says_so(suite, tmp_path):
     done = confpred("sample", "--suite", suite, "--out", tmp_path / "out")
     said = "confpred: sampling needs an NVIDIA GPU, and no CUDA device can be used here\n"
     assert (done.returncode, done.stderr) == (1, said)
+
+
+@pytest.mark.slow(reason="Ray starts")
+def test_a_ray_without_a_gpu_is_an_error(suite, tmp_path):
+    done = confpred("sample", "--suite", suite, "--out", tmp_path / "out", "--engine", "ray")
+    said = "confpred: sampling needs an NVIDIA GPU, and the Ray cluster has none\n"
+    assert (done.returncode, done.stderr) == (1, said)
+    words = ("--engine", "ray", "--address", "127.0.0.1:1")
+    done = confpred("sample", "--suite", suite, "--out", tmp_path / "out", *words)
+    assert done.returncode == 1
+    assert done.stderr.startswith("confpred: cannot reach the Ray cluster at 127.0.0.1:1: ")
 
 
 def test_merge(tmp_path):

@@ -11,13 +11,14 @@ import sys
 import time
 from pathlib import Path
 
+import fleet_jobs
 import pytest
 import sampler_jobs
 import sampler_run
 from sampler_run import rows, suite_of
 
 from confpred.data.measurements import problem_of_row
-from confpred.data.parquet import merge, read
+from confpred.data.parquet import merge, read, schema
 from confpred.data.suites import Entry, Suite, write_suite
 from confpred.errors import ConfpredError, FolderBusy, InvalidInput, LaunchError
 from confpred.families.registry import all_families, config_ids
@@ -151,6 +152,20 @@ def test_a_kernel_that_does_not_compile_is_a_row_with_the_log(tmp_path):
 def test_a_compiler_that_cannot_run_ends_the_run(tmp_path):
     with pytest.raises(ConfpredError, match="kernels cannot be compiled: ModuleNotFoundError"):
         run(tmp_path, compile="no_such_module:compile")
+
+
+def test_parts_measure_together_what_one_run_does(tmp_path):
+    chosen = {"suite": suite_of(7), "configs": 2, "processes": 0, "measure": fleet_jobs.MEASURE}
+    folders = [tmp_path / str(part) for part in range(1, 4)]
+    tallies = [run(f, part=(part, 3), **chosen) for part, f in enumerate(folders, 1)]
+    assert [tally.total_rows for tally in tallies] == [6, 4, 4]
+    run(tmp_path / "whole", **chosen)
+    merge(folders, tmp_path / "parts.parquet")
+    merge([tmp_path / "whole"], tmp_path / "whole.parquet")
+    own = ("run_id", "time", "error")  # not a number, so equal to nothing
+    names = [name for name in schema(CONVOLUTION).names if name not in own]
+    parts, whole = (read(tmp_path / f"{n}.parquet", CONVOLUTION, names) for n in ("parts", "whole"))
+    assert parts.equals(whole)
 
 
 @pytest.mark.slow(reason="measurements take half a second")
