@@ -6,6 +6,7 @@ shards; merging makes one sorted file of them, or a new part of a folder of part
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import io
@@ -238,6 +239,8 @@ _ANCHORS = "anchors-*.parquet"
 #: The columns that distinguish rows of a problem, beside the problem's own.
 _ROW = ("device", "run_id", "family", "config", "cudnn_mode", "time")
 _MOST_PARTS = 99  # of a day
+#: Files that are worth a dataset; Arrow's threads have started long before so many are read.
+_TOGETHER = 8
 _READERS = 16  # of an object store's footers at a time
 
 
@@ -274,18 +277,18 @@ def read_shards(
     known = schema(operation)
     wanted = pa.schema([known.field(name) for name in columns], known.metadata)
     shards = shards_in(folder, anchors=anchors)
-    try:
-        return _read_together(shards, operation, wanted)
-    except (OSError, pa.ArrowException, ValueError):  # each by itself is named, or an old file
-        parts = [read(path, operation, columns) for path in shards]
-        return pa.concat_tables([wanted.empty_table(), *parts])
+    if len(shards) >= _TOGETHER:
+        with contextlib.suppress(OSError, pa.ArrowException, ValueError):  # `read` says where
+            return _read_together(shards, operation, wanted)
+    parts = [read(path, operation, columns) for path in shards]
+    return pa.concat_tables([wanted.empty_table(), *parts])
 
 
 def _read_together(files: Sequence[File], operation: Operation, wanted: pa.Schema) -> pa.Table:
     """Return the columns `wanted` of whole files of today's columns; raises an error of Arrow's, or
     a ValueError, where one is anything else."""
     remote = [file for file in files if isinstance(file, RemoteFile)]
-    checked = ds.ParquetFragmentScanOptions(page_checksum_verification=True, pre_buffer=False)
+    checked = ds.ParquetFragmentScanOptions(page_checksum_verification=True)
     shards = ds.dataset(
         [file.path for file in remote] or [str(file) for file in files],
         schema=wanted,
@@ -298,7 +301,7 @@ def _read_together(files: Sequence[File], operation: Operation, wanted: pa.Schem
         holds = (found.metadata or {}).get(_OPERATION.encode())
         return holds == operation.name.encode() and set(wanted.names) <= set(found.names)
 
-    # An object store takes long to answer; for files one thread does, as in `read`.
+    # An object store takes long to answer.
     with ThreadPoolExecutor(_READERS if remote else 1) as readers:
         if not all(readers.map(is_whole, shards.get_fragments())):
             raise ValueError("files of another operation, or of other columns")
@@ -379,7 +382,7 @@ def _joined(folders: Sequence[Folder], operation: Operation, anchors: bool) -> p
         if not table.num_rows:
             raise DataError(f"{folder} holds no measurements ({_ANCHORS if anchors else _SHARDS})")
         tables.append(table)
-    table = pa.concat_tables(tables)
+    table = pa.concat_tables(tables).combine_chunks()  # which sorts several times as fast
     order = ["device", *problem_columns(operation), "family", "config", "time"]
     return table.take(pc.sort_indices(table, [(name, "ascending") for name in order]))
 
