@@ -45,7 +45,7 @@ if TYPE_CHECKING:  # an actor's child imports this module and measures nothing w
 
 ROW_S = 0.02
 CONFIGS = 24  # rows of a unit
-TURNS = 1
+TURNS = 3
 GPUS = 8
 KILL_EVERY_S, KILLS_S = 5.0, 120.0
 SHARDS, SHARD_ROWS = 1000, 300
@@ -102,6 +102,7 @@ def ray_of(gpus: int) -> Iterator[Engine]:
 
     before = os.sched_getaffinity(0)
     ray.init(
+        "local",
         num_gpus=gpus,
         num_cpus=gpus + 1,
         include_dashboard=False,

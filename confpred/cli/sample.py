@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import secrets
 import shlex
 import sys
 from dataclasses import replace
@@ -231,6 +232,10 @@ def sample(
         return
     with contextlib.ExitStack() as stack:
         if engine == "ray":
+            if address is None and not os.environ.get("RAY_ADDRESS"):
+                # A Ray that starts here listens to the whole network; it reads this at its import.
+                os.environ.setdefault("RAY_AUTH_MODE", "token")
+                os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
             with needing("ray"):
                 from confpred.sampler.fleet import Fleet
             found: Engine = stack.enter_context(Fleet(settings, address, kind=kind))

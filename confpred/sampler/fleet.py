@@ -453,7 +453,7 @@ def _connect(address: str | None) -> None:
     if address not in (None, "auto") and not re.fullmatch(r"[^/\s]+:[0-9]{1,5}", address):
         raise InvalidInput("address", address, "auto, or HOST:PORT of the cluster's head")
     alone = address is None and not os.environ.get("RAY_ADDRESS")
-    own = {"include_dashboard": False} if alone else {"address": address}
+    own = {"address": "local", "include_dashboard": False} if alone else {"address": address}
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # confpred sends nothing anywhere
     try:
         if address not in (None, "auto"):  # Ray itself would try for minutes
@@ -464,7 +464,8 @@ def _connect(address: str | None) -> None:
         where = (
             "a Ray of this machine" if alone else f"the Ray cluster at {address or 'RAY_ADDRESS'}"
         )
-        raise ConfpredError(f"cannot reach {where}: {_reason(error)}") from error
+        hint = "" if alone else "; its token is that of RAY_AUTH_TOKEN or ~/.ray/auth_token"
+        raise ConfpredError(f"cannot reach {where}: {_reason(error)}{hint}") from error
 
 
 def _reason(error: BaseException) -> str:

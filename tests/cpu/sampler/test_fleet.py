@@ -41,7 +41,7 @@ def faults(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         patch.setenv("CONFPRED_CACHE_DIR", str(tmp_path_factory.mktemp("kernels")))
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         quiet = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
-        ray.init(num_gpus=GPUS, num_cpus=GPUS + 2, **quiet)
+        ray.init("local", num_gpus=GPUS, num_cpus=GPUS + 2, **quiet)
         try:
             yield folder
         finally:
