@@ -31,7 +31,15 @@ from confpred.errors import ConfpredError, InvalidInput, LaunchError
 from confpred.measure.timing import Status
 from confpred.problem.device import get_device
 from confpred.problem.operation import KernelSpec
-from confpred.sampler.jobs import CompileJob, Compiling, Finished, GpuWorker, Known, Lost
+from confpred.sampler.jobs import (
+    MAX_FAILURES,
+    CompileJob,
+    Compiling,
+    Finished,
+    GpuWorker,
+    Known,
+    Lost,
+)
 from confpred.sampler.run import Settings, project_version
 from confpred.sampler.tasks import Unit
 from confpred.sampler.worker import Done, Failed
@@ -208,6 +216,8 @@ class RayGpu:
         self._fleet = fleet
         self._sent: deque[_Sent] = deque()
         self._heard = 0.0
+        self._why = ""
+        self._losses = 0  # in a row, without a unit that ended
         self._actor = fleet.start_actor()
         self._ask()
 
@@ -234,6 +244,8 @@ class RayGpu:
         Raises:
             LaunchError: the GPU cannot be used.
         """
+        if self._losses == MAX_FAILURES:
+            raise LaunchError(f"{self.name} lost {MAX_FAILURES} workers in a row: {self._why}")
         if self.site is None:
             self._arrive()
             return []
@@ -242,15 +254,16 @@ class RayGpu:
             ready = id(sent.words) in self._fleet.ready
             while ready and sent in self._sent:
                 try:
-                    said = ray.get(next(sent.words))
+                    said = ray.get(next(sent.words), timeout=_FETCH_S)
                 except RayTaskError as error:
                     raise LaunchError(f"{self.name}: {_reason(error)}") from error
-                except RayError as error:
+                except (RayError, StopIteration) as error:
                     return [*events, self._lose("launch_error", _reason(error))]
                 self._heard = time.monotonic()
                 if isinstance(said, list):
                     self._sent.remove(sent)
                     self.units.remove(sent.unit)
+                    self._losses = 0
                     events += said
                 else:
                     sent.begun = True
@@ -274,6 +287,8 @@ class RayGpu:
         lost = Lost(begun, tuple(self.units), status, f"{self.name}: {message}")
         self._sent.clear()
         self.units.clear()
+        self._losses += 1
+        self._why = message
         self._ask()
         return lost
 

@@ -292,7 +292,7 @@ class GpuWorker:
         seed: of the order of timed rounds.
 
     Attributes:
-        units: the one in flight, if any.
+        units: the tasks of the one in flight that have not ended, if any.
     """
 
     def __init__(self, run: Run, ordinal: int, function: str, silence_s: float, seed: int) -> None:
@@ -379,15 +379,13 @@ class GpuWorker:
         message = self._failures[-1].message if self._failures else ""
         self._given_up = 0 if self._outcomes else self._given_up + 1
         if self._given_up == MAX_GIVEN_UP:
-            self.units = [Unit(tuple(self._tasks))]  # those that ended are stored already
             raise LaunchError(
                 f"{self.name} failed {MAX_GIVEN_UP} problems in a row; the last one,"
                 f" {task.problem}: {message}"
             )
         finished = Finished(task, tuple(self._outcomes), len(self._left), message, seconds)
         self._tasks.popleft()
+        self.units = [Unit(tuple(self._tasks))] if self._tasks else []
         if self._tasks:
             self._begin()
-        else:
-            self.units = []
         return finished

@@ -350,7 +350,7 @@ class _Drive:
     def _take_back(self, gpu: Gpu, lost: Lost) -> None:
         """Have the units of a lost worker measured again, but the one that it had begun only once:
         a unit that has killed twice has failed."""
-        for unit in reversed([unit for unit in lost.units if unit != self._anchors]):
+        for unit in reversed([unit for unit in lost.units if not unit.anchors]):
             self._killed[unit] += unit == lost.begun
             if self._killed[unit] < MOST_KILLED:
                 self._again.appendleft(unit)
@@ -363,7 +363,7 @@ class _Drive:
                 failed = [Outcome(each, lost.status, message=message) for each in left]
                 self._keep(gpu, Finished(task, (*known, *failed), 0, message, 0.0))
         self._tally.lost += 1
-        if self._anchors in lost.units:
+        if any(unit.anchors for unit in lost.units):
             del self._anchored[gpu.run.run_id]
 
     def _set_aside(self, gpu: Gpu, error: LaunchError) -> None:
@@ -372,7 +372,7 @@ class _Drive:
         gpu.stop(kill=True)
         if not self._gpus:
             raise error
-        self._again.extendleft(unit for unit in reversed(gpu.units) if unit != self._anchors)
+        self._again.extendleft(unit for unit in reversed(gpu.units) if not unit.anchors)
         gpu.units.clear()
         self._anchored.pop(gpu.run.run_id, None)
         self._tally.gpus = len(self._gpus)
@@ -391,7 +391,7 @@ class _Drive:
         done = []
         for gpu in self._gpus:
             anchored = self._anchored.get(gpu.run.run_id)
-            if anchored is not None and self._anchors not in gpu.units:
+            if anchored is not None and not any(unit.anchors for unit in gpu.units):
                 anchored.since = anchored.since or now
                 done.append((gpu, anchored))
         waiting = [anchored for _, anchored in done if not anchored.judged]
@@ -402,12 +402,11 @@ class _Drive:
             return
         known = [anchored.times for _, anchored in done]
         for gpu, anchored in done:
-            if not anchored.judged:
-                anchored.judged = True
-                off = anchors_off(anchored.times, known)
-                if len(done) >= LEAST_ANCHORED and abs(off) > ANCHOR_NOISE:
-                    text = f"{gpu.name} takes {1 + off:.2f} of the others' time for the anchors"
-                    self._set_aside(gpu, LaunchError(f"{text}: set aside"))
+            anchored.judged = True
+            off = anchors_off(anchored.times, known)
+            if len(done) >= LEAST_ANCHORED and abs(off) > ANCHOR_NOISE:
+                text = f"{gpu.name} takes {1 + off:.2f} of the others' time for the anchors"
+                self._set_aside(gpu, LaunchError(f"{text}: set aside"))
 
 
 def _refused(task: Task, compilers: Compilers) -> list[Outcome]:

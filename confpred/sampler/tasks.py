@@ -71,6 +71,11 @@ class Unit:
         """The problem, or that of the first anchor."""
         return self.tasks[0].problem
 
+    @property
+    def anchors(self) -> bool:
+        """Whether these are anchors."""
+        return self.tasks[0].anchor
+
     def kernels(self) -> list[KernelSpec]:
         """Return the distinct kernels of all tasks."""
         every = (kernel for task in self.tasks for kernels in task.kernels() for kernel in kernels)

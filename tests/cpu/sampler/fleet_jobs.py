@@ -25,6 +25,7 @@ __all__ = ["compile_job"]
 
 COMPILE = f"{__name__}:compile_job"
 MEASURE = f"{__name__}:measure"
+MEASURE_ON_ONE = f"{__name__}:measure_on_one"
 MEASURE_UNLIKE = f"{__name__}:measure_unlike"
 DESCRIBE = f"{__name__}:describe"
 DESCRIBE_KINDS = f"{__name__}:describe_kinds"
@@ -73,6 +74,14 @@ def measure(
 def measure_unlike(job: MeasureJob, report: Callable[[int], None]) -> list[Outcome]:
     """Measure; GPU 2 is a fifth slower than the others."""
     return measure(job, report, unlike=2)
+
+
+def measure_on_one(job: MeasureJob, report: Callable[[int], None]) -> list[Outcome]:
+    """Measure; GPU 0 fails whatever it is given."""
+    if job.ordinal == 0:
+        raise RuntimeError("an illegal memory access was encountered")
+    time.sleep(0.5)  # so that there is work left when GPU 0 is given up
+    return measure(job, report)
 
 
 def taken(path: Path) -> bool:
