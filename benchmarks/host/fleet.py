@@ -1,4 +1,4 @@
-"""What Ray costs the sampler, and what killed actors cost: GPUs are made up.
+"""The cost of Ray, and of actors that are killed, to the sampler: GPUs are made up.
 
     python -m benchmarks.host.fleet [--only engines gpus kills merge] [--out FOLDER]
 

@@ -265,7 +265,7 @@ class _Drive:
     """The units between compilers, GPUs and store.
 
     A GPU measures the anchors first, and begins the suite once they are compared with those of the
-    others. What a lost worker had is sent out again before anything new.
+    others. Units of a lost worker are sent out again before anything new.
     """
 
     def __init__(
