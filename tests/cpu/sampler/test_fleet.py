@@ -14,7 +14,7 @@ import sampler_run
 from sampler_run import rows, suite_of
 
 from confpred.cuda.compiler import compile_kernel, compiled_before
-from confpred.errors import FolderBusy, InvalidInput, LaunchError
+from confpred.errors import FolderBusy, InvalidInput
 from confpred.problem.conv2d import CONVOLUTION
 from confpred.problem.device import get_device
 from confpred.sampler.run import Here, Settings, Tally, sample
@@ -128,8 +128,6 @@ def test_gpus_of_other_kinds_and_versions_are_refused_by_name(tmp_path):
     assert (tally.finished, tally.gpus) == (True, 1)
     assert all("GPU" in text and "is of kind h100" in text for text in tally.set_aside)
     assert {row["device"] for row in rows(tmp_path / "h200")} == {"h200"}
-    with pytest.raises(LaunchError, match="is of kind h"):
-        run(tmp_path, describe=fleet_jobs.DESCRIBE_KINDS, kind="a100")
     tally = run(tmp_path / "one", describe=fleet_jobs.DESCRIBE_VERSIONS)
     (text,) = tally.set_aside
     assert "GPU 0 has confpred 0.0.9, and this is" in text
@@ -150,6 +148,7 @@ def test_a_gpu_whose_anchors_are_off_is_set_aside(tmp_path):
     assert off["run_id"] not in {row["run_id"] for row in rows(tmp_path)}
 
 
+@pytest.mark.slow(reason="two runs of 40 units")
 def test_ctrl_c_ends_after_the_units_in_flight(tmp_path):
     asked = []
 
@@ -163,6 +162,7 @@ def test_ctrl_c_ends_after_the_units_in_flight(tmp_path):
     assert run(tmp_path, suite_of(40)).rows == 40 * CONFIGS - tally.rows
 
 
+@pytest.mark.slow(reason="actors and compilers start")
 def test_kernels_are_compiled_by_the_cluster_and_fetched_by_other_hosts(tmp_path, monkeypatch):
     tally = run(tmp_path / "out", suite_of(2), configs=1, processes=2)
     assert (tally.finished, tally.kernels) == (True, tally.total_kernels)

@@ -12,7 +12,7 @@ from sampler_run import confpred
 
 from confpred.cli.sample import parse_duration, parse_part, sample
 from confpred.errors import ConfpredError, InvalidInput
-from confpred.families.registry import all_families
+from confpred.families.registry import families_of
 from confpred.sampler.progress import duration, state, summary
 from confpred.sampler.run import Settings, Tally
 
@@ -51,7 +51,7 @@ def suite(repository: Path) -> Path:
         (("--suite", "none.json"), "'--suite': File 'none.json' does not exist"),
         (
             ("--family", "grouped_fprop", "--family", "grouped"),
-            f"family='grouped' is not allowed; allowed: {' or '.join(all_families())}",
+            f"family='grouped' is not allowed; allowed: {' or '.join(families_of(ROW.problem))}",
         ),
         (("--model", "none"), "none"),
         (("--model", "."), "model='.' is not allowed; allowed: a model that picks"),

@@ -8,6 +8,7 @@ import tarfile
 from collections import Counter
 from pathlib import Path
 
+import fleet_jobs
 import numpy as np
 import pytest
 import sampler_jobs
@@ -111,7 +112,7 @@ def test_all_families_of_a_problem_are_one_unit_for_one_gpu(tmp_path):
     units = units_of(tasks)
     assert [task for unit in units for task in unit.tasks] == tasks
     assert [unit.problem for unit in units] == list(dict.fromkeys(task.problem for task in tasks))
-    run(tmp_path, gpus=2, pytorch=True, measure=sampler_jobs.SLOWLY)
+    run(tmp_path, gpus=2, pytorch=True, measure=fleet_jobs.MEASURE)
     found = by_problem(rows(tmp_path)).values()
     assert {len({row["run_id"] for row in of_problem}) for of_problem in found} == {1}
     assert len({row["run_id"] for of_problem in found for row in of_problem}) == 2
