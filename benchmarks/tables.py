@@ -152,6 +152,24 @@ def sampling(results: Results) -> str:
     return markdown(heads, rows)
 
 
+def fleet(result: dict[str, Any]) -> str:
+    """Tabulate what Ray costs, and what killed actors do."""
+    budgets, kills = result["budgets"], result["kills"]
+    rows = [
+        (name, f"{found[key]:.2f}{unit}", f"{sign} {budgets[key]:g}{unit}")
+        for name, found, key, unit, sign in (
+            ("Ray over the local engine", result["engines"], "ray_over_local", "x", ">="),
+            ("eight GPUs over one", result["gpus"], "eight_over_one", "x", ">="),
+            ("run with killed actors over its work", kills, "over_lost_work", "x", "<="),
+            ("merge of 300,000 rows of 1,000 shards", result["merge"], "merge_s", " s", "<="),
+        )
+    ]
+    for name in ("missing_rows", "rows_stored_twice"):
+        words = name.replace("_", " ")
+        rows.append((f"{words} after {kills['kills']} kills", str(kills[name]), "0"))
+    return markdown(columns("made-up GPUs | measured | goal"), rows)
+
+
 def sampling_plans(result: dict[str, Any]) -> str:
     """Tabulate the regret of models that learned from parts of the data."""
     heads = columns("configs a problem and family | rows | geomean | p95 | worst | difference, %")
@@ -220,6 +238,7 @@ def _of_runs(*found: dict[str, Any] | None) -> str:
 TABLES: dict[str, tuple[tuple[str, ...], Callable[..., str]]] = (
     {
         "service": (("service_latency.json",), service),
+        "fleet": (("fleet.json",), fleet),
         "transfer-holdout": (("transfer_holdout.json",), transfer_holdout),
         "runs": (tuple(f"{device}/{file}" for device in DEVICES for file in _RUNS), _of_runs),
     }

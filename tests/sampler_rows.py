@@ -8,7 +8,7 @@ from pathlib import Path
 from confpred.data.measurements import Measurement, Run
 from confpred.measure.timing import Outcome
 from confpred.problem.conv2d import CONVOLUTION, Problem
-from confpred.sampler.run import open_store
+from confpred.sampler.store import open_store
 
 LAYER = Problem(2, 64, 14, 14, 64, 3, 3, padding=(1, 2), groups=8, bias=True, activation="relu")
 RUN = Run("0a1b", "h100", "NVIDIA H100 80GB HBM3", "580.1", "13.4", "0.1.0")

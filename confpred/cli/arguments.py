@@ -16,6 +16,7 @@ from confpred.errors import InvalidInput, MissingExtra
 from confpred.files import check_writable
 
 if TYPE_CHECKING:
+    from confpred.data.remote import Folder
     from confpred.predict.predictor import Predictor
     from confpred.problem.record import Record
 
@@ -24,6 +25,21 @@ FILE: click.Path = click.Path(exists=True, dir_okay=False, path_type=Path)
 FOLDER: click.Path = click.Path(exists=True, file_okay=False, path_type=Path)
 FILE_OR_FOLDER: click.Path = click.Path(exists=True, path_type=Path)
 OUTPUT: click.Path = click.Path(path_type=Path)
+
+
+class _Measurements(click.Path):
+    """A folder, or a URL of one."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if isinstance(value, str) and "://" in value:
+            from confpred.data.remote import folder_at
+
+            value = folder_at(value)
+        return super().convert(value, param, ctx) if isinstance(value, str | Path) else value
+
+
+MEASUREMENTS = _Measurements(exists=True, file_okay=False, path_type=Path)
+NEW_MEASUREMENTS = _Measurements(path_type=Path)
 
 device_option = click.option(
     "--device", "--gpu", required=True, help="GPU model, such as h100; see confpred devices."
@@ -134,9 +150,11 @@ def check_new_folder(field: str, path: Path) -> None:
     check_writable(path)
 
 
-def check_folder(field: str, path: Path) -> None:
+def check_folder(field: str, path: Folder) -> None:
     """Check that files can be added to a folder, which is made if it is missing; raises as
-    `check_files`."""
+    `check_files`. An object store is asked when the work begins."""
+    if not isinstance(path, Path):
+        return
     if os.path.lexists(path) and not path.is_dir():
         raise InvalidInput(field, str(path), "a folder, and this is none")
     check_writable(path / field)

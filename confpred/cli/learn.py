@@ -17,6 +17,7 @@ import click
 from confpred.cli.arguments import (
     FILE_OR_FOLDER,
     FOLDER,
+    MEASUREMENTS,
     OUTPUT,
     check_files,
     check_folder,
@@ -32,6 +33,7 @@ from confpred.files import write_whole
 from confpred.training import HOLDOUT_FORMAT, MODULES
 
 if TYPE_CHECKING:
+    from confpred.data.remote import Folder
     from confpred.training import Said
     from confpred.training.dataset import Dataset
     from confpred.training.holdout import Verdict
@@ -263,12 +265,13 @@ def report(
 
 
 @click.command("merge")
-@click.argument("folders", type=FOLDER, nargs=-1, required=True, metavar="FOLDER...")
+@click.argument("folders", type=MEASUREMENTS, nargs=-1, required=True, metavar="FOLDER...")
 @click.argument("file", type=OUTPUT)
 @click.option("--anchors", is_flag=True, help="Join what every run has measured again, instead.")
 @force_option
-def merge(folders: tuple[Path, ...], file: Path, anchors: bool, force: bool) -> None:
-    """Join the measurements in sampler output FOLDERs into FILE, one sorted Parquet file.
+def merge(folders: tuple[Folder, ...], file: Path, anchors: bool, force: bool) -> None:
+    """Join the measurements in sampler output FOLDERs into FILE, one sorted Parquet file. A FOLDER
+    may be a URL, such as s3://bucket/runs.
 
     Where FILE is a folder, or is new and does not end in .parquet, it is a folder of parts: the
     rows that no part has yet become a new part, named for the day, and all parts stay as they are.
@@ -285,7 +288,8 @@ def merge(folders: tuple[Path, ...], file: Path, anchors: bool, force: bool) -> 
         made = add_part(folders, file, anchors=anchors)
         click.echo(f"{made[1]} rows in {made[0]}" if made else f"no rows that {file} lacks")
         return
-    inputs = [shard for folder in folders for shard in shards_in(folder, anchors=anchors)]
+    shards = (shard for folder in folders for shard in shards_in(folder, anchors=anchors))
+    inputs = [shard for shard in shards if isinstance(shard, Path)]
     check_files({"file": file}, force=force, inputs=inputs)
     for folder in folders:
         if is_shard_of(file, folder):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import secrets
 import shlex
 import sys
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,6 +18,7 @@ import click
 from confpred.cli.arguments import (
     FILE,
     FOLDER,
+    NEW_MEASUREMENTS,
     OUTPUT,
     check_files,
     check_folder,
@@ -29,16 +33,17 @@ from confpred.problem.device import get_device
 from confpred.sampler.tasks import BENCHMARK, HEURISTICS
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from confpred.data.measurements import Run
+    from confpred.data.remote import Folder
     from confpred.families.protocol import Family, Rows
     from confpred.problem.device import Device
     from confpred.problem.record import Record
-    from confpred.sampler.run import Settings
+    from confpred.sampler.run import Engine, Settings
     from confpred.sampler.tasks import Pick
 
 
+#: As many compilers as a Ray cluster has cores.
+MANY = 1024
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
 
@@ -51,7 +56,12 @@ _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
     multiple=True,
     help="Problem suite (JSON); may be repeated.",
 )
-@click.option("--out", type=OUTPUT, required=True, help="Folder of the measurements.")
+@click.option(
+    "--out",
+    type=NEW_MEASUREMENTS,
+    required=True,
+    help="Folder of the measurements, or its URL, such as s3://bucket/runs.",
+)
 @click.option(
     "--gpus",
     "--devices",
@@ -59,6 +69,21 @@ _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
     show_default=True,
     help="GPUs of this machine by their CUDA number, such as 0,1.",
 )
+@click.option(
+    "--part",
+    default="1/1",
+    metavar="I/N",
+    help="Measure the I-th of N equal shares of the problems.",
+)
+@click.option(
+    "--engine",
+    type=click.Choice(["local", "ray"]),
+    default="local",
+    show_default=True,
+    help="GPUs of this machine, or of a Ray cluster.",
+)
+@click.option("--address", help="Address of the Ray cluster, such as auto; needs --engine ray.")
+@click.option("--device", "kind", help="Kind of the cluster's GPUs to sample; needs --engine ray.")
 @click.option("--budget", help="Begin no problem after this long, such as 90s, 8m or 1.5h.")
 @click.option(
     "--family",
@@ -126,8 +151,12 @@ _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 @timeout_option
 def sample(
     suite_files: tuple[Path, ...],
-    out: Path,
+    out: Folder,
     gpus: str,
+    part: str,
+    engine: str,
+    address: str | None,
+    kind: str | None,
     budget: str | None,
     families: tuple[str, ...],
     configs: int | None,
@@ -143,13 +172,19 @@ def sample(
     archive: Path | None,
     timeout: str,
 ) -> None:
-    """Measure configs of a suite's problems on this machine's GPUs.
+    """Measure configs of a suite's problems on this machine's GPUs, or on those of a Ray cluster.
 
     Rows that the output folder holds are not measured again, so the same command resumes a run.
     Ctrl-C ends a run after the problems in flight, and a second one at once.
     """
     budget_s = None if budget is None else parse_duration("budget", budget)
     silence_s = parse_duration("timeout", timeout)
+    share = parse_part(part)
+    if engine == "local" and (address or kind):
+        name, value = ("address", address) if address else ("device", kind)
+        raise InvalidInput(name, value, "an option of --engine ray")
+    if engine == "ray" and gpus != "all":
+        raise InvalidInput("gpus", gpus, "all with --engine ray, which knows the free ones")
     check_folder("out", out)
     check_files({"archive": archive}, force=False)
     if archive is not None and compile_device is None:
@@ -166,28 +201,48 @@ def sample(
     with needing("gpu"):
         import rich  # noqa: F401 -- a missing package is reported before any work
 
-        from confpred.sampler.run import Settings, find_gpus
+        from confpred.sampler.run import Here, Settings, find_gpus
         from confpred.sampler.tasks import read_anchors
 
-    runs = {} if planned_for else find_gpus(gpus)
-    device = get_device(planned_for or next(iter(runs.values())).device)
     settings = Settings(
         seed=seed,
         configs=configs,
         picked=picked or 0,
-        pick=picker(model_folder, device) if picked and model_folder else None,
         families=families,
         pytorch=pytorch,
         cudnn_modes=tuple(dict.fromkeys(cudnn_modes)),
-        anchors=read_anchors(anchors_file, device) if anchors_file else (),
-        processes=cores() if jobs is None else jobs,
+        part=share,
+        processes=jobs if jobs is not None else cores() if engine == "local" else MANY,
         budget_s=budget_s,
         silence_s=silence_s,
     )
+
+    def completed(device: Device) -> Settings:
+        """Add what depends on the kind of GPU."""
+        return replace(
+            settings,
+            pick=picker(model_folder, device) if picked and model_folder else None,
+            anchors=read_anchors(anchors_file, device) if anchors_file else (),
+        )
+
     if planned_for:
-        report_plan(suite, out, device, settings, compiling=bool(compile_device), archive=archive)
-    else:
-        sys.exit(sample_and_report(suite, out, runs, settings))
+        device = get_device(planned_for)
+        compiling = bool(compile_device)
+        report_plan(suite, out, device, completed(device), compiling=compiling, archive=archive)
+        return
+    with contextlib.ExitStack() as stack:
+        if engine == "ray":
+            if address is None and not os.environ.get("RAY_ADDRESS"):
+                # A Ray that starts here listens to the whole network; it reads this at its import.
+                os.environ.setdefault("RAY_AUTH_MODE", "token")
+                os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+            with needing("ray"):
+                from confpred.sampler.fleet import Fleet
+            found: Engine = stack.enter_context(Fleet(settings, address, kind=kind))
+        else:
+            found = Here(find_gpus(gpus), settings)
+        settings = completed(get_device(found.device))
+        sys.exit(sample_and_report(suite, out, found, settings))
 
 
 def picker(model_folder: Path, device: Device) -> Pick:
@@ -205,7 +260,7 @@ def picker(model_folder: Path, device: Device) -> Pick:
 
 def report_plan(
     suite: Suite,
-    out: Path,
+    out: Folder,
     device: Device,
     settings: Settings,
     *,
@@ -215,7 +270,7 @@ def report_plan(
     """Print what would be measured, after compiling it if `compiling`, and write `archive`."""
     from confpred.sampler import forecast
     from confpred.sampler.progress import duration
-    from confpred.sampler.run import measured_in
+    from confpred.sampler.store import measured_in
     from confpred.sampler.tasks import plan
 
     operation = operation_of(suite.entries[0].problem)
@@ -244,7 +299,7 @@ def report_plan(
         click.echo(f"{packed} kernels in {archive}, {archive.stat().st_size / 2**20:.1f} MiB")
 
 
-def sample_and_report(suite: Suite, out: Path, runs: Mapping[int, Run], settings: Settings) -> int:
+def sample_and_report(suite: Suite, out: Folder, engine: Engine, settings: Settings) -> int:
     """Sample with progress, Ctrl-C and a summary; returns the exit code."""
     from rich.console import Console
 
@@ -255,8 +310,8 @@ def sample_and_report(suite: Suite, out: Path, runs: Mapping[int, Run], settings
         count_interrupts() as interrupts,
         show_progress(Console(stderr=True), settings.budget_s) as show,
     ):
-        tally = sample(suite, out, runs, settings, interrupts=lambda: interrupts.count, show=show)
-    click.echo(summary(tally, out, len(runs)))
+        tally = sample(suite, out, engine, settings, interrupts=lambda: interrupts.count, show=show)
+    click.echo(summary(tally, out, len(engine.gpus)))
     if not tally.finished:
         click.echo(f"not finished; to go on: {shlex.join(['confpred', *sys.argv[1:]])}")
     return 128 + interrupts.signal if interrupts.count else 0
@@ -269,6 +324,15 @@ def parse_duration(field: str, text: str) -> float:
     if seconds <= 0:
         raise InvalidInput(field, text, "a number above 0 with s, m or h, such as 90s, 8m or 1.5h")
     return seconds
+
+
+def parse_part(text: str) -> tuple[int, int]:
+    """Return the numbers of a text such as ``3/16``."""
+    match = re.fullmatch(r"([0-9]{1,5})/([0-9]{1,5})", text.strip(), re.ASCII)
+    part, parts = (int(match[1]), int(match[2])) if match else (0, 0)
+    if not 1 <= part <= parts:
+        raise InvalidInput("part", text, "I/N with I from 1 to N, such as 3/16")
+    return part, parts
 
 
 def find_gpu(text: str) -> tuple[dict[int, Run], Device]:

@@ -110,6 +110,11 @@ def compiled_before(
     return None if cubin is None else Compiled(cubin, spec.entry, cached=True)
 
 
+def keep_compiled(spec: KernelSpec, arch: str, cubin: bytes) -> None:
+    """Put `spec`, compiled for `arch` by the same NVRTC on another machine, into the cache."""
+    KernelCache(default_folder()).put(_key(program_text(spec), spec, arch), cubin)
+
+
 def cache_entry(spec: KernelSpec, arch: str) -> str:
     """Return the file, in the cache's folder, of `spec` compiled for `arch` by this NVRTC."""
     return entry_name(_key(program_text(spec), spec, arch))

@@ -6,9 +6,12 @@ shards; merging makes one sorted file of them, or a new part of a folder of part
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
+import io
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from functools import partial
@@ -17,9 +20,11 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 
 from confpred.data.measurements import OWN_COLUMNS, Run
+from confpred.data.remote import Folder, RemoteFile
 from confpred.errors import DataError, InvalidInput
 from confpred.families.protocol import PYTORCH
 from confpred.families.registry import all_families, all_operations, config_ids
@@ -54,7 +59,11 @@ def problem_columns(operation: Operation) -> list[str]:
     return names[: names.index("networks")]
 
 
-def operation_in(path: Path) -> str:
+#: File of this machine, or of an object store.
+File = Path | RemoteFile
+
+
+def operation_in(path: File) -> str:
     """Name of the operation whose problems are in a file.
 
     Raises:
@@ -63,17 +72,18 @@ def operation_in(path: Path) -> str:
     return _schema_in(path)[0]
 
 
-def _schema_in(path: Path) -> tuple[str, list[str]]:
+def _schema_in(path: File) -> tuple[str, list[str]]:
     """Return the operation and the columns of a file."""
     try:
-        found = pq.read_schema(path)
+        with path.open("rb") as file:
+            found = pq.read_schema(file)
     except (OSError, pa.ArrowException) as error:
         raise _not_whole(path, error) from error
     name = (found.metadata or {}).get(_OPERATION.encode(), b"").decode(errors="replace")
     return name, found.names
 
 
-def read(path: Path, operation: Operation, columns: Sequence[str] | None = None) -> pa.Table:
+def read(path: File, operation: Operation, columns: Sequence[str] | None = None) -> pa.Table:
     """Return the rows of one file, with all columns or only `columns`.
 
     Raises:
@@ -107,19 +117,23 @@ def read(path: Path, operation: Operation, columns: Sequence[str] | None = None)
     return table
 
 
-def _not_whole(path: Path, error: Exception) -> DataError:
+def _not_whole(path: File, error: Exception) -> DataError:
     reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
     return DataError(f"{path} is not a whole file of measurements: {reason}")
 
 
-def write(table: pa.Table, path: Path, *, replace: bool = True) -> None:
+def write(table: pa.Table, path: File, *, replace: bool = True) -> None:
     """Write `table` to `path`, whole or not at all, with checksums that `read` verifies; `replace`
     as `write_whole` has it.
 
     Raises:
-        StorageError: the file system refused.
+        StorageError: the file system, or the object store, refused.
     """
     fill = partial(pq.write_table, table, compression="zstd", write_page_checksum=True)
+    if isinstance(path, RemoteFile):
+        fill(content := io.BytesIO())
+        path.write_bytes(content.getvalue(), new=not replace)
+        return
     write_whole(path, fill, replace=replace)
 
 
@@ -225,13 +239,17 @@ _ANCHORS = "anchors-*.parquet"
 #: The columns that distinguish rows of a problem, beside the problem's own.
 _ROW = ("device", "run_id", "family", "config", "cudnn_mode", "time")
 _MOST_PARTS = 99  # of a day
+#: Files that are worth a dataset; Arrow's threads have started long before so many are read.
+_TOGETHER = 8
+_READERS = 16  # of an object store's footers at a time
 
 
-def shards_in(folder: Path, *, anchors: bool = False) -> list[Path]:
+def shards_in(folder: Folder, *, anchors: bool = False) -> list[File]:
     """Return the shards and parts of a folder, or the shards of its `anchors`, sorted by name.
 
     Raises:
         InvalidInput: it is no folder.
+        StorageError: the object store cannot be read.
     """
     if not folder.is_dir():
         raise InvalidInput("folder", str(folder), "a folder of measurements")
@@ -239,14 +257,16 @@ def shards_in(folder: Path, *, anchors: bool = False) -> list[Path]:
     return sorted(path for pattern in patterns for path in folder.glob(pattern))
 
 
-def is_shard_of(file: Path, folder: Path) -> bool:
+def is_shard_of(file: Path, folder: Folder) -> bool:
     """Whether a file of this name would be one of the shards or parts of `folder`."""
+    if not isinstance(folder, Path):
+        return False
     same = file.parent.exists() and folder.exists() and file.parent.samefile(folder)
     return same and any(file.match(pattern) for pattern in (_SHARDS, _PARTS, _ANCHORS))
 
 
 def read_shards(
-    folder: Path, operation: Operation, columns: Sequence[str], *, anchors: bool = False
+    folder: Folder, operation: Operation, columns: Sequence[str], *, anchors: bool = False
 ) -> pa.Table:
     """Return the rows of all shards and parts of a folder, or of its `anchors`.
 
@@ -255,13 +275,43 @@ def read_shards(
         DataError: a shard is damaged or foreign.
     """
     known = schema(operation)
-    empty = pa.schema([known.field(name) for name in columns], known.metadata).empty_table()
-    shards = (read(path, operation, columns) for path in shards_in(folder, anchors=anchors))
-    return pa.concat_tables([empty, *shards])
+    wanted = pa.schema([known.field(name) for name in columns], known.metadata)
+    shards = shards_in(folder, anchors=anchors)
+    if len(shards) >= _TOGETHER:
+        with contextlib.suppress(OSError, pa.ArrowException, ValueError):  # `read` says where
+            return _read_together(shards, operation, wanted)
+    parts = [read(path, operation, columns) for path in shards]
+    return pa.concat_tables([wanted.empty_table(), *parts])
+
+
+def _read_together(files: Sequence[File], operation: Operation, wanted: pa.Schema) -> pa.Table:
+    """Return the columns `wanted` of whole files of today's columns; raises an error of Arrow's, or
+    a ValueError, where one is anything else."""
+    remote = [file for file in files if isinstance(file, RemoteFile)]
+    checked = ds.ParquetFragmentScanOptions(page_checksum_verification=True)
+    shards = ds.dataset(
+        [file.path for file in remote] or [str(file) for file in files],
+        schema=wanted,
+        format=ds.ParquetFileFormat(default_fragment_scan_options=checked),
+        filesystem=remote[0].fs if remote else None,
+    )
+
+    def is_whole(shard: ds.Fragment) -> bool:
+        found = shard.physical_schema
+        holds = (found.metadata or {}).get(_OPERATION.encode())
+        return holds == operation.name.encode() and set(wanted.names) <= set(found.names)
+
+    # An object store takes long to answer.
+    with ThreadPoolExecutor(_READERS if remote else 1) as readers:
+        if not all(readers.map(is_whole, shards.get_fragments())):
+            raise ValueError("files of another operation, or of other columns")
+    table = shards.to_table(use_threads=bool(remote)).replace_schema_metadata(wanted.metadata)
+    table.validate(full=True)
+    return table
 
 
 def merge(
-    folders: Sequence[Path], file: Path, *, replace: bool = True, anchors: bool = False
+    folders: Sequence[Folder], file: Path, *, replace: bool = True, anchors: bool = False
 ) -> int:
     """Write the rows of all shards or parts of `folders`, or of their `anchors`, to one `file`,
     sorted by problem; returns how many. `replace`: the file may exist.
@@ -276,7 +326,7 @@ def merge(
 
 
 def add_part(
-    folders: Sequence[Path], folder: Path, *, anchors: bool = False
+    folders: Sequence[Folder], folder: Path, *, anchors: bool = False
 ) -> tuple[Path, int] | None:
     """Write the rows of `folders` that no part of `folder` has to a new part, sorted by problem.
 
@@ -324,7 +374,7 @@ def _new_part(folder: Path) -> Path:
     raise InvalidInput("file", str(folder), f"a folder with under {_MOST_PARTS} parts of {day}")
 
 
-def _joined(folders: Sequence[Path], operation: Operation, anchors: bool) -> pa.Table:
+def _joined(folders: Sequence[Folder], operation: Operation, anchors: bool) -> pa.Table:
     """Return the rows of all shards of `folders`, sorted by problem."""
     tables = []
     for folder in folders:
@@ -332,12 +382,12 @@ def _joined(folders: Sequence[Path], operation: Operation, anchors: bool) -> pa.
         if not table.num_rows:
             raise DataError(f"{folder} holds no measurements ({_ANCHORS if anchors else _SHARDS})")
         tables.append(table)
-    table = pa.concat_tables(tables)
+    table = pa.concat_tables(tables).combine_chunks()  # which sorts several times as fast
     order = ["device", *problem_columns(operation), "family", "config", "time"]
     return table.take(pc.sort_indices(table, [(name, "ascending") for name in order]))
 
 
-def _operation_in(folders: Sequence[Path], anchors: bool) -> Operation:
+def _operation_in(folders: Sequence[Folder], anchors: bool) -> Operation:
     """Return the operation of the first shard; `read` refuses shards of another operation."""
     for shard in (shard for folder in folders for shard in shards_in(folder, anchors=anchors)):
         name = operation_in(shard)

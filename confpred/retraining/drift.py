@@ -24,7 +24,7 @@ from confpred.model.folder import Model
 from confpred.problem.operation import Operation
 from confpred.problem.record import Record
 from confpred.retraining.offers import tasks_to_judge
-from confpred.sampler.run import Settings, Tally, sample
+from confpred.sampler.run import Here, Settings, Tally, sample
 
 FORMAT = "confpred-drift/1"
 #: Times hold while their geometric mean is within MEAN of what was measured, and no more than
@@ -111,7 +111,7 @@ def time_again(
         sample(
             Suite("drift", tuple(Entry(problem) for problem, _, _ in drawn)),
             Path(folder),
-            runs,
+            Here(runs, settings),
             settings,
             chosen=lambda measured: tasks,
             interrupts=interrupts,

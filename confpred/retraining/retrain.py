@@ -39,7 +39,7 @@ from confpred.problem.record import Record
 from confpred.retraining import offers
 from confpred.retraining.drift import times_in
 from confpred.retraining.offers import Costs, is_held_out
-from confpred.sampler.run import Settings, Tally, sample
+from confpred.sampler.run import Here, Settings, Tally, sample
 from confpred.sampler.tasks import Task
 from confpred.training.dataset import read_dataset
 from confpred.training.fit import Hyperparameters
@@ -228,11 +228,12 @@ class _Retraining:
             self.show(tally)
 
         spend(0.0)
+        settings = replace(self.request.settings, budget_s=budget_s)
         tally = sample(
             self.request.suite,
             self.request.folder / name,
-            self.request.runs,
-            replace(self.request.settings, budget_s=budget_s),
+            Here(self.request.runs, settings),
+            settings,
             chosen=chosen,
             interrupts=self.interrupts,
             show=shown,

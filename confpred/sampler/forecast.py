@@ -25,7 +25,7 @@ from confpred.files import write_whole
 from confpred.measure.timing import MAX_LAUNCHES, REPLAY_SECONDS, REPLAYS
 from confpred.problem.device import Device
 from confpred.problem.operation import KernelSpec
-from confpred.sampler.tasks import BENCHMARK, HEURISTICS, Task
+from confpred.sampler.tasks import BENCHMARK, HEURISTICS, Task, Unit
 
 #: Seconds a row beside the GPU's own, for loading, checking and building graphs: of the rates of
 #: ``benchmarks/results/*/sampling_rate.json`` (277 rows a second on an H100, 307 on an H200) what
@@ -66,8 +66,7 @@ class Forecast:
 
 def kernels_of(tasks: Sequence[Task]) -> list[KernelSpec]:
     """Return the distinct kernels of `tasks`, in the order in which they are needed."""
-    every = (kernel for task in tasks for kernels in task.kernels() for kernel in kernels)
-    return list(dict.fromkeys(every))
+    return Unit(tuple(tasks)).kernels()
 
 
 def measuring_s(task: Task, device: Device) -> float:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import bisect
 import os
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 from multiprocessing.connection import Connection
+from typing import Any, Protocol
 
 from confpred.cuda.compiler import compile_kernel
 from confpred.data.measurements import Run
@@ -18,8 +18,8 @@ from confpred.families.registry import all_families, operation_of
 from confpred.measure.kernels import measure
 from confpred.measure.timing import Outcome, Status
 from confpred.problem.operation import KernelSpec
-from confpred.sampler.tasks import HEURISTICS, Task
-from confpred.sampler.worker import Failed, Worker
+from confpred.sampler.tasks import HEURISTICS, Task, Unit
+from confpred.sampler.worker import Done, Failed, Worker
 
 #: Import paths of the two job functions.
 COMPILE = f"{__name__}:compile_job"
@@ -76,33 +76,68 @@ def measure_job(job: MeasureJob, report: Callable[[int], None]) -> list[Outcome]
 #: Far above the seconds that the largest kernel takes.
 _SILENCE_S = 180.0
 _ATTEMPTS = 2
+#: Units that wait with compiled kernels; more would only fill the cache.
+_MOST_AHEAD = 256
+
+
+class Compiling(Protocol):
+    """A process that compiles one `CompileJob` at a time, as a `Worker` does.
+
+    Attributes:
+        job: in flight; None when it is free.
+    """
+
+    job: Any
+
+    def start(self, job: CompileJob) -> None:
+        """Give a free process a job."""
+
+    def poll(self) -> Done | Failed | None:
+        """Return how the job in flight has ended, None while it goes on; never waits."""
+
+    def waited_for(self) -> list[Any]:
+        """Return the connections to wait for while a job is in flight."""
+
+    def stop(self, *, kill: bool = False) -> None:
+        """End the process."""
+
+
+def compiling_here(function: str) -> Compiling:
+    """Return a process of this machine that compiles by the job function at this import path."""
+    return Worker(function, _SILENCE_S)
 
 
 class Compilers:
-    """A few compiler processes and the tasks that wait for them. With none, no task waits: the
+    """A few compiler processes and the units that wait for them. With none, no unit waits: the
     process that measures compiles what the cache lacks.
+
+    Args:
+        units: in the order in which they are measured.
+        arch: that their kernels are compiled for.
+        workers: the processes.
 
     Attributes:
         total, finished: distinct kernels, and how many of them were compiled or refused.
         errors: kernels that do not compile, with the compiler's log.
     """
 
-    def __init__(self, tasks: Sequence[Task], arch: str, processes: int, function: str) -> None:
+    def __init__(self, units: Sequence[Unit], arch: str, workers: Sequence[Compiling]) -> None:
         self.errors: dict[KernelSpec, str] = {}
         self.finished = 0
         self._arch = arch
-        self._tasks = tasks
+        self._units = units
+        self._workers = workers
         self._waiting: dict[KernelSpec, list[int]] = {}
         self._missing: Counter[int] = Counter()
-        for index, task in enumerate(tasks if processes else ()):
-            for kernel in dict.fromkeys(chain.from_iterable(task.kernels())):
+        for index, unit in enumerate(units if workers else ()):
+            for kernel in unit.kernels():
                 self._waiting.setdefault(kernel, []).append(index)
                 self._missing[index] += 1
         self.total = len(self._waiting)
-        self._ready = [index for index in range(len(tasks)) if not self._missing[index]]
+        self._ready = [index for index in range(len(units)) if not self._missing[index]]
+        self._ahead = 0  # units whose kernels were compiled, and that are not taken yet
         self._todo = deque(self._waiting)
         self._attempts: Counter[KernelSpec] = Counter()
-        self._workers = [Worker(function, _SILENCE_S) for _ in range(min(processes, self.total))]
 
     def step(self) -> None:
         """Take in what is compiled and keep the processes busy; never waits.
@@ -119,18 +154,18 @@ class Compilers:
                     self._retry_or_refuse(job.kernel, ended)
                 else:
                     self._finish(job.kernel, ended.result)
-            if self._todo:
+            if self._todo and self._ahead < _MOST_AHEAD:
                 worker.start(CompileJob(self._todo.popleft(), self._arch))
 
-    def next_ready(self, wanted: Callable[[Task], bool] = lambda task: True) -> Task | None:
-        """Take the first task that is `wanted` and has all kernels compiled or refused."""
-        for place, index in enumerate(self._ready):
-            if wanted(self._tasks[index]):
-                del self._ready[place]
-                return self._tasks[index]
-        return None
+    def next_ready(self) -> Unit | None:
+        """Take the first unit that has all kernels compiled or refused."""
+        if not self._ready:
+            return None
+        index = self._ready.pop(0)
+        self._ahead -= index in self._missing
+        return self._units[index]
 
-    def connections(self) -> list[Connection]:
+    def connections(self) -> list[Any]:
         """Return the connections to wait for until the next `step`."""
         return [each for worker in self._workers for each in worker.waited_for()]
 
@@ -156,6 +191,7 @@ class Compilers:
         for index in self._waiting.pop(kernel):
             self._missing[index] -= 1
             if not self._missing[index]:
+                self._ahead += 1
                 bisect.insort(self._ready, index)
 
 
@@ -186,6 +222,63 @@ class Finished:
     seconds: float
 
 
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """The end of a worker, by itself or by the watch, with units that have to be measured again.
+
+    Attributes:
+        begun: the unit that was being measured, if any.
+        units: all that the worker had.
+        status, message: of the rows of `begun`, should it be given up.
+    """
+
+    begun: Unit | None
+    units: tuple[Unit, ...]
+    status: Status
+    message: str
+
+
+class Gpu(Protocol):
+    """A GPU that is sent units.
+
+    Attributes:
+        name: for messages.
+        run: what the rows measured here share.
+        units: sent and not ended, in order.
+    """
+
+    units: list[Unit]
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def run(self) -> Run: ...
+
+    def has_room(self) -> bool:
+        """Whether it takes a further unit now."""
+
+    def send(self, unit: Unit, known: Known) -> None:
+        """Measure `unit`, except the configs whose outcome is known already."""
+
+    def poll(self) -> list[Finished | Lost]:
+        """Return what has happened since the last call; never waits.
+
+        Raises:
+            LaunchError: the GPU cannot be used; `units` are those that it had.
+        """
+
+    def connections(self) -> list[Any]:
+        """Return the connections to wait for until the next `poll`."""
+
+    def stop(self, *, kill: bool) -> None:
+        """End its processes; with `kill`, even while one is busy."""
+
+
+#: The outcomes of a task's configs that are known before it is measured.
+Known = Mapping[Task, Sequence[Outcome]]
+
+
 class GpuWorker:
     """One GPU. A process measures whatever comes; the heuristics of PyTorch's operator have another
     of their own (`confpred.measure.pytorch.measure_pytorch` says why), and never both work at once.
@@ -199,59 +292,74 @@ class GpuWorker:
         seed: of the order of timed rounds.
 
     Attributes:
-        task: in flight, or None.
+        units: the tasks of the one in flight that have not ended, if any.
     """
 
     def __init__(self, run: Run, ordinal: int, function: str, silence_s: float, seed: int) -> None:
-        self.run, self.ordinal, self._seed = run, ordinal, seed
+        self.run, self._ordinal, self._seed = run, ordinal, seed
         self._usual, self._heuristic = (Worker(function, silence_s) for _ in range(2))
         self._worker = self._usual
-        self.task: Task | None = None
+        self.units: list[Unit] = []
+        self._tasks: deque[Task] = deque()  # of the unit, the one in flight first
+        self._known: Known = {}
         self._left: list[int] = []
         self._outcomes: list[Outcome] = []
         self._failures: list[Failed] = []
         self._given_up = 0
 
+    @property
+    def name(self) -> str:
+        """The GPU's name in messages."""
+        return f"CUDA device {self._ordinal}"
+
+    def has_room(self) -> bool:
+        """Whether it is free."""
+        return not self.units
+
     def connections(self) -> list[Connection]:
         """Return the connections to wait for until the next `poll`."""
         return self._worker.waited_for()
 
-    def start(self, task: Task, known: Sequence[Outcome]) -> None:
-        """Measure `task` on this free GPU, except the configs whose outcome is `known` already."""
-        self.task = task
-        self._worker = self._heuristic if task.cudnn_mode == HEURISTICS else self._usual
-        self._outcomes, self._failures = list(known), []
-        done = {outcome.config_id for outcome in known}
-        self._left = [config_id for config_id in task.config_ids if config_id not in done]
-        self._launch(task)
+    def send(self, unit: Unit, known: Known) -> None:
+        """Measure `unit` on this free GPU, except the configs whose outcome is known already."""
+        self.units, self._tasks, self._known = [unit], deque(unit.tasks), known
+        self._begin()
 
-    def poll(self) -> Finished | None:
-        """Return the end of the task in flight, or None; never waits.
+    def poll(self) -> list[Finished | Lost]:
+        """Return the task that has ended, if one has; never waits.
 
         Raises:
             LaunchError: the GPU fails whatever it is given.
         """
-        task, seconds = self.task, 0.0
-        if task is None:
-            return None
+        if not self.units:
+            return []
+        task, seconds = self._tasks[0], 0.0
         if self._left:
             ended = self._worker.poll()
             if ended is None or (isinstance(ended, Failed) and self._goes_on(task, ended)):
-                return None
+                return []
             if not isinstance(ended, Failed):
                 self._outcomes += ended.result
                 self._left, seconds = [], ended.seconds
-        return self._finish(task, seconds)
+        return [self._finish(task, seconds)]
 
     def stop(self, *, kill: bool) -> None:
         """End the processes; with `kill`, even while one is busy."""
         for worker in (self._usual, self._heuristic):
             worker.stop(kill=kill)
 
+    def _begin(self) -> None:
+        task = self._tasks[0]
+        self._worker = self._heuristic if task.cudnn_mode == HEURISTICS else self._usual
+        self._outcomes, self._failures = list(self._known.get(task, ())), []
+        done = {outcome.config_id for outcome in self._outcomes}
+        self._left = [config_id for config_id in task.config_ids if config_id not in done]
+        self._launch(task)
+
     def _launch(self, task: Task) -> None:
         if self._left:
             rest = replace(task, config_ids=tuple(self._left))
-            self._worker.start(MeasureJob(rest, self.ordinal, self._seed))
+            self._worker.start(MeasureJob(rest, self._ordinal, self._seed))
 
     def _goes_on(self, task: Task, failed: Failed) -> bool:
         """Blame the config reported last, and measure the others again in a new process, if any is
@@ -272,8 +380,12 @@ class GpuWorker:
         self._given_up = 0 if self._outcomes else self._given_up + 1
         if self._given_up == MAX_GIVEN_UP:
             raise LaunchError(
-                f"CUDA device {self.ordinal} failed {MAX_GIVEN_UP} problems in a row; the last one,"
+                f"{self.name} failed {MAX_GIVEN_UP} problems in a row; the last one,"
                 f" {task.problem}: {message}"
             )
-        self.task = None
-        return Finished(task, tuple(self._outcomes), len(self._left), message, seconds)
+        finished = Finished(task, tuple(self._outcomes), len(self._left), message, seconds)
+        self._tasks.popleft()
+        self.units = [Unit(tuple(self._tasks))] if self._tasks else []
+        if self._tasks:
+            self._begin()
+        return finished

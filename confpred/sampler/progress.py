@@ -7,7 +7,6 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from types import FrameType
 
 from rich.console import Console, Group
@@ -15,6 +14,7 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.text import Text
 
+from confpred.data.remote import Folder
 from confpred.sampler.run import Tally
 
 _LINE_SECONDS = 10.0
@@ -51,6 +51,10 @@ def state(tally: Tally, budget_s: float | None) -> str:
             left = min(left, max(0.0, budget_s - tally.elapsed_s))
         parts += [f"{rate:.0f} rows/s", f"{duration(left)} left"]
     parts += _failures(tally)
+    if tally.lost:
+        parts.append(f"{tally.lost} workers lost")
+    if tally.set_aside:
+        parts.append(f"{len(tally.set_aside)} GPUs set aside")
     if tally.given_up:
         parts.append(f"{len(tally.given_up)} given up")
     return ", ".join(parts)
@@ -86,7 +90,7 @@ def _log_lines(console: Console, budget_s: float | None) -> Callable[[Tally], No
     return update
 
 
-def summary(tally: Tally, folder: Path, gpus: int) -> str:
+def summary(tally: Tally, folder: Folder, gpus: int) -> str:
     """Return the text that ends a run."""
     done = f"{tally.rows} of {tally.total_rows} rows, {tally.tasks} of {tally.total_tasks} problems"
     lines = [f"{done} in {duration(tally.elapsed_s)}, {tally.kernels} kernels compiled"]
@@ -94,6 +98,7 @@ def summary(tally: Tally, folder: Path, gpus: int) -> str:
         rate = tally.measured_rows * gpus / tally.measuring_s
         lines.append(f"{rate:.0f} rows/s once compiled, on {gpus} GPU{'s' if gpus > 1 else ''}")
     lines.append(f"failures: {', '.join(_failures(tally)) or 'none'}")
+    lines += [f"not used: {text}" for text in tally.set_aside]
     lines += [f"given up, and tried again by the next run: {text}" for text in tally.given_up]
     return "\n".join([*lines, f"measurements are in {folder}"])
 

@@ -2,40 +2,37 @@
 
 from __future__ import annotations
 
-import contextlib
+import math
 import os
 import re
 import secrets
 import subprocess
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from multiprocessing.connection import wait
 from pathlib import Path
-
-import pyarrow as pa
-import pyarrow.compute as pc
-from filelock import FileLock, Timeout
+from statistics import median
+from typing import Any, Protocol
 
 from confpred._version import __version__
 from confpred.cuda.compiler import nvrtc_version
 from confpred.cuda.driver import describe, device_count, device_of
-from confpred.data.measurements import Measurement, Run, problem_of_row
-from confpred.data.parquet import problem_columns, read_shards, schema, write
+from confpred.data.measurements import Measurement, Run
+from confpred.data.remote import Folder
 from confpred.data.suites import Suite
-from confpred.errors import FolderBusy, InvalidInput, LaunchError, StorageError
-from confpred.families.protocol import PYTORCH
+from confpred.errors import InvalidInput, LaunchError
 from confpred.families.registry import operation_of
 from confpred.measure.timing import Outcome
 from confpred.problem.device import get_device
-from confpred.problem.operation import Operation
 from confpred.problem.record import Record
 from confpred.sampler import jobs
-from confpred.sampler.jobs import Compilers, Finished, GpuWorker
-from confpred.sampler.tasks import Choosing, Measured, Task, plan
+from confpred.sampler.jobs import Compilers, Compiling, Finished, Gpu, GpuWorker, Lost
+from confpred.sampler.store import Store, open_store
+from confpred.sampler.tasks import Choosing, Measured, Task, Unit, plan, units_of
 
 _TICK_SECONDS = 0.1
 
@@ -61,6 +58,37 @@ class Settings(Choosing):
     measure: str = jobs.MEASURE
 
 
+#: A unit that so many workers died of has failed.
+MOST_KILLED = 2
+#: Anchors say which GPU is off when so many have measured them.
+LEAST_ANCHORED = 3
+#: Part of the others' time by which anchors may differ. The geometric means of the 12 runs in
+#: ``datasets/anchors`` are within 1.1 % of their median.
+ANCHOR_NOISE = 0.03
+#: So long a GPU that has measured the anchors waits for others to measure theirs.
+ANCHORS_WAIT_S = 30.0
+
+
+@dataclass(slots=True)
+class Anchored:
+    """Anchors of one GPU: their times in ms, when it was done, and whether they were judged."""
+
+    times: dict[Task, float] = field(default_factory=dict)
+    since: float = 0.0
+    judged: bool = False
+
+
+def anchors_off(times: Mapping[Task, float], known: Sequence[Mapping[Task, float]]) -> float:
+    """Return the geometric mean of `times` over the medians of all that are `known`, less 1;
+    infinity where an anchor failed that most others could time."""
+    timed = {task for each in known for task in each}
+    every = {task: [each[task] for each in known if task in each] for task in timed}
+    if any(2 * len(found) > len(known) for task, found in every.items() if task not in times):
+        return math.inf
+    logs = [math.log(time_ms / median(every[task])) for task, time_ms in times.items()]
+    return math.expm1(math.fsum(logs) / len(logs)) if logs else 0.0
+
+
 @dataclass(slots=True)
 class Tally:
     """Progress of a run; it is updated while the run goes on.
@@ -71,6 +99,8 @@ class Tally:
         kernels, total_kernels: distinct kernels, compiled or refused.
         statuses: rows by status.
         given_up: tasks that too many processes died of, with the last failure.
+        gpus, lost: GPUs that may be sent units, and workers that ended with units.
+        set_aside: why a GPU is sent nothing more, by name.
         current: the problem begun last.
         measured_rows, measuring_s: rows of the tasks that went well, and the GPUs' seconds for
             them; loading CUDA counts, waiting for the compiler does not.
@@ -85,6 +115,9 @@ class Tally:
     kernels: int = 0
     statuses: Counter[str] = field(default_factory=Counter)
     given_up: list[str] = field(default_factory=list)
+    gpus: int = 0
+    lost: int = 0
+    set_aside: list[str] = field(default_factory=list)
     current: Record | None = None
     measured_rows: int = 0
     measuring_s: float = 0.0
@@ -107,10 +140,66 @@ class Tally:
             self.given_up.append(f"{finished.task.problem}: {finished.message}")
 
 
+class Engine(Protocol):
+    """Where a run's units are measured and its kernels are compiled.
+
+    Attributes:
+        device: key of its GPUs' kind.
+        run_id: of the run; the GPUs' own ids begin with it.
+        gpus: those that may be sent units.
+        set_aside: why a GPU was refused before the run, by name.
+    """
+
+    device: str
+    run_id: str
+
+    @property
+    def gpus(self) -> Sequence[Gpu]: ...
+
+    @property
+    def set_aside(self) -> Sequence[str]: ...
+
+    def compiling(self, settings: Settings) -> list[Compiling]:
+        """Return the processes that compile."""
+
+    def wait(self, connections: list[Any], seconds: float) -> None:
+        """Wait until one of the connections has something to say, or for so many seconds."""
+
+
+class Here:
+    """The engine of this machine's GPUs: child processes, as `Engine` describes.
+
+    Args:
+        runs: CUDA device -> what its rows share. All of them are GPUs of one kind.
+        settings: of the run.
+
+    Raises:
+        InvalidInput: the GPUs are not of one kind.
+    """
+
+    def __init__(self, runs: Mapping[int, Run], settings: Settings) -> None:
+        keys = {run.device for run in runs.values()}
+        if len(keys) != 1:
+            raise InvalidInput("gpus", sorted(keys), "GPUs of one kind in one run")
+        (self.device,) = keys
+        self.run_id = next(iter(runs.values())).run_id
+        self.set_aside: list[str] = []
+        own = (settings.measure, settings.silence_s, settings.seed)
+        self.gpus = [GpuWorker(run, ordinal, *own) for ordinal, run in runs.items()]
+
+    def compiling(self, settings: Settings) -> list[Compiling]:
+        """Return the processes that compile; each starts at its first kernel."""
+        return [jobs.compiling_here(settings.compile) for _ in range(settings.processes)]
+
+    def wait(self, connections: list[Any], seconds: float) -> None:
+        """Wait for a process to say something, or for so many seconds."""
+        wait(connections, seconds)
+
+
 def sample(
     suite: Suite,
-    folder: Path,
-    runs: Mapping[int, Run],
+    folder: Folder,
+    engine: Engine,
     settings: Settings,
     *,
     chosen: Callable[[Mapping[Measured, AbstractSet[str]]], list[Task]] | None = None,
@@ -122,9 +211,9 @@ def sample(
     Args:
         suite, settings: the problems, and which of their candidates are measured, and how.
         folder: of Parquet shards; made if missing. Rows that it holds are not measured again.
-        runs: CUDA device -> what its rows share. All of them are GPUs of one kind.
+        engine: measures and compiles.
         chosen: names the tasks in place of `plan`, given what `folder` holds.
-        interrupts: how often the user has asked to stop: once ends the run after the problems in
+        interrupts: how often the user has asked to stop: once ends the run after the units in
             flight, twice at once.
         show: called about ten times a second.
 
@@ -132,95 +221,192 @@ def sample(
         The tally; all that it counts is on disk.
 
     Raises:
-        InvalidInput: the GPUs are not of one kind.
         FolderBusy, StorageError, DataError: the folder cannot be used; see `open_store`.
-        LaunchError: a GPU fails whatever it is given. Finished measurements are on disk.
+        LaunchError: no GPU can be used any longer. Finished measurements are on disk.
         ConfpredError: the compiler cannot be used.
     """
     begun = time.monotonic()
-    keys = {run.device for run in runs.values()}
-    if len(keys) != 1:
-        raise InvalidInput("gpus", sorted(keys), "GPUs of one kind in one run")
-    device = get_device(next(iter(keys)))
-    run_id = next(iter(runs.values())).run_id
     operation = operation_of(suite.entries[0].problem)
-    with open_store(folder, run_id, operation) as store:
+    device = get_device(engine.device)
+    with open_store(folder, engine.run_id, operation) as store:
         measured = store.measured(device.key)
         tasks = plan(suite, device, settings, measured) if chosen is None else chosen(measured)
-        compilers = Compilers(tasks, device.arch, settings.processes, settings.compile)
-        gpus = [
-            GpuWorker(run, ordinal, settings.measure, settings.silence_s, settings.seed)
-            for ordinal, run in runs.items()
-        ]
-        owners: dict[Record, GpuWorker] = {}
-        anchors = {gpu.ordinal: deque(settings.anchors) for gpu in gpus if tasks}
+        units = units_of(tasks)
+        compilers = Compilers(units, device.arch, engine.compiling(settings))
         tally = Tally(sum(len(task.config_ids) for task in tasks), len(tasks), compilers.total)
+        tally.set_aside += engine.set_aside
+        drive = _Drive(engine, compilers, store, tally, Unit(settings.anchors) if tasks else None)
         try:
             while True:
                 tally.elapsed_s = time.monotonic() - begun
                 over = settings.budget_s is not None and tally.elapsed_s >= settings.budget_s
-                _collect(gpus, store, tally)
+                drive.collect()
                 if interrupts() > 1:
                     break
                 if interrupts() or over:
                     compilers.stop()
                 else:
                     compilers.step()
-                if not interrupts():
-                    for gpu in gpus:
-                        if gpu.task is None and anchors.get(gpu.ordinal):
-                            gpu.start(anchors[gpu.ordinal].popleft(), [])
-                    _feed(gpus, compilers, tally, owners, begun_only=over)
+                    drive.feed()
                 tally.kernels = compilers.finished
                 show(tally)
-                idle = not any(gpu.task for gpu in gpus)
-                if idle and (tally.finished or interrupts() or over):
+                if not drive.busy() and (tally.finished or interrupts() or over):
                     break
-                busy = compilers.connections() + [c for x in gpus for c in x.connections()]
-                wait(busy, _TICK_SECONDS)
+                engine.wait(compilers.connections() + drive.connections(), _TICK_SECONDS)
         finally:
             compilers.stop()
-            for gpu in gpus:
-                gpu.stop(kill=gpu.task is not None)
+            for gpu in engine.gpus:
+                gpu.stop(kill=bool(gpu.units))
             store.flush()
     return tally
 
 
-def _feed(
-    gpus: list[GpuWorker],
-    compilers: Compilers,
-    tally: Tally,
-    owners: dict[Record, GpuWorker],
-    *,
-    begun_only: bool,
-) -> None:
-    """Give each free GPU the next task whose kernels are compiled; with `begun_only`, no further
-    problem is begun. All tasks of a problem go to one GPU, its owner, in one session."""
-    for gpu in gpus:
-        if gpu.task is not None:
-            continue
+class _Drive:
+    """The units between compilers, GPUs and store.
 
-        def mine(task: Task, gpu: GpuWorker = gpu) -> bool:
-            owner = owners.get(task.problem)
-            return not begun_only if owner is None else owner is gpu
+    A GPU measures the anchors first, and begins the suite once they are compared with those of the
+    others. Units of a lost worker are sent out again before anything new.
+    """
 
-        if (task := compilers.next_ready(mine)) is not None:
-            owners[task.problem] = gpu
-            gpu.start(task, _refused(task, compilers))
-            tally.current = task.problem
+    def __init__(
+        self,
+        engine: Engine,
+        compilers: Compilers,
+        store: Store,
+        tally: Tally,
+        anchors: Unit | None,
+    ) -> None:
+        self._compilers, self._store, self._tally = compilers, store, tally
+        self._gpus = list(engine.gpus)
+        self._anchors = anchors if anchors is not None and anchors.tasks else None
+        self._anchored: dict[str, Anchored] = {}  # by the run that measured them
+        self._again: deque[Unit] = deque()
+        self._killed: Counter[Unit] = Counter()
+        tally.gpus = len(self._gpus)
 
+    def busy(self) -> bool:
+        """Whether a GPU has units."""
+        return any(gpu.units for gpu in self._gpus)
 
-def _collect(gpus: list[GpuWorker], store: Store, tally: Tally) -> None:
-    """Store what the GPUs have finished."""
-    for gpu in gpus:
-        if (finished := gpu.poll()) is not None:
-            task = finished.task
-            if not task.anchor:
-                tally.take(finished)
-            now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-            facts = (task.problem, task.networks, task.provider, task.source_digest, gpu.run)
-            store.add([Measurement(*facts, o, now) for o in finished.outcomes], anchors=task.anchor)
-    store.flush(only_if_due=True)
+    def connections(self) -> list[Any]:
+        """Return the connections to wait for until the next `collect`."""
+        return [each for gpu in self._gpus for each in gpu.connections()]
+
+    def collect(self) -> None:
+        """Store what the GPUs have finished, and take back what they have lost.
+
+        Raises:
+            LaunchError: no GPU is left.
+            StorageError: the rows cannot be stored.
+        """
+        for gpu in list(self._gpus):
+            try:
+                for event in gpu.poll():
+                    if isinstance(event, Lost):
+                        self._take_back(gpu, event)
+                    else:
+                        self._keep(gpu, event)
+            except LaunchError as error:
+                self._set_aside(gpu, error)
+        self._judge()
+        self._store.flush(only_if_due=True)
+
+    def feed(self) -> None:
+        """Give each GPU that has room a unit, those with the fewest units first."""
+        while sum(self._give(gpu) for gpu in sorted(self._gpus, key=lambda gpu: len(gpu.units))):
+            pass
+
+    def _give(self, gpu: Gpu) -> bool:
+        """Send the GPU the anchors, or the next unit whose kernels are compiled; returns whether
+        there was room and a unit."""
+        if not gpu.has_room():
+            return False
+        anchored = self._anchored.get(gpu.run.run_id)
+        if self._anchors is not None and anchored is None:
+            self._anchored[gpu.run.run_id] = Anchored()
+            gpu.send(self._anchors, {})
+            return True
+        if anchored is not None and not anchored.judged:
+            return False
+        unit = self._again.popleft() if self._again else self._compilers.next_ready()
+        if unit is not None:
+            gpu.send(unit, {task: _refused(task, self._compilers) for task in unit.tasks})
+            self._tally.current = unit.problem
+        return unit is not None
+
+    def _keep(self, gpu: Gpu, finished: Finished) -> None:
+        """Store a finished task."""
+        task = finished.task
+        if task.anchor:
+            times = self._anchored[gpu.run.run_id].times
+            times.update((task, o.time_ms) for o in finished.outcomes if o.status == "ok")
+        else:
+            self._tally.take(finished)
+        now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        facts = (task.problem, task.networks, task.provider, task.source_digest, gpu.run)
+        rows = [Measurement(*facts, outcome, now) for outcome in finished.outcomes]
+        self._store.add(rows, anchors=task.anchor)
+
+    def _take_back(self, gpu: Gpu, lost: Lost) -> None:
+        """Have the units of a lost worker measured again, but the one that it had begun only once:
+        a unit that has killed twice has failed."""
+        for unit in reversed([unit for unit in lost.units if not unit.anchors]):
+            self._killed[unit] += unit == lost.begun
+            if self._killed[unit] < MOST_KILLED:
+                self._again.appendleft(unit)
+                continue
+            message = f"killed {MOST_KILLED} workers: {lost.message}"
+            for task in unit.tasks:
+                known = _refused(task, self._compilers)
+                done = {outcome.config_id for outcome in known}
+                left = [each for each in task.config_ids if each not in done]
+                failed = [Outcome(each, lost.status, message=message) for each in left]
+                self._keep(gpu, Finished(task, (*known, *failed), 0, message, 0.0))
+        self._tally.lost += 1
+        if any(unit.anchors for unit in lost.units):
+            del self._anchored[gpu.run.run_id]
+
+    def _set_aside(self, gpu: Gpu, error: LaunchError) -> None:
+        """Send the GPU nothing more, and its units elsewhere."""
+        self._gpus.remove(gpu)
+        gpu.stop(kill=True)
+        if not self._gpus:
+            raise error
+        self._again.extendleft(unit for unit in reversed(gpu.units) if not unit.anchors)
+        gpu.units.clear()
+        self._anchored.pop(gpu.run.run_id, None)
+        self._tally.gpus = len(self._gpus)
+        self._tally.set_aside.append(str(error))
+
+    def _judge(self) -> None:
+        """Compare the anchors of each GPU that has measured them with the median of all; one that
+        differs by more than the noise is set aside.
+
+        Two GPUs that differ do not say which of them is off, so it takes three, and a GPU waits
+        for others that are about to measure theirs.
+        """
+        if self._anchors is None:
+            return
+        now = time.monotonic()
+        done = []
+        for gpu in self._gpus:
+            anchored = self._anchored.get(gpu.run.run_id)
+            if anchored is not None and not any(unit.anchors for unit in gpu.units):
+                anchored.since = anchored.since or now
+                done.append((gpu, anchored))
+        waiting = [anchored for _, anchored in done if not anchored.judged]
+        if not waiting:
+            return
+        waited = now - min(anchored.since for anchored in waiting)
+        if len(done) < min(LEAST_ANCHORED, len(self._gpus)) and waited < ANCHORS_WAIT_S:
+            return
+        known = [anchored.times for _, anchored in done]
+        for gpu, anchored in done:
+            anchored.judged = True
+            off = anchors_off(anchored.times, known)
+            if len(done) >= LEAST_ANCHORED and abs(off) > ANCHOR_NOISE:
+                text = f"{gpu.name} takes {1 + off:.2f} of the others' time for the anchors"
+                self._set_aside(gpu, LaunchError(f"{text}: set aside"))
 
 
 def _refused(task: Task, compilers: Compilers) -> list[Outcome]:
@@ -232,96 +418,6 @@ def _refused(task: Task, compilers: Compilers) -> list[Outcome]:
         for config_id, kernels in zip(task.config_ids, task.kernels(), strict=True)
         if (refused := [compilers.errors[k] for k in kernels if k in compilers.errors])
     ]
-
-
-# The store: a folder of Parquet shards that one sampler at a time writes to. A shard is written
-# whole or not at all, every few seconds, so a process killed at any moment loses only those.
-
-FLUSH_ROWS = 20_000
-FLUSH_SECONDS = 5.0
-
-
-@contextlib.contextmanager
-def open_store(folder: Path, run_id: str, operation: Operation) -> Iterator[Store]:
-    """Yield the store of `folder` for problems of `operation`, held by this process alone.
-
-    Raises:
-        FolderBusy: another sampler holds the folder (a lock of a dead process does not count).
-        StorageError: the folder cannot be made or written to.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(folder / ".lock")
-        lock.acquire(timeout=0)
-    except Timeout:
-        raise FolderBusy(f"another sampler is writing to {folder}") from None
-    except OSError as error:
-        raise StorageError(f"cannot use {folder}: {error.strerror or error}") from error
-    try:
-        for stale in folder.glob(".rows-*.tmp"):  # left by a sampler that was killed while writing
-            stale.unlink(missing_ok=True)
-        yield Store(folder, run_id, operation)
-    finally:
-        lock.release()
-
-
-def measured_in(folder: Path, operation: Operation, device: str) -> dict[Measured, set[str]]:
-    """Return the configs that have a row of this device in a folder of shards, whatever its status;
-    of PyTorch's operator the modes of cuDNN.
-
-    Raises:
-        DataError: a shard is damaged or foreign.
-    """
-    if not folder.is_dir():
-        return {}
-    keys = [*problem_columns(operation), "family", "source_digest"]
-    columns = [*keys, "config", "cudnn_mode", "device"]
-    table = read_shards(folder, operation, columns)
-    table = table.filter(pc.field("device") == device)
-    found: dict[Measured, set[str]] = {}
-    wanted = [("config", "distinct"), ("cudnn_mode", "distinct")]
-    for row in table.group_by(keys).aggregate(wanted).to_pylist():
-        problem = problem_of_row(row, operation.problem)
-        key = Measured(problem, row["family"], row["source_digest"])
-        which = "cudnn_mode" if row["family"] == PYTORCH else "config"
-        found[key] = set(row[f"{which}_distinct"])
-    return found
-
-
-class Store:
-    """The shards of a folder, read and appended; made by `open_store`."""
-
-    def __init__(self, folder: Path, run_id: str, operation: Operation) -> None:
-        self.folder, self._run_id, self._operation = folder, run_id, operation
-        self._rows: list[Measurement] = []
-        self._anchors: list[Measurement] = []
-        self._shards = 0
-        self._flushed = time.monotonic()
-
-    def measured(self, device: str) -> dict[Measured, set[str]]:
-        return measured_in(self.folder, self._operation, device)
-
-    def add(self, rows: Sequence[Measurement], *, anchors: bool = False) -> None:
-        """Keep `rows` for the next flush; those of `anchors` go to shards of their own."""
-        (self._anchors if anchors else self._rows).extend(rows)
-
-    def flush(self, *, only_if_due: bool = False) -> None:
-        """Write what was added as one shard; `only_if_due`, once there are many rows, or the last
-        flush is a while ago.
-
-        Raises:
-            StorageError: the file system refused; the next flush tries again.
-        """
-        waited = time.monotonic() - self._flushed
-        if only_if_due and len(self._rows) < FLUSH_ROWS and waited < FLUSH_SECONDS:
-            return
-        self._flushed = time.monotonic()
-        for kind, rows in (("rows", self._rows), ("anchors", self._anchors)):
-            if rows:
-                table = pa.Table.from_pylist([r.to_row() for r in rows], schema(self._operation))
-                write(table, self.folder / f"{kind}-{self._run_id}-{self._shards:05d}.parquet")
-                self._shards += 1
-                rows.clear()
 
 
 def find_gpus(gpus: str) -> dict[int, Run]:
@@ -348,7 +444,7 @@ def find_gpus(gpus: str) -> dict[int, Run]:
         raise InvalidInput("gpus", gpus, "all, or CUDA device numbers such as 0,1")
     if ordinals[-1] >= count:
         raise InvalidInput("gpus", gpus, f"CUDA device numbers from 0 to {count - 1}")
-    run_id, project = secrets.token_hex(4), _project()
+    run_id, project = secrets.token_hex(4), project_version()
     runs = {}
     for ordinal in ordinals:
         name, driver = describe(ordinal)
@@ -357,7 +453,7 @@ def find_gpus(gpus: str) -> dict[int, Run]:
     return runs
 
 
-def _project() -> str:
+def project_version() -> str:
     """Return the version and the commit: ``$CONFPRED_COMMIT``, or that of this checkout."""
     if commit := os.environ.get("CONFPRED_COMMIT"):
         return f"{__version__}+{commit}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,6 +61,36 @@ class Task:
 
 
 @dataclass(frozen=True, slots=True)
+class Unit:
+    """All tasks of a problem, which one GPU measures in one session; or all anchors."""
+
+    tasks: tuple[Task, ...]
+
+    @property
+    def problem(self) -> Record:
+        """The problem, or that of the first anchor."""
+        return self.tasks[0].problem
+
+    @property
+    def anchors(self) -> bool:
+        """Whether these are anchors."""
+        return self.tasks[0].anchor
+
+    def kernels(self) -> list[KernelSpec]:
+        """Return the distinct kernels of all tasks."""
+        every = (kernel for task in self.tasks for kernels in task.kernels() for kernel in kernels)
+        return list(dict.fromkeys(every))
+
+
+def units_of(tasks: Iterable[Task]) -> list[Unit]:
+    """Return the tasks of each problem together, problems in the order of their first tasks."""
+    together: dict[Record, list[Task]] = {}
+    for task in tasks:
+        together.setdefault(task.problem, []).append(task)
+    return [Unit(tuple(of_problem)) for of_problem in together.values()]
+
+
+@dataclass(frozen=True, slots=True)
 class Measured:
     """Facts that rows in the folder share; a kernel that has changed since is measured again."""
 
@@ -82,6 +112,7 @@ class Choosing:
         families: those to measure; every family of kernels if empty.
         pytorch: whether to time PyTorch's own operator too, in each of `cudnn_modes`.
         cudnn_modes: ``BENCHMARK``, ``HEURISTICS`` or both.
+        part: (i, n) for the problems of the i-th of n parts, counted from 1.
     """
 
     seed: int = 0
@@ -91,6 +122,7 @@ class Choosing:
     families: Sequence[str] = ()
     pytorch: bool = True
     cudnn_modes: Sequence[str] = (BENCHMARK,)
+    part: tuple[int, int] = (1, 1)
 
 
 def plan(
@@ -112,7 +144,8 @@ def plan(
         known = networks.get(entry.problem, ())
         networks[entry.problem] = tuple(dict.fromkeys(known + entry.networks))
     tasks = []
-    problems = list(networks)
+    mine = part_of(networks, *choosing.part)
+    problems = [problem for problem in networks if problem in mine]
     for index in np.random.default_rng(choosing.seed).permutation(len(problems)):
         problem = problems[index]
         named = choosing.families or kernels_of(problem)
@@ -135,6 +168,17 @@ def plan(
                 where = (problem, networks[problem], operator.provider, source)
                 tasks.append(Task(*where, (operator.config_id,), mode))
     return tasks
+
+
+def part_of(problems: Iterable[Record], part: int, parts: int) -> set[Record]:
+    """Return the problems of one part, counted from 1, of about equally many problems each.
+
+    Distinct problems are sorted by their words and shuffled the same way every time, so a part
+    depends on the problems and the two numbers alone, and each is a fair sample.
+    """
+    ordered = sorted(set(problems), key=str)
+    shuffled = np.random.default_rng(0).permutation(len(ordered))
+    return {ordered[index] for index in shuffled[part - 1 :: parts]}
 
 
 def _choose(family: Family, problem: Record, device: Device, choosing: Choosing) -> list[int]:

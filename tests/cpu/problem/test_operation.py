@@ -28,7 +28,7 @@ from confpred.problem.device import get_device
 from confpred.problem.linear_chain import LINEAR_CHAIN, LinearChain
 from confpred.problem.norm import BATCH_NORM, BatchNorm
 from confpred.problem.operation import REFERENCE, Operand, Operation
-from confpred.sampler.run import open_store
+from confpred.sampler.store import open_store
 from confpred.training.dataset import read_dataset
 
 OUTPUTS = {"fprop": {"out"}, "dgrad": {"in_grad"}, "wgrad": {"filter_grad", "bias_grad"}}

@@ -18,7 +18,7 @@ from confpred.data.measurements import Run
 from confpred.data.parquet import read
 from confpred.data.suites import Entry, Suite, read_suite
 from confpred.problem.conv2d import CONVOLUTION, Problem
-from confpred.sampler.run import Settings, Tally, sample
+from confpred.sampler.run import Here, Settings, Tally, sample
 
 
 def suite_of(count: int) -> Suite:
@@ -31,7 +31,7 @@ def run(suite: Suite, folder: Path, *devices: str, **settings) -> Tally:
     """Sample on GPUs that are not there."""
     chosen = {"pytorch": False, "compile": sampler_jobs.COMPILE} | settings
     found = runs(secrets.token_hex(4), *(devices or ["h100"]))  # named as by `find_gpus`
-    return sample(suite, folder, found, Settings(**chosen))
+    return sample(suite, folder, Here(found, Settings(**chosen)), Settings(**chosen))
 
 
 def rows(folder: Path, kind: str = "rows") -> list[dict]:
@@ -59,4 +59,5 @@ if __name__ == "__main__":
     suite, folder = read_suite(Path(sys.argv[1])), Path(sys.argv[2])
     functions = {"compile": sampler_jobs.COMPILE, "measure": sampler_jobs.SLOWLY}
     settings = Settings(configs=3, processes=2, pytorch=False, **functions)
-    sys.exit(sample_and_report(suite, folder, runs("slow", "h100"), settings))
+    engine = Here(runs("slow", "h100"), settings)
+    sys.exit(sample_and_report(suite, folder, engine, settings))

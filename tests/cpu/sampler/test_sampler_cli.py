@@ -10,11 +10,11 @@ import pytest
 from sampler_rows import ROW, fill
 from sampler_run import confpred
 
-from confpred.cli.sample import parse_duration, sample
-from confpred.errors import InvalidInput
-from confpred.families.registry import all_families
+from confpred.cli.sample import parse_duration, parse_part, sample
+from confpred.errors import ConfpredError, InvalidInput
+from confpred.families.registry import families_of
 from confpred.sampler.progress import duration, state, summary
-from confpred.sampler.run import Tally
+from confpred.sampler.run import Settings, Tally
 
 
 def test_every_option_is_documented(repository):
@@ -35,6 +35,12 @@ def suite(repository: Path) -> Path:
         (("--budget", "-1m"), "budget='-1m'"),
         (("--budget", "nanm"), "budget='nanm'"),
         (("--timeout", "0s"), "timeout='0s'"),
+        (("--part", "0/4"), "part='0/4' is not allowed; allowed: I/N with I from 1 to N"),
+        (("--address", "auto"), "address='auto' is not allowed; allowed: an option of --engine"),
+        (("--device", "h100"), "device='h100' is not allowed; allowed: an option of --engine ray"),
+        (("--engine", "ray", "--gpus", "0"), "gpus='0' is not allowed; allowed: all with"),
+        (("--engine", "slurm"), "'slurm' is not one of 'local', 'ray'"),
+        (("--out", "moon://a"), "folder='moon://a' is not allowed; allowed: a folder, or a URL"),
         (("--configs", "0"), "0 is not in the range"),
         (("--configs", "many"), "'many' is not a valid integer"),
         (("--jobs", "-1"), "-1 is not in the range"),
@@ -45,7 +51,7 @@ def suite(repository: Path) -> Path:
         (("--suite", "none.json"), "'--suite': File 'none.json' does not exist"),
         (
             ("--family", "grouped_fprop", "--family", "grouped"),
-            f"family='grouped' is not allowed; allowed: {' or '.join(all_families())}",
+            f"family='grouped' is not allowed; allowed: {' or '.join(families_of(ROW.problem))}",
         ),
         (("--model", "none"), "none"),
         (("--model", "."), "model='.' is not allowed; allowed: a model that picks"),
@@ -65,6 +71,29 @@ def test_without_a_gpu_the_error_says_so(suite, tmp_path):
     assert (done.returncode, done.stderr) == (1, said)
 
 
+@pytest.mark.slow(reason="Ray starts")
+def test_a_ray_without_a_gpu_is_an_error(suite, tmp_path):
+    done = confpred("sample", "--suite", suite, "--out", tmp_path / "out", "--engine", "ray")
+    said = "confpred: sampling needs an NVIDIA GPU, and the Ray cluster has none\n"
+    assert (done.returncode, done.stderr) == (1, said)
+
+
+@pytest.mark.parametrize(
+    ("address", "message"),
+    [
+        ("127.0.0.1:1", "cannot reach the Ray cluster at 127.0.0.1:1: "),
+        ("auto", "cannot reach the Ray cluster at auto: "),
+        ("ray://host:10001", "address='ray://host:10001' is not allowed; allowed: auto, or HOST"),
+    ],
+)
+def test_a_ray_cluster_that_is_not_there_is_an_error(address, message):
+    pytest.importorskip("ray")
+    from confpred.sampler.fleet import Fleet
+
+    with pytest.raises(ConfpredError, match=f"^{re.escape(message)}"):
+        Fleet(Settings(), address)
+
+
 def test_merge(tmp_path):
     fill(tmp_path / "a", [ROW])
     done = confpred("merge", tmp_path / "a", tmp_path / "all.parquet")
@@ -82,6 +111,16 @@ def test_durations():
 def test_bad_durations(text):
     with pytest.raises(InvalidInput, match="budget="):
         parse_duration("budget", text)
+
+
+def test_parts():
+    assert [parse_part(text) for text in ("1/1", "3/16", "16/16")] == [(1, 1), (3, 16), (16, 16)]
+
+
+@pytest.mark.parametrize("text", ["0/4", "5/4", "x", "1/0", "1/2/3", "-1/2", "1", "1.5/2", "٣/4"])
+def test_bad_parts(text):
+    with pytest.raises(InvalidInput, match=r"part=.*I/N with I from 1 to N, such as 3/16"):
+        parse_part(text)
 
 
 def test_progress_says_rate_time_left_and_failures():

@@ -3,28 +3,32 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
+import fleet_jobs
 import pytest
 import sampler_jobs
 import sampler_run
 from sampler_run import rows, suite_of
 
 from confpred.data.measurements import problem_of_row
-from confpred.data.parquet import merge, read
+from confpred.data.parquet import merge, read, schema
 from confpred.data.suites import Entry, Suite, write_suite
 from confpred.errors import ConfpredError, FolderBusy, InvalidInput, LaunchError
 from confpred.families.registry import all_families, config_ids
 from confpred.problem.conv2d import CONVOLUTION, Problem
 from confpred.problem.device import get_device
-from confpred.sampler.run import Settings, Tally, open_store
-from confpred.sampler.tasks import plan
+from confpred.sampler.run import Settings, Tally, anchors_off
+from confpred.sampler.store import open_store
+from confpred.sampler.tasks import Choosing, plan
 
 LAYER = Problem(2, 64, 14, 14, 64, 3, 3, padding=1, groups=8)
 DENSE = Problem(2, 256, 14, 14, 256, 3, 3, padding=1)
@@ -152,11 +156,57 @@ def test_a_compiler_that_cannot_run_ends_the_run(tmp_path):
         run(tmp_path, compile="no_such_module:compile")
 
 
+def test_parts_measure_together_what_one_run_does(tmp_path):
+    chosen = {"suite": suite_of(7), "configs": 2, "processes": 0, "measure": fleet_jobs.MEASURE}
+    folders = [tmp_path / str(part) for part in range(1, 4)]
+    tallies = [run(f, part=(part, 3), **chosen) for part, f in enumerate(folders, 1)]
+    assert [tally.total_rows for tally in tallies] == [6, 4, 4]
+    run(tmp_path / "whole", **chosen)
+    merge(folders, tmp_path / "parts.parquet")
+    merge([tmp_path / "whole"], tmp_path / "whole.parquet")
+    own = ("run_id", "time", "error")  # not a number, so equal to nothing
+    names = [name for name in schema(CONVOLUTION).names if name not in own]
+    parts, whole = (read(tmp_path / f"{n}.parquet", CONVOLUTION, names) for n in ("parts", "whole"))
+    assert parts.equals(whole)
+
+
 @pytest.mark.slow(reason="measurements take half a second")
 def test_two_gpus_share_the_work(tmp_path):
     slowly = {"configs": 2, "measure": sampler_jobs.SLOWLY}
     tally = run(tmp_path, "h100", "h100", suite=suite_of(4), **slowly)
     assert tally.statuses == {"ok": 8}
+
+
+@pytest.mark.slow(reason="workers start and fail again and again")
+def test_a_gpu_that_fails_everything_is_set_aside_where_there_are_others(tmp_path):
+    chosen = {"suite": suite_of(40), "configs": 2, "processes": 0}
+    tally = run(tmp_path, "h100", "h100", measure=fleet_jobs.MEASURE_ON_ONE, **chosen)
+    (text,) = tally.set_aside
+    assert text.startswith("CUDA device 0 failed 3 problems in a row")
+    assert (tally.finished, tally.gpus, len(tally.given_up)) == (True, 1, 2)
+    assert len({(r["n"], r["config"]) for r in rows(tmp_path)}) == len(rows(tmp_path)) == 76
+    assert run(tmp_path, measure=fleet_jobs.MEASURE, **chosen).rows == 4
+
+
+def test_a_gpu_whose_anchors_are_off_is_set_aside(tmp_path):
+    (task,) = plan(suite_of(1), get_device("h100"), Choosing(configs=1, pytorch=False), {})
+    layers = (task.problem, replace(task.problem, n=9))
+    anchors = tuple(replace(task, problem=layer, anchor=True) for layer in layers)
+    chosen = {"suite": suite_of(6), "processes": 0, "measure": fleet_jobs.MEASURE_UNLIKE}
+    tally = run(tmp_path, "h100", "h100", "h100", anchors=anchors, **chosen)
+    (text,) = tally.set_aside
+    assert text == "CUDA device 2 takes 1.20 of the others' time for the anchors: set aside"
+    assert (tally.finished, tally.gpus, len(rows(tmp_path, "anchors"))) == (True, 2, 6)
+    assert {row["run_id"][-1] for row in rows(tmp_path)} == {"0", "1"}
+
+
+def test_anchors_are_off_by_their_mean_or_by_a_failure():
+    tasks = plan(suite_of(2), get_device("h100"), Choosing(configs=1, pytorch=False), {})
+    times = dict.fromkeys(tasks, 2.0)
+    alike = [times, times, times]
+    assert anchors_off({tasks[0]: 2.2, tasks[1]: 2.0}, alike) == pytest.approx(1.1**0.5 - 1)
+    assert anchors_off({tasks[0]: 2.0}, alike) == math.inf
+    assert anchors_off(times, [{}, {}, times]) == anchors_off({}, [{}]) == 0
 
 
 def test_gpus_of_two_kinds_are_refused(tmp_path):

@@ -6,9 +6,9 @@ import json
 import subprocess
 import tarfile
 from collections import Counter
-from dataclasses import dataclass, field
 from pathlib import Path
 
+import fleet_jobs
 import numpy as np
 import pytest
 import sampler_jobs
@@ -25,8 +25,7 @@ from confpred.measure.timing import REPLAY_SECONDS, REPLAYS
 from confpred.problem.conv2d import Problem
 from confpred.problem.device import get_device
 from confpred.sampler.forecast import PYTORCH_S, ROW_S, forecast, measuring_s
-from confpred.sampler.jobs import Compilers
-from confpred.sampler.run import Tally, _feed
+from confpred.sampler.run import Tally
 from confpred.sampler.tasks import (
     BENCHMARK,
     FORMAT,
@@ -36,6 +35,7 @@ from confpred.sampler.tasks import (
     Task,
     plan,
     read_anchors,
+    units_of,
 )
 
 DEVICE = get_device("h100")
@@ -107,40 +107,15 @@ def test_picked_configs_come_beside_the_random_ones():
     assert left(pytorch=False, configs=None, picked=3, pick=by_row) == everything
 
 
-@dataclass
-class Gpu:
-    """Takes what it is given, as a `GpuWorker` does that has nothing to do."""
-
-    ordinal: int
-    task: Task | None = None
-    had: list[Task] = field(default_factory=list)
-
-    def start(self, task, known):
-        self.had.append(task)
-
-
-def test_all_families_of_a_problem_go_to_the_gpu_that_began_it():
+def test_all_families_of_a_problem_are_one_unit_for_one_gpu(tmp_path):
     tasks = left(pytorch=True)
-    gpus, owners = [Gpu(0), Gpu(1)], {}
-    compilers = Compilers(tasks, DEVICE.arch, 0, sampler_jobs.COMPILE)
-    for _ in tasks:
-        _feed(gpus, compilers, Tally(), owners, begun_only=False)
-    first, second = ({task.problem for task in gpu.had} for gpu in gpus)
-    assert first | second == set(LAYERS)
-    assert not first & second
-    assert sum(len(gpu.had) for gpu in gpus) == len(tasks)
-
-
-def test_when_time_is_up_what_was_begun_is_measured_to_its_end():
-    tasks = left(pytorch=True)
-    gpu, owners = Gpu(0), {}
-    compilers = Compilers(tasks, DEVICE.arch, 0, sampler_jobs.COMPILE)
-    _feed([gpu], compilers, Tally(), owners, begun_only=False)
-    for _ in tasks:
-        _feed([gpu], compilers, Tally(), owners, begun_only=True)
-    begun = gpu.had[0].problem
-    assert gpu.had == [task for task in tasks if task.problem == begun]
-    assert len(gpu.had) > 2
+    units = units_of(tasks)
+    assert [task for unit in units for task in unit.tasks] == tasks
+    assert [unit.problem for unit in units] == list(dict.fromkeys(task.problem for task in tasks))
+    run(tmp_path, gpus=2, pytorch=True, measure=fleet_jobs.MEASURE)
+    found = by_problem(rows(tmp_path)).values()
+    assert {len({row["run_id"] for row in of_problem}) for of_problem in found} == {1}
+    assert len({row["run_id"] for of_problem in found for row in of_problem}) == 2
 
 
 def test_a_run_of_any_length_leaves_whole_problems(tmp_path):

@@ -16,11 +16,21 @@ import pytest
 from sampler_rows import LAYER, ROW, RUN, fill, other
 
 from confpred.data.measurements import problem_of_row
-from confpred.data.parquet import add_part, merge, operation_in, read, schema
+from confpred.data.parquet import (
+    _TOGETHER,
+    _read_together,
+    add_part,
+    merge,
+    operation_in,
+    read,
+    read_shards,
+    schema,
+    shards_in,
+)
 from confpred.errors import DataError, FolderBusy, InvalidInput, StorageError
 from confpred.families.registry import config_ids
 from confpred.problem.conv2d import CONVOLUTION, Problem
-from confpred.sampler.run import FLUSH_ROWS, open_store
+from confpred.sampler.store import FLUSH_ROWS, open_store
 from confpred.sampler.tasks import Measured
 from confpred.training.dataset import data_files
 
@@ -103,7 +113,7 @@ HOLD = """
     import sys
     from pathlib import Path
     from confpred.problem.conv2d import CONVOLUTION
-    from confpred.sampler.run import open_store
+    from confpred.sampler.store import open_store
     with open_store(Path(sys.argv[1]), "a", CONVOLUTION):
         print("held", flush=True)
         sys.stdin.read()
@@ -129,7 +139,7 @@ FILL_THE_DISK = """
     from sampler_rows import ROW, other
     from confpred.errors import StorageError
     from confpred.problem.conv2d import CONVOLUTION
-    from confpred.sampler.run import open_store
+    from confpred.sampler.store import open_store
     with open_store(Path(sys.argv[1]), "r", CONVOLUTION) as store:
         store.add([ROW])
         store.flush()
@@ -194,6 +204,26 @@ def test_a_damaged_shard_is_named(tmp_path, shard, damage):
     with pytest.raises(DataError, match=shard.name):
         merge([tmp_path], tmp_path / "merged.parquet")
     assert not (tmp_path / "merged.parquet").exists()
+
+
+def test_many_shards_are_read_together_and_checked_as_one_is(tmp_path):
+    """A damaged one is named, and a file of before the columns of cuDNN is read."""
+    fill(tmp_path, *([other(n), other(n, config_id=4)] for n in range(1, _TOGETHER + 1)))
+    names = schema(CONVOLUTION).names
+    shards = shards_in(tmp_path)
+    together = _read_together(shards, CONVOLUTION, schema(CONVOLUTION))
+    one_by_one = pa.concat_tables([read(path, CONVOLUTION) for path in shards])
+    assert together.equals(one_by_one, check_metadata=True)
+    assert read_shards(tmp_path, CONVOLUTION, names).equals(together)
+    pq.write_table(read(shards[3], CONVOLUTION).drop_columns(["cudnn"]), shards[3])
+    assert read_shards(tmp_path, CONVOLUTION, names).equals(together)
+    whole = shards[5].read_bytes()
+    foreign = read(shards[5], CONVOLUTION).replace_schema_metadata({"operation": "other"})
+    for damage in (lambda: shards[5].write_bytes(whole[:-100]),
+                   lambda: pq.write_table(foreign, shards[5])):  # fmt: skip
+        damage()
+        with pytest.raises(DataError, match=shards[5].name):
+            read_shards(tmp_path, CONVOLUTION, ["n"])
 
 
 def test_any_changed_byte_is_found_or_changes_nothing(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from layers import first_kernel
 
 from confpred.data.suites import Entry, Suite
@@ -11,7 +12,7 @@ from confpred.families.protocol import PYTORCH, PYTORCH_OPERATOR, Candidate
 from confpred.families.registry import all_families, config_words
 from confpred.problem.conv2d import Problem
 from confpred.problem.device import get_device
-from confpred.sampler.tasks import Choosing, Measured, plan
+from confpred.sampler.tasks import Choosing, Measured, part_of, plan
 
 DEVICE = get_device("h100")
 FAMILY = all_families()["grouped_fprop"]
@@ -60,6 +61,24 @@ def test_a_choice_of_configs_depends_on_the_seed_and_the_problem_alone():
     assert all(len(set(rows)) == len(rows) for rows in alike.values())  # ... get others of them
     assert part == {problem: whole[problem] for problem in part}
     assert choice(SUITE, 4) != whole
+
+
+@pytest.mark.parametrize("parts", [1, 2, 7, 40, 64])
+def test_parts_are_the_whole_and_depend_on_nothing_else(parts):
+    found = [part_of(LAYERS, part, parts) for part in range(1, parts + 1)]
+    assert sorted(map(str, set().union(*found))) == sorted(map(str, LAYERS))
+    assert sum(map(len, found)) == len(LAYERS)
+    assert max(map(len, found)) - min(map(len, found)) <= 1
+    assert found == [part_of(LAYERS[::-1] * 2, part, parts) for part in range(1, parts + 1)]
+    planned = [tasks(seed=parts, part=(part, parts)) for part in range(1, parts + 1)]
+    assert [{task.problem for task in of_part} for of_part in planned] == found
+    together = [task for of_part in planned for task in of_part]
+    assert sorted(together, key=str) == sorted(tasks(), key=str)
+
+
+def test_a_part_is_a_fair_sample():
+    smaller = part_of(LAYERS, 1, 2)
+    assert 5 < len(smaller & set(LAYERS[:20])) < 15
 
 
 def test_a_problem_that_occurs_twice_counts_once_with_both_networks():
