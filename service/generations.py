@@ -22,7 +22,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, product
 from pathlib import Path
 from typing import Any
@@ -129,6 +129,7 @@ class Generation:
     digest: str
     predictor: Predictor
     headers: Mapping[str, str]
+    folder: Path | None = None  # that it was read from, where `publish` wrote one
 
     def model_of(self, device: str) -> Model | None:
         return self.predictor.models.get(device)
@@ -177,7 +178,7 @@ def load(folder: Path) -> Generation:
     found = of(predictor, None if plan is None else plan.read_bytes())
     if found.digest != folder.name:
         raise ModelError(f"{folder} is damaged: it is {found.digest}")
-    return found
+    return replace(found, folder=folder)
 
 
 class Loaded:
@@ -203,6 +204,14 @@ class Loaded:
         current = self._all[digest]
         self._all = {each: self._all[each] for each in keep if each in self._all}
         self._all[digest] = self.current = current
+
+    def folder_of(self, digest: str) -> Path | None:
+        """Return the folder of the loaded model with this digest, if there is one."""
+        for each in self._all.values():
+            for model in each.predictor.models.values():
+                if model.digest == digest and each.folder is not None:
+                    return each.folder / MODELS / model.version
+        return None
 
     def find(self, version: str) -> Generation:
         """Return the generation that has `version`: the current one, or else the latest.

@@ -25,6 +25,7 @@ _PATHS = {
     "model": click.Path(exists=True, file_okay=False),
     "plan": click.Path(exists=True),
     "tokens": click.Path(exists=True, dir_okay=False),
+    "exchange": click.Path(file_okay=False),
 }
 #: The beginning of the environment's variables that are settings.
 _PREFIX = "CONFPRED_SERVE_"
@@ -141,7 +142,7 @@ serve = click.Command(
     type=click.Choice(tokens.SCOPES),
     default="read",
     show_default=True,
-    help="What the token is for: to ask, or to manage the server too.",
+    help="What the token is for: to ask, to send measurements too, or to manage the server too.",
 )
 @click.option("--revoke", is_flag=True, help="Remove the token of that name.")
 def token(name: str, path: Path, scope: tokens.Scope, revoke: bool) -> None:
