@@ -35,6 +35,7 @@ from starlette.types import Receive
 
 from confpred.errors import InvalidInput, ModelError, StorageError
 from confpred.model.card import CARD, Card, read_card, refusing
+from confpred.model.folder import model_folders, shipped_models
 
 from . import Settings
 from .requests import RequestError, shorten
@@ -117,7 +118,8 @@ class Exchange:
 
     def _submissions(self, which: str, *values: Any) -> list[Submission]:
         query = f"SELECT id, state, rows, reason, received FROM uploads {which}"
-        return [Submission(*row[:4], _shown(row[4])) for row in self._rows(query, *values)]
+        rows = self._rows(query, *values)
+        return [Submission(i, s, n, reason, _shown(when)) for i, s, n, reason, when in rows]
 
     def used(self, token: str) -> int:
         """Return the bytes that were uploaded with a token within a day."""
@@ -177,8 +179,15 @@ class Exchange:
             )
         self.path(INCOMING, upload).unlink(missing_ok=True)
 
-    def quarantine(self, upload: str, reason: str) -> None:
-        """Put an upload aside."""
+    def distrusted(self, run_ids: Sequence[str]) -> str | None:
+        """Return one of these runs whose control configs took other times than elsewhere."""
+        marks = ", ".join("?" * len(run_ids))
+        query = f"SELECT run_id FROM runs WHERE run_id IN ({marks}) AND upload IN "
+        quarantined = "(SELECT id FROM uploads WHERE state = 'quarantined')"
+        return next((str(row[0]) for row in self._rows(query + quarantined, *run_ids)), None)
+
+    def quarantine(self, upload: str, reason: str, run_ids: Sequence[str] = ()) -> None:
+        """Put an upload aside, and distrust the runs `run_ids` from now on."""
         for room in (ADMITTED, CONTROLS):
             self.path(room, upload).unlink(missing_ok=True)
         with self._changing() as db:
@@ -188,6 +197,9 @@ class Exchange:
             db.execute(
                 "UPDATE uploads SET state = 'quarantined', reason = ? WHERE id = ?",
                 (reason, upload),
+            )
+            db.executemany(
+                "INSERT OR IGNORE INTO runs VALUES (?, ?)", [(run, upload) for run in run_ids]
             )
 
     def tidy(self) -> None:
@@ -255,18 +267,38 @@ def published(folder: Path) -> list[tuple[Path, Published]]:
     return sorted(found, key=lambda each: each[1].card.created, reverse=True)
 
 
-def withdraw(folder: Path, digests: frozenset[str]) -> list[str]:
-    """Withdraw published models, so that no reload takes them up again: for each device those that
-    are newer than one of `digests`, or the newest where that is none of them; their names."""
-    gone: list[str] = []
-    passed: set[str] = set()
-    for path, known in published(folder):
+def newest_models(settings: Settings) -> dict[str, Path]:
+    """Return the newest model folder for each device, of those of the operator and those that a
+    retraining has published.
+
+    Raises:
+        ModelError: a card is damaged.
+    """
+    found = model_folders(shipped_models() if settings.model is None else Path(settings.model))
+    if settings.exchange is None:
+        return found
+    for path, known in reversed(published(Path(settings.exchange))):
+        own = found.get(known.card.device)
+        if own is None or str(read_card(own)[1].get("created")) < known.card.created:
+            found[known.card.device] = path
+    return found
+
+
+def withdraw(settings: Settings, generation: Path | None) -> bool:
+    """Withdraw published models, so that no reload takes them up again: those newer than the models
+    of the generation in a folder, or without one the newest; whether there were any."""
+    if settings.exchange is None:
+        return False
+    folder, passed, gone = Path(settings.exchange), set(), 0
+    cards = () if generation is None else generation.glob(f"{PUBLISHED}/*/{CARD}")
+    digests = {hashlib.sha256(card.read_bytes()).hexdigest() for card in cards}
+    for path, known in published(folder)[: 1 if generation is None else None]:
         if known.digest in digests:
             passed.add(known.card.device)
         if known.card.device not in passed:
             os.replace(path, folder / WITHDRAWN / f"{path.name}-{secrets.token_hex(4)}")
-            gone.append(path.name)
-    return gone
+            gone += 1
+    return gone > 0
 
 
 def _shown(when: float) -> str:
@@ -350,8 +382,8 @@ async def take(
     """
     kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower().decode("latin-1")
     if kind != PARQUET or b"content-encoding" in headers:
-        message = f"the body is {shorten(kind) or 'of no type'}; allowed: {PARQUET}, uncompressed"
-        raise RequestError(415, "unsupported_media_type", message, "content-type", None, PARQUET)
+        said = f"the body is {shorten(kind) or 'of no type'}; allowed: {PARQUET}, uncompressed"
+        raise RequestError(415, "unsupported_media_type", said, "content-type", None, PARQUET)
     key = headers.get(b"idempotency-key", b"").decode("latin-1").strip('"').lower()
     if not re.fullmatch(r"[0-9a-f]{64}", key):
         raise InvalidInput("idempotency-key", key or None, "the SHA-256 of the body, 64 hex digits")
@@ -375,8 +407,8 @@ async def take(
         return await loop.run_in_executor(threads, arriving.end, b"".join(pieces), key)
     except (OSError, sqlite3.OperationalError) as error:
         reason = getattr(error, "strerror", None) or error
-        message = f"the upload cannot be kept: {reason}"
-        raise RequestError(507, "no_storage", message, headers={"retry-after": "60"}) from error
+        said = f"the upload cannot be kept: {reason}"
+        raise RequestError(507, "no_storage", said, headers={"retry-after": "60"}) from error
     finally:
         if arriving is not None:
             threads.submit(arriving.discard)

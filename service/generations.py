@@ -33,13 +33,14 @@ from confpred.concurrency import end_with
 from confpred.errors import ConfpredError, DataError, ModelError
 from confpred.files import write_folder
 from confpred.model.card import read_files
-from confpred.model.folder import Model, model_folders, shipped_models
+from confpred.model.folder import Model, shipped_models
 from confpred.predict.plan import plan_file
 from confpred.predict.predictor import Predictor
 from confpred.problem.device import KNOWN
 
 from . import Settings
 from .child import command
+from .exchange import PUBLISHED, newest_models
 from .requests import RequestError, shorten
 from .schema import EXAMPLE
 
@@ -62,10 +63,9 @@ def publish(settings: Settings, home: Path) -> Path:
         ModelError, DataError: a model or its trees are missing or damaged; so is the plan.
         StorageError: there is no room for the copy.
     """
-    source = _source(settings)
-    folders = model_folders(source)
+    folders = newest_models(settings)
     if not folders and settings.model is not None:
-        raise ModelError(f"{source} holds no model folder")
+        raise ModelError(f"{settings.model} holds no model folder")
     models = {device: (path, read_files(path)) for device, path in folders.items()}
     known: dict[str, tuple[str, str]] = {}
     files: dict[str, bytes] = {}
@@ -88,10 +88,6 @@ def publish(settings: Settings, home: Path) -> Path:
     return published
 
 
-def _source(settings: Settings) -> Path:
-    return shipped_models() if settings.model is None else Path(settings.model)
-
-
 def give_back() -> None:
     """Have the C library return the 30 MB that `publish` took, which glibc keeps for its thread."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
@@ -101,9 +97,12 @@ def give_back() -> None:
 
 def fingerprint(settings: Settings) -> str:
     """Return a digest that changes with the files of models and plan; it reads none of them."""
-    source, found = _source(settings), []
+    sources = [shipped_models() if settings.model is None else Path(settings.model)]
+    sources += [] if settings.exchange is None else [Path(settings.exchange, PUBLISHED)]
     plan = [] if settings.plan is None else [plan_file(Path(settings.plan))]
-    for path in sorted((*source.glob("*"), *source.glob("*/*"), *plan)):
+    found: list[Any] = []
+    inside = (path for source in sources for depth in ("*", "*/*") for path in source.glob(depth))
+    for path in sorted((*inside, *plan)):
         try:
             status = path.stat()
         except OSError:  # gone since it was listed

@@ -11,6 +11,7 @@ from typing import Any
 
 import click
 
+from confpred import training
 from confpred.cli import leave_signals
 from confpred.cli.arguments import require_packages
 from confpred.errors import DataError, InvalidInput, nearest
@@ -93,6 +94,8 @@ def _check_variables() -> None:
 def _serve(**values: Any) -> None:
     _check_variables()
     require_packages("serve", *MODULES)
+    if values["exchange"] is not None:
+        require_packages("train", *training.MODULES)
     from confpred.service.supervisor import serve as run  # what `--help` can do without
 
     leave_signals()
