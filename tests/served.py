@@ -135,9 +135,7 @@ def refused(
     return done.returncode, done.stderr
 
 
-def eventually(
-    condition: Callable[[], object], said: object = "", within_s: float = 60
-) -> None:
+def eventually(condition: Callable[[], object], said: object = "", within_s: float = 60) -> None:
     """Wait until `condition` holds."""
     deadline = time.monotonic() + within_s
     while not condition():

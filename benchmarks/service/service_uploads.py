@@ -1,12 +1,13 @@
 """How many shards a second the HTTP service takes, and whom that delays: a real server on loopback.
 
-    python -m benchmarks.service.service_uploads [--shards 480] [--clients 8] [--workers 2]
+    python -m benchmarks.service.service_uploads [--shards 800] [--clients 8] [--workers 2]
 
 Shards of 1 MB are real measurements, each with other bytes. All are acknowledged, and so on the
-disk, when the clock stops; checking them goes on at the system's idle priority. Meanwhile one more
-client asks a remembered problem every few milliseconds. It does the same while nothing else
-happens, and while a model is retrained on the committed measurements. Clients and server share the
-machine. Writes ``benchmarks/results/service_uploads.json``.
+disk, when the clock stops; checking them goes on at the system's idle priority. Clients send as
+many as they can at first, and then `PACE` a second. Meanwhile one more client asks a remembered
+problem every few milliseconds. It does the same while nothing else happens, and while a model is
+retrained on the committed measurements. Clients and server share the machine. Writes
+``benchmarks/results/service_uploads.json``.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from benchmarks.service.service_load import Connection, get, metric, one, post, 
 RESULT = RESULTS / "service_uploads.json"
 DATA = ROOT / "datasets" / "h100"
 BYTES = 1_000_000
+PACE = 55.0  # uploads a second
 _PAUSE_S = 0.003  # of the client that asks a remembered problem
 _IDLE_S, _JOB_S = 10.0, 60.0
 _NUMBER = b"number=%08d"
@@ -68,18 +70,22 @@ def upload(body: bytes) -> bytes:
     return "\r\n".join((*lines, "", "")).encode() + body
 
 
-def send_all(port: int, requests: Sequence[bytes], clients: int, seconds: Any) -> None:
-    """Send all requests from so many connections, and put down how long that took."""
-    left = list(requests)
+def send_all(
+    port: int, requests: Sequence[bytes], clients: int, pace: float | None, seconds: Any
+) -> None:
+    """Send all requests from so many connections, no more than `pace` a second in all, and put down
+    how long that took."""
+    start = time.perf_counter()
 
-    def work() -> None:
+    def work(number: int) -> None:
         connection = Connection(port)
-        while left:
-            if (status := connection.status(left.pop())) != 202:
+        for place in range(number, len(requests), clients):
+            if pace is not None:
+                time.sleep(max(0.0, start + place / pace - time.perf_counter()))
+            if (status := connection.status(requests[place])) != 202:
                 raise SystemExit(f"an upload is answered {status}")
 
-    threads = [threading.Thread(target=work) for _ in range(clients)]
-    start = time.perf_counter()
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(clients)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -117,11 +123,20 @@ def measure(shards: int, clients: int, workers: int) -> dict[str, Any]:
         with server(*options) as (port, _):
             found = {"alone": asked_while(port, lasting(_IDLE_S))}
             context = multiprocessing.get_context("fork")
-            seconds = context.Value("d", 0.0)
-            sender = context.Process(target=send_all, args=(port, requests, clients, seconds))
-            sender.start()
-            found["beside uploads"] = asked_while(port, sender.is_alive)
-            sender.join()
+            rates = {}
+            half = len(requests) // 2
+            parts = {
+                "as many uploads as go": (requests[:half], None),
+                f"{PACE:g} uploads a second": (requests[half:], PACE),
+            }
+            for name, (part, pace) in parts.items():
+                seconds = context.Value("d", 0.0)
+                words = (port, part, clients, pace, seconds)
+                sender = context.Process(target=send_all, args=words)
+                sender.start()
+                found[f"beside {name}"] = asked_while(port, sender.is_alive)
+                sender.join()
+                rates[name] = round(len(part) / seconds.value, 1)
             checked = metric(port, 'confpred_uploads{state="admitted"}')
         for path in (Path(folder) / "incoming").iterdir():
             path.unlink()  # the next server is not to check them
@@ -140,7 +155,7 @@ def measure(shards: int, clients: int, workers: int) -> dict[str, Any]:
         "bytes_each": len(whole),
         "clients": clients,
         "workers": workers,
-        "uploads_per_s": round(shards / seconds.value, 1),
+        "uploads_per_s": rates,
         "checked_meanwhile": int(checked),
         "remembered problem": found,
     }
@@ -148,7 +163,7 @@ def measure(shards: int, clients: int, workers: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--shards", type=int, default=480)
+    parser.add_argument("--shards", type=int, default=800)
     parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--workers", type=int, default=2)
     options = parser.parse_args()

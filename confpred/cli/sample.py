@@ -6,6 +6,7 @@ import os
 import re
 import shlex
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -124,6 +125,7 @@ _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
     help="With --compile: write the kernels as a .tar.xz, to be unpacked in another cache.",
 )
 @timeout_option
+@click.option("--submit", metavar="URL", help="Send the measurements to this service as they come.")
 def sample(
     suite_files: tuple[Path, ...],
     out: Path,
@@ -142,6 +144,7 @@ def sample(
     compile_device: str | None,
     archive: Path | None,
     timeout: str,
+    submit: str | None,
 ) -> None:
     """Measure configs of a suite's problems on this machine's GPUs.
 
@@ -187,7 +190,18 @@ def sample(
     if planned_for:
         report_plan(suite, out, device, settings, compiling=bool(compile_device), archive=archive)
     else:
-        sys.exit(sample_and_report(suite, out, runs, settings))
+        with submitting(submit, out):
+            code = sample_and_report(suite, out, runs, settings)
+        sys.exit(code)
+
+
+def submitting(url: str | None, out: Path) -> AbstractContextManager[None]:
+    """Return a block that sends the shards in `out` to the service at `url`, if there is one."""
+    if url is None:
+        return nullcontext()
+    with needing("client"):
+        from confpred.client import registry
+    return registry.submitting(url, out)
 
 
 def picker(model_folder: Path, device: Device) -> Pick:

@@ -145,13 +145,10 @@ def fetch_rows(url: str, folder: Path) -> None:
 
 
 @contextmanager
-def submitting(url: str | None, folder: Path) -> Iterator[None]:
+def submitting(url: str, folder: Path) -> Iterator[None]:
     """Send the shards of a sampler's `folder` to the service at `url` while the block runs, and
     those that are left at its end, control configs first. A service that refuses stops nobody: the
-    same command sends what is left later. Nothing happens without a `url`."""
-    if url is None:
-        yield
-        return
+    same command sends what is left later."""
     done = threading.Event()
     with Client(url, token=os.environ.get(TOKEN) or None, timeout_s=_UPLOAD_S) as client:
 

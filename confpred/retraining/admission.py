@@ -28,7 +28,7 @@ from confpred.data.parquet import (
 )
 from confpred.errors import DataError
 from confpred.families.kernel_text import identity_of
-from confpred.families.protocol import PYTORCH
+from confpred.families.protocol import PYTORCH, Rows
 from confpred.families.registry import all_families
 from confpred.model.folder import Model
 from confpred.problem.record import Record
@@ -51,6 +51,9 @@ FACTOR, MOST_OFF = 1.3, 0.02
 #: Logarithms of time over expected time beyond which one config is far off its neighbours, and a
 #: problem's configs together.
 FAST, SLOW, PROBLEM, PYTORCHS = -0.4, 0.9, 0.35, -0.6
+#: The same below which a time is not believed to be the best of its problem: one in ten of those of
+#: networks that a model has never seen is.
+BEST, BEST_PYTORCHS = -0.12, -0.3
 #: Fewer times say nothing of a file as a whole, and so many of a file's problems are looked at.
 _LEAST, _LOOKED_AT = 20, 200
 
@@ -219,6 +222,18 @@ def _pytorch_over_expected(data: Dataset, model: Model) -> dict[Record, float]:
         problem: float(np.log(data.pytorch_ms[problem] * 1e-3 / seconds) - ratio)
         for (problem, seconds), ratio in zip(best_s.items(), ratios, strict=True)
     }
+
+
+def unbelieved(data: Dataset, model: Model) -> dict[tuple[Record, str], Rows]:
+    """Return, of each problem and provider, the configs whose times are so far below what `model`
+    expects that they are not believed to be the best."""
+    found = {}
+    for t in data.timings:
+        if (logs := _over_expected(t, model)) is not None:
+            found[t.problem, t.family] = t.rows[logs - np.median(logs) < BEST]
+    for problem, log in _pytorch_over_expected(data, model).items():
+        found[problem, PYTORCH] = np.flatnonzero([log < BEST_PYTORCHS])  # its only config is 0
+    return found
 
 
 def _far_off(logs: NDArray[np.float64]) -> NDArray[np.bool_]:

@@ -9,24 +9,28 @@ Nothing is measured, so this needs no GPU. Whoever calls it publishes the model 
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from confpred.errors import DataError, InvalidInput
 from confpred.families.protocol import PYTORCH_OPERATOR, Candidate
-from confpred.model.folder import Model, load_model
+from confpred.model.card import CARD
+from confpred.model.folder import MEASURED, Model, load_model
 from confpred.model.rank import with_pytorch
 from confpred.problem.record import Record
-from confpred.retraining.admission import trusted
+from confpred.retraining.admission import trusted, unbelieved
 from confpred.retraining.offers import is_held_out
 from confpred.retraining.retrain import Pair, Verdict, compare
 from confpred.training.dataset import Dataset, Timings, read_dataset
 from confpred.training.fit import Hyperparameters
-from confpred.training.train import train
+from confpred.training.train import best_text, train
 
 log = logging.getLogger(__name__)
 
@@ -81,11 +85,46 @@ def retrain_from(
         f"{left_out:,} that are far from what is expected are left out"
     )
     train(dataset, out, exclude=held_out, hyper=hyper)
+    keep_known_best(out, dataset, old)
     say(f"judging by {len(held_out)} networks that it has not learned from")
     found = list(pairs(dataset, old, load_model(out)))
     return Outcome(
         dataset.device.key, compare(found), None if old is None else old.version, left_out
     )
+
+
+def keep_known_best(out: Path, data: Dataset, old: Model | None) -> None:
+    """Have the model in `out` look up only best times that it believes, and those of the old model
+    that are better or all that is known: a wrong time must not take a good choice back."""
+    new, card = load_model(out), json.loads((out / CARD).read_text())
+    unbelievable = {
+        (str(problem), Candidate(provider, int(row)))
+        for (problem, provider), rows in unbelieved(data, new).items()
+        for row in rows
+    }
+    best = {
+        words: (found.time_ms, found.candidate)
+        for words, found in new.measured.items()
+        if (words, found.candidate) not in unbelievable
+    }
+    for words, found in old.measured.items() if old is not None else ():
+        if _same_kernel(found.candidate.provider, old, new):
+            best[words] = min(
+                best.get(words, (inf, found.candidate)), (found.time_ms, found.candidate)
+            )
+    text = best_text(best).encode()
+    (out / MEASURED).write_bytes(text)
+    card["files"][MEASURED] = hashlib.sha256(text).hexdigest()
+    (out / CARD).write_text(json.dumps(card, indent=1) + "\n")
+
+
+def _same_kernel(provider: str, old: Model | None, new: Model) -> bool:
+    """Return whether times of `provider` that the old model knows are of the kernels of today."""
+    if provider == PYTORCH_OPERATOR.provider or old is None:
+        return True
+    cards = [model.card.families.get(provider) for model in (old, new)]
+    digests = [set(card.source_digests) for card in cards if card is not None]
+    return len(digests) == 2 and bool(digests[0] & digests[1])
 
 
 def pairs(data: Dataset, old: Model | None, new: Model) -> Iterator[Pair]:
