@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import binascii
 import contextlib
 import dataclasses
 import os
@@ -17,7 +19,7 @@ from fastapi.routing import APIRoute
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.datastructures import QueryParams
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from confpred._version import __version__
@@ -25,7 +27,7 @@ from confpred.errors import InvalidInput
 from confpred.predict.predictor import Predictor
 from confpred.problem.device import KNOWN
 
-from . import Settings, generations, logs, requests, schema, tokens
+from . import Settings, generations, logs, page, requests, schema, tokens
 from .child import Channel, Gone
 from .generations import Generation, Loaded
 from .metrics import Metrics, exposition
@@ -92,6 +94,7 @@ def create_app(
     route = _predict_route(predict)
     app.router.routes.insert(0, route)
     app.include_router(_router)
+    page.install(app, predict, _loaded)
     app.add_middleware(_Shortcut, route=route)
     if settings.tokens is not None:
         app.add_middleware(Guard)
@@ -208,12 +211,6 @@ async def openapi(request: Request) -> Response:
     return JSONResponse(request.app.openapi())
 
 
-@_router.get("/docs", include_in_schema=False)
-async def docs(request: Request) -> Response:
-    page = "".join(schema.page(request.app.openapi()))
-    return HTMLResponse(page, headers=schema.PAGE_HEADERS)
-
-
 def _loaded(app: FastAPI) -> Loaded:
     """Return the loaded generations; before the start and after the end there are none."""
     loaded: Loaded | None = app.state.loaded
@@ -290,7 +287,7 @@ class Guard:
         if scope["type"] != "http" or scope["path"] in schema.OPEN:
             return await self._app(scope, receive, send)
         needed: tokens.Scope = "admin" if scope["path"] in ADMIN else "read"
-        secret = _bearer(scope)
+        secret = _secret(scope)
         token = None if secret is None else tokens.find(scope["app"].state.tokens, secret)
         status, code = 401, "unauthorized"
         allowed = f"Bearer and a token of scope {needed}"
@@ -305,12 +302,24 @@ class Guard:
             message = f"the token {requests.shorten(token.name)!r} is not for this"
         challenge = {"www-authenticate": f'Bearer realm="confpred"{details}'}
         error = RequestError(status, code, message, "authorization", None, allowed, challenge)
-        return await requests.refusal(error)(scope, receive, send)
+        reply = requests.refusal(error)
+        if _is_page(scope):
+            reply.headers.append("www-authenticate", 'Basic realm="confpred", charset="UTF-8"')
+        return await reply(scope, receive, send)
 
 
-def _bearer(scope: Scope) -> bytes | None:
+def _is_page(scope: Scope) -> bool:
+    """Whether a browser may send the token as a password. It sends that with any later request, so
+    what changes something is no such page."""
+    return scope["path"] in page.PATHS and scope["method"] == "GET"
+
+
+def _secret(scope: Scope) -> bytes | None:
     for name, value in scope["headers"]:
         if name == b"authorization":
             scheme, _, secret = value.partition(b" ")
+            if scheme.lower() == b"basic" and _is_page(scope):
+                with contextlib.suppress(binascii.Error):
+                    return base64.b64decode(secret.strip()).partition(b":")[2]
             return secret.strip() if scheme.lower() == b"bearer" else b""
     return None
