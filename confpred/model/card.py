@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from confpred.model.folder import Model
 
 CARD, FORMAT = "card.json", "confpred-model/5"
-#: Of reports on whether a model still holds (`confpred.retraining.drift`), which a server shows.
+#: Format of reports on whether a model holds (`confpred.retraining.drift`); a server shows them.
 DRIFT_FORMAT = "confpred-drift/1"
 _OTHER_FORMAT = re.compile(rb'"format": ?"(confpred-model/[0-9]+)"')
 TREES = ".txt"  # ends the names of all of these, and of no other file
