@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from confpred.families.protocol import PYTORCH, PYTORCH_OPERATOR, Candidate
-from confpred.families.registry import config_words
+from confpred.families.registry import config_words, operation_of
 from confpred.model.folder import Model
 from confpred.model.rank import FamilyModel
 from confpred.predict.choice import MAX_TOP, Choice, check_top
@@ -128,7 +128,8 @@ def explain_layer(
         UnknownDevice: no description of `device` is known.
         ModelError: a model is damaged.
     """
-    return next(explain_layers([problem], device, top=top, predictor=predictor))
+    asked = predictor or Predictor.load(operation=operation_of(problem).name)
+    return next(explain_layers([problem], device, top=top, predictor=asked))
 
 
 def explain_layers(
