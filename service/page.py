@@ -10,7 +10,7 @@ import hashlib
 import json
 import re
 from base64 import b64encode
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from functools import cache
@@ -27,7 +27,6 @@ from starlette.responses import HTMLResponse, Response
 from confpred.errors import DataError, InvalidInput
 from confpred.files import read_json
 from confpred.model.card import DRIFT_FORMAT
-from confpred.model.folder import Model
 from confpred.predict.choice import MAX_TOP
 from confpred.predict.explain import (
     LayerExplanation,
@@ -42,15 +41,16 @@ from confpred.predict.predictor import Predictor
 from confpred.problem.conv2d import CHOICES, LIMITS, PAIRS, Problem
 from confpred.problem.device import KNOWN, Device, get_device
 
+from .exchange import Exchange
 from .generations import Loaded
 from .predict import Predict, encode
 from .scheduler import Steps
-from .schema import EXAMPLE
+from .schema import EXAMPLE, ModelsReply, ServedModel
 
 #: Where the pages are, and the description that one of them links to.
 PATHS = ("/", "/docs", "/openapi.json")
 _TOP = 5  # choices that the form asks for at first
-_REPORTS = 20  # of drift, the latest
+_LATEST = 20  # jobs, uploads, and reports of drift that are shown
 _LARGEST = 4 * 2**20  # bytes of such a report
 _WANTED = 0.95  # the share of answers that is to be within its bound
 #: Kinds of answers in a model's card, as the page calls them.
@@ -87,15 +87,26 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
 }
 
 
-def install(app: FastAPI, predict: Predict, loaded: Callable[[FastAPI], Loaded]) -> None:
-    """Add the pages to `app`; `loaded` returns its generations, or raises a RequestError."""
+def install(
+    app: FastAPI,
+    predict: Predict,
+    loaded: Callable[[FastAPI], Loaded],
+    listed: Callable[[FastAPI], Awaitable[ModelsReply]],
+) -> None:
+    """Add the pages to `app`; `loaded` returns its generations and `listed` all its models, or they
+    raise a RequestError."""
 
     @app.get("/", include_in_schema=False)
     async def home(request: Request) -> Response:
         generation = loaded(request.app).current
         layers = predict.memory_of(generation.predictor).layers
-        drift = await asyncio.to_thread(read_drift, request.app.state.settings.drift)
-        steps = _home(generation.predictor, layers, dict(request.query_params), drift)
+        state = request.app.state
+        shown = {
+            **_shown_models((await listed(request.app)).models),
+            **await asyncio.to_thread(_exchanged, state.exchange),
+            "drift": await asyncio.to_thread(read_drift, state.settings.drift),
+        }
+        steps = _home(generation.predictor, layers, dict(request.query_params), shown)
         found = await predict.work(steps, request.scope, request.receive, 1)
         if found is None:
             return Response(status_code=499)  # nobody is there to read it
@@ -187,9 +198,9 @@ def _home(
     predictor: Predictor,
     layers: dict[str, NearestLayers],
     query: Mapping[str, str],
-    drift: Table,
+    shown: Mapping[str, Any],
 ) -> Steps[tuple[str, int]]:
-    """Work out the page and its status."""
+    """Work out the page and its status; `shown` is all but the answer."""
     yield 1
     error = answer = None
     if query:
@@ -200,7 +211,6 @@ def _home(
         except InvalidInput as refused:
             error = refused
         yield 1
-    models = sorted(predictor.models.values(), key=lambda model: model.version)
     groups = {title: [*_fields(names, query)] for title, names in GROUPS.items()}
     groups["Question"] = [*_question(query, predictor)]
     text = _render(
@@ -213,10 +223,8 @@ def _home(
         tables=[] if answer is None else tables(answer),
         remark="" if answer is None else remark_on(answer),
         times=None if answer is None else times_chart(answer),
-        models=_models_table(models),
-        charts=[*_model_charts(models)],
-        stale={model.version: model.stale for model in models if model.stale},
-        drift=drift,
+        stale={m.version: m.stale for m in predictor.models.values() if m.stale},
+        **shown,
     )
     return text, 200 if error is None else 422
 
@@ -287,28 +295,32 @@ def times_chart(answer: LayerExplanation) -> Chart:
     return Chart("times", "Expected times", about, bars, floor / most)
 
 
-def _models_table(models: Sequence[Model]) -> Table:
+def _shown_models(models: Sequence[ServedModel]) -> dict[str, Any]:
+    """Return the table of all models, and drawings of those that answer."""
     heads = ("rows", "problems", "networks", "geomean", "p95", "worst", "within bound")
-    rows: list[Sequence[str]] = [("model", *heads, "device", "operation", "created", "digest")]
+    more = ("answers", "device", "operation", "created", "digest")
+    rows: list[Sequence[str]] = [("model", *heads, *more)]
     for model in models:
-        card, regret = model.card, model.card.metrics.get("regret", {})
-        data = (card.data.rows, card.data.problems, card.data.networks)
-        figures = (f"{regret[key]:.3f}" if key in regret else "" for key in heads[3:6])
-        covered = card.bounds.coverage.get("all")
+        regret, covered = model.figures.get("regret", {}), _coverage(model).get("all")
         rows.append((
-            model.version, *(f"{count:,}" for count in data), *figures,
+            model.name,
+            *(f"{model.figures[count]:,}" for count in heads[:3]),
+            *(f"{regret[key]:.3f}" if key in regret else "" for key in heads[3:6]),
             "" if covered is None else f"{covered:.1%}",
-            model.device.key, model.operation.name, card.created, model.digest[:12],
+            "yes" if model.in_use else "no",
+            *(model.device, model.operation, model.created, model.digest[:12]),
         ))  # fmt: skip
-    return Table("Models that answer", "", 8, rows)
+    used = sorted((model for model in models if model.in_use), key=lambda model: model.name)
+    charts = [*_regret_chart(used), *(c for model in used for c in _coverage_chart(model))]
+    return {"models": Table("Models", "", 8, rows), "charts": charts}
 
 
-def _model_charts(models: Sequence[Model]) -> Iterator[Chart]:
-    found = [(model, name, regret) for model in models for name, regret in _regrets(model)]
-    most = max((regret["p95"] - 1 for _, _, regret in found), default=0.0) or 1.0
+def _regret_chart(models: Sequence[ServedModel]) -> Iterator[Chart]:
+    found = [(model.name, name, regret) for model in models for name, regret in _regrets(model)]
+    most = max((regret["p95"] - 1 for *_, regret in found), default=0.0) or 1.0
     bars = [
         Bar(
-            f"{model.version}, {name}",
+            f"{model}, {name}",
             f"{regret['geomean']:.3f}, p95 {regret['p95']:.3f}",
             (regret["geomean"] - 1) / most,
             (regret["p95"] - 1) / most,
@@ -323,23 +335,44 @@ def _model_charts(models: Sequence[Model]) -> Iterator[Chart]:
             "to the 95 % quantile."
         )
         yield Chart("regret", "Regret", about, bars)
-    for model in models:
-        shares = model.card.bounds.coverage
-        if shares:
-            title = f"{model.version}: answers within their bound"
-            about = (
-                f"Share of answers that kept to their bound; the line is the goal, {_WANTED:.0%}."
-            )
-            lines = [Bar(name, f"{share:.1%}", share) for name, share in shares.items()]
-            yield Chart(f"within-{model.device.key}", title, about, lines, _WANTED)
 
 
-def _regrets(model: Model) -> Iterable[tuple[str, Mapping[str, float]]]:
-    metrics = model.card.metrics
-    whole = (metrics.get("whole") or {}).get("regret", {})
+def _regrets(model: ServedModel) -> list[tuple[str, Mapping[str, float]]]:
+    whole = (model.figures.get("whole") or {}).get("regret", {})
     named = {_ANSWERS.get(name, name): regret for name, regret in whole.items()}
-    found = {"configs of a family": metrics.get("regret"), **named}
+    found = {"configs of a family": model.figures.get("regret"), **named}
     return [(name, regret) for name, regret in found.items() if regret]
+
+
+def _coverage(model: ServedModel) -> Mapping[str, float]:
+    found: Mapping[str, float] = model.card["bounds"].get("coverage") or {}
+    return found
+
+
+def _coverage_chart(model: ServedModel) -> Iterator[Chart]:
+    title = f"{model.name}: answers within their bound"
+    about = f"Share of answers that kept to their bound; the line is the goal: {_WANTED:.0%}"
+    bars = [Bar(name, f"{share:.1%}", share) for name, share in _coverage(model).items()]
+    if bars:
+        yield Chart(f"within-{model.digest[:12]}", title, about, bars, _WANTED)
+
+
+def _exchanged(exchange: Exchange | None) -> dict[str, Any]:
+    """Return the jobs and the latest uploads; None of both where nothing is sent to."""
+    if exchange is None:
+        return {"jobs": None, "uploads": None}
+    jobs: list[Sequence[str]] = [("job", "kind", "device", "state", "started", "ended", "reason")]
+    for job in exchange.jobs()[:_LATEST]:
+        words = (job.kind, job.device, job.state, job.started, job.ended, job.reason)
+        jobs.append((str(job.id), *(word or "" for word in words)))
+    uploads: list[Sequence[str]] = [("received", "rows", "state", "reason", "upload")]
+    for each in exchange.latest(_LATEST):
+        rows = "" if each.rows is None else f"{each.rows:,}"
+        uploads.append((each.received, rows, each.state, each.reason or "", each.id[:12]))
+    return {
+        "jobs": Table("The latest jobs", "", 0, jobs),
+        "uploads": Table("The latest uploads of measurements", "", 2, uploads),
+    }
 
 
 def read_drift(folder: str | None) -> Table:
@@ -348,7 +381,7 @@ def read_drift(folder: str | None) -> Table:
     rows: list[Sequence[str]] = [("checked", "times", "far off", "device", "model", "state", "why")]
     paths = [] if folder is None else [*Path(folder).glob("*.json")]
     dated = sorted(((_modified(path), path) for path in paths), reverse=True)
-    for at, path in dated[:_REPORTS]:
+    for at, path in dated[:_LATEST]:
         checked = datetime.fromtimestamp(at, timezone.utc).strftime("%Y-%m-%d %H:%M")
         try:
             if path.stat().st_size > _LARGEST:
