@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import shutil
 from base64 import b64decode, b64encode
 from collections.abc import Iterator
 from dataclasses import fields
@@ -288,3 +289,45 @@ def test_pages_take_turns_with_other_work() -> None:
     with TestClient(create_app(Settings(deadline=1), PREDICTOR)) as client:
         reply = client.get("/", headers={"prefer": "wait=0"})
         assert (reply.status_code, reply.json()["error"]["code"]) == (503, "deadline_exceeded")
+
+
+def test_jobs_and_uploads_are_shown_and_what_was_said_of_them_is_text(tmp_path: Path) -> None:
+    app = create_app(Settings(exchange=str(tmp_path)), PREDICTOR)
+    with TestClient(app, client=("127.0.0.1", 1)) as client:
+        text = client.get("/").text
+        assert "The latest jobs: none." in text
+        assert "The latest uploads of measurements: none." in text
+        exchange = app.state.exchange
+        exchange.set_job(exchange.add_job("h100").id, "failed", ATTACK)
+        exchange.add_job("h200")
+        digest = hashlib.sha256(b"rows").hexdigest()
+        headers = {"idempotency-key": digest, "content-type": "application/vnd.apache.parquet"}
+        assert client.post("/v1/measurements", content=b"rows", headers=headers).status_code == 202
+        text = client.get("/").text
+        jobs = client.get("/v1/jobs").json()["jobs"]
+    for job in jobs:
+        cells = (str(job["id"]), *(job[k] or "" for k in ("kind", "device", "state", "started")))
+        row = f'<th scope="row">{cells[0]}</th>' + "".join(f"<td>{c}</td>" for c in cells[1:])
+        assert row in text
+    assert digest[:12] in text
+    assert "received" in text
+    assert Elements(text).of("script", "img") == []
+
+
+def test_a_published_model_that_does_not_answer_is_listed(tmp_path: Path, repository: Path) -> None:
+    folder = tmp_path / "models" / "published-1"
+    shutil.copytree(repository / "models" / "h100-2026.11.24", folder)
+    card = json.loads((folder / "card.json").read_text())
+    (folder / "card.json").write_text(json.dumps(card | {"seed": 7}))
+    with TestClient(create_app(Settings(exchange=str(tmp_path)), PREDICTOR)) as client:
+        text = client.get("/").text
+        listed = client.get("/v1/models").json()["models"]
+    rows = re.findall(r'<tr><th scope="row">([^<]*)</th>(.*?)</tr>', text)
+    table = {name: re.findall(r"<td[^>]*>(.*?)</td>", cells) for name, cells in rows}
+    assert any(not model["in_use"] for model in listed)
+    for model in listed:
+        cells = table[model["name"]]
+        assert cells[-5] == ("yes" if model["in_use"] else "no")
+        assert cells[-1] == model["digest"][:12]
+    drawn = re.findall(r'<title id="within-(\w+)-title">', text)
+    assert sorted(drawn) == sorted(m["digest"][:12] for m in listed if m["in_use"])
