@@ -106,7 +106,7 @@ def test_the_form_as_it_stands_asks_the_example(client: TestClient) -> None:
     assert f"<code>{EXAMPLE}</code> on " in reply.text
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(asked=problems(), device=st.sampled_from(["h100", "h200", "a100"]), top=st.integers(1, 6))
 def test_the_answer_is_the_library_s(
     client: TestClient, asked: Problem, device: str, top: int
