@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[1]
 DATASETS = ROOT / "datasets"
 HOLDOUT = DATASETS / "holdout"
 ANCHORS = DATASETS / "anchors"
+CHAINS = DATASETS / "chains"
 
 
 def _commit() -> str:
@@ -87,6 +88,6 @@ def measured(device: str, folder: Path = DATASETS) -> Path:
     return parts if parts.is_dir() else folder / f"{device}.parquet"
 
 
-def measured_devices() -> list[str]:
-    """Return the devices that ``datasets/`` has measurements to train on of, by name."""
-    return sorted({part.parent.name for part in DATASETS.glob("*/part-*.parquet")})
+def measured_devices(folder: Path = DATASETS) -> list[str]:
+    """Return the devices that `folder` has measurements of, by name."""
+    return sorted({part.parent.name for part in folder.glob("*/part-*.parquet")})

@@ -20,7 +20,15 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.provenance import ANCHORS, DATASETS, HOLDOUT, ROOT, measured, measured_devices
+from benchmarks.provenance import (
+    ANCHORS,
+    CHAINS,
+    DATASETS,
+    HOLDOUT,
+    ROOT,
+    measured,
+    measured_devices,
+)
 from confpred.model.card import CARD
 from confpred.model.folder import model_folders
 
@@ -50,13 +58,15 @@ def _content(path: Path) -> Any:
 
 def models() -> None:
     """Train each model of ``models/``, and the example's, again under its name."""
-    for card in (*sorted(ROOT.glob(f"models/*/{CARD}")), *EXAMPLE.glob(f"*/{CARD}")):
+    data_of = {"conv2d": DATASETS, "linear_chain": CHAINS, "layer_norm": EXAMPLE}
+    found = (*ROOT.glob(f"models/*/{CARD}"), *ROOT.glob(f"models/*/*/{CARD}"))
+    for card in (*sorted(found), *EXAMPLE.glob(f"*/{CARD}")):
         shipped = card.parent
         facts = json.loads(card.read_text())
         with tempfile.TemporaryDirectory() as folder:
             made = Path(folder) / shipped.name
             excluded = [f"--exclude-network={name}" for name in facts["data"]["excluded_networks"]]
-            where = EXAMPLE if EXAMPLE in card.parents else DATASETS
+            where = data_of[facts["operation"]]
             device, others = facts["device"], facts["data"]["other_devices"]
             data = [measured(name, where) for name in (device, *sorted(others))]
             options = ("--device", device, "--out", made, f"--seed={facts['seed']}")
@@ -83,7 +93,8 @@ def results() -> None:
         if (anchors := measured(device, ANCHORS)).exists():
             more += ["--anchors", anchors]
         confpred("evaluate", *data, "--device", device, *more, *files, "--force")
-    subprocess.run([sys.executable, "-m", "benchmarks.tables"], check=True, cwd=ROOT)
+    for module in ("benchmarks.model.chain_choices", "benchmarks.tables"):
+        subprocess.run([sys.executable, "-m", module], check=True, cwd=ROOT)
 
 
 def main() -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 #: Packages that a server imports.
-MODULES = ("fastapi", "uvicorn", "httptools", "orjson", "prometheus_client")
+MODULES = ("fastapi", "uvicorn", "httptools", "orjson", "prometheus_client", "jinja2")
 
 
 def _setting(default: Any, help: str, allowed: Any = None) -> Any:
@@ -49,6 +49,9 @@ class Settings:
     )
     trusted_proxies: str = _setting(
         "127.0.0.1,::1", "Addresses whose X-Forwarded-For is believed; networks too, and *."
+    )
+    drift: str | None = _setting(
+        None, "Folder of reports of `confpred drift --json`, for the page at /."
     )
     exchange: str | None = _setting(
         None, "Folder of measurements that are sent here, and of the models that they make."

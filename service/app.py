@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import binascii
 import contextlib
 import dataclasses
 import os
@@ -18,7 +20,7 @@ from fastapi.routing import APIRoute
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.datastructures import QueryParams
 from starlette.requests import Request
-from starlette.responses import FileResponse, HTMLResponse, JSONResponse, Response
+from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from confpred._version import __version__
@@ -27,7 +29,7 @@ from confpred.model.card import CARD, Card, read_card
 from confpred.predict.predictor import Predictor
 from confpred.problem.device import KNOWN, get_device
 
-from . import Settings, generations, logs, requests, schema, tokens
+from . import Settings, generations, logs, page, requests, schema, tokens
 from .child import Channel, Gone
 from .exchange import ADMITTED, Exchange, published, take
 from .generations import Generation, Loaded
@@ -107,6 +109,7 @@ def create_app(
     route = _predict_route(predict)
     app.router.routes.insert(0, route)
     app.include_router(_router)
+    page.install(app, predict, _loaded, _listed)
     app.add_middleware(_Shortcut, route=route)
     if settings.tokens is not None:
         app.add_middleware(Guard)
@@ -171,14 +174,20 @@ async def devices(request: Request, response: Response) -> schema.DevicesReply:
 
 @_router.get("/v1/models", summary="The models that are loaded", responses=_refusals(503))
 async def models(request: Request, response: Response) -> schema.ModelsReply:
-    reply = _models(_loaded(request.app))
-    if (exchange := request.app.state.exchange) is not None:
+    reply = await _listed(request.app)
+    response.headers["etag"] = f'"{reply.generation}"'
+    return reply
+
+
+async def _listed(app: FastAPI) -> schema.ModelsReply:
+    """Return the reply that lists all that is loaded or published."""
+    reply = _models(_loaded(app))
+    if (exchange := app.state.exchange) is not None:
         known = {model.digest for model in reply.models}
         for path, read in await asyncio.to_thread(published, exchange.folder):
             if read.digest not in known:
                 beside = schema.ServedModel.of(path.name, read.digest, read.card, in_use=False)
                 reply.models.append(beside)
-    response.headers["etag"] = f'"{reply.generation}"'
     return reply
 
 
@@ -340,12 +349,6 @@ async def openapi(request: Request) -> Response:
     return JSONResponse(request.app.openapi())
 
 
-@_router.get("/docs", include_in_schema=False)
-async def docs(request: Request) -> Response:
-    page = "".join(schema.page(request.app.openapi()))
-    return HTMLResponse(page, headers=schema.PAGE_HEADERS)
-
-
 def _loaded(app: FastAPI) -> Loaded:
     """Return the loaded generations; before the start and after the end there are none."""
     loaded: Loaded | None = app.state.loaded
@@ -422,7 +425,7 @@ class Guard:
         if scope["type"] != "http" or scope["path"] in schema.OPEN:
             return await self._app(scope, receive, send)
         needed = SCOPES.get(scope["path"], "read") if scope["method"] == "POST" else "read"
-        secret = _bearer(scope)
+        secret = _secret(scope)
         token = None if secret is None else tokens.find(scope["app"].state.tokens, secret)
         status, code = 401, "unauthorized"
         allowed = f"Bearer and a token of scope {needed}"
@@ -437,12 +440,24 @@ class Guard:
             message = f"the token {shorten(token.name)!r} is not for this"
         challenge = {"www-authenticate": f'Bearer realm="confpred"{details}'}
         error = RequestError(status, code, message, "authorization", None, allowed, challenge)
-        return await requests.refusal(error)(scope, receive, send)
+        reply = requests.refusal(error)
+        if _is_page(scope):
+            reply.headers.append("www-authenticate", 'Basic realm="confpred", charset="UTF-8"')
+        return await reply(scope, receive, send)
 
 
-def _bearer(scope: Scope) -> bytes | None:
+def _is_page(scope: Scope) -> bool:
+    """Whether a browser may send the token as a password. It sends that with any later request, so
+    what changes something is no such page."""
+    return scope["path"] in page.PATHS and scope["method"] == "GET"
+
+
+def _secret(scope: Scope) -> bytes | None:
     for name, value in scope["headers"]:
         if name == b"authorization":
             scheme, _, secret = value.partition(b" ")
+            if scheme.lower() == b"basic" and _is_page(scope):
+                with contextlib.suppress(binascii.Error):
+                    return base64.b64decode(secret.strip()).partition(b":")[2]
             return secret.strip() if scheme.lower() == b"bearer" else b""
     return None

@@ -116,6 +116,10 @@ class Exchange:
         """Return the uploads whose rows are in the data, in the order in which they came."""
         return self._submissions("WHERE state = 'admitted' AND rows > 0 ORDER BY received")
 
+    def latest(self, count: int) -> list[Submission]:
+        """Return the latest uploads, the last one first."""
+        return self._submissions("ORDER BY received DESC LIMIT ?", count)
+
     def _submissions(self, which: str, *values: Any) -> list[Submission]:
         query = f"SELECT id, state, rows, reason, received FROM uploads {which}"
         rows = self._rows(query, *values)

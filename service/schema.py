@@ -1,14 +1,10 @@
-"""The OpenAPI description, generated from the records that the code checks requests with, and
-``/docs``, the same for people, as one page that needs nothing else."""
+"""The OpenAPI description, generated from the records that the code checks requests with."""
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
-import json
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from html import escape
 from typing import Any, Literal
 
 from fastapi import FastAPI
@@ -408,30 +404,3 @@ def _field(field: dataclasses.Field[Any]) -> dict[str, Any]:
     if field.default is not dataclasses.MISSING:
         found["default"] = field.default
     return found
-
-
-#: The page may load nothing, from here or elsewhere, and run nothing.
-PAGE_HEADERS = {"content-security-policy": "default-src 'none'; style-src 'unsafe-inline'"}
-_STYLE = "body { font: 15px/1.5 sans-serif; max-width: 60em; margin: auto } pre { overflow: auto }"
-
-
-def page(api: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the page of `api`, an OpenAPI description, in parts: each request with its examples,
-    then the forms of bodies and replies."""
-    title = escape(f"{api['info']['title']} {api['info']['version']}")
-    yield f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title>'
-    yield f"<style>{_STYLE}</style><h1>{title}</h1><p>{escape(api['info']['description'])}</p>"
-    for path, methods in api["paths"].items():
-        for method, operation in methods.items():
-            yield f"<h2>{method.upper()} {escape(path)}</h2><p>{escape(operation['summary'])}</p>"
-            for content in operation.get("requestBody", {}).get("content", {}).values():
-                for name, example in content.get("examples", {}).items():
-                    yield f"<p>Ask {escape(name)}:</p>{_shown(example['value'])}"
-            yield _shown({k: v for k, v in operation.items() if k in ("parameters", "responses")})
-    for name, schema in api["components"]["schemas"].items():
-        yield f'<h3 id="{escape(name)}">{escape(name)}</h3>'
-        yield f"<pre>{escape(schema.get('description', ''))}</pre>{_shown(schema)}"
-
-
-def _shown(value: Any) -> str:
-    return f"<pre>{escape(json.dumps(value, indent=2))}</pre>"

@@ -16,6 +16,7 @@ from confpred.errors import InvalidInput, MissingExtra
 from confpred.files import check_writable
 
 if TYPE_CHECKING:
+    from confpred.predict.predictor import Predictor
     from confpred.problem.record import Record
 
 # click refuses a path that is missing, and names the option.
@@ -79,6 +80,15 @@ def problems_of(layers: Sequence[str], operation: str, network: Path | None) -> 
     if network is not None:
         return [entry.problem for entry in read_suite(network).entries]
     return [operation_named(operation).problem.parse(text) for text in layers]
+
+
+def predictor_for(problems: Sequence[Record], model: Path | None, plan: Path | None) -> Predictor:
+    """Return the predictor of the options `--model` and `--plan`, by default the newest models of
+    the problems' operation."""
+    from confpred.families.registry import operation_of
+    from confpred.predict.predictor import Predictor
+
+    return Predictor.load(model, plan=plan, operation=operation_of(problems[0]).name)
 
 
 def check_files(

@@ -24,6 +24,7 @@ from confpred.cli.arguments import (
     layer_options,
     model_option,
     plan_option,
+    predictor_for,
     problems_of,
     require_packages,
 )
@@ -88,8 +89,8 @@ def predict(
 
     A convolution needs n c h w k r s; stride, padding, dilation, groups, dtype, direction, bias,
     activation, residual and deterministic have defaults, PyTorch's where it has the argument. A
-    pair such as padding is one integer, or two joined by x. Another operation, of a family named by
-    CONFPRED_FAMILIES, has fields of its own.
+    pair such as padding is one integer, or two joined by x. Another --operation, such as
+    linear_chain, has fields of its own.
 
     \b
     confpred predict --device h100 \\
@@ -98,11 +99,10 @@ def predict(
       --layer "n=8 c=256 h=28 w=28 k=256 r=3 s=3 groups=32 padding=1 bias=true activation=relu"
     confpred predict --device h100 --network datasets/suites/smoke.json --json
     """
-    from confpred.predict.predictor import Predictor
 
     limits = Limits(workspace_limit, deterministic, not no_tf32, max_error)
     problems = problems_of(layers, operation, network)
-    predictor = Predictor.load(model, plan=plan).within(limits)
+    predictor = predictor_for(problems, model, plan).within(limits)
     answers = [predictor.rank(problem, device, top, max_regret=max_regret) for problem in problems]
     click.echo(answers_json(answers) if as_json else "\n".join(_answer_table(answers)))
 
@@ -193,7 +193,6 @@ def explain(
     of work, and the family's own estimate.
     """
     from confpred.predict.explain import explain_layers
-    from confpred.predict.predictor import Predictor
 
     problems = problems_of(layers, operation, network)
     if plot is not None and len(problems) != 1:
@@ -201,7 +200,7 @@ def explain(
     check_files({"plot": plot}, force=force, inputs=[network, model, plan])
     if plot is not None:
         require_packages("train", "matplotlib")
-    predictor = Predictor.load(model, plan=plan)
+    predictor = predictor_for(problems, model, plan)
     found = list(explain_layers(problems, device, top=top, predictor=predictor))
     if plot is not None:
         from confpred.report.charts import plot_explanation
@@ -261,14 +260,13 @@ def export(
       --layer "n=32 c=96 h=56 w=56 k=96 r=7 s=7 groups=96 padding=3 bias=true"
     """
     from confpred.predict.plan import plan_of, write_plan
-    from confpred.predict.predictor import Predictor
 
     if kernels:
         check_new_folder("out", out)
     else:
         check_files({"out": out}, force=force, inputs=[network, model, plan])
     problems = problems_of(layers, operation, network)
-    made = plan_of(Predictor.load(model, plan=plan).choose_many(problems, device))
+    made = plan_of(predictor_for(problems, model, plan).choose_many(problems, device))
     compiled = None
     if kernels:
         from confpred.cuda.compiler import compiled_files  # needs the extra gpu
@@ -318,7 +316,7 @@ def check(path: Path, device: str | None, model: Path | None) -> None:
     except ConfpredError as error:
         click.echo(f"confpred: {error}", err=True)
         sys.exit(2)
-    predictor = Predictor.load(model)
+    predictor = Predictor.load(model, operation=plan.operation.name)
     today = [predictor.choose(choice.problem, choice.device) for choice in plan.choices]
     pairs = zip(plan.choices, plan_of(today).choices if today else (), strict=True)
     other = sum(planned.candidate != now.candidate for planned, now in pairs)

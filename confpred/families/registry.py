@@ -23,7 +23,6 @@ from confpred.families.protocol import (
     PYTORCH,
     Candidate,
     Family,
-    LibraryFamily,
     config_dict,
 )
 from confpred.problem.conv2d import CONVOLUTION
@@ -31,9 +30,15 @@ from confpred.problem.operation import Operation
 from confpred.problem.record import Record
 
 PLUGINS = "CONFPRED_FAMILIES"
-#: Where libraries' algorithms are described as families; they need kernels' descriptions, and so
-#: are not beside this file.
-_LIBRARIES = ("confpred.cudnn.family",)
+#: Where algorithms and products of libraries are described as families; they need kernels'
+#: descriptions, and so are not beside this file.
+_LIBRARIES = (
+    "confpred.cudnn.family",
+    *(f"confpred.products.{name}" for name in ("im2col", "epilogue", "strassen")),
+)
+#: Families that are measured only where they are named. About a library's plans nothing is known
+#: before, and im2col is legal for nearly all layers but fast for few.
+_ON_REQUEST = ("cudnn", "im2col")
 
 
 def families_in(module: str) -> Sequence[Family]:
@@ -108,9 +113,9 @@ def families_of(problem: Record) -> dict[str, Family]:
 
 @cache
 def all_kernels() -> MappingProxyType[str, Family]:
-    """Return those of `all_families` that are kernels. About a library's plans nothing is known
-    before they are measured, and they are measured where they are asked for by name."""
-    kernels = {n: f for n, f in all_families().items() if not isinstance(f, LibraryFamily)}
+    """Return those of `all_families` that are measured, and estimated without a model, where no
+    family is named."""
+    kernels = {n: f for n, f in all_families().items() if n not in _ON_REQUEST}
     return MappingProxyType(kernels)
 
 

@@ -55,6 +55,7 @@ from confpred.model.card import (
 from confpred.model.features import Pool, Registers, check_features, configs_digest
 from confpred.model.rank import FAMILY, FamilyModel, Gate, PytorchModel, pytorch_feature_names
 from confpred.model.trees import Trees
+from confpred.problem.conv2d import CONVOLUTION
 from confpred.problem.device import KNOWN, Device, device_from, get_device, introduce
 from confpred.problem.operation import Operation
 from confpred.problem.record import Record
@@ -162,9 +163,11 @@ def model_folders(folder: Path) -> dict[str, Path]:
     return {device: path for device, (_, path) in newest.items()}
 
 
-def shipped_models() -> Path:
-    """Return the folder of the models that ship with the package."""
-    return Path(confpred.models.__path__[0])
+def shipped_models(operation: str = CONVOLUTION.name) -> Path:
+    """Return the folder of the models of `operation` that ship with the package; it is missing
+    where none do."""
+    folder = Path(confpred.models.__path__[0])
+    return folder if operation == CONVOLUTION.name else folder / operation
 
 
 def users_models() -> Path:
@@ -230,13 +233,14 @@ class NewestModels(_Loaded[Model]):
         ModelError: a card is damaged; on access, the model of that device is.
     """
 
-    def __init__(self, folder: Path | None = None) -> None:
-        """Look into `folder`; or, for None, take those that `confpred retrain` made for this user,
-        and the models that ship with the package for devices that have none of these, or none that
-        this version can use."""
+    def __init__(self, folder: Path | None = None, operation: str = CONVOLUTION.name) -> None:
+        """Look into `folder`; or, for None, take those of `operation` that ship with the package.
+        Of convolutions, those that `confpred retrain` made for this user come first, where this
+        version can use them."""
         self._shipped = folder is None
-        self._folders = model_folders(shipped_models() if folder is None else folder)
-        self._first = _users_folders() if folder is None else {}
+        self._folders = model_folders(shipped_models(operation) if folder is None else folder)
+        own = folder is None and operation == CONVOLUTION.name
+        self._first = _users_folders() if own else {}
         super().__init__({**self._folders, **self._first})
 
     def _load(self, name: str) -> dict[str, Model]:

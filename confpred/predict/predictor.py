@@ -31,6 +31,7 @@ from confpred.model.folder import Model, NewestModels, load_model
 from confpred.model.rank import Options, rank_by_estimate, rank_families, with_pytorch
 from confpred.predict.choice import Choice, Source, check_max_regret, check_top, with_fallback
 from confpred.predict.plan import Plan, read_plan
+from confpred.problem.conv2d import CONVOLUTION
 from confpred.problem.device import KNOWN, Device, get_device
 from confpred.problem.limits import UNLIMITED, Limits
 from confpred.problem.record import Record
@@ -71,6 +72,7 @@ class Predictor:
         *,
         plan: str | Path | Plan | None = None,
         device: str | Device | None = None,
+        operation: str = CONVOLUTION.name,
     ) -> Predictor:
         """Load a model folder, or the newest model of each device that ships with the package.
 
@@ -80,13 +82,14 @@ class Predictor:
             plan: choices that are taken as they are (`confpred.predict.plan`): a `Plan`, a file, or
                 a folder, whose compiled kernels are not loaded here.
             device: refuse a plan whose choices are all for other devices.
+            operation: of the models of the package, where `model` is None.
 
         Raises:
             ModelError: the folder is missing, damaged or foreign.
             DataError, InvalidInput: the plan is not valid, or for other kernels or devices.
         """
         if model is None:
-            models: Mapping[str, Model] = NewestModels()
+            models: Mapping[str, Model] = NewestModels(operation=operation)
         else:
             found = NewestModels(Path(model)).values() or (load_model(Path(model)),)
             models = {each.device.key: each for each in found}

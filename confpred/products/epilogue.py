@@ -3,8 +3,6 @@
 PyTorch's own operators add the bias in cuBLASLt's epilogue and make a second pass for the ReLU;
 ``torch._addmm_activation`` has both in the epilogue. Where cuBLASLt does not take the operands,
 PyTorch makes the second pass there too.
-
-A model does not offer it yet; ``CONFPRED_FAMILIES=confpred.products.epilogue`` has it sampled.
 """
 
 from __future__ import annotations

@@ -9,8 +9,6 @@ and none where the window is one pixel at stride 1, whose rows are the image its
 their channels last, so that the rows of a chunk are one matrix, and each group is one product;
 ``batched`` multiplies sample by sample in one batch instead, which is what a layout with its
 channels first would need.
-
-A model does not offer it yet; ``CONFPRED_FAMILIES=confpred.products.im2col`` has it sampled.
 """
 
 from __future__ import annotations

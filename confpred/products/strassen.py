@@ -16,8 +16,6 @@ zeros exist in the workspace alone; peeling the last row and column off would ta
 Sums and differences of quarters are rounded to the dtype, so that the result is less exact than an
 ordinary product's (`error_of`), and an infinity makes more than its own row and column infinite.
 Whoever asks sets a bound, or gets ordinary products.
-
-A model does not offer it yet; ``CONFPRED_FAMILIES=confpred.products.strassen`` has it sampled.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ from confpred.problem.record import Record
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-#: Predictors by operation; that of convolutions is loaded when it is first needed.
+#: Predictors by operation, each loaded when it is first needed.
 _predictors: dict[str, Predictor] = {}
 #: Called with every choice that is made, by who watches.
 _watchers: dict[Hashable, Callable[[Choice], None]] = {}
@@ -95,11 +95,6 @@ def use_predictor(predictor: Predictor, operation: str = CONVOLUTION.name) -> No
     forget()
 
 
-def predictor_for(operation: str) -> Predictor | None:
-    """Return the predictor that is in force for `operation`; None before there is one."""
-    return _predictors.get(operation)
-
-
 def use_plan(path: str | Path) -> Callable[[], None]:
     """Follow the plan at `path` from now on, in place of a predictor.
 
@@ -125,7 +120,7 @@ def use_plan(path: str | Path) -> Callable[[], None]:
     kernels = open_kernels(path, device.arch) if device and path.is_dir() else None
     name = plan.operation.name
     former = _predictors.get(name)
-    use_predictor(Predictor.load(plan=plan), name)
+    use_predictor(Predictor.load(plan=plan, operation=name), name)
 
     def undo() -> None:
         _predictors.pop(name, None)
@@ -138,18 +133,18 @@ def use_plan(path: str | Path) -> Callable[[], None]:
     return undo
 
 
-def current_predictor() -> Predictor:
-    """Return the predictor in force for convolutions: the one given to `use_predictor`, else the
-    service at ``$CONFPRED_URL``, else the newest models of the package."""
-    known, url = _predictors.get(CONVOLUTION.name), os.environ.get("CONFPRED_URL")
-    if known is None and url:
+def current_predictor(operation: str = CONVOLUTION.name) -> Predictor:
+    """Return the predictor in force for `operation`: the one given to `use_predictor`, else, for
+    convolutions, the service at ``$CONFPRED_URL``, else the newest models of the package."""
+    known, url = _predictors.get(operation), os.environ.get("CONFPRED_URL")
+    if known is None and url and operation == CONVOLUTION.name:
         try:
             from confpred.client.served import predictor_at  # imports httpx
 
             known = predictor_at(url)
         except ConfpredError as error:  # no reason to hold up a network
             log.warning("ignoring CONFPRED_URL: %s; this process chooses", error)
-    found = _predictors[CONVOLUTION.name] = known or Predictor.load()
+    found = _predictors[operation] = known or Predictor.load(operation=operation)
     return found
 
 

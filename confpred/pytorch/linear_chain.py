@@ -41,8 +41,7 @@ def linear_chain(
     Without gradients, on plain contiguous CUDA tensors of one dtype, all layers, of one width
     between, are computed together by what is predicted to be fastest: PyTorch's operators, products
     with bias and ReLU in their epilogue, or Strassen's algorithm where `max_error` allows it. All
-    else goes to PyTorch's operators, and so do chains that no model is there for
-    (`confpred.use_predictor`). Float32 products use TF32 where PyTorch's do.
+    else goes to PyTorch's operators. Float32 products use TF32 where PyTorch's do.
 
     Args:
         x: shape (..., features of the first weight).
@@ -105,13 +104,14 @@ def _launch(
     if torch.is_grad_enabled() and any(t.requires_grad for t in given):
         return None
     problem = problem_of(x, weights, biases, activation, last)
-    predictor, ordinal = choosing.predictor_for(LINEAR_CHAIN.name), x.get_device()
-    if problem is None or predictor is None or not all(t.is_contiguous() for t in given):
+    ordinal = x.get_device()
+    if problem is None or not all(t.is_contiguous() for t in given):
         return None
 
     def find() -> ReadyLaunch | None:
         try:
-            choice = predictor.within(limits).choose(problem, driver.device_of(ordinal))
+            predictor = choosing.current_predictor(LINEAR_CHAIN.name).within(limits)
+            choice = predictor.choose(problem, driver.device_of(ordinal))
         except ConfpredError as error:
             log.warning("falling back to PyTorch: %s", error)
             return None

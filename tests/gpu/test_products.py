@@ -4,7 +4,6 @@ each of their families, against float64."""
 from __future__ import annotations
 
 import json
-import os
 import random
 import subprocess
 import sys
@@ -20,11 +19,13 @@ import confpred
 from confpred.families.protocol import Candidate, Family, config_dict
 from confpred.measure.kernels import check, measure
 from confpred.predict.choice import Choice
+from confpred.predict.predictor import Predictor
 from confpred.problem.conv2d import ACTIVATIONS, DTYPES, Problem
 from confpred.problem.device import Device
 from confpred.problem.linear_chain import LINEAR_CHAIN, LinearChain
 from confpred.problem.precision import matmul_tf32
 from confpred.products import epilogue, im2col, ordinary_error, strassen
+from confpred.pytorch import choosing
 from confpred.pytorch.linear_chain import operands
 from confpred.pytorch.loading import ready_launch
 
@@ -311,10 +312,8 @@ def test_a_bound_lets_a_pinned_strassen_run(device: Device, tmp_path: Path) -> N
     pins = tmp_path / "pins.json"
     content = {"format": "confpred-pins/1", "operation": "linear_chain", "pins": [pin]}
     pins.write_text(json.dumps(content))
-    families = "confpred.products.epilogue,confpred.products.strassen"
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(pins)],
-        env=os.environ | {"CONFPRED_FAMILIES": families},
         capture_output=True,
         text=True,
         check=False,
@@ -334,4 +333,9 @@ def test_without_a_model_pytorchs_own_runs() -> None:
     own = x
     for weight, bias in zip(weights, biases, strict=True):
         own = F.relu(F.linear(own, weight, bias))
-    assert torch.equal(confpred.linear_chain(x, weights, biases), own)
+    shipped = choosing.current_predictor("linear_chain")
+    confpred.use_predictor(Predictor({}), operation="linear_chain")
+    try:
+        assert torch.equal(confpred.linear_chain(x, weights, biases), own)
+    finally:
+        confpred.use_predictor(shipped, operation="linear_chain")

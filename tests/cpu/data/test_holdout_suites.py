@@ -28,10 +28,10 @@ def scripts(repository):
 def suites(repository):
     """All problems by folder and direction; the first two draws are in no folder."""
     folder = repository / "datasets" / "suites"
+    files = [(name, direction) for name in ("", "holdout", "further") for direction in DIRECTIONS]
+    files += [("further", name) for name in ("float32", "banded_wgrad")]
     return {
-        (name, direction): read_suite(folder / name / f"{direction}.json").entries
-        for name in ("", "holdout", "further")
-        for direction in DIRECTIONS
+        (name, file): read_suite(folder / name / f"{file}.json").entries for name, file in files
     }
 
 
@@ -46,7 +46,8 @@ def test_the_files_are_those_that_the_command_writes(repository, scripts, tmp_pa
     assert result.exit_code == 0, result.output
     shipped = repository / "datasets" / "suites" / name
     made, kept = ({p.name: p.read_bytes() for p in at.iterdir()} for at in (tmp_path, shipped))
-    assert sorted(made) == sorted(f"{direction}.json" for direction in DIRECTIONS)
+    lacking = scripts["make_further"].LACKING if name == "further" else ()
+    assert sorted(made) == sorted(f"{each}.json" for each in (*DIRECTIONS, *lacking))
     assert made == kept
 
 

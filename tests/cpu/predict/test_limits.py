@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,9 +10,11 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from click.testing import CliRunner
 from fastapi.testclient import TestClient
 
 import confpred
+from confpred.cli import main
 from confpred.errors import InvalidInput
 from confpred.families.protocol import within
 from confpred.families.registry import all_families
@@ -174,35 +173,26 @@ def test_the_service_keeps_within_limits() -> None:
         assert set(schema["properties"]) == set(UNLIMITED.to_json())
 
 
-def providers(*words: str, families: str) -> set[str]:
-    """Return whose kernels the command names where these families are installed too."""
-    program = "from confpred.cli import main; main()"
-    modules = ",".join(f"confpred.products.{name}" for name in families.split())
-    done = subprocess.run(
-        [sys.executable, "-c", program, "predict", "--json", *words],
-        env=os.environ | {"CONFPRED_FAMILIES": modules},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return {choice["provider"] for choice in json.loads(done.stdout)["choices"][0]}
+def providers(*words: str) -> set[str]:
+    """Return whose candidates the command names."""
+    result = CliRunner().invoke(main, ["predict", "--json", *words])
+    assert result.exit_code == 0, result.output
+    return {choice["provider"] for choice in json.loads(result.stdout)["choices"][0]}
 
 
 def test_the_command_keeps_within_limits() -> None:
-    words = ["--device", "a100", "--top", "3"]
+    words = ["--device", "h100", "--top", "32"]
     words += ["--layer", "n=8 c=64 h=14 w=14 k=64 r=3 s=3 padding=1 dilation=3"]
-    assert "im2col" in providers(*words, families="im2col")
-    assert "im2col" not in providers(*words, "--workspace-limit", "1000", families="im2col")
+    assert "im2col" in providers(*words)
+    assert "im2col" not in providers(*words, "--workspace-limit", "1000")
 
 
 def test_a_bound_on_the_error_admits_strassen() -> None:
     words = ["--operation", "linear_chain", "--device", "h100", "--top", "9"]
     words += ["--layer", "batch=512 inputs=2048 hidden=2048 outputs=2048 layers=4"]
-    both = "epilogue strassen"
-    assert providers(*words, families=both) == {"linear_epilogue"}
-    bounded = providers(*words, "--max-error", "0.01", families=both)
-    assert bounded == {"linear_epilogue", "linear_strassen"}
+    assert providers(*words) == {"linear_epilogue", "pytorch"}
+    bounded = providers(*words, "--max-error", "0.01")
+    assert bounded == {"linear_epilogue", "linear_strassen", "pytorch"}
 
 
 def test_limits_hold_for_the_choices_of_a_call(

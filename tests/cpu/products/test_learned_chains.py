@@ -1,10 +1,9 @@
-"""A model of linear chains is trained from measurements, and chooses, as of any operation: in
-processes that know the families by CONFPRED_FAMILIES, on made-up times."""
+"""A model of linear chains is trained from measurements, and chooses, as of any operation, on
+made-up times."""
 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -77,8 +76,6 @@ def test_a_model_of_chains_is_trained_and_chooses(repository: Path, tmp_path: Pa
     suite = repository / "datasets" / "suites" / "linear_chains.json"
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(suite), str(tmp_path)],
-        env=os.environ
-        | {"CONFPRED_FAMILIES": "confpred.products.epilogue,confpred.products.strassen"},
         capture_output=True,
         text=True,
         check=False,
@@ -105,7 +102,6 @@ def test_the_suite_is_what_its_script_makes(repository: Path, monkeypatch, tmp_p
     made = tmp_path / "made.json"
     done = subprocess.run(
         [sys.executable, "-c", program, str(repository / "datasets"), str(made)],
-        env=os.environ | {"CONFPRED_FAMILIES": "confpred.products.epilogue"},
         capture_output=True,
         text=True,
         check=False,

@@ -3,9 +3,6 @@ operators, and which calls are chains."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from itertools import pairwise
 
 import pytest
@@ -98,23 +95,15 @@ def test_what_a_chain_is() -> None:
 
 
 def test_a_predictor_is_for_one_operation() -> None:
-    former = choosing.predictor_for("conv2d")
-    with pytest.raises(InvalidInput, match="operation='linear_chain' is not allowed"):
-        confpred.use_predictor(Predictor({}), operation="linear_chain")
-    assert choosing.predictor_for("conv2d") is former
-    program = (
-        "import confpred\n"
-        "from confpred.pytorch import choosing\n"
-        "mine = confpred.Predictor({})\n"
-        "confpred.use_predictor(mine, operation='linear_chain')\n"
-        "assert choosing.predictor_for('linear_chain') is mine\n"
-        "assert choosing.predictor_for('conv2d') is None\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env=os.environ | {"CONFPRED_FAMILIES": "confpred.products.epilogue"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    former = choosing.current_predictor()
+    shipped = choosing.current_predictor("linear_chain")
+    assert shipped.models["h100"].operation.name == "linear_chain"
+    mine = Predictor({})
+    with pytest.raises(InvalidInput, match="operation='layer_norm' is not allowed"):
+        confpred.use_predictor(mine, operation="layer_norm")
+    try:
+        confpred.use_predictor(mine, operation="linear_chain")
+        assert choosing.current_predictor("linear_chain") is mine
+        assert choosing.current_predictor() is former
+    finally:
+        confpred.use_predictor(shipped, operation="linear_chain")

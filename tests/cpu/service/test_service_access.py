@@ -65,7 +65,7 @@ def ask(server: Server, path: str, secret: str | None, **headers: str) -> httpx.
     return (server.post if path.startswith("/v1/models/") else server.get)(path, headers=headers)
 
 
-ASKED = ("/v1/predict", "/v1/models", "/v1/devices", "/metrics", "/openapi.json", "/docs")
+ASKED = ("/v1/predict", "/v1/models", "/v1/devices", "/metrics", "/openapi.json", "/docs", "/")
 MANAGED = ("/v1/models/reload", "/v1/models/rollback")
 
 
