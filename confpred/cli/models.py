@@ -65,7 +65,7 @@ def list_models(url: str | None, as_json: bool) -> None:
             used.add(device)
     else:
         require_packages("client", "httpx")
-        from confpred.client.registry import models_at
+        from confpred.client.transfer import models_at
 
         names = ("name", "device", "digest", "created", "in_use")
         rows = [{name: each[name] for name in names} for each in models_at(url)]
@@ -89,8 +89,8 @@ def pull(url: str, device: str | None, digest: str | None) -> None:
     A pull that was cut off goes on where it was; the model is there whole or not at all.
     """
     require_packages("client", "httpx")
-    from confpred.client.registry import models_at
-    from confpred.client.registry import pull as fetch
+    from confpred.client.transfer import models_at
+    from confpred.client.transfer import pull as fetch
     from confpred.model.folder import users_models
 
     if (device is None) == (digest is None):
@@ -132,7 +132,7 @@ def verify(url: str | None) -> None:
         used.setdefault(device, digest)
     if url is not None:
         require_packages("client", "httpx")
-        from confpred.client.registry import models_at
+        from confpred.client.transfer import models_at
 
         for each in models_at(url):
             device, digest = each["device"], each["digest"]

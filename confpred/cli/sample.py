@@ -200,8 +200,8 @@ def submitting(url: str | None, out: Path) -> AbstractContextManager[None]:
     if url is None:
         return nullcontext()
     with needing("client"):
-        from confpred.client import registry
-    return registry.submitting(url, out)
+        from confpred.client import transfer
+    return transfer.submitting(url, out)
 
 
 def picker(model_folder: Path, device: Device) -> Pick:

@@ -183,8 +183,8 @@ def measurements_at(source: str) -> Iterator[Path]:
             raise InvalidInput("from", source, "a folder, or the address of a service")
         yield Path(source)
         return
-    from confpred.client import registry  # httpx is no part of the extra train
+    from confpred.client import transfer  # httpx is no part of the extra train
 
     with TemporaryDirectory(prefix="confpred-rows-") as folder:
-        registry.fetch_rows(source, Path(folder))
+        transfer.fetch_rows(source, Path(folder))
         yield Path(folder)

@@ -24,7 +24,7 @@ from confpred.training.dataset import read_dataset
 from confpred.training.train import train
 
 NETWORKS, CONFIGS = 20, 40
-#: What one choice may lose that is no fault of wrong rows: the noise of times, and of trees.
+#: The loss of a choice that is no fault of wrong rows: the noise of times, and that between trees.
 NOISE = 1.05
 Row = dict[str, object]
 

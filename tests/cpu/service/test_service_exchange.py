@@ -23,7 +23,7 @@ from served import Server, eventually, head, running
 
 from confpred.cli import cli
 from confpred.client import AsyncClient, Client
-from confpred.client.registry import submitting
+from confpred.client.transfer import submitting
 from confpred.errors import ServiceError
 
 PARQUET = {"content-type": "application/vnd.apache.parquet"}
@@ -216,6 +216,10 @@ LIES: dict[str, tuple[Callable[[pa.Table], pa.Table], str]] = {
     ),
     "no column": (lambda t: t.drop_columns(["registers"]), "is not a whole file of measurements"),
     "no operation": (lambda t: t.replace_schema_metadata({}), "which no family computes"),
+    "another operation": (
+        lambda t: t.replace_schema_metadata({"operation": "linear_chain"}),
+        "allowed: of conv2d",
+    ),
     "no rows": (lambda t: t.slice(0, 0), "allowed: 1 to"),
 }
 
