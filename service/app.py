@@ -31,7 +31,7 @@ from confpred.problem.device import KNOWN, get_device
 
 from . import Settings, generations, logs, page, requests, schema, tokens
 from .child import Channel, Gone
-from .exchange import ADMITTED, Exchange, published, take
+from .exchange import ADMITTED, Exchange, announced_id, published, take
 from .generations import Generation, Loaded
 from .metrics import Metrics, exposition
 from .predict import Predict
@@ -241,12 +241,14 @@ def _files_of(folder: Path) -> Mapping[str, str]:
 )
 async def submit(request: Request) -> schema.Submission:
     """Keep the file; it is on the disk when this is answered, and is checked soon afterwards."""
-    state, exchange = request.app.state, _exchange(request.app)
+    headers, state = dict(request.scope["headers"]), request.app.state
+    key, length = announced_id(headers), headers.get(b"content-length", b"")
+    exchange = _exchange(request.app)
     if state.settings.tokens is None:
         _check_local(request, "write")
     token = request.scope.get(logs.TOKEN, "local")
-    headers = dict(request.scope["headers"])
-    return await take(exchange, state.settings, headers, request.receive, token, state.uploading)
+    stream = request.receive
+    return await take(exchange, state.settings, key, length, stream, token, state.uploading)
 
 
 @_router.get(
@@ -300,10 +302,10 @@ async def jobs(request: Request) -> schema.JobsReply:
 )
 async def retrain(request: Request) -> schema.Job:
     """Add a job, which waits for its turn when this is answered."""
+    device = get_device(request.query_params.get("device"))  # type: ignore[arg-type]
     exchange = _exchange(request.app)
     if request.app.state.settings.tokens is None:
         _check_local(request)
-    device = get_device(request.query_params.get("device"))  # type: ignore[arg-type]
     return await asyncio.to_thread(exchange.add_job, device.key)
 
 

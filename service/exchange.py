@@ -368,21 +368,12 @@ class _Arriving:
             self._path.unlink()
 
 
-async def take(
-    exchange: Exchange,
-    settings: Settings,
-    headers: Mapping[bytes, bytes],
-    receive: Receive,
-    token: str,
-    threads: Executor,
-) -> Submission:
-    """Stream the body of a request to the disk, and keep it.
+def announced_id(headers: Mapping[bytes, bytes]) -> str:
+    """Return the id that the head of a request gives to the upload in its body.
 
     Raises:
-        RequestError: 413 or 415 for another body, 429 beyond the quota of `token`, 507 for a full
-            disk.
-        InvalidInput: the key is none, or not that of the body.
-        ClientDisconnect: the connection closed before the end of the body.
+        RequestError: 415 for another body.
+        InvalidInput: the key is no SHA-256.
     """
     kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower().decode("latin-1")
     if kind != PARQUET or b"content-encoding" in headers:
@@ -391,7 +382,26 @@ async def take(
     key = headers.get(b"idempotency-key", b"").decode("latin-1").strip('"').lower()
     if not re.fullmatch(r"[0-9a-f]{64}", key):
         raise InvalidInput("idempotency-key", key or None, "the SHA-256 of the body, 64 hex digits")
-    announced = headers.get(b"content-length", b"")
+    return key
+
+
+async def take(
+    exchange: Exchange,
+    settings: Settings,
+    key: str,
+    announced: bytes,
+    receive: Receive,
+    token: str,
+    threads: Executor,
+) -> Submission:
+    """Stream the body of a request to the disk, and keep it as the upload `key`; its length may be
+    `announced`.
+
+    Raises:
+        RequestError: 413 for a longer body, 429 beyond the quota of `token`, 507 for a full disk.
+        InvalidInput: the key is not that of the body.
+        ClientDisconnect: the connection closed before the end of the body.
+    """
     loop = asyncio.get_running_loop()
     arriving = None
     try:

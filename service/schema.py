@@ -310,6 +310,8 @@ def install(app: FastAPI, settings: Settings) -> None:
         names = dict.fromkeys(name for each in devices for name in (each.key, each.product))
         request = app.openapi_schema["components"]["schemas"]["PredictRequest"]
         request["properties"]["device"]["enum"] = [*names]
+        (query,) = app.openapi_schema["paths"]["/v1/jobs"]["post"]["parameters"]
+        query["schema"]["enum"] = [*names]
         return app.openapi_schema
 
     app.openapi = openapi  # type: ignore[method-assign]
