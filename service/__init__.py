@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 #: Packages that a server imports.
-MODULES = ("fastapi", "uvicorn", "httptools", "orjson", "prometheus_client")
+MODULES = ("fastapi", "uvicorn", "httptools", "orjson", "prometheus_client", "jinja2")
 
 
 def _setting(default: Any, help: str, allowed: Any = None) -> Any:
@@ -50,6 +50,20 @@ class Settings:
     trusted_proxies: str = _setting(
         "127.0.0.1,::1", "Addresses whose X-Forwarded-For is believed; networks too, and *."
     )
+    drift: str | None = _setting(
+        None, "Folder of reports of `confpred drift --json`, for the page at /."
+    )
+    exchange: str | None = _setting(
+        None, "Folder of measurements that are sent here, and of the models that they make."
+    )
+    max_upload_mib: int = _setting(16, "Largest upload of measurements, MiB.", (1, 1024))
+    quota_mib: int = _setting(
+        4096, "Most that may be uploaded with one token within a day, MiB.", (1, 1_048_576)
+    )
+    retrain_rows: int = _setting(
+        0, "New rows of a device after which it is retrained; 0: only when asked.", (0, 10**9)
+    )
+    job_cores: int = _setting(1, "Processor cores that checks and retraining may use.", (1, 256))
     keep_models: int = _setting(
         1, "Former generations of models that stay loaded, to ask for and to roll back to.", (0, 16)
     )

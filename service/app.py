@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import binascii
 import contextlib
 import dataclasses
 import os
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, FastAPI
@@ -17,28 +20,37 @@ from fastapi.routing import APIRoute
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.datastructures import QueryParams
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from confpred._version import __version__
 from confpred.errors import InvalidInput
+from confpred.model.card import CARD, Card, read_card
 from confpred.predict.predictor import Predictor
-from confpred.problem.device import KNOWN
+from confpred.problem.device import KNOWN, get_device
 
-from . import Settings, generations, logs, requests, schema, tokens
+from . import Settings, generations, logs, page, requests, schema, tokens
 from .child import Channel, Gone
+from .exchange import ADMITTED, Exchange, announced_id, published, take
 from .generations import Generation, Loaded
 from .metrics import Metrics, exposition
 from .predict import Predict
-from .requests import RequestError
+from .requests import RequestError, shorten
 
-#: Paths that only those may ask who may manage the server.
-ADMIN = frozenset(("/v1/models/reload", "/v1/models/rollback"))
+#: Scopes that a token needs to send something to a path; all else needs ``read``.
+SCOPES: Mapping[str, tokens.Scope] = {
+    "/v1/models/reload": "admin",
+    "/v1/models/rollback": "admin",
+    "/v1/jobs": "admin",
+    "/v1/measurements": "write",
+}
 #: Headers of browsers and of proxies.
 _FOREIGN = ("origin", "x-forwarded-for", "forwarded")
 #: Seconds after which a thread that wants the interpreter is given it. Python's own 5 ms are as
 #: long as a remembered reply may take beside batches in all.
 _SWITCH_S = 0.0005
+#: Threads that write uploads; they wait for the disk most of the time.
+_UPLOADS = 4
 
 _router = APIRouter()
 
@@ -71,8 +83,13 @@ def create_app(
         usual = sys.getswitchinterval()
         sys.setswitchinterval(_SWITCH_S)
         # One thread: predictions hold the interpreter, and more of them would only delay the loop.
-        with ThreadPoolExecutor(1, "predict") as executor:
+        with (
+            ThreadPoolExecutor(1, "predict") as executor,
+            ThreadPoolExecutor(_UPLOADS, "upload") as app.state.uploading,
+        ):
             predict.start(executor)
+            if settings.exchange is not None:
+                app.state.exchange = Exchange(Path(settings.exchange))
             app.state.loaded = loaded
             yield
             app.state.loaded = None
@@ -88,10 +105,11 @@ def create_app(
     )
     app.state.settings, app.state.metrics, app.state.tokens = settings, metrics, known
     app.state.refused = refused
-    app.state.loaded = app.state.supervisor = None
+    app.state.loaded = app.state.supervisor = app.state.exchange = None
     route = _predict_route(predict)
     app.router.routes.insert(0, route)
     app.include_router(_router)
+    page.install(app, predict, _loaded, _listed)
     app.add_middleware(_Shortcut, route=route)
     if settings.tokens is not None:
         app.add_middleware(Guard)
@@ -156,25 +174,148 @@ async def devices(request: Request, response: Response) -> schema.DevicesReply:
 
 @_router.get("/v1/models", summary="The models that are loaded", responses=_refusals(503))
 async def models(request: Request, response: Response) -> schema.ModelsReply:
-    reply = _models(_loaded(request.app))
+    reply = await _listed(request.app)
     response.headers["etag"] = f'"{reply.generation}"'
+    return reply
+
+
+async def _listed(app: FastAPI) -> schema.ModelsReply:
+    """Return the reply that lists all that is loaded or published."""
+    reply = _models(_loaded(app))
+    if (exchange := app.state.exchange) is not None:
+        known = {model.digest for model in reply.models}
+        for path, read in await asyncio.to_thread(published, exchange.folder):
+            if read.digest not in known:
+                beside = schema.ServedModel.of(path.name, read.digest, read.card, in_use=False)
+                reply.models.append(beside)
     return reply
 
 
 def _models(loaded: Loaded) -> schema.ModelsReply:
     """Return the reply that lists all that is loaded."""
+    used = [
+        schema.ServedModel.of(model.version, model.digest, model.card, in_use=True)
+        for model in loaded.current.predictor.models.values()
+    ]
     return schema.ModelsReply(
         loaded.current.digest,
-        [
-            schema.ServedModel(device, model.version, model.digest, dict(model.card.content))
-            for device, model in loaded.current.predictor.models.items()
-        ],
+        used,
         [
             schema.FormerModel(device, model.version, model.digest, each.digest)
             for each in loaded.others
             for device, model in each.predictor.models.items()
         ],
     )
+
+
+@_router.get(
+    "/v1/models/{digest}/{file}",
+    summary="A file of a model, or the part of it that Range names",
+    response_class=FileResponse,
+    responses=_refusals(404, 503),
+)
+async def model_file(request: Request, digest: str, file: str) -> Response:
+    exchange: Exchange | None = request.app.state.exchange
+    folder = _loaded(request.app).folder_of(digest)
+    if folder is None and exchange is not None:
+        beside = await asyncio.to_thread(published, exchange.folder)
+        folder = next((path for path, read in beside if read.digest == digest), None)
+    # A name that the card lacks could be one of another folder.
+    if folder is None or file not in {CARD, *_files_of(folder)}:
+        message = f"no model that /v1/models lists has this file: {shorten(f'{digest}/{file}')}"
+        raise RequestError(404, "not_found", message, "path", None, "a file that its card lists")
+    return FileResponse(folder / file, media_type="application/octet-stream")
+
+
+def _files_of(folder: Path) -> Mapping[str, str]:
+    """Return the digests of the files of a model, by name."""
+    return Card.from_json(read_card(folder)[1]).files
+
+
+@_router.post(
+    "/v1/measurements",
+    summary="Send measurements, a Parquet file as confpred sample writes them",
+    status_code=202,
+    responses=_refusals(401, 403, 404, 413, 415, 422, 429, 507),
+    openapi_extra=schema.MEASUREMENTS_BODY,
+)
+async def submit(request: Request) -> schema.Submission:
+    """Keep the file; it is on the disk when this is answered, and is checked soon afterwards."""
+    headers, state = dict(request.scope["headers"]), request.app.state
+    key, length = announced_id(headers), headers.get(b"content-length", b"")
+    exchange = _exchange(request.app)
+    if state.settings.tokens is None:
+        _check_local(request, "write")
+    token = request.scope.get(logs.TOKEN, "local")
+    stream = request.receive
+    return await take(exchange, state.settings, key, length, stream, token, state.uploading)
+
+
+@_router.get(
+    "/v1/measurements",
+    summary="The uploads whose rows are in the data",
+    responses=_refusals(404),
+)
+async def submissions(request: Request) -> schema.SubmissionsReply:
+    return schema.SubmissionsReply(await asyncio.to_thread(_exchange(request.app).admitted))
+
+
+@_router.get("/v1/measurements/{upload}", summary="An upload by its id", responses=_refusals(404))
+async def submission(request: Request, upload: str) -> schema.Submission:
+    found = await asyncio.to_thread(_exchange(request.app).find, upload)
+    if found is None:
+        raise _unknown_upload(upload)
+    return found
+
+
+@_router.get(
+    "/v1/measurements/{upload}/rows",
+    summary="The rows of an upload that are in the data, as Parquet",
+    response_class=FileResponse,
+    responses=_refusals(404),
+)
+async def submitted_rows(request: Request, upload: str) -> Response:
+    exchange = _exchange(request.app)
+    found = await asyncio.to_thread(exchange.find, upload)
+    if found is None or not found.rows:
+        raise _unknown_upload(upload)
+    return FileResponse(exchange.path(ADMITTED, upload), media_type=schema.PARQUET)
+
+
+def _unknown_upload(upload: str) -> RequestError:
+    message = f"no upload with rows here has the id {shorten(upload)!r}"
+    return RequestError(404, "not_found", message, "id", shorten(upload), "the id of an upload")
+
+
+@_router.get("/v1/jobs", summary="Retraining: what waits, runs and is done")
+async def jobs(request: Request) -> schema.JobsReply:
+    exchange: Exchange | None = request.app.state.exchange
+    return schema.JobsReply([] if exchange is None else await asyncio.to_thread(exchange.jobs))
+
+
+@_router.post(
+    "/v1/jobs",
+    summary="Retrain a device's model",
+    status_code=202,
+    responses=_refusals(401, 403, 404, 422),
+    openapi_extra=schema.JOB_QUERY,
+)
+async def retrain(request: Request) -> schema.Job:
+    """Add a job, which waits for its turn when this is answered."""
+    device = get_device(request.query_params.get("device"))  # type: ignore[arg-type]
+    exchange = _exchange(request.app)
+    if request.app.state.settings.tokens is None:
+        _check_local(request)
+    return await asyncio.to_thread(exchange.add_job, device.key)
+
+
+def _exchange(app: FastAPI) -> Exchange:
+    """Return the folder of measurements."""
+    exchange: Exchange | None = app.state.exchange
+    if exchange is None:
+        message = "this server takes no measurements; confpred serve --exchange FOLDER does"
+        raise RequestError(404, "no_exchange", message)
+    return exchange
 
 
 @_router.get("/healthz", summary="Whether the process is up")
@@ -199,19 +340,15 @@ async def metrics(request: Request) -> Response:
         with contextlib.suppress(Gone):
             known = await supervisor.ask("metrics")
     models = state.loaded.current.predictor.models if state.loaded else {}
-    text = await asyncio.to_thread(exposition, known["counts"], known["processes"], models)
+    exchanged = await asyncio.to_thread(state.exchange.counts) if state.exchange else []
+    counts = [*known["counts"], *exchanged]
+    text = await asyncio.to_thread(exposition, counts, known["processes"], models)
     return Response(text, headers={"content-type": CONTENT_TYPE_LATEST})
 
 
 @_router.get("/openapi.json", include_in_schema=False)
 async def openapi(request: Request) -> Response:
     return JSONResponse(request.app.openapi())
-
-
-@_router.get("/docs", include_in_schema=False)
-async def docs(request: Request) -> Response:
-    page = "".join(schema.page(request.app.openapi()))
-    return HTMLResponse(page, headers=schema.PAGE_HEADERS)
 
 
 def _loaded(app: FastAPI) -> Loaded:
@@ -270,13 +407,13 @@ async def _change(request: Request, word: str) -> schema.ChangeReply:
     return schema.ChangeReply(answer["outcome"], served.generation, served.models, served.former)
 
 
-def _check_local(request: Request) -> None:
+def _check_local(request: Request, scope: tokens.Scope = "admin") -> None:
     """Refuse those who are not on this machine. A page in a browser and a proxy do not count as
     this machine: anybody may be behind them."""
     foreign = next((name for name in _FOREIGN if name in request.headers), None)
     if foreign or request.client is None or not tokens.is_loopback(request.client.host):
-        message = "only a program on the server's machine may manage it, as there are no tokens"
-        allowed = "a token of scope admin, on a server that was given --tokens"
+        message = "only a program on the server's machine may do this, as there are no tokens"
+        allowed = f"a token of scope {scope}, on a server that was given --tokens"
         raise RequestError(403, "forbidden", message, foreign, None, allowed)
 
 
@@ -289,8 +426,8 @@ class Guard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] in schema.OPEN:
             return await self._app(scope, receive, send)
-        needed: tokens.Scope = "admin" if scope["path"] in ADMIN else "read"
-        secret = _bearer(scope)
+        needed = SCOPES.get(scope["path"], "read") if scope["method"] == "POST" else "read"
+        secret = _secret(scope)
         token = None if secret is None else tokens.find(scope["app"].state.tokens, secret)
         status, code = 401, "unauthorized"
         allowed = f"Bearer and a token of scope {needed}"
@@ -302,15 +439,27 @@ class Guard:
                 return await self._app(scope, receive, send)
             status, code, allowed = 403, "forbidden", f"a token of scope {needed}"
             details = f', error="insufficient_scope", scope="{needed}"'
-            message = f"the token {requests.shorten(token.name)!r} is not for this"
+            message = f"the token {shorten(token.name)!r} is not for this"
         challenge = {"www-authenticate": f'Bearer realm="confpred"{details}'}
         error = RequestError(status, code, message, "authorization", None, allowed, challenge)
-        return await requests.refusal(error)(scope, receive, send)
+        reply = requests.refusal(error)
+        if _is_page(scope):
+            reply.headers.append("www-authenticate", 'Basic realm="confpred", charset="UTF-8"')
+        return await reply(scope, receive, send)
 
 
-def _bearer(scope: Scope) -> bytes | None:
+def _is_page(scope: Scope) -> bool:
+    """Whether a browser may send the token as a password. It sends that with any later request, so
+    what changes something is no such page."""
+    return scope["path"] in page.PATHS and scope["method"] == "GET"
+
+
+def _secret(scope: Scope) -> bytes | None:
     for name, value in scope["headers"]:
         if name == b"authorization":
             scheme, _, secret = value.partition(b" ")
+            if scheme.lower() == b"basic" and _is_page(scope):
+                with contextlib.suppress(binascii.Error):
+                    return base64.b64decode(secret.strip()).partition(b":")[2]
             return secret.strip() if scheme.lower() == b"bearer" else b""
     return None

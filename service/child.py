@@ -31,7 +31,7 @@ _PROGRAM = "import sys; sys.path[:] = {path!r}; from confpred.service.{module} i
 #: How a process ends that crashes, rather than being stopped.
 _CRASHES = frozenset((signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE))
 _US = 1_000_000
-_PATIENCE_S = 1.0  # for systemd to read what was sent before
+_PATIENCE_S = 1.0  # for systemd to read what was sent before, and before a process starts again
 _log = logging.getLogger(__name__)
 
 
@@ -207,6 +207,26 @@ class Child:
         self.crashed = -status in _CRASHES
         how = f"by {signal.Signals(-status).name}" if status < 0 else f"with status {status}"
         return f"ended {how}"
+
+
+async def keep(settings: Settings) -> None:
+    """Keep the process that checks uploads and retrains (`service.keeper`) running, for ever."""
+    words = (json.dumps(asdict(settings)), str(os.getpid()))
+    while True:
+        process = await asyncio.create_subprocess_exec(
+            *command("keeper", *words), stdin=asyncio.subprocess.DEVNULL
+        )
+        try:
+            status = await process.wait()
+        finally:
+            while process.returncode is None:
+                process.kill()
+                with contextlib.suppress(
+                    asyncio.CancelledError
+                ):  # which comes once more at the end
+                    await process.wait()
+        _log.warning("the process that checks uploads ended with %d; another starts", status)
+        await asyncio.sleep(_PATIENCE_S)
 
 
 def tell_systemd(**states: str) -> None:

@@ -22,7 +22,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, product
 from pathlib import Path
 from typing import Any
@@ -33,13 +33,14 @@ from confpred.concurrency import end_with
 from confpred.errors import ConfpredError, DataError, ModelError
 from confpred.files import write_folder
 from confpred.model.card import read_files
-from confpred.model.folder import Model, model_folders, shipped_models
+from confpred.model.folder import Model, shipped_models
 from confpred.predict.plan import plan_file
 from confpred.predict.predictor import Predictor
 from confpred.problem.device import KNOWN
 
 from . import Settings
 from .child import command
+from .exchange import PUBLISHED, newest_models
 from .requests import RequestError, shorten
 from .schema import EXAMPLE
 
@@ -62,10 +63,9 @@ def publish(settings: Settings, home: Path) -> Path:
         ModelError, DataError: a model or its trees are missing or damaged; so is the plan.
         StorageError: there is no room for the copy.
     """
-    source = _source(settings)
-    folders = model_folders(source)
+    folders = newest_models(settings)
     if not folders and settings.model is not None:
-        raise ModelError(f"{source} holds no model folder")
+        raise ModelError(f"{settings.model} holds no model folder")
     models = {device: (path, read_files(path)) for device, path in folders.items()}
     known: dict[str, tuple[str, str]] = {}
     files: dict[str, bytes] = {}
@@ -88,10 +88,6 @@ def publish(settings: Settings, home: Path) -> Path:
     return published
 
 
-def _source(settings: Settings) -> Path:
-    return shipped_models() if settings.model is None else Path(settings.model)
-
-
 def give_back() -> None:
     """Have the C library return the 30 MB that `publish` took, which glibc keeps for its thread."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
@@ -101,9 +97,12 @@ def give_back() -> None:
 
 def fingerprint(settings: Settings) -> str:
     """Return a digest that changes with the files of models and plan; it reads none of them."""
-    source, found = _source(settings), []
+    sources = [shipped_models() if settings.model is None else Path(settings.model)]
+    sources += [] if settings.exchange is None else [Path(settings.exchange, PUBLISHED)]
     plan = [] if settings.plan is None else [plan_file(Path(settings.plan))]
-    for path in sorted((*source.glob("*"), *source.glob("*/*"), *plan)):
+    found: list[Any] = []
+    inside = (path for source in sources for depth in ("*", "*/*") for path in source.glob(depth))
+    for path in sorted((*inside, *plan)):
         try:
             status = path.stat()
         except OSError:  # gone since it was listed
@@ -129,6 +128,7 @@ class Generation:
     digest: str
     predictor: Predictor
     headers: Mapping[str, str]
+    folder: Path | None = None  # that it was read from, where `publish` wrote one
 
     def model_of(self, device: str) -> Model | None:
         return self.predictor.models.get(device)
@@ -177,7 +177,7 @@ def load(folder: Path) -> Generation:
     found = of(predictor, None if plan is None else plan.read_bytes())
     if found.digest != folder.name:
         raise ModelError(f"{folder} is damaged: it is {found.digest}")
-    return found
+    return replace(found, folder=folder)
 
 
 class Loaded:
@@ -203,6 +203,14 @@ class Loaded:
         current = self._all[digest]
         self._all = {each: self._all[each] for each in keep if each in self._all}
         self._all[digest] = self.current = current
+
+    def folder_of(self, digest: str) -> Path | None:
+        """Return the folder of the loaded model with this digest, if there is one."""
+        for each in self._all.values():
+            for model in each.predictor.models.values():
+                if model.digest == digest and each.folder is not None:
+                    return each.folder / MODELS / model.version
+        return None
 
     def find(self, version: str) -> Generation:
         """Return the generation that has `version`: the current one, or else the latest.

@@ -65,6 +65,11 @@ FAMILIES: Mapping[str, Family] = {
     "confpred_workers": Family("Worker processes that answer.", (), "gauge"),
     "confpred_workers_wanted": Family("Worker processes that there should be.", (), "gauge"),
     "confpred_workers_replaced": Family("Worker processes that ended and were replaced."),
+    "confpred_uploads": Family(
+        "Uploads of measurements, by what became of them.", ("state",), "gauge"
+    ),
+    "confpred_upload_bytes": Family("Bytes of all uploads."),
+    "confpred_jobs": Family("Retraining jobs, by state.", ("state",), "gauge"),
     "confpred_reloads": Family("Reloads and rollbacks, by outcome.", ("outcome",)),
 }
 

@@ -22,6 +22,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from confpred.predict.choice import answer_json, joined_json
+from confpred.predict.explain import NearestLayers
 from confpred.predict.predictor import Predictor
 from confpred.problem.limits import Limits
 from confpred.problem.record import Record
@@ -125,6 +126,8 @@ class Memory:
         self.answers: Latest[Question, Answer] = Latest(limit // 2)
         #: Answers that some request waits for, as long as it does.
         self.open: WeakValueDictionary[Question, Answer] = WeakValueDictionary()
+        #: The measured layers of its models, by their versions, from the first that was explained.
+        self.layers: dict[str, NearestLayers] = {}
 
     def remembered(self, body: bytes, asked: PredictRequest) -> Reply | None:
         """Return the reply to `body`, which asks `asked`, if every answer is in memory."""
@@ -247,12 +250,27 @@ class Predict:
                 self._metrics.answered("answers", reply.sources)
                 return reply
         steps = working(predictor, memory, self._settings, body, asked, self._worked_out)
+        estimate = len(asked.problems) if asked else len(body) // 1024
+        reply = await self.work(steps, scope, receive, estimate)
+        if reply is not None:
+            self._metrics.answered("work", reply.sources)
+        return reply
+
+    async def work(
+        self, steps: Steps[_V], scope: Scope, receive: Receive, estimate: int
+    ) -> _V | None:
+        """Return the value of `steps`, which are about `estimate` problems, done in their turn;
+        None if the client leaves before.
+
+        Raises:
+            RequestError: 503, as too many problems wait, or it would take too long.
+        """
         gone = asyncio.ensure_future(_gone(receive))
         try:
-            reply = await self._scheduler.run(
+            return await self._scheduler.run(
                 steps,
                 client=scope["client"][0] if scope.get("client") else "",
-                estimate=len(asked.problems) if asked else len(body) // 1024,
+                estimate=estimate,
                 gone=gone,
                 deadline_s=self._deadline_s(scope),
             )
@@ -266,8 +284,6 @@ class Predict:
             raise RequestError(503, code, message, headers=headers) from None
         finally:
             gone.cancel()
-        self._metrics.answered("work", reply.sources)
-        return reply
 
     def _worked_out(self) -> None:
         self._metrics.add(1, "confpred_worked_out_problems")

@@ -35,6 +35,8 @@ _WIRE_FACTOR = 8
 #: Bytes that are parsed at once. Each of the requests in them takes some 3 KiB, and the shortest
 #: has 18 bytes.
 _PIECE = 4096
+#: Path of requests that have measurements as their body.
+UPLOADS = b"/v1/measurements"
 #: Bytes that may wait to be parsed before no more are read.
 _MOST_HELD = 65_536
 _SLOW_HEAD, _SLOW_BODY = (
@@ -72,7 +74,8 @@ class LimitedProtocol(HttpToolsProtocol):
     _due: RequestError | None = None  # the reply at the deadline; None closes without a word
     _in_head = _refused = False
     _began = 0.0
-    _received = 0  # bytes of the message that is arriving
+    _received = 0  # bytes of the message that is arriving ...
+    _most_body = 0  # ... and how many its body may have on the wire
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)  # type: ignore[arg-type]
@@ -94,8 +97,7 @@ class LimitedProtocol(HttpToolsProtocol):
             place += len(piece)
             self._received += len(piece)
             super().data_received(piece)
-            body = 0 if self._in_head else _WIRE_FACTOR * self.limits.max_body_bytes
-            if self._received > self.limits.max_head + body:
+            if self._received > self.limits.max_head + (0 if self._in_head else self._most_body):
                 self._refuse_length()
         self.flow.hold(b"" if self._refused else data[place:])
         if self.leaving:
@@ -127,6 +129,9 @@ class LimitedProtocol(HttpToolsProtocol):
             if size > self.limits.max_head:
                 self._refuse_length()
         self._in_head = False
+        limits, is_upload = self.limits, self.url.startswith(UPLOADS)
+        most = limits.max_upload_mib * 2**20 if is_upload else limits.max_body_bytes
+        self._most_body = _WIRE_FACTOR * most
         if not self._refused:
             self._set_deadline(self.limits.body_timeout, _SLOW_BODY)
             super().on_headers_complete()

@@ -1,19 +1,16 @@
-"""The OpenAPI description, generated from the records that the code checks requests with, and
-``/docs``, the same for people, as one page that needs nothing else."""
+"""The OpenAPI description, generated from the records that the code checks requests with."""
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
-import json
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from html import escape
 from typing import Any, Literal
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
+from confpred.model.card import Card
 from confpred.predict.choice import MAX_TOP, Source
 from confpred.problem.conv2d import CHOICES, LIMITS, PAIRS, Problem
 from confpred.problem.device import KNOWN, Device
@@ -24,6 +21,8 @@ from . import Settings
 EXAMPLE = Problem(
     n=32, c=64, h=56, w=56, k=64, r=3, s=3, padding=(1, 1), groups=8, activation="relu"
 )
+#: Media type of uploaded measurements.
+PARQUET = "application/vnd.apache.parquet"
 #: Paths that anybody may ask.
 OPEN = frozenset(("/healthz", "/readyz"))
 _FIVE = {"n": 128, "c": 256, "h": 14, "w": 28, "k": 256, "r": 5, "s": 5, "groups": 16}
@@ -103,12 +102,50 @@ class DevicesReply:
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """A loaded model: its device, version and digest, and its card (data, features, metrics)."""
+    """A model that is loaded, or that is published and can be fetched.
+
+    Attributes:
+        device: key of the device that it is for.
+        version, name: its name.
+        digest: SHA-256 of its card, which has the digests of all other files.
+        operation: what its kernels compute.
+        created: when it was trained, ISO 8601.
+        in_use: whether it answers now.
+        kernels: digests of the CUDA sources that were measured, by kernel family.
+        figures: its regret on networks held out of training, and the amount of its data.
+        card: all that it says of itself.
+    """
 
     device: str
     version: str
     digest: str
     card: dict[str, Any]
+    name: str
+    operation: str
+    created: str
+    in_use: bool
+    kernels: dict[str, list[str]]
+    figures: dict[str, Any]
+
+    @classmethod
+    def of(cls, name: str, digest: str, card: Card, *, in_use: bool) -> ServedModel:
+        return cls(
+            device=card.device,
+            version=name,
+            digest=digest,
+            card=dict(card.content),
+            name=name,
+            operation=card.operation,
+            created=card.created,
+            in_use=in_use,
+            kernels={family: list(entry.source_digests) for family, entry in card.families.items()},
+            figures={
+                **card.metrics,
+                "rows": card.data.rows,
+                "problems": card.data.problems,
+                "networks": card.data.networks,
+            },
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +160,8 @@ class FormerModel:
 
 @dataclass(frozen=True, slots=True)
 class ModelsReply:
-    """The digest of what answers now, its models, and the models of former generations."""
+    """The digest of what answers now, its models and those that are published beside them, and the
+    models of former generations."""
 
     generation: str
     models: list[ServedModel]
@@ -138,6 +176,62 @@ class ChangeReply:
     generation: str
     models: list[ServedModel]
     former: list[FormerModel]
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """An upload of measurements.
+
+    Attributes:
+        id: SHA-256 of its bytes.
+        state: ``received`` until it is checked, then ``admitted`` or ``quarantined``.
+        rows: how many of its rows are new in the data; null until it is admitted.
+        reason: why it is quarantined; else null.
+        received: when it was acknowledged, ISO 8601.
+    """
+
+    id: str
+    state: Literal["received", "admitted", "quarantined"]
+    rows: int | None
+    reason: str | None
+    received: str
+
+
+@dataclass(frozen=True, slots=True)
+class SubmissionsReply:
+    """The uploads whose rows are in the data, in the order in which they came."""
+
+    measurements: list[Submission]
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A retraining.
+
+    Attributes:
+        id: its number.
+        kind: its purpose.
+        device: key of the device that it trains for.
+        state: ``queued``, ``running``, or how it ended: ``published``, ``kept`` where the old model
+            stays, ``failed``.
+        started, ended: when, ISO 8601; null before.
+        reason: why it ended so.
+    """
+
+    id: int
+    kind: Literal["retrain"]
+    device: str
+    state: Literal["queued", "running", "published", "kept", "failed"]
+    started: str | None
+    ended: str | None
+    reason: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class JobsReply:
+    """All jobs, the latest first."""
+
+    jobs: list[Job]
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +263,36 @@ PREDICT_BODY: dict[str, Any] = {
 }
 
 
+_HASH = {"type": "string", "pattern": "^[0-9a-f]{64}$"}
+#: The request body of ``/v1/measurements``, and the query of ``/v1/jobs``.
+MEASUREMENTS_BODY: dict[str, Any] = {
+    "parameters": [
+        {
+            "name": "Idempotency-Key",
+            "in": "header",
+            "required": True,
+            "schema": _HASH,
+            "description": "SHA-256 of the body, which is also the upload's id.",
+        }
+    ],
+    "requestBody": {
+        "required": True,
+        "content": {PARQUET: {"schema": {"type": "string", "format": "binary"}}},
+    },
+}
+JOB_QUERY: dict[str, Any] = {
+    "parameters": [
+        {
+            "name": "device",
+            "in": "query",
+            "required": True,
+            "schema": {"type": "string"},
+            "description": "A device's key, or the name that its driver reports.",
+        }
+    ]
+}
+
+
 def install(app: FastAPI, settings: Settings) -> None:
     """Complete `app`'s OpenAPI description by what FastAPI cannot see: the checked bodies."""
 
@@ -186,6 +310,8 @@ def install(app: FastAPI, settings: Settings) -> None:
         names = dict.fromkeys(name for each in devices for name in (each.key, each.product))
         request = app.openapi_schema["components"]["schemas"]["PredictRequest"]
         request["properties"]["device"]["enum"] = [*names]
+        (query,) = app.openapi_schema["paths"]["/v1/jobs"]["post"]["parameters"]
+        query["schema"]["enum"] = [*names]
         return app.openapi_schema
 
     app.openapi = openapi  # type: ignore[method-assign]
@@ -280,30 +406,3 @@ def _field(field: dataclasses.Field[Any]) -> dict[str, Any]:
     if field.default is not dataclasses.MISSING:
         found["default"] = field.default
     return found
-
-
-#: The page may load nothing, from here or elsewhere, and run nothing.
-PAGE_HEADERS = {"content-security-policy": "default-src 'none'; style-src 'unsafe-inline'"}
-_STYLE = "body { font: 15px/1.5 sans-serif; max-width: 60em; margin: auto } pre { overflow: auto }"
-
-
-def page(api: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the page of `api`, an OpenAPI description, in parts: each request with its examples,
-    then the forms of bodies and replies."""
-    title = escape(f"{api['info']['title']} {api['info']['version']}")
-    yield f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title>'
-    yield f"<style>{_STYLE}</style><h1>{title}</h1><p>{escape(api['info']['description'])}</p>"
-    for path, methods in api["paths"].items():
-        for method, operation in methods.items():
-            yield f"<h2>{method.upper()} {escape(path)}</h2><p>{escape(operation['summary'])}</p>"
-            for content in operation.get("requestBody", {}).get("content", {}).values():
-                for name, example in content["examples"].items():
-                    yield f"<p>Ask {escape(name)}:</p>{_shown(example['value'])}"
-            yield _shown({k: v for k, v in operation.items() if k in ("parameters", "responses")})
-    for name, schema in api["components"]["schemas"].items():
-        yield f'<h3 id="{escape(name)}">{escape(name)}</h3>'
-        yield f"<pre>{escape(schema.get('description', ''))}</pre>{_shown(schema)}"
-
-
-def _shown(value: Any) -> str:
-    return f"<pre>{escape(json.dumps(value, indent=2))}</pre>"

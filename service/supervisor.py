@@ -34,8 +34,8 @@ from typing import Any
 
 from confpred.errors import ConfpredError, InvalidInput
 
-from . import Settings, generations, logs, tokens
-from .child import Child, Fields, show_life, tell_systemd
+from . import Settings, exchange, generations, logs, tokens
+from .child import Child, Fields, keep, show_life, tell_systemd
 from .metrics import Metrics, Totals, read, rows
 
 #: So many starts of a worker may fail in succession; then the server gives up, unless another
@@ -147,6 +147,8 @@ class Supervisor:
         slots = map(self._slot, map(str, range(self._settings.workers)))
         self._slots = [*map(asyncio.create_task, slots)]
         self._spawn(show_life())
+        if self._settings.exchange is not None:
+            self._spawn(keep(self._settings))
         if self._settings.watch_models:
             self._spawn(self._watch(seen))
         await self._stopping.wait()
@@ -178,11 +180,16 @@ class Supervisor:
             tell_systemd(READY="1", STATUS=status.partition("\n")[0])
 
     async def _rollback(self, outcome: str = "rolled_back") -> str:
-        """Have all workers switch to the generation before the current one; tokens stay."""
+        """Have all workers switch to the generation before the current one; tokens stay. Models
+        that were published since are withdrawn."""
         async with self._changing:
-            if len(self._history) < 2:
+            former = self._history[:-1]
+            if not former and exchange.withdraw(self._settings, None):
+                former = [await asyncio.to_thread(self._publish)]
+            if not former:
                 raise ConfpredError("no former generation is loaded")
-            await self._change(self._history[:-1], self._known)
+            await self._change(former, self._known)
+            exchange.withdraw(self._settings, former[-1])
             self._switched = -math.inf
             self._metrics.add(1, "confpred_reloads", outcome)
             return outcome

@@ -24,16 +24,16 @@ from confpred.errors import DataError, InvalidInput, StorageError
 from confpred.files import read_json, write_whole
 
 FORMAT = "confpred-tokens/1"
-#: Purpose of a token: to ask, or to manage too.
-Scope = Literal["read", "admin"]
+#: Purpose of a token: to ask, to send measurements too, or to manage the server too.
+Scope = Literal["read", "write", "admin"]
 SCOPES: tuple[Scope, ...] = get_args(Scope)
 _PREFIX = "confpred_"  # so that a token is recognised where it should not be, such as in a log
 
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """A token, without itself: whose it is, for the log; what it is for, where ``admin`` includes
-    ``read``; and its SHA-256, in hexadecimal."""
+    """A token, without itself: whose it is, for the log; its scope, which includes
+    those before it in `SCOPES`; and its SHA-256, in hexadecimal."""
 
     name: str
     scope: Scope

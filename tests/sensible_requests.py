@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import parquet_bodies  # noqa: F401 -- a hook too
 import schemathesis
 
 from confpred.problem.conv2d import LIMITS

@@ -135,9 +135,9 @@ def refused(
     return done.returncode, done.stderr
 
 
-def eventually(condition: Callable[[], object], said: object = "") -> None:
+def eventually(condition: Callable[[], object], said: object = "", within_s: float = 60) -> None:
     """Wait until `condition` holds."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + within_s
     while not condition():
         assert time.monotonic() < deadline, said
         time.sleep(0.05)

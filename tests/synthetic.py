@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from layers import first_kernel
+from numpy.typing import NDArray
 
 from confpred.data.measurements import Measurement, Run, problem_of_row
 from confpred.data.parquet import schema
@@ -75,21 +76,25 @@ def rows(networks: int = 6, configs: int = 80, seed: int = 0) -> Iterator[dict[s
     own operator, which wins at group width 32, and a failure for each problem."""
     rng = np.random.default_rng(seed)
     order = np.random.default_rng(1).permutation(len(FAMILY.configs))
-    weights = np.random.default_rng(2).normal(size=(len(FAMILY.feature_names), 24))
     for problem, names in problems(networks, seed):
         legal = order[FAMILY.legal(problem, DEVICE)[order]][: configs + 1]
         *chosen, failed = (int(row) for row in legal)
         ids = np.array(chosen, np.intp)
-        features = FAMILY.features(problem, DEVICE, ids).astype(np.float64)
-        squashed = np.sign(features) * np.log1p(np.abs(features)) / 4
-        bend = np.tanh(squashed @ weights / 3).mean(axis=1) * 4
-        ms = FAMILY.estimate_s(problem, DEVICE, ids) * np.exp(bend) * 1e3
-        ms *= np.exp(rng.normal(scale=_NOISE, size=len(ids)))
+        ms = true_ms(problem, ids) * np.exp(rng.normal(scale=_NOISE, size=len(ids)))
         for row, time_ms in zip(chosen, ms, strict=True):
             yield row_of(problem, names, Candidate(FAMILY.name, row), float(time_ms))
         yield row_of(problem, names, Candidate(FAMILY.name, failed), None)
         ratio = 0.6 if problem.group_width == 32 else 3.0
         yield row_of(problem, names, PYTORCH_OPERATOR, float(ms.min() * ratio))
+
+
+def true_ms(problem: Problem, ids: NDArray[np.intp]) -> NDArray[np.float64]:
+    """Return the times of configs without noise."""
+    weights = np.random.default_rng(2).normal(size=(len(FAMILY.feature_names), 24))
+    features = FAMILY.features(problem, DEVICE, ids).astype(np.float64)
+    squashed = np.sign(features) * np.log1p(np.abs(features)) / 4
+    bend = np.tanh(squashed @ weights / 3).mean(axis=1) * 4
+    return FAMILY.estimate_s(problem, DEVICE, ids) * np.exp(bend) * 1e3
 
 
 def row_of(

@@ -27,6 +27,7 @@ COMMANDS = {
         "Measure this machine's GPU, train on it, and use the model if it is better.",
     ),
     "drift": ("update", "Time a few of a model's configs again: does it still hold?"),
+    "models": ("models", "List, fetch and verify models, here and at a service."),
     "evaluate": ("learn", "Judge configs chosen for networks that were not trained on."),
     "report": ("learn", "Write what is known of a model or of measurements as one HTML page."),
     "check-family": ("sample", "Check a kernel family of your own against the protocol."),

@@ -8,6 +8,7 @@ import re
 import secrets
 import shlex
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -149,6 +150,7 @@ _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
     help="With --compile: write the kernels as a .tar.xz, to be unpacked in another cache.",
 )
 @timeout_option
+@click.option("--submit", metavar="URL", help="Send the measurements to this service as they come.")
 def sample(
     suite_files: tuple[Path, ...],
     out: Folder,
@@ -171,6 +173,7 @@ def sample(
     compile_device: str | None,
     archive: Path | None,
     timeout: str,
+    submit: str | None,
 ) -> None:
     """Measure configs of a suite's problems on this machine's GPUs, or on those of a Ray cluster.
 
@@ -242,7 +245,24 @@ def sample(
         else:
             found = Here(find_gpus(gpus), settings)
         settings = completed(get_device(found.device))
-        sys.exit(sample_and_report(suite, out, found, settings))
+        stack.enter_context(submitting(submit, out))
+        code = sample_and_report(suite, out, found, settings)
+    sys.exit(code)
+
+
+def submitting(url: str | None, out: Folder) -> AbstractContextManager[None]:
+    """Return a block that sends the shards in `out` to the service at `url`, if there is one.
+
+    Raises:
+        InvalidInput: `out` is in an object store.
+    """
+    if url is None:
+        return nullcontext()
+    if not isinstance(out, Path):
+        raise InvalidInput("out", str(out), "a folder of this machine with --submit")
+    with needing("client"):
+        from confpred.client import transfer
+    return transfer.submitting(url, out)
 
 
 def picker(model_folder: Path, device: Device) -> Pick:

@@ -11,6 +11,7 @@ from typing import Any
 
 import click
 
+from confpred import training
 from confpred.cli import leave_signals
 from confpred.cli.arguments import require_packages
 from confpred.errors import DataError, InvalidInput, nearest
@@ -25,6 +26,7 @@ _PATHS = {
     "model": click.Path(exists=True, file_okay=False),
     "plan": click.Path(exists=True),
     "tokens": click.Path(exists=True, dir_okay=False),
+    "exchange": click.Path(file_okay=False),
 }
 #: The beginning of the environment's variables that are settings.
 _PREFIX = "CONFPRED_SERVE_"
@@ -92,6 +94,8 @@ def _check_variables() -> None:
 def _serve(**values: Any) -> None:
     _check_variables()
     require_packages("serve", *MODULES)
+    if values["exchange"] is not None:
+        require_packages("train", *training.MODULES)
     from confpred.service.supervisor import serve as run  # what `--help` can do without
 
     leave_signals()
@@ -141,7 +145,7 @@ serve = click.Command(
     type=click.Choice(tokens.SCOPES),
     default="read",
     show_default=True,
-    help="What the token is for: to ask, or to manage the server too.",
+    help="What the token is for: to ask, to send measurements too, or to manage the server too.",
 )
 @click.option("--revoke", is_flag=True, help="Remove the token of that name.")
 def token(name: str, path: Path, scope: tokens.Scope, revoke: bool) -> None:

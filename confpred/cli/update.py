@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from confpred.retraining.drift import Drift
     from confpred.retraining.retrain import Report, Request
 
+_DEFAULT_GPU = "cuda:0"
 #: The exit code where the run went well and the old model stays.
 NOT_BETTER = 3
 
@@ -68,6 +69,12 @@ NOT_BETTER = 3
 )
 @click.option("--jobs", type=click.IntRange(1, 1024), help="Compilations at a time.")
 @pytorch_option(help="Time PyTorch's own operator as well: without it nothing is left to it.")
+@click.option(
+    "--from",
+    "source",
+    metavar="URL-OR-FOLDER",
+    help="Measure nothing: train on the measurements of a service or in a folder.",
+)
 @timeout_option
 def retrain(
     device: str,
@@ -77,6 +84,7 @@ def retrain(
     folder: Path | None,
     jobs: int | None,
     pytorch: bool,
+    source: str | None,
     timeout: str,
 ) -> None:
     """Measure this GPU, train on it, and use the model if it is better.
@@ -96,15 +104,23 @@ def retrain(
     killed goes on where it was when the same command is given again. Any GPU of compute capability
     8.0 or later will do; one that no table has is described by its driver and a short benchmark.
 
+    With --from no GPU is needed, and --device is the one to train for, such as h100. Old and new
+    are judged by the measured configs of networks that are held out, and times far from what the
+    old model expects are left out.
+
     Exit code: 0 if a new model is in use, 3 if the old one stays, 130 if stopped, 1 on an error, 2
     on a wrong option.
 
     \b
     confpred retrain --device cuda:0 --budget 15m
     confpred retrain --budget 1h --data datasets/h100
+    confpred retrain --from http://127.0.0.1:8000 --device h100
     confpred drift        # later: does it still hold?
     """
     require_packages("train", *MODULES)
+    if source is not None:
+        given = None if device == _DEFAULT_GPU else device
+        sys.exit(retrain_from_and_report(source, data, given))
     budget_s, silence_s = parse_duration("budget", budget), parse_duration("timeout", timeout)
     check_pytorch(pytorch)
     with as_file(files("confpred.suites")) as own:
@@ -120,6 +136,29 @@ def retrain(
     settings = Settings(pytorch=pytorch, processes=jobs or cores(), silence_s=silence_s)
     request = Request(described, runs, suite, budget_s, data, where, settings)
     sys.exit(retrain_and_report(request))
+
+
+def retrain_from_and_report(source: str, data: tuple[Path, ...], device: str | None) -> int:
+    """Retrain on measurements that are there, with a summary; returns the exit code."""
+    from tempfile import TemporaryDirectory
+
+    from confpred.model.folder import NewestModels, publish, users_models
+    from confpred.retraining.exchanged import measurements_at, retrain_from
+    from confpred.retraining.retrain import Report
+
+    with measurements_at(source) as folder, TemporaryDirectory(prefix="confpred-") as made:
+        out = Path(made) / "model"
+        outcome = retrain_from(
+            [folder, *data],
+            NewestModels(),
+            out,
+            device=device,
+            say=lambda line: click.echo(line, err=True),
+        )
+        published = publish(out, users_models()) if outcome.verdict.better else None
+    for line in verdict_lines(Report(outcome.verdict, published, outcome.old)):
+        click.echo(line)
+    return 0 if published is not None else NOT_BETTER
 
 
 def retrain_and_report(request: Request) -> int:

@@ -2,6 +2,7 @@
 
 clients   `Client` for threads and `AsyncClient` for ``asyncio``
 answers   replies of the service as records and errors, checked
+transfer  models and measurements as files
 served    a predictor that asks the service and delays nobody, for ``CONFPRED_URL``
 """
 

@@ -57,6 +57,18 @@ class ServedModel:
     digest: str | None
 
 
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """A file of measurements that was sent to the service: its id, which is the SHA-256 of its
+    bytes; its state, ``received``, ``admitted`` or ``quarantined``; how many of its rows are new in
+    the data, where they are; and the reason where they are not."""
+
+    id: str
+    state: str
+    rows: int | None = None
+    reason: str | None = None
+
+
 class Kept:
     """Answers of one model, for a while."""
 
@@ -160,6 +172,12 @@ def models_of(reply: Reply) -> tuple[ServedModel, ...]:
         ServedModel(fields["device"], fields["version"], fields["card"], fields.get("digest"))
         for fields in json.loads(reply.body)["models"]
     )
+
+
+def submission_of(reply: Reply) -> Submission:
+    """Return the upload in a reply to ``/v1/measurements``."""
+    fields = json.loads(reply.body)
+    return Submission(*(fields[field.name] for field in dataclasses.fields(Submission)))
 
 
 def is_too_much(reply: Reply) -> bool:

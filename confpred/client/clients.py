@@ -7,6 +7,7 @@ pauses and computes in the calling thread, so that its first step runs the corou
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import logging
 import math
@@ -17,15 +18,24 @@ import threading
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass
 from functools import partial, wraps
+from pathlib import Path
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 import httpx
 
 from confpred.client import answers
-from confpred.client.answers import Asked, Choices, Reply, ServedDevice, ServedModel, clock
+from confpred.client.answers import (
+    Asked,
+    Choices,
+    Reply,
+    ServedDevice,
+    ServedModel,
+    Submission,
+    clock,
+)
 from confpred.concurrency import PerProcess, uninterrupted
 from confpred.errors import InvalidInput, ServiceError, ServiceUnavailable
 from confpred.predict.choice import Choice, check_top
@@ -40,6 +50,7 @@ Read = TypeVar("Read")
 Result = TypeVar("Result")
 Http = TypeVar("Http")
 Given = ParamSpec("Given")
+PARQUET = "application/vnd.apache.parquet"
 _TOO_SLOW = "the reply is too slow"
 #: Seconds in which a connection has to be made: a host that is down does not reply at all.
 CONNECT_S = 1.0
@@ -127,7 +138,7 @@ class _Call:
     """A call, whose requests share its id, its headers and its deadline on `clock`."""
 
     id: str
-    headers: Mapping[str, str]
+    headers: dict[str, str]
     deadline: float
 
 
@@ -241,6 +252,20 @@ class _Questions(ABC, Generic[Http]):
         """Return the models that the service has loaded."""
         return await self._get("/v1/models", answers.models_of, trace)
 
+    async def _submit(self, shard: str | Path, *, trace: Trace | None = None) -> Submission:
+        """Send a file of measurements, and return what became of it so far; one that was sent
+        before is known by its bytes, and counts once."""
+        body = await self._compute(Path(shard).read_bytes)
+        call = self._call(trace)
+        key = hashlib.sha256(body).hexdigest()
+        call.headers.update({"content-type": PARQUET, "idempotency-key": key})
+        reply = await self._exchange(call, "POST", "/v1/measurements", body)
+        return self._read(reply, answers.submission_of, call, 202)
+
+    async def _submission(self, upload: str, *, trace: Trace | None = None) -> Submission:
+        """Return what became of a file that was sent, by its id."""
+        return await self._get(f"/v1/measurements/{upload}", answers.submission_of, trace)
+
     async def _ask(
         self, problems: Iterable[Record], device: str | Device, top: int, trace: Trace | None
     ) -> list[Choices]:
@@ -281,13 +306,15 @@ class _Questions(ABC, Generic[Http]):
         call = self._call(trace)
         return self._read(await self._exchange(call, "GET", path), read, call)
 
-    def _read(self, reply: Reply, read: Callable[[Reply], Read], call: _Call) -> Read:
-        """Return what `read` finds in `reply`.
+    def _read(
+        self, reply: Reply, read: Callable[[Reply], Read], call: _Call, status: int = 200
+    ) -> Read:
+        """Return what `read` finds in `reply`, which has the `status` of success.
 
         Raises:
             InvalidInput, ServiceError: the service refused; or its reply makes no sense.
         """
-        if reply.status != 200:
+        if reply.status != status:
             raise answers.refused(reply, call.id)
         try:
             return read(reply)
@@ -391,6 +418,8 @@ class Client(_Questions[httpx.Client]):
     plan = _blocking(_Questions._plan)
     devices = _blocking(_Questions._devices)
     models = _blocking(_Questions._models)
+    submit = _blocking(_Questions._submit)
+    submission = _blocking(_Questions._submission)
 
     def close(self) -> None:
         """Close the connections; a later call makes new ones."""
@@ -432,6 +461,8 @@ class AsyncClient(_Questions[httpx.AsyncClient]):
     plan = _Questions._plan
     devices = _Questions._devices
     models = _Questions._models
+    submit = _Questions._submit
+    submission = _Questions._submission
 
     async def close(self) -> None:
         """Close the connections; a later call makes new ones."""

@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import difflib
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -22,6 +22,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.dataset as ds
 import pyarrow.parquet as pq
+from numpy.typing import NDArray
 
 from confpred.data.measurements import OWN_COLUMNS, Run
 from confpred.data.remote import Folder, RemoteFile
@@ -349,18 +350,35 @@ def add_part(
     operation = _operation_in(folders, anchors)
     table = _joined(folders, operation, anchors)
     known = [*problem_columns(operation), *_ROW]
-    number = np.arange(table.num_rows)
-    for part in sorted(folder.glob("*.parquet")):
-        left = table.select(known).take(number).append_column("number", pa.array(number))
-        there = read(part, operation, known)
-        # One thread, as in `confpred.data.parquet.read`.
-        left = left.join(there, known, join_type="left anti", use_threads=False)
-        number = np.sort(left["number"].to_numpy())
+    parts = (read(part, operation, known) for part in sorted(folder.glob("*.parquet")))
+    number = rows_beyond(table, parts, known)
     if not len(number):
         return None
     path = _new_part(folder)
     write(table.take(number), path, replace=False)
     return path, len(number)
+
+
+def rows_beyond(
+    table: pa.Table, others: Iterable[pa.Table], keys: Sequence[str]
+) -> NDArray[np.intp]:
+    """Return the numbers of the rows of `table` whose `keys` no row of `others` has."""
+    number = np.arange(table.num_rows)
+    for other in others:
+        left = table.select(keys).take(number).append_column("number", pa.array(number))
+        # One thread, as in `confpred.data.parquet.read`.
+        left = left.join(other.select(keys), keys, join_type="left anti", use_threads=False)
+        number = np.sort(left["number"].to_numpy())
+    return number
+
+
+def new_rows(table: pa.Table, parts: Sequence[Path], operation: Operation) -> pa.Table:
+    """Return the rows of `table` that no file of `parts` has, each once."""
+    keys = [*problem_columns(operation), *_ROW]
+    number = rows_beyond(table, (read(part, operation, keys) for part in parts), keys)
+    left = table.take(number).append_column("number", pa.array(np.arange(len(number))))
+    once = left.group_by(keys, use_threads=False).aggregate([("number", "min")])
+    return table.take(number[np.sort(once["number_min"].to_numpy())])
 
 
 def _new_part(folder: Path) -> Path:

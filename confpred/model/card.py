@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from confpred.model.folder import Model
 
 CARD, FORMAT = "card.json", "confpred-model/5"
+#: Format of reports on whether a model holds (`confpred.retraining.drift`); a server shows them.
+DRIFT_FORMAT = "confpred-drift/1"
 _OTHER_FORMAT = re.compile(rb'"format": ?"(confpred-model/[0-9]+)"')
 TREES = ".txt"  # ends the names of all of these, and of no other file
 _NAMES = {"driver": "the driver", "cudnn": "cuDNN"}

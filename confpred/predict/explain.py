@@ -13,7 +13,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -138,11 +138,13 @@ def explain_layers(
     *,
     top: int = 5,
     predictor: Predictor | None = None,
+    layers: dict[str, NearestLayers] | None = None,
 ) -> Iterator[LayerExplanation]:
-    """`explain_layer` for each of `problems`, in order."""
+    """`explain_layer` for each of `problems`, in order. `layers` has what this fills for later
+    calls with one predictor, by the version of a model."""
     known, asked = get_device(device), predictor or Predictor.load()
     check_top(top)
-    layers: dict[str, NearestLayers] = {}
+    layers = {} if layers is None else layers
     for problem in problems:
         ranked = asked.rank(problem, known, MAX_TOP)
         model = asked.models.get(known.key)
@@ -190,47 +192,51 @@ _PREDICTED = ("predicted", "transferred")
 FEATURES_SHOWN = 6
 
 
+class Table(NamedTuple):
+    """A part of an explanation: headings and rows, after a title and a remark, either of which may
+    be empty. The first `right` columns are numbers."""
+
+    title: str
+    remark: str
+    right: int
+    rows: Sequence[Sequence[str]]
+
+
 def page(explanation: LayerExplanation) -> Iterator[str]:
     """Yield the lines of a page, in about 100 columns where the layer's words allow it."""
-    choice = explanation.choice
     yield from (f"{explanation.problem} on {explanation.device}", "")
-    yield from (*_summary(explanation), "")
-    yield from _candidates(explanation.choices)
-    for comparison in explanation.comparisons:
-        yield from ("", *_comparison(comparison))
-    if explanation.nearest:
-        yield from ("", f"Nearest layers that model {explanation.model} has measured")
-        rows = [("distance", "ms", "of roofline", "fastest", "layer")]
-        for n in explanation.nearest:
-            figures = (f"{n.distance:.2f}", f"{n.time_ms:.4f}", f"{n.roofline_share:.0%}")
-            rows.append((*figures, _words(n.candidate), str(n.problem)))
-        yield from _table(rows, right=3)
-    elif choice.source == "heuristic":
-        yield from ("", "Nothing was learned or measured here: the times are rough estimates.")
-    elif choice.source == "transferred":
-        on = choice.measured_on
-        yield from ("", f"Nothing was learned or measured on this device, but on {on}.")
+    yield from (f"{name:10}{text}" for name, text in summary(explanation))
+    for table in tables(explanation):
+        yield from ("", *filter(None, (table.title, table.remark)), *_aligned(table))
+    if remark := remark_on(explanation):
+        yield from ("", remark)
 
 
-def _summary(explanation: LayerExplanation) -> Iterator[str]:
+def remark_on(explanation: LayerExplanation) -> str:
+    """Say what a guess is from; nothing of other choices."""
+    if explanation.nearest or not explanation.choice.is_guess:
+        return ""
+    if on := explanation.choice.measured_on:
+        return f"Nothing was learned or measured on this device, but on {on}."
+    return "Nothing was learned or measured here: the times are rough estimates."
+
+
+def summary(explanation: LayerExplanation) -> Iterator[tuple[str, str]]:
+    """Yield the choice, its bound, the roofline and PyTorch's operator: a name, and a sentence."""
     choice, floor = explanation.choice, explanation.roofline
     expected = "" if choice.predicted_ms is None else f", {choice.predicted_ms:.4f} ms"
     by = f" (model {choice.model})" if choice.model else ""
-    yield f"chosen    {choice.provider}{expected}: {_SOURCES[choice.source]}{by}"
+    yield "chosen", f"{choice.provider}{expected}: {_SOURCES[choice.source]}{by}"
     if choice.regret_bound is not None:
-        yield (
-            f"bound     with 95 % confidence at most {choice.regret_bound:.3f} times as slow as "
-            "the best config"
-        )
+        slow = f"at most {choice.regret_bound:.3f} times as slow as the best config"
+        yield "bound", f"with 95 % confidence {slow}"
     elif choice.is_guess:
-        yield "bound     none, with no confidence: nothing was calibrated for this device"
+        yield "bound", "none, with no confidence: nothing was calibrated for this device"
     share = explanation.roofline_share
     reached = "" if share is None else f"; the choice reaches {share:.0%} of it"
-    yield (
-        f"roofline  {_amount(floor.bytes, 'B')} and {_amount(floor.flops, 'FLOP')} take at least "
-        f"{floor.floor_ms:.4f} ms, limited by {floor.limit}{reached}"
-    )
-    yield f"PyTorch   {_pytorch(explanation)}"
+    least = f"{_amount(floor.bytes, 'B')} and {_amount(floor.flops, 'FLOP')} take at least"
+    yield "roofline", f"{least} {floor.floor_ms:.4f} ms, limited by {floor.limit}{reached}"
+    yield "PyTorch", _pytorch(explanation)
 
 
 def _pytorch(explanation: LayerExplanation) -> str:
@@ -241,36 +247,39 @@ def _pytorch(explanation: LayerExplanation) -> str:
     if choice.provider == PYTORCH:
         times = [c.predicted_ms for c in explanation.choices if c.family and c.predicted_ms]
         if times and choice.source in _PREDICTED:
-            text += (
-                f", the best of ours {times[0]:.4f} ms: it goes first wherever ours may "
-                "be the slower one, by what the ratio's prediction has erred"
-            )
+            erred = "be the slower one, by what the ratio's prediction has erred"
+            text += f", the best of ours {times[0]:.4f} ms: it goes first wherever ours may {erred}"
     elif choice.predicted_ms:
         text += f", {theirs / choice.predicted_ms:.2f} times as long"
     return text
 
 
-def _candidates(choices: Sequence[Choice]) -> Iterator[str]:
-    best = choices[0].predicted_ms
-    rows = [("rank", "ms", "ratio", "source", "candidate")]
-    for rank, choice in enumerate(choices, 1):
+def tables(explanation: LayerExplanation) -> Iterator[Table]:
+    """Yield the choices, each comparison, and the nearest measured layers."""
+    best, rows = explanation.choice.predicted_ms, [("rank", "ms", "ratio", "source", "candidate")]
+    for rank, choice in enumerate(explanation.choices, 1):
         ms = choice.predicted_ms
-        time = "" if ms is None else f"{ms:.4f}"
-        ratio = "" if ms is None or not best else f"{ms / best:.3f}"
-        rows.append((str(rank), time, ratio, choice.source, _words(choice.candidate)))
-    yield from _table(rows, right=3)
+        times = ("", "") if ms is None else (f"{ms:.4f}", f"{ms / best:.3f}" if best else "")
+        rows.append((str(rank), *times, choice.source, _words(choice.candidate)))
+    yield Table("", "", 3, rows)
+    yield from map(_comparison, explanation.comparisons)
+    if explanation.nearest:
+        rows = [("distance", "ms", "of roofline", "fastest", "layer")]
+        for n in explanation.nearest:
+            figures = (f"{n.distance:.2f}", f"{n.time_ms:.4f}", f"{n.roofline_share:.0%}")
+            rows.append((*figures, _words(n.candidate), str(n.problem)))
+        yield Table(f"Nearest layers that model {explanation.model} has measured", "", 3, rows)
 
 
-def _comparison(comparison: Comparison) -> Iterator[str]:
-    yield f"Why not {_words(comparison.other)}"
-    yield f"It is expected to take {comparison.ratio:.3f} times as long. The factors of that:"
+def _comparison(comparison: Comparison) -> Table:
     rows = [("factor", "from", "values: chosen -> other")]
     for part in comparison.contributions:
         shown = [f"{name} {a:.4g} -> {b:.4g}" for name, (a, b) in part.features.items()]
         if len(shown) > FEATURES_SHOWN:
             shown[FEATURES_SHOWN:] = [f"and {len(shown) - FEATURES_SHOWN} more"]
         rows.append((f"{part.ratio:.3f}", part.theme, ", ".join(shown)))
-    yield from _table(rows, right=1)
+    remark = f"It is expected to take {comparison.ratio:.3f} times as long. The factors of that:"
+    return Table(f"Why not {_words(comparison.other)}", remark, 1, rows)
 
 
 def _words(candidate: Candidate) -> str:
@@ -285,11 +294,11 @@ def _amount(count: int, unit: str) -> str:
     return f"{value:.3g} {prefixes[0]}{unit}"
 
 
-def _table(rows: Sequence[Sequence[str]], right: int) -> Iterator[str]:
-    """Aligned columns, the first `right` of them to the right, under headings."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        sides = [">"] * right + ["<"] * (len(row) - right)
+def _aligned(table: Table) -> Iterator[str]:
+    """Yield the rows with aligned columns, headings first."""
+    widths = [max(map(len, column)) for column in zip(*table.rows, strict=True)]
+    sides = [">" if i < table.right else "<" for i in range(len(widths))]
+    for row in table.rows:
         cells = zip(row, sides, widths, strict=True)
         yield "  ".join(f"{cell:{side}{width}}" for cell, side, width in cells).rstrip()
 
@@ -413,8 +422,6 @@ def _shapley(
         shares.append(float((cost[without + 2**group] - cost[without]) @ weights))
     return shares, float(cost[-1] - cost[0])
 
-
-# The measured layers that a problem is most like.
 
 #: How far apart problems of another direction, dtype or epilogue are: as with four times the batch.
 _UNLIKE = 2.0

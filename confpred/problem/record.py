@@ -157,16 +157,25 @@ class Record:
         Raises:
             InvalidProblem: a word is not ``field=value``, or `from_json` refuses the fields.
         """
-        fields: dict[str, Any] = {}
+        texts: dict[str, str] = {}
         for word in text.split():
             name, equals, value = word.partition("=")
             if not equals or not name or "=" in value or value.endswith((",", ";")):
                 allowed = "words of the form field=value, with blanks between them"
                 raise InvalidProblem("layer", word, allowed)
-            if name in fields:
+            if name in texts:
                 raise InvalidProblem(name, value, "one value a field")
-            fields[name] = cls._value(name, value)
-        return cls.from_json(fields)
+            texts[name] = value
+        return cls.from_texts(texts)
+
+    @classmethod
+    def from_texts(cls: type[_R], texts: Mapping[str, str]) -> _R:
+        """Build a problem from the texts of its fields, written as in `parse`.
+
+        Raises:
+            InvalidProblem: as of `from_json`.
+        """
+        return cls.from_json({name: cls._value(name, text) for name, text in texts.items()})
 
     @classmethod
     def _value(cls, name: str, text: str) -> Any:
@@ -183,9 +192,16 @@ class Record:
         words = []
         for name, field in self._fields().items():
             value = getattr(self, name)
-            if value == field.default:
-                continue
-            if isinstance(value, tuple):
-                value = value[0] if value[0] == value[1] else "x".join(map(str, value))
-            words.append(f"{name}={str(value).lower()}")
+            if value != field.default:
+                words.append(f"{name}={_text(value)}")
         return " ".join(words)
+
+    def to_texts(self) -> dict[str, str]:
+        """Return the texts of all fields, which `from_texts` reads."""
+        return {name: _text(getattr(self, name)) for name in self._fields()}
+
+
+def _text(value: object) -> str:
+    if isinstance(value, tuple):
+        value = value[0] if value[0] == value[1] else "x".join(map(str, value))
+    return str(value).lower()

@@ -6,6 +6,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,7 @@ def page(inputs: Inputs) -> str:
     return environment.get_template("page.html").render(
         title=_title(inputs),
         version=__version__,
-        style=Markup((_FOLDER / "page.css").read_text()),
+        style=Markup(files("confpred").joinpath("page.css").read_text()),
         script=Markup((_FOLDER / "page.js").read_text()),
         inputs=inputs,
         held_out=tables.holdout_tables(evaluations),

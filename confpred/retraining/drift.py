@@ -20,13 +20,13 @@ from confpred.data.suites import Entry, Suite
 from confpred.errors import DataError
 from confpred.families.protocol import PYTORCH_OPERATOR, Candidate
 from confpred.families.registry import config_ids, config_words
+from confpred.model.card import DRIFT_FORMAT
 from confpred.model.folder import Model
 from confpred.problem.operation import Operation
 from confpred.problem.record import Record
 from confpred.retraining.offers import tasks_to_judge
 from confpred.sampler.run import Here, Settings, Tally, sample
 
-FORMAT = "confpred-drift/1"
 #: Times hold while their geometric mean is within MEAN of what was measured, and no more than
 #: SHARE of them are further than FAR away. A model keeps the best of many noisy times, which comes
 #: out a percent or two slower when it is taken again.
@@ -74,7 +74,7 @@ class Drift:
     def to_json(self) -> dict[str, Any]:
         """As plain data."""
         rows = [{**asdict(each), "ratio": each.ratio} for each in self.retimed]
-        return {"format": FORMAT, "holds": self.holds, **asdict(self), "retimed": rows}
+        return {"format": DRIFT_FORMAT, "holds": self.holds, **asdict(self), "retimed": rows}
 
 
 def time_again(

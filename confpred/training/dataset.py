@@ -140,9 +140,9 @@ def read_dataset(paths: Sequence[Path], device: str | None = None) -> Dataset:
     else:
         wanted = found[0] if found else ""
     known = (name for name in found if name in KNOWN and name != wanted)
-    others = [_of_device(name, read, operation) for name in known]
+    others = [measured_on(name, read, operation) for name in known]
     dataset = replace(
-        _of_device(wanted, read, operation), others=tuple(d for d in others if d.timings)
+        measured_on(wanted, read, operation), others=tuple(d for d in others if d.timings)
     )
     if not dataset.timings:
         raise DataError(
@@ -153,7 +153,7 @@ def read_dataset(paths: Sequence[Path], device: str | None = None) -> Dataset:
     return dataset
 
 
-def _of_device(name: str, read: CheckedRows, operation: Operation) -> Dataset:
+def measured_on(name: str, read: CheckedRows, operation: Operation) -> Dataset:
     """Return the measurements on the device called `name`."""
     where = get_device(name)
     table = read.table.filter(pc.field("device") == name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict
 from datetime import datetime, timezone
 from importlib.metadata import version
@@ -184,7 +184,7 @@ def _family_card(family: Family, fitted: Fitted, dataset: Dataset) -> FamilyCard
 
 def _measured(dataset: Dataset) -> str:
     """Return the fastest measured way to compute each problem that enough configs were measured
-    of: a JSON list with one entry a line, so that versions compare well."""
+    of."""
     best: dict[Record, tuple[float, Candidate]] = {}
     for t in dataset.timings:
         if len(t.rows) < _MIN_MEASURED and not _complete(t):
@@ -195,8 +195,14 @@ def _measured(dataset: Dataset) -> str:
         theirs = dataset.pytorch_ms.get(t.problem)
         if theirs is not None and theirs < best[t.problem][0]:
             best[t.problem] = (theirs, PYTORCH_OPERATOR)
+    return best_text({str(problem): found for problem, found in best.items()})
+
+
+def best_text(best: Mapping[str, tuple[float, Candidate]]) -> str:
+    """Return the text of ``measured.json``: the milliseconds and the candidate of problems in
+    words, a JSON list with one entry a line, so that versions compare well."""
     lines = (
-        json.dumps({"problem": str(problem), **asdict(candidate), "time_ms": time_ms})
+        json.dumps({"problem": problem, **asdict(candidate), "time_ms": time_ms})
         for problem, (time_ms, candidate) in best.items()
     )
     return "[\n" + ",\n".join(lines) + "\n]\n"

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import synthetic
+from chromium import FLAGS
 from pages import inputs_of
 from shared import once_a_run
 
@@ -64,10 +65,8 @@ def browse(chromium: str, tmp_path: Path) -> Browse:
         probe.write_text(page.read_text().replace("</body>", f"{tail}</body>"))
         done = subprocess.run(
             [
-                chromium, "--headless=new", "--no-sandbox", "--disable-gpu",
-                "--disable-background-networking", "--disable-component-update",
-                "--disable-sync", "--no-first-run", f"--user-data-dir={tmp_path / 'profile'}",
-                *flags, "--dump-dom", probe.as_uri(),
+                chromium, *FLAGS, f"--user-data-dir={tmp_path / 'profile'}", *flags,
+                "--dump-dom", probe.as_uri(),
             ],
             capture_output=True, text=True, check=True,
         )  # fmt: skip

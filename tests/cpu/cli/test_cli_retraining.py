@@ -4,8 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+import synthetic
 from command_line import confpred, named
+
+from confpred.data.parquet import schema
+from confpred.problem.conv2d import CONVOLUTION
 
 
 @pytest.mark.parametrize(
@@ -17,12 +23,30 @@ from command_line import confpred, named
         ),
         (("retrain", "--device", "h100"), "device='h100' is not allowed; allowed: a GPU of this"),
         (("retrain", "--suite", "none.json"), "none.json"),
+        (("retrain", "--from", "none"), "from='none' is not allowed; allowed: a folder, or the"),
         (("drift", "--device", "cuda:x"), "device='cuda:x' is not allowed"),
         (("drift", "--count", "2"), "'--count'"),
     ],
 )
 def test_a_wrong_option_is_named(arguments: tuple[str, ...], said: str) -> None:
     named(confpred(*arguments), said, 2)
+
+
+@pytest.mark.slow(reason="a model is trained")
+def test_measurements_that_are_there_need_no_gpu(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("CONFPRED_MODELS_DIR", str(tmp_path / "models"))
+    rows = [{**row, "device": "a100"} for row in synthetic.rows(networks=20, configs=40)]
+    (tmp_path / "rows").mkdir()
+    table = pa.Table.from_pylist(rows, schema(CONVOLUTION))
+    pq.write_table(table, tmp_path / "rows" / "part-a.parquet")
+    done = confpred("retrain", "--from", tmp_path / "rows", "--device", "a100")
+    assert done.returncode == 0, done.stderr
+    assert "published: against PyTorch's operator" in done.stdout
+    (made,) = (tmp_path / "models").iterdir()
+    assert str(made) in done.stdout
+    again = confpred("retrain", "--from", tmp_path / "rows")
+    assert again.returncode == 3, again.stderr
+    assert f"model {made.name} stays in use" in again.stdout
 
 
 @pytest.mark.parametrize("name", ["retrain", "drift"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -188,15 +187,6 @@ def test_the_description_says_where_a_token_is_needed(client: TestClient) -> Non
                 assert refused == needed == ("401" in operation["responses"])
     (scheme,) = described["components"]["securitySchemes"].values()
     assert scheme == {"type": "http", "scheme": "bearer"}
-
-
-def test_the_page_for_people_shows_all_and_loads_nothing(client: TestClient) -> None:
-    reply, api = client.get("/docs"), client.get("/openapi.json").json()
-    assert reply.headers["content-security-policy"].startswith("default-src 'none'")
-    assert "<script" not in reply.text
-    assert not re.findall(r'(?:src|href)=(?!"#)|url\(|@import|http-equiv', reply.text)
-    for name in (*api["paths"], *api["components"]["schemas"]):
-        assert name in reply.text
 
 
 @pytest.mark.parametrize("name", LIMITS)

@@ -65,7 +65,7 @@ def ask(server: Server, path: str, secret: str | None, **headers: str) -> httpx.
     return (server.post if path.startswith("/v1/models/") else server.get)(path, headers=headers)
 
 
-ASKED = ("/v1/predict", "/v1/models", "/v1/devices", "/metrics", "/openapi.json", "/docs")
+ASKED = ("/v1/predict", "/v1/models", "/v1/devices", "/metrics", "/openapi.json", "/docs", "/")
 MANAGED = ("/v1/models/reload", "/v1/models/rollback")
 
 
@@ -173,7 +173,7 @@ def test_listening_elsewhere_needs_tokens_or_a_word(tmp_path: Path) -> None:
         ("{", "is not JSON"),
         ("{}", "is not a file of tokens"),
         ({}, "tokens is not a list"),
-        ([{**ENTRY, "scope": "write"}], "read or admin"),
+        ([{**ENTRY, "scope": "owner"}], "read or write or admin"),
         ([{**ENTRY, "sha256": "secret"}], "64 hexadecimal digits"),
         ([{**ENTRY, "more": 1}], "is not an object of name, scope and sha256"),
     ],

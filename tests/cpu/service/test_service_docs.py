@@ -52,6 +52,7 @@ def test_every_setting_is_an_option_with_help() -> None:
 ELSEWHERE = {
     *((400, "bad_request"), (401, "unauthorized"), (403, "forbidden"), (408, "request_timeout")),
     *((409, "reload_refused"), (409, "rollback_refused"), (431, "head_too_large")),
+    *((404, "no_exchange"), (429, "quota_exceeded"), (507, "no_storage")),
     *((500, "internal_error"), (503, "not_ready"), (503, "stopping")),
 }
 

@@ -56,7 +56,8 @@ def test_what_is_allowed_is_answered(address: str, tmp_path: Path, repository: P
 
 @pytest.mark.slow(reason="schemathesis asks hundreds of times")
 @pytest.mark.timeout(7200)
-def test_what_is_not_allowed_is_refused(address: str, tmp_path: Path) -> None:
-    statuses = schemathesis(address, tmp_path, "negative")
+def test_what_is_not_allowed_is_refused(address: str, tmp_path: Path, repository: Path) -> None:
+    hooks = {"SCHEMATHESIS_HOOKS": "parquet_bodies", "PYTHONPATH": str(repository / "tests")}
+    statuses = schemathesis(address, tmp_path, "negative", **hooks)
     assert statuses[422] > 10, statuses
     assert not [status for status in statuses if status >= 500]

@@ -1,0 +1,187 @@
+"""Models and measurements of a service as files: fetched, and sent as a sampler writes them."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import httpx
+import platformdirs
+
+from confpred.client.clients import Client
+from confpred.client.served import TOKEN
+from confpred.errors import (
+    ConfpredError,
+    InvalidInput,
+    ModelError,
+    ServiceError,
+    ServiceUnavailable,
+)
+from confpred.files import write_whole
+from confpred.model.card import CARD, Card, read_card, read_files
+from confpred.model.folder import publish
+
+log = logging.getLogger(__name__)
+#: Seconds for a connection, and for each part of a file.
+_TIMEOUT_S = 30.0
+#: A sampler's shards are looked for so often; an upload may take so long, attempts included.
+_LOOK_S, _UPLOAD_S = 2.0, 120.0
+#: In a sampler's folder: the names of the shards that were sent, a line each.
+SENT = ".submitted"
+
+
+def _headers() -> dict[str, str]:
+    token = os.environ.get(TOKEN)
+    return {"authorization": f"Bearer {token}"} if token else {}
+
+
+def _json(http: httpx.Client, path: str) -> dict[str, Any]:
+    """Return the reply to a request."""
+    try:
+        reply = http.get(path)
+        found: dict[str, Any] = reply.json()
+    except (httpx.HTTPError, ValueError) as error:
+        raise ServiceError(f"no reply to {path}: {error}", None, "-") from error
+    if reply.status_code != 200:
+        said = found.get("error", {}).get("message", "")
+        request = reply.headers.get("x-request-id", "-")
+        raise ServiceError(f"{path}: {reply.status_code} {said}", reply.status_code, request)
+    return found
+
+
+@contextmanager
+def _service(url: str) -> Iterator[httpx.Client]:
+    if not re.match(r"https?://[^/]", url):
+        raise InvalidInput("url", url, "an address such as http://127.0.0.1:8000")
+    with httpx.Client(base_url=url, headers=_headers(), timeout=_TIMEOUT_S) as http:
+        yield http
+
+
+def models_at(url: str) -> list[dict[str, Any]]:
+    """Return the models that a service lists, as its ``/v1/models`` does."""
+    with _service(url) as http:
+        return list(_json(http, "/v1/models")["models"])
+
+
+def pull(url: str, digest: str, models: Path) -> Path:
+    """Fetch the model of `digest` from a service, and put it among `models`: whole or not at all.
+
+    A pull that was cut off goes on where it was. Each file is compared with its SHA-256: that of
+    the card is the digest, and the card has the others.
+
+    Returns:
+        The folder of the model, which may have been there.
+
+    Raises:
+        ServiceError: the service does not answer, or lacks the model.
+        ModelError: the files are not those of the model.
+        StorageError: the file system refused.
+    """
+    for path in models.glob(f"*/{CARD}"):
+        if hashlib.sha256(path.read_bytes()).hexdigest() == digest:
+            read_files(path.parent)  # which says if it is damaged
+            return path.parent
+    begun = Path(platformdirs.user_cache_dir("confpred")) / "pulls" / digest
+    begun.mkdir(parents=True, exist_ok=True)
+    with _service(url) as http:
+        _fetch(http, f"/v1/models/{digest}/{CARD}", begun / CARD, digest)
+        card = Card.from_json(read_card(begun)[1])
+        for name, wanted in card.files.items():
+            _fetch(http, f"/v1/models/{digest}/{name}", begun / name, wanted)
+    read_files(begun).check_trees(begun)
+    made = publish(begun, models)
+    for left in begun.iterdir():
+        left.unlink()
+    begun.rmdir()
+    return made
+
+
+def _fetch(http: httpx.Client, path: str, file: Path, digest: str) -> None:
+    """Fetch what `file` lacks of a file with this SHA-256."""
+    if file.exists() and hashlib.sha256(file.read_bytes()).hexdigest() == digest:
+        return
+    part = file.with_name(f"{file.name}.part")
+    begun = part.stat().st_size if part.exists() else 0
+    try:
+        with http.stream("GET", path, headers={"range": f"bytes={begun}-"}) as reply:
+            if reply.status_code == 416:  # all of it is here
+                pass
+            elif reply.status_code not in (200, 206):
+                request = reply.headers.get("x-request-id", "-")
+                raise ServiceError(f"{path}: {reply.status_code}", reply.status_code, request)
+            else:
+                with part.open("ab" if reply.status_code == 206 else "wb") as out:
+                    for piece in reply.iter_bytes():
+                        out.write(piece)
+    except httpx.HTTPError as error:
+        message = f"{path} was cut off: {error}; the same command goes on from there"
+        raise ServiceError(message, None, "-") from error
+    if hashlib.sha256(part.read_bytes()).hexdigest() != digest:
+        part.unlink()
+        raise ModelError(f"{path} of {http.base_url} is damaged: its SHA-256 is not {digest}")
+    os.replace(part, file)
+
+
+def fetch_rows(url: str, folder: Path) -> None:
+    """Fetch the rows of all uploads that a service has admitted, a file each.
+
+    Raises:
+        ServiceError: the service does not answer, or takes no measurements.
+    """
+    with _service(url) as http:
+        for each in _json(http, "/v1/measurements")["measurements"]:
+            reply = http.get(f"/v1/measurements/{each['id']}/rows")
+            if reply.status_code != 200:
+                raise ServiceError(f"no rows of {each['id']}", reply.status_code, "-")
+            (folder / f"part-{each['id']}.parquet").write_bytes(reply.content)
+
+
+@contextmanager
+def submitting(url: str, folder: Path) -> Iterator[None]:
+    """Send the shards of a sampler's `folder` to the service at `url` while the block runs, and
+    those that are left at its end, control configs first. A service that refuses stops nobody: the
+    same command sends what is left later."""
+    done = threading.Event()
+    with Client(url, token=os.environ.get(TOKEN) or None, timeout_s=_UPLOAD_S) as client:
+
+        def work() -> None:
+            while not done.wait(_LOOK_S):
+                _send(client, folder)
+
+        thread = threading.Thread(target=work, name="submit")
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join()
+            _send(client, folder)
+
+
+def _send(client: Client, folder: Path) -> None:
+    """Send the shards that were not sent, and write down which were."""
+    record = folder / SENT
+    sent = record.read_text().split() if record.exists() else []
+    shards = [*folder.glob("anchors-*.parquet"), *folder.glob("rows-*.parquet")]
+    for shard in (shard for shard in shards if shard.name not in sent):
+        try:
+            client.submit(shard)
+        except (ConfpredError, OSError) as error:
+            log.warning("%s was not sent to %s: %s", shard.name, client.url, error)
+            if isinstance(error, ServiceUnavailable):
+                return
+            continue
+        sent.append(shard.name)
+        write_whole(record, partial(_write, "\n".join(sent)))
+
+
+def _write(text: str, file: BinaryIO) -> None:
+    file.write(text.encode())

@@ -1,0 +1,408 @@
+"""Pages for people, ``/`` and ``/docs``: HTML with drawings, which loads nothing and runs nothing.
+
+A layer is asked for by a form that sends GET, so that an answer has an address."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import hashlib
+import json
+import re
+from base64 import b64encode
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup, escape
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, Response
+
+from confpred.errors import DataError, InvalidInput
+from confpred.files import read_json
+from confpred.model.card import DRIFT_FORMAT
+from confpred.predict.choice import MAX_TOP
+from confpred.predict.explain import (
+    LayerExplanation,
+    NearestLayers,
+    Table,
+    explain_layers,
+    remark_on,
+    summary,
+    tables,
+)
+from confpred.predict.predictor import Predictor
+from confpred.problem.conv2d import CHOICES, LIMITS, PAIRS, Problem
+from confpred.problem.device import KNOWN, Device, get_device
+
+from .exchange import Exchange
+from .generations import Loaded
+from .predict import Predict, encode
+from .scheduler import Steps
+from .schema import EXAMPLE, ModelsReply, ServedModel
+
+#: Where the pages are, and the description that one of them links to.
+PATHS = ("/", "/docs", "/openapi.json")
+_TOP = 5  # choices that the form asks for at first
+_LATEST = 20  # jobs, uploads, and reports of drift that are shown
+_LARGEST = 4 * 2**20  # bytes of such a report
+_WANTED = 0.95  # the share of answers that is to be within its bound
+#: Kinds of answers in a model's card, as the page calls them.
+_ANSWERS = {
+    "the predicted fastest": "answers",
+    "always ours": "confpred kernels alone",
+    "always PyTorch's": "PyTorch's operator alone",
+}
+#: The fields of a problem in the form, in groups, and their names for people.
+GROUPS: Mapping[str, Mapping[str, str]] = {
+    "Tensors": {
+        "n": "batch size",
+        "c": "input channels",
+        "h": "input height",
+        "w": "input width",
+        "k": "output channels",
+    },
+    "Filter": {
+        "r": "filter height",
+        "s": "filter width",
+        "stride": "stride",
+        "padding": "padding",
+        "dilation": "dilation",
+        "groups": "groups",
+    },
+    "Computation": {
+        "dtype": "data type",
+        "direction": "direction",
+        "activation": "activation",
+        "bias": "bias",
+        "residual": "residual",
+        "deterministic": "deterministic",
+    },
+}
+
+
+def install(
+    app: FastAPI,
+    predict: Predict,
+    loaded: Callable[[FastAPI], Loaded],
+    listed: Callable[[FastAPI], Awaitable[ModelsReply]],
+) -> None:
+    """Add the pages to `app`; `loaded` returns its generations and `listed` all its models, or they
+    raise a RequestError."""
+
+    @app.get("/", include_in_schema=False)
+    async def home(request: Request) -> Response:
+        generation = loaded(request.app).current
+        layers = predict.memory_of(generation.predictor).layers
+        state = request.app.state
+        shown = {
+            **_shown_models((await listed(request.app)).models),
+            **await asyncio.to_thread(_exchanged, state.exchange),
+            "drift": await asyncio.to_thread(read_drift, state.settings.drift),
+        }
+        steps = _home(generation.predictor, layers, dict(request.query_params), shown)
+        found = await predict.work(steps, request.scope, request.receive, 1)
+        if found is None:
+            return Response(status_code=499)  # nobody is there to read it
+        return await _reply(request, *found)
+
+    @app.get("/docs", include_in_schema=False)
+    async def docs(request: Request) -> Response:
+        api = request.app.openapi()
+        text = await asyncio.to_thread(_render, "docs.html", api=api, linked=_linked)
+        return await _reply(request, text)
+
+
+async def _reply(request: Request, text: str, status: int = 200) -> Response:
+    body, encoded = await encode(text.encode(), request.headers.get("accept-encoding", ""))
+    headers = {"content-security-policy": policy(), "referrer-policy": "no-referrer"}
+    headers |= {"x-content-type-options": "nosniff", "cache-control": "no-store"}
+    return HTMLResponse(body, status, headers | encoded)
+
+
+@cache
+def _style() -> str:
+    own = Path(__file__).with_name("page.css").read_text()
+    return files("confpred").joinpath("page.css").read_text() + own
+
+
+@cache
+def policy() -> str:
+    """Return the Content-Security-Policy: one stylesheet, and an icon inside of the page."""
+    digest = b64encode(hashlib.sha256(_style().encode()).digest()).decode()
+    return (
+        f"default-src 'none'; style-src 'sha256-{digest}'; img-src data:; form-action 'self'; "
+        "base-uri 'none'; frame-ancestors 'none'"
+    )
+
+
+@cache
+def _environment() -> Environment:
+    return Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+
+
+def _render(template: str, **values: Any) -> str:
+    return _environment().get_template(template).render(style=Markup(_style()), **values)
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """A field of the form: its name, its name for people, its text, and what it may hold: one of
+    `options`, which have names for people; or, without any, a text that `hint` describes."""
+
+    name: str
+    label: str
+    text: str
+    hint: str = ""
+    options: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    required: bool = False
+    is_flag: bool = False  # a box to tick, whose text is then ``true``
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """A line of a drawing: its words, and how long it is and how far its whisker reaches, as shares
+    of the width."""
+
+    label: str
+    words: str
+    length: float
+    reach: float = 0.0
+    ours: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """A drawing of bars: its id in the page, its title and description, and a line at `mark`."""
+
+    name: str
+    title: str
+    about: str
+    bars: Sequence[Bar]
+    mark: float | None = None
+
+
+def _home(
+    predictor: Predictor,
+    layers: dict[str, NearestLayers],
+    query: Mapping[str, str],
+    shown: Mapping[str, Any],
+) -> Steps[tuple[str, int]]:
+    """Work out the page and its status; `shown` is all but the answer."""
+    yield 1
+    error = answer = None
+    if query:
+        try:
+            problem, device, top = read_query(query)
+            asked = explain_layers([problem], device, top=top, predictor=predictor, layers=layers)
+            answer = next(asked)
+        except InvalidInput as refused:
+            error = refused
+        yield 1
+    groups = {title: [*_fields(names, query)] for title, names in GROUPS.items()}
+    groups["Question"] = [*_question(query, predictor)]
+    text = _render(
+        "home.html",
+        error=error,
+        known={field.name for fields in groups.values() for field in fields},
+        groups=groups,
+        answer=answer,
+        summary=[] if answer is None else summary(answer),
+        tables=[] if answer is None else tables(answer),
+        remark="" if answer is None else remark_on(answer),
+        times=None if answer is None else times_chart(answer),
+        stale={m.version: m.stale for m in predictor.models.values() if m.stale},
+        **shown,
+    )
+    return text, 200 if error is None else 422
+
+
+def read_query(query: Mapping[str, str]) -> tuple[Problem, Device, int]:
+    """Return what the form asks: a layer, the device, and how many choices. A field that is empty
+    has its default.
+
+    Raises:
+        InvalidInput: a field holds a value that is not allowed.
+    """
+    texts = {name: text.strip() for name, text in query.items() if text.strip()}
+    device = get_device(texts.pop("device", next(iter(KNOWN))))
+    top = texts.pop("top", str(_TOP))
+    if not re.fullmatch("[0-9]{1,2}", top) or not 1 <= int(top) <= MAX_TOP:
+        raise InvalidInput("top", top, f"an integer from 1 to {MAX_TOP}")
+    return Problem.from_texts(texts), device, int(top)
+
+
+def _fields(names: Mapping[str, str], query: Mapping[str, str]) -> Iterator[Field]:
+    """Yield fields of a problem: with their texts in `query`, or else the example's."""
+    known, example = {f.name: f for f in dataclasses.fields(Problem)}, EXAMPLE.to_texts()
+    default = Problem(1, 1, 1, 1, 1, 1, 1).to_texts()
+    for name, label in names.items():
+        text = query.get(name, "") if query else example[name]
+        required = known[name].default is dataclasses.MISSING
+        text = text if text.strip() or required else default[name]
+        if name in CHOICES:
+            options = dict(zip(CHOICES[name], CHOICES[name], strict=True))
+            yield Field(name, label, text, options=options)
+        elif name in LIMITS:
+            low, high = LIMITS[name]
+            pair = ", or two such as 1x2" if name in PAIRS else ""
+            yield Field(name, label, text, f"{low} to {high:,}{pair}", required=required)
+        else:
+            yield Field(name, label, text, is_flag=True)
+
+
+def _question(query: Mapping[str, str], predictor: Predictor) -> Iterator[Field]:
+    own = {model.device.key: model.device for model in predictor.models.values()}
+    options = {
+        key: f"{device.product} ({'has a model' if key in own else 'without a model'})"
+        for key, device in sorted({**KNOWN, **own}.items(), key=lambda item: item[0] not in own)
+    }
+    yield Field("device", "device", query.get("device", next(iter(options))), options=options)
+    top = query.get("top", str(_TOP))
+    yield Field("top", "candidates to list", top, f"1 to {MAX_TOP}", required=True)
+
+
+def times_chart(answer: LayerExplanation) -> Chart:
+    """Return the expected times of the choices and of PyTorch's operator; a line marks the
+    roofline."""
+    rows = [
+        (f"{rank} {choice.provider}", choice.predicted_ms, choice.family is not None)
+        for rank, choice in enumerate(answer.choices, 1)
+    ]
+    if all(ours for _, _, ours in rows):
+        rows.append(("PyTorch's operator", answer.pytorch_ms, False))
+    floor = answer.roofline.floor_ms
+    most = max(floor, *(ms or 0.0 for _, ms, _ in rows))
+    bars = [
+        Bar(label, "no prediction" if ms is None else f"{ms:.4f} ms", (ms or 0.0) / most, ours=ours)
+        for label, ms, ours in rows
+    ]
+    about = (
+        f"One bar a candidate, expected time of a launch. The line is the roofline, {floor:.4f} ms."
+    )
+    return Chart("times", "Expected times", about, bars, floor / most)
+
+
+def _shown_models(models: Sequence[ServedModel]) -> dict[str, Any]:
+    """Return the table of all models, and drawings of those that answer."""
+    heads = ("rows", "problems", "networks", "geomean", "p95", "worst", "within bound")
+    more = ("answers", "device", "operation", "created", "digest")
+    rows: list[Sequence[str]] = [("model", *heads, *more)]
+    for model in models:
+        regret, covered = model.figures.get("regret", {}), _coverage(model).get("all")
+        rows.append((
+            model.name,
+            *(f"{model.figures[count]:,}" for count in heads[:3]),
+            *(f"{regret[key]:.3f}" if key in regret else "" for key in heads[3:6]),
+            "" if covered is None else f"{covered:.1%}",
+            "yes" if model.in_use else "no",
+            *(model.device, model.operation, model.created, model.digest[:12]),
+        ))  # fmt: skip
+    used = sorted((model for model in models if model.in_use), key=lambda model: model.name)
+    charts = [*_regret_chart(used), *(c for model in used for c in _coverage_chart(model))]
+    return {"models": Table("Models", "", 8, rows), "charts": charts}
+
+
+def _regret_chart(models: Sequence[ServedModel]) -> Iterator[Chart]:
+    found = [(model.name, name, regret) for model in models for name, regret in _regrets(model)]
+    most = max((regret["p95"] - 1 for *_, regret in found), default=0.0) or 1.0
+    bars = [
+        Bar(
+            f"{model}, {name}",
+            f"{regret['geomean']:.3f}, p95 {regret['p95']:.3f}",
+            (regret["geomean"] - 1) / most,
+            (regret["p95"] - 1) / most,
+            ours="PyTorch" not in name,
+        )
+        for model, name, regret in found
+    ]
+    if bars:
+        about = (
+            "Time of the choice over that of the fastest measured candidate, on networks that the "
+            "model has not seen. A bar begins at 1 and is the geometric mean; the line goes on "
+            "to the 95 % quantile."
+        )
+        yield Chart("regret", "Regret", about, bars)
+
+
+def _regrets(model: ServedModel) -> list[tuple[str, Mapping[str, float]]]:
+    whole = (model.figures.get("whole") or {}).get("regret", {})
+    named = {_ANSWERS.get(name, name): regret for name, regret in whole.items()}
+    found = {"configs of a family": model.figures.get("regret"), **named}
+    return [(name, regret) for name, regret in found.items() if regret]
+
+
+def _coverage(model: ServedModel) -> Mapping[str, float]:
+    found: Mapping[str, float] = model.card["bounds"].get("coverage") or {}
+    return found
+
+
+def _coverage_chart(model: ServedModel) -> Iterator[Chart]:
+    title = f"{model.name}: answers within their bound"
+    about = f"Share of answers that kept to their bound; the line is the goal: {_WANTED:.0%}"
+    bars = [Bar(name, f"{share:.1%}", share) for name, share in _coverage(model).items()]
+    if bars:
+        yield Chart(f"within-{model.digest[:12]}", title, about, bars, _WANTED)
+
+
+def _exchanged(exchange: Exchange | None) -> dict[str, Any]:
+    """Return the jobs and the latest uploads; None of both where nothing is sent to."""
+    if exchange is None:
+        return {"jobs": None, "uploads": None}
+    jobs: list[Sequence[str]] = [("job", "kind", "device", "state", "started", "ended", "reason")]
+    for job in exchange.jobs()[:_LATEST]:
+        words = (job.kind, job.device, job.state, job.started, job.ended, job.reason)
+        jobs.append((str(job.id), *(word or "" for word in words)))
+    uploads: list[Sequence[str]] = [("received", "rows", "state", "reason", "upload")]
+    for each in exchange.latest(_LATEST):
+        rows = "" if each.rows is None else f"{each.rows:,}"
+        uploads.append((each.received, rows, each.state, each.reason or "", each.id[:12]))
+    return {
+        "jobs": Table("The latest jobs", "", 0, jobs),
+        "uploads": Table("The latest uploads of measurements", "", 2, uploads),
+    }
+
+
+def read_drift(folder: str | None) -> Table:
+    """Return the latest reports of ``confpred drift --json`` in a folder; a file that is none is a
+    row that says so."""
+    rows: list[Sequence[str]] = [("checked", "times", "far off", "device", "model", "state", "why")]
+    paths = [] if folder is None else [*Path(folder).glob("*.json")]
+    dated = sorted(((_modified(path), path) for path in paths), reverse=True)
+    for at, path in dated[:_LATEST]:
+        checked = datetime.fromtimestamp(at, timezone.utc).strftime("%Y-%m-%d %H:%M")
+        try:
+            if path.stat().st_size > _LARGEST:
+                raise DataError(f"{path} has more than {_LARGEST} bytes")
+            found = read_json(path, "a report of drift", DRIFT_FORMAT)
+            times = (f"{found['ratio']:.3f}", f"{found['far']:.0%}")
+            words = (str(found[key]) for key in ("device", "model", "state", "why"))
+            rows.append((checked, *times, *words))
+        except (DataError, OSError, KeyError, TypeError, ValueError) as error:
+            rows.append((checked, "", "", "", "", "unreadable", f"{path.name}: {error}"))
+    return Table("The latest checks", "", 3, rows)
+
+
+def _modified(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:  # gone since it was listed
+        return 0.0
+
+
+def _linked(value: Any) -> Markup:
+    """Return JSON whose references to schemas are links."""
+    text = str(escape(json.dumps(value, indent=2)))
+    return Markup(re.sub(r"(#/components/schemas/(\w+))", r'<a href="#\2">\1</a>', text))

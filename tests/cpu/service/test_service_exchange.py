@@ -1,0 +1,362 @@
+"""Measurements that are sent to a server: what is kept, what is checked, and who may send."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import io
+import os
+import resource
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from click.testing import CliRunner
+from served import Server, eventually, head, running
+
+from confpred.cli import cli
+from confpred.client import AsyncClient, Client
+from confpred.client.transfer import submitting
+from confpred.errors import ServiceError
+
+PARQUET = {"content-type": "application/vnd.apache.parquet"}
+
+
+@pytest.fixture(scope="module")
+def rows(repository: Path) -> pa.Table:
+    """Return measurements of a real GPU, a few hundred of each provider."""
+    return pq.read_table(next((repository / "datasets" / "h100").glob("*.parquet"))).slice(
+        0, 60_000
+    )
+
+
+@pytest.fixture(scope="module")
+def anchors(repository: Path) -> Path:
+    return next((repository / "datasets" / "anchors" / "h100").glob("*.parquet"))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, anchors: Path) -> Path:
+    """Return the folder of a server that knows control configs."""
+    made = tmp_path_factory.mktemp("exchange")
+    (made / "exchange" / "controls").mkdir(parents=True)
+    shutil.copy(anchors, made / "exchange" / "controls")
+    return made
+
+
+def token(folder: Path, name: str, scope: str) -> str:
+    words = ["token", "--tokens", str(folder / "tokens.json"), name, "--scope", scope]
+    return CliRunner().invoke(cli, words, catch_exceptions=False).output.strip()
+
+
+@pytest.fixture(scope="module")
+def secrets(folder: Path) -> dict[str, str]:
+    names = {"read": "read", "write": "write", "greedy": "write", "admin": "admin"}
+    return {name: token(folder, name, scope) for name, scope in names.items()}
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path, secrets: dict[str, str]) -> Iterator[Server]:
+    options = ("--tokens", str(folder / "tokens.json"), "--exchange", str(folder / "exchange"))
+    with running(folder, *options, "--max-upload-mib", "1", "--quota-mib", "3") as made:
+        yield made
+
+
+def whole(table: pa.Table, **how: Any) -> bytes:
+    file = io.BytesIO()
+    pq.write_table(table, file, **how)
+    return file.getvalue()
+
+
+def changed(table: pa.Table, column: str, change: Callable[[Any], Any]) -> pa.Table:
+    """Return a table with other values in a column."""
+    field = table.schema.field(column)
+    values = pa.array(change(table[column].to_numpy(zero_copy_only=False)), field.type)
+    return table.set_column(table.schema.get_field_index(column), field, values)
+
+
+def send(server: Server, body: bytes, secret: str | None, **headers: str) -> httpx.Response:
+    known = {"idempotency-key": hashlib.sha256(body).hexdigest(), **PARQUET, **headers}
+    if secret is not None:
+        known["authorization"] = f"Bearer {secret}"
+    return server.post("/v1/measurements", content=body, headers=known)
+
+
+def became(server: Server, upload: str, secret: str) -> dict[str, Any]:
+    """Return an upload once it is checked."""
+    found: dict[str, Any] = {}
+
+    def checked() -> bool:
+        headers = {"authorization": f"Bearer {secret}"}
+        found.update(server.get(f"/v1/measurements/{upload}", headers=headers).json())
+        return found["state"] != "received"
+
+    eventually(checked, server.said)
+    return found
+
+
+def sent(server: Server, body: bytes, secret: str) -> dict[str, Any]:
+    reply = send(server, body, secret)
+    assert reply.status_code == 202, reply.text
+    return became(server, reply.json()["id"], secret)
+
+
+def admitted(folder: Path) -> pa.Table:
+    files = sorted((folder / "exchange" / "admitted").glob("*.parquet"))
+    return pa.concat_tables([pq.read_table(file) for file in files])
+
+
+def test_what_is_sent_twice_is_in_the_data_once(
+    server: Server, folder: Path, secrets: dict[str, str], rows: pa.Table
+) -> None:
+    part = rows.slice(0, 400)
+    body = whole(part)
+    first = sent(server, body, secrets["write"])
+    assert (first["state"], first["rows"]) == ("admitted", 400)
+    again = send(server, body, secrets["write"])
+    assert (again.status_code, again.json()) == (202, first)
+    # The same rows in other bytes, and some new ones.
+    other = whole(rows.slice(200, 400), compression="zstd")
+    assert sent(server, other, secrets["write"])["rows"] == 200
+    twice = whole(pa.concat_tables([rows.slice(600, 10), rows.slice(600, 10)]))
+    assert sent(server, twice, secrets["write"])["rows"] == 10
+    found = admitted(folder)
+    assert found.num_rows == 610
+    assert not list((folder / "exchange" / "incoming").glob("*.parquet"))
+    headers = {"authorization": f"Bearer {secrets['read']}"}
+    listed = server.get("/v1/measurements", headers=headers).json()["measurements"]
+    assert sum(each["rows"] for each in listed) == 610
+    fetched = server.get(f"/v1/measurements/{first['id']}/rows", headers=headers)
+    assert pq.read_table(io.BytesIO(fetched.content)).num_rows == 400
+
+
+def test_who_may_send(server: Server, secrets: dict[str, str], rows: pa.Table) -> None:
+    body = whole(rows.slice(0, 10))
+    assert send(server, body, None).status_code == 401
+    assert send(server, body, "confpred_wrong").status_code == 401
+    refused = send(server, body, secrets["read"])
+    assert (refused.status_code, refused.json()["error"]["code"]) == (403, "forbidden")
+    assert "scope write" in refused.text
+    for secret, status in (("write", 403), ("admin", 202)):
+        headers = {"authorization": f"Bearer {secrets[secret]}"}
+        asked = server.post("/v1/jobs", params={"device": "h100"}, headers=headers)
+        assert asked.status_code == status
+
+
+def test_what_is_not_meant_is_not_kept(
+    server: Server, folder: Path, secrets: dict[str, str], rows: pa.Table
+) -> None:
+    body = whole(rows.slice(20_000, 3_000))
+    before = {path.name for path in folder.rglob("*.parquet")}
+    wrong = send(server, body, secrets["write"], **{"idempotency-key": "0" * 64})
+    assert (wrong.status_code, wrong.json()["error"]["field"]) == (422, "idempotency-key")
+    assert send(server, body, secrets["write"], **{"idempotency-key": "me"}).status_code == 422
+    assert send(server, body, secrets["write"], **{"content-type": "x/y"}).status_code == 415
+    large = send(server, bytes(2**20 + 1), secrets["write"])
+    assert (large.status_code, large.json()["error"]["code"]) == (413, "body_too_large")
+    lines = (f"authorization: Bearer {secrets['write']}", f"content-length: {len(body)}")
+    key = f"idempotency-key: {hashlib.sha256(body).hexdigest()}"
+    start = head(*lines, key).replace(b"/v1/predict", b"/v1/measurements", 1)
+    start = start.replace(b"application/json", PARQUET["content-type"].encode())
+    with server.connect() as connection:  # truncated: the client goes after the half
+        connection.sendall(start + body[: len(body) // 2])
+    eventually(lambda: not list((folder / "exchange" / "incoming").glob(".*")))
+    unknown = server.get(
+        f"/v1/measurements/{hashlib.sha256(body).hexdigest()}",
+        headers={"authorization": f"Bearer {secrets['read']}"},
+    )
+    assert unknown.status_code == 404
+    assert {path.name for path in folder.rglob("*.parquet")} == before
+
+
+def test_a_token_has_a_quota(server: Server, secrets: dict[str, str]) -> None:
+    for number in range(3):
+        reply = send(server, bytes([number]) * 1_000_000, secrets["greedy"])
+        assert reply.status_code == 202
+    refused = send(server, b"x" * 1_000_000, secrets["greedy"])
+    assert (refused.status_code, refused.json()["error"]["code"]) == (429, "quota_exceeded")
+    assert "retry-after" in refused.headers
+    found = became(server, reply.json()["id"], secrets["write"])
+    assert (found["state"], found["reason"][:32]) == (
+        "quarantined",
+        "the file is not a whole file of ",
+    )
+
+
+LIES: dict[str, tuple[Callable[[pa.Table], pa.Table], str]] = {
+    "halved": (lambda t: changed(t, "time_ms", lambda ms: ms * 0.6), "of what model h100-"),
+    "impossible": (lambda t: changed(t, "time_ms", lambda ms: ms * 0.01), "at least"),
+    "too fast here and there": (
+        lambda t: changed(t, "time_ms", lambda ms: ms * np.where(np.arange(len(ms)) % 20, 1, 0.55)),
+        "beside their neighbours",
+    ),
+    "noise": (lambda t: changed(t, "spread_ms", lambda ms: ms * 0 + 1e3), "times spread by"),
+    "another kernel": (
+        lambda t: changed(t, "source_digest", lambda each: ["0123456789abcdef"] * len(each)),
+        "which this version does not have",
+    ),
+    "a family of another version": (
+        lambda t: changed(t, "family", lambda each: ["grouped_fprop_2"] * len(each)),
+        "the nearest is",
+    ),
+    "a config of another version": (
+        lambda t: changed(t, "config", lambda each: ["block_n=3"] * len(each)),
+        "is not allowed",
+    ),
+    "a device of nobody": (
+        lambda t: changed(t, "device", lambda each: ["h900"] * len(each)),
+        "device='h900' is not allowed",
+    ),
+    "no column": (lambda t: t.drop_columns(["registers"]), "is not a whole file of measurements"),
+    "no operation": (lambda t: t.replace_schema_metadata({}), "which no family computes"),
+    "another operation": (
+        lambda t: t.replace_schema_metadata({"operation": "linear_chain"}),
+        "allowed: of conv2d",
+    ),
+    "no rows": (lambda t: t.slice(0, 0), "allowed: 1 to"),
+}
+
+
+@pytest.mark.parametrize("kind", LIES)
+def test_a_lie_is_quarantined_with_its_reason(
+    server: Server, folder: Path, secrets: dict[str, str], rows: pa.Table, kind: str
+) -> None:
+    change, reason = LIES[kind]
+    own = rows.filter(pa.compute.equal(rows["family"], "depthwise_wgrad")).slice(1_000, 400)
+    found = sent(server, whole(change(own)), secrets["write"])
+    assert found["state"] == "quarantined"
+    assert reason in found["reason"]
+    assert str(folder) not in found["reason"]
+    assert (folder / "exchange" / "quarantine" / f"part-{found['id']}.parquet").exists()
+
+
+def test_a_run_whose_control_configs_are_off_is_not_believed(
+    server: Server, folder: Path, secrets: dict[str, str], rows: pa.Table, anchors: Path
+) -> None:
+    controls = pq.read_table(anchors)
+    for run, factor, state in (("good", 1.01, "admitted"), ("hot", 1.2, "quarantined")):
+        named = changed(controls, "run_id", lambda each, run=run: [run] * len(each))
+        times = changed(named, "time_ms", lambda ms, factor=factor: ms * factor)
+        found = sent(server, whole(times), secrets["write"])
+        assert (found["state"], found["rows"]) == (state, 0 if state == "admitted" else None)
+        data = changed(rows.slice(2_000, 50), "run_id", lambda each, run=run: [run] * len(each))
+        assert sent(server, whole(data), secrets["write"])["state"] == state
+    assert "good" in pq.read_table(folder / "exchange" / "controls")["run_id"].to_pylist()
+
+
+def test_a_full_disk_refuses_and_is_got_over(
+    server: Server, secrets: dict[str, str], rows: pa.Table
+) -> None:
+    body = whole(rows.slice(30_000, 12_000), compression="none", use_dictionary=False)
+    body = body[:400_000] + bytes(1000)  # no file of measurements, and large
+    workers = server.workers()
+    for process in workers:
+        resource.prlimit(process, resource.RLIMIT_FSIZE, (200_000, resource.RLIM_INFINITY))
+    try:
+        refused = send(server, body, secrets["write"])
+        assert (refused.status_code, refused.json()["error"]["code"]) == (507, "no_storage")
+        assert server.predict(headers={"authorization": f"Bearer {secrets['read']}"}).is_success
+    finally:
+        for process in workers:
+            unlimited = (resource.RLIM_INFINITY,) * 2
+            resource.prlimit(process, resource.RLIMIT_FSIZE, unlimited)
+    assert send(server, body, secrets["write"]).status_code == 202
+
+
+def keepers(server: Server) -> set[int]:
+    """Return the process that checks uploads, if there is one at the moment."""
+    return {
+        process
+        for process in server.workers()
+        if b"service.keeper" in Path(f"/proc/{process}/cmdline").read_bytes()
+    }
+
+
+def test_nothing_acknowledged_is_lost_where_processes_are_killed(
+    server: Server, folder: Path, secrets: dict[str, str], rows: pa.Table
+) -> None:
+    ids = []
+    for number in range(6):
+        reply = send(server, whole(rows.slice(40_000 + 30 * number, 30)), secrets["write"])
+        ids.append(reply.json()["id"])
+        if number % 2:
+            eventually(lambda: keepers(server))
+            os.kill(keepers(server).pop(), signal.SIGKILL)
+    os.kill((server.workers() - keepers(server)).pop(), signal.SIGKILL)
+    found = [became(server, upload, secrets["write"]) for upload in ids]
+    assert [each["state"] for each in found] == ["admitted"] * 6
+    assert sum(each["rows"] for each in found) == 180
+    names = [f"part-{upload}.parquet" for upload in ids]
+    parts = [pq.read_table(folder / "exchange" / "admitted" / name) for name in names]
+    assert sum(part.num_rows for part in parts) == 180
+
+
+@pytest.mark.slow(reason="a job imports the trainer, at the system's idle priority")
+def test_uploads_and_jobs_are_counted(server: Server, secrets: dict[str, str]) -> None:
+    headers = {"authorization": f"Bearer {secrets['admin']}"}
+    asked = server.post("/v1/jobs", params={"device": "h100"}, headers=headers).json()
+    job: dict[str, Any] = {}
+
+    def ended() -> bool:
+        jobs = server.get("/v1/jobs", headers=headers).json()["jobs"]
+        job.update(next(each for each in jobs if each["id"] == asked["id"]))
+        return job["ended"] is not None
+
+    eventually(ended, server.said)
+    assert (job["kind"], job["device"]) == ("retrain", "h100")
+    assert job["state"] in ("kept", "failed")  # so few rows make no better model
+    assert job["reason"]
+    text = server.get("/metrics", headers=headers).text
+    assert 'confpred_uploads{state="admitted"}' in text
+    assert 'confpred_uploads{state="quarantined"}' in text
+    assert f'confpred_jobs{{state="{job["state"]}"}}' in text
+    assert server.post("/v1/jobs", params={"device": "x"}, headers=headers).status_code == 422
+
+
+def test_the_client_sends(
+    server: Server,
+    secrets: dict[str, str],
+    rows: pa.Table,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for number, name in enumerate(("rows-a-00000", "rows-a-00001", "anchors-a-00002")):
+        pq.write_table(rows.slice(50_000 + 20 * number, 20), tmp_path / f"{name}.parquet")
+    shard = tmp_path / "rows-a-00000.parquet"
+    with Client(server.url, token=secrets["write"]) as client:
+        found = client.submit(shard)
+        assert found.id == hashlib.sha256(shard.read_bytes()).hexdigest()
+        eventually(lambda: client.submission(found.id).state == "admitted")
+        assert client.submission(found.id).rows == 20
+
+    async def again() -> str:
+        async with AsyncClient(server.url, token=secrets["write"]) as client:
+            assert (await client.submission(found.id)).state == "admitted"
+            return (await client.submit(shard)).id
+
+    assert asyncio.run(again()) == found.id
+    with Client(server.url, token=secrets["read"]) as client, pytest.raises(ServiceError):
+        client.submit(shard)
+    monkeypatch.setenv("CONFPRED_TOKEN", secrets["write"])
+    with submitting(server.url, tmp_path):  # a sampler's folder
+        pass
+    sent_names = (tmp_path / ".submitted").read_text().split()
+    assert sent_names[0] == "anchors-a-00002.parquet"
+    assert len(sent_names) == 3
+    with submitting("http://127.0.0.1:9", tmp_path):  # nothing is left, so nobody is asked
+        pass
+
+
+def test_a_server_without_a_folder_takes_nothing(tmp_path: Path, rows: pa.Table) -> None:
+    with running(tmp_path) as server:
+        reply = send(server, whole(rows.slice(0, 10)), None)
+        assert (reply.status_code, reply.json()["error"]["code"]) == (404, "no_exchange")
+        assert server.get("/v1/jobs").json() == {"jobs": []}
+        assert server.post("/v1/jobs", params={"device": "h100"}).status_code == 404
