@@ -13,14 +13,14 @@ import pytest
 ROOT = Path(__file__).parents[3]
 #: Lines of a folder, those in it included.
 BUDGETS = {
-    "benchmarks": 5940, "confpred": 25320, "confpred/cli": 1820, "confpred/client": 840,
+    "benchmarks": 5940, "confpred": 26200, "confpred/cli": 1820, "confpred/client": 840,
     "confpred/cuda": 1140, "confpred/cudnn": 790, "confpred/data": 580, "confpred/families": 3520,
     "confpred/measure": 1160, "confpred/model": 1950, "confpred/predict": 1460,
-    "confpred/problem": 1430, "confpred/products": 770, "confpred/pytorch": 3600,
+    "confpred/problem": 1440, "confpred/products": 770, "confpred/pytorch": 3600,
     "confpred/report": 1200, "confpred/retraining": 880, "confpred/sampler": 1290,
-    "confpred/training": 2330, "datasets": 2430, "examples": 650, "service": 3490, "tests": 32300,
+    "confpred/training": 2330, "datasets": 2430, "examples": 650, "service": 4810, "tests": 33470,
 }  # fmt: skip
-MODULES = 135  # of confpred and service together
+MODULES = 142  # of confpred and service together
 LONGEST = 500  # lines of a module that ships
 #: Names that several modules share, as a kernel family and a table do in their rooms.
 SAME_NAMES = 8
