@@ -29,7 +29,7 @@ from confpred.model.card import CARD, Card, read_card
 from confpred.predict.predictor import Predictor
 from confpred.problem.device import KNOWN, get_device
 
-from . import Settings, generations, logs, page, requests, schema, tokens
+from . import Settings, generations, logs, pages, requests, schema, tokens
 from .child import Channel, Gone
 from .exchange import ADMITTED, Exchange, announced_id, published, take
 from .generations import Generation, Loaded
@@ -109,7 +109,7 @@ def create_app(
     route = _predict_route(predict)
     app.router.routes.insert(0, route)
     app.include_router(_router)
-    page.install(app, predict, _loaded, _listed)
+    pages.install(app, predict, _loaded, _listed)
     app.add_middleware(_Shortcut, route=route)
     if settings.tokens is not None:
         app.add_middleware(Guard)
@@ -451,7 +451,7 @@ class Guard:
 def _is_page(scope: Scope) -> bool:
     """Whether a browser may send the token as a password. It sends that with any later request, so
     what changes something is no such page."""
-    return scope["path"] in page.PATHS and scope["method"] == "GET"
+    return scope["path"] in pages.PATHS and scope["method"] == "GET"
 
 
 def _secret(scope: Scope) -> bytes | None:

@@ -26,6 +26,8 @@ from confpred.errors import ConfpredError, InvalidInput, nearest
 from confpred.predict.choice import Choice
 from confpred.problem.conv2d import Problem
 from confpred.problem.limits import UNLIMITED, Limits
+from confpred.problem.norm import BATCH_NORM
+from confpred.problem.record import Record
 from confpred.pytorch import choosing, fusing, norms, passes, verify
 from confpred.pytorch.choosing import Wishes
 from confpred.pytorch.convolve import is_deterministic
@@ -138,7 +140,7 @@ class Compiler:
             keep_inference_input_mutations=True,
         )(gm, example_inputs)
 
-    def chooser(self, graph: fx.Graph) -> fusing.Choose | None:
+    def chooser(self, graph: fx.Graph) -> choosing.Choose | None:
         """Return what chooses for the device of `graph`; None where that is no GPU."""
         ordinal = ordinal_of(graph)
         return None if ordinal is None else chooser(ordinal, self.options)
@@ -166,7 +168,7 @@ class Compiler:
         passes.views_of_any_layout(joint.graph)
         self._choose(joint.graph, fusing.serve, options["num_fwd_outputs"])
         choose = self.chooser(joint.graph)
-        if choose is not None:
+        if choose is not None and choosing.is_known(BATCH_NORM.name):
             norms.serve(joint.graph, choose)
         passes.batch_norms_as_eager(joint.graph)
         joint.recompile()
@@ -210,15 +212,16 @@ class Compiler:
         )
 
 
-def chooser(ordinal: int, options: Options) -> fusing.Choose:
+def chooser(ordinal: int, options: Options) -> choosing.Choose:
     """Return a function that chooses for CUDA device `ordinal`, and compiles in parallel."""
 
-    def choose(problems: Sequence[Any]) -> Sequence[Choice | None]:
-        if options.verify and all(isinstance(problem, Problem) for problem in problems):
+    def choose(problems: Sequence[Record]) -> Sequence[Choice | None]:
+        convolutions = [problem for problem in problems if isinstance(problem, Problem)]
+        if options.verify and convolutions:
             with _disable_current_modes():  # AOTAutograd's fake tensors cannot be timed
                 how = ordinal, options.verify, options.wishes
-                found = {p: verify.fastest(p, *how) for p in dict.fromkeys(problems)}
-            return [found[problem] for problem in problems]
+                found = {p: verify.fastest(p, *how) for p in dict.fromkeys(convolutions)}
+            return [found[problem] for problem in convolutions]
         choices = choosing.choose_on(problems, ordinal, options.wishes)
         known = dict.fromkeys(choice for choice in choices if choice is not None)
         compile_ahead(list(known), ordinal, options.limits)

@@ -19,6 +19,7 @@ from confpred.errors import ConfpredError, InvalidInput, UnknownDevice
 from confpred.families.protocol import PYTORCH_OPERATOR
 from confpred.families.registry import operation_named, operation_of
 from confpred.measure.pytorch import cudnn_version
+from confpred.model.folder import shipped_models
 from confpred.predict.choice import Choice, check_max_regret
 from confpred.predict.plan import read_plan
 from confpred.predict.predictor import Predictor
@@ -30,6 +31,8 @@ from confpred.problem.record import Record
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+#: From the problems of a graph, of one operation, to choices; None where nothing is known.
+Choose = Callable[[Sequence[Record]], Sequence[Choice | None]]
 #: Predictors by operation, each loaded when it is first needed.
 _predictors: dict[str, Predictor] = {}
 #: Called with every choice that is made, by who watches.
@@ -131,6 +134,11 @@ def use_plan(path: str | Path) -> Callable[[], None]:
         forget()
 
     return undo
+
+
+def is_known(operation: str) -> bool:
+    """Return whether there is a predictor, or a model of the package, for `operation`."""
+    return operation in _predictors or shipped_models(operation).is_dir()
 
 
 def current_predictor(operation: str = CONVOLUTION.name) -> Predictor:

@@ -20,7 +20,7 @@ from confpred.problem.conv2d import Problem
 from confpred.problem.device import Device, get_device
 from confpred.pytorch import choosing
 from confpred.pytorch.backend import Compiler, Options
-from confpred.pytorch.fusing import Choose, Site
+from confpred.pytorch.fusing import Site
 from confpred.pytorch.network import as_arguments, own_frame
 from confpred.pytorch.passes import is_view, val_of
 
@@ -188,7 +188,7 @@ class Recorder(Compiler):
         # Before and after graphs are rewritten: kernels, and seconds of those without convolutions.
         self._launches, self._other_s = [0, 0], [0.0, 0.0]
 
-    def chooser(self, graph: fx.Graph) -> Choose | None:
+    def chooser(self, graph: fx.Graph) -> choosing.Choose | None:
         return lambda problems: choosing.choose_many(problems, self._device)
 
     def inference(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,8 +30,6 @@ from confpred.pytorch.passes import put_in_place, val_of
 
 aten = torch.ops.aten
 confpred = torch.ops.confpred
-#: From the problems of a graph to choices; None where nothing is known.
-Choose = Callable[[Sequence[Problem]], Sequence["Choice | None"]]
 _NORM = aten._native_batch_norm_legit_no_training.default
 _ACTIVATIONS: dict[Any, str] = {
     aten.relu.default: "relu",
@@ -91,7 +89,7 @@ class _Chain:
         return None if self.sum is None else self.sum[0].args[self.sum[1]]
 
 
-def fuse(graph: fx.Graph, choose: Choose, wishes: Wishes = ANY) -> list[Site]:
+def fuse(graph: fx.Graph, choose: choosing.Choose, wishes: Wishes = ANY) -> list[Site]:
     """Rewrite a graph of inference in place, and return its convolutions and norms in order;
     `wishes` are those of `choose`, for tensors of other sizes."""
     chains = _chains(graph)
@@ -276,7 +274,7 @@ def _uncast(node: Any) -> Any:
     return node
 
 
-def serve(graph: fx.Graph, choose: Choose, wishes: Wishes = ANY) -> list[Site]:
+def serve(graph: fx.Graph, choose: choosing.Choose, wishes: Wishes = ANY) -> list[Site]:
     """Let confpred compute the convolutions of a graph, and halves of their backward, in place; see
     `fuse`. It is a joint graph of forward and backward, or one of the two."""
     found: dict[fx.Node, list[Site]] = {}
@@ -311,7 +309,7 @@ def _serve_one(node: fx.Node, sites: Sequence[Site], wishes: Wishes) -> None:
         put_in_place(node, confpred.conv2d_backward.default, (*node.args[:3], call.text()))
 
 
-def _choose(sites: Sequence[Site], choose: Choose) -> None:
+def _choose(sites: Sequence[Site], choose: choosing.Choose) -> None:
     asked = [site for site in sites if site.problem is not None]
     if asked:
         choices = choose([site.problem for site in asked if site.problem is not None])

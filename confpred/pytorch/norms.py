@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -176,8 +176,9 @@ def backward(
     one that is not there."""
     call = NormCall.read(text)
     vectors = (weight, bias, mean, invstd)
-    others = [out_grad, residual]
-    ready = _launch(x, others, vectors, call, "backward", residual=residual is not None)
+    ready = _launch(
+        x, [out_grad, residual], vectors, call, "backward", residual=residual is not None
+    )
     empty = x.new_empty(0)
     if ready is not None:
         images = [None if t is None else dense(t) for t in (out_grad, x, residual)]
@@ -197,9 +198,9 @@ def backward(
         gradient, more = _BACKWARD[call.activation]
         grad = gradient(out_grad, argument, *more)
     mask = [True, weight is not None, bias is not None]
-    found = _NORM_BACKWARD(grad, x, weight, None, None, mean, invstd, True, eps, mask)
-    in_grad, *grads = (empty if t is None else t for t in found)
-    return dense(in_grad), *grads, empty if residual is None else dense(grad)
+    each = _NORM_BACKWARD(grad, x, weight, None, None, mean, invstd, True, eps, mask)
+    in_grad, *others = (empty if t is None else t for t in each)
+    return dense(in_grad), *others, empty if residual is None else dense(grad)
 
 
 def fake_forward(x: Tensor, weight: Tensor | None, *others: Any) -> tuple[Tensor, ...]:
@@ -260,7 +261,7 @@ def layers_of(graph: fx.Graph) -> list[_Layer]:
 
 
 def _layer(backward: fx.Node) -> _Layer | None:
-    grad, x, weight, _, _, mean, invstd, training, _, mask = backward.args
+    grad, x, weight, _, _, mean, _, training, _, mask = backward.args
     norm: Any = mean.args[0] if isinstance(mean, fx.Node) else None
     if not training or norm is None or norm.target is not _NORM or not norm.args[5]:
         return None
@@ -290,9 +291,7 @@ def _fits(x: Any, out: fx.Node) -> bool:
     )  # fmt: skip
 
 
-def _with_activation(
-    norm: fx.Node, backward: fx.Node, first: fx.Node, grad: fx.Node
-) -> _Layer:
+def _with_activation(norm: fx.Node, backward: fx.Node, first: fx.Node, grad: fx.Node) -> _Layer:
     """Return the layer with what follows it, as far as nothing else reads what comes between."""
     plain = _Layer(norm, backward, first, grad, grad)
     readers = _readers(first)
@@ -348,10 +347,7 @@ def _readers(node: fx.Node) -> list[fx.Node]:
     return found
 
 
-Choose = Callable[[Sequence[BatchNorm]], Sequence["Choice | None"]]
-
-
-def serve(graph: fx.Graph, choose: Choose) -> int:
+def serve(graph: fx.Graph, choose: choosing.Choose) -> int:
     """Let confpred compute the batch norms of a joint graph where both directions together are
     predicted to be faster than PyTorch's operators; return how many."""
     layers = [(layer, layer.problems()) for layer in layers_of(graph)]
@@ -399,8 +395,8 @@ def _replace(layer: _Layer, ahead: Choice, back: Choice) -> None:
     # Without an activation, the gradient of the residual is that of the output.
     residual = layer.residual if layer.activation != "none" else None
     with graph.inserting_before(backward if layer.inner is layer.grad else layer.inner):
-        given = (layer.grad, x, weight, bias, residual, results[1], results[2], eps, text)
-        put = graph.call_function(torch.ops.confpred.batch_norm_backward.default, given)
+        back_given = (layer.grad, x, weight, bias, residual, results[1], results[2], eps, text)
+        put = graph.call_function(torch.ops.confpred.batch_norm_backward.default, back_given)
         kept_values = [torch.empty_like(val_of(x)), *val_of(backward)[1:]]
         put.meta = backward.meta | {"val": [*kept_values, val_of(layer.inner)]}
     backward.replace_all_uses_with(put)

@@ -25,7 +25,7 @@ from confpred.problem.conv2d import CHOICES, LIMITS, Problem
 from confpred.retraining.drift import Drift
 from confpred.service import Settings, tokens
 from confpred.service.app import create_app
-from confpred.service.page import GROUPS, PATHS
+from confpred.service.pages import GROUPS, PATHS
 from confpred.service.schema import EXAMPLE
 
 PREDICTOR = Predictor.load()
