@@ -235,7 +235,7 @@ class NewestModels(_Loaded[Model]):
 
     def __init__(self, folder: Path | None = None, operation: str = CONVOLUTION.name) -> None:
         """Look into `folder`; or, for None, take those of `operation` that ship with the package.
-        Of convolutions, those that `confpred retrain` made for this user come first, where this
+        For convolutions, those that `confpred retrain` made for this user come first, where this
         version can use them."""
         self._shipped = folder is None
         self._folders = model_folders(shipped_models(operation) if folder is None else folder)

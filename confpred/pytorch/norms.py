@@ -100,7 +100,7 @@ def problem_of(
         return None
 
 
-# What the operators run
+# The operators
 
 
 @cache
@@ -219,7 +219,7 @@ def fake_backward(
     return like, *grads, empty if residual is None else torch.empty_like(like)
 
 
-# What becomes one operator
+# The nodes that become one operator
 
 
 @dataclass(slots=True)

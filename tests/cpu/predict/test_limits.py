@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from fastapi.testclient import TestClient
 
 import confpred
-from confpred.cli import main
+from confpred.cli import cli
 from confpred.errors import InvalidInput
 from confpred.families.protocol import within
 from confpred.families.registry import all_families
@@ -175,7 +175,7 @@ def test_the_service_keeps_within_limits() -> None:
 
 def providers(*words: str) -> set[str]:
     """Return whose candidates the command names."""
-    result = CliRunner().invoke(main, ["predict", "--json", *words])
+    result = CliRunner().invoke(cli, ["predict", "--json", *words])
     assert result.exit_code == 0, result.output
     return {choice["provider"] for choice in json.loads(result.stdout)["choices"][0]}
 

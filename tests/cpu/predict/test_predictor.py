@@ -19,7 +19,7 @@ from strategies import problems_of
 
 from confpred.errors import InvalidInput, ModelError, UnknownDevice
 from confpred.families.protocol import PYTORCH_OPERATOR, Candidate, config_dict
-from confpred.families.registry import all_families
+from confpred.families.registry import all_families, families_of
 from confpred.model.folder import load_model
 from confpred.model.rank import FINALISTS
 from confpred.predict.choice import MAX_TOP, Choice
@@ -177,7 +177,8 @@ def test_without_any_model_the_order_is_the_estimates():
 def test_families_that_the_model_does_not_know_do_not_compete(predictor):
     """Both compute this layer; the model knows the grouped kernel only."""
     problem = Problem.parse("n=24 c=160 h=30 w=30 k=160 r=3 s=3 groups=20 padding=1")
-    legal = {name for name, family in all_families().items() if family.legal(problem, H100).any()}
+    known = families_of(problem).items()
+    legal = {name for name, family in known if family.legal(problem, H100).any()}
     assert {"grouped_fprop", "cudnn"} <= legal
     ranked = predictor.rank(problem, "h100", MAX_TOP)
     assert {c.source for c in ranked} == {"predicted"}

@@ -52,7 +52,10 @@ def test_the_wheel_holds_sources_and_models_and_nothing_else(wheel: Path, reposi
             assert f"{package}/{module.relative_to(repository / folder).as_posix()}" in names
     assert {name.partition("/")[0].partition("-")[0] for name in names} == {"confpred"}
     assert {"confpred/py.typed", "confpred/kernels/common.cuh"} <= names
-    for source in (*repository.glob("kernels/*.cu*"), *repository.glob("models/*/*")):
+    models = (path for path in repository.glob("models/**/*") if path.is_file())
+    for source in (*repository.glob("kernels/*.cu*"), *models):
+        if "__pycache__" in source.parts:
+            continue
         assert f"confpred/{source.relative_to(repository).as_posix()}" in names
     suites = {f"confpred/suites/{file.name}" for file in repository.glob("datasets/suites/*.json")}
     assert {"confpred/problem/devices.json", *suites} <= names

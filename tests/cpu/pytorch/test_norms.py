@@ -49,7 +49,7 @@ AFTER = {
     "read twice": lambda y, x: F.relu(y) + y,
     "of no kernel": lambda y, x: torch.tanh(y),
 }
-#: What each becomes: activation and whether a residual is in it.
+#: Fused form of each: activation and whether a residual is in it.
 FUSED = {
     "none": ("none", False), "relu": ("relu", False), "relu in place": ("relu", False),
     "silu": ("silu", False), "gelu": ("gelu", False), "hardswish": ("hardswish", False),
