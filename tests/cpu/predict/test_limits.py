@@ -182,7 +182,7 @@ def providers(*words: str) -> set[str]:
 
 def test_the_command_keeps_within_limits() -> None:
     words = ["--device", "h100", "--top", "32"]
-    words += ["--layer", "n=8 c=64 h=14 w=14 k=64 r=3 s=3 padding=1 dilation=3"]
+    words += ["--layer", "n=1 c=256 h=13 w=17 k=36 r=3 s=3 padding=1 bias=true"]
     assert "im2col" in providers(*words)
     assert "im2col" not in providers(*words, "--workspace-limit", "1000")
 

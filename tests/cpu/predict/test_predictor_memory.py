@@ -22,7 +22,7 @@ def test_a_predictor_that_goes_takes_its_memory_along(repository: Path) -> None:
     tracemalloc.start()  # NumPy tells it of its arrays
     try:
         for _ in range(6):
-            Predictor.load(repository / "models" / "h100-2026.11.24").choose_many(LAYERS, "h100")
+            Predictor.load(repository / "models" / "h100-2026.11.25").choose_many(LAYERS, "h100")
             gc.collect()
             sizes.append(tracemalloc.get_traced_memory()[0])
     finally:

@@ -80,7 +80,7 @@ def test_the_unit_s_reload_fails_when_it_is_refused(tmp_path: Path, repository: 
     words = shlex.split(unit()["Service"]["ExecReload"])
     assert int(unit()["Service"]["TimeoutStartSec"]) > int(words[words.index("--max-time") + 1])
     folder, path = tmp_path / "models" / "a", tmp_path / "tokens.json"
-    shutil.copytree(repository / "models" / "h100-2026.11.24", folder)
+    shutil.copytree(repository / "models" / "h100-2026.11.25", folder)
     secret, kept = tokens.make("systemd", "admin")
     tokens.write(path, [kept])
     (tmp_path / "reload.header").write_text(f"Authorization: Bearer {secret}\n")
@@ -104,7 +104,7 @@ def test_the_unit_s_reload_fails_when_it_is_refused(tmp_path: Path, repository: 
 @pytest.mark.slow(reason="a server is told to reload, and its watchdog is looked at")
 def test_systemd_is_told_how_the_server_is(tmp_path: Path, repository: Path) -> None:
     folder = tmp_path / "models" / "a"
-    shutil.copytree(repository / "models" / "h100-2026.11.24", folder)
+    shutil.copytree(repository / "models" / "h100-2026.11.25", folder)
     name, said = str(tmp_path / "notify"), queue.SimpleQueue[dict[str, str]]()
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
         systemd.bind(name)

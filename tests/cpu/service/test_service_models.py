@@ -48,7 +48,7 @@ class Models:
 @pytest.fixture
 def models(tmp_path: Path, repository: Path) -> Models:
     (tmp_path / "models").mkdir()
-    return Models(tmp_path / "models", repository / "models" / "h100-2026.11.24")
+    return Models(tmp_path / "models", repository / "models" / "h100-2026.11.25")
 
 
 @contextmanager

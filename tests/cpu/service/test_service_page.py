@@ -316,7 +316,7 @@ def test_jobs_and_uploads_are_shown_and_what_was_said_of_them_is_text(tmp_path: 
 
 def test_a_published_model_that_does_not_answer_is_listed(tmp_path: Path, repository: Path) -> None:
     folder = tmp_path / "models" / "published-1"
-    shutil.copytree(repository / "models" / "h100-2026.11.24", folder)
+    shutil.copytree(repository / "models" / "h100-2026.11.25", folder)
     card = json.loads((folder / "card.json").read_text())
     (folder / "card.json").write_text(json.dumps(card | {"seed": 7}))
     with TestClient(create_app(Settings(exchange=str(tmp_path)), PREDICTOR)) as client:

@@ -145,7 +145,7 @@ def test_a_pull_of_other_bytes_puts_nothing_there(
 def test_a_rollback_withdraws_what_was_published(server: Server, repository: Path) -> None:
     """Models are put where a job would publish them."""
     published = server.log.parent / "exchange" / "models"
-    shipped = repository / "models" / "h100-2026.11.24"
+    shipped = repository / "models" / "h100-2026.11.25"
     digests = []
     for year in (2031, 2032):
         away = published.with_name("copying")

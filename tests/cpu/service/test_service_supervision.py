@@ -33,7 +33,7 @@ def temporary(tmp_path: Path) -> Iterator[Path]:
 @pytest.fixture
 def model(tmp_path: Path, repository: Path) -> Path:
     """Return a model folder that may be damaged."""
-    return shutil.copytree(repository / "models" / "h100-2026.11.24", tmp_path / "model")
+    return shutil.copytree(repository / "models" / "h100-2026.11.25", tmp_path / "model")
 
 
 def alive(process: int) -> bool:
