@@ -137,7 +137,7 @@ def pairs_of(model: Model, count: int = 10**6) -> tuple[Trees, Pairs, np.ndarray
 def test_families_serve_what_they_were_measured_on(model):
     """Grouped kernels could compute dense layers, and cuDNN's plans grouped ones."""
     sizes = "n=8 c=64 h=28 w=28 k=64 r=3 s=3 padding=1"
-    served = {8: {"grouped"}, 64: {"depthwise", "grouped"}, 1: {"cudnn", "dense"}}
+    served = {8: {"grouped"}, 64: {"depthwise", "grouped"}, 1: {"cudnn", "dense", "im2col"}}
     for groups, kinds in served.items():
         problem = Problem.parse(f"{sizes} groups={groups}")
         (options,) = rank_families(model.families, None, [problem], model.device, MAX_TOP)

@@ -181,8 +181,8 @@ def test_a_network_is_explained_and_optimized(tmp_path: Path) -> None:
     assert (shape, last) == ("8 128 56 56", "tensor(True) None")
     assert table[0].startswith("One step on h100, captured in 1 part: ")
     assert all(len(line) <= 120 for line in table)
-    grouped, dense = table[-2:]
-    assert "grouped_fprop" in grouped
+    depthwise, dense = table[-2:]
+    assert "depthwise_fp" in depthwise
     assert "1x1 -> 128" in dense
 
 
