@@ -135,13 +135,13 @@ import numpy as np
 from layers import H100
 from confpred import Problem
 from confpred.cuda.compiler import compile_kernel
-from confpred.families.registry import all_families
+from confpred.families.registry import kernels_of
 from confpred.problem.conv2d import CONVOLUTION
 
 depthwise = Problem(n=2, c=16, h=9, w=9, k=16, r=3, s=3, groups=16, activation="leaky_relu")
 steps = [CONVOLUTION.reference(depthwise, "out")]
 for problem in (depthwise, replace(depthwise, groups=2)):
-    for family in all_families().values():
+    for family in kernels_of(problem).values():
         for row in np.flatnonzero(family.legal(problem, H100))[:1]:
             steps += family.launch(problem, int(row)).steps
 for step in steps:
