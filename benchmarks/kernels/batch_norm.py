@@ -26,6 +26,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import geometric_mean
@@ -181,10 +182,10 @@ def one(
 
 
 def call_of(
-    family: Family, problem: BatchNorm, row: int
+    family: Family, problem: BatchNorm, row: int, steps: int | None = None
 ) -> Callable[[Mapping[str, Any]], list[Any]]:
-    """Return a function from inputs by name to the outputs of one config, which are new tensors;
-    its workspaces are its own, as those of one stream are."""
+    """Return a function from inputs by name to the outputs of one config, or of its first `steps`,
+    which are new tensors; its workspaces are its own, as those of one stream are."""
     import torch
 
     from confpred.cuda import driver
@@ -192,6 +193,7 @@ def call_of(
     from confpred.cuda.driver import BoundLaunch
 
     launch, arch = family.launch(problem, row), driver.device_of(0).arch
+    launch = replace(launch, steps=launch.steps[:steps])
     operands = BATCH_NORM.operands(problem)
     outputs = [o for o in operands if o.terms]
     names = [*(o.name for o in operands), ZEROED, SCRATCH]
