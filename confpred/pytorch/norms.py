@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -32,6 +32,7 @@ from confpred.pytorch.pointwise import activate
 
 aten = torch.ops.aten
 _NORM = aten._native_batch_norm_legit_functional.default
+_FROZEN = aten._native_batch_norm_legit_no_training.default
 _NORM_BACKWARD = aten.native_batch_norm_backward.default
 #: Activations by their operator, with its arguments behind the tensor.
 _FORWARD: dict[Any, tuple[str, tuple[Any, ...]]] = {
@@ -58,11 +59,13 @@ class NormCall:
 
     Attributes:
         activation: after the norm and the residual.
+        frozen: it normalises by the running statistics, which stay as they are.
         image: shape of the input that the candidates were chosen for.
         forward, backward: the chosen candidates of each direction.
     """
 
     activation: str
+    frozen: bool
     image: tuple[int, ...]
     forward: Candidate
     backward: Candidate
@@ -70,22 +73,23 @@ class NormCall:
     def text(self) -> str:
         """Return this call as JSON; `read` is the way back."""
         both = [[c.provider, c.config_id] for c in (self.forward, self.backward)]
-        return json.dumps([self.activation, self.image, *both], separators=(",", ":"))
+        facts = [self.activation, self.frozen, self.image, *both]
+        return json.dumps(facts, separators=(",", ":"))
 
     @staticmethod
     def read(text: str) -> NormCall:
         """Return the call whose `text` this is."""
 
         def find() -> NormCall:
-            activation, image, *both = json.loads(text)
-            return NormCall(activation, tuple(image), *(Candidate(*each) for each in both))
+            activation, frozen, image, *both = json.loads(text)
+            return NormCall(activation, frozen, tuple(image), *(Candidate(*each) for each in both))
 
         return kept(("norm", text), find)
 
 
 def problem_of(
     shape: Sequence[int], dtype: torch.dtype, direction: str, activation: str, *, residual: bool,
-    affine: bool,
+    affine: bool, frozen: bool,
 ) -> BatchNorm | None:  # fmt: skip
     """Return the problem of a batch norm of images N, C, H, W; None where there is none."""
     n, c, h, w = shape
@@ -94,7 +98,7 @@ def problem_of(
     try:
         return BatchNorm(
             n, h, w, c, dtype=DTYPES[dtype], activation=activation, residual=residual,
-            direction=direction, affine=affine,
+            direction=direction, affine=affine, frozen=frozen,
         )  # fmt: skip
     except (InvalidProblem, KeyError):
         return None
@@ -128,8 +132,9 @@ def _launch(
     def find() -> ReadyLaunch | None:
         affine = vectors[0] is not None
         problem = problem_of(
-            x.shape, x.dtype, direction, call.activation, residual=residual, affine=affine
-        )
+            x.shape, x.dtype, direction, call.activation,
+            residual=residual, affine=affine, frozen=call.frozen,
+        )  # fmt: skip
         candidate = call.forward if direction == "forward" else call.backward
         if problem is None:
             return None
@@ -145,24 +150,30 @@ def forward(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Compute ``activation(batch_norm(x) + residual)`` by the batch's statistics; return it, their
     mean, 1 over the root of variance and `eps`, and the new running statistics, which are written
-    to `running_mean` and `running_var` where it is `in_place`."""
+    to `running_mean` and `running_var` where it is `in_place`. All but the first are empty for a
+    frozen one."""
     call = NormCall.read(text)
     vectors = (weight, bias, running_mean, running_var)
     ready = _launch(x, [residual], vectors, call, "forward", residual=residual is not None)
     if ready is not None:
-        constants = [_constant(value, x.get_device()) for value in (eps, momentum)]
+        values = (eps,) if call.frozen else (eps, momentum)
+        constants = [_constant(value, x.get_device()) for value in values]
         images = [None if t is None else dense(t) for t in (x, residual)]
-        homes = {3: running_mean, 4: running_var}
+        homes = {} if call.frozen else {3: running_mean, 4: running_var}
         direct = in_place and all(t.data_ptr() % ALIGNMENT == 0 for t in homes.values())
         found = ready.run(*images, *vectors, *constants, into=homes if direct else {})
         if direct:
             return tuple(found)
-        out, mean, invstd, new_mean, new_var = found
+        out, *others = found
     else:
-        out, mean, invstd, new_mean, new_var = _NORM(
-            x, weight, bias, running_mean, running_var, True, momentum, eps
+        given = (x, weight, bias, running_mean, running_var)
+        out, *others = (
+            _FROZEN(*given, momentum, eps) if call.frozen else _NORM(*given, True, momentum, eps)
         )
         out = activate(call.activation, out if residual is None else out + residual)
+    if call.frozen:
+        return out, *(running_mean.new_empty(0) for _ in range(4))
+    mean, invstd, new_mean, new_var = others
     if in_place:
         new_mean, new_var = running_mean.copy_(new_mean), running_var.copy_(new_var)
     return out, mean, invstd, new_mean, new_var
@@ -173,7 +184,7 @@ def backward(
     residual: Tensor | None, mean: Tensor, invstd: Tensor, eps: float, text: str,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Compute the gradients of `x`, weight, bias and residual from that of the output; empty for
-    one that is not there."""
+    one that is not there. A frozen one takes the running statistics for `mean` and `invstd`."""
     call = NormCall.read(text)
     vectors = (weight, bias, mean, invstd)
     ready = _launch(
@@ -182,7 +193,8 @@ def backward(
     empty = x.new_empty(0)
     if ready is not None:
         images = [None if t is None else dense(t) for t in (out_grad, x, residual)]
-        found = iter(ready.run(*images, *vectors))
+        constants = [_constant(eps, x.get_device())] if call.frozen else []
+        found = iter(ready.run(*images, *vectors, *constants))
         in_grad = next(found)
         residual_grad = empty if residual is None else next(found)
         grads = (empty, empty) if weight is None else (next(found), next(found))
@@ -192,19 +204,21 @@ def backward(
         sides = (1, -1, 1, 1)
         one = torch.ones_like(mean) if weight is None else weight
         zero = torch.zeros_like(mean) if bias is None else bias
-        scale = invstd * one
+        scale = (torch.rsqrt(invstd + eps) if call.frozen else invstd) * one
         argument = x.float() * scale.view(sides) + (zero - mean * scale).view(sides)
         argument = (argument if residual is None else argument + residual).to(x.dtype)
         gradient, more = _BACKWARD[call.activation]
         grad = gradient(out_grad, argument, *more)
     mask = [True, weight is not None, bias is not None]
-    each = _NORM_BACKWARD(grad, x, weight, None, None, mean, invstd, True, eps, mask)
+    running = (mean, invstd) if call.frozen else (None, None)
+    each = _NORM_BACKWARD(grad, x, weight, *running, mean, invstd, not call.frozen, eps, mask)
     in_grad, *others = (empty if t is None else t for t in each)
     return dense(in_grad), *others, empty if residual is None else dense(grad)
 
 
 def fake_forward(x: Tensor, weight: Tensor | None, *others: Any) -> tuple[Tensor, ...]:
-    vector = x.new_empty(x.shape[1], dtype=torch.float32)
+    size = 0 if NormCall.read(others[-1]).frozen else x.shape[1]
+    vector = x.new_empty(size, dtype=torch.float32)
     out = torch.empty_like(x, memory_format=torch.channels_last)
     return out, *(torch.empty_like(vector) for _ in range(4))
 
@@ -239,13 +253,18 @@ class _Layer:
     out: fx.Node
     grad: fx.Node
     inner: fx.Node
+    frozen: bool
     activation: str = "none"
     residual: fx.Node | None = None
 
     def problems(self) -> list[BatchNorm]:
         """Return those of both directions; none where there are none."""
         x = val_of(self.norm.args[0])
-        fields = {"residual": self.residual is not None, "affine": self.norm.args[1] is not None}
+        fields = {
+            "residual": self.residual is not None,
+            "affine": self.norm.args[1] is not None,
+            "frozen": self.frozen,
+        }
         sizes = [s if isinstance(s, int) else s.node.hint for s in x.shape]
         found = [
             problem_of(sizes, x.dtype, direction, self.activation, **fields)
@@ -263,7 +282,10 @@ def layers_of(graph: fx.Graph) -> list[_Layer]:
 def _layer(backward: fx.Node) -> _Layer | None:
     grad, x, weight, _, _, mean, _, training, _, mask = backward.args
     norm: Any = mean.args[0] if isinstance(mean, fx.Node) else None
-    if not training or norm is None or norm.target is not _NORM or not norm.args[5]:
+    if norm is None or norm.target not in (_NORM, _FROZEN):
+        return None
+    frozen = norm.target is _FROZEN
+    if bool(training) is frozen or not (frozen or norm.args[5]):
         return None
     if norm.args[0] is not x or norm.args[1] is not weight or not isinstance(grad, fx.Node):
         return None
@@ -274,12 +296,12 @@ def _layer(backward: fx.Node) -> _Layer | None:
     if any(val_of(t).dtype is not torch.float32 for t in vectors) or None in statistics:
         return None
     wanted: Any = mask
-    if list(wanted) != [True, weight is not None, bias is not None]:
+    if not wanted[0]:
         return None
     items = {item.args[1]: item for item in norm.users}
     if 0 not in items or len(items) != len(norm.users) or not _fits(val_of(x), items[0]):
         return None
-    return _with_activation(norm, backward, items[0], grad)
+    return _with_activation(_Layer(norm, backward, items[0], grad, grad, frozen))
 
 
 def _fits(x: Any, out: fx.Node) -> bool:
@@ -291,9 +313,9 @@ def _fits(x: Any, out: fx.Node) -> bool:
     )  # fmt: skip
 
 
-def _with_activation(norm: fx.Node, backward: fx.Node, first: fx.Node, grad: fx.Node) -> _Layer:
+def _with_activation(plain: _Layer) -> _Layer:
     """Return the layer with what follows it, as far as nothing else reads what comes between."""
-    plain = _Layer(norm, backward, first, grad, grad)
+    first, grad = plain.out, plain.grad
     readers = _readers(first)
     sums = [n for n in readers if n.target is aten.add.Tensor]
     total = sums[0] if len(sums) == 1 else None
@@ -313,13 +335,12 @@ def _with_activation(norm: fx.Node, backward: fx.Node, first: fx.Node, grad: fx.
             and _source(inner.args[1]) is saved
             and tuple(inner.args[2:]) == more
             and set(_readers(before)) <= {node, inner}
-            and (residual is not None or inner.users.keys() == {backward})
+            and (residual is not None or inner.users.keys() == {plain.backward})
         ):
             outer: Any = inner.args[0]
-            return _Layer(norm, backward, node, outer, inner, name, residual)
-    if residual is not None:  # nothing but the sum reads the norm
-        return _Layer(norm, backward, before, grad, grad, residual=residual)
-    return plain
+            return replace(plain, out=node, grad=outer, activation=name, residual=residual)
+    # Where there is a residual, nothing but the sum reads the norm.
+    return replace(plain, out=before, residual=residual)
 
 
 def _other(total: fx.Node, one: fx.Node) -> fx.Node | None:
@@ -375,11 +396,12 @@ def _gain_ms(*choices: Choice) -> float:
 
 def _replace(layer: _Layer, ahead: Choice, back: Choice) -> None:
     norm, backward = layer.norm, layer.backward
-    x, weight, bias, mean, variance, _, momentum, eps = norm.args
+    x, weight, bias, mean, variance, *_, momentum, eps = norm.args
     image = tuple(ahead.problem.to_json()[name] for name in "nchw")
-    text = NormCall(layer.activation, image, ahead.candidate, back.candidate).text()
-    graph, val = norm.graph, val_of(layer.out)
-    values = [val, *val_of(norm)[1:]]
+    call = NormCall(layer.activation, layer.frozen, image, ahead.candidate, back.candidate)
+    graph, text = norm.graph, call.text()
+    empty = val_of(mean).new_empty(0)
+    values = [val_of(layer.out), *([empty] * 4 if layer.frozen else val_of(norm)[1:])]
     with graph.inserting_before(layer.out):
         given = (x, weight, bias, layer.residual, mean, variance, momentum, eps, text)
         new = graph.call_function(torch.ops.confpred.batch_norm.default, given)
@@ -395,10 +417,12 @@ def _replace(layer: _Layer, ahead: Choice, back: Choice) -> None:
     # Without an activation, the gradient of the residual is that of the output.
     residual = layer.residual if layer.activation != "none" else None
     with graph.inserting_before(backward if layer.inner is layer.grad else layer.inner):
-        back_given = (layer.grad, x, weight, bias, residual, results[1], results[2], eps, text)
+        statistics = (mean, variance) if layer.frozen else results[1:3]
+        back_given = (layer.grad, x, weight, bias, residual, *statistics, eps, text)
         put = graph.call_function(torch.ops.confpred.batch_norm_backward.default, back_given)
-        kept_values = [torch.empty_like(val_of(x)), *val_of(backward)[1:]]
-        put.meta = backward.meta | {"val": [*kept_values, val_of(layer.inner)]}
+        of_vectors = [empty if t is None else torch.empty_like(val_of(t)) for t in (weight, bias)]
+        made = [torch.empty_like(val_of(x)), *of_vectors, val_of(layer.inner)]
+        put.meta = backward.meta | {"val": made}
     backward.replace_all_uses_with(put)
     if residual is not None:
         with graph.inserting_after(put):

@@ -12,14 +12,28 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from cpu.pytorch.network_blocks import Bottleneck, ConvNeXtBlock, InvertedResidual, Network, made
+from cpu.pytorch.network_blocks import (
+    AFTER,
+    Bottleneck,
+    ConvNeXtBlock,
+    InvertedResidual,
+    Network,
+    NormBlock,
+    made,
+    step,
+)
 from layers_on_gpu import LAST, OursFirst, ours_first, served_by
 from torch import Tensor, nn
 
 import confpred
 from confpred.problem.conv2d import ACTIVATIONS
+from confpred.pytorch import (  # noqa: F401  torch.ops has the operators
+    choosing,
+    norms,
+    operators,
+    pointwise,
+)
 from confpred.pytorch import fold as folding
-from confpred.pytorch import operators, pointwise  # noqa: F401  torch.ops has the operators
 from confpred.pytorch.convolve import Call, Geometry
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -34,6 +48,13 @@ def ours() -> Iterator[OursFirst]:
     with ours_first() as predictor:
         yield predictor
     torch._dynamo.reset()
+
+
+@pytest.fixture
+def norms_by_ours(ours: OursFirst, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels of confpred serve every batch norm of training that they can, too."""
+    monkeypatch.setitem(choosing._predictors, "batch_norm", ours)
+    monkeypatch.setattr(norms, "_gain_ms", lambda *choices: 1.0)
 
 
 def poison() -> None:
@@ -336,7 +357,9 @@ def test_networks_in_inference(name: str, graphs: bool, ours, caplog) -> None:
 @pytest.mark.parametrize("graphs", [True, False])
 @pytest.mark.parametrize("autocast", [True, False])
 @pytest.mark.parametrize("name", NETWORKS)
-def test_networks_in_training(name: str, autocast: bool, graphs: bool, ours, caplog) -> None:
+def test_networks_in_training(
+    name: str, autocast: bool, graphs: bool, ours, norms_by_ours, caplog
+) -> None:
     """Outputs, gradients and statistics of steps, with a change of the weights between them."""
     dtype = torch.float32 if autocast else torch.float16
     mine, theirs = (network(name, dtype).train() for _ in range(2))
@@ -363,7 +386,35 @@ def test_networks_in_training(name: str, autocast: bool, graphs: bool, ours, cap
             for parameter in (p for model in (mine, theirs, exact) for p in model.parameters()):
                 parameter.mul_(0.95)
     assert all(served_by(direction, ours) for direction in ("fprop", "dgrad", "wgrad"))
+    has_norms = any(isinstance(module, nn.BatchNorm2d) for module in theirs.modules())
+    if autocast and has_norms:  # a norm with weights in float16 is PyTorch's
+        assert any(name and name.startswith("batch_norm") for name in ours.chosen)
     assert "no CUDA graph" not in caplog.text
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["batch", "frozen"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", AFTER)
+def test_norms_with_what_follows(
+    name: str, dtype: torch.dtype, frozen: bool, ours, norms_by_ours
+) -> None:
+    """Output, gradients and running statistics of steps, replayed as CUDA graphs."""
+    model = made(NormBlock(AFTER[name])).cuda().to(memory_format=LAST).train()
+    model.norm.train(not frozen)
+    theirs, exact = copy.deepcopy(model), copy.deepcopy(model).double()
+    confpred.optimize(model)
+    for seed in range(4):
+        x, found = normal(4, 8, 31, 29, seed=seed), []
+        poison()
+        for each in (model, theirs, exact):
+            given = (x.double() if each is exact else x).detach().requires_grad_()
+            with torch.autocast("cuda", dtype, enabled=each is not exact):
+                found.append(step(each, list(each.parameters()), given))
+        for mine, other, right in zip(*found, strict=True):
+            as_good(mine, other, right)
+        for a, b in zip(model.buffers(), theirs.buffers(), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
+    assert any(family and family.startswith("batch_norm") for family in ours.chosen)
 
 
 @pytest.mark.parametrize("name", NETWORKS)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -217,3 +217,46 @@ def images(dtype: torch.dtype = torch.float32, batch: int = 2) -> Tensor:
 def image(batch: int = 2, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return `images`, channels last."""
     return images(dtype, batch).contiguous(memory_format=LAST)
+
+
+WIDTH = 8  # channels of a `NormBlock`
+
+
+class NormBlock(nn.Module):
+    """A convolution, a batch norm, and what follows it."""
+
+    def __init__(self, after: Callable[[Tensor, Tensor], Tensor], **options: Any) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(WIDTH, WIDTH, 3, padding=1, bias=False)
+        self.norm = nn.BatchNorm2d(WIDTH, **options)
+        self.last = nn.Conv2d(WIDTH, WIDTH, 1)
+        self.after = after
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.after(self.norm(self.conv(x)), x))
+
+
+AFTER = {
+    "none": lambda y, x: y,
+    "relu": lambda y, x: F.relu(y),
+    "relu in place": lambda y, x: F.relu(y, inplace=True),
+    "silu": lambda y, x: F.silu(y),
+    "gelu": lambda y, x: F.gelu(y),
+    "hardswish": lambda y, x: F.hardswish(y),
+    "relu6": lambda y, x: F.relu6(y),
+    "add": lambda y, x: y + x,
+    "add, relu": lambda y, x: F.relu(y + x),
+    "add from the left, silu": lambda y, x: F.silu(x + y),
+    "read twice": lambda y, x: F.relu(y) + y,
+    "of no kernel": lambda y, x: torch.tanh(y),
+}
+
+
+def step(
+    model: Callable[[Tensor], Tensor], parameters: Sequence[Tensor], x: Tensor
+) -> list[Tensor]:
+    """Return outputs and gradients of one step."""
+    out = model(x)
+    torch.manual_seed(2)
+    grads = torch.autograd.grad(out, [x, *parameters], torch.randn(out.shape).to(out))
+    return [out.detach(), *grads]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
+from network_blocks import AFTER, WIDTH, NormBlock, step
 from torch import Tensor, nn
 
 from confpred.families.protocol import PYTORCH_OPERATOR, Candidate
@@ -17,38 +17,7 @@ from confpred.predict.choice import Choice
 from confpred.problem.norm import BatchNorm
 from confpred.pytorch import backend, norms
 
-C = 8
 FASTER = Candidate("batch_norm_two_pass", 0)
-
-
-class Block(nn.Module):
-    """A convolution, a batch norm, and what follows it."""
-
-    def __init__(self, after: Callable[[Tensor, Tensor], Tensor], **options: Any) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(C, C, 3, padding=1, bias=False)
-        self.norm = nn.BatchNorm2d(C, **options)
-        self.last = nn.Conv2d(C, C, 1)
-        self.after = after
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.after(self.norm(self.conv(x)), x))
-
-
-AFTER = {
-    "none": lambda y, x: y,
-    "relu": lambda y, x: F.relu(y),
-    "relu in place": lambda y, x: F.relu(y, inplace=True),
-    "silu": lambda y, x: F.silu(y),
-    "gelu": lambda y, x: F.gelu(y),
-    "hardswish": lambda y, x: F.hardswish(y),
-    "relu6": lambda y, x: F.relu6(y),
-    "add": lambda y, x: y + x,
-    "add, relu": lambda y, x: F.relu(y + x),
-    "add from the left, silu": lambda y, x: F.silu(x + y),
-    "read twice": lambda y, x: F.relu(y) + y,
-    "of no kernel": lambda y, x: torch.tanh(y),
-}
 #: Fused form of each: activation and whether a residual is in it.
 FUSED = {
     "none": ("none", False), "relu": ("relu", False), "relu in place": ("relu", False),
@@ -61,18 +30,8 @@ FUSED = {
 
 def images(dtype: torch.dtype = torch.float32) -> Tensor:
     torch.manual_seed(1)
-    x = torch.randn(4, C, 6, 5, dtype=dtype).to(memory_format=torch.channels_last)
+    x = torch.randn(4, WIDTH, 6, 5, dtype=dtype).to(memory_format=torch.channels_last)
     return x.requires_grad_()
-
-
-def step(
-    model: Callable[[Tensor], Tensor], parameters: Sequence[Tensor], x: Tensor
-) -> list[Tensor]:
-    """Return outputs and gradients of one step."""
-    out = model(x)
-    torch.manual_seed(2)
-    grads = torch.autograd.grad(out, [x, *parameters], torch.randn_like(out))
-    return [out.detach(), *grads]
 
 
 @pytest.fixture
@@ -106,7 +65,7 @@ def captured(model: nn.Module) -> Callable[[Tensor], Tensor]:
 
 @pytest.mark.parametrize("name", AFTER)
 def test_a_step_is_what_pytorch_computes(name: str, served: list[BatchNorm]) -> None:
-    model = Block(AFTER[name]).to(memory_format=torch.channels_last)
+    model = NormBlock(AFTER[name]).to(memory_format=torch.channels_last)
     theirs = copy.deepcopy(model)
     ours = captured(model)
     for _ in range(2):
@@ -120,7 +79,7 @@ def test_a_step_is_what_pytorch_computes(name: str, served: list[BatchNorm]) -> 
     assert (ahead.activation, ahead.residual) == FUSED[name]
     assert ahead.direction == "forward"
     assert back.direction == "backward"
-    assert (ahead.n, ahead.h, ahead.w, ahead.c) == (4, 6, 5, C)
+    assert (ahead.n, ahead.h, ahead.w, ahead.c) == (4, 6, 5, WIDTH)
 
 
 @pytest.mark.parametrize(
@@ -129,7 +88,7 @@ def test_a_step_is_what_pytorch_computes(name: str, served: list[BatchNorm]) -> 
     ids=lambda each: next(iter(each)),
 )
 def test_options_of_the_layer_are_followed(options: dict[str, Any], served: Any) -> None:
-    model = Block(AFTER["add, relu"], **options).to(memory_format=torch.channels_last)
+    model = NormBlock(AFTER["add, relu"], **options).to(memory_format=torch.channels_last)
     theirs = copy.deepcopy(model)
     mine = step(captured(model), list(model.parameters()), images())
     other = step(theirs, list(theirs.parameters()), images())
@@ -139,16 +98,51 @@ def test_options_of_the_layer_are_followed(options: dict[str, Any], served: Any)
     assert served[0].affine == options.get("affine", True)
 
 
-@pytest.mark.parametrize("kind", ["eval", "no statistics", "channels first", "float64"])
+@pytest.mark.parametrize("learns", [True, False], ids=["learns", "fixed"])
+@pytest.mark.parametrize("affine", [True, False], ids=["affine", "plain"])
+@pytest.mark.parametrize("name", ["none", "relu", "silu", "add", "add, relu"])
+def test_a_frozen_layer_is_served(
+    name: str, affine: bool, learns: bool, served: list[BatchNorm]
+) -> None:
+    """It normalises by the running statistics, as fine-tuning does, and leaves them as they are."""
+    model = NormBlock(AFTER[name], affine=affine).to(memory_format=torch.channels_last)
+    torch.manual_seed(3)
+    for value in (*model.norm.parameters(), *model.norm.buffers()):
+        if value.is_floating_point():
+            torch.nn.init.uniform_(value, 0.5, 2.0)
+    model.norm.eval().requires_grad_(learns)
+    theirs = copy.deepcopy(model)
+    mine, other = (
+        step(each, [p for p in of.parameters() if p.requires_grad], images())
+        for each, of in ((captured(model), model), (theirs, theirs))
+    )
+    for a, b in zip([*mine, *model.buffers()], [*other, *theirs.buffers()], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+    assert [problem.frozen for problem in served] == [True, True]
+    assert (served[0].activation, served[0].residual) == FUSED[name]
+
+
+def test_a_layer_that_does_not_learn_has_the_same_gradients(served: list[BatchNorm]) -> None:
+    model = NormBlock(AFTER["silu"]).to(memory_format=torch.channels_last)
+    model.norm.requires_grad_(False)
+    theirs = copy.deepcopy(model)
+    mine, other = (
+        step(each, [of.conv.weight, of.last.weight], images())
+        for each, of in ((captured(model), model), (theirs, theirs))
+    )
+    for a, b in zip(mine, other, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+    assert len(served) == 2
+
+
+@pytest.mark.parametrize("kind", ["no statistics", "channels first", "float64"])
 def test_what_is_left_to_pytorch(kind: str, served: list[BatchNorm]) -> None:
-    model = Block(AFTER["relu"], track_running_stats=kind != "no statistics")
+    model = NormBlock(AFTER["relu"], track_running_stats=kind != "no statistics")
     x = images()
     if kind != "channels first":
         model = model.to(memory_format=torch.channels_last)
     else:
         x = x.detach().contiguous().requires_grad_()
-    if kind == "eval":
-        model.norm.eval()
     if kind == "float64":
         model, x = model.double(), x.detach().double().requires_grad_()
     theirs = copy.deepcopy(model)
@@ -160,7 +154,7 @@ def test_what_is_left_to_pytorch(kind: str, served: list[BatchNorm]) -> None:
 
 
 def test_both_directions_are_replaced_together() -> None:
-    problem = BatchNorm(4, 6, 5, C)
+    problem = BatchNorm(4, 6, 5, WIDTH)
     ours = Choice(problem, "h100", "predicted", FASTER, 1.0, pytorch_ms=1.5)
     slow = Choice(problem, "h100", "predicted", FASTER, 2.0, pytorch_ms=1.0)
     theirs = Choice(problem, "h100", "predicted", PYTORCH_OPERATOR, 1.0, pytorch_ms=1.0)
@@ -185,7 +179,7 @@ def test_less_is_saved_for_the_backward_pass(served: list[BatchNorm]) -> None:
             model(x)
         return sum(found.values())
 
-    model = Block(AFTER["silu"]).to(memory_format=torch.channels_last)
+    model = NormBlock(AFTER["silu"]).to(memory_format=torch.channels_last)
     x = images()
     image_bytes = x.numel() * x.element_size()
     assert saved(captured(model), x) <= saved(copy.deepcopy(model), x) - image_bytes
