@@ -1,6 +1,7 @@
 """The cost of Ray, and of actors that are killed, to the sampler: GPUs are made up.
 
     python -m benchmarks.host.fleet [--only engines gpus kills merge] [--out FOLDER]
+    python -m benchmarks.host.fleet --only real                # needs an NVIDIA GPU
 
 A timer of 20 ms a row is in place of the measurement; Ray, its actors, their children and the files
 are real. The driver has one core. A rate is that of the middle of a run, from 10 % to 90 % of its
@@ -12,6 +13,8 @@ rows, as processes start before; the rate of the whole run is beside it.
   that were measured and not stored, and the seconds in which a GPU measured nothing after its
   actor was killed.
 - ``merge``: 300,000 rows of 1,000 shards become one file.
+- ``real``: one GPU that is there, of the local engine and of Ray, in turns; kernels of depthwise
+  layers, compiled before, are measured as ``confpred sample`` does.
 
 Figures that are there already of parts that are not measured now are kept.
 """
@@ -30,10 +33,12 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.provenance import DATASETS
 from confpred.data.measurements import Measurement, Run
 from confpred.data.suites import Entry, Suite
 from confpred.measure.timing import Outcome
@@ -47,6 +52,8 @@ ROW_S = 0.02
 CONFIGS = 24  # rows of a unit
 TURNS = 3
 GPUS = 8
+REAL_SUITE = DATASETS / "suites" / "fprop.json"
+REAL_FAMILY, REAL_UNITS = "depthwise_fprop", 40
 KILL_EVERY_S, KILLS_S = 5.0, 120.0
 SHARDS, SHARD_ROWS = 1000, 300
 #: A GPU that measures nothing for longer is down.
@@ -94,8 +101,9 @@ def settings() -> Settings:
 
 
 @contextmanager
-def ray_of(gpus: int) -> Iterator[Engine]:
-    """Yield the engine of a Ray with so many made-up GPUs; this process has one core meanwhile."""
+def ray_of(gpus: int, how: Settings, found: str) -> Iterator[Engine]:
+    """Yield the engine of a Ray with so many GPUs, described by the function at the import path
+    `found`; this process has one core meanwhile."""
     import ray
 
     from confpred.sampler.fleet import Fleet
@@ -110,7 +118,7 @@ def ray_of(gpus: int) -> Iterator[Engine]:
         logging_level="ERROR",
     )
     try:
-        with Fleet(settings(), describe=f"{__spec__.name}:describe") as engine:
+        with Fleet(how, describe=found) as engine:
             for thread in os.listdir("/proc/self/task"):
                 os.sched_setaffinity(int(thread), {min(before)})
             yield engine
@@ -119,17 +127,18 @@ def ray_of(gpus: int) -> Iterator[Engine]:
         ray.shutdown()
 
 
-def run(engine: Engine, units: int, folder: Path) -> dict[str, Any]:
+def run(engine: Engine, what: Suite, how: Settings, folder: Path) -> dict[str, Any]:
     """Sample, and return the rates of the run and of its middle."""
     from confpred.sampler.run import sample
 
+    units = len(what.entries)
     seen: list[tuple[float, int]] = []
 
     def show(tally: Tally) -> None:
         if not seen or tally.rows != seen[-1][1]:
             seen.append((tally.elapsed_s, tally.rows))
 
-    tally = sample(suite(units), folder, engine, settings(), show=show)
+    tally = sample(what, folder, engine, how, show=show)
     (t0, first), (t1, last) = (
         next(found for found in seen if found[1] >= share * tally.rows) for share in (0.1, 0.9)
     )
@@ -145,14 +154,43 @@ def run(engine: Engine, units: int, folder: Path) -> dict[str, Any]:
 
 
 def engines(folder: Path) -> dict[str, Any]:
+    return in_turns(folder, suite(40), settings(), describe("all"), f"{__spec__.name}:describe")
+
+
+def real(folder: Path) -> dict[str, Any]:
+    from confpred.cuda.driver import describe as name_of
+    from confpred.data.suites import Suite, read_suite
+    from confpred.families.registry import all_families
+    from confpred.problem.device import get_device
+    from confpred.sampler.fleet import DESCRIBE
+    from confpred.sampler.run import Here, Settings, find_gpus, sample
+
+    family, gpus = all_families()[REAL_FAMILY], find_gpus("0")
+    device = get_device(gpus[0].device)
+    entries = [
+        entry
+        for entry in read_suite(REAL_SUITE).entries
+        if family.legal(entry.problem, device).sum() > CONFIGS
+    ]
+    what = Suite("fleet", tuple(entries[:REAL_UNITS]))
+    how = Settings(configs=CONFIGS, processes=0, pytorch=False, families=(REAL_FAMILY,))
+    first = replace(how, processes=len(os.sched_getaffinity(0)))
+    sample(what, folder / "compiled", Here(gpus, first), first)
+    found = in_turns(folder, what, how, gpus, DESCRIBE)
+    return found | dict(zip(("device", "driver"), name_of(0), strict=True))
+
+
+def in_turns(
+    folder: Path, what: Suite, how: Settings, gpus: dict[int, Run], found: str
+) -> dict[str, Any]:
+    """Return the rates of one GPU by the local engine and by Ray."""
     from confpred.sampler.run import Here
 
     turns: dict[str, list[dict[str, Any]]] = {"local": [], "ray": []}
     for turn in range(TURNS):
-        (gpus,) = [describe("all")]
-        turns["local"].append(run(Here(gpus, settings()), 40, folder / f"local-{turn}"))
-        with ray_of(1) as engine:
-            turns["ray"].append(run(engine, 40, folder / f"ray-{turn}"))
+        turns["local"].append(run(Here(gpus, how), what, how, folder / f"local-{turn}"))
+        with ray_of(1, how, found) as engine:
+            turns["ray"].append(run(engine, what, how, folder / f"ray-{turn}"))
     rates = {name: statistics.median(t["rows_per_s"] for t in each) for name, each in turns.items()}
     whole = {
         name: statistics.median(t["whole_run_rows_per_s"] for t in each)
@@ -168,8 +206,9 @@ def engines(folder: Path) -> dict[str, Any]:
 def gpus(folder: Path) -> dict[str, Any]:
     found = {}
     for count in (1, GPUS):
-        with ray_of(count) as engine:
-            found[str(count)] = run(engine, 50 * count, folder / f"gpus-{count}")
+        with ray_of(count, settings(), f"{__spec__.name}:describe") as engine:
+            what = suite(50 * count)
+            found[str(count)] = run(engine, what, settings(), folder / f"gpus-{count}")
     one, many = found["1"], found[str(GPUS)]
     return {
         "gpus": found,
@@ -206,11 +245,11 @@ def kills(folder: Path) -> dict[str, Any]:
                 os.kill(drawn.choice(running), signal.SIGKILL)
                 killed.append(time.time())
 
-    with ray_of(GPUS) as engine:
+    with ray_of(GPUS, settings(), f"{__spec__.name}:describe") as engine:
         thread = threading.Thread(target=kill, daemon=True)
         units = round(GPUS * (KILLS_S + KILL_EVERY_S) / (CONFIGS * ROW_S) * 0.95)
         thread.start()
-        found = run(engine, units, folder / "kills")
+        found = run(engine, suite(units), settings(), folder / "kills")
         over.set()
     rows = ds.dataset(str(folder / "kills"), format="parquet").to_table(["n", "config"]).to_pylist()
     times = Counter((row["n"], row["config"]) for row in rows)
@@ -292,18 +331,20 @@ PARTS: dict[str, Callable[[Path], dict[str, Any]]] = {
     "gpus": gpus,
     "kills": kills,
     "merge": merging,
+    "real": real,
 }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS)[:-1])
     parser.add_argument("--out", type=Path, help="folder of the result")
     arguments = parser.parse_args()
     from benchmarks.provenance import RESULTS, ROOT, provenance, write
 
     out = arguments.out or RESULTS
-    os.environ["PYTHONPATH"] = str(ROOT)
+    paths = (str(ROOT), os.environ.get("PYTHONPATH", ""))
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     known = json.loads((out / "fleet.json").read_text()) if (out / "fleet.json").exists() else {}
     result = {name: known[name] for name in PARTS if name in known}

@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[3]
 #: Lines of a folder, those in it included.
 BUDGETS = {
-    "benchmarks": 7150, "confpred": 28720, "confpred/cli": 2130, "confpred/client": 1070,
+    "benchmarks": 7190, "confpred": 28720, "confpred/cli": 2130, "confpred/client": 1070,
     "confpred/cuda": 1160, "confpred/cudnn": 790, "confpred/data": 880, "confpred/families": 3900,
     "confpred/measure": 1160, "confpred/model": 1950, "confpred/predict": 1460,
     "confpred/problem": 1750, "confpred/products": 770, "confpred/pytorch": 4070,
