@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,6 +30,7 @@ from confpred.cli.arguments import (
 )
 from confpred.errors import ConfpredError
 from confpred.predict.choice import MAX_TOP, Choice, answers_json
+from confpred.problem.conv2d import CONVOLUTION
 from confpred.problem.limits import Limits
 
 if TYPE_CHECKING:
@@ -359,11 +360,17 @@ def devices(device: str | None, as_json: bool, model: Path | None) -> None:
     rate. A device without a model is answered by that of the nearest one, without a bound. A GPU
     that is not in the list is known once its driver was asked, when a process first uses it.
     """
+    from confpred.families.registry import all_operations
     from confpred.model.card import KnownDevice, known_devices
+    from confpred.model.folder import shipped_models
     from confpred.predict.predictor import Predictor
     from confpred.problem.device import get_device
 
-    found = known_devices(Predictor.load(model).models)
+    models = [*Predictor.load(model).models.values()]
+    for name in all_operations():
+        if model is None and name != CONVOLUTION.name and shipped_models(name).is_dir():
+            models += Predictor.load(operation=name).models.values()
+    found = known_devices(sorted(models, key=lambda each: each.device.key))
     if device is not None:
         key = next((k.device.key for k in found if k.device.key == device), None)
         wanted = get_device(device if key is None else key)
@@ -373,7 +380,7 @@ def devices(device: str | None, as_json: bool, model: Path | None) -> None:
     elif device is None:
         click.echo("\n".join(aligned([_DEVICE_HEADINGS, *map(_device_row, found)])))
     else:
-        click.echo("\n".join(_device_facts(found[0])))
+        click.echo("\n".join(_device_facts(found)))
 
 
 def _device_row(known: KnownDevice) -> tuple[str, ...]:
@@ -381,13 +388,18 @@ def _device_row(known: KnownDevice) -> tuple[str, ...]:
     return (
         *(d.key, d.product, d.arch, str(d.sm_count)),
         *(f"{d.dram_bytes_per_s / 1e9:.0f}", f"{d.tensor_flops / 1e12:.0f}"),
-        *(known.model or "none", " ".join(known.layers)),
+        *(known.model or "none", _layers(known)),
         "" if known.problems is None else f"{known.problems:,}",
     )
 
 
-def _device_facts(known: KnownDevice) -> Iterator[str]:
-    d = known.device
+def _layers(known: KnownDevice) -> str:
+    """Return the kinds of layers that a model knows; those of convolutions have names."""
+    return " ".join(known.layers) if known.operation == CONVOLUTION.name else known.operation or ""
+
+
+def _device_facts(models: Sequence[KnownDevice]) -> Iterator[str]:
+    d = models[0].device
     yield f"{d.key}: {d.product}, {d.arch}"
     facts = {
         "multiprocessors": f"{d.sm_count}, of {d.warps_per_sm} warps and {d.blocks_per_sm} blocks",
@@ -396,17 +408,30 @@ def _device_facts(known: KnownDevice) -> Iterator[str]:
         "bandwidth": f"{d.dram_bytes_per_s / 1e9:.0f} GB/s, read plus written",
         "arithmetic": f"{d.tensor_flops / 1e12:.1f} TFLOP/s in half precision, "
         f"{d.simt_flops / 1e12:.1f} in float32",
-        "model": known.model or "none: that of the nearest device answers, without a bound",
     }
+    yield from _aligned_facts(facts)
+    for known in models:
+        yield from _aligned_facts(_model_facts(known))
+
+
+def _aligned_facts(facts: Mapping[str, str]) -> Iterator[str]:
+    yield from (f"{name:15}  {value}" for name, value in facts.items() if value)
+
+
+def _model_facts(known: KnownDevice) -> dict[str, str]:
+    none = "none: that of the nearest device answers, without a bound"
+    facts = {"model": known.model or none}
     if known.model is not None:
-        dense = "" if known.operation != "conv2d" or "dense" in known.layers else "; not dense"
+        dense = (
+            "" if known.operation != CONVOLUTION.name or "dense" in known.layers else "; not dense"
+        )
         facts |= {
             "operation": str(known.operation),
-            "layers": " ".join(known.layers) + dense,
+            "layers": _layers(known) + dense,
             "families": " ".join(known.families),
             "trained on": f"{known.rows:,} rows of {known.problems:,} problems of "
             f"{known.networks:,} networks",
             "measured with": f"driver {' or '.join(known.driver) or 'not recorded'}, "
             f"cuDNN {' or '.join(known.cudnn) or 'not recorded'}",
         }
-    yield from (f"{name:15}  {value}" for name, value in facts.items() if value)
+    return facts

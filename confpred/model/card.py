@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
@@ -311,14 +311,14 @@ class KnownDevice:
         return asdict(self)
 
 
-def known_devices(models: Mapping[str, Model]) -> list[KnownDevice]:
-    """Return the devices of `models`, then those of the table that have none.
+def known_devices(models: Iterable[Model]) -> list[KnownDevice]:
+    """Return the devices of `models`, once a model, then those of the table that have none.
 
     Raises:
         ModelError: a model is damaged.
     """
     learned = []
-    for model in models.values():
+    for model in models:
         families, data = model.card.families, model.card.data
         layers = sorted({each for entry in families.values() for each in entry.groupings})
         what = (model.version, model.operation.name, tuple(families), tuple(layers))

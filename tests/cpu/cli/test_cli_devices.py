@@ -7,6 +7,7 @@ from pathlib import Path
 
 from command_line import confpred, named, worked
 
+from confpred.families.registry import all_operations
 from confpred.model.folder import NewestModels, load_model
 from confpred.problem.device import KNOWN
 
@@ -18,13 +19,21 @@ def test_every_board_has_a_line_those_with_a_model_first() -> None:
     assert head.split() == [
         "device", "product", "arch", "SMs", "GB/s", "TFLOP/s", "model", "layers", "problems",
     ]  # fmt: skip
-    models = NewestModels()
+    shipped = sorted(
+        (key, "conv2d" if operation == "conv2d" else "other", model.version)
+        for operation in all_operations()
+        for key, model in NewestModels(operation=operation).items()
+    )
+    assert ("h100", "other") in {each[:2] for each in shipped}
     keys = [line.split()[0] for line in lines]
+    assert keys[: len(shipped)] == [key for key, *_ in shipped]
     assert set(keys) == set(KNOWN)
-    assert set(keys[: len(models)]) == set(models)
+    assert len(lines) == len(KNOWN) + len(shipped) - len({key for key, *_ in shipped})
     for key, line in zip(keys, lines, strict=True):
         assert f" {KNOWN[key].product} " in line
-        assert (models[key].version if key in models else "none") in line
+    for (_, _, version), line in zip(shipped, lines, strict=False):
+        assert f" {version} " in line
+    assert all(line.endswith(" none") for line in lines[len(shipped) :])
 
 
 def test_a_device_is_told_of_in_full(model_folder: Path) -> None:
