@@ -124,7 +124,7 @@ class FamilyModel:
             `FINALISTS`, if there are as many.
         """
         pairs = Pairs([0], [0, len(rows)], rows, self.features(problem, device, rows))
-        return self._ranked(pairs, [problem], device, wanted)[0]
+        return self.rank_pairs(pairs, [problem], device, wanted)[0]
 
     def rank_many(
         self, problems: ProblemBatch, device: Device, wanted: int = 1, limits: Limits = UNLIMITED
@@ -135,7 +135,7 @@ class FamilyModel:
             pairs = self._together(self.batched, problems, device)
         else:
             pairs = self._one_by_one(problems.problems, device, limits)
-        return self._ranked(pairs, problems.problems, device, wanted)
+        return self.rank_pairs(pairs, problems.problems, device, wanted)
 
     def _together(self, family: Batched, problems: ProblemBatch, device: Device) -> Pairs:
         found, rows, workings = family.offered(problems, device, family.whole)
@@ -164,10 +164,11 @@ class FamilyModel:
         bounds = [0, *accumulate(map(len, legal.values()))]
         return Pairs([*legal], bounds, np.concatenate([*legal.values()]), np.concatenate(features))
 
-    def _ranked(
-        self, pairs: Pairs, problems: Sequence[Record], device: Device, wanted: int
+    def rank_pairs(
+        self, pairs: Pairs, problems: Sequence[Record], device: Device, wanted: int = 1
     ) -> dict[int, tuple[Rows, NDArray[np.float64]]]:
-        """Expect of the best one what `time` says, and of the others the ratios of `order`."""
+        """Return `rank` of the candidates of each problem, by its place: the best one is expected
+        to take what `time` says, and the others the ratios of `order`."""
         found: dict[int, tuple[Rows, NDArray[np.float64]]] = {}
         if not pairs.places:
             return found

@@ -11,18 +11,21 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
 import pyarrow.compute as pc
+from numpy.typing import NDArray
 from rich.console import Console
 
 from confpred.data.measurements import problem_of_row
 from confpred.data.parquet import problem_columns, read
 from confpred.errors import DataError
-from confpred.families.protocol import PYTORCH, PYTORCH_OPERATOR, Candidate
+from confpred.families.protocol import PYTORCH, PYTORCH_OPERATOR, Candidate, Rows
 from confpred.families.registry import all_families
 from confpred.model.folder import Model
+from confpred.model.rank import Pairs
 from confpred.predict.choice import Choice
 from confpred.predict.predictor import Predictor
 from confpred.problem.record import Record
@@ -346,38 +349,47 @@ def _thinned(
     """Return the regret if few configs had been measured: of a choice among a random few,
     against the best of these."""
     generator = np.random.default_rng(seed)
-    found = {}
-    total = len(THINNED) * _DRAWS
-    for i, k in enumerate(THINNED):
-        draws = []
-        for j in range(_DRAWS):
-            say(THINNING, i * _DRAWS + j, total)
-            regret = np.array([_thinned_regret(model, m, k, generator) for m in measured])
-            draws.append((geomean(regret), np.quantile(regret, 0.95)))
-        mean, p95 = np.mean(draws, axis=0).tolist()
-        found[str(k)] = (mean, p95)
-    say(THINNING, total, total)
-    return found
+    counts = [k for k in THINNED for _ in range(_DRAWS)]
+    draws = [
+        [[_drawn(generator, len(t.rows), k) for t in m.ours] for m in measured] for k in counts
+    ]
+    regret = np.empty((len(counts), len(measured)))
+    for place, m in enumerate(measured):
+        say(THINNING, place, len(measured))
+        regret[:, place] = _thinned_regrets(model, m, [draw[place] for draw in draws])
+    say(THINNING, len(measured), len(measured))
+    figures = np.array([(geomean(each), np.quantile(each, 0.95)) for each in regret])
+    means = figures.reshape(len(THINNED), _DRAWS, 2).mean(axis=1).tolist()
+    return {str(k): (mean, p95) for k, (mean, p95) in zip(THINNED, means, strict=True)}
 
 
-def _thinned_regret(
-    model: Model, measured: _Measured, k: int, generator: np.random.Generator
-) -> float:
-    chosen_s, chosen_ms, best_ms = np.inf, np.nan, np.inf
-    for t in measured.ours:
-        kept = np.arange(len(t.rows))
-        if k < len(kept):
-            kept = np.sort(generator.choice(kept, k, replace=False))
-        rows, time_ms = t.rows[kept], t.time_ms[kept]
-        best_ms = min(best_ms, float(time_ms.min()))
+def _drawn(generator: np.random.Generator, count: int, k: int) -> Rows:
+    """Return `k` of the first `count` numbers, or all, rising."""
+    return np.sort(generator.choice(count, k, replace=False)) if k < count else np.arange(count)
+
+
+def _thinned_regrets(
+    model: Model, measured: _Measured, draws: Sequence[Sequence[Rows]]
+) -> NDArray[np.float64]:
+    """Return the regret of a choice among some configs, which each draw has by family."""
+    count = len(draws)
+    chosen_s, chosen_ms = np.full(count, np.inf), np.full(count, np.nan)
+    best_ms = np.full(count, np.inf)
+    for place, t in enumerate(measured.ours):
+        kept = [draw[place] for draw in draws]
+        best_ms = np.minimum(best_ms, [t.time_ms[rows].min() for rows in kept])
         learned = model.families.get(t.family)
         if learned is None:
             continue
-        ranked, seconds = learned.rank(measured.problem, model.device, rows)
-        if seconds[0] < chosen_s:
-            chosen_s = float(seconds[0])
-            chosen_ms = float(time_ms[np.searchsorted(rows, ranked[0])])
-    return chosen_ms / best_ms if np.isfinite(chosen_s) else 1.0
+        features = learned.features(measured.problem, model.device, t.rows)
+        every, bounds = np.concatenate(kept), [0, *accumulate(map(len, kept))]
+        pairs = Pairs([*range(count)], bounds, t.rows[every], features[every])
+        ranked = learned.rank_pairs(pairs, [measured.problem] * count, model.device)
+        for draw, (rows, seconds) in ranked.items():
+            if seconds[0] < chosen_s[draw]:
+                chosen_s[draw] = seconds[0]
+                chosen_ms[draw] = t.time_ms[np.searchsorted(t.rows, rows[0])]
+    return np.where(np.isfinite(chosen_s), chosen_ms / best_ms, 1.0)
 
 
 def _means(tops: Sequence[Sequence[float]]) -> dict[str, float]:
