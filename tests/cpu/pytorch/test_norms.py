@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from network_blocks import AFTER, WIDTH, NormBlock, step
+from network_blocks import AFTER, WIDTH, Around, NormBlock, step
 from torch import Tensor, nn
 
 from confpred.families.protocol import PYTORCH_OPERATOR, Candidate
@@ -120,6 +120,32 @@ def test_a_frozen_layer_is_served(
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
     assert [problem.frozen for problem in served] == [True, True]
     assert (served[0].activation, served[0].residual) == FUSED[name]
+
+
+def twice(m: Any, x: Tensor) -> Tensor:
+    return m.last(torch.relu(m.norm(m.conv(torch.relu(m.norm(m.conv(x)))))))
+
+
+def read(m: Any, x: Tensor) -> Tensor:
+    before = 2 * m.norm.running_mean
+    out = m.last(torch.relu(m.norm(m.conv(x))))
+    return out + before.sum() + m.norm.running_mean.sum()
+
+
+@pytest.mark.parametrize("forward", [twice, read])
+def test_running_statistics_of_a_layer_that_is(forward: Any, served: list[BatchNorm]) -> None:
+    """Used twice in a step, or read before and after it."""
+    block = NormBlock(AFTER["relu"])
+    model = Around(forward, conv=block.conv, norm=block.norm, last=block.last)
+    model = model.to(memory_format=torch.channels_last)
+    theirs = copy.deepcopy(model)
+    ours = captured(model)
+    for _ in range(3):
+        mine = step(ours, list(model.parameters()), images())
+        other = step(theirs, list(theirs.parameters()), images())
+        for a, b in zip([*mine, *model.buffers()], [*other, *theirs.buffers()], strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+    assert served
 
 
 def test_a_layer_that_does_not_learn_has_the_same_gradients(served: list[BatchNorm]) -> None:
