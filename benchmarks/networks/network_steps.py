@@ -12,10 +12,11 @@ import random
 import statistics
 import sys
 import time
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +34,11 @@ from benchmarks.networks.network_models import (
 WAYS = (
     "eager", "again", "optimize", "freeze", "compile", "reduce-overhead", "compile+confpred",
 )  # fmt: skip
+#: Parts of `optimize` that a way does without, each a module and its function: what do they bring?
+PARTS = {
+    "without convert": ("passes", "convert_together"),
+    "without norms": ("norms", "serve"),
+}
 #: A way may be this many times as far from float32 as eager PyTorch in half precision is, in the
 #: 2-norm; networks with random weights magnify rounding, each by another factor.
 TIMES_AS_FAR, SLACK = 3.0, 0.01
@@ -69,7 +75,7 @@ def started(name: str, base: nn.Module, setting: Setting, data: tuple[Tensor, Te
     """Return the model of a way, and its step."""
     model = prepared(base, setting)
     forward: Any = model
-    if name in ("optimize", "freeze"):
+    if name in ("optimize", "freeze", *PARTS):
         import confpred
 
         confpred.optimize(model, freeze=name == "freeze")  # type: ignore[attr-defined]
@@ -82,6 +88,14 @@ def started(name: str, base: nn.Module, setting: Setting, data: tuple[Tensor, Te
 
         forward = torch.compile(model, options=confpred.inductor_options(graphs=False))  # type: ignore[attr-defined]
     return model, step_of(model, forward, setting, data)
+
+
+def left_out(name: str) -> AbstractContextManager[Any]:
+    """Return a context in which a capture has not the part that the way `name` does without."""
+    if name not in PARTS:
+        return nullcontext()
+    module, function = PARTS[name]
+    return patch(f"confpred.pytorch.{module}.{function}", lambda *given: 0)
 
 
 def answer(model: nn.Module, step: Step, setting: Setting) -> Tensor:
@@ -120,8 +134,9 @@ def make(
     free(setting)
     held = torch.cuda.memory_reserved() if setting.device == "cuda" else 0
     begun = time.perf_counter()
-    model, step = started(name, base, setting, data)
-    found = answer(model, step, setting)
+    with left_out(name):
+        model, step = started(name, base, setting, data)
+        found = answer(model, step, setting)
     setting.synchronize()
     first = time.perf_counter() - begun
     way = Way(model, step, first, float((found - expected).norm() / expected.norm()))

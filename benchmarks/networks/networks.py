@@ -46,6 +46,8 @@ NETWORKS = (
 MODES, BATCHES = ("inference", "training"), (1, 16, 32, 128)
 WAYS = ("eager", "again", "optimize", "freeze", "compile", "reduce-overhead", "compile+confpred")
 LEAST_S = 20  # less than this left of the budget, and no new process is started
+#: Ways that show what a part of `optimize` brings; measured where they are asked for.
+PARTS = ("without convert", "without norms")
 KEY = ("network", "mode", "batch", "way")
 
 
@@ -185,7 +187,7 @@ def parsed(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--batches", type=lambda text: [int(n) for n in text.split(",")], default=list(BATCHES)
     )
-    parser.add_argument("--ways", type=some(WAYS), default=list(WAYS))
+    parser.add_argument("--ways", type=some((*WAYS, *PARTS)), default=list(WAYS))
     parser.add_argument("--budget", type=float, default=86400, help="seconds; then nothing starts")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--turn", type=float, default=0.05, help="seconds of a turn")

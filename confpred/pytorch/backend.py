@@ -200,6 +200,8 @@ class Compiler:
         """Return a function that runs `gm`; the arguments are those of `Graphed`."""
         from torch._dynamo.backends.debugging import boxed_nop
 
+        if kind != "inference":
+            passes.convert_together(gm.graph)
         written, ordinal = passes.update_in_place(gm.graph), ordinal_of(gm.graph)
         gm.recompile()
         plain = boxed_nop(gm, [])

@@ -57,6 +57,16 @@ def _fake_conv2d_backward(_: Tensor, x: Tensor, weight: Tensor, call: str) -> tu
     return tuple(made if wanted else x.new_empty(0) for made, wanted in each)
 
 
+def _like(xs: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    return [torch.empty_like(x, dtype=dtype) for x in xs]
+
+
+def _convert(xs: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    made = _like(xs, dtype)
+    torch._foreach_copy_(made, xs)
+    return made
+
+
 def _fake_fold(*lists: Any) -> list[Tensor]:
     each = zip(lists[2], lists[5], lists[7], strict=True)
     return [t for mean, filter, dtype in each for t in folding.empty(mean, filter, dtype)]
@@ -87,6 +97,7 @@ _define(
     " Tensor mean, Tensor invstd, float eps, str call) -> (Tensor, Tensor, Tensor, Tensor)",
     norms.backward, norms.fake_backward,
 )  # fmt: skip
+_define("convert(Tensor[] xs, ScalarType dtype) -> Tensor[]", _convert, _like)
 _define(
     "scale_shift(Tensor x, Tensor scale, Tensor shift, Tensor? residual, str activation) -> Tensor",
     pointwise.scale_shift, lambda x, *others: torch.empty_like(x),

@@ -163,6 +163,43 @@ def update_in_place(graph: fx.Graph) -> set[fx.Node]:
     return written
 
 
+def convert_together(graph: fx.Graph) -> None:
+    """Let parameters be converted to another dtype by one call before all else, and gradients by
+    one after all else. Each is a launch, of a microsecond or two where the tensor is small."""
+    output = graph.output_node()
+    groups: dict[tuple[Any, ...], list[fx.Node]] = {}
+    for node in graph.find_nodes(op="call_function", target=aten._to_copy.default):
+        first = node.args[0].op == "placeholder"
+        if (first or node.users.keys() == {output}) and _only_converts(node):
+            source, made = val_of(node.args[0]), val_of(node)
+            groups.setdefault((first, source.dtype, made.dtype, made.device), []).append(node)
+    places = graph.find_nodes(op="placeholder")
+    for (first, _, dtype, _), nodes in groups.items():
+        if len(nodes) < 2:
+            continue
+        with graph.inserting_after(places[-1]) if first else graph.inserting_before(output):
+            given = ([node.args[0] for node in nodes], dtype)
+            made = graph.call_function(torch.ops.confpred.convert.default, given)
+        made.meta["val"] = [val_of(node) for node in nodes]
+        for index, node in enumerate(nodes):
+            with graph.inserting_after(made):
+                item = graph.call_function(operator.getitem, (made, index))
+            item.meta = dict(node.meta)
+            node.replace_all_uses_with(item)
+            graph.erase_node(node)
+
+
+def _only_converts(node: fx.Node) -> bool:
+    """Return whether a copy differs from its source in dtype alone."""
+    source, made = val_of(node.args[0]), val_of(node)
+    like = torch.empty_like(source, dtype=made.dtype)
+    return (
+        "memory_format" not in node.kwargs
+        and (made.device, made.layout) == (source.device, source.layout)
+        and like.stride() == made.stride()
+    )
+
+
 def _update_one(norm: fx.Node, in_place: Any, result: int, argument: int) -> None:
     items = {item.args[1]: item for item in norm.users}
     copies = []

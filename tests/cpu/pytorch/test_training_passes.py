@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from network_blocks import BACKWARD, BLOCKS, CONV, FOLD, LAST, PLAIN, Around, images, made
 from torch import Tensor, nn
 
+from confpred.pytorch import passes
 from confpred.pytorch.backend import confpred as backend
 
 UPDATE, FUNCTIONAL = (
@@ -61,6 +62,32 @@ def layer(groups: int = 2, **norm) -> nn.Module:
     layers = {"conv": nn.Conv2d(8, 8, 3, padding=1, groups=groups),
               "norm": nn.BatchNorm2d(8, **norm)}  # fmt: skip
     return Around(lambda m, x: F.silu(m.norm(m.conv(x))), **layers).to(memory_format=LAST)
+
+
+def test_conversions_are_one_call_a_direction(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of parameters, and of their gradients; the numbers are the same to the bit."""
+    graphs: list[list[str]] = []
+    update = passes.update_in_place
+
+    def seen(graph):
+        graphs.append([str(node.target) for node in graph.nodes if node.op == "call_function"])
+        return update(graph)
+
+    monkeypatch.setattr(passes, "update_in_place", seen)
+    model = made(BLOCKS["inverted residual"]()).train()
+    other = copy.deepcopy(model)
+    found = []
+    for m, call in ((model, torch.compile(model, backend=backend)), (other, other)):
+        with torch.autocast("cpu", torch.bfloat16):
+            out = call(images())
+        out.float().square().mean().backward()
+        found.append([out.detach(), *(p.grad for p in m.parameters())])
+    for a, b in zip(*found, strict=True):
+        assert torch.equal(a, b)
+        assert a.stride() == b.stride()
+    for graph in graphs:
+        assert graph.count("confpred.convert.default") == 1
+        assert graph.count("aten._to_copy.default") <= 1  # of the images
 
 
 def image() -> Tensor:
