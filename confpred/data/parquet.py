@@ -157,7 +157,7 @@ class CheckedRows:
 
     Attributes:
         table: the columns that identify a problem, those of ``_TEXTS`` and ``_TIMES``,
-            ``registers``, and ``row``: how many rows of `files` come before it.
+            ``registers``, or all; and ``row``: how many rows of `files` come before it.
         files: where the rows come from, in order.
         ends: how many rows there are up to the end of each file.
     """
@@ -172,15 +172,17 @@ class CheckedRows:
         return _error(self.files[file], row - (self.ends[file - 1] if file else 0), error)
 
 
-def read_checked(files: Sequence[Path], operation: Operation) -> CheckedRows:
-    """Return the rows of `files`, in their order.
+def read_checked(
+    files: Sequence[Path], operation: Operation, *, whole: bool = False
+) -> CheckedRows:
+    """Return the rows of `files`, in their order; `whole`, with all columns.
 
     Raises:
         DataError: a file cannot be read or lacks a column, or a value is not allowed; the error
             names file, row (counted from 0), column, value and what is allowed.
     """
     columns = [*problem_columns(operation), *_TEXTS, _REGISTERS]
-    tables = [read(file, operation, [*columns, *_TIMES]) for file in files]
+    tables = [read(file, operation, None if whole else [*columns, *_TIMES]) for file in files]
     for file, table in zip(files, tables, strict=True):
         _check(file, table, columns, operation)
     table = pa.concat_tables(tables).combine_chunks()
