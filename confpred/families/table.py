@@ -19,7 +19,6 @@ from confpred.families.protocol import Array, Family, Rows
 from confpred.problem.conv2d import CONVOLUTION, Problem
 from confpred.problem.device import Device
 from confpred.problem.operation import Step
-from confpred.problem.record import Record
 
 _Found = TypeVar("_Found")
 #: How much a table keeps of what was worked out of it, or up to twice as much.
@@ -261,7 +260,7 @@ def _batch(problem: Any) -> ProblemBatch:
 
 
 def legal_among(
-    family: Family, problems: Sequence[Record], rows: Sequence[Rows], device: Device
+    family: Family, problems: Sequence[Any], rows: Sequence[Rows], device: Device
 ) -> list[NDArray[np.bool_]]:
     """Return which of the `rows` of each problem `Family.legal` has, in a third of its time where
     they are few of a large table."""

@@ -33,7 +33,6 @@ from confpred.families.kernel_text import identity_of
 from confpred.families.protocol import PYTORCH, Rows
 from confpred.families.registry import all_families, config_ids
 from confpred.model.folder import Model
-from confpred.problem.conv2d import CONVOLUTION
 from confpred.problem.operation import Operation
 from confpred.problem.record import Record
 from confpred.training.dataset import Dataset, measured_on, operation_of_file
@@ -91,8 +90,6 @@ def check_shard(path: Path, models: Mapping[str, Model], controls: Sequence[Path
         ConfpredError: the reason for which it is refused.
     """
     operation = operation_of_file(path)
-    if operation is not CONVOLUTION:
-        raise DataError(f"measurements of {operation.name}; allowed: of {CONVOLUTION.name}")
     metadata = pq.read_metadata(path)
     unpacked = sum(metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups))
     if not 0 < metadata.num_rows <= MOST_ROWS or unpacked > MOST_BYTES:

@@ -156,9 +156,16 @@ def test_a_model_is_judged_by_networks_that_are_held_out(
     assert any(pair.new_ms < 0.5 * pair.old_ms for pair in against_pytorch)
 
 
-def test_data_that_cannot_be_judged_is_refused(few_measurements: Path, tmp_path: Path) -> None:
+def test_data_that_cannot_be_judged_is_refused(
+    few_measurements: Path, tmp_path: Path, repository: Path
+) -> None:
     with pytest.raises(DataError, match=r"of 3 networks 0 are held out by their names"):
         retrain_from([few_measurements], {}, tmp_path / "model")
+    chains = next((repository / "datasets" / "chains" / "h100").glob("*.parquet"))
+    with pytest.raises(DataError, match=r"of 3 networks 0"):  # others' rows are passed over
+        retrain_from([chains, few_measurements], {}, tmp_path / "model")
+    with pytest.raises(DataError, match="no file has measurements of conv2d"):
+        retrain_from([chains], {}, tmp_path / "model")
     with (
         pytest.raises(InvalidInput, match="a folder, or the address of a service"),
         measurements_at(str(tmp_path / "none")),
