@@ -19,7 +19,8 @@ from math import inf
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from confpred.data.parquet import operation_in
+from confpred.data.parquet import operation_in, shards_in
+from confpred.data.remote import RemoteFolder, folder_at
 from confpred.errors import DataError, InvalidInput
 from confpred.families.protocol import PYTORCH_OPERATOR, Candidate
 from confpred.model.card import CARD
@@ -177,21 +178,29 @@ def _chosen(
 
 @contextmanager
 def measurements_at(source: str) -> Iterator[Path]:
-    """Yield a folder of the measurements at `source`: a folder, or the address of a service, whose
-    data is fetched for as long as the block lasts.
+    """Yield a folder of the measurements at `source`: a folder or its URL, or the address of a
+    service. Rows that are elsewhere are fetched for as long as the block lasts.
 
     Raises:
-        InvalidInput: it is neither.
+        InvalidInput: it is none of these.
+        DataError: it has no measurements.
         MissingExtra: a service needs httpx.
-        ServiceError: the service does not answer, or has no measurements.
+        ServiceError: the service does not answer, or takes no measurements.
+        StorageError: the object store refused.
     """
-    if not source.startswith(("http://", "https://")):
-        if not Path(source).is_dir():
-            raise InvalidInput("from", source, "a folder, or the address of a service")
-        yield Path(source)
-        return
-    from confpred.client import transfer  # httpx is no part of the extra train
+    with TemporaryDirectory(prefix="confpred-rows-") as name:
+        rows = Path(name)
+        if source.startswith(("http://", "https://")):
+            from confpred.client import transfer  # httpx is no part of the extra train
 
-    with TemporaryDirectory(prefix="confpred-rows-") as folder:
-        transfer.fetch_rows(source, Path(folder))
-        yield Path(folder)
+            transfer.fetch_rows(source, rows)
+        elif isinstance(folder := folder_at(source), RemoteFolder):
+            for shard in shards_in(folder):
+                (rows / shard.name).write_bytes(shard.read_bytes() or b"")
+        elif folder.is_dir():
+            rows = folder
+        else:
+            raise InvalidInput("from", source, "a folder or its URL, or the address of a service")
+        if not any(rows.glob("*.parquet")):
+            raise DataError(f"{source} has no measurements (*.parquet)")
+        yield rows

@@ -25,7 +25,8 @@ from confpred.cli import cli
 from confpred.client import AsyncClient, Client
 from confpred.client.transfer import submitting
 from confpred.data.measurements import Measurement, Run
-from confpred.data.parquet import operation_in, schema
+from confpred.data.parquet import operation_in, schema, write
+from confpred.data.remote import folder_at
 from confpred.errors import ServiceError
 from confpred.families.kernel_text import identity_of
 from confpred.families.registry import all_families
@@ -393,6 +394,14 @@ def test_the_client_sends(
     assert len(sent_names) == 3
     with submitting("http://127.0.0.1:9", tmp_path):  # nothing is left, so nobody is asked
         pass
+    store = folder_at(f"memory://{tmp_path.name}/runs")
+    write(rows.slice(50_060, 20), store / "rows-b-00000.parquet")
+    for _ in range(2):
+        with submitting(server.url, store):
+            pass
+    assert (store / ".submitted").read_bytes() == b"rows-b-00000.parquet"
+    upload = hashlib.sha256((store / "rows-b-00000.parquet").read_bytes() or b"").hexdigest()
+    assert became(server, upload, secrets["write"])["rows"] == 20
 
 
 def test_a_server_without_a_folder_takes_nothing(tmp_path: Path, rows: pa.Table) -> None:
