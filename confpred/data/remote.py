@@ -141,17 +141,12 @@ def folder_at(text: str) -> Folder:
 
 
 def read_bytes(file: Path | RemoteFile) -> bytes | None:
-    """Return the content of a file, or None if there is no such file; raises as its method."""
-    there = isinstance(file, RemoteFile) or file.exists()
-    return file.read_bytes() if there else None
+    """Return the content, or None if there is no such file; raises as `RemoteFile.read_bytes`."""
+    return file.read_bytes() if isinstance(file, RemoteFile) or file.exists() else None
 
 
 def write_bytes(file: Path | RemoteFile, content: bytes) -> None:
-    """Write a file whole.
-
-    Raises:
-        StorageError: the file system, or the object store, refused.
-    """
+    """Write a file whole; raises a StorageError where that is refused."""
     if isinstance(file, RemoteFile):
         file.write_bytes(content)
     else:
