@@ -341,7 +341,12 @@ def test_nothing_acknowledged_is_lost_where_processes_are_killed(
 
 
 @pytest.mark.slow(reason="a job imports the trainer, at the system's idle priority")
-def test_uploads_and_jobs_are_counted(server: Server, secrets: dict[str, str]) -> None:
+def test_uploads_and_jobs_are_counted(
+    server: Server, secrets: dict[str, str], rows: pa.Table
+) -> None:
+    bodies = (whole(rows.slice(50_100, 20)), b"no measurements")
+    states = [sent(server, body, secrets["admin"])["state"] for body in bodies]
+    assert states == ["admitted", "quarantined"]
     headers = {"authorization": f"Bearer {secrets['admin']}"}
     asked = server.post("/v1/jobs", params={"device": "h100"}, headers=headers).json()
     job: dict[str, Any] = {}
